@@ -1,0 +1,33 @@
+"""The job: all that the load processes of one cell need to know, handed over as one JSON file."""
+
+from pathlib import Path
+
+import msgspec
+
+from harness.scenario import Load, Prompts, Warmup
+
+
+class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One cell's work. Paths are absolute, as the load process sees them; secrets are only named."""
+
+    cell: str
+    load_name: str
+    load: Load
+    model: str
+    prompts: Prompts
+    prompt_file: str | None = None
+    seed: int
+    salt: str | None = None  # words put before each prompt; None: nothing
+    warmup: Warmup
+    api_key_env: str | None = None
+    requests_path: str  # requests.jsonl of the run, appended to by every process
+    processes_path: str  # processes.jsonl of the run
+    tickets_path: str  # the cell's shared counter: which request of the sequence comes next
+
+
+def write_job(job: Job, path: Path) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(job), indent=1))
+
+
+def read_job(path: Path) -> Job:
+    return msgspec.json.decode(path.read_bytes(), type=Job)

@@ -1,0 +1,123 @@
+"""The run's manifest, run.json: written first with status `running`, after every cell, and last with the verdict."""
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from harness.errors import HarnessError
+from harness.records import FORMAT_VERSION
+from harness.scenario import Scenario
+
+Status = Literal["running", "valid", "invalid", "failed", "interrupted"]
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Frozen, strict, by keyword."""
+
+
+class Phase(Record):
+    """A step of a server's start, and how long it took."""
+
+    name: str  # such as "pull", "create", "port open", "health", "first answer"
+    seconds: float
+
+
+class ServedBy(Record):
+    """What really served a cell, as found out from the outside."""
+
+    url: str
+    template: str | None = None  # None: a server that already ran
+    simulated: bool = False  # every page that shows these numbers says so
+    image: str | None = None  # as asked for
+    image_digest: str | None = None  # repo digest, else image id
+    container: dict[str, Any] | None = None  # the container's configuration as inspected, without its environment
+    version: str | None = None  # as the server says
+    model: str | None = None  # model id that the server answers to
+    arguments: list[str] = []  # the server's command line
+    phases: list[Phase] = []
+    restarts: int = 0
+    oom_killed: bool = False
+    exit_code: int | None = None  # set when it died before it was stopped
+
+
+class CellRun(Record):
+    """A cell of the plan that was run."""
+
+    id: str
+    server: str
+    load: str
+    repeat: int
+    started_wall_s: float
+    ended_wall_s: float
+    served_by: ServedBy
+    problems: list[str] = []  # why this cell cannot be trusted, as seen while it ran
+
+
+class Machine(Record):
+    """The host that ran the load (and, unless said otherwise, the server). Unknown is None."""
+
+    name: str
+    kernel: str | None = None
+    cpu: str | None = None
+    cores: int | None = None
+    ram_bytes: int | None = None
+    gpus: list[dict[str, Any]] = []
+    kernel_parameters: dict[str, str] = {}
+    docker: str | None = None
+
+
+class Run(Record):
+    """run.json."""
+
+    format_version: int = FORMAT_VERSION
+    id: str
+    status: Status
+    reasons: list[str] = []  # why it is not valid
+    started_wall_s: float
+    ended_wall_s: float | None = None
+    scenario_name: str  # file name without its ending
+    scenario: Scenario  # as resolved, defaults filled in
+    workload_sha256: str
+    order: list[str] = []  # cell ids as planned
+    cells: list[CellRun] = []  # cells that ran, in that order
+    machine: Machine
+    versions: dict[str, str] = {}  # packages that touch the measurement
+    git_commit: str | None = None
+
+    @property
+    def simulated(self) -> bool:
+        return any(cell.served_by.simulated for cell in self.cells) or any(
+            server.template == "simulated" for server in self.scenario.servers.values()
+        )
+
+
+def write_run(folder: Path, run: Run) -> None:
+    """Replace run.json in one step, so that a reader never sees half of it."""
+    text = msgspec.json.format(msgspec.json.encode(run), indent=1)
+    temporary = folder / "run.json.new"
+    temporary.write_bytes(text + b"\n")
+    os.replace(temporary, folder / "run.json")
+
+
+def read_run(folder: Path) -> Run:
+    """The manifest of a run directory. Raises HarnessError that says what is wrong with it."""
+    path = folder / "run.json"
+    try:
+        raw = path.read_bytes()
+    except OSError:
+        raise HarnessError(
+            f"{folder}: not a run directory (it has no run.json)", next_step="`harness runs` lists the runs."
+        ) from None
+    try:
+        head = msgspec.json.decode(raw)
+        version = head.get("format_version") if isinstance(head, dict) else None
+        if isinstance(version, int) and version > FORMAT_VERSION:
+            raise HarnessError(
+                f"{path}: format {version} was written by a newer harness; this one reads up to {FORMAT_VERSION}",
+                next_step="Update the harness.",
+            )
+        return msgspec.json.decode(raw, type=Run)
+    except msgspec.DecodeError as error:
+        raise HarnessError(f"{path}: cannot be read ({error})", next_step="The file was changed or damaged.") from None

@@ -1,0 +1,111 @@
+"""The central record: one request as the client saw it, raw observations only.
+
+Everything else (TTFT, TPOT, goodput ...) is derived from these fields by `harness.derive`, so a definition can
+be corrected without a GPU. Formats are versioned; see docs/run-directory.md.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+FORMAT_VERSION = 1
+
+ErrorKind = Literal[
+    "connect",  # no connection: refused, unreachable, name not resolved
+    "timeout",  # nothing arrived for longer than the scenario allows
+    "disconnect",  # the connection broke before the response was complete
+    "rejected",  # 429 or 503: the server says that it is busy
+    "http",  # any other status that is not 2xx
+    "not_api",  # 200 with something that is not the API's answer, such as HTML
+    "stream_error",  # an error object inside a 200 stream
+    "malformed",  # an event that is not JSON
+    "truncated",  # the stream ended without [DONE] or a finish reason
+    "empty",  # a complete answer without one generated token
+    "unfinished",  # cut by the end of the run
+    "client",  # a defect of ours; the message says which
+]
+
+
+class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """One request that was sent. All times but `sent_s` are seconds after `sent_s`; missing is None."""
+
+    id: str  # sent as X-Request-Id, so a server's log can be joined
+    cell: str  # the cell of the plan that it belongs to
+    load: str  # the load's name in the scenario
+    user_class: str
+    index: int  # place in the seeded request sequence of the cell
+    user: int  # the simulated person or agent
+    process: int  # pid of the load process: its clock anchor is in processes.jsonl
+    phase: Literal["warmup", "measured"]
+    sent_s: float  # just before the first byte is written; monotonic clock of `process`
+    ended_s: float  # end of the response, or the moment of the error
+    clock: Literal["kernel", "read"] = "read"  # chunk times: kernel's receive stamps, or time of the read
+    conversation: int | None = None
+    turn: int | None = None
+    batch: int | None = None
+    scheduled_s: float | None = None  # when the plan wanted it sent (negative: sent late); None in a closed loop
+    connect_s: float | None = None  # duration of opening the connection, before sent_s; None when reused
+    headers_s: float | None = None
+    chunks_s: list[float] = []  # one per data event that carries generated tokens of any channel
+    first_visible_s: float | None = None  # first event with visible content (not reasoning)
+    coalesced: int = 0  # chunks that shared a read with a later one: their times are upper bounds
+    asked_tokens: int | None = None  # max_tokens of the request
+    fixed_length: bool = False  # ignore_eos was asked, so output must equal asked_tokens
+    prompt_tokens: int | None = None  # the following four as the server's usage reports them
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+    reasoning_tokens: int | None = None
+    finish: str | None = None
+    status: int | None = None
+    error: ErrorKind | None = None
+    message: str | None = None  # what the error was, shortened; never the model's output
+
+
+class ProcessMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One line of processes.jsonl: a load process says hello when it starts and goodbye when it ends.
+
+    `wall_s` and `monotonic_s` are read back to back: the anchor that joins its records with other clocks.
+    A process without an `end` mark was killed, and what it had sent is not known.
+    """
+
+    event: Literal["start", "end"]
+    process: int
+    cell: str
+    wall_s: float
+    monotonic_s: float
+    sent: int | None = None  # requests whose first byte was about to be written (end only)
+    recorded: int | None = None  # records handed to the file (end only)
+    cpu_s: float | None = None  # CPU time of the process since its start mark (end only)
+
+
+def read_requests(path: Path, damaged: list[int] | None = None) -> Iterator[Request]:
+    """The records of a requests.jsonl, however its writer ended.
+
+    A line that cannot be decoded (torn by a kill) is skipped; its number goes to `damaged`.
+    """
+    decoder = msgspec.json.Decoder(Request)
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield decoder.decode(line)
+            except msgspec.DecodeError:
+                if damaged is not None:
+                    damaged.append(number)
+
+
+def read_marks(path: Path) -> list[ProcessMark]:
+    """The marks of a processes.jsonl; a torn last line is skipped."""
+    if not path.exists():
+        return []
+    decoder = msgspec.json.Decoder(ProcessMark)
+    marks = []
+    for line in path.read_bytes().splitlines():
+        try:
+            marks.append(decoder.decode(line))
+        except msgspec.DecodeError:
+            continue
+    return marks

@@ -1,0 +1,193 @@
+"""The scenario: what to start, how to load it, and what to find out. Format version 1, see docs/scenarios.md."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from harness.errors import HarnessError, ScenarioError, did_you_mean
+from harness.strict import decode, load_yaml
+
+Name = Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9-]{0,39}$")]
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+
+USERS = ("batch", "chat")  # the user classes that ship, locustfiles/<name>.py
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Frozen, strict, by keyword: how every part of a scenario behaves."""
+
+
+class Server(Record):
+    """A server to start: a Compose template of compose/ and values for its variables."""
+
+    template: str
+    variables: dict[str, Any] = {}
+    container: bool = True  # false: the embedded engine as a process (template `simulated` only)
+    startup_timeout_s: Positive = 900.0
+
+
+class Load(Record):
+    """Who sends requests, how many, and how long the answers are."""
+
+    user: str  # one of USERS, or the path of a locustfile of your own, relative to the scenario
+    users: Count = 1
+    processes: Count = 1  # Locust load processes
+    requests: Count | None = None  # a fixed amount of work, in requests ...
+    duration_s: Positive | None = None  # ... or a fixed time; exactly one of the two
+    batch_size: Count | None = None  # batch: requests in flight at once, then wait for all
+    turns: Count | None = None  # chat: turns of a conversation before a new one starts
+    think_s: list[NotNegative] | None = None  # chat: [least, most], uniform; batch: pause between bursts
+    output_tokens: Count = 128
+    output: Literal["fixed", "natural"] = "fixed"  # fixed: ignore_eos, to compare engines; natural: like people
+    stream: bool = True
+    ramp_s: NotNegative = 0.0  # all users are spawned within this time
+    drain_s: NotNegative = 30.0  # how long requests in flight at the end may take to finish
+    timeout_s: Positive = 300.0  # a request on which nothing arrives for so long has failed
+
+
+class Prompts(Record):
+    """Where the prompts come from. The sequence is a function of the scenario's seed."""
+
+    kind: Literal["synthetic", "file", "classification"] = "synthetic"
+    tokens: Count = 256  # synthetic: length of each prompt, in words of about one token
+    file: str | None = None  # file: JSONL, a line {"prompt": "..."} or {"messages": [...]}, relative to the scenario
+    system_tokens: Annotated[int, Meta(ge=0)] = 0  # length of a system prompt that all requests share
+    salt: bool = True  # begin each prompt with words of its own per cell, so no earlier cell's prefix cache helps
+
+
+class Warmup(Record):
+    """Work sent before the measurement, at the concurrency to come, recorded and marked. One of the two."""
+
+    requests: Annotated[int, Meta(ge=0)] | None = None
+    duration_s: NotNegative | None = None
+
+
+class Baseline(Record):
+    """The cell that all others are compared with."""
+
+    server: str
+    load: str
+
+
+class Scenario(Record):
+    """A question about LLM servers and the experiment that answers it."""
+
+    version: Literal[1]
+    question: str
+    model: str  # as the server knows it
+    servers: dict[Name, Server]
+    loads: dict[Name, Load]
+    prompts: Prompts = Prompts()
+    repeats: Count = 5
+    seed: Annotated[int, Meta(ge=0)] = 42
+    restart: bool = True  # a fresh server for each cell (cold); false: one per repeat and server (warm)
+    warmup: Warmup = Warmup(requests=2)
+    baseline: Baseline | None = None  # default: the first server with the first load
+    checks: list[str] = []  # such as "error_rate == 0" or "ttft_p95 <= 2s"
+    max_error_rate: Annotated[float, Meta(ge=0, le=1)] = 0.0  # a run with more is INVALID
+    metrics_interval_s: Positive = 1.0
+    generator: Literal["process", "container"] = "process"
+    api_key_env: str | None = None  # NAME of the environment variable that holds the server's API key
+
+
+def load_scenario(path: Path) -> Scenario:
+    """The scenario in a file.
+
+    Raises ScenarioError that lists every problem with its path, line, value and a suggestion.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise HarnessError(
+            f"{path}: the scenario cannot be read ({error.strerror})",
+            next_step="`harness scenarios` lists those that ship.",
+        ) from None
+    except UnicodeDecodeError:
+        raise ScenarioError(str(path), ["not a text file in UTF-8"]) from None
+    problems: list[str] = []
+    raw, lines = load_yaml(text, problems)
+    if not isinstance(raw, dict):
+        problems = problems or ["$: a scenario is a mapping (version, question, servers, loads ...)"]
+        raise ScenarioError(str(path), problems)
+    version = raw.get("version")
+    if isinstance(version, int) and version > 1:
+        raise ScenarioError(
+            str(path), [f"$.version: {version} was written for a newer harness; this one reads version 1"]
+        )
+    scenario = decode(raw, Scenario, lines, problems)
+    if scenario is not None:
+        problems += _contradictions(scenario, path.parent)
+    if problems or scenario is None:
+        raise ScenarioError(str(path), problems)
+    return scenario
+
+
+def locustfile_of(load: Load, folder: Path, shipped: Path) -> Path:
+    """The locustfile of a load: one that ships, or the user's own next to the scenario."""
+    return shipped / f"{load.user}.py" if load.user in USERS else (folder / load.user).resolve()
+
+
+def _contradictions(scenario: Scenario, folder: Path) -> list[str]:
+    """What is well-formed but cannot be meant."""
+    problems = []
+    for key, value in (("servers", scenario.servers), ("loads", scenario.loads)):
+        if not value:
+            problems.append(f"$.{key}: at least one is needed")
+    for name, load in scenario.loads.items():
+        problems += [f"$.loads.{name}.{problem}" for problem in _load_problems(load, folder)]
+    for name, server in scenario.servers.items():
+        if not server.container and server.template != "simulated":
+            problems.append(
+                f"$.servers.{name}.container: only the template 'simulated' can run without a container, "
+                f"not '{server.template}'"
+            )
+    base = scenario.baseline
+    if base is not None and base.server not in scenario.servers:
+        problems.append(
+            f"$.baseline.server: '{base.server}' is not a server; {did_you_mean(base.server, scenario.servers)}"
+        )
+    if base is not None and base.load not in scenario.loads:
+        problems.append(f"$.baseline.load: '{base.load}' is not a load; {did_you_mean(base.load, scenario.loads)}")
+    if (scenario.warmup.requests is None) == (scenario.warmup.duration_s is None):
+        problems.append("$.warmup: give exactly one of 'requests' and 'duration_s'")
+    return problems + _prompt_problems(scenario.prompts, folder)
+
+
+def _load_problems(load: Load, folder: Path) -> list[str]:
+    problems = []
+    if (load.requests is None) == (load.duration_s is None):
+        problems.append("requests: give exactly one of 'requests' and 'duration_s'")
+    if load.user not in USERS:
+        if not load.user.endswith(".py"):
+            problems.append(
+                f"user: '{load.user}' is neither a user class that ships nor a .py file; "
+                f"{did_you_mean(load.user, USERS)}"
+            )
+        elif not (folder / load.user).is_file():
+            problems.append(f"user: there is no file {load.user} beside the scenario")
+    if load.user == "batch" and load.turns is not None:
+        problems.append("turns: a batch agent has no conversations; remove it or use 'user: chat'")
+    if load.user == "chat" and load.batch_size is not None:
+        problems.append("batch_size: a chat user sends one request at a time; raise 'users' or use 'user: batch'")
+    if load.think_s is not None and (len(load.think_s) != 2 or load.think_s[0] > load.think_s[1]):
+        problems.append(f"think_s: two numbers are expected, the least and the most, got {load.think_s}")
+    if load.processes > load.users:
+        problems.append(f"processes: {load.processes} load processes for {load.users} users; use at most one per user")
+    return problems
+
+
+def _prompt_problems(prompts: Prompts, folder: Path) -> list[str]:
+    if prompts.kind != "file":
+        return [] if prompts.file is None else ["$.prompts.file: is read only with 'kind: file'"]
+    if prompts.file is None:
+        return ["$.prompts.file: 'kind: file' needs a file"]
+    path = folder / prompts.file
+    if not path.is_file():
+        return [f"$.prompts.file: there is no file {prompts.file} beside the scenario"]
+    if not path.read_text(encoding="utf-8", errors="replace").strip():
+        return [f"$.prompts.file: {prompts.file} is empty; one JSON object a line is expected"]
+    return []

@@ -1,0 +1,110 @@
+"""Strict decoding of YAML into typed records, with every problem found in one pass.
+
+msgspec stops at the first error. A person who edits a scenario wants all of them at once, so records are
+walked field by field here and msgspec judges the leaves.
+"""
+
+import types
+import typing
+from typing import Any, TypeVar
+
+import msgspec
+import yaml
+
+from harness.errors import did_you_mean
+
+T = TypeVar("T")
+
+
+def load_yaml(text: str, problems: list[str]) -> tuple[Any, dict[str, int]]:
+    """The plain value of a YAML document and the line (from 1) of each path in it."""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problems.append(f"not valid YAML{where}: {getattr(error, 'problem', None) or error}")
+        return None, {}
+    lines: dict[str, int] = {}
+    return (_value(node, "$", lines, problems) if node is not None else None), lines
+
+
+def _value(node: yaml.Node, path: str, lines: dict[str, int], problems: list[str]) -> Any:
+    line = node.start_mark.line + 1
+    lines[path] = line
+    if isinstance(node, yaml.MappingNode):
+        mapping: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = str(key_node.value)
+            if key in mapping:
+                problems.append(f"{path}.{key} (line {key_node.start_mark.line + 1}): written twice; keep one")
+            mapping[key] = _value(value_node, f"{path}.{key}", lines, problems)
+            lines[f"{path}.{key}"] = key_node.start_mark.line + 1
+        return mapping
+    if isinstance(node, yaml.SequenceNode):
+        return [_value(item, f"{path}[{i}]", lines, problems) for i, item in enumerate(node.value)]
+    constructor = yaml.SafeLoader("")
+    try:
+        return constructor.construct_object(node)  # type: ignore[no-untyped-call]
+    except (yaml.YAMLError, ValueError) as error:
+        problems.append(f"{path} (line {line}): {error}")
+        return None
+    finally:
+        constructor.dispose()  # type: ignore[no-untyped-call]
+
+
+def decode(raw: Any, type_: type[T], lines: dict[str, int], problems: list[str], path: str = "$") -> T | None:
+    """`raw` as a `type_`; what is wrong goes to `problems` (path, line, value, advice) and gives None."""
+    before = len(problems)
+    value = _decode(raw, type_, lines, problems, path)
+    return value if len(problems) == before else None
+
+
+def _where(path: str, lines: dict[str, int]) -> str:
+    line = lines.get(path)
+    return f"{path} (line {line})" if line else path
+
+
+def _decode(raw: Any, type_: Any, lines: dict[str, int], problems: list[str], path: str) -> Any:
+    origin = typing.get_origin(type_)
+    args = typing.get_args(type_)
+    if origin in (types.UnionType, typing.Union) and type(None) in args and len(args) == 2:
+        if raw is None:
+            return None
+        return _decode(raw, next(a for a in args if a is not type(None)), lines, problems, path)
+    if isinstance(type_, type) and issubclass(type_, msgspec.Struct) and isinstance(raw, dict):
+        return _decode_struct(raw, type_, lines, problems, path)
+    if origin is dict and isinstance(raw, dict) and args[1] is not Any:
+        return {k: _decode(v, args[1], lines, problems, f"{path}.{k}") for k, v in raw.items()}
+    if origin is list and isinstance(raw, list):
+        return [_decode(v, args[0], lines, problems, f"{path}[{i}]") for i, v in enumerate(raw)]
+    try:
+        return msgspec.convert(raw, type_)
+    except msgspec.ValidationError as error:
+        problems.append(f"{_where(path, lines)}: {str(error).split(' - at ')[0]}, got {_shown(raw)}")
+        return None
+
+
+def _decode_struct(
+    raw: dict[str, Any], type_: type[msgspec.Struct], lines: dict[str, int], problems: list[str], path: str
+) -> Any:
+    hints = typing.get_type_hints(type_, include_extras=True)
+    fields = {field.encode_name: field for field in msgspec.structs.fields(type_)}
+    values: dict[str, Any] = {}
+    before = len(problems)
+    for key, value in raw.items():
+        if key not in fields:
+            advice = did_you_mean(key, fields)
+            problems.append(f"{_where(f'{path}.{key}', lines)}: unknown key; {advice}")
+            continue
+        name = fields[key].name
+        values[name] = _decode(value, hints[name], lines, problems, f"{path}.{key}")
+    for key, field in fields.items():
+        if field.required and key not in raw:
+            problems.append(f"{_where(path, lines)}: '{key}' is missing")
+    return type_(**values) if len(problems) == before else None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,132 @@
+"""What a run says in numbers: a Summary derived from its records, cell by cell and row by row."""
+
+import msgspec
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Frozen, strict, by keyword."""
+
+
+class Distribution(Record):
+    """Exact statistics of a sample, in its own unit. A percentile that the sample cannot carry is None."""
+
+    n: int
+    mean: float | None = None
+    least: float | None = None
+    most: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+
+
+class Numbers(Record):
+    """What is known of a set of measured requests. Times in seconds; formulas in docs/method.md."""
+
+    sent: int
+    succeeded: int
+    failed: int  # any error but `unfinished`
+    unfinished: int
+    errors: dict[str, int] = {}  # by kind
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+    wall_s: float | None = None  # first sent to last ended
+    output_tok_s: float | None = None
+    requests_per_s: float | None = None
+    ttft_s: Distribution
+    ttfo_s: Distribution
+    tpot_s: Distribution
+    e2e_s: Distribution
+    chunk_gap_s: Distribution
+    send_lag_s: Distribution
+    tokens_per_chunk: float | None = None
+
+    @property
+    def error_rate(self) -> float | None:
+        return (self.failed + self.unfinished) / self.sent if self.sent else None
+
+
+class ServerLoad(Record):
+    """What the server's own metrics said during a cell. None: it has no such metric."""
+
+    running_most: float | None = None
+    running_mean: float | None = None
+    waiting_most: float | None = None
+    kv_usage_most: float | None = None  # 0 to 1
+    preemptions: float | None = None
+    generated_tokens: float | None = None  # by the server's counter, warm-up included
+    prefix_hit_ratio: float | None = None
+
+
+class CellSummary(Record):
+    """One cell: one server under one load, once."""
+
+    id: str
+    server: str
+    load: str
+    repeat: int
+    numbers: Numbers
+    server_load: ServerLoad
+    ready_s: float | None = None  # the server's start until its first answer
+    problems: list[str] = []  # why it is not valid
+
+
+class Row(Record):
+    """One server under one load, all repeats. The run-level values are the sample of a verdict."""
+
+    server: str
+    load: str
+    cells: list[str]  # ids of the cells in it
+    wall_s: list[float]  # one per valid cell
+    output_tok_s: list[float]
+    pooled: Numbers  # over the requests of all its cells; wall_s and rates are medians over the cells
+
+
+class CheckResult(Record):
+    """A check of the scenario and how it came out."""
+
+    check: str
+    passed: bool
+    evidence: str
+
+
+class Summary(Record):
+    """summary.json."""
+
+    format_version: int = 1
+    run: str
+    scenario: str
+    question: str
+    simulated: bool
+    valid: bool
+    reasons: list[str]
+    rows: list[Row]
+    cells: list[CellSummary]
+    comparison: "Comparison | None" = None  # each row against the scenario's baseline
+    checks: list[CheckResult] = []
+
+
+class Verdict(Record):
+    """One side against the baseline side, for one metric."""
+
+    side: str  # "SERVER / LOAD", or the run's name
+    baseline: str
+    metric: str  # "wall_s" or "output_tok_s"
+    ratio: float | None  # of speed: above 1 the side is faster than the baseline
+    low: float | None  # 95 % interval of the ratio
+    high: float | None
+    p: float | None  # exact two-sided permutation test, corrected for the number of comparisons
+    n: tuple[int, int]  # run-level values: side, baseline
+    word: str  # "faster", "slower", "same", "cannot tell"
+    sentence: str  # the verdict in words, with its reason and what would settle it
+
+
+class Comparison(Record):
+    """A table of verdicts."""
+
+    metric: str
+    comparisons: int  # how many were made, and corrected for
+    noise_floor: float  # relative effect below which a difference is not believed
+    noise_source: str  # "assumed" or where it was measured
+    verdicts: list[Verdict]
