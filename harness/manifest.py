@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+from msgspec import Struct
 
 from harness.errors import HarnessError
 from harness.records import FORMAT_VERSION
@@ -13,18 +14,14 @@ from harness.scenario import Scenario
 Status = Literal["running", "valid", "invalid", "failed", "interrupted"]
 
 
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Frozen, strict, by keyword."""
-
-
-class Phase(Record):
+class Phase(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A step of a server's start, and how long it took."""
 
     name: str  # such as "pull", "create", "port open", "health", "first answer"
     seconds: float
 
 
-class ServedBy(Record):
+class ServedBy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What really served a cell, as found out from the outside."""
 
     url: str
@@ -42,7 +39,7 @@ class ServedBy(Record):
     exit_code: int | None = None  # set when it died before it was stopped
 
 
-class CellRun(Record):
+class CellRun(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A cell of the plan that was run."""
 
     id: str
@@ -55,7 +52,7 @@ class CellRun(Record):
     problems: list[str] = []  # why this cell cannot be trusted, as seen while it ran
 
 
-class Machine(Record):
+class Machine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The host that ran the load (and, unless said otherwise, the server). Unknown is None."""
 
     name: str
@@ -68,7 +65,7 @@ class Machine(Record):
     docker: str | None = None
 
 
-class Run(Record):
+class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """run.json."""
 
     format_version: int = FORMAT_VERSION

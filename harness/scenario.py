@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import msgspec
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from harness.errors import HarnessError, ScenarioError, did_you_mean
 from harness.strict import decode, load_yaml
@@ -17,11 +16,7 @@ Count = Annotated[int, Meta(ge=1)]
 USERS = ("batch", "chat")  # the user classes that ship, locustfiles/<name>.py
 
 
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Frozen, strict, by keyword: how every part of a scenario behaves."""
-
-
-class Server(Record):
+class Server(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A server to start: a Compose template of compose/ and values for its variables."""
 
     template: str
@@ -30,7 +25,7 @@ class Server(Record):
     startup_timeout_s: Positive = 900.0
 
 
-class Load(Record):
+class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Who sends requests, how many, and how long the answers are."""
 
     user: str  # one of USERS, or the path of a locustfile of your own, relative to the scenario
@@ -49,7 +44,7 @@ class Load(Record):
     timeout_s: Positive = 300.0  # a request on which nothing arrives for so long has failed
 
 
-class Prompts(Record):
+class Prompts(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where the prompts come from. The sequence is a function of the scenario's seed."""
 
     kind: Literal["synthetic", "file", "classification"] = "synthetic"
@@ -59,21 +54,21 @@ class Prompts(Record):
     salt: bool = True  # begin each prompt with words of its own per cell, so no earlier cell's prefix cache helps
 
 
-class Warmup(Record):
+class Warmup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Work sent before the measurement, at the concurrency to come, recorded and marked. One of the two."""
 
     requests: Annotated[int, Meta(ge=0)] | None = None
     duration_s: NotNegative | None = None
 
 
-class Baseline(Record):
+class Baseline(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The cell that all others are compared with."""
 
     server: str
     load: str
 
 
-class Scenario(Record):
+class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A question about LLM servers and the experiment that answers it."""
 
     version: Literal[1]

@@ -1,13 +1,9 @@
 """What a run says in numbers: a Summary derived from its records, cell by cell and row by row."""
 
-import msgspec
+from msgspec import Struct
 
 
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Frozen, strict, by keyword."""
-
-
-class Distribution(Record):
+class Distribution(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Exact statistics of a sample, in its own unit. A percentile that the sample cannot carry is None."""
 
     n: int
@@ -20,7 +16,7 @@ class Distribution(Record):
     p99: float | None = None
 
 
-class Numbers(Record):
+class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is known of a set of measured requests. Times in seconds; formulas in docs/method.md."""
 
     sent: int
@@ -47,7 +43,7 @@ class Numbers(Record):
         return (self.failed + self.unfinished) / self.sent if self.sent else None
 
 
-class ServerLoad(Record):
+class ServerLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the server's own metrics said during a cell. None: it has no such metric."""
 
     running_most: float | None = None
@@ -59,7 +55,7 @@ class ServerLoad(Record):
     prefix_hit_ratio: float | None = None
 
 
-class CellSummary(Record):
+class CellSummary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One cell: one server under one load, once."""
 
     id: str
@@ -72,7 +68,7 @@ class CellSummary(Record):
     problems: list[str] = []  # why it is not valid
 
 
-class Row(Record):
+class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One server under one load, all repeats. The run-level values are the sample of a verdict."""
 
     server: str
@@ -83,7 +79,7 @@ class Row(Record):
     pooled: Numbers  # over the requests of all its cells; wall_s and rates are medians over the cells
 
 
-class CheckResult(Record):
+class CheckResult(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A check of the scenario and how it came out."""
 
     check: str
@@ -91,7 +87,7 @@ class CheckResult(Record):
     evidence: str
 
 
-class Summary(Record):
+class Summary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """summary.json."""
 
     format_version: int = 1
@@ -107,7 +103,7 @@ class Summary(Record):
     checks: list[CheckResult] = []
 
 
-class Verdict(Record):
+class Verdict(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One side against the baseline side, for one metric."""
 
     side: str  # "SERVER / LOAD", or the run's name
@@ -122,7 +118,7 @@ class Verdict(Record):
     sentence: str  # the verdict in words, with its reason and what would settle it
 
 
-class Comparison(Record):
+class Comparison(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A table of verdicts."""
 
     metric: str
