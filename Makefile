@@ -1,0 +1,55 @@
+# `make` or `make help` lists what can be made.
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= python3
+IMAGE := amd-llm-load:local
+BASE ?= python:3.11-slim
+
+.DEFAULT_GOAL := help
+.PHONY: help demo install dev test test-fast lint format image clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+demo: install ## First contact: install and run scenarios/first-look.yaml on the embedded engine (no Docker, no GPU)
+	$(BIN)/harness run scenarios/first-look.yaml
+
+install: $(VENV)/installed ## Install into a virtual environment (.venv)
+
+dev: $(VENV)/installed-dev ## Install what the tests need, too
+
+test: dev ## Run every tier of tests that this machine can carry, and say which it cannot and why
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	tests/engines/setup-for-tests
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-fast: dev ## Run the tests that need neither Docker nor real engines nor a browser
+	$(BIN)/python -m pytest --ignore tests/docker --ignore tests/real --ignore tests/browser $(PYTEST_ARGS)
+
+lint: dev ## Check style and types
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+format: dev ## Format the code
+	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+
+image: ## Build the load generator's image (BASE=... for another base)
+	docker build --build-arg BASE=$(BASE) --tag $(IMAGE) .
+
+clean: ## Remove the virtual environment and caches of tools, never runs
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or newer is needed; this is $$($(PYTHON) --version). Use make PYTHON=python3.11 ..."; exit 1; }
+	@$(PYTHON) -m venv $(VENV) \
+		|| { rm -rf $(VENV); echo "No virtual environment could be made. On Debian: apt install python3-venv"; exit 1; }
+
+$(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
+	@echo "Installing into $(VENV) (about half a minute) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	@echo "Installing the tests' tools ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,277 @@
+"""The command line. Each command is a few lines; the work is done by the module that it names."""
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Literal
+
+import click
+import typer
+from rich.console import Console
+
+from harness import __version__
+from harness.errors import ExitCode, HarnessError, ScenarioError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Load testing of LLM servers on AMD hardware: from a scenario file to a verdict.",
+    epilog="Exit codes: 0 fine; 1 usage or scenario error; 2 a server did not become ready; 3 the run is INVALID; "
+    "4 a check failed or a comparison found a regression; 130 interrupted.",
+)
+
+ScenarioArg = Annotated[
+    Path, typer.Argument(metavar="SCENARIO", help="A scenario file, or the name of one that ships.")
+]
+RunsDir = Annotated[Path, typer.Option("--runs", help="Where run directories are kept.", envvar="HARNESS_RUNS")]
+ServerOpt = Annotated[
+    str | None, typer.Option("--server", help="Which of the scenario's servers (default: the first).")
+]
+UrlOpt = Annotated[
+    str | None, typer.Option("--url", help="Use a server that already runs, such as http://127.0.0.1:8000.")
+]
+ModelOpt = Annotated[str | None, typer.Option("--model", help="Use this model instead of the scenario's.")]
+RUNS = Path("runs")
+
+
+def console() -> Console:
+    # Wide enough for the table when the output is a file or a pipe, which has no width of its own.
+    return Console() if sys.stdout.isatty() else Console(width=160, no_color=True)
+
+
+def scenario_path(given: Path) -> Path:
+    """The path of a scenario given by path or by the name of one that ships."""
+    from harness.paths import SCENARIOS
+
+    shipped = SCENARIOS / f"{given}.yaml"
+    return shipped if not given.exists() and given.parent == Path() and shipped.exists() else given
+
+
+@app.command()
+def run(
+    scenario: ScenarioArg,
+    url: UrlOpt = None,
+    metrics_url: Annotated[
+        str | None, typer.Option(help="With --url: where its metrics are (default: URL/metrics).")
+    ] = None,
+    model: ModelOpt = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Override the scenario's repeats.")] = None,
+    runs: RunsDir = RUNS,
+    ui: Annotated[
+        bool, typer.Option("--ui", help="Serve Locust's web UI instead of measuring; same as `harness live`.")
+    ] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Explain the columns below the table.")] = False,
+) -> None:
+    """Start the scenario's servers, load them, take everything down, and report."""
+    from harness import run as running
+    from harness.process import sigterm_interrupts
+    from harness.progress import Progress
+
+    if ui:
+        live(scenario, url=url, model=model, runs=runs)
+        return
+    target = running.Target(url.rstrip("/"), metrics_url) if url else None
+    experiment = running.prepare(scenario_path(scenario), target, model, repeats)
+    with sigterm_interrupts():
+        folder = running.run(experiment, runs, Progress(console()))
+    show(folder, explain=explain)
+
+
+@app.command()
+def live(
+    scenario: ScenarioArg,
+    server: ServerOpt = None,
+    load: Annotated[
+        str | None, typer.Option("--load", help="Which of the scenario's loads (default: the first).")
+    ] = None,
+    url: UrlOpt = None,
+    model: ModelOpt = None,
+    port: Annotated[int, typer.Option(help="Port of the web UI on 127.0.0.1.")] = 8089,
+    runs: RunsDir = RUNS,
+) -> None:
+    """Bring a scenario's server up and serve Locust's web UI for it; Ctrl-C takes everything down."""
+    from harness import live as living
+    from harness import run as running
+    from harness.process import sigterm_interrupts
+    from harness.progress import Progress
+
+    target = running.Target(url.rstrip("/"), None) if url else None
+    experiment = running.prepare(scenario_path(scenario), target, model)
+    with sigterm_interrupts():
+        living.live(experiment, server, load, port, runs, Progress(console()))
+
+
+@app.command()
+def check(scenario: ScenarioArg) -> None:
+    """Validate a scenario and show its plan, without running anything."""
+    from harness import run as running
+    from harness.preview import show_plan
+
+    show_plan(running.prepare(scenario_path(scenario)), console())
+
+
+@app.command()
+def compose(scenario: ScenarioArg, server: ServerOpt = None) -> None:
+    """Print the Compose file that the harness would run, for `docker compose up`."""
+    from harness import run as running
+    from harness.serve import compose_document
+
+    experiment = running.prepare(scenario_path(scenario))
+    print(compose_document(experiment.scenario, running.server_name(experiment, server)), end="")
+
+
+@app.command()
+def report(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.")],
+    output: Annotated[
+        Literal["terminal", "markdown", "json", "html"], typer.Option("--format", help="What to write.")
+    ] = "terminal",
+    runs: RunsDir = RUNS,
+    explain: Annotated[bool, typer.Option("--explain", help="Explain the columns below the table.")] = False,
+) -> None:
+    """Show a run again, from its files: summary and HTML page are written anew."""
+    from harness.history import find_run
+    from harness.manifest import read_run
+    from harness.report import html, markdown
+    from harness.summarize import encode_summary, summarize, write_summary
+
+    folder = find_run(run_folder, runs)
+    if output == "terminal":
+        show(folder, explain=explain)
+        return
+    manifest, summary = read_run(folder), summarize(folder)
+    write_summary(folder, summary)
+    if output == "markdown":
+        print(markdown.render(summary, manifest))
+    elif output == "json":
+        print(encode_summary(summary))
+    else:
+        print(html.write_report(folder))
+
+
+@app.command()
+def compare(
+    run_folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run directories or ids; the first is the baseline.")
+    ],
+    against: Annotated[
+        list[Path] | None, typer.Option("--against", help="More runs of the other side, to compare groups.")
+    ] = None,
+    allow: Annotated[
+        str | None, typer.Option("--about", help="The one manifest key that may differ, such as image_digest.")
+    ] = None,
+    runs: RunsDir = RUNS,
+) -> None:
+    """Compare runs of the same work: a ratio with its interval and a verdict for each row."""
+    from harness.comparing import compare_and_show
+
+    if not compare_and_show(run_folders, against or [], allow, runs, console()):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+@app.command()
+def runs(runs: RunsDir = RUNS) -> None:
+    """List the runs with their scenario, verdict and when they ran."""
+    from harness.history import show_runs
+
+    show_runs(runs, console())
+
+
+@app.command()
+def scenarios() -> None:
+    """List the scenarios that ship, each with its question."""
+    from harness.history import show_scenarios
+
+    show_scenarios(console())
+
+
+@app.command()
+def clean(
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also what a harness that still lives has started.")
+    ] = False,
+    caches: Annotated[
+        bool, typer.Option("--caches", help="Also the cache volumes (models, compiled kernels).")
+    ] = False,
+) -> None:
+    """Remove what a killed run left behind: containers, networks and volumes that carry our label, nothing else."""
+    from harness.serve import sweep_all
+
+    removed = sweep_all(everything=everything, caches=caches)
+    print("\n".join(f"removed {item}" for item in removed) if removed else "nothing of ours was left behind")
+
+
+def show(folder: Path, *, explain: bool = False) -> None:
+    """Print a run's table and verdicts, write its summary and page, and end with the run's exit code."""
+    from harness.manifest import read_run
+    from harness.report import html, terminal
+    from harness.summarize import summarize, write_summary
+
+    manifest, summary = read_run(folder), summarize(folder)
+    write_summary(folder, summary)
+    html.write_report(folder)
+    terminal.print_report(summary, manifest, folder, console(), explain=explain)
+    if not summary.valid:
+        raise typer.Exit(ExitCode.INVALID)
+    if not all(result.passed for result in summary.checks):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def version(value: bool) -> None:
+    if value:
+        print(f"amd-llm-load {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def tell(error: HarnessError) -> None:
+    """An error as a person reads it: the sentence, the evidence, what to do next."""
+    stderr = Console(stderr=True, soft_wrap=True, highlight=False)
+    stderr.print(f"error: {error.what}", style="bold red", markup=False)
+    if error.detail:
+        indent = "" if isinstance(error, ScenarioError) else "  | "
+        stderr.print("\n".join(indent + line for line in error.detail.splitlines()), markup=False)
+    if error.next_step:
+        stderr.print(f"next: {error.next_step}", markup=False)
+
+
+def main() -> None:
+    """Run a command; every way it can end has its exit code (see `ExitCode`)."""
+    try:
+        code = app(standalone_mode=False)
+    except HarnessError as error:
+        tell(error)
+        code = error.exit_code
+    except click.exceptions.Abort:
+        code = ExitCode.INTERRUPTED
+    except click.ClickException as error:
+        error.show()
+        code = ExitCode.USAGE
+    except KeyboardInterrupt:
+        print("interrupted; everything that was started has been taken down", file=sys.stderr)
+        code = ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough. Nothing more may be written, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = ExitCode.OK
+    except Exception as error:  # noqa: BLE001
+        if os.environ.get("HARNESS_DEBUG"):
+            traceback.print_exc()
+        print(
+            f"error: a defect of the harness itself: {type(error).__name__}: {error}\n"
+            "next: please report it, with what HARNESS_DEBUG=1 prints in addition.",
+            file=sys.stderr,
+        )
+        code = ExitCode.USAGE
+    sys.exit(int(code or 0))

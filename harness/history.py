@@ -1,0 +1,53 @@
+"""The runs and scenarios that there are."""
+
+import datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from harness.errors import HarnessError, did_you_mean
+from harness.manifest import read_run
+from harness.paths import ROOT, SCENARIOS
+from harness.scenario import load_scenario
+
+
+def find_run(given: Path, runs: Path) -> Path:
+    """A run directory given by its path or by the id of a run below `runs`."""
+    for folder in (given, runs / given):
+        if (folder / "run.json").is_file():
+            return folder
+    known = [path.parent.name for path in runs.glob("*/run.json")]
+    raise HarnessError(f"{given}: there is no such run; {did_you_mean(str(given), known)}")
+
+
+def show_runs(runs: Path, console: Console) -> None:
+    """One line a run, newest last."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("run", "started", "scenario", "cells", "status"):
+        table.add_column(column, no_wrap=column != "status")
+    paths = sorted(runs.glob("*/run.json"))
+    for path in paths:
+        try:
+            run = read_run(path.parent)
+        except HarnessError as error:
+            table.add_row(path.parent.name, "", "", "", Text(f"unreadable: {error.what}"))
+            continue
+        started = datetime.datetime.fromtimestamp(run.started_wall_s).strftime("%Y-%m-%d %H:%M")
+        reason = f": {run.reasons[0]}" if run.reasons else ""
+        simulated = " (simulated)" if run.simulated else ""
+        cells = f"{len(run.cells)}/{len(run.order)}"
+        table.add_row(run.id, started, run.scenario_name, cells, Text(f"{run.status}{simulated}{reason}"))
+    if paths:
+        console.print(table)
+    else:
+        console.print(f"no runs in {runs}; `harness run scenarios/first-look.yaml` makes one", markup=False)
+
+
+def show_scenarios(console: Console) -> None:
+    """The scenarios that ship, each with its question."""
+    for path in sorted(SCENARIOS.glob("*.yaml")):
+        scenario = load_scenario(path)
+        shown = path.relative_to(ROOT)
+        console.print(f"{shown}\n  {' '.join(scenario.question.split())}", markup=False, highlight=False)

@@ -1,0 +1,74 @@
+"""What `harness check` shows: the plan of a scenario and how long it will take, without running anything."""
+
+from rich.console import Console
+from rich.table import Table
+
+from harness.plan import baseline_of, plan
+from harness.progress import duration
+from harness.run import Experiment
+from harness.scenario import Load, Scenario
+
+# For a fixed amount of work the time depends on the server, which is not known before the run.
+ASSUMED_TPOT_S = 0.03
+ASSUMED_START_S = 60.0
+ASSUMED_EMBEDDED_START_S = 1.0
+GENERATOR_START_S = 2.0
+
+
+def show_plan(experiment: Experiment, console: Console) -> None:
+    scenario = experiment.scenario
+    base = baseline_of(scenario)
+    console.print(f"{experiment.path}: valid\n{scenario.question}\n", markup=False, highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for column in ("cell", "server", "load", "work", ""):
+        table.add_column(column)
+    for server in scenario.servers:
+        for name, load in scenario.loads.items():
+            mark = "baseline" if (server, name) == (base.server, base.load) else ""
+            table.add_row(f"rN-{server}-{name}", server, name, work(load), mark)
+    console.print(table)
+    cells = plan(scenario)
+    order = " ".join(cell.id for cell in cells[: 2 * len(scenario.servers) * len(scenario.loads)])
+    console.print(
+        f"\n{len(cells)} cells: {scenario.repeats} repeats, interleaved; "
+        f"{'a fresh server for each cell (cold)' if scenario.restart else 'one server start per repeat (warm)'}\n"
+        f"order: {order}{' ...' if scenario.repeats > 2 else ''}",
+        markup=False,
+        highlight=False,
+    )
+    console.print(
+        f"estimated time: {duration(estimate_s(scenario))} (assumed: {ASSUMED_TPOT_S * 1e3:.0f} ms per token, "
+        f"{ASSUMED_START_S:.0f} s per container start, no gain from batching)",
+        markup=False,
+        highlight=False,
+    )
+    if scenario.repeats < 4:
+        console.print(
+            f"note: {scenario.repeats} repeats can never reach p < 0.05; every verdict will be 'cannot tell'. Use 5."
+        )
+
+
+def work(load: Load) -> str:
+    """A load in words."""
+    amount = f"{load.requests} requests" if load.requests is not None else f"{load.duration_s:g} s"
+    who = f"{load.users} {load.user} user{'s' if load.users > 1 else ''}"
+    burst = f", {load.batch_size or 1} at a time" if load.user == "batch" else ""
+    return f"{who}{burst}, {amount}, {load.output_tokens} tokens each ({load.output})"
+
+
+def estimate_s(scenario: Scenario) -> float:
+    """Seconds that the run may take, by the assumptions above."""
+    total = 0.0
+    for cell in plan(scenario):
+        load = scenario.loads[cell.load]
+        container = scenario.servers[cell.server].container
+        start_s = ASSUMED_START_S if container else ASSUMED_EMBEDDED_START_S
+        if not scenario.restart:
+            start_s /= len(scenario.loads)
+        total += start_s + GENERATOR_START_S + load.ramp_s + (scenario.warmup.duration_s or 0.0)
+        if load.duration_s is not None:
+            total += load.duration_s
+        else:
+            requests = (load.requests or 0) + (scenario.warmup.requests or 0)
+            total += requests * load.output_tokens * ASSUMED_TPOT_S / load.users
+    return total

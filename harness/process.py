@@ -1,0 +1,65 @@
+"""Child processes that end when they should: on request, and with us when we are killed."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def start(
+    command: Sequence[str],
+    *,
+    stdout: IO[bytes] | int,
+    stderr: IO[bytes] | int,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a child in a session of its own (Ctrl-C is ours to handle) that gets SIGTERM when we die."""
+    return subprocess.Popen(
+        command, stdout=stdout, stderr=stderr, cwd=cwd, env=env, start_new_session=True, preexec_fn=_follow_parent()
+    )
+
+
+def _follow_parent() -> Callable[[], None] | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    # Loaded before the fork: a dlopen between fork and exec may deadlock in a threaded parent.
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def follow() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    return follow
+
+
+def stop(child: subprocess.Popen[bytes], *, ask: signal.Signals = signal.SIGTERM, grace_s: float = 5.0) -> int:
+    """End a child and its group: `ask` first, SIGKILL after `grace_s`. Returns its exit code."""
+    if child.poll() is None:
+        child.send_signal(ask)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(grace_s)
+    # Its own children, such as Locust's load processes, share its group.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+    return child.wait()
+
+
+@contextlib.contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Within it, SIGTERM raises KeyboardInterrupt, so that both ways of stopping take everything down."""
+
+    def interrupt(_signum: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

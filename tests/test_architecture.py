@@ -1,0 +1,67 @@
+"""The import table: arrows go one way, and only the load room knows Locust and gevent."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from harness.paths import ROOT
+
+LOAD = {"load", "workload", "job", "records", "scenario", "errors", "strict", "data"}
+READS_FILES = {"derive", "stats", "summary", "summarize", "compare", "checks", "validity", "report", "history"}
+# Which of harness's own modules each room may import. Rooms not named here may import what they like, but not back.
+ALLOWED = {
+    "errors": set(),
+    "strict": {"errors"},
+    "scenario": {"errors", "strict", "checks"},
+    "checks": {"summary", "errors", "stats"},
+    "plan": {"scenario"},
+    "records": set(),
+    "job": {"scenario"},
+    "manifest": {"errors", "records", "scenario"},
+    "summary": set(),
+    "stats": {"errors"},
+    "derive": {"records"},
+    "workload": {"errors", "scenario", "paths"},
+    "simulated": {"simulated"},
+    "machine": {"machine", "manifest", "errors"},
+    "load": LOAD,
+    "serve": {"serve", "scenario", "errors", "strict", "manifest", "machine", "paths", "process", "drive"},
+    "report": READS_FILES | {"records", "manifest", "errors", "plan", "scenario", "metrics", "machine"},
+}
+
+
+def modules() -> list[Path]:
+    return sorted((ROOT / "harness").rglob("*.py"))
+
+
+def room(path: Path) -> str:
+    return path.relative_to(ROOT / "harness").with_suffix("").parts[0]
+
+
+def imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module == "harness":
+            found |= {f"harness.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_follow_the_table(path: Path) -> None:
+    names = imports(path)
+    if room(path) != "load":
+        assert not {name for name in names if name.split(".")[0] in ("locust", "gevent")}
+    if room(path) in ALLOWED:
+        own = {name.split(".")[1] for name in names if name.startswith("harness.")}
+        assert own - ALLOWED[room(path)] == set()
+
+
+def test_the_locustfiles_see_the_load_room_only() -> None:
+    for path in (ROOT / "locustfiles").glob("*.py"):
+        own = {name for name in imports(path) if name.startswith("harness")}
+        assert all(name.split(".")[1] in LOAD for name in own), path
