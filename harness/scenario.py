@@ -8,7 +8,9 @@ from msgspec import Meta, Struct
 from harness.errors import HarnessError, ScenarioError, did_you_mean
 from harness.strict import decode, load_yaml
 
-Name = Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9-]{0,39}$")]
+Name = Annotated[
+    str, Meta(pattern="^[a-z0-9][a-z0-9-]{0,39}$", description="lower-case letters, digits and '-', at most 40")
+]
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]

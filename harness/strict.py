@@ -45,12 +45,12 @@ def _value(node: yaml.Node, path: str, lines: dict[str, int], problems: list[str
         return [_value(item, f"{path}[{i}]", lines, problems) for i, item in enumerate(node.value)]
     constructor = yaml.SafeLoader("")
     try:
-        return constructor.construct_object(node)  # type: ignore[no-untyped-call]
+        return constructor.construct_object(node)
     except (yaml.YAMLError, ValueError) as error:
         problems.append(f"{path} (line {line}): {error}")
         return None
     finally:
-        constructor.dispose()  # type: ignore[no-untyped-call]
+        constructor.dispose()
 
 
 def decode(raw: Any, type_: type[T], lines: dict[str, int], problems: list[str], path: str = "$") -> T | None:
@@ -75,14 +75,27 @@ def _decode(raw: Any, type_: Any, lines: dict[str, int], problems: list[str], pa
     if isinstance(type_, type) and issubclass(type_, msgspec.Struct) and isinstance(raw, dict):
         return _decode_struct(raw, type_, lines, problems, path)
     if origin is dict and isinstance(raw, dict) and args[1] is not Any:
-        return {k: _decode(v, args[1], lines, problems, f"{path}.{k}") for k, v in raw.items()}
+        return {
+            _decode_key(k, args[0], lines, problems, path): _decode(v, args[1], lines, problems, f"{path}.{k}")
+            for k, v in raw.items()
+        }
     if origin is list and isinstance(raw, list):
         return [_decode(v, args[0], lines, problems, f"{path}[{i}]") for i, v in enumerate(raw)]
     try:
         return msgspec.convert(raw, type_)
     except msgspec.ValidationError as error:
-        problems.append(f"{_where(path, lines)}: {str(error).split(' - at ')[0]}, got {_shown(raw)}")
+        problems.append(f"{_where(path, lines)}: {str(error).split(' - at ')[0].split(', got ')[0]}, got {_shown(raw)}")
         return None
+
+
+def _decode_key(key: str, type_: Any, lines: dict[str, int], problems: list[str], path: str) -> str:
+    try:
+        msgspec.convert(key, type_)
+    except msgspec.ValidationError as error:
+        meta = typing.get_args(type_)[1:]
+        wanted = next((m.description for m in meta if getattr(m, "description", None)), str(error))
+        problems.append(f"{_where(f'{path}.{key}', lines)}: '{key}' is not a name: {wanted}")
+    return key
 
 
 def _decode_struct(

@@ -1,0 +1,88 @@
+"""Children end when asked, when they ignore it, with their own children, and when we are killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from harness import process
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+
+def start(code: str) -> "subprocess.Popen[bytes]":
+    child = process.start([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"up\n"
+    return child
+
+
+def gone(pid: int, within_s: float = 5.0) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def close(child: "subprocess.Popen[bytes]") -> None:
+    assert child.stdout is not None
+    child.stdout.close()
+
+
+def test_a_child_that_obeys_ends_by_the_signal() -> None:
+    child = start("import time; print('up', flush=True); time.sleep(60)")
+    assert process.stop(child) == -signal.SIGTERM
+    close(child)
+
+
+def test_a_child_that_ignores_it_is_killed() -> None:
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+    child = start(code)
+    assert process.stop(child, grace_s=0.3) == -signal.SIGKILL
+    close(child)
+
+
+def test_grandchildren_go_with_it(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys, time\n"
+        f"c = subprocess.Popen({SLEEP!r}); open({str(tmp_path / 'pid')!r}, 'w').write(str(c.pid))\n"
+        "print('up', flush=True); time.sleep(60)"
+    )
+    child = start(code)
+    process.stop(child)
+    close(child)
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_a_child_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+    parent = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import subprocess, time; from harness import process\n"
+            f"c = process.start({SLEEP!r}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
+            "print(c.pid, flush=True); time.sleep(60)",
+        ],
+        stdout=subprocess.PIPE,
+    )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert gone(pid)
+
+
+def test_sigterm_interrupts_and_the_former_handler_comes_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), process.sigterm_interrupts():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+    assert signal.getsignal(signal.SIGTERM) is before
