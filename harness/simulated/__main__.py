@@ -1,0 +1,121 @@
+"""Command line of the embedded engine: `python -m harness.simulated --help`."""
+
+import argparse
+import asyncio
+import gc
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+
+from harness.simulated.engine import EngineConfig
+from harness.simulated.faults import parse_fault
+from harness.simulated.presets import DEFAULT_PRESET, PRESETS
+from harness.simulated.server import Server, ServerConfig, log
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the server until SIGTERM or Ctrl-C. Returns the exit status."""
+    options = _parser().parse_args(argv)
+    try:
+        config = _config(options)
+    except ValueError as error:
+        print(f"ERROR [simulated] {error}", file=sys.stderr)
+        return 1
+    try:
+        return asyncio.run(_run(config, options.startup_s, options.fail_start, options.exit_code))
+    except OSError as error:
+        print(f"ERROR [simulated] cannot listen on {config.host}:{config.port}: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.simulated",
+        description="An OpenAI-compatible server that models continuous batching. It computes no model. Flags are "
+        "named as vLLM's where vLLM has them; each overrides one parameter of the preset.",
+    )
+    add = parser.add_argument
+    add("--preset", choices=sorted(PRESETS), default=DEFAULT_PRESET)
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, default=8000, help="0 picks a free one")
+    add("--model", default="simulated", help="the name under which the model is served")
+    add("--served-model-name", help="the same, and stronger")
+    for field in msgspec.structs.fields(EngineConfig):
+        flag = "--" + field.name.replace("_", "-")
+        if field.name == "enable_prefix_caching":
+            add(flag, action=argparse.BooleanOptionalAction, default=None)
+        elif field.name == "num_gpu_blocks":
+            add("--num-gpu-blocks-override", dest=field.name, type=int, metavar="N")
+        else:
+            add(flag, type=field.type, metavar="S" if field.name.endswith("_s") else "N")
+    add("--natural-output-tokens", type=int, default=120, metavar="N", help="mean length of an answer left to itself")
+    add("--send-log", type=Path, metavar="FILE", help="append the true send time of every chunk, as JSON lines")
+    add("--fault", action="append", default=[], metavar="KIND[:N][@NTH]", help="see harness/simulated/faults.py")
+    add("--startup-s", type=float, default=0.0, metavar="S", help="seconds before the port is opened")
+    add("--fail-start", metavar="TEXT", help="log this instead of becoming ready, and exit")
+    add("--exit-code", type=int, default=1, metavar="N", help="status of --fail-start")
+    return parser
+
+
+def _config(options: argparse.Namespace) -> ServerConfig:
+    given = {f.name: getattr(options, f.name) for f in msgspec.structs.fields(EngineConfig)}
+    engine = msgspec.structs.replace(
+        PRESETS[options.preset], **{name: value for name, value in given.items() if value is not None}
+    )
+    if problem := engine.problem():
+        raise ValueError(problem)
+    return ServerConfig(
+        engine=engine,
+        preset=options.preset,
+        model=options.served_model_name or options.model,
+        host=options.host,
+        port=options.port,
+        natural_output_tokens=options.natural_output_tokens,
+        send_log=options.send_log,
+        faults=[parse_fault(text) for text in options.fault],
+    )
+
+
+async def _run(config: ServerConfig, startup_s: float, fail_start: str | None, exit_code: int) -> int:
+    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    _log_start(config)
+    try:
+        await asyncio.wait_for(stopped.wait(), startup_s)
+        return 0
+    except TimeoutError:
+        pass
+    if fail_start is not None:
+        print(fail_start, file=sys.stderr, flush=True)
+        return exit_code
+    server = Server(config)
+    listening, port = await server.serve()
+    shown = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
+    log("Application startup complete.")
+    print(f"listening on http://{shown}:{port}", flush=True)
+    gc.collect()
+    gc.freeze()  # what exists now stays: a collection must not walk it while tokens are due
+    await stopped.wait()
+    log("stopping")
+    listening.close()
+    server.stop()
+    return 0
+
+
+def _log_start(config: ServerConfig) -> None:
+    engine = config.engine
+    tokens = engine.num_gpu_blocks * engine.block_size
+    log(f"simulated engine: no model is computed, all timing comes from preset {config.preset}")
+    values = {f.name: getattr(engine, f.name) for f in msgspec.structs.fields(EngineConfig)}
+    log("parameters: " + ", ".join(f"{name}={value}" for name, value in values.items()))
+    for fault in config.faults:
+        log(f"fault {fault.kind}:{fault.parameter:g}, every {fault.every}")
+    log(f"GPU KV cache size: {tokens:,} tokens, Maximum concurrency for {engine.max_model_len:,} tokens per request: "
+        f"{tokens / engine.max_model_len:.2f}x")  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""The answer to one completion request: what is written when, and what a fault makes of it."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from harness.simulated import wire
+from harness.simulated.faults import Active
+from harness.simulated.http import HttpRequest
+from harness.simulated.sendlog import Sent
+from harness.simulated.tokens import WORDS, output_word
+
+_SPLIT_PAUSE_S = 0.0002
+_TOOL = {"name": "classify", "id": "call_simulated"}
+
+
+class Answer:
+    """Turns tokens into events on the wire and notes when each was sent.
+
+    `token` is called for every output token, `finish` belongs to the last one. Times are CLOCK_MONOTONIC.
+    """
+
+    def __init__(self, http: HttpRequest, asked: wire.Asked, shape: wire.Shape, sent: Sent, faults: Active,
+                 number: int) -> None:  # fmt: skip
+        self.http, self.asked, self.shape, self.sent, self.faults = http, asked, shape, sent, faults
+        self.number = number
+        self.last_s: float | None = None
+        self.broken = False
+        self._texts: list[tuple[str, str]] = []
+        self._events = 0
+        self._held: list[bytes] = []
+        self._pieces: deque[bytes | None] = deque()
+        self._draining: asyncio.Task[None] | None = None
+
+    def open(self) -> None:
+        """Send the headers of a stream; they go out before any token exists, as vLLM does."""
+        if self.asked.stream:
+            self.http.start_stream(**{"x-request-id": self.sent.request_id})
+
+    def ping(self) -> None:
+        self._out(b": ping\n\n")
+
+    def token(self, index: int, finish: str | None) -> None:
+        """Output token `index` (from 0). The last token of a natural end is the end mark and has no text."""
+        if self.broken:
+            return
+        if index == 0 and self.asked.stream:
+            self._role()
+        word = "" if finish == "stop" else WORDS[output_word(self.number, index)]
+        text = word if index == 0 or not word else " " + word
+        channel = self._channel(index)
+        if not self.asked.stream:
+            self._texts.append((channel, text))
+            return
+        self._break_before_event()
+        if self.broken:
+            return
+        delta = self._delta(channel, text, index)
+        self._event(self.shape.chunk(delta, self._finish_name(finish)), text != "", finish is not None)
+
+    def close(self, finish: str, usage: dict[str, Any]) -> None:
+        """The end of the answer: usage and `[DONE]`, or the whole body."""
+        if self.broken:
+            return
+        if "no-usage" in self.faults:
+            usage = {}
+        if not self.asked.stream:
+            self._whole(finish, usage)
+            return
+        self._break_before_event()  # a fault after more events than there were
+        if self.broken:
+            return
+        if usage and self.asked.include_usage:
+            self._event(self.shape.usage_chunk(usage))
+        self._done()
+
+    def fail(self, message: str) -> None:
+        """An error inside the stream, as vLLM ends one."""
+        self._event(wire.error_body(message, "InternalServerError", 500))
+        self._done()
+
+    def _role(self) -> None:
+        if self.asked.chat and "no-role" not in self.faults:
+            self.sent.role_s = self._event(self.shape.chunk({"role": "assistant", "content": ""}))
+
+    def _channel(self, index: int) -> str:
+        if not self.asked.chat:
+            return "content"
+        for kind, name in (("reasoning", "reasoning"), ("reasoning-content", "reasoning_content")):
+            if index < self.faults.get(kind, 0):
+                return name
+        return "tool_calls" if "tool-call" in self.faults else "content"
+
+    def _delta(self, channel: str, text: str, index: int) -> dict[str, Any]:
+        if channel != "tool_calls" or not text:
+            return {channel if text else "content": text}
+        call: dict[str, Any] = {"index": 0, "function": {"arguments": text}}
+        if index == 0:
+            call |= {"id": _TOOL["id"], "type": "function"}
+            call["function"]["name"] = _TOOL["name"]
+        return {"tool_calls": [call]}
+
+    def _finish_name(self, finish: str | None) -> str | None:
+        return "tool_calls" if finish == "stop" and "tool-call" in self.faults else finish
+
+    def _break_before_event(self) -> None:
+        for kind, act in _BREAKS.items():
+            if kind in self.faults and len(self.sent.chunks_s) >= self.faults[kind]:
+                self.broken = True
+                self.sent.finish = kind
+                act(self)
+                return
+
+    def _event(self, data: bytes, text: bool = False, last: bool = False) -> float:
+        """One event on the wire; returns the time just before its write."""
+        if "malformed" in self.faults and self._events == self.faults["malformed"]:
+            data = data[: len(data) // 2]
+        self._events += 1
+        if "multiline" in self.faults:
+            # between two members of a JSON object a line break is only white space
+            data = data.replace(b',"', b',\ndata: "', 2)
+        now = self._out(b"data: " + data + b"\n\n")
+        if text:
+            self.sent.chunks_s.append(now)
+        elif last:
+            self.sent.finish_s = now
+        return now
+
+    def _done(self) -> None:
+        self._out(b"data: [DONE]\n\n")
+        self._end()
+
+    def _end(self) -> None:
+        self._flush()
+        if self._draining:
+            self._pieces.append(None)
+        else:
+            self.http.end_stream()
+        self.sent.ended_s = time.monotonic()
+
+    def _out(self, data: bytes) -> float:
+        if "crlf" in self.faults:
+            data = data.replace(b"\n", b"\r\n")
+        now = time.monotonic()
+        if "split" in self.faults:
+            size = int(self.faults["split"])
+            self._pieces.extend(data[i : i + size] for i in range(0, len(data), size))
+            if self._draining is None:
+                self._draining = asyncio.get_running_loop().create_task(self._drain())
+        elif "coalesce" in self.faults:
+            self._held.append(data)
+            if len(self._held) >= self.faults["coalesce"]:
+                self._flush()
+        else:
+            self.http.piece(data)
+        return now
+
+    def _flush(self) -> None:
+        if self._held:
+            self.http.piece(b"".join(self._held))
+            self._held.clear()
+
+    async def _drain(self) -> None:
+        while not self.http.closed:
+            await asyncio.sleep(_SPLIT_PAUSE_S)
+            while self._pieces:
+                piece = self._pieces.popleft()
+                if piece is None:
+                    self.http.end_stream()
+                    return
+                self.http.piece(piece)
+                await asyncio.sleep(_SPLIT_PAUSE_S)
+
+    def _whole(self, finish: str, usage: dict[str, Any]) -> None:
+        message: dict[str, Any] = {}
+        for channel, text in self._texts:
+            if channel == "tool_calls":
+                arguments = message.setdefault("tool_calls", [{"id": _TOOL["id"], "type": "function", "function": {
+                    "name": _TOOL["name"], "arguments": ""}}])  # fmt: skip
+                arguments[0]["function"]["arguments"] += text
+            else:
+                message[channel] = message.get(channel, "") + text
+        body = self.shape.whole(message, self._finish_name(finish) or finish, usage or None)
+        if "cut" in self.faults:
+            self.sent.finish = "cut"
+            self.http.raw(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+                          % (len(body), body[: len(body) // 2]))  # fmt: skip
+            self.http.drop()
+        else:
+            if "malformed" in self.faults:
+                body = body[: len(body) // 2]
+            self.sent.chunks_s.append(time.monotonic())
+            self.http.answer(200, body, **{"x-request-id": self.sent.request_id})
+        self.sent.ended_s = time.monotonic()
+
+
+def _cut(answer: Answer) -> None:
+    answer._flush()
+    answer.http.drop()
+    answer.sent.ended_s = time.monotonic()
+
+
+def _hang(answer: Answer) -> None:
+    answer._flush()
+
+
+def _error_event(answer: Answer) -> None:
+    answer.fail("EngineCore encountered an issue. See stack trace (above) for the root cause.")
+
+
+def _lemonade_error(answer: Answer) -> None:
+    error = {"code": 500, "message": "vllm-server request failed: connection closed", "status_code": 500,
+             "type": "backend_error"}  # fmt: skip
+    answer._event(msgspec.json.encode({"error": error}))
+    answer._end()
+
+
+_BREAKS: dict[str, Callable[[Answer], None]] = {
+    "cut": _cut, "hang": _hang, "error-event": _error_event, "lemonade-error": _lemonade_error
+}  # fmt: skip

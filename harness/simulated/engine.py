@@ -1,0 +1,247 @@
+"""The pure model of a continuously batching engine: no clock, no sockets; time goes in and comes out as numbers.
+
+**Scheduling** follows vLLM's V1 scheduler (`vllm/v1/core/sched/scheduler.py`; behaviour described in
+https://docs.vllm.ai/en/latest/configuration/optimization.html):
+
+1. Every step has a budget of `max_num_batched_tokens` tokens. Running requests come first: a decoding one takes one
+   token of it, one that still prefills takes a chunk.
+2. A running request that needs a block when none is free preempts the *youngest* running request (it may be itself).
+   The victim loses all its blocks, goes to the head of the waiting queue and computes prompt and answer again.
+3. If nobody was preempted, waiting requests are admitted first come first served while the budget, `max_num_seqs`
+   and the free blocks allow. Admission needs blocks for the first chunk only, not for the whole prompt.
+
+**Time** of one step, in seconds:
+
+    step_base_s + step_per_sequence_s * sequences in the step + step_per_kv_token_s * tokens of context they attend to
+    + prefill_per_token_s * prefill tokens in the step + preemption_s * requests preempted in it
+
+times `slowdown`, times a seeded normal factor of relative width `jitter`. The first two terms are the usual linear
+model of a decode step (weights are read once a step, each sequence adds work; e.g. Agrawal et al., "Sarathi-Serve",
+OSDI 2024, section 3); the third is attention reading the KV cache; the fourth is compute-bound prefill. The last is a
+lump for whatever a preemption costs beyond the recompute itself; 0 unless a preset says otherwise.
+"""
+
+import random
+from collections import deque
+from collections.abc import Sequence as Seq
+
+import msgspec
+
+from harness.simulated.kvcache import BlockPool, block_hashes
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Parameters of the model. Names follow vLLM's flags where vLLM has one; times are seconds."""
+
+    step_base_s: float
+    step_per_sequence_s: float
+    prefill_per_token_s: float
+    step_per_kv_token_s: float = 0.0
+    preemption_s: float = 0.0
+    jitter: float = 0.0
+    slowdown: float = 1.0
+    seed: int = 0
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 8192
+    block_size: int = 16
+    num_gpu_blocks: int = 4096
+    enable_prefix_caching: bool = True
+
+    def problem(self) -> str | None:
+        """What makes these parameters impossible, in one sentence; None when they are fine."""
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_gpu_blocks"):
+            if getattr(self, name) < 1:
+                return f"{name} must be at least 1, got {getattr(self, name)}"
+        for name in ("step_base_s", "step_per_sequence_s", "prefill_per_token_s", "step_per_kv_token_s",
+                     "preemption_s", "jitter"):  # fmt: skip
+            if getattr(self, name) < 0:
+                return f"{name} must not be negative, got {getattr(self, name)}"
+        if self.slowdown <= 0 or self.step_base_s + self.step_per_sequence_s <= 0:
+            return "a step must take time: step_base_s + step_per_sequence_s and slowdown must be above 0"
+        tokens = self.num_gpu_blocks * self.block_size
+        if self.max_model_len > tokens:
+            return (
+                f"The model's max seq len ({self.max_model_len}) is larger than the maximum number of tokens that "
+                f"can be stored in KV cache ({tokens}). Lower --max-model-len or raise --num-gpu-blocks-override"
+            )
+        return None
+
+
+class Sequence:
+    """One request inside the engine. `tokens` is prompt plus answer so far; `computed` of them are in the cache."""
+
+    __slots__ = ("arrived_s", "blocks", "cached_tokens", "computed", "first_token_s", "hashes", "key", "output_tokens",
+                 "preemptions", "prompt_tokens", "scheduled_s", "target", "tokens")  # fmt: skip
+
+    def __init__(self, key: int, prompt: Seq[int], target: int, arrived_s: float) -> None:
+        self.key = key
+        self.tokens = list(prompt)
+        self.prompt_tokens = len(prompt)
+        self.output_tokens = 0
+        self.target = target
+        self.computed = 0
+        self.cached_tokens = 0
+        self.preemptions = 0
+        self.blocks: list[int] = []
+        self.hashes: list[int] = []
+        self.arrived_s = arrived_s
+        self.scheduled_s: float | None = None
+        self.first_token_s: float | None = None
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One planned step: how long it takes and how many tokens of each request it computes."""
+
+    duration_s: float
+    work: list[tuple[Sequence, int]]
+    prefill_tokens: int
+    preempted: int
+
+
+class Engine:
+    """Waiting queue, running batch and KV cache. `begin` plans a step, `complete` yields its tokens."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        if problem := config.problem():
+            raise ValueError(problem)
+        self.config = config
+        self.pool = BlockPool(config.num_gpu_blocks, config.block_size, config.enable_prefix_caching)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+        self._random = random.Random(config.seed)
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a request. Its prompt and target must fit into `max_model_len`."""
+        if sequence.prompt_tokens + sequence.target > self.config.max_model_len or sequence.prompt_tokens < 1:
+            raise ValueError(f"{sequence.prompt_tokens} + {sequence.target} tokens do not fit the context")
+        self.waiting.append(sequence)
+
+    def abort(self, sequence: Sequence) -> None:
+        """Forget a request wherever it is; one that is already gone is fine."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self.pool.release(sequence.blocks)
+
+    def begin(self, now: float) -> Step | None:
+        """Plan the step that starts at `now`; None when there is nothing to do."""
+        work: list[tuple[Sequence, int]] = []
+        budget, preempted = self._schedule_running(work)
+        if not preempted:
+            self._admit(work, budget, now)
+        if not work and not preempted:
+            return None
+        return self._timed(work, preempted)
+
+    def complete(self, step: Step, end: float) -> list[Sequence]:
+        """Book the step's tokens; returns the requests that got one output token, in batch order."""
+        emitted: list[Sequence] = []
+        for sequence, count in step.work:
+            if not sequence.blocks:
+                continue  # aborted while the step ran
+            sequence.computed += count
+            if sequence.computed < len(sequence.tokens):
+                continue
+            sequence.output_tokens += 1
+            if sequence.first_token_s is None:
+                sequence.first_token_s = end
+            emitted.append(sequence)
+            if sequence.output_tokens >= sequence.target:
+                self.running.remove(sequence)
+                self.pool.release(sequence.blocks)
+            else:
+                sequence.tokens.append(-sequence.output_tokens)  # the caller may put the real token here
+        return emitted
+
+    def _schedule_running(self, work: list[tuple[Sequence, int]]) -> tuple[int, int]:
+        budget, preempted, index = self.config.max_num_batched_tokens, 0, 0
+        while index < len(self.running) and budget > 0:
+            sequence = self.running[index]
+            count = min(len(sequence.tokens) - sequence.computed, budget)
+            fits = self._grow(sequence, count)
+            while not fits:
+                victim = self.running.pop()
+                self._preempt(victim)
+                preempted += 1
+                if victim is sequence:
+                    break
+                fits = self._grow(sequence, count)
+            if not fits:
+                break
+            work.append((sequence, count))
+            budget -= count
+            index += 1
+        return budget, preempted
+
+    def _admit(self, work: list[tuple[Sequence, int]], budget: int, now: float) -> None:
+        while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
+            sequence = self.waiting[0]
+            shared = self._cached_prefix(sequence)
+            hit = len(shared) * self.config.block_size
+            count = min(len(sequence.tokens) - hit, budget)
+            if not self.pool.take(sequence.blocks, hit + count, shared):
+                break
+            self.waiting.popleft()
+            self.running.append(sequence)
+            sequence.computed = hit
+            if sequence.scheduled_s is None:
+                sequence.scheduled_s = now
+                sequence.cached_tokens = hit
+                self.prefix_queries += len(sequence.tokens) if self.config.enable_prefix_caching else 0
+                self.prefix_hits += hit
+            self._remember(sequence, count)
+            work.append((sequence, count))
+            budget -= count
+
+    def _cached_prefix(self, sequence: Sequence) -> list[int]:
+        if not self.config.enable_prefix_caching:
+            return []
+        size = self.config.block_size
+        sequence.hashes = block_hashes(sequence.tokens, size, sequence.hashes)
+        # the last token is always computed: without it there is nothing to sample from
+        return self.pool.match(sequence.hashes[: (len(sequence.tokens) - 1) // size])
+
+    def _grow(self, sequence: Sequence, count: int) -> bool:
+        if not self.pool.take(sequence.blocks, sequence.computed + count):
+            return False
+        self._remember(sequence, count)
+        return True
+
+    def _remember(self, sequence: Sequence, count: int) -> None:
+        if not self.config.enable_prefix_caching:
+            return
+        full = (sequence.computed + count) // self.config.block_size
+        if full > len(sequence.hashes):
+            sequence.hashes = block_hashes(sequence.tokens, self.config.block_size, sequence.hashes)
+        self.pool.remember(sequence.blocks, sequence.hashes[:full])
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.blocks)
+        sequence.computed = 0
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self.waiting.appendleft(sequence)
+
+    def _timed(self, work: list[tuple[Sequence, int]], preempted: int) -> Step:
+        config = self.config
+        prefill = sum(n for s, n in work if not (n == 1 and s.output_tokens))
+        context = sum(s.computed + n for s, n in work)
+        duration = (
+            config.step_base_s
+            + config.step_per_sequence_s * len(work)
+            + config.step_per_kv_token_s * context
+            + config.prefill_per_token_s * prefill
+            + config.preemption_s * preempted
+        ) * config.slowdown
+        if config.jitter:
+            duration *= 1 + config.jitter * max(-3.0, min(3.0, self._random.gauss(0, 1)))
+        return Step(duration, work, prefill, preempted)

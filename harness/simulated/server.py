@@ -1,0 +1,270 @@
+"""The server: routes requests to the engine, runs the engine by the clock, hands out tokens."""
+
+import asyncio
+import os
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from harness.simulated import wire
+from harness.simulated.answer import Answer
+from harness.simulated.engine import Engine, EngineConfig, Sequence
+from harness.simulated.faults import Fault, active_faults
+from harness.simulated.http import Connection, HttpRequest
+from harness.simulated.metrics import Metrics
+from harness.simulated.sendlog import SendLog, Sent
+from harness.simulated.tokens import WORD_IDS, natural_length, output_word, prompt_hash
+
+VERSION = "0.32.0+simulated"
+_STATS_EVERY_S = 10.0
+_HTML = b"<html><head><title>%b</title></head><body><h1>%b</h1><hr>proxy</body></html>\n"
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    engine: EngineConfig
+    preset: str
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    natural_output_tokens: int = 120
+    send_log: Path | None = None
+    faults: list[Fault] = []
+
+
+def log(text: str) -> None:
+    print(f"INFO {time.strftime('%m-%d %H:%M:%S')} [simulated] {text}", file=sys.stderr, flush=True)
+
+
+class Server:
+    """All state of a running server. `serve` listens; `stop` ends every connection at once."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.engine = Engine(config.engine)
+        self.metrics = Metrics(self.engine, config.model, config.preset)
+        self.send_log = SendLog(config.send_log)
+        self._answers: dict[int, tuple[Sequence, Answer]] = {}
+        self._connections: set[Connection] = set()
+        self._wake = asyncio.Event()
+        self._created = int(time.time())
+        self._count = 0
+        self._exit_after = next((f.parameter for f in config.faults if f.kind == "exit"), None)
+        self._never_ready = any(f.kind == "never-ready" for f in config.faults)
+        self._late_s = 0.0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._routes: dict[tuple[str, str], Callable[[HttpRequest], None]] = {
+            ("POST", "/v1/chat/completions"): lambda http: self._complete(http, chat=True),
+            ("POST", "/v1/completions"): lambda http: self._complete(http, chat=False),
+            ("POST", "/tokenize"): self._tokenize,
+            ("GET", "/v1/models"): self._models,
+            ("GET", "/health"): self._health,
+            ("GET", "/version"): lambda http: http.answer(200, msgspec.json.encode({"version": VERSION})),
+            ("GET", "/metrics"): lambda http: http.answer(
+                200, self.metrics.render(), "text/plain; version=0.0.4; charset=utf-8"),
+        }  # fmt: skip
+
+    async def serve(self) -> tuple[asyncio.Server, int]:
+        """Start to listen and to run the engine; returns the listening server and its port."""
+        loop = asyncio.get_running_loop()
+        listening = await loop.create_server(
+            lambda: Connection(self._handle, self._connections), self.config.host, self.config.port, backlog=1024
+        )
+        for work in (self._run_engine(), self._report()):
+            self._keep(loop.create_task(work))
+        return listening, int(listening.sockets[0].getsockname()[1])
+
+    def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for sequence, answer in list(self._answers.values()):
+            self._forget(sequence, answer, "abort")
+        for connection in list(self._connections):
+            connection.transport.abort()
+        self.send_log.close()
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            traceback.print_exception(task.exception())
+            os._exit(70)  # an engine that cannot go on must not look alive
+
+    # -- the engine by the clock ---------------------------------------------------------------------------------
+
+    async def _run_engine(self) -> None:
+        """Steps at absolute deadlines: a step that is noticed late shortens the wait for the next, so that no
+        lateness adds up. After an idle phase the schedule starts anew at the time of the arrival."""
+        while True:
+            self._wake.clear()
+            if self.engine.idle:
+                await self._wake.wait()
+            at = time.monotonic()
+            while (step := self.engine.begin(at)) is not None:
+                at += step.duration_s
+                await asyncio.sleep(max(0.0, at - time.monotonic()))
+                self._late_s = max(self._late_s, time.monotonic() - at)
+                for sequence in self.engine.complete(step, at):
+                    self._deliver(sequence, at)
+
+    def _deliver(self, sequence: Sequence, at: float) -> None:
+        sequence_answer = self._answers.get(sequence.key)
+        if sequence_answer is None:
+            return
+        answer = sequence_answer[1]
+        index, last = sequence.output_tokens - 1, sequence.output_tokens >= sequence.target
+        if not last:
+            # the real id of the token, so that the next turn of a conversation finds its blocks
+            sequence.tokens[-1] = WORD_IDS[output_word(answer.number, index)]
+        finish = None
+        if last:
+            finish = "length" if sequence.target >= answer.asked.max_tokens and "empty" not in answer.faults else "stop"
+        answer.token(index, finish)
+        self.metrics.token(sequence, None if answer.last_s is None else at - answer.last_s, at)
+        answer.last_s = at
+        if finish:
+            answer.close(finish, wire.usage_of(sequence.prompt_tokens, sequence.output_tokens, sequence.cached_tokens))
+            self.metrics.finished(sequence, finish, at)
+            self._forget(sequence, answer, finish)
+        elif answer.broken and answer.sent.finish != "hang":
+            self._abort(sequence, answer, answer.sent.finish or "abort")
+
+    def _abort(self, sequence: Sequence, answer: Answer, reason: str) -> None:
+        if sequence.key in self._answers:
+            self.engine.abort(sequence)
+            self.metrics.finished(sequence, "abort", time.monotonic())
+            self._forget(sequence, answer, reason)
+
+    def _forget(self, sequence: Sequence, answer: Answer, reason: str) -> None:
+        sent = answer.sent
+        sent.scheduled_s = sequence.scheduled_s
+        sent.output_tokens = sequence.output_tokens
+        sent.cached_tokens = sequence.cached_tokens
+        sent.preemptions = sequence.preemptions
+        sent.finish = sent.finish or reason
+        sent.ended_s = sent.ended_s or time.monotonic()
+        self.send_log.write(sent)
+        del self._answers[sequence.key]
+
+    # -- routes --------------------------------------------------------------------------------------------------
+
+    def _handle(self, http: HttpRequest) -> None:
+        route = self._routes.get((http.method, http.path))
+        try:
+            if route is not None:
+                route(http)
+            elif any(path == http.path for _, path in self._routes):
+                http.answer(405, b'{"detail":"Method Not Allowed"}')
+            else:
+                http.answer(404, b'{"detail":"Not Found"}')
+        except wire.BadRequest as error:
+            http.answer(error.status, wire.error_body(error.message, error.kind, error.status, error.param))
+
+    def _health(self, http: HttpRequest) -> None:
+        http.answer(503 if self._never_ready else 200, b"")
+
+    def _models(self, http: HttpRequest) -> None:
+        config = self.config
+        http.answer(200, wire.models_body(config.model, config.engine.max_model_len, self._created))
+
+    def _tokenize(self, http: HttpRequest) -> None:
+        body = wire.parse_json(http.body)
+        ids = wire.prompt_ids(body, chat="messages" in body)
+        answer = {"count": len(ids), "max_model_len": self.config.engine.max_model_len, "tokens": ids,
+                  "token_strs": None}  # fmt: skip
+        http.answer(200, msgspec.json.encode(answer))
+
+    def _complete(self, http: HttpRequest, chat: bool) -> None:
+        config = self.config
+        self._count += 1
+        if self._exit_after is not None and self._count > self._exit_after:
+            log(f"fault exit: request {self._count} arrived, the process ends")
+            os._exit(1)
+        try:
+            faults = active_faults(config.faults, self._count, http.headers.get("x-simulate-fault", ""))
+        except ValueError as error:
+            raise wire.BadRequest(str(error), "X-Simulate-Fault") from None
+        asked = wire.parse_asked(wire.parse_json(http.body), chat, config.model, config.engine.max_model_len)
+        identity = http.headers.get("x-request-id") or uuid.uuid4().hex[:16]
+        shape = wire.Shape(chat, ("chatcmpl-" if chat else "cmpl-") + identity, int(time.time()), config.model)
+        number = prompt_hash(asked.prompt, config.engine.seed)
+        answer = Answer(http, asked, shape, Sent(identity, http.received_s, len(asked.prompt)), faults, number)
+        target = self._target(asked, number, "empty" in faults)
+        if "delay" in faults:
+            asyncio.get_running_loop().call_later(faults["delay"], self._begin, answer, target)
+        else:
+            self._begin(answer, target)
+
+    def _target(self, asked: wire.Asked, number: int, empty: bool) -> int:
+        if empty:
+            return 1
+        if asked.ignore_eos:
+            return asked.max_tokens
+        natural = natural_length(number, self.config.natural_output_tokens)
+        return min(max(natural, asked.min_tokens), asked.max_tokens)
+
+    def _begin(self, answer: Answer, target: int) -> None:
+        if answer.http.closed or _refused(answer):
+            answer.sent.ended_s = time.monotonic()
+            answer.sent.finish = answer.sent.finish or "abort"
+            self.send_log.write(answer.sent)
+            return
+        sequence = Sequence(self._count, answer.asked.prompt, target, answer.sent.received_s)
+        while sequence.key in self._answers:
+            sequence.key += 1 << 32  # a delayed request meets a later one of the same count
+        self._answers[sequence.key] = (sequence, answer)
+        answer.http.on_disconnect = lambda: self._abort(sequence, answer, "abort")
+        answer.open()
+        if "ping" in answer.faults and answer.asked.stream:
+            self._keep(asyncio.get_running_loop().create_task(_pings(answer, sequence)))
+        self.engine.add(sequence)
+        self._wake.set()
+
+    async def _report(self) -> None:
+        """A line of statistics every ten seconds while there is work, in the words of vLLM's own."""
+        while True:
+            before = self.metrics.tokens()
+            await asyncio.sleep(_STATS_EVERY_S)
+            prompt, generated = (new - old for new, old in zip(self.metrics.tokens(), before, strict=True))
+            if generated or not self.engine.idle:
+                log(f"Engine 000: Avg prompt throughput: {prompt / _STATS_EVERY_S:.1f} tokens/s, "
+                    f"Avg generation throughput: {generated / _STATS_EVERY_S:.1f} tokens/s, "
+                    f"Running: {len(self.engine.running)} reqs, Waiting: {len(self.engine.waiting)} reqs, "
+                    f"Preemptions: {self.engine.preemptions}, "
+                    f"GPU KV cache usage: {100 * self.engine.pool.usage:.1f}%; latest step {self._late_s * 1e3:.1f} ms "
+                    "late")  # fmt: skip
+                self._late_s = 0.0
+
+
+async def _pings(answer: Answer, sequence: Sequence) -> None:
+    while sequence.first_token_s is None and not answer.http.closed:
+        answer.ping()
+        await asyncio.sleep(answer.faults["ping"])
+
+
+def _refused(answer: Answer) -> bool:
+    """Answer with a status instead of a completion if a fault says so."""
+    http, faults = answer.http, answer.faults
+    headers: dict[str, Any] = {"x-request-id": answer.sent.request_id}
+    if "429" in faults:
+        body = wire.error_body("Too many requests", "RateLimitError", 429)
+        http.answer(429, body, **headers, retry_after=f"{faults['429']:g}")
+    elif "503" in faults:
+        body = wire.error_body("The server is overloaded", "ServiceUnavailableError", 503)
+        http.answer(503, body, **headers, retry_after=f"{faults['503']:g}")
+    elif "500-html" in faults:
+        http.answer(500, _HTML % ((b"500 Internal Server Error",) * 2), "text/html", **headers)
+    elif "html" in faults:
+        http.answer(200, _HTML % ((b"Welcome",) * 2), "text/html", **headers)
+    else:
+        return False
+    answer.sent.finish = next(kind for kind in ("429", "503", "500-html", "html") if kind in faults)
+    return True

@@ -1,0 +1,171 @@
+"""Request bodies in, response bodies out, in the shapes that vLLM 0.32 puts on the wire."""
+
+from typing import Any
+
+import msgspec
+
+from harness.simulated.tokens import chat_tokens, text_tokens
+
+FINGERPRINT = "simulated"
+
+
+class BadRequest(Exception):
+    """A request that gets an error answer: status, vLLM's error type, the parameter it is about."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400, kind: str = "BadRequestError"):
+        super().__init__(message)
+        self.message, self.param, self.status, self.kind = message, param, status, kind
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A completion request, understood. `max_tokens` is what the context leaves when the request names none."""
+
+    chat: bool
+    prompt: list[int]
+    max_tokens: int
+    min_tokens: int
+    ignore_eos: bool
+    stream: bool
+    include_usage: bool
+
+
+def error_body(message: str, kind: str, code: int, param: str | None = None) -> bytes:
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode(body)
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"1 validation error:\n  {{'type': 'json_invalid', 'msg': 'JSON decode error', 'ctx': "
+                         f"{{'error': {str(error)!r}}}}}", "body", kind="Bad Request") from None  # fmt: skip
+    if not isinstance(value, dict):
+        raise BadRequest("the request body must be a JSON object", "body")
+    return value
+
+
+def parse_asked(body: dict[str, Any], chat: bool, model: str, max_model_len: int) -> Asked:
+    """Check a completion request against the model and its context, with vLLM's texts for what is refused."""
+    named = body.get("model")
+    if named is not None and named != model:
+        raise BadRequest(f"The model `{named}` does not exist. Valid aliases: {model}", "model", 404, "NotFoundError")
+    prompt = prompt_ids(body, chat)
+    asked = body.get("max_completion_tokens") if chat else None
+    if asked is None:
+        asked = body.get("max_tokens", None if chat else 16)
+    temperature = body.get("temperature")
+    if isinstance(temperature, int | float) and temperature < 0:
+        raise _invalid("temperature", temperature, f"temperature must be non-negative, got {temperature}.")
+    options = body.get("stream_options") or {}
+    return Asked(
+        chat=chat,
+        prompt=prompt,
+        max_tokens=_room(asked, len(prompt), max_model_len),
+        min_tokens=int(body.get("min_tokens") or 0),
+        ignore_eos=bool(body.get("ignore_eos")),
+        stream=bool(body.get("stream")),
+        include_usage=bool(options.get("include_usage")),
+    )
+
+
+def _invalid(param: str, value: object, message: str) -> BadRequest:
+    return BadRequest(f"{message} (parameter={param}, value={value})", param)
+
+
+def _room(asked: object, prompt: int, max_model_len: int) -> int:
+    context = f"This model's maximum context length is {max_model_len} tokens. However, "
+    if prompt >= max_model_len:
+        raise BadRequest(
+            f"{context}your prompt contains at least {prompt} input tokens, which exceeds this limit even without "
+            "any output tokens.", "input_tokens")  # fmt: skip
+    if asked is None:
+        return max_model_len - prompt
+    if not isinstance(asked, int) or isinstance(asked, bool):
+        raise _invalid("max_tokens", asked, "max_tokens must be an integer.")
+    if asked < 1:
+        raise _invalid("max_tokens", asked, f"max_tokens must be at least 1, got {asked}.")
+    if asked > max_model_len:
+        raise _invalid("max_tokens", asked, f"max_tokens={asked} cannot be greater than max_model_len="
+                       f"{max_model_len}. Please request fewer output tokens.")  # fmt: skip
+    if prompt + asked > max_model_len:
+        raise _invalid("input_tokens", prompt, f"{context}you requested {asked} output tokens and your prompt "
+                       f"contains {prompt} input tokens, for a total of {prompt + asked} tokens. Please reduce the "
+                       "length of the input prompt or the number of requested output tokens.")  # fmt: skip
+    return asked
+
+
+def prompt_ids(body: dict[str, Any], chat: bool) -> list[int]:
+    """Token ids of `messages` or of `prompt` (a text, a list of ids, or a list with one text)."""
+    if chat:
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise BadRequest("messages must be a list of at least one message", "messages")
+        return chat_tokens([_message(message) for message in messages])
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+        prompt = prompt[0]
+    if isinstance(prompt, list) and prompt and all(isinstance(token, int) for token in prompt):
+        return prompt
+    if isinstance(prompt, str) and prompt.split():
+        return text_tokens(prompt)
+    raise BadRequest("prompt must be a non-empty text, a list of token ids or a list of one text", "prompt")
+
+
+def _message(message: object) -> tuple[str, str]:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise BadRequest("each message needs a role and content", "messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = " ".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return message["role"], content if isinstance(content, str) else ""
+
+
+def usage_of(prompt: int, output: int, cached: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt,
+        "total_tokens": prompt + output,
+        "completion_tokens": output,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+class Shape:
+    """The bodies of one request's answer: its id, time and model are the same in all of them."""
+
+    def __init__(self, chat: bool, identity: str, created: int, model: str) -> None:
+        self.chat = chat
+        kind = "chat.completion" if chat else "text_completion"
+        self._head = {"id": identity, "object": kind, "created": created, "model": model}
+        self._chunk_head = {**self._head, "object": "chat.completion.chunk" if chat else kind}
+
+    def chunk(self, delta: dict[str, Any], finish: str | None = None) -> bytes:
+        """One streamed event; for a text completion `delta` is {"content": text}."""
+        if self.chat:
+            choice: dict[str, Any] = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+        else:
+            choice = {"index": 0, "text": delta.get("content", ""), "logprobs": None, "finish_reason": finish}
+        if finish is not None:
+            choice["stop_reason"] = None
+        return msgspec.json.encode({**self._chunk_head, "choices": [{**choice, "token_ids": None}]})
+
+    def usage_chunk(self, usage: dict[str, Any]) -> bytes:
+        return msgspec.json.encode(
+            {**self._chunk_head, "choices": [], "usage": usage, "system_fingerprint": FINGERPRINT}
+        )
+
+    def whole(self, message: dict[str, Any], finish: str, usage: dict[str, Any] | None) -> bytes:
+        """The answer to a request that did not stream."""
+        if self.chat:
+            choice: dict[str, Any] = {"index": 0, "message": {"role": "assistant", "content": None, **message}}
+        else:
+            choice = {"index": 0, "text": message.get("content") or ""}
+        choice |= {"logprobs": None, "finish_reason": finish, "stop_reason": None}
+        return msgspec.json.encode(
+            {**self._head, "choices": [choice], "system_fingerprint": FINGERPRINT, "usage": usage}
+        )
+
+
+def models_body(model: str, max_model_len: int, created: int) -> bytes:
+    card = {"id": model, "object": "model", "created": created, "owned_by": "simulated", "root": model,
+            "parent": None, "max_model_len": max_model_len}  # fmt: skip
+    return msgspec.json.encode({"object": "list", "data": [card]})
