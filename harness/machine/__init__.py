@@ -1,0 +1,1 @@
+"""Facts about this machine. Every path is under an injectable root."""

@@ -1,0 +1,126 @@
+"""What this machine is: kernel, CPU, memory and AMD GPUs, as the kernel's own files tell."""
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from harness.manifest import Machine
+
+# Parameters of the kernel command line that change what a GPU can do or how fast memory is.
+_PARAMETERS = re.compile(
+    r"^(?:amd_iommu|iommu|iommu\.\w+|amdgpu\.\w+|ttm\.\w+|pci|numa_balancing|mitigations|nosmt)(?:=|$)"
+)
+_SETTINGS = {  # files whose content is recorded under this name
+    "ttm.pages_limit (now)": "sys/module/ttm/parameters/pages_limit",
+    "amdgpu.gttsize (now)": "sys/module/amdgpu/parameters/gttsize",
+    "amdgpu.cwsr_enable (now)": "sys/module/amdgpu/parameters/cwsr_enable",
+    "amdgpu version": "sys/module/amdgpu/version",
+    "numa_balancing (now)": "proc/sys/kernel/numa_balancing",
+    "power profile": "sys/firmware/acpi/platform_profile",
+    "cpu governor": "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor",
+}
+
+
+def machine(root: Path = Path("/"), docker: str | None = None) -> Machine:
+    """The facts of the machine whose /proc and /sys are under `root`; `docker` is its engine's version."""
+    return Machine(
+        name=_read(root / "proc/sys/kernel/hostname") or "unknown",
+        kernel=_read(root / "proc/sys/kernel/osrelease"),
+        cpu=_cpu(root),
+        cores=_cores(root),
+        ram_bytes=_ram(root),
+        gpus=list(gpus(root)),
+        kernel_parameters=_parameters(root),
+        docker=docker,
+    )
+
+
+def device_groups(root: Path = Path("/")) -> list[int]:
+    """Numeric ids of the groups that own /dev/kfd and the nodes in /dev/dri; none without a GPU, and never root's."""
+    dri = root / "dev/dri"
+    nodes = [root / "dev/kfd", *sorted(dri.glob("card*")), *sorted(dri.glob("renderD*"))]
+    found = {node.stat().st_gid for node in nodes if node.exists() and not stat.S_ISDIR(node.stat().st_mode)}
+    return sorted(found - {0})
+
+
+def gpus(root: Path = Path("/")) -> Iterator[dict[str, Any]]:
+    """The AMD GPUs that the kernel's compute driver (KFD) knows, in its order. Sizes in bytes; unknown is None."""
+    nodes = root / "sys/class/kfd/kfd/topology/nodes"
+    if not nodes.is_dir():
+        return
+    for node in sorted(nodes.iterdir(), key=lambda path: int(path.name) if path.name.isdigit() else -1):
+        properties = _properties(node / "properties")
+        version = properties.get("gfx_target_version", 0)
+        minor = properties.get("drm_render_minor", -1)
+        if not version:
+            continue  # a CPU
+        device = root / f"sys/class/drm/renderD{minor}/device"
+        yield {
+            "target": gfx_target(version),
+            "name": _read(node / "name") or None,
+            "device_id": f"0x{properties['device_id']:04x}" if "device_id" in properties else None,
+            "render_node": f"/dev/dri/renderD{minor}" if minor > 0 else None,
+            "compute_units": _compute_units(properties),
+            "integrated": not (device / "board_info").exists() if device.is_dir() else None,
+            "vram_bytes": _number(device / "mem_info_vram_total"),
+            "vram_used_bytes": _number(device / "mem_info_vram_used"),
+            "gtt_bytes": _number(device / "mem_info_gtt_total"),
+            "gtt_used_bytes": _number(device / "mem_info_gtt_used"),
+            "vbios": _read(device / "vbios_version"),
+            "performance_level": _read(device / "power_dpm_force_performance_level"),
+            # gfx1151 hangs under load without these two; kernels from 6.18.4 on export them.
+            "cwsr_sizes_known": {"cwsr_size", "ctl_stack_size"} <= properties.keys(),
+        }
+
+
+def gfx_target(version: int) -> str:
+    """The compiler's name of a KFD gfx_target_version, such as 110501 -> gfx1151."""
+    return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
+
+
+def _compute_units(properties: dict[str, int]) -> int | None:
+    simds, per_unit = properties.get("simd_count"), properties.get("simd_per_cu")
+    return simds // per_unit if simds and per_unit else None
+
+
+def _properties(path: Path) -> dict[str, int]:
+    pairs = (line.split() for line in (_read(path) or "").splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].lstrip("-").isdigit()}
+
+
+def _cpu(root: Path) -> str | None:
+    match = re.search(r"^model name\s*:\s*(.+)$", _read(root / "proc/cpuinfo") or "", re.MULTILINE)
+    return match[1].strip() if match else None
+
+
+def _cores(root: Path) -> int | None:
+    count = len(re.findall(r"^processor\s*:", _read(root / "proc/cpuinfo") or "", re.MULTILINE))
+    return count or None
+
+
+def _ram(root: Path) -> int | None:
+    match = re.search(r"^MemTotal:\s*(\d+) kB", _read(root / "proc/meminfo") or "", re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
+
+
+def _parameters(root: Path) -> dict[str, str]:
+    words = (_read(root / "proc/cmdline") or "").split()
+    found = {word.partition("=")[0]: word.partition("=")[2] for word in words if _PARAMETERS.match(word)}
+    settings = {name: _read(root / path) for name, path in _SETTINGS.items()}
+    return found | {name: value for name, value in settings.items() if value}
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path)
+    return int(text) if text and text.isdigit() else None
+
+
+def _read(path: Path) -> str | None:
+    """A small file's text; None when it is missing or the driver refuses to answer now."""
+    try:
+        return os.fsdecode(path.read_bytes()).strip()
+    except OSError:
+        return None

@@ -1,0 +1,11 @@
+"""A server's life: render its template, start it, wait until the model answers, take it down."""
+
+from harness.serve.endpoint import Endpoint as Endpoint
+from harness.serve.serve import attach as attach
+from harness.serve.serve import check_servers as check_servers
+from harness.serve.serve import compose_document as compose_document
+from harness.serve.serve import serve as serve
+from harness.serve.sweep import sweep as sweep
+from harness.serve.sweep import sweep_all as sweep_all
+from harness.serve.template import templates as templates
+from harness.serve.template import variables as variables

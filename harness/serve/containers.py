@@ -1,0 +1,220 @@
+"""A server's container through the Docker SDK: create, start, watch, stop, remove."""
+
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import docker
+from docker.errors import APIError, ImageNotFound, NotFound
+from docker.models.containers import Container
+from docker.types import Healthcheck, Mount, Ulimit
+from msgspec import Struct
+
+from harness.errors import HarnessError, ServerError
+from harness.serve import labels
+from harness.serve.compose import ComposeFile, Service
+from harness.serve.daemon import DOCKER_ERRORS, docker_error
+from harness.serve.failures import State, explain
+from harness.serve.logfile import LogFile
+from harness.serve.values import parse_bytes, parse_device, parse_port, parse_seconds, parse_volume
+
+LOOK_EVERY_S = 0.5  # a look at the container costs the engine a millisecond or two
+
+
+class Look(Struct, frozen=True):
+    """How a server is doing."""
+
+    problem: str | None  # None: it runs
+    exit_code: int | None = None
+    oom_killed: bool = False
+    restarts: int = 0
+
+
+def start(client: docker.DockerClient, compose: ComposeFile, owner: dict[str, str]) -> Container:
+    """Network, volumes and container of a server, started. Raises ServerError.
+
+    Whatever was made until then carries the labels `owner`, by which `remove` finds it.
+    """
+    name = f"amd-llm-load-{owner[labels.RUN]}-{owner[labels.CELL]}"
+    try:
+        _volumes(client, compose)
+        client.networks.create(name, driver="bridge", labels=owner)
+        endpoint = client.api.create_endpoint_config(aliases=["server"])
+        container = client.containers.create(
+            compose.server.image,
+            **_arguments(compose.server),
+            name=f"{name}-server",
+            labels=owner,
+            network=name,
+            networking_config={name: endpoint},
+        )
+        container.start()
+    except HarnessError:
+        raise
+    except ImageNotFound:
+        raise ServerError(f"the image {compose.server.image} disappeared", next_step="Run it again.") from None
+    except DOCKER_ERRORS as error:
+        raise docker_error("the server's container cannot be started", error) from None
+    return container
+
+
+def _volumes(client: docker.DockerClient, compose: ComposeFile) -> None:
+    for volume in compose.volumes.values():
+        if not volume.external:
+            client.volumes.create(volume.name, labels=volume.labels)
+            continue
+        try:
+            client.volumes.get(volume.name)
+        except NotFound:
+            raise docker_error("the server cannot be started", _MissingVolume(volume.name)) from None
+
+
+class _MissingVolume(Exception):
+    def __str__(self) -> str:
+        return f"external volume {self.args[0]} not found"
+
+
+def _arguments(service: Service) -> dict[str, Any]:
+    """The service in the words of the Docker SDK. Every value was checked when the file was parsed."""
+    devices = [parse_device(text) for text in service.devices]
+    ports = [parse_port(text) for text in service.ports]
+    return {
+        "command": service.command,
+        "entrypoint": service.entrypoint,
+        "environment": service.environment,
+        "mounts": [_mount(text) for text in service.volumes],
+        "devices": [":".join(device) for device in devices],
+        "group_add": service.group_add,
+        "ipc_mode": service.ipc,
+        "shm_size": None if service.shm_size is None else parse_bytes(service.shm_size),
+        "security_opt": service.security_opt,
+        "cap_add": service.cap_add,
+        "ulimits": [Ulimit(name=name, soft=u.soft, hard=u.hard) for name, u in service.ulimits.items()],
+        "ports": {f"{port.container}/tcp": (port.address, port.host) for port in ports},
+        "healthcheck": _healthcheck(service),
+        "init": service.init,
+        "user": service.user,
+        "working_dir": service.working_dir,
+        "mem_limit": None if service.mem_limit is None else parse_bytes(service.mem_limit),
+        "memswap_limit": None if service.memswap_limit is None else parse_bytes(service.memswap_limit),
+        "nano_cpus": None if service.cpus is None else int(service.cpus * 1e9),
+        "cpuset_cpus": service.cpuset,
+        "tty": False,
+        "detach": True,
+    }
+
+
+def _mount(text: str) -> Mount:
+    volume = parse_volume(text)
+    kind: Literal["volume", "bind"] = (
+        "volume" if volume.named else "bind"
+    )  # unlike -v, a bind mount does not make a folder that is missing
+    return Mount(volume.target, volume.source, type=kind, read_only=volume.read_only)
+
+
+def _healthcheck(service: Service) -> Healthcheck | None:
+    check = service.healthcheck
+    if check is None:
+        return None
+    interval, timeout, start_period = (
+        int(parse_seconds(text) * 1e9) for text in (check.interval, check.timeout, check.start_period)
+    )
+    return Healthcheck(
+        test=check.test, interval=interval, timeout=timeout, retries=check.retries, start_period=start_period
+    )
+
+
+def follow_log(container: Container, log: LogFile) -> None:
+    """Copy the container's output to `log`, from its first line on, each line with the engine's time stamp."""
+    log.follow(lambda: container.logs(stream=True, follow=True, timestamps=True, stdout=True, stderr=True))
+
+
+def watcher(container: Container, log: LogFile) -> Callable[[], Look]:
+    """A function that looks at the container; cheap enough to be called all the time."""
+    last = Look(None)
+    looked_at = float("-inf")
+
+    def look() -> Look:
+        nonlocal last, looked_at
+        if time.monotonic() - looked_at >= LOOK_EVERY_S and last.problem is None:
+            last = _look(container, log)
+            looked_at = time.monotonic()
+        return last
+
+    return look
+
+
+def _look(container: Container, log: LogFile) -> Look:
+    try:
+        container.reload()
+    except NotFound:
+        return Look("its container was removed from outside")
+    except DOCKER_ERRORS as error:
+        return Look(f"the Docker Engine gave no answer ({error})")
+    state = container.attrs["State"]
+    restarts = int(container.attrs.get("RestartCount") or 0)
+    oom_killed = bool(state.get("OOMKilled"))
+    if state["Running"] and not state.get("Paused"):
+        return Look("it was restarted" if restarts else None, None, oom_killed, restarts)
+    code = int(state["ExitCode"])
+    if state.get("Paused"):
+        return Look("its container was paused from outside", None, oom_killed, restarts)
+    return Look(describe_end(code, oom_killed, str(state.get("Error") or ""), log), code, oom_killed, restarts)
+
+
+def describe_end(exit_code: int, oom_killed: bool, error: str, log: LogFile) -> str:
+    """How a server ended and why, in one line."""
+    log.settle()
+    failure = explain(log.text(), State(exit_code=exit_code, oom_killed=oom_killed, error=error))
+    return f"it ended with exit code {exit_code}" + (f": {failure.cause}" if failure is not None else "")
+
+
+def death(look: Look, log: LogFile) -> ServerError:
+    """The error for a server that ended before it was ready."""
+    failure = explain(log.text(), State(exit_code=look.exit_code, oom_killed=look.oom_killed))
+    return ServerError(
+        f"the server did not start; {look.problem}",
+        next_step=f"To solve it: {failure.fix}." if failure is not None else f"Its log is {log.path}.",
+        detail=log.tail(),
+    )
+
+
+def inspected(container: Container, compose: ComposeFile) -> dict[str, Any]:
+    """The container's configuration for the manifest: no environment, and the command with secrets still as names."""
+    config, host = container.attrs["Config"], container.attrs["HostConfig"]
+    kept = (
+        "Binds", "Mounts", "NetworkMode", "PortBindings", "IpcMode", "ShmSize", "Devices", "GroupAdd", "SecurityOpt",
+        "CapAdd", "Ulimits", "Memory", "MemorySwap", "NanoCpus", "CpusetCpus", "Init", "Privileged", "Runtime",
+    )  # fmt: skip
+    return {
+        "Image": container.attrs["Image"],
+        "User": config.get("User"),
+        "Entrypoint": config.get("Entrypoint"),
+        "Cmd": compose.server.command,
+        "Environment": sorted(compose.server.environment),
+        "HostConfig": {key: host.get(key) for key in kept if host.get(key) not in (None, [], {}, "")},
+    }
+
+
+def remove(client: docker.DockerClient, owner: dict[str, str], grace_s: float) -> None:
+    """Stop and remove what `start` made, however far it came. Raises ServerError for what is left."""
+    mine: dict[str, Any] = {"label": [f"{labels.RUN}={owner[labels.RUN]}", f"{labels.CELL}={owner[labels.CELL]}"]}
+    try:
+        for container in client.containers.list(all=True, filters=mine, ignore_removed=True):
+            _remove_container(container, grace_s)
+        for network in client.networks.list(filters=mine):
+            network.remove()
+    except DOCKER_ERRORS as error:
+        raise docker_error("the server's container cannot be removed; `harness clean` tries again", error) from None
+
+
+def _remove_container(container: Container, grace_s: float) -> None:
+    try:
+        if container.status in ("running", "restarting", "paused"):
+            container.stop(timeout=int(grace_s))
+        container.remove(v=True, force=True)
+    except NotFound:
+        pass
+    except APIError as error:
+        if error.status_code != 409:  # 409: somebody else is removing it already
+            raise

@@ -1,0 +1,71 @@
+"""The connection to the Docker Engine, and its errors in words."""
+
+import getpass
+import os
+from urllib.parse import urlsplit
+
+import docker
+import requests
+from docker.errors import APIError, DockerException
+
+from harness.errors import ServerError
+from harness.serve.failures import State, explain
+
+DOCKER_ERRORS = (DockerException, requests.RequestException)
+
+
+def connect() -> docker.DockerClient:
+    """A client of the Docker Engine that DOCKER_HOST names, else of this machine's. Raises ServerError."""
+    try:
+        client = docker.from_env(use_ssh_client=True, timeout=60)
+        client.ping()
+    except (*DOCKER_ERRORS, OSError, ValueError) as error:
+        raise _cannot_connect(error) from None
+    return client
+
+
+def _cannot_connect(error: Exception) -> ServerError:
+    where = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+    text = str(error)
+    if "PermissionError" in text or "Permission denied" in text:
+        return ServerError(
+            f"no permission to use the Docker Engine at {where}",
+            next_step=f"sudo usermod -aG docker {_user()}, then log in again (members of that group rule the host).",
+        )
+    if "FileNotFoundError" in text or "No such file" in text:
+        return ServerError(
+            f"there is no Docker Engine at {where}",
+            next_step="Install and start it (on Debian: sudo apt-get install docker.io), or set DOCKER_HOST. "
+            "The embedded engine needs none: `container: false`.",
+        )
+    if "refused" in text:
+        return ServerError(
+            f"the Docker Engine at {where} does not run (connection refused)",
+            next_step="Start it: sudo systemctl start docker.",
+        )
+    return ServerError(f"the Docker Engine at {where} cannot be used: {text}", next_step="Check DOCKER_HOST.")
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "$USER"
+
+
+def docker_error(doing: str, error: Exception) -> ServerError:
+    """An error of the Docker Engine while `doing`, explained where the table of failures knows it."""
+    text = str(error.explanation or error) if isinstance(error, APIError) else str(error)
+    failure = explain("", State(error=text))
+    if failure is not None:
+        return ServerError(f"{doing}: {failure.cause}", next_step=f"To solve it: {failure.fix}.", detail=text)
+    if isinstance(error, requests.RequestException) and not isinstance(error, APIError):
+        return ServerError(f"{doing}: the Docker Engine gave no answer", next_step="Is it running?", detail=text)
+    return ServerError(f"{doing}: {text}", next_step="This is what the Docker Engine said.")
+
+
+def engine_host() -> str | None:
+    """The host of an engine on another machine; None for this machine's."""
+    parts = urlsplit(os.environ.get("DOCKER_HOST", ""))
+    local = parts.hostname in (None, "localhost", "127.0.0.1", "::1")
+    return None if parts.scheme not in ("tcp", "ssh", "http", "https") or local else parts.hostname

@@ -1,0 +1,54 @@
+"""The embedded engine as a plain process, for machines without Docker."""
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from harness import process
+from harness.errors import ServerError
+from harness.serve.compose import Service
+from harness.serve.containers import Look
+from harness.serve.failures import State, explain
+from harness.serve.logfile import LogFile
+
+
+def command_of(service: Service) -> list[str]:
+    """The command of the service's container, for this host: our own interpreter, and 127.0.0.1 only."""
+    command = list(service.command or [])
+    command[0] = sys.executable
+    command[command.index("--host") + 1] = "127.0.0.1"
+    return command
+
+
+def arguments_of(service: Service) -> list[str]:
+    """The arguments that say what the engine is; where it listens differs from start to start."""
+    arguments = list(service.command or [])
+    for flag in ("--host", "--port"):
+        at = arguments.index(flag)
+        del arguments[at : at + 2]
+    return arguments
+
+
+@contextlib.contextmanager
+def embedded(service: Service, log_path: Path) -> Iterator[tuple[Callable[[], Look], LogFile]]:
+    """The engine while it runs: a function that looks at it, and its log. It ends with us, however we end."""
+    log = LogFile(log_path)
+    with log_path.open("ab") as output:
+        try:
+            child = process.start(command_of(service), stdout=output, stderr=subprocess.STDOUT)
+        except OSError as error:
+            raise ServerError(f"the embedded engine cannot be started: {error}") from None
+    try:
+        yield lambda: _look(child, log), log
+    finally:
+        process.stop(child)
+
+
+def _look(child: "subprocess.Popen[bytes]", log: LogFile) -> Look:
+    code = child.poll()
+    if code is None:
+        return Look(None)
+    failure = explain(log.text(), State(exit_code=code))
+    return Look(f"it ended with exit code {code}" + (f": {failure.cause}" if failure is not None else ""), code)

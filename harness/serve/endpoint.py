@@ -1,0 +1,31 @@
+"""A server that answers: what the load needs of it."""
+
+from collections.abc import Callable
+
+import msgspec
+
+from harness.manifest import ServedBy
+from harness.serve.containers import Look
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A server that answers."""
+
+    url: str  # as this host reaches it, without a slash at the end
+    started: ServedBy  # as it was when it became ready
+    look: Callable[[], Look]
+    metrics_url: str | None = None
+    network: str | None = None  # Docker network of the server's container
+    network_url: str | None = None  # as a container in that network reaches it
+
+    @property
+    def served_by(self) -> ServedBy:
+        """What served until now: restarts, OOM kills and an early end included."""
+        seen = self.look()
+        return msgspec.structs.replace(
+            self.started, restarts=seen.restarts, oom_killed=seen.oom_killed, exit_code=seen.exit_code
+        )
+
+    def check_alive(self) -> str | None:
+        """None while the server lives, else what happened to it. Cheap: made to be asked all the time."""
+        return self.look().problem

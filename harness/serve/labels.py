@@ -1,0 +1,58 @@
+"""The labels that everything of ours carries in the Docker Engine, and whether its owner still lives."""
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+OURS = "amd-llm-load"
+RUN = "amd-llm-load.run"
+CELL = "amd-llm-load.cell"
+CACHE = "amd-llm-load.cache"  # volumes that are kept between runs
+HOST = "amd-llm-load.host"
+BOOT = "amd-llm-load.boot"
+PID = "amd-llm-load.pid"
+PID_START = "amd-llm-load.pid-start"  # tells a process from a later one with the same id
+
+
+def owned(run_id: str, cell_id: str) -> dict[str, str]:
+    """The labels of what this process starts for a cell."""
+    pid = os.getpid()
+    return {
+        OURS: "1",
+        RUN: run_id,
+        CELL: cell_id,
+        HOST: socket.gethostname(),
+        BOOT: _boot_id(),
+        PID: str(pid),
+        PID_START: _start_time(pid) or "",
+    }
+
+
+def owner_is_gone(labels: Mapping[str, str]) -> bool:
+    """Whether the harness process that started it has ended.
+
+    An owner on another host (an engine shared through DOCKER_HOST) cannot be looked at and counts as alive.
+    """
+    if labels.get(HOST) != socket.gethostname():
+        return False
+    if labels.get(BOOT) != _boot_id():
+        return True
+    pid = labels.get(PID, "")
+    return not pid.isdigit() or _start_time(int(pid)) != (labels.get(PID_START) or None)
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _start_time(pid: int) -> str | None:
+    """The process's start in clock ticks since boot; None when it does not exist (a zombie does not either)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else fields[19]

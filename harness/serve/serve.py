@@ -1,0 +1,293 @@
+"""A server of a scenario, from its template to a model that answers, and down again."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from harness.errors import HarnessError, ScenarioError, ServerError
+from harness.machine.facts import device_groups
+from harness.manifest import Phase, ServedBy
+from harness.paths import COMPOSE
+from harness.scenario import USERS, Scenario, Server
+from harness.serve import containers, labels
+from harness.serve import ready as readiness
+from harness.serve.compose import ComposeFile, filled_in, parse, read
+from harness.serve.containers import Look
+from harness.serve.daemon import connect, engine_host
+from harness.serve.embedded import arguments_of, embedded
+from harness.serve.endpoint import Endpoint
+from harness.serve.images import digest_of, ensure_image
+from harness.serve.logfile import LogFile
+from harness.serve.ports import free_port, is_free
+from harness.serve.ready import Waiting, wait_ready
+from harness.serve.template import render, secrets_in, server_problems
+from harness.serve.values import parse_port, parse_seconds
+
+
+def _silent(_line: str) -> None:
+    """No progress is shown."""
+
+
+def check_servers(scenario: Scenario, where: str) -> None:
+    """Raise ScenarioError with everything that is wrong with the servers, as far as it can be known unstarted."""
+    problems = []
+    for name, server in scenario.servers.items():
+        found = server_problems(server, f"$.servers.{name}")
+        if not found:
+            _, found = read(_rendered(server, scenario.model, port=1))
+            found = [f"$.servers.{name}: {problem.removeprefix('$.')}" for problem in found]
+        problems += found
+    if problems:
+        raise ScenarioError(where, problems)
+
+
+def compose_document(scenario: Scenario, server_name: str, with_locust: bool = True) -> str:
+    """The Compose file of a server for `docker compose up`, with Locust's web UI in front of it unless told not to."""
+    server = _server(scenario, server_name)
+    text = _rendered(server, scenario.model)
+    parse(text)
+    if not with_locust:
+        return text
+    users = sorted({load.user for load in scenario.loads.values() if load.user in USERS}) or ["chat"]
+    most = max((load.users for load in scenario.loads.values()), default=1)
+    return _rendered(
+        server,
+        scenario.model,
+        port=parse_port(parse(text).server.ports[0]).host,
+        locust={"locustfiles": users, "users": most},
+    )
+
+
+@contextlib.contextmanager
+def serve(
+    scenario: Scenario,
+    server_name: str,
+    *,
+    run_id: str,
+    cell_id: str,
+    run_folder: Path,
+    model: str | None = None,
+    on_progress: Callable[[str], None] = _silent,
+) -> Iterator[Endpoint]:
+    """Start a server, wait until its model answers, and take it down at the end, however that comes.
+
+    Writes compose/SERVER.yaml and logs/CELL.server.log into the run directory. SIGTERM ends it like Ctrl-C.
+    Raises ServerError when it does not become ready, HarnessError for a template or variable that cannot be used.
+    """
+    server = _server(scenario, server_name)
+    model = model or scenario.model
+    text = _rendered(server, model)
+    compose = parse(text)
+    (run_folder / "compose").mkdir(parents=True, exist_ok=True)
+    (run_folder / "compose" / f"{server_name}.yaml").write_text(text, encoding="utf-8")
+    log_path = run_folder / "logs" / f"{cell_id}.server.log"
+    api_key = os.environ.get(scenario.api_key_env) if scenario.api_key_env else None
+    started = _Start(server, compose, model, log_path, api_key, on_progress)
+    with _sigterm_interrupts():
+        if server.container:
+            with _in_container(started, run_id, cell_id) as endpoint:
+                yield endpoint
+        else:
+            with _as_process(started) as endpoint:
+                yield endpoint
+
+
+class _Start(msgspec.Struct, frozen=True):
+    """What both ways of starting need."""
+
+    server: Server
+    compose: ComposeFile
+    model: str
+    log_path: Path
+    api_key: str | None
+    on_progress: Callable[[str], None]
+
+
+@contextlib.contextmanager
+def _as_process(start: _Start) -> Iterator[Endpoint]:
+    port = start.compose.serving.port
+    url = f"http://127.0.0.1:{port}"
+    if not is_free(port):
+        raise _port_in_use(port)
+    with embedded(start.compose.server, start.log_path) as (look, log):
+        ready = _wait(start, url, look, log)
+        served_by = ServedBy(
+            url=url,
+            template=start.server.template,
+            simulated=True,
+            version=ready.version,
+            model=ready.model,
+            arguments=arguments_of(start.compose.server),
+            phases=ready.phases,
+        )
+        yield Endpoint(url=url, started=served_by, look=look, metrics_url=_metrics(start, url))
+
+
+@contextlib.contextmanager
+def _in_container(start: _Start, run_id: str, cell_id: str) -> Iterator[Endpoint]:
+    owner = labels.owned(run_id, cell_id)
+    service = start.compose.server
+    port = parse_port(service.ports[0])
+    client = connect()
+    try:
+        mark = time.monotonic()
+        image = ensure_image(client, service.image, start.on_progress)
+        pulled_s = time.monotonic() - mark
+        if engine_host() is None and not is_free(port.host, port.address):
+            raise _port_in_use(port.host)
+        start.on_progress("starting the container")
+        container = containers.start(client, filled_in(start.compose, os.environ), owner)
+        created_s = time.monotonic() - mark - pulled_s
+        log = LogFile(start.log_path, secrets_in(str(msgspec.to_builtins(start.compose))))
+        containers.follow_log(container, log)
+        look = containers.watcher(container, log)
+        url = f"http://{_host(port.address)}:{port.host}"
+        ready = _wait(start, url, look, log)
+        container.reload()
+        served_by = ServedBy(
+            url=url,
+            template=start.server.template,
+            simulated=start.compose.serving.simulated,
+            image=service.image,
+            image_digest=digest_of(image),
+            container=containers.inspected(container, start.compose),
+            version=ready.version,
+            model=ready.model,
+            arguments=[*(service.entrypoint or []), *(service.command or [])],
+            phases=[
+                Phase(name="pull", seconds=pulled_s),
+                Phase(name="create", seconds=created_s),
+                *ready.phases,
+            ],
+        )
+        yield Endpoint(
+            url=url,
+            started=served_by,
+            look=look,
+            metrics_url=_metrics(start, url),
+            network=f"amd-llm-load-{run_id}-{cell_id}",
+            network_url=f"http://server:{port.container}",
+        )
+    finally:
+        with _undisturbed():
+            try:
+                start.on_progress("taking the server down")
+                containers.remove(client, owner, parse_seconds(service.stop_grace_period))
+            finally:
+                client.close()
+
+
+def attach(url: str, model: str | None, api_key: str | None = None, *, metrics_url: str | None = None) -> Endpoint:
+    """A server that already runs. Raises ServerError when its model does not answer."""
+    served_by = readiness.attach(url, model, api_key)
+    parts = urlsplit(served_by.url)
+    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    last, looked_at = Look(None), time.monotonic()
+
+    def look() -> Look:
+        nonlocal last, looked_at
+        if time.monotonic() - looked_at > 2.0:
+            listens = readiness.listens(host, port)
+            last = Look(None if listens else f"nothing listens at {served_by.url} any more")
+            looked_at = time.monotonic()
+        return last
+
+    metrics = metrics_url or readiness.metrics_url(served_by.url, api_key)
+    return Endpoint(url=served_by.url, started=served_by, look=look, metrics_url=metrics)
+
+
+def _wait(start: _Start, url: str, look: Callable[[], Look], log: LogFile) -> readiness.Ready:
+    def dead() -> ServerError | None:
+        seen = look()
+        return None if seen.problem is None else containers.death(seen, log)
+
+    waiting = Waiting(dead, log.tail, start.server.startup_timeout_s, start.on_progress)
+    return wait_ready(url, start.compose.serving, start.model, waiting, api_key=start.api_key)
+
+
+def _rendered(server: Server, model: str, port: int | None = None, locust: dict[str, object] | None = None) -> str:
+    host_port = port or free_port()
+    given = dict(server.variables)
+    if not server.container:
+        # A process has no port of its own inside a container: the port that it opens is the host's.
+        given["port"] = given.get("host_port") or host_port
+    return render(
+        server.template, given, model=model, host_port=host_port, groups=_groups(), locust=locust, folder=COMPOSE
+    )
+
+
+def _groups() -> list[int]:
+    return [] if engine_host() is not None else device_groups()
+
+
+def _server(scenario: Scenario, name: str) -> Server:
+    if name not in scenario.servers:
+        raise HarnessError(f"the scenario has no server '{name}'; it has {', '.join(scenario.servers)}")
+    return scenario.servers[name]
+
+
+def _metrics(start: _Start, url: str) -> str | None:
+    path = start.compose.serving.metrics
+    return None if path is None else url + path
+
+
+def _host(published_on: str) -> str:
+    """Where to connect to what the engine published on this address."""
+    remote = engine_host()
+    if remote is not None:
+        if published_on.startswith("127."):
+            raise HarnessError(
+                f"the Docker Engine is on {remote} and publishes the server's port on {published_on}, "
+                "which cannot be reached from here",
+                next_step="Set the server's variable `publish` to 0.0.0.0 or to an address of that host.",
+            )
+        return remote
+    return "127.0.0.1" if published_on == "0.0.0.0" else published_on
+
+
+def _port_in_use(port: int) -> ServerError:
+    return ServerError(
+        f"port {port} is in use already",
+        next_step="Leave host_port out to get a free one, or stop what uses it "
+        f"(ss -ltnp 'sport = :{port}'); `harness clean` removes leftovers of earlier runs.",
+    )
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt within, unless the program has a handler of its own."""
+    if threading.current_thread() is not threading.main_thread() or (
+        signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    ):
+        yield
+        return
+
+    def interrupt(_signal: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """A second Ctrl-C must not stop the clearing up, which ends by itself within the grace period."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,217 @@
+"""Compose templates: their declared variables, and rendering.
+
+A template begins with a Jinja comment that holds a YAML mapping, name -> {type, doc, default}. This is the only
+declaration of its variables. A variable without a default is required; a type that ends in "?" also takes null.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import yaml
+from jinja2 import FileSystemLoader, StrictUndefined, TemplateError
+from jinja2.sandbox import SandboxedEnvironment
+
+from harness.errors import HarnessError, ScenarioError, did_you_mean
+from harness.paths import COMPOSE
+from harness.scenario import Server
+
+Kind = Literal["string", "integer", "number", "boolean", "list", "mapping"]
+BY_THE_HARNESS = ("model",)  # declared in every server's template, filled in from the scenario
+INCLUDED = ("locust", "volumes")  # templates that are no server of their own
+
+_EXPECTED = {
+    "string": "a text",
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "list": "a list of texts or numbers",
+    "mapping": "a mapping from names to texts or numbers",
+}
+
+
+class Variable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A declared variable of a template."""
+
+    type: str  # a Kind, with "?" at the end when null is allowed
+    doc: str
+    default: Any = msgspec.UNSET
+
+    @property
+    def required(self) -> bool:
+        return self.default is msgspec.UNSET
+
+
+class Quoted(str):
+    """Text that went through the quoting filter; only such text is printed by a template's expressions."""
+
+
+def templates(folder: Path | None = None) -> list[str]:
+    """Names of the server templates."""
+    names = (path.name.removesuffix(".yaml.j2") for path in (folder or COMPOSE).glob("*.yaml.j2"))
+    return sorted(name for name in names if name not in INCLUDED)
+
+
+def variables(template: str, folder: Path | None = None) -> dict[str, Variable]:
+    """The declared variables of a template. Raises HarnessError for a template that does not exist."""
+    folder = folder or COMPOSE
+    path = folder / f"{template}.yaml.j2"
+    if template not in (*templates(folder), "locust") or not path.is_file():
+        raise HarnessError(
+            f"there is no server template '{template}'; {did_you_mean(template, templates(folder))}",
+            next_step=f"Templates are the files *.yaml.j2 in {folder}.",
+        )
+    comment = path.read_text(encoding="utf-8").split("{#", 1)[-1].split("#}", 1)[0]
+    return msgspec.convert(yaml.safe_load(comment), dict[str, Variable])
+
+
+def server_problems(server: Server, path: str) -> list[str]:
+    """What is wrong with a scenario's server, as far as its template tells; `path` such as $.servers.a."""
+    try:
+        declared = variables(server.template)
+    except HarnessError as error:
+        return [f"{path}.template: {error}"]
+    return _variable_problems(declared, server.variables, f"{path}.variables")
+
+
+def _variable_problems(declared: dict[str, Variable], given: dict[str, Any], path: str) -> list[str]:
+    own = {name: variable for name, variable in declared.items() if name not in BY_THE_HARNESS}
+    problems = []
+    for name, value in given.items():
+        if name in BY_THE_HARNESS:
+            problems.append(f"{path}.{name}: comes from the scenario's own '{name}'; remove it here")
+        elif name not in own:
+            problems.append(f"{path}.{name}: unknown variable; {did_you_mean(str(name), own)}")
+        elif not _fits(value, own[name].type):
+            expected = _EXPECTED[own[name].type.rstrip("?")]
+            problems.append(f"{path}.{name}: {expected} is expected, got {value!r}")
+        elif name == "environment" and isinstance(value, dict):
+            problems += [f"{path}.{name}.{problem}" for problem in _open_secrets(value)]
+    problems += [f"{path}: '{name}' is missing ({own[name].doc})" for name in own if _missing(own[name], name, given)]
+    return problems
+
+
+def _missing(variable: Variable, name: str, given: dict[str, Any]) -> bool:
+    return variable.required and name not in given
+
+
+def _open_secrets(environment: dict[str, Any]) -> list[str]:
+    return [
+        f'{name}: a secret must not stand in the scenario; write "${{{name}}}" and export it in your shell'
+        for name, value in environment.items()
+        if is_secret(str(name)) and str(value) and "$" not in str(value)
+    ]
+
+
+def is_secret(name: str) -> bool:
+    """Whether an environment variable's name says that its value must not be shown."""
+    return any(name.upper().endswith(end) for end in ("TOKEN", "SECRET", "PASSWORD", "API_KEY", "APIKEY"))
+
+
+def _fits(value: Any, type_: str) -> bool:
+    if value is None:
+        return type_.endswith("?")
+    match type_.rstrip("?"):
+        case "string":
+            return isinstance(value, str)
+        case "integer":
+            return isinstance(value, int) and not isinstance(value, bool)
+        case "number":
+            return _is_scalar(value) and not isinstance(value, str)
+        case "boolean":
+            return isinstance(value, bool)
+        case "list":
+            return isinstance(value, list) and all(_is_scalar(item) for item in value)
+        case _:
+            return isinstance(value, dict) and all(
+                isinstance(key, str) and _is_scalar(item) for key, item in value.items()
+            )
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
+
+
+def render(
+    template: str,
+    given: dict[str, Any],
+    *,
+    model: str,
+    host_port: int,
+    groups: list[int],
+    locust: dict[str, Any] | None = None,
+    folder: Path | None = None,
+) -> str:
+    """The Compose file of a server as text, secrets still as `${NAME}`.
+
+    `host_port` and `groups` (numeric ids of the device nodes) apply where the variables of that name are null.
+    `locust` adds the load generator's service, with values for the variables of the template `locust`.
+    Raises ScenarioError that lists every bad variable.
+    """
+    folder = folder or COMPOSE
+    declared = variables(template, folder)
+    problems = _variable_problems(declared, given, "$.variables")
+    values = _with_defaults(declared, given) | {"model": model, "locust": None}
+    if locust is not None:
+        declared_locust = variables("locust", folder)
+        problems += _variable_problems(declared_locust, locust, "$.locust")
+        values["locust"] = _with_defaults(declared_locust, locust)
+    if problems:
+        raise ScenarioError(f"server template '{template}'", problems)
+    for name, computed in (("host_port", host_port), ("groups", groups)):
+        if name in declared and values[name] is None:
+            values[name] = computed
+    try:
+        return _environment(folder).get_template(f"{template}.yaml.j2").render(values)
+    except TemplateError as error:
+        raise HarnessError(f"{folder / template}.yaml.j2: {error}", next_step="Correct the template.") from None
+
+
+def _with_defaults(declared: dict[str, Variable], given: dict[str, Any]) -> dict[str, Any]:
+    return {name: given.get(name, variable.default) for name, variable in declared.items()}
+
+
+def _environment(folder: Path) -> SandboxedEnvironment:
+    environment = SandboxedEnvironment(
+        loader=FileSystemLoader(folder),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        finalize=_only_quoted,
+        autoescape=False,
+    )
+    environment.filters["tojson"] = quote
+    environment.filters["volume_source"] = lambda volume: str(volume).split(":")[0]
+    environment.tests["host_path"] = lambda source: source.startswith(("/", "$", ".", "~"))
+    return environment
+
+
+def _only_quoted(value: Any) -> Any:
+    if not isinstance(value, Quoted):
+        raise TemplateError(f"the value {value!r} is printed without the filter tojson")
+    return value
+
+
+def quote(value: Any) -> Quoted:
+    """A value as YAML on one line that cannot end early: JSON, with all that YAML breaks lines at escaped.
+
+    Lists and mappings of numbers become texts, which is what Compose expects of arguments and variables.
+    """
+    if isinstance(value, list | tuple):
+        return Quoted("[" + ", ".join(quote(str(item)) for item in value) + "]")
+    if isinstance(value, dict):
+        return Quoted("{" + ", ".join(f"{quote(str(k))}: {quote(str(v))}" for k, v in value.items()) + "}")
+    text = json.dumps(value, ensure_ascii=False)
+    return Quoted("".join(char if char.isprintable() else _escape(char) for char in text))
+
+
+def _escape(char: str) -> str:
+    return f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"
+
+
+def secrets_in(text: str) -> list[str]:
+    """Values of this process's environment that a Compose text asks for by secret names."""
+    return [value for name, value in os.environ.items() if is_secret(name) and len(value) >= 6 and name in text]

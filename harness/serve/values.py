@@ -1,0 +1,88 @@
+"""The short texts inside a Compose file: sizes, durations, ports, volumes, devices. Errors are ValueError."""
+
+import ipaddress
+import posixpath
+import re
+from typing import NamedTuple
+
+_UNITS = {"": 1, "b": 1, "k": 1 << 10, "kb": 1 << 10, "m": 1 << 20, "mb": 1 << 20, "g": 1 << 30, "gb": 1 << 30}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_VOLUME_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
+
+
+class Port(NamedTuple):
+    address: str
+    host: int
+    container: int
+
+
+class Mount(NamedTuple):
+    source: str  # absolute path of the host, or a volume's name
+    target: str
+    read_only: bool
+
+    @property
+    def named(self) -> bool:
+        return not self.source.startswith("/")
+
+
+class Device(NamedTuple):
+    host: str
+    container: str
+    permissions: str
+
+
+def parse_bytes(text: str) -> int:
+    """`16g` or `512m` in bytes."""
+    match = re.fullmatch(r"(\d+)([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"'{text}' is not a size; write it like 16g or 512m")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def parse_seconds(text: str) -> float:
+    """`1m30s` or `500ms` in seconds."""
+    if re.fullmatch(r"(\d+(us|ms|s|m|h))+", text) is None:
+        raise ValueError(f"'{text}' is not a duration; write it like 30s or 1m30s")
+    return sum(int(number) * _SECONDS[unit] for number, unit in re.findall(r"(\d+)(us|ms|s|m|h)", text))
+
+
+def parse_port(text: str) -> Port:
+    """`ADDRESS:HOST:CONTAINER`; a published port must say where, so the address is not optional."""
+    match = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[0-9.]+):(\d{1,5}):(\d{1,5})(?:/tcp)?", text)
+    if match is None:
+        raise ValueError(f"'{text}' is not a published port; write it like 127.0.0.1:8000:8000")
+    address = match[1].strip("[]")
+    ipaddress.ip_address(address)
+    port = Port(address, int(match[2]), int(match[3]))
+    if not (1 <= port.host <= 65535 and 1 <= port.container <= 65535):
+        raise ValueError(f"'{text}': a port is a number from 1 to 65535")
+    return port
+
+
+def parse_volume(text: str) -> Mount:
+    """`SOURCE:TARGET[:ro|rw]`; the source is an absolute path of the host or a volume's name."""
+    parts = text.split(":")
+    if len(parts) not in (2, 3) or (len(parts) == 3 and parts[2] not in ("ro", "rw")):
+        raise ValueError(f"'{text}' is not a volume; write it like /data/models:/models:ro")
+    source, target = parts[0], parts[1]
+    if not target.startswith("/") or posixpath.normpath("/" + target.lstrip("/")) == "/":
+        raise ValueError(f"'{text}': the place in the container must be an absolute path below /")
+    if source.startswith("/"):
+        if posixpath.normpath("/" + source.lstrip("/")) == "/":
+            raise ValueError(f"'{text}' would give the whole host to the container; name the folder that it needs")
+    elif _VOLUME_NAME.fullmatch(source) is None:
+        raise ValueError(f"'{text}': the source is neither an absolute path nor the name of a volume")
+    return Mount(source, target, parts[2:] == ["ro"])
+
+
+def parse_device(text: str) -> Device:
+    """`HOST[:CONTAINER[:PERMISSIONS]]`, both below /dev."""
+    parts = text.split(":")
+    host = parts[0]
+    container = parts[1] if len(parts) > 1 else host
+    permissions = parts[2] if len(parts) > 2 else "rwm"
+    in_dev = all(posixpath.normpath(path).startswith("/dev/") for path in (host, container))
+    if len(parts) > 3 or not in_dev or not permissions or not set(permissions) <= set("rwm"):
+        raise ValueError(f"'{text}' is not a device; write it like /dev/kfd or /dev/kfd:/dev/kfd:rw")
+    return Device(host, container, permissions)
