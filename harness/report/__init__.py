@@ -1,0 +1,1 @@
+"""Reports on a run. They read its files and change nothing."""

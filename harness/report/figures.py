@@ -1,0 +1,214 @@
+"""The charts as plotly figures in plain data, each with a caption and a table that says the same.
+
+See `harness.report.marks` for what they share.
+"""
+
+import statistics
+
+from harness.manifest import Run
+from harness.report import words
+from harness.report.marks import Chart, Figure, axis, colour, line, plain, row_style, servers, symbol, whiskers
+from harness.report.observed import Observed, Sample, distribution
+from harness.summary import Distribution, Row, Summary
+
+
+def throughput(summary: Summary, run: Run) -> Chart:
+    data = []
+    for i, server in enumerate(servers(summary)):
+        rows = [row for row in _by_concurrency(summary, run, server) if row.output_tok_s]
+        medians = [statistics.median(row.output_tok_s) for row in rows]
+        data.append(
+            line(server, i, [_at_once(row, run) for row in rows], medians)
+            | {
+                "text": [plain(row.load) for row in rows],
+                "error_y": whiskers(medians, [row.output_tok_s for row in rows], i),
+                "hovertemplate": "%{text}, %{x} at once<br><b>%{y:,.1f} tok/s</b><extra>%{fullData.name}</extra>",
+            }
+        )
+    body = [
+        [row.server, row.load, str(_at_once(row, run)), *_three(row.output_tok_s), str(len(row.output_tok_s))]
+        for row in summary.rows
+    ]
+    return Chart(
+        id="throughput",
+        title="Throughput over concurrency",
+        caption="Aggregate output tokens per second, median of the runs. Whiskers reach from the least to the most of "
+        "them. Higher is better.",
+        figure={"data": data, "layout": {"xaxis": _concurrency_axis(summary, run), "yaxis": axis("tok/s")}},
+        head=["Server", "Load", "At once", "Median tok/s", "Least", "Most", "Runs"],
+        body=body,
+        empty="" if any(row.output_tok_s for row in summary.rows) else "No valid run gave a throughput.",
+    )
+
+
+def first_token(summary: Summary, run: Run) -> Chart:
+    data: list[Figure] = []
+    for i, server in enumerate(servers(summary)):
+        rows = [row for row in _by_concurrency(summary, run, server) if row.pooled.ttft_s.p50 is not None]
+        data += _first_token_lines(summary, run, rows, i, server)
+    values = [value for trace in data for value in trace["y"] if value is not None]
+    return Chart(
+        id="first-token",
+        title="Time to first token over concurrency",
+        caption="Solid: half of the requests (p50), whiskers from the least to the most p50 of a run. Dotted: 95 of "
+        "100 requests (p95), where the sample carries it. Lower is better.",
+        figure={"data": data, "layout": {"xaxis": _concurrency_axis(summary, run), "yaxis": axis("ms", values)}},
+        head=["Server", "Load", "At once", "TTFT p50, ms", "TTFT p95, ms", "Requests"],
+        body=[
+            [
+                row.server,
+                row.load,
+                str(_at_once(row, run)),
+                words.percentile(row.pooled.ttft_s, "p50"),
+                words.percentile(row.pooled.ttft_s, "p95"),
+                f"{row.pooled.ttft_s.n:,}",
+            ]
+            for row in summary.rows
+        ],
+        empty="" if values else "No row has the 11 successful requests that a p50 needs.",
+    )
+
+
+def _first_token_lines(summary: Summary, run: Run, rows: list[Row], index: int, server: str) -> list[Figure]:
+    """A server's p50 with whiskers, and its p95 where a row has one."""
+    cells = {cell.id: cell.numbers.ttft_s.p50 for cell in summary.cells}
+    x = [_at_once(row, run) for row in rows]
+    middles = [1000 * (row.pooled.ttft_s.p50 or 0.0) for row in rows]
+    spread = [[1000 * p50 for name in row.cells if (p50 := cells.get(name)) is not None] for row in rows]
+    hover = "%{text}, %{x} at once<br><b>%{y:,.1f} ms</b> "
+    names = [plain(row.load) for row in rows]
+    half = line(server, index, x, middles) | {
+        "text": names,
+        "error_y": whiskers(middles, spread, index),
+        "hovertemplate": hover + "p50<extra>%{fullData.name}</extra>",
+    }
+    if all(row.pooled.ttft_s.p95 is None for row in rows):
+        return [half]
+    tails = [None if (p95 := row.pooled.ttft_s.p95) is None else 1000 * p95 for row in rows]
+    tail = line(server, index, x, tails) | {
+        "text": names,
+        "line": {"color": f"@{colour(index)}", "width": 1.5, "dash": "dot"},
+        "marker": {"color": f"@{colour(index)}", "symbol": f"{symbol(index)}-open", "size": 7},
+        "hovertemplate": hover + "p95<extra>%{fullData.name}</extra>",
+    }
+    return [half, tail]
+
+
+LATENCIES = (
+    ("ttft", "Time to first token (TTFT)", "ttft_s", "Share of requests whose first token came within the time."),
+    ("tpot", "Time per output token (TPOT)", "tpot_s", "Share of requests that streamed a token within the time."),
+    ("e2e", "Whole answer (E2E)", "e2e_s", "Share of requests whose last token came within the time."),
+)
+
+
+def distributions(summary: Summary, observed: Observed) -> list[Chart]:
+    """The distribution functions of TTFT, TPOT and E2E, a line per row."""
+    charts = []
+    for key, title, field, caption in LATENCIES:
+        curves = [_curve(summary, row, observed, field) | {"meta": i} for i, row in enumerate(summary.rows)]
+        ends = [end for curve in curves for end in (*curve["x"][:1], *curve["x"][-1:])]
+        charts.append(
+            Chart(
+                id=f"cdf-{key}",
+                title=title,
+                caption=caption,
+                figure={
+                    "data": curves,
+                    "layout": {
+                        "xaxis": axis("ms", ends, logarithmic_from=10) | {"rangemode": "normal"},
+                        "yaxis": {"tickformat": ".0%", "range": [0, 1.01], "tickvals": [0, 0.25, 0.5, 0.75, 0.95]},
+                    },
+                },
+                head=["Server", "Load", "Requests", "Least, ms", "p50", "p90", "p95", "p99", "Most, ms"],
+                body=[_spread(row, getattr(row.pooled, field)) for row in summary.rows],
+                empty="" if ends else "No successful request has this number.",
+            )
+        )
+    return charts
+
+
+def _curve(summary: Summary, row: Row, observed: Observed, field: str) -> Figure:
+    sample: list[float] = getattr(observed.samples.get((row.server, row.load), Sample()), field)
+    values, shares = distribution(1000 * value for value in sample)
+    hue, dash = row_style(summary, row)
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": plain(f"{row.server} / {row.load}"),
+        "x": [round(value, 3) for value in values],
+        "y": shares,
+        "line": {"shape": "hv", "color": f"@{hue}", "dash": dash, "width": 2},
+        "hovertemplate": "%{y:.1%} within <b>%{x:,.1f} ms</b><extra>%{fullData.name}</extra>",
+    }
+
+
+def startup(run: Run) -> Chart:
+    """How long each server took to start, phase by phase, median over its starts."""
+    starts: dict[str, dict[str, list[float]]] = {}  # server -> phase -> seconds of every start
+    for cell in run.cells:
+        for phase in cell.served_by.phases:
+            starts.setdefault(cell.server, {}).setdefault(phase.name, []).append(phase.seconds)
+    phases = list(dict.fromkeys(name for known in starts.values() for name in known))
+    data = []
+    for i, name in enumerate(phases):
+        having = [server for server, known in starts.items() if name in known]
+        data.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": plain(name),
+                "y": having,
+                "x": [round(statistics.median(starts[server][name]), 3) for server in having],
+                "marker": {"color": f"@{colour(i)}", "line": {"color": "@card", "width": 1.5}},
+                "hovertemplate": "%{fullData.name}: <b>%{x:,.2f} s</b><extra>%{y}</extra>",
+            }
+        )
+    return Chart(
+        id="startup",
+        title="Start of each server",
+        caption="Seconds from the order to start until the model answered, by phase; median over the server’s starts.",
+        figure={
+            "data": data,
+            "layout": {
+                "barmode": "stack",
+                "height": 120 + 46 * len(starts),
+                "showlegend": True,
+                "xaxis": {"title": {"text": "seconds"}, "rangemode": "tozero"},
+                "yaxis": {"autorange": "reversed", "type": "category"},
+            },
+        },
+        head=["Server", "Phase", "Median, s", "Least, s", "Most, s", "Starts"],
+        body=[
+            [server, name, f"{statistics.median(v):,.2f}", f"{min(v):,.2f}", f"{max(v):,.2f}", str(len(v))]
+            for server, known in starts.items()
+            for name, v in known.items()
+        ],
+        empty="" if data else "No start was observed: the server already ran.",
+    )
+
+
+def _by_concurrency(summary: Summary, run: Run, server: str) -> list[Row]:
+    return sorted((row for row in summary.rows if row.server == server), key=lambda row: _at_once(row, run))
+
+
+def _at_once(row: Row, run: Run) -> int:
+    load = run.scenario.loads.get(row.load)
+    return words.concurrency(load) if load else 1
+
+
+def _concurrency_axis(summary: Summary, run: Run) -> Figure:
+    values = sorted({_at_once(row, run) for row in summary.rows})
+    marked: Figure = {"title": {"text": "requests at once"}, "tickvals": values, "ticktext": [f"{v:,}" for v in values]}
+    return marked | {"type": "log"} if values and values[-1] / values[0] > 20 else marked
+
+
+def _three(values: list[float]) -> list[str]:
+    if not values:
+        return [words.NOTHING] * 3
+    return [words.significant(value) for value in (statistics.median(values), min(values), max(values))]
+
+
+def _spread(row: Row, sample: Distribution) -> list[str]:
+    ends = [words.NOTHING if value is None else words.milliseconds(value) for value in (sample.least, sample.most)]
+    middle = [words.percentile(sample, name) for name in ("p50", "p90", "p95", "p99")]
+    return [row.server, row.load, f"{sample.n:,}", ends[0], *middle, ends[1]]

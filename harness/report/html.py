@@ -1,0 +1,160 @@
+"""A run's report as one HTML file that needs nothing else: no network, no other file."""
+
+import base64
+import gzip
+import hashlib
+import os
+from datetime import UTC, datetime
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from harness.errors import HarnessError
+from harness.manifest import Run, ServedBy, read_run
+from harness.report import figures, marks, sentences, words
+from harness.report.forest import Forest
+from harness.report.observed import Observed, observe
+from harness.report.table import COLUMNS, interval, lines
+from harness.report.timeline import figure_of
+from harness.summary import Summary
+
+
+def write_report(folder: Path) -> Path:
+    """Write report.html of a run directory from its files, and return its path.
+
+    Raises HarnessError when run.json or summary.json cannot be read.
+    """
+    run = read_run(folder)
+    page = render(read_summary(folder), run, observe(folder, run))
+    path = folder / "report.html"
+    temporary = folder / "report.html.new"
+    temporary.write_text(page, encoding="utf-8")
+    os.replace(temporary, path)
+    return path
+
+
+def read_summary(folder: Path) -> Summary:
+    """summary.json of a run directory. Raises HarnessError that says what is wrong with it."""
+    path = folder / "summary.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Summary)
+    except OSError:
+        raise HarnessError(f"{path}: there is no summary", next_step=f"`harness report {folder}` makes one.") from None
+    except msgspec.DecodeError as error:
+        raise HarnessError(f"{path}: cannot be read ({error})", next_step=f"`harness report {folder}`.") from None
+
+
+def render(summary: Summary, run: Run, observed: Observed) -> str:
+    """The page. Everything that comes from outside is escaped by the template and stays text."""
+    environment = Environment(
+        loader=PackageLoader("harness.report", "assets"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"moment": _moment, "seconds": words.seconds, "ms": _ms, "number": _number, "yaml": _yaml}
+    library = get_plotlyjs()
+    style, theme, script = (_asset(name) for name in ("report.css", "theme.js", "report.js"))
+    rows = lines(summary, run)
+    charts = _charts(summary, run, observed)
+    drawn = {chart.id: chart.figure for chart in charts if not chart.empty}
+    timelines = {line.cell: figure_of(line) for line in observed.timelines}
+    return environment.get_template("report.html.j2").render(
+        summary=summary,
+        run=run,
+        columns=COLUMNS,
+        rows=rows,
+        forest=Forest.of([line.verdict for line in rows if line.verdict]),
+        interval=interval,
+        sentences=sentences,
+        words=words,
+        charts={chart.id: chart for chart in charts},
+        server_keys=marks.server_keys(summary),
+        row_keys=marks.row_keys(summary),
+        timelines=list(timelines),
+        timeline_first=_busiest(run, list(timelines)),
+        observed=observed,
+        served=_served(run),
+        style=Markup(style),
+        theme=Markup(theme),
+        script=Markup(script),
+        policy=_policy([theme, script, library]),
+        library=_packed(library.encode()),
+        chart_data=_packed(msgspec.json.encode({"charts": drawn, "timelines": timelines})),
+    )
+
+
+def _charts(summary: Summary, run: Run, observed: Observed) -> list[marks.Chart]:
+    return [
+        figures.throughput(summary, run),
+        figures.first_token(summary, run),
+        *figures.distributions(summary, observed),
+        figures.startup(run),
+    ]
+
+
+def _asset(name: str) -> str:
+    return (resources.files("harness.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def _packed(data: bytes) -> str:
+    """Data for the page to unpack by itself: base64 of gzip, the same for the same data."""
+    return base64.b64encode(gzip.compress(data, 9, mtime=0)).decode()
+
+
+def _policy(scripts: list[str]) -> str:
+    """A content security policy under which only these scripts run and nothing is fetched."""
+    hashes = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts)
+    allowed = " ".join(f"'sha256-{one}'" for one in hashes)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _busiest(run: Run, cells: list[str]) -> str:
+    """The cell whose timeline is shown first: the most requests at once, last server, first repeat."""
+    best, most = cells[0] if cells else "", -1
+    for cell in run.cells:
+        load = run.scenario.loads.get(cell.load)
+        at_once = words.concurrency(load) if load else 0
+        if cell.id in cells and cell.repeat == 1 and at_once >= most:
+            best, most = cell.id, at_once
+    return best
+
+
+def _served(run: Run) -> dict[str, list[ServedBy]]:
+    """What served each server's cells; more than one entry where something differs between them."""
+    result: dict[str, list[ServedBy]] = {}
+    seen: set[tuple[str, bytes]] = set()
+    for cell in run.cells:
+        # What belongs to a single start is left out of the comparison: time, port, and how it ended.
+        what = msgspec.structs.replace(cell.served_by, phases=[], url="", container=None)
+        key = (cell.server, msgspec.json.encode(what))
+        if key not in seen:
+            seen.add(key)
+            result.setdefault(cell.server, []).append(cell.served_by)
+    return result
+
+
+def _moment(wall_s: float) -> str:
+    return datetime.fromtimestamp(wall_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _ms(value_s: float | None) -> str:
+    return words.NOTHING if value_s is None else words.milliseconds(value_s)
+
+
+def _number(value: float | None) -> str:
+    return words.NOTHING if value is None else words.significant(value)
+
+
+def _yaml(value: Any) -> str:
+    return yaml.safe_dump(msgspec.to_builtins(value), sort_keys=False, allow_unicode=True, width=100)

@@ -1,0 +1,72 @@
+"""A run's report in Markdown, for a pull request or a CI summary."""
+
+import re
+
+from harness.manifest import Run
+from harness.report import sentences, words
+from harness.report.table import COLUMNS, lines
+from harness.summary import Summary
+
+LEFT = ("server", "load", "verdict")
+
+
+def render(summary: Summary, run: Run) -> str:
+    """The report as GitHub Flavored Markdown. Texts from outside are escaped and stay text."""
+    parts = [f"## {escape(summary.question)}"]
+    if summary.simulated:
+        parts.append(f"> **{words.SIMULATED}**")
+    parts.append(_table(summary, run))
+    if summary.comparison:
+        items = [escape(verdict.sentence) for verdict in summary.comparison.verdicts]
+        parts.append(_list([*items, escape(sentences.of_method(summary.comparison))]))
+    parts.append(f"**{escape(sentences.of_validity(summary, run))}**")
+    if summary.reasons:
+        parts.append(_list([escape(reason) for reason in summary.reasons]))
+    if summary.checks:
+        parts.append(
+            _list(
+                [
+                    f"{'passed' if check.passed else '**FAILED**'}: {escape(check.check)}: {escape(check.evidence)}"
+                    for check in summary.checks
+                ]
+            )
+        )
+    parts.append(_details("Each row in words", _rows_in_words(summary, run)))
+    parts.append(_details("What the columns mean", _explanations()))
+    parts.append(f"Scenario `{summary.scenario}`, run `{summary.run}`. {escape(sentences.of_load(run))}")
+    return "\n\n".join(parts) + "\n"
+
+
+def escape(text: str) -> str:
+    """`text` on one line with every character that Markdown or HTML would act on made plain."""
+    text = " ".join(text.split())
+    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_\[\]|~])", r"\\\1", text)
+
+
+def _table(summary: Summary, run: Run) -> str:
+    head = "| " + " | ".join(column.heading for column in COLUMNS) + " |"
+    rule = "|" + "|".join(":---" if column.key in LEFT else "---:" for column in COLUMNS) + "|"
+    body = ["| " + " | ".join(escape(column.text(line)) for column in COLUMNS) + " |" for line in lines(summary, run)]
+    return "\n".join([head, rule, *body])
+
+
+def _rows_in_words(summary: Summary, run: Run) -> str:
+    return _list(
+        [
+            f"**{escape(line.row.server)} / {escape(line.row.load)}**: {escape(sentences.of_row(line, run))}"
+            for line in lines(summary, run)
+        ]
+    )
+
+
+def _explanations() -> str:
+    return _list([f"**{c.heading}**: {escape(c.explanation)} `{c.formula}`" for c in COLUMNS])
+
+
+def _list(items: list[str]) -> str:
+    return "\n".join(f"- {item}" for item in items)
+
+
+def _details(title: str, body: str) -> str:
+    return f"<details><summary>{title}</summary>\n\n{body}\n\n</details>"

@@ -1,0 +1,108 @@
+"""What all charts share: the noun, legends, styles, axes. Colours are names such as "@s1", the page's own."""
+
+from typing import Any
+
+from msgspec import Struct
+
+from harness.summary import Row, Summary
+
+Figure = dict[str, Any]  # {"data": [...], "layout": {...}} of plotly
+
+COLOURS = 8  # @s1 to @s8
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
+STROKES = dict(zip(DASHES, ("", "7 4", "1.5 3.5", "7 3 1.5 3", "11 4", "11 3 1.5 3"), strict=True))
+
+
+class Key(Struct, frozen=True, kw_only=True):
+    """An entry of a legend that several charts share."""
+
+    name: str
+    colour: str  # CSS variable
+    stroke: str = ""  # SVG dash pattern
+
+
+class Chart(Struct, frozen=True, kw_only=True):
+    """A chart, what it shows in words, and its numbers as a table."""
+
+    id: str
+    title: str
+    caption: str
+    figure: Figure
+    head: list[str]
+    body: list[list[str]]
+    empty: str = ""  # why there is nothing to draw
+
+
+def plain(text: str) -> str:
+    """A text that plotly must not read as markup."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def colour(index: int) -> str:
+    return f"s{index % COLOURS + 1}"
+
+
+def symbol(index: int) -> str:
+    return SYMBOLS[index % len(SYMBOLS)]
+
+
+def servers(summary: Summary) -> list[str]:
+    return list(dict.fromkeys(row.server for row in summary.rows))
+
+
+def loads(summary: Summary) -> list[str]:
+    return list(dict.fromkeys(row.load for row in summary.rows))
+
+
+def server_keys(summary: Summary) -> list[Key]:
+    return [Key(name=name, colour=colour(i)) for i, name in enumerate(servers(summary))]
+
+
+def row_style(summary: Summary, row: Row) -> tuple[str, str]:
+    """Colour and dash of a row: colour tells servers apart, dash loads; with one server colour tells loads apart."""
+    names, kinds = servers(summary), loads(summary)
+    load = kinds.index(row.load)
+    hue = names.index(row.server) if len(names) > 1 else load
+    return colour(hue), DASHES[load % len(DASHES)]
+
+
+def row_keys(summary: Summary) -> list[Key]:
+    keys = []
+    for row in summary.rows:
+        hue, dash = row_style(summary, row)
+        keys.append(Key(name=f"{row.server} / {row.load}", colour=hue, stroke=STROKES[dash]))
+    return keys
+
+
+def line(name: str, index: int, x: list[int], y: list[Any]) -> Figure:
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": plain(name),
+        "x": x,
+        "y": y,
+        "line": {"color": f"@{colour(index)}", "width": 2.5},
+        "marker": {"color": f"@{colour(index)}", "symbol": symbol(index), "size": 9},
+    }
+
+
+def whiskers(middles: list[float], samples: list[list[float]], index: int) -> Figure:
+    """Error bars from the least to the most of each sample."""
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [max([*many, middle]) - middle for middle, many in zip(middles, samples, strict=True)],
+        "arrayminus": [middle - min([*many, middle]) for middle, many in zip(middles, samples, strict=True)],
+        "color": f"@{colour(index)}",
+        "thickness": 1.5,
+        "width": 5,
+    }
+
+
+def axis(unit: str, values: list[float] | None = None, logarithmic_from: float = 30) -> Figure:
+    """An axis from zero; logarithmic where the positive values span more than a factor of `logarithmic_from`."""
+    positive = [value for value in values or [] if value > 0]
+    if positive and max(positive) / min(positive) > logarithmic_from:
+        return {"title": {"text": f"{unit} (logarithmic)"}, "type": "log"}
+    return {"title": {"text": unit}, "rangemode": "tozero"}

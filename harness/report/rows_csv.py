@@ -1,0 +1,44 @@
+"""The rows of a run as CSV: raw numbers, units in the column names, nothing rounded."""
+
+import csv
+import io
+
+from harness.manifest import Run
+from harness.report.table import Line, lines
+from harness.summary import Summary
+
+
+def render(summary: Summary, run: Run) -> str:
+    """One line a row; an empty field is a number that is not known."""
+    rows = [_record(line) for line in lines(summary, run)]
+    out = io.StringIO()
+    writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else ["server", "load"], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def _record(line: Line) -> dict[str, str | int | float | None]:
+    numbers, verdict = line.row.pooled, line.verdict
+    record: dict[str, str | int | float | None] = {
+        "server": line.row.server,
+        "load": line.row.load,
+        "runs": len(line.row.cells),
+        "sent": numbers.sent,
+        "succeeded": numbers.succeeded,
+        "failed": numbers.failed,
+        "unfinished": numbers.unfinished,
+        "wall_s": numbers.wall_s,
+        "completion_tokens_per_run": line.tokens,
+        "output_tok_s": numbers.output_tok_s,
+    }
+    for name, sample in (("ttft", numbers.ttft_s), ("tpot", numbers.tpot_s), ("e2e", numbers.e2e_s)):
+        record |= {f"{name}_p50_s": sample.p50, f"{name}_p90_s": sample.p90, f"{name}_p95_s": sample.p95}
+    return record | {
+        "baseline": int(line.baseline),
+        "speedup": verdict.ratio if verdict else None,
+        "speedup_low": verdict.low if verdict else None,
+        "speedup_high": verdict.high if verdict else None,
+        "p": verdict.p if verdict else None,
+        "verdict": verdict.word if verdict else None,
+    }

@@ -1,0 +1,73 @@
+"""What a report says in sentences: each row, the validity, and how the comparison was made."""
+
+from harness.manifest import Run
+from harness.report import words
+from harness.report.table import Line
+from harness.summary import Comparison, Summary
+
+
+def of_row(line: Line, run: Run) -> str:
+    """A row of the table as one sentence."""
+    numbers = line.row.pooled
+    load = run.scenario.loads.get(line.row.load)
+    text = f"{words.load_in_words(load)}. " if load else ""
+    if not numbers.succeeded:
+        return f"{text}None of {words.count(numbers.sent, 'request')} succeeded."
+    text += f"A run took {words.seconds(numbers.wall_s)}{_against_baseline(line)}"
+    ttft = numbers.ttft_s
+    if ttft.p50 is not None:
+        text += f"; half of the answers began within {words.milliseconds(ttft.p50)} ms"
+        if ttft.p95 is not None:
+            text += f", 95 of 100 within {words.milliseconds(ttft.p95)} ms"
+    wrong = numbers.failed + numbers.unfinished
+    if wrong:
+        text += f"; {words.count(wrong, 'request')} of {numbers.sent:,} failed or did not finish"
+    return f"{text}."
+
+
+def _against_baseline(line: Line) -> str:
+    if line.baseline:
+        return ", the baseline for the others"
+    verdict = line.verdict
+    if verdict is None or verdict.ratio is None:
+        return ""
+    return {
+        "faster": f", {verdict.ratio:.2f} times as fast as the baseline",
+        "slower": f", {verdict.ratio:.2f} times as fast as the baseline, so slower",
+        "same": ", the same as the baseline",
+    }.get(verdict.word, f", {verdict.ratio:.2f} times as fast as the baseline, which may be chance")
+
+
+def of_validity(summary: Summary, run: Run) -> str:
+    """VALID or INVALID, or why there is no judgement yet. Reasons are listed apart."""
+    if run.status == "running":
+        return "UNFINISHED: the run is still going on, or was killed; what it recorded so far is shown"
+    if run.status == "interrupted":
+        return "INTERRUPTED: the run was stopped before its end; what it recorded so far is shown"
+    if run.status == "failed":
+        return "FAILED: the run could not be carried out; what it recorded so far is shown"
+    if summary.valid:
+        return "VALID: all conditions of a trustworthy measurement held"
+    return "INVALID: these numbers must not be trusted or compared"
+
+
+def of_method(comparison: Comparison) -> str:
+    """How the verdicts were reached."""
+    metric = "wall time" if comparison.metric == "wall_s" else "output tokens per second"
+    correction = (
+        "one comparison"
+        if comparison.comparisons == 1
+        else f"{comparison.comparisons} comparisons, p-values corrected for that"
+    )
+    return (
+        f"By {metric}; {correction}. Differences below {comparison.noise_floor:.1%} are not believed "
+        f"(noise floor: {comparison.noise_source})."
+    )
+
+
+def of_load(run: Run) -> str:
+    """Repeats, order, and whether servers were fresh, in a sentence."""
+    scenario = run.scenario
+    fresh = "a fresh server for each" if scenario.restart else "warm: one server per repeat"
+    repeats = words.count(scenario.repeats, "repeat")
+    return f"{repeats} of every row, interleaved, {fresh}; seed {scenario.seed}."

@@ -1,0 +1,219 @@
+"""The main table: one definition of its columns, used by every report."""
+
+import statistics
+from collections.abc import Callable
+from typing import Literal
+
+from msgspec import Struct
+
+from harness.manifest import Run
+from harness.plan import baseline_of
+from harness.report import words
+from harness.summary import Row, Summary, Verdict
+
+
+class Line(Struct, frozen=True, kw_only=True):
+    """A row of the summary with what the comparison says about it."""
+
+    row: Row
+    tokens: float | None  # completion tokens of a run, median over its runs
+    verdict: Verdict | None
+    baseline: bool
+
+
+class Column(Struct, frozen=True, kw_only=True):
+    """One column: how its text is made and what it means."""
+
+    key: str
+    title: str
+    unit: str  # shown with the title; empty where the values carry it or have none
+    group: Literal["name", "work", "latency", "verdict"]
+    explanation: str
+    formula: str
+    text: Callable[[Line], str]
+    needs_p: str = ""  # the percentile whose sample size it depends on
+
+    @property
+    def heading(self) -> str:
+        return f"{self.title}, {self.unit}" if self.unit else self.title
+
+
+def lines(summary: Summary, run: Run) -> list[Line]:
+    """The rows in the order of the summary."""
+    verdicts = {v.side: v for v in summary.comparison.verdicts} if summary.comparison else {}
+    base = baseline_of(run.scenario)
+    tokens = {cell.id: cell.numbers.output_tokens for cell in summary.cells}
+    result = []
+    for row in summary.rows:
+        known = [value for value in map(tokens.get, row.cells) if value is not None]
+        result.append(
+            Line(
+                row=row,
+                tokens=statistics.median(known) if known else None,
+                verdict=verdicts.get(side(row)),
+                baseline=(row.server, row.load) == (base.server, base.load),
+            )
+        )
+    return result
+
+
+def side(row: Row) -> str:
+    """The name of a row in verdicts."""
+    return f"{row.server} / {row.load}"
+
+
+def interval(verdict: Verdict) -> str:
+    """The 95 % interval of a speedup, in words where there is none."""
+    if verdict.low is None or verdict.high is None:
+        return "no interval"
+    return f"{verdict.low:.2f}–{verdict.high:.2f}"
+
+
+def _rate(line: Line) -> str:
+    value = line.row.pooled.output_tok_s
+    return words.NOTHING if value is None else words.significant(value)
+
+
+def _errors(line: Line) -> str:
+    numbers = line.row.pooled
+    wrong = numbers.failed + numbers.unfinished
+    return f"{wrong:,} of {numbers.sent:,}" if wrong else "0"
+
+
+def _speedup(line: Line) -> str:
+    if line.baseline:
+        return "1 (baseline)"
+    if line.verdict is None or line.verdict.ratio is None:
+        return words.NOTHING
+    return f"{line.verdict.ratio:.2f}× ({interval(line.verdict)})"
+
+
+def _verdict(line: Line) -> str:
+    return "baseline" if line.baseline else line.verdict.word if line.verdict else words.NOTHING
+
+
+PERCENTILE_NOTE = "Over the successful requests of all repeats; printed only when there are enough of them."
+
+COLUMNS: tuple[Column, ...] = (
+    Column(
+        key="server",
+        title="Server",
+        unit="",
+        group="name",
+        explanation="The server's name in the scenario.",
+        formula="servers.NAME",
+        text=lambda line: line.row.server,
+    ),
+    Column(
+        key="load",
+        title="Load",
+        unit="",
+        group="name",
+        explanation="The load's name in the scenario: who sends requests, and how many at once.",
+        formula="loads.NAME",
+        text=lambda line: line.row.load,
+    ),
+    Column(
+        key="wall",
+        title="Wall time",
+        unit="",
+        group="work",
+        explanation="How long the whole work took, from the first request sent to the last one ended. "
+        "Median over the repeats.",
+        formula="wall time = last ended − first sent",
+        text=lambda line: words.seconds(line.row.pooled.wall_s),
+    ),
+    Column(
+        key="tokens",
+        title="Completion tokens",
+        unit="",
+        group="work",
+        explanation="Tokens that the server generated in one run, by its own count. Median over the repeats.",
+        formula="Σ usage.completion_tokens of the run's successful requests",
+        text=lambda line: words.NOTHING if line.tokens is None else f"{line.tokens:,.0f}",
+    ),
+    Column(
+        key="rate",
+        title="Aggregate tok/s",
+        unit="",
+        group="work",
+        explanation="Tokens per second of all requests together: what the server achieves. Median over the repeats.",
+        formula="tok/s = tokens generated inside the window ÷ window; "
+        "for a fixed amount of work the window is the wall time",
+        text=_rate,
+    ),
+    Column(
+        key="ttft_p50",
+        title="TTFT p50",
+        unit="ms",
+        group="latency",
+        explanation="Time to first token: half of the requests got their first token within this time. "
+        + PERCENTILE_NOTE,
+        formula="TTFT = first token received − request sent; 50th percentile",
+        text=lambda line: words.percentile(line.row.pooled.ttft_s, "p50"),
+        needs_p="p50",
+    ),
+    Column(
+        key="ttft_p95",
+        title="TTFT p95",
+        unit="ms",
+        group="latency",
+        explanation="Time to first token: 95 of 100 requests got their first token within this time. "
+        + PERCENTILE_NOTE,
+        formula="TTFT = first token received − request sent; 95th percentile",
+        text=lambda line: words.percentile(line.row.pooled.ttft_s, "p95"),
+        needs_p="p95",
+    ),
+    Column(
+        key="tpot_p50",
+        title="TPOT p50",
+        unit="ms",
+        group="latency",
+        explanation="Time per output token after the first: half of the requests streamed at least this fast. "
+        + PERCENTILE_NOTE,
+        formula="TPOT = (last chunk − first chunk) ÷ (output tokens − 1); 50th percentile",
+        text=lambda line: words.percentile(line.row.pooled.tpot_s, "p50"),
+        needs_p="p50",
+    ),
+    Column(
+        key="tpot_p95",
+        title="TPOT p95",
+        unit="ms",
+        group="latency",
+        explanation="Time per output token after the first: 95 of 100 requests streamed at least this fast. "
+        + PERCENTILE_NOTE,
+        formula="TPOT = (last chunk − first chunk) ÷ (output tokens − 1); 95th percentile",
+        text=lambda line: words.percentile(line.row.pooled.tpot_s, "p95"),
+        needs_p="p95",
+    ),
+    Column(
+        key="errors",
+        title="Errors",
+        unit="",
+        group="latency",
+        explanation="Requests that failed or were cut by the end of the run, of all that were sent. "
+        "They count here and never in a latency.",
+        formula="errors = failed + unfinished",
+        text=_errors,
+    ),
+    Column(
+        key="speedup",
+        title="Speedup (95 %)",
+        unit="",
+        group="verdict",
+        explanation="How many times as fast as the baseline, with the interval that holds the true value "
+        "in 95 of 100 experiments. The sample is the run, not the request.",
+        formula="speedup = wall time of the baseline ÷ wall time (fixed work), or the ratio of tok/s (fixed time)",
+        text=_speedup,
+    ),
+    Column(
+        key="verdict",
+        title="Verdict",
+        unit="",
+        group="verdict",
+        explanation="Faster or slower only when the corrected p is below 0.05, the interval excludes 1 and the effect "
+        "exceeds the noise floor; “same” only when the interval lies inside the noise floor; else “cannot tell”.",
+        formula="exact permutation test on run-level values, corrected for the number of comparisons",
+        text=_verdict,
+    ),
+)

@@ -1,0 +1,94 @@
+"""A run's report in the terminal: the table first, then verdicts, validity, checks and where the page is."""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from harness.manifest import Run
+from harness.report import sentences, words
+from harness.report.table import COLUMNS, Column, Line, lines
+from harness.summary import Summary
+
+STYLES = {"faster": "green", "slower": "red", "same": "cyan", "cannot tell": "yellow", "baseline": "dim"}
+
+
+def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, explain: bool = False) -> None:
+    """Print the report of a run; `explain` adds what each column means."""
+    if summary.simulated:
+        console.print(Text(words.SIMULATED, "bold yellow"))
+    console.print(Text(f"{summary.question}", "bold"))
+    console.print(Text(f"{summary.scenario}, run {summary.run}", "dim"))
+    for table in _tables(lines(summary, run), console.width):
+        console.print()
+        console.print(table)
+    if explain:
+        console.print()
+        for column in COLUMNS:
+            _item(console, Text(f"{column.heading}: ", "bold") + Text(f"{column.explanation} [{column.formula}]"))
+    _verdicts(summary, console)
+    console.print()
+    style = "bold green" if summary.valid and run.status == "valid" else "bold red"
+    console.print(Text(sentences.of_validity(summary, run), style))
+    for reason in summary.reasons:
+        _item(console, Text(reason))
+    if summary.checks:
+        console.print()
+        for check in summary.checks:
+            mark = Text("passed ", "green") if check.passed else Text("FAILED ", "bold red")
+            _item(console, mark + Text(f"{check.check}: {check.evidence}"))
+    console.print()
+    page = folder / "report.html"
+    where = str(page) if page.exists() else f"none yet; `harness report {folder}` writes it"
+    console.print(Text("Report: ", "bold") + Text(where, no_wrap=True, overflow="ignore"), soft_wrap=True)
+
+
+def _tables(rows: list[Line], width: int) -> list[Table]:
+    """One table where it fits, else the work and the latencies one below the other."""
+    whole = _table(COLUMNS, rows)
+    if Console(width=1000).measure(whole).minimum <= width:
+        return [whole]
+    work = [column for column in COLUMNS if column.group != "latency"]
+    latency = [column for column in COLUMNS if column.group in ("name", "latency")]
+    return [_table(work, rows), _table(latency, rows)]
+
+
+def _table(columns: tuple[Column, ...] | list[Column], rows: list[Line]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    for column in columns:
+        left = column.group == "name" or column.key == "verdict"
+        keep = column.group == "name" or column.key in ("speedup", "verdict")
+        table.add_column(
+            _heading(column), justify="left" if left else "right", no_wrap=keep, overflow="fold", vertical="top"
+        )
+    for line in rows:
+        table.add_row(*(Text(column.text(line), _style(column, line)) for column in columns))
+    return table
+
+
+def _heading(column: Column) -> Text:
+    title, _, rest = column.title.partition(" ")
+    return Text(f"{title}\n{rest} {column.unit}".rstrip())
+
+
+def _style(column: Column, line: Line) -> str:
+    if column.key == "verdict":
+        return STYLES.get(column.text(line), "")
+    return "bold red" if column.key == "errors" and column.text(line) != "0" else ""
+
+
+def _verdicts(summary: Summary, console: Console) -> None:
+    if summary.comparison is None:
+        return
+    console.print()
+    for verdict in summary.comparison.verdicts:
+        _item(console, Text(verdict.sentence, STYLES.get(verdict.word, "")))
+    _item(console, Text(sentences.of_method(summary.comparison), "dim"))
+
+
+def _item(console: Console, text: Text) -> None:
+    """A wrapped line of a list, indented below its dash."""
+    grid = Table.grid(padding=(0, 1))
+    grid.add_row(Text("-"), text)
+    console.print(grid)

@@ -1,0 +1,71 @@
+"""Numbers and loads in words, the same in every report."""
+
+from harness.scenario import Load
+from harness.summary import Distribution
+
+# Requests that a percentile needs to be bounded by its sample at 99 % confidence, see docs/method.md.
+NEEDED = {"p50": 11, "p90": 64, "p95": 130, "p99": 662}
+
+NOTHING = "–"
+
+SIMULATED = "SIMULATED ENGINE: these numbers come from a model, not from hardware"
+
+
+def significant(value: float) -> str:
+    """A number for people: three digits where there is a fraction, all of them where there is none."""
+    size = abs(value)
+    if size >= 100 or value == int(value):
+        return f"{value:,.0f}" if size >= 1000 or value == int(value) else f"{value:,.1f}"
+    return f"{value:.1f}" if size >= 20 else f"{value:.2f}"
+
+
+def seconds(value: float | None) -> str:
+    """A duration: "13.07 s", "308.7 s", "1,204 s"."""
+    if value is None:
+        return NOTHING
+    return f"{value:.2f} s" if value < 100 else f"{value:,.1f} s" if value < 1000 else f"{value:,.0f} s"
+
+
+def milliseconds(value_s: float) -> str:
+    """A latency given in seconds, as a number of milliseconds without the unit."""
+    value = value_s * 1000
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def percentile(sample: Distribution, name: str) -> str:
+    """A percentile of times in milliseconds, or how many requests it would need."""
+    value: float | None = getattr(sample, name)
+    return f"n/a (needs {NEEDED[name]})" if value is None else milliseconds(value)
+
+
+def count(number: int, one: str, many: str = "") -> str:
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
+def concurrency(load: Load) -> int:
+    """How many requests a load keeps in flight at most."""
+    return load.users * (load.batch_size or 1)
+
+
+def load_in_words(load: Load) -> str:
+    """Who sends what: "1 agent, 5 requests at once, 25 requests of 128 tokens"."""
+    work = (
+        f"for {seconds(load.duration_s).removesuffix('.00 s').removesuffix(' s')} s"
+        if load.duration_s is not None
+        else f"{count(load.requests or 0, 'request')} in all"
+    )
+    length = (
+        f"{load.output_tokens:,} tokens each" if load.output == "fixed" else f"at most {load.output_tokens:,} tokens"
+    )
+    return f"{_people(load)}, {work}, {length}"
+
+
+def _people(load: Load) -> str:
+    if load.user == "chat":
+        think = f", {load.think_s[0]:g} to {load.think_s[1]:g} s of thinking" if load.think_s else ""
+        return count(load.users, "chat user") + think
+    if load.user == "batch":
+        size = load.batch_size or 1
+        how = "one request at a time" if size == 1 else f"{size} requests at once"
+        return f"{count(load.users, 'agent')}, {how}"
+    return count(load.users, "user") + f" of {load.user}"

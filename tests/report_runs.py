@@ -1,0 +1,316 @@
+"""Run directories made by hand for the tests of reports: plausible numbers out of a small model of batching."""
+
+import random
+import statistics
+from pathlib import Path
+
+import msgspec
+
+from harness.manifest import CellRun, Machine, Phase, Run, ServedBy, write_run
+from harness.plan import plan
+from harness.records import ErrorKind, ProcessMark, Request
+from harness.scenario import Load, Scenario, Server
+from harness.summary import (
+    CellSummary,
+    CheckResult,
+    Comparison,
+    Distribution,
+    Numbers,
+    Row,
+    ServerLoad,
+    Summary,
+    Verdict,
+)
+
+HOSTILE = "</script><script>document.title='hacked'</script><img src=x onerror=\"document.title='hacked'\"> & 'quoted'"
+START_S = 1_790_000_000.0
+NONE = Distribution(n=0)
+
+
+def scenario(repeats: int = 5, requests: int = 50, servers: tuple[str, ...] = ("open", "limited")) -> Scenario:
+    return Scenario(
+        version=1,
+        question="How much faster is the same work when several requests run at once, and what does a limit of "
+        "sequences do?",
+        model="Qwen3.5-0.8B",
+        servers={name: Server(template="simulated", container=False) for name in servers},
+        loads={
+            "sequential": Load(user="batch", batch_size=1, requests=requests, output_tokens=50),
+            "batch-5": Load(user="batch", batch_size=5, requests=requests, output_tokens=50),
+            "batch-10": Load(user="batch", batch_size=10, requests=requests, output_tokens=50),
+        },
+        repeats=repeats,
+    )
+
+
+def write_run_directory(
+    folder: Path,
+    *,
+    repeats: int = 5,
+    requests: int = 50,
+    faults: int = 0,
+    servers: tuple[str, ...] = ("open", "limited"),
+) -> Run:
+    """A finished run with records, metrics, manifest and summary. The last server takes four sequences at once."""
+    chosen = scenario(repeats, requests, servers)
+    dice = random.Random(7)
+    cells: list[CellRun] = []
+    records: list[Request] = []
+    marks: list[ProcessMark] = []
+    scrapes: list[dict[str, object]] = []
+    now = START_S
+    for number, cell in enumerate(plan(chosen)):
+        started = now
+        phases = [("spawn", 0.21), ("port open", 0.34), ("health", 0.12), ("first answer", 0.4)]
+        served_by = ServedBy(
+            url=f"http://127.0.0.1:{40000 + number}",
+            template="simulated",
+            simulated=True,
+            version="0.1.0",
+            model=chosen.model,
+            arguments=["--max-num-seqs", "4" if cell.server == servers[-1] else "256", "--seed", "42"],
+            phases=[Phase(name=name, seconds=round(s * dice.uniform(0.9, 1.15), 3)) for name, s in phases],
+        )
+        now += 1.2
+        at_once = chosen.loads[cell.load].batch_size or 1
+        limit = 4 if cell.server == servers[-1] else 256
+        marks.append(
+            ProcessMark(event="start", process=100 + number, cell=cell.id, wall_s=now, monotonic_s=now - START_S + 50)
+        )
+        made, now = _requests(cell.id, cell.load, 100 + number, now, at_once, limit, requests, dice)
+        for i in range(faults):
+            made.append(_fault(made[-1], i))
+        records += made
+        scrapes += _scrapes(cell.id, made, limit, started)
+        now += 0.6
+        cells.append(
+            CellRun(
+                id=cell.id,
+                server=cell.server,
+                load=cell.load,
+                repeat=cell.repeat,
+                started_wall_s=started,
+                ended_wall_s=now,
+                served_by=served_by,
+            )
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    _lines(folder / "requests.jsonl", records)
+    _lines(folder / "processes.jsonl", marks)
+    _lines(folder / "metrics.jsonl", scrapes)
+    run = Run(
+        id="20260921-140000-first-look",
+        status="valid",
+        started_wall_s=START_S,
+        ended_wall_s=now,
+        scenario_name="first-look",
+        scenario=chosen,
+        workload_sha256="5e1f" * 16,
+        order=[cell.id for cell in plan(chosen)],
+        cells=cells,
+        machine=Machine(
+            name="strix", kernel="6.17.0", cpu="AMD Ryzen AI Max+ 395", cores=32, ram_bytes=128 * 2**30, docker="29.1.2"
+        ),
+        versions={"harness": "0.1.0", "locust": "2.47.0", "python": "3.11.2"},
+        git_commit="0123456789abcdef",
+    )
+    write_run(folder, run)
+    (folder / "summary.json").write_bytes(msgspec.json.encode(summarize(run, records)))
+    return run
+
+
+def _requests(
+    cell: str, load: str, process: int, now: float, at_once: int, limit: int, count: int, dice: random.Random
+) -> tuple[list[Request], float]:
+    made: list[Request] = []
+    for start in range(-at_once, count, at_once):  # one burst of warm-up first
+        ends = [now]
+        for place in range(min(at_once, count - start)):
+            wave, company = divmod(place, limit)[0], min(at_once, limit)
+            step = 0.0098 * (1 + 0.035 * (company - 1)) * dice.uniform(0.97, 1.05)
+            first = 0.045 + 0.004 * place + wave * 50 * step * dice.uniform(0.9, 1.05) + dice.expovariate(200)
+            chunks = [round(first + step * i + dice.uniform(0, 0.001), 5) for i in range(50)]
+            made.append(
+                Request(
+                    id=f"{cell}-{start + place}",
+                    cell=cell,
+                    load=load,
+                    user_class="BatchAgent",
+                    index=start + place + at_once,
+                    user=0,
+                    process=process,
+                    phase="warmup" if start < 0 else "measured",
+                    sent_s=now - START_S + 50,
+                    ended_s=chunks[-1] + 0.0004,
+                    headers_s=0.002,
+                    chunks_s=chunks,
+                    prompt_tokens=256,
+                    output_tokens=50,
+                    asked_tokens=50,
+                    fixed_length=True,
+                    finish="length",
+                    status=200,
+                )
+            )
+            ends.append(now + chunks[-1])
+        now = max(ends) + 0.001
+    return made, now
+
+
+def _fault(like: Request, number: int) -> Request:
+    kinds: list[tuple[ErrorKind, str]] = [
+        ("timeout", "nothing arrived for 300 s"),
+        ("stream_error", HOSTILE),
+        ("rejected", "503: the queue is full"),
+    ]
+    kind, message = kinds[number % len(kinds)]
+    return msgspec.structs.replace(like, id=f"{like.id}-f{number}", chunks_s=[], error=kind, message=message)
+
+
+def _scrapes(cell: str, made: list[Request], limit: int, started: float) -> list[dict[str, object]]:
+    spans = [(r.sent_s, r.sent_s + r.ended_s) for r in made]
+    result: list[dict[str, object]] = []
+    at = started + 1.3
+    end = START_S - 50 + max(ended for _, ended in spans)
+    while at < end and len(result) < 4000:
+        monotonic = at - START_S + 50
+        open_now = sum(sent <= monotonic < ended for sent, ended in spans)
+        values = {"running": float(min(open_now, limit)), "waiting": float(max(0, open_now - limit))}
+        result.append({"wall_s": at, "cell": cell, "values": values})
+        at += 1.0 if len(made) > 1000 else 0.25
+    return result
+
+
+def _lines(path: Path, values: list[object] | list[Request] | list[ProcessMark] | list[dict[str, object]]) -> None:
+    path.write_bytes(b"".join(msgspec.json.encode(value) + b"\n" for value in values))
+
+
+def spread(values: list[float]) -> Distribution:
+    """Plain nearest-rank percentiles, where there are enough values."""
+    ordered = sorted(values)
+    size = len(ordered)
+    if not size:
+        return NONE
+
+    def at(share: float, needed: int) -> float | None:
+        return ordered[min(size - 1, int(share * size))] if size >= needed else None
+
+    return Distribution(
+        n=size,
+        mean=statistics.fmean(ordered),
+        least=ordered[0],
+        most=ordered[-1],
+        p50=at(0.5, 11),
+        p90=at(0.9, 64),
+        p95=at(0.95, 130),
+        p99=at(0.99, 662),
+    )
+
+
+def numbers(records: list[Request]) -> Numbers:
+    good = [r for r in records if r.error is None]
+    wall = max(r.sent_s + r.ended_s for r in records) - min(r.sent_s for r in records)
+    tokens = sum(r.output_tokens or 0 for r in good)
+    kinds = [r.error for r in records if r.error is not None]
+    return Numbers(
+        sent=len(records),
+        succeeded=len(good),
+        failed=len(kinds),
+        unfinished=0,
+        errors={kind: kinds.count(kind) for kind in kinds},
+        prompt_tokens=256 * len(good),
+        output_tokens=tokens,
+        wall_s=wall,
+        output_tok_s=tokens / wall,
+        requests_per_s=len(good) / wall,
+        ttft_s=spread([r.chunks_s[0] for r in good]),
+        ttfo_s=spread([r.chunks_s[0] for r in good]),
+        tpot_s=spread([(r.chunks_s[-1] - r.chunks_s[0]) / 49 for r in good]),
+        e2e_s=spread([r.chunks_s[-1] for r in good]),
+        chunk_gap_s=NONE,
+        send_lag_s=NONE,
+        tokens_per_chunk=1.0,
+    )
+
+
+def summarize(run: Run, records: list[Request]) -> Summary:
+    by_cell: dict[str, list[Request]] = {}
+    for record in records:
+        if record.phase == "measured":
+            by_cell.setdefault(record.cell, []).append(record)
+    cells = [
+        CellSummary(
+            id=cell.id,
+            server=cell.server,
+            load=cell.load,
+            repeat=cell.repeat,
+            numbers=numbers(by_cell[cell.id]),
+            server_load=ServerLoad(running_most=4.0, waiting_most=6.0, kv_usage_most=0.031, preemptions=0.0),
+            ready_s=1.07,
+        )
+        for cell in run.cells
+    ]
+    rows = [_row(server, load, cells, by_cell) for server in run.scenario.servers for load in run.scenario.loads]
+    return Summary(
+        run=run.id,
+        scenario=run.scenario_name,
+        question=run.scenario.question,
+        simulated=True,
+        valid=True,
+        reasons=[],
+        rows=rows,
+        cells=cells,
+        comparison=_comparison(rows),
+        checks=[
+            CheckResult(check="error_rate == 0", passed=not any(r.error for r in records), evidence="as counted"),
+            CheckResult(check="ttft_p95 <= 2s", passed=True, evidence="the largest is 1,098 ms (limited / batch-10)"),
+        ],
+    )
+
+
+def _row(server: str, load: str, cells: list[CellSummary], by_cell: dict[str, list[Request]]) -> Row:
+    mine = [cell for cell in cells if (cell.server, cell.load) == (server, load)]
+    walls = [cell.numbers.wall_s or 0.0 for cell in mine]
+    rates = [cell.numbers.output_tok_s or 0.0 for cell in mine]
+    pooled = numbers([record for cell in mine for record in by_cell[cell.id]])
+    return Row(
+        server=server,
+        load=load,
+        cells=[cell.id for cell in mine],
+        wall_s=walls,
+        output_tok_s=rates,
+        pooled=msgspec.structs.replace(pooled, wall_s=statistics.median(walls), output_tok_s=statistics.median(rates)),
+    )
+
+
+def _comparison(rows: list[Row]) -> Comparison:
+    base = rows[0]
+    verdicts = []
+    for row in rows[1:]:
+        ratios = [a / b for a, b in zip(base.wall_s, row.wall_s, strict=True)]
+        ratio = statistics.median(ratios)
+        low, high = min(ratios) * 0.985, max(ratios) * 1.015
+        word = "faster" if low > 1.03 else "slower" if high < 0.97 else "same"
+        name, other = f"{row.server} / {row.load}", f"{base.server} / {base.load}"
+        text = {
+            "faster": f"{name} is {ratio:.2f} times as fast as {other} (95 % interval {low:.2f} to {high:.2f}).",
+            "slower": f"{name} is slower: {ratio:.2f} times as fast as {other}.",
+            "same": f"{name} is the same as {other} within ±3 % (95 % interval {low:.2f} to {high:.2f}).",
+        }[word]
+        verdicts.append(
+            Verdict(
+                side=name,
+                baseline=other,
+                metric="wall_s",
+                ratio=ratio,
+                low=low,
+                high=high,
+                p=0.04,
+                n=(len(row.wall_s), len(base.wall_s)),
+                word=word,
+                sentence=text,
+            )
+        )
+    return Comparison(
+        metric="wall_s", comparisons=len(verdicts), noise_floor=0.03, noise_source="assumed", verdicts=verdicts
+    )
