@@ -15,6 +15,7 @@ from harness.simulated.sendlog import Sent
 from harness.simulated.tokens import WORDS, output_word
 
 _SPLIT_PAUSE_S = 0.0002
+_ENGINE_ERROR = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 _TOOL = {"name": "classify", "id": "call_simulated"}
 
 
@@ -48,17 +49,17 @@ class Answer:
         """Output token `index` (from 0). The last token of a natural end is the end mark and has no text."""
         if self.broken:
             return
-        if index == 0 and self.asked.stream:
-            self._role()
         word = "" if finish == "stop" else WORDS[output_word(self.number, index)]
         text = word if index == 0 or not word else " " + word
         channel = self._channel(index)
         if not self.asked.stream:
             self._texts.append((channel, text))
             return
-        self._break_before_event()
+        self._break_if_due()
         if self.broken:
             return
+        if index == 0:
+            self._role()
         delta = self._delta(channel, text, index)
         self._event(self.shape.chunk(delta, self._finish_name(finish)), text != "", finish is not None)
 
@@ -71,16 +72,11 @@ class Answer:
         if not self.asked.stream:
             self._whole(finish, usage)
             return
-        self._break_before_event()  # a fault after more events than there were
+        self._break_if_due()
         if self.broken:
             return
         if usage and self.asked.include_usage:
             self._event(self.shape.usage_chunk(usage))
-        self._done()
-
-    def fail(self, message: str) -> None:
-        """An error inside the stream, as vLLM ends one."""
-        self._event(wire.error_body(message, "InternalServerError", 500))
         self._done()
 
     def _role(self) -> None:
@@ -107,7 +103,7 @@ class Answer:
     def _finish_name(self, finish: str | None) -> str | None:
         return "tool_calls" if finish == "stop" and "tool-call" in self.faults else finish
 
-    def _break_before_event(self) -> None:
+    def _break_if_due(self) -> None:
         for kind, act in _BREAKS.items():
             if kind in self.faults and len(self.sent.chunks_s) >= self.faults[kind]:
                 self.broken = True
@@ -184,12 +180,21 @@ class Answer:
                 arguments[0]["function"]["arguments"] += text
             else:
                 message[channel] = message.get(channel, "") + text
-        body = self.shape.whole(message, self._finish_name(finish) or finish, usage or None)
-        if "cut" in self.faults:
-            self.sent.finish = "cut"
+        self._send_whole(self.shape.whole(message, self._finish_name(finish) or finish, usage or None))
+
+    def _send_whole(self, body: bytes) -> None:
+        struck = next((kind for kind in _BREAKS if kind in self.faults), None)
+        if struck:
+            self.broken = True
+            self.sent.finish = struck
+        if struck == "hang":
+            return
+        if struck == "cut":
             self.http.raw(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
                           % (len(body), body[: len(body) // 2]))  # fmt: skip
             self.http.drop()
+        elif struck:
+            self.http.answer(500, wire.error_body(_ENGINE_ERROR, "InternalServerError", 500))
         else:
             if "malformed" in self.faults:
                 body = body[: len(body) // 2]
@@ -209,7 +214,8 @@ def _hang(answer: Answer) -> None:
 
 
 def _error_event(answer: Answer) -> None:
-    answer.fail("EngineCore encountered an issue. See stack trace (above) for the root cause.")
+    answer._event(wire.error_body(_ENGINE_ERROR, "InternalServerError", 500))
+    answer._done()
 
 
 def _lemonade_error(answer: Answer) -> None:

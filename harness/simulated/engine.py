@@ -8,7 +8,8 @@ https://docs.vllm.ai/en/latest/configuration/optimization.html):
 2. A running request that needs a block when none is free preempts the *youngest* running request (it may be itself).
    The victim loses all its blocks, goes to the head of the waiting queue and computes prompt and answer again.
 3. If nobody was preempted, waiting requests are admitted first come first served while the budget, `max_num_seqs`
-   and the free blocks allow. Admission needs blocks for the first chunk only, not for the whole prompt.
+   and the free blocks allow. Admission needs blocks for the first chunk only, not for the whole prompt. A chunk is at
+   most `long_prefill_token_threshold` tokens (0: as large as the budget).
 
 **Time** of one step, in seconds:
 
@@ -43,6 +44,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     seed: int = 0
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    long_prefill_token_threshold: int = 0
     max_model_len: int = 8192
     block_size: int = 16
     num_gpu_blocks: int = 4096
@@ -54,7 +56,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             if getattr(self, name) < 1:
                 return f"{name} must be at least 1, got {getattr(self, name)}"
         for name in ("step_base_s", "step_per_sequence_s", "prefill_per_token_s", "step_per_kv_token_s",
-                     "preemption_s", "jitter"):  # fmt: skip
+                     "preemption_s", "jitter", "long_prefill_token_threshold"):  # fmt: skip
             if getattr(self, name) < 0:
                 return f"{name} must not be negative, got {getattr(self, name)}"
         if self.slowdown <= 0 or self.step_base_s + self.step_per_sequence_s <= 0:
@@ -112,6 +114,7 @@ class Engine:
         self.preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self._chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
         self._random = random.Random(config.seed)
 
     @property
@@ -166,7 +169,7 @@ class Engine:
         budget, preempted, index = self.config.max_num_batched_tokens, 0, 0
         while index < len(self.running) and budget > 0:
             sequence = self.running[index]
-            count = min(len(sequence.tokens) - sequence.computed, budget)
+            count = min(len(sequence.tokens) - sequence.computed, budget, self._chunk)
             fits = self._grow(sequence, count)
             while not fits:
                 victim = self.running.pop()
@@ -187,7 +190,7 @@ class Engine:
             sequence = self.waiting[0]
             shared = self._cached_prefix(sequence)
             hit = len(shared) * self.config.block_size
-            count = min(len(sequence.tokens) - hit, budget)
+            count = min(len(sequence.tokens) - hit, budget, self._chunk)
             if not self.pool.take(sequence.blocks, hit + count, shared):
                 break
             self.waiting.popleft()

@@ -21,13 +21,17 @@ request header `X-Simulate-Fault: KIND[:PARAMETER][,KIND...]` strikes that reque
 | multiline | | each event's JSON is spread over several `data:` lines |
 | ping | seconds (0.02) | `: ping` comments, at once and at that interval, until the first token |
 | no-usage | | no usage in the answer, though asked for |
-| reasoning | tokens (4) | the first tokens arrive as `reasoning` (vLLM since 0.11) |
+| reasoning | tokens (4) | the first tokens arrive as `reasoning`, as vLLM does today |
 | reasoning-content | tokens (4) | the same in the older field `reasoning_content` |
 | tool-call | | the answer is one tool call, its arguments in pieces |
 | no-role | | no role-only first event |
 | empty | | a completion without any content: one token, end of sequence |
 | exit | requests (10) | command line only: the process ends with status 1 when one more request arrives |
 | never-ready | | command line only: `/health` answers 503 for ever |
+
+"Content events" are events with generated text of any channel. On a request that does not stream, `cut` sends half the
+body, `malformed` a body that ends half way, `hang` nothing, and the two error events become a status 500.
+Under `split` and `coalesce` the send log has the time at which an event was ready, not that of its last byte.
 """
 
 import msgspec

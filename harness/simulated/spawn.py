@@ -1,0 +1,36 @@
+"""Run the engine as a process of its own for the length of a `with` block."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+
+class Spawned(msgspec.Struct, frozen=True):
+    url: str
+    port: int
+    process: subprocess.Popen[str]
+
+
+@contextmanager
+def spawned(*flags: str) -> Iterator[Spawned]:
+    """`python -m harness.simulated --port 0 FLAGS`, ready; its log goes to our stderr. Ended by SIGTERM."""
+    command = [sys.executable, "-m", "harness.simulated", "--port", "0", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    try:
+        line = process.stdout.readline()
+        if not line.startswith("listening on "):
+            raise RuntimeError(f"{' '.join(command)} did not start: exit status {process.wait()}")
+        url = line.removeprefix("listening on ").strip()
+        yield Spawned(url, int(url.rpartition(":")[2]), process)
+    finally:
+        process.terminate()
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()

@@ -1,0 +1,189 @@
+"""The model alone: every number here is computed by hand, no clock is involved."""
+
+import re
+
+import msgspec
+import pytest
+
+from harness.simulated.engine import Engine, EngineConfig, Sequence
+from harness.simulated.kvcache import BlockPool, block_hashes
+from harness.simulated.predict import predict_batches
+
+PLAIN = EngineConfig(
+    step_base_s=1.0,
+    step_per_sequence_s=0.1,
+    prefill_per_token_s=0.01,
+    enable_prefix_caching=False,
+    max_model_len=1024,
+    num_gpu_blocks=64,
+)
+
+
+def engine(**changes: object) -> Engine:
+    return Engine(msgspec.structs.replace(PLAIN, **changes))
+
+
+def add(target: Engine, key: int, prompt: int, output: int, now: float = 0.0) -> Sequence:
+    sequence = Sequence(key, [key * 1000 + i for i in range(prompt)], output, now)
+    target.add(sequence)
+    return sequence
+
+
+def run(target: Engine, now: float = 0.0) -> list[tuple[float, list[int]]]:
+    """Every step's end and the keys that got a token in it."""
+    steps = []
+    while (step := target.begin(now)) is not None:
+        now += step.duration_s
+        steps.append((round(now, 9), [s.key for s in target.complete(step, now)]))
+    return steps
+
+
+def test_one_request_prefills_in_its_first_step_and_then_decodes() -> None:
+    one = engine()
+    add(one, 1, prompt=10, output=3)
+    assert run(one) == [(1.2, [1]), (2.3, [1]), (3.4, [1])]
+    assert one.idle and one.pool.free == 64
+
+
+def test_a_late_arrival_prefills_inside_the_steps_of_the_others() -> None:
+    two = engine()
+    add(two, 1, prompt=10, output=3)
+    first = two.begin(0.0)
+    assert first and first.duration_s == pytest.approx(1.2)
+    assert [s.key for s in two.complete(first, 1.2)] == [1]
+    add(two, 2, prompt=20, output=2, now=1.0)
+    assert run(two, 1.2) == [(2.6, [1, 2]), (3.8, [1, 2])]  # 1 + 2 x 0.1 + 20 x 0.01, then 1.2
+
+
+def test_max_num_seqs_makes_the_rest_wait_in_order() -> None:
+    capped = engine(max_num_seqs=2)
+    for key in (1, 2, 3):
+        add(capped, key, prompt=1, output=2)
+    assert [keys for _, keys in run(capped)] == [[1, 2], [1, 2], [3], [3]]
+
+
+def test_the_token_budget_cuts_a_prompt_into_chunks_beside_decoding() -> None:
+    chunked = engine(max_num_batched_tokens=16)
+    add(chunked, 1, prompt=16, output=4)
+    add(chunked, 2, prompt=40, output=1)
+    steps = []
+    while (step := chunked.begin(0.0)) is not None:
+        steps.append([(s.key, n) for s, n in step.work])
+        chunked.complete(step, 0.0)
+    assert steps == [[(1, 16)], [(1, 1), (2, 15)], [(1, 1), (2, 15)], [(1, 1), (2, 10)]]
+
+
+def test_long_prefill_threshold_limits_a_request_not_the_step() -> None:
+    chunked = engine(long_prefill_token_threshold=8)
+    add(chunked, 1, prompt=12, output=1)
+    add(chunked, 2, prompt=8, output=1)
+    steps = []
+    while (step := chunked.begin(0.0)) is not None:
+        steps.append([(s.key, n) for s, n in step.work])
+        chunked.complete(step, 0.0)
+    assert steps == [[(1, 8), (2, 8)], [(1, 4)]]
+
+
+def test_the_youngest_is_preempted_and_computes_everything_again() -> None:
+    tight = engine(num_gpu_blocks=4, max_model_len=64, preemption_s=5.0)
+    old, young = add(tight, 1, prompt=16, output=20), add(tight, 2, prompt=16, output=20)
+    durations, prefills = [], []
+    while (step := tight.begin(0.0)) is not None:
+        durations.append(round(step.duration_s, 9))
+        prefills.append(step.prefill_tokens)
+        tight.complete(step, 0.0)
+    # both hold 2 blocks up to 32 tokens; the 33rd of the old one takes the place of the young one
+    assert (old.preemptions, young.preemptions, tight.preemptions) == (0, 1, 1)
+    assert prefills.index(33) == 20  # the young one's 16 + 17 tokens, once the old one has finished
+    assert durations[17] == 6.1  # base + one sequence + the lump of the preemption
+    assert (old.output_tokens, young.output_tokens, tight.pool.free) == (20, 20, 4)
+
+
+def test_a_preemption_bars_admission_in_the_same_step() -> None:
+    tight = engine(num_gpu_blocks=4, max_model_len=64)
+    add(tight, 1, prompt=16, output=30)
+    add(tight, 2, prompt=16, output=30)
+    for _ in range(17):
+        step = tight.begin(0.0)
+        assert step
+        tight.complete(step, 0.0)
+    add(tight, 3, prompt=1, output=1)
+    step = tight.begin(0.0)
+    assert step and step.preempted == 1
+    assert [s.key for s, _ in step.work] == [1]
+    assert [s.key for s in tight.waiting] == [2, 3]  # the victim stands at the head
+
+
+def test_a_cached_prefix_is_not_computed_again() -> None:
+    cached = engine(enable_prefix_caching=True)
+    first, second = add(cached, 1, prompt=40, output=1), Sequence(2, [1000 + i for i in range(40)], 1, 0.0)
+    assert run(cached) == [(1.5, [1])]
+    cached.add(second)
+    assert run(cached) == [(1.18, [2])]  # 1 + 0.1 + 8 x 0.01: two blocks of 16 are found
+    assert (first.cached_tokens, second.cached_tokens) == (0, 32)
+    assert (cached.prefix_queries, cached.prefix_hits) == (80, 32)
+
+
+def test_the_last_token_of_a_fully_cached_prompt_is_computed() -> None:
+    cached = engine(enable_prefix_caching=True)
+    add(cached, 1, prompt=32, output=1)
+    run(cached)
+    again = Sequence(2, [1000 + i for i in range(32)], 1, 0.0)
+    cached.add(again)
+    run(cached)
+    assert again.cached_tokens == 16
+
+
+def test_cached_blocks_are_evicted_oldest_and_tail_first() -> None:
+    pool = BlockPool(4, 2, caching=True)
+    held: list[int] = []
+    hashes = block_hashes([1, 2, 3, 4, 5, 6], 2)
+    assert pool.take(held, 6)
+    pool.remember(held, hashes)
+    pool.release(held)
+    assert (pool.free, pool.usage) == (4, 0.0)
+    other: list[int] = []
+    assert pool.take(other, 4)  # the never used block, then the tail of the cached chain
+    assert len(pool.match(hashes)) == 2
+    assert not pool.take(other, 10)  # needs 3 more, 2 are left
+    assert len(other) == 2
+
+
+def test_an_abort_gives_everything_back_wherever_the_request_is() -> None:
+    some = engine(max_num_seqs=1)
+    running, waiting = add(some, 1, prompt=16, output=5), add(some, 2, prompt=16, output=5)
+    step = some.begin(0.0)
+    assert step
+    some.abort(running)
+    some.abort(waiting)
+    some.abort(running)
+    assert some.complete(step, 1.0) == []
+    assert some.idle and some.pool.free == 64
+
+
+def test_the_same_seed_gives_the_same_schedule_and_jitter_is_small() -> None:
+    jittery = msgspec.structs.replace(PLAIN, jitter=0.01, seed=7)
+    walls = [predict_batches(c, [(10, 100)], 1).wall_s for c in (
+        jittery, jittery, msgspec.structs.replace(jittery, seed=8), PLAIN)]  # fmt: skip
+    assert walls[0] == walls[1] != walls[2]
+    assert walls[0] == pytest.approx(walls[3], rel=0.005)
+
+
+def test_slowdown_stretches_every_step() -> None:
+    slow = msgspec.structs.replace(PLAIN, slowdown=1.1)
+    work = [(50, 20)] * 6
+    assert predict_batches(slow, work, 3).wall_s == pytest.approx(1.1 * predict_batches(PLAIN, work, 3).wall_s)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0"),
+        ({"jitter": -1.0}, "jitter must not be negative, got -1.0"),
+        ({"slowdown": 0.0}, "a step must take time"),
+        ({"max_model_len": 2048}, "tokens that can be stored in KV cache (1024)"),
+    ],
+)
+def test_impossible_parameters_are_refused(changes: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        engine(**changes)
