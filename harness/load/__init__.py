@@ -1,0 +1,12 @@
+"""The load generator: what runs inside Locust's processes, and the only code that imports Locust and gevent.
+
+user.py       the base class of every simulated person or agent
+process.py    what all users of one load process share, and where Locust's events are heard
+options.py    the command line and web form of a locustfile started by hand, as a Job
+tickets.py    which request of the sequence comes next, across processes
+client.py     one keep-alive connection; bytes with the time at which they arrived
+clock.py      the kernel's receive time, on the monotonic clock
+sse.py        bytes to events
+answer.py     events and times to the observations of a Request
+recorder.py   records and marks to their files
+"""

@@ -1,0 +1,191 @@
+"""One load process: what all its users share, and the one place where a request becomes a record."""
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import gevent
+import msgspec
+from gevent.lock import Semaphore
+
+from harness import workload
+from harness.errors import HarnessError
+from harness.job import Job
+from harness.load.answer import Answer, read_answer
+from harness.load.client import Client, Exchange, Target
+from harness.load.clock import KernelClock
+from harness.load.recorder import Recorder
+from harness.load.tickets import Plan, Ticket, Tickets
+from harness.records import Request
+from harness.workload import Message
+
+logger = logging.getLogger(__name__)
+
+
+class Place(NamedTuple):
+    """Where a request belongs."""
+
+    ticket: Ticket
+    user_class: str
+    user: int
+    conversation: int | None = None
+    turn: int | None = None
+    batch: int | None = None
+
+
+class LoadProcess:
+    """The state of one process that generates load. Made after the fork."""
+
+    def __init__(self, job: Job, host: str, recorder: Recorder) -> None:
+        """Raises HarnessError when the host, the prompt file or the API key cannot be used."""
+        self.job = job
+        self.recorder = recorder
+        self.tickets = Tickets(job.tickets_path, plan_of(job))
+        self.by_hand = not job.load_name
+        if self.by_hand:
+            os.unlink(job.tickets_path)  # of use to this process only, and open
+        self._target = Target.of(host)
+        self._clock = KernelClock()
+        self._rows = workload.read_rows(job.prompt_file) if job.prompt_file else []
+        self._secret = _secret(job.api_key_env)
+        self._model = job.model
+        self._asking_for_model = Semaphore()
+
+    def client(self) -> Client:
+        headers = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
+        return Client(self._target, self._clock, timeout_s=self.job.load.timeout_s, headers=headers)
+
+    def messages(self, ticket: Ticket) -> list[Message]:
+        """The messages of a place in the seeded sequence."""
+        return workload.messages(self.job.prompts, self.job.seed, ticket.index, self.job.salt, self._rows)
+
+    def model(self) -> str:
+        """The model to ask for: the job's, else the first that the server offers. Raises HarnessError."""
+        with self._asking_for_model:
+            if not self._model:
+                self._model = self._first_model()
+        return self._model
+
+    def send(self, client: Client, messages: Sequence[Message], place: Place) -> Answer:
+        """Send one chat request and wait for its end. Leaves exactly one record, whatever happens.
+
+        A failed request is an Answer with an error. A greenlet that is killed leaves its record before it goes.
+        """
+        body = self._body(messages)
+        index = place.ticket.index
+        exchange = Exchange(id=f"{self.job.cell}-{index}" if index >= 0 else f"{self.job.cell}-w{-index}")
+        answer = Answer()
+        self.recorder.sent += 1
+        try:
+            client.post("/chat/completions", body, exchange)
+            answer = self._read(exchange)
+        except gevent.GreenletExit:
+            answer = self._read(exchange)
+            answer.fail("unfinished", "cut by the end of the run")
+            raise
+        except Exception as error:
+            logger.exception("defect in the load generator, recorded as error kind 'client'")
+            answer.fail("client", f"{type(error).__name__}: {error}")
+        finally:
+            self.recorder.add(self._record(exchange, answer, place))
+            self.tickets.settle()
+        return answer
+
+    def _body(self, messages: Sequence[Message]) -> bytes:
+        load = self.job.load
+        body: dict[str, object] = {
+            "model": self.model(),
+            "messages": messages,
+            "max_tokens": load.output_tokens,
+            "temperature": 0,  # the same choices on both sides of a comparison
+            "stream": load.stream,
+        }
+        if load.stream:
+            body["stream_options"] = {"include_usage": True}
+        if load.output == "fixed":
+            body["ignore_eos"] = True
+        return msgspec.json.encode(body)
+
+    def _read(self, exchange: Exchange) -> Answer:
+        try:
+            return read_answer(exchange, self._secret)
+        except Exception as error:
+            logger.exception("defect in the load generator, recorded as error kind 'client'")
+            answer = Answer()
+            answer.fail("client", f"{type(error).__name__}: {error}")
+            return answer
+
+    def _record(self, exchange: Exchange, answer: Answer, place: Place) -> Request:
+        load = self.job.load
+        return Request(
+            id=exchange.id,
+            cell=self.job.cell,
+            load=self.job.load_name,
+            user_class=place.user_class,
+            index=place.ticket.index,
+            user=place.user,
+            process=os.getpid(),
+            phase=place.ticket.phase,
+            sent_s=exchange.start_ns / 1e9,
+            ended_s=answer.ended_s,
+            clock=answer.clock,
+            conversation=place.conversation,
+            turn=place.turn,
+            batch=place.batch,
+            connect_s=None if exchange.connect_ns is None else exchange.connect_ns / 1e9,
+            headers_s=answer.headers_s,
+            chunks_s=answer.chunks_s,
+            first_visible_s=answer.first_visible_s,
+            coalesced=answer.coalesced,
+            asked_tokens=load.output_tokens,
+            fixed_length=load.output == "fixed",
+            prompt_tokens=answer.prompt_tokens,
+            output_tokens=answer.output_tokens,
+            cached_tokens=answer.cached_tokens,
+            reasoning_tokens=answer.reasoning_tokens,
+            finish=answer.finish,
+            status=exchange.status,
+            error=answer.error,
+            message=answer.message,
+        )
+
+    def _first_model(self) -> str:
+        client = self.client()
+        exchange = Exchange(id=f"{self.job.cell}-models")
+        client.get("/models", exchange)
+        client.close()
+        raw = b"".join(data for _, data in exchange.body)
+        problem = str(exchange.failure) if exchange.failure else f"status {exchange.status}"
+        try:
+            return str(msgspec.json.decode(raw)["data"][0]["id"])
+        except (msgspec.DecodeError, LookupError, TypeError):
+            raise HarnessError(
+                f"{self._target.authority}: no model could be read from {self._target.prefix}/models ({problem})",
+                next_step="Check that the server runs there, or name the model with --model.",
+            ) from None
+
+
+def plan_of(job: Job) -> Plan:
+    """How much of the job there is to do."""
+    return Plan(
+        requests=job.load.requests,
+        duration_s=job.load.duration_s,
+        warmup_requests=job.warmup.requests or 0,
+        warmup_s=job.warmup.duration_s or 0.0,
+        ramp_s=job.load.ramp_s,
+    )
+
+
+def _secret(name: str | None) -> str | None:
+    if name is None:
+        return None
+    value = os.environ.get(name, "").strip()
+    if not value:
+        raise HarnessError(
+            f"the environment variable {name}, which should hold the API key, is not set",
+            next_step=f"export {name}=... and start again.",
+        )
+    if not value.isascii() or not value.isprintable():
+        raise HarnessError(f"the environment variable {name} holds characters that no API key has")
+    return value

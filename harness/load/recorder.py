@@ -1,0 +1,87 @@
+"""Records and marks to their files, which all load processes of a run share."""
+
+import logging
+import os
+import time
+
+import gevent
+import msgspec
+
+from harness.records import ProcessMark, Request
+
+_FLUSH_S = 0.2
+_FLUSH_BYTES = 65_536
+
+logger = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Appends whole lines, each batch of them in one write, so that the processes never tear each other's lines.
+
+    Made after the fork. What a `kill -9` can take is at most the last 0.2 s.
+    """
+
+    def __init__(self, requests_path: str, processes_path: str, cell: str) -> None:
+        """Open both files and write the start mark. Raises OSError where that is not possible."""
+        self.sent = 0  # requests whose first byte was about to be written
+        self.recorded = 0
+        self._cell = cell
+        self._pid = os.getpid()
+        self._lines = bytearray()
+        self._pending = 0  # records in _lines
+        self._encoder = msgspec.json.Encoder()
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._requests = os.open(requests_path, flags, 0o644)
+        self._processes = os.open(processes_path, flags, 0o644)
+        self._cpu_s = time.process_time()
+        self._closed = False
+        self._write_mark("start")
+        self._flusher = gevent.spawn(self._flush_regularly)
+
+    def add(self, request: Request) -> None:
+        self._lines += self._encoder.encode(request) + b"\n"
+        self._pending += 1
+        if len(self._lines) >= _FLUSH_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand all lines to the file. On an error (disk full) they are kept and tried again."""
+        try:
+            while self._lines:
+                written = os.write(self._requests, self._lines)
+                del self._lines[:written]
+        except OSError as error:
+            logger.error("records cannot be written: %s", error.strerror)
+            return
+        self.recorded += self._pending
+        self._pending = 0
+
+    def close(self) -> None:
+        """Write what is left and the end mark. A second call, or one in a forked child, does nothing."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        self._flusher.kill(block=False)
+        self.flush()
+        self._write_mark("end")
+        os.close(self._requests)
+        os.close(self._processes)
+
+    def _flush_regularly(self) -> None:
+        while True:
+            gevent.sleep(_FLUSH_S)
+            self.flush()
+
+    def _write_mark(self, event: str) -> None:
+        ended = event == "end"
+        mark = ProcessMark(
+            event="end" if ended else "start",
+            process=self._pid,
+            cell=self._cell,
+            wall_s=time.time(),
+            monotonic_s=time.monotonic(),
+            sent=self.sent if ended else None,
+            recorded=self.recorded if ended else None,
+            cpu_s=time.process_time() - self._cpu_s if ended else None,
+        )
+        os.write(self._processes, self._encoder.encode(mark) + b"\n")

@@ -1,0 +1,62 @@
+"""Server-sent events, by the WHATWG standard (https://html.spec.whatwg.org/multipage/server-sent-events.html).
+
+The `id` and `retry` fields only matter to a client that reconnects; this one never does.
+"""
+
+from typing import NamedTuple
+
+_BOM = b"\xef\xbb\xbf"
+
+
+class Event(NamedTuple):
+    """One event: its type ("message" unless the stream says otherwise) and its data lines joined by newlines."""
+
+    type: str
+    data: bytes
+
+
+class Parser:
+    """Incremental: the bytes may be split anywhere, also inside a line end or a character."""
+
+    def __init__(self) -> None:
+        self._rest = b""  # a line whose end has not been seen
+        self._at_start = True  # a byte order mark may still come
+        self._skip_lf = False  # the last byte was a CR that ended a line: an LF right after it belongs to it
+        self._type = b""
+        self._data: list[bytes] = []
+
+    def feed(self, data: bytes) -> list[Event]:
+        """The events that these bytes complete. An event without its closing blank line is never returned."""
+        if self._skip_lf and data:
+            self._skip_lf = False
+            if data.startswith(b"\n"):
+                data = data[1:]
+        buffer = self._rest + data
+        if self._at_start:
+            if len(buffer) < len(_BOM) and _BOM.startswith(buffer):
+                self._rest = buffer
+                return []
+            self._at_start = False
+            buffer = buffer.removeprefix(_BOM)
+        if b"\r" in buffer:
+            self._skip_lf = buffer.endswith(b"\r")
+            buffer = buffer.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        *lines, self._rest = buffer.split(b"\n")
+        events: list[Event] = []
+        for line in lines:
+            self._line(line, events)
+        return events
+
+    def _line(self, line: bytes, events: list[Event]) -> None:
+        if not line:
+            if self._data:
+                events.append(Event(self._type.decode("utf-8", "replace") or "message", b"\n".join(self._data)))
+            self._data = []
+            self._type = b""
+            return
+        name, _, value = line.partition(b":")  # a comment has an empty name
+        value = value.removeprefix(b" ")
+        if name == b"data":
+            self._data.append(value)
+        elif name == b"event":
+            self._type = value

@@ -1,0 +1,139 @@
+"""Which request of the sequence comes next: one small shared file for all load processes of a machine.
+
+The file holds one JSON line and is only touched under flock. The kernel gives the lock back when a process dies.
+The monotonic clock in it is the machine's, so its times mean the same to every process.
+"""
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
+
+import msgspec
+
+Phase = Literal["warmup", "measured"]
+_WIDTH = 256  # of the file, padded, so that a write never leaves half of an older line
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """The right to send one request."""
+
+    phase: Phase
+    index: int  # measured: 0, 1, 2 ...; warm-up: -1, -2, -3 ..., so that no prompt of it comes back
+
+
+class Plan(NamedTuple):
+    """How much there is to do. None means without limit."""
+
+    requests: int | None = None  # measured requests
+    duration_s: float | None = None  # measured time
+    warmup_requests: int = 0  # warm-up before that: requests, then time
+    warmup_s: float = 0.0
+    ramp_s: float = 0.0  # comes before the timed warm-up
+
+
+class Counts(msgspec.Struct, kw_only=True):
+    """What the file holds."""
+
+    started_s: float | None = None  # first ticket
+    measured_s: float | None = None  # first measured ticket
+    users: int = 0
+    warmup_taken: int = 0
+    measured_taken: int = 0
+    settled: int = 0  # taken tickets whose request has ended, in either phase
+
+
+class Tickets:
+    """The counter, as one process sees it. Made after the fork: forked copies of an open file share its lock."""
+
+    def __init__(self, path: str, plan: Plan) -> None:
+        self._plan = plan
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._decoder = msgspec.json.Decoder(Counts)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def user(self) -> int:
+        """The next user's number, from 0."""
+        with self._counts() as counts:
+            counts.users += 1
+            return counts.users - 1
+
+    def take(self, most: int = 1) -> list[Ticket]:
+        """Up to `most` tickets, all of one phase. None left: an empty list, now and ever after."""
+        now_s = time.monotonic()
+        plan = self._plan
+        with self._counts() as counts:
+            if counts.started_s is None:
+                counts.started_s = now_s
+            warmup = self._warmup_left(counts, now_s)
+            if warmup is None or warmup > 0:
+                first = counts.warmup_taken
+                number = most if warmup is None else min(most, warmup)
+                counts.warmup_taken += number
+                return [Ticket("warmup", -1 - (first + i)) for i in range(number)]
+            if counts.measured_s is None:
+                counts.measured_s = now_s
+            if plan.duration_s is not None and now_s >= counts.measured_s + plan.duration_s:
+                return []
+            first = counts.measured_taken
+            number = most if plan.requests is None else max(0, min(most, plan.requests - first))
+            counts.measured_taken += number
+            return [Ticket("measured", first + i) for i in range(number)]
+
+    def settle(self, number: int = 1) -> None:
+        """`number` taken tickets are done with, however their requests ended."""
+        with self._counts() as counts:
+            counts.settled += number
+
+    def left_s(self) -> float | None:
+        """Until the end of the measured time: negative after it, None while that is not known."""
+        return self._left_s(self._look())
+
+    def finished(self) -> bool:
+        """Whether no ticket is left and every request has ended."""
+        counts = self._look()
+        if counts.settled < counts.warmup_taken + counts.measured_taken:
+            return False
+        if self._plan.requests is not None:
+            return counts.measured_taken >= self._plan.requests
+        left_s = self._left_s(counts)
+        return left_s is not None and left_s <= 0
+
+    def _left_s(self, counts: Counts) -> float | None:
+        if self._plan.duration_s is None or counts.measured_s is None:
+            return None
+        return counts.measured_s + self._plan.duration_s - time.monotonic()
+
+    def _warmup_left(self, counts: Counts, now_s: float) -> int | None:
+        """Warm-up requests that may still be sent; None: any number, until its time is over."""
+        if counts.measured_s is not None:
+            return 0
+        assert counts.started_s is not None
+        if now_s < counts.started_s + (self._plan.ramp_s + self._plan.warmup_s if self._plan.warmup_s else 0.0):
+            return None
+        return max(0, self._plan.warmup_requests - counts.warmup_taken)
+
+    @contextmanager
+    def _counts(self) -> Iterator[Counts]:
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            counts = self._read()
+            yield counts
+            os.pwrite(self._file, msgspec.json.encode(counts).ljust(_WIDTH - 1) + b"\n", 0)
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _look(self) -> Counts:
+        fcntl.flock(self._file, fcntl.LOCK_SH)
+        try:
+            return self._read()
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def _read(self) -> Counts:
+        raw = os.pread(self._file, _WIDTH, 0)
+        return self._decoder.decode(raw) if raw else Counts()

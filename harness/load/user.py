@@ -1,0 +1,146 @@
+"""The base class of every simulated person or agent.
+
+A locustfile of your own needs nothing else, under `locust -f` as well as in a scenario (`user: mine.py`):
+
+    from locust import task
+    from harness.load.user import LLMUser
+
+    class Summarizer(LLMUser):
+        @task
+        def summarize(self) -> None:
+            work = self.take()[0]                                       # the next request of the sequence
+            answer = self.ask(work)                                     # send it; leaves one record
+            if answer.error is None:
+                follow_up = self.take()[0]
+                self.ask(follow_up, history=[*work.messages, {"role": "assistant", "content": answer.text}])
+            self.think()
+"""
+
+import random
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import gevent
+from locust import User
+from locust.env import Environment
+from locust.exception import StopUser
+from locust.user.task import LOCUST_STATE_STOPPING
+
+from harness.errors import HarnessError
+from harness.load.answer import Answer
+from harness.load.client import Client
+from harness.load.process import Place
+from harness.load.tickets import Ticket
+from harness.load.wiring import give_up, load_process
+from harness.scenario import Load
+from harness.workload import Message
+
+_IDLE_S = 0.2
+_AFTER_NO_CONNECTION_S = 0.5  # a server that is gone must not make users spin
+
+
+class Work(NamedTuple):
+    """A request that this user is to send: its place in the sequence, and its messages."""
+
+    ticket: Ticket
+    messages: list[Message]
+
+    def without_system(self) -> "Work":
+        """For the later turns of a conversation, whose history begins with the system prompt."""
+        return self._replace(messages=[message for message in self.messages if message["role"] != "system"])
+
+
+class RequestFailed(Exception):
+    """What Locust shows for a failed request."""
+
+
+class LLMUser(User):
+    """Takes requests from the shared sequence and sends them, one record and one Locust event each."""
+
+    abstract = True
+    think_s: ClassVar[tuple[float, float]] = (0.0, 0.0)  # least and most, where neither scenario nor user says so
+
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment)
+        self._process = load_process()
+        self._clients: list[Client] = []  # idle connections
+        self._held = 0  # requests taken but not sent
+        self.number = self._process.tickets.user()
+        self.random = random.Random(f"{self._process.job.seed}:{self.number}")
+
+    @property
+    def load(self) -> Load:
+        """The load's parameters, as in the scenario or given by hand."""
+        return self._process.job.load
+
+    def take(self, most: int = 1) -> list[Work]:
+        """The next requests to send: at least one, at most `most`. Once there is no more, waits for the end."""
+        if self._held:  # the task raised before it sent them
+            self._process.tickets.settle(self._held)
+            self._held = 0
+        self._know_model()
+        while self._state != LOCUST_STATE_STOPPING:
+            tickets = self._process.tickets.take(most)
+            if tickets:
+                self._held = len(tickets)
+                return [Work(ticket, self._process.messages(ticket)) for ticket in tickets]
+            gevent.sleep(_IDLE_S)
+        raise StopUser
+
+    def ask(
+        self,
+        work: Work,
+        history: Sequence[Message] = (),
+        *,
+        conversation: int | None = None,
+        turn: int | None = None,
+        batch: int | None = None,
+    ) -> Answer:
+        """Send one request, after `history`, and wait for its answer. A failed one has `answer.error`."""
+        self._held = max(0, self._held - 1)
+        client = self._clients.pop() if self._clients else self._process.client()
+        place = Place(work.ticket, type(self).__name__, self.number, conversation, turn, batch)
+        answer = self._process.send(client, [*history, *work.messages], place)
+        self._clients.append(client)
+        self._tell_locust(answer)
+        if answer.error == "connect":
+            gevent.sleep(_AFTER_NO_CONNECTION_S)
+        return answer
+
+    def ask_all(self, works: Sequence[Work]) -> list[Answer]:
+        """Send all at once and wait for the last answer."""
+        batch = works[0].ticket.index
+        asking = [gevent.spawn(self.ask, work, batch=batch) for work in works]
+        try:
+            gevent.joinall(asking)
+        finally:
+            gevent.killall(asking)  # cut by the end of the run: each leaves its record
+        return [one.get() for one in asking]
+
+    def think(self) -> None:
+        """Pause as the scenario says, or as this class does when it is used by hand."""
+        least, most = self.load.think_s or (self.think_s if self._process.by_hand else (0.0, 0.0))
+        gevent.sleep(self.random.uniform(least, most))
+
+    def on_stop(self) -> None:
+        for client in self._clients:
+            client.close()
+
+    def _know_model(self) -> None:
+        try:
+            self._process.model()
+        except HarnessError as error:
+            give_up(self.environment, error)
+            raise StopUser from None
+
+    def _tell_locust(self, answer: Answer) -> None:
+        ended_s = answer.chunks_s[-1] if answer.chunks_s else answer.ended_s
+        self.environment.events.request.fire(
+            request_type="POST",
+            name=self._process.job.load_name or type(self).__name__,
+            response_time=ended_s * 1000,
+            response_length=answer.output_tokens or 0,
+            exception=RequestFailed(f"{answer.error}: {answer.message}") if answer.error else None,
+            context={},
+            response=None,
+        )
