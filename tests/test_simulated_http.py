@@ -60,8 +60,15 @@ def counter(server: Spawned, name: str) -> float:
 
 
 def sent(log_path: Path, identity: str) -> dict[str, Any]:
-    lines = [json.loads(line) for line in log_path.read_text().splitlines()]
-    return next(line for line in lines if line.get("request_id") == identity)
+    """The send log's line of a request; it is written a moment after the answer's last byte."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        for text in log_path.read_text().splitlines():
+            line: dict[str, Any] = json.loads(text)
+            if line.get("request_id") == identity:
+                return line
+        time.sleep(0.01)
+    raise AssertionError(f"no line of {identity} in {log_path}")
 
 
 def test_a_chat_answer_in_one_piece(server: Spawned) -> None:

@@ -1,7 +1,8 @@
 """The engine's own record of when each chunk was sent: the truth against which a client's timing is checked.
 
 JSON lines. The first is the clock: {"format", "clock", "anchor_monotonic_s", "anchor_realtime_s"}.
-Then one line per completion request, written when it ends:
+Then one line per completion request, written right after its last byte (so read the file when the server has ended,
+or wait for the line):
 {"request_id", "received_s", "scheduled_s", "role_s", "chunks_s", "finish_s", "ended_s", "prompt_tokens",
 "output_tokens", "cached_tokens", "preemptions", "finish"}. `chunks_s` holds one time per event with generated text of
 any channel; `role_s` is the role-only event, `finish_s` the last event of a choice when it carries no text.
