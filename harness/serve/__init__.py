@@ -1,5 +1,6 @@
 """A server's life: render its template, start it, wait until the model answers, take it down."""
 
+from harness.serve.daemon import engine_version as engine_version
 from harness.serve.endpoint import Endpoint as Endpoint
 from harness.serve.serve import attach as attach
 from harness.serve.serve import check_servers as check_servers

@@ -35,7 +35,7 @@ def start(client: docker.DockerClient, compose: ComposeFile, owner: dict[str, st
 
     Whatever was made until then carries the labels `owner`, by which `remove` finds it.
     """
-    name = f"amd-llm-load-{owner[labels.RUN]}-{owner[labels.CELL]}"
+    name = network_name(owner)
     try:
         _volumes(client, compose)
         client.networks.create(name, driver="bridge", labels=owner)
@@ -56,6 +56,11 @@ def start(client: docker.DockerClient, compose: ComposeFile, owner: dict[str, st
     except DOCKER_ERRORS as error:
         raise docker_error("the server's container cannot be started", error) from None
     return container
+
+
+def network_name(owner: dict[str, str]) -> str:
+    """The Docker network of a cell's server; its container is known there as `server`."""
+    return f"amd-llm-load-{owner[labels.RUN]}-{owner[labels.CELL]}"
 
 
 def _volumes(client: docker.DockerClient, compose: ComposeFile) -> None:
@@ -172,18 +177,22 @@ def describe_end(exit_code: int, oom_killed: bool, error: str, log: LogFile) -> 
 def death(look: Look, log: LogFile) -> ServerError:
     """The error for a server that ended before it was ready."""
     failure = explain(log.text(), State(exit_code=look.exit_code, oom_killed=look.oom_killed))
-    return ServerError(
-        f"the server did not start; {look.problem}",
-        next_step=f"To solve it: {failure.fix}." if failure is not None else f"Its log is {log.path}.",
-        detail=log.tail(),
-    )
+    what = f"the server did not start; {look.problem}"
+    if failure is None:
+        return ServerError(what, next_step=f"Its log is {log.path}.", detail=log.tail())
+    tail = log.tail()
+    evidence = tail if failure.line in tail else f"{failure.line}\n[...]\n{tail}"
+    return ServerError(what, next_step=f"To solve it: {failure.fix}.", detail=evidence)
 
 
 def inspected(container: Container, compose: ComposeFile) -> dict[str, Any]:
-    """The container's configuration for the manifest: no environment, and the command with secrets still as names."""
+    """The container's configuration for the manifest: what makes two starts alike or different.
+
+    No environment but its names, the command with secrets still as names, and no port of the host.
+    """
     config, host = container.attrs["Config"], container.attrs["HostConfig"]
     kept = (
-        "Binds", "Mounts", "NetworkMode", "PortBindings", "IpcMode", "ShmSize", "Devices", "GroupAdd", "SecurityOpt",
+        "Binds", "Mounts", "IpcMode", "ShmSize", "Devices", "GroupAdd", "SecurityOpt",
         "CapAdd", "Ulimits", "Memory", "MemorySwap", "NanoCpus", "CpusetCpus", "Init", "Privileged", "Runtime",
     )  # fmt: skip
     return {

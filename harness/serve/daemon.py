@@ -1,5 +1,6 @@
 """The connection to the Docker Engine, and its errors in words."""
 
+import contextlib
 import getpass
 import os
 from urllib.parse import urlsplit
@@ -22,6 +23,16 @@ def connect() -> docker.DockerClient:
     except (*DOCKER_ERRORS, OSError, ValueError) as error:
         raise _cannot_connect(error) from None
     return client
+
+
+def engine_version() -> str | None:
+    """The version of the Docker Engine; None when there is none that answers."""
+    try:
+        client = connect()
+    except ServerError:
+        return None
+    with contextlib.closing(client):
+        return str(client.version()["Version"])
 
 
 def _cannot_connect(error: Exception) -> ServerError:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import docker
 import msgspec
 
 from harness.errors import HarnessError, ScenarioError, ServerError
@@ -133,55 +134,75 @@ def _as_process(start: _Start) -> Iterator[Endpoint]:
 @contextlib.contextmanager
 def _in_container(start: _Start, run_id: str, cell_id: str) -> Iterator[Endpoint]:
     owner = labels.owned(run_id, cell_id)
-    service = start.compose.server
-    port = parse_port(service.ports[0])
+    filled = filled_in(start.compose, os.environ)  # a variable that is not set is noticed before a long pull
     client = connect()
+    log = LogFile(start.log_path, secrets_in(str(msgspec.to_builtins(start.compose))))
     try:
-        mark = time.monotonic()
-        image = ensure_image(client, service.image, start.on_progress)
-        pulled_s = time.monotonic() - mark
-        if engine_host() is None and not is_free(port.host, port.address):
-            raise _port_in_use(port.host)
-        start.on_progress("starting the container")
-        container = containers.start(client, filled_in(start.compose, os.environ), owner)
-        created_s = time.monotonic() - mark - pulled_s
-        log = LogFile(start.log_path, secrets_in(str(msgspec.to_builtins(start.compose))))
-        containers.follow_log(container, log)
-        look = containers.watcher(container, log)
-        url = f"http://{_host(port.address)}:{port.host}"
-        ready = _wait(start, url, look, log)
-        container.reload()
-        served_by = ServedBy(
-            url=url,
-            template=start.server.template,
-            simulated=start.compose.serving.simulated,
-            image=service.image,
-            image_digest=digest_of(image),
-            container=containers.inspected(container, start.compose),
-            version=ready.version,
-            model=ready.model,
-            arguments=[*(service.entrypoint or []), *(service.command or [])],
-            phases=[
-                Phase(name="pull", seconds=pulled_s),
-                Phase(name="create", seconds=created_s),
-                *ready.phases,
-            ],
-        )
-        yield Endpoint(
-            url=url,
-            started=served_by,
-            look=look,
-            metrics_url=_metrics(start, url),
-            network=f"amd-llm-load-{run_id}-{cell_id}",
-            network_url=f"http://server:{port.container}",
-        )
-    finally:
-        with _undisturbed():
-            try:
-                start.on_progress("taking the server down")
-                containers.remove(client, owner, parse_seconds(service.stop_grace_period))
-            finally:
-                client.close()
+        yield _bring_up(start, filled, client, owner, log)
+    except BaseException:
+        # The first error is the one to show; what could not be removed is said beside it.
+        _take_down(start, client, owner, log, complain=start.on_progress)
+        raise
+    else:
+        _take_down(start, client, owner, log)
+
+
+def _bring_up(
+    start: _Start, filled: ComposeFile, client: docker.DockerClient, owner: dict[str, str], log: LogFile
+) -> Endpoint:
+    service = start.compose.server  # its secrets are still names; `filled` goes to the engine and nowhere else
+    port = parse_port(filled.server.ports[0])
+    url = f"http://{_host(port.address)}:{port.host}"
+    mark = time.monotonic()
+    image = ensure_image(client, filled.server.image, start.on_progress)
+    pulled_s = time.monotonic() - mark
+    if engine_host() is None and not is_free(port.host, port.address):
+        raise _port_in_use(port.host)
+    start.on_progress("starting the container")
+    container = containers.start(client, filled, owner)
+    created_s = time.monotonic() - mark - pulled_s
+    containers.follow_log(container, log)
+    look = containers.watcher(container, log)
+    ready = _wait(start, url, look, log)
+    container.reload()
+    served_by = ServedBy(
+        url=url,
+        template=start.server.template,
+        simulated=start.compose.serving.simulated,
+        image=filled.server.image,
+        image_digest=digest_of(image),
+        container=containers.inspected(container, start.compose),
+        version=ready.version,
+        model=ready.model,
+        arguments=[*(service.entrypoint or []), *(service.command or [])],
+        phases=[Phase(name="pull", seconds=pulled_s), Phase(name="create", seconds=created_s), *ready.phases],
+    )
+    return Endpoint(
+        url=url,
+        started=served_by,
+        look=look,
+        metrics_url=_metrics(start, url),
+        network=containers.network_name(owner),
+        network_url=f"http://server:{port.container}",
+    )
+
+
+def _take_down(
+    start: _Start,
+    client: docker.DockerClient,
+    owner: dict[str, str],
+    log: LogFile,
+    complain: Callable[[str], None] | None = None,
+) -> None:
+    with _undisturbed(), contextlib.closing(client):
+        start.on_progress("taking the server down")
+        try:
+            containers.remove(client, owner, parse_seconds(start.compose.server.stop_grace_period))
+        except ServerError as error:
+            if complain is None:
+                raise
+            complain(str(error))
+        log.settle()
 
 
 def attach(url: str, model: str | None, api_key: str | None = None, *, metrics_url: str | None = None) -> Endpoint:
