@@ -41,10 +41,6 @@ def locust_command(job: Job, job_path: Path, locustfile: Path, url: str, ui_port
     command += ["--headless"] if ui_port is None else ["--web-host", "127.0.0.1", "--web-port", str(ui_port)]
     command += ["--users", str(load.users), "--spawn-rate", f"{load.users / max(load.ramp_s, 0.001):g}"]
     command += ["--only-summary", "--exit-code-on-error", "0"]  # failed requests are results; verdicts come later
-    command += ["--stop-timeout", f"{load.drain_s:g}"]
-    if load.duration_s is not None:
-        time_s = load.ramp_s + (job.warmup.duration_s or 0.0) + load.duration_s
-        command += ["--run-time", f"{time_s:g}s"]
     if load.processes > 1:
         command += ["--processes", str(load.processes)]
     return command

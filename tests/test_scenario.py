@@ -61,11 +61,11 @@ repeats: 0
 """
     problems = problems_of(tmp_path, text)
     assert problems == [
-        "$.model (line 4): Expected `str`, got `int`, got 5",
+        "$.model (line 4): Expected `str`, got 5",
         "$.servers.a.templat (line 5): unknown key; did you mean 'template'?",
         "$.servers.a (line 5): 'template' is missing",
         "$.loads.One (line 7): 'One' is not a name: lower-case letters, digits and '-', at most 40",
-        "$.loads.two.requests (line 8): Expected `int | null`, got `str`, got 'ten'",
+        "$.loads.two.requests (line 8): Expected `int`, got 'ten'",
         "$.loads.two.batchsize (line 8): unknown key; did you mean 'batch_size'?",
         "$.repeats (line 9): Expected `int` >= 1, got 0",
     ]
@@ -124,9 +124,7 @@ checks: ["error_rate = 0"]
 def test_an_empty_prompts_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text("\n")
     text = GOOD + "prompts: {kind: file, file: prompts.jsonl}\n"
-    assert problems_of(tmp_path, text) == [
-        "$.prompts.file: prompts.jsonl is empty; one JSON object a line is expected"
-    ]
+    assert problems_of(tmp_path, text) == ["$.prompts.file: prompts.jsonl is empty; one JSON object a line is expected"]
 
 
 def test_a_newer_format_is_refused_with_a_sentence(tmp_path: Path) -> None:
