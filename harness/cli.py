@@ -265,7 +265,7 @@ def main() -> None:
         # The reader, such as `head`, has seen enough. Nothing more may be written, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = ExitCode.OK
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         if os.environ.get("HARNESS_DEBUG"):
             traceback.print_exc()
         print(

@@ -1,12 +1,11 @@
 """Drive one cell: Locust as a process of its own, with stock options, watched until it ends."""
 
 import os
-import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -15,6 +14,7 @@ from harness.errors import HarnessError, RunError
 from harness.job import Job
 
 POLL_S = 0.2
+GRACE_S = 5.0  # for flushing records after it was asked to end
 QUIET_S = 60.0  # beyond every time limit of the load: then Locust itself hangs
 
 
@@ -34,47 +34,66 @@ class Driven(msgspec.Struct, frozen=True):
     problems: list[str]
 
 
-def locust_command(job: Job, job_path: Path, locustfile: Path, url: str, ui_port: int | None = None) -> list[str]:
-    """The stock Locust command line of a cell: headless, or with the web UI on 127.0.0.1 at `ui_port`."""
+class Child(Protocol):
+    """The load generator while it runs, as a process or in a container."""
+
+    def poll(self) -> int | None: ...  # the exit code; None while it runs
+
+    def stop(self, grace_s: float) -> int: ...  # ask it to end, kill it after `grace_s`; its exit code
+
+
+class LocalChild:
+    """Locust as a process of this host."""
+
+    def __init__(self, command: list[str], log_path: Path) -> None:
+        with log_path.open("wb") as log:
+            self._child = process.start(
+                command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+            )
+
+    def poll(self) -> int | None:
+        return self._child.poll()
+
+    def stop(self, grace_s: float) -> int:
+        return process.stop(self._child, grace_s=grace_s)
+
+
+def locust_arguments(
+    job: Job, job_path: Path, locustfile: Path, url: str, ui: tuple[str, int] | None = None
+) -> list[str]:
+    """Stock Locust arguments of a cell: headless, or with the web UI at an address and port."""
     load = job.load
-    command = [sys.executable, "-m", "locust", "-f", str(locustfile), "--host", url, "--job", str(job_path)]
-    command += ["--headless"] if ui_port is None else ["--web-host", "127.0.0.1", "--web-port", str(ui_port)]
-    command += ["--users", str(load.users), "--spawn-rate", f"{load.users / max(load.ramp_s, 0.001):g}"]
-    command += ["--only-summary", "--exit-code-on-error", "0"]  # failed requests are results; verdicts come later
+    arguments = ["-f", str(locustfile), "--host", url, "--job", str(job_path)]
+    arguments += ["--headless"] if ui is None else ["--web-host", ui[0], "--web-port", str(ui[1])]
+    arguments += ["--users", str(load.users), "--spawn-rate", f"{load.users / max(load.ramp_s, 0.001):g}"]
+    arguments += ["--only-summary", "--exit-code-on-error", "0"]  # failed requests are results; verdicts come later
     if load.processes > 1:
-        command += ["--processes", str(load.processes)]
-    return command
+        arguments += ["--processes", str(load.processes)]
+    return arguments
 
 
 def drive(
-    command: list[str],
+    start: Callable[[], Child],
     job: Job,
     *,
     log_path: Path,
     alive: Callable[[], str | None],
     progress: Callable[[Count], None],
-    env: Mapping[str, str] | None = None,
 ) -> Driven:
     """Run a cell's load to its end.
 
     `alive` is asked all the time whether the server lives; when it says why not, the load is ended.
-    Raises RunError when Locust itself could not run, such as for a syntax error in a locustfile.
+    Raises RunError when Locust itself could not run, such as for a locustfile that fails to import.
     """
     started = time.time()
-    problems: list[str] = []
-    with log_path.open("wb") as log:
-        child = process.start(
-            command, stdout=log, stderr=subprocess.STDOUT, env={**(env or os.environ), "PYTHONUNBUFFERED": "1"}
-        )
-        try:
-            problems += _watch(child, job, alive, progress)
-        except BaseException:
-            # Its records are flushed when it is asked politely; what is in flight is recorded as unfinished.
-            process.stop(child, ask=signal.SIGTERM, grace_s=3.0)
-            raise
-        code = process.stop(child, grace_s=3.0)
+    child = start()
+    try:
+        problems = _watch(child, job, alive, progress)
+    finally:
+        # Its records are flushed when it is asked politely; what is in flight is recorded as unfinished.
+        code = child.stop(GRACE_S)
     if code != 0 and not problems:
-        problems.append(f"the load generator ended with exit code {code}")
+        problems = [f"the load generator ended with exit code {code}"]
         if not Path(job.tickets_path).exists():
             raise RunError(
                 f"cell {job.cell}: Locust could not start the load (exit code {code})",
@@ -84,9 +103,7 @@ def drive(
     return Driven(started, time.time(), problems)
 
 
-def _watch(
-    child: "subprocess.Popen[bytes]", job: Job, alive: Callable[[], str | None], progress: Callable[[Count], None]
-) -> list[str]:
+def _watch(child: Child, job: Job, alive: Callable[[], str | None], progress: Callable[[Count], None]) -> list[str]:
     counter = LineCounter(Path(job.requests_path))
     begin = time.monotonic()
     total = None if job.load.requests is None else job.load.requests + (job.warmup.requests or 0)
@@ -94,7 +111,6 @@ def _watch(
     while child.poll() is None:
         dead = alive()
         if dead is not None:
-            process.stop(child, ask=signal.SIGTERM, grace_s=3.0)
             return [f"the server died during the load: {dead}"]
         before = counter.lines
         counter.update()
@@ -103,7 +119,6 @@ def _watch(
             last_change = now
         progress(Count(counter.lines, total, now - begin))
         if now - last_change > _patience_s(job):
-            process.stop(child, ask=signal.SIGTERM, grace_s=3.0)
             return [f"no request ended for {now - last_change:.0f} s although each may take {job.load.timeout_s:g} s"]
         time.sleep(POLL_S)
     counter.update()

@@ -7,15 +7,16 @@ import os
 import secrets
 import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 
 import msgspec
 
 from harness import __version__, paths
-from harness.drive import check_locustfile, drive, locust_command
+from harness.drive import Child, LocalChild, check_locustfile, drive, locust_arguments
 from harness.errors import HarnessError, did_you_mean
 from harness.job import Job, write_job
 from harness.machine.facts import machine
@@ -26,6 +27,7 @@ from harness.progress import Progress
 from harness.report import html
 from harness.scenario import Baseline, Scenario, Server, load_scenario, locustfile_of
 from harness.serve import Endpoint, attach, check_servers, serve
+from harness.serve.generator import ContainerChild
 from harness.summarize import summarize, write_summary
 from harness.workload import salt_words, workload_sha256
 
@@ -213,17 +215,11 @@ def _cell(
     job = make_job(experiment, cell, folder.resolve(), endpoint.served_by.model, salt_words(run_id, cell.id))
     job_path = folder.resolve() / "jobs" / f"{cell.id}.json"
     write_job(job, job_path)
-    locustfile = locustfile_of(job.load, experiment.folder, paths.LOCUSTFILES)
-    command = locust_command(job, job_path, locustfile, endpoint.url)
+    log_path = folder / "logs" / f"{cell.id}.locust.log"
+    start = generator(experiment, run_id, job, job_path, endpoint, log_path)
     interval_s = experiment.scenario.metrics_interval_s
     with Scraper(endpoint.metrics_url, cell.id, folder / "metrics.jsonl", interval_s):
-        driven = drive(
-            command,
-            job,
-            log_path=folder / "logs" / f"{cell.id}.locust.log",
-            alive=endpoint.check_alive,
-            progress=progress.count,
-        )
+        driven = drive(start, job, log_path=log_path, alive=endpoint.check_alive, progress=progress.count)
     return CellRun(
         id=cell.id,
         server=cell.server,
@@ -234,6 +230,24 @@ def _cell(
         served_by=endpoint.served_by,
         problems=driven.problems,
     )
+
+
+def generator(
+    experiment: Experiment,
+    run_id: str,
+    job: Job,
+    job_path: Path,
+    endpoint: Endpoint,
+    log_path: Path,
+    ui: tuple[str, int] | None = None,
+) -> Callable[[], Child]:
+    """How to start the load generator of a cell, as the scenario wants it: a process or a container."""
+    locustfile = locustfile_of(job.load, experiment.folder, paths.LOCUSTFILES)
+    if experiment.scenario.generator == "container":
+        arguments = locust_arguments(job, job_path, locustfile, endpoint.network_url or endpoint.url)
+        return lambda: ContainerChild(run_id, job, arguments, [locustfile], endpoint.network, log_path)
+    command = [sys.executable, "-m", "locust", *locust_arguments(job, job_path, locustfile, endpoint.url, ui)]
+    return lambda: LocalChild(command, log_path)
 
 
 def make_job(experiment: Experiment, cell: Cell, folder: Path, model: str | None, salt: str) -> Job:

@@ -1,0 +1,102 @@
+"""The load generator in a container: the project's image, in the server's network, writing into the run directory."""
+
+import contextlib
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from docker.errors import NotFound
+from docker.types import Mount
+
+from harness.errors import ServerError
+from harness.job import Job
+from harness.paths import LOCUSTFILES
+from harness.serve import labels
+from harness.serve.containers import follow_log
+from harness.serve.daemon import DOCKER_ERRORS, connect, docker_error, engine_host
+from harness.serve.images import ensure_image
+from harness.serve.logfile import LogFile
+
+IMAGE = "amd-llm-load:local"  # `make image`
+IN_IMAGE = Path("/opt/amd-llm-load/locustfiles")
+
+
+class ContainerChild:
+    """Locust in a container. Its files are this host's, so the engine must be this host's as well."""
+
+    def __init__(
+        self, run_id: str, job: Job, arguments: list[str], files: list[Path], network: str | None, log_path: Path
+    ) -> None:
+        """`files` are what the arguments name besides the job: locustfiles. Raises ServerError."""
+        if engine_host() is not None:
+            raise ServerError(
+                "generator: container needs the Docker Engine of this host, because the records are written here",
+                next_step="Use `generator: process`; the server may stay on the other host.",
+            )
+        self._client = connect()
+        try:
+            ensure_image(self._client, IMAGE, lambda _line: None)
+            self._container = self._client.containers.create(
+                IMAGE, **self._options(run_id, job, arguments, files, network)
+            )
+            self._container.start()
+        except DOCKER_ERRORS as error:
+            raise docker_error("the load generator's container cannot be started", error) from None
+        self._log = LogFile(log_path)
+        follow_log(self._container, self._log)
+        self._code: int | None = None
+
+    @staticmethod
+    def _options(run_id: str, job: Job, arguments: list[str], files: list[Path], network: str | None) -> dict[str, Any]:
+        folder = str(Path(job.requests_path).parent)
+        mounts = [Mount(folder, folder, type="bind")]
+        readable = [file for file in files if file.parent != LOCUSTFILES]
+        readable += [Path(job.prompt_file)] if job.prompt_file else []
+        mounts += [Mount(str(file), str(file), type="bind", read_only=True) for file in readable]
+        inside = [str(IN_IMAGE / Path(a).name) if Path(a).parent == LOCUSTFILES else a for a in arguments]
+        key = job.api_key_env
+        return {
+            "command": ["locust", *inside],
+            "name": f"amd-llm-load-{run_id}-{job.cell}-locust",
+            "labels": labels.owned(run_id, job.cell),
+            "network": network or "host",
+            "mounts": mounts,
+            # The run directory belongs to whoever started the harness; so must the records in it.
+            "user": f"{os.getuid()}:{os.getgid()}",
+            "environment": {"HOME": "/tmp", **({key: os.environ[key]} if key else {})},
+            "hostname": socket.gethostname() if network is None else None,
+            "init": True,
+            "detach": True,
+        }
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        if self._code is None:
+            try:
+                self._container.reload()
+                state = self._container.attrs["State"]
+                if state["Status"] in ("exited", "dead"):
+                    self._code = int(state["ExitCode"])
+            except NotFound:
+                self._code = -1
+            except DOCKER_ERRORS as error:
+                raise docker_error("the load generator's container cannot be watched", error) from None
+        return self._code
+
+    def stop(self, grace_s: float) -> int:
+        """End it politely, kill it after `grace_s`, remove it."""
+        try:
+            if self.poll() is None:
+                self._container.stop(timeout=int(grace_s))
+                self.poll()
+            self._log.settle()
+            self._container.remove(v=True, force=True)
+        except NotFound:
+            pass
+        except DOCKER_ERRORS as error:
+            raise docker_error("the load generator's container cannot be removed", error) from None
+        finally:
+            with contextlib.suppress(*DOCKER_ERRORS):
+                self._client.close()
+        return -1 if self._code is None else self._code
