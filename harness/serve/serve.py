@@ -17,8 +17,7 @@ from harness.machine.facts import device_groups
 from harness.manifest import Phase, ServedBy
 from harness.paths import COMPOSE
 from harness.scenario import USERS, Scenario, Server
-from harness.serve import containers, labels
-from harness.serve import ready as readiness
+from harness.serve import ask, containers, labels
 from harness.serve.compose import ComposeFile, filled_in, parse, read
 from harness.serve.containers import Look
 from harness.serve.daemon import connect, engine_host
@@ -27,7 +26,7 @@ from harness.serve.endpoint import Endpoint
 from harness.serve.images import digest_of, ensure_image
 from harness.serve.logfile import LogFile
 from harness.serve.ports import free_port, is_free
-from harness.serve.ready import Waiting, wait_ready
+from harness.serve.ready import Ready, Waiting, wait_ready
 from harness.serve.template import render, secrets_in, server_problems
 from harness.serve.values import parse_port, parse_seconds
 
@@ -207,7 +206,7 @@ def _take_down(
 
 def attach(url: str, model: str | None, api_key: str | None = None, *, metrics_url: str | None = None) -> Endpoint:
     """A server that already runs. Raises ServerError when its model does not answer."""
-    served_by = readiness.attach(url, model, api_key)
+    served_by = ask.attach(url, model, api_key)
     parts = urlsplit(served_by.url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
     last, looked_at = Look(None), time.monotonic()
@@ -215,21 +214,21 @@ def attach(url: str, model: str | None, api_key: str | None = None, *, metrics_u
     def look() -> Look:
         nonlocal last, looked_at
         if time.monotonic() - looked_at > 2.0:
-            listens = readiness.listens(host, port)
+            listens = ask.listens(host, port)
             last = Look(None if listens else f"nothing listens at {served_by.url} any more")
             looked_at = time.monotonic()
         return last
 
-    metrics = metrics_url or readiness.metrics_url(served_by.url, api_key)
+    metrics = metrics_url or ask.metrics_url(served_by.url, api_key)
     return Endpoint(url=served_by.url, started=served_by, look=look, metrics_url=metrics)
 
 
-def _wait(start: _Start, url: str, look: Callable[[], Look], log: LogFile) -> readiness.Ready:
+def _wait(start: _Start, url: str, look: Callable[[], Look], log: LogFile) -> Ready:
     def dead() -> ServerError | None:
         seen = look()
         return None if seen.problem is None else containers.death(seen, log)
 
-    waiting = Waiting(dead, log.tail, start.server.startup_timeout_s, start.on_progress)
+    waiting = Waiting(dead, log, start.server.startup_timeout_s, start.on_progress)
     return wait_ready(url, start.compose.serving, start.model, waiting, api_key=start.api_key)
 
 

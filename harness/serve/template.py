@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 import yaml
-from jinja2 import FileSystemLoader, StrictUndefined, TemplateError
+from jinja2 import FileSystemLoader, StrictUndefined, TemplateError, Undefined
 from jinja2.sandbox import SandboxedEnvironment
 
 from harness.errors import HarnessError, ScenarioError, did_you_mean
@@ -69,11 +69,10 @@ def variables(template: str, folder: Path | None = None) -> dict[str, Variable]:
 
 def server_problems(server: Server, path: str) -> list[str]:
     """What is wrong with a scenario's server, as far as its template tells; `path` such as $.servers.a."""
-    try:
-        declared = variables(server.template)
-    except HarnessError as error:
-        return [f"{path}.template: {error}"]
-    return _variable_problems(declared, server.variables, f"{path}.variables")
+    if server.template not in templates():
+        advice = did_you_mean(server.template, templates())
+        return [f"{path}.template: there is no server template '{server.template}'; {advice}"]
+    return _variable_problems(variables(server.template), server.variables, f"{path}.variables")
 
 
 def _variable_problems(declared: dict[str, Variable], given: dict[str, Any], path: str) -> list[str]:
@@ -204,6 +203,8 @@ def quote(value: Any) -> Quoted:
         return Quoted("[" + ", ".join(quote(str(item)) for item in value) + "]")
     if isinstance(value, dict):
         return Quoted("{" + ", ".join(f"{quote(str(k))}: {quote(str(v))}" for k, v in value.items()) + "}")
+    if isinstance(value, Undefined):
+        str(value)  # raises, and says which variable
     text = json.dumps(value, ensure_ascii=False)
     return Quoted("".join(char if char.isprintable() else _escape(char) for char in text))
 

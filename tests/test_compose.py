@@ -1,0 +1,373 @@
+"""Templates and the Compose files that they make: nothing is injected, dropped or misread."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from jinja2 import Environment, meta
+
+from harness.errors import HarnessError, ScenarioError
+from harness.paths import COMPOSE
+from harness.scenario import Load, Scenario, Server
+from harness.serve import check_servers, compose_document, templates, variables
+from harness.serve.compose import filled_in, parse
+from harness.serve.interpolate import interpolate
+from harness.serve.template import quote, render
+from harness.serve.values import parse_bytes, parse_device, parse_port, parse_seconds, parse_volume
+
+EVIL = "x\"\n    privileged: true\n  other:\n    image: evil # '{{ 7 * 7 }}{% raw %}\u2028\x85\x7f\x00\ufeff: - ]}"
+NAMES = ["lemonade", "llamacpp", "simulated", "vllm-cpu", "vllm-rocm"]
+
+
+def rendered(template: str, given: dict[str, Any] | None = None, model: str = "org/model") -> str:
+    return render(template, given or {}, model=model, host_port=18000, groups=[44, 992])
+
+
+def scenario(server: Server, **loads: Load) -> Scenario:
+    return Scenario(
+        version=1, question="q", model="org/model", servers={"s": server}, loads=loads or {"l": Load(user="chat")}
+    )
+
+
+def test_the_templates_that_ship() -> None:
+    assert templates() == NAMES
+
+
+@pytest.mark.parametrize("template", NAMES)
+def test_every_template_works_with_its_defaults(template: str) -> None:
+    compose = parse(rendered(template))
+    assert compose.serving.template == template
+    assert compose.server.ports == [f"127.0.0.1:18000:{compose.serving.port}"]
+    assert compose.server.init is True
+    assert compose.serving.simulated is (template == "simulated")
+    assert filled_in(compose, {}).server.command == compose.server.command
+
+
+@pytest.mark.parametrize("template", [*NAMES, "locust"])
+def test_declared_and_used_variables_are_the_same(template: str) -> None:
+    text = (COMPOSE / f"{template}.yaml.j2").read_text()
+    used = meta.find_undeclared_variables(Environment().parse(text)) - {"locust"}
+    if template == "locust":
+        used = set(re.findall(r"\blocust\.(\w+)", text))
+    assert used == set(variables(template))
+
+
+@pytest.mark.parametrize("template", [*NAMES, "locust"])
+def test_every_variable_is_explained_and_its_default_fits(template: str) -> None:
+    for name, variable in variables(template).items():
+        assert variable.doc, name
+    if template != "locust":
+        given = {name: v.default for name, v in variables(template).items() if not v.required}
+        assert parse(rendered(template, given)) == parse(rendered(template))
+
+
+def strings_of(template: str) -> list[str]:
+    kinds = {name: variable.type.rstrip("?") for name, variable in variables(template).items()}
+    return [name for name, kind in kinds.items() if kind == "string" and name != "model"]
+
+
+@pytest.mark.parametrize(("template", "name"), [(t, n) for t in NAMES for n in strings_of(t)])
+def test_no_text_can_inject_yaml(template: str, name: str) -> None:
+    plain = yaml.safe_load(rendered(template, {name: "plain"}))
+    evil = yaml.safe_load(rendered(template, {name: EVIL}))
+    assert list(evil) == list(plain)
+    assert list(evil["services"]) == ["server"]
+    assert list(evil["services"]["server"]) == list(plain["services"]["server"])
+    assert str(plain).count("plain") <= str(evil).count(repr(EVIL)[1:-1])
+
+
+@pytest.mark.parametrize("template", NAMES)
+def test_no_item_of_a_list_or_mapping_can_inject_yaml(template: str) -> None:
+    given: dict[str, Any] = {"extra_args": [EVIL, 7], "environment": {"A": EVIL, "B": 0.5}}
+    if "groups" in variables(template):
+        given["groups"] = [EVIL]
+    server = yaml.safe_load(rendered(template, given))["services"]["server"]
+    assert server["command"][-2:] == [EVIL, "7"] or EVIL in server["command"]
+    assert (server["environment"]["A"], server["environment"]["B"]) == (EVIL, "0.5")
+
+
+@given(st.text())
+def test_the_model_arrives_as_it_was_written(model: str) -> None:
+    server = parse(rendered("simulated", model=model)).server
+    assert server.command is not None and server.command[-1] == model
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3)))
+def test_what_is_quoted_stays_on_its_line_and_keeps_its_value(value: Any) -> None:
+    text = quote(value)
+    assert len(text.splitlines()) == 1
+    expected = [str(item) for item in value] if isinstance(value, list) else value
+    assert yaml.safe_load(text) == expected
+
+
+def test_a_template_cannot_print_an_unquoted_value(tmp_path: Path) -> None:
+    declaration = "{# model: {type: string, doc: d} #}\n"
+    (tmp_path / "t.yaml.j2").write_text(declaration + "a: {{ model }}\n")
+    with pytest.raises(HarnessError, match="printed without the filter tojson"):
+        render("t", {}, model="m", host_port=1, groups=[], folder=tmp_path)
+
+
+def test_a_template_cannot_reach_python(tmp_path: Path) -> None:
+    declaration = "{# model: {type: string, doc: d} #}\n"
+    (tmp_path / "t.yaml.j2").write_text(declaration + "a: {{ model.__class__.__mro__ | tojson }}\n")
+    with pytest.raises(HarnessError, match="unsafe"):
+        render("t", {}, model="m", host_port=1, groups=[], folder=tmp_path)
+
+
+def test_an_undeclared_variable_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "t.yaml.j2").write_text("{# model: {type: string, doc: d} #}\na: {{ nothing | tojson }}\n")
+    with pytest.raises(HarnessError, match="'nothing' is undefined"):
+        render("t", {}, model="m", host_port=1, groups=[], folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("template", "given", "problem"),
+    [
+        ("vllm-rok", {}, "$.servers.s.template: there is no server template 'vllm-rok'; did you mean 'vllm-rocm'?"),
+        ("locust", {}, "$.servers.s.template: there is no server template 'locust'; known: " + ", ".join(NAMES)),
+        ("vllm-rocm", {"max_num_seq": 1}, ".variables.max_num_seq: unknown variable; did you mean 'max_num_seqs'?"),
+        ("vllm-rocm", {"max_num_seqs": "10"}, ".variables.max_num_seqs: a whole number is expected, got '10'"),
+        ("vllm-rocm", {"max_num_seqs": True}, ".variables.max_num_seqs: a whole number is expected, got True"),
+        ("vllm-rocm", {"seed": None}, ".variables.seed: a whole number is expected, got None"),
+        (
+            "vllm-rocm",
+            {"extra_args": "--x"},
+            ".variables.extra_args: a list of texts or numbers is expected, got '--x'",
+        ),
+        ("vllm-rocm", {"environment": {"A": [1]}}, "a mapping from names to texts or numbers is expected"),
+        ("vllm-rocm", {"model": "x"}, ".variables.model: comes from the scenario's own 'model'; remove it here"),
+        ("vllm-rocm", {"environment": {"HF_TOKEN": "hf_abc"}}, "HF_TOKEN: a secret must not stand in the scenario"),
+        ("vllm-rocm", {"ipc": "host", "shm_size": "16g"}, "shm_size: 16g would have no effect"),
+        ("vllm-rocm", {"shm_size": "sixteen"}, "'sixteen' is not a size; write it like 16g or 512m"),
+        ("vllm-rocm", {"volumes": ["/:/host"]}, "'/:/host' would give the whole host to the container"),
+        ("vllm-rocm", {"volumes": ["//../:/host"]}, "would give the whole host to the container"),
+        ("vllm-rocm", {"volumes": ["/models"]}, "'/models' is not a volume"),
+        ("vllm-rocm", {"volumes": ["./m:/models"]}, "is neither an absolute path nor the name of a volume"),
+        ("vllm-rocm", {"devices": ["kfd"]}, "'kfd' is not a device"),
+        ("vllm-rocm", {"devices": ["/dev/../etc/shadow"]}, "is not a device"),
+        ("vllm-rocm", {"publish": "everywhere"}, "'everywhere:1:8000' is not a published port"),
+        ("vllm-rocm", {"port": 99999}, "a port is a number from 1 to 65535"),
+        ("vllm-rocm", {"image": "An Image"}, "'An Image' is not the name of an image"),
+        ("vllm-rocm", {"ipc": "hots"}, "'hots' is not an ipc mode; known: host, none, private, shareable"),
+        ("vllm-rocm", {"groups": ["two words"]}, "'two words' is not a group; give its number"),
+    ],
+)
+def test_a_bad_server_is_refused_in_words(template: str, given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ScenarioError) as caught:
+        check_servers(scenario(Server(template=template, variables=given)), "x.yaml")
+    assert problem in caught.value.detail
+
+
+def test_all_problems_come_at_once() -> None:
+    with pytest.raises(ScenarioError) as caught:
+        check_servers(scenario(Server(template="vllm-rocm", variables={"seed": "x", "a": 1, "publish": 3})), "x.yaml")
+    assert len(caught.value.problems) == 3
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("privileged", True),
+        ("restart", "always"),
+        ("network_mode", "host"),
+        ("build", "."),
+        ("deploy", {}),
+        ("pid", "host"),
+    ],
+)
+def test_a_key_that_is_not_carried_out_is_refused_by_name(key: str, value: Any) -> None:
+    raw = yaml.safe_load(rendered("simulated"))
+    raw["services"]["server"][key] = value
+    with pytest.raises(HarnessError, match=rf"\$.services.server.{key}: the harness does not carry out '{key}'"):
+        parse(yaml.safe_dump(raw))
+
+
+def test_other_places_refuse_unknown_keys_too() -> None:
+    raw = yaml.safe_load(rendered("vllm-rocm"))
+    raw["networks"] = {}
+    raw["volumes"]["amd-llm-load-vllm"]["driver"] = "nfs"
+    with pytest.raises(HarnessError) as caught:
+        parse(yaml.safe_dump(raw))
+    assert "$.networks: the harness does not carry out 'networks'" in caught.value.what
+    assert "$.volumes.amd-llm-load-vllm.driver: the harness does not carry out 'driver'" in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("command", "serve model", "$.services.server.command"),
+        ("devices", "/dev/kfd", "$.services.server.devices"),
+        ("environment", ["A=1"], "$.services.server.environment"),
+        ("init", "yes", "$.services.server.init"),
+        ("ulimits", {"nofile": 1}, "$.services.server.ulimits.nofile"),
+    ],
+)
+def test_a_value_of_the_wrong_shape_is_refused(key: str, value: Any, message: str) -> None:
+    raw = yaml.safe_load(rendered("simulated"))
+    raw["services"]["server"][key] = value
+    with pytest.raises(HarnessError) as caught:
+        parse(yaml.safe_dump(raw))
+    assert message in caught.value.what
+
+
+def test_only_one_service_is_a_server() -> None:
+    raw = yaml.safe_load(rendered("simulated"))
+    raw["services"]["two"] = raw["services"]["server"]
+    with pytest.raises(HarnessError, match="exactly one service named 'server'"):
+        parse(yaml.safe_dump(raw))
+
+
+def test_vllm_rocm_says_what_the_documents_ask_for() -> None:
+    server = parse(rendered("vllm-rocm")).server
+    assert server.devices == ["/dev/kfd", "/dev/dri"]
+    assert server.group_add == ["44", "992"]
+    assert (server.ipc, server.shm_size) == ("host", None)
+    assert server.security_opt == ["seccomp=unconfined"]
+    assert server.cap_add == ["SYS_PTRACE"]
+    assert server.volumes == [
+        "amd-llm-load-huggingface:/root/.cache/huggingface",
+        "amd-llm-load-vllm:/root/.cache/vllm",
+        "amd-llm-load-triton:/root/.triton",
+    ]
+    assert server.command == [
+        *("org/model", "--served-model-name", "org/model", "--host", "0.0.0.0", "--port", "8000"),
+        *("--dtype", "auto", "--seed", "0", "--max-model-len", "8192", "--gpu-memory-utilization", "0.75"),
+        *("--max-num-seqs", "64", "--max-num-batched-tokens", "8192", "--enable-prefix-caching"),
+    ]
+
+
+def test_a_digest_an_entrypoint_and_a_size_of_shared_memory_pass_through() -> None:
+    given = {
+        "image": "rocm/vllm@sha256:" + "a" * 64,
+        "entrypoint": ["vllm", "serve"],
+        "shm_size": "16g",
+        "max_num_seqs": None,
+        "model_path": "/models/x",
+        "huggingface_cache": "/data/hf",
+        "vllm_cache": None,
+        "volumes": ["/models:/models:ro", "weights:/weights"],
+    }
+    compose = parse(rendered("vllm-rocm", given))
+    server = compose.server
+    assert server.image == given["image"]
+    assert server.entrypoint == ["vllm", "serve"]
+    assert (server.ipc, server.shm_size) == (None, "16g")
+    assert server.command is not None and server.command[:3] == ["/models/x", "--served-model-name", "org/model"]
+    assert "--max-num-seqs" not in server.command
+    assert server.volumes == [
+        "/data/hf:/root/.cache/huggingface",
+        "amd-llm-load-triton:/root/.triton",
+        "/models:/models:ro",
+        "weights:/weights",
+    ]
+    assert {name: volume.external for name, volume in compose.volumes.items()} == {
+        "amd-llm-load-triton": False,
+        "weights": True,
+    }
+
+
+def test_lemonade_loads_the_model_with_a_request() -> None:
+    load = parse(rendered("lemonade", {"vllm_args": "--max-num-seqs 32"}, model="user.Tiny")).serving.load
+    assert load is not None and load.path == "/api/v1/load"
+    assert load.body == {"model_name": "user.Tiny", "ctx_size": 8192, "vllm_args": "--max-num-seqs 32"}
+
+
+def test_a_secret_is_filled_in_at_the_start_and_never_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret_of_the_test")
+    server = Server(template="vllm-rocm", variables={"environment": {"MY_API_KEY": "${MY_API_KEY}"}})
+    text = compose_document(scenario(server), "s")
+    assert "hf_secret" not in text
+    compose = parse(compose_document(scenario(server), "s", with_locust=False))
+    assert compose.server.environment["HF_TOKEN"] == "${HF_TOKEN-}"
+    filled = filled_in(compose, {"HF_TOKEN": "hf_secret", "MY_API_KEY": "k"})
+    assert (filled.server.environment["HF_TOKEN"], filled.server.environment["MY_API_KEY"]) == ("hf_secret", "k")
+    with pytest.raises(HarnessError, match="MY_API_KEY is not set; export it, or write"):
+        filled_in(compose, {})
+
+
+def test_an_interpolated_value_is_checked_like_any_other() -> None:
+    compose = parse(rendered("simulated", {"volumes": ["${FOLDER}:/models"]}))
+    assert filled_in(compose, {"FOLDER": "/data"}).server.volumes == ["/data:/models"]
+    with pytest.raises(HarnessError, match="would give the whole host"):
+        filled_in(compose, {"FOLDER": "/"})
+    with pytest.raises(HarnessError, match="'other' is not declared"):
+        filled_in(compose, {"FOLDER": "other"})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("$A ${A} ${A-x} ${A:-x} ${A?e} ${A:?e} ${A+x} ${A:+x}", "1 1 1 1 1 1 x x"),
+        ("${E-x}|${E:-x}|${E+x}|${E:+x}|$E", "|x|x||"),
+        ("${U-x}|${U:-x}|${U+x}|${U:+x}|${U-}", "x|x|||"),
+        ("$$A costs $$5", "$A costs $5"),
+        ("$${A}", "${A}"),
+    ],
+)
+def test_interpolation(text: str, expected: str) -> None:
+    problems: list[str] = []
+    assert interpolate(text, {"A": "1", "E": ""}, problems) == expected
+    assert problems == []
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("$U", "$.k: the environment variable U is not set; export it, or write ${U-} where it may be missing"),
+        ("${U:?it is the key}", "$.k: the environment variable U is not set; it is the key"),
+        ("${E:?it is empty}", "$.k: the environment variable E is not set; it is empty"),
+        ("5$", "$.k: a dollar sign that starts no ${NAME}; write $$ for a plain one"),
+        ("${A", "$.k: a dollar sign that starts no ${NAME}; write $$ for a plain one"),
+        ("${A:-${B}}", "$.k: a dollar sign that starts no ${NAME}; write $$ for a plain one"),
+    ],
+)
+def test_what_cannot_be_interpolated_is_said(text: str, problem: str) -> None:
+    problems: list[str] = []
+    interpolate({"k": text}, {"A": "1", "E": ""}, problems)
+    assert problem in problems
+
+
+def test_the_document_for_docker_compose_has_the_load_generator() -> None:
+    raw = yaml.safe_load(
+        compose_document(
+            scenario(Server(template="simulated"), a=Load(user="batch", users=3), b=Load(user="chat", users=7)), "s"
+        )
+    )
+    assert list(raw["services"]) == ["server", "locust"]
+    locust = raw["services"]["locust"]
+    assert locust["ports"] == ["127.0.0.1:8089:8089"]
+    assert locust["depends_on"] == {"server": {"condition": "service_healthy"}}
+    assert locust["command"][:5] == ["locust", "-f", "/opt/amd-llm-load/locustfiles/batch.py", "-f",
+                                     "/opt/amd-llm-load/locustfiles/chat.py"]  # fmt: skip
+    assert locust["command"][-2:] == ["--users", "7"]
+    assert "version" not in raw
+
+
+def test_an_unknown_server_is_named() -> None:
+    with pytest.raises(HarnessError, match="the scenario has no server 'x'; it has s"):
+        compose_document(scenario(Server(template="simulated")), "x")
+
+
+def test_the_short_forms_of_values() -> None:
+    assert [parse_bytes(text) for text in ("512", "1k", "512m", "16g", "16GB")] == [
+        512, 1024, 512 << 20, 16 << 30, 16 << 30,
+    ]  # fmt: skip
+    assert [parse_seconds(text) for text in ("30s", "1m30s", "500ms", "1h")] == [30.0, 90.0, 0.5, 3600.0]
+    assert parse_port("127.0.0.1:18000:8000") == ("127.0.0.1", 18000, 8000)
+    assert parse_port("[::1]:1:2/tcp") == ("::1", 1, 2)
+    assert parse_volume("/a:/b:ro") == ("/a", "/b", True)
+    assert parse_volume("name:/b").named
+    assert parse_device("/dev/null:/dev/kfd") == ("/dev/null", "/dev/kfd", "rwm")
+    assert parse_device("/dev/kfd:/dev/kfd:rw").permissions == "rw"
+
+
+@pytest.mark.parametrize(
+    "text", ["8000:8000", "8000", "127.0.0.1:8000", "127.0.0.1::8000", "1.2.3.999:1:2", "127.0.0.1:0:1"]
+)
+def test_a_port_must_say_where_it_is_published(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_port(text)
