@@ -1,12 +1,20 @@
 """What a run says in numbers: a Summary derived from its records, cell by cell and row by row."""
 
+from typing import Literal
+
 from msgspec import Struct
+
+# Requests that a percentile needs at 99 % confidence; the rule is stats.samples_needed, and a test holds them equal.
+NEEDED = {"p50": 11, "p90": 64, "p95": 130, "p99": 662}
 
 
 class Distribution(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Exact statistics of a sample, in its own unit. A percentile that the sample cannot carry is None."""
+    """Exact statistics of a sample, in its own unit. A percentile that the sample cannot carry is None.
 
-    n: int
+    Many chunk gaps come from one request and are not independent, so what counts there is the number of requests.
+    """
+
+    n: int  # values in the sample
     mean: float | None = None
     least: float | None = None
     most: float | None = None
@@ -24,12 +32,14 @@ class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     failed: int  # any error but `unfinished`
     unfinished: int
     errors: dict[str, int] = {}  # by kind
-    prompt_tokens: int | None = None
-    output_tokens: int | None = None
-    cached_tokens: int | None = None
-    wall_s: float | None = None  # first sent to last ended
-    output_tok_s: float | None = None
-    requests_per_s: float | None = None
+    prompt_tokens: int | None = None  # of the successful requests; None when one of them was not counted
+    output_tokens: int | None = None  # likewise
+    cached_tokens: int | None = None  # where the server reports them
+    wall_s: float | None = None  # fixed amount of work: first sent to last ended; None for a timed load
+    window: Literal["wall", "timed"] | None = None  # what the rates refer to: the wall time or the measured time
+    window_s: float | None = None
+    output_tok_s: float | None = None  # output tokens generated inside the window / window
+    requests_per_s: float | None = None  # successful requests that ended inside the window / window
     ttft_s: Distribution
     ttfo_s: Distribution
     tpot_s: Distribution
@@ -44,7 +54,7 @@ class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class ServerLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the server's own metrics said during a cell. None: it has no such metric."""
+    """What the server's own metrics said during a cell. None: it has no such metric, or it was not read in time."""
 
     running_most: float | None = None
     running_mean: float | None = None
@@ -52,6 +62,7 @@ class ServerLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     kv_usage_most: float | None = None  # 0 to 1
     preemptions: float | None = None
     generated_tokens: float | None = None  # by the server's counter, warm-up included
+    restarted: bool = False  # a counter went backwards or the process has another start time
     prefix_hit_ratio: float | None = None
 
 
@@ -66,6 +77,7 @@ class CellSummary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     server_load: ServerLoad
     ready_s: float | None = None  # the server's start until its first answer
     problems: list[str] = []  # why it is not valid
+    notes: list[str] = []  # what a reader should know and does not make it invalid
 
 
 class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -96,7 +108,8 @@ class Summary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     question: str
     simulated: bool
     valid: bool
-    reasons: list[str]
+    reasons: list[str]  # why it is not valid
+    notes: list[str] = []
     rows: list[Row]
     cells: list[CellSummary]
     comparison: "Comparison | None" = None  # each row against the scenario's baseline
@@ -112,7 +125,7 @@ class Verdict(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     ratio: float | None  # of speed: above 1 the side is faster than the baseline
     low: float | None  # 95 % interval of the ratio
     high: float | None
-    p: float | None  # exact two-sided permutation test, corrected for the number of comparisons
+    p: float | None  # two-sided permutation test, corrected for the number of comparisons
     n: tuple[int, int]  # run-level values: side, baseline
     word: str  # "faster", "slower", "same", "cannot tell"
     sentence: str  # the verdict in words, with its reason and what would settle it

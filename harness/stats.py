@@ -1,0 +1,183 @@
+"""The statistics behind percentiles and verdicts, each with the rule it follows."""
+
+import functools
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+ALPHA = 0.05  # of tests and intervals
+MOST_ASSIGNMENTS = 200_000  # ten against ten is the most that is enumerated
+MOST_REPEATS = 100  # beyond which no number of repeats is suggested
+_DRAWS = 100_000
+
+
+def samples_needed(permille: int, confidence: float = 0.99) -> int:
+    """How many samples bound a percentile from above: the least n at which, at this confidence, at least two of
+    them lie beyond the true value, p^n + n (1 - p) p^(n - 1) <= 1 - confidence with p = permille / 1000.
+
+    At 99 %: 11 for p50, 64 for p90, 130 for p95, 662 for p99, 6636 for p99.9. It is the rule of MLPerf's early
+    stopping with one sample beyond the bound allowed.
+    """
+    p = permille / 1000
+    n = 1
+    while p**n + n * (1 - p) * p ** (n - 1) > 1 - confidence:
+        n += 1
+    return n
+
+
+def percentile(ordered: Array, permille: int) -> float:
+    """The exact percentile of sorted values: the least of them that at least so many per mille do not exceed."""
+    rank = -(-len(ordered) * permille // 1000)
+    return float(ordered[max(rank, 1) - 1])
+
+
+class Ratio(NamedTuple):
+    """Geometric mean of one side over that of the other, and its interval."""
+
+    ratio: float
+    low: float
+    high: float
+
+
+def geometric_ratio(side: Sequence[float], base: Sequence[float]) -> float:
+    """Geometric mean of `side` over that of `base`. All values must be positive."""
+    return math.exp(_mean_log(side) - _mean_log(base))
+
+
+def ratio_interval(side: Sequence[float], base: Sequence[float], level: float = 1 - ALPHA) -> Ratio | None:
+    """The ratio with its interval by Welch's t on logarithms. None with fewer than two values on a side."""
+    if len(side) < 2 or len(base) < 2:
+        return None
+    middle = _mean_log(side) - _mean_log(base)
+    half = _half_width(_var_log(side), len(side), _var_log(base), len(base), level)
+    return Ratio(math.exp(middle), math.exp(middle - half), math.exp(middle + half))
+
+
+def permutation_p(side: Sequence[float], base: Sequence[float]) -> float:
+    """Two-sided permutation test of the difference of mean logarithms.
+
+    Exact, over all assignments of the values to the two sides, up to MOST_ASSIGNMENTS of them; beyond that over
+    a seeded random sample, counted so that p is never too small.
+    """
+    logs = np.log(np.concatenate([np.asarray(side, dtype=np.float64), np.asarray(base, dtype=np.float64)]))
+    n, total = len(side), float(logs.sum())
+    # The difference of means is a function of one side's sum; distances from its expectation are compared.
+    expected = total * n / len(logs)
+    seen = abs(float(logs[:n].sum()) - expected)
+    exact = math.comb(len(logs), n) <= MOST_ASSIGNMENTS
+    sums = logs[_assignments(n, len(logs))].sum(axis=1) if exact else _drawn_sums(logs, n)
+    # Sums of the same values in another order differ in the last bits.
+    extreme = int(np.count_nonzero(np.abs(sums - expected) >= seen - 1e-9 * max(seen, 1e-3)))
+    return extreme / len(sums) if exact else (extreme + 1) / (len(sums) + 1)
+
+
+def smallest_p(n: int, m: int) -> float:
+    """The smallest p that `permutation_p` can give for n against m values: 5 and 5: 0.008, 3 and 3: 0.10."""
+    assignments = math.comb(n + m, n)
+    # Of equal sides every assignment has a mirror image that is as extreme.
+    least = min(2 if n == m else 1, assignments) / assignments
+    return least if assignments <= MOST_ASSIGNMENTS else max(least, 1 / (_DRAWS + 1))
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """p-values corrected for their number by Holm's method, in the order given."""
+    corrected = [0.0] * len(ps)
+    largest = 0.0
+    for rank, place in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
+        largest = max(largest, min(1.0, (len(ps) - rank) * ps[place]))
+        corrected[place] = largest
+    return corrected
+
+
+def repeats_to_reach_p(comparisons: int) -> int:
+    """The least repeats a side with which a corrected p below ALPHA is possible at all."""
+    return next(n for n in range(2, MOST_REPEATS) if smallest_p(n, n) * comparisons < ALPHA)
+
+
+def repeats_to_settle(side: Sequence[float], base: Sequence[float], comparisons: int, floor: float) -> int | None:
+    """How many repeats a side would settle the matter if effect and spread stay as seen; None: over MOST_REPEATS.
+
+    An effect beyond the noise floor is settled once the permutation test can reach a corrected p below ALPHA and
+    the interval, at the level so corrected, excludes 1. A smaller one once the interval fits within the floor.
+    """
+    effect = abs(_mean_log(side) - _mean_log(base))
+    var, base_var = _var_log(side), _var_log(base)
+    band = math.log1p(floor)
+    for n in range(max(len(side), len(base)) + 1, MOST_REPEATS + 1):
+        if effect > band:
+            level = 1 - ALPHA / comparisons
+            settled = smallest_p(n, n) * comparisons < ALPHA and _half_width(var, n, base_var, n, level) < effect
+        else:
+            settled = _half_width(var, n, base_var, n, 1 - ALPHA) < band - effect
+        if settled:
+            return n
+    return None
+
+
+def noise_floor(groups: Sequence[Sequence[float]]) -> float:
+    """The relative difference that sides of the very same configuration may show, from A/A measurements.
+
+    Each group holds run-level values of that configuration. The floor is the farthest bound of the intervals of
+    all pairs of groups. Raises ValueError when there are not two groups of two values.
+    """
+    bounds = [0.0]
+    usable = [group for group in groups if len(group) >= 2]
+    if len(usable) < 2:
+        raise ValueError("a noise floor needs two groups of at least two values each")
+    for one, other in itertools.combinations(usable, 2):
+        interval = ratio_interval(one, other)
+        assert interval is not None
+        bounds += [abs(math.log(interval.low)), abs(math.log(interval.high))]
+    return math.expm1(max(bounds))
+
+
+def _mean_log(values: Sequence[float]) -> float:
+    return statistics.fmean(map(math.log, values))
+
+
+def _var_log(values: Sequence[float]) -> float:
+    """Variance of the logarithms; 0 for equal values, whose logarithms' mean may be off in the last bit."""
+    if min(values) == max(values):
+        return 0.0
+    return statistics.variance([math.log(value) for value in values])
+
+
+def _half_width(var: float, n: int, base_var: float, m: int, level: float) -> float:
+    """Half of Welch's interval for a difference of means."""
+    a, b = var / n, base_var / m
+    if a + b == 0:
+        return 0.0
+    freedom = (a + b) ** 2 / (a**2 / (n - 1) + b**2 / (m - 1))
+    return _t_quantile((1 + level) / 2, freedom) * math.sqrt(a + b)
+
+
+@functools.cache
+def _t_quantile(share: float, freedom: float) -> float:
+    from scipy.special import stdtrit  # a tenth of a second that most commands need not pay
+
+    return float(stdtrit(freedom, share))
+
+
+@functools.lru_cache(maxsize=16)
+def _assignments(n: int, total: int) -> NDArray[np.intp]:
+    """All ways to choose n of `total` places, one a row."""
+    count = math.comb(total, n)
+    flat = itertools.chain.from_iterable(itertools.combinations(range(total), n))
+    return np.fromiter(flat, dtype=np.intp, count=count * n).reshape(count, n)
+
+
+def _drawn_sums(logs: Array, n: int) -> Array:
+    dice = np.random.default_rng(20250917)
+    sums = np.empty(_DRAWS)
+    step = 10_000
+    for start in range(0, _DRAWS, step):
+        drawn = dice.permuted(np.tile(logs, (step, 1)), axis=1)[:, :n]
+        sums[start : start + step] = drawn.sum(axis=1)
+    return sums

@@ -1,0 +1,151 @@
+"""From a run directory to its Summary. Reads files only; the same files always give the same summary."""
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+
+from harness import checks, validity
+from harness.manifest import CellRun, Run, read_run
+from harness.metrics import MetricsSample, read_samples, server_load
+from harness.plan import Cell, baseline_of, plan
+from harness.records import ProcessMark, read_marks
+from harness.summary import CellSummary, Row, Summary
+from harness.tally import Clock, Place, Tally, numbers_of, tally
+from harness.verdicts import compare_rows
+
+
+def summarize(folder: Path) -> Summary:
+    """The summary of a run, however it ended. Raises HarnessError when there is no readable manifest."""
+    run = read_run(folder)
+    cells = _cells(run)
+    marks = _by_cell(read_marks(folder / "processes.jsonl"))
+    places = {name: _place(run, cell, marks.get(name, [])) for name, cell in cells.items()}
+    damaged: list[int] = []
+    strangers: Counter[str] = Counter()
+    tallies = tally(folder / "requests.jsonl", places, damaged, strangers)
+    samples = read_samples(folder / "metrics.jsonl")
+    ran = {cell.id: cell for cell in run.cells}
+    seen = {name: cell for name, cell in cells.items() if name in ran or name in tallies}
+    # A cell without a record still is a cell: it was run and gave nothing.
+    tallies = {name: tallies.get(name) or Tally(clock=places[name].clock) for name in seen}
+    summaries = [
+        _cell(run, cell, ran.get(name), tallies[name], samples.get(name, []), marks.get(name, []))
+        for name, cell in seen.items()
+    ]
+    found = validity.of_run(run, len(run.cells), damaged, strangers)
+    reasons = found.reasons + [problem for cell in summaries for problem in cell.problems]
+    notes = found.notes + [note for cell in summaries for note in cell.notes]
+    rows = _rows(run, summaries, tallies)
+    base = baseline_of(run.scenario)
+    comparison = None if reasons else compare_rows(rows, (base.server, base.load), run.scenario)
+    return Summary(
+        run=run.id,
+        scenario=run.scenario_name,
+        question=run.scenario.question,
+        simulated=run.simulated,
+        valid=not reasons,
+        reasons=reasons,
+        notes=notes,
+        rows=rows,
+        cells=summaries,
+        comparison=comparison,
+        checks=checks.evaluate(run.scenario.checks, rows, comparison),
+    )
+
+
+def encode_summary(summary: Summary) -> str:
+    """A summary as JSON for people and programs."""
+    return msgspec.json.format(msgspec.json.encode(summary), indent=1).decode()
+
+
+def write_summary(folder: Path, summary: Summary) -> None:
+    """Replace summary.json in one step."""
+    temporary = folder / "summary.json.new"
+    temporary.write_text(encode_summary(summary) + "\n", encoding="utf-8")
+    os.replace(temporary, folder / "summary.json")
+
+
+def _cells(run: Run) -> dict[str, Cell]:
+    """Every cell that the run may have records of, in the order of the plan."""
+    planned = {cell.id: cell for cell in plan(run.scenario)}
+    for server in run.scenario.servers:
+        for load in run.scenario.loads:
+            planned[f"live-{server}-{load}"] = Cell(f"live-{server}-{load}", server, load, 1)
+    ran = {cell.id: Cell(cell.id, cell.server, cell.load, cell.repeat) for cell in run.cells}
+    ordered = {name: planned[name] for name in run.order if name in planned}
+    return ordered | {name: cell for name, cell in ran.items() if name not in ordered}
+
+
+def _place(run: Run, cell: Cell, marks: list[ProcessMark]) -> Place:
+    load = run.scenario.loads.get(cell.load)
+    ended = next((ran.ended_wall_s for ran in run.cells if ran.id == cell.id), None)
+    return Place(Clock(marks), None if load is None or cell.id.startswith("live-") else load.duration_s, ended)
+
+
+def _by_cell(marks: list[ProcessMark]) -> dict[str, list[ProcessMark]]:
+    result: dict[str, list[ProcessMark]] = {}
+    for mark in marks:
+        result.setdefault(mark.cell, []).append(mark)
+    return result
+
+
+def _cell(
+    run: Run, cell: Cell, ran: CellRun | None, counted: Tally, samples: list[MetricsSample], marks: list[ProcessMark]
+) -> CellSummary:
+    numbers = numbers_of([counted])
+    wall_s = counted.clock.wall_s
+    first, last = wall_s(counted.first_sent_s), wall_s(counted.last_ended_s)
+    load = server_load(
+        samples,
+        sent_wall_s=wall_s(counted.first_any_s),
+        ended_wall_s=wall_s(counted.last_any_s),
+        measured_wall_s=None if first is None or last is None else (first, last),
+    )
+    found = validity.of_cell(
+        validity.Evidence(
+            cell=cell.id,
+            ran=ran,
+            load=run.scenario.loads[cell.load],
+            max_error_rate=run.scenario.max_error_rate,
+            tally=counted,
+            numbers=numbers,
+            server_load=load,
+            marks=marks,
+        )
+    )
+    phases = ran.served_by.phases if ran is not None else []
+    return CellSummary(
+        id=cell.id,
+        server=cell.server,
+        load=cell.load,
+        repeat=cell.repeat,
+        numbers=numbers,
+        server_load=load,
+        ready_s=sum(phase.seconds for phase in phases) if phases else None,
+        problems=found.reasons,
+        notes=found.notes,
+    )
+
+
+def _rows(run: Run, cells: list[CellSummary], tallies: dict[str, Tally]) -> list[Row]:
+    rows = []
+    for server in run.scenario.servers:
+        for load in run.scenario.loads:
+            mine = [cell for cell in cells if (cell.server, cell.load) == (server, load)]
+            if mine:
+                rows.append(_row(server, load, mine, tallies))
+    return rows
+
+
+def _row(server: str, load: str, cells: list[CellSummary], tallies: dict[str, Tally]) -> Row:
+    good = [cell.numbers for cell in cells if not cell.problems]
+    return Row(
+        server=server,
+        load=load,
+        cells=[cell.id for cell in cells],
+        wall_s=[n.wall_s for n in good if n.wall_s is not None],
+        output_tok_s=[n.output_tok_s for n in good if n.output_tok_s is not None],
+        pooled=numbers_of([tallies[cell.id] for cell in cells], [cell.numbers for cell in cells]),
+    )

@@ -1,0 +1,186 @@
+"""Whether a run may be believed: the rules of docs/method.md that its files can show.
+
+A reason makes a cell and its run INVALID. A note is what a reader should know all the same. Both are sentences.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from harness.manifest import CellRun, Run
+from harness.records import ProcessMark
+from harness.scenario import Load
+from harness.summary import Numbers, ServerLoad
+from harness.tally import Tally
+
+MOST_TOKEN_DIFFERENCE = 0.01
+MOST_SEND_LAG_S = 0.010
+MOST_CPU = 0.90  # of one core: a load process is one thread
+
+
+class Findings(Struct, frozen=True):
+    reasons: list[str]
+    notes: list[str]
+
+
+class Evidence(Struct, frozen=True, kw_only=True):
+    """What is known of one cell."""
+
+    cell: str
+    ran: CellRun | None  # None: the run ended before the cell did
+    load: Load
+    max_error_rate: float
+    tally: Tally
+    numbers: Numbers
+    server_load: ServerLoad
+    marks: Sequence[ProcessMark]
+
+
+def of_cell(evidence: Evidence) -> Findings:
+    """Judge one cell."""
+    cell = evidence.cell
+    reasons: list[str] = []
+    if evidence.ran is None:
+        reasons.append("it did not run to its end")
+    else:
+        reasons += _server(evidence.ran, evidence.server_load)
+        reasons += evidence.ran.problems
+    reasons += _processes(evidence)
+    reasons += _work(evidence)
+    reasons += _tokens(evidence.tally, evidence.server_load)
+    reasons += _generator(evidence)
+    return Findings([f"{cell}: {text}" for text in reasons], [f"{cell}: {text}" for text in _notes(evidence)])
+
+
+def of_run(run: Run, ran: int, damaged: Sequence[int], strangers: Counter[str]) -> Findings:
+    """Judge what concerns no single cell. `ran`: cells that came to their end; `strangers`: records by unknown cell."""
+    reasons = list(run.reasons) if run.status in ("failed", "interrupted") else []
+    if ran < len(run.order):
+        reasons.append(f"only {ran} of {len(run.order)} planned cells ran")
+    if damaged:
+        lines = ", ".join(map(str, damaged[:5])) + (" ..." if len(damaged) > 5 else "")
+        reasons.append(f"requests.jsonl: {_count(len(damaged), 'line')} cannot be read (line {lines})")
+    reasons += [
+        f"requests.jsonl: {_count(number, 'record')} of the cell '{cell}', which is not in the plan"
+        for cell, number in sorted(strangers.items())
+    ]
+    return Findings(reasons, [])
+
+
+def _server(ran: CellRun, load: ServerLoad) -> list[str]:
+    served = ran.served_by
+    reasons = []
+    if served.oom_killed:
+        reasons.append("the server was killed because memory ran out")
+    if served.exit_code is not None:
+        reasons.append(f"the server died with exit code {served.exit_code}")
+    if served.restarts:
+        reasons.append(f"the server was restarted {_count(served.restarts, 'time')}")
+    elif load.restarted:
+        reasons.append("the server was restarted: its counters began anew")
+    return reasons
+
+
+def _processes(evidence: Evidence) -> list[str]:
+    """Load processes that did not say goodbye, and records that got lost."""
+    starts = {mark.process for mark in evidence.marks if mark.event == "start"}
+    ends = {mark.process: mark for mark in evidence.marks if mark.event == "end"}
+    reasons = []
+    if len(starts) < evidence.load.processes:
+        reasons.append(f"{len(starts)} of {_count(evidence.load.processes, 'load process', 'es')} started")
+    killed = sorted(starts - ends.keys())
+    if killed:
+        names = ", ".join(map(str, killed))
+        reasons.append(f"load process {names} was killed: what it had sent and not yet recorded is not known")
+    for process, mark in sorted(ends.items()):
+        found = evidence.tally.by_process[process]
+        if mark.sent is not None and mark.sent != found:
+            reasons.append(
+                f"load process {process} sent {_count(mark.sent, 'request')} and the file has {_count(found, 'record')}"
+            )
+        elif mark.recorded is not None and mark.recorded != found:
+            reasons.append(f"load process {process} wrote {_count(mark.recorded, 'record')} and the file has {found:,}")
+    return reasons
+
+
+def _work(evidence: Evidence) -> list[str]:
+    """Whether the work that was planned was done, without more errors than allowed."""
+    numbers, load = evidence.numbers, evidence.load
+    reasons = []
+    if load.requests is not None and numbers.sent != load.requests:
+        reasons.append(f"{load.requests:,} measured requests were planned and {numbers.sent:,} were sent")
+    rate = numbers.error_rate
+    if rate is not None and rate > evidence.max_error_rate:
+        kinds = ", ".join(f"{kind} {number:,}" for kind, number in numbers.errors.items())
+        reasons.append(
+            f"{numbers.failed + numbers.unfinished:,} of {_count(numbers.sent, 'request')} failed or did not finish "
+            f"({kinds}): an error rate of {rate:.2%}, and at most {evidence.max_error_rate:.2%} is allowed"
+        )
+    if not numbers.succeeded:
+        reasons.append("no measured request succeeded")
+    wrong = evidence.tally.wrong_length
+    if wrong:
+        reasons.append(
+            f"{wrong:,} of {numbers.succeeded:,} answers do not have the fixed length of "
+            f"{load.output_tokens:,} tokens that was asked for"
+        )
+    return reasons
+
+
+def _tokens(tally: Tally, load: ServerLoad) -> list[str]:
+    """The server's counter against the tokens of all requests of the cell, warm-up included."""
+    served = load.generated_tokens
+    if served is None or load.restarted:
+        return []
+    least, most = tally.least_tokens, tally.most_tokens
+    missing = least - served if served < least else served - most if most is not None and served > most else 0.0
+    if missing <= MOST_TOKEN_DIFFERENCE * max(served, least):
+        return []
+    own = f"{least:,}" if least == most else f"at least {least:,}" if most is None else f"{least:,} to {most:,}"
+    return [
+        f"the server counted {served:,.0f} generated tokens and the client {own}, warm-up included: "
+        f"they differ by more than {MOST_TOKEN_DIFFERENCE:.0%}"
+    ]
+
+
+def _generator(evidence: Evidence) -> list[str]:
+    """Whether the instrument was the limit."""
+    reasons = []
+    lag = evidence.tally.median_send_lag_s()
+    if lag is not None and lag > MOST_SEND_LAG_S:
+        reasons.append(
+            f"half of the requests were sent {lag * 1000:.1f} ms or more behind schedule; "
+            f"at most {MOST_SEND_LAG_S * 1000:.0f} ms is allowed"
+        )
+    starts = {mark.process: mark.monotonic_s for mark in evidence.marks if mark.event == "start"}
+    for mark in evidence.marks:
+        if mark.event != "end" or mark.cpu_s is None or mark.process not in starts:
+            continue
+        lived_s = mark.monotonic_s - starts[mark.process]
+        if lived_s > 0 and mark.cpu_s / lived_s > MOST_CPU:
+            reasons.append(
+                f"load process {mark.process} used {mark.cpu_s / lived_s:.0%} of a core, more than "
+                f"{MOST_CPU:.0%}: the load generator may have been the limit; use more 'processes'"
+            )
+    return reasons
+
+
+def _notes(evidence: Evidence) -> list[str]:
+    tally, numbers = evidence.tally, evidence.numbers
+    notes = []
+    if tally.read_clock:
+        notes.append(
+            f"the chunk times of {tally.read_clock:,} of {_count(numbers.succeeded, 'request')} are those of the read, "
+            "not of the kernel"
+        )
+    if tally.without_output_tokens:
+        notes.append(
+            f"the server did not report the tokens of {tally.without_output_tokens:,} of "
+            f"{_count(numbers.succeeded, 'request')}: tok/s is not known"
+        )
+    return notes
+
+
+def _count(number: int, one: str, plural: str = "s") -> str:
+    return f"{number:,} {one if number == 1 else one + plural}"

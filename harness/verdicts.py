@@ -1,0 +1,199 @@
+"""From run-level values to verdicts: the rules of docs/method.md, in one place."""
+
+import math
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from harness import stats
+from harness.scenario import Load, Scenario
+from harness.stats import ALPHA, MOST_REPEATS, Ratio
+from harness.summary import Comparison, Row, Verdict
+
+METRIC_WORDS = {"wall_s": "wall time", "output_tok_s": "output tok/s"}
+
+
+class NoiseFloor(Struct, frozen=True):
+    """The relative effect below which a difference is not believed."""
+
+    relative: float = 0.02
+    source: str = "assumed"
+
+
+class Pair(Struct, frozen=True, kw_only=True):
+    """Two sides and their run-level values, as speeds: more is faster."""
+
+    side: str
+    baseline: str
+    side_speeds: list[float]
+    baseline_speeds: list[float]
+
+
+def compare_rows(
+    rows: Sequence[Row], baseline: tuple[str, str], scenario: Scenario, floor: NoiseFloor | None = None
+) -> Comparison | None:
+    """Every row of a run against its baseline row (server, load). None when that row is missing or alone."""
+    base = next((row for row in rows if (row.server, row.load) == baseline), None)
+    others = [row for row in rows if row is not base]
+    if base is None or not others:
+        return None
+    metric = metric_of([scenario.loads[row.load] for row in rows])
+    pairs = [
+        Pair(
+            side=row_name(row),
+            baseline=row_name(base),
+            side_speeds=speeds(metric, values_of(row, metric)),
+            baseline_speeds=speeds(metric, values_of(base, metric)),
+        )
+        for row in others
+    ]
+    return verdicts(pairs, metric, floor or NoiseFloor())
+
+
+def metric_of(loads: Sequence[Load]) -> str:
+    """The wall time where all loads are the same fixed amount of work, else the rate of output tokens.
+
+    Of natural length the answers, and with them the work, may differ from server to server.
+    """
+    work = {(load.requests, load.output_tokens, load.output, load.turns) for load in loads}
+    same = len(work) == 1 and all(load.requests is not None and load.output == "fixed" for load in loads)
+    return "wall_s" if same else "output_tok_s"
+
+
+def row_name(row: Row) -> str:
+    return f"{row.server} / {row.load}"
+
+
+def values_of(row: Row, metric: str) -> list[float]:
+    """A row's run-level values."""
+    return row.wall_s if metric == "wall_s" else row.output_tok_s
+
+
+def verdicts(pairs: Sequence[Pair], metric: str, floor: NoiseFloor) -> Comparison:
+    """Judge a table of pairs, corrected for how many there are. Pairs without values are not comparisons."""
+    raw = [
+        stats.permutation_p(pair.side_speeds, pair.baseline_speeds)
+        if pair.side_speeds and pair.baseline_speeds
+        else None
+        for pair in pairs
+    ]
+    made = [p for p in raw if p is not None]
+    corrected = iter(stats.holm(made))
+    judged = [
+        _judge(pair, metric, None if p is None else next(corrected), len(made), floor)
+        for pair, p in zip(pairs, raw, strict=True)
+    ]
+    return Comparison(
+        metric=metric,
+        comparisons=len(made),
+        noise_floor=floor.relative,
+        noise_source=floor.source,
+        verdicts=judged,
+    )
+
+
+def speeds(metric: str, values: Sequence[float]) -> list[float]:
+    """Run-level values as speeds: a wall time turned round, a rate as it is. A rate of zero has no ratio."""
+    return [1 / value if metric == "wall_s" else value for value in values if value > 0]
+
+
+def _judge(pair: Pair, metric: str, p: float | None, comparisons: int, floor: NoiseFloor) -> Verdict:
+    side, base = pair.side_speeds, pair.baseline_speeds
+    if p is None:
+        return _verdict(pair, metric, None, None, None, "cannot tell", _no_values(pair, metric))
+    interval = stats.ratio_interval(side, base)
+    ratio = stats.geometric_ratio(side, base)
+    if interval is None:
+        needed = stats.repeats_to_reach_p(comparisons)
+        text = (
+            f"cannot tell: {len(side)} against {_runs(len(base))} have no spread to judge the difference by; "
+            f"{needed} repeats a side is the least that can decide"
+        )
+        return _verdict(pair, metric, ratio, None, p, "cannot tell", text)
+    word, text = _weigh(pair, interval, p, comparisons, floor.relative)
+    return _verdict(pair, metric, ratio, interval, p, word, text)
+
+
+def _weigh(pair: Pair, seen: Ratio, p: float, comparisons: int, floor: float) -> tuple[str, str]:
+    """The verdict's word and sentence for two sides that have an interval."""
+    n, m = len(pair.side_speeds), len(pair.baseline_speeds)
+    band = math.log1p(floor)
+    excludes_one = seen.low > 1 or seen.high < 1
+    effect = abs(math.log(seen.ratio)) > band
+    bounds = f"95 % interval {_factor(seen.low)} to {_factor(seen.high)}"
+    evidence = f"({bounds}, p = {_p(p)}{_corrected(comparisons)}, {n} against {_runs(m)})"
+    if p < ALPHA and excludes_one and effect:
+        if seen.ratio > 1:
+            return "faster", f"faster: {_factor(seen.ratio)} times as fast as {pair.baseline} {evidence}"
+        return "slower", f"slower: {_factor(seen.ratio)} times as fast as {pair.baseline} {evidence}"
+    if -band < math.log(seen.low) and math.log(seen.high) < band:
+        return "same", f"same within ±{_percent(floor)} as {pair.baseline} {evidence}"
+    smallest = stats.smallest_p(n, m) * comparisons
+    if not effect:
+        why = (
+            f"a difference of {_percent(abs(seen.ratio - 1))} lies within the noise floor of ±{_percent(floor)}, "
+            f"but the {bounds} does not"
+        )
+    elif smallest >= ALPHA:
+        why = (
+            f"{n} against {_runs(m)} can never reach p < {ALPHA:g}{_corrected(comparisons)}; "
+            f"the smallest possible is {_p(min(1.0, smallest))}"
+        )
+    elif not excludes_one:
+        why = f"the {bounds} includes 1"
+    else:
+        why = f"p = {_p(p)}{_corrected(comparisons)} is not below {ALPHA:g}"
+    return "cannot tell", f"cannot tell: {why}; {_settle(pair, comparisons, floor)}"
+
+
+def _settle(pair: Pair, comparisons: int, floor: float) -> str:
+    needed = stats.repeats_to_settle(pair.side_speeds, pair.baseline_speeds, comparisons, floor)
+    if needed is None:
+        return f"more than {MOST_REPEATS} repeats a side would be needed at this spread"
+    return f"about {needed} repeats a side would settle it at this spread"
+
+
+def _no_values(pair: Pair, metric: str) -> str:
+    sides = ((pair.side, pair.side_speeds), (pair.baseline, pair.baseline_speeds))
+    empty = " and ".join(name for name, values in sides if not values)
+    reason = "the server has to report the tokens of every answer" if metric == "output_tok_s" else "it has to be run"
+    return f"cannot tell: there is no {METRIC_WORDS[metric]} of {empty}; {reason}"
+
+
+def _verdict(
+    pair: Pair, metric: str, ratio: float | None, interval: Ratio | None, p: float | None, word: str, sentence: str
+) -> Verdict:
+    return Verdict(
+        side=pair.side,
+        baseline=pair.baseline,
+        metric=metric,
+        ratio=ratio,
+        low=None if interval is None else interval.low,
+        high=None if interval is None else interval.high,
+        p=p,
+        n=(len(pair.side_speeds), len(pair.baseline_speeds)),
+        word=word,
+        sentence=f"{pair.side}: {sentence}.",
+    )
+
+
+def _factor(value: float) -> str:
+    """A ratio with so many digits that its distance from 1 is seen."""
+    distance = abs(value - 1)
+    return f"{value:.4f}" if distance < 0.005 else f"{value:.3f}" if distance < 0.05 else f"{value:.2f}"
+
+
+def _percent(value: float) -> str:
+    return f"{value * 100:.2g} %"
+
+
+def _p(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.095 else f"{value:.3f}" if value >= 0.001 else f"{value:.1e}"
+
+
+def _corrected(comparisons: int) -> str:
+    return "" if comparisons == 1 else f" after correction for {comparisons} comparisons"
+
+
+def _runs(number: int) -> str:
+    return f"{number} run" if number == 1 else f"{number} runs"
