@@ -36,6 +36,9 @@ class KernelClock:
         ask_for_stamps(self._keeps_stamps_on)
         self._offset_ns = time.monotonic_ns() - time.time_ns()
 
+    def close(self) -> None:
+        self._keeps_stamps_on.close()
+
     def read(self, control: list[tuple[int, int, bytes]]) -> tuple[int, int | None]:
         """Now, and the stamp in a read's control messages, if there is one."""
         before = time.monotonic_ns()

@@ -41,16 +41,21 @@ class LoadProcess:
         """Raises HarnessError when the host, the prompt file or the API key cannot be used."""
         self.job = job
         self.recorder = recorder
-        self.tickets = Tickets(job.tickets_path, plan_of(job))
         self.by_hand = not job.load_name
-        if self.by_hand:
-            os.unlink(job.tickets_path)  # of use to this process only, and open
         self._target = Target.of(host)
-        self._clock = KernelClock()
         self._rows = workload.read_rows(job.prompt_file) if job.prompt_file else []
         self._secret = _secret(job.api_key_env)
         self._model = job.model
         self._asking_for_model = Semaphore()
+        self._clock = KernelClock()
+        self.tickets = Tickets(job.tickets_path, plan_of(job))
+        if self.by_hand:
+            os.unlink(job.tickets_path)  # of use to this process only, which has it open
+
+    def close(self) -> None:
+        """Let go of everything but the recorder."""
+        self.tickets.close()
+        self._clock.close()
 
     def client(self) -> Client:
         headers = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}

@@ -1,0 +1,165 @@
+"""The request sequence is a function of the seed, and of nothing else."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import harness.data
+from harness.data.make_classification import items
+from harness.errors import HarnessError
+from harness.scenario import Load, Prompts, Scenario, Server
+from harness.workload import Row, RowMessage, messages, read_rows, salt_words, text, workload_sha256
+
+DATA = Path(harness.data.__file__).parent
+
+
+def test_a_text_has_the_stated_length_and_depends_on_seed_and_place() -> None:
+    assert len(text(256, 1, 0).split()) == 256
+    assert text(8, 42, 0) == "called hot birthday quality risk outside following gas"
+    assert len({text(16, seed, place) for seed in range(10) for place in range(-10, 10)}) == 200
+
+
+def test_the_words_are_distinct_and_plain() -> None:
+    words = (DATA / "words.txt").read_text(encoding="ascii").split()
+    assert len(words) == len(set(words)) == 932
+    assert all(word.isalpha() and word.islower() for word in words)
+
+
+def test_synthetic_prompts_share_the_system_prompt_and_nothing_else() -> None:
+    prompts = Prompts(tokens=20, system_tokens=30)
+    first, second = (messages(prompts, 7, index, None, []) for index in (0, 1))
+    assert [message["role"] for message in first] == ["system", "user"]
+    assert len(first[0]["content"].split()) == 30
+    assert first[0] == second[0]
+    assert first[1] != second[1]
+
+
+@pytest.mark.parametrize("system_tokens", [0, 5])
+def test_the_salt_comes_first_of_all(system_tokens: int) -> None:
+    prompts = Prompts(tokens=6, system_tokens=system_tokens)
+    plain = messages(prompts, 7, 3, None, [])
+    salted = messages(prompts, 7, 3, "one two three four", [])
+    assert salted[0]["content"] == "one two three four " + plain[0]["content"]
+    assert salted[1:] == plain[1:]
+
+
+def test_each_cell_has_its_own_salt() -> None:
+    salts = {salt_words(run, cell) for run in ("a", "b") for cell in ("r1-x-y", "r2-x-y", "r1-x-z")}
+    assert len(salts) == 6
+    assert all(len(salt.split()) == 4 for salt in salts)
+    assert salt_words("a", "r1-x-y") == salt_words("a", "r1-x-y")
+
+
+def test_rows_of_a_file_are_cycled_and_keep_their_roles() -> None:
+    rows = [Row(prompt="a"), Row(messages=[RowMessage("system", "s"), RowMessage("user", "b")])]
+    prompts = Prompts(kind="file", file="x.jsonl")
+    sequence = [messages(prompts, 1, index, None, rows) for index in range(-1, 3)]
+    a = [{"role": "user", "content": "a"}]
+    b = [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}]
+    assert sequence == [b, a, b, a]
+
+
+def test_rows_are_read_and_other_keys_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a", "label": 3}\n\n{"messages": [{"role": "user", "content": "b"}]}\n')
+    assert read_rows(path) == [Row(prompt="a"), Row(messages=[RowMessage("user", "b")])]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{nonsense", "JSON is malformed: object keys must be strings (byte 1)"),
+        ('"text"', "Expected `object`, got `str`"),
+        ('{"text": "a"}', "exactly one of 'prompt' and 'messages' is expected"),
+        ('{"prompt": "a", "messages": []}', "exactly one of 'prompt' and 'messages' is expected"),
+        ('{"prompt": ""}', "the prompt is empty"),
+        ('{"messages": []}', "the prompt is empty"),
+        ('{"prompt": 3}', "Expected `str | null`, got `int` - at `$.prompt`"),
+        (
+            '{"messages": [{"role": "robot", "content": "a"}]}',
+            "Invalid enum value 'robot' - at `$.messages[0].role`",
+        ),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: str, problem: str) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + line + "\n")
+    with pytest.raises(HarnessError) as caught:
+        read_rows(path)
+    assert caught.value.what == f"{path}:2: {problem}"
+
+
+def test_a_file_without_prompts_or_no_file_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n\n")
+    with pytest.raises(HarnessError, match="there are no prompts in it"):
+        read_rows(path)
+    with pytest.raises(HarnessError, match="No such file or directory"):
+        read_rows(tmp_path / "q.jsonl")
+
+
+def test_the_classification_set_is_what_its_maker_makes() -> None:
+    lines = (DATA / "classification.jsonl").read_bytes().splitlines()
+    assert [msgspec.json.decode(line) for line in lines] == items()
+    assert len({item["text"] for item in items()}) == len(items()) == 300
+
+
+def test_classification_visits_every_item_once_before_any_comes_back() -> None:
+    prompts = Prompts(kind="classification")
+    once = [messages(prompts, 5, index, None, [])[0]["content"] for index in range(300)]
+    assert len(set(once)) == 300
+    assert messages(prompts, 5, 300, None, [])[0]["content"] == once[0]
+    assert once != [messages(prompts, 6, index, None, [])[0]["content"] for index in range(300)]
+    assert all("Answer with the label alone.\nLabels: " in prompt for prompt in once)
+
+
+def scenario(load: Load, prompts: Prompts | None = None, seed: int = 42) -> Scenario:
+    return Scenario(
+        version=1,
+        question="?",
+        model="m",
+        servers={"a": Server(template="simulated")},
+        loads={"l": load},
+        prompts=prompts or Prompts(tokens=8),
+        seed=seed,
+    )
+
+
+def test_the_hash_follows_what_shapes_the_work_and_nothing_else(tmp_path: Path) -> None:
+    def sha(load: Load, prompts: Prompts | None = None, seed: int = 42) -> str:
+        return workload_sha256(scenario(load, prompts, seed), tmp_path)
+
+    load = Load(user="batch", requests=10, batch_size=2)
+    same = [sha(load), sha(load), sha(msgspec.structs.replace(load, timeout_s=1.0, processes=2, drain_s=1.0))]
+    assert len(set(same)) == 1
+    others = [
+        sha(load, seed=43),
+        sha(load, Prompts(tokens=9)),
+        sha(load, Prompts(tokens=8, system_tokens=1)),
+        sha(load, Prompts(kind="classification")),
+        *(
+            sha(msgspec.structs.replace(load, **change))
+            for change in (
+                {"requests": 11},
+                {"users": 2},
+                {"batch_size": 3},
+                {"output_tokens": 7},
+                {"output": "natural"},
+                {"think_s": [0.0, 1.0]},
+                {"user": "chat"},
+                {"turns": 2},
+            )
+        ),
+        sha(Load(user="batch", duration_s=10.0)),
+        sha(Load(user="batch", duration_s=11.0)),
+    ]
+    assert len({same[0], *others}) == 1 + len(others)
+    assert len(same[0]) == 64
+
+
+def test_the_hash_is_the_same_on_every_machine(tmp_path: Path) -> None:
+    load = Load(user="batch", requests=3)
+    assert workload_sha256(scenario(load), tmp_path) == (
+        "f1f62cb5af3f502ce2c612e8a613660608d9fd83cd732264fbeb3b3005e4f010"
+    )
