@@ -50,6 +50,7 @@ def write_run_directory(
     requests: int = 50,
     faults: int = 0,
     servers: tuple[str, ...] = ("open", "limited"),
+    chunks: int = 50,
 ) -> Run:
     """A finished run with records, metrics, manifest and summary. The last server takes four sequences at once."""
     chosen = scenario(repeats, requests, servers)
@@ -77,7 +78,7 @@ def write_run_directory(
         marks.append(
             ProcessMark(event="start", process=100 + number, cell=cell.id, wall_s=now, monotonic_s=now - START_S + 50)
         )
-        made, now = _requests(cell.id, cell.load, 100 + number, now, at_once, limit, requests, dice)
+        made, now = _requests(cell.id, cell.load, 100 + number, now, at_once, limit, requests, dice, chunks)
         for i in range(faults):
             made.append(_fault(made[-1], i))
         records += made
@@ -120,7 +121,15 @@ def write_run_directory(
 
 
 def _requests(
-    cell: str, load: str, process: int, now: float, at_once: int, limit: int, count: int, dice: random.Random
+    cell: str,
+    load: str,
+    process: int,
+    now: float,
+    at_once: int,
+    limit: int,
+    count: int,
+    dice: random.Random,
+    chunks: int,
 ) -> tuple[list[Request], float]:
     made: list[Request] = []
     for start in range(-at_once, count, at_once):  # one burst of warm-up first
@@ -129,7 +138,7 @@ def _requests(
             wave, company = divmod(place, limit)[0], min(at_once, limit)
             step = 0.0098 * (1 + 0.035 * (company - 1)) * dice.uniform(0.97, 1.05)
             first = 0.045 + 0.004 * place + wave * 50 * step * dice.uniform(0.9, 1.05) + dice.expovariate(200)
-            chunks = [round(first + step * i + dice.uniform(0, 0.001), 5) for i in range(50)]
+            arrivals = [round(first + step * i * 50 / chunks + dice.uniform(0, 0.001), 5) for i in range(chunks)]
             made.append(
                 Request(
                     id=f"{cell}-{start + place}",
@@ -141,9 +150,9 @@ def _requests(
                     process=process,
                     phase="warmup" if start < 0 else "measured",
                     sent_s=now - START_S + 50,
-                    ended_s=chunks[-1] + 0.0004,
+                    ended_s=arrivals[-1] + 0.0004,
                     headers_s=0.002,
-                    chunks_s=chunks,
+                    chunks_s=arrivals,
                     prompt_tokens=256,
                     output_tokens=50,
                     asked_tokens=50,
@@ -152,7 +161,7 @@ def _requests(
                     status=200,
                 )
             )
-            ends.append(now + chunks[-1])
+            ends.append(now + arrivals[-1])
         now = max(ends) + 0.001
     return made, now
 
@@ -164,7 +173,9 @@ def _fault(like: Request, number: int) -> Request:
         ("rejected", "503: the queue is full"),
     ]
     kind, message = kinds[number % len(kinds)]
-    return msgspec.structs.replace(like, id=f"{like.id}-f{number}", chunks_s=[], error=kind, message=message)
+    return msgspec.structs.replace(
+        like, id=f"{like.id}-f{number}", chunks_s=[], output_tokens=None, finish=None, error=kind, message=message
+    )
 
 
 def _scrapes(cell: str, made: list[Request], limit: int, started: float) -> list[dict[str, object]]:
@@ -172,7 +183,7 @@ def _scrapes(cell: str, made: list[Request], limit: int, started: float) -> list
     result: list[dict[str, object]] = []
     at = started + 1.3
     end = START_S - 50 + max(ended for _, ended in spans)
-    while at < end and len(result) < 4000:
+    while at < end and len(result) < 400:
         monotonic = at - START_S + 50
         open_now = sum(sent <= monotonic < ended for sent, ended in spans)
         values = {"running": float(min(open_now, limit)), "waiting": float(max(0, open_now - limit))}

@@ -20,20 +20,20 @@ def render(summary: Summary, run: Run) -> str:
         items = [escape(verdict.sentence) for verdict in summary.comparison.verdicts]
         parts.append(_list([*items, escape(sentences.of_method(summary.comparison))]))
     parts.append(f"**{escape(sentences.of_validity(summary, run))}**")
-    if summary.reasons:
-        parts.append(_list([escape(reason) for reason in summary.reasons]))
+    if summary.reasons or summary.notes:
+        parts.append(_list([escape(text) for text in (*summary.reasons, *summary.notes)]))
     if summary.checks:
         parts.append(
             _list(
                 [
-                    f"{'passed' if check.passed else '**FAILED**'}: {escape(check.check)}: {escape(check.evidence)}"
+                    f"{'passed' if check.passed else '**FAILED**'}: {code(check.check)}: {escape(check.evidence)}"
                     for check in summary.checks
                 ]
             )
         )
     parts.append(_details("Each row in words", _rows_in_words(summary, run)))
     parts.append(_details("What the columns mean", _explanations()))
-    parts.append(f"Scenario `{summary.scenario}`, run `{summary.run}`. {escape(sentences.of_load(run))}")
+    parts.append(f"Scenario {code(summary.scenario)}, run {code(summary.run)}. {escape(sentences.of_load(run))}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -42,6 +42,11 @@ def escape(text: str) -> str:
     text = " ".join(text.split())
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|~])", r"\\\1", text)
+
+
+def code(text: str) -> str:
+    """`text` in the type of code, unless it holds what would end that."""
+    return escape(text) if "`" in text or "\n" in text else f"`{text}`"
 
 
 def _table(summary: Summary, run: Run) -> str:
@@ -61,7 +66,7 @@ def _rows_in_words(summary: Summary, run: Run) -> str:
 
 
 def _explanations() -> str:
-    return _list([f"**{c.heading}**: {escape(c.explanation)} `{c.formula}`" for c in COLUMNS])
+    return _list([f"**{c.heading}**: {escape(c.explanation)} {code(c.formula)}" for c in COLUMNS])
 
 
 def _list(items: list[str]) -> str:

@@ -104,5 +104,13 @@ def axis(unit: str, values: list[float] | None = None, logarithmic_from: float =
     """An axis from zero; logarithmic where the positive values span more than a factor of `logarithmic_from`."""
     positive = [value for value in values or [] if value > 0]
     if positive and max(positive) / min(positive) > logarithmic_from:
-        return {"title": {"text": f"{unit} (logarithmic)"}, "type": "log"}
+        steps = [mantissa * 10.0**power for power in range(-4, 9) for mantissa in (1, 2, 5)]
+        shown = [step for step in steps if min(positive) / 2 < step < 2 * max(positive)]
+        shown = [step for step in shown if f"{step:.0e}"[0] != "5"] if len(shown) > 7 else shown
+        return {
+            "title": {"text": f"{unit} (logarithmic)"},
+            "type": "log",
+            "tickvals": shown,
+            "ticktext": [f"{step:,g}" for step in shown],
+        }
     return {"title": {"text": unit}, "rangemode": "tozero"}

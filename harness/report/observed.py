@@ -6,14 +6,14 @@ The size of the result depends on the number of rows and cells, never on the num
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
+from harness import derive
 from harness.manifest import CellRun, Run
+from harness.metrics import read_samples
 from harness.records import Request, read_marks, read_requests
 
 Times = NDArray[np.float64]
@@ -95,10 +95,11 @@ class _Counts:
         self.last_ended_s = max(self.last_ended_s, ended)
         if request.phase == "measured" and (self.first_measured_s is None or sent < self.first_measured_s):
             self.first_measured_s = sent
-        if request.chunks_s and request.output_tokens:
-            weight = request.output_tokens / len(request.chunks_s)
-            self._times += [sent + at for at in request.chunks_s]
-            self._weights += [weight] * len(request.chunks_s)
+        # Without streaming all tokens come at the end; what a failed request had been given is known by its chunks.
+        arrivals = request.chunks_s or ([request.ended_s] if request.error is None else [])
+        if request.output_tokens and arrivals:
+            self._times += [sent + at for at in arrivals]
+            self._weights += [request.output_tokens / len(arrivals)] * len(arrivals)
             if len(self._times) > FLUSH:
                 self.flush()
 
@@ -138,13 +139,13 @@ def observe(folder: Path, run: Run) -> Observed:
         row = (cell.server, cell.load)
         if request.error is not None:
             _note_fault(faults[row].setdefault(request.error, Fault()), request)
-        elif request.chunks_s:
+        else:
             without_usage += request.output_tokens is None
             _note_latencies(samples[row], request)
     return Observed(
         samples=dict(samples),
         faults=dict(faults),
-        timelines=_timelines(counts, _server_samples(folder / "metrics.jsonl", cells)),
+        timelines=_timelines(counts, _server_samples(folder / "metrics.jsonl")),
         without_usage=without_usage,
         damaged_lines=len(damaged),
     )
@@ -157,11 +158,13 @@ def _note_fault(fault: Fault, request: Request) -> None:
 
 
 def _note_latencies(sample: Sample, request: Request) -> None:
-    first, last = request.chunks_s[0], request.chunks_s[-1]
-    sample.ttft_s.append(first)
-    sample.e2e_s.append(last)
-    if request.output_tokens is not None and request.output_tokens > 1 and len(request.chunks_s) > 1:
-        sample.tpot_s.append((last - first) / (request.output_tokens - 1))
+    for values, value in (
+        (sample.ttft_s, derive.ttft_s(request)),
+        (sample.tpot_s, derive.tpot_s(request)),
+        (sample.e2e_s, derive.e2e_s(request)),
+    ):
+        if value is not None:
+            values.append(value)
 
 
 def distribution(values: Iterable[float]) -> tuple[list[float], list[float]]:
@@ -232,22 +235,14 @@ def _thin(size: int) -> list[int]:
     return list(range(0, size, step))
 
 
-def _server_samples(path: Path, cells: dict[str, CellRun]) -> dict[str, ServerSamples]:
-    """Running and waiting requests out of metrics.jsonl; a torn line is skipped."""
-    result: dict[str, ServerSamples] = defaultdict(ServerSamples)
-    if not path.exists():
-        return result
-    decoder = msgspec.json.Decoder(dict[str, Any])
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                scrape = decoder.decode(line)
-                at, name, values = float(scrape["wall_s"]), str(scrape["cell"]), dict(scrape["values"])
-            except (msgspec.DecodeError, KeyError, TypeError, ValueError):
-                continue
-            if name in cells and ("running" in values or "waiting" in values):
-                samples = result[name]
-                samples.at_s.append(at)
-                samples.running.append(values.get("running"))
-                samples.waiting.append(values.get("waiting"))
+def _server_samples(path: Path) -> dict[str, ServerSamples]:
+    """Running and waiting requests out of metrics.jsonl, by cell."""
+    result = {}
+    for cell, scrapes in read_samples(path).items():
+        known = [scrape for scrape in scrapes if "running" in scrape.values or "waiting" in scrape.values]
+        result[cell] = ServerSamples(
+            [scrape.wall_s for scrape in known],
+            [scrape.values.get("running") for scrape in known],
+            [scrape.values.get("waiting") for scrape in known],
+        )
     return result

@@ -13,7 +13,7 @@ def of_row(line: Line, run: Run) -> str:
     text = f"{words.load_in_words(load)}. " if load else ""
     if not numbers.succeeded:
         return f"{text}None of {words.count(numbers.sent, 'request')} succeeded."
-    text += f"A run took {words.seconds(numbers.wall_s)}{_against_baseline(line)}"
+    text += f"{_outcome(line)}{_against_baseline(line)}"
     ttft = numbers.ttft_s
     if ttft.p50 is not None:
         text += f"; half of the answers began within {words.milliseconds(ttft.p50)} ms"
@@ -23,6 +23,15 @@ def of_row(line: Line, run: Run) -> str:
     if wrong:
         text += f"; {words.count(wrong, 'request')} of {numbers.sent:,} failed or did not finish"
     return f"{text}."
+
+
+def _outcome(line: Line) -> str:
+    numbers = line.row.pooled
+    if numbers.wall_s is not None:
+        return f"A run took {words.seconds(numbers.wall_s)}"
+    if numbers.output_tok_s is not None:
+        return f"{words.significant(numbers.output_tok_s)} tokens a second in all"
+    return "Neither wall time nor rate is known"
 
 
 def _against_baseline(line: Line) -> str:
@@ -60,7 +69,7 @@ def of_method(comparison: Comparison) -> str:
         else f"{comparison.comparisons} comparisons, p-values corrected for that"
     )
     return (
-        f"By {metric}; {correction}. Differences below {comparison.noise_floor:.1%} are not believed "
+        f"By {metric}; {correction}. Differences below {100 * comparison.noise_floor:.2g}\u00a0% are not believed "
         f"(noise floor: {comparison.noise_source})."
     )
 

@@ -31,7 +31,6 @@ class Column(Struct, frozen=True, kw_only=True):
     explanation: str
     formula: str
     text: Callable[[Line], str]
-    needs_p: str = ""  # the percentile whose sample size it depends on
 
     @property
     def heading(self) -> str:
@@ -100,7 +99,7 @@ COLUMNS: tuple[Column, ...] = (
         title="Server",
         unit="",
         group="name",
-        explanation="The server's name in the scenario.",
+        explanation="The server’s name in the scenario.",
         formula="servers.NAME",
         text=lambda line: line.row.server,
     ),
@@ -109,7 +108,7 @@ COLUMNS: tuple[Column, ...] = (
         title="Load",
         unit="",
         group="name",
-        explanation="The load's name in the scenario: who sends requests, and how many at once.",
+        explanation="The load’s name in the scenario: who sends requests, and how many at once.",
         formula="loads.NAME",
         text=lambda line: line.row.load,
     ),
@@ -119,7 +118,7 @@ COLUMNS: tuple[Column, ...] = (
         unit="",
         group="work",
         explanation="How long the whole work took, from the first request sent to the last one ended. "
-        "Median over the repeats.",
+        "Median over the repeats; none for a load of fixed duration.",
         formula="wall time = last ended − first sent",
         text=lambda line: words.seconds(line.row.pooled.wall_s),
     ),
@@ -129,7 +128,7 @@ COLUMNS: tuple[Column, ...] = (
         unit="",
         group="work",
         explanation="Tokens that the server generated in one run, by its own count. Median over the repeats.",
-        formula="Σ usage.completion_tokens of the run's successful requests",
+        formula="Σ usage.completion_tokens of the run’s successful requests",
         text=lambda line: words.NOTHING if line.tokens is None else f"{line.tokens:,.0f}",
     ),
     Column(
@@ -151,7 +150,6 @@ COLUMNS: tuple[Column, ...] = (
         + PERCENTILE_NOTE,
         formula="TTFT = first token received − request sent; 50th percentile",
         text=lambda line: words.percentile(line.row.pooled.ttft_s, "p50"),
-        needs_p="p50",
     ),
     Column(
         key="ttft_p95",
@@ -162,7 +160,6 @@ COLUMNS: tuple[Column, ...] = (
         + PERCENTILE_NOTE,
         formula="TTFT = first token received − request sent; 95th percentile",
         text=lambda line: words.percentile(line.row.pooled.ttft_s, "p95"),
-        needs_p="p95",
     ),
     Column(
         key="tpot_p50",
@@ -173,7 +170,6 @@ COLUMNS: tuple[Column, ...] = (
         + PERCENTILE_NOTE,
         formula="TPOT = (last chunk − first chunk) ÷ (output tokens − 1); 50th percentile",
         text=lambda line: words.percentile(line.row.pooled.tpot_s, "p50"),
-        needs_p="p50",
     ),
     Column(
         key="tpot_p95",
@@ -184,7 +180,6 @@ COLUMNS: tuple[Column, ...] = (
         + PERCENTILE_NOTE,
         formula="TPOT = (last chunk − first chunk) ÷ (output tokens − 1); 95th percentile",
         text=lambda line: words.percentile(line.row.pooled.tpot_s, "p95"),
-        needs_p="p95",
     ),
     Column(
         key="errors",
@@ -203,7 +198,8 @@ COLUMNS: tuple[Column, ...] = (
         group="verdict",
         explanation="How many times as fast as the baseline, with the interval that holds the true value "
         "in 95 of 100 experiments. The sample is the run, not the request.",
-        formula="speedup = wall time of the baseline ÷ wall time (fixed work), or the ratio of tok/s (fixed time)",
+        formula="speedup = wall time of the baseline ÷ wall time; for a load of fixed duration tok/s ÷ tok/s of the "
+        "baseline. Geometric means over the repeats, interval by Welch’s t on logarithms",
         text=_speedup,
     ),
     Column(

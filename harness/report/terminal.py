@@ -1,5 +1,6 @@
 """A run's report in the terminal: the table first, then verdicts, validity, checks and where the page is."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -22,7 +23,7 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
     console.print(Text(f"{summary.scenario}, run {summary.run}", "dim"))
     for table in _tables(lines(summary, run), console.width):
         console.print()
-        console.print(table)
+        _show(console, table)
     if explain:
         console.print()
         for column in COLUMNS:
@@ -33,6 +34,8 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
     console.print(Text(sentences.of_validity(summary, run), style))
     for reason in summary.reasons:
         _item(console, Text(reason))
+    for note in summary.notes:
+        _item(console, Text(note, "dim"))
     if summary.checks:
         console.print()
         for check in summary.checks:
@@ -45,22 +48,26 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
 
 
 def _tables(rows: list[Line], width: int) -> list[Table]:
-    """One table where it fits, else the work and the latencies one below the other."""
-    whole = _table(COLUMNS, rows)
-    if Console(width=1000).measure(whole).minimum <= width:
-        return [whole]
+    """One table where it fits, else the work and the latencies one below the other, closer together if need be."""
     work = [column for column in COLUMNS if column.group != "latency"]
     latency = [column for column in COLUMNS if column.group in ("name", "latency")]
-    return [_table(work, rows), _table(latency, rows)]
+    if _fits(COLUMNS, rows, 2, width):
+        return [_table(COLUMNS, rows, 2)]
+    return [_table(part, rows, 2 if _fits(part, rows, 2, width) else 1) for part in (work, latency)]
 
 
-def _table(columns: tuple[Column, ...] | list[Column], rows: list[Line]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+def _fits(columns: Sequence[Column], rows: list[Line], gap: int, width: int) -> bool:
+    return Console(width=1000).measure(_table(columns, rows, gap)).maximum <= width
+
+
+def _table(columns: Sequence[Column], rows: list[Line], gap: int) -> Table:
+    table = Table(box=None, padding=(0, gap, 0, 0), header_style="bold", pad_edge=False)
     for column in columns:
         left = column.group == "name" or column.key == "verdict"
-        keep = column.group == "name" or column.key in ("speedup", "verdict")
+        # What may be folded where the width does not suffice: long names, and percentiles that say what they need.
+        folds = column.group == "name" or (column.group == "latency" and column.key != "errors")
         table.add_column(
-            _heading(column), justify="left" if left else "right", no_wrap=keep, overflow="fold", vertical="top"
+            _heading(column), justify="left" if left else "right", no_wrap=not folds, overflow="fold", vertical="top"
         )
     for line in rows:
         table.add_row(*(Text(column.text(line), _style(column, line)) for column in columns))
@@ -91,4 +98,12 @@ def _item(console: Console, text: Text) -> None:
     """A wrapped line of a list, indented below its dash."""
     grid = Table.grid(padding=(0, 1))
     grid.add_row(Text("-"), text)
-    console.print(grid)
+    _show(console, grid)
+
+
+def _show(console: Console, table: Table) -> None:
+    """Print a table without the spaces that fill its lines up: they only disturb in a log or a paste."""
+    for segments in console.render_lines(table, pad=False):
+        line = Text.assemble(*((segment.text, segment.style or "") for segment in segments))
+        line.rstrip()
+        console.print(line, soft_wrap=True)

@@ -1,10 +1,7 @@
 """Numbers and loads in words, the same in every report."""
 
 from harness.scenario import Load
-from harness.summary import Distribution
-
-# Requests that a percentile needs to be bounded by its sample at 99 % confidence, see docs/method.md.
-NEEDED = {"p50": 11, "p90": 64, "p95": 130, "p99": 662}
+from harness.summary import NEEDED, Distribution
 
 NOTHING = "–"
 
@@ -49,15 +46,10 @@ def concurrency(load: Load) -> int:
 
 def load_in_words(load: Load) -> str:
     """Who sends what: "1 agent, 5 requests at once, 25 requests of 128 tokens"."""
-    work = (
-        f"for {seconds(load.duration_s).removesuffix('.00 s').removesuffix(' s')} s"
-        if load.duration_s is not None
-        else f"{count(load.requests or 0, 'request')} in all"
-    )
-    length = (
-        f"{load.output_tokens:,} tokens each" if load.output == "fixed" else f"at most {load.output_tokens:,} tokens"
-    )
-    return f"{_people(load)}, {work}, {length}"
+    most = "" if load.output == "fixed" else "at most "
+    work = "requests" if load.requests is None else count(load.requests, "request")
+    time = "" if load.duration_s is None else f" for {load.duration_s:g} s"
+    return f"{_people(load)}, {work} of {most}{count(load.output_tokens, 'token')}{time}"
 
 
 def _people(load: Load) -> str:

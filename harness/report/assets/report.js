@@ -11,7 +11,7 @@
     const value = (name) => style.getPropertyValue(name).trim();
     palette = {};
     for (let i = 1; i <= 8; i++) palette["@s" + i] = value("--s" + i);
-    for (const name of ["ink", "muted", "line", "card", "area", "shade"]) palette["@" + name] = value("--" + name);
+    for (const name of ["ink", "muted", "line", "strong", "card", "area", "shade"]) palette["@" + name] = value("--" + name);
     palette.font = getComputedStyle(document.body).fontFamily;
   }
 
@@ -39,7 +39,7 @@
       paper_bgcolor: palette["@card"], plot_bgcolor: palette["@card"],
       font: { family: palette.font, size: 12, color: palette["@ink"] },
       margin: { l: 52, r: 18, t: 30, b: 44 },
-      modebar: { bgcolor: "rgba(0,0,0,0)", color: palette["@muted"], activecolor: palette["@ink"] },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: palette["@strong"], activecolor: palette["@ink"] },
       legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", traceorder: "normal", font: { size: 12 } },
       hoverlabel: { bgcolor: palette["@card"], bordercolor: palette["@line"], font: { color: palette["@ink"], size: 13 } },
       ...own,
@@ -62,10 +62,12 @@
     };
   }
 
-  function draw(element, figure) {
+  async function draw(element, figure) {
     drawn.set(element, figure);
     const ready = coloured(figure);
-    return Plotly.react(element, ready.data, layoutOf(ready.layout), configOf(element.id.replace("chart-", "")));
+    await Plotly.react(element, ready.data, layoutOf(ready.layout), configOf(element.id.replace("chart-", "")));
+    // A screen reader gets the caption and the table; the drawing itself would only be a heap of nameless shapes.
+    for (const drawing of document.querySelectorAll("svg:not([aria-hidden])")) drawing.setAttribute("aria-hidden", "true");
   }
 
   async function unpack(id) {
@@ -141,19 +143,25 @@
 
   // Paper is white and of one width: print in the light theme, with the figures that fit it.
   function printing() {
-    let before;
+    const printWidth = (element) => {
+      if (element.closest(".triple")) return 198;
+      return element.closest(".pair") ? 312 : 660;
+    };
+    let before, opened;
     addEventListener("beforeprint", () => {
       before = root.dataset.theme;
+      opened = [...document.querySelectorAll("details.printed:not([open])")];
+      for (const details of opened) details.open = true;
       root.dataset.theme = "light";
       readPalette();
       for (const [element, figure] of drawn) {
         const ready = coloured(figure);
-        const wide = element.closest("figure").classList.contains("wide");
-        const layout = { ...layoutOf(ready.layout), width: wide ? 660 : 312, autosize: false };
+        const layout = { ...layoutOf(ready.layout), width: printWidth(element), autosize: false };
         Plotly.react(element, ready.data, layout, { staticPlot: true });
       }
     });
     addEventListener("afterprint", () => {
+      for (const details of opened) details.open = false;
       if (before) root.dataset.theme = before; else delete root.dataset.theme;
       again();
     });

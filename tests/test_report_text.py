@@ -1,0 +1,281 @@
+"""The terminal and Markdown reports, to the letter, on a small summary made by hand."""
+
+import csv
+import io
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from harness.manifest import CellRun, Machine, Run, ServedBy
+from harness.report import markdown, rows_csv, terminal
+from harness.scenario import Load, Scenario, Server
+from harness.summary import (
+    CellSummary,
+    CheckResult,
+    Comparison,
+    Distribution,
+    Numbers,
+    Row,
+    ServerLoad,
+    Summary,
+    Verdict,
+)
+
+FEW = Distribution(n=5, mean=0.05, least=0.04, most=0.06)
+MANY = Distribution(n=200, mean=0.05, least=0.04, most=1.2, p50=0.0523, p90=0.0911, p95=1.0985)
+NONE = Distribution(n=0)
+
+
+def run() -> Run:
+    scenario = Scenario(
+        version=1,
+        question="How much faster is the work in batches?",
+        model="m",
+        servers={"vllm": Server(template="simulated", container=False)},
+        loads={
+            "one": Load(user="batch", batch_size=1, requests=25, output_tokens=50),
+            "ten": Load(user="batch", batch_size=10, requests=25, output_tokens=50),
+        },
+    )
+    served_by = ServedBy(url="http://127.0.0.1:1", simulated=True)
+    cells = [
+        CellRun(
+            id=f"r1-vllm-{load}",
+            server="vllm",
+            load=load,
+            repeat=1,
+            started_wall_s=0,
+            ended_wall_s=1,
+            served_by=served_by,
+        )
+        for load in ("one", "ten")
+    ]
+    return Run(
+        id="20260921-140000-first-look",
+        status="valid",
+        started_wall_s=0.0,
+        scenario_name="first-look",
+        scenario=scenario,
+        workload_sha256="ab",
+        cells=cells,
+        machine=Machine(name="m"),
+    )
+
+
+def numbers(wall_s: float, times: Distribution, failed: int = 0) -> Numbers:
+    return Numbers(
+        sent=25,
+        succeeded=25 - failed,
+        failed=failed,
+        unfinished=0,
+        output_tokens=1250,
+        wall_s=wall_s,
+        output_tok_s=1250 / wall_s,
+        ttft_s=times,
+        ttfo_s=times,
+        tpot_s=FEW,
+        e2e_s=times,
+        chunk_gap_s=NONE,
+        send_lag_s=NONE,
+    )
+
+
+def row(load: str, of: Numbers) -> Row:
+    return Row(
+        server="vllm",
+        load=load,
+        cells=[f"r1-vllm-{load}"],
+        wall_s=[of.wall_s or 0.0],
+        output_tok_s=[of.output_tok_s or 0.0],
+        pooled=of,
+    )
+
+
+def summary() -> Summary:
+    one, ten = numbers(13.07, MANY), numbers(4.18, MANY, failed=2)
+    verdict = Verdict(
+        side="vllm / ten",
+        baseline="vllm / one",
+        metric="wall_s",
+        ratio=3.127,
+        low=3.05,
+        high=3.21,
+        p=0.008,
+        n=(5, 5),
+        word="faster",
+        sentence="vllm / ten is faster than vllm / one: 3.13 times (3.05 to 3.21).",
+    )
+    cells = [
+        CellSummary(id=f"r1-vllm-{load}", server="vllm", load=load, repeat=1, numbers=of, server_load=ServerLoad())
+        for load, of in (("one", one), ("ten", ten))
+    ]
+    return Summary(
+        run="20260921-140000-first-look",
+        scenario="first-look",
+        question="How much faster is the work in batches?",
+        simulated=True,
+        valid=True,
+        reasons=[],
+        rows=[row("one", one), row("ten", ten)],
+        cells=cells,
+        comparison=Comparison(
+            metric="wall_s", comparisons=1, noise_floor=0.02, noise_source="assumed", verdicts=[verdict]
+        ),
+        checks=[CheckResult(check="error_rate == 0", passed=False, evidence="2 of 50 failed")],
+    )
+
+
+def printed(of: Summary, width: int, folder: Path = Path("runs/x"), explain: bool = False) -> str:
+    out = io.StringIO()
+    terminal.print_report(of, run(), folder, Console(file=out, width=width), explain=explain)
+    return out.getvalue()
+
+
+def test_a_wide_terminal_has_one_table() -> None:
+    assert printed(summary(), 140).splitlines() == [
+        "SIMULATED ENGINE: these numbers come from a model, not from hardware",
+        "How much faster is the work in batches?",
+        "first-look, run 20260921-140000-first-look",
+        "",
+        "                 Wall  Completion  Aggregate    TTFT    TTFT            TPOT             TPOT"
+        "                     Speedup",
+        "Server  Load     time      tokens      tok/s  p50 ms  p95 ms          p50 ms           p95 ms"
+        "   Errors             (95 %)  Verdict",
+        "vllm    one   13.07 s       1,250       95.6    52.3   1,098  n/a (needs 11)  n/a (needs 130)"
+        "        0       1 (baseline)  baseline",
+        "vllm    ten    4.18 s       1,250      299.0    52.3   1,098  n/a (needs 11)  n/a (needs 130)"
+        "  2 of 25  3.13× (3.05–3.21)  faster",
+        "",
+        "- vllm / ten is faster than vllm / one: 3.13 times (3.05 to 3.21).",
+        "- By wall time; one comparison. Differences below 2\u00a0% are not believed (noise floor: assumed).",
+        "",
+        "VALID: all conditions of a trustworthy measurement held",
+        "",
+        "- FAILED error_rate == 0: 2 of 50 failed",
+        "",
+        "Report: none yet; `harness report runs/x` writes it",
+    ]
+
+
+def test_a_narrow_terminal_stacks_two_tables_within_its_width() -> None:
+    text = printed(summary(), 80).splitlines()
+    assert max(len(line) for line in text) <= 80
+    assert text[4:13] == [
+        "                 Wall  Completion  Aggregate            Speedup",
+        "Server  Load     time      tokens      tok/s             (95 %)  Verdict",
+        "vllm    one   13.07 s       1,250       95.6       1 (baseline)  baseline",
+        "vllm    ten    4.18 s       1,250      299.0  3.13× (3.05–3.21)  faster",
+        "",
+        "                TTFT    TTFT            TPOT             TPOT",
+        "Server  Load  p50 ms  p95 ms          p50 ms           p95 ms   Errors",
+        "vllm    one     52.3   1,098  n/a (needs 11)  n/a (needs 130)        0",
+        "vllm    ten     52.3   1,098  n/a (needs 11)  n/a (needs 130)  2 of 25",
+    ]
+
+
+def test_names_of_full_length_still_fit_eighty_columns() -> None:
+    long = "a-name-as-long-as-a-scenario-ever-allows"
+    rows = [msgspec.structs.replace(row, server=long, load=long) for row in summary().rows]
+    text = printed(msgspec.structs.replace(summary(), rows=rows), 80)
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert "13.07 s" in text and "299.0" in text
+
+
+def test_no_colour_where_there_is_no_terminal_and_some_where_there_is() -> None:
+    assert "\x1b" not in printed(summary(), 80)
+    out = io.StringIO()
+    terminal.print_report(summary(), run(), Path("x"), Console(file=out, width=80, force_terminal=True))
+    assert "\x1b[" in out.getvalue()
+
+
+def test_markup_in_a_text_from_outside_is_not_acted_on() -> None:
+    broken = msgspec.structs.replace(
+        summary(), valid=False, reasons=["[red]x[/red] [/] [link=x]"], notes=["vllm / ten: [bold]warm"]
+    )
+    text = printed(broken, 140).splitlines()
+    assert text[12:15] == [
+        "INVALID: these numbers must not be trusted or compared",
+        "- [red]x[/red] [/] [link=x]",
+        "- vllm / ten: [bold]warm",
+    ]
+
+
+def test_the_path_of_the_page_is_never_broken(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    (folder / "report.html").touch()
+    assert printed(summary(), 80, folder).splitlines()[-1] == f"Report: {folder}/report.html"
+
+
+def test_explain_says_what_every_column_means() -> None:
+    text = " ".join(printed(summary(), 80, explain=True).split())
+    assert "- Wall time: How long the whole work took, from the first request sent to the last one ended." in text
+    assert "[TTFT = first token received − request sent; 95th percentile]" in text
+
+
+def test_markdown() -> None:
+    text = markdown.render(summary(), run())
+    assert text.split("<details>")[0] == (
+        "## How much faster is the work in batches?\n\n"
+        "> **SIMULATED ENGINE: these numbers come from a model, not from hardware**\n\n"
+        "| Server | Load | Wall time | Completion tokens | Aggregate tok/s | TTFT p50, ms | TTFT p95, ms "
+        "| TPOT p50, ms | TPOT p95, ms | Errors | Speedup (95 %) | Verdict |\n"
+        "|:---|:---|---:|---:|---:|---:|---:|---:|---:|---:|---:|:---|\n"
+        "| vllm | one | 13.07 s | 1,250 | 95.6 | 52.3 | 1,098 | n/a (needs 11) | n/a (needs 130) | 0 "
+        "| 1 (baseline) | baseline |\n"
+        "| vllm | ten | 4.18 s | 1,250 | 299.0 | 52.3 | 1,098 | n/a (needs 11) | n/a (needs 130) | 2 of 25 "
+        "| 3.13× (3.05–3.21) | faster |\n\n"
+        "- vllm / ten is faster than vllm / one: 3.13 times (3.05 to 3.21).\n"
+        "- By wall time; one comparison. Differences below 2 % are not believed (noise floor: assumed).\n\n"
+        "**VALID: all conditions of a trustworthy measurement held**\n\n"
+        "- **FAILED**: `error_rate == 0`: 2 of 50 failed\n\n"
+    )
+    assert (
+        "- **vllm / ten**: 1 agent, 10 requests at once, 25 requests of 50 tokens. A run took 4.18 s, 3.13 times as "
+        "fast as the baseline; half of the answers began within 52.3 ms, 95 of 100 within 1,098 ms; 2 requests of 25 "
+        "failed or did not finish.\n"
+    ) in text
+    assert text.endswith(
+        "Scenario `first-look`, run `20260921-140000-first-look`. "
+        "5 repeats of every row, interleaved, a fresh server for each; seed 42.\n"
+    )
+
+
+def test_markdown_keeps_texts_from_outside_plain() -> None:
+    assert markdown.escape("a|b <script> & [x](y)\n# *z* `q` ~~s~~") == (
+        r"a\|b &lt;script&gt; &amp; \[x\](y) # \*z\* \`q\` \~\~s\~\~"
+    )
+    assert markdown.code("a `b`") == r"a \`b\`"
+
+
+def test_a_load_of_fixed_duration_has_a_rate_and_no_wall_time() -> None:
+    timed = Load(user="chat", users=8, duration_s=60, output_tokens=128, output="natural", think_s=[1, 2.5])
+    one = msgspec.structs.replace(numbers(10.0, MANY), wall_s=None, window="timed", window_s=60.0)
+    other = run()
+    scenario = msgspec.structs.replace(other.scenario, loads={"one": timed})
+    of = msgspec.structs.replace(
+        summary(), rows=[msgspec.structs.replace(row("one", one), wall_s=[])], comparison=None, checks=[]
+    )
+    text = markdown.render(of, msgspec.structs.replace(other, scenario=scenario))
+    assert "| vllm | one | – | 1,250 | 125 | 52.3 |" in text
+    assert (
+        "- **vllm / one**: 8 chat users, 1 to 2.5 s of thinking, requests of at most 128 tokens for 60 s. "
+        "125 tokens a second in all, the baseline for the others; half of the answers began within 52.3 ms"
+    ) in text
+
+
+def test_a_run_that_did_not_end_says_so() -> None:
+    text = markdown.render(summary(), msgspec.structs.replace(run(), status="running"))
+    assert "**UNFINISHED: the run is still going on, or was killed; what it recorded so far is shown**" in text
+
+
+def test_csv_has_raw_numbers_and_leaves_the_unknown_empty() -> None:
+    first, second = csv.DictReader(io.StringIO(rows_csv.render(summary(), run())))
+    assert (first["server"], first["load"], first["wall_s"], first["speedup"]) == ("vllm", "one", "13.07", "")
+    assert (second["failed"], second["ttft_p95_s"], second["tpot_p50_s"]) == ("2", "1.0985", "")
+    assert (second["speedup"], second["p"], second["verdict"]) == ("3.127", "0.008", "faster")
+
+
+def test_csv_of_a_run_without_rows_is_a_header() -> None:
+    assert rows_csv.render(msgspec.structs.replace(summary(), rows=[]), run()) == "server,load\n"
