@@ -158,17 +158,35 @@ def compare(
         list[Path], typer.Argument(metavar="RUN...", help="Run directories or ids; the first is the baseline.")
     ],
     against: Annotated[
-        list[Path] | None, typer.Option("--against", help="More runs of the other side, to compare groups.")
+        list[Path] | None,
+        typer.Option("--against", help="A run of the other side; may be repeated. RUN... are then one group."),
     ] = None,
-    allow: Annotated[
-        str | None, typer.Option("--about", help="The one manifest key that may differ, such as image_digest.")
+    about: Annotated[
+        str | None, typer.Option("--about", help="The one manifest key in which the sides may differ.")
     ] = None,
+    output: Annotated[
+        Literal["terminal", "markdown", "json"], typer.Option("--format", help="What to print.")
+    ] = "terminal",
     runs: RunsDir = RUNS,
 ) -> None:
-    """Compare runs of the same work: a ratio with its interval and a verdict for each row."""
-    from harness.comparing import compare_and_show
+    """Compare runs of the same work: a ratio with its interval and a verdict for each row.
 
-    if not compare_and_show(run_folders, against or [], allow, runs, console()):
+    Exit code 4 when a side is slower than the baseline.
+    """
+    import msgspec
+
+    from harness.compare import compare_runs
+    from harness.history import find_run
+    from harness.report.comparison import markdown, print_comparison
+
+    first = [find_run(given, runs) for given in run_folders]
+    second = [find_run(given, runs) for given in against or []]
+    comparison = compare_runs([first, second] if second else [[folder] for folder in first], about=about)
+    if output == "terminal":
+        print_comparison(comparison, console())
+    else:
+        print(markdown(comparison) if output == "markdown" else msgspec.json.encode(comparison).decode())
+    if any(verdict.word == "slower" for verdict in comparison.verdicts):
         raise typer.Exit(ExitCode.FAILED)
 
 

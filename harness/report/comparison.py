@@ -1,0 +1,47 @@
+"""A comparison of runs, for the terminal and for Markdown."""
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from harness.report import sentences
+from harness.report.terminal import STYLES
+from harness.summary import Comparison, Verdict
+
+HEADINGS = ("Side", "Baseline", "Runs", "Speed", "95 % interval", "p", "Verdict")
+
+
+def print_comparison(comparison: Comparison, console: Console) -> None:
+    """The table of ratios, the verdicts in words, and how they were reached."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in HEADINGS:
+        table.add_column(heading, overflow="fold")
+    for verdict in comparison.verdicts:
+        cells = _cells(verdict)
+        table.add_row(*map(Text, cells[:-1]), Text(cells[-1], STYLES.get(verdict.word, "")))
+    console.print(table)
+    console.print()
+    for verdict in comparison.verdicts:
+        console.print(Text(f"- {verdict.sentence}", STYLES.get(verdict.word, "")))
+    console.print(Text(f"- {sentences.of_method(comparison)}", "dim"))
+
+
+def markdown(comparison: Comparison) -> str:
+    """The same for a pull request."""
+    rows = [HEADINGS, ("---",) * len(HEADINGS), *map(_cells, comparison.verdicts)]
+    table = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
+    said = [verdict.sentence for verdict in comparison.verdicts] + [sentences.of_method(comparison)]
+    return f"{table}\n\n" + "\n".join(f"- {sentence}" for sentence in said)
+
+
+def _cells(verdict: Verdict) -> tuple[str, ...]:
+    known = verdict.low is not None and verdict.high is not None
+    return (
+        verdict.side,
+        verdict.baseline,
+        f"{verdict.n[0]} : {verdict.n[1]}",
+        "n/a" if verdict.ratio is None else f"{verdict.ratio:.3f}×",
+        f"{verdict.low:.3f} to {verdict.high:.3f}" if known else "n/a",
+        "n/a" if verdict.p is None else f"{verdict.p:.3f}",
+        verdict.word,
+    )
