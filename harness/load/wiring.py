@@ -16,7 +16,8 @@ import gevent
 from locust import events
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
-from locust.runners import MasterRunner, Runner, WorkerRunner
+from locust.exception import StopTest
+from locust.runners import STATE_RUNNING, STATE_SPAWNING, MasterRunner, Runner, WorkerRunner
 
 from harness.errors import HarnessError
 from harness.job import Job
@@ -26,8 +27,11 @@ from harness.load.recorder import Recorder
 from harness.load.tickets import Tickets
 
 _WATCH_S = 0.05
+_CUT = "llm-cut"
 
 logger = logging.getLogger(__name__)
+
+_hooks: Any = events  # they have no types
 
 _job: Job | None = None  # None: started by hand
 _recorder: Recorder | None = None  # None in a master
@@ -36,7 +40,8 @@ _process: LoadProcess | None = None
 
 def load_process() -> LoadProcess:
     """What the users of this process share, from the start of the test on."""
-    assert _process is not None, "users are made after the start of the test"
+    if _process is None:
+        raise StopTest("the test cannot start, for the reason above")
     return _process
 
 
@@ -46,36 +51,42 @@ def _on_command_line(parser: LocustArgumentParser) -> None:
 
 def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     """The process has been forked and has its role."""
-    global _job, _recorder
+    global _job, _recorder, _process
+    options = _options(environment)
     try:
-        _job = job_file(_options(environment))
+        _job = job_file(options)
         if not isinstance(runner, MasterRunner):
-            job = _job or job_by_hand(_options(environment))
-            _recorder = Recorder(job.requests_path, job.processes_path, _job.cell if _job else "by-hand")
+            job = _job or job_by_hand(options)
+            _recorder = Recorder(job.requests_path, job.processes_path, job.cell if _job else "by-hand")
+            atexit.register(_recorder.close)  # whatever ends this process, if it can still run anything
+            if options.headless:
+                _process = LoadProcess(job, _host(environment), _recorder)
     except (HarnessError, OSError) as error:
         sys.exit(_sentence(error))
-    if _recorder is not None:
-        atexit.register(_recorder.close)  # whatever ends this process, if it can still run anything
+    _hooks.quitting.add_listener(_on_quitting)  # the last one is called first: before the master tells its workers
+    if isinstance(runner, WorkerRunner):
+        runner.register_message(_CUT, _on_cut)
     # Python raises KeyboardInterrupt in whatever runs, which may be the making of a record; gevent asks the hub.
     hub = gevent.get_hub()
     gevent.signal_handler(signal.SIGINT, hub.handle_system_error, KeyboardInterrupt, KeyboardInterrupt())
 
 
 def _on_test_start(environment: Environment, **_: Any) -> None:
+    """In the web UI this happens again and again, each time with what the form says."""
     global _process
     runner = environment.runner
-    assert runner is not None
-    if not isinstance(runner, MasterRunner):
+    options = _options(environment)
+    if not options.headless and _recorder is not None:
+        _process = None
         try:
-            assert _recorder is not None
-            job = _job_of_test(environment)
-            _process = LoadProcess(job, environment.host or environment.user_classes[0].host or "", _recorder)
+            job = with_options(_job, options) if _job else job_by_hand(options)
+            _process = LoadProcess(job, _host(environment), _recorder)
         except (HarnessError, OSError) as error:
             give_up(environment, error)
             return
-        gc.collect()
-        gc.freeze()  # what is here now stays: no need to look through it again in the middle of a measurement
-    if _job and _options(environment).headless and not isinstance(runner, WorkerRunner):
+    gc.collect()
+    gc.freeze()  # what is here now stays: no need to look through it again in the middle of a measurement
+    if _job and options.headless and not isinstance(runner, WorkerRunner):
         plan = plan_of(_job)
         if plan.requests is not None or plan.duration_s is not None:
             gevent.spawn(_end_when_finished, environment, _job.load.drain_s, Tickets(_job.tickets_path, plan))
@@ -83,10 +94,18 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
 
 def _on_quitting(environment: Environment, **_: Any) -> None:
     """Either all users have stopped already, or this is Ctrl-C or SIGTERM and they are to stop now."""
+    runner = environment.runner
     environment.stop_timeout = 0
-    if _job is not None and environment.process_exit_code is None and environment.runner is not None:
+    if isinstance(runner, MasterRunner) and runner.state in (STATE_SPAWNING, STATE_RUNNING):
+        runner.send_message(_CUT)
+    if _job is not None and environment.process_exit_code is None and runner is not None:
         # Failed requests are for the report to judge. Exceptions in the user's own code are not.
-        environment.process_exit_code = 1 if environment.runner.exceptions else 0
+        environment.process_exit_code = 1 if runner.exceptions else 0
+
+
+def _on_cut(environment: Environment, **_: Any) -> None:
+    """The master was interrupted: its "quit", which comes next, is not to wait for answers."""
+    environment.stop_timeout = 0
 
 
 def _on_quit(exit_code: int, **_: Any) -> None:
@@ -122,11 +141,8 @@ def _end_when_finished(environment: Environment, drain_s: float, tickets: Ticket
     environment.runner.quit()
 
 
-def _job_of_test(environment: Environment) -> Job:
-    options = _options(environment)
-    if _job is None:
-        return job_by_hand(options)
-    return _job if options.headless else with_options(_job, options)
+def _host(environment: Environment) -> str:
+    return environment.host or next((user.host for user in environment.user_classes if user.host), "") or ""
 
 
 def _options(environment: Environment) -> Namespace:
@@ -141,9 +157,7 @@ def _sentence(error: Exception) -> str:
     return str(error)
 
 
-_hooks: Any = events  # Locust's hooks have no types
 _hooks.init_command_line_parser.add_listener(_on_command_line)
 _hooks.init.add_listener(_on_init)
 _hooks.test_start.add_listener(_on_test_start)
-_hooks.quitting.add_listener(_on_quitting)
 _hooks.quit.add_listener(_on_quit)
