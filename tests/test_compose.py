@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import Environment, meta
 
@@ -90,12 +90,14 @@ def test_no_item_of_a_list_or_mapping_can_inject_yaml(template: str) -> None:
     assert (server["environment"]["A"], server["environment"]["B"]) == (EVIL, "0.5")
 
 
+@settings(deadline=None, max_examples=50)  # rendering takes long on a busy machine
 @given(st.text())
 def test_the_model_arrives_as_it_was_written(model: str) -> None:
     server = parse(rendered("simulated", model=model)).server
     assert server.command is not None and server.command[-1] == model
 
 
+@settings(deadline=None)
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3)))
 def test_what_is_quoted_stays_on_its_line_and_keeps_its_value(value: Any) -> None:
     text = quote(value)

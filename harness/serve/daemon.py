@@ -3,6 +3,7 @@
 import contextlib
 import getpass
 import os
+import socket
 from urllib.parse import urlsplit
 
 import docker
@@ -12,12 +13,14 @@ from docker.errors import APIError, DockerException
 from harness.errors import ServerError
 from harness.serve.failures import State, explain
 
+DEFAULT_HOST = "unix:///var/run/docker.sock"
 DOCKER_ERRORS = (DockerException, requests.RequestException)
 
 
 def connect() -> docker.DockerClient:
     """A client of the Docker Engine that DOCKER_HOST names, else of this machine's. Raises ServerError."""
     try:
+        _knock()
         client = docker.from_env(use_ssh_client=True, timeout=60)
         client.ping()
     except (*DOCKER_ERRORS, OSError, ValueError) as error:
@@ -35,15 +38,23 @@ def engine_version() -> str | None:
         return str(client.version()["Version"])
 
 
+def _knock() -> None:
+    """Try a local engine's socket first: the SDK wraps the reason for a refusal and leaves its socket open."""
+    where = os.environ.get("DOCKER_HOST") or DEFAULT_HOST
+    if where.startswith("unix://"):
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(where.removeprefix("unix://"))
+
+
 def _cannot_connect(error: Exception) -> ServerError:
-    where = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+    where = os.environ.get("DOCKER_HOST") or DEFAULT_HOST
     text = str(error)
-    if "PermissionError" in text or "Permission denied" in text:
+    if isinstance(error, PermissionError) or "Permission denied" in text:
         return ServerError(
             f"no permission to use the Docker Engine at {where}",
             next_step=f"sudo usermod -aG docker {_user()}, then log in again (members of that group rule the host).",
         )
-    if "FileNotFoundError" in text or "No such file" in text:
+    if isinstance(error, FileNotFoundError):
         return ServerError(
             f"there is no Docker Engine at {where}",
             next_step="Install and start it (on Debian: sudo apt-get install docker.io), or set DOCKER_HOST. "

@@ -50,7 +50,7 @@ def _pull(
     try:
         for event in client.api.pull(repository, tag=tag, stream=True, decode=True):
             if "error" in event:
-                raise _cannot_pull(name, str(event["error"]))
+                raise cannot_pull(name, str(event["error"]))
             detail = event.get("progressDetail") or {}
             if event.get("status") == "Downloading" and detail.get("total"):
                 layers[event["id"]] = (int(detail["current"]), int(detail["total"]))
@@ -58,7 +58,7 @@ def _pull(
                 shown = time.monotonic()
                 on_progress(f"pulling {name}: {_amount(layers)}")
     except DOCKER_ERRORS as error:
-        raise _cannot_pull(name, str(getattr(error, "explanation", None) or error)) from None
+        raise cannot_pull(name, str(getattr(error, "explanation", None) or error)) from None
 
 
 def _amount(layers: dict[str, tuple[int, int]]) -> str:
@@ -74,7 +74,8 @@ _REFUSED = ("unauthorized", "authentication required", "access denied", "access 
 _UNKNOWN = ("not found", "manifest unknown", "no such image", "name unknown", "repository does not exist")
 
 
-def _cannot_pull(name: str, text: str) -> ServerError:
+def cannot_pull(name: str, text: str) -> ServerError:
+    """What the engine said about a pull, in words of ours."""
     said = text.lower()
     if any(word.lower() in said for word in _OFFLINE):
         return ServerError(

@@ -1,0 +1,70 @@
+"""The real Docker Engine of this machine, and the project's image built for it."""
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import docker
+import pytest
+
+from harness.paths import ROOT
+from harness.scenario import Load, Scenario, Server
+from harness.serve import Endpoint, serve
+from harness.serve.daemon import connect
+from harness.serve.sweep import sweep
+
+BASE = "amd-llm-load-test/base:py311"
+IMAGE = "amd-llm-load-test/suite:local"
+
+Served = Callable[..., AbstractContextManager[Endpoint]]
+
+
+@pytest.fixture
+def client() -> Iterator[docker.DockerClient]:
+    with contextlib.closing(connect()) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def image() -> str:
+    """The project's Dockerfile, built on the base image of the tests; the layer of dependencies is kept."""
+    command = ["docker", "build", "--quiet", "--build-arg", f"BASE={BASE}", "--tag", IMAGE, str(ROOT)]
+    # The legacy builder: a BuildKit would ask a registry for the base image.
+    built = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "DOCKER_BUILDKIT": "0"})
+    assert built.returncode == 0, built.stderr[-3000:]
+    return IMAGE
+
+
+@pytest.fixture
+def served(image: str, tmp_path: Path, client: docker.DockerClient) -> Iterator[Served]:
+    """`serve` with the embedded engine in a container; afterwards nothing of it may be left."""
+
+    @contextlib.contextmanager
+    def start(timeout_s: float = 30.0, **variables: Any) -> Iterator[Endpoint]:
+        server = Server(template="simulated", variables={"image": image} | variables, startup_timeout_s=timeout_s)
+        with serve(scenario(server), "s", run_id=tmp_path.name, cell_id="c", run_folder=tmp_path) as endpoint:
+            yield endpoint
+
+    yield start
+    left = remains(client, tmp_path.name)
+    sweep(client, tmp_path.name, everything=True)
+    assert left == []
+
+
+def scenario(server: Server) -> Scenario:
+    load = Load(user="chat", requests=1)
+    return Scenario(version=1, question="q", model="sim", servers={"s": server}, loads={"l": load})
+
+
+def remains(client: docker.DockerClient, run: str) -> list[str]:
+    """Names of what carries a run's label, in any state."""
+    mine: dict[str, Any] = {"label": [f"amd-llm-load.run={run}"]}
+    return [
+        *(str(container.name) for container in client.containers.list(all=True, filters=mine)),
+        *(str(network.name) for network in client.networks.list(filters=mine)),
+        *(str(volume.name) for volume in client.volumes.list(filters=mine)),
+    ]

@@ -1,0 +1,95 @@
+"""What a killed harness leaves behind is swept, by label only."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import docker
+import pytest
+
+from harness.paths import ROOT
+from harness.serve import labels, sweep
+from tests.docker.conftest import Served, remains
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from harness.scenario import Load, Scenario, Server
+from harness.serve import serve
+image, folder, run = sys.argv[1:]
+server = Server(template="simulated", variables={"image": image})
+scenario = Scenario(version=1, question="q", model="sim", servers={"s": server}, loads={"l": Load(user="chat")})
+with serve(scenario, "s", run_id=run, cell_id="c", run_folder=Path(folder)) as endpoint:
+    print(endpoint.url, flush=True)
+    time.sleep(120)
+"""
+
+
+@pytest.fixture
+def owner(image: str, tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A harness process with a server in a container, of the run named as the test's folder."""
+    command = [sys.executable, "-c", OWNER, image, str(tmp_path), tmp_path.name]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT, env=dict(os.environ)
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("http://127.0.0.1:")
+        yield process
+        process.kill()
+
+
+def test_kill_minus_nine_then_sweep_leaves_nothing(
+    owner: "subprocess.Popen[str]", client: docker.DockerClient, tmp_path: Path
+) -> None:
+    run = tmp_path.name
+    assert sweep(client, run) == []  # its owner lives
+    owner.kill()
+    owner.wait()
+    name = f"amd-llm-load-{run}-c"
+    assert remains(client, run) == [f"{name}-server", name]
+    assert sweep(client, run) == [f"container {name}-server", f"network {name}"]
+    assert remains(client, run) == []
+    assert sweep(client, run) == []
+    # What was written until then is there.
+    assert "Application startup complete" in (tmp_path / "logs/c.server.log").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_sigterm_and_ctrl_c_take_everything_down(
+    owner: "subprocess.Popen[str]", client: docker.DockerClient, tmp_path: Path, number: signal.Signals
+) -> None:
+    owner.send_signal(number)
+    owner.wait(20)
+    assert remains(client, tmp_path.name) == []
+
+
+def test_only_what_carries_the_label_is_touched(client: docker.DockerClient, image: str, tmp_path: Path) -> None:
+    run = tmp_path.name
+    gone = labels.owned(run, "c") | {labels.PID_START: "1"}
+    mine = client.containers.create(image, "true", labels=gone)
+    others = client.containers.create(image, "true", labels={"some": "label"})
+    volume = client.volumes.create(f"{run}-own", labels=gone)
+    others_volume = client.volumes.create(f"{run}-others")
+    cache = client.volumes.create(f"{run}-cache", labels={labels.OURS: "1", labels.CACHE: "1", labels.RUN: run})
+    try:
+        assert sweep(client, run) == [f"container {mine.name}", f"volume {volume.name}"]
+        assert client.containers.get(str(others.id)).name == others.name
+        assert client.volumes.get(f"{run}-others").name == others_volume.name
+        assert client.volumes.get(f"{run}-cache").name == cache.name
+    finally:
+        others.remove()
+        others_volume.remove()
+        cache.remove()
+
+
+def test_all_takes_what_a_living_harness_started_too(
+    served: Served, client: docker.DockerClient, tmp_path: Path
+) -> None:
+    with served() as endpoint:
+        assert sweep(client, tmp_path.name) == []
+        assert len(sweep(client, tmp_path.name, everything=True)) >= 1
+        assert remains(client, tmp_path.name) == []
+        assert endpoint.network is not None

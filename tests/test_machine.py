@@ -1,0 +1,141 @@
+"""Facts of machines that are trees of files."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from harness.machine.facts import device_groups, gfx_target, gpus, machine
+
+STRIX_HALO = """cpu_cores_count 0
+simd_count 80
+simd_per_cu 2
+gfx_target_version 110501
+vendor_id 4098
+device_id 5510
+drm_render_minor 128
+cwsr_size 25214976
+ctl_stack_size 32768
+"""
+CPU_NODE = "cpu_cores_count 32\nsimd_count 0\ngfx_target_version 0\ndrm_render_minor 0\n"
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.fixture
+def strix_halo(tmp_path: Path) -> Path:
+    nodes = "sys/class/kfd/kfd/topology/nodes"
+    device = "sys/class/drm/renderD128/device"
+    return write(
+        tmp_path,
+        {
+            f"{nodes}/0/properties": CPU_NODE,
+            f"{nodes}/1/properties": STRIX_HALO,
+            f"{nodes}/1/name": "ip discovery\n",
+            f"{device}/mem_info_vram_total": "536870912\n",
+            f"{device}/mem_info_vram_used": "163840000\n",
+            f"{device}/mem_info_gtt_total": "133143986176\n",
+            f"{device}/mem_info_gtt_used": "14680064\n",
+            f"{device}/power_dpm_force_performance_level": "auto\n",
+            f"{device}/vbios_version": "113-STRXLGEN-001\n",
+            "proc/sys/kernel/hostname": "halo\n",
+            "proc/sys/kernel/osrelease": "6.18.4\n",
+            "proc/cpuinfo": "processor\t: 0\nmodel name\t: AMD RYZEN AI MAX+ 395\n\nprocessor\t: 1\n",
+            "proc/meminfo": "MemTotal:       130023648 kB\nMemFree: 1 kB\n",
+            "proc/cmdline": "BOOT_IMAGE=/vmlinuz root=UUID=x quiet amd_iommu=off ttm.pages_limit=32505856\n",
+            "sys/module/ttm/parameters/pages_limit": "32505856\n",
+            "sys/firmware/acpi/platform_profile": "performance\n",
+        },
+    )
+
+
+def test_a_strix_halo(strix_halo: Path) -> None:
+    found = machine(strix_halo, docker="28.0")
+    assert (found.name, found.kernel, found.docker) == ("halo", "6.18.4", "28.0")
+    assert (found.cpu, found.cores, found.ram_bytes) == ("AMD RYZEN AI MAX+ 395", 2, 130023648 * 1024)
+    assert found.gpus == [
+        {
+            "target": "gfx1151",
+            "name": "ip discovery",
+            "device_id": "0x1586",
+            "render_node": "/dev/dri/renderD128",
+            "compute_units": 40,
+            "integrated": True,
+            "vram_bytes": 536870912,
+            "vram_used_bytes": 163840000,
+            "gtt_bytes": 133143986176,
+            "gtt_used_bytes": 14680064,
+            "vbios": "113-STRXLGEN-001",
+            "performance_level": "auto",
+            "cwsr_sizes_known": True,
+        }
+    ]
+    assert found.kernel_parameters == {
+        "amd_iommu": "off",
+        "ttm.pages_limit": "32505856",
+        "ttm.pages_limit (now)": "32505856",
+        "power profile": "performance",
+    }
+
+
+def test_a_kernel_without_the_fix_is_seen(strix_halo: Path) -> None:
+    path = strix_halo / "sys/class/kfd/kfd/topology/nodes/1/properties"
+    path.write_text(STRIX_HALO.replace("cwsr_size", "other_size"))
+    assert [gpu["cwsr_sizes_known"] for gpu in gpus(strix_halo)] == [False]
+
+
+def test_a_card_of_its_own_has_board_info(strix_halo: Path) -> None:
+    (strix_halo / "sys/class/drm/renderD128/device/board_info").touch()
+    assert [gpu["integrated"] for gpu in gpus(strix_halo)] == [False]
+
+
+def test_an_empty_machine_has_no_facts(tmp_path: Path) -> None:
+    found = machine(tmp_path)
+    assert (found.name, found.gpus, found.kernel_parameters) == ("unknown", [], {})
+    assert (found.kernel, found.cpu, found.cores, found.ram_bytes, found.docker) == (None, None, None, None, None)
+    assert device_groups(tmp_path) == []
+
+
+def test_this_machine_has_a_name_and_memory() -> None:
+    found = machine()
+    assert found.name
+    assert found.kernel == os.uname().release
+    assert found.ram_bytes is not None and found.ram_bytes > 1 << 28
+    assert found.cores is not None and found.cores >= 1
+
+
+@pytest.mark.parametrize(
+    ("version", "target"),
+    [
+        (90010, "gfx90a"),
+        (90402, "gfx942"),
+        (90500, "gfx950"),
+        (110000, "gfx1100"),
+        (110501, "gfx1151"),
+        (120001, "gfx1201"),
+    ],
+)
+def test_the_compilers_names(version: int, target: str) -> None:
+    assert gfx_target(version) == target
+
+
+def test_groups_come_from_the_device_nodes(tmp_path: Path) -> None:
+    write(tmp_path, {"dev/kfd": "", "dev/dri/renderD128": "", "dev/dri/card0": "", "dev/dri/by-path/x": ""})
+    if os.geteuid() == 0:
+        for name, group in (("kfd", 992), ("dri/renderD128", 992), ("dri/card0", 44), ("dri/by-path/x", 7)):
+            os.chown(tmp_path / "dev" / name, -1, group)
+        assert device_groups(tmp_path) == [44, 992]
+    else:
+        assert device_groups(tmp_path) == [os.getgid()]
+
+
+def test_roots_group_is_never_added(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        write(tmp_path, {"dev/kfd": ""})
+        os.chown(tmp_path / "dev/kfd", -1, 0)
+        assert device_groups(tmp_path) == []

@@ -1,0 +1,168 @@
+"""The embedded engine as a process, through the same door as a container."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import requests
+
+from harness.errors import ServerError
+from harness.paths import ROOT
+from harness.scenario import Load, Scenario, Server
+from harness.serve import Endpoint, serve
+from harness.serve.logfile import LogFile
+
+
+@contextlib.contextmanager
+def served(folder: Path, timeout_s: float = 20.0, **variables: Any) -> Iterator[Endpoint]:
+    server = Server(template="simulated", container=False, variables=variables, startup_timeout_s=timeout_s)
+    scenario = Scenario(
+        version=1, question="q", model="sim", servers={"s": server}, loads={"l": Load(user="chat", requests=1)}
+    )
+    with serve(scenario, "s", run_id="r", cell_id="c", run_folder=folder) as endpoint:
+        yield endpoint
+
+
+def engine_of(endpoint: Endpoint) -> psutil.Process:
+    port = endpoint.url.rsplit(":", 1)[1]
+    found = [child for child in psutil.Process().children() if port in child.cmdline()]
+    assert len(found) == 1
+    return found[0]
+
+
+def test_the_engine_answers_and_goes(tmp_path: Path) -> None:
+    with served(tmp_path, max_num_seqs=3) as endpoint:
+        engine = engine_of(endpoint)
+        assert endpoint.url.startswith("http://127.0.0.1:")
+        assert endpoint.metrics_url == endpoint.url + "/metrics"
+        assert "vllm:num_requests_running" in requests.get(endpoint.url + "/metrics", timeout=5).text
+        assert endpoint.check_alive() is None
+        served_by = endpoint.served_by
+        assert (served_by.simulated, served_by.template, served_by.model) == (True, "simulated", "sim")
+        assert served_by.arguments == ["python3", "-m", "harness.simulated", "--model", "sim", "--max-num-seqs", "3"]
+        assert [phase.name for phase in served_by.phases] == ["port open", "health", "first answer"]
+        listening = [c.laddr.ip for c in engine.net_connections() if c.status == "LISTEN"]
+        assert listening == ["127.0.0.1"]
+    assert not engine.is_running()
+    assert "Application startup complete" in (tmp_path / "logs/c.server.log").read_text()
+    assert (tmp_path / "compose/s.yaml").read_text().startswith("x-amd-llm-load:")
+
+
+def test_the_engine_goes_when_the_load_fails(tmp_path: Path) -> None:
+    engine = None
+    with pytest.raises(KeyboardInterrupt), served(tmp_path) as endpoint:
+        engine = engine_of(endpoint)
+        raise KeyboardInterrupt
+    assert engine is not None and not engine.is_running()
+
+
+def test_a_death_in_mid_run_is_noticed(tmp_path: Path) -> None:
+    with served(tmp_path) as endpoint:
+        engine_of(endpoint).send_signal(signal.SIGKILL)
+        begin = time.monotonic()
+        while endpoint.check_alive() is None:
+            assert time.monotonic() - begin < 2
+            time.sleep(0.01)
+        assert endpoint.check_alive() == (
+            "it ended with exit code -9: it was killed from outside, or the host ran out of memory"
+        )
+        assert endpoint.served_by.exit_code == -9
+
+
+def test_a_failed_start_is_explained_at_once(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    line = "ValueError: No available memory for the cache blocks."
+    with (
+        pytest.raises(ServerError, match="it ended with exit code 3: the model's weights and working memory") as caught,
+        served(tmp_path, extra_args=["--fail-start", line, "--exit-code", 3]),
+    ):
+        pass
+    assert time.monotonic() - begin < 5
+    assert caught.value.detail.endswith(line)
+    assert "raise gpu_memory_utilization" in caught.value.next_step
+    assert caught.value.exit_code == 2
+
+
+def test_a_refused_argument_is_named(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ServerError, match="does not know the argument: --max-seqs 3"),
+        served(tmp_path, extra_args=["--max-seqs", 3]),
+    ):
+        pass
+
+
+def test_never_ready_ends_in_time_and_leaves_nothing(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ServerError, match="did not become ready within 1 s"),
+        served(tmp_path, timeout_s=1, extra_args=["--startup-s", 60]),
+    ):
+        pass
+    assert psutil.Process().children() == []
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ServerError, match=f"port {port} is in use already"), served(tmp_path, host_port=port):
+            pass
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from harness.scenario import Load, Scenario, Server
+from harness.serve import serve
+scenario = Scenario(version=1, question="q", model="sim", loads={"l": Load(user="chat", requests=1)},
+                    servers={"s": Server(template="simulated", container=False)})
+with serve(scenario, "s", run_id="r", cell_id="c", run_folder=Path(sys.argv[1])) as endpoint:
+    print(endpoint.url, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_the_engine_ends_with_its_owner(tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-c", OWNER, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT, env=dict(os.environ)
+    ) as owner:
+        assert owner.stdout is not None
+        url = owner.stdout.readline().strip()
+        assert requests.get(url + "/health", timeout=5).status_code == 200
+        owner.send_signal(number)
+        owner.wait(10)
+    begin = time.monotonic()
+    with pytest.raises(requests.ConnectionError):
+        while time.monotonic() - begin < 5:
+            requests.get(url + "/health", timeout=5)
+            time.sleep(0.02)
+
+
+def test_a_log_hides_secrets_and_the_engines_time_stamps(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "x.log", ["hf_secret"])
+    stamp = b"2026-11-21T11:53:00.123456789Z "
+    log.follow(lambda: iter([stamp + b"token=hf_se", b"cret\n" + stamp + b"a\xff", b"b"]))
+    log.settle()
+    assert log.path.read_bytes() == stamp + b"token=***\n" + stamp + b"a\xffb\n"
+    assert log.text() == "token=***\na\ufffdb"
+    assert log.tail(1) == "a\ufffdb"
+
+
+def test_a_broken_stream_of_the_log_is_said_in_it(tmp_path: Path) -> None:
+    def stream() -> Iterator[bytes]:
+        yield b"one\n"
+        raise OSError("the engine went away")
+
+    log = LogFile(tmp_path / "x.log")
+    log.follow(stream)
+    log.settle()
+    assert log.text() == "one\n\n[the log ends here: the engine went away]"

@@ -1,0 +1,269 @@
+"""Servers that answer, that do not, and that answer nonsense."""
+
+import contextlib
+import http.server
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.errors import HarnessError, ServerError
+from harness.serve import attach
+from harness.serve.ask import base_url, find_model, open_session
+from harness.serve.compose import LoadCall, Serving
+from harness.serve.logfile import LogFile
+from harness.serve.ports import free_port
+from harness.serve.ready import Ready, Waiting, wait_ready
+
+Answer = tuple[int, str, str]  # status, content type, body
+MODELS: Answer = (200, "application/json", json.dumps({"data": [{"id": "one"}]}))
+CHAT: Answer = (200, "application/json", json.dumps({"choices": [{"message": {"content": "yes"}}]}))
+HTML: Answer = (200, "text/html; charset=utf-8", "<!doctype html><title>Printer</title>")
+GOOD = {"GET /health": (200, "text/plain", ""), "GET /v1/models": MODELS, "POST /v1/chat/completions": CHAT,
+        "GET /version": (200, "application/json", '{"version": "1.2.3"}')}  # fmt: skip
+SERVING = Serving(template="simulated", port=8000, health="/health", metrics="/metrics")
+
+
+@contextlib.contextmanager
+def server(answers: dict[str, Answer], seen: list[str] | None = None) -> Iterator[str]:
+    """A server with one answer for each path."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if seen is not None:
+                seen.append(f"{self.command} {self.path} {self.headers.get('Authorization')} {body.decode()}")
+            status, kind, text = answers.get(f"{self.command} {self.path}", (404, "text/plain", "no such page"))
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            """Silent."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
+        thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.server_address[1]}"
+        finally:
+            listening.shutdown()
+            thread.join()
+
+
+def waiting(
+    tmp_path: Path, dead: ServerError | None = None, timeout_s: float = 0.5, log: str = "last words"
+) -> Waiting:
+    file = LogFile(tmp_path / "server.log")
+    file.path.write_text(log)
+    return Waiting(lambda: dead, file, timeout_s, lambda line: None)
+
+
+def ready(url: str, wait: Waiting, model: str = "one", api_key: str | None = None) -> Ready:
+    return wait_ready(url, SERVING, model, wait, api_key=api_key)
+
+
+def test_ready_means_a_real_answer(tmp_path: Path) -> None:
+    seen: list[str] = []
+    with server(GOOD, seen) as url:
+        found = ready(url, waiting(tmp_path), api_key="k")
+    assert [phase.name for phase in found.phases] == ["port open", "health", "first answer"]
+    assert (found.model, found.version) == ("one", "1.2.3")
+    posts = [line for line in seen if line.startswith("POST")]
+    assert len(posts) == 1
+    assert json.loads(posts[0][posts[0].index("{") :])["max_tokens"] == 1
+    assert all(" Bearer k " in line for line in seen)
+
+
+def test_a_server_that_loads_on_request_is_asked_to(tmp_path: Path) -> None:
+    seen: list[str] = []
+    call = LoadCall(path="/api/v1/load", body={"model_name": "one", "ctx_size": 8192})
+    serving = Serving(template="lemonade", port=1, health="/health", load=call)
+    with server({**GOOD, "POST /api/v1/load": (200, "application/json", "{}")}, seen) as url:
+        found = wait_ready(url, serving, "one", waiting(tmp_path))
+    assert [phase.name for phase in found.phases] == ["port open", "health", "load", "first answer"]
+    assert [line.split(" ", 3)[3] for line in seen if "/load" in line] == ['{"model_name": "one", "ctx_size": 8192}']
+
+
+def test_a_model_that_cannot_be_loaded_is_explained(tmp_path: Path) -> None:
+    serving = Serving(template="lemonade", port=1, health="/health", load=LoadCall(path="/load", body={}))
+    text = "Failed to load model 'x': vLLM argument '--model' in vllm_args is managed by Lemonade"
+    error = json.dumps({"error": {"message": text}})
+    with (
+        server({**GOOD, "POST /load": (500, "application/json", error)}) as url,
+        pytest.raises(ServerError, match="could not load 'one': HTTP 500: Failed to load model 'x'") as caught,
+    ):
+        wait_ready(url, serving, "one", waiting(tmp_path))
+    assert "Lemonade sets --model itself" in caught.value.next_step
+
+
+def test_never_ready_ends_at_the_time_limit_with_the_last_lines(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    with pytest.raises(
+        ServerError, match="did not become ready within 0.5 s; last seen at GET .*: no connect"
+    ) as caught:
+        ready(f"http://127.0.0.1:{free_port()}", waiting(tmp_path))
+    assert 0.5 <= time.monotonic() - begin < 1.5
+    assert caught.value.detail == "last words"
+    assert "startup_timeout_s" in caught.value.next_step
+
+
+def test_the_log_of_a_server_that_never_becomes_ready_is_read(tmp_path: Path) -> None:
+    with pytest.raises(ServerError) as caught:
+        ready(
+            f"http://127.0.0.1:{free_port()}", waiting(tmp_path, log="We couldn't connect to 'https://huggingface.co'")
+        )
+    assert "the hub cannot be reached" in caught.value.next_step
+
+
+def test_what_was_last_seen_is_said(tmp_path: Path) -> None:
+    with (
+        server({"GET /health": (503, "application/json", "{}")}) as url,
+        pytest.raises(ServerError, match="last seen at GET .*/health: HTTP 503"),
+    ):
+        ready(url, waiting(tmp_path))
+    with (
+        server({"GET /health": (404, "text/html", "<p>")}) as url,
+        pytest.raises(ServerError, match="HTTP 404 with an HTML page"),
+    ):
+        ready(url, waiting(tmp_path))
+
+
+def test_a_dead_server_is_not_waited_for(tmp_path: Path) -> None:
+    begin = time.monotonic()
+    with pytest.raises(ServerError, match="it is dead"):
+        ready(f"http://127.0.0.1:{free_port()}", waiting(tmp_path, ServerError("it is dead"), timeout_s=60))
+    assert time.monotonic() - begin < 1
+
+
+def test_a_death_during_the_first_answer_is_noticed(tmp_path: Path) -> None:
+    asked = threading.Event()
+    release = threading.Event()
+
+    class Slow(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            _, kind, text = GOOD[f"GET {self.path}"]
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def do_POST(self) -> None:
+            asked.set()
+            release.wait(10)
+
+        def log_message(self, *_: object) -> None:
+            """Silent."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow) as listening:
+        thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        wait = waiting(tmp_path)
+        wait = Waiting(lambda: ServerError("it died") if asked.is_set() else None, wait.log, 60, wait.on_progress)
+        begin = time.monotonic()
+        with pytest.raises(ServerError, match="it died"):
+            ready(f"http://127.0.0.1:{listening.server_address[1]}", wait)
+        assert time.monotonic() - begin < 2
+        release.set()
+        listening.shutdown()
+        thread.join()
+
+
+def test_an_unknown_model_names_what_is_served(tmp_path: Path) -> None:
+    with (
+        server({**GOOD, "GET /v1/models": (200, "application/json", '{"data": [{"id": "a"}, {"id": "b"}]}')}) as url,
+        pytest.raises(ServerError, match="does not serve 'one'; it serves 'a', 'b'"),
+    ):
+        ready(url, waiting(tmp_path))
+
+
+def test_lemonade_lists_user_models_without_their_prefix() -> None:
+    with server(GOOD) as url, open_session(None) as session:
+        assert find_model(url, "user.one", session) == "user.one"
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "message"),
+    [
+        ("GET /v1/models", HTML, "answers with an HTML page, not with an OpenAI-compatible API"),
+        ("GET /v1/models", (401, "application/json", '{"error": "Unauthorized"}'), "wants an API key"),
+        ("GET /v1/models", (200, "application/json", '{"models": []}'), "something that is not a list of models"),
+        ("GET /v1/models", (500, "application/json", '{"error": "broken"}'), "answers HTTP 500: broken"),
+        ("POST /v1/chat/completions", HTML, "answers with an HTML page"),
+        ("POST /v1/chat/completions", (200, "application/json", "[]"), "something that is not a chat completion"),
+        (
+            "POST /v1/chat/completions",
+            (400, "application/json", '{"error": {"message": "no chat template"}}'),
+            "the model does not answer: .* says HTTP 400: no chat template",
+        ),
+        ("POST /v1/chat/completions", (403, "text/plain", "no"), "wants an API key"),
+    ],
+)
+def test_an_answer_that_is_no_api_is_explained(tmp_path: Path, path: str, answer: Answer, message: str) -> None:
+    with server({**GOOD, path: answer}) as url:
+        with pytest.raises(ServerError, match=message):
+            ready(url, waiting(tmp_path))
+        with pytest.raises(ServerError, match=message):
+            attach(url, "one")
+
+
+def test_a_running_server_is_attached_to() -> None:
+    with server({**GOOD, "GET /metrics": (200, "text/plain", "a 1\n")}) as url:
+        endpoint = attach(url + "/v1/", None)
+        assert endpoint.url == url
+        assert endpoint.metrics_url == url + "/metrics"
+        assert (endpoint.served_by.model, endpoint.served_by.version) == ("one", "1.2.3")
+        assert endpoint.served_by.template is None
+        assert endpoint.served_by.simulated is False
+        assert endpoint.check_alive() is None
+
+
+def test_a_web_page_at_metrics_is_no_metrics() -> None:
+    with server({**GOOD, "GET /metrics": HTML}) as url:
+        assert attach(url, "one").metrics_url is None
+        assert attach(url, "one", metrics_url="http://127.0.0.1:9/m").metrics_url == "http://127.0.0.1:9/m"
+
+
+def test_nothing_listens() -> None:
+    with pytest.raises(ServerError, match="connection refused, nothing listens there"):
+        attach(f"127.0.0.1:{free_port()}", "one")
+
+
+def test_a_name_that_does_not_exist() -> None:
+    with pytest.raises(ServerError, match="the host's name is not known"):
+        attach("http://no-such-host.invalid:8000", "one")
+
+
+def test_several_models_need_a_choice() -> None:
+    models = '{"data": [{"id": "a"}, {"id": "b"}]}'
+    with (
+        server({**GOOD, "GET /v1/models": (200, "application/json", models)}) as url,
+        pytest.raises(ServerError, match="serves 'a', 'b'; say which one is meant"),
+    ):
+        attach(url, None)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("127.0.0.1:8000", "http://127.0.0.1:8000"),
+        ("http://h:1/", "http://h:1"),
+        ("http://h:1/v1", "http://h:1"),
+        ("https://h/api/v1/", "https://h/api"),
+        ("http://h:1/v1/chat/completions", "http://h:1"),
+    ],
+)
+def test_however_the_address_is_written(written: str, meant: str) -> None:
+    assert base_url(written) == meant
+
+
+def test_another_protocol_is_refused() -> None:
+    with pytest.raises(HarnessError, match="'ftp://h' is not the address of a server"):
+        base_url("ftp://h")
