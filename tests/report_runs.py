@@ -1,7 +1,6 @@
 """Run directories made by hand for the tests of reports: plausible numbers out of a small model of batching."""
 
 import random
-import statistics
 from pathlib import Path
 
 import msgspec
@@ -10,21 +9,10 @@ from harness.manifest import CellRun, Machine, Phase, Run, ServedBy, write_run
 from harness.plan import plan
 from harness.records import ErrorKind, ProcessMark, Request
 from harness.scenario import Load, Scenario, Server
-from harness.summary import (
-    CellSummary,
-    CheckResult,
-    Comparison,
-    Distribution,
-    Numbers,
-    Row,
-    ServerLoad,
-    Summary,
-    Verdict,
-)
+from harness.summarize import summarize, write_summary
 
 HOSTILE = "</script><script>document.title='hacked'</script><img src=x onerror=\"document.title='hacked'\"> & 'quoted'"
 START_S = 1_790_000_000.0
-NONE = Distribution(n=0)
 
 
 def scenario(repeats: int = 5, requests: int = 50, servers: tuple[str, ...] = ("open", "limited")) -> Scenario:
@@ -40,6 +28,8 @@ def scenario(repeats: int = 5, requests: int = 50, servers: tuple[str, ...] = ("
             "batch-10": Load(user="batch", batch_size=10, requests=requests, output_tokens=50),
         },
         repeats=repeats,
+        max_error_rate=0.5,
+        checks=["error_rate == 0", "ttft_p95 <= 2s"],
     )
 
 
@@ -80,10 +70,22 @@ def write_run_directory(
         )
         made, now = _requests(cell.id, cell.load, 100 + number, now, at_once, limit, requests, dice, chunks)
         for i in range(faults):
-            made.append(_fault(made[-1], i))
+            made[-1 - i] = _fault(made[-1 - i], i)
         records += made
         scrapes += _scrapes(cell.id, made, limit, started)
         now += 0.6
+        marks.append(
+            ProcessMark(
+                event="end",
+                process=100 + number,
+                cell=cell.id,
+                wall_s=now,
+                monotonic_s=now - START_S + 50,
+                sent=len(made),
+                recorded=len(made),
+                cpu_s=0.2,
+            )
+        )
         cells.append(
             CellRun(
                 id=cell.id,
@@ -116,7 +118,7 @@ def write_run_directory(
         git_commit="0123456789abcdef",
     )
     write_run(folder, run)
-    (folder / "summary.json").write_bytes(msgspec.json.encode(summarize(run, records)))
+    write_summary(folder, summarize(folder))
     return run
 
 
@@ -148,6 +150,7 @@ def _requests(
                     index=start + place + at_once,
                     user=0,
                     process=process,
+                    clock="kernel",
                     phase="warmup" if start < 0 else "measured",
                     sent_s=now - START_S + 50,
                     ended_s=arrivals[-1] + 0.0004,
@@ -194,134 +197,3 @@ def _scrapes(cell: str, made: list[Request], limit: int, started: float) -> list
 
 def _lines(path: Path, values: list[object] | list[Request] | list[ProcessMark] | list[dict[str, object]]) -> None:
     path.write_bytes(b"".join(msgspec.json.encode(value) + b"\n" for value in values))
-
-
-def spread(values: list[float]) -> Distribution:
-    """Plain nearest-rank percentiles, where there are enough values."""
-    ordered = sorted(values)
-    size = len(ordered)
-    if not size:
-        return NONE
-
-    def at(share: float, needed: int) -> float | None:
-        return ordered[min(size - 1, int(share * size))] if size >= needed else None
-
-    return Distribution(
-        n=size,
-        mean=statistics.fmean(ordered),
-        least=ordered[0],
-        most=ordered[-1],
-        p50=at(0.5, 11),
-        p90=at(0.9, 64),
-        p95=at(0.95, 130),
-        p99=at(0.99, 662),
-    )
-
-
-def numbers(records: list[Request]) -> Numbers:
-    good = [r for r in records if r.error is None]
-    wall = max(r.sent_s + r.ended_s for r in records) - min(r.sent_s for r in records)
-    tokens = sum(r.output_tokens or 0 for r in good)
-    kinds = [r.error for r in records if r.error is not None]
-    return Numbers(
-        sent=len(records),
-        succeeded=len(good),
-        failed=len(kinds),
-        unfinished=0,
-        errors={kind: kinds.count(kind) for kind in kinds},
-        prompt_tokens=256 * len(good),
-        output_tokens=tokens,
-        wall_s=wall,
-        output_tok_s=tokens / wall,
-        requests_per_s=len(good) / wall,
-        ttft_s=spread([r.chunks_s[0] for r in good]),
-        ttfo_s=spread([r.chunks_s[0] for r in good]),
-        tpot_s=spread([(r.chunks_s[-1] - r.chunks_s[0]) / 49 for r in good]),
-        e2e_s=spread([r.chunks_s[-1] for r in good]),
-        chunk_gap_s=NONE,
-        send_lag_s=NONE,
-        tokens_per_chunk=1.0,
-    )
-
-
-def summarize(run: Run, records: list[Request]) -> Summary:
-    by_cell: dict[str, list[Request]] = {}
-    for record in records:
-        if record.phase == "measured":
-            by_cell.setdefault(record.cell, []).append(record)
-    cells = [
-        CellSummary(
-            id=cell.id,
-            server=cell.server,
-            load=cell.load,
-            repeat=cell.repeat,
-            numbers=numbers(by_cell[cell.id]),
-            server_load=ServerLoad(running_most=4.0, waiting_most=6.0, kv_usage_most=0.031, preemptions=0.0),
-            ready_s=1.07,
-        )
-        for cell in run.cells
-    ]
-    rows = [_row(server, load, cells, by_cell) for server in run.scenario.servers for load in run.scenario.loads]
-    return Summary(
-        run=run.id,
-        scenario=run.scenario_name,
-        question=run.scenario.question,
-        simulated=True,
-        valid=True,
-        reasons=[],
-        rows=rows,
-        cells=cells,
-        comparison=_comparison(rows),
-        checks=[
-            CheckResult(check="error_rate == 0", passed=not any(r.error for r in records), evidence="as counted"),
-            CheckResult(check="ttft_p95 <= 2s", passed=True, evidence="the largest is 1,098 ms (limited / batch-10)"),
-        ],
-    )
-
-
-def _row(server: str, load: str, cells: list[CellSummary], by_cell: dict[str, list[Request]]) -> Row:
-    mine = [cell for cell in cells if (cell.server, cell.load) == (server, load)]
-    walls = [cell.numbers.wall_s or 0.0 for cell in mine]
-    rates = [cell.numbers.output_tok_s or 0.0 for cell in mine]
-    pooled = numbers([record for cell in mine for record in by_cell[cell.id]])
-    return Row(
-        server=server,
-        load=load,
-        cells=[cell.id for cell in mine],
-        wall_s=walls,
-        output_tok_s=rates,
-        pooled=msgspec.structs.replace(pooled, wall_s=statistics.median(walls), output_tok_s=statistics.median(rates)),
-    )
-
-
-def _comparison(rows: list[Row]) -> Comparison:
-    base = rows[0]
-    verdicts = []
-    for row in rows[1:]:
-        ratios = [a / b for a, b in zip(base.wall_s, row.wall_s, strict=True)]
-        ratio = statistics.median(ratios)
-        low, high = min(ratios) * 0.985, max(ratios) * 1.015
-        word = "faster" if low > 1.03 else "slower" if high < 0.97 else "same"
-        name, other = f"{row.server} / {row.load}", f"{base.server} / {base.load}"
-        text = {
-            "faster": f"{name} is {ratio:.2f} times as fast as {other} (95 % interval {low:.2f} to {high:.2f}).",
-            "slower": f"{name} is slower: {ratio:.2f} times as fast as {other}.",
-            "same": f"{name} is the same as {other} within ±3 % (95 % interval {low:.2f} to {high:.2f}).",
-        }[word]
-        verdicts.append(
-            Verdict(
-                side=name,
-                baseline=other,
-                metric="wall_s",
-                ratio=ratio,
-                low=low,
-                high=high,
-                p=0.04,
-                n=(len(row.wall_s), len(base.wall_s)),
-                word=word,
-                sentence=text,
-            )
-        )
-    return Comparison(
-        metric="wall_s", comparisons=len(verdicts), noise_floor=0.03, noise_source="assumed", verdicts=verdicts
-    )

@@ -93,7 +93,7 @@ def test_what_comes_from_outside_stays_text(folder: Path, tmp_path: Path) -> Non
     page = Page(write_report(tmp_path).read_text())
     assert [tag for tag, _ in page.tags].count("img") == 0
     assert [tag for tag, _ in page.tags].count("script") == 4
-    assert "".join(page.text).count("document.title='hacked'") > 2 * 8
+    assert page.text.count(HOSTILE) > 10
     names = [trace["name"] for trace in page.charts()["charts"]["throughput"]["data"]]
     assert names[0].startswith("&lt;/script&gt;&lt;script&gt;")
 
@@ -151,9 +151,9 @@ def test_the_timeline_counts_every_token_and_joins_the_clocks(folder: Path) -> N
     run = read_run(folder)
     timelines = {line.cell: line for line in observe(folder, run).timelines}
     line = timelines["r1-open-batch-10"]
-    # 30 measured and 10 warm-up requests of 50 tokens each.
-    assert sum(line.tok_s) * line.step_s == pytest.approx(40 * 50, abs=1)
-    assert max(line.in_flight) == 10 + 3  # the three faults of this run directory share the last request's time
+    # 30 measured and 10 warm-up requests of 50 tokens each, less the three that failed.
+    assert sum(line.tok_s) * line.step_s == pytest.approx(37 * 50, abs=1)
+    assert max(line.in_flight) == 10
     assert line.warmup_until_s is not None and line.warmup_until_s < 0 < line.ends_s
     assert all(-5 < at < line.ends_s + 1 for at in line.server.at_s)
 
@@ -165,7 +165,7 @@ def test_failures_stay_out_of_latencies_and_are_listed_by_kind(folder: Path) -> 
         "timeout": 2, "stream_error": 2, "rejected": 2,
     }  # fmt: skip
     assert observed.faults[row]["stream_error"].messages == [HOSTILE]
-    assert len(observed.samples[row].ttft_s) == 60
+    assert len(observed.samples[row].ttft_s) == 54
 
 
 def test_a_run_that_was_killed_before_anything_happened(tmp_path: Path) -> None:

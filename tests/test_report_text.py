@@ -191,12 +191,12 @@ def test_no_colour_where_there_is_no_terminal_and_some_where_there_is() -> None:
 
 def test_markup_in_a_text_from_outside_is_not_acted_on() -> None:
     broken = msgspec.structs.replace(
-        summary(), valid=False, reasons=["[red]x[/red] [/] [link=x]"], notes=["vllm / ten: [bold]warm"]
+        summary(), valid=False, reasons=["[red]x[/red]\n[/] \x1b[31m[link=x]"], notes=["vllm / ten: [bold]warm"]
     )
     text = printed(broken, 140).splitlines()
     assert text[12:15] == [
         "INVALID: these numbers must not be trusted or compared",
-        "- [red]x[/red] [/] [link=x]",
+        "- [red]x[/red] [/] \ufffd[31m[link=x]",
         "- vllm / ten: [bold]warm",
     ]
 
@@ -227,14 +227,14 @@ def test_markdown() -> None:
         "| vllm | ten | 4.18 s | 1,250 | 299.0 | 52.3 | 1,098 | n/a (needs 11) | n/a (needs 130) | 2 of 25 "
         "| 3.13× (3.05–3.21) | faster |\n\n"
         "- vllm / ten is faster than vllm / one: 3.13 times (3.05 to 3.21).\n"
-        "- By wall time; one comparison. Differences below 2 % are not believed (noise floor: assumed).\n\n"
+        "- By wall time; one comparison. Differences below 2\u00a0% are not believed (noise floor: assumed).\n\n"
         "**VALID: all conditions of a trustworthy measurement held**\n\n"
         "- **FAILED**: `error_rate == 0`: 2 of 50 failed\n\n"
     )
     assert (
         "- **vllm / ten**: 1 agent, 10 requests at once, 25 requests of 50 tokens. A run took 4.18 s, 3.13 times as "
-        "fast as the baseline; half of the answers began within 52.3 ms, 95 of 100 within 1,098 ms; 2 requests of 25 "
-        "failed or did not finish.\n"
+        "fast as the baseline; half of the answers began within 52.3\u00a0ms, 95\u00a0% within 1,098\u00a0ms; "
+        "2 requests of 25 failed or did not finish.\n"
     ) in text
     assert text.endswith(
         "Scenario `first-look`, run `20260921-140000-first-look`. "
@@ -249,6 +249,17 @@ def test_markdown_keeps_texts_from_outside_plain() -> None:
     assert markdown.code("a `b`") == r"a \`b\`"
 
 
+def test_the_same_reason_in_many_cells_is_said_once() -> None:
+    many = [f"r{i}-vllm-one: load process {i} was killed" for i in range(1, 4)]
+    broken = msgspec.structs.replace(summary(), valid=False, reasons=[*many, "no room: on the disk", "r9-x: y"])
+    text = printed(broken, 140).splitlines()
+    assert text[13:16] == [
+        "- r1-vllm-one: load process 1 was killed (likewise in 2 other runs)",
+        "- no room: on the disk",
+        "- r9-x: y",
+    ]
+
+
 def test_a_load_of_fixed_duration_has_a_rate_and_no_wall_time() -> None:
     timed = Load(user="chat", users=8, duration_s=60, output_tokens=128, output="natural", think_s=[1, 2.5])
     one = msgspec.structs.replace(numbers(10.0, MANY), wall_s=None, window="timed", window_s=60.0)
@@ -261,7 +272,7 @@ def test_a_load_of_fixed_duration_has_a_rate_and_no_wall_time() -> None:
     assert "| vllm | one | – | 1,250 | 125 | 52.3 |" in text
     assert (
         "- **vllm / one**: 8 chat users, 1 to 2.5 s of thinking, requests of at most 128 tokens for 60 s. "
-        "125 tokens a second in all, the baseline for the others; half of the answers began within 52.3 ms"
+        "125 tokens a second in all, the baseline for the others; half of the answers began within 52.3\u00a0ms"
     ) in text
 
 

@@ -21,7 +21,8 @@ def render(summary: Summary, run: Run) -> str:
         parts.append(_list([*items, escape(sentences.of_method(summary.comparison))]))
     parts.append(f"**{escape(sentences.of_validity(summary, run))}**")
     if summary.reasons or summary.notes:
-        parts.append(_list([escape(text) for text in (*summary.reasons, *summary.notes)]))
+        found = sentences.gathered(summary.reasons, run) + sentences.gathered(summary.notes, run)
+        parts.append(_list([escape(text) for text in found]))
     if summary.checks:
         parts.append(
             _list(
@@ -39,8 +40,7 @@ def render(summary: Summary, run: Run) -> str:
 
 def escape(text: str) -> str:
     """`text` on one line with every character that Markdown or HTML would act on made plain."""
-    text = " ".join(text.split())
-    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    text = words.one_line(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|~])", r"\\\1", text)
 
 

@@ -12,8 +12,9 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from harness import derive
-from harness.manifest import CellRun, Run
+from harness.manifest import Run
 from harness.metrics import read_samples
+from harness.plan import plan
 from harness.records import Request, read_marks, read_requests
 
 Times = NDArray[np.float64]
@@ -22,6 +23,7 @@ FINE_S = 0.1  # width of the bins that records are counted in while reading
 MOST_BINS = 240  # points of a timeline's line
 MOST_POINTS = 200  # points of a distribution's line
 EXAMPLES = 3  # messages kept for each kind of error
+MOST_FINE = 4_000_000  # fine bins of a cell, over four days: what a record with an absurd time falls into
 FLUSH = 200_000  # chunk times held before they are counted
 
 
@@ -72,13 +74,12 @@ class Observed(Struct, frozen=True, kw_only=True):
 
 
 class _Counts:
-    """The bins of one cell while its records are read."""
+    """The bins of one cell while its records are read. Seconds count from the start of its first load process."""
 
-    def __init__(self, cell: CellRun) -> None:
-        self.zero_s = cell.started_wall_s
-        self.bins = int(max(cell.ended_wall_s - cell.started_wall_s, 0.0) / FINE_S) + 2
-        self.tokens: Times = np.zeros(self.bins)
-        self.change = np.zeros(self.bins + 1, dtype=np.int64)
+    def __init__(self, zero_s: float) -> None:
+        self.zero_s = zero_s
+        self.tokens: Times = np.zeros(1024)
+        self.change = np.zeros(1024, dtype=np.int64)
         self.first_measured_s: float | None = None
         self.first_sent_s: float | None = None
         self.last_ended_s = 0.0
@@ -86,11 +87,12 @@ class _Counts:
         self._weights: list[float] = []
 
     def add(self, request: Request, offset_s: float) -> None:
-        """Count a request; `offset_s` takes its process's clock to seconds after the cell's start."""
-        sent = request.sent_s + offset_s
-        ended = request.ended_s + sent
-        self.change[self._bin(sent)] += 1
-        self.change[self._bin(ended)] -= 1
+        """Count a request; `offset_s` takes its process's clock to seconds of this cell."""
+        sent = max(0.0, request.sent_s + offset_s)
+        ended = sent + request.ended_s
+        self._hold(_bin(ended))
+        self.change[_bin(sent)] += 1
+        self.change[_bin(ended)] -= 1
         self.first_sent_s = sent if self.first_sent_s is None else min(sent, self.first_sent_s)
         self.last_ended_s = max(self.last_ended_s, ended)
         if request.phase == "measured" and (self.first_measured_s is None or sent < self.first_measured_s):
@@ -98,6 +100,7 @@ class _Counts:
         # Without streaming all tokens come at the end; what a failed request had been given is known by its chunks.
         arrivals = request.chunks_s or ([request.ended_s] if request.error is None else [])
         if request.output_tokens and arrivals:
+            self._hold(_bin(sent + arrivals[-1]))
             self._times += [sent + at for at in arrivals]
             self._weights += [request.output_tokens / len(arrivals)] * len(arrivals)
             if len(self._times) > FLUSH:
@@ -105,47 +108,60 @@ class _Counts:
 
     def flush(self) -> None:
         if self._times:
-            places = np.clip((np.asarray(self._times) / FINE_S).astype(np.int64), 0, self.bins - 1)
-            self.tokens += np.bincount(places, weights=self._weights, minlength=self.bins)
+            places = np.minimum((np.asarray(self._times) / FINE_S).astype(np.int64), len(self.tokens) - 1)
+            self.tokens += np.bincount(places, weights=self._weights, minlength=len(self.tokens))
             self._times.clear()
             self._weights.clear()
 
-    def _bin(self, at_s: float) -> int:
-        return min(max(int(at_s / FINE_S), 0), self.bins - 1)
+    def _hold(self, place: int) -> None:
+        """Make room for a bin."""
+        if place >= len(self.tokens):
+            more = max(place + 1 - len(self.tokens), len(self.tokens))
+            self.tokens = np.pad(self.tokens, (0, more))
+            self.change = np.pad(self.change, (0, more))
+
+
+def _bin(at_s: float) -> int:
+    return min(int(at_s / FINE_S), MOST_FINE - 1)
 
 
 def observe(folder: Path, run: Run) -> Observed:
     """Read requests.jsonl, processes.jsonl and metrics.jsonl of a run, whatever state they are in."""
-    anchors = {
-        (mark.cell, mark.process): mark.wall_s - mark.monotonic_s
-        for mark in read_marks(folder / "processes.jsonl")
-        if mark.event == "start"
-    }
-    cells = {cell.id: cell for cell in run.cells}
-    counts = {name: _Counts(cell) for name, cell in cells.items()}
+    cells = {cell.id: (cell.server, cell.load) for cell in plan(run.scenario)}
+    anchors: dict[tuple[str, int], float] = {}
+    counts: dict[str, _Counts] = {}
+    for mark in read_marks(folder / "processes.jsonl"):
+        if mark.event == "start":
+            anchors[mark.cell, mark.process] = mark.wall_s - mark.monotonic_s
+            count = counts.setdefault(mark.cell, _Counts(mark.wall_s))
+            count.zero_s = min(count.zero_s, mark.wall_s)
     samples: dict[tuple[str, str], Sample] = defaultdict(Sample)
     faults: dict[tuple[str, str], dict[str, Fault]] = defaultdict(dict)
     damaged: list[int] = []
     without_usage = 0
     for request in read_requests(folder / "requests.jsonl", damaged):
-        cell = cells.get(request.cell)
-        if cell is None:
+        row = cells.get(request.cell)
+        if row is None:
             continue
         anchor = anchors.get((request.cell, request.process))
         if anchor is not None:
-            counts[cell.id].add(request, anchor - cell.started_wall_s)
+            counts[request.cell].add(request, anchor - counts[request.cell].zero_s)
         if request.phase != "measured":
             continue
-        row = (cell.server, cell.load)
         if request.error is not None:
             _note_fault(faults[row].setdefault(request.error, Fault()), request)
         else:
             without_usage += request.output_tokens is None
             _note_latencies(samples[row], request)
+    scraped = _server_samples(folder / "metrics.jsonl")
     return Observed(
         samples=dict(samples),
-        faults=dict(faults),
-        timelines=_timelines(counts, _server_samples(folder / "metrics.jsonl")),
+        faults={row: faults[row] for row in dict.fromkeys(cells.values()) if row in faults},
+        timelines=[
+            _timeline(name, counts[name], scraped.get(name, ServerSamples()))
+            for name in cells
+            if name in counts and counts[name].first_sent_s is not None
+        ],
         without_usage=without_usage,
         damaged_lines=len(damaged),
     )
@@ -182,20 +198,12 @@ def distribution(values: Iterable[float]) -> tuple[list[float], list[float]]:
     return [float(v) for v in ordered[places]], [round(float(s), 5) for s in shares]
 
 
-def _timelines(counts: dict[str, _Counts], server: dict[str, ServerSamples]) -> list[Timeline]:
-    result = []
-    for name, count in counts.items():
-        count.flush()
-        if count.first_sent_s is not None:
-            result.append(_timeline(name, count, server.get(name, ServerSamples())))
-    return result
-
-
 def _timeline(name: str, count: _Counts, server: ServerSamples) -> Timeline:
+    count.flush()
     start = count.first_sent_s or 0.0
     zero = count.first_measured_s if count.first_measured_s is not None else start
     low = int(start / FINE_S)
-    high = min(int(count.last_ended_s / FINE_S) + 1, count.bins)
+    high = _bin(count.last_ended_s) + 1
     group = _bins_per_step(high - low)
     in_flight = np.cumsum(count.change)[low:high]
     tokens = count.tokens[low:high]

@@ -1,9 +1,13 @@
 """What a report says in sentences: each row, the validity, and how the comparison was made."""
 
+import re
+from collections import defaultdict
+
 from harness.manifest import Run
+from harness.plan import plan
 from harness.report import words
 from harness.report.table import Line
-from harness.summary import Comparison, Summary
+from harness.summary import Comparison, Summary, Verdict
 
 
 def of_row(line: Line, run: Run) -> str:
@@ -16,9 +20,9 @@ def of_row(line: Line, run: Run) -> str:
     text += f"{_outcome(line)}{_against_baseline(line)}"
     ttft = numbers.ttft_s
     if ttft.p50 is not None:
-        text += f"; half of the answers began within {words.milliseconds(ttft.p50)} ms"
+        text += f"; half of the answers began within {words.milliseconds(ttft.p50)}\u00a0ms"
         if ttft.p95 is not None:
-            text += f", 95 of 100 within {words.milliseconds(ttft.p95)} ms"
+            text += f", 95\u00a0% within {words.milliseconds(ttft.p95)}\u00a0ms"
     wrong = numbers.failed + numbers.unfinished
     if wrong:
         text += f"; {words.count(wrong, 'request')} of {numbers.sent:,} failed or did not finish"
@@ -58,6 +62,24 @@ def of_validity(summary: Summary, run: Run) -> str:
     if summary.valid:
         return "VALID: all conditions of a trustworthy measurement held"
     return "INVALID: these numbers must not be trusted or compared"
+
+
+def after_word(verdict: Verdict) -> str:
+    """A verdict's sentence where its side and its word are shown beside it."""
+    return verdict.sentence.removeprefix(f"{verdict.side}: ").removeprefix(f"{verdict.word}: ")
+
+
+def gathered(texts: list[str], run: Run) -> list[str]:
+    """Reasons or notes, those that say the same of several cells as one. Nothing is lost: each cell has its own."""
+    cells = {cell.id for cell in plan(run.scenario)}
+    alike: dict[str, list[str]] = defaultdict(list)
+    for text in texts:
+        cell, colon, rest = text.partition(": ")
+        alike[re.sub(r"\d+", "#", rest) if colon and cell in cells else text].append(text)
+    return [
+        many[0] if len(many) == 1 else f"{many[0]} (likewise in {words.count(len(many) - 1, 'other run')})"
+        for many in alike.values()
+    ]
 
 
 def of_method(comparison: Comparison) -> str:

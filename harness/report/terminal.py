@@ -19,7 +19,7 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
     """Print the report of a run; `explain` adds what each column means."""
     if summary.simulated:
         console.print(Text(words.SIMULATED, "bold yellow"))
-    console.print(Text(f"{summary.question}", "bold"))
+    console.print(Text(words.one_line(summary.question), "bold"))
     console.print(Text(f"{summary.scenario}, run {summary.run}", "dim"))
     for table in _tables(lines(summary, run), console.width):
         console.print()
@@ -32,15 +32,15 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
     console.print()
     style = "bold green" if summary.valid and run.status == "valid" else "bold red"
     console.print(Text(sentences.of_validity(summary, run), style))
-    for reason in summary.reasons:
-        _item(console, Text(reason))
-    for note in summary.notes:
-        _item(console, Text(note, "dim"))
+    for reason in sentences.gathered(summary.reasons, run):
+        _item(console, Text(words.one_line(reason)))
+    for note in sentences.gathered(summary.notes, run):
+        _item(console, Text(words.one_line(note), "dim"))
     if summary.checks:
         console.print()
         for check in summary.checks:
             mark = Text("passed ", "green") if check.passed else Text("FAILED ", "bold red")
-            _item(console, mark + Text(f"{check.check}: {check.evidence}"))
+            _item(console, mark + Text(words.one_line(f"{check.check}: {check.evidence}")))
     console.print()
     page = folder / "report.html"
     where = str(page) if page.exists() else f"none yet; `harness report {folder}` writes it"
@@ -90,7 +90,7 @@ def _verdicts(summary: Summary, console: Console) -> None:
         return
     console.print()
     for verdict in summary.comparison.verdicts:
-        _item(console, Text(verdict.sentence, STYLES.get(verdict.word, "")))
+        _item(console, Text(words.one_line(verdict.sentence), STYLES.get(verdict.word, "")))
     _item(console, Text(sentences.of_method(summary.comparison), "dim"))
 
 

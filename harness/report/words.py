@@ -1,5 +1,8 @@
 """Numbers and loads in words, the same in every report."""
 
+import re
+import unicodedata
+
 from harness.scenario import Load
 from harness.summary import NEEDED, Distribution
 
@@ -33,6 +36,15 @@ def percentile(sample: Distribution, name: str) -> str:
     """A percentile of times in milliseconds, or how many requests it would need."""
     value: float | None = getattr(sample, name)
     return f"n/a (needs {NEEDED[name]})" if value is None else milliseconds(value)
+
+
+def one_line(text: str) -> str:
+    """A text from outside on one line and without control characters, which a terminal would act on."""
+    shown = "".join(
+        "\N{REPLACEMENT CHARACTER}" if unicodedata.category(c) in ("Cc", "Cf", "Cs") else c
+        for c in re.sub(r"[ \t\r\n\f\v]+", " ", text)
+    )
+    return shown.strip()
 
 
 def count(number: int, one: str, many: str = "") -> str:

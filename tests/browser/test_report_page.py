@@ -129,7 +129,7 @@ def test_nothing_is_wider_than_the_screen(browser: webdriver.Chrome, page: str, 
     show(browser, page, width=width, phone=True)
     assert script(browser, "return document.documentElement.scrollWidth") == width
     sticking_out = """
-        const inside = (e) => e.closest(".scroll, pre, .plot, .hidden, .skip, [popover], .contents, thead");
+        const inside = (e) => e.closest(".scroll, .sheet, pre, .plot, .hidden, .skip, [popover], .contents, thead");
         return [...document.querySelectorAll("body *")]
             .filter((e) => !inside(e) && e.getBoundingClientRect().right > innerWidth + 0.5)
             .map((e) => e.tagName + "." + e.className);
