@@ -6,12 +6,11 @@ import traceback
 from pathlib import Path
 from typing import Annotated, Literal
 
-import click
 import typer
 from rich.console import Console
 
 from harness import __version__
-from harness.errors import ExitCode, HarnessError, ScenarioError
+from harness.errors import ExitCode, HarnessError, ScenarioError, did_you_mean
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -37,17 +36,37 @@ ModelOpt = Annotated[str | None, typer.Option("--model", help="Use this model in
 RUNS = Path("runs")
 
 
+class Output(Console):
+    """The standard output."""
+
+    def on_broken_pipe(self) -> None:
+        """A run goes on when its reader, such as `head`, has seen enough; rich would exit here."""
+        mute()
+
+
+def mute() -> None:
+    """Nothing more may be written to the standard output, not even at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def console() -> Console:
     # Wide enough for the table when the output is a file or a pipe, which has no width of its own.
-    return Console() if sys.stdout.isatty() else Console(width=160, no_color=True)
+    return Output() if sys.stdout.isatty() else Output(width=160, no_color=True)
 
 
 def scenario_path(given: Path) -> Path:
-    """The path of a scenario given by path or by the name of one that ships."""
+    """The path of a scenario given by path or by the name of one that ships. Raises HarnessError."""
     from harness.paths import SCENARIOS
 
-    shipped = SCENARIOS / f"{given}.yaml"
-    return shipped if not given.exists() and given.parent == Path() and shipped.exists() else given
+    if given.exists():
+        return given
+    shipped = {path.stem: path for path in SCENARIOS.glob("*.yaml")}
+    if str(given) in shipped:
+        return shipped[str(given)]
+    raise HarnessError(
+        f"{given}: there is no such scenario; {did_you_mean(given.stem, shipped)}",
+        next_step="Give a file, or the name of a scenario that ships: `harness scenarios` lists them.",
+    )
 
 
 @app.command()
@@ -73,7 +92,7 @@ def run(
     if ui:
         live(scenario, url=url, model=model, runs=runs)
         return
-    target = running.Target(url.rstrip("/"), metrics_url) if url else None
+    target = running.Target(url.rstrip("/"), metrics_url) if url is not None else None
     experiment = running.prepare(scenario_path(scenario), target, model, repeats)
     with sigterm_interrupts():
         folder = running.run(experiment, runs, Progress(console()))
@@ -98,7 +117,7 @@ def live(
     from harness.process import sigterm_interrupts
     from harness.progress import Progress
 
-    target = running.Target(url.rstrip("/"), None) if url else None
+    target = running.Target(url.rstrip("/"), None) if url is not None else None
     experiment = running.prepare(scenario_path(scenario), target, model)
     with sigterm_interrupts():
         living.live(experiment, server, load, port, runs, Progress(console()))
@@ -264,25 +283,43 @@ def tell(error: HarnessError) -> None:
         stderr.print(f"next: {error.next_step}", markup=False)
 
 
+def tell_usage(error: typer.TyperException) -> None:
+    """A command line that cannot be understood."""
+    context = getattr(error, "ctx", None)
+    said = error.format_message()
+    if said.startswith("Usage:"):  # no command at all: the message is the help
+        print(said, file=sys.stderr)
+        return
+    path = context.command_path if context is not None else "harness"
+    tell(HarnessError(said[:1].lower() + said[1:].rstrip("."), next_step=f"`{path} --help` shows what there is."))
+
+
 def main() -> None:
     """Run a command; every way it can end has its exit code (see `ExitCode`)."""
+    # Invoked without Typer's own `main`, which has other exit codes and other words for some of these ends.
+    command = typer.main.get_command(app)
+    code: int = ExitCode.OK
     try:
-        code = app(standalone_mode=False)
+        with command.make_context("harness", sys.argv[1:]) as context:
+            command.invoke(context)
+            sys.stdout.flush()
+    except typer.Exit as end:
+        code = end.exit_code
     except HarnessError as error:
         tell(error)
         code = error.exit_code
-    except click.exceptions.Abort:
-        code = ExitCode.INTERRUPTED
-    except click.ClickException as error:
-        error.show()
+    except typer.TyperException as error:
+        tell_usage(error)
         code = ExitCode.USAGE
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         print("interrupted; everything that was started has been taken down", file=sys.stderr)
         code = ExitCode.INTERRUPTED
     except BrokenPipeError:
-        # The reader, such as `head`, has seen enough. Nothing more may be written, not even at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = ExitCode.OK
+        mute()
+    except OSError as error:
+        mute()  # what is left in its buffer would fail again
+        tell(HarnessError(f"{error.filename or 'the output'}: {error.strerror or error}"))
+        code = ExitCode.USAGE
     except Exception as error:
         if os.environ.get("HARNESS_DEBUG"):
             traceback.print_exc()
@@ -292,4 +329,4 @@ def main() -> None:
             file=sys.stderr,
         )
         code = ExitCode.USAGE
-    sys.exit(int(code or 0))
+    sys.exit(code)

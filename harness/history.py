@@ -1,13 +1,14 @@
 """The runs and scenarios that there are."""
 
 import datetime
+import difflib
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.errors import HarnessError, did_you_mean
+from harness.errors import HarnessError
 from harness.manifest import read_run
 from harness.paths import ROOT, SCENARIOS
 from harness.scenario import load_scenario
@@ -18,8 +19,13 @@ def find_run(given: Path, runs: Path) -> Path:
     for folder in (given, runs / given):
         if (folder / "run.json").is_file():
             return folder
-    known = [path.parent.name for path in runs.glob("*/run.json")]
-    raise HarnessError(f"{given}: there is no such run; {did_you_mean(str(given), known)}")
+    # Only a close one is named: a list of all runs would be long, and `harness runs` has it.
+    close = difflib.get_close_matches(given.name, [path.parent.name for path in runs.glob("*/run.json")], n=1)
+    raise HarnessError(
+        f"{given}: neither a run directory nor the id of a run in {runs}"
+        + (f"; did you mean '{close[0]}'?" if close else ""),
+        next_step=f"`harness runs --runs {runs}` lists the runs.",
+    )
 
 
 def show_runs(runs: Path, console: Console) -> None:

@@ -7,6 +7,7 @@ from harness.plan import baseline_of, plan
 from harness.progress import duration
 from harness.run import Experiment
 from harness.scenario import Load, Scenario
+from harness.stats import ALPHA, repeats_to_reach_p
 
 # For a fixed amount of work the time depends on the server, which is not known before the run.
 ASSUMED_TPOT_S = 0.03
@@ -30,7 +31,7 @@ def show_plan(experiment: Experiment, console: Console) -> None:
     cells = plan(scenario)
     order = " ".join(cell.id for cell in cells[: 2 * len(scenario.servers) * len(scenario.loads)])
     console.print(
-        f"\n{len(cells)} cells: {scenario.repeats} repeats, interleaved; "
+        f"\n{counted(len(cells), 'cell')}: {counted(scenario.repeats, 'repeat')}, interleaved; "
         f"{'a fresh server for each cell (cold)' if scenario.restart else 'one server start per repeat (warm)'}\n"
         f"order: {order}{' ...' if scenario.repeats > 2 else ''}",
         markup=False,
@@ -42,18 +43,26 @@ def show_plan(experiment: Experiment, console: Console) -> None:
         markup=False,
         highlight=False,
     )
-    if scenario.repeats < 4:
+    comparisons = len(scenario.servers) * len(scenario.loads) - 1
+    if comparisons and scenario.repeats < (needed := repeats_to_reach_p(comparisons)):
         console.print(
-            f"note: {scenario.repeats} repeats can never reach p < 0.05; every verdict will be 'cannot tell'. Use 5."
+            f"note: with {counted(comparisons, 'comparison')}, {counted(scenario.repeats, 'repeat')} can never reach "
+            f"p < {ALPHA:g}: every verdict will be 'cannot tell'. {needed} repeats are the least that can decide.",
+            markup=False,
+            highlight=False,
         )
 
 
 def work(load: Load) -> str:
     """A load in words."""
-    amount = f"{load.requests} requests" if load.requests is not None else f"{load.duration_s:g} s"
-    who = f"{load.users} {load.user} user{'s' if load.users > 1 else ''}"
+    amount = counted(load.requests, "request") if load.requests is not None else f"{load.duration_s:g} s"
+    who = counted(load.users, f"{load.user} user")
     burst = f", {load.batch_size or 1} at a time" if load.user == "batch" else ""
-    return f"{who}{burst}, {amount}, {load.output_tokens} tokens each ({load.output})"
+    return f"{who}{burst}, {amount}, {counted(load.output_tokens, 'token')} each ({load.output})"
+
+
+def counted(number: int, what: str) -> str:
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def estimate_s(scenario: Scenario) -> float:

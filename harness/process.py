@@ -41,13 +41,15 @@ def _follow_parent() -> Callable[[], None] | None:
 
 def stop(child: subprocess.Popen[bytes], *, ask: signal.Signals = signal.SIGTERM, grace_s: float = 5.0) -> int:
     """End a child and its group: `ask` first, SIGKILL after `grace_s`. Returns its exit code."""
-    if child.poll() is None:
-        child.send_signal(ask)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(grace_s)
-    # Its own children, such as Locust's load processes, share its group.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGKILL)
+    try:
+        if child.poll() is None:
+            child.send_signal(ask)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(grace_s)
+    finally:  # a second Ctrl-C only ends the patience
+        # Its own children, such as Locust's load processes, share its group.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
     return child.wait()
 
 

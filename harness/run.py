@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -25,7 +26,7 @@ from harness.metrics import Scraper
 from harness.plan import Cell, plan
 from harness.progress import Progress
 from harness.report import html
-from harness.scenario import Baseline, Scenario, Server, load_scenario, locustfile_of
+from harness.scenario import USERS, Baseline, Scenario, Server, load_scenario, locustfile_of
 from harness.serve import Endpoint, attach, check_servers, serve
 from harness.serve.generator import ContainerChild
 from harness.summarize import summarize, write_summary
@@ -64,17 +65,34 @@ def prepare(
     if repeats is not None:
         scenario = msgspec.structs.replace(scenario, repeats=repeats)
     if target is not None:
+        check_url("--url", target.url)
+        if target.metrics_url is not None:
+            check_url("--metrics-url", target.metrics_url)
         scenario = _on_running_server(scenario)
     else:
         check_servers(scenario, str(path))
-    for load in scenario.loads.values():
-        check_locustfile(locustfile_of(load, path.resolve().parent, paths.LOCUSTFILES))
-    if scenario.api_key_env and scenario.api_key_env not in os.environ:
+    for user in sorted({load.user for load in scenario.loads.values()} - set(USERS)):
+        # A container has packages of its own: only there can be seen whether the file can be imported.
+        check_locustfile((path.resolve().parent / user).resolve(), try_it=scenario.generator == "process")
+    if scenario.api_key_env and not os.environ.get(scenario.api_key_env, "").strip():
         raise HarnessError(
             f"$.api_key_env: the environment variable {scenario.api_key_env} is not set",
             next_step=f"export {scenario.api_key_env}=... before the run; the key is never written anywhere.",
         )
     return Experiment(path, scenario, target)
+
+
+def check_url(option: str, url: str) -> None:
+    """Raise HarnessError for what cannot be an address at all."""
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and url.isprintable()
+    except ValueError:  # such as a port above 65535
+        usable = False
+    if not usable or " " in url:
+        raise HarnessError(
+            f"{option}: '{url}' is not the address of a server", next_step="Write it like http://127.0.0.1:8000."
+        )
 
 
 def _on_running_server(scenario: Scenario) -> Scenario:
@@ -97,7 +115,7 @@ def run(experiment: Experiment, runs: Path, progress: Progress) -> Path:
     """
     cells = plan(experiment.scenario)
     folder, manifest = begin(experiment, cells, runs)
-    progress.line(f"Run {manifest.id}: {len(cells)} cells. Records go to {folder}")
+    progress.line(f"Run {manifest.id}: {len(cells)} cell{'s' if len(cells) != 1 else ''}. Records go to {folder}")
     done: list[CellRun] = []
     try:
         with progress.live():
@@ -132,7 +150,10 @@ def begin(experiment: Experiment, cells: list[Cell], runs: Path) -> tuple[Path, 
         for output in ("requests.jsonl", "processes.jsonl", "metrics.jsonl"):
             (folder / output).touch()
     except OSError as error:
-        raise HarnessError(f"{folder}: the run directory cannot be written ({error.strerror})") from None
+        raise HarnessError(
+            f"{folder}: the run directory cannot be written ({error.strerror})",
+            next_step="Give a folder that can be written with --runs DIR.",
+        ) from None
     manifest = Run(
         id=run_id,
         status="running",
