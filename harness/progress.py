@@ -44,7 +44,7 @@ class Progress:
 
     def stage(self, text: str) -> None:
         """What is being done for the current cell, such as pulling an image."""
-        self._show(f"{self.head}: {text}" if text else self.head)
+        self._show(": ".join(part for part in (self.head, text) if part))
 
     def count(self, count: Count) -> None:
         of = "" if count.total is None else f" of {count.total}"

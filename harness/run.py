@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import importlib.metadata
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -103,6 +104,7 @@ def _on_running_server(scenario: Scenario) -> Scenario:
         restart=False,
         generator="process",
         baseline=None if base is None else Baseline(server=RUNNING_SERVER, load=base.load),
+        checks=[re.sub(r"^\s*[^/:]+/", f"{RUNNING_SERVER}/", check) for check in scenario.checks],
     )
 
 

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from harness.checks import parse_check
 from harness.errors import HarnessError, ScenarioError, did_you_mean
 from harness.strict import decode, load_yaml
 
@@ -151,7 +152,8 @@ def _contradictions(scenario: Scenario, folder: Path) -> list[str]:
         problems.append(f"$.baseline.load: '{base.load}' is not a load; {did_you_mean(base.load, scenario.loads)}")
     if (scenario.warmup.requests is None) == (scenario.warmup.duration_s is None):
         problems.append("$.warmup: give exactly one of 'requests' and 'duration_s'")
-    return problems + _prompt_problems(scenario.prompts, folder)
+    problems += _prompt_problems(scenario.prompts, folder)
+    return problems + _check_problems(scenario)
 
 
 def _load_problems(load: Load, folder: Path) -> list[str]:
@@ -188,3 +190,17 @@ def _prompt_problems(prompts: Prompts, folder: Path) -> list[str]:
     if not path.read_text(encoding="utf-8", errors="replace").strip():
         return [f"$.prompts.file: {prompts.file} is empty; one JSON object a line is expected"]
     return []
+
+
+def _check_problems(scenario: Scenario) -> list[str]:
+    problems = []
+    for number, text in enumerate(scenario.checks):
+        try:
+            check = parse_check(text)
+        except ValueError as error:
+            problems.append(f"$.checks[{number}]: {error}")
+            continue
+        for kind, name, known in (("server", check.server, scenario.servers), ("load", check.load, scenario.loads)):
+            if name is not None and name not in known:
+                problems.append(f"$.checks[{number}]: '{name}' is not a {kind}; {did_you_mean(name, known)}")
+    return problems

@@ -26,7 +26,7 @@ ALLOWED = {
     "simulated": {"simulated"},
     "machine": {"machine", "manifest", "errors"},
     "load": LOAD,
-    "serve": {"serve", "scenario", "errors", "strict", "manifest", "machine", "paths", "process", "drive"},
+    "serve": {"serve", "scenario", "errors", "strict", "manifest", "machine", "paths", "process", "job"},
     "report": READS_FILES | {"records", "manifest", "errors", "plan", "scenario", "metrics", "machine"},
 }
 
