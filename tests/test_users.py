@@ -218,7 +218,8 @@ def test_an_interrupted_run_loses_nothing(
 ) -> None:
     load = Load(user="batch", users=4, requests=1000, batch_size=2, output_tokens=20, processes=processes)
     options = ["--processes", str(processes)] if processes > 1 else []
-    child = start_job(tmp_path, slow_engine, make_job(tmp_path, load), "--stop-timeout", "30", *options)
+    options += ["--stop-timeout", "30", "--json-file", str(tmp_path / "stats")]
+    child = start_job(tmp_path, slow_engine, make_job(tmp_path, load), *options)
     wait_for_records(tmp_path, 4)
     time.sleep(0.3)
     asked = time.monotonic()
@@ -231,6 +232,8 @@ def test_an_interrupted_run_loses_nothing(
     assert 1 <= len(unfinished) <= 8
     assert [r.error for r in records if r.error != "unfinished"] == [None] * (len(records) - len(unfinished))
     assert len({r.index for r in records}) == len(records)
+    (stats,) = json.loads((tmp_path / "stats.json").read_text())
+    assert (stats["num_requests"], stats["num_failures"]) == (len(records), len(unfinished))
 
 
 def test_a_server_that_is_gone_fails_every_request_once(tmp_path: Path) -> None:
@@ -254,6 +257,8 @@ class Careless(LLMUser):
         if work.ticket.index % 2:
             raise KeyError("a mistake in the locustfile")
         self.ask(work)
+        if work.ticket.index == 4:
+            self.ask(work)
         self.think()
 """
 
@@ -266,6 +271,7 @@ def test_a_locustfile_of_ones_own_and_its_mistakes(tmp_path: Path, engine: str) 
     assert sorted(r.index for r in records_of(tmp_path)) == [0, 2, 4]
     assert {r.user_class for r in records_of(tmp_path)} == {"Careless"}
     assert "a mistake in the locustfile" in log_of(tmp_path)
+    assert "ValueError: request 4 was sent already; take() another one" in log_of(tmp_path)
 
 
 @pytest.mark.parametrize("locustfile", ["chat", "batch"])

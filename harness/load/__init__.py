@@ -1,7 +1,8 @@
 """The load generator: what runs inside Locust's processes, and the only code that imports Locust and gevent.
 
 user.py       the base class of every simulated person or agent
-process.py    what all users of one load process share, and where Locust's events are heard
+process.py    what all users of one load process share; where a request becomes a record
+wiring.py     Locust's events, and what happens at each
 options.py    the command line and web form of a locustfile started by hand, as a Job
 tickets.py    which request of the sequence comes next, across processes
 client.py     one keep-alive connection; bytes with the time at which they arrived

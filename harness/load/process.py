@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import gevent
@@ -72,8 +72,10 @@ class LoadProcess:
                 self._model = self._first_model()
         return self._model
 
-    def send(self, client: Client, messages: Sequence[Message], place: Place) -> Answer:
-        """Send one chat request and wait for its end. Leaves exactly one record, whatever happens.
+    def send(
+        self, client: Client, messages: Sequence[Message], place: Place, tell: Callable[[Answer], None] | None = None
+    ) -> Answer:
+        """Send one chat request and wait for its end. Leaves exactly one record, and calls `tell`, whatever happens.
 
         A failed request is an Answer with an error. A greenlet that is killed leaves its record before it goes.
         """
@@ -95,6 +97,8 @@ class LoadProcess:
         finally:
             self.recorder.add(self._record(exchange, answer, place))
             self.tickets.settle()
+            if tell is not None:
+                tell(answer)
         return answer
 
     def _body(self, messages: Sequence[Message]) -> bytes:

@@ -64,7 +64,7 @@ class LLMUser(User):
         super().__init__(environment)
         self._process = load_process()
         self._clients: list[Client] = []  # idle connections
-        self._held = 0  # requests taken but not sent
+        self._held: set[Ticket] = set()  # taken, and neither sent nor given up
         self.number = self._process.tickets.user()
         self.random = random.Random(f"{self._process.job.seed}:{self.number}")
 
@@ -74,15 +74,18 @@ class LLMUser(User):
         return self._process.job.load
 
     def take(self, most: int = 1) -> list[Work]:
-        """The next requests to send: at least one, at most `most`. Once there is no more, waits for the end."""
-        if self._held:  # the task raised before it sent them
-            self._process.tickets.settle(self._held)
-            self._held = 0
+        """The next requests to send: at least one, at most `most`. Once there is no more, waits for the end.
+
+        What was taken before and never sent, as after an exception in the task, is given up.
+        """
+        if self._held:
+            self._process.tickets.settle(len(self._held))
+            self._held.clear()
         self._know_model()
         while self._state != LOCUST_STATE_STOPPING:
             tickets = self._process.tickets.take(most)
             if tickets:
-                self._held = len(tickets)
+                self._held.update(tickets)
                 return [Work(ticket, self._process.messages(ticket)) for ticket in tickets]
             gevent.sleep(_IDLE_S)
         raise StopUser
@@ -96,13 +99,17 @@ class LLMUser(User):
         turn: int | None = None,
         batch: int | None = None,
     ) -> Answer:
-        """Send one request, after `history`, and wait for its answer. A failed one has `answer.error`."""
-        self._held = max(0, self._held - 1)
+        """Send one request, after `history`, and wait for its answer. A failed one has `answer.error`.
+
+        Raises ValueError for one that was sent before: what the plan says is sent once, and nothing else.
+        """
+        if work.ticket not in self._held:
+            raise ValueError(f"request {work.ticket.index} was sent already; take() another one")
+        self._held.remove(work.ticket)
         client = self._clients.pop() if self._clients else self._process.client()
         place = Place(work.ticket, type(self).__name__, self.number, conversation, turn, batch)
-        answer = self._process.send(client, [*history, *work.messages], place)
+        answer = self._process.send(client, [*history, *work.messages], place, self._tell_locust)
         self._clients.append(client)
-        self._tell_locust(answer)
         if answer.error == "connect":
             gevent.sleep(_AFTER_NO_CONNECTION_S)
         return answer
