@@ -72,7 +72,16 @@ SAMPLES = [  # rule, line, words of its cause or fix
     ("gated-model", "huggingface_hub.errors.GatedRepoError: 401 Client Error.", "export HF_TOKEN"),
     ("model-not-found", "OSError: foo/bar is not a local folder or a valid repository name", "mount its folder"),
     ("model-not-found", "huggingface_hub.errors.HFValidationError: Repo id must be in the form", "mount its folder"),
-    ("model-file", "error loading model: failed to open GGUF file '/models/x.gguf'", "check model_path"),
+    (
+        "model-file",
+        "0.00.004.121 E gguf_init_from_file: failed to open GGUF file '/models/x.gguf' (No such file or directory)",
+        "llama.cpp cannot load the model file /models/x.gguf: No such file or directory; check model_path",
+    ),
+    (
+        "model-file",
+        "0.00.004.300 E llama_model_load: error loading model: unknown model architecture: 'x'",
+        "the model file unknown model architecture: 'x'; check",
+    ),
     ("hub-offline", "OSError: We couldn't connect to 'https://huggingface.co' to load the files", "cannot be reached"),
     (
         "hub-offline",

@@ -80,7 +80,7 @@ def _put_in(text: str, words: Mapping[str, str]) -> str:
         text = re.sub(r" \([^()]*\{\w+\}[^()]*\)", "", text)  # a remark whose number is not known
     for name, value in words.items():
         text = text.replace(f"{{{name}}}", value.strip())
-    return text.replace("  ", " ").strip()
+    return text.replace("  ", " ").strip(" :")
 
 
 def safe_fraction(free_gib: float, total_gib: float) -> float:

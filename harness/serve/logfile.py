@@ -33,6 +33,11 @@ class LogFile:
         """The last lines, without the engine's time stamps."""
         return "\n".join(self.text().splitlines()[-lines:])
 
+    def last_line(self) -> str:
+        """The last line that says something, shortened for a terminal."""
+        lines = [line.strip() for line in self.text(4096).splitlines() if line.strip()]
+        return lines[-1][:100] if lines else "no output yet"
+
     def text(self, limit: int = 4_000_000) -> str:
         """The log, at most its last `limit` bytes, without the engine's time stamps."""
         with self.path.open("rb") as file:

@@ -27,6 +27,7 @@ from harness.serve.failures import explain
 from harness.serve.logfile import LogFile
 
 POLL_S = 0.2
+TELL_EVERY_S = 1.0
 
 
 class Ready(Struct, frozen=True):
@@ -88,10 +89,16 @@ def _poll(
     session: requests.Session, url: str, deadline: float, waiting: Waiting, accept: Callable[[int], bool]
 ) -> None:
     seen = "nothing listens there"
+    told = time.monotonic()
     while True:
         dead = waiting.dead()
         if dead is not None:
             raise dead
+        if time.monotonic() - told >= TELL_EVERY_S:
+            told = time.monotonic()
+            waiting.on_progress(
+                f"waiting for the server, at most {deadline - told:.0f} s more: {waiting.log.last_line()}"
+            )
         try:
             with session.get(url, timeout=PROBE_TIMEOUT_S) as response:
                 if accept(response.status_code):

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -140,7 +141,7 @@ def _in_container(start: _Start, run_id: str, cell_id: str) -> Iterator[Endpoint
         yield _bring_up(start, filled, client, owner, log)
     except BaseException:
         # The first error is the one to show; what could not be removed is said beside it.
-        _take_down(start, client, owner, log, complain=start.on_progress)
+        _take_down(start, client, owner, log, complain=lambda text: print(text, file=sys.stderr))
         raise
     else:
         _take_down(start, client, owner, log)
