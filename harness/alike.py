@@ -67,18 +67,23 @@ def _refuse(
         raise HarnessError(
             f"runs that differ in '{key}' are not compared: {_shown(one.get(key, _ABSENT))} in {runs[first].id}, "
             f"{_shown(other.get(key, _ABSENT))} in {runs[second].id}{more}",
-            next_step=_advice(key, about),
+            next_step=_advice(left, about),
             detail=shown if len(left) > 1 else "",
         )
     return excused
 
 
-def _advice(key: str, about: str | None) -> str:
-    if key in _ALWAYS:
+def _advice(differing: Sequence[str], about: str | None) -> str:
+    if any(key in _ALWAYS for key in differing):
         return "The work must be the same, and a model of an engine is not compared with an engine."
-    if about is None:
-        return f"If the comparison is about just that, say so: --about {key}"
-    return f"A comparison is about one thing, here '{about}'; make the runs equal in everything else."
+    if about is not None:
+        return f"A comparison is about one thing, here '{about}'; make the runs equal in everything else."
+    steps = differing[0].split(".")
+    ends = (".".join(steps[start:]) for start in reversed(range(len(steps))))
+    name = next((end for end in ends if _excused(end, differing) == set(differing)), None)
+    if name is None:
+        return "They differ in more than one thing; make them equal in all but the one that the comparison is about."
+    return f"If the comparison is about just that, say so: --about {name}"
 
 
 def _excused(about: str | None, differing: Sequence[str]) -> set[str]:
@@ -131,12 +136,11 @@ def _add_served(name: str, run: Run, cell: CellRun, facts: dict[str, Any]) -> No
         "image_digest": served.image_digest,
         "version": served.version,
         "model": served.model,
-        "arguments": _without_port(served.arguments),
+        "arguments": _without_names(_without_port(served.arguments), run.id, cell.id),
+        "container": _without_names(container, run.id, cell.id),
     }
     _flatten(name, values, found)
-    _flatten(f"{name}.container", container, found)
     for key, value in found.items():
-        value = _without_names(value, run.id, cell.id)
         if key not in facts:
             facts[key] = value
         elif facts[key] != value:

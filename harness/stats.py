@@ -158,7 +158,6 @@ def _half_width(var: float, n: int, base_var: float, m: int, level: float) -> fl
     return _t_quantile((1 + level) / 2, freedom) * math.sqrt(a + b)
 
 
-@functools.cache
 def _t_quantile(share: float, freedom: float) -> float:
     from scipy.special import stdtrit  # a tenth of a second that most commands need not pay
 

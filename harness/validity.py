@@ -48,7 +48,8 @@ def of_cell(evidence: Evidence) -> Findings:
         reasons += evidence.ran.problems
     reasons += _processes(evidence)
     reasons += _work(evidence)
-    reasons += _tokens(evidence.tally, evidence.server_load)
+    if evidence.ran is not None:  # of a cell that was cut, what is missing is already known to be missing
+        reasons += _tokens(evidence.tally, evidence.server_load)
     reasons += _generator(evidence)
     return Findings([f"{cell}: {text}" for text in reasons], [f"{cell}: {text}" for text in _notes(evidence)])
 

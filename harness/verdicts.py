@@ -127,7 +127,7 @@ def _weigh(pair: Pair, seen: Ratio, p: float, comparisons: int, floor: float) ->
             return "faster", f"faster: {_factor(seen.ratio)} times as fast as {pair.baseline} {evidence}"
         return "slower", f"slower: {_factor(seen.ratio)} times as fast as {pair.baseline} {evidence}"
     if -band < math.log(seen.low) and math.log(seen.high) < band:
-        return "same", f"same within ±{_percent(floor)} as {pair.baseline} {evidence}"
+        return "same", f"the same within ±{_percent(floor)} as {pair.baseline} {evidence}"
     smallest = stats.smallest_p(n, m) * comparisons
     if not effect:
         why = (

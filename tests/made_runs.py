@@ -1,0 +1,178 @@
+"""Run directories made by hand, for tests of what only reads files: every number in them is chosen."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from harness.manifest import CellRun, Machine, Phase, Run, ServedBy, Status, write_run
+from harness.metrics import MetricsSample
+from harness.plan import Cell, plan
+from harness.records import ProcessMark, Request
+from harness.scenario import Load, Scenario, Server
+
+WALL_S = 1_800_000_000.0
+MONOTONIC_S = 1000.0  # of the load processes, at WALL_S
+
+
+def request(**changes: Any) -> Request:
+    """A good streamed request: first token after 0.5 s, ten more each 0.1 s."""
+    values: dict[str, Any] = {
+        "id": "1",
+        "cell": "r1-a-x",
+        "load": "x",
+        "user_class": "BatchAgent",
+        "index": 0,
+        "user": 0,
+        "process": 7,
+        "phase": "measured",
+        "sent_s": MONOTONIC_S,
+        "ended_s": 1.5,
+        "clock": "kernel",
+        "headers_s": 0.01,
+        "chunks_s": [0.5 + 0.1 * i for i in range(11)],
+        "first_visible_s": 0.5,
+        "asked_tokens": 11,
+        "fixed_length": True,
+        "prompt_tokens": 20,
+        "output_tokens": 11,
+        "finish": "length",
+        "status": 200,
+    }
+    return Request(**(values | changes))
+
+
+def scenario(**changes: Any) -> Scenario:
+    values: dict[str, Any] = {
+        "version": 1,
+        "question": "Which is faster?",
+        "model": "m",
+        "servers": {"a": Server(template="vllm-cpu"), "b": Server(template="vllm-cpu")},
+        "loads": {"x": Load(user="batch", batch_size=2, requests=4, output_tokens=11)},
+        "repeats": 5,
+    }
+    return Scenario(**(values | changes))
+
+
+def served_by(**changes: Any) -> ServedBy:
+    values: dict[str, Any] = {
+        "url": "http://127.0.0.1:8000",
+        "template": "vllm-cpu",
+        "image": "vllm/vllm-openai-cpu:v0.32",
+        "image_digest": "sha256:1111",
+        "version": "0.32.0",
+        "model": "m",
+        "arguments": ["--port", "8000", "--max-num-seqs", "8"],
+        "phases": [Phase(name="create", seconds=1.0), Phase(name="first answer", seconds=2.5)],
+    }
+    return ServedBy(**(values | changes))
+
+
+def work(cell: Cell, wall_s: float, count: int, process: int, start_s: float) -> list[Request]:
+    """A warm-up request, then `count` requests one after another that take `wall_s` together."""
+    each = wall_s / count
+    made = [request(id=f"{cell.id}-w", cell=cell.id, load=cell.load, process=process, phase="warmup", sent_s=start_s)]
+    for index in range(count):
+        chunks = [each * (0.5 + 0.05 * i) for i in range(11)]
+        made.append(
+            request(
+                id=f"{cell.id}-{index}",
+                cell=cell.id,
+                load=cell.load,
+                index=index,
+                process=process,
+                sent_s=start_s + 2.0 + each * index,
+                ended_s=each,
+                chunks_s=chunks,
+                first_visible_s=chunks[0],
+            )
+        )
+    return made
+
+
+def write_made_run(
+    folder: Path,
+    wall_s: Callable[[Cell], float] = lambda cell: 10.0,
+    *,
+    made_of: Scenario | None = None,
+    served: Callable[[Cell], ServedBy] = lambda cell: served_by(),
+    status: Status = "valid",
+    **manifest: Any,
+) -> Run:
+    """A valid run whose cells take the wall times given. Returns the manifest."""
+    chosen = made_of or scenario()
+    records: list[Request] = []
+    marks: list[ProcessMark] = []
+    samples: list[MetricsSample] = []
+    cells: list[CellRun] = []
+    now = 0.0
+    for number, cell in enumerate(plan(chosen)):
+        process, begin = 100 + number, now
+        count = chosen.loads[cell.load].requests or 4
+        made = work(cell, wall_s(cell), count, process, MONOTONIC_S + begin + 1.0)
+        end = made[-1].sent_s + made[-1].ended_s - MONOTONIC_S
+        records += made
+        marks += both_marks(cell.id, process, begin, end + 0.5, sent=len(made))
+        samples.append(MetricsSample(WALL_S + begin, cell.id, {"running": 0.0, "generated_tokens": 5.0}))
+        total = 5.0 + 11 * len(made)
+        samples.append(MetricsSample(WALL_S + begin + 3.5, cell.id, {"running": 2.0, "waiting": 1.0}))
+        samples.append(MetricsSample(WALL_S + end + 1.0, cell.id, {"running": 0.0, "generated_tokens": total}))
+        now = end + 2.0
+        cells.append(
+            CellRun(
+                id=cell.id,
+                server=cell.server,
+                load=cell.load,
+                repeat=cell.repeat,
+                started_wall_s=WALL_S + begin,
+                ended_wall_s=WALL_S + now,
+                served_by=served(cell),
+            )
+        )
+    folder.mkdir(parents=True)
+    write_lines(folder / "requests.jsonl", records)
+    write_lines(folder / "processes.jsonl", marks)
+    write_lines(folder / "metrics.jsonl", samples)
+    values: dict[str, Any] = {
+        "id": folder.name,
+        "status": status,
+        "started_wall_s": WALL_S,
+        "ended_wall_s": WALL_S + now,
+        "scenario_name": "which",
+        "scenario": chosen,
+        "workload_sha256": "ab" * 32,
+        "order": [cell.id for cell in plan(chosen)],
+        "cells": cells,
+        "machine": Machine(name="strix", kernel="6.17", cores=32),
+        "versions": {"locust": "2.47.0"},
+        "git_commit": "abc",
+    }
+    run = Run(**(values | manifest))
+    write_run(folder, run)
+    return run
+
+
+def both_marks(
+    cell: str, process: int, start_s: float, end_s: float, *, sent: int, cpu_s: float = 0.1
+) -> list[ProcessMark]:
+    """The hello and the goodbye of a load process; times in seconds after MONOTONIC_S."""
+    return [
+        ProcessMark(
+            event="start", process=process, cell=cell, wall_s=WALL_S + start_s, monotonic_s=MONOTONIC_S + start_s
+        ),
+        ProcessMark(
+            event="end",
+            process=process,
+            cell=cell,
+            wall_s=WALL_S + end_s,
+            monotonic_s=MONOTONIC_S + end_s,
+            sent=sent,
+            recorded=sent,
+            cpu_s=cpu_s,
+        ),
+    ]
+
+
+def write_lines(path: Path, values: Sequence[msgspec.Struct]) -> None:
+    path.write_bytes(b"".join(msgspec.json.encode(value) + b"\n" for value in values))

@@ -1,0 +1,405 @@
+"""Verdicts within a run and across runs: words, sentences, refusals."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from harness.compare import compare_runs, measured_floor
+from harness.errors import ExitCode, HarnessError, RunError
+from harness.manifest import Machine, ServedBy, write_run
+from harness.plan import Cell
+from harness.records import read_requests
+from harness.scenario import Load, Scenario, Server
+from harness.summarize import summarize
+from harness.summary import Verdict
+from harness.verdicts import NoiseFloor, Pair, metric_of, speeds, verdicts
+from tests.made_runs import scenario, served_by, write_lines, write_made_run
+
+TIGHT = [0.996, 0.998, 1.0, 1.002, 1.004]
+
+
+def judge(side: list[float], base: list[float], floor: float = 0.02, others: int = 0) -> Verdict:
+    """The verdict on one pair, in a table with `others` that say nothing."""
+    pair = Pair(side="b / x", baseline="a / x", side_speeds=side, baseline_speeds=base)
+    dull = Pair(side="d", baseline="a / x", side_speeds=TIGHT, baseline_speeds=TIGHT)
+    return verdicts([pair, *[dull] * others], "wall_s", NoiseFloor(floor, "chosen")).verdicts[0]
+
+
+def test_faster() -> None:
+    verdict = judge([1.5 * v for v in TIGHT], TIGHT)
+    assert (verdict.word, verdict.n, verdict.metric) == ("faster", (5, 5), "wall_s")
+    assert verdict.ratio == pytest.approx(1.5)
+    assert verdict.p == 2 / 252
+    assert verdict.sentence == (
+        "b / x: faster: 1.50 times as fast as a / x (95 % interval 1.49 to 1.51, p = 0.008, 5 against 5 runs)."
+    )
+
+
+def test_slower() -> None:
+    verdict = judge([0.8 * v for v in TIGHT], TIGHT, others=4)
+    assert verdict.word == "slower"
+    assert verdict.p == 10 / 252
+    assert verdict.sentence == (
+        "b / x: slower: 0.80 times as fast as a / x (95 % interval 0.80 to 0.80, "
+        "p = 0.040 after correction for 5 comparisons, 5 against 5 runs)."
+    )
+
+
+def test_the_same_is_said_only_when_the_interval_lies_inside_the_floor() -> None:
+    verdict = judge([1.003 * v for v in TIGHT], TIGHT)
+    assert verdict.word == "same"
+    assert verdict.sentence == (
+        "b / x: the same within ±2 % as a / x (95 % interval 0.9984 to 1.008, p = 0.21, 5 against 5 runs)."
+    )
+    assert judge([1.003 * v for v in TIGHT], TIGHT, floor=0.005).word == "cannot tell"
+
+
+def test_a_sure_difference_below_the_floor_is_not_believed() -> None:
+    verdict = judge([1.01 * v for v in TIGHT], TIGHT)
+    assert verdict.p == 2 / 252 and verdict.low is not None and verdict.low > 1
+    assert verdict.word == "same"
+    edge = judge([1.018 * v for v in TIGHT], TIGHT)
+    assert edge.word == "cannot tell"
+    assert edge.sentence == (
+        "b / x: cannot tell: a difference of 1.8 % lies within the noise floor of ±2 %, but the 95 % interval "
+        "1.013 to 1.023 does not; about 22 repeats a side would settle it at this spread."
+    )
+
+
+def test_three_repeats_can_never_tell() -> None:
+    verdict = judge([2.0, 2.02, 1.98], [1.0, 1.01, 0.99])
+    assert verdict.p == 0.1
+    assert verdict.sentence == (
+        "b / x: cannot tell: 3 against 3 runs can never reach p < 0.05; the smallest possible is 0.10; "
+        "about 4 repeats a side would settle it at this spread."
+    )
+    assert "about 6 repeats" in judge([2.0, 2.02, 1.98], [1.0, 1.01, 0.99], others=6).sentence
+
+
+def test_too_wide_an_interval() -> None:
+    wide = [0.7, 0.85, 1.0, 1.2, 1.4]
+    verdict = judge([1.1 * v for v in wide], wide)
+    assert verdict.word == "cannot tell"
+    assert verdict.sentence == (
+        "b / x: cannot tell: the 95 % interval 0.74 to 1.64 includes 1; "
+        "about 65 repeats a side would settle it at this spread."
+    )
+    hopeless = judge([1.03 * v for v in wide], wide)
+    assert hopeless.sentence.endswith("; more than 100 repeats a side would be needed at this spread.")
+
+
+def test_correction_takes_a_verdict_away() -> None:
+    side, base = [1.05 * v for v in TIGHT], TIGHT
+    assert judge(side, base, others=5).word == "faster"
+    verdict = judge(side, base, others=6)
+    assert verdict.word == "cannot tell"
+    assert verdict.sentence == (
+        "b / x: cannot tell: 5 against 5 runs can never reach p < 0.05 after correction for 7 comparisons; "
+        "the smallest possible is 0.056; about 6 repeats a side would settle it at this spread."
+    )
+
+
+def test_a_p_that_is_too_large_although_the_interval_excludes_one() -> None:
+    side, base = [1.06, 1.07, 1.08, 1.00, 1.02], [1.0, 1.01, 0.99, 1.005, 0.98]
+    verdict = judge(side, base, others=3)
+    assert verdict.low is not None and verdict.low > 1
+    assert "is not below 0.05" in verdict.sentence
+
+
+def test_one_repeat() -> None:
+    verdict = judge([1.5], [1.0])
+    assert (verdict.ratio, verdict.low, verdict.high, verdict.p) == (1.5, None, None, 1.0)
+    assert verdict.sentence == (
+        "b / x: cannot tell: 1 against 1 run have no spread to judge the difference by; "
+        "4 repeats a side is the least that can decide."
+    )
+
+
+def test_nothing_measured() -> None:
+    verdict = judge([], TIGHT, others=1)
+    assert (verdict.ratio, verdict.p, verdict.n) == (None, None, (0, 5))
+    assert verdict.sentence == "b / x: cannot tell: there is no wall time of b / x; it has to be run."
+    pairs = [Pair(side="b", baseline="a", side_speeds=[], baseline_speeds=[])]
+    empty = verdicts(pairs, "output_tok_s", NoiseFloor())
+    assert empty.comparisons == 0
+    assert empty.verdicts[0].sentence == (
+        "b: cannot tell: there is no output tok/s of b and a; the server has to report the tokens of every answer."
+    )
+
+
+def test_servers_without_any_spread() -> None:
+    assert judge([2.0] * 5, [1.0] * 5).word == "faster"
+    assert judge([1.0] * 5, [1.0] * 5).word == "same"
+    assert judge([0.1] * 5, [0.3 - 0.2] * 5).word == "same"
+
+
+def test_wall_times_are_turned_round() -> None:
+    assert speeds("wall_s", [2.0, 4.0]) == [0.5, 0.25]
+    assert speeds("output_tok_s", [2.0, 0.0]) == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("loads", "metric"),
+    [
+        ([Load(user="batch", requests=5), Load(user="batch", batch_size=5, requests=5)], "wall_s"),
+        ([Load(user="batch", requests=5), Load(user="batch", requests=6)], "output_tok_s"),
+        ([Load(user="batch", requests=5), Load(user="batch", requests=5, output_tokens=64)], "output_tok_s"),
+        ([Load(user="batch", requests=5, output="natural")] * 2, "output_tok_s"),
+        ([Load(user="chat", duration_s=5.0)] * 2, "output_tok_s"),
+    ],
+)
+def test_the_metric_follows_the_work(loads: list[Load], metric: str) -> None:
+    assert metric_of(loads) == metric
+
+
+# Across runs.
+
+
+def noisy(seed: int, factor: float = 1.0, spread: float = 0.004) -> Callable[[Cell], float]:
+    dice = np.random.default_rng(seed)
+    return lambda cell: float(factor * (10.0 if cell.server == "a" else 8.0) * np.exp(dice.normal(0, spread)))
+
+
+def test_runs_of_the_same_configuration_and_a_slower_one(tmp_path: Path) -> None:
+    write_made_run(tmp_path / "one", noisy(1))
+    write_made_run(tmp_path / "two", noisy(2))
+    write_made_run(tmp_path / "slow", noisy(3, 1.1))
+    same = compare_runs([[tmp_path / "one"], [tmp_path / "two"]])
+    assert (same.metric, same.comparisons, same.noise_floor, same.noise_source) == ("wall_s", 2, 0.02, "assumed")
+    assert [(v.side, v.baseline, v.word) for v in same.verdicts] == [
+        ("a / x", "a / x (one)", "same"),
+        ("b / x", "b / x (one)", "same"),
+    ]
+    slow = compare_runs([[tmp_path / "one"], [tmp_path / "slow"]])
+    assert [v.word for v in slow.verdicts] == ["slower", "slower"]
+    assert slow.verdicts[0].ratio == pytest.approx(1 / 1.1, rel=0.01)
+    three = compare_runs([[tmp_path / "one"], [tmp_path / "two"], [tmp_path / "slow"]])
+    assert three.comparisons == 4
+    assert [(v.side, v.word) for v in three.verdicts] == [
+        ("a / x (two)", "same"),
+        ("b / x (two)", "same"),
+        ("a / x (slow)", "slower"),
+        ("b / x (slow)", "slower"),
+    ]
+
+
+def test_groups_pool_the_repeats_of_their_runs(tmp_path: Path) -> None:
+    few = scenario(repeats=2)
+    for number, name in enumerate(["a1", "b1", "a2", "b2", "a3", "b3"]):
+        write_made_run(tmp_path / name, noisy(number, 1.1 if name[0] == "b" else 1.0), made_of=few)
+    groups = [[tmp_path / f"{side}{i}" for i in (1, 2, 3)] for side in "ab"]
+    made = compare_runs(groups)
+    assert [(v.n, v.word, v.baseline) for v in made.verdicts] == [
+        ((6, 6), "slower", "a / x (a1 and 2 more)"),
+        ((6, 6), "slower", "b / x (a1 and 2 more)"),
+    ]
+
+
+def test_the_noise_floor_is_measured_and_used(tmp_path: Path) -> None:
+    for number in range(3):
+        write_made_run(tmp_path / f"aa{number}", noisy(number, spread=0.03))
+    floor = measured_floor([[tmp_path / f"aa{number}"] for number in range(3)])
+    assert 0.02 < floor.relative < 0.15
+    assert floor.source == "measured A/A over 3 runs: aa0, aa1, aa2"
+    write_made_run(tmp_path / "other", noisy(9, 1 + floor.relative / 2, spread=0.001))
+    write_made_run(tmp_path / "base", noisy(8, spread=0.001))
+    made = compare_runs([[tmp_path / "base"], [tmp_path / "other"]], floor=floor)
+    assert (made.noise_floor, made.noise_source) == (floor.relative, floor.source)
+    assert {v.word for v in made.verdicts} == {"same"}
+    with pytest.raises(HarnessError, match="at least two groups"):
+        measured_floor([[tmp_path / "base"]])
+
+
+def refused(tmp_path: Path, about: str | None = None, **other: Any) -> str:
+    """The sentence with which a run that differs in `other` from the usual one is refused."""
+    write_made_run(tmp_path / "one", noisy(1))
+    write_made_run(tmp_path / "two", noisy(2), **other)
+    with pytest.raises(HarnessError) as raised:
+        compare_runs([[tmp_path / "one"], [tmp_path / "two"]], about=about)
+    assert raised.value.exit_code == ExitCode.USAGE
+    return raised.value.what
+
+
+def test_another_workload_is_never_compared(tmp_path: Path) -> None:
+    assert refused(tmp_path, about="workload_sha256", workload_sha256="cd" * 32) == (
+        f"runs that differ in 'workload_sha256' are not compared: {'ab' * 32} in one, {'cd' * 32} in two"
+    )
+
+
+def test_a_model_of_an_engine_is_never_compared_with_an_engine(tmp_path: Path) -> None:
+    assert refused(tmp_path, about="simulated", served=lambda cell: served_by(simulated=True)) == (
+        "runs that differ in 'simulated' are not compared: false in one, true in two"
+    )
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        (
+            {"made_of": scenario(model="n")},
+            "runs that differ in 'model' are not compared: m in one, n in two",
+        ),
+        (
+            {"machine": Machine(name="strix", kernel="6.18", cores=32)},
+            "runs that differ in 'machine.kernel' are not compared: 6.17 in one, 6.18 in two",
+        ),
+        (
+            {"versions": {"locust": "2.47.0", "gevent": "25.5"}},
+            "runs that differ in 'versions.gevent' are not compared: nothing in one, 25.5 in two",
+        ),
+        ({"git_commit": None}, "runs that differ in 'git_commit' are not compared: abc in one, null in two"),
+        (
+            {"made_of": scenario(restart=False)},
+            "runs that differ in 'scenario.restart' are not compared: true in one, false in two",
+        ),
+        (
+            {"served": lambda cell: served_by(arguments=["--port", "9", "--max-num-seqs", "4"])},
+            "runs that differ in 'servers.a.arguments' are not compared: "
+            '["--max-num-seqs","8"] in one, ["--max-num-seqs","4"] in two (and 1 more)',
+        ),
+        (
+            {"served": lambda cell: served_by(image_digest="sha256:2222" if cell.server == "b" else "sha256:1111")},
+            "runs that differ in 'servers.b.image_digest' are not compared: sha256:1111 in one, sha256:2222 in two",
+        ),
+        (
+            {"served": lambda cell: served_by(image_digest=f"sha256:{1111 * cell.repeat}")},
+            "runs that differ in 'servers.a.image_digest' are not compared: sha256:1111 in one, sha256:1111, then "
+            "sha256:2222, then sha256:3333, then sha256:4444, then sha25... in two (and 1 more)",
+        ),
+    ],
+)
+def test_the_refusal_names_the_key_and_both_values(tmp_path: Path, other: dict[str, Any], sentence: str) -> None:
+    assert refused(tmp_path, **other) == sentence
+
+
+def test_the_refusal_says_what_the_comparison_could_be_about(tmp_path: Path) -> None:
+    write_made_run(tmp_path / "one", noisy(1))
+    write_made_run(tmp_path / "two", noisy(2), served=newer)
+    write_made_run(tmp_path / "three", noisy(3), served=newer, git_commit="def")
+    with pytest.raises(HarnessError) as raised:
+        compare_runs([[tmp_path / "one"], [tmp_path / "two"]])
+    assert raised.value.next_step == "If the comparison is about just that, say so: --about image"
+    with pytest.raises(HarnessError) as raised:
+        compare_runs([[tmp_path / "one"], [tmp_path / "three"]])
+    assert raised.value.next_step.startswith("They differ in more than one thing")
+
+
+def newer(cell: Cell) -> ServedBy:
+    return served_by(image="vllm/vllm-openai-cpu:v0.33", image_digest="sha256:2222", version="0.33.0")
+
+
+@pytest.mark.parametrize("about", ["image", "image_digest", "version", "servers"])
+def test_the_one_thing_that_it_is_about_may_differ_with_what_follows_from_it(tmp_path: Path, about: str) -> None:
+    write_made_run(tmp_path / "one", noisy(1))
+    write_made_run(tmp_path / "two", noisy(2, 0.8), served=newer)
+    made = compare_runs([[tmp_path / "one"], [tmp_path / "two"]], about=about)
+    assert [v.word for v in made.verdicts] == ["faster", "faster"]
+
+
+def with_variable(value: int) -> Scenario:
+    server = Server(template="vllm-cpu", variables={"max_num_seqs": value})
+    return scenario(servers={"a": server, "b": server})
+
+
+def limited(value: int) -> Callable[[Cell], ServedBy]:
+    container = {"Cmd": ["--max-num-seqs", str(value)], "HostConfig": {"PortBindings": value, "IpcMode": "host"}}
+    return lambda cell: served_by(arguments=["--max-num-seqs", str(value)], container=container)
+
+
+def test_a_variable_brings_its_arguments(tmp_path: Path) -> None:
+    for value in (4, 8):
+        folder = tmp_path / f"seqs-{value}"
+        write_made_run(folder, noisy(value), made_of=with_variable(value), served=limited(value))
+    groups = [[tmp_path / "seqs-4"], [tmp_path / "seqs-8"]]
+    assert len(compare_runs(groups, about="max_num_seqs").verdicts) == 2
+    assert len(compare_runs(groups, about="variables").verdicts) == 2
+    with pytest.raises(HarnessError) as raised:
+        compare_runs(groups, about="image")
+    assert raised.value.what.startswith("runs that differ in 'servers.a.variables.max_num_seqs' are not compared: 4 in")
+    assert raised.value.next_step == (
+        "A comparison is about one thing, here 'image'; make the runs equal in everything else."
+    )
+    assert "servers.b.container.Cmd" in raised.value.detail
+
+
+def test_about_something_that_does_not_differ(tmp_path: Path) -> None:
+    assert refused(tmp_path, about="image") == "the runs do not differ in 'image', which the comparison is to be about"
+
+
+def test_runs_of_one_side_must_agree_in_all(tmp_path: Path) -> None:
+    for number, served in enumerate([lambda cell: served_by(), newer, newer]):
+        write_made_run(tmp_path / f"run-{number}", noisy(number), served=served)
+    with pytest.raises(
+        HarnessError, match=r"servers\.a\.image' are not compared: vllm/vllm-openai-cpu:v0\.32 in run-0"
+    ):
+        compare_runs([[tmp_path / "run-0", tmp_path / "run-1"], [tmp_path / "run-2"]], about="image")
+
+
+def test_what_chance_chose_does_not_matter(tmp_path: Path) -> None:
+    def served(run: str, port: int) -> Callable[[Cell], ServedBy]:
+        return lambda cell: served_by(
+            url=f"http://127.0.0.1:{port}",
+            arguments=["serve", "--port", str(port), "--log", f"/runs/{run}/{cell.id}.log"],
+            container={"HostConfig": {"NetworkMode": run, "PortBindings": {"8000/tcp": port}, "ShmSize": 5}},
+            phases=[],
+        )
+
+    for number, name in enumerate(["one", "two"]):
+        changed = scenario(repeats=4 + number, checks=["error_rate == 0"] * number, question=f"Question {number}?")
+        write_made_run(
+            tmp_path / name, noisy(number), made_of=changed, served=served(name, 40_000 + number), scenario_name=name
+        )
+    made = compare_runs([[tmp_path / "one"], [tmp_path / "two"]])
+    assert [v.n for v in made.verdicts] == [(5, 4), (5, 4)]
+
+
+def test_an_invalid_run_is_refused(tmp_path: Path) -> None:
+    write_made_run(tmp_path / "one", noisy(1))
+    write_made_run(tmp_path / "two", noisy(2))
+    records = list(read_requests(tmp_path / "two" / "requests.jsonl"))
+    write_lines(tmp_path / "two" / "requests.jsonl", records[:-1])
+    with pytest.raises(RunError) as raised:
+        compare_runs([[tmp_path / "one"], [tmp_path / "two"]])
+    assert raised.value.what.startswith(
+        "two: an INVALID run is not compared: r5-b-x: load process 109 sent 5 requests and the file has 4 records"
+    )
+    assert raised.value.exit_code == ExitCode.INVALID
+    assert summarize(tmp_path / "two").comparison is None
+
+
+def test_a_run_that_has_not_ended_is_refused(tmp_path: Path) -> None:
+    write_made_run(tmp_path / "one", noisy(1))
+    run = write_made_run(tmp_path / "two", noisy(2))
+    write_run(tmp_path / "two", msgspec.structs.replace(run, status="running"))
+    with pytest.raises(RunError, match="two: the run has not ended"):
+        compare_runs([[tmp_path / "one"], [tmp_path / "two"]])
+
+
+def test_runs_without_a_common_row(tmp_path: Path) -> None:
+    write_made_run(tmp_path / "one", noisy(1))
+    load = scenario().loads["x"]
+    write_made_run(tmp_path / "two", noisy(2), made_of=scenario(loads={"y": load}))
+    with pytest.raises(HarnessError, match="no row in common"):
+        compare_runs([[tmp_path / "one"], [tmp_path / "two"]])
+
+
+def test_only_the_common_rows_are_compared(tmp_path: Path) -> None:
+    write_made_run(tmp_path / "one", noisy(1))
+    servers = scenario().servers | {"c": Server(template="vllm-cpu")}
+    write_made_run(tmp_path / "two", noisy(2), made_of=scenario(servers=servers))
+    made = compare_runs([[tmp_path / "one"], [tmp_path / "two"]])
+    assert [v.side for v in made.verdicts] == ["a / x", "b / x"]
+
+
+def test_what_cannot_be_compared_at_all(tmp_path: Path) -> None:
+    write_made_run(tmp_path / "one", noisy(1))
+    with pytest.raises(HarnessError, match="needs a baseline and at least one other run"):
+        compare_runs([[tmp_path / "one"]])
+    with pytest.raises(HarnessError, match="given twice"):
+        compare_runs([[tmp_path / "one"], [tmp_path / "one"]])
+    with pytest.raises(HarnessError, match="not a run directory"):
+        compare_runs([[tmp_path / "one"], [tmp_path / "none"]])

@@ -1,0 +1,98 @@
+"""Each formula on a record whose numbers are chosen."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness import derive
+from tests.made_runs import request
+
+
+def test_a_streamed_request() -> None:
+    made = request(chunks_s=[0.25, 0.5, 1.25], output_tokens=5, ended_s=1.5, first_visible_s=0.5, scheduled_s=-0.125)
+    assert derive.ttft_s(made) == 0.25
+    assert derive.ttfo_s(made) == 0.5
+    assert derive.e2e_s(made) == 1.25
+    assert derive.tpot_s(made) == 0.25  # (1.25 - 0.25) / (5 - 1)
+    assert derive.tokens_per_s(made) == 4.0
+    assert derive.chunk_gaps_s(made) == [0.25, 0.75]
+    assert derive.tokens_per_chunk(made) == 5 / 3
+    assert derive.send_lag_s(made) == 0.125
+    assert derive.ttft_from_schedule_s(made) == 0.375
+    assert derive.e2e_from_schedule_s(made) == 1.375
+
+
+def test_what_is_undefined_is_none() -> None:
+    closed_loop = request()
+    assert derive.send_lag_s(closed_loop) is None
+    assert derive.ttft_from_schedule_s(closed_loop) is None
+    assert derive.e2e_from_schedule_s(closed_loop) is None
+    assert derive.ttfo_s(request(first_visible_s=None)) is None
+    assert derive.tpot_s(request(output_tokens=None)) is None
+    assert derive.tpot_s(request(output_tokens=1, chunks_s=[0.5])) is None
+    assert derive.tpot_s(request(output_tokens=8, chunks_s=[0.5])) is None  # all in one chunk: no time between
+    assert derive.tokens_per_s(request(output_tokens=1, chunks_s=[0.5])) is None
+    assert derive.tokens_per_chunk(request(output_tokens=None)) is None
+
+
+def test_a_response_in_one_piece_has_an_end_and_no_first_token() -> None:
+    made = request(chunks_s=[], first_visible_s=None, ended_s=1.5)
+    assert derive.ttft_s(made) is None
+    assert derive.ttft_from_schedule_s(request(chunks_s=[], scheduled_s=-1.0)) is None
+    assert derive.e2e_s(made) == 1.5
+    assert derive.chunk_gaps_s(made) == []
+    assert derive.tokens_per_chunk(made) is None
+
+
+def test_a_failed_request_has_no_latency() -> None:
+    assert derive.e2e_s(request(error="timeout", ended_s=300.0)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({}, False),
+        ({"output_tokens": 10}, True),
+        ({"output_tokens": 12}, True),
+        ({"output_tokens": 10, "fixed_length": False}, False),
+        ({"output_tokens": 10, "error": "truncated"}, False),  # it failed: counted there
+        ({"output_tokens": None, "finish": "length"}, False),
+        ({"output_tokens": None, "finish": "stop"}, True),
+        ({"asked_tokens": None}, False),
+    ],
+)
+def test_fixed_length_that_was_not_got(changes: dict[str, object], wrong: bool) -> None:
+    assert derive.length_is_wrong(request(**changes)) is wrong
+
+
+def test_the_share_of_tokens_inside_a_window() -> None:
+    streamed = request(chunks_s=[1.0, 2.0, 3.0, 4.0])
+    assert derive.share_inside(streamed, 0.0, 10.0) == 1.0
+    assert derive.share_inside(streamed, 2.0, 3.0) == 0.5
+    assert derive.share_inside(streamed, 5.0, 6.0) == 0.0
+    whole = request(chunks_s=[], ended_s=4.0)
+    assert derive.share_inside(whole, -1.0, 1.0) == 0.25
+    assert derive.share_inside(whole, 1.0, 10.0) == 0.75
+    assert derive.share_inside(whole, 5.0, 6.0) == 0.0
+
+
+times = st.lists(st.floats(0.001, 1000), min_size=2, max_size=50).map(sorted)
+
+
+@given(times, st.integers(2, 500))
+def test_gaps_and_tpot_agree_with_the_time_between_first_and_last(chunks: list[float], tokens: int) -> None:
+    made = request(chunks_s=chunks, output_tokens=tokens)
+    span = chunks[-1] - chunks[0]
+    assert sum(derive.chunk_gaps_s(made)) == pytest.approx(span, abs=1e-9)
+    tpot = derive.tpot_s(made)
+    assert tpot is not None
+    assert tpot * (tokens - 1) == pytest.approx(span, abs=1e-9)
+
+
+@given(times, st.floats(0, 1000))
+def test_windows_side_by_side_share_the_tokens(chunks: list[float], cut: float) -> None:
+    if cut in chunks:
+        return  # a chunk on the border belongs to both
+    made = request(chunks_s=chunks, ended_s=chunks[-1])
+    both = derive.share_inside(made, 0.0, cut) + derive.share_inside(made, cut, 2000.0)
+    assert both == pytest.approx(1.0)

@@ -1,0 +1,279 @@
+"""Server metrics: parsing of real excerpts, the scraper against a real HTTP server, and what samples say."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from harness.metrics import MetricsSample, Scraper, parse, read_samples, server_load
+from harness.summary import ServerLoad
+
+# From a vLLM 0.32 that served 86 requests, and what llama.cpp's server prints.
+VLLM = """\
+# HELP python_info Python platform information
+# TYPE python_info gauge
+python_info{implementation="CPython",major="3",minor="11",patchlevel="7",version="3.11.7"} 1.0
+# HELP process_start_time_seconds Start time of the process since unix epoch in seconds.
+# TYPE process_start_time_seconds gauge
+process_start_time_seconds 1.79525309067e+09
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 10.0
+# HELP vllm:num_requests_waiting Number of requests waiting to be processed.
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="m"} 40.0
+# TYPE vllm:num_requests_waiting_by_reason gauge
+vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 40.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="deferred"} 0.0
+# HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+# TYPE vllm:prefix_cache_queries_total counter
+vllm:prefix_cache_queries_total{engine="0",model_name="m"} 2585.0
+# TYPE vllm:prefix_cache_queries_created gauge
+vllm:prefix_cache_queries_created{engine="0",model_name="m"} 1.7952531339152718e+09
+# TYPE vllm:prefix_cache_hits_total counter
+vllm:prefix_cache_hits_total{engine="0",model_name="m"} 0.0
+# TYPE vllm:num_preemptions_total counter
+vllm:num_preemptions_total{engine="0",model_name="m"} 3.0
+# TYPE vllm:prompt_tokens_total counter
+vllm:prompt_tokens_total{engine="0",model_name="m"} 2585.0
+# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total{engine="0",model_name="m"} 11008.0
+# TYPE vllm:generation_tokens_created gauge
+vllm:generation_tokens_created{engine="0",model_name="m"} 1.7952531339158351e+09
+# TYPE vllm:request_generation_tokens histogram
+vllm:request_generation_tokens_bucket{engine="0",le="+Inf",model_name="m"} 86.0
+vllm:request_generation_tokens_count{engine="0",model_name="m"} 86.0
+vllm:request_generation_tokens_sum{engine="0",model_name="m"} 11008.0
+"""
+OLD_VLLM = """\
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{model_name="m"} 1.0
+# TYPE vllm:gpu_cache_usage_perc gauge
+vllm:gpu_cache_usage_perc{model_name="m"} 0.5
+# TYPE vllm:gpu_prefix_cache_queries counter
+vllm:gpu_prefix_cache_queries_total{model_name="m"} 8.0
+# TYPE vllm:gpu_prefix_cache_hits counter
+vllm:gpu_prefix_cache_hits_total{model_name="m"} 2.0
+"""
+TWO_ENGINES = """\
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 4.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.2
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.7
+vllm:generation_tokens_total{engine="0",model_name="m"} 100.0
+vllm:generation_tokens_total{engine="1",model_name="m"} 50.0
+"""
+LLAMACPP = """\
+# HELP llamacpp:prompt_tokens_total Number of prompt tokens processed.
+# TYPE llamacpp:prompt_tokens_total counter
+llamacpp:prompt_tokens_total 120
+# HELP llamacpp:tokens_predicted_total Number of generation tokens processed.
+# TYPE llamacpp:tokens_predicted_total counter
+llamacpp:tokens_predicted_total 640
+# HELP llamacpp:predicted_tokens_seconds Average generation throughput in tokens/s.
+# TYPE llamacpp:predicted_tokens_seconds gauge
+llamacpp:predicted_tokens_seconds nan
+# HELP llamacpp:requests_processing Number of requests processing.
+# TYPE llamacpp:requests_processing gauge
+llamacpp:requests_processing 4
+# HELP llamacpp:requests_deferred Number of requests deferred.
+# TYPE llamacpp:requests_deferred gauge
+llamacpp:requests_deferred 2
+"""
+
+
+def test_vllm() -> None:
+    assert parse(VLLM) == {
+        "running": 10.0,
+        "waiting": 40.0,
+        "kv_usage": 0.25,
+        "preemptions": 3.0,
+        "prompt_tokens": 2585.0,
+        "generated_tokens": 11008.0,
+        "prefix_queries": 2585.0,
+        "prefix_hits": 0.0,
+        "started_s": 1795253090.67,
+    }
+
+
+def test_older_names_of_vllm() -> None:
+    assert parse(OLD_VLLM) == {"running": 1.0, "kv_usage": 0.5, "prefix_queries": 8.0, "prefix_hits": 2.0}
+
+
+def test_engines_of_one_server_are_added_up() -> None:
+    assert parse(TWO_ENGINES) == {"running": 7.0, "kv_usage": 0.7, "generated_tokens": 150.0}
+
+
+def test_llamacpp() -> None:
+    assert parse(LLAMACPP) == {"running": 4.0, "waiting": 2.0, "prompt_tokens": 120.0, "generated_tokens": 640.0}
+
+
+def test_a_counter_without_its_suffix() -> None:
+    assert parse("# TYPE vllm:num_preemptions counter\nvllm:num_preemptions 2\n") == {"preemptions": 2.0}
+
+
+def test_nothing_known_is_nothing() -> None:
+    assert parse("up 1\n") == {}
+    assert parse("llamacpp:requests_processing nan\n") == {}
+
+
+def test_html_is_refused() -> None:
+    with pytest.raises(ValueError):
+        parse("<html><body>404</body></html>")
+
+
+@contextmanager
+def serving(answers: Iterator[tuple[int, str]]) -> Iterator[str]:
+    """A server whose answers come from an iterator."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, text = next(answers)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/metrics"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def counting() -> Iterator[tuple[int, str]]:
+    number = 0
+    while True:
+        number += 1
+        yield 200, f"vllm:generation_tokens_total {number}\n"
+
+
+def test_the_scraper_reads_at_the_start_meanwhile_and_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    before = time.time()
+    with serving(counting()) as url, Scraper(url, "r1-a-x", path, interval_s=0.05) as scraper:
+        assert scraper.samples == 1  # before any load
+        time.sleep(0.3)
+        inside = scraper.samples
+    assert inside >= 3
+    assert scraper.samples >= inside + 1
+    assert scraper.failures == 0
+    samples = read_samples(path)["r1-a-x"]
+    assert [sample.values for sample in samples] == [{"generated_tokens": float(i + 1)} for i in range(scraper.samples)]
+    walls = [sample.wall_s for sample in samples]
+    assert walls == sorted(walls)
+    assert before <= walls[0] and walls[-1] <= time.time()
+
+
+def test_the_scraper_survives_what_a_server_may_answer(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    answers = iter([(200, "up 1\n"), (500, "broken"), (200, "<html>"), (200, VLLM)])
+    with serving(answers) as url:
+        scraper = Scraper(url, "c", path)
+        assert [scraper.scrape_now() for _ in range(4)] == [True, False, False, True]
+    assert not scraper.scrape_now()  # nobody listens any more
+    assert (scraper.samples, scraper.failures) == (2, 3)
+    assert scraper.last_failure is not None and scraper.last_failure.startswith("ConnectionError")
+    assert [sample.values.get("running") for sample in read_samples(path)["c"]] == [None, 10.0]
+
+
+def test_without_a_url_nothing_is_scraped(tmp_path: Path) -> None:
+    with Scraper(None, "c", tmp_path / "metrics.jsonl") as scraper:
+        pass
+    assert (scraper.samples, scraper.failures) == (0, 0)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_the_api_key_is_sent_and_not_written(tmp_path: Path) -> None:
+    seen: list[str | None] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.headers["Authorization"])
+            self.send_response(401)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.handle_request)
+    thread.start()
+    scraper = Scraper(f"http://127.0.0.1:{server.server_port}/metrics", "c", tmp_path / "m", api_key="sesame")
+    assert not scraper.scrape_now()
+    thread.join()
+    server.server_close()
+    assert seen == ["Bearer sesame"]
+    assert "sesame" not in str(scraper.last_failure)
+
+
+def test_an_error_inside_the_cell_is_not_hidden_by_the_scraper(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), Scraper("http://127.0.0.1:1/metrics", "c", tmp_path / "m"):
+        raise KeyError
+    assert threading.active_count() == 1
+
+
+def sample(at: float, **values: float) -> MetricsSample:
+    return MetricsSample(at, "c", values)
+
+
+BEFORE = {"preemptions": 1.0, "generated_tokens": 50.0, "prefix_queries": 10.0, "prefix_hits": 0.0}
+AFTER = {"preemptions": 3.0, "generated_tokens": 950.0, "prefix_queries": 50.0, "prefix_hits": 10.0}
+SAMPLES = [
+    sample(100.0, running=0, waiting=0, kv_usage=0.0, **BEFORE),
+    sample(101.0, running=4, waiting=2, kv_usage=0.4),
+    sample(102.0, running=2, waiting=0, kv_usage=0.1),
+    sample(103.0, running=0, waiting=0, kv_usage=0.0, **AFTER),
+]
+
+
+def test_what_the_samples_of_a_cell_say() -> None:
+    assert server_load(SAMPLES, 100.5, 102.9, (100.6, 102.5)) == ServerLoad(
+        running_most=4.0,
+        running_mean=3.0,
+        waiting_most=2.0,
+        kv_usage_most=0.4,
+        preemptions=2.0,
+        generated_tokens=900.0,
+        restarted=False,
+        prefix_hit_ratio=0.25,
+    )
+
+
+def test_counters_are_only_given_when_they_were_read_before_and_after() -> None:
+    late, early = server_load(SAMPLES, 99.0, 102.0), server_load(SAMPLES, 100.5, 103.5)
+    for load in (late, early, server_load(SAMPLES[:1]), server_load([])):
+        assert (load.preemptions, load.generated_tokens, load.prefix_hit_ratio) == (None, None, None)
+    assert server_load([]) == ServerLoad()
+
+
+def test_a_counter_that_appears_with_its_first_event_started_at_zero() -> None:
+    samples = [sample(1.0, running=0), sample(2.0, running=0, generated_tokens=30)]
+    assert server_load(samples).generated_tokens == 30.0
+    assert server_load([sample(1.0), sample(2.0, generated_tokens=30)]).generated_tokens is None
+
+
+def test_a_restart_is_noticed() -> None:
+    backwards = [sample(1.0, generated_tokens=50), sample(2.0, generated_tokens=10)]
+    assert server_load(backwards) == ServerLoad(restarted=True)
+    assert server_load([sample(1.0, started_s=1e9), sample(2.0, started_s=1e9 + 30)]).restarted
+    assert not server_load([sample(1.0, started_s=1e9), sample(2.0)]).restarted
+
+
+def test_torn_lines_are_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"wall_s":1.0,"cell":"c","values":{"running":1.0}}\n{"wall_s":2.0,"ce')
+    assert read_samples(path) == {"c": [sample(1.0, running=1.0)]}
+    assert read_samples(tmp_path / "none.jsonl") == {}

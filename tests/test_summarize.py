@@ -1,0 +1,294 @@
+"""Summaries of run directories whose every record is chosen."""
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from harness.errors import HarnessError
+from harness.manifest import read_run, write_run
+from harness.metrics import MetricsSample
+from harness.plan import Cell
+from harness.records import Request
+from harness.scenario import Load, Warmup
+from harness.summarize import encode_summary, summarize, write_summary
+from harness.summary import Distribution, Numbers, Summary
+from harness.tally import distribution
+from tests.made_runs import (
+    MONOTONIC_S,
+    WALL_S,
+    both_marks,
+    request,
+    scenario,
+    write_lines,
+    write_made_run,
+)
+
+NONE = Distribution(n=0)
+
+
+def wall_of(cell: Cell) -> float:
+    return (10.0 if cell.server == "a" else 8.0) + 0.01 * cell.repeat
+
+
+def one_cell(folder: Path, records: list[Request], load: Load | None = None, samples: list[MetricsSample] | None = None,
+             **changes: Any) -> Summary:  # fmt: skip
+    """The summary of a run with the one cell r1-a-x, which has these records."""
+    chosen = scenario(
+        servers={"a": scenario().servers["a"]}, loads={"x": load or scenario().loads["x"]}, repeats=1, **changes
+    )
+    write_made_run(folder, made_of=chosen)
+    write_lines(folder / "requests.jsonl", records)
+    write_lines(folder / "metrics.jsonl", samples or [])
+    sent = {process: sum(r.process == process for r in records) for process in {r.process for r in records}}
+    marks = [m for p, n in sorted(sent.items()) for m in both_marks("r1-a-x", p, -5.0, 100.0, sent=n)]
+    write_lines(folder / "processes.jsonl", marks)
+    return summarize(folder)
+
+
+def distributed(*values: float) -> Distribution:
+    return Distribution(n=len(values), mean=statistics.fmean(values), least=min(values), most=max(values))
+
+
+def test_a_whole_run(tmp_path: Path) -> None:
+    write_made_run(tmp_path / "run", wall_of)
+    summary = summarize(tmp_path / "run")
+    assert (summary.valid, summary.reasons, summary.notes) == (True, [], [])
+    assert (summary.run, summary.scenario, summary.question) == ("run", "which", "Which is faster?")
+    assert not summary.simulated
+    assert [cell.id for cell in summary.cells[:4]] == ["r1-a-x", "r1-b-x", "r2-b-x", "r2-a-x"]
+    assert [(row.server, row.load) for row in summary.rows] == [("a", "x"), ("b", "x")]
+    a, b = summary.rows
+    assert a.cells == ["r1-a-x", "r2-a-x", "r3-a-x", "r4-a-x", "r5-a-x"]
+    assert a.wall_s == pytest.approx([10.01, 10.02, 10.03, 10.04, 10.05])
+    assert b.output_tok_s == pytest.approx([44 / wall for wall in (8.01, 8.02, 8.03, 8.04, 8.05)])
+    assert a.pooled.wall_s == pytest.approx(10.03)
+    assert (a.pooled.sent, a.pooled.succeeded, a.pooled.output_tokens) == (20, 20, 220)
+    assert a.pooled.ttft_s.n == 20
+    assert a.pooled.ttft_s.p50 == pytest.approx(10.03 / 4 * 0.5)
+    assert a.pooled.ttft_s.p90 is None
+    assert summary.cells[0].ready_s == 3.5
+    assert summary.cells[0].server_load.generated_tokens == 55.0
+    assert summary.cells[0].server_load.running_most == 2.0
+    assert summary.comparison is not None
+    assert [(v.side, v.word) for v in summary.comparison.verdicts] == [("b / x", "faster")]
+    ratio = summary.comparison.verdicts[0].ratio
+    assert ratio == pytest.approx(10.03 / 8.03, rel=1e-4)
+
+
+def test_the_same_files_give_the_same_bytes(tmp_path: Path) -> None:
+    write_made_run(tmp_path / "run", wall_of, made_of=scenario(checks=["error_rate == 0", "speedup > 1.2"]))
+    first = encode_summary(summarize(tmp_path / "run"))
+    write_summary(tmp_path / "run", summarize(tmp_path / "run"))
+    written = (tmp_path / "run" / "summary.json").read_text()
+    assert written == first + "\n"
+    assert msgspec.json.decode(written, type=Summary) == summarize(tmp_path / "run")
+    assert [check.passed for check in summarize(tmp_path / "run").checks] == [True, True]
+
+
+def test_exact_numbers_of_a_fixed_amount_of_work(tmp_path: Path) -> None:
+    good = [
+        request(phase="warmup", sent_s=995.0),
+        request(index=0, sent_s=1000.0, chunks_s=[0.5, 1.0], output_tokens=3, asked_tokens=3, ended_s=1.25),
+        request(index=1, sent_s=1001.0, chunks_s=[0.25, 1.25, 2.0], output_tokens=5, asked_tokens=5, ended_s=2.0,
+                first_visible_s=None, cached_tokens=16),
+    ]  # fmt: skip
+    failed = [
+        request(index=2, sent_s=1000.5, chunks_s=[9.0], output_tokens=None, error="stream_error", ended_s=9.5),
+        request(index=3, sent_s=1000.5, chunks_s=[], output_tokens=None, error="unfinished", ended_s=1.0),
+    ]
+    summary = one_cell(tmp_path / "run", good + failed, max_error_rate=0.5)
+    assert summary.valid, summary.reasons
+    assert summary.cells[0].numbers == Numbers(
+        sent=4,
+        succeeded=2,
+        failed=1,
+        unfinished=1,
+        errors={"stream_error": 1, "unfinished": 1},
+        prompt_tokens=40,
+        output_tokens=8,
+        cached_tokens=16,
+        wall_s=10.0,  # 1000 until the failed one ended
+        window="wall",
+        window_s=10.0,
+        output_tok_s=0.8,
+        requests_per_s=0.2,
+        ttft_s=distributed(0.5, 0.25),
+        ttfo_s=distributed(0.5),
+        tpot_s=distributed(0.25, 0.4375),  # 0.5 / 2 and 1.75 / 4
+        e2e_s=distributed(1.0, 2.0),
+        chunk_gap_s=distributed(0.5, 1.0, 0.75),
+        send_lag_s=NONE,
+        tokens_per_chunk=8 / 5,
+    )
+    assert summary.cells[0].numbers.error_rate == 0.5
+    assert summary.rows[0].pooled == summary.cells[0].numbers
+    assert summary.comparison is None  # one row: nothing to compare it with
+
+
+def test_tokens_that_were_not_reported_are_missing_and_not_zero(tmp_path: Path) -> None:
+    records = [request(index=i, output_tokens=None if i == 2 else 11, prompt_tokens=None) for i in range(4)]
+    summary = one_cell(tmp_path / "run", records)
+    numbers = summary.cells[0].numbers
+    assert (numbers.output_tokens, numbers.output_tok_s, numbers.prompt_tokens) == (None, None, None)
+    assert numbers.wall_s == 1.5
+    assert summary.rows[0].output_tok_s == []
+    assert summary.notes == ["r1-a-x: the server did not report the tokens of 1 of 4 requests: tok/s is not known"]
+
+
+def test_a_timed_load_counts_the_tokens_inside_its_window(tmp_path: Path) -> None:
+    load = Load(user="batch", duration_s=10.0, output_tokens=11)
+    records = [
+        # A warm-up that is still being answered when the window opens at 1000: five of its ten chunks come later.
+        request(phase="warmup", sent_s=995.0, chunks_s=[0.5 + i for i in range(10)], output_tokens=20, asked_tokens=20,
+                ended_s=9.5),
+        request(index=0, sent_s=1000.0),  # 11 tokens, all inside
+        # Ends after the window closed at 1010: two of its four chunks count.
+        request(index=1, sent_s=1008.0, chunks_s=[1.0, 1.5, 2.5, 3.0], output_tokens=8, asked_tokens=8, ended_s=3.0),
+        # Cut at the end: three chunks inside, of 19 / 15 tokens each, as the other measured ones had.
+        request(index=2, sent_s=1006.0, chunks_s=[1.0, 2.0, 3.0, 9.0], output_tokens=None, error="unfinished",
+                ended_s=9.5),
+        # Failed: its tokens are of no use.
+        request(index=3, sent_s=1005.0, output_tokens=None, error="truncated"),
+    ]  # fmt: skip
+    summary = one_cell(tmp_path / "run", records, load, max_error_rate=0.9)
+    assert summary.valid, summary.reasons
+    numbers = summary.cells[0].numbers
+    assert (numbers.wall_s, numbers.window, numbers.window_s) == (None, "timed", 10.0)
+    assert numbers.output_tok_s == pytest.approx((10 + 11 + 4 + 3 * 19 / 15) / 10)
+    assert numbers.requests_per_s == 0.1  # one ended inside
+    assert (numbers.sent, numbers.output_tokens) == (4, 19)
+    assert summary.rows[0].wall_s == []
+
+
+def test_a_timed_cell_that_ended_early_has_a_shorter_window(tmp_path: Path) -> None:
+    load = Load(user="batch", duration_s=600.0, output_tokens=11)
+    summary = one_cell(tmp_path / "run", [request(index=i) for i in range(4)], load)
+    # The manifest of the made run says when the cell was over.
+    ended = read_run(tmp_path / "run").cells[0].ended_wall_s - WALL_S
+    assert summary.cells[0].numbers.window_s == pytest.approx(ended)
+    assert summary.cells[0].numbers.output_tok_s == pytest.approx(44 / ended)
+
+
+def test_processes_of_one_machine_share_the_clock_and_others_are_joined_by_their_anchors(tmp_path: Path) -> None:
+    records = [
+        request(process=1, index=0, sent_s=1000.0),
+        request(process=2, index=1, sent_s=1002.0),
+        request(process=3, index=2, sent_s=51_004.0),
+        request(process=3, index=3, sent_s=51_005.0),
+    ]
+    summary = one_cell(tmp_path / "run", records)
+    assert summary.cells[0].numbers.wall_s == pytest.approx(50_006.5)  # taken for the same clock
+    marks = [m for p, n in ((1, 1), (2, 1), (3, 2)) for m in both_marks("r1-a-x", p, -5.0, 100.0, sent=n)]
+    moved = [
+        # Another machine, booted 50,000 s before; and an anchor 0.2 s off, which is a stepped wall clock.
+        msgspec.structs.replace(m, monotonic_s=m.monotonic_s + 50_000)
+        if m.process == 3
+        else msgspec.structs.replace(m, wall_s=m.wall_s + 0.2)
+        if m.process == 2
+        else m
+        for m in marks
+    ]
+    write_lines(tmp_path / "run" / "processes.jsonl", moved)
+    assert summarize(tmp_path / "run").cells[0].numbers.wall_s == 6.5
+
+
+def test_a_response_in_one_piece(tmp_path: Path) -> None:
+    records = [request(index=i, chunks_s=[], first_visible_s=None, ended_s=2.0) for i in range(4)]
+    summary = one_cell(tmp_path / "run", records)
+    assert summary.valid, summary.reasons
+    numbers = summary.cells[0].numbers
+    assert (numbers.ttft_s, numbers.tpot_s, numbers.chunk_gap_s, numbers.tokens_per_chunk) == (NONE, NONE, NONE, None)
+    assert numbers.e2e_s == distributed(2.0, 2.0, 2.0, 2.0)
+    assert numbers.output_tok_s == 22.0
+
+
+def test_percentiles_only_where_the_sample_carries_them() -> None:
+    from array import array
+
+    assert distribution([]) == NONE
+    ten, eleven = array("d", range(10)), array("d", range(11))
+    assert distribution([ten]).p50 is None
+    assert distribution([eleven]).p50 == 5.0
+    assert distribution([ten, eleven]).p50 == 5.0
+    sample = distribution([array("d", range(1, 131))])
+    assert (sample.p50, sample.p90, sample.p95, sample.p99) == (65.0, 117.0, 124.0, None)
+    assert distribution([array("d", range(1, 663))]).p99 == 656.0
+    # Gaps of ten requests: many values, and still ten requests.
+    assert distribution([array("d", range(1000))], 10).p50 is None
+    assert distribution([array("d", range(1000))], 11).p50 == 499.0
+
+
+def test_a_run_that_was_killed_shows_what_it_has(tmp_path: Path) -> None:
+    run = write_made_run(tmp_path / "run", wall_of)
+    write_run(tmp_path / "run", msgspec.structs.replace(run, status="running", cells=run.cells[:2], ended_wall_s=None))
+    lines = (tmp_path / "run" / "requests.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "run" / "requests.jsonl").write_bytes(b"".join(lines[:12]) + lines[12][:40])
+    marks = (tmp_path / "run" / "processes.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "run" / "processes.jsonl").write_bytes(b"".join(marks[:5]))
+    summary = summarize(tmp_path / "run")
+    assert not summary.valid
+    assert [cell.id for cell in summary.cells] == ["r1-a-x", "r1-b-x", "r2-b-x"]
+    assert [cell.problems for cell in summary.cells[:2]] == [[], []]
+    assert summary.reasons == [
+        "only 2 of 10 planned cells ran",
+        "requests.jsonl: 1 line cannot be read (line 13)",
+        "r2-b-x: it did not run to its end",
+        "r2-b-x: load process 102 was killed: what it had sent and not yet recorded is not known",
+        "r2-b-x: 4 measured requests were planned and 1 were sent",
+    ]
+    assert summary.comparison is None
+    assert [len(row.wall_s) for row in summary.rows] == [1, 1]
+
+
+def test_a_run_without_a_record_is_a_summary_all_the_same(tmp_path: Path) -> None:
+    run = write_made_run(tmp_path / "run")
+    for name in ("requests.jsonl", "processes.jsonl", "metrics.jsonl"):
+        (tmp_path / "run" / name).unlink()
+    failed = msgspec.structs.replace(run, status="failed", cells=[], reasons=["the server a did not become ready"])
+    write_run(tmp_path / "run", failed)
+    summary = summarize(tmp_path / "run")
+    assert (summary.rows, summary.cells, summary.comparison) == ([], [], None)
+    assert summary.reasons == ["the server a did not become ready", "only 0 of 10 planned cells ran"]
+
+
+def test_a_cell_without_a_record_is_a_row_with_nothing_in_it(tmp_path: Path) -> None:
+    summary = one_cell(tmp_path / "run", [])
+    numbers = summary.cells[0].numbers
+    assert (numbers.sent, numbers.error_rate, numbers.wall_s, numbers.output_tokens) == (0, None, None, None)
+    assert summary.reasons == [
+        "r1-a-x: 0 of 1 load process started",
+        "r1-a-x: 4 measured requests were planned and 0 were sent",
+        "r1-a-x: no measured request succeeded",
+    ]
+
+
+def test_live_load_is_shown_although_it_is_in_no_plan(tmp_path: Path) -> None:
+    run = write_made_run(tmp_path / "run")
+    write_run(
+        tmp_path / "run",
+        msgspec.structs.replace(
+            run, status="interrupted", order=["live-a-x"], cells=[], reasons=["live load, steered by hand"]
+        ),
+    )
+    write_lines(
+        tmp_path / "run" / "requests.jsonl", [request(cell="live-a-x", sent_s=MONOTONIC_S + i) for i in range(9)]
+    )
+    summary = summarize(tmp_path / "run")
+    assert not summary.valid
+    assert summary.rows[0].pooled.sent == 9
+    assert summary.reasons[0] == "live load, steered by hand"
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(HarnessError, match="not a run directory"):
+        summarize(tmp_path)
+
+
+def test_natural_length_and_warm_up_by_time_are_read_too(tmp_path: Path) -> None:
+    load = Load(user="chat", requests=4, output_tokens=50, output="natural")
+    records = [request(index=i, fixed_length=False, asked_tokens=50, finish="stop") for i in range(4)]
+    summary = one_cell(tmp_path / "run", records, load, warmup=Warmup(duration_s=5.0))
+    assert summary.valid, summary.reasons

@@ -1,0 +1,207 @@
+"""Each rule breaks a cell that is otherwise valid, and says so in one sentence."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from harness.manifest import CellRun
+from harness.records import ProcessMark, Request
+from harness.scenario import Load
+from harness.summary import ServerLoad
+from harness.tally import Clock, Tally, numbers_of
+from harness.validity import Evidence, Findings, of_cell, of_run
+from tests.made_runs import both_marks, request, scenario, served_by, write_made_run
+
+LOAD = Load(user="batch", batch_size=2, requests=4, output_tokens=11)
+MARKS = both_marks("c", 7, 0.0, 10.0, sent=4)
+
+
+def ran(problems: Sequence[str] = (), **changes: Any) -> CellRun:
+    return CellRun(
+        id="c", server="a", load="x", repeat=1, started_wall_s=0.0, ended_wall_s=20.0, served_by=served_by(**changes),
+        problems=list(problems),
+    )  # fmt: skip
+
+
+def judge(
+    records: Sequence[Request] | None = None,
+    *,
+    cell: CellRun | None = ran(),  # noqa: B008
+    load: Load = LOAD,
+    marks: Sequence[ProcessMark] = MARKS,
+    server: ServerLoad = ServerLoad(),  # noqa: B008
+    max_error_rate: float = 0.0,
+) -> Findings:
+    tally = Tally(clock=Clock(marks))
+    for record in four() if records is None else records:
+        tally.add(record)
+    return of_cell(
+        Evidence(
+            cell="c", ran=cell, load=load, max_error_rate=max_error_rate, tally=tally, numbers=numbers_of([tally]),
+            server_load=server, marks=marks,
+        )
+    )  # fmt: skip
+
+
+def four(**changes: Any) -> list[Request]:
+    """Four good requests; `changes` are made to the last."""
+    return [*(request(index=i) for i in range(3)), request(index=3, **changes)]
+
+
+def reason(findings: Findings) -> str:
+    assert len(findings.reasons) == 1, findings.reasons
+    return findings.reasons[0]
+
+
+def test_a_good_cell() -> None:
+    assert judge() == Findings([], [])
+    assert judge(server=ServerLoad(generated_tokens=44.0)) == Findings([], [])
+
+
+@pytest.mark.parametrize(
+    ("cell", "expected"),
+    [
+        (None, "c: it did not run to its end"),
+        (ran(exit_code=1), "c: the server died with exit code 1"),
+        (ran(oom_killed=True), "c: the server was killed because memory ran out"),
+        (ran(restarts=2), "c: the server was restarted 2 times"),
+        (ran(["the load generator ended with exit code 3"]), "c: the load generator ended with exit code 3"),
+    ],
+)
+def test_server_and_generator(cell: CellRun | None, expected: str) -> None:
+    assert reason(judge(cell=cell)) == expected
+
+
+def test_a_restart_that_only_the_counters_show() -> None:
+    assert reason(judge(server=ServerLoad(restarted=True))) == ("c: the server was restarted: its counters began anew")
+
+
+def test_processes_that_did_not_start_or_end() -> None:
+    assert reason(judge(marks=MARKS[:1])) == (
+        "c: load process 7 was killed: what it had sent and not yet recorded is not known"
+    )
+    two = msgspec.structs.replace(LOAD, users=2, processes=2)
+    assert reason(judge(load=two)) == "c: 1 of 2 load processes started"
+
+
+def test_records_that_got_lost() -> None:
+    lost = both_marks("c", 7, 0.0, 10.0, sent=5)
+    assert reason(judge(marks=lost)) == "c: load process 7 sent 5 requests and the file has 4 records"
+    unwritten = [MARKS[0], msgspec.structs.replace(MARKS[1], sent=4, recorded=3)]
+    assert reason(judge(marks=unwritten)) == "c: load process 7 wrote 3 records and the file has 4"
+    two = [*MARKS, *both_marks("c", 8, 0.0, 10.0, sent=1)]
+    assert reason(judge(marks=two)) == "c: load process 8 sent 1 request and the file has 0 records"
+
+
+def test_work_that_was_not_done() -> None:
+    more = msgspec.structs.replace(LOAD, requests=5)
+    assert reason(judge(load=more)) == "c: 5 measured requests were planned and 4 were sent"
+    timed = msgspec.structs.replace(LOAD, requests=None, duration_s=10.0)
+    assert judge(load=timed) == Findings([], [])
+
+
+def test_the_error_rate() -> None:
+    records = four(error="rejected", chunks_s=[], output_tokens=None)
+    assert reason(judge(records)) == (
+        "c: 1 of 4 requests failed or did not finish (rejected 1): "
+        "an error rate of 25.00%, and at most 0.00% is allowed"
+    )
+    assert judge(records, max_error_rate=0.25) == Findings([], [])
+    assert judge(four(error="unfinished"), max_error_rate=0.2).reasons != []
+
+
+def test_a_cell_in_which_nothing_succeeded() -> None:
+    records = [request(index=i, error="connect", chunks_s=[], output_tokens=None) for i in range(4)]
+    assert judge(records, max_error_rate=1.0).reasons == ["c: no measured request succeeded"]
+
+
+def test_a_fixed_length_that_was_not_got() -> None:
+    assert reason(judge(four(output_tokens=10, finish="stop"))) == (
+        "c: 1 of 4 answers do not have the fixed length of 11 tokens that was asked for"
+    )
+
+
+@pytest.mark.parametrize(
+    ("counted", "differs"), [(44.0, False), (1000.0, True), (45.0, True), (43.0, True), (0.0, True)]
+)
+def test_the_servers_count_of_tokens(counted: float, differs: bool) -> None:
+    found = judge(server=ServerLoad(generated_tokens=counted))
+    expected = [
+        f"c: the server counted {counted:,.0f} generated tokens and the client 44, warm-up included: "
+        "they differ by more than 1%"
+    ]
+    assert found.reasons == (expected if differs else [])
+
+
+def test_one_percent_is_allowed_and_warm_up_counts() -> None:
+    marks = both_marks("c", 7, 0.0, 10.0, sent=5)
+    records = [request(phase="warmup", output_tokens=956, asked_tokens=956), *four()]
+    assert judge(records, marks=marks, server=ServerLoad(generated_tokens=1010.0)).reasons == []
+    assert judge(records, marks=marks, server=ServerLoad(generated_tokens=990.5)).reasons == []
+    assert judge(records, marks=marks, server=ServerLoad(generated_tokens=44.0)).reasons != []
+
+
+def test_requests_that_were_cut_widen_what_the_server_may_have_counted() -> None:
+    cut = four(error="unfinished", output_tokens=None, chunks_s=[0.5, 0.6], asked_tokens=11)
+    for counted, good in ((35.0, True), (40.0, True), (44.0, True), (33.0, False), (46.0, False)):
+        found = judge(cut, max_error_rate=0.25, server=ServerLoad(generated_tokens=counted))
+        assert (found.reasons == []) is good, counted
+    assert "the client 35 to 44" in reason(judge(cut, max_error_rate=0.25, server=ServerLoad(generated_tokens=60.0)))
+    endless = four(error="unfinished", output_tokens=None, chunks_s=[0.5, 0.6], asked_tokens=None)
+    assert judge(endless, max_error_rate=0.25, server=ServerLoad(generated_tokens=9000.0)).reasons == []
+    assert "the client at least 35" in reason(
+        judge(endless, max_error_rate=0.25, server=ServerLoad(generated_tokens=20.0))
+    )
+    refused = four(error="rejected", output_tokens=None, chunks_s=[])
+    assert judge(refused, max_error_rate=0.25, server=ServerLoad(generated_tokens=33.0)).reasons == []
+    assert judge(refused, max_error_rate=0.25, server=ServerLoad(generated_tokens=44.0)).reasons != []
+
+
+def test_no_count_after_a_restart() -> None:
+    found = judge(server=ServerLoad(generated_tokens=1.0, restarted=True))
+    assert found.reasons == ["c: the server was restarted: its counters began anew"]
+
+
+def test_the_send_lag() -> None:
+    late = [request(index=i, scheduled_s=-0.025) for i in range(4)]
+    assert reason(judge(late)) == (
+        "c: half of the requests were sent 25.0 ms or more behind schedule; at most 10 ms is allowed"
+    )
+    assert judge([request(index=i, scheduled_s=-0.009) for i in range(4)]) == Findings([], [])
+
+
+def test_a_load_generator_at_its_limit() -> None:
+    busy = both_marks("c", 7, 0.0, 10.0, sent=4, cpu_s=9.5)
+    assert reason(judge(marks=busy)) == (
+        "c: load process 7 used 95% of a core, more than 90%: the load generator may have been the limit; "
+        "use more 'processes'"
+    )
+    assert judge(marks=both_marks("c", 7, 0.0, 10.0, sent=4, cpu_s=8.9)) == Findings([], [])
+
+
+def test_notes_leave_a_cell_valid() -> None:
+    assert judge(four(clock="read")) == Findings(
+        [], ["c: the chunk times of 1 of 4 requests are those of the read, not of the kernel"]
+    )
+    assert judge(four(output_tokens=None)) == Findings(
+        [], ["c: the server did not report the tokens of 1 of 4 requests: tok/s is not known"]
+    )
+
+
+def test_the_run(tmp_path: Path) -> None:
+    run = write_made_run(tmp_path / "run", made_of=scenario(repeats=1))
+    assert of_run(run, 2, [], Counter()) == Findings([], [])
+    assert of_run(run, 1, [], Counter()).reasons == ["only 1 of 2 planned cells ran"]
+    assert of_run(run, 2, [3, 9, 10, 11, 12, 13], Counter({"z": 2})).reasons == [
+        "requests.jsonl: 6 lines cannot be read (line 3, 9, 10, 11, 12 ...)",
+        "requests.jsonl: 2 records of the cell 'z', which is not in the plan",
+    ]
+    stopped = msgspec.structs.replace(run, status="interrupted", reasons=["interrupted before all cells had run"])
+    assert of_run(stopped, 2, [], Counter()).reasons == ["interrupted before all cells had run"]
+    # The reasons of a judgement passed before are not taken over: it is passed anew.
+    again = msgspec.structs.replace(run, status="invalid", reasons=["an old reason"])
+    assert of_run(again, 2, [], Counter()) == Findings([], [])
