@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
+import psutil
 
 from harness import process
 from harness.errors import HarnessError, RunError
 from harness.job import Job
+from harness.serve.ports import free_port
+from harness.records import read_marks
 
 POLL_S = 0.2
+LOOK_S = 1.0  # between looks at the load processes
 GRACE_S = 5.0  # for flushing records after it was asked to end
 IMPORT_S = 60.0  # for importing a locustfile
 QUIET_S = 60.0  # beyond every time limit of the load: then Locust itself hangs
@@ -72,7 +76,10 @@ def locust_arguments(
     arguments += ["--users", str(load.users), "--spawn-rate", f"{load.users / max(load.ramp_s, 0.001):g}"]
     arguments += ["--only-summary", "--exit-code-on-error", "0"]  # failed requests are results; verdicts come later
     if load.processes > 1:
-        arguments += ["--processes", str(load.processes)]
+        # A port of its own, so that two harnesses on one machine do not meet.
+        port = str(free_port())
+        arguments += ["--processes", str(load.processes), "--master-bind-host", "127.0.0.1"]
+        arguments += ["--master-bind-port", port, "--master-port", port]
     return arguments
 
 
@@ -111,7 +118,7 @@ def _watch(child: Child, job: Job, alive: Callable[[], str | None], progress: Ca
     counter = LineCounter(Path(job.requests_path))
     begin = time.monotonic()
     total = None if job.load.requests is None else job.load.requests + (job.warmup.requests or 0)
-    last_change = begin
+    last_change = last_look = begin
     while child.poll() is None:
         dead = alive()
         if dead is not None:
@@ -119,6 +126,11 @@ def _watch(child: Child, job: Job, alive: Callable[[], str | None], progress: Ca
         before = counter.lines
         counter.update()
         now = time.monotonic()
+        if isinstance(child, LocalChild) and now - last_look > LOOK_S:
+            last_look = now
+            if killed_processes(job):
+                # What it held is never done, so the others would wait for it; validity names it.
+                return ["the load was ended because a load process had been killed"]
         if counter.lines != before:
             last_change = now
         progress(Count(counter.lines, total, now - begin))
@@ -128,6 +140,26 @@ def _watch(child: Child, job: Job, alive: Callable[[], str | None], progress: Ca
     counter.update()
     progress(Count(counter.lines, total, time.monotonic() - begin))
     return []
+
+
+def killed_processes(job: Job) -> list[int]:
+    """Load processes of this host that said hello in the cell, have not said goodbye, and are gone."""
+    gone = [process for process in _without_goodbye(job) if not _runs(process)]
+    # A goodbye may have been written between the two looks.
+    return [process for process in _without_goodbye(job) if process in gone] if gone else []
+
+
+def _without_goodbye(job: Job) -> list[int]:
+    marks = [mark for mark in read_marks(Path(job.processes_path)) if mark.cell == job.cell]
+    ended = {mark.process for mark in marks if mark.event == "end"}
+    return [mark.process for mark in marks if mark.event == "start" and mark.process not in ended]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _patience_s(job: Job) -> float:

@@ -20,7 +20,7 @@ from harness.manifest import Run, ServedBy, read_run
 from harness.report import figures, marks, sentences, words
 from harness.report.forest import Forest
 from harness.report.observed import Observed, observe
-from harness.report.table import COLUMNS, interval, lines
+from harness.report.table import columns, interval, lines
 from harness.report.timeline import figure_of
 from harness.summary import Summary
 
@@ -69,7 +69,7 @@ def render(summary: Summary, run: Run, observed: Observed) -> str:
     return environment.get_template("report.html.j2").render(
         summary=summary,
         run=run,
-        columns=COLUMNS,
+        columns=columns(summary),
         rows=rows,
         forest=Forest.of([line.verdict for line in rows if line.verdict]),
         interval=interval,

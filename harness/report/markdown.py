@@ -4,7 +4,7 @@ import re
 
 from harness.manifest import Run
 from harness.report import sentences, words
-from harness.report.table import COLUMNS, lines
+from harness.report.table import columns, lines
 from harness.summary import Summary
 
 LEFT = ("server", "load", "verdict")
@@ -15,7 +15,7 @@ def render(summary: Summary, run: Run) -> str:
     parts = [f"## {escape(summary.question)}"]
     if summary.simulated:
         parts.append(f"> **{words.SIMULATED}**")
-    parts.append(_table(summary, run))
+    parts.append(table(summary, run))
     if summary.comparison:
         items = [escape(verdict.sentence) for verdict in summary.comparison.verdicts]
         parts.append(_list([*items, escape(sentences.of_method(summary.comparison))]))
@@ -33,7 +33,7 @@ def render(summary: Summary, run: Run) -> str:
             )
         )
     parts.append(_details("Each row in words", _rows_in_words(summary, run)))
-    parts.append(_details("What the columns mean", _explanations()))
+    parts.append(_details("What the columns mean", _explanations(summary)))
     parts.append(f"Scenario {code(summary.scenario)}, run {code(summary.run)}. {escape(sentences.of_load(run))}")
     return "\n\n".join(parts) + "\n"
 
@@ -49,10 +49,12 @@ def code(text: str) -> str:
     return escape(text) if "`" in text or "\n" in text else f"`{text}`"
 
 
-def _table(summary: Summary, run: Run) -> str:
-    head = "| " + " | ".join(column.heading for column in COLUMNS) + " |"
-    rule = "|" + "|".join(":---" if column.key in LEFT else "---:" for column in COLUMNS) + "|"
-    body = ["| " + " | ".join(escape(column.text(line)) for column in COLUMNS) + " |" for line in lines(summary, run)]
+def table(summary: Summary, run: Run) -> str:
+    """The main table alone."""
+    shown = columns(summary)
+    head = "| " + " | ".join(column.heading for column in shown) + " |"
+    rule = "|" + "|".join(":---" if column.key in LEFT else "---:" for column in shown) + "|"
+    body = ["| " + " | ".join(escape(column.text(line)) for column in shown) + " |" for line in lines(summary, run)]
     return "\n".join([head, rule, *body])
 
 
@@ -65,8 +67,8 @@ def _rows_in_words(summary: Summary, run: Run) -> str:
     )
 
 
-def _explanations() -> str:
-    return _list([f"**{c.heading}**: {escape(c.explanation)} {code(c.formula)}" for c in COLUMNS])
+def _explanations(summary: Summary) -> str:
+    return _list([f"**{c.heading}**: {escape(c.explanation)} {code(c.formula)}" for c in columns(summary)])
 
 
 def _list(items: list[str]) -> str:

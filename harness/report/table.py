@@ -91,9 +91,7 @@ def _verdict(line: Line) -> str:
     return "baseline" if line.baseline else line.verdict.word if line.verdict else words.NOTHING
 
 
-PERCENTILE_NOTE = "Over the successful requests of all repeats; printed only when there are enough of them."
-
-COLUMNS: tuple[Column, ...] = (
+_NAMES_AND_WORK = (
     Column(
         key="server",
         title="Server",
@@ -141,46 +139,8 @@ COLUMNS: tuple[Column, ...] = (
         "for a fixed amount of work the window is the wall time",
         text=_rate,
     ),
-    Column(
-        key="ttft_p50",
-        title="TTFT p50",
-        unit="ms",
-        group="latency",
-        explanation="Time to first token: half of the requests got their first token within this time. "
-        + PERCENTILE_NOTE,
-        formula="TTFT = first token received − request sent; 50th percentile",
-        text=lambda line: words.percentile(line.row.pooled.ttft_s, "p50"),
-    ),
-    Column(
-        key="ttft_p95",
-        title="TTFT p95",
-        unit="ms",
-        group="latency",
-        explanation="Time to first token: 95 of 100 requests got their first token within this time. "
-        + PERCENTILE_NOTE,
-        formula="TTFT = first token received − request sent; 95th percentile",
-        text=lambda line: words.percentile(line.row.pooled.ttft_s, "p95"),
-    ),
-    Column(
-        key="tpot_p50",
-        title="TPOT p50",
-        unit="ms",
-        group="latency",
-        explanation="Time per output token after the first: half of the requests streamed at least this fast. "
-        + PERCENTILE_NOTE,
-        formula="TPOT = (last chunk − first chunk) ÷ (output tokens − 1); 50th percentile",
-        text=lambda line: words.percentile(line.row.pooled.tpot_s, "p50"),
-    ),
-    Column(
-        key="tpot_p95",
-        title="TPOT p95",
-        unit="ms",
-        group="latency",
-        explanation="Time per output token after the first: 95 of 100 requests streamed at least this fast. "
-        + PERCENTILE_NOTE,
-        formula="TPOT = (last chunk − first chunk) ÷ (output tokens − 1); 95th percentile",
-        text=lambda line: words.percentile(line.row.pooled.tpot_s, "p95"),
-    ),
+)
+_ERRORS_AND_VERDICT = (
     Column(
         key="errors",
         title="Errors",
@@ -213,3 +173,43 @@ COLUMNS: tuple[Column, ...] = (
         text=_verdict,
     ),
 )
+
+_MEANINGS = {
+    "ttft": (
+        "Time to first token",
+        "got their first token within this time",
+        "TTFT = first token received − request sent",
+    ),
+    "tpot": (
+        "Time per output token after the first",
+        "streamed at least this fast",
+        "TPOT = (last chunk − first chunk) ÷ (output tokens − 1)",
+    ),
+}
+_SHARES = {"p50": "half of the", "p90": "90 of 100", "p95": "95 of 100", "p99": "99 of 100"}
+
+
+def columns(summary: Summary) -> tuple[Column, ...]:
+    """The table's columns. The tail percentile is the highest that every row carries, p95 where none is."""
+    rows = [row.pooled.ttft_s for row in summary.rows if row.pooled.ttft_s.n]
+    tail = next((p for p in ("p99", "p95", "p90") if rows and all(getattr(row, p) is not None for row in rows)), "p95")
+    latencies = [_latency(name, percentile) for name in _MEANINGS for percentile in ("p50", tail)]
+    return (*_NAMES_AND_WORK, *latencies, *_ERRORS_AND_VERDICT)
+
+
+def _latency(name: str, percentile: str) -> Column:
+    title, outcome, formula = _MEANINGS[name]
+
+    def text(line: Line) -> str:
+        return words.percentile(line.row.pooled.ttft_s if name == "ttft" else line.row.pooled.tpot_s, percentile)
+
+    return Column(
+        key=f"{name}_{percentile}",
+        title=f"{name.upper()} {percentile}",
+        unit="ms",
+        group="latency",
+        explanation=f"{title}: {_SHARES[percentile]} requests {outcome}. "
+        "Over the successful requests of all repeats; printed only when there are enough of them.",
+        formula=f"{formula}; {percentile[1:]}th percentile",
+        text=text,
+    )

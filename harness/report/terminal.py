@@ -9,7 +9,7 @@ from rich.text import Text
 
 from harness.manifest import Run
 from harness.report import sentences, words
-from harness.report.table import COLUMNS, Column, Line, lines
+from harness.report.table import Column, Line, columns, lines
 from harness.summary import Summary
 
 STYLES = {"faster": "green", "slower": "red", "same": "cyan", "cannot tell": "yellow", "baseline": "dim"}
@@ -21,12 +21,12 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
         console.print(Text(words.SIMULATED, "bold yellow"))
     console.print(Text(words.one_line(summary.question), "bold"))
     console.print(Text(f"{summary.scenario}, run {summary.run}", "dim"))
-    for table in _tables(lines(summary, run), console.width):
+    for table in _tables(columns(summary), lines(summary, run), console.width):
         console.print()
         _show(console, table)
     if explain:
         console.print()
-        for column in COLUMNS:
+        for column in columns(summary):
             _item(console, Text(f"{column.heading}: ", "bold") + Text(f"{column.explanation} [{column.formula}]"))
     _verdicts(summary, console)
     console.print()
@@ -47,12 +47,12 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
     console.print(Text("Report: ", "bold") + Text(where, no_wrap=True, overflow="ignore"), soft_wrap=True)
 
 
-def _tables(rows: list[Line], width: int) -> list[Table]:
+def _tables(columns: Sequence[Column], rows: list[Line], width: int) -> list[Table]:
     """One table where it fits, else the work and the latencies one below the other, closer together if need be."""
-    work = [column for column in COLUMNS if column.group != "latency"]
-    latency = [column for column in COLUMNS if column.group in ("name", "latency")]
-    if _fits(COLUMNS, rows, 2, width):
-        return [_table(COLUMNS, rows, 2)]
+    work = [column for column in columns if column.group != "latency"]
+    latency = [column for column in columns if column.group in ("name", "latency")]
+    if _fits(columns, rows, 2, width):
+        return [_table(columns, rows, 2)]
     return [_table(part, rows, 2 if _fits(part, rows, 2, width) else 1) for part in (work, latency)]
 
 
