@@ -2,7 +2,7 @@
 
 import operator
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
@@ -78,23 +78,6 @@ def parse_check(text: str) -> Check:
     return Check(
         text=text.strip(), server=server, load=load, metric=metric, operator=sign, bound=float(number[0]) * units[unit]
     )
-
-
-def problems(texts: Sequence[str], servers: Iterable[str], loads: Iterable[str]) -> list[str]:
-    """What is wrong with a scenario's checks, each with its path: grammar, and rows that will not exist."""
-    found = []
-    servers, loads = list(servers), list(loads)
-    for index, text in enumerate(texts):
-        try:
-            check = parse_check(text)
-        except ValueError as error:
-            found.append(f"$.checks[{index}]: {error}")
-            continue
-        if check.server is not None and check.server not in servers:
-            found.append(f"$.checks[{index}]: '{check.server}' is not a server; {did_you_mean(check.server, servers)}")
-        if check.load is not None and check.load not in loads:
-            found.append(f"$.checks[{index}]: '{check.load}' is not a load; {did_you_mean(check.load, loads)}")
-    return found
 
 
 def evaluate(texts: Sequence[str], rows: Sequence[Row], comparison: Comparison | None) -> list[CheckResult]:

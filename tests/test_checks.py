@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checks import LATENCIES, OPERATORS, STATISTICS, UNITS, Check, evaluate, parse_check, problems
+from harness.checks import LATENCIES, OPERATORS, STATISTICS, UNITS, Check, evaluate, parse_check
 from harness.summary import CheckResult, Comparison, Distribution, Numbers, Row, Verdict
 
 NONE = Distribution(n=0)
@@ -128,15 +128,6 @@ def test_every_metric_is_read_back(
         check = parse_check(f"{head}{metric}{blank}{sign}{blank}{number!r}{blank}{unit}")
         assert (check.metric, check.operator, check.bound) == (metric, sign, number * worth)
         assert (check.server, check.load) == (selection or (None, None))
-
-
-def test_the_problems_of_a_scenarios_checks() -> None:
-    texts = ["error_rate == 0", "wall < 1", "serv/x: wall < 1s", "a/y: wall < 1s"]
-    assert problems(texts, ["server", "a"], ["x"]) == [
-        "$.checks[1]: check 'wall < 1', at character 9: nothing is not a unit of wall; use 's' or 'ms'",
-        "$.checks[2]: 'serv' is not a server; did you mean 'server'?",
-        "$.checks[3]: 'y' is not a load; known: x",
-    ]
 
 
 def one(text: str, *rows: Row, against: Comparison | None = None) -> CheckResult:
