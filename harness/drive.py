@@ -15,8 +15,8 @@ import psutil
 from harness import process
 from harness.errors import HarnessError, RunError
 from harness.job import Job
-from harness.serve.ports import free_port
 from harness.records import read_marks
+from harness.serve.ports import free_port
 
 POLL_S = 0.2
 LOOK_S = 1.0  # between looks at the load processes

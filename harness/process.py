@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -55,13 +56,20 @@ def stop(child: subprocess.Popen[bytes], *, ask: signal.Signals = signal.SIGTERM
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Within it, SIGTERM raises KeyboardInterrupt, so that both ways of stopping take everything down."""
+    """Within it, SIGTERM raises KeyboardInterrupt, so that both ways of stopping take everything down.
+
+    A handler that the program has set itself is left alone.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
 
     def interrupt(_signum: int, _frame: object) -> None:
         raise KeyboardInterrupt
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -28,7 +28,7 @@ from harness.plan import Cell, plan
 from harness.progress import Progress
 from harness.report import html
 from harness.scenario import USERS, Baseline, Scenario, Server, load_scenario, locustfile_of
-from harness.serve import Endpoint, attach, check_servers, serve
+from harness.serve import Endpoint, attach, check_servers, engine_version, serve
 from harness.serve.generator import ContainerChild
 from harness.summarize import summarize, write_summary
 from harness.workload import salt_words, workload_sha256
@@ -164,12 +164,18 @@ def begin(experiment: Experiment, cells: list[Cell], runs: Path) -> tuple[Path, 
         scenario=experiment.scenario,
         workload_sha256=workload_sha256(experiment.scenario, experiment.folder),
         order=[cell.id for cell in cells],
-        machine=machine(),
+        machine=machine(docker=engine_version() if _needs_docker(experiment) else None),
         versions={"amd-llm-load": __version__, **{p: importlib.metadata.version(p) for p in MEASURING_PACKAGES}},
         git_commit=_git_commit(),
     )
     write_run(folder, manifest)
     return folder, manifest
+
+
+def _needs_docker(experiment: Experiment) -> bool:
+    servers = experiment.scenario.servers.values()
+    in_container = experiment.target is None and any(server.container for server in servers)
+    return in_container or experiment.scenario.generator == "container"
 
 
 def finish(folder: Path, manifest: Run, status: Status, reasons: list[str]) -> None:

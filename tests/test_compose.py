@@ -333,19 +333,19 @@ def test_what_cannot_be_interpolated_is_said(text: str, problem: str) -> None:
     assert problem in problems
 
 
-def test_the_document_for_docker_compose_has_the_load_generator() -> None:
-    raw = yaml.safe_load(
-        compose_document(
-            scenario(Server(template="simulated"), a=Load(user="batch", users=3), b=Load(user="chat", users=7)), "s"
-        )
-    )
+def test_the_document_for_docker_compose_has_the_load_generator_with_the_first_load() -> None:
+    loads = {"a": Load(user="batch", users=3, batch_size=5, output_tokens=9), "b": Load(user="chat", users=7)}
+    raw = yaml.safe_load(compose_document(scenario(Server(template="simulated"), **loads), "s"))
     assert list(raw["services"]) == ["server", "locust"]
     locust = raw["services"]["locust"]
     assert locust["ports"] == ["127.0.0.1:8089:8089"]
     assert locust["depends_on"] == {"server": {"condition": "service_healthy"}}
-    assert locust["command"][:5] == ["locust", "-f", "/opt/amd-llm-load/locustfiles/batch.py", "-f",
-                                     "/opt/amd-llm-load/locustfiles/chat.py"]  # fmt: skip
-    assert locust["command"][-2:] == ["--users", "7"]
+    assert locust["command"][:3] == ["locust", "-f", "/opt/amd-llm-load/locustfiles/batch.py"]
+    options = dict(zip(locust["command"][5::2], locust["command"][6::2], strict=True))
+    assert options["--users"] == "3"
+    assert options["--batch-size"] == "5"
+    assert options["--output-tokens"] == "9"
+    assert "--turns" not in options
     assert "version" not in raw
 
 

@@ -17,7 +17,8 @@ from harness.errors import HarnessError, ScenarioError, ServerError
 from harness.machine.facts import device_groups
 from harness.manifest import Phase, ServedBy
 from harness.paths import COMPOSE
-from harness.scenario import USERS, Scenario, Server
+from harness.process import sigterm_interrupts
+from harness.scenario import USERS, Load, Scenario, Server
 from harness.serve import ask, containers, labels
 from harness.serve.compose import ComposeFile, filled_in, parse, read
 from harness.serve.containers import Look
@@ -56,14 +57,32 @@ def compose_document(scenario: Scenario, server_name: str, with_locust: bool = T
     parse(text)
     if not with_locust:
         return text
-    users = sorted({load.user for load in scenario.loads.values() if load.user in USERS}) or ["chat"]
-    most = max((load.users for load in scenario.loads.values()), default=1)
+    load = next((load for load in scenario.loads.values() if load.user in USERS), Load(user="chat"))
+    keys = {scenario.api_key_env: f"${{{scenario.api_key_env}}}"} if scenario.api_key_env else {}
     return _rendered(
         server,
         scenario.model,
         port=parse_port(parse(text).server.ports[0]).host,
-        locust={"locustfiles": users, "users": most},
+        locust={"locustfile": load.user, "arguments": _by_hand(scenario, load), "environment": keys},
     )
+
+
+def _by_hand(scenario: Scenario, load: Load) -> list[str]:
+    """A load in the options of a locustfile that is started by hand; the web form shows them and can change them."""
+    prompts = scenario.prompts
+    given = {
+        "--users": load.users,
+        "--spawn-rate": f"{load.users / max(load.ramp_s, 1):g}",
+        "--model": scenario.model,
+        "--prompts": prompts.kind if prompts.kind != "file" else "synthetic",  # a file of the host is not in the image
+        "--prompt-tokens": prompts.tokens,
+        "--output-tokens": load.output_tokens,
+        "--batch-size": load.batch_size,
+        "--turns": load.turns,
+        "--think": " ".join(f"{number:g}" for number in load.think_s) if load.think_s else None,
+        "--api-key-env": scenario.api_key_env,
+    }
+    return [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
 
 
 @contextlib.contextmanager
@@ -91,7 +110,7 @@ def serve(
     log_path = run_folder / "logs" / f"{cell_id}.server.log"
     api_key = os.environ.get(scenario.api_key_env) if scenario.api_key_env else None
     started = _Start(server, compose, model, log_path, api_key, on_progress)
-    with _sigterm_interrupts():
+    with sigterm_interrupts():
         if server.container:
             with _in_container(started, run_id, cell_id) as endpoint:
                 yield endpoint
@@ -279,25 +298,6 @@ def _port_in_use(port: int) -> ServerError:
         next_step="Leave host_port out to get a free one, or stop what uses it "
         f"(ss -ltnp 'sport = :{port}'); `harness clean` removes leftovers of earlier runs.",
     )
-
-
-@contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt within, unless the program has a handler of its own."""
-    if threading.current_thread() is not threading.main_thread() or (
-        signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    ):
-        yield
-        return
-
-    def interrupt(_signal: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextlib.contextmanager

@@ -3,10 +3,12 @@
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from harness.paths import ROOT
 from harness.scenario import Load, Server
@@ -100,7 +102,7 @@ def test_compose_brings_the_same_server_up(image: str, compose_environment: dict
         model="sim",
         host_port=free_port(),
         groups=[],
-        locust={"image": image, "ui_port": ui_port, "locustfiles": ["chat"]},
+        locust={"image": image, "ui_port": ui_port, "locustfile": "batch", "arguments": ["--batch-size", "2"]},
     )
     (tmp_path / "compose.yaml").write_text(text)
     command = ["docker", "compose", "--project-name", f"t{os.getpid()}", "--file", str(tmp_path / "compose.yaml")]
@@ -116,8 +118,22 @@ def test_compose_brings_the_same_server_up(image: str, compose_environment: dict
             capture_output=True, text=True, env=compose_environment,
         )  # fmt: skip
         assert listing.stdout.strip() == "200 200", listing.stderr + logs
+        assert _load_runs(ui_port)
     finally:
         subprocess.run([*command, "down", "--volumes", "--timeout", "3"], capture_output=True, env=compose_environment)
+
+
+def _load_runs(ui_port: int) -> bool:
+    """Press start in the web UI, as a person would, and see requests succeed."""
+    url = f"http://127.0.0.1:{ui_port}"
+    assert requests.post(f"{url}/swarm", {"user_count": "1", "spawn_rate": "1"}, timeout=10).json()["success"]
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        seen = requests.get(f"{url}/stats/requests", timeout=10).json()
+        if any(entry["num_requests"] >= 10 and entry["num_failures"] == 0 for entry in seen["stats"]):
+            return True
+        time.sleep(0.3)
+    return False
 
 
 def test_every_template_has_odd_values() -> None:
