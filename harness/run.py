@@ -227,9 +227,9 @@ def endpoint_of(
 ) -> Iterator[Endpoint]:
     scenario = experiment.scenario
     if experiment.target is not None:
-        api_key = os.environ.get(scenario.api_key_env) if scenario.api_key_env else None
         progress.stage("asking the server")
-        yield attach(experiment.target.url, scenario.model, api_key, metrics_url=experiment.target.metrics_url)
+        target = experiment.target
+        yield attach(target.url, scenario.model, _api_key(scenario), metrics_url=target.metrics_url)
         return
     with serve(
         scenario, cell.server, run_id=run_id, cell_id=cell.id, run_folder=folder, on_progress=progress.stage
@@ -247,7 +247,8 @@ def _cell(
     log_path = folder / "logs" / f"{cell.id}.locust.log"
     start = generator(experiment, run_id, job, job_path, endpoint, log_path)
     interval_s = experiment.scenario.metrics_interval_s
-    with Scraper(endpoint.metrics_url, cell.id, folder / "metrics.jsonl", interval_s):
+    api_key = _api_key(experiment.scenario)
+    with Scraper(endpoint.metrics_url, cell.id, folder / "metrics.jsonl", interval_s, api_key=api_key):
         driven = drive(start, job, log_path=log_path, alive=endpoint.check_alive, progress=progress.count)
     return CellRun(
         id=cell.id,
@@ -259,6 +260,10 @@ def _cell(
         served_by=endpoint.served_by,
         problems=driven.problems,
     )
+
+
+def _api_key(scenario: Scenario) -> str | None:
+    return os.environ.get(scenario.api_key_env) if scenario.api_key_env else None
 
 
 def generator(

@@ -8,7 +8,10 @@ import pytest
 from harness.paths import ROOT
 
 LOAD = {"load", "workload", "job", "records", "scenario", "errors", "strict", "data"}
-READS_FILES = {"derive", "stats", "summary", "summarize", "compare", "checks", "validity", "report", "history"}
+READS_FILES = {
+    "derive", "stats", "tally", "summary", "summarize", "verdicts", "alike", "compare", "checks", "validity", "report",
+}  # fmt: skip
+READERS = {"records", "manifest", "errors", "plan", "scenario", "metrics"}
 # Which of harness's own modules each room may import. Rooms not named here may import what they like, but not back.
 ALLOWED = {
     "errors": set(),
@@ -27,7 +30,7 @@ ALLOWED = {
     "machine": {"machine", "manifest", "errors"},
     "load": LOAD,
     "serve": {"serve", "scenario", "errors", "strict", "manifest", "machine", "paths", "process", "job"},
-    "report": READS_FILES | {"records", "manifest", "errors", "plan", "scenario", "metrics", "machine"},
+    **dict.fromkeys(READS_FILES - {"derive", "stats", "summary", "checks"}, READS_FILES | READERS),
 }
 
 

@@ -18,7 +18,7 @@ from harness.serve.daemon import DOCKER_ERRORS, connect, docker_error, engine_ho
 from harness.serve.images import ensure_image
 from harness.serve.logfile import LogFile
 
-IMAGE = "amd-llm-load:local"  # `make image`
+IMAGE = os.environ.get("HARNESS_IMAGE", "amd-llm-load:local")  # `make image`
 IN_IMAGE = Path("/opt/amd-llm-load/locustfiles")
 
 

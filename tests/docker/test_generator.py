@@ -1,0 +1,70 @@
+"""The load generator in a container: same records, same verdict, nothing left."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import docker
+
+from harness.manifest import read_run
+from harness.records import read_marks, read_requests
+from tests.docker.conftest import remains
+
+SCENARIO = """
+version: 1
+question: Does the load generator work in a container?
+model: sim
+servers:
+  engine: {{template: simulated, variables: {{preset: instant, image: "{image}"}}}}
+loads:
+  five: {{user: batch, batch_size: 5, requests: 20, output_tokens: 20}}
+  people: {{user: chat, users: 4, processes: 2, duration_s: 2, output_tokens: 20, output: natural}}
+  own: {{user: own.py, requests: 4, output_tokens: 5}}
+repeats: 1
+generator: container
+"""
+OWN = """
+from locust import task
+from harness.load.user import LLMUser
+
+class Own(LLMUser):
+    @task
+    def one(self) -> None:
+        self.ask(self.take()[0])
+"""
+
+
+def harness_run(folder: Path, generator: str, engine: str) -> "subprocess.CompletedProcess[str]":
+    (folder / "scenario.yaml").write_text(SCENARIO.format(image=engine))
+    (folder / "own.py").write_text(OWN)
+    command = [sys.executable, "-m", "harness", "run", str(folder / "scenario.yaml"), "--runs", str(folder / "runs")]
+    environment = {**os.environ, "HARNESS_IMAGE": generator}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_a_run_with_the_generator_in_a_container(tmp_path: Path, image: str, client: docker.DockerClient) -> None:
+    result = harness_run(tmp_path, generator=image, engine=image)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert read_run(folder).status == "valid"
+    records = list(read_requests(folder / "requests.jsonl"))
+    assert sum(record.load == "five" for record in records) == 22
+    assert sum(record.load == "own" for record in records) == 6
+    assert {record.clock for record in records} == {"kernel"}
+    marks = read_marks(folder / "processes.jsonl")
+    assert len({mark.process for mark in marks if "people" in mark.cell}) == 2
+    assert {path.stat().st_uid for path in folder.iterdir()} == {os.getuid()}
+    assert remains(client, folder.name) == []
+
+
+def test_an_image_that_was_not_built_is_explained(tmp_path: Path, image: str, client: docker.DockerClient) -> None:
+    result = harness_run(tmp_path, generator="amd-llm-load:not-built", engine=image)
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == [
+        "error: the project's image amd-llm-load:not-built was not built yet",
+        "next: Build it: make image (in the project's folder).",
+    ]
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert read_run(folder).status == "failed"
+    assert remains(client, folder.name) == []
