@@ -5,18 +5,17 @@ ARG BASE=python:3.11-slim
 FROM ${BASE}
 
 WORKDIR /opt/amd-llm-load
-COPY pyproject.toml constraints.txt README.md LICENSE ./
-COPY harness/__init__.py harness/__init__.py
-# Dependencies first, so that a change of our own code does not install them again.
-RUN python3 -m pip install --no-cache-dir --constraint constraints.txt --editable . \
+# Only what harness.load and harness.simulated import: the rest of the harness stays on the host.
+COPY constraints.txt ./
+RUN python3 -m pip install --no-cache-dir --constraint constraints.txt \
+        locust gevent httptools msgspec pyyaml prometheus-client \
     && useradd --uid 10000 --create-home loadtest
 
+COPY LICENSE ./
 COPY harness harness
 COPY locustfiles locustfiles
-COPY compose compose
-COPY scenarios scenarios
 
 USER 10000
-ENV PYTHONUNBUFFERED=1
+ENV PYTHONPATH=/opt/amd-llm-load PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 EXPOSE 8089
 CMD ["python3", "-m", "locust", "--help"]
