@@ -69,12 +69,12 @@ def scenario_path(given: Path) -> Path:
     )
 
 
-@app.command()
+@app.command(short_help="Start the servers, load them, take everything down, report.")
 def run(
     scenario: ScenarioArg,
     url: UrlOpt = None,
     metrics_url: Annotated[
-        str | None, typer.Option(help="With --url: where its metrics are (default: URL/metrics).")
+        str | None, typer.Option("--metrics-url", help="With --url: where its metrics are (default: URL/metrics).")
     ] = None,
     model: ModelOpt = None,
     repeats: Annotated[int | None, typer.Option(min=1, help="Override the scenario's repeats.")] = None,
@@ -92,14 +92,14 @@ def run(
     if ui:
         live(scenario, url=url, model=model, runs=runs)
         return
-    target = running.Target(url.rstrip("/"), metrics_url) if url is not None else None
+    target = running.Target(url, metrics_url) if url is not None else None
     experiment = running.prepare(scenario_path(scenario), target, model, repeats)
     with sigterm_interrupts():
         folder = running.run(experiment, runs, Progress(console()))
     show(folder, explain=explain)
 
 
-@app.command()
+@app.command(short_help="Serve Locust's web UI for a scenario's server.")
 def live(
     scenario: ScenarioArg,
     server: ServerOpt = None,
@@ -117,13 +117,13 @@ def live(
     from harness.process import sigterm_interrupts
     from harness.progress import Progress
 
-    target = running.Target(url.rstrip("/"), None) if url is not None else None
+    target = running.Target(url, None) if url is not None else None
     experiment = running.prepare(scenario_path(scenario), target, model)
     with sigterm_interrupts():
         living.live(experiment, server, load, port, runs, Progress(console()))
 
 
-@app.command()
+@app.command(short_help="Validate a scenario and show its plan.")
 def check(scenario: ScenarioArg) -> None:
     """Validate a scenario and show its plan, without running anything."""
     from harness import run as running
@@ -132,7 +132,7 @@ def check(scenario: ScenarioArg) -> None:
     show_plan(running.prepare(scenario_path(scenario)), console())
 
 
-@app.command()
+@app.command(short_help="Print the Compose file that would be run.")
 def compose(scenario: ScenarioArg, server: ServerOpt = None) -> None:
     """Print the Compose file that the harness would run, for `docker compose up`."""
     from harness import run as running
@@ -142,7 +142,7 @@ def compose(scenario: ScenarioArg, server: ServerOpt = None) -> None:
     print(compose_document(experiment.scenario, running.server_name(experiment, server)), end="")
 
 
-@app.command()
+@app.command(short_help="Show a run again, from its files.")
 def report(
     run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.")],
     output: Annotated[
@@ -171,7 +171,7 @@ def report(
         print(html.write_report(folder))
 
 
-@app.command()
+@app.command(short_help="Compare runs of the same work.")
 def compare(
     run_folders: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="Run directories or ids; the first is the baseline.")
@@ -209,7 +209,7 @@ def compare(
         raise typer.Exit(ExitCode.FAILED)
 
 
-@app.command()
+@app.command(short_help="List the runs.")
 def runs(runs: RunsDir = RUNS) -> None:
     """List the runs with their scenario, verdict and when they ran."""
     from harness.history import show_runs
@@ -217,7 +217,7 @@ def runs(runs: RunsDir = RUNS) -> None:
     show_runs(runs, console())
 
 
-@app.command()
+@app.command(short_help="List the scenarios that ship.")
 def scenarios() -> None:
     """List the scenarios that ship, each with its question."""
     from harness.history import show_scenarios
@@ -225,7 +225,7 @@ def scenarios() -> None:
     show_scenarios(console())
 
 
-@app.command()
+@app.command(short_help="Remove what a killed run left behind.")
 def clean(
     everything: Annotated[
         bool, typer.Option("--all", help="Also what a harness that still lives has started.")

@@ -104,7 +104,8 @@ def drive(
         # Its records are flushed when it is asked politely; what is in flight is recorded as unfinished.
         code = child.stop(GRACE_S)
     if code != 0 and not problems:
-        problems = [f"the load generator ended with exit code {code}"]
+        raised = last_exception(log_path)
+        problems = [f"the load generator ended with exit code {code}" + (f"; its log has {raised}" if raised else "")]
         if not Path(job.tickets_path).exists():
             raise RunError(
                 f"cell {job.cell}: Locust could not start the load (exit code {code})",
@@ -193,6 +194,17 @@ def tail(path: Path, lines: int = 15) -> str:
     except OSError:
         return ""
     return "\n".join(text.splitlines()[-lines:])
+
+
+def last_exception(path: Path) -> str | None:
+    """The last exception in a log, as its traceback ends: `ValueError: boom`."""
+    found, inside = None, False
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        if line.startswith("Traceback "):
+            inside = True
+        elif inside and line and not line.startswith(" "):
+            found, inside = line.strip()[:300], False
+    return found
 
 
 def check_locustfile(path: Path, *, try_it: bool = True) -> None:

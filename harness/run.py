@@ -31,7 +31,7 @@ from harness.scenario import USERS, Baseline, Scenario, Server, load_scenario, l
 from harness.serve import Endpoint, attach, check_servers, engine_version, serve
 from harness.serve.generator import ContainerChild
 from harness.summarize import summarize, write_summary
-from harness.workload import salt_words, workload_sha256
+from harness.workload import read_rows, salt_words, workload_sha256
 
 RUNNING_SERVER = "running"  # the name of the server given with --url
 MEASURING_PACKAGES = ("locust", "gevent", "httptools", "msgspec", "docker", "numpy", "scipy")
@@ -72,6 +72,8 @@ def prepare(
         scenario = _on_running_server(scenario)
     else:
         check_servers(scenario, str(path))
+    if scenario.prompts.file:
+        read_rows(path.parent / scenario.prompts.file)
     for user in sorted({load.user for load in scenario.loads.values()} - set(USERS)):
         # A container has packages of its own: only there can be seen whether the file can be imported.
         check_locustfile((path.resolve().parent / user).resolve(), try_it=scenario.generator == "process")

@@ -1,0 +1,64 @@
+"""`python -m harness.docs` prints docs/servers.md, made of the templates' own declarations."""
+
+import json
+from typing import Any
+
+from harness.serve.template import Variable, templates, variables
+
+HEAD = """\
+# Servers
+
+<!-- Made by `python -m harness.docs > docs/servers.md`; edit compose/*.yaml.j2 instead. -->
+
+A server is a Compose template of `compose/` with values for its variables. The template is the one definition: the
+harness renders it and starts it through the Docker SDK, and `harness compose SCENARIO` prints the same for
+`docker compose up`. A Compose key that the harness does not carry out is refused by name.
+
+```yaml
+servers:
+  vllm:
+    template: vllm-rocm
+    variables: {max_model_len: 8192, max_num_seqs: 10}
+```
+
+All of them are published on 127.0.0.1 unless `publish` says otherwise. A secret such as `HF_TOKEN` comes from your
+shell: write `${HF_TOKEN}` in `environment`, never the value. `DOCKER_HOST` is respected. A type that ends in `?` also
+takes `null`. `model` is the scenario's own and is not set here.
+"""
+
+INTRODUCTIONS = {
+    "simulated": """\
+The [embedded engine](simulated.md): a model of continuous batching, for machines without a GPU. With `container: false`
+it runs as a process, without Docker.""",
+    "vllm-rocm": """\
+vLLM on an AMD GPU, with `/dev/kfd`, `/dev/dri`, the groups that own them, shared memory and caches in place.""",
+    "vllm-cpu": "vLLM on the processor: slow, real, and good for trying a scenario.",
+    "llamacpp": "llama-server of llama.cpp.",
+    "lemonade": """\
+Lemonade Server, which runs vLLM or llama.cpp behind itself. Its model is loaded before the first request.""",
+    "locust": "Not a server: what `harness compose` puts in front of one, Locust's web UI.",
+}
+COLUMNS = "| variable | type | default | meaning |\n|---|---|---|---|\n"
+
+
+def servers_page() -> str:
+    """docs/servers.md."""
+    parts = [HEAD]
+    for name in (*templates(), "locust"):
+        parts.append(f"\n## {name}\n{INTRODUCTIONS[name]}\n\n{COLUMNS}")
+        parts += [_row(key, value) for key, value in variables(name).items() if key != "model"]
+    return "".join(parts)
+
+
+def _row(name: str, variable: Variable) -> str:
+    default = "required" if variable.required else f"`{_shown(variable.default)}`"
+    cells = (f"`{name}`", variable.type, default, variable.doc)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+if __name__ == "__main__":
+    print(servers_page(), end="")

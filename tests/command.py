@@ -1,0 +1,137 @@
+"""The real command line as a subprocess, and what it must not leave behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import yaml
+
+HARNESS = str(Path(sys.executable).with_name("harness"))
+MARK = "HARNESS_TEST_MARK"
+
+SMALL: dict[str, Any] = {
+    "version": 1,
+    "question": "Does the smallest run work?",
+    "model": "tiny",
+    "servers": {"one": {"template": "simulated", "container": False, "variables": {"preset": "instant"}}},
+    "loads": {"burst": {"user": "batch", "batch_size": 2, "requests": 6, "output_tokens": 5}},
+    "prompts": {"tokens": 8},
+    "warmup": {"requests": 1},
+    "repeats": 1,
+}
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+class Going:
+    """A command that runs, and every process that descends from it, orphans included."""
+
+    def __init__(
+        self, *args: str, cwd: Path, env: dict[str, str] | None = None, before: Callable[[], None] | None = None
+    ) -> None:
+        self._mark = uuid.uuid4().hex
+        self.process = subprocess.Popen(
+            [HARNESS, *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=cwd,
+            env={**os.environ, MARK: self._mark, **(env or {})},
+            preexec_fn=before,
+            start_new_session=True,
+        )
+
+    def others(self, word: str = "") -> list[psutil.Process]:
+        """The living processes that it started, with `word` in their command line."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.pid != self.process.pid and process.environ().get(MARK) == self._mark:
+                    dead = process.status() == psutil.STATUS_ZOMBIE
+                    if not dead and word in " ".join(process.cmdline()):
+                        found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def end(self, timeout_s: float = 60) -> Done:
+        out, err = self.process.communicate(timeout=timeout_s)
+        return Done(self.process.returncode, out, err)
+
+    def nothing_left(self, within_s: float = 1.0) -> None:
+        deadline = time.monotonic() + within_s
+        while (left := self.others()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert [" ".join(process.cmdline()) for process in left] == []
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+
+@contextmanager
+def going(
+    *args: str, cwd: Path, env: dict[str, str] | None = None, before: Callable[[], None] | None = None
+) -> Iterator[Going]:
+    """The command while it runs; killed with all that it started when the test fails."""
+    command = Going(*args, cwd=cwd, env=env, before=before)
+    try:
+        yield command
+    finally:
+        if command.process.poll() is None:
+            command.process.kill()
+            command.process.communicate()
+        for process in command.others():
+            process.kill()
+
+
+def harness(
+    *args: str,
+    cwd: Path,
+    env: dict[str, str] | None = None,
+    before: Callable[[], None] | None = None,
+    timeout_s: float = 60,
+) -> Done:
+    """Run a command to its end. No process of its own is left and no traceback is shown, whatever the command."""
+    with going(*args, cwd=cwd, env=env, before=before) as command:
+        done = command.end(timeout_s)
+        command.nothing_left()
+    assert "Traceback" not in done.out + done.err
+    return done
+
+
+def write(folder: Path, name: str = "small", **changes: Any) -> Path:
+    """A scenario file: SMALL with other values at its top."""
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump({**SMALL, **changes}, sort_keys=False))
+    return path
+
+
+def server(*extra_args: str, **more: Any) -> dict[str, Any]:
+    """A fast embedded engine as a process."""
+    variables = {"preset": "instant", "extra_args": list(extra_args)}
+    return {"template": "simulated", "container": False, "variables": variables, **more}
+
+
+def only_run(folder: Path) -> Path:
+    """The one run directory below `folder`."""
+    (run,) = (path.parent for path in folder.glob("*/run.json"))
+    return run
+
+
+def until(condition: Callable[[], bool], within_s: float = 20) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that in time"
+        time.sleep(0.05)

@@ -1,0 +1,478 @@
+"""Bad input ends in one clear sentence with what to do next, the documented exit code, and nothing left running."""
+
+import ctypes
+import http.server
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.manifest import read_run
+from harness.serve.ports import free_port
+from tests.command import Done, harness, only_run, server, write
+
+CORRECT = "next: Correct the file and run `harness check` on it.\n"
+ALONE = "next: Correct it; it can be tried alone with `locust -f FILE --host URL`.\n"
+
+
+def run(path: Path, *args: str, **more: Any) -> Done:
+    return harness("run", path.name, *args, "--runs", "runs", cwd=path.parent, **more)
+
+
+def without_rights() -> None:
+    """In the child, before its exec: a root without the right to read and write what it may not."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+        libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+
+
+def unused_port() -> int:
+    return free_port()
+
+
+# What is found before anything is started leaves no run directory.
+
+
+def refused(path: Path, done: Done, sentence: str) -> None:
+    assert (done.code, done.out, done.err) == (1, "", sentence)
+    assert not (path.parent / "runs").exists()
+
+
+def test_unknown_template(tmp_path: Path) -> None:
+    path = write(tmp_path, servers={"one": {"template": "vllm-rocn"}})
+    refused(
+        path,
+        run(path),
+        "error: small.yaml: 1 problem\n"
+        "$.servers.one.template: there is no server template 'vllm-rocn'; did you mean 'vllm-rocm'?\n" + CORRECT,
+    )
+
+
+def test_unknown_variable(tmp_path: Path) -> None:
+    path = write(tmp_path, servers={"one": {"template": "vllm-rocm", "variables": {"max_num_seq": 4}}})
+    refused(
+        path,
+        run(path),
+        "error: small.yaml: 1 problem\n"
+        "$.servers.one.variables.max_num_seq: unknown variable; did you mean 'max_num_seqs'?\n" + CORRECT,
+    )
+
+
+def test_missing_model(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    path.write_text(path.read_text().replace("model: tiny\n", ""))
+    refused(path, run(path), "error: small.yaml: 1 problem\n$ (line 1): 'model' is missing\n" + CORRECT)
+
+
+def test_several_mistakes_at_once(tmp_path: Path) -> None:
+    path = write(tmp_path, repeat=3, seed=-1, loads={"Burst": {"user": "bach", "requests": "many"}})
+    done = run(path)
+    assert done.code == 1
+    assert done.err == (
+        "error: small.yaml: 4 problems\n"
+        "$.loads.Burst (line 11): 'Burst' is not a name: lower-case letters, digits and '-', at most 40\n"
+        "$.loads.Burst.requests (line 13): Expected `int`, got 'many'\n"
+        "$.repeat (line 19): unknown key; did you mean 'repeats'?\n"
+        "$.seed (line 20): Expected `int` >= 0, got -1\n" + CORRECT
+    )
+
+
+def test_malformed_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_text("version: 1\nquestion: [a\nmodel: x\n")
+    refused(
+        path,
+        run(path),
+        "error: small.yaml: 1 problem\nnot valid YAML at line 3, column 6: expected ',' or ']', but got ':'\n"
+        + CORRECT,
+    )
+
+
+def test_a_binary_file(tmp_path: Path) -> None:
+    path = tmp_path / "small.yaml"
+    path.write_bytes(b"\x89PNG\r\n\x1a\n\xff")
+    refused(path, run(path), "error: small.yaml: 1 problem\nnot a text file in UTF-8\n" + CORRECT)
+
+
+def test_unknown_scenario_name(tmp_path: Path) -> None:
+    done = harness("run", "first-lok", cwd=tmp_path)
+    assert (done.code, done.out) == (1, "")
+    assert done.err == (
+        "error: first-lok: there is no such scenario; did you mean 'first-look'?\n"
+        "next: Give a file, or the name of a scenario that ships: `harness scenarios` lists them.\n"
+    )
+
+
+def test_a_folder_is_no_scenario(tmp_path: Path) -> None:
+    done = harness("check", ".", cwd=tmp_path)
+    assert (done.code, done.out) == (1, "")
+    assert done.err == (
+        "error: .: the scenario cannot be read (Is a directory)\nnext: `harness scenarios` lists those that ship.\n"
+    )
+
+
+def test_empty_prompts_file(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    path = write(tmp_path, prompts={"kind": "file", "file": "empty.jsonl"})
+    refused(
+        path,
+        run(path),
+        "error: small.yaml: 1 problem\n$.prompts.file: empty.jsonl is empty; one JSON object a line is expected\n"
+        + CORRECT,
+    )
+
+
+def test_damaged_prompts_file(tmp_path: Path) -> None:
+    (tmp_path / "some.jsonl").write_text('{"prompt": "a"}\n{"promt": "b"}\n')
+    path = write(tmp_path, prompts={"kind": "file", "file": "some.jsonl"})
+    refused(
+        path,
+        run(path),
+        "error: some.jsonl:2: exactly one of 'prompt' and 'messages' is expected\n"
+        'next: Each line is a JSON object: {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}.\n',
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("from locust import task\nclass X(:\n", ", line 2: syntax error in the locustfile: invalid syntax\n" + ALONE),
+        (
+            'x = 1\n\ndef f():\n    raise ValueError("boom")\nf()\n',
+            ", line 4: the locustfile cannot be imported: ValueError: boom\n" + ALONE,
+        ),
+        (
+            "import no_such_package\n",
+            ", line 1: the locustfile cannot be imported: "
+            "ModuleNotFoundError: No module named 'no_such_package'\n" + ALONE,
+        ),
+        (
+            "from locust import HttpUser\nclass Stock(HttpUser):\n    pass\n",
+            ": the locustfile has no user class of the harness\n"
+            "next: Derive one from harness.load.user.LLMUser; docs/users.md shows how.\n",
+        ),
+        (
+            "from harness.load.user import LLMUser\n",
+            ": the locustfile has no user class of the harness\n"
+            "next: Derive one from harness.load.user.LLMUser; docs/users.md shows how.\n",
+        ),
+    ],
+    ids=["syntax", "raises", "imports", "stock", "none"],
+)
+def test_locustfile(tmp_path: Path, text: str, sentence: str) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    path = write(tmp_path, loads={"mine": {"user": "mine.py", "requests": 2}})
+    refused(path, run(path), f"error: {tmp_path}/mine.py{sentence}")
+
+
+def test_no_such_locustfile(tmp_path: Path) -> None:
+    path = write(tmp_path, loads={"mine": {"user": "mine.py", "requests": 2}})
+    refused(
+        path,
+        run(path),
+        "error: small.yaml: 1 problem\n$.loads.mine.user: there is no file mine.py beside the scenario\n" + CORRECT,
+    )
+
+
+@pytest.mark.parametrize("value", [None, "", "  "])
+def test_api_key_not_set(tmp_path: Path, value: str | None) -> None:
+    path = write(tmp_path, api_key_env="MY_TEST_KEY")
+    refused(
+        path,
+        run(path, env={} if value is None else {"MY_TEST_KEY": value}),
+        "error: $.api_key_env: the environment variable MY_TEST_KEY is not set\n"
+        "next: export MY_TEST_KEY=... before the run; the key is never written anywhere.\n",
+    )
+
+
+@pytest.mark.parametrize("url", ["ftp://host", "http://127.0.0.1:99999", "http://a b", "http://", ""])
+def test_url_that_is_none(tmp_path: Path, url: str) -> None:
+    path = write(tmp_path)
+    refused(
+        path,
+        run(path, "--url", url),
+        f"error: --url: '{url}' is not the address of a server\nnext: Write it like http://127.0.0.1:8000.\n",
+    )
+
+
+def test_run_directory_not_writable(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    (tmp_path / "runs").mkdir(mode=0o555)
+    done = run(path, before=without_rights)
+    assert (done.code, done.out) == (1, "")
+    sentence, advice = done.err.splitlines()
+    assert sentence.startswith("error: runs/")
+    assert sentence.endswith(": the run directory cannot be written (Permission denied)")
+    assert advice == "next: Give a folder that can be written with --runs DIR."
+
+
+def test_run_directory_below_a_file(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    (tmp_path / "runs").touch()
+    done = run(path)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.splitlines()[0].endswith(": the run directory cannot be written (Not a directory)")
+
+
+# What is found while a server is started leaves a run directory that says so.
+
+
+def failed(path: Path, done: Done, code: int, sentence: str, advice: str) -> None:
+    assert done.code == code
+    lines = done.err.splitlines()
+    assert [line for line in lines if not line.startswith("  | ")] == [f"error: {sentence}", f"next: {advice}"]
+    manifest = read_run(only_run(path.parent / "runs"))
+    assert (manifest.status, manifest.reasons) == ("failed", [sentence])
+
+
+def test_port_in_use(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        one = server()
+        one["variables"]["host_port"] = port
+        path = write(tmp_path, servers={"one": one})
+        failed(
+            path,
+            run(path),
+            2,
+            f"port {port} is in use already",
+            "Leave host_port out to get a free one, or stop what uses it "
+            f"(ss -ltnp 'sport = :{port}'); `harness clean` removes leftovers of earlier runs.",
+        )
+
+
+CONTAINER = {"one": {"template": "vllm-cpu"}}
+
+
+def test_no_docker(tmp_path: Path) -> None:
+    path = write(tmp_path, servers=CONTAINER)
+    where = f"unix://{tmp_path}/none.sock"
+    failed(
+        path,
+        run(path, env={"DOCKER_HOST": where}),
+        2,
+        f"there is no Docker Engine at {where}",
+        "Install and start it (on Debian: sudo apt-get install docker.io), or set DOCKER_HOST. "
+        "The embedded engine needs none: `container: false`.",
+    )
+
+
+def unix_socket(path: Path) -> None:
+    """A socket's file, on which nobody listens any more."""
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(path))
+
+
+def test_docker_does_not_run(tmp_path: Path) -> None:
+    path = write(tmp_path, servers=CONTAINER)
+    unix_socket(tmp_path / "d.sock")
+    where = f"unix://{tmp_path}/d.sock"
+    failed(
+        path,
+        run(path, env={"DOCKER_HOST": where}),
+        2,
+        f"the Docker Engine at {where} does not run (connection refused)",
+        "Start it: sudo systemctl start docker.",
+    )
+
+
+def test_no_permission_on_the_socket(tmp_path: Path) -> None:
+    path = write(tmp_path, servers=CONTAINER)
+    unix_socket(tmp_path / "d.sock")
+    os.chmod(tmp_path / "d.sock", 0)
+    where = f"unix://{tmp_path}/d.sock"
+    failed(
+        path,
+        run(path, env={"DOCKER_HOST": where, "LOGNAME": "ada"}, before=without_rights),
+        2,
+        f"no permission to use the Docker Engine at {where}",
+        "sudo usermod -aG docker ada, then log in again (members of that group rule the host).",
+    )
+
+
+class OfflineEngine(http.server.BaseHTTPRequestHandler):
+    """As much of a Docker Engine without a network as is asked before a pull fails."""
+
+    def do_GET(self) -> None:
+        path = self.path.split("?")[0].split("/", 2)[-1] if self.path.startswith("/v1") else self.path[1:]
+        if path == "version":
+            self._answer(200, {"ApiVersion": "1.45", "Version": "26.1.0"})
+        elif path.startswith("images/"):
+            self._answer(404, {"message": "No such image"})
+        elif path == "volumes":
+            self._answer(200, {"Volumes": []})
+        else:
+            self._answer(200, [])
+
+    def do_POST(self) -> None:
+        self._answer(
+            500,
+            {"message": 'Get "https://registry-1.docker.io/v2/": dial tcp: lookup registry-1.docker.io: no such host'},
+        )
+
+    def _answer(self, status: int, value: object) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Silent."""
+
+
+@contextmanager
+def listening(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[int]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as there:
+        thread = threading.Thread(target=there.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield there.server_address[1]
+        finally:
+            there.shutdown()
+            thread.join()
+
+
+def test_image_not_available(tmp_path: Path) -> None:
+    one = {"template": "vllm-cpu", "variables": {"image": "example/engine:1"}}
+    path = write(tmp_path, servers={"one": one})
+    with listening(OfflineEngine) as port:
+        failed(
+            path,
+            run(path, env={"DOCKER_HOST": f"tcp://127.0.0.1:{port}"}),
+            2,
+            "the image example/engine:1 is not on this machine and its registry cannot be reached",
+            "Connect the machine, or bring the image: `docker save example/engine:1` there, `docker load` here.",
+        )
+
+
+def test_own_image_not_built(tmp_path: Path) -> None:
+    path = write(tmp_path, servers={"one": {"template": "simulated"}})
+    with listening(OfflineEngine) as port:
+        failed(
+            path,
+            run(path, env={"DOCKER_HOST": f"tcp://127.0.0.1:{port}"}),
+            2,
+            "the project's image amd-llm-load:local was not built yet",
+            "Build it: make image (in the project's folder).",
+        )
+
+
+def test_server_that_exits_at_once(tmp_path: Path) -> None:
+    path = write(tmp_path, servers={"one": server("--fail-start", "RuntimeError: no memory left for it")})
+    done = run(path)
+    log = only_run(tmp_path / "runs").relative_to(tmp_path) / "logs" / "r1-one-burst.server.log"
+    failed(path, done, 2, "the server did not start; it ended with exit code 1", f"Its log is {log}.")
+    assert "  | RuntimeError: no memory left for it" in done.err.splitlines()
+
+
+def test_server_that_is_never_ready(tmp_path: Path) -> None:
+    port = unused_port()
+    one = server("--fault", "never-ready", startup_timeout_s=1.5)
+    one["variables"]["host_port"] = port
+    path = write(tmp_path, servers={"one": one})
+    failed(
+        path,
+        run(path),
+        2,
+        f"the server did not become ready within 1.5 s; last seen at GET http://127.0.0.1:{port}/health: HTTP 503",
+        "Look at its last lines; if it only needs longer, raise startup_timeout_s in the scenario.",
+    )
+
+
+class WebPage(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = b"<!doctype html><title>Router</title>"
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Silent."""
+
+
+def test_endpoint_that_answers_html(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    with listening(WebPage) as port:
+        failed(
+            path,
+            run(path, "--url", f"http://127.0.0.1:{port}"),
+            2,
+            f"http://127.0.0.1:{port} answers with an HTML page, not with an OpenAI-compatible API (HTTP 200)",
+            "Check the address; a web page of another program may live on this port.",
+        )
+
+
+def test_server_whose_answers_are_html(tmp_path: Path) -> None:
+    path = write(tmp_path, servers={"one": server("--fault", "html")})
+    done = run(path)
+    assert done.code == 2
+    sentence, advice = [line for line in done.err.splitlines() if not line.startswith("  | ")]
+    assert sentence.startswith("error: http://127.0.0.1:")
+    assert sentence.endswith(" answers with an HTML page, not with an OpenAI-compatible API (HTTP 200)")
+    assert advice == "next: Check the address; a web page of another program may live on this port."
+
+
+def test_nothing_listens(tmp_path: Path) -> None:
+    path, port = write(tmp_path), unused_port()
+    failed(
+        path,
+        run(path, "--url", f"http://127.0.0.1:{port}/v1/"),
+        2,
+        f"no answer from http://127.0.0.1:{port}/v1/models: connection refused, nothing listens there",
+        "Check the address and that the server runs.",
+    )
+
+
+# After a run.
+
+
+def test_no_such_run(tmp_path: Path) -> None:
+    for command in (("report", "nothing"), ("compare", "nothing", "other")):
+        done = harness(*command, cwd=tmp_path)
+        assert (done.code, done.out) == (1, "")
+        assert done.err == (
+            "error: nothing: neither a run directory nor the id of a run in runs\n"
+            "next: `harness runs --runs runs` lists the runs.\n"
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "Input data was truncated"),
+        ("{ garbage", "JSON is malformed: object keys must be strings (byte 2)"),
+        ("[1]", "Expected `object`, got `array`"),
+        ('{"format_version": 1, "id": "x"}', "Object missing required field `status`"),
+    ],
+)
+def test_damaged_run(tmp_path: Path, text: str, why: str) -> None:
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "run.json").write_text(text)
+    for command in (("report", "bad"), ("report", "bad", "--format", "json")):
+        done = harness(*command, cwd=tmp_path)
+        assert (done.code, done.out) == (1, "")
+        assert done.err == f"error: bad/run.json: cannot be read ({why})\nnext: The file was changed or damaged.\n"
+    listed = harness("runs", "--runs", ".", cwd=tmp_path)
+    assert listed.code == 0
+    assert "unreadable" in listed.out
+
+
+def test_run_of_a_newer_harness(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "run.json").write_text('{"format_version": 99, "whatever": []}')
+    done = harness("report", "new", cwd=tmp_path)
+    assert (done.code, done.out) == (1, "")
+    assert done.err == (
+        "error: new/run.json: format 99 was written by a newer harness; this one reads up to 1\n"
+        "next: Update the harness.\n"
+    )

@@ -1,0 +1,215 @@
+"""The pages say what the program does: every command, option, exit code, key, field, variable, metric and fault."""
+
+import re
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import typer
+
+from harness.checks import OPERATORS, UNITS
+from harness.cli import app
+from harness.docs import servers_page
+from harness.errors import ExitCode
+from harness.manifest import Status
+from harness.paths import ROOT, SCENARIOS
+from harness.records import ErrorKind, Request
+from harness.scenario import Scenario, load_scenario
+from harness.serve.template import templates, variables
+from harness.simulated.engine import EngineConfig
+from harness.simulated.faults import KINDS
+from harness.simulated.presets import PRESETS
+from tests.command import harness
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def code(text: str) -> set[str]:
+    """Everything between backticks, also when it stands in a code block of commands."""
+    return set(re.findall(r"`([^`\n]+)`", text))
+
+
+def keys(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
+    """The paths of a struct's leaves; NAME stands for the key of a mapping."""
+    hints = typing.get_type_hints(struct)
+    for field in msgspec.structs.fields(struct):
+        hint, path = hints[field.name], f"{prefix}{field.encode_name}"
+        if typing.get_origin(hint) is dict and _struct(typing.get_args(hint)[1]):
+            yield from keys(typing.get_args(hint)[1], f"{path}.NAME.")
+        elif inner := _struct(hint):
+            yield from keys(inner, f"{path}.")
+        else:
+            yield path
+
+
+def _struct(hint: object) -> type[msgspec.Struct] | None:
+    for one in (hint, *typing.get_args(hint)):
+        if isinstance(one, type) and issubclass(one, msgspec.Struct):
+            return one
+    return None
+
+
+def test_every_command_is_in_the_readme() -> None:
+    named = set(re.findall(r"`harness ([a-z]+)", page("README.md")))
+    assert set(COMMANDS) == named
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_option_is_in_the_docs_and_explained(command: str) -> None:
+    text = page("docs/commands.md")
+    section = re.search(rf"^## harness {command}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert section is not None
+    given = {option for parameter in COMMANDS[command].params for option in parameter.opts if option.startswith("--")}
+    named = {option for words in code(section[1]) for option in re.findall(r"--[a-z-]+", words)}
+    assert given - {"--help"} <= named
+    assert named <= {option for other in COMMANDS.values() for p in other.params for option in p.opts}
+    for parameter in COMMANDS[command].params:
+        assert parameter.help, f"{command}: {parameter.name} has no help"
+
+
+def test_help_shows_every_option(tmp_path: Path) -> None:
+    for command in ("run", "report", "compare"):
+        done = harness(command, "--help", cwd=tmp_path)
+        assert (done.code, done.err) == (0, "")
+        for parameter in COMMANDS[command].params:
+            assert all(option in done.out for option in parameter.opts if option.startswith("--"))
+
+
+def test_every_exit_code_is_in_the_readme_and_in_help(tmp_path: Path) -> None:
+    rows = re.findall(r"^\| (\d+) \| .+ \|$", page("README.md"), re.MULTILINE)
+    assert [int(row) for row in rows] == [code.value for code in ExitCode]
+    shown = " ".join(harness("--help", cwd=tmp_path).out.split())
+    assert (
+        "Exit codes: 0 fine; 1 usage or scenario error; 2 a server did not become ready; 3 the run is INVALID; "
+        "4 a check failed or a comparison found a regression; 130 interrupted." in shown
+    )
+
+
+def test_every_scenario_key_is_documented_and_no_other() -> None:
+    rows = re.findall(r"^\| (`.+?) \|", page("docs/scenarios.md").split("## Keys")[1].split("\n## ")[0], re.MULTILINE)
+    documented = {key for row in rows for key in code(row)}
+    assert documented == set(keys(Scenario))
+
+
+def test_the_defaults_of_scenario_keys_are_documented() -> None:
+    text = page("docs/scenarios.md")
+    for struct, prefix in ((Scenario, ""), *((_struct(hint), prefix) for hint, prefix in _parts())):
+        assert struct is not None
+        for field in msgspec.structs.fields(struct):
+            value = field.default
+            if isinstance(value, bool | int | float | str) and field.name != "version":
+                shown = (
+                    str(value).lower()
+                    if isinstance(value, bool)
+                    else f"{value:g}"
+                    if not isinstance(value, str)
+                    else value
+                )
+                row = re.search(rf"^\| `{re.escape(prefix + field.name)}` \| (.+?) \|", text, re.MULTILINE)
+                assert row is not None and row[1] == shown, f"{prefix}{field.name}: {row and row[1]} is not {shown}"
+
+
+def _parts() -> list[tuple[object, str]]:
+    hints = typing.get_type_hints(Scenario)
+    return [
+        (typing.get_args(hints["servers"])[1], "servers.NAME."),
+        (typing.get_args(hints["loads"])[1], "loads.NAME."),
+        (hints["prompts"], "prompts."),
+    ]
+
+
+def test_every_field_of_a_record_is_documented() -> None:
+    section = page("docs/run-directory.md").split("## A request")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`.+?) \|", section, re.MULTILINE)
+    assert {field for row in rows for field in code(row)} == {field.name for field in msgspec.structs.fields(Request)}
+    assert set(typing.get_args(ErrorKind)) <= code(section)
+
+
+def test_every_status_of_a_run_is_documented() -> None:
+    assert set(typing.get_args(Status)) <= code(page("docs/run-directory.md"))
+
+
+def test_every_metric_of_a_check_is_documented() -> None:
+    section = page("docs/scenarios.md").split("## Checks")[1].split("\n## ")[0]
+    words = code(section)
+    for metric in UNITS:
+        family, _, statistic = metric.partition("_")
+        assert metric in words or {f"{family}_", statistic} <= words, metric
+    assert set(OPERATORS) <= words
+    assert {unit for units in UNITS.values() for unit in units if unit} <= words
+
+
+def test_the_page_of_servers_is_up_to_date() -> None:
+    assert page("docs/servers.md") == servers_page(), "python -m harness.docs > docs/servers.md"
+    for template in templates():
+        section = servers_page().split(f"\n## {template}\n")[1].split("\n## ")[0]
+        assert set(variables(template)) - {"model"} <= code(section)
+
+
+def test_the_embedded_engine_is_documented() -> None:
+    text = page("docs/simulated.md")
+    rows = re.findall(r"^\| ([a-z0-9-, ]+?) \|", text, re.MULTILINE)
+    assert {kind for row in rows for kind in row.split(", ")} - {"kind"} == set(KINDS)
+    for preset in PRESETS:
+        assert f"**{preset}**" in text
+    for field in ("step_base_s", "step_per_sequence_s", "prefill_per_token_s", "step_per_kv_token_s", "preemption_s"):
+        assert field in text and field in {one.name for one in msgspec.structs.fields(EngineConfig)}
+
+
+def test_every_option_of_a_locustfile_is_documented() -> None:
+    source = page("harness/load/options.py")
+    given = set(re.findall(r'\badd\(\s*"(--[a-z-]+)"', source))
+    assert len(given) > 5
+    assert given <= code(page("docs/users.md"))
+
+
+def test_the_locustfile_of_the_page_works(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", page("docs/users.md"), re.DOTALL)
+    (tmp_path / "mine.py").write_text(block)
+    (tmp_path / "s.yaml").write_text(
+        "version: 1\nquestion: Does it work?\nmodel: tiny\n"
+        "servers: {a: {template: simulated, container: false, variables: {preset: instant}}}\n"
+        "loads: {mine: {user: mine.py, requests: 4, output_tokens: 3}}\nrepeats: 1\n"
+    )
+    done = harness("run", "s.yaml", "--runs", "runs", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+
+
+def test_the_scenario_of_the_page_is_valid(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", page("docs/scenarios.md"), re.DOTALL)
+    (tmp_path / "s.yaml").write_text(block)
+    assert load_scenario(tmp_path / "s.yaml").repeats == 5
+
+
+def test_every_scenario_that_ships_is_valid(tmp_path: Path) -> None:
+    for path in sorted(SCENARIOS.glob("*.yaml")):
+        done = harness("check", path.stem, cwd=tmp_path)
+        assert (done.code, done.err) == (0, ""), path
+        assert "note: with" not in done.out, "its repeats can decide"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_resolve(path: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+        if link.startswith(("http://", "https://")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name) if name else path
+        assert target.exists(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_paths_that_the_pages_name_exist() -> None:
+    for path in PAGES:
+        for name in code(path.read_text(encoding="utf-8")):
+            if re.fullmatch(r"(harness|docs|scenarios|locustfiles|compose|tests)/[a-z0-9_./-]*[a-z0-9]", name):
+                assert (ROOT / name).exists(), f"{path.name}: {name}"

@@ -1,0 +1,406 @@
+"""A run from its scenario to its exit code, and every way in which it can be cut short, on a real Locust."""
+
+import json
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from harness.manifest import Run, read_run
+from harness.records import Request, read_marks, read_requests
+from harness.simulated.spawn import spawned
+from tests.command import Going, going, harness, only_run, server, until, write
+
+# Longer than any test: whoever cuts it short does so in the middle.
+LONG = {"burst": {"user": "batch", "batch_size": 20, "requests": 100_000, "output_tokens": 150}}
+PARTS = {
+    "compose", "jobs", "logs", "metrics.jsonl", "processes.jsonl", "report.html", "requests.jsonl", "run.json",
+    "scenario.yaml", "summary.json",
+}  # fmt: skip
+
+
+def records(run: Path, damaged: list[int] | None = None) -> list[Request]:
+    return list(read_requests(run / "requests.jsonl", damaged))
+
+
+def complete(run: Path) -> None:
+    """The run directory holds all that docs/run-directory.md says, and no line of its records is damaged."""
+    assert {path.name for path in run.iterdir()} == PARTS
+    damaged: list[int] = []
+    records(run, damaged)
+    assert damaged == []
+
+
+def in_mid_run(command: Going, runs: Path, least: int = 20) -> Path:
+    """Wait until records come."""
+    until(lambda: bool(list(runs.glob("*/requests.jsonl"))))
+    (path,) = runs.glob("*/requests.jsonl")
+    until(lambda: path.read_bytes().count(b"\n") >= least)
+    assert command.process.poll() is None
+    return path.parent
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return found
+
+
+def test_a_small_run(tmp_path: Path) -> None:
+    path = write(tmp_path, repeats=2, checks=["error_rate == 0"])
+    with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
+        until(lambda: bool(list(tmp_path.glob("runs/*/run.json"))))
+        assert read_run(only_run(tmp_path / "runs")).status == "running"
+        done = command.end()
+        command.nothing_left()
+    run = only_run(tmp_path / "runs")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith(f"Run {run.name}: 2 cells. Records go to runs/{run.name}\n")
+    assert "SIMULATED ENGINE: these numbers come from a model, not from hardware" in done.out
+    assert "VALID: all conditions of a trustworthy measurement held" in done.out
+    assert done.out.endswith(f"Report: runs/{run.name}/report.html\n")
+    complete(run)
+
+    manifest = read_run(run)
+    assert (manifest.status, manifest.reasons) == ("valid", [])
+    assert manifest.order == [cell.id for cell in manifest.cells] == ["r1-one-burst", "r2-one-burst"]
+    assert [cell.problems for cell in manifest.cells] == [[], []]
+    assert manifest.simulated
+    assert manifest.scenario_name == "small"
+    assert manifest.ended_wall_s is not None
+    assert manifest.started_wall_s < manifest.cells[0].started_wall_s < manifest.cells[0].ended_wall_s
+    assert manifest.cells[0].ended_wall_s < manifest.cells[1].started_wall_s < manifest.ended_wall_s
+
+    sent = records(run)
+    assert Counter((one.cell, one.phase) for one in sent) == {
+        ("r1-one-burst", "warmup"): 1, ("r1-one-burst", "measured"): 6,
+        ("r2-one-burst", "warmup"): 1, ("r2-one-burst", "measured"): 6,
+    }  # fmt: skip
+    assert {one.error for one in sent} == {None}
+    measured = [one for one in sent if one.phase == "measured"]
+    assert {(one.output_tokens, len(one.chunks_s)) for one in measured} == {(5, 5)}
+    assert sorted(one.index for one in measured) == sorted([*range(6)] * 2)
+    summary = summary_of(run)
+    assert (summary["valid"], summary["reasons"]) == (True, [])
+    assert [check["passed"] for check in summary["checks"]] == [True]
+    assert path.read_text() == (run / "scenario.yaml").read_text()
+    assert "tiny" in (run / "compose" / "one.yaml").read_text()
+
+
+def test_on_a_server_that_already_runs(tmp_path: Path) -> None:
+    path = write(tmp_path, servers={"mine": {"template": "vllm-rocm"}})
+    with spawned("--preset", "instant", "--model", "other") as there:
+        done = harness(
+            "run", path.name, "--url", f"{there.url}/v1/", "--model", "other", "--repeats", "2", "--runs", "runs",
+            cwd=tmp_path,
+        )  # fmt: skip
+        assert there.process.poll() is None, "a server that is not ours is left alone"
+    assert (done.code, done.err) == (0, "")
+    manifest = read_run(only_run(tmp_path / "runs"))
+    assert manifest.status == "valid"
+    assert [cell.id for cell in manifest.cells] == ["r1-running-burst", "r2-running-burst"]
+    served = manifest.cells[0].served_by
+    assert (served.url, served.model, served.template, served.simulated) == (there.url, "other", None, True)
+    assert "SIMULATED ENGINE" in done.out
+
+
+def test_two_load_processes(tmp_path: Path) -> None:
+    load = {"user": "batch", "batch_size": 2, "requests": 40, "output_tokens": 20, "users": 2, "processes": 2}
+    path = write(tmp_path, loads={"burst": load})
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    run = only_run(tmp_path / "runs")
+    sent = [one for one in records(run) if one.phase == "measured"]
+    assert sorted(one.index for one in sent) == list(range(40))
+    marks = read_marks(run / "processes.jsonl")
+    assert Counter(mark.event for mark in marks) == {"start": 2, "end": 2}
+    assert {one.process for one in sent} == {mark.process for mark in marks}
+    assert sum(mark.recorded or 0 for mark in marks) == 41
+
+
+def test_chat_users_for_a_time(tmp_path: Path) -> None:
+    load = {
+        "user": "chat", "users": 3, "duration_s": 2, "turns": 2, "think_s": [0.01, 0.05], "output": "natural",
+        "output_tokens": 10, "ramp_s": 0.5,
+    }  # fmt: skip
+    path = write(tmp_path, loads={"people": load}, warmup={"duration_s": 0.5})
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    run = only_run(tmp_path / "runs")
+    sent = [one for one in records(run) if one.phase == "measured"]
+    assert len(sent) > 20
+    assert {one.user for one in sent} == {0, 1, 2}
+    assert {one.turn for one in sent} == {1, 2}
+    assert {one.user_class for one in sent} == {"ChatUser"}
+    assert {one.error for one in sent} == {None}
+    last, first = max(one.sent_s for one in sent), min(one.sent_s for one in sent)
+    assert 1.0 < last - first <= 2.0
+
+
+def test_one_server_start_per_repeat(tmp_path: Path) -> None:
+    loads = {
+        "one": {"user": "batch", "requests": 2, "output_tokens": 2},
+        "two": {"user": "batch", "batch_size": 2, "requests": 2, "output_tokens": 2},
+    }
+    path = write(tmp_path, loads=loads, restart=False, repeats=2)
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    run = only_run(tmp_path / "runs")
+    cells = read_run(run).cells
+    assert [cell.id for cell in cells] == ["r1-one-one", "r1-one-two", "r2-one-two", "r2-one-one"]
+    urls = [cell.served_by.url for cell in cells]
+    assert urls[0] == urls[1] and urls[2] == urls[3] and urls[0] != urls[2]
+    assert sorted(path.name for path in (run / "logs").glob("*.server.log")) == [
+        "r1-one-one.server.log",
+        "r2-one-two.server.log",
+    ]
+
+
+def test_a_failed_check(tmp_path: Path) -> None:
+    path = write(tmp_path, checks=["error_rate == 0", "wall <= 1 ms"])
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
+    assert (done.code, done.err) == (4, "")
+    run = only_run(tmp_path / "runs")
+    assert read_run(run).status == "valid"
+    assert [check["passed"] for check in summary_of(run)["checks"]] == [True, False]
+    assert "wall <= 1 ms" in done.out
+    assert harness("report", run.name, "--runs", "runs", cwd=tmp_path).code == 4
+
+
+def test_too_many_errors(tmp_path: Path) -> None:
+    # Every third completion request; the first is the question whether the model answers.
+    path = write(tmp_path, servers={"one": server("--fault", "503@3")})
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
+    reason = (
+        "r1-one-burst: 2 of 6 requests failed or did not finish (rejected 2): "
+        "an error rate of 33.33%, and at most 0.00% is allowed"
+    )
+    assert (done.code, done.err) == (3, "")
+    assert "INVALID: these numbers must not be trusted or compared\n" in done.out
+    run = only_run(tmp_path / "runs")
+    complete(run)
+    manifest = read_run(run)
+    assert (manifest.status, manifest.reasons) == ("invalid", [reason])
+    assert Counter(one.error for one in records(run)) == {None: 5, "rejected": 2}
+
+
+def test_errors_that_are_allowed(tmp_path: Path) -> None:
+    path = write(tmp_path, servers={"one": server("--fault", "503@3")}, max_error_rate=0.5)
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    assert read_run(only_run(tmp_path / "runs")).status == "valid"
+
+
+def test_a_locustfile_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from locust import task\n"
+        "from harness.load.user import LLMUser\n"
+        "class Mine(LLMUser):\n"
+        "    @task\n"
+        "    def work(self):\n"
+        "        self.ask(self.take()[0])\n"
+    )
+    path = write(tmp_path, loads={"mine": {"user": "mine.py", "users": 2, "requests": 6, "output_tokens": 3}})
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    sent = [one for one in records(only_run(tmp_path / "runs")) if one.phase == "measured"]
+    assert {one.user_class for one in sent} == {"Mine"}
+    assert len(sent) == 6
+
+
+def test_a_locustfile_that_fails_while_it_runs(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from locust import task\n"
+        "from harness.load.user import LLMUser\n"
+        "class Mine(LLMUser):\n"
+        "    @task\n"
+        "    def work(self):\n"
+        "        work = self.take()[0]\n"
+        "        if work.ticket.index == 3:\n"
+        "            raise ValueError('boom')\n"
+        "        self.ask(work)\n"
+    )
+    path = write(tmp_path, loads={"mine": {"user": "mine.py", "requests": 6, "output_tokens": 3}})
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
+    assert (done.code, done.err) == (3, "")
+    run = only_run(tmp_path / "runs")
+    assert read_run(run).reasons == [
+        "r1-one-mine: the load generator ended with exit code 1; its log has ValueError: boom",
+        "r1-one-mine: 6 measured requests were planned and 5 were sent",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("how", "processes"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 2)], ids=["int", "term", "int-2"]
+)
+def test_interrupted(tmp_path: Path, how: signal.Signals, processes: int) -> None:
+    path = write(tmp_path, loads={"burst": {**LONG["burst"], "users": processes, "processes": processes}})
+    with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
+        run = in_mid_run(command, tmp_path / "runs")
+        assert len(command.others("locust")) == (processes if processes == 1 else processes + 1)
+        command.process.send_signal(how)
+        began = time.monotonic()
+        done = command.end()
+        assert time.monotonic() - began < 10
+        command.nothing_left()
+    assert done.code == 130
+    assert done.err == "interrupted; everything that was started has been taken down\n"
+    complete(run)
+    manifest = read_run(run)
+    assert (manifest.status, manifest.reasons) == ("interrupted", ["interrupted before all cells had run"])
+    assert {mark.event for mark in read_marks(run / "processes.jsonl")} == {"start", "end"}
+    # What was in flight is there too, as unfinished.
+    assert {one.error for one in records(run)} == {None, "unfinished"}
+
+
+def test_interrupted_twice(tmp_path: Path) -> None:
+    path = write(tmp_path, loads=LONG)
+    with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
+        run = in_mid_run(command, tmp_path / "runs")
+        command.interrupt()
+        time.sleep(0.1)
+        command.interrupt()
+        done = command.end()
+        command.nothing_left()
+    assert done.code == 130
+    assert "Traceback" not in done.err
+    assert read_run(run).status == "interrupted"
+
+
+def test_interrupted_while_the_server_starts(tmp_path: Path) -> None:
+    path = write(tmp_path, servers={"one": server("--startup-s", "60")})
+    with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
+        until(lambda: bool(command.others("harness.simulated")))
+        time.sleep(0.3)
+        command.interrupt()
+        done = command.end()
+        command.nothing_left()
+    assert (done.code, done.err) == (130, "interrupted; everything that was started has been taken down\n")
+    assert read_run(only_run(tmp_path / "runs")).status == "interrupted"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed(tmp_path: Path, processes: int) -> None:
+    """kill -9 of the harness: Locust and the engine end by themselves, and what was measured can be read."""
+    path = write(tmp_path, loads={"burst": {**LONG["burst"], "users": processes, "processes": processes}})
+    with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
+        run = in_mid_run(command, tmp_path / "runs")
+        command.process.kill()
+        assert command.end().code == -signal.SIGKILL
+        command.nothing_left(within_s=6)
+    damaged: list[int] = []
+    sent = records(run, damaged)
+    assert len(sent) > 20
+    assert damaged == []
+    assert {mark.event for mark in read_marks(run / "processes.jsonl")} == {"start", "end"}
+    assert read_run(run).status == "running"
+
+    shown = harness("report", str(run), cwd=tmp_path)
+    assert (shown.code, shown.err) == (3, "")
+    assert "- only 0 of 1 planned cells ran\n" in shown.out
+    assert (run / "report.html").is_file()
+    listed = harness("runs", "--runs", "runs", cwd=tmp_path)
+    assert listed.code == 0
+    assert f"{run.name}  " in listed.out
+    assert "0/1    running (simulated)" in listed.out
+
+
+def kill_one(processes: list[psutil.Process]) -> int:
+    """kill -9 of the youngest: with several load processes one that is not the master."""
+    victim = max(processes, key=lambda process: (process.create_time(), process.pid))
+    victim.kill()
+    return int(victim.pid)
+
+
+def reasons_after(command: Going, run: Path, within_s: float) -> list[str]:
+    """The command ends in time, INVALID, and with nothing left; its reasons."""
+    began = time.monotonic()
+    done = command.end()
+    assert time.monotonic() - began < within_s
+    command.nothing_left()
+    assert (done.code, done.err) == (3, "")
+    assert "INVALID: these numbers must not be trusted or compared\n" in done.out
+    manifest: Run = read_run(run)
+    assert manifest.status == "invalid"
+    complete(run)
+    return manifest.reasons
+
+
+def test_locust_killed(tmp_path: Path) -> None:
+    path = write(tmp_path, loads=LONG)
+    with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
+        run = in_mid_run(command, tmp_path / "runs")
+        pid = kill_one(command.others("locust"))
+        reasons = reasons_after(command, run, within_s=4)
+    assert reasons[:2] == [
+        "r1-one-burst: the load generator ended with exit code -9",
+        f"r1-one-burst: load process {pid} was killed: what it had sent and not yet recorded is not known",
+    ]
+
+
+def test_one_of_two_load_processes_killed(tmp_path: Path) -> None:
+    path = write(tmp_path, loads={"burst": {**LONG["burst"], "users": 2, "processes": 2}})
+    with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
+        run = in_mid_run(command, tmp_path / "runs")
+        pid = kill_one(command.others("locust"))
+        reasons = reasons_after(command, run, within_s=6)
+    assert reasons[:2] == [
+        "r1-one-burst: the load was ended because a load process had been killed",
+        f"r1-one-burst: load process {pid} was killed: what it had sent and not yet recorded is not known",
+    ]
+
+
+def test_server_killed(tmp_path: Path) -> None:
+    path = write(tmp_path, loads=LONG)
+    with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
+        run = in_mid_run(command, tmp_path / "runs")
+        kill_one(command.others("harness.simulated"))
+        reasons = reasons_after(command, run, within_s=4)
+    assert reasons[:2] == [
+        "r1-one-burst: the server died with exit code -9",
+        "r1-one-burst: the server died during the load: it ended with exit code -9: "
+        "it was killed from outside, or the host ran out of memory",
+    ]
+
+
+def test_server_dies(tmp_path: Path) -> None:
+    path = write(tmp_path, loads=LONG, servers={"one": server("--fault", "exit:30")})
+    with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
+        until(lambda: bool(command.others("harness.simulated")))
+        until(lambda: not command.others("harness.simulated"))
+        run = only_run(tmp_path / "runs")
+        reasons = reasons_after(command, run, within_s=4)
+    assert reasons[:2] == [
+        "r1-one-burst: the server died with exit code 1",
+        "r1-one-burst: the server died during the load: it ended with exit code 1",
+    ]
+    ended = read_run(run).cells[0].ended_wall_s
+    (mark,) = [mark for mark in read_marks(run / "processes.jsonl") if mark.event == "start"]
+    died = mark.wall_s - mark.monotonic_s + max(one.sent_s + one.ended_s for one in records(run) if not one.error)
+    assert ended - died < 2, "noticed within 2 s, the end of the load included"
+
+
+def test_server_of_someone_else_dies(tmp_path: Path) -> None:
+    path = write(tmp_path, loads=LONG)
+    with spawned("--preset", "instant", "--model", "tiny", "--fault", "exit:30") as there:
+        done = harness("run", path.name, "--url", there.url, "--runs", "runs", cwd=tmp_path)
+    assert (done.code, done.err) == (3, "")
+    assert (
+        f"r1-running-burst: the server died during the load: nothing listens at {there.url} any more"
+        in read_run(only_run(tmp_path / "runs")).reasons
+    )
+
+
+def test_a_reader_that_goes_away_does_not_end_a_run(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
+        assert command.process.stdout is not None
+        command.process.stdout.close()
+        assert command.process.wait(30) == 0
+        assert command.process.stderr is not None
+        command.process.stderr.close()
+        command.nothing_left()
+    assert read_run(only_run(tmp_path / "runs")).status == "valid"
