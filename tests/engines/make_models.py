@@ -79,7 +79,12 @@ def write_model(folder: Path, tokenizer: Any, size: dict[str, int]) -> None:
         bos_token_id=None,
         **size,
     )
-    model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    model = Qwen3ForCausalLM(config)
+    # The embeddings, which are the output's weights as well, outweigh the layers: the likeliest next token is the last
+    # one again, which the template ends with: a line break. Else an answer may consist of nothing but special tokens
+    # or pieces of characters, which have no text, and a client rightly counts that as empty.
+    model.get_input_embeddings().weight.data.normal_()
+    model = model.to(torch.bfloat16)
     model.save_pretrained(folder, safe_serialization=True)
     tokenizer.save_pretrained(folder)
     print(f"{folder.name}: {model.num_parameters() / 1e6:.1f} M parameters, vocabulary {len(tokenizer)}")

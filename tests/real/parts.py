@@ -1,0 +1,174 @@
+"""What the tests on real engines share: the servers as a scenario names them, the command as a user calls it."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import yaml
+
+from harness.manifest import Run, read_run
+from harness.records import Request, read_requests
+from harness.summary import Summary
+from tests.engines.paths import BASE_IMAGE, LLAMA_SERVER, LLAMACPP_VENV, QWEN3_100M, TINY_GGUF, VLLM_VENV
+
+HARNESS = Path(sys.executable).with_name("harness")
+T = TypeVar("T")
+
+
+def vllm(**variables: Any) -> dict[str, Any]:
+    """A server of a scenario: vLLM on the CPU. It takes about 40 s to start, longer on a busy machine."""
+    given = {
+        "image": BASE_IMAGE,
+        "entrypoint": [str(VLLM_VENV / "bin" / "vllm"), "serve"],
+        "model_path": "/models/qwen3-100m",
+        "max_model_len": 2048,
+        "max_num_seqs": 10,
+        "max_num_batched_tokens": 2048,
+        "enforce_eager": True,
+        "kv_cache_gib": 1,
+        "omp_threads": "0-1",
+        "shm_size": "1g",
+        "huggingface_cache": None,
+        "vllm_cache": None,
+        "environment": {"HF_HUB_OFFLINE": "1"},
+        "volumes": [f"{VLLM_VENV}:{VLLM_VENV}:ro", f"{QWEN3_100M}:/models/qwen3-100m:ro"],
+    }
+    return {"template": "vllm-cpu", "variables": given | variables, "startup_timeout_s": 200}
+
+
+def llamacpp(**variables: Any) -> dict[str, Any]:
+    """A server of a scenario: llama.cpp. It starts within a second."""
+    given = {
+        "image": BASE_IMAGE,
+        "entrypoint": [str(LLAMA_SERVER)],
+        "model_path": "/models/tiny.gguf",
+        "parallel": 10,
+        "ctx_size": 20480,
+        "gpu_layers": None,
+        "devices": [],
+        "groups": [],
+        "llama_cache": None,
+        "volumes": [f"{LLAMACPP_VENV}:{LLAMACPP_VENV}:ro", f"{TINY_GGUF}:/models/tiny.gguf:ro"],
+    }
+    return {"template": "llamacpp", "variables": given | variables, "startup_timeout_s": 60}
+
+
+def write_scenario(folder: Path, name: str, **keys: Any) -> Path:
+    """A scenario file with one start per server. Made on the spot: the paths of the engines are this machine's."""
+    scenario = {
+        "version": 1,
+        "question": "What do the tests find on a real engine?",
+        "prompts": {"tokens": 40},
+        "repeats": 1,
+        "restart": False,
+        "metrics_interval_s": 0.2,
+        "checks": ["error_rate == 0"],
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(scenario | keys, sort_keys=False), encoding="utf-8")
+    return path
+
+
+class Ran(NamedTuple):
+    """A finished `harness run`."""
+
+    code: int
+    said: str  # on standard output
+    error: str  # on standard error
+    folder: Path  # the run directory
+
+    @property
+    def records(self) -> list[Request]:
+        """Every record; none of them may be damaged."""
+        damaged: list[int] = []
+        records = list(read_requests(self.folder / "requests.jsonl", damaged))
+        assert damaged == []
+        return records
+
+    @property
+    def manifest(self) -> Run:
+        return read_run(self.folder)
+
+    @property
+    def summary(self) -> Summary:
+        """As `harness run` left it, not derived anew."""
+        return msgspec.json.decode((self.folder / "summary.json").read_bytes(), type=Summary)
+
+
+def harness(*arguments: str | Path, timeout_s: float = 60) -> "subprocess.CompletedProcess[str]":
+    """A command of the harness that ends by itself."""
+    return subprocess.run([HARNESS, *arguments], capture_output=True, text=True, timeout=timeout_s)
+
+
+@contextmanager
+def running(scenario: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """`harness run` as a process; the run directory is made in `runs`, beside the scenario.
+
+    What it says goes into files beside the scenario: nobody reads a pipe while it runs. If it still runs at the
+    end it gets Ctrl-C, so that a failed test leaves no container behind.
+    """
+    command: list[str | Path] = [HARNESS, "run", scenario, "--runs", scenario.parent / "runs"]
+    with scenario.with_suffix(".out").open("wb") as out, scenario.with_suffix(".err").open("wb") as err:
+        process = subprocess.Popen(command, stdout=out, stderr=err)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def run(scenario: Path, timeout_s: float = 280) -> Ran:
+    """`harness run` to its end."""
+    with running(scenario) as process:
+        process.wait(timeout_s)
+    return outcome(scenario, process.returncode)
+
+
+def outcome(scenario: Path, code: int) -> Ran:
+    """What the run of a scenario said and left."""
+    said, error = (scenario.with_suffix(ending).read_text() for ending in (".out", ".err"))
+    folder = run_folder(scenario)
+    assert folder is not None, error
+    return Ran(code, said, error, folder)
+
+
+def run_folder(scenario: Path) -> Path | None:
+    """The directory of a scenario's only run; None while there is none."""
+    return next((scenario.parent / "runs").glob(f"*-{scenario.stem}-*"), None)
+
+
+def wait_for(what: str, found: Callable[[], T | None], timeout_s: float) -> T:
+    """What `found` finds, asked until it is there."""
+    deadline = time.monotonic() + timeout_s
+    while (result := found()) is None:
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
+        time.sleep(0.1)
+    return result
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Containers, networks and volumes that carry a run's label, as the docker command tells."""
+    run_id = folder.name
+    label = f"label=amd-llm-load.run={run_id}"
+    listings = [
+        ["ps", "--all", "--filter", label, "--format", "{{.Names}}"],
+        ["network", "ls", "--filter", label, "--format", "{{.Name}}"],
+        ["volume", "ls", "--filter", label, "--format", "{{.Name}}"],
+    ]
+    return [name for listing in listings for name in docker(*listing).split()]
+
+
+def docker(*arguments: str) -> str:
+    """What a command of the docker client prints."""
+    return subprocess.run(["docker", *arguments], capture_output=True, text=True, check=True, timeout=60).stdout

@@ -1,0 +1,111 @@
+"""`harness compose` of scenarios for real engines, carried out by the real Docker Compose."""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from harness.paths import ROOT
+from tests.engines.paths import BASE_IMAGE, DOCKER_CONFIG
+from tests.real.conftest import Say
+from tests.real.parts import docker, harness, llamacpp, vllm, wait_for, write_scenario
+
+GENERATOR = "amd-llm-load:local"
+MADE_HERE = "org.amd-llm-load.tests"
+LOADS = {"chat": {"user": "chat", "users": 2, "duration_s": 5, "think_s": [0, 0], "output_tokens": 8}}
+UI = "http://127.0.0.1:8089"
+
+
+def compose(folder: Path, *arguments: str, timeout_s: float = 120) -> str:
+    """What Docker Compose prints for the file in a folder; it must succeed."""
+    command = ["docker", "compose", "--project-name", f"real{os.getpid()}", "--file", str(folder / "compose.yaml")]
+    environment = {**os.environ, "DOCKER_CONFIG": str(DOCKER_CONFIG)}
+    answer = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment, timeout=timeout_s)
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout
+
+
+def printed(folder: Path, server: dict[str, Any], model: str) -> None:
+    """Write compose.yaml as `harness compose` prints it."""
+    scenario = write_scenario(folder, "up", model=model, servers={"s": server}, loads=LOADS)
+    answer = harness("compose", scenario)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    (folder / "compose.yaml").write_text(answer.stdout, encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def generator() -> str:
+    """The load generator's image. One that somebody made with `make image` stays as it is."""
+    label = '{{index .Config.Labels "' + MADE_HERE + '"}}'
+    present = docker("images", "--quiet", GENERATOR).strip()
+    if present and docker("image", "inspect", "--format", label, GENERATOR).strip() != "1":
+        return GENERATOR
+    build = ["docker", "build", "--quiet", "--build-arg", f"BASE={BASE_IMAGE}", "--label", f"{MADE_HERE}=1"]
+    # The legacy builder: a BuildKit would ask a registry for the base image.
+    environment = {**os.environ, "DOCKER_BUILDKIT": "0"}
+    built = subprocess.run([*build, "--tag", GENERATOR, ROOT], capture_output=True, text=True, env=environment)
+    assert built.returncode == 0, built.stderr[-3000:]
+    return GENERATOR
+
+
+@pytest.mark.parametrize(
+    ("server", "model"), [(vllm(), "qwen3-100m"), (llamacpp(), "tiny")], ids=["vllm-cpu", "llamacpp"]
+)
+def test_docker_compose_accepts_what_is_printed(server: dict[str, Any], model: str, tmp_path: Path) -> None:
+    printed(tmp_path, server, model)
+    found = json.loads(compose(tmp_path, "config", "--format", "json"))
+    assert set(found["services"]) == {"server", "locust"}
+    assert found["services"]["server"]["entrypoint"] == server["variables"]["entrypoint"]
+    mounted = [f"{v['source']}:{v['target']}:ro" for v in found["services"]["server"]["volumes"]]
+    assert mounted == server["variables"]["volumes"]
+
+
+@contextmanager
+def up(folder: Path) -> Iterator[dict[str, Any]]:
+    """`docker compose up --detach`, and `down` at the end; Compose's view of the file."""
+    try:
+        compose(folder, "up", "--detach", timeout_s=150)
+        yield json.loads(compose(folder, "config", "--format", "json"))
+    finally:
+        compose(folder, "down", "--volumes", "--timeout", "5")
+
+
+def test_docker_compose_up_serves_and_loads(generator: str, tmp_path: Path, say: Say) -> None:
+    """Nothing but the printed file and stock Compose: the server answers, and Locust's web UI loads it."""
+    printed(tmp_path, llamacpp(), "tiny")
+    with up(tmp_path) as found:
+        (port,) = found["services"]["server"]["ports"]
+        assert port["host_ip"] == "127.0.0.1"
+        question = {"model": "tiny", "messages": [{"role": "user", "content": "Yes?"}], "max_tokens": 4}
+        url = f"http://127.0.0.1:{port['published']}/v1/chat/completions"
+        answer = requests.post(url, json=question, timeout=30)
+        assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 4)
+
+        wait_for("Locust's web UI", answers, timeout_s=60)
+        swarm = requests.post(f"{UI}/swarm", data={"user_count": 2, "spawn_rate": 2}, timeout=10)
+        assert (swarm.status_code, swarm.json()["success"]) == (200, True)
+        done = wait_for("ten requests in Locust's statistics", enough, timeout_s=60)
+        requests.get(f"{UI}/stop", timeout=10)
+        say(f"docker compose up: Locust's web UI counts {done['num_requests']} requests, {done['num_failures']} failed")
+        assert done["num_failures"] == 0, compose(tmp_path, "logs", "locust")
+    assert compose(tmp_path, "ps", "--all", "--quiet") == ""
+
+
+def answers() -> bool | None:
+    try:
+        return requests.get(UI, timeout=2).status_code == 200 or None
+    except requests.ConnectionError:
+        return None
+
+
+def enough() -> dict[str, Any] | None:
+    """Locust's totals, once they hold ten requests."""
+    stats = requests.get(f"{UI}/stats/requests", timeout=5).json()["stats"]
+    total: dict[str, Any] = next(entry for entry in stats if entry["name"] == "Aggregated")
+    return total if total["num_requests"] >= 10 else None

@@ -1,0 +1,159 @@
+"""Real servers that do not start or die, a harness that is killed: one sentence, the exit code, nothing left."""
+
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from harness.errors import ExitCode
+from tests.real.conftest import Say
+from tests.real.parts import (
+    docker,
+    harness,
+    left_behind,
+    llamacpp,
+    outcome,
+    run,
+    run_folder,
+    running,
+    vllm,
+    wait_for,
+    write_scenario,
+)
+
+LOADS = {"bursts": {"user": "batch", "batch_size": 5, "requests": 10, "output_tokens": 16}}
+LONG = {
+    "bursts": {"user": "batch", "batch_size": 5, "requests": 5000, "output_tokens": 64},
+    "more": {"user": "batch", "batch_size": 1, "requests": 10, "output_tokens": 64},
+}
+NOT_STARTED = "error: the server did not start; it ended with exit code "
+FAILURES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "vllm-unknown-flag": (
+        vllm(extra_args=["--max-sequences", "5"]),
+        "2: the server does not know the argument: --max-sequences 5",
+        "remove it from extra_args",
+    ),
+    "vllm-bad-model-path": (
+        vllm(model_path="/models/absent"),
+        "1: there is no model of that name on the hub, nor a folder of that name inside the container",
+        "for a local model mount its folder with `volumes`",
+    ),
+    "vllm-hub-offline": (
+        vllm(model_path="Qwen/Qwen3-0.6B"),
+        "1: the model is not in the mounted cache and the hub cannot be reached",
+        "download the model into the cache first",
+    ),
+    "llamacpp-unknown-flag": (
+        llamacpp(extra_args=["--slots-of-memory", "5"]),
+        "2: the server does not know the argument: --slots-of-memory 5",
+        "remove it from extra_args",
+    ),
+    "llamacpp-bad-model-path": (
+        llamacpp(model_path="/models/absent.gguf"),
+        "1: llama.cpp cannot load the model file /models/absent.gguf: No such file or directory",
+        "check model_path and that its folder is mounted",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_a_server_that_does_not_start_ends_in_one_sentence(case: str, tmp_path: Path, say: Say) -> None:
+    server, sentence, solution = FAILURES[case]
+    ran = run(write_scenario(tmp_path, case, model="some", servers={"s": server}, loads=LOADS), timeout_s=120)
+    say(ran.error)
+    first, *evidence, last = ran.error.splitlines()
+    assert ran.code == ExitCode.SERVER
+    assert first == NOT_STARTED + sentence
+    assert last.startswith("next: ") and solution in last
+    assert evidence and all(line.startswith("  | ") for line in evidence)
+    assert (ran.manifest.status, ran.manifest.reasons) == ("failed", [first.removeprefix("error: ")])
+    assert ran.records == []
+    assert (ran.folder / "logs" / "r1-s-bursts.server.log").stat().st_size > 0
+    assert left_behind(ran.folder) == []
+
+
+def records_are_there(scenario: Path, at_least: int, timeout_s: float) -> Path:
+    """Wait until a run has so many records; its directory."""
+
+    def look() -> Path | None:
+        folder = run_folder(scenario)
+        if folder is None or not (folder / "requests.jsonl").exists():
+            return None
+        return folder if (folder / "requests.jsonl").read_bytes().count(b"\n") >= at_least else None
+
+    return wait_for(f"{at_least} records", look, timeout_s)
+
+
+def test_a_server_that_dies_in_mid_run_makes_the_run_invalid(tmp_path: Path, say: Say) -> None:
+    scenario = write_scenario(
+        tmp_path, "dies", model="qwen3-100m", servers={"s": vllm()}, loads=LONG, prompts={"tokens": 40}
+    )
+    with running(scenario) as process:
+        folder = records_are_there(scenario, 20, timeout_s=200)
+        (name,) = docker("ps", "--filter", f"label=amd-llm-load.run={folder.name}", "--format", "{{.Names}}").split()
+        killed_wall_s = time.time()
+        docker("kill", name)
+        process.wait(60)
+        took = time.time() - killed_wall_s
+    ran = outcome(scenario, process.returncode)
+    first, second = ran.manifest.cells
+    noticed = first.ended_wall_s - killed_wall_s
+    say(f"{ran.said}\n{ran.error}\nnoticed and ended after {noticed:.1f} s, over after {took:.1f} s")
+    assert (ran.code, ran.manifest.status) == (ExitCode.INVALID, "invalid")
+    assert noticed < 8
+    assert (first.served_by.exit_code, first.served_by.oom_killed) == (137, False)
+    died = "r1-s-bursts: the server died during the load: it ended with exit code 137"
+    assert [reason for reason in ran.manifest.reasons if reason.startswith(died)] != []
+    assert [r for r in ran.manifest.reasons if r.startswith("r1-s-more: the server died")] != []
+    assert second.id == "r1-s-more"
+    good = [record for record in ran.records if record.error is None]
+    cut = [record.error for record in ran.records if record.error is not None]
+    assert len(good) >= 20 and {record.output_tokens for record in good} == {64}
+    assert cut and set(cut) <= {"disconnect", "connect", "unfinished"}
+    assert left_behind(ran.folder) == []
+
+
+def test_kill_minus_nine_then_clean_leaves_nothing(tmp_path: Path, say: Say) -> None:
+    scenario = write_scenario(tmp_path, "killed", model="tiny", servers={"s": llamacpp()}, loads=LONG)
+    try:
+        with running(scenario) as process:
+            folder = records_are_there(scenario, 50, timeout_s=60)
+            process.kill()
+            process.wait()
+        name = f"amd-llm-load-{folder.name}-r1-s-bursts"
+        assert left_behind(folder) == [f"{name}-server", name]
+        generator_is_gone(folder)
+        clean = harness("clean")
+        say(clean.stdout)
+        assert (clean.returncode, clean.stderr) == (0, "")
+        assert {f"removed container {name}-server", f"removed network {name}"} <= set(clean.stdout.splitlines())
+        assert left_behind(folder) == []
+    finally:
+        harness("clean")
+    ran = outcome(scenario, process.returncode)
+    assert (ran.code, ran.manifest.status) == (-signal.SIGKILL, "running")
+    good = [record for record in ran.records if record.error is None]
+    assert len(good) >= 45
+    report = harness("report", folder)
+    say(report.stdout)
+    assert report.returncode == ExitCode.INVALID
+    assert "UNFINISHED" in report.stdout and "only 0 of 2 planned cells ran" in report.stdout
+
+
+def generator_is_gone(folder: Path) -> None:
+    """The load processes of a killed harness end by themselves."""
+    marks = (folder / "processes.jsonl").read_text()
+    (pid,) = set(re.findall(r'"process":(\d+)', marks))
+
+    def gone() -> bool | None:
+        try:
+            # Nobody may be there to collect the exit code of an orphan.
+            return psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE or None
+        except psutil.NoSuchProcess:
+            return True
+
+    wait_for(f"load process {pid} to end", gone, timeout_s=15)

@@ -1,0 +1,64 @@
+"""Real llama.cpp in a container: chats and bursts, and the same server through Docker Compose."""
+
+from collections import Counter, defaultdict
+from itertools import pairwise
+
+from harness.records import Request
+from tests.real.conftest import Say, Timed
+from tests.real.parts import left_behind
+
+
+def of_load(timed: Timed, load: str) -> list[Request]:
+    return [record for record in timed.ran.records if record.load == load]
+
+
+def test_the_run_is_valid_and_leaves_nothing_running(chatting: Timed, say: Say) -> None:
+    ran = chatting.ran
+    say(ran.said)
+    assert (ran.code, ran.error) == (0, "")
+    assert (ran.manifest.status, ran.manifest.reasons, ran.summary.reasons) == ("valid", [], [])
+    assert {cell.served_by.model for cell in ran.manifest.cells} == {"tiny"}
+    assert left_behind(ran.folder) == []
+
+
+def test_every_chat_request_left_one_good_record(chatting: Timed) -> None:
+    records = of_load(chatting, "chat")
+    good = [record for record in records if record.phase == "measured"]
+    assert sorted((r.index, r.error, r.status) for r in good) == [(index, None, 200) for index in range(24)]
+    assert {record.user for record in records} == {0, 1, 2}
+    for record in records:
+        assert record.clock == "kernel" and record.chunks_s == sorted(record.chunks_s)
+        assert record.asked_tokens == 32 and not record.fixed_length
+        assert record.output_tokens is not None and 1 <= record.output_tokens <= 32
+
+
+def test_prompts_grow_with_the_turns(chatting: Timed) -> None:
+    conversations: dict[int | None, list[Request]] = defaultdict(list)
+    for record in of_load(chatting, "chat"):
+        conversations[record.conversation].append(record)
+    assert None not in conversations and len(conversations) >= 6
+    for turns in conversations.values():
+        turns.sort(key=lambda record: record.turn or 0)
+        assert [record.turn for record in turns] == list(range(1, len(turns) + 1))
+        for before, after in pairwise(turns):
+            assert before.prompt_tokens is not None and before.output_tokens is not None
+            assert after.prompt_tokens is not None
+            # The question and most of the answer come back. A piece of a character does not: it has no text.
+            assert after.prompt_tokens > before.prompt_tokens + 40
+    assert max(len(turns) for turns in conversations.values()) == 4
+
+
+def test_bursts_have_the_length_that_was_asked_for(chatting: Timed) -> None:
+    records = [record for record in of_load(chatting, "bursts") if record.phase == "measured"]
+    assert sorted((r.index, r.error, r.output_tokens) for r in records) == [(i, None, 32) for i in range(20)]
+    assert [record.chunks_s for record in records] == [[]] * 20  # not streamed: there is no TTFT
+    sizes = Counter(record.batch for record in records)
+    assert None not in sizes and max(sizes.values()) == 5
+
+
+def test_the_servers_counter_agrees_exactly(chatting: Timed, say: Say) -> None:
+    for cell in chatting.ran.summary.cells:
+        own = sum(r.output_tokens or 0 for r in chatting.ran.records if r.cell == cell.id)
+        counted = cell.server_load.generated_tokens
+        say(f"{cell.id}: llamacpp:tokens_predicted_total went on by {counted}, records: {own}")
+        assert counted == own

@@ -1,0 +1,145 @@
+"""Real vLLM in a container: batching, the limit on sequences, exact counts, what the harness itself costs."""
+
+import itertools
+from statistics import median
+
+from harness.metrics import MetricsSample, read_samples
+from harness.records import Request, read_marks
+from harness.summary import CellSummary
+from tests.real.conftest import Say, Timed
+from tests.real.parts import Ran, left_behind
+
+PLANNED = 20  # measured requests of a cell, after 2 of warm-up
+LOADS = ("one-at-a-time", "five-at-a-time", "ten-at-a-time")
+CELLS = [f"r1-{server}-{load}" for server in ("seqs-10", "seqs-2") for load in LOADS]
+
+
+def of_cell(ran: Ran, cell: str) -> list[Request]:
+    return [record for record in ran.records if record.cell == cell]
+
+
+def measured(ran: Ran, cell: str) -> list[Request]:
+    return [record for record in of_cell(ran, cell) if record.phase == "measured"]
+
+
+def summary_of(ran: Ran, cell: str) -> CellSummary:
+    return next(found for found in ran.summary.cells if found.id == cell)
+
+
+def wall_s(ran: Ran, cell: str) -> float:
+    value = summary_of(ran, cell).numbers.wall_s
+    assert value is not None
+    return value
+
+
+def samples_of(ran: Ran, cell: str) -> list[MetricsSample]:
+    return read_samples(ran.folder / "metrics.jsonl")[cell]
+
+
+def counter(ran: Ran, cell: str, name: str) -> float:
+    """How far a counter of the server went on during a cell."""
+    samples = samples_of(ran, cell)
+    return samples[-1].values[name] - samples[0].values[name]
+
+
+def test_the_run_is_valid_and_says_so(batching: Timed, say: Say) -> None:
+    ran = batching.ran
+    say(ran.said)
+    assert (ran.code, ran.error) == (0, "")
+    assert (ran.manifest.status, ran.manifest.reasons, ran.summary.reasons) == ("valid", [], [])
+    assert [cell.id for cell in ran.manifest.cells] == CELLS
+    assert not ran.summary.simulated
+    assert {cell.served_by.model for cell in ran.manifest.cells} == {"qwen3-100m"}
+    assert (ran.folder / "report.html").stat().st_size > 100_000
+    assert left_behind(ran.folder) == []
+
+
+def test_every_planned_request_left_one_good_record(batching: Timed) -> None:
+    for cell in CELLS:
+        good = [(r.index, r.error, r.status, r.output_tokens, r.finish) for r in measured(batching.ran, cell)]
+        assert sorted(good) == [(index, None, 200, 32, "length") for index in range(PLANNED)]
+        assert [r.error for r in of_cell(batching.ran, cell) if r.phase == "warmup"] == [None, None]
+
+
+def test_chunks_carry_the_kernels_time(batching: Timed) -> None:
+    for record in batching.ran.records:
+        assert record.clock == "kernel"
+        assert 1 < len(record.chunks_s) <= 32  # vLLM may send what it has made meanwhile as one chunk
+        assert record.headers_s is not None and 0 < record.headers_s <= record.chunks_s[0] + 0.01
+        assert record.chunks_s == sorted(record.chunks_s)
+        assert record.chunks_s[-1] <= record.ended_s
+
+
+def test_at_once_is_faster_than_one_at_a_time(batching: Timed, say: Say) -> None:
+    one, five, ten = (wall_s(batching.ran, f"r1-seqs-10-{load}") for load in LOADS)
+    say(f"same work, real vLLM: {one:.2f} s one at a time, {one / five:.2f} x five at a time, {one / ten:.2f} x ten")
+    assert one / five > 1.5
+    assert one / ten > 1.5
+    row = next(row for row in batching.ran.summary.rows if (row.server, row.load) == ("seqs-10", "ten-at-a-time"))
+    assert row.wall_s == [ten]
+
+
+def test_a_limit_on_sequences_shows_as_a_queue_and_in_ttft(batching: Timed, say: Say) -> None:
+    free, limited = ("r1-seqs-10-ten-at-a-time", "r1-seqs-2-ten-at-a-time")
+    queue = summary_of(batching.ran, limited).server_load
+    assert queue.running_most is not None and queue.running_most <= 2
+    assert queue.waiting_most is not None and 1 <= queue.waiting_most <= 8
+    for sample in samples_of(batching.ran, limited):
+        assert sample.values["running"] <= 2
+    most = max(sample.values["running"] for sample in samples_of(batching.ran, free))
+    assert 2 < most <= 10
+    ttft = {cell: median(r.chunks_s[0] for r in measured(batching.ran, cell)) for cell in (free, limited)}
+    say(
+        f"ten at a time: median TTFT {ttft[free]:.3f} s with --max-num-seqs 10 ({most:.0f} running), "
+        f"{ttft[limited]:.3f} s with 2 ({queue.running_most:.0f} running, {queue.waiting_most:.0f} waiting)"
+    )
+    assert ttft[limited] > 1.5 * ttft[free]
+    for cell in (free, limited):
+        assert summary_of(batching.ran, cell).numbers.ttft_s.p50 is not None
+
+
+def test_token_counts_agree_exactly_with_the_servers(batching: Timed, say: Say) -> None:
+    ran = batching.ran
+    for cell in CELLS:
+        records = of_cell(ran, cell)
+        generated = sum(record.output_tokens or 0 for record in records)
+        prompts = sum(record.prompt_tokens or 0 for record in records)
+        assert generated == 32 * (PLANNED + 2)
+        assert (generated, prompts) == (counter(ran, cell, "generated_tokens"), counter(ran, cell, "prompt_tokens"))
+        assert summary_of(ran, cell).server_load.generated_tokens == generated
+    for server in ("seqs-10", "seqs-2"):
+        mine = [f"r1-{server}-{load}" for load in LOADS]
+        # One token of the question whether the model answers came before; nobody else asks in between.
+        assert samples_of(ran, mine[0])[0].values["generated_tokens"] == 1
+        for before, after in itertools.pairwise(mine):
+            last, first = samples_of(ran, before)[-1].values, samples_of(ran, after)[0].values
+            assert last["generated_tokens"] == first["generated_tokens"]
+        own = sum(record.output_tokens or 0 for record in ran.records if record.cell in mine)
+        total = samples_of(ran, mine[-1])[-1].values["generated_tokens"]
+        say(f"{server}: vllm:generation_tokens_total {total:.0f} = {own} in the records + 1 of the readiness probe")
+        assert total == own + 1
+
+
+def test_the_harness_itself_costs_little_time(batching: Timed, say: Say) -> None:
+    """From `harness run` to its first request, without the engine's own start-up."""
+    ran = batching.ran
+    marks = read_marks(ran.folder / "processes.jsonl")
+    mark = next(mark for mark in marks if mark.cell == CELLS[0] and mark.event == "start")
+    records = of_cell(ran, CELLS[0])
+    to_wall_s = mark.wall_s - mark.monotonic_s - batching.began_wall_s
+    first, first_measured = (
+        min(record.sent_s for record in records if record.phase == phase) + to_wall_s
+        for phase in ("warmup", "measured")
+    )
+    phases = {phase.name: phase.seconds for phase in ran.manifest.cells[0].served_by.phases}
+    assert list(phases) == ["pull", "create", "port open", "health", "first answer"]
+    engine = phases["port open"] + phases["health"] + phases["first answer"]
+    command = ran.manifest.started_wall_s - batching.began_wall_s
+    ready = command + sum(phases.values())
+    say(
+        f"from `harness run` to the first measured request: {first_measured:.2f} s, of it {engine:.2f} s the engine's "
+        f"start and {first_measured - first:.2f} s warm-up; the harness itself {first - engine:.2f} s "
+        f"(command {command:.2f} s, image and container {phases['pull'] + phases['create']:.2f} s, "
+        f"load generator {first - ready:.2f} s)"
+    )
+    assert 0 < first - engine < 10
