@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from harness.drive import GRACE_S, tail
-from harness.errors import RunError, ServerError
+from harness.errors import HarnessError, RunError, ServerError
 from harness.job import write_job
 from harness.plan import Cell
 from harness.progress import Progress
@@ -23,11 +23,11 @@ def live(
     """Serve the UI until it is ended from outside. Everything that was started is taken down then.
 
     Users and rate are the scenario's at first, and the person's from then on. What is sent is recorded, but a load
-    steered by hand is never valid for a comparison. Raises ServerError, RunError.
+    steered by hand is never valid for a comparison. Raises HarnessError.
     """
     cell_server, cell_load = server_name(experiment, server), load_name(experiment, load)
     if not is_free(port):
-        raise RunError(f"--port: {port} is in use already", next_step="Give another, such as --port 8090.")
+        raise HarnessError(f"--port: {port} is in use already", next_step="Give another, such as --port 8090.")
     # The UI belongs to this host, whatever the scenario says about its measured runs.
     scenario = msgspec.structs.replace(experiment.scenario, generator="process")
     experiment = msgspec.structs.replace(experiment, scenario=scenario)

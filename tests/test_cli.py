@@ -1,0 +1,206 @@
+"""The commands that read, list and show, and what is said of a command line that cannot be understood."""
+
+import json
+import socket
+import subprocess
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+
+from harness import __version__
+from harness.manifest import read_run
+from harness.paths import SCENARIOS
+from harness.serve.ports import free_port
+from tests.command import HARNESS, going, harness, only_run, until, write
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one run below runs/."""
+    folder = tmp_path_factory.mktemp("made")
+    path = write(folder)
+    assert harness("run", path.name, "--runs", "runs", cwd=folder).code == 0
+    return folder
+
+
+def test_version(tmp_path: Path) -> None:
+    assert harness("--version", cwd=tmp_path) == (0, f"amd-llm-load {__version__}\n", "")
+
+
+def test_no_command_shows_the_help(tmp_path: Path) -> None:
+    done = harness(cwd=tmp_path)
+    assert (done.code, done.out) == (1, "")
+    assert done.err == harness("--help", cwd=tmp_path).out
+    assert "\n  clean      Remove what a killed run left behind.\n" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence", "help_of"),
+    [
+        (["run"], "missing argument 'SCENARIO'", "harness run"),
+        (["nonsense"], "no such command 'nonsense'", "harness"),
+        (["run", "x", "--repeats", "0"], "invalid value for '--repeats': Input should be greater than or equal to 1",
+         "harness run"),
+        (["runs", "--nope"], "no such option: --nope", "harness runs"),
+        (["check", "x", "y"], "got unexpected extra argument(s) (y)", "harness check"),
+    ],
+    ids=["argument", "command", "range", "option", "extra"],
+)  # fmt: skip
+def test_usage_errors(tmp_path: Path, arguments: list[str], sentence: str, help_of: str) -> None:
+    done = harness(*arguments, cwd=tmp_path)
+    assert (done.code, done.out) == (1, "")
+    first, second = done.err.splitlines()
+    assert first.startswith(f"error: {sentence}")
+    assert second == f"next: `{help_of} --help` shows what there is."
+
+
+def test_check_shows_the_plan(tmp_path: Path) -> None:
+    loads = {
+        "one": {"user": "batch", "requests": 10, "output_tokens": 20},
+        "ten": {"user": "chat", "users": 10, "duration_s": 30},
+    }
+    path = write(tmp_path, loads=loads, repeats=2, baseline={"server": "one", "load": "ten"})
+    done = harness("check", path.name, cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    assert [line.rstrip() for line in done.out.splitlines()] == [
+        "small.yaml: valid",
+        "Does the smallest run work?",
+        "",
+        "cell        server  load  work",
+        "rN-one-one  one     one   1 batch user, 1 at a time, 10 requests, 20 tokens each (fixed)",
+        "rN-one-ten  one     ten   10 chat users, 30 s, 128 tokens each (fixed)                    baseline",
+        "",
+        "4 cells: 2 repeats, interleaved; a fresh server for each cell (cold)",
+        "order: r1-one-one r1-one-ten r2-one-ten r2-one-one",
+        "estimated time: 85 s (assumed: 30 ms per token, 60 s per container start, no gain from batching)",
+        "note: with 1 comparison, 2 repeats can never reach p < 0.05: every verdict will be 'cannot tell'. "
+        "4 repeats are the least that can decide.",
+    ]
+    assert list(tmp_path.iterdir()) == [path], "nothing was run or written"
+
+
+def test_check_by_name(tmp_path: Path) -> None:
+    done = harness("check", "first-look", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith(f"{SCENARIOS}/first-look.yaml: valid\n")
+
+
+def test_scenarios_lists_all(tmp_path: Path) -> None:
+    done = harness("scenarios", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    listed = [line for line in done.out.splitlines() if line.startswith("scenarios/")]
+    assert listed == [f"scenarios/{path.name}" for path in sorted(SCENARIOS.glob("*.yaml"))]
+
+
+def test_compose(tmp_path: Path) -> None:
+    servers = {"a": {"template": "simulated", "container": False}, "b": {"template": "vllm-rocm"}}
+    path = write(tmp_path, servers=servers)
+    first = yaml.safe_load(harness("compose", path.name, cwd=tmp_path).out)
+    second = yaml.safe_load(harness("compose", path.name, "--server", "b", cwd=tmp_path).out)
+    assert first["x-amd-llm-load"]["template"] == "simulated"
+    assert second["x-amd-llm-load"]["template"] == "vllm-rocm"
+    assert set(second["services"]) == {"server", "locust"}
+    done = harness("compose", path.name, "--server", "c", cwd=tmp_path)
+    assert (done.code, done.out) == (1, "")
+    assert done.err == "error: --server: small.yaml has no server 'c'; known: a, b\n"
+
+
+def test_runs(made: Path, tmp_path: Path) -> None:
+    done = harness("runs", "--runs", "nowhere", cwd=tmp_path)
+    assert (done.code, done.out, done.err) == (
+        0,
+        "no runs in nowhere; `harness run scenarios/first-look.yaml` makes one\n",
+        "",
+    )
+    by_option = harness("runs", "--runs", str(made / "runs"), cwd=tmp_path)
+    by_variable = harness("runs", cwd=tmp_path, env={"HARNESS_RUNS": str(made / "runs")})
+    assert by_option == by_variable
+    heading, line = by_option.out.splitlines()
+    assert heading.split() == ["run", "started", "scenario", "cells", "status"]
+    assert line.split()[0] == only_run(made / "runs").name
+    assert line.split()[3:] == ["small", "1/1", "valid", "(simulated)"]
+
+
+def test_report_in_every_format(made: Path) -> None:
+    run = only_run(made / "runs")
+    (run / "summary.json").unlink()
+    (run / "report.html").unlink()
+    terminal = harness("report", run.name, cwd=made)
+    assert (terminal.code, terminal.err) == (0, "")
+    assert "VALID: all conditions of a trustworthy measurement held" in terminal.out
+    assert (run / "summary.json").is_file() and (run / "report.html").is_file(), "they are written anew"
+    explained = harness("report", f"runs/{run.name}", "--explain", cwd=made)
+    assert explained.code == 0
+    assert len(explained.out) > len(terminal.out)
+    markdown = harness("report", run.name, "--format", "markdown", cwd=made)
+    assert (markdown.code, markdown.err) == (0, "")
+    assert "| one | burst |" in markdown.out
+    text = harness("report", run.name, "--format", "json", cwd=made)
+    assert (text.code, text.err) == (0, "")
+    assert json.loads(text.out) == json.loads((run / "summary.json").read_text())
+    html = harness("report", run.name, "--format", "html", cwd=made)
+    assert (html.code, html.out, html.err) == (0, f"runs/{run.name}/report.html\n", "")
+
+
+def test_a_misspelt_run(made: Path) -> None:
+    run = only_run(made / "runs").name
+    done = harness("report", f"{run[:-1]}x", cwd=made)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.splitlines()[0].endswith(f"nor the id of a run in runs; did you mean '{run}'?")
+
+
+def test_a_reader_that_has_seen_enough(made: Path) -> None:
+    run = only_run(made / "runs").name
+    for arguments in (["report", run], ["report", run, "--format", "json"], ["--help"], ["compose", "small.yaml"]):
+        pipe = subprocess.Popen([HARNESS, *arguments], cwd=made, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert pipe.stdout is not None and pipe.stderr is not None
+        pipe.stdout.close()  # before anything was written
+        said = pipe.stderr.read()
+        pipe.stderr.close()
+        assert (pipe.wait(20), said) == (0, b""), arguments
+
+
+def test_an_output_that_is_full(made: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        for arguments in (["runs"], ["compose", "small.yaml"]):
+            done = subprocess.run([HARNESS, *arguments], cwd=made, stdout=full, stderr=subprocess.PIPE, timeout=20)
+            assert (done.returncode, done.stderr) == (1, b"error: the output: No space left on device\n")
+
+
+@pytest.mark.parametrize("command", ["live", "run"])
+def test_live(tmp_path: Path, command: str) -> None:
+    path = write(tmp_path)
+    port = free_port() if command == "live" else 8089
+    extra = ("--port", str(port)) if command == "live" else ("--ui",)
+    if command == "run":
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                pytest.skip("port 8089 is in use on this machine")
+    with going(command, path.name, *extra, "--runs", "runs", cwd=tmp_path) as live:
+
+        def page() -> str:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5) as answer:
+                    return str(answer.read().decode())
+            except OSError:
+                return ""
+
+        until(lambda: "<title>Locust" in page())
+        live.interrupt()
+        done = live.end()
+        live.nothing_left()
+    assert (done.code, done.err) == (130, "interrupted; everything that was started has been taken down\n")
+    assert f"Locust: http://127.0.0.1:{port}\n" in done.out
+    manifest = read_run(only_run(tmp_path / "runs"))
+    assert (manifest.status, manifest.reasons) == ("interrupted", ["live load, steered by hand"])
+
+
+def test_live_on_a_port_in_use(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        port = there.getsockname()[1]
+        done = harness("live", path.name, "--port", str(port), cwd=tmp_path)
+    assert (done.code, done.out) == (1, "")
+    assert done.err == f"error: --port: {port} is in use already\nnext: Give another, such as --port 8090.\n"

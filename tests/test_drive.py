@@ -1,0 +1,174 @@
+"""Watching a load generator: the parts of `drive` that a whole run does not show."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from harness import drive as driving
+from harness.drive import (
+    Count,
+    LineCounter,
+    LocalChild,
+    drive,
+    killed_processes,
+    last_exception,
+    locust_arguments,
+    tail,
+)
+from harness.errors import HarnessError, RunError
+from harness.job import Job
+from harness.records import ProcessMark
+from harness.scenario import Load, Prompts, Warmup
+
+
+def job(folder: Path, **load: Any) -> Job:
+    return Job(
+        cell="r1-a-b",
+        load_name="b",
+        load=Load(user="batch", requests=4, **load),
+        model="m",
+        prompts=Prompts(),
+        seed=1,
+        warmup=Warmup(requests=1),
+        requests_path=str(folder / "requests.jsonl"),
+        processes_path=str(folder / "processes.jsonl"),
+        tickets_path=str(folder / "tickets"),
+    )
+
+
+def run(folder: Path, program: str, alive: Any = lambda: None, **load: Any) -> tuple[driving.Driven, list[Count]]:
+    seen: list[Count] = []
+    log = folder / "log"
+    driven = drive(
+        lambda: LocalChild([sys.executable, "-c", program], log),
+        job(folder, **load),
+        log_path=log,
+        alive=alive,
+        progress=seen.append,
+    )
+    return driven, seen
+
+
+def test_counts_what_comes(tmp_path: Path) -> None:
+    program = f"""
+import time
+for _ in range(5):
+    with open({str(tmp_path / "requests.jsonl")!r}, "a") as file: file.write("{{}}\\n")
+    time.sleep(0.1)
+"""
+    driven, seen = run(tmp_path, program)
+    assert driven.problems == []
+    assert (seen[-1].recorded, seen[-1].total) == (5, 5)
+    assert driven.started_wall_s < driven.ended_wall_s
+
+
+def test_a_generator_that_cannot_start(tmp_path: Path) -> None:
+    with pytest.raises(RunError) as caught:
+        run(tmp_path, "import sys; print('no'); sys.exit(2)")
+    assert caught.value.what == "cell r1-a-b: Locust could not start the load (exit code 2)"
+    assert caught.value.detail == "no"
+
+
+def test_a_generator_that_fails_later(tmp_path: Path) -> None:
+    (tmp_path / "tickets").touch()
+    driven, _ = run(tmp_path, "raise ValueError('boom')")
+    assert driven.problems == ["the load generator ended with exit code 1; its log has ValueError: boom"]
+
+
+def test_a_dead_server_ends_the_load(tmp_path: Path) -> None:
+    began = time.monotonic()
+    driven, _ = run(tmp_path, "import time; time.sleep(60)", alive=lambda: "it burnt")
+    assert driven.problems == ["the server died during the load: it burnt"]
+    assert time.monotonic() - began < 3
+
+
+def test_a_load_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driving, "QUIET_S", 0.3)
+    driven, _ = run(tmp_path, "import time; time.sleep(60)", timeout_s=0.1)
+    assert driven.problems == ["no request ended for 1 s although each may take 0.1 s"]
+
+
+def test_a_generator_that_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driving, "GRACE_S", 0.3)
+    program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    looks = iter([None] * 5)
+    began = time.monotonic()
+    driven, _ = run(tmp_path, program, alive=lambda: next(looks, "gone"))
+    assert driven.problems == ["the server died during the load: gone"]
+    assert time.monotonic() - began < 4
+
+
+def mark(event: str, pid: int, cell: str = "r1-a-b") -> bytes:
+    made = ProcessMark(event=event, process=pid, cell=cell, wall_s=0, monotonic_s=0)  # type: ignore[arg-type]
+    return msgspec.json.encode(made) + b"\n"
+
+
+def test_killed_processes(tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    zombie = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+    marks = tmp_path / "processes.jsonl"
+    assert killed_processes(job(tmp_path)) == []
+    marks.write_bytes(mark("start", os.getpid()) + mark("start", ended.pid, "r0-other") + mark("start", zombie.pid))
+    assert killed_processes(job(tmp_path)) == [zombie.pid]
+    zombie.wait()
+    marks.write_bytes(mark("start", ended.pid))
+    assert killed_processes(job(tmp_path)) == [ended.pid]
+    marks.write_bytes(mark("start", ended.pid) + mark("end", ended.pid))
+    assert killed_processes(job(tmp_path)) == []
+
+
+def test_lines_are_counted_from_where_the_file_was(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_text("old\n")
+    counter = LineCounter(path)
+    with path.open("a") as file:
+        file.write("a\nb\nhalf")
+    counter.update()
+    assert counter.lines == 2
+    with path.open("a") as file:
+        file.write(" line\n")
+    counter.update()
+    assert counter.lines == 3
+
+
+def test_the_last_exception_of_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert last_exception(log) is None
+    log.write_text("fine\nValueError: only a word\n")
+    assert last_exception(log) is None
+    log.write_text('Traceback (most recent call last):\n  File "x", line 1\n    f()\nKeyError: 1\n\nmore\n')
+    assert last_exception(log) == "KeyError: 1"
+
+
+def test_tail(tmp_path: Path) -> None:
+    assert tail(tmp_path / "none") == ""
+    (tmp_path / "log").write_text("".join(f"{n}\n" for n in range(30)))
+    assert tail(tmp_path / "log", 2) == "28\n29"
+
+
+def test_an_import_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driving, "IMPORT_S", 1.5)
+    path = tmp_path / "mine.py"
+    path.write_text("import time\ntime.sleep(60)\n")
+    with pytest.raises(HarnessError) as caught:
+        driving.check_locustfile(path)
+    assert caught.value.what == f"{path}: the locustfile was still being imported after 1.5 s"
+    driving.check_locustfile(path, try_it=False)
+
+
+def test_arguments_are_stock_locust(tmp_path: Path) -> None:
+    arguments = locust_arguments(
+        job(tmp_path, users=4, processes=2, ramp_s=2), tmp_path / "job.json", tmp_path / "f.py", "http://h:1"
+    )
+    given = dict(zip(arguments, arguments[1:], strict=False))
+    assert (given["-f"], given["--host"], given["--users"]) == (str(tmp_path / "f.py"), "http://h:1", "4")
+    assert (given["--spawn-rate"], given["--processes"]) == ("2", "2")
+    assert "--headless" in arguments
