@@ -39,7 +39,7 @@ def vllm(**variables: Any) -> dict[str, Any]:
         "environment": {"HF_HUB_OFFLINE": "1"},
         "volumes": [f"{VLLM_VENV}:{VLLM_VENV}:ro", f"{QWEN3_100M}:/models/qwen3-100m:ro"],
     }
-    return {"template": "vllm-cpu", "variables": given | variables, "startup_timeout_s": 200}
+    return {"template": "vllm-cpu", "variables": given | variables, "startup_timeout_s": 300}
 
 
 def llamacpp(**variables: Any) -> dict[str, Any]:
@@ -128,10 +128,14 @@ def running(scenario: Path) -> Iterator["subprocess.Popen[bytes]"]:
                 process.wait()
 
 
-def run(scenario: Path, timeout_s: float = 280) -> Ran:
+def run(scenario: Path, timeout_s: float = 540) -> Ran:
     """`harness run` to its end."""
     with running(scenario) as process:
-        process.wait(timeout_s)
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            said = scenario.with_suffix(".out").read_text()
+            raise AssertionError(f"harness run: not over within {timeout_s:g} s; it said:\n{said}") from None
     return outcome(scenario, process.returncode)
 
 

@@ -88,12 +88,13 @@ def records_are_there(scenario: Path, at_least: int, timeout_s: float) -> Path:
     return wait_for(f"{at_least} records", look, timeout_s)
 
 
+@pytest.mark.timeout(500)
 def test_a_server_that_dies_in_mid_run_makes_the_run_invalid(tmp_path: Path, say: Say) -> None:
     scenario = write_scenario(
         tmp_path, "dies", model="qwen3-100m", servers={"s": vllm()}, loads=LONG, prompts={"tokens": 40}
     )
     with running(scenario) as process:
-        folder = records_are_there(scenario, 20, timeout_s=200)
+        folder = records_are_there(scenario, 20, timeout_s=350)
         (name,) = docker("ps", "--filter", f"label=amd-llm-load.run={folder.name}", "--format", "{{.Names}}").split()
         killed_wall_s = time.time()
         docker("kill", name)
