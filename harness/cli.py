@@ -85,17 +85,18 @@ def run(
     explain: Annotated[bool, typer.Option("--explain", help="Explain the columns below the table.")] = False,
 ) -> None:
     """Start the scenario's servers, load them, take everything down, and report."""
-    from harness import run as running
+    from harness import experiment as experiments
     from harness.process import sigterm_interrupts
     from harness.progress import Progress
+    from harness.run import run as run_experiment
 
     if ui:
         live(scenario, url=url, model=model, runs=runs)
         return
-    target = running.Target(url, metrics_url) if url is not None else None
-    experiment = running.prepare(scenario_path(scenario), target, model, repeats)
+    target = experiments.Target(url, metrics_url) if url is not None else None
+    experiment = experiments.prepare(scenario_path(scenario), target, model, repeats)
     with sigterm_interrupts():
-        folder = running.run(experiment, runs, Progress(console()))
+        folder = run_experiment(experiment, runs, Progress(console()))
     show(folder, explain=explain)
 
 
@@ -112,13 +113,13 @@ def live(
     runs: RunsDir = RUNS,
 ) -> None:
     """Bring a scenario's server up and serve Locust's web UI for it; Ctrl-C takes everything down."""
+    from harness import experiment as experiments
     from harness import live as living
-    from harness import run as running
     from harness.process import sigterm_interrupts
     from harness.progress import Progress
 
-    target = running.Target(url, None) if url is not None else None
-    experiment = running.prepare(scenario_path(scenario), target, model)
+    target = experiments.Target(url, None) if url is not None else None
+    experiment = experiments.prepare(scenario_path(scenario), target, model)
     with sigterm_interrupts():
         living.live(experiment, server, load, port, runs, Progress(console()))
 
@@ -126,20 +127,20 @@ def live(
 @app.command(short_help="Validate a scenario and show its plan.")
 def check(scenario: ScenarioArg) -> None:
     """Validate a scenario and show its plan, without running anything."""
-    from harness import run as running
+    from harness import experiment as experiments
     from harness.preview import show_plan
 
-    show_plan(running.prepare(scenario_path(scenario)), console())
+    show_plan(experiments.prepare(scenario_path(scenario)), console())
 
 
 @app.command(short_help="Print the Compose file that would be run.")
 def compose(scenario: ScenarioArg, server: ServerOpt = None) -> None:
     """Print the Compose file that the harness would run, for `docker compose up`."""
-    from harness import run as running
+    from harness import experiment as experiments
     from harness.serve import compose_document
 
-    experiment = running.prepare(scenario_path(scenario))
-    print(compose_document(experiment.scenario, running.server_name(experiment, server)), end="")
+    experiment = experiments.prepare(scenario_path(scenario))
+    print(compose_document(experiment.scenario, experiments.server_name(experiment, server)), end="")
 
 
 @app.command(short_help="Show a run again, from its files.")

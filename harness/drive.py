@@ -22,6 +22,7 @@ POLL_S = 0.2
 LOOK_S = 1.0  # between looks at the load processes
 GRACE_S = 5.0  # for flushing records after it was asked to end
 IMPORT_S = 60.0  # for importing a locustfile
+SLOWEST_TPOT_S = 5.0  # a model slower than that is not worth waiting for
 QUIET_S = 60.0  # beyond every time limit of the load: then Locust itself hangs
 _TRY_ALONE = "Correct it; it can be tried alone with `locust -f FILE --host URL`."
 
@@ -166,7 +167,8 @@ def _runs(pid: int) -> bool:
 def _patience_s(job: Job) -> float:
     think = job.load.think_s[1] if job.load.think_s else 0.0
     # A stream that keeps sending may lawfully take longer than timeout_s, which is about silence.
-    return 3 * job.load.timeout_s + think + job.load.ramp_s + QUIET_S
+    longest_s = 3 * job.load.timeout_s + SLOWEST_TPOT_S * job.load.output_tokens
+    return longest_s + think + job.load.ramp_s + QUIET_S
 
 
 class LineCounter:

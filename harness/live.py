@@ -7,10 +7,11 @@ import msgspec
 
 from harness.drive import GRACE_S, tail
 from harness.errors import HarnessError, RunError, ServerError
+from harness.experiment import Experiment, load_name, server_name
 from harness.job import write_job
 from harness.plan import Cell
 from harness.progress import Progress
-from harness.run import Experiment, begin, endpoint_of, finish, generator, load_name, make_job, server_name
+from harness.run import begin, endpoint_of, finish, generator, make_job
 from harness.serve.ports import is_free
 from harness.workload import salt_words
 

@@ -39,6 +39,14 @@ class ServedBy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     exit_code: int | None = None  # set when it died before it was stopped
 
 
+class GpuMemory(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What of a GPU's memory was in use at one moment."""
+
+    render_node: str
+    used_bytes: int
+    total_bytes: int
+
+
 class CellRun(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A cell of the plan that was run."""
 
@@ -49,6 +57,7 @@ class CellRun(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     started_wall_s: float
     ended_wall_s: float
     served_by: ServedBy
+    gpu_memory_before: list[GpuMemory] = []  # just before the server was started; not for one that already ran
     problems: list[str] = []  # why this cell cannot be trusted, as seen while it ran
 
 

@@ -3,10 +3,10 @@
 from rich.console import Console
 from rich.table import Table
 
+from harness.experiment import Experiment
 from harness.plan import baseline_of, plan
 from harness.progress import duration
-from harness.run import Experiment
-from harness.scenario import Load, Scenario
+from harness.scenario import Load, Scenario, warmup_of
 from harness.stats import ALPHA, repeats_to_reach_p
 
 # For a fixed amount of work the time depends on the server, which is not known before the run.
@@ -74,10 +74,11 @@ def estimate_s(scenario: Scenario) -> float:
         start_s = ASSUMED_START_S if container else ASSUMED_EMBEDDED_START_S
         if not scenario.restart:
             start_s /= len(scenario.loads)
-        total += start_s + GENERATOR_START_S + load.ramp_s + (scenario.warmup.duration_s or 0.0)
+        warmup = warmup_of(scenario, load)
+        total += start_s + GENERATOR_START_S + load.ramp_s + (warmup.duration_s or 0.0)
         if load.duration_s is not None:
             total += load.duration_s
         else:
-            requests = (load.requests or 0) + (scenario.warmup.requests or 0)
+            requests = (load.requests or 0) + (warmup.requests or 0)
             total += requests * load.output_tokens * ASSUMED_TPOT_S / load.users
     return total

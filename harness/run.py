@@ -4,110 +4,35 @@ import contextlib
 import datetime
 import importlib.metadata
 import os
-import re
 import secrets
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import msgspec
 
 from harness import __version__, paths
-from harness.drive import Child, LocalChild, check_locustfile, drive, locust_arguments
-from harness.errors import HarnessError, did_you_mean
+from harness.drive import Child, LocalChild, drive, locust_arguments
+from harness.errors import HarnessError
+from harness.experiment import Experiment
 from harness.job import Job, write_job
-from harness.machine.facts import machine
+from harness.machine.facts import gpu_memory, machine
 from harness.manifest import CellRun, Run, Status, write_run
 from harness.metrics import Scraper
 from harness.plan import Cell, plan
 from harness.progress import Progress
 from harness.report import html
-from harness.scenario import USERS, Baseline, Scenario, Server, load_scenario, locustfile_of
-from harness.serve import Endpoint, attach, check_servers, engine_version, serve
+from harness.scenario import Scenario, locustfile_of, warmup_of
+from harness.serve import Endpoint, attach, engine_version, serve
 from harness.serve.generator import ContainerChild
 from harness.summarize import summarize, write_summary
-from harness.workload import read_rows, salt_words, workload_sha256
+from harness.workload import salt_words, workload_sha256
 
-RUNNING_SERVER = "running"  # the name of the server given with --url
 MEASURING_PACKAGES = ("locust", "gevent", "httptools", "msgspec", "docker", "numpy", "scipy")
-
-
-class Target(msgspec.Struct, frozen=True):
-    """A server that already runs, given on the command line."""
-
-    url: str
-    metrics_url: str | None = None
-
-
-class Experiment(msgspec.Struct, frozen=True):
-    """A scenario made ready to run: checked against the templates, the environment and the locustfiles."""
-
-    path: Path
-    scenario: Scenario
-    target: Target | None = None
-
-    @property
-    def folder(self) -> Path:
-        return self.path.resolve().parent
-
-
-def prepare(
-    path: Path, target: Target | None = None, model: str | None = None, repeats: int | None = None
-) -> Experiment:
-    """Load a scenario, apply what the command line overrides, and find every mistake that can be found early."""
-    scenario = load_scenario(path)
-    if model is not None:
-        scenario = msgspec.structs.replace(scenario, model=model)
-    if repeats is not None:
-        scenario = msgspec.structs.replace(scenario, repeats=repeats)
-    if target is not None:
-        check_url("--url", target.url)
-        if target.metrics_url is not None:
-            check_url("--metrics-url", target.metrics_url)
-        scenario = _on_running_server(scenario)
-    else:
-        check_servers(scenario, str(path))
-    if scenario.prompts.file:
-        read_rows(path.parent / scenario.prompts.file)
-    for user in sorted({load.user for load in scenario.loads.values()} - set(USERS)):
-        # A container has packages of its own: only there can be seen whether the file can be imported.
-        check_locustfile((path.resolve().parent / user).resolve(), try_it=scenario.generator == "process")
-    if scenario.api_key_env and not os.environ.get(scenario.api_key_env, "").strip():
-        raise HarnessError(
-            f"$.api_key_env: the environment variable {scenario.api_key_env} is not set",
-            next_step=f"export {scenario.api_key_env}=... before the run; the key is never written anywhere.",
-        )
-    return Experiment(path, scenario, target)
-
-
-def check_url(option: str, url: str) -> None:
-    """Raise HarnessError for what cannot be an address at all."""
-    try:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and url.isprintable()
-    except ValueError:  # such as a port above 65535
-        usable = False
-    if not usable or " " in url:
-        raise HarnessError(
-            f"{option}: '{url}' is not the address of a server", next_step="Write it like http://127.0.0.1:8000."
-        )
-
-
-def _on_running_server(scenario: Scenario) -> Scenario:
-    base = scenario.baseline
-    return msgspec.structs.replace(
-        scenario,
-        servers={RUNNING_SERVER: Server(template=RUNNING_SERVER)},
-        restart=False,
-        generator="process",
-        baseline=None if base is None else Baseline(server=RUNNING_SERVER, load=base.load),
-        checks=[re.sub(r"^\s*[^/:]+/", f"{RUNNING_SERVER}/", check) for check in scenario.checks],
-    )
 
 
 def run(experiment: Experiment, runs: Path, progress: Progress) -> Path:
@@ -130,8 +55,7 @@ def run(experiment: Experiment, runs: Path, progress: Progress) -> Path:
     except BaseException as error:
         finish(folder, manifest, *_how_it_ended(error))
         raise
-    summary = summarize(folder)
-    finish(folder, manifest, "valid" if summary.valid else "invalid", summary.reasons)
+    finish(folder, manifest)
     return folder
 
 
@@ -180,12 +104,25 @@ def _needs_docker(experiment: Experiment) -> bool:
     return in_container or experiment.scenario.generator == "container"
 
 
-def finish(folder: Path, manifest: Run, status: Status, reasons: list[str]) -> None:
-    write_run(folder, msgspec.structs.replace(manifest, status=status, reasons=reasons, ended_wall_s=time.time()))
-    # Whatever was measured before a failure is worth its report, but must not hide the failure.
-    with contextlib.suppress(HarnessError):
-        write_summary(folder, summarize(folder))
+def finish(folder: Path, manifest: Run, status: Status | None = None, reasons: Sequence[str] = ()) -> None:
+    """Write the verdict, the summary and the page. Without a status, the records say whether the run is valid."""
+    ended = msgspec.structs.replace(manifest, ended_wall_s=time.time())
+    try:
+        if status is not None:
+            write_run(folder, msgspec.structs.replace(ended, status=status, reasons=list(reasons)))
+        summary = summarize(folder)
+        if status is None:
+            verdict: Status = "valid" if summary.valid else "invalid"
+            write_run(folder, msgspec.structs.replace(ended, status=verdict, reasons=summary.reasons))
+        write_summary(folder, summary)
         html.write_report(folder)
+    except KeyboardInterrupt:
+        write_run(folder, msgspec.structs.replace(ended, status="interrupted", reasons=["interrupted at the end"]))
+        raise
+    except HarnessError:
+        # What was measured before a failure is worth its report, but the report must not hide the failure.
+        if status is None:
+            raise
 
 
 def _git_commit() -> str | None:
@@ -207,12 +144,13 @@ def _cells(
         first = together[0]
         progress.cell(cells.index(first) + 1, len(cells), first, _time_left(cells[cells.index(first) :], took))
         begin = time.monotonic()
+        before = [] if experiment.target else gpu_memory()
         with endpoint_of(experiment, run_id, first, folder, progress) as endpoint:
             for cell in together:
                 if cell is not first:
                     progress.cell(cells.index(cell) + 1, len(cells), cell, None)
                 cell_run = _cell(experiment, run_id, cell, endpoint, folder, progress)
-                yield cell_run
+                yield msgspec.structs.replace(cell_run, gpu_memory_before=before)
         took[first.server, first.load] = time.monotonic() - begin
 
 
@@ -299,25 +237,9 @@ def make_job(experiment: Experiment, cell: Cell, folder: Path, model: str | None
         prompt_file=str(experiment.folder / prompts.file) if prompts.file else None,
         seed=scenario.seed,
         salt=salt if prompts.salt else None,
-        warmup=scenario.warmup,
+        warmup=warmup_of(scenario, scenario.loads[cell.load]),
         api_key_env=scenario.api_key_env,
         requests_path=str(folder / "requests.jsonl"),
         processes_path=str(folder / "processes.jsonl"),
         tickets_path=str(folder / "jobs" / f"{cell.id}.tickets"),
     )
-
-
-def server_name(experiment: Experiment, given: str | None) -> str:
-    """The server asked for, else the first. Raises HarnessError for a name that the scenario does not have."""
-    return _choose(experiment, "server", given, list(experiment.scenario.servers))
-
-
-def load_name(experiment: Experiment, given: str | None) -> str:
-    """The load asked for, else the first. Raises HarnessError for a name that the scenario does not have."""
-    return _choose(experiment, "load", given, list(experiment.scenario.loads))
-
-
-def _choose(experiment: Experiment, kind: str, given: str | None, known: list[str]) -> str:
-    if given is not None and given not in known:
-        raise HarnessError(f"--{kind}: {experiment.path} has no {kind} '{given}'; {did_you_mean(given, known)}")
-    return given or known[0]

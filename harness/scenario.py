@@ -83,7 +83,7 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     repeats: Count = 5
     seed: Annotated[int, Meta(ge=0)] = 42
     restart: bool = True  # a fresh server for each cell (cold); false: one per repeat and server (warm)
-    warmup: Warmup = Warmup(requests=2)
+    warmup: Warmup | None = None  # None: one request of each that will be in flight at once
     baseline: Baseline | None = None  # default: the first server with the first load
     checks: list[str] = []  # such as "error_rate == 0" or "ttft_p95 <= 2s"
     max_error_rate: Annotated[float, Meta(ge=0, le=1)] = 0.0  # a run with more is INVALID
@@ -124,6 +124,11 @@ def load_scenario(path: Path) -> Scenario:
     return scenario
 
 
+def warmup_of(scenario: Scenario, load: Load) -> Warmup:
+    """A load's warm-up. By default one full wave, so that the server has met the concurrency to come."""
+    return scenario.warmup or Warmup(requests=load.users * (load.batch_size or 1))
+
+
 def locustfile_of(load: Load, folder: Path, shipped: Path) -> Path:
     """The locustfile of a load: one that ships, or the user's own next to the scenario."""
     return shipped / f"{load.user}.py" if load.user in USERS else (folder / load.user).resolve()
@@ -150,7 +155,8 @@ def _contradictions(scenario: Scenario, folder: Path) -> list[str]:
         )
     if base is not None and base.load not in scenario.loads:
         problems.append(f"$.baseline.load: '{base.load}' is not a load; {did_you_mean(base.load, scenario.loads)}")
-    if (scenario.warmup.requests is None) == (scenario.warmup.duration_s is None):
+    warmup = scenario.warmup
+    if warmup is not None and (warmup.requests is None) == (warmup.duration_s is None):
         problems.append("$.warmup: give exactly one of 'requests' and 'duration_s'")
     problems += _prompt_problems(scenario.prompts, folder)
     return problems + _check_problems(scenario)

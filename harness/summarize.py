@@ -36,7 +36,7 @@ def summarize(folder: Path) -> Summary:
     ]
     found = validity.of_run(run, len(run.cells), damaged, strangers)
     reasons = found.reasons + [problem for cell in summaries for problem in cell.problems]
-    notes = found.notes + [note for cell in summaries for note in cell.notes]
+    notes = found.notes + [note for cell in summaries for note in cell.notes] + _unchecked(summaries)
     rows = _rows(run, summaries, tallies)
     base = baseline_of(run.scenario)
     comparison = None if reasons else compare_rows(rows, (base.server, base.load), run.scenario)
@@ -82,6 +82,14 @@ def _place(run: Run, cell: Cell, marks: list[ProcessMark]) -> Place:
     load = run.scenario.loads.get(cell.load)
     ended = next((ran.ended_wall_s for ran in run.cells if ran.id == cell.id), None)
     return Place(Clock(marks), None if load is None or cell.id.startswith("live-") else load.duration_s, ended)
+
+
+def _unchecked(cells: list[CellSummary]) -> list[str]:
+    unchecked = sum(cell.server_load.generated_tokens is None for cell in cells)
+    if not unchecked:
+        return []
+    where = "" if unchecked == len(cells) else f" in {unchecked} of {len(cells)} cells"
+    return [f"the server gave no token counter{where}: the client's count could not be checked against it"]
 
 
 def _by_cell(marks: list[ProcessMark]) -> dict[str, list[ProcessMark]]:

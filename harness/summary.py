@@ -50,7 +50,8 @@ class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def error_rate(self) -> float | None:
-        return (self.failed + self.unfinished) / self.sent if self.sent else None
+        """Failed / sent. What the end of the run cut is no failure of the server, but no success either."""
+        return self.failed / self.sent if self.sent else None
 
 
 class ServerLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

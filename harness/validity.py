@@ -16,6 +16,7 @@ from harness.tally import Tally
 
 MOST_TOKEN_DIFFERENCE = 0.01
 MOST_SEND_LAG_S = 0.010
+MOST_FOREIGN_MEMORY = 0.25  # of a GPU; a desktop on an APU needs some
 MOST_CPU = 0.90  # of one core: a load process is one thread
 
 
@@ -45,6 +46,7 @@ def of_cell(evidence: Evidence) -> Findings:
         reasons.append("it did not run to its end")
     else:
         reasons += _server(evidence.ran, evidence.server_load)
+        reasons += _memory(evidence.ran)
         reasons += evidence.ran.problems
     reasons += _processes(evidence)
     reasons += _work(evidence)
@@ -83,6 +85,16 @@ def _server(ran: CellRun, load: ServerLoad) -> list[str]:
     return reasons
 
 
+def _memory(ran: CellRun) -> list[str]:
+    """Memory that somebody else held when the server was started."""
+    return [
+        f"{gpu.used_bytes / 2**30:.1f} of {gpu.total_bytes / 2**30:.1f} GiB of the memory of {gpu.render_node} "
+        f"were in use before the server started; at most {MOST_FOREIGN_MEMORY:.0%} is allowed"
+        for gpu in ran.gpu_memory_before
+        if gpu.used_bytes > MOST_FOREIGN_MEMORY * gpu.total_bytes
+    ]
+
+
 def _processes(evidence: Evidence) -> list[str]:
     """Load processes that did not say goodbye, and records that got lost."""
     starts = {mark.process for mark in evidence.marks if mark.event == "start"}
@@ -111,11 +123,14 @@ def _work(evidence: Evidence) -> list[str]:
     reasons = []
     if load.requests is not None and numbers.sent != load.requests:
         reasons.append(f"{load.requests:,} measured requests were planned and {numbers.sent:,} were sent")
+    if load.requests is not None and numbers.unfinished:
+        reasons.append(f"{_count(numbers.unfinished, 'request')} of the planned work did not finish")
     rate = numbers.error_rate
     if rate is not None and rate > evidence.max_error_rate:
-        kinds = ", ".join(f"{kind} {number:,}" for kind, number in numbers.errors.items())
+        failures = {kind: number for kind, number in numbers.errors.items() if kind != "unfinished"}
+        kinds = ", ".join(f"{kind} {number:,}" for kind, number in failures.items())
         reasons.append(
-            f"{numbers.failed + numbers.unfinished:,} of {_count(numbers.sent, 'request')} failed or did not finish "
+            f"{numbers.failed:,} of {_count(numbers.sent, 'request')} failed "
             f"({kinds}): an error rate of {rate:.2%}, and at most {evidence.max_error_rate:.2%} is allowed"
         )
     if not numbers.succeeded:
@@ -168,7 +183,7 @@ def _generator(evidence: Evidence) -> list[str]:
 
 
 def _notes(evidence: Evidence) -> list[str]:
-    tally, numbers = evidence.tally, evidence.numbers
+    tally, numbers, load = evidence.tally, evidence.numbers, evidence.load
     notes = []
     if tally.read_clock:
         notes.append(
@@ -179,6 +194,11 @@ def _notes(evidence: Evidence) -> list[str]:
         notes.append(
             f"the server did not report the tokens of {tally.without_output_tokens:,} of "
             f"{_count(numbers.succeeded, 'request')}: tok/s is not known"
+        )
+    if load.requests is None and numbers.unfinished:
+        notes.append(
+            f"{_count(numbers.unfinished, 'request')} did not finish within drain_s ({load.drain_s:g} s) "
+            "after the end: latencies lack the longest"
         )
     return notes
 

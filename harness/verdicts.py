@@ -55,7 +55,10 @@ def metric_of(loads: Sequence[Load]) -> str:
 
     Of natural length the answers, and with them the work, may differ from server to server.
     """
-    work = {(load.requests, load.output_tokens, load.output, load.turns) for load in loads}
+    work = {
+        (load.user, load.requests, load.output_tokens, load.output, load.turns, load.stream, *(load.think_s or ()))
+        for load in loads
+    }
     same = len(work) == 1 and all(load.requests is not None and load.output == "fixed" for load in loads)
     return "wall_s" if same else "output_tok_s"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.machine.facts import device_groups, gfx_target, gpus, machine
+from harness.machine.facts import device_groups, gfx_target, gpu_memory, gpus, machine
 
 STRIX_HALO = """cpu_cores_count 0
 simd_count 80
@@ -54,6 +54,15 @@ def strix_halo(tmp_path: Path) -> Path:
     )
 
 
+def test_memory_in_use_is_one_pool_on_an_apu_and_no_fact_of_the_machine(strix_halo: Path) -> None:
+    (found,) = gpu_memory(strix_halo)
+    assert found.render_node == "/dev/dri/renderD128"
+    assert (found.used_bytes, found.total_bytes) == (163840000 + 14680064, 536870912 + 133143986176)
+    before = machine(strix_halo)
+    (strix_halo / "sys/class/drm/renderD128/device/mem_info_gtt_used").write_text("99999999\n")
+    assert machine(strix_halo) == before
+
+
 def test_a_strix_halo(strix_halo: Path) -> None:
     found = machine(strix_halo, docker="28.0")
     assert (found.name, found.kernel, found.docker) == ("halo", "6.18.4", "28.0")
@@ -67,9 +76,7 @@ def test_a_strix_halo(strix_halo: Path) -> None:
             "compute_units": 40,
             "integrated": True,
             "vram_bytes": 536870912,
-            "vram_used_bytes": 163840000,
             "gtt_bytes": 133143986176,
-            "gtt_used_bytes": 14680064,
             "vbios": "113-STRXLGEN-001",
             "performance_level": "auto",
             "cwsr_sizes_known": True,

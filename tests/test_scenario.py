@@ -7,7 +7,7 @@ import pytest
 from harness.errors import HarnessError, ScenarioError
 from harness.paths import SCENARIOS
 from harness.plan import baseline_of, plan
-from harness.scenario import load_scenario
+from harness.scenario import load_scenario, warmup_of
 
 GOOD = """
 version: 1
@@ -37,7 +37,7 @@ def test_a_small_scenario_gets_the_documented_defaults(tmp_path: Path) -> None:
     assert scenario.repeats == 5
     assert scenario.seed == 42
     assert scenario.restart is True
-    assert scenario.warmup.requests == 2
+    assert [warmup_of(scenario, load).requests for load in scenario.loads.values()] == [1, 5]
     assert scenario.loads["one"].output == "fixed"
     assert baseline_of(scenario).server == "a"
     assert baseline_of(scenario).load == "one"

@@ -17,6 +17,7 @@ from harness.validity import Evidence, Findings, of_cell, of_run
 from tests.made_runs import both_marks, request, scenario, served_by, write_made_run
 
 LOAD = Load(user="batch", batch_size=2, requests=4, output_tokens=11)
+TIMED = Load(user="batch", batch_size=2, duration_s=10.0, output_tokens=11)
 MARKS = both_marks("c", 7, 0.0, 10.0, sent=4)
 
 
@@ -107,7 +108,7 @@ def test_work_that_was_not_done() -> None:
 def test_the_error_rate() -> None:
     records = four(error="rejected", chunks_s=[], output_tokens=None)
     assert reason(judge(records)) == (
-        "c: 1 of 4 requests failed or did not finish (rejected 1): "
+        "c: 1 of 4 requests failed (rejected 1): "
         "an error rate of 25.00%, and at most 0.00% is allowed"
     )
     assert judge(records, max_error_rate=0.25) == Findings([], [])
@@ -148,17 +149,17 @@ def test_one_percent_is_allowed_and_warm_up_counts() -> None:
 def test_requests_that_were_cut_widen_what_the_server_may_have_counted() -> None:
     cut = four(error="unfinished", output_tokens=None, chunks_s=[0.5, 0.6], asked_tokens=11)
     for counted, good in ((35.0, True), (40.0, True), (44.0, True), (33.0, False), (46.0, False)):
-        found = judge(cut, max_error_rate=0.25, server=ServerLoad(generated_tokens=counted))
+        found = judge(cut, max_error_rate=0.25, load=TIMED, server=ServerLoad(generated_tokens=counted))
         assert (found.reasons == []) is good, counted
-    assert "the client 35 to 44" in reason(judge(cut, max_error_rate=0.25, server=ServerLoad(generated_tokens=60.0)))
+    assert "the client 35 to 44" in reason(judge(cut, max_error_rate=0.25, load=TIMED, server=ServerLoad(generated_tokens=60.0)))
     endless = four(error="unfinished", output_tokens=None, chunks_s=[0.5, 0.6], asked_tokens=None)
-    assert judge(endless, max_error_rate=0.25, server=ServerLoad(generated_tokens=9000.0)).reasons == []
+    assert judge(endless, max_error_rate=0.25, load=TIMED, server=ServerLoad(generated_tokens=9000.0)).reasons == []
     assert "the client at least 35" in reason(
-        judge(endless, max_error_rate=0.25, server=ServerLoad(generated_tokens=20.0))
+        judge(endless, max_error_rate=0.25, load=TIMED, server=ServerLoad(generated_tokens=20.0))
     )
     refused = four(error="rejected", output_tokens=None, chunks_s=[])
-    assert judge(refused, max_error_rate=0.25, server=ServerLoad(generated_tokens=33.0)).reasons == []
-    assert judge(refused, max_error_rate=0.25, server=ServerLoad(generated_tokens=44.0)).reasons != []
+    assert judge(refused, max_error_rate=0.25, load=TIMED, server=ServerLoad(generated_tokens=33.0)).reasons == []
+    assert judge(refused, max_error_rate=0.25, load=TIMED, server=ServerLoad(generated_tokens=44.0)).reasons != []
 
 
 def test_no_count_after_a_restart() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.manifest import Machine
+from harness.manifest import GpuMemory, Machine
 
 # Parameters of the kernel command line that change what a GPU can do or how fast memory is.
 _PARAMETERS = re.compile(
@@ -66,14 +66,28 @@ def gpus(root: Path = Path("/")) -> Iterator[dict[str, Any]]:
             "compute_units": _compute_units(properties),
             "integrated": not (device / "board_info").exists() if device.is_dir() else None,
             "vram_bytes": _number(device / "mem_info_vram_total"),
-            "vram_used_bytes": _number(device / "mem_info_vram_used"),
             "gtt_bytes": _number(device / "mem_info_gtt_total"),
-            "gtt_used_bytes": _number(device / "mem_info_gtt_used"),
             "vbios": _read(device / "vbios_version"),
             "performance_level": _read(device / "power_dpm_force_performance_level"),
             # gfx1151 hangs under load without these two; kernels from 6.18.4 on export them.
             "cwsr_sizes_known": {"cwsr_size", "ctl_stack_size"} <= properties.keys(),
         }
+
+
+def gpu_memory(root: Path = Path("/")) -> list[GpuMemory]:
+    """How much of each GPU's memory is in use now. On an APU, VRAM and GTT are one pool."""
+    found = []
+    for gpu in gpus(root):
+        node = gpu["render_node"]
+        device = root / f"sys/class/drm/{Path(node).name}/device" if node else None
+        if device is None:
+            continue
+        pools = ("vram", "gtt") if gpu["integrated"] else ("vram",)
+        used = [value for pool in pools if (value := _number(device / f"mem_info_{pool}_used")) is not None]
+        total = [value for pool in pools if (value := gpu[f"{pool}_bytes"]) is not None]
+        if len(used) == len(total) == len(pools):
+            found.append(GpuMemory(render_node=node, used_bytes=sum(used), total_bytes=sum(total)))
+    return found
 
 
 def gfx_target(version: int) -> str:

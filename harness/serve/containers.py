@@ -18,6 +18,7 @@ from harness.serve.failures import State, explain
 from harness.serve.logfile import LogFile
 from harness.serve.values import parse_bytes, parse_device, parse_port, parse_seconds, parse_volume
 
+ENGINE_SILENT_S = 15.0
 LOOK_EVERY_S = 0.5  # a look at the container costs the engine a millisecond or two
 
 
@@ -134,16 +135,23 @@ def follow_log(container: Container, log: LogFile) -> None:
     log.follow(lambda: container.logs(stream=True, follow=True, timestamps=True, stdout=True, stderr=True))
 
 
-def watcher(container: Container, log: LogFile) -> Callable[[], Look]:
-    """A function that looks at the container; cheap enough to be called all the time."""
+def watcher(container: Container, log: LogFile) -> Callable[[bool], Look]:
+    """A function that looks at the container; cheap enough to be called all the time. With true it looks now."""
     last = Look(None)
     looked_at = float("-inf")
+    answered_at = time.monotonic()
 
-    def look() -> Look:
-        nonlocal last, looked_at
-        if time.monotonic() - looked_at >= LOOK_EVERY_S and last.problem is None:
-            last = _look(container, log)
+    def look(now: bool) -> Look:
+        nonlocal last, looked_at, answered_at
+        if last.problem is None and (now or time.monotonic() - looked_at >= LOOK_EVERY_S):
             looked_at = time.monotonic()
+            try:
+                last = _look(container, log)
+                answered_at = looked_at
+            except DOCKER_ERRORS as error:
+                # A busy engine may miss one look; that is no reason to call its container dead.
+                if looked_at - answered_at > ENGINE_SILENT_S:
+                    last = Look(f"the Docker Engine has given no answer for {ENGINE_SILENT_S:.0f} s ({error})")
         return last
 
     return look
@@ -154,8 +162,6 @@ def _look(container: Container, log: LogFile) -> Look:
         container.reload()
     except NotFound:
         return Look("its container was removed from outside")
-    except DOCKER_ERRORS as error:
-        return Look(f"the Docker Engine gave no answer ({error})")
     state = container.attrs["State"]
     restarts = int(container.attrs.get("RestartCount") or 0)
     oom_killed = bool(state.get("OOMKilled"))
@@ -188,7 +194,7 @@ def death(look: Look, log: LogFile) -> ServerError:
 def inspected(container: Container, compose: ComposeFile) -> dict[str, Any]:
     """The container's configuration for the manifest: what makes two starts alike or different.
 
-    No environment but its names, the command with secrets still as names, and no port of the host.
+    Command and environment are as in the Compose file, where secrets are only named. No port of the host.
     """
     config, host = container.attrs["Config"], container.attrs["HostConfig"]
     kept = (
@@ -200,7 +206,7 @@ def inspected(container: Container, compose: ComposeFile) -> dict[str, Any]:
         "User": config.get("User"),
         "Entrypoint": config.get("Entrypoint"),
         "Cmd": compose.server.command,
-        "Environment": sorted(compose.server.environment),
+        "Environment": dict(sorted(compose.server.environment.items())),
         "HostConfig": {key: host.get(key) for key in kept if host.get(key) not in (None, [], {}, "")},
     }
 

@@ -32,7 +32,7 @@ def arguments_of(service: Service) -> list[str]:
 
 
 @contextlib.contextmanager
-def embedded(service: Service, log_path: Path) -> Iterator[tuple[Callable[[], Look], LogFile]]:
+def embedded(service: Service, log_path: Path) -> Iterator[tuple[Callable[[bool], Look], LogFile]]:
     """The engine while it runs: a function that looks at it, and its log. It ends with us, however we end."""
     log = LogFile(log_path)
     with log_path.open("ab") as output:
@@ -41,7 +41,7 @@ def embedded(service: Service, log_path: Path) -> Iterator[tuple[Callable[[], Lo
         except OSError as error:
             raise ServerError(f"the embedded engine cannot be started: {error}") from None
     try:
-        yield lambda: _look(child, log), log
+        yield lambda _now: _look(child, log), log
     finally:
         process.stop(child)
 

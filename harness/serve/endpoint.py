@@ -13,7 +13,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     url: str  # as this host reaches it, without a slash at the end
     started: ServedBy  # as it was when it became ready
-    look: Callable[[], Look]
+    look: Callable[[bool], Look]  # with true: look now, else within the last half second
     metrics_url: str | None = None
     network: str | None = None  # Docker network of the server's container
     network_url: str | None = None  # as a container in that network reaches it
@@ -21,11 +21,11 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def served_by(self) -> ServedBy:
         """What served until now: restarts, OOM kills and an early end included."""
-        seen = self.look()
+        seen = self.look(True)
         return msgspec.structs.replace(
             self.started, restarts=seen.restarts, oom_killed=seen.oom_killed, exit_code=seen.exit_code
         )
 
     def check_alive(self) -> str | None:
         """None while the server lives, else what happened to it. Cheap: made to be asked all the time."""
-        return self.look().problem
+        return self.look(False).problem

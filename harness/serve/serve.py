@@ -32,6 +32,8 @@ from harness.serve.ready import Ready, Waiting, wait_ready
 from harness.serve.template import render, secrets_in, server_problems
 from harness.serve.values import parse_port, parse_seconds
 
+MISSES = 3  # looks in a row at a server that already ran
+
 
 def _silent(_line: str) -> None:
     """No progress is shown."""
@@ -229,23 +231,25 @@ def attach(url: str, model: str | None, api_key: str | None = None, *, metrics_u
     served_by = ask.attach(url, model, api_key)
     parts = urlsplit(served_by.url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-    last, looked_at = Look(None), time.monotonic()
+    last, looked_at, misses = Look(None), time.monotonic(), 0
 
-    def look() -> Look:
-        nonlocal last, looked_at
-        if time.monotonic() - looked_at > 2.0:
-            listens = ask.listens(host, port)
-            last = Look(None if listens else f"nothing listens at {served_by.url} any more")
+    def look(now: bool) -> Look:
+        nonlocal last, looked_at, misses
+        if last.problem is None and (now or time.monotonic() - looked_at > 2.0):
             looked_at = time.monotonic()
+            # A full listen queue can refuse one connection of a server that lives.
+            misses = 0 if ask.listens(host, port) else misses + 1
+            if misses == MISSES:
+                last = Look(f"nothing listens at {served_by.url} any more")
         return last
 
     metrics = metrics_url or ask.metrics_url(served_by.url, api_key)
     return Endpoint(url=served_by.url, started=served_by, look=look, metrics_url=metrics)
 
 
-def _wait(start: _Start, url: str, look: Callable[[], Look], log: LogFile) -> Ready:
+def _wait(start: _Start, url: str, look: Callable[[bool], Look], log: LogFile) -> Ready:
     def dead() -> ServerError | None:
-        seen = look()
+        seen = look(False)
         return None if seen.problem is None else containers.death(seen, log)
 
     waiting = Waiting(dead, log, start.server.startup_timeout_s, start.on_progress)

@@ -1,0 +1,105 @@
+"""A scenario made ready to run: checked against the templates, the environment and the locustfiles."""
+
+import os
+import re
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from harness.drive import check_locustfile
+from harness.errors import HarnessError, did_you_mean
+from harness.scenario import USERS, Baseline, Scenario, Server, load_scenario
+from harness.serve import check_servers
+from harness.workload import read_rows
+
+RUNNING_SERVER = "running"  # the name of the server given with --url
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A server that already runs, given on the command line."""
+
+    url: str
+    metrics_url: str | None = None
+
+
+class Experiment(msgspec.Struct, frozen=True):
+    """A scenario made ready to run: checked against the templates, the environment and the locustfiles."""
+
+    path: Path
+    scenario: Scenario
+    target: Target | None = None
+
+    @property
+    def folder(self) -> Path:
+        return self.path.resolve().parent
+
+
+def prepare(
+    path: Path, target: Target | None = None, model: str | None = None, repeats: int | None = None
+) -> Experiment:
+    """Load a scenario, apply what the command line overrides, and find every mistake that can be found early."""
+    scenario = load_scenario(path)
+    if model is not None:
+        scenario = msgspec.structs.replace(scenario, model=model)
+    if repeats is not None:
+        scenario = msgspec.structs.replace(scenario, repeats=repeats)
+    if target is not None:
+        check_url("--url", target.url)
+        if target.metrics_url is not None:
+            check_url("--metrics-url", target.metrics_url)
+        scenario = _on_running_server(scenario)
+    else:
+        check_servers(scenario, str(path))
+    if scenario.prompts.file:
+        read_rows(path.parent / scenario.prompts.file)
+    for user in sorted({load.user for load in scenario.loads.values()} - set(USERS)):
+        # A container has packages of its own: only there can be seen whether the file can be imported.
+        check_locustfile((path.resolve().parent / user).resolve(), try_it=scenario.generator == "process")
+    if scenario.api_key_env and not os.environ.get(scenario.api_key_env, "").strip():
+        raise HarnessError(
+            f"$.api_key_env: the environment variable {scenario.api_key_env} is not set",
+            next_step=f"export {scenario.api_key_env}=... before the run; the key is never written anywhere.",
+        )
+    return Experiment(path, scenario, target)
+
+
+def check_url(option: str, url: str) -> None:
+    """Raise HarnessError for what cannot be an address at all."""
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and url.isprintable()
+    except ValueError:  # such as a port above 65535
+        usable = False
+    if not usable or " " in url:
+        raise HarnessError(
+            f"{option}: '{url}' is not the address of a server", next_step="Write it like http://127.0.0.1:8000."
+        )
+
+
+def _on_running_server(scenario: Scenario) -> Scenario:
+    base = scenario.baseline
+    return msgspec.structs.replace(
+        scenario,
+        servers={RUNNING_SERVER: Server(template=RUNNING_SERVER)},
+        restart=False,
+        generator="process",
+        baseline=None if base is None else Baseline(server=RUNNING_SERVER, load=base.load),
+        checks=[re.sub(r"^\s*[^/:]+/", f"{RUNNING_SERVER}/", check) for check in scenario.checks],
+    )
+
+
+def server_name(experiment: Experiment, given: str | None) -> str:
+    """The server asked for, else the first. Raises HarnessError for a name that the scenario does not have."""
+    return _choose(experiment, "server", given, list(experiment.scenario.servers))
+
+
+def load_name(experiment: Experiment, given: str | None) -> str:
+    """The load asked for, else the first. Raises HarnessError for a name that the scenario does not have."""
+    return _choose(experiment, "load", given, list(experiment.scenario.loads))
+
+
+def _choose(experiment: Experiment, kind: str, given: str | None, known: list[str]) -> str:
+    if given is not None and given not in known:
+        raise HarnessError(f"--{kind}: {experiment.path} has no {kind} '{given}'; {did_you_mean(given, known)}")
+    return given or known[0]
