@@ -81,7 +81,8 @@ def _cells(run: Run) -> dict[str, Cell]:
 def _place(run: Run, cell: Cell, marks: list[ProcessMark]) -> Place:
     load = run.scenario.loads.get(cell.load)
     ended = next((ran.ended_wall_s for ran in run.cells if ran.id == cell.id), None)
-    return Place(Clock(marks), None if load is None or cell.id.startswith("live-") else load.duration_s, ended)
+    duration_s = None if load is None or cell.id.startswith("live-") else load.duration_s
+    return Place(Clock(marks), duration_s, ended, row=f"{cell.server} {cell.load}")
 
 
 def _unchecked(cells: list[CellSummary]) -> list[str]:

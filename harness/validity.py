@@ -50,7 +50,8 @@ def of_cell(evidence: Evidence) -> Findings:
         reasons += evidence.ran.problems
     reasons += _processes(evidence)
     reasons += _work(evidence)
-    if evidence.ran is not None:  # of a cell that was cut, what is missing is already known to be missing
+    # Of a cell that was cut, what is missing is already known to be missing.
+    if evidence.ran is not None and not evidence.ran.problems:
         reasons += _tokens(evidence.tally, evidence.server_load)
     reasons += _generator(evidence)
     return Findings([f"{cell}: {text}" for text in reasons], [f"{cell}: {text}" for text in _notes(evidence)])
@@ -76,7 +77,7 @@ def _server(ran: CellRun, load: ServerLoad) -> list[str]:
     reasons = []
     if served.oom_killed:
         reasons.append("the server was killed because memory ran out")
-    if served.exit_code is not None:
+    if served.exit_code is not None and not any("the server died" in problem for problem in ran.problems):
         reasons.append(f"the server died with exit code {served.exit_code}")
     if served.restarts:
         reasons.append(f"the server was restarted {_count(served.restarts, 'time')}")
@@ -104,8 +105,10 @@ def _processes(evidence: Evidence) -> list[str]:
         reasons.append(f"{len(starts)} of {_count(evidence.load.processes, 'load process', 'es')} started")
     killed = sorted(starts - ends.keys())
     if killed:
-        names = ", ".join(map(str, killed))
-        reasons.append(f"load process {names} was killed: what it had sent and not yet recorded is not known")
+        names = ("load process {} was" if len(killed) == 1 else "load processes {} were").format(
+            ", ".join(map(str, killed))
+        )
+        reasons.append(f"{names} killed: what was sent and not yet recorded is not known")
     for process, mark in sorted(ends.items()):
         found = evidence.tally.by_process[process]
         if mark.sent is not None and mark.sent != found:
