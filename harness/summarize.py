@@ -7,12 +7,13 @@ from pathlib import Path
 import msgspec
 
 from harness import checks, validity
+from harness.count import Place, tally
 from harness.manifest import CellRun, Run, read_run
 from harness.metrics import MetricsSample, read_samples, server_load
 from harness.plan import Cell, baseline_of, plan
 from harness.records import ProcessMark, read_marks
 from harness.summary import CellSummary, Row, Summary
-from harness.tally import Clock, Place, Tally, numbers_of, tally
+from harness.tally import Clock, Tally, numbers_of
 from harness.verdicts import compare_rows
 
 

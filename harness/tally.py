@@ -1,7 +1,6 @@
-"""What each cell's summary needs of a run's records, gathered request by request.
+"""What each cell's summary needs of a run's records, gathered request by request, and the numbers that it gives.
 
-Latencies are kept as plain arrays of doubles, a few per request; records are not kept. See harness.blocks for how a
-long file is read, and harness.gaps for its chunk gaps.
+Latencies are kept as plain arrays of doubles, a few per request; records are not kept. For chunk gaps see harness.gaps.
 """
 
 import math
@@ -9,8 +8,6 @@ import statistics
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -18,17 +15,12 @@ import numpy as np
 from msgspec import Struct
 
 from harness import derive, gaps
-from harness.blocks import Block, Lines, blocks_of, in_file, reader, requests_in
-from harness.gaps import Gaps, Interval, Sample
+from harness.gaps import Gaps
 from harness.records import ProcessMark, Request
 from harness.stats import Array, percentile
 from harness.summary import NEEDED, Distribution, Numbers
 
 _SAME_MACHINE_S = 1.0
-KEEP_BYTES = 256 * 2**20  # of records; of a longer file only those chunk gaps are kept that percentiles need
-_SAMPLED = 16  # one of so many lines of a long file,
-_SAMPLED_GAPS = 5  # and of these one of so many gaps, tell where the percentiles lie
-_WIDENED = (1.0, 4.0, math.inf)  # how wide to look for them; the last holds every value
 _NO_TOKENS = ("connect", "rejected", "http", "not_api")  # the server generated nothing for these
 
 
@@ -189,165 +181,6 @@ _ENDS = {"first_sent_s": min, "last_ended_s": max, "first_any_s": min, "last_any
 def _keep(values: "array[float]", value: float | None) -> None:
     if value is not None:
         values.append(value)
-
-
-class Place(Struct, frozen=True):
-    """What the tally must know of a cell before it reads its records."""
-
-    clock: Clock
-    duration_s: float | None = None  # of a timed load
-    ended_wall_s: float | None = None  # when the cell was over, if it came to its end
-    row: str | None = None  # the cells that are pooled with it have the same
-
-
-class _Head(Struct):
-    """The part of a record that a first look needs; the rest of the line is skipped."""
-
-    cell: str
-    process: int
-    phase: str
-    sent_s: float
-
-
-class _Look(Struct):
-    """What a first look at a block finds."""
-
-    starts: dict[str, float] = {}  # of timed cells: the first measured request
-    samples: dict[str, Sample] = {}
-
-
-def tally(path: Path, places: dict[str, Place], damaged: list[int], strangers: Counter[str]) -> dict[str, Tally]:
-    """The tally of each cell that has records. Torn lines go to `damaged`, records of unknown cells to `strangers`.
-
-    Raises HarnessError when a process that read a part of a long file was killed.
-    """
-    blocks = blocks_of(path)
-    long = bool(blocks) and blocks[-1].end > KEEP_BYTES
-    tallies: dict[str, Tally] = {}
-    with reader(blocks) as run:
-        look = _Look()
-        if long or any(place.duration_s is not None for place in places.values()):
-            for found in run(partial(_look, places=places, sampling=long)):
-                _merge_looks(look, found)
-        windows = _windows(look.starts, places)
-        for widened in _WIDENED if long else (math.inf,):
-            intervals = _intervals(look.samples, places, widened)
-            lines, unknown = [], Counter[str]()
-            tallies = {}
-            for part, others, read in run(partial(_tally, places=places, windows=windows, intervals=intervals)):
-                lines.append(read)
-                unknown += others
-                for cell, counted in part.items():
-                    if cell in tallies:
-                        tallies[cell].merge(counted)
-                    else:
-                        tallies[cell] = counted
-            if _all_found(tallies, places):
-                break
-    damaged += in_file(lines)
-    strangers += unknown
-    return tallies
-
-
-def _tally(
-    block: Block,
-    places: dict[str, Place],
-    windows: dict[str, tuple[float, float]],
-    intervals: dict[str, list[Interval]],
-) -> tuple[dict[str, Tally], Counter[str], Lines]:
-    tallies: dict[str, Tally] = {}
-    strangers: Counter[str] = Counter()
-    lines = Lines()
-    for request in requests_in(block, lines):
-        cell = request.cell
-        if cell not in places:
-            strangers[cell] += 1
-            continue
-        if cell not in tallies:
-            kept = Gaps(intervals[cell]) if cell in intervals else Gaps()
-            tallies[cell] = Tally(clock=places[cell].clock, window_s=windows.get(cell), chunk_gap_s=kept)
-        tallies[cell].add(request)
-    for counted in tallies.values():
-        counted.chunk_gap_s.flush()
-    return tallies, strangers, lines
-
-
-def _look(block: Block, places: dict[str, Place], sampling: bool) -> _Look:
-    look = _Look()
-    timed = {cell: place for cell, place in places.items() if place.duration_s is not None}
-    decode_head, decode = msgspec.json.Decoder(_Head).decode, msgspec.json.Decoder(Request).decode
-    for number, line in enumerate(block.lines()):
-        try:
-            if sampling and number % _SAMPLED == 0:
-                _sample(look, decode(line), number // _SAMPLED)
-            if timed:
-                head = decode_head(line)
-                if head.phase == "measured" and head.cell in timed:
-                    sent_s = head.sent_s + timed[head.cell].clock.offset_s(head.process)
-                    look.starts[head.cell] = min(sent_s, look.starts.get(head.cell, sent_s))
-        except msgspec.DecodeError:
-            continue
-    return look
-
-
-def _sample(look: _Look, request: Request, turn: int) -> None:
-    if request.phase == "measured" and request.error is None:
-        sample = look.samples.setdefault(request.cell, Sample())
-        # Not always the same gaps of an answer: an engine may have a rhythm.
-        sample.add(request.chunks_s, turn % _SAMPLED_GAPS, _SAMPLED_GAPS)
-
-
-def _merge_looks(look: _Look, other: _Look) -> None:
-    for cell, start in other.starts.items():
-        look.starts[cell] = min(start, look.starts.get(cell, start))
-    for cell, sample in other.samples.items():
-        look.samples.setdefault(cell, Sample()).merge(sample)
-
-
-def _by_row(cells: Iterable[str], places: dict[str, Place]) -> list[list[str]]:
-    rows: dict[str, list[str]] = {}
-    for cell in cells:
-        if cell in places:
-            rows.setdefault(places[cell].row or cell, []).append(cell)
-    return list(rows.values())
-
-
-def _intervals(samples: dict[str, Sample], places: dict[str, Place], widened: float) -> dict[str, list[Interval]]:
-    """Which chunk gaps are to be kept of each cell; cells not named keep all, such as those with few records."""
-    if widened == math.inf:
-        return {}
-    known = {cell: sample for cell, sample in samples.items() if sample.requests >= gaps.LEAST_SAMPLE}
-    return {
-        cell: found
-        for cells in _by_row(known, places)
-        for found in [gaps.intervals_around([known[cell] for cell in cells], widened)]
-        for cell in cells
-    }
-
-
-def _all_found(tallies: dict[str, Tally], places: dict[str, Place]) -> bool:
-    """Whether each percentile of each cell and row lies where values were kept."""
-    groups = [[cell] for cell in tallies] + _by_row(tallies, places)
-    for cells in groups:
-        parts = [tallies[cell].chunk_gap_s for cell in cells if tallies[cell].chunk_gap_s.n]
-        if not all(part.whole for part in parts) and not gaps.all_known(parts):
-            return False
-    return True
-
-
-def _windows(starts: dict[str, float], places: dict[str, Place]) -> dict[str, tuple[float, float]]:
-    """The measured time of each timed cell: from its first measured request on, as long as the load asks for.
-
-    It is shorter where the cell was over before.
-    """
-    windows = {}
-    for cell, start in starts.items():
-        place = places[cell]
-        end = start + (place.duration_s or 0.0)
-        if place.ended_wall_s is not None and place.clock.anchor_s is not None:
-            end = max(start, min(end, place.ended_wall_s - place.clock.anchor_s))
-        windows[cell] = (start, end)
-    return windows
 
 
 def distribution(parts: Sequence["array[float]"], requests: int | None = None) -> Distribution:

@@ -9,6 +9,7 @@ from harness.paths import ROOT
 
 LOAD = {"load", "workload", "job", "records", "scenario", "errors", "strict", "data"}
 READS_FILES = {
+    "blocks", "gaps", "count",
     "derive", "stats", "tally", "summary", "summarize", "verdicts", "alike", "compare", "checks", "validity", "report",
 }  # fmt: skip
 READERS = {"records", "manifest", "errors", "plan", "scenario", "metrics"}
