@@ -1,267 +1,196 @@
-"""Checks as they are written: `[SERVER/LOAD:] METRIC OP BOUND`, such as `ttft_p95 <= 2s`.
+"""What checks come to, held against the rows of a summary. How they are written: `harness.check_syntax`."""
 
-METRIC is a name, or `attainment(SLO, ...)` or `goodput(SLO, ...)` with SLOs such as `ttft<=1s`. BOUND is a number with
-its unit, or a multiple of what the baseline has: `0.97 * baseline`. What checks come to is `harness.gate`'s.
-"""
-
-import operator
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Sequence
 
 from msgspec import Struct
 
-from harness.errors import did_you_mean
-from harness.summary import NEEDED
+from harness.check_syntax import (
+    JUDGED_BY_SLOS,
+    LATENCIES,
+    OPERATORS,
+    STATISTICS,
+    UNITS,
+    Check,
+    parse_check,
+    slos_key,
+)
+from harness.stats import samples_needed
+from harness.summary import NEEDED, CheckResult, Comparison, Distribution, Reference, Row
 
-OPERATORS: dict[str, Callable[[float, float], bool]] = {
-    "<=": operator.le,
-    ">=": operator.ge,
-    "==": operator.eq,
-    "<": operator.lt,
-    ">": operator.gt,
-}
-LATENCIES = {"ttft": "ttft_s", "ttfo": "ttfo_s", "tpot": "tpot_s", "e2e": "e2e_s", "gap": "chunk_gap_s"}
-STATISTICS = (*NEEDED, "mean")
-OF_A_REQUEST = ("ttft", "ttfo", "tpot", "e2e")  # what an SLO may bound: latencies that a request has one of
-# Which units a metric may be written in, and what they are worth.
-_TIME = {"s": 1.0, "ms": 0.001}
-_SHARE = {"": 1.0, "%": 0.01}
-_PLAIN = {"": 1.0}
-_RATE = "req/s"
-UNITS: dict[str, dict[str, float]] = {
-    **{f"{latency}_{statistic}": _TIME for latency in LATENCIES for statistic in STATISTICS},
-    "wall": _TIME,
-    "error_rate": _SHARE,
-    "output_tok_s": _PLAIN,
-    "requests_per_s": _PLAIN,
-    "speedup": _PLAIN,
-    "attainment": _SHARE,
-    "goodput": {**_SHARE, _RATE: 1.0},
-}
-JUDGED_BY_SLOS = ("attainment", "goodput")
-BASELINE = "baseline"
-_NAME = r"[a-z0-9][a-z0-9-]{0,39}"
-_NUMBER = r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?"
+_MOST_PERMILLE = 999  # a share closer to 1 is asked of as many requests as p99.9
 
 
-class Slo(Struct, frozen=True, kw_only=True):
-    """A bound on a latency of one request, such as `ttft<=1s`."""
+class _Judged(Struct, frozen=True, kw_only=True):
+    """A row under a check."""
 
-    text: str
-    latency: str  # one of OF_A_REQUEST
-    operator: str  # "<=" or "<"
-    bound_s: float
-
-
-class Check(Struct, frozen=True, kw_only=True):
-    """A check as read. No server and load: it holds for every row."""
-
-    text: str
-    server: str | None = None
-    load: str | None = None
-    metric: str  # `goodput` of a share is read as what it is, `attainment`
-    slos: tuple[Slo, ...] = ()
-    operator: str
-    bound: float  # in seconds or a plain number, or the factor of the baseline's value
-    relative: bool = False
+    evidence: str
+    holds: bool = False
+    distance: float = 0.0  # from the bound, relative to it
 
 
-def slos_key(slos: Iterable[Slo]) -> str:
-    """How a set of SLOs is named in a summary: "ttft<=1s, tpot<=50ms"."""
-    return ", ".join(slo.text for slo in slos)
+def evaluate(
+    texts: Sequence[str],
+    rows: Sequence[Row],
+    comparison: Comparison | None,
+    reference: Reference | None = None,
+) -> list[CheckResult]:
+    """How each check came out. A check without enough data fails, and says what it needs.
 
-
-def slo_sets(texts: Iterable[str]) -> dict[str, tuple[Slo, ...]]:
-    """The sets of SLOs that checks ask about, by name. A text that is no check asks about none."""
-    found = {}
+    What a check calls the baseline is the same row of `reference`, if that is given, else the row that `comparison`
+    compares with.
+    """
+    results = []
     for text in texts:
         try:
-            check = parse_check(text)
-        except ValueError:
-            continue
-        if check.slos:
-            found[slos_key(check.slos)] = check.slos
-    return found
+            results.append(_evaluate(parse_check(text), rows, comparison, reference))
+        except ValueError as error:
+            results.append(CheckResult(check=text, passed=False, evidence=str(error)))
+    return results
 
 
-def misplaced(text: str, servers: Collection[str], loads: Collection[str]) -> str | None:
-    """What is wrong with a check in a scenario that has these servers and loads; None: nothing."""
-    try:
-        check = parse_check(text)
-    except ValueError as error:
-        return str(error)
-    for kind, name, known in (("server", check.server, servers), ("load", check.load, loads)):
-        if name is not None and name not in known:
-            return f"'{name}' is not a {kind}; {did_you_mean(name, known)}"
-    return None
+def _evaluate(
+    check: Check, rows: Sequence[Row], comparison: Comparison | None, reference: Reference | None
+) -> CheckResult:
+    chosen = [row for row in rows if check.server is None or (row.server, row.load) == (check.server, check.load)]
+    within = check.metric == "speedup" or (check.relative and reference is None)
+    if within and comparison is not None and check.server is None:
+        sides = {verdict.side for verdict in comparison.verdicts}  # the baseline is not compared with itself
+        chosen = [row for row in chosen if _name(row) in sides]
+    if not chosen:
+        return CheckResult(check=check.text, passed=False, evidence="there is no row that it applies to")
+    judged = [_judge(check, row, rows, comparison, reference) for row in chosen]
+    failed = [one.evidence for one in judged if not one.holds]
+    if failed:
+        return CheckResult(check=check.text, passed=False, evidence="; ".join(failed))
+    # Of those that hold the one closest to the bound says most.
+    closest = min(judged, key=lambda one: one.distance).evidence
+    rest = f" (the closest of {len(judged)} rows)" if len(judged) > 1 else ""
+    return CheckResult(check=check.text, passed=True, evidence=closest + rest)
 
 
-def on_server(text: str, server: str) -> str:
-    """The check with its selection, if it has one, moved to another server."""
-    return re.sub(rf"^\s*{_NAME}/(?={_NAME}\s*:)", f"{server}/", text)
+def _judge(
+    check: Check, row: Row, rows: Sequence[Row], comparison: Comparison | None, reference: Reference | None
+) -> _Judged:
+    value, missing = _value(check, row, comparison)
+    if value is None:
+        return _Judged(evidence=f"{_name(row)}: {missing}")
+    bound, evidence = check.bound, f"{_name(row)}: {_shown(check, value)}{_counted(check, row)}"
+    if check.relative:
+        base, whose = _baseline_value(check, row, rows, comparison, reference)
+        if base is None:
+            return _Judged(evidence=f"{_name(row)}: {whose}")
+        bound = check.bound * base
+        factor = f", {value / base:.3g} times as much" if base else ""
+        evidence += f" against {_shown(check, base)} of {whose}{factor}"
+    return _Judged(
+        evidence=evidence,
+        holds=OPERATORS[check.operator](value, bound),
+        distance=abs(value - bound) / (abs(bound) or 1.0),
+    )
 
 
-def parse_check(text: str) -> Check:
-    """Read a check. Raises ValueError that says where it is wrong, and what is known there."""
-    reader = _Reader(text)
-    server, load = _selection(reader)
-    metric, slos = _metric(reader)
-    sign = _sign(reader, tuple(OPERATORS))
-    number = reader.word(_NUMBER)
-    if _is_baseline(reader, number):
-        if metric == "speedup":
-            raise reader.wrong("'speedup' is relative to the baseline already; use a plain number")
-        factor = float(number or 1)
-        relative = True
+def _baseline_value(
+    check: Check, row: Row, rows: Sequence[Row], comparison: Comparison | None, reference: Reference | None
+) -> tuple[float | None, str]:
+    """The baseline's value and whose it is, or None and why there is none."""
+    if reference is not None:
+        if reference.refused is not None:
+            return None, f"not compared with {reference.run}: {reference.refused}"
+        whose = reference.run
+        base = next((one for one in reference.rows if _name(one) == _name(row)), None)
+        if base is None:
+            return None, f"the baseline {whose} has no such row"
     else:
-        if not number:
-            raise reader.wrong(f"{reader.next()} is not a number")
-        factor, relative = 1.0, False
-    bound = factor if relative else float(number) * _unit(reader, metric, UNITS[metric])
-    if metric == "goodput" and not relative and not reader.unit == _RATE:
-        metric = "attainment"
-    if metric == "attainment" and not relative and bound > 1:
-        raise reader.wrong(f"a share of all requests is at most 1; for requests a second write goodput with '{_RATE}'")
-    return Check(
-        text=text.strip(),
-        server=server,
-        load=load,
-        metric=metric,
-        slos=slos,
-        operator=sign,
-        bound=bound,
-        relative=relative,
-    )
+        verdict = None if comparison is None else next((v for v in comparison.verdicts if v.side == _name(row)), None)
+        if comparison is None:
+            return None, "there is no baseline: the run is not VALID, or has one row only; give one with --baseline RUN"
+        if verdict is None:
+            return None, "it is the baseline itself"
+        whose = verdict.baseline
+        base = next(one for one in rows if _name(one) == whose)
+    value, missing = _value(check, base, None)
+    return (None, f"of the baseline {whose}: {missing}") if value is None else (value, whose)
 
 
-class _Reader:
-    """A text and the place in it that is being read."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.at = 0  # where the next word begins
-        self.start = 0  # where the last one did
-        self.unit = ""
-        self._skip()
-
-    def word(self, pattern: str) -> str:
-        """The word here, "" if there is none of that kind."""
-        match = re.compile(pattern).match(self.text, self.at)
-        self.start = self.at
-        if match is None:
-            return ""
-        self.at = match.end()
-        self._skip()
-        return match[0]
-
-    def back(self) -> None:
-        self.at = self.start
-
-    def next(self, width: int = 8) -> str:
-        following = self.text[self.at : self.at + width].strip()
-        return f"'{following}'" if following else "nothing"
-
-    def rest(self) -> str:
-        self.start, following = self.at, self.text[self.at :].strip()
-        self.at = len(self.text)
-        return following
-
-    def wrong(self, what: str) -> ValueError:
-        return ValueError(f"check '{self.text.strip()}', at character {self.at + 1}: {what}")
-
-    def _skip(self) -> None:
-        while self.at < len(self.text) and self.text[self.at] == " ":
-            self.at += 1
+def _value(check: Check, row: Row, comparison: Comparison | None) -> tuple[float | None, str]:
+    """A row's value, or None and what it would need."""
+    metric, numbers = check.metric, row.pooled
+    latency, _, statistic = metric.partition("_")
+    if latency in LATENCIES and statistic in STATISTICS:
+        return _latency(getattr(numbers, LATENCIES[latency]), latency, statistic)
+    if metric in JUDGED_BY_SLOS:
+        return _attained(check, row)
+    if metric == "speedup":
+        return _speedup(row, comparison)
+    if metric == "error_rate":
+        return numbers.error_rate, "no request was sent; 1 is needed"
+    if metric == "wall":
+        return numbers.wall_s, "a load without a fixed number of requests has no wall time"
+    if metric == "output_tok_s":
+        return numbers.output_tok_s, "not known: the server has to report the tokens of every answer"
+    return numbers.requests_per_s, "not known: no request was measured"
 
 
-def _selection(reader: _Reader) -> tuple[str | None, str | None]:
-    if ":" not in reader.text:
-        return None, None
-    selection = reader.text[: reader.text.index(":")].strip()
-    match = re.fullmatch(f"({_NAME})/({_NAME})", selection)
-    if match is None:
-        raise reader.wrong(f"'{selection}' is not SERVER/LOAD")
-    reader.word(r"[^:]*:")
-    return match[1], match[2]
+def _latency(sample: Distribution, latency: str, statistic: str) -> tuple[float | None, str]:
+    if statistic == "mean":
+        return sample.mean, f"no successful request has a {latency}; 1 is needed"
+    needed = NEEDED[statistic]
+    what = f"{sample.n:,} values are there" if latency == "gap" else f"there are {sample.n:,}"
+    return getattr(sample, statistic), f"needs {needed:,} successful requests that have a {latency}; {what}"
 
 
-def _metric(reader: _Reader) -> tuple[str, tuple[Slo, ...]]:
-    metric = reader.word(r"[A-Za-z0-9_]+")
-    if metric not in UNITS:
-        reader.back()
-        raise reader.wrong(f"'{metric}' is not a metric; {_metric_advice(metric)}")
-    if metric not in JUDGED_BY_SLOS:
-        return metric, ()
-    if not reader.word(r"\("):
-        raise reader.wrong(f"'{metric}' needs SLOs in parentheses, such as {metric}(ttft<=1s, tpot<=50ms)")
-    slos = [_slo(reader)]
-    while reader.word(","):
-        slos.append(_slo(reader))
-    if not reader.word(r"\)"):
-        raise reader.wrong(f"{reader.next()} stands where ',' or ')' is expected")
-    return metric, tuple(slos)
+def _attained(check: Check, row: Row) -> tuple[float | None, str]:
+    attained = row.pooled.slos.get(slos_key(check.slos))
+    if attained is None:
+        return None, f"its summary does not say how many requests met {slos_key(check.slos)}; its records are needed"
+    if attained.unknown:
+        return None, (
+            f"of {attained.unknown:,} of {row.pooled.succeeded:,} successful requests it is not known whether they met "
+            f"{slos_key(check.slos)}: the answers must be streamed, and their tokens reported"
+        )
+    if check.metric == "goodput":
+        return attained.goodput_req_s, "not known: no request was measured"
+    needed = requests_needed(check)
+    if row.pooled.sent < needed:
+        return None, (
+            f"needs {needed:,} requests; {row.pooled.sent:,} were sent, of which {attained.met:,} met every SLO"
+        )
+    return attained.attainment, "no request was sent; 1 is needed"
 
 
-def _slo(reader: _Reader) -> Slo:
-    latency = reader.word(r"[A-Za-z0-9_]+")
-    if latency not in OF_A_REQUEST:
-        reader.back()
-        raise reader.wrong(f"'{latency}' is not a latency of a request; known: {', '.join(OF_A_REQUEST)}")
-    sign = _sign(reader, ("<=", "<"))
-    number = reader.word(_NUMBER)
-    if not number:
-        raise reader.wrong(f"{reader.next()} is not a number")
-    unit = reader.word(r"[^,) ]*")
-    if unit not in _TIME:
-        reader.back()
-        raise reader.wrong(_unit_advice(unit, latency, _TIME))
-    return Slo(
-        text=f"{latency}{sign}{number}{unit}", latency=latency, operator=sign, bound_s=float(number) * _TIME[unit]
-    )
+def requests_needed(check: Check) -> int:
+    """How many requests a share needs. At least 95 % within a bound is a p95 within it, and needs as many."""
+    if check.relative or check.operator not in (">", ">=") or not 0 < check.bound < 1:
+        return 1
+    return samples_needed(min(int(round(check.bound * 1000, 6)), _MOST_PERMILLE))
 
 
-def _sign(reader: _Reader, known: tuple[str, ...]) -> str:
-    sign = reader.word(r"[<>=!~]+")
-    if sign not in known:
-        reader.back()
-        shown = f"'{sign}'" if sign else reader.next()
-        raise reader.wrong(f"{shown} is not a comparison; use one of {' '.join(known)}")
-    return sign
+def _speedup(row: Row, comparison: Comparison | None) -> tuple[float | None, str]:
+    if comparison is None:
+        return None, "nothing was compared: the run is not VALID, or has one row only"
+    verdict = next((v for v in comparison.verdicts if v.side == _name(row)), None)
+    if verdict is None:
+        return None, "it is the baseline itself"
+    if verdict.low is None:
+        return None, "needs at least 2 repeats of this row and of the baseline"
+    return verdict.ratio, ""
 
 
-def _is_baseline(reader: _Reader, number: str) -> bool:
-    """Whether the bound goes on as a multiple of the baseline; then all of it is read."""
-    if number and not reader.word(r"\*"):
-        return False
-    word = reader.word(r"[A-Za-z]+")
-    if word == BASELINE:
-        if rest := reader.rest():
-            reader.back()
-            raise reader.wrong(f"'{rest}' stands after the end; a multiple is written '0.97 * {BASELINE}'")
-        return True
-    reader.back()
-    if number:
-        raise reader.wrong(f"{reader.next()} is not '{BASELINE}'")
-    return False
+def _shown(check: Check, value: float) -> str:
+    units = UNITS[check.metric]
+    if check.metric == "goodput":
+        return f"{value:.4g} req/s"
+    if "s" in units:
+        return f"{value:.4g} s" if value >= 1 else f"{value * 1000:.4g} ms"
+    return f"{value * 100:.3g} %" if "%" in units else f"{value:.4g}"
 
 
-def _unit(reader: _Reader, metric: str, known: Mapping[str, float]) -> float:
-    unit = reader.unit = reader.rest()
-    if unit not in known:
-        reader.back()
-        raise reader.wrong(_unit_advice(unit, metric, known))
-    return known[unit]
+def _counted(check: Check, row: Row) -> str:
+    """What a share was counted from."""
+    if check.metric != "attainment":
+        return ""
+    return f", {row.pooled.slos[slos_key(check.slos)].met:,} of {row.pooled.sent:,} sent met every SLO"
 
 
-def _unit_advice(unit: str, metric: str, known: Iterable[str]) -> str:
-    named = " or ".join(f"'{one}'" if one else "no unit" for one in known)
-    return f"{f'{unit!r}' if unit else 'nothing'} is not a unit of {metric}; use {named}"
-
-
-def _metric_advice(metric: str) -> str:
-    if not metric:
-        return "such as ttft_p95, error_rate or speedup"
-    family = metric.partition("_")[0]
-    if family in LATENCIES:
-        return f"known: {', '.join(f'{family}_{statistic}' for statistic in STATISTICS)}"
-    return did_you_mean(metric, UNITS)
+def _name(row: Row) -> str:
+    return f"{row.server} / {row.load}"

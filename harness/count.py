@@ -10,7 +10,9 @@ import msgspec
 from msgspec import Struct
 
 from harness import gaps
+from harness.attain import SloTally
 from harness.blocks import Block, Lines, blocks_of, in_file, reader, requests_in
+from harness.check_syntax import Slo
 from harness.gaps import Gaps, Interval, Sample
 from harness.records import Request
 from harness.tally import Clock, Tally
@@ -28,6 +30,7 @@ class Place(Struct, frozen=True):
     duration_s: float | None = None  # of a timed load
     ended_wall_s: float | None = None  # when the cell was over, if it came to its end
     row: str | None = None  # the cells that are pooled with it have the same
+    slos: dict[str, tuple[Slo, ...]] = {}  # sets of SLOs to count
 
 
 class _Head(Struct):
@@ -95,7 +98,10 @@ def _tally(
             continue
         if cell not in tallies:
             kept = Gaps(intervals[cell]) if cell in intervals else Gaps()
-            tallies[cell] = Tally(clock=places[cell].clock, window_s=windows.get(cell), chunk_gap_s=kept)
+            place = places[cell]
+            tallies[cell] = Tally(
+                clock=place.clock, window_s=windows.get(cell), chunk_gap_s=kept, slos=SloTally(sets=place.slos)
+            )
         tallies[cell].add(request)
     for counted in tallies.values():
         counted.chunk_gap_s.flush()

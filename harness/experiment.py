@@ -1,12 +1,13 @@
 """A scenario made ready to run: checked against the templates, the environment and the locustfiles."""
 
 import os
-import re
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
 
+from harness.check_syntax import misplaced, on_server
 from harness.drive import check_locustfile
 from harness.errors import HarnessError, did_you_mean
 from harness.scenario import USERS, Baseline, Scenario, Server, load_scenario
@@ -36,7 +37,11 @@ class Experiment(msgspec.Struct, frozen=True):
 
 
 def prepare(
-    path: Path, target: Target | None = None, model: str | None = None, repeats: int | None = None
+    path: Path,
+    target: Target | None = None,
+    model: str | None = None,
+    repeats: int | None = None,
+    checks: Sequence[str] = (),
 ) -> Experiment:
     """Load a scenario, apply what the command line overrides, and find every mistake that can be found early."""
     scenario = load_scenario(path)
@@ -44,6 +49,9 @@ def prepare(
         scenario = msgspec.structs.replace(scenario, model=model)
     if repeats is not None:
         scenario = msgspec.structs.replace(scenario, repeats=repeats)
+    if checks:
+        refuse_misplaced(checks, scenario)
+        scenario = msgspec.structs.replace(scenario, checks=[*scenario.checks, *checks])
     if target is not None:
         check_url("--url", target.url)
         if target.metrics_url is not None:
@@ -62,6 +70,16 @@ def prepare(
             next_step=f"export {scenario.api_key_env}=... before the run; the key is never written anywhere.",
         )
     return Experiment(path, scenario, target)
+
+
+def refuse_misplaced(checks: Sequence[str], scenario: Scenario) -> None:
+    """Raise HarnessError for a check of the command line that the scenario could not have either."""
+    for text in checks:
+        problem = misplaced(text, scenario.servers, scenario.loads)
+        if problem is not None:
+            raise HarnessError(
+                f"--check '{text}': {problem}", next_step="docs/scenarios.md says how checks are written."
+            )
 
 
 def check_url(option: str, url: str) -> None:
@@ -85,7 +103,7 @@ def _on_running_server(scenario: Scenario) -> Scenario:
         restart=False,
         generator="process",
         baseline=None if base is None else Baseline(server=RUNNING_SERVER, load=base.load),
-        checks=[re.sub(r"^\s*[^/:]+/", f"{RUNNING_SERVER}/", check) for check in scenario.checks],
+        checks=[on_server(check, RUNNING_SERVER) for check in scenario.checks],
     )
 
 

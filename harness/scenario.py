@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from harness.checks import parse_check
+from harness.check_syntax import misplaced
 from harness.errors import HarnessError, ScenarioError, did_you_mean
 from harness.strict import decode, load_yaml
 
@@ -199,14 +199,5 @@ def _prompt_problems(prompts: Prompts, folder: Path) -> list[str]:
 
 
 def _check_problems(scenario: Scenario) -> list[str]:
-    problems = []
-    for number, text in enumerate(scenario.checks):
-        try:
-            check = parse_check(text)
-        except ValueError as error:
-            problems.append(f"$.checks[{number}]: {error}")
-            continue
-        for kind, name, known in (("server", check.server, scenario.servers), ("load", check.load, scenario.loads)):
-            if name is not None and name not in known:
-                problems.append(f"$.checks[{number}]: '{name}' is not a {kind}; {did_you_mean(name, known)}")
-    return problems
+    found = enumerate(misplaced(text, scenario.servers, scenario.loads) for text in scenario.checks)
+    return [f"$.checks[{number}]: {problem}" for number, problem in found if problem is not None]

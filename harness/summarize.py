@@ -2,27 +2,36 @@
 
 import os
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from harness import checks, validity
+from harness.attain import SloTally
+from harness.check_syntax import Slo, slo_sets
 from harness.count import Place, tally
+from harness.errors import HarnessError
 from harness.manifest import CellRun, Run, read_run
 from harness.metrics import MetricsSample, read_samples, server_load
 from harness.plan import Cell, baseline_of, plan
 from harness.records import ProcessMark, read_marks
-from harness.summary import CellSummary, Row, Summary
+from harness.summary import CellSummary, Reference, Row, Summary
 from harness.tally import Clock, Tally, numbers_of
 from harness.verdicts import compare_rows
 
 
-def summarize(folder: Path) -> Summary:
-    """The summary of a run, however it ended. Raises HarnessError when there is no readable manifest."""
+def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Reference | None = None) -> Summary:
+    """The summary of a run, however it ended. Raises HarnessError when there is no readable manifest.
+
+    `more_checks` are judged beside the scenario's; `reference` is the baseline of checks instead of the run's own.
+    """
     run = read_run(folder)
+    asked = [*run.scenario.checks, *more_checks]
     cells = _cells(run)
     marks = _by_cell(read_marks(folder / "processes.jsonl"))
-    places = {name: _place(run, cell, marks.get(name, [])) for name, cell in cells.items()}
+    slos = slo_sets(asked)
+    places = {name: _place(run, cell, marks.get(name, []), slos) for name, cell in cells.items()}
     damaged: list[int] = []
     strangers: Counter[str] = Counter()
     tallies = tally(folder / "requests.jsonl", places, damaged, strangers)
@@ -30,7 +39,7 @@ def summarize(folder: Path) -> Summary:
     ran = {cell.id: cell for cell in run.cells}
     seen = {name: cell for name, cell in cells.items() if name in ran or name in tallies}
     # A cell without a record still is a cell: it was run and gave nothing.
-    tallies = {name: tallies.get(name) or Tally(clock=places[name].clock) for name in seen}
+    tallies = {name: tallies.get(name) or Tally(clock=places[name].clock, slos=SloTally(sets=slos)) for name in seen}
     summaries = [
         _cell(run, cell, ran.get(name), tallies[name], samples.get(name, []), marks.get(name, []))
         for name, cell in seen.items()
@@ -52,8 +61,25 @@ def summarize(folder: Path) -> Summary:
         rows=rows,
         cells=summaries,
         comparison=comparison,
-        checks=checks.evaluate(run.scenario.checks, rows, comparison),
+        checks=checks.evaluate(asked, rows, comparison, _allowed(reference or read_reference(folder), reasons)),
     )
+
+
+def read_reference(folder: Path) -> Reference | None:
+    """The baseline that a run was given, if it was given one. Raises HarnessError for a damaged file."""
+    path = folder / "baseline.json"
+    if not path.exists():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Reference)
+    except msgspec.DecodeError as error:
+        raise HarnessError(f"{path}: cannot be read ({error})", next_step="The file was changed or damaged.") from None
+
+
+def _allowed(reference: Reference | None, reasons: list[str]) -> Reference | None:
+    if reference is None or not reasons:
+        return reference
+    return msgspec.structs.replace(reference, refused="this run is INVALID")
 
 
 def encode_summary(summary: Summary) -> str:
@@ -79,11 +105,11 @@ def _cells(run: Run) -> dict[str, Cell]:
     return ordered | {name: cell for name, cell in ran.items() if name not in ordered}
 
 
-def _place(run: Run, cell: Cell, marks: list[ProcessMark]) -> Place:
+def _place(run: Run, cell: Cell, marks: list[ProcessMark], slos: dict[str, tuple[Slo, ...]]) -> Place:
     load = run.scenario.loads.get(cell.load)
     ended = next((ran.ended_wall_s for ran in run.cells if ran.id == cell.id), None)
     duration_s = None if load is None or cell.id.startswith("live-") else load.duration_s
-    return Place(Clock(marks), duration_s, ended, row=f"{cell.server} {cell.load}")
+    return Place(Clock(marks), duration_s, ended, row=f"{cell.server} {cell.load}", slos=slos)
 
 
 def _unchecked(cells: list[CellSummary]) -> list[str]:

@@ -24,6 +24,15 @@ class Distribution(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     p99: float | None = None
 
 
+class Attained(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How many of the requests sent met every SLO of a set. Failed and unfinished ones did not."""
+
+    met: int
+    unknown: int = 0  # successful, and a latency is not known that an SLO bounds; then neither is what follows
+    attainment: float | None = None  # met / sent
+    goodput_req_s: float | None = None  # of those met that ended inside the window / window
+
+
 class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is known of a set of measured requests. Times in seconds; formulas in docs/method.md."""
 
@@ -47,6 +56,7 @@ class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     chunk_gap_s: Distribution
     send_lag_s: Distribution
     tokens_per_chunk: float | None = None
+    slos: dict[str, Attained] = {}  # by the SLOs that a check asks about, such as "ttft<=1s, tpot<=50ms"
 
     @property
     def error_rate(self) -> float | None:
@@ -90,6 +100,14 @@ class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     wall_s: list[float]  # one per valid cell
     output_tok_s: list[float]
     pooled: Numbers  # over the requests of all its cells; wall_s and rates are medians over the cells
+
+
+class Reference(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """baseline.json: the run that checks call the baseline, as far as they need it."""
+
+    run: str
+    rows: list[Row] = []
+    refused: str | None = None  # why the two runs are not compared
 
 
 class CheckResult(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

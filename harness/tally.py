@@ -15,6 +15,7 @@ import numpy as np
 from msgspec import Struct
 
 from harness import derive, gaps
+from harness.attain import SloTally, attained
 from harness.gaps import Gaps
 from harness.records import ProcessMark, Request
 from harness.stats import Array, percentile
@@ -69,6 +70,7 @@ class Tally(Struct, kw_only=True):
     counted_chunks: int = 0  # chunks of the successful streams whose tokens are known,
     chunked_tokens: int = 0  # and these tokens
     ended_inside: int = 0
+    slos: SloTally = msgspec.field(default_factory=SloTally)
     wrong_length: int = 0
     read_clock: int = 0
     ttft_s: "array[float]" = msgspec.field(default_factory=_doubles)
@@ -104,8 +106,9 @@ class Tally(Struct, kw_only=True):
             self.errors[request.error] += 1
             return
         self.succeeded += 1
-        if self.window_s is None or ended_s <= self.window_s[1]:
-            self.ended_inside += 1
+        inside = self.window_s is None or ended_s <= self.window_s[1]
+        self.ended_inside += inside
+        self.slos.add(request, inside=inside)
         self._add_success(request)
 
     def merge(self, other: "Tally") -> None:
@@ -118,6 +121,7 @@ class Tally(Struct, kw_only=True):
             known = [value for one in (self, other) if (value := getattr(one, name)) is not None]
             setattr(self, name, choose(known, default=None))
         self.chunk_gap_s.merge(other.chunk_gap_s)
+        self.slos.merge(other.slos)
         if other.cached_tokens is not None:
             self.cached_tokens = (self.cached_tokens or 0) + other.cached_tokens
         unbounded = self.most_tokens is None or other.most_tokens is None
@@ -259,6 +263,7 @@ def numbers_of(tallies: Sequence[Tally], cells: Sequence[Numbers] = ()) -> Numbe
         chunk_gap_s=gap_distribution([t.chunk_gap_s for t in tallies]),
         send_lag_s=distribution([t.send_lag_s for t in tallies]),
         tokens_per_chunk=sum(t.chunked_tokens for t in tallies) / chunks if chunks else None,
+        slos=attained([t.slos for t in tallies], sum(t.sent for t in tallies), rates.window_s, cells),
     )
 
 

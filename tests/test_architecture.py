@@ -9,7 +9,7 @@ from harness.paths import ROOT
 
 LOAD = {"load", "workload", "job", "records", "scenario", "errors", "strict", "data"}
 READS_FILES = {
-    "blocks", "gaps", "count",
+    "attain", "blocks", "gaps", "count", "check_syntax", "reference",
     "derive", "stats", "tally", "summary", "summarize", "verdicts", "alike", "compare", "checks", "validity", "report",
 }  # fmt: skip
 READERS = {"records", "manifest", "errors", "plan", "scenario", "metrics"}
@@ -17,8 +17,10 @@ READERS = {"records", "manifest", "errors", "plan", "scenario", "metrics"}
 ALLOWED = {
     "errors": set(),
     "strict": {"errors"},
-    "scenario": {"errors", "strict", "checks"},
-    "checks": {"summary", "errors", "stats"},
+    "scenario": {"errors", "strict", "check_syntax"},
+    "check_syntax": {"summary", "errors"},
+    "checks": {"check_syntax", "summary", "errors", "stats"},
+    "attain": {"derive", "check_syntax", "records", "summary"},
     "plan": {"scenario"},
     "records": set(),
     "job": {"scenario"},
@@ -31,7 +33,9 @@ ALLOWED = {
     "machine": {"machine", "manifest", "errors"},
     "load": LOAD,
     "serve": {"serve", "scenario", "errors", "strict", "manifest", "machine", "paths", "process", "job"},
-    **dict.fromkeys(READS_FILES - {"derive", "stats", "summary", "checks"}, READS_FILES | READERS),
+    **dict.fromkeys(
+        READS_FILES - {"derive", "stats", "summary", "checks", "check_syntax", "attain"}, READS_FILES | READERS
+    ),
 }
 
 

@@ -4,10 +4,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.checks import LATENCIES, OPERATORS, STATISTICS, UNITS, Check, evaluate, parse_check
-from harness.summary import CheckResult, Comparison, Distribution, Numbers, Row, Verdict
+from harness.check_syntax import (
+    JUDGED_BY_SLOS,
+    LATENCIES,
+    OPERATORS,
+    STATISTICS,
+    UNITS,
+    Check,
+    Slo,
+    misplaced,
+    on_server,
+    parse_check,
+    slo_sets,
+)
+from harness.checks import evaluate, requests_needed
+from harness.stats import samples_needed
+from harness.summary import Attained, CheckResult, Comparison, Distribution, Numbers, Reference, Row, Verdict
 
 NONE = Distribution(n=0)
+TTFT_1S = Slo(text="ttft<=1s", latency="ttft", operator="<=", bound_s=1.0)
+TPOT_50MS = Slo(text="tpot<50ms", latency="tpot", operator="<", bound_s=0.05)
+SLOS = "ttft<=1s, tpot<50ms"
 
 
 def row(server: str = "a", load: str = "x", **changes: object) -> Row:
@@ -65,6 +82,40 @@ def comparison(*verdicts: Verdict) -> Comparison:
                 bound=1.5,
             ),
         ),
+        (
+            "goodput(ttft<=1s,tpot < 50 ms) >= 0.95",
+            Check(
+                text="goodput(ttft<=1s,tpot < 50 ms) >= 0.95",
+                metric="attainment",
+                slos=(TTFT_1S, TPOT_50MS),
+                operator=">=",
+                bound=0.95,
+            ),
+        ),
+        (
+            "attainment(ttft<=1s) >= 95%",
+            Check(text="attainment(ttft<=1s) >= 95%", metric="attainment", slos=(TTFT_1S,), operator=">=", bound=0.95),
+        ),
+        (
+            "goodput(ttft<=1s) > 2.5 req/s",
+            Check(text="goodput(ttft<=1s) > 2.5 req/s", metric="goodput", slos=(TTFT_1S,), operator=">", bound=2.5),
+        ),
+        (
+            "a/x: output_tok_s >= 0.97*baseline",
+            Check(
+                text="a/x: output_tok_s >= 0.97*baseline",
+                server="a",
+                load="x",
+                metric="output_tok_s",
+                operator=">=",
+                bound=0.97,
+                relative=True,
+            ),
+        ),
+        (
+            "ttft_p95 <= baseline",
+            Check(text="ttft_p95 <= baseline", metric="ttft_p95", operator="<=", bound=1.0, relative=True),
+        ),
         ("output_tok_s > 1e2", Check(text="output_tok_s > 1e2", metric="output_tok_s", operator=">", bound=100.0)),
     ],
 )
@@ -95,6 +146,48 @@ def test_the_grammar(text: str, check: Check) -> None:
             "error_rate < 1 s",
             "check 'error_rate < 1 s', at character 16: 's' is not a unit of error_rate; use no unit or '%'",
         ),
+        (
+            "goodput >= 0.95",
+            "check 'goodput >= 0.95', at character 9: 'goodput' needs SLOs in parentheses, "
+            "such as goodput(ttft<=1s, tpot<=50ms)",
+        ),
+        (
+            "goodput(ttft_p95<=1s) >= 1",
+            "check 'goodput(ttft_p95<=1s) >= 1', at character 9: 'ttft_p95' is not a latency of a request; "
+            "known: ttft, ttfo, tpot, e2e",
+        ),
+        (
+            "goodput(ttft>=1s) >= 1",
+            "check 'goodput(ttft>=1s) >= 1', at character 13: '>=' is not a comparison; use one of <= <",
+        ),
+        (
+            "goodput(ttft<=1) >= 1",
+            "check 'goodput(ttft<=1) >= 1', at character 16: nothing is not a unit of ttft; use 's' or 'ms'",
+        ),
+        (
+            "goodput(ttft<=1min) >= 1",
+            "check 'goodput(ttft<=1min) >= 1', at character 16: 'min' is not a unit of ttft; use 's' or 'ms'",
+        ),
+        (
+            "goodput(ttft<=1s tpot<=1s) >= 1",
+            "check 'goodput(ttft<=1s tpot<=1s) >= 1', at character 18: 'tpot<=1s' stands where ',' or ')' is expected",
+        ),
+        (
+            "goodput(ttft<=1s) >= 2",
+            "check 'goodput(ttft<=1s) >= 2', at character 23: a share of all requests is at most 1; "
+            "for requests a second write goodput with 'req/s'",
+        ),
+        ("wall < 2 * base", "check 'wall < 2 * base', at character 12: 'base' is not 'baseline'"),
+        (
+            "wall < baseline * 2",
+            "check 'wall < baseline * 2', at character 17: '* 2' stands after the end; "
+            "a multiple is written '0.97 * baseline'",
+        ),
+        (
+            "speedup >= 0.9 * baseline",
+            "check 'speedup >= 0.9 * baseline', at character 26: 'speedup' is relative to the baseline already; "
+            "use a plain number",
+        ),
         ("a: wall < 1s", "check 'a: wall < 1s', at character 1: 'a' is not SERVER/LOAD"),
     ],
 )  # fmt: skip
@@ -116,18 +209,25 @@ def test_no_text_breaks_the_parser(text: str) -> None:
 @given(
     st.sampled_from(sorted(UNITS)),
     st.sampled_from(sorted(OPERATORS)),
-    st.floats(0, 1e6),
+    st.floats(0, 1),
     st.sampled_from(["", " ", "  "]),
     st.sampled_from([None, ("a", "x"), ("no-limit", "5")]),
 )
 def test_every_metric_is_read_back(
     metric: str, sign: str, number: float, blank: str, selection: tuple[str, str] | None
 ) -> None:
-    for unit, worth in UNITS[metric].items():
-        head = f"{selection[0]}/{selection[1]}:{blank}" if selection else ""
-        check = parse_check(f"{head}{metric}{blank}{sign}{blank}{number!r}{blank}{unit}")
-        assert (check.metric, check.operator, check.bound) == (metric, sign, number * worth)
+    slos = f"{blank}(ttft{blank}<=1{blank}s,{blank}tpot<50ms{blank}){blank}" if metric in JUDGED_BY_SLOS else ""
+    head = f"{selection[0]}/{selection[1]}:{blank}" if selection else ""
+    for unit, per_one in UNITS[metric].items():
+        check = parse_check(f"{head}{metric}{slos}{blank}{sign}{blank}{number!r}{blank}{unit}")
+        share = metric == "goodput" and unit != "req/s"
+        assert (check.metric, check.operator) == ("attainment" if share else metric, sign)
+        assert (check.bound, check.relative) == (number / per_one, False)
         assert (check.server, check.load) == (selection or (None, None))
+        assert check.slos == ((TTFT_1S, TPOT_50MS) if slos else ())
+    if metric != "speedup":
+        check = parse_check(f"{head}{metric}{slos}{sign}{blank}{number!r}{blank}*{blank}baseline{blank}")
+        assert (check.metric, check.operator, check.bound, check.relative) == (metric, sign, number, True)
 
 
 def one(text: str, *rows: Row, against: Comparison | None = None) -> CheckResult:
@@ -202,4 +302,99 @@ def test_speedup_is_that_of_the_comparison() -> None:
 
 def test_every_latency_has_every_statistic() -> None:
     assert {f"{latency}_{name}" for latency in LATENCIES for name in STATISTICS} < UNITS.keys()
-    assert len(UNITS) == 5 * 5 + 5
+    assert len(UNITS) == 5 * 5 + 7
+
+
+def judged(met: int, unknown: int = 0, goodput: float | None = 2.5, sent: int = 200) -> Row:
+    share = met / sent if not unknown else None
+    one_set = Attained(met=met, unknown=unknown, attainment=share, goodput_req_s=goodput)
+    return row(sent=sent, slos={SLOS: one_set})
+
+
+def test_attainment_and_goodput() -> None:
+    check = f"goodput({SLOS}) >= 0.95"
+    assert one(check, judged(192)) == CheckResult(
+        check=check, passed=True, evidence="a / x: 96 %, 192 of 200 sent met every SLO"
+    )
+    assert one(check, judged(189)) == CheckResult(
+        check=check, passed=False, evidence="a / x: 94.5 %, 189 of 200 sent met every SLO"
+    )
+    assert one(check, judged(129, sent=129)).evidence == (
+        "a / x: needs 130 requests; 129 were sent, of which 129 met every SLO"
+    )
+    assert one(check, judged(150, unknown=2)) == CheckResult(
+        check=check,
+        passed=False,
+        evidence=f"a / x: of 2 of 200 successful requests it is not known whether they met {SLOS}: "
+        "the answers must be streamed, and their tokens reported",
+    )
+    assert one(check, row()).evidence == (
+        f"a / x: its summary does not say how many requests met {SLOS}; its records are needed"
+    )
+    rate = f"goodput({SLOS}) >= 2.4 req/s"
+    assert one(rate, judged(1)) == CheckResult(check=rate, passed=True, evidence="a / x: 2.5 req/s")
+    assert not one(rate, judged(1, goodput=None)).passed
+
+
+def test_a_share_needs_as_many_requests_as_the_percentile_that_it_bounds() -> None:
+    for share, permille in ((0.5, 500), (0.9, 900), (0.95, 950), (0.99, 990), (0.999, 999), (0.99999, 999)):
+        assert requests_needed(parse_check(f"attainment(e2e<1s) >= {share}")) == samples_needed(permille)
+    assert requests_needed(parse_check("attainment(e2e<1s) > 95%")) == 130
+    assert requests_needed(parse_check("attainment(e2e<1s) == 1")) == 1
+    assert requests_needed(parse_check("attainment(e2e<1s) >= 1")) == 1
+    assert requests_needed(parse_check("attainment(e2e<1s) < 0.5")) == 1
+
+
+def test_relative_to_the_row_that_the_scenario_compares_with() -> None:
+    rows = (row(output_tok_s=150.0), row("b", output_tok_s=147.0))
+    known = comparison(against_a("b / x", 1.0, 0.9))
+    assert one("output_tok_s >= 0.97 * baseline", *rows, against=known) == CheckResult(
+        check="output_tok_s >= 0.97 * baseline",
+        passed=True,
+        evidence="b / x: 147 against 150 of a / x, 0.98 times as much",
+    )
+    assert not one("output_tok_s >= 0.99 * baseline", *rows, against=known).passed
+    assert one("a/x: wall <= baseline", *rows, against=known).evidence == "a / x: it is the baseline itself"
+    assert one("wall <= baseline", *rows).evidence.startswith("a / x: there is no baseline: the run is not VALID")
+
+
+def test_relative_to_another_run() -> None:
+    before = Reference(run="r1", rows=[row(), row("b", wall_s=None, ttft_s=Distribution(n=100))])
+    now = (row(wall_s=13.0, ttft_s=Distribution(n=200, p95=1.8)), row("b"), row("c"))
+
+    def against(text: str, reference: Reference = before) -> CheckResult:
+        return evaluate([text], now, None, reference)[0]
+
+    assert against("a/x: wall <= 1.05 * baseline") == CheckResult(
+        check="a/x: wall <= 1.05 * baseline",
+        passed=True,
+        evidence="a / x: 13 s against 12.5 s of r1, 1.04 times as much",
+    )
+    assert against("a/x: ttft_p95 <= 1.1 * baseline") == CheckResult(
+        check="a/x: ttft_p95 <= 1.1 * baseline",
+        passed=False,
+        evidence="a / x: 1.8 s against 1.5 s of r1, 1.2 times as much",
+    )
+    assert against("a/x: error_rate <= baseline").evidence == "a / x: 0 % against 0 % of r1"
+    assert against("b/x: ttft_p95 <= baseline").evidence == (
+        "b / x: of the baseline r1: needs 130 successful requests that have a ttft; there are 100"
+    )
+    assert against("c/x: wall <= baseline").evidence == "c / x: the baseline r1 has no such row"
+    unlike = Reference(run="r1", refused="they differ")
+    assert against("a/x: wall <= baseline", unlike).evidence == "a / x: not compared with r1: they differ"
+
+
+def test_sets_of_slos_that_checks_ask_about() -> None:
+    texts = [f"goodput({SLOS}) >= 0.95", "error_rate == 0", "nonsense", f"a/x: attainment( {SLOS} ) < 1"]
+    assert slo_sets(texts) == {SLOS: (TTFT_1S, TPOT_50MS)}
+
+
+def test_the_selection_follows_to_another_server() -> None:
+    assert on_server("vllm/x: wall < 1 s", "running") == "running/x: wall < 1 s"
+    assert on_server("goodput(ttft<=1s) > 1 req/s", "running") == "goodput(ttft<=1s) > 1 req/s"
+
+
+def test_a_check_of_the_command_line_is_one_that_the_scenario_could_have() -> None:
+    assert misplaced("b/x: wall < 1 s", ["a"], ["x"]) == "'b' is not a server; known: a"
+    assert misplaced("wall < 1", ["a"], ["x"]) is not None
+    assert misplaced("a/x: wall < 1 s", ["a"], ["x"]) is None

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import typer
 
-from harness.checks import OPERATORS, UNITS
+from harness.check_syntax import OPERATORS, UNITS
 from harness.cli import app
 from harness.docs import servers_page
 from harness.errors import ExitCode
