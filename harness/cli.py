@@ -210,6 +210,25 @@ def compare(
         raise typer.Exit(ExitCode.FAILED)
 
 
+@app.command("import", short_help="Make runs of what other tools wrote.")
+def import_(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files that another tool wrote; each a run.")],
+    form: Annotated[
+        str | None,
+        typer.Option("--format", help="vllm, guidellm, aiperf, genai-bench or lemonade (default: the file shows it)."),
+    ] = None,
+    machine: Annotated[
+        str | None, typer.Option("--machine", help="Name of the machine that was measured; files do not say it.")
+    ] = None,
+    runs: RunsDir = RUNS,
+) -> None:
+    """Make runs of what other tools wrote, marked with their origin, for report, runs and compare."""
+    from harness.imports.write import import_file
+
+    for file in files:
+        print(import_file(file, runs, form, machine))
+
+
 @app.command(short_help="List the runs.")
 def runs(runs: RunsDir = RUNS) -> None:
     """List the runs with their scenario, verdict and when they ran."""

@@ -9,6 +9,7 @@ from harness import stats
 from harness.alike import refuse_unlike
 from harness.errors import HarnessError, RunError
 from harness.manifest import Run, read_run
+from harness.origin import refuse_other_definitions
 from harness.summarize import summarize
 from harness.summary import Comparison, Summary
 from harness.verdicts import NoiseFloor, Pair, metric_of, speeds, values_of, verdicts
@@ -61,8 +62,9 @@ def compare_runs(
             next_step="Give servers and loads that are to be compared the same names in both scenarios.",
         )
     runs = [run for side in sides for run in side.runs]
-    refuse_unlike(runs, rows, [number for number, side in enumerate(sides) for _ in side.runs], about)
     metric = metric_of([runs[0].scenario.loads[load] for _, load in rows])
+    refuse_other_definitions(runs, metric)
+    refuse_unlike(runs, rows, [number for number, side in enumerate(sides) for _ in side.runs], about)
     pairs = [_pair(side, sides[0], row, metric, several=len(sides) > 2) for side in sides[1:] for row in rows]
     return verdicts(pairs, metric, floor or NoiseFloor())
 

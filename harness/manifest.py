@@ -74,6 +74,19 @@ class Machine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     docker: str | None = None
 
 
+class Origin(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Another tool's measurement that became this run; see docs/imports.md."""
+
+    tool: str
+    version: str | None = None  # None: its files do not say
+    files: dict[str, str]  # SHA-256 by name
+    imported_wall_s: float
+    importer: str  # version of the harness that read them
+    definitions: dict[str, str] = {}  # by field of a summary's numbers, where it is not ours
+    missing: dict[str, str] = {}  # by field of a summary's numbers: why it is not known
+    notes: list[str] = []
+
+
 class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """run.json."""
 
@@ -91,6 +104,7 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     machine: Machine
     versions: dict[str, str] = {}  # packages that touch the measurement
     git_commit: str | None = None
+    origin: Origin | None = None  # None: measured by `harness run`
 
     @property
     def simulated(self) -> bool:

@@ -25,6 +25,7 @@ ErrorKind = Literal[
     "empty",  # a complete answer without one generated token
     "unfinished",  # cut by the end of the run
     "client",  # a defect of ours; the message says which
+    "unknown",  # imported, and the tool does not say which of these it was
 ]
 
 
@@ -39,14 +40,15 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     user: int  # the simulated person or agent
     process: int  # pid of the load process: its clock anchor is in processes.jsonl
     phase: Literal["warmup", "measured"]
-    sent_s: float  # just before the first byte is written; monotonic clock of `process`
+    sent_s: float  # just before the first byte is written, the first time; monotonic clock of `process`
     ended_s: float  # end of the response, or the moment of the error
     clock: Literal["kernel", "read"] = "read"  # chunk times: kernel's receive stamps, or time of the read
     conversation: int | None = None
     turn: int | None = None
     batch: int | None = None
     scheduled_s: float | None = None  # when the plan wanted it sent (negative: sent late); None in a closed loop
-    connect_s: float | None = None  # duration of opening the connection, before sent_s; None when reused
+    resent: bool = False  # a kept connection was closing as it was sent: sent again on a new one, within this record
+    connect_s: float | None = None  # duration of opening the connection, before sent_s (resent: after); None: reused
     headers_s: float | None = None
     chunks_s: list[float] = []  # one per data event that carries generated tokens of any channel
     first_visible_s: float | None = None  # first event with visible content (not reasoning)
@@ -72,12 +74,17 @@ class ProcessMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     event: Literal["start", "end"]
     process: int
+    host: str | None = None  # name and boot of the machine: processes of one share its monotonic clock
     cell: str
     wall_s: float
     monotonic_s: float
     sent: int | None = None  # requests whose first byte was about to be written (end only)
     recorded: int | None = None  # records handed to the file (end only)
     cpu_s: float | None = None  # CPU time of the process since its start mark (end only)
+    # Highest share of one core over any 5 s from the first measured request on; over the time from there to the end
+    # where that is between 1 and 5 s (end only). A lifetime's mean would hide a few seconds of saturation.
+    cpu_most: float | None = None
+    read_lag_p99_s: float | None = None  # p99 of a chunk's wait in the socket before it was read, to 10 % (end only)
 
 
 def read_requests(path: Path, damaged: list[int] | None = None) -> Iterator[Request]:

@@ -36,6 +36,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     numbers: Numbers
     server_load: ServerLoad
     marks: Sequence[ProcessMark]
+    imported: bool = False  # by another tool, whose load processes left no marks
 
 
 def of_cell(evidence: Evidence) -> Findings:
@@ -48,7 +49,7 @@ def of_cell(evidence: Evidence) -> Findings:
         reasons += _server(evidence.ran, evidence.server_load)
         reasons += _memory(evidence.ran)
         reasons += evidence.ran.problems
-    reasons += _processes(evidence)
+    reasons += [] if evidence.imported else _processes(evidence)
     reasons += _work(evidence)
     # Of a cell that was cut, what is missing is already known to be missing.
     if evidence.ran is not None and not evidence.ran.problems:

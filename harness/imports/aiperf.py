@@ -1,0 +1,195 @@
+"""AIPerf's records, profile_export.jsonl. Read against 0.13; its profile_export_aiperf.json is read when beside it."""
+
+from itertools import accumulate
+from typing import Any
+
+from harness.errors import HarnessError
+from harness.imports.source import Imported, Node, Part, Source, has, last_line, read_source
+from harness.records import ErrorKind, Request
+
+TOOL = "aiperf"
+BESIDE = "profile_export_aiperf.json"
+_SENT = "sent, from before the connection is opened"
+DEFINITIONS = {
+    "ttft_s": f"first response with content, reasoning or tool call - {_SENT}",
+    "ttfo_s": f"first response with content that is not reasoning - {_SENT}",
+    "e2e_s": f"last response with content - {_SENT}",
+}
+_RETOKENISED = {
+    "output_tokens": "counted by the client's tokenizer over the text of the answer",
+    "prompt_tokens": "counted by the client's tokenizer over the prompt, without the chat template",
+    "tpot_s": "(last - first response with content) / (output tokens by the client's tokenizer - 1)",
+    "output_tok_s": "output tokens by the client's tokenizer of the successful requests / first sent to last ended",
+    "tokens_per_chunk": "output tokens by the client's tokenizer / responses with content",
+}
+_PHASES = {"profiling": "measured", "warmup": "warmup"}
+_TO_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0}
+
+
+def is_it(value: Any) -> bool:
+    lines = value if isinstance(value, list) else [value]
+    return bool(lines) and all(has(line, "metadata") and has(line["metadata"], "request_start_ns") for line in lines)
+
+
+def read(source: Source) -> Imported:
+    """Raises HarnessError for records that were not written with per-request metrics."""
+    lines = source.value if isinstance(source.value, list) else [source.value]
+    nodes = [Node(source, line, f"line {number}") for number, line in enumerate(lines, start=1)]
+    summary = _beside(source)
+    nodes.sort(key=lambda node: node.at("metadata", "request_start_ns").count())
+    zero = nodes[0].at("metadata", "request_start_ns").count()
+    counted = _counted_by_server(nodes)
+    load, at_once = _load(summary)
+    records = [_record(node, index, load, zero, counted) for index, node in enumerate(nodes)]
+    measured = [record for record in records if record.phase == "measured"]
+    config = summary.get("input_config") if summary else None
+    model = config.get("models", "items", 0, "name") if config else None
+    url = config.get("endpoint", "urls", 0) if config else None
+    version = summary.get("aiperf_version") if summary else None
+    part = Part(
+        load=load,
+        at_once=at_once,
+        planned=len(measured),
+        records=records,
+        started_wall_s=zero / 1e9,
+        ended_wall_s=zero / 1e9 + max(record.sent_s + record.ended_s for record in records),
+    )
+    gapless = all(record.error or len(record.chunks_s) > 1 or not record.output_tokens for record in records)
+    return Imported(
+        tool=TOOL,
+        version=version.text() if version else None,
+        model=model.text() if model else None,
+        url=url.text() if url else None,
+        parts=[part],
+        work={"load": load, "prompt_tokens": sorted(_isl(node) for node in nodes), "requests": len(nodes)},
+        definitions=DEFINITIONS if counted else DEFINITIONS | _RETOKENISED,
+        missing={} if gapless else {"tokens_per_chunk": "some answers have no chunk times in the file"},
+        notes=[] if summary else [f"{BESIDE} was not beside the file: version, model and concurrency are not known"],
+        beside=[summary.source] if summary else [],
+    )
+
+
+def _beside(source: Source) -> Node | None:
+    path = source.path.with_name(BESIDE)
+    if source.path.name != "profile_export.jsonl" or not path.exists():
+        return None
+    found = Node(read_source(path))
+    if not has(found.value, "aiperf_version"):
+        raise found.wrong("not AIPerf's summary")
+    return found
+
+
+def _load(summary: Node | None) -> tuple[str, int | None]:
+    """The load's name and how many requests it keeps in flight, of the last phase, which is the measured one."""
+    phases = summary.get("input_config", "phases") if summary else None
+    if phases is None or not phases.items():
+        return "aiperf", None
+    last = phases.items()[-1]
+    concurrency, rate = last.get("concurrency"), last.get("rate")
+    names = [f"rate-{rate.number():g}"] if rate else []
+    names += [f"concurrency-{concurrency.count()}"] if concurrency else []
+    return "-".join(names) or "aiperf", concurrency.count() if concurrency else None
+
+
+def _counted_by_server(nodes: list[Node]) -> bool:
+    """Whether every good answer has the server's own token count; the two counts are not mixed."""
+    return all(
+        node.get("metrics", "usage_completion_tokens") is not None for node in nodes if node.get("error") is None
+    )
+
+
+def _isl(node: Node) -> int:
+    found = node.get("metrics", "input_sequence_length", "value")
+    return found.count() if found else -1
+
+
+def _record(node: Node, index: int, load: str, zero: int, counted: bool) -> Request:
+    about = node.at("metadata")
+    start = about.at("request_start_ns").count()
+    phase = about.at("benchmark_phase")
+    if phase.text() not in _PHASES:
+        raise phase.wrong(f"one of {', '.join(_PHASES)} is expected")
+    error, message = _error(node)
+    first, latency = _seconds(node, "time_to_first_token"), _seconds(node, "request_latency")
+    if error is None and latency is None:
+        raise node.wrong("neither an error nor a request_latency")
+    chunks: list[float] = []
+    if first is not None:
+        gaps = node.get("metrics", "inter_chunk_latency")
+        if gaps:
+            scale = _scale(gaps)
+            chunks = list(accumulate((gap.duration() * scale for gap in gaps.at("value").items()), initial=first))
+        else:
+            chunks = [first] if latency is None or latency <= first else [first, latency]
+    ended = (about.at("request_end_ns").count() - start) / 1e9
+    if ended < 0:
+        raise about.wrong("a request ended before it began")
+    return Request(
+        id=found.text() if (found := about.get("x_request_id")) else str(index),
+        cell="",
+        load=load,
+        user_class="imported",
+        index=index,
+        user=0,
+        process=0,
+        phase="measured" if _PHASES[phase.text()] == "measured" else "warmup",
+        sent_s=(start - zero) / 1e9,
+        ended_s=ended if chunks or latency is None else latency,
+        chunks_s=chunks,
+        first_visible_s=_seconds(node, "time_to_first_output_token"),
+        turn=turn.count() if (turn := about.get("turn_index")) else None,
+        prompt_tokens=_count(node, "usage_prompt_tokens" if counted else "input_sequence_length"),
+        output_tokens=_count(node, "usage_completion_tokens" if counted else "output_sequence_length"),
+        cached_tokens=_count(node, "usage_prompt_cache_read_tokens"),
+        reasoning_tokens=_count(node, "usage_reasoning_tokens"),
+        status=_status(node),
+        error=error,
+        message=message,
+    )
+
+
+def _status(node: Node) -> int | None:
+    code = node.get("error", "code")
+    return code.count() if code and isinstance(code.value, int) and 400 <= code.value <= 599 else None
+
+
+def _error(node: Node) -> tuple[ErrorKind | None, str | None]:
+    cancelled = node.get("metadata", "was_cancelled")
+    error = node.get("error")
+    words = error.get("message") if error else None
+    message = last_line(words.text()) if words else None
+    if cancelled and cancelled.value is True:
+        return "unfinished", message
+    if error is None:
+        return None, None
+    status = _status(node)
+    # 499 is the code that AIPerf gives to its own cancellations.
+    kind: ErrorKind = "rejected" if status in (429, 503) else "http" if status and status != 499 else "unknown"
+    return kind, message
+
+
+def _scale(metric: Node) -> float:
+    unit = metric.at("unit")
+    if unit.text() not in _TO_SECONDS:
+        raise unit.wrong("a unit of time is expected")
+    return _TO_SECONDS[unit.text()]
+
+
+def _seconds(node: Node, name: str) -> float | None:
+    metric = node.get("metrics", name)
+    return metric.at("value").duration() * _scale(metric) if metric else None
+
+
+def _count(node: Node, name: str) -> int | None:
+    value = node.get("metrics", name, "value")
+    return value.count() if value else None
+
+
+def refuse_aggregate(source: Source) -> None:
+    """Its summary alone is a common mistake: the records beside it are what is needed."""
+    if has(source.value, "aiperf_version"):
+        raise HarnessError(
+            f"{source.path}: this is AIPerf's summary, not its records",
+            next_step=f"Import profile_export.jsonl of the same folder (written with --export-level records); "
+            f"{BESIDE} beside it is read, too.",
+        )

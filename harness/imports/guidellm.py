@@ -1,0 +1,167 @@
+"""GuideLLM's JSON report (`guidellm run`, output kind json). Read against 0.7 and 0.8."""
+
+from typing import Any
+
+from harness.errors import HarnessError
+from harness.imports.source import EMPTY, Imported, Node, Part, Source, has, last_line
+from harness.records import ErrorKind, Request
+
+TOOL = "guidellm"
+_SENT = "sent, from before the connection is opened, on the wall clock"
+DEFINITIONS = {
+    "ttft_s": f"first event with content, reasoning or tool call - {_SENT}",
+    "ttfo_s": f"first event with content - {_SENT}",
+    "e2e_s": f"last event with content, reasoning or tool call - {_SENT}",
+    "tpot_s": "(last - first token event) / (output tokens - 1), which GuideLLM calls ITL; what it calls TPOT "
+    "includes the first token and is not taken over; on the wall clock",
+    "output_tokens": "as the server's usage says, else the number of events",
+    "output_tok_s": "output tokens (the server's, else the number of events) of the successful requests / time from "
+    "the first sent to the last ended, requests that failed included, on the wall clock",
+    "wall_s": "first sent to last ended, on the wall clock",
+}
+_LISTS: dict[str, ErrorKind | None] = {"successful": None, "errored": "unknown", "incomplete": "unfinished"}
+_PLANNED_STARTS = ("constant", "poisson")  # strategies whose requests have a time at which they should start
+
+
+def is_it(value: Any) -> bool:
+    return has(value, "metadata", "benchmarks") and has(value["metadata"], "guidellm_version")
+
+
+def read(source: Source) -> Imported:
+    """One load for each benchmark of the report. Raises HarnessError for a report without requests."""
+    top = Node(source)
+    benchmarks = top.at("benchmarks").items()
+    if not benchmarks:
+        raise HarnessError(f"{source.path}: the report has no benchmark")
+    parts = [_part(benchmark) for benchmark in benchmarks]
+    if len({part.load for part in parts}) < len(parts):
+        raise HarnessError(
+            f"{source.path}: two benchmarks of the report have the same load, {parts[0].load}",
+            next_step="Import reports of one run each.",
+        )
+    backend = benchmarks[0].get("config", "backend")
+    model = backend.get("model") if backend else None
+    url = backend.get("target") if backend else None
+    return Imported(
+        tool=TOOL,
+        version=top.at("metadata", "guidellm_version").text(),
+        model=model.text() if model else None,
+        url=url.text() if url else None,
+        parts=parts,
+        work=[_work(benchmark) for benchmark in benchmarks],
+        definitions=DEFINITIONS,
+        missing=EMPTY,
+    )
+
+
+def _work(benchmark: Node) -> Any:
+    """The requests themselves where the report has them, else what it says of how they were made."""
+    config = benchmark.at("config").value
+    asked = sorted(
+        str(request.value.get("request_args"))
+        for name in _LISTS
+        for request in (benchmark.at("requests", name).items() if benchmark.get("requests", name) else [])
+    )
+    return {
+        "strategy": config.get("strategy", {}).get("type_"),
+        "constraints": config.get("constraints"),
+        "asked": asked,
+    }
+
+
+def _load_name(strategy: Node) -> str:
+    kind = strategy.at("type_").text()
+    for key in ("streams", "rate"):
+        value = strategy.get(key)
+        if value is not None:
+            return f"{kind}-{value.number():g}"
+    return kind
+
+
+def _part(benchmark: Node) -> Part:
+    strategy = benchmark.at("config", "strategy")
+    requests = [
+        (kind, request)
+        for name, kind in _LISTS.items()
+        for request in (benchmark.at("requests", name).items() if benchmark.get("requests", name) else [])
+    ]
+    if benchmark.get("config", "sample_size"):
+        raise benchmark.wrong("the report holds a sample of its requests only (sample_size), all are needed")
+    made = benchmark.get("scheduler_metrics", "requests_made", "total")
+    total = made.count() if made else len(requests)
+    if total != len(requests):
+        raise benchmark.wrong(f"{total} requests were made and the report has {len(requests)}")
+    starts = [start for _, request in requests if (start := _start(request)) is not None]
+    if not starts:
+        raise benchmark.wrong("no request of the benchmark was sent")
+    zero = min(starts)
+    load = _load_name(strategy)
+    planned = strategy.at("type_").text() in _PLANNED_STARTS
+    sent = [(kind, request) for kind, request in requests if _start(request) is not None]
+    sent.sort(key=lambda item: _start(item[1]) or 0.0)
+    records = [_record(request, kind, index, load, zero, planned) for index, (kind, request) in enumerate(sent)]
+    streams = strategy.get("streams") or strategy.get("max_concurrency")
+    return Part(
+        load=load,
+        at_once=streams.count() if streams else None,
+        planned=len(records),
+        records=records,
+        started_wall_s=zero,
+        ended_wall_s=zero + max(record.sent_s + record.ended_s for record in records),
+    )
+
+
+def _start(request: Node) -> float | None:
+    """None: it was still waiting when the benchmark ended, and never sent."""
+    node = request.get("info", "timings", "request_start")
+    return node.number() if node else None
+
+
+def _record(request: Node, kind: ErrorKind | None, index: int, load: str, zero: float, planned: bool) -> Request:
+    timings = request.at("info", "timings")
+    start = timings.at("request_start").number()
+
+    def since(name: str) -> float | None:
+        node = timings.get(name)
+        if node is None:
+            return None
+        if node.number() < start:
+            raise node.wrong(f"before the request was sent ({start})")
+        return node.number() - start
+
+    first, last, ended = since("first_token_iteration"), since("last_token_iteration"), since("request_end")
+    if ended is None:
+        ended = since("resolve_end")
+    if ended is None:
+        raise timings.wrong("there is no end of the request")
+    iterations = timings.get("token_iterations")
+    chunks = [] if first is None else [first] if last is None or last == first else [first, last]
+    if iterations is not None and iterations.count() == 1:
+        chunks = chunks[:1]
+    error = request.get("info", "error")
+    targeted = timings.get("targeted_start")
+    return Request(
+        id=request.at("request_id").text(),
+        cell="",
+        load=load,
+        user_class="imported",
+        index=index,
+        user=0,
+        process=0,
+        phase="measured",
+        sent_s=start - zero,
+        ended_s=ended,
+        scheduled_s=targeted.number() - start if targeted and planned else None,
+        chunks_s=chunks,
+        first_visible_s=since("first_output_token_iteration"),
+        prompt_tokens=_tokens(request, "prompt_tokens"),
+        output_tokens=_tokens(request, "output_tokens"),
+        cached_tokens=_tokens(request, "cached_tokens"),
+        error=kind,
+        message=last_line(error.text()) if error else None,
+    )
+
+
+def _tokens(request: Node, name: str) -> int | None:
+    node = request.get(name)
+    return node.count() if node else None

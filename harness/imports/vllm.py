@@ -1,0 +1,172 @@
+"""`vllm bench serve --save-result`, with and without --save-detailed. Read against vLLM 0.32."""
+
+import datetime
+from itertools import accumulate
+from typing import Any
+
+from harness.errors import HarnessError
+from harness.imports.source import Imported, Node, Part, Source, has, last_line
+from harness.records import Request
+from harness.summary import NEEDED, Distribution, Numbers
+
+TOOL = "vllm bench serve"
+_FIRST = "from before the request is handed to the HTTP client (a connection may still have to be opened)"
+DEFINITIONS = {
+    "ttft_s": f"first data event that has `choices`, even one without a token - sent, {_FIRST}",
+    "e2e_s": f"last data event that has `choices`, even one without a token - sent, {_FIRST}",
+    "tpot_s": "(last - first data event that has `choices`, even one without a token) / (output tokens - 1)",
+    "chunk_gap_s": "difference of neighbouring data events that have `choices`, even without a token ('ITL')",
+    "tokens_per_chunk": "output tokens / data events that have `choices`",
+    "output_tokens": "as the server's usage says, else counted by the client's tokenizer; the file does not tell which",
+    "output_tok_s": "output tokens of the successful requests (the server's count, else the client's) / time from the "
+    "first sent to the last event that has `choices`",
+    "requests_per_s": "successful requests / time from the first sent to the last event that has `choices`",
+    "wall_s": "first sent to the last data event that has `choices`",
+}
+AGGREGATE = {
+    "output_tok_s": "output tokens of the successful requests (the server's count, else the client's) / the "
+    "benchmark's duration, which ends when the client has put the last answer together",
+    "requests_per_s": "successful requests / the benchmark's duration",
+    "wall_s": "the benchmark's duration, which ends when the client has put the last answer together",
+    "percentiles": "interpolated between neighbouring values (numpy.percentile)",
+}
+_LISTS = ("ttfts", "itls", "input_lens", "output_lens", "start_times", "errors")
+
+
+def is_it(value: Any) -> bool:
+    return has(value, "model_id", "num_prompts", "request_throughput", "total_input_tokens", "endpoint_type")
+
+
+def read(source: Source) -> Imported:
+    """Raises HarnessError for a file that lacks what is needed, such as one of an embedding benchmark."""
+    top = Node(source)
+    if top.get("output_throughput") is None:
+        raise HarnessError(f"{source.path}: a benchmark of embeddings has no generated tokens to measure")
+    records = _records(top) if "ttfts" in source.value else []
+    started, ended = _times(top)
+    concurrency = top.get("max_concurrency")
+    part = Part(
+        load=_load_name(top),
+        at_once=concurrency.count() if concurrency else None,
+        planned=top.at("num_prompts").count(),
+        records=records,
+        numbers=None if records else _numbers(top),
+        started_wall_s=started,
+        ended_wall_s=ended,
+    )
+    notes = ["the file's `date` has no time zone; it is taken for UTC"]
+    if any(record.error for record in records):
+        notes.append("when a failed request ended is not in the file; it is taken to have ended with its last event")
+    none = "the file was saved without --save-detailed, so it has no line for each request"
+    return Imported(
+        tool=TOOL,
+        version=None,  # the file does not carry it
+        model=top.at("model_id").text(),
+        parts=[part],
+        work={
+            key: source.value.get(key)
+            for key in ("backend", "num_prompts", "request_rate", "burstiness", "max_concurrency", "total_input_tokens")
+        }
+        | {"input_lens": sorted(source.value.get("input_lens") or [])},
+        definitions=DEFINITIONS
+        if records
+        else {k: v for k, v in DEFINITIONS.items() if k not in AGGREGATE} | AGGREGATE,
+        missing={} if records else {"chunk_gap_s": none, "tokens_per_chunk": none},
+        notes=notes,
+    )
+
+
+def _load_name(top: Node) -> str:
+    rate = top.at("request_rate").value
+    concurrency = top.get("max_concurrency")
+    names = [] if rate == "inf" else [f"rate-{top.at('request_rate').number():g}"]
+    names += [f"concurrency-{concurrency.count()}"] if concurrency else []
+    return "-".join(names) or "all-at-once"
+
+
+def _times(top: Node) -> tuple[float, float]:
+    """When the benchmark began and ended, Unix time; `date` is written at its end."""
+    date = top.at("date")
+    try:
+        ended = datetime.datetime.strptime(date.text(), "%Y%m%d-%H%M%S").replace(tzinfo=datetime.UTC).timestamp()
+    except ValueError:
+        raise date.wrong("a date such as 20260131-235959 is expected") from None
+    return ended - top.at("duration").duration(), ended
+
+
+def _records(top: Node) -> list[Request]:
+    lists = {name: top.at(name).items() for name in _LISTS}
+    if len({len(items) for items in lists.values()}) != 1:
+        sizes = ", ".join(f"{name} {len(items)}" for name, items in lists.items())
+        raise HarnessError(f"{top.source.path}: the lists are not equally long: {sizes}")
+    starts = [node.number() for node in lists["start_times"]]
+    zero = min(starts, default=0.0)
+    load = _load_name(top)
+    records = []
+    for index, start in enumerate(starts):
+        error = lists["errors"][index].text()
+        ttft = lists["ttfts"][index].duration()
+        gaps = [gap.duration() for gap in lists["itls"][index].items()]
+        # A failed request has 0.0 for what never came.
+        chunks = list(accumulate(gaps, initial=ttft)) if not error or ttft > 0 else []
+        records.append(
+            Request(
+                id=str(index),
+                cell="",
+                load=load,
+                user_class="imported",
+                index=index,
+                user=0,
+                process=0,
+                phase="measured",
+                sent_s=start - zero,
+                ended_s=chunks[-1] if chunks else 0.0,
+                chunks_s=chunks,
+                prompt_tokens=None if error else lists["input_lens"][index].count(),
+                output_tokens=None if error else lists["output_lens"][index].count(),
+                error="unknown" if error else None,
+                message=last_line(error) or None,
+            )
+        )
+    return records
+
+
+def _numbers(top: Node) -> Numbers:
+    completed = top.at("completed").count()
+    planned = top.at("num_prompts").count()
+    failed = top.get("failed")
+    lost = failed.count() if failed else planned - completed
+    duration = top.at("duration").duration()
+    return Numbers(
+        sent=completed + lost,
+        succeeded=completed,
+        failed=lost,
+        unfinished=0,
+        errors={"unknown": lost} if lost else {},
+        prompt_tokens=top.at("total_input_tokens").count(),
+        output_tokens=top.at("total_output_tokens").count(),
+        wall_s=duration,
+        window="wall",
+        window_s=duration,
+        output_tok_s=top.at("output_throughput").number(),
+        requests_per_s=top.at("request_throughput").number(),
+        ttft_s=_latency(top, "ttft", completed),
+        ttfo_s=Distribution(n=0),
+        tpot_s=_latency(top, "tpot", completed),
+        e2e_s=_latency(top, "e2el", completed),
+        chunk_gap_s=Distribution(n=0),
+        send_lag_s=Distribution(n=0),
+    )
+
+
+def _latency(top: Node, name: str, n: int) -> Distribution:
+    """Mean and percentiles in ms, those that n requests can carry."""
+    mean = top.get(f"mean_{name}_ms")
+    if mean is None or not n:
+        return Distribution(n=0)
+    values: dict[str, float] = {}
+    for percentile, needed in NEEDED.items():
+        node = top.get(f"median_{name}_ms" if percentile == "p50" else f"{percentile}_{name}_ms")
+        if node is not None and n >= needed:
+            values[percentile] = node.duration() / 1000
+    return Distribution(n=n, mean=mean.duration() / 1000, **values)

@@ -1,0 +1,156 @@
+"""From what a tool's file says to a run directory: run.json, requests.jsonl or numbers.json, and the summary."""
+
+import datetime
+import hashlib
+import re
+import time
+from pathlib import Path
+
+import msgspec
+
+from harness import __version__
+from harness.errors import HarnessError
+from harness.imports.formats import read_file
+from harness.imports.source import Imported, Part, Source
+from harness.manifest import CellRun, Machine, Origin, Run, ServedBy, write_run
+from harness.origin import NUMBERS_FILE
+from harness.records import Request
+from harness.scenario import Load, Scenario, Server, Warmup
+from harness.summarize import summarize, write_summary
+
+UNKNOWN = "unknown"  # what a name must be where the file has none
+
+
+def import_file(path: Path, runs: Path, given: str | None = None, machine: str | None = None) -> Path:
+    """Make a run directory of a tool's file and return it; the directory has the file's sum in its name.
+
+    `machine`: the name of the machine that was measured; tools do not write it. Raises HarnessError for a file that
+    cannot be read, or that was imported before.
+    """
+    source, imported = read_file(path, given)
+    started = min(part.started_wall_s for part in imported.parts)
+    moment = datetime.datetime.fromtimestamp(started, datetime.UTC)
+    name = _name(f"{imported.tool}-{path.stem}")
+    run_id = f"{moment:%Y%m%d-%H%M%S}-{name}-{source.sha256[:4]}"
+    folder = runs / run_id
+    if folder.exists():
+        raise HarnessError(
+            f"{path}: was imported before, as {run_id}",
+            next_step=f"`harness report {run_id}` shows it; remove it first.",
+        )
+    parts = [_named(part) for part in imported.parts]
+    cells = {_cell(part): part for part in parts}
+    if len(cells) < len(parts):
+        raise HarnessError(f"{path}: two of its loads have the same name: {', '.join(sorted(map(_cell, parts)))}")
+    run = _run(run_id, name, source, imported, cells, machine)
+    try:
+        folder.mkdir(parents=True)
+        with (folder / "requests.jsonl").open("wb") as file:
+            for cell, part in cells.items():
+                for record in part.records:
+                    file.write(msgspec.json.encode(_placed(record, cell, part)) + b"\n")
+        numbers = {cell: part.numbers for cell, part in cells.items() if part.numbers is not None}
+        if numbers:
+            text = msgspec.json.format(msgspec.json.encode(numbers), indent=1)
+            (folder / NUMBERS_FILE).write_bytes(text + b"\n")
+        write_run(folder, run)
+        summary = summarize(folder)
+        write_run(
+            folder,
+            msgspec.structs.replace(run, status="valid" if summary.valid else "invalid", reasons=summary.reasons),
+        )
+        write_summary(folder, summary)
+    except OSError as error:
+        raise HarnessError(
+            f"{folder}: the run directory cannot be written ({error.strerror})",
+            next_step="Give a folder that can be written with --runs DIR.",
+        ) from None
+    return folder
+
+
+def _run(
+    run_id: str, name: str, source: Source, imported: Imported, cells: dict[str, Part], machine: str | None
+) -> Run:
+    tool = f"{imported.tool} {imported.version}" if imported.version else imported.tool
+    servers = dict.fromkeys(part.server for part in cells.values())
+    return Run(
+        id=run_id,
+        status="running",
+        started_wall_s=min(part.started_wall_s for part in cells.values()),
+        ended_wall_s=max(part.ended_wall_s for part in cells.values()),
+        scenario_name=name,
+        scenario=Scenario(
+            version=1,
+            question=f"What did {tool} measure?",
+            model=imported.model or UNKNOWN,
+            servers={server: Server(template="running") for server in servers},
+            loads={part.load: _load(part) for part in cells.values()},
+            repeats=1,
+            warmup=Warmup(requests=0),
+        ),
+        workload_sha256=hashlib.sha256(msgspec.json.encode([imported.tool, imported.work], order="sorted")).hexdigest(),
+        order=list(cells),
+        cells=[_cell_run(cell, part, imported) for cell, part in cells.items()],
+        machine=Machine(name=machine or UNKNOWN),
+        versions={imported.tool: imported.version or UNKNOWN},
+        origin=Origin(
+            tool=imported.tool,
+            version=imported.version,
+            files={one.path.name: one.sha256 for one in [source, *imported.beside]},
+            imported_wall_s=time.time(),
+            importer=__version__,
+            definitions=imported.definitions,
+            missing=imported.missing,
+            notes=imported.notes,
+        ),
+    )
+
+
+def _load(part: Part) -> Load:
+    # Never fixed: no file says that every answer had to have a certain length.
+    return Load(user="imported", users=_at_once(part), requests=max(part.planned, 1), output="natural")
+
+
+def _at_once(part: Part) -> int:
+    """How many requests were in flight at most: as asked for, else as the records show; 1 where neither is known."""
+    if part.at_once is not None:
+        return max(part.at_once, 1)
+    events = [(r.sent_s, 1) for r in part.records] + [(r.sent_s + r.ended_s, -1) for r in part.records]
+    most = now = 0
+    for _, step in sorted(events):
+        now += step
+        most = max(most, now)
+    return max(most, 1)
+
+
+def _cell_run(cell: str, part: Part, imported: Imported) -> CellRun:
+    return CellRun(
+        id=cell,
+        server=part.server,
+        load=part.load,
+        repeat=1,
+        started_wall_s=part.started_wall_s,
+        ended_wall_s=part.ended_wall_s,
+        served_by=ServedBy(
+            url=imported.url or UNKNOWN,
+            model=imported.model,
+            arguments=imported.arguments.get(part.server, []),
+        ),
+    )
+
+
+def _placed(record: Request, cell: str, part: Part) -> Request:
+    return msgspec.structs.replace(record, cell=cell, load=part.load)
+
+
+def _named(part: Part) -> Part:
+    return msgspec.structs.replace(part, server=_name(part.server), load=_name(part.load))
+
+
+def _cell(part: Part) -> str:
+    return f"r1-{part.server}-{part.load}"
+
+
+def _name(text: str) -> str:
+    """A text as a name of a scenario: lower-case letters, digits and '-', at most 40."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-") or UNKNOWN
