@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness import checks, validity
+from harness import checks, origin, validity
 from harness.attain import SloTally
 from harness.check_syntax import Slo, slo_sets
 from harness.count import Place, tally
@@ -16,7 +16,7 @@ from harness.manifest import CellRun, Run, read_run
 from harness.metrics import MetricsSample, read_samples, server_load
 from harness.plan import Cell, baseline_of, plan
 from harness.records import ProcessMark, read_marks
-from harness.summary import CellSummary, Reference, Row, Summary
+from harness.summary import CellSummary, Numbers, Reference, Row, Summary
 from harness.tally import Clock, Tally, numbers_of
 from harness.verdicts import compare_rows
 
@@ -36,17 +36,19 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
     strangers: Counter[str] = Counter()
     tallies = tally(folder / "requests.jsonl", places, damaged, strangers)
     samples = read_samples(folder / "metrics.jsonl")
+    given = origin.given_numbers(folder, run)
     ran = {cell.id: cell for cell in run.cells}
     seen = {name: cell for name, cell in cells.items() if name in ran or name in tallies}
     # A cell without a record still is a cell: it was run and gave nothing.
     tallies = {name: tallies.get(name) or Tally(clock=places[name].clock, slos=SloTally(sets=slos)) for name in seen}
     summaries = [
-        _cell(run, cell, ran.get(name), tallies[name], samples.get(name, []), marks.get(name, []))
+        _cell(run, cell, ran.get(name), tallies[name], samples.get(name, []), marks.get(name, []), given.get(name))
         for name, cell in seen.items()
     ]
     found = validity.of_run(run, len(run.cells), damaged, strangers)
     reasons = found.reasons + [problem for cell in summaries for problem in cell.problems]
-    notes = found.notes + [note for cell in summaries for note in cell.notes] + _unchecked(summaries)
+    notes = origin.notes(run.origin) + found.notes
+    notes += [note for cell in summaries for note in cell.notes] + _unchecked(summaries)
     rows = _rows(run, summaries, tallies)
     base = baseline_of(run.scenario)
     comparison = None if reasons else compare_rows(rows, (base.server, base.load), run.scenario)
@@ -128,9 +130,15 @@ def _by_cell(marks: list[ProcessMark]) -> dict[str, list[ProcessMark]]:
 
 
 def _cell(
-    run: Run, cell: Cell, ran: CellRun | None, counted: Tally, samples: list[MetricsSample], marks: list[ProcessMark]
+    run: Run,
+    cell: Cell,
+    ran: CellRun | None,
+    counted: Tally,
+    samples: list[MetricsSample],
+    marks: list[ProcessMark],
+    given: Numbers | None,
 ) -> CellSummary:
-    numbers = numbers_of([counted])
+    numbers = given or origin.known(numbers_of([counted]), run.origin)
     wall_s = counted.clock.wall_s
     first, last = wall_s(counted.first_sent_s), wall_s(counted.last_ended_s)
     load = server_load(
@@ -149,6 +157,7 @@ def _cell(
             numbers=numbers,
             server_load=load,
             marks=marks,
+            imported=run.origin is not None,
         )
     )
     phases = ran.served_by.phases if ran is not None else []
@@ -171,7 +180,9 @@ def _rows(run: Run, cells: list[CellSummary], tallies: dict[str, Tally]) -> list
         for load in run.scenario.loads:
             mine = [cell for cell in cells if (cell.server, cell.load) == (server, load)]
             if mine:
-                rows.append(_row(server, load, mine, tallies))
+                row = _row(server, load, mine, tallies)
+                # Every import is one repeat: what is known of its cell is known of its row.
+                rows.append(row if run.origin is None else msgspec.structs.replace(row, pooled=mine[0].numbers))
     return rows
 
 
