@@ -10,6 +10,7 @@ from harness.scenario import Load, Prompts, Warmup
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One cell's work. Paths are absolute, as the load process sees them; secrets are only named."""
 
+    run: str = ""  # a few characters of the run's id, which make request ids differ between runs; none by hand
     cell: str
     load_name: str
     load: Load

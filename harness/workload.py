@@ -13,6 +13,7 @@ import msgspec
 from harness.errors import HarnessError
 from harness.scenario import Load, Prompts, Scenario
 
+TURNS = 4  # of a conversation, where nobody says how many
 _TIMED_REQUESTS = 1000  # of a load that has no fixed number, so many go into the hash
 _SALT_WORDS = 4
 _KINDS = {"ticket": "customer message", "product": "product description", "log": "log excerpt"}
@@ -52,24 +53,32 @@ def messages(prompts: Prompts, seed: int, index: int, salt: str | None, file_row
     """The messages of request `index` (warm-up: below 0). `file_rows` are needed by `kind: file` only.
 
     The salt comes first of all, in front of the system prompt where there is one, so that nothing of the prompt
-    is found in a prefix cache that was filled with another salt.
+    is found in a prefix cache that was filled with another salt. Each prompt of the warm-up has words of its own after
+    the shared system prompt: a row of the file or of the set that comes again in the measurement is new to the cache.
     """
-    result: list[Message] = []
+    result = _prompt(prompts, seed, index, file_rows)
+    if index < 0:
+        result[0] = _behind(text(_SALT_WORDS, seed, f"warm-up{index}"), result[0])
     if prompts.system_tokens:
-        result.append({"role": "system", "content": text(prompts.system_tokens, seed, _SYSTEM)})
-    if prompts.kind == "synthetic":
-        result.append({"role": "user", "content": text(prompts.tokens, seed, index)})
-    elif prompts.kind == "classification":
-        result.append({"role": "user", "content": _question(_shuffled(seed)[index % len(_items())])})
-    else:
-        row = file_rows[index % len(file_rows)]
-        if row.prompt is not None:
-            result.append({"role": "user", "content": row.prompt})
-        for message in row.messages or []:
-            result.append({"role": message.role, "content": message.content})
+        result.insert(0, {"role": "system", "content": text(prompts.system_tokens, seed, _SYSTEM)})
     if salt:
-        result[0] = {"role": result[0]["role"], "content": f"{salt} {result[0]['content']}"}
+        result[0] = _behind(salt, result[0])
     return result
+
+
+def _prompt(prompts: Prompts, seed: int, index: int, file_rows: Sequence[Row]) -> list[Message]:
+    if prompts.kind == "synthetic":
+        return [{"role": "user", "content": text(prompts.tokens, seed, index)}]
+    if prompts.kind == "classification":
+        return [{"role": "user", "content": _question(_shuffled(seed)[index % len(_items())])}]
+    row = file_rows[index % len(file_rows)]
+    if row.prompt is not None:
+        return [{"role": "user", "content": row.prompt}]
+    return [{"role": message.role, "content": message.content} for message in row.messages or []]
+
+
+def _behind(words: str, message: Message) -> Message:
+    return {"role": message["role"], "content": f"{words} {message['content']}"}
 
 
 def text(tokens: int, seed: int, place: int | str) -> str:
@@ -113,15 +122,24 @@ def read_rows(path: str | Path) -> list[Row]:
 def workload_sha256(scenario: Scenario, folder: Path) -> str:
     """The hash of all that is asked of a server in this scenario, without the salt, whose words differ by cell.
 
-    Per load: the parameters that shape it, and its measured requests (the first 1000 where time limits them).
+    Per load: the parameters that shape it, and its measured requests (the first 1000 where time limits them) in the
+    groups that are sent together: bursts or conversations.
     """
     rows = read_rows(folder / scenario.prompts.file) if scenario.prompts.file else []
     digest = hashlib.sha256()
     for name, load in sorted(scenario.loads.items()):
         digest.update(msgspec.json.encode([name, scenario.seed, _shape(load)]))
-        for index in range(load.requests or _TIMED_REQUESTS):
-            digest.update(msgspec.json.encode(messages(scenario.prompts, scenario.seed, index, None, rows)))
+        number, group = load.requests or _TIMED_REQUESTS, _group(load)
+        for first in range(0, number, group):
+            indices = range(first, min(first + group, number))
+            together = [messages(scenario.prompts, scenario.seed, index, None, rows) for index in indices]
+            digest.update(msgspec.json.encode(together))
     return digest.hexdigest()
+
+
+def _group(load: Load) -> int:
+    """How many requests are taken together, as far as it is known: an own locustfile does as it likes."""
+    return load.turns or TURNS if load.user == "chat" else load.batch_size or 1
 
 
 def _shape(load: Load) -> dict[str, object]:

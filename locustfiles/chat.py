@@ -6,9 +6,7 @@ By hand:  locust -f locustfiles/chat.py --host http://127.0.0.1:8000 --users 10 
 from locust import task
 
 from harness.load.user import LLMUser
-from harness.workload import Message
-
-TURNS = 4  # of a conversation, where nobody says how many
+from harness.workload import TURNS, Message
 
 
 class ChatUser(LLMUser):
@@ -18,16 +16,15 @@ class ChatUser(LLMUser):
 
     @task
     def converse(self) -> None:
+        questions = self.take(self.load.turns or TURNS)
+        conversation = questions[0].ticket.index
         history: list[Message] = []
-        conversation = None
-        for turn in range(1, (self.load.turns or TURNS) + 1):
-            question = self.take()[0]
-            if conversation is None:
-                conversation = question.ticket.index
-            else:
+        for turn, question in enumerate(questions, start=1):
+            if history:
                 question = question.without_system()
             answer = self.ask(question, history, conversation=conversation, turn=turn)
-            if answer.error is not None:
-                return  # a person would start over
-            history += [*question.messages, {"role": "assistant", "content": answer.text}]
+            if answer.error is None:  # after a failure it goes on as if nothing had been asked
+                history += [*question.messages, {"role": "assistant", "content": answer.text}]
             self.think()
+            if self.over():
+                break

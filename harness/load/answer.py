@@ -3,24 +3,29 @@
 Knows the OpenAI API's chat completions and completions, streamed or not, as vLLM, llama.cpp and Lemonade send them.
 """
 
+import json
 import re
 from typing import Any
 
 import msgspec
 
-from harness.load.client import Clock, Exchange
+from harness.load.exchange import Clock, Exchange
 from harness.load.sse import Event, Parser
 from harness.records import ErrorKind
 
 _MESSAGE_CHARS = 300
 _CHANNELS = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call", "text")
 _VISIBLE = ("content", "text", "refusal")
+_BROKEN_OFF = ("abort", "error")  # finish reasons of answers that the server gave up
 
 
 class Answer:
-    """Observations of one response. Times are seconds after the request was sent, on `clock`."""
+    """Observations of one response. Times are seconds after the request was sent, on `clock`.
 
-    def __init__(self) -> None:
+    It has failed until it was read: what nobody looked at is no success.
+    """
+
+    def __init__(self, error: ErrorKind | None = "client", message: str | None = "the answer was never read") -> None:
         self.clock: Clock = "read"
         self.headers_s: float | None = None
         self.chunks_s: list[float] = []
@@ -33,8 +38,8 @@ class Answer:
         self.reasoning_tokens: int | None = None
         self.finish: str | None = None
         self.text = ""  # visible content: the next turn of a conversation needs it, no record holds it
-        self.error: ErrorKind | None = None
-        self.message: str | None = None
+        self.error = error
+        self.message = message
         self.done = False  # [DONE] was seen
         self.generated = False  # at least one token of any channel
 
@@ -47,7 +52,7 @@ class Answer:
 
 def read_answer(exchange: Exchange, secret: str | None = None) -> Answer:
     """The observations in a finished or failed exchange. `secret` is kept out of every message."""
-    answer = Answer()
+    answer = Answer(None, None)
     clock, times_ns = exchange.times_ns()
     answer.clock = clock
     start_ns = exchange.start_ns
@@ -58,7 +63,7 @@ def read_answer(exchange: Exchange, secret: str | None = None) -> Answer:
         answer.headers_s = seconds[exchange.headers_read]
     if exchange.status is not None and not 200 <= exchange.status < 300:
         _refused(exchange, exchange.status, answer)
-    elif _is_stream(exchange):
+    elif exchange.is_stream:
         _stream(exchange, seconds, answer)
     elif exchange.complete:
         _whole(exchange, answer)
@@ -67,13 +72,6 @@ def read_answer(exchange: Exchange, secret: str | None = None) -> Answer:
     if secret and answer.message:
         answer.message = answer.message.replace(secret, "[secret]")
     return answer
-
-
-def _is_stream(exchange: Exchange) -> bool:
-    if exchange.headers.get("content-type", "").lower().startswith("text/event-stream"):
-        return True
-    first = exchange.body[0][1].lstrip() if exchange.body else b""
-    return first.startswith((b"data:", b"event:", b": "))  # some servers name no type
 
 
 def _stream(exchange: Exchange, seconds: list[float], answer: Answer) -> None:
@@ -92,6 +90,7 @@ def _stream(exchange: Exchange, seconds: list[float], answer: Answer) -> None:
                 chunk_reads.append(read)
     answer.chunks_s = [seconds[read] for read in chunk_reads]
     answer.coalesced = len(chunk_reads) - len(set(chunk_reads))
+    _unframed(parser.stray(), answer)
     if not exchange.complete and not answer.done:
         return  # the failure of the connection says more
     if not answer.done and answer.finish is None:
@@ -100,10 +99,23 @@ def _stream(exchange: Exchange, seconds: list[float], answer: Answer) -> None:
         answer.fail("empty", f"a complete stream without one generated token; {_usage_words(answer)}")
 
 
+def _unframed(raw: bytes, answer: Answer) -> None:
+    """Note an error object between the events: Lemonade before 11.6 sends its errors without `data:`."""
+    if not raw.startswith(b"{"):
+        return
+    try:
+        body = _decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return
+    words = _error_words(body) if isinstance(body, dict) and not _first_choice(body) else None
+    if words:
+        answer.fail("stream_error", f"{words} (sent outside of an event)")
+
+
 def _take_event(event: Event, number: int, at_s: float, answer: Answer) -> bool:
     """Note what one event says. True when it carries generated tokens."""
     try:
-        body = msgspec.json.decode(event.data)
+        body = _decode(event.data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         answer.fail("malformed", f"event {number} is not JSON: {error}")
         return False
@@ -118,8 +130,7 @@ def _take_event(event: Event, number: int, at_s: float, answer: Answer) -> bool:
     choice = _first_choice(body)
     if choice is None:
         return False
-    if choice.get("finish_reason"):
-        answer.finish = str(choice["finish_reason"])
+    _finish(choice, answer)
     delta = choice.get("delta")
     part = delta if isinstance(delta, dict) else choice  # completions have `text` beside the finish reason
     if not any(part.get(channel) for channel in _CHANNELS):
@@ -137,7 +148,7 @@ def _whole(exchange: Exchange, answer: Answer) -> None:
     """A response in one piece: when its first token was made is not known."""
     raw = b"".join(data for _, data in exchange.body)
     try:
-        body = msgspec.json.decode(raw)
+        body = _decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError):
         answer.fail("not_api", f"status {exchange.status} with {_described(exchange, raw)} in place of an API answer")
         return
@@ -151,7 +162,7 @@ def _whole(exchange: Exchange, answer: Answer) -> None:
         return
     _usage(body, answer)
     answer.done = True
-    answer.finish = str(choice["finish_reason"]) if choice.get("finish_reason") else None
+    _finish(choice, answer)
     message = choice.get("message")
     part = message if isinstance(message, dict) else choice
     answer.generated = any(part.get(channel) for channel in _CHANNELS)
@@ -163,16 +174,48 @@ def _whole(exchange: Exchange, answer: Answer) -> None:
 def _refused(exchange: Exchange, status: int, answer: Answer) -> None:
     raw = b"".join(data for _, data in exchange.body)
     try:
-        body = msgspec.json.decode(raw)
+        body = _decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError):
         body = None
     if 300 <= status < 400:
         words = f"redirect to {exchange.headers.get('location', 'nowhere')}, which a load test does not follow"
     elif isinstance(body, dict):
-        words = _error_in(body) or str(body.get("detail") or body.get("message") or body)
+        words = _error_words(body) or str(body)
     else:
         words = _described(exchange, raw)
     answer.fail("rejected" if status in (429, 503) else "http", f"status {status}: {words}")
+
+
+def _decode(raw: bytes) -> Any:
+    """The JSON in `raw`. Raises as msgspec does.
+
+    What some servers send although it is no JSON is taken as Python takes it: NaN, half a surrogate pair, broken UTF-8.
+    """
+    try:
+        return msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        try:
+            loaded = json.loads(raw.decode("utf-8", "replace"))
+        except ValueError:
+            loaded = None
+        if loaded is None:
+            raise
+    # Once more, for strings that can be encoded again.
+    return json.loads(json.dumps(loaded, ensure_ascii=False).encode("utf-8", "replace"))
+
+
+def _finish(choice: dict[str, Any], answer: Answer) -> None:
+    if not choice.get("finish_reason"):
+        return
+    answer.finish = str(choice["finish_reason"])
+    if answer.finish in _BROKEN_OFF:
+        answer.fail("stream_error", f"the server ended the answer with finish reason {answer.finish!r}")
+
+
+def _error_words(body: dict[str, Any]) -> str | None:
+    """What a body that is not an answer says, wherever servers put it. Never a mapping, which may hold model output."""
+    words = _error_in(body) or body.get("detail") or body.get("message")
+    return str(words) if words and not isinstance(words, dict) else None
 
 
 def _error_in(body: dict[str, Any]) -> str | None:

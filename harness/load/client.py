@@ -1,31 +1,29 @@
 """The measuring HTTP client: one keep-alive connection, and the time at which each piece of an answer arrived.
 
-Per read there is one system call, one clock reading and one append; what the bytes mean is worked out after the
-response is complete (`harness.load.answer`), so that parsing never delays a stamp.
+Per read there is one system call, one clock reading and one append before anything is looked at; what the bytes mean
+is worked out after the response is complete (`harness.load.answer`), so that parsing never delays a stamp.
 """
 
 import contextlib
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import httptools
 from gevent import socket, ssl
 
 from harness.errors import HarnessError
-from harness.load.clock import CONTROL_BYTES, KernelClock, ask_for_stamps, believable
-from harness.records import ErrorKind
-
-Clock = Literal["kernel", "read"]
+from harness.load.clock import CONTROL_BYTES, KernelClock, ask_for_stamps
+from harness.load.exchange import Collector, Exchange, Failure
 
 _READ_BYTES = 65_536
-_DONE = (b"[DONE]\n", b"[DONE]\r")  # never inside an event's JSON, which cannot hold a line end
-_DONE_GRACE_S = 2.0  # a server that has said [DONE] gets this long to end its body; some proxies leave it open
+_DONE_GRACE_S = 0.02  # for the end of the body after [DONE], which some proxies leave open
 _CONNECT_TIMEOUT_S = 10.0
-_STALE_S = 1.0  # a reused connection that closes unread within this time was closed while idle
+# A kept connection whose end arrives this soon after the request was being closed as the request was on its way: the
+# two crossed, which takes a round trip. An end that comes later is what the server did with the request.
+_CROSSED_S = 0.02
 _IDLE_SHARE = 0.8  # of the server's stated idle limit, so that it never closes first
 
 
@@ -58,79 +56,6 @@ class Target(NamedTuple):
         return f"{host}:{self.port}"
 
 
-class Failure(Exception):
-    """Why a response did not arrive in full: the kind and the words of a record."""
-
-    def __init__(self, kind: ErrorKind, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
-        self.message = message
-
-
-@dataclass(slots=True)
-class Exchange:
-    """One request and what came back, filled in as it happens, so a cut leaves what there was. Monotonic ns."""
-
-    id: str
-    began_ns: int = field(default_factory=time.monotonic_ns)
-    connect_ns: int | None = None  # duration of opening the connection; None when it was open
-    sent_ns: int | None = None
-    arrivals: list[tuple[int, int | None]] = field(default_factory=list)  # of each read: its time, the kernel's stamp
-    status: int | None = None
-    headers: dict[str, str] = field(default_factory=dict)  # names in lower case
-    headers_read: int | None = None  # the read that completed the headers
-    body: list[tuple[int, bytes]] = field(default_factory=list)  # (read, bytes)
-    complete: bool = False
-    failure: Failure | None = None
-    ended_ns: int | None = None  # when it was complete, or had failed
-
-    @property
-    def start_ns(self) -> int:
-        """When it was sent; for one that never was, when it was begun."""
-        return self.began_ns if self.sent_ns is None else self.sent_ns
-
-    def times_ns(self) -> tuple[Clock, list[int]]:
-        """The clock and the time of each read: the kernel's where all are believable, else that of the read."""
-        if self.sent_ns is not None and believable(self.arrivals, self.sent_ns):
-            return "kernel", [stamp for _, stamp in self.arrivals if stamp is not None]
-        return "read", [read for read, _ in self.arrivals]
-
-
-class _Collector:
-    """What httptools calls back: sorts the pieces of one response into an Exchange."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
-        self.parser = httptools.HttpResponseParser(self)
-        self.keep_alive = False
-        self._informational = False
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self.exchange.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
-
-    def on_headers_complete(self) -> None:
-        status = self.parser.get_status_code()
-        self._informational = 100 <= status < 200  # such as "100 Continue": the response itself is still to come
-        if not self._informational:
-            self.exchange.status = status
-            self.exchange.headers_read = len(self.exchange.arrivals) - 1
-
-    def on_body(self, data: bytes) -> None:
-        self.exchange.body.append((len(self.exchange.arrivals) - 1, data))
-
-    def on_message_complete(self) -> None:
-        if self._informational:
-            self.exchange.headers.clear()
-        else:
-            self.exchange.complete = True
-            self.keep_alive = self.parser.should_keep_alive()  # llhttp only knows it now
-
-    def ends_with_connection(self) -> bool:
-        """Whether the end of the connection is how this body ends."""
-        headers = self.exchange.headers
-        return self.exchange.status is not None and not {"content-length", "transfer-encoding"} & headers.keys()
-
-
 class Client:
     """One connection to one server, opened when needed and kept; for one request at a time."""
 
@@ -150,7 +75,7 @@ class Client:
     def post(self, path: str, body: bytes, exchange: Exchange) -> None:
         """Send `body`, a JSON text, to the API's `path` and collect the response in `exchange`; failures go there too.
 
-        A greenlet that is killed meanwhile sees its GreenletExit, with the connection closed.
+        A greenlet that is cut meanwhile (GreenletExit, gevent.Timeout) sees that raised, with the connection closed.
         """
         self._run(self._head("POST", path, exchange.id, body), exchange)
 
@@ -184,21 +109,26 @@ class Client:
                 self.close()
 
     def _attempt(self, request: bytes, exchange: Exchange) -> bool:
-        """One try. False: the kept connection had been closed meanwhile and nothing was received; use a new one."""
+        """One try. False: the kept connection was closed as the request was on its way; use a new one."""
         self._drop_if_stale()
         reused = self._socket is not None
         sock = self._socket or self._connect(exchange)
         sock.settimeout(self._timeout_s)
-        exchange.sent_ns = time.monotonic_ns()
+        sent_ns = time.monotonic_ns()
+        if exchange.sent_ns is None:
+            exchange.sent_ns = sent_ns
+        sending = True
         try:
             sock.sendall(request)
+            sending = False
             self._receive(sock, exchange)
         except TimeoutError:
-            raise Failure("timeout", f"nothing arrived for {self._timeout_s:g} s") from None
+            raise Failure("timeout", f"no data arrived for {self._timeout_s:g} s") from None
         except (OSError, EOFError) as error:
-            age_s = (time.monotonic_ns() - exchange.sent_ns) / 1e9
-            if reused and not exchange.arrivals and age_s < _STALE_S:
+            crossed = sending or time.monotonic_ns() - sent_ns < _CROSSED_S * 1e9
+            if reused and crossed and not exchange.arrivals:
                 self.close()
+                exchange.resent = True
                 return False
             raise Failure("disconnect", _disconnected(error, exchange)) from None
         except httptools.HttpParserError as error:
@@ -207,10 +137,25 @@ class Client:
 
     def _receive(self, sock: socket.socket, exchange: Exchange) -> None:
         """Read until the response is complete. Raises EOFError when the connection ends before that."""
-        collector = _Collector(exchange)
-        feed = collector.parser.feed_data
+        collector = Collector(exchange)
+        try:
+            self._collect(sock, collector)
+        except (OSError, EOFError, httptools.HttpParserError):
+            if not collector.done:
+                raise
+            exchange.complete = True  # all was said; only the connection is of no more use
+        self._keep(collector)
+
+    def _collect(self, sock: socket.socket, collector: Collector) -> None:
+        exchange, feed = collector.exchange, collector.parser.feed_data
         arrivals, clock = exchange.arrivals, self._clock.read
+        said, said_ns = 0, time.monotonic_ns()  # pings keep a connection open, but they do not keep us waiting
+        now_ns = said_ns
         while not exchange.complete:
+            left_s = (_DONE_GRACE_S if collector.done else self._timeout_s) - (now_ns - said_ns) / 1e9
+            if left_s <= 0:
+                raise TimeoutError
+            sock.settimeout(left_s)
             if self._stamped:
                 data, control, _, _ = sock.recvmsg(_READ_BYTES, CONTROL_BYTES)
             else:
@@ -223,9 +168,9 @@ class Client:
                 break
             arrivals.append(arrival)
             feed(data)
-            if not exchange.complete and any(mark in data[-24:] for mark in _DONE):
-                sock.settimeout(min(_DONE_GRACE_S, self._timeout_s))
-        self._keep(collector)
+            now_ns = arrival[0]
+            if collector.said != said:
+                said, said_ns = collector.said, now_ns
 
     def _connect(self, exchange: Exchange) -> socket.socket:
         began_ns = time.monotonic_ns()
@@ -247,7 +192,7 @@ class Client:
         exchange.connect_ns = time.monotonic_ns() - began_ns
         return sock
 
-    def _keep(self, collector: _Collector) -> None:
+    def _keep(self, collector: Collector) -> None:
         """Keep the connection for the next request, within the limits that the server has stated."""
         headers = collector.exchange.headers
         if not collector.keep_alive:

@@ -13,11 +13,12 @@ from harness import workload
 from harness.errors import HarnessError
 from harness.job import Job
 from harness.load.answer import Answer, read_answer
-from harness.load.client import Client, Exchange, Target
+from harness.load.client import Client, Target
 from harness.load.clock import KernelClock
+from harness.load.exchange import Exchange
 from harness.load.recorder import Recorder
 from harness.load.tickets import Plan, Ticket, Tickets
-from harness.records import Request
+from harness.records import ErrorKind, Request
 from harness.workload import Message
 
 logger = logging.getLogger(__name__)
@@ -77,29 +78,34 @@ class LoadProcess:
     ) -> Answer:
         """Send one chat request and wait for its end. Leaves exactly one record, and calls `tell`, whatever happens.
 
-        A failed request is an Answer with an error. A greenlet that is killed leaves its record before it goes.
+        A failed request is an Answer with an error. A greenlet that is cut, by its end or by a gevent.Timeout of the
+        locustfile, leaves its record before that goes on.
         """
-        body = self._body(messages)
-        index = place.ticket.index
-        exchange = Exchange(id=f"{self.job.cell}-{index}" if index >= 0 else f"{self.job.cell}-w{-index}")
+        exchange = Exchange(id=self._id(place.ticket.index))
         answer = Answer()
-        self.recorder.sent += 1
+        self.recorder.sending(place.ticket.phase)
         try:
-            client.post("/chat/completions", body, exchange)
+            client.post("/chat/completions", self._body(messages), exchange)
             answer = self._read(exchange)
-        except gevent.GreenletExit:
-            answer = self._read(exchange)
-            answer.fail("unfinished", "cut by the end of the run")
-            raise
         except Exception as error:
             logger.exception("defect in the load generator, recorded as error kind 'client'")
-            answer.fail("client", f"{type(error).__name__}: {error}")
+            answer = Answer("client", f"{type(error).__name__}: {error}")
+        except BaseException as error:  # GreenletExit, gevent.Timeout ...: from outside, and for others to handle
+            answer = self._read(exchange)
+            answer.fail(*_cut(error))
+            raise
         finally:
+            self.recorder.health.note_reads(exchange.arrivals)
             self.recorder.add(self._record(exchange, answer, place))
             self.tickets.settle()
             if tell is not None:
                 tell(answer)
         return answer
+
+    def _id(self, index: int) -> str:
+        """Of one request among all runs: it is looked for in the logs of servers that outlive a run."""
+        place = str(index) if index >= 0 else f"w{-index}"
+        return "-".join(part for part in (self.job.run, self.job.cell, place) if part)
 
     def _body(self, messages: Sequence[Message]) -> bytes:
         load = self.job.load
@@ -121,9 +127,7 @@ class LoadProcess:
             return read_answer(exchange, self._secret)
         except Exception as error:
             logger.exception("defect in the load generator, recorded as error kind 'client'")
-            answer = Answer()
-            answer.fail("client", f"{type(error).__name__}: {error}")
-            return answer
+            return Answer("client", f"{type(error).__name__}: {error}")
 
     def _record(self, exchange: Exchange, answer: Answer, place: Place) -> Request:
         load = self.job.load
@@ -142,6 +146,7 @@ class LoadProcess:
             conversation=place.conversation,
             turn=place.turn,
             batch=place.batch,
+            resent=exchange.resent,
             connect_s=None if exchange.connect_ns is None else exchange.connect_ns / 1e9,
             headers_s=answer.headers_s,
             chunks_s=answer.chunks_s,
@@ -161,7 +166,7 @@ class LoadProcess:
 
     def _first_model(self) -> str:
         client = self.client()
-        exchange = Exchange(id=f"{self.job.cell}-models")
+        exchange = Exchange(id="models")
         client.get("/models", exchange)
         client.close()
         raw = b"".join(data for _, data in exchange.body)
@@ -173,6 +178,15 @@ class LoadProcess:
                 f"{self._target.authority}: no model could be read from {self._target.prefix}/models ({problem})",
                 next_step="Check that the server runs there, or name the model with --model.",
             ) from None
+
+
+def _cut(error: BaseException) -> tuple[ErrorKind, str]:
+    """What a request has come to that was not let finish."""
+    if isinstance(error, gevent.GreenletExit):
+        return "unfinished", "cut by the end of the run"
+    if isinstance(error, gevent.Timeout):
+        return "timeout", f"cut by a gevent.Timeout of {error} in the locustfile"
+    return "unfinished", f"cut by {type(error).__name__}"
 
 
 def plan_of(job: Job) -> Plan:

@@ -1,16 +1,23 @@
 """Records and marks to their files, which all load processes of a run share."""
 
+import hashlib
 import logging
 import os
+import socket
 import time
+from pathlib import Path
 
 import gevent
 import msgspec
 
+from harness.load.health import Health
+from harness.load.tickets import Phase
 from harness.records import ProcessMark, Request
 
 _FLUSH_S = 0.2
 _FLUSH_BYTES = 65_536
+_SAMPLE_S = 1.0
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +32,7 @@ class Recorder:
         """Open both files and write the start mark. Raises OSError where that is not possible."""
         self.sent = 0  # requests whose first byte was about to be written
         self.recorded = 0
+        self.health = Health()
         self._cell = cell
         self._pid = os.getpid()
         self._lines = bytearray()
@@ -37,6 +45,12 @@ class Recorder:
         self._closed = False
         self._write_mark("start")
         self._flusher = gevent.spawn(self._flush_regularly)
+
+    def sending(self, phase: Phase) -> None:
+        """A request's first byte is about to be written."""
+        self.sent += 1
+        if phase == "measured":
+            self.health.begin()
 
     def add(self, request: Request) -> None:
         self._lines += self._encoder.encode(request) + b"\n"
@@ -68,20 +82,37 @@ class Recorder:
         os.close(self._processes)
 
     def _flush_regularly(self) -> None:
+        sampled = time.monotonic()
         while True:
             gevent.sleep(_FLUSH_S)
             self.flush()
+            if time.monotonic() - sampled >= _SAMPLE_S:
+                sampled = time.monotonic()
+                self.health.sample()
 
     def _write_mark(self, event: str) -> None:
         ended = event == "end"
         mark = ProcessMark(
             event="end" if ended else "start",
             process=self._pid,
+            host=this_host(),
             cell=self._cell,
             wall_s=time.time(),
             monotonic_s=time.monotonic(),
             sent=self.sent if ended else None,
             recorded=self.recorded if ended else None,
             cpu_s=time.process_time() - self._cpu_s if ended else None,
+            cpu_most=self.health.cpu_most() if ended else None,
+            read_lag_p99_s=self.health.read_lag_p99_s() if ended else None,
         )
         os.write(self._processes, self._encoder.encode(mark) + b"\n")
+
+
+def this_host() -> str:
+    """This machine since its boot: its name, and a digest of what only processes on the same monotonic clock share."""
+    name = socket.gethostname()
+    try:
+        boot = _BOOT_ID.read_text()
+    except OSError:  # not Linux: the name has to do
+        boot = name
+    return f"{name}-{hashlib.sha256(boot.encode()).hexdigest()[:8]}"

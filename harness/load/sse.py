@@ -6,6 +6,7 @@ The `id` and `retry` fields only matter to a client that reconnects; this one ne
 from typing import NamedTuple
 
 _BOM = b"\xef\xbb\xbf"
+_STRAY_BYTES = 4000
 
 
 class Event(NamedTuple):
@@ -24,6 +25,12 @@ class Parser:
         self._skip_lf = False  # the last byte was a CR that ended a line: an LF right after it belongs to it
         self._type = b""
         self._data: list[bytes] = []
+        self._stray = b""
+
+    def stray(self) -> bytes:
+        """The beginning of what was sent outside of any field, such as an error in bare JSON; asked for at the end."""
+        rest = b"" if self._is_field(self._rest) else self._rest
+        return (self._stray + rest)[:_STRAY_BYTES].strip()
 
     def feed(self, data: bytes) -> list[Event]:
         """The events that these bytes complete. An event without its closing blank line is never returned."""
@@ -60,3 +67,9 @@ class Parser:
             self._data.append(value)
         elif name == b"event":
             self._type = value
+        elif not self._is_field(line) and len(self._stray) < _STRAY_BYTES:
+            self._stray += line + b"\n"
+
+    @staticmethod
+    def _is_field(line: bytes) -> bool:
+        return line.partition(b":")[0] in (b"", b"data", b"event", b"id", b"retry")

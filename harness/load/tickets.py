@@ -31,7 +31,7 @@ class Plan(NamedTuple):
     duration_s: float | None = None  # measured time
     warmup_requests: int = 0  # warm-up before that: requests, then time
     warmup_s: float = 0.0
-    ramp_s: float = 0.0  # comes before the timed warm-up
+    ramp_s: float = 0.0  # until all users are there it is warm-up too, where there is any
 
 
 class Counts(msgspec.Struct, kw_only=True):
@@ -63,18 +63,20 @@ class Tickets:
             return counts.users - 1
 
     def take(self, most: int = 1) -> list[Ticket]:
-        """Up to `most` tickets, all of one phase. None left: an empty list, now and ever after."""
+        """The next `most` tickets, all of one phase and in order. None left: an empty list, now and ever after.
+
+        They are one burst or one conversation. Warm-up is never cut short, but sends some more where it has to: the
+        server is to meet the concurrency to come. Only the last measured ones are cut, to the number planned.
+        """
         now_s = time.monotonic()
         plan = self._plan
         with self._counts() as counts:
             if counts.started_s is None:
                 counts.started_s = now_s
-            warmup = self._warmup_left(counts, now_s)
-            if warmup is None or warmup > 0:
+            if self._warming_up(counts, now_s):
                 first = counts.warmup_taken
-                number = most if warmup is None else min(most, warmup)
-                counts.warmup_taken += number
-                return [Ticket("warmup", -1 - (first + i)) for i in range(number)]
+                counts.warmup_taken += most
+                return [Ticket("warmup", -1 - (first + i)) for i in range(most)]
             if counts.measured_s is None:
                 counts.measured_s = now_s
             if plan.duration_s is not None and now_s >= counts.measured_s + plan.duration_s:
@@ -108,14 +110,13 @@ class Tickets:
             return None
         return counts.measured_s + self._plan.duration_s - time.monotonic()
 
-    def _warmup_left(self, counts: Counts, now_s: float) -> int | None:
-        """Warm-up requests that may still be sent; None: any number, until its time is over."""
-        if counts.measured_s is not None:
-            return 0
+    def _warming_up(self, counts: Counts, now_s: float) -> bool:
+        plan = self._plan
+        if counts.measured_s is not None or not (plan.warmup_requests or plan.warmup_s):
+            return False
         assert counts.started_s is not None
-        if now_s < counts.started_s + (self._plan.ramp_s + self._plan.warmup_s if self._plan.warmup_s else 0.0):
-            return None
-        return max(0, self._plan.warmup_requests - counts.warmup_taken)
+        in_time = now_s < counts.started_s + plan.ramp_s + plan.warmup_s
+        return in_time or counts.warmup_taken < plan.warmup_requests
 
     @contextmanager
     def _counts(self) -> Iterator[Counts]:

@@ -8,11 +8,11 @@ A locustfile of your own needs nothing else, under `locust -f` as well as in a s
     class Summarizer(LLMUser):
         @task
         def summarize(self) -> None:
-            work = self.take()[0]                                       # the next request of the sequence
+            work, *more = self.take(2)                                  # of the sequence; the last may be fewer
             answer = self.ask(work)                                     # send it; leaves one record
-            if answer.error is None:
-                follow_up = self.take()[0]
-                self.ask(follow_up, history=[*work.messages, {"role": "assistant", "content": answer.text}])
+            history = [] if answer.error else [*work.messages, {"role": "assistant", "content": answer.text}]
+            for follow_up in more:
+                self.ask(follow_up, history)
             self.think()
 """
 
@@ -76,7 +76,9 @@ class LLMUser(User):
     def take(self, most: int = 1) -> list[Work]:
         """The next requests to send: at least one, at most `most`. Once there is no more, waits for the end.
 
-        What was taken before and never sent, as after an exception in the task, is given up.
+        They follow each other in the sequence, so what is taken together (a burst, a conversation) is the same in
+        every run, however long answers take. What was taken before and never sent, as after an exception in the task,
+        is given up.
         """
         if self._held:
             self._process.tickets.settle(len(self._held))
@@ -124,10 +126,17 @@ class LLMUser(User):
             gevent.killall(asking)  # cut by the end of the run: each leaves its record
         return [one.get() for one in asking]
 
+    def over(self) -> bool:
+        """Whether the measured time has passed: nothing more is to be sent, and `take` gives up what was not."""
+        left_s = self._process.tickets.left_s()
+        return left_s is not None and left_s <= 0
+
     def think(self) -> None:
-        """Pause as the scenario says, or as this class does when it is used by hand."""
+        """Pause as the scenario says, or as this class does when it is used by hand; no longer than the load lasts."""
         least, most = self.load.think_s or (self.think_s if self._process.by_hand else (0.0, 0.0))
-        gevent.sleep(self.random.uniform(least, most))
+        pause_s = self.random.uniform(least, most)
+        left_s = self._process.tickets.left_s()
+        gevent.sleep(pause_s if left_s is None else max(0.0, min(pause_s, left_s)))
 
     def on_stop(self) -> None:
         for client in self._clients:

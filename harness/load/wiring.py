@@ -77,7 +77,9 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
     runner = environment.runner
     options = _options(environment)
     if not options.headless and _recorder is not None:
-        _process = None
+        if _process is not None:
+            _process.close()
+            _process = None
         try:
             job = with_options(_job, options) if _job else job_by_hand(options)
             _process = LoadProcess(job, _host(environment), _recorder)

@@ -1,0 +1,108 @@
+"""One request and what came back: bytes, the time of each read, and the failure if there was one."""
+
+import re
+import time
+from dataclasses import dataclass, field
+from typing import Literal
+
+import httptools
+
+from harness.load.clock import believable
+from harness.records import ErrorKind
+
+Clock = Literal["kernel", "read"]
+
+# Never inside an event's JSON, which cannot hold a line end. The second line end completes the event.
+_DONE = re.compile(rb"\[DONE\](?:\r\n|\n|\r(?!\n))[\r\n]")
+_TAIL_BYTES = 16  # of the body so far: a mark may be split over two reads
+
+
+class Failure(Exception):
+    """Why a response did not arrive in full: the kind and the words of a record."""
+
+    def __init__(self, kind: ErrorKind, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request and what came back, filled in as it happens, so a cut leaves what there was. Monotonic ns."""
+
+    id: str
+    began_ns: int = field(default_factory=time.monotonic_ns)
+    connect_ns: int | None = None  # duration of opening the connection; None when it was open
+    sent_ns: int | None = None  # the first time, where it had to be sent again
+    resent: bool = False
+    arrivals: list[tuple[int, int | None]] = field(default_factory=list)  # of each read: its time, the kernel's stamp
+    status: int | None = None
+    headers: dict[str, str] = field(default_factory=dict)  # names in lower case
+    headers_read: int | None = None  # the read that completed the headers
+    body: list[tuple[int, bytes]] = field(default_factory=list)  # (read, bytes)
+    complete: bool = False
+    failure: Failure | None = None
+    ended_ns: int | None = None  # when it was complete, or had failed
+
+    @property
+    def start_ns(self) -> int:
+        """When it was sent; for one that never was, when it was begun."""
+        return self.began_ns if self.sent_ns is None else self.sent_ns
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether what has come of the body is a stream of events."""
+        if self.headers.get("content-type", "").lower().startswith("text/event-stream"):
+            return True
+        first = self.body[0][1].lstrip() if self.body else b""
+        return first.startswith((b"data:", b"event:", b": "))  # some servers name no type
+
+    def times_ns(self) -> tuple[Clock, list[int]]:
+        """The clock and the time of each read: the kernel's where all are believable, else that of the read."""
+        if self.sent_ns is not None and believable(self.arrivals, self.sent_ns):
+            return "kernel", [stamp for _, stamp in self.arrivals if stamp is not None]
+        return "read", [read for read, _ in self.arrivals]
+
+
+class Collector:
+    """What httptools calls back: sorts the pieces of one response into an Exchange."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+        self.parser = httptools.HttpResponseParser(self)
+        self.keep_alive = False
+        self.said = 0  # pieces of the body that say something: in a stream, those with data and not only comments
+        self.done = False  # [DONE] and the end of its event have been read
+        self._tail = b""
+        self._informational = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.exchange.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        status = self.parser.get_status_code()
+        self._informational = 100 <= status < 200  # such as "100 Continue": the response itself is still to come
+        if not self._informational:
+            self.exchange.status = status
+            self.exchange.headers_read = len(self.exchange.arrivals) - 1
+
+    def on_body(self, data: bytes) -> None:
+        self.exchange.body.append((len(self.exchange.arrivals) - 1, data))
+        if b"data:" in self._tail[-4:] + data or not self.exchange.is_stream:
+            self.said += 1
+        window = self._tail + data
+        self._tail = window[-_TAIL_BYTES:]
+        if b"[DONE]" in window and _DONE.search(window):
+            self.done = True
+
+    def on_message_complete(self) -> None:
+        if self._informational:
+            self.exchange.headers.clear()
+        else:
+            self.exchange.complete = True
+            self.keep_alive = self.parser.should_keep_alive()  # llhttp only knows it now
+
+    def ends_with_connection(self) -> bool:
+        """Whether the end of the connection is how this body ends."""
+        headers = self.exchange.headers
+        return self.exchange.status is not None and not {"content-length", "transfer-encoding"} & headers.keys()
