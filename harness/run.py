@@ -229,6 +229,7 @@ def make_job(experiment: Experiment, cell: Cell, folder: Path, model: str | None
     scenario = experiment.scenario
     prompts = scenario.prompts
     return Job(
+        run=folder.name[-4:],  # the random part of its id
         cell=cell.id,
         load_name=cell.load,
         load=scenario.loads[cell.load],
