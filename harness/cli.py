@@ -3,14 +3,19 @@
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 
 from harness import __version__
-from harness.errors import ExitCode, HarnessError, ScenarioError, did_you_mean
+from harness.errors import ExitCode, HarnessError, RunError, ScenarioError, did_you_mean
+
+if TYPE_CHECKING:
+    from harness.summary import Summary
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -28,6 +33,17 @@ ScenarioArg = Annotated[
 RunsDir = Annotated[Path, typer.Option("--runs", help="Where run directories are kept.", envvar="HARNESS_RUNS")]
 ServerOpt = Annotated[
     str | None, typer.Option("--server", help="Which of the scenario's servers (default: the first).")
+]
+ChecksOpt = Annotated[
+    list[str] | None,
+    typer.Option("--check", metavar="CHECK", help="A check beside the scenario's; may be repeated."),
+]
+BaselineOpt = Annotated[
+    Path | None,
+    typer.Option("--baseline", metavar="RUN", help="The run that checks call the baseline (default: the row)."),
+]
+AboutOpt = Annotated[
+    str | None, typer.Option("--about", metavar="KEY", help="The one manifest key in which the sides may differ.")
 ]
 UrlOpt = Annotated[
     str | None, typer.Option("--url", help="Use a server that already runs, such as http://127.0.0.1:8000.")
@@ -78,6 +94,12 @@ def run(
     ] = None,
     model: ModelOpt = None,
     repeats: Annotated[int | None, typer.Option(min=1, help="Override the scenario's repeats.")] = None,
+    checks: ChecksOpt = None,
+    baseline: BaselineOpt = None,
+    about: AboutOpt = None,
+    junit: Annotated[
+        Path | None, typer.Option("--junit", metavar="FILE", help="Also write checks and verdicts as JUnit XML.")
+    ] = None,
     runs: RunsDir = RUNS,
     ui: Annotated[
         bool, typer.Option("--ui", help="Serve Locust's web UI instead of measuring; same as `harness live`.")
@@ -86,18 +108,23 @@ def run(
 ) -> None:
     """Start the scenario's servers, load them, take everything down, and report."""
     from harness import experiment as experiments
+    from harness.manifest import read_run
     from harness.process import sigterm_interrupts
     from harness.progress import Progress
+    from harness.reference import reference_to, write_reference
     from harness.run import run as run_experiment
 
     if ui:
         live(scenario, url=url, model=model, runs=runs)
         return
     target = experiments.Target(url, metrics_url) if url is not None else None
-    experiment = experiments.prepare(scenario_path(scenario), target, model, repeats)
-    with sigterm_interrupts():
+    experiment = experiments.prepare(scenario_path(scenario), target, model, repeats, checks or [])
+    base = None if baseline is None else find_baseline(baseline, runs)
+    with junit_of_failure(junit, scenario.stem), sigterm_interrupts():
         folder = run_experiment(experiment, runs, Progress(console()))
-    show(folder, explain=explain)
+    if base is not None:
+        write_reference(folder, reference_to(base, read_run(folder), about=about))
+    show(folder, explain=explain, junit=junit)
 
 
 @app.command(short_help="Serve Locust's web UI for a scenario's server.")
@@ -147,29 +174,48 @@ def compose(scenario: ScenarioArg, server: ServerOpt = None) -> None:
 def report(
     run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.")],
     output: Annotated[
-        Literal["terminal", "markdown", "json", "html"], typer.Option("--format", help="What to write.")
+        Literal["terminal", "markdown", "json", "html", "junit", "csv", "openmetrics"],
+        typer.Option("--format", help="What to write."),
     ] = "terminal",
+    checks: ChecksOpt = None,
+    baseline: BaselineOpt = None,
+    about: AboutOpt = None,
     runs: RunsDir = RUNS,
     explain: Annotated[bool, typer.Option("--explain", help="Explain the columns below the table.")] = False,
 ) -> None:
-    """Show a run again, from its files: summary and HTML page are written anew."""
+    """Show a run again, from its files: summary and HTML page are written anew.
+
+    With --check or --baseline the run is judged by them once more, and its directory stays as it is.
+    """
+    from harness.experiment import refuse_misplaced
     from harness.history import find_run
     from harness.manifest import read_run
-    from harness.report import html, markdown
+    from harness.reference import reference_to
+    from harness.report import html, junit, markdown, openmetrics, rows_csv, terminal
     from harness.summarize import encode_summary, summarize, write_summary
 
     folder = find_run(run_folder, runs)
+    manifest = read_run(folder)
+    refuse_misplaced(checks or [], manifest.scenario)
+    base = None if baseline is None else find_baseline(baseline, runs)
+    reference = None if base is None else reference_to(base, manifest, about=about, checks=checks or [])
+    summary = summarize(folder, checks or [], reference)
+    if not checks and reference is None:
+        write_summary(folder, summary)
+    elif output == "html":
+        raise HarnessError("--format html: the page shows a run by its own checks; leave out --check and --baseline")
     if output == "terminal":
-        show(folder, explain=explain)
-        return
-    manifest, summary = read_run(folder), summarize(folder)
-    write_summary(folder, summary)
-    if output == "markdown":
-        print(markdown.render(summary, manifest))
+        if not checks and reference is None:
+            html.write_report(folder)
+        terminal.print_report(summary, manifest, folder, console(), explain=explain)
+    elif output == "html":
+        print(html.write_report(folder))
     elif output == "json":
         print(encode_summary(summary))
     else:
-        print(html.write_report(folder))
+        render = {"markdown": markdown, "junit": junit, "csv": rows_csv, "openmetrics": openmetrics}[output].render
+        print(render(summary, manifest), end="" if output != "markdown" else "\n")
+    end_as(summary)
 
 
 @app.command(short_help="Compare runs of the same work.")
@@ -181,11 +227,9 @@ def compare(
         list[Path] | None,
         typer.Option("--against", help="A run of the other side; may be repeated. RUN... are then one group."),
     ] = None,
-    about: Annotated[
-        str | None, typer.Option("--about", help="The one manifest key in which the sides may differ.")
-    ] = None,
+    about: AboutOpt = None,
     output: Annotated[
-        Literal["terminal", "markdown", "json"], typer.Option("--format", help="What to print.")
+        Literal["terminal", "markdown", "json", "junit"], typer.Option("--format", help="What to print.")
     ] = "terminal",
     runs: RunsDir = RUNS,
 ) -> None:
@@ -197,6 +241,7 @@ def compare(
 
     from harness.compare import compare_runs
     from harness.history import find_run
+    from harness.report import junit
     from harness.report.comparison import markdown, print_comparison
 
     first = [find_run(given, runs) for given in run_folders]
@@ -204,10 +249,28 @@ def compare(
     comparison = compare_runs([first, second] if second else [[folder] for folder in first], about=about)
     if output == "terminal":
         print_comparison(comparison, console())
+    elif output == "junit":
+        print(junit.of_comparison(comparison), end="")
     else:
         print(markdown(comparison) if output == "markdown" else msgspec.json.encode(comparison).decode())
     if any(verdict.word == "slower" for verdict in comparison.verdicts):
         raise typer.Exit(ExitCode.FAILED)
+
+
+@app.command(short_help="Write a run's records as Parquet or CSV.")
+def export(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.")],
+    to: Annotated[Path, typer.Option("--to", metavar="FILE", help="Where to: a file that ends in .parquet or .csv.")],
+    runs: RunsDir = RUNS,
+) -> None:
+    """Write a run's records for other tools: one row a request, with chunk times."""
+    from harness.export import export as export_records
+    from harness.history import find_run
+
+    written = export_records(find_run(run_folder, runs), to)
+    print(f"{to}: {written.records:,} records")
+    if written.damaged:
+        print(f"{written.damaged:,} lines of requests.jsonl cannot be read and were left out", file=sys.stderr)
 
 
 @app.command("import", short_help="Make runs of what other tools wrote.")
@@ -261,16 +324,49 @@ def clean(
     print("\n".join(f"removed {item}" for item in removed) if removed else "nothing of ours was left behind")
 
 
-def show(folder: Path, *, explain: bool = False) -> None:
+def find_baseline(given: Path, runs: Path) -> Path:
+    """The directory of a run that may be a baseline, before anything is measured. Raises HarnessError."""
+    from harness.history import find_run
+    from harness.reference import usable_baseline
+
+    folder = find_run(given, runs)
+    usable_baseline(folder)
+    return folder
+
+
+@contextmanager
+def junit_of_failure(path: Path | None, scenario: str) -> Iterator[None]:
+    """What is in the JUnit file until the run has its summary: an error, also when nothing can be written any more."""
+    from harness.report import junit
+
+    if path is not None:
+        junit.write(path, junit.of_error(scenario, RunError("the run did not end")))
+    try:
+        yield
+    except HarnessError as error:
+        if path is not None:
+            junit.write(path, junit.of_error(scenario, error))
+        raise
+
+
+def show(folder: Path, *, explain: bool = False, junit: Path | None = None) -> None:
     """Print a run's table and verdicts, write its summary and page, and end with the run's exit code."""
     from harness.manifest import read_run
     from harness.report import html, terminal
+    from harness.report import junit as junit_xml
     from harness.summarize import summarize, write_summary
 
     manifest, summary = read_run(folder), summarize(folder)
     write_summary(folder, summary)
     html.write_report(folder)
+    if junit is not None:
+        junit_xml.write(junit, junit_xml.render(summary, manifest))
     terminal.print_report(summary, manifest, folder, console(), explain=explain)
+    end_as(summary)
+
+
+def end_as(summary: "Summary") -> None:
+    """End with the exit code of a run."""
     if not summary.valid:
         raise typer.Exit(ExitCode.INVALID)
     if not all(result.passed for result in summary.checks):

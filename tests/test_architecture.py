@@ -9,10 +9,10 @@ from harness.paths import ROOT
 
 LOAD = {"load", "workload", "job", "records", "scenario", "errors", "strict", "data"}
 READS_FILES = {
-    "attain", "blocks", "gaps", "count", "check_syntax", "reference",
+    "attain", "floors", "differences", "blocks", "gaps", "count", "check_syntax", "export", "reference",
     "derive", "stats", "tally", "summary", "summarize", "verdicts", "alike", "compare", "checks", "validity", "report",
 }  # fmt: skip
-READERS = {"records", "manifest", "errors", "plan", "scenario", "metrics"}
+READERS = {"records", "manifest", "origin", "errors", "plan", "scenario", "metrics"}
 # Which of harness's own modules each room may import. Rooms not named here may import what they like, but not back.
 ALLOWED = {
     "errors": set(),

@@ -7,6 +7,9 @@ from harness.manifest import Run
 from harness.report.table import Line, lines
 from harness.summary import Summary
 
+_LATENCIES = {"ttft": "ttft_s", "ttfo": "ttfo_s", "tpot": "tpot_s", "e2e": "e2e_s", "chunk_gap": "chunk_gap_s"}
+_STATISTICS = ("mean", "p50", "p90", "p95", "p99")
+
 
 def render(summary: Summary, run: Run) -> str:
     """One line a row; an empty field is a number that is not known."""
@@ -28,12 +31,20 @@ def _record(line: Line) -> dict[str, str | int | float | None]:
         "succeeded": numbers.succeeded,
         "failed": numbers.failed,
         "unfinished": numbers.unfinished,
+        "error_rate": numbers.error_rate,
         "wall_s": numbers.wall_s,
         "completion_tokens_per_run": line.tokens,
         "output_tok_s": numbers.output_tok_s,
+        "requests_per_s": numbers.requests_per_s,
     }
-    for name, sample in (("ttft", numbers.ttft_s), ("tpot", numbers.tpot_s), ("e2e", numbers.e2e_s)):
-        record |= {f"{name}_p50_s": sample.p50, f"{name}_p90_s": sample.p90, f"{name}_p95_s": sample.p95}
+    for name, field in _LATENCIES.items():
+        sample = getattr(numbers, field)
+        record |= {f"{name}_{statistic}_s": getattr(sample, statistic) for statistic in _STATISTICS}
+    for slos, attained in numbers.slos.items():
+        record |= {
+            f"attainment({slos})": attained.attainment,
+            f"goodput_req_s({slos})": attained.goodput_req_s,
+        }
     return record | {
         "baseline": int(line.baseline),
         "speedup": verdict.ratio if verdict else None,

@@ -1,0 +1,167 @@
+"""JUnit XML: a case for the validity, each check and each verdict, with the evidence.
+
+Something has failed here exactly when the command ends with another exit code than 0. So a side that is slower fails
+in a comparison of runs, and not within a run: that one server or load is slower than another is what it found out.
+"""
+
+import datetime
+import re
+import xml.etree.ElementTree as xml
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from msgspec import Struct
+
+from harness.errors import HarnessError
+from harness.manifest import Run
+from harness.report import sentences, words
+from harness.summary import Comparison, Summary
+from harness.verdicts import METRIC_WORDS
+
+NAME = "amd-llm-load"
+# Characters that XML 1.0 does not allow at all, not even escaped.
+_ILLEGAL = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+class Case(Struct, frozen=True, kw_only=True):
+    """A test case. `kind` is the `type` of what did not pass."""
+
+    group: str  # "validity", "checks", "comparison"
+    name: str
+    outcome: Literal["passed", "failure", "error", "skipped"] = "passed"
+    kind: str = ""
+    message: str = ""
+    evidence: str
+
+
+def render(summary: Summary, run: Run) -> str:
+    """A run: is it VALID, did its checks hold, and what it found."""
+    cases = [_validity(summary, run)]
+    for result in summary.checks:
+        failed = {} if result.passed else {"outcome": "failure", "kind": "check", "message": result.evidence}
+        cases.append(Case(group="checks", name=result.check, evidence=result.evidence, **failed))  # type: ignore[arg-type]
+    if summary.comparison is not None:
+        cases += _verdicts(summary.comparison, within=True)
+    properties = {
+        "run": run.id,
+        "question": summary.question,
+        "model": run.scenario.model,
+        "machine": run.machine.name,
+        "workload_sha256": run.workload_sha256,
+    }
+    for server in run.scenario.servers:
+        digests = {cell.served_by.image_digest for cell in run.cells if cell.server == server} - {None}
+        if digests:
+            properties[f"image_digest.{server}"] = ", ".join(sorted(filter(None, digests)))
+    if summary.simulated:
+        properties["simulated"] = words.SIMULATED
+    took_s = None if run.ended_wall_s is None else run.ended_wall_s - run.started_wall_s
+    return _document(summary.scenario, cases, properties, run.machine.name, run.started_wall_s, took_s)
+
+
+def of_comparison(comparison: Comparison) -> str:
+    """Runs against runs: one case a verdict."""
+    return _document("compare", _verdicts(comparison, within=False), {"method": sentences.of_method(comparison)})
+
+
+def of_error(scenario: str, error: HarnessError) -> str:
+    """A run that gave no summary."""
+    detail = "\n".join(part for part in (error.what, error.detail, error.next_step) if part)
+    kind = type(error).__name__
+    case = Case(
+        group="validity", name="the run is VALID", outcome="error", kind=kind, message=error.what, evidence=detail
+    )
+    return _document(scenario, [case], {})
+
+
+def write(path: Path, text: str) -> None:
+    """Raises HarnessError when that cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise HarnessError(f"{path}: the JUnit file cannot be written ({error.strerror})") from None
+
+
+def _validity(summary: Summary, run: Run) -> Case:
+    said = sentences.of_validity(summary, run)
+    ended = run.status not in ("running", "failed", "interrupted")
+    if summary.valid and ended:
+        return Case(group="validity", name="the run is VALID", evidence="\n".join([said, *summary.notes]))
+    reasons = summary.reasons or run.reasons or [said]
+    return Case(
+        group="validity",
+        name="the run is VALID",
+        outcome="error",
+        kind="INVALID" if ended else run.status.upper(),
+        message=reasons[0],
+        evidence="\n".join([said, *reasons]),
+    )
+
+
+def _verdicts(comparison: Comparison, *, within: bool) -> list[Case]:
+    cases = []
+    for verdict in comparison.verdicts:
+        outcome: Literal["passed", "failure", "skipped"] = "passed"
+        if verdict.word == "cannot tell":
+            outcome = "skipped"
+        elif verdict.word == "slower" and not within:
+            outcome = "failure"
+        cases.append(
+            Case(
+                group="comparison",
+                name=f"{verdict.side} against {verdict.baseline}: {METRIC_WORDS[verdict.metric]}",
+                outcome=outcome,
+                kind=verdict.word,
+                message=verdict.sentence,
+                evidence=f"{verdict.sentence}\n{sentences.of_method(comparison)}",
+            )
+        )
+    return cases
+
+
+def _document(
+    suite_name: str,
+    cases: Sequence[Case],
+    properties: dict[str, str],
+    machine: str | None = None,
+    started_wall_s: float | None = None,
+    took_s: float | None = None,
+) -> str:
+    counts = {
+        "tests": len(cases),
+        "failures": sum(case.outcome == "failure" for case in cases),
+        "errors": sum(case.outcome == "error" for case in cases),
+        "skipped": sum(case.outcome == "skipped" for case in cases),
+    }
+    counted = {name: str(number) for name, number in counts.items()} | {"time": f"{took_s or 0:.3f}"}
+    root = xml.Element("testsuites", {"name": NAME, **counted})
+    suite = xml.SubElement(root, "testsuite", {"name": _legal(suite_name), **counted})
+    if started_wall_s is not None:
+        started = datetime.datetime.fromtimestamp(started_wall_s, datetime.UTC)
+        suite.set("timestamp", f"{started:%Y-%m-%dT%H:%M:%S}")
+    if machine is not None:
+        suite.set("hostname", _legal(machine))
+    if properties:
+        listed = xml.SubElement(suite, "properties")
+        for name, value in properties.items():
+            xml.SubElement(listed, "property", {"name": name, "value": _legal(value)})
+    for case in cases:
+        _add(suite, case, f"{NAME}.{_legal(suite_name)}.{case.group}")
+    xml.indent(root)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + xml.tostring(root, encoding="unicode") + "\n"
+
+
+def _add(suite: xml.Element, case: Case, class_name: str) -> None:
+    # The evidence of what passed goes to the output of the case; that of what did not is its own text.
+    element = xml.SubElement(suite, "testcase", {"classname": class_name, "name": _legal(case.name), "time": "0"})
+    if case.outcome == "passed":
+        xml.SubElement(element, "system-out").text = _legal(case.evidence)
+        return
+    found = xml.SubElement(element, case.outcome, {"type": case.kind, "message": words.one_line(_legal(case.message))})
+    found.text = _legal(case.evidence)
+
+
+def _legal(text: str) -> str:
+    return _ILLEGAL.sub("\N{REPLACEMENT CHARACTER}", text)
