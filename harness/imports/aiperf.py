@@ -4,22 +4,26 @@ from itertools import accumulate
 from typing import Any
 
 from harness.errors import HarnessError
-from harness.imports.source import Imported, Node, Part, Source, has, last_line, read_source
+from harness.imports.source import EMPTY, Imported, Node, Part, Source, has, last_line, read_source
 from harness.records import ErrorKind, Request
 
 TOOL = "aiperf"
 BESIDE = "profile_export_aiperf.json"
 _SENT = "sent, from before the connection is opened"
+_WALL = "first sent, from before its connection is opened, to last ended"
 DEFINITIONS = {
     "ttft_s": f"first response with content, reasoning or tool call - {_SENT}",
     "ttfo_s": f"first response with content that is not reasoning - {_SENT}",
     "e2e_s": f"last response with content - {_SENT}",
+    "output_tok_s": f"output tokens of the successful requests, as the server's usage says / {_WALL}",
+    "requests_per_s": f"successful requests / {_WALL}",
+    "wall_s": _WALL,
 }
 _RETOKENISED = {
     "output_tokens": "counted by the client's tokenizer over the text of the answer",
     "prompt_tokens": "counted by the client's tokenizer over the prompt, without the chat template",
     "tpot_s": "(last - first response with content) / (output tokens by the client's tokenizer - 1)",
-    "output_tok_s": "output tokens by the client's tokenizer of the successful requests / first sent to last ended",
+    "output_tok_s": f"output tokens of the successful requests, by the client's tokenizer / {_WALL}",
     "tokens_per_chunk": "output tokens by the client's tokenizer / responses with content",
 }
 _PHASES = {"profiling": "measured", "warmup": "warmup"}
@@ -54,7 +58,7 @@ def read(source: Source) -> Imported:
         started_wall_s=zero / 1e9,
         ended_wall_s=zero / 1e9 + max(record.sent_s + record.ended_s for record in records),
     )
-    gapless = all(record.error or len(record.chunks_s) > 1 or not record.output_tokens for record in records)
+    whole = all(node.get("metrics", "inter_chunk_latency") for node in nodes if _streamed(node))
     return Imported(
         tool=TOOL,
         version=version.text() if version else None,
@@ -63,7 +67,7 @@ def read(source: Source) -> Imported:
         parts=[part],
         work={"load": load, "prompt_tokens": sorted(_isl(node) for node in nodes), "requests": len(nodes)},
         definitions=DEFINITIONS if counted else DEFINITIONS | _RETOKENISED,
-        missing={} if gapless else {"tokens_per_chunk": "some answers have no chunk times in the file"},
+        missing={} if whole else EMPTY,
         notes=[] if summary else [f"{BESIDE} was not beside the file: version, model and concurrency are not known"],
         beside=[summary.source] if summary else [],
     )
@@ -96,6 +100,12 @@ def _counted_by_server(nodes: list[Node]) -> bool:
     return all(
         node.get("metrics", "usage_completion_tokens") is not None for node in nodes if node.get("error") is None
     )
+
+
+def _streamed(node: Node) -> bool:
+    """Whether a record has a first and a later last token."""
+    first, latency = _seconds(node, "time_to_first_token"), _seconds(node, "request_latency")
+    return first is not None and latency is not None and latency > first
 
 
 def _isl(node: Node) -> int:

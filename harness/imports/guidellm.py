@@ -8,6 +8,7 @@ from harness.records import ErrorKind, Request
 
 TOOL = "guidellm"
 _SENT = "sent, from before the connection is opened, on the wall clock"
+_WALL = "first sent, from before its connection is opened, to last ended, on the wall clock"
 DEFINITIONS = {
     "ttft_s": f"first event with content, reasoning or tool call - {_SENT}",
     "ttfo_s": f"first event with content - {_SENT}",
@@ -15,9 +16,10 @@ DEFINITIONS = {
     "tpot_s": "(last - first token event) / (output tokens - 1), which GuideLLM calls ITL; what it calls TPOT "
     "includes the first token and is not taken over; on the wall clock",
     "output_tokens": "as the server's usage says, else the number of events",
-    "output_tok_s": "output tokens (the server's, else the number of events) of the successful requests / time from "
-    "the first sent to the last ended, requests that failed included, on the wall clock",
-    "wall_s": "first sent to last ended, on the wall clock",
+    "output_tok_s": "output tokens of the successful requests (the server's count, else the number of events) / "
+    f"{_WALL}",
+    "requests_per_s": f"successful requests / {_WALL}",
+    "wall_s": _WALL,
 }
 _LISTS: dict[str, ErrorKind | None] = {"successful": None, "errored": "unknown", "incomplete": "unfinished"}
 _PLANNED_STARTS = ("constant", "poisson")  # strategies whose requests have a time at which they should start
@@ -87,6 +89,10 @@ def _part(benchmark: Node) -> Part:
     ]
     if benchmark.get("config", "sample_size"):
         raise benchmark.wrong("the report holds a sample of its requests only (sample_size), all are needed")
+    for name in ("warmup_duration", "cooldown_duration"):
+        trimmed = benchmark.get(name)
+        if trimmed is not None and trimmed.number() > 0:
+            raise trimmed.wrong("which requests were trimmed is not in the report; run without warm-up and cool-down")
     made = benchmark.get("scheduler_metrics", "requests_made", "total")
     total = made.count() if made else len(requests)
     if total != len(requests):

@@ -14,7 +14,7 @@ def of_row(line: Line, run: Run) -> str:
     """A row of the table as one sentence."""
     numbers = line.row.pooled
     load = run.scenario.loads.get(line.row.load)
-    text = f"{words.load_in_words(load)}. " if load else ""
+    text = f"{words.load_in_words(load)}. " if load and run.origin is None else ""
     if not numbers.succeeded:
         return f"{text}None of {words.count(numbers.sent, 'request')} succeeded."
     text += f"{_outcome(line)}{_against_baseline(line)}"
@@ -97,7 +97,10 @@ def of_method(comparison: Comparison) -> str:
 
 
 def of_load(run: Run) -> str:
-    """Repeats, order, and whether servers were fresh, in a sentence."""
+    """Repeats, order, and whether servers were fresh, in a sentence; of an imported run where it comes from."""
+    if run.origin is not None:
+        version = run.origin.version or "of unknown version"
+        return f"Imported: measured by {run.origin.tool} {version}, not by this suite."
     scenario = run.scenario
     fresh = "a fresh server for each" if scenario.restart else "warm: one server per repeat"
     repeats = words.count(scenario.repeats, "repeat")

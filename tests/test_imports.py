@@ -1,0 +1,357 @@
+"""Files that other tools really wrote become runs with the numbers that they hold, and with what is not known."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.compare import compare_runs
+from harness.errors import HarnessError
+from harness.imports.formats import FORMATS, read_file
+from harness.imports.source import Node, Source, last_line
+from harness.imports.write import import_file
+from harness.manifest import Run, read_run
+from harness.origin import DEFINITIONS, definition, refuse_other_definitions
+from harness.paths import ROOT
+from harness.records import Request, read_requests
+from harness.report import html
+from harness.summarize import summarize
+from harness.summary import Numbers, Summary
+from tests.command import harness
+
+DATA = ROOT / "tests" / "data" / "imports"
+GENAI = "D20_8_text-to-text_num_concurrency_4_time_1s.json"
+GOOD = {
+    "vllm-chat.json": "vllm",
+    "vllm-rate.json": "vllm",
+    "vllm-plain.json": "vllm",
+    "guidellm-0.7.json": "guidellm",
+    "guidellm-0.8.json": "guidellm",
+    "aiperf/profile_export.jsonl": "aiperf",
+    f"genai-bench/{GENAI}": "genai-bench",
+    "lemonade-from-source.json": "lemonade",
+}
+BAD = ("vllm-fail.json", "guidellm-0.8-fail.json", "aiperf-fail/profile_export.jsonl", f"genai-bench-fail/{GENAI}")
+
+
+def imported(name: str, runs: Path, **options: Any) -> tuple[Run, Summary, list[Request]]:
+    folder = import_file(DATA / name, runs, **options)
+    return read_run(folder), summarize(folder), list(read_requests(folder / "requests.jsonl"))
+
+
+def changed(name: str, to: Path, change: Any) -> Path:
+    """A copy of a sample with something changed in it."""
+    value = json.loads((DATA / name).read_text())
+    change(value)
+    to.write_text(json.dumps(value))
+    return to
+
+
+def pooled(summary: Summary, load: str) -> Numbers:
+    (row,) = [row for row in summary.rows if row.load == load]
+    return row.pooled
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_every_sample_is_recognised_and_gives_a_valid_run(name: str, tmp_path: Path) -> None:
+    value = read_file(DATA / name)[0].value
+    assert [form for form, (is_it, _) in FORMATS.items() if is_it(value)] == [GOOD[name]]
+    run, summary, _ = imported(name, tmp_path)
+    assert (run.status, run.reasons, summary.valid) == ("valid", [], True)
+    assert run.origin is not None and set(run.origin.definitions) <= set(DEFINITIONS)
+    assert run.machine.name == "unknown"
+
+
+@pytest.mark.parametrize("name", [*GOOD, *BAD])
+def test_every_report_can_be_written_and_says_where_the_run_is_from(name: str, tmp_path: Path) -> None:
+    folder = import_file(DATA / name, tmp_path / "runs", machine="box")
+    assert "Imported: measured by" in html.write_report(folder).read_text()
+    shown = harness("report", folder.name, "--runs", str(tmp_path / "runs"), cwd=tmp_path)
+    assert shown.code == (0 if name in GOOD else 3) and shown.err == ""
+    text = " ".join(shown.out.split())
+    assert "imported from" in text and "defined otherwise:" in text
+    listed = harness("runs", "--runs", str(tmp_path / "runs"), cwd=tmp_path)
+    assert listed.code == 0 and folder.name in listed.out
+
+
+def test_vllm_with_detail_has_records_with_the_files_own_times(tmp_path: Path) -> None:
+    raw = json.loads((DATA / "vllm-chat.json").read_text())
+    run, summary, records = imported("vllm-chat.json", tmp_path, machine="box")
+    numbers = pooled(summary, "concurrency-4")
+    assert (run.scenario.model, run.machine.name, len(records)) == ("qwen3-4m", "box", 12)
+    assert [r.chunks_s[0] for r in records] == raw["ttfts"]
+    assert [r.output_tokens for r in records] == raw["output_lens"] == [8] * 12
+    assert [r.prompt_tokens for r in records] == raw["input_lens"]
+    assert [r.chunks_s[-1] for r in records] == pytest.approx(raw["latencies"], rel=1e-9)
+    assert numbers.ttft_s.mean == pytest.approx(raw["mean_ttft_ms"] / 1000, rel=1e-9)
+    assert numbers.tpot_s.mean == pytest.approx(raw["mean_tpot_ms"] / 1000, rel=1e-9)
+    assert numbers.chunk_gap_s.mean == pytest.approx(raw["mean_itl_ms"] / 1000, rel=1e-9)
+    assert (numbers.output_tokens, numbers.prompt_tokens) == (96, 176)
+    assert numbers.ttft_s.p50 is not None and numbers.ttft_s.p99 is None
+    assert run.versions == {"vllm bench serve": "unknown"}
+
+
+def test_vllm_without_detail_has_numbers_and_no_records(tmp_path: Path) -> None:
+    raw = json.loads((DATA / "vllm-plain.json").read_text())
+    _, summary, records = imported("vllm-plain.json", tmp_path)
+    numbers = pooled(summary, "concurrency-4")
+    assert records == []
+    assert (numbers.sent, numbers.succeeded, numbers.output_tok_s) == (12, 12, raw["output_throughput"])
+    assert numbers.ttft_s.mean == raw["mean_ttft_ms"] / 1000
+    assert numbers.ttft_s.p50 == raw["median_ttft_ms"] / 1000
+    assert numbers.ttft_s.p99 is None, "12 requests do not carry it"
+    assert numbers.e2e_s.n == 0 and numbers.e2e_s.mean is None, "the file has no e2el"
+    assert numbers.chunk_gap_s.n == 0
+    why = "not known: chunk_gap_s, tokens_per_chunk: the file was saved without --save-detailed"
+    assert any(note.startswith(why) for note in summary.notes)
+
+
+def test_the_load_is_named_by_rate_and_concurrency(tmp_path: Path) -> None:
+    assert set(imported("vllm-rate.json", tmp_path)[0].scenario.loads) == {"rate-50-concurrency-4"}
+    path = changed("vllm-chat.json", tmp_path / "x.json", lambda raw: raw.update(max_concurrency=None))
+    run = read_run(import_file(path, tmp_path))
+    assert run.scenario.loads["all-at-once"].users == 4, "as the records show"
+
+
+def test_guidellm_keeps_the_ends_of_a_request_and_our_tpot_is_its_itl(tmp_path: Path) -> None:
+    raw = json.loads((DATA / "guidellm-0.8.json").read_text())["benchmarks"][1]
+    run, summary, records = imported("guidellm-0.8.json", tmp_path)
+    good = raw["requests"]["successful"]
+    numbers = pooled(summary, "concurrent-4")
+    assert run.origin is not None and run.origin.version == "0.8.1"
+    assert [row.load for row in summary.rows] == ["concurrent-1", "concurrent-4"]
+    assert len(records) == 24 and {len(record.chunks_s) for record in records} == {2}
+    assert numbers.tpot_s.mean == pytest.approx(
+        sum(one["inter_token_latency_ms"] for one in good) / len(good) / 1000, rel=1e-6
+    )
+    assert numbers.ttft_s.mean == pytest.approx(
+        sum(one["time_to_first_token_ms"] for one in good) / len(good) / 1000, rel=1e-6
+    )
+    assert (numbers.chunk_gap_s.n, numbers.tokens_per_chunk) == (0, None)
+    assert all(record.scheduled_s is None for record in records), "a closed loop has no schedule"
+
+
+def test_guidellm_of_a_constant_rate_has_a_schedule(tmp_path: Path) -> None:
+    raw = json.loads((DATA / "guidellm-0.8-fail.json").read_text())["benchmarks"][0]
+    run, summary, records = imported("guidellm-0.8-fail.json", tmp_path)
+    timings = [one["info"]["timings"] for one in (*raw["requests"]["successful"], *raw["requests"]["errored"])]
+    lags = sorted(one["request_start"] - one["targeted_start"] for one in timings)
+    found = sorted(-record.scheduled_s for record in records if record.scheduled_s is not None)
+    assert found == pytest.approx(lags) and len(found) == 12
+    assert run.status == "invalid" and summary.cells[0].numbers.errors == {"unknown": 2}
+    assert [r.message is not None and "503" in r.message for r in records if r.error] == [True, True]
+
+
+def test_aiperf_counts_by_the_servers_usage_where_there_is_one(tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in (DATA / "aiperf/profile_export.jsonl").read_text().splitlines()]
+    run, summary, records = imported("aiperf/profile_export.jsonl", tmp_path)
+    numbers = pooled(summary, "concurrency-4")
+    assert run.origin is not None and run.origin.version == "0.13.0"
+    assert sorted(run.origin.files) == ["profile_export.jsonl", "profile_export_aiperf.json"]
+    assert (run.scenario.model, run.scenario.loads["concurrency-4"].users) == ("qwen3-4m", 4)
+    assert {line["metrics"]["output_sequence_length"]["value"] for line in lines} != {8}
+    assert numbers.output_tokens == 96
+    by_id = {line["metadata"]["x_request_id"]: line["metrics"] for line in lines}
+    for record in records:
+        assert record.chunks_s[0] == pytest.approx(by_id[record.id]["time_to_first_token"]["value"] / 1000)
+        assert record.chunks_s[-1] == pytest.approx(by_id[record.id]["request_latency"]["value"] / 1000)
+        assert len(record.chunks_s) == 1 + len(by_id[record.id]["inter_chunk_latency"]["value"])
+
+
+def test_aiperf_without_usage_is_the_clients_count_and_says_so(tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in (DATA / "aiperf/profile_export.jsonl").read_text().splitlines()]
+    del lines[3]["metrics"]["usage_completion_tokens"]
+    (tmp_path / "profile_export.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    folder = import_file(tmp_path / "profile_export.jsonl", tmp_path / "runs")
+    run, summary = read_run(folder), summarize(folder)
+    expected = sum(line["metrics"]["output_sequence_length"]["value"] for line in lines)
+    assert summary.rows[0].pooled.output_tokens == expected, "the two counts are not mixed"
+    assert "client's tokenizer" in definition(run, "tpot_s")
+    assert run.origin is not None and run.origin.version is None and run.scenario.model == "unknown"
+
+
+def test_genai_bench_is_counted_from_its_requests(tmp_path: Path) -> None:
+    raw = json.loads((DATA / "genai-bench" / GENAI).read_text())
+    run, summary, records = imported(f"genai-bench/{GENAI}", tmp_path)
+    numbers = pooled(summary, "d-20-8-concurrency-4")
+    assert records == [] and run.origin is not None and run.origin.version == "0.0.5"
+    assert numbers.succeeded == 140 and numbers.wall_s is None
+    assert numbers.ttft_s.mean == pytest.approx(raw["aggregated_metrics"]["stats"]["ttft"]["mean"])
+    assert numbers.ttft_s.p95 is not None and numbers.ttft_s.p99 is None
+    assert numbers.output_tokens == 1120
+    _, failed, _ = imported(f"genai-bench-fail/{GENAI}", tmp_path)
+    assert json.loads((DATA / "genai-bench-fail" / GENAI).read_text())["aggregated_metrics"]["error_rate"] == 0
+    assert (failed.valid, failed.rows[0].pooled.errors) == (False, {"rejected": 33})
+
+
+def test_milliseconds_of_genai_bench_are_milliseconds(tmp_path: Path) -> None:
+    path = changed(f"genai-bench/{GENAI}", tmp_path / "x.json", lambda raw: raw.update(_time_unit="ms"))
+    raw = json.loads(path.read_text())
+    summary = summarize(import_file(path, tmp_path))
+    mean = raw["aggregated_metrics"]["stats"]["ttft"]["mean"]
+    assert summary.rows[0].pooled.ttft_s.mean == pytest.approx(mean / 1000)
+    unknown = changed(f"genai-bench/{GENAI}", tmp_path / "y.json", lambda raw: raw.update(_time_unit="h"))
+    with pytest.raises(HarnessError, match=r"\$\._time_unit: s or ms is expected, got 'h'"):
+        import_file(unknown, tmp_path)
+
+
+def test_lemonade_has_the_servers_own_speed_and_no_zero_for_nothing(tmp_path: Path) -> None:
+    run, summary, records = imported("lemonade-from-source.json", tmp_path)
+    rows = {row.server: row.pooled for row in summary.rows}
+    assert records == [] and set(rows) == {"llamacpp-vulkan", "flm-npu"}
+    gpu, npu = rows["llamacpp-vulkan"], rows["flm-npu"]
+    assert (gpu.sent, gpu.ttft_s.mean, gpu.ttft_s.p50, gpu.ttft_s.p95) == (12, 0.08, 0.0795, None)
+    assert (gpu.output_tok_s, gpu.e2e_s.most, gpu.wall_s) == (44.5, 3.1, None)
+    assert (npu.ttft_s.n, npu.ttft_s.mean, npu.output_tok_s) == (0, None, 25.6)
+    assert run.cells[0].served_by.arguments == ["ctx_size=4096", "-b", "2048"]
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_failed_requests_make_a_run_invalid_and_are_in_no_latency(name: str, tmp_path: Path) -> None:
+    _, summary, records = imported(name, tmp_path)
+    numbers = summary.rows[0].pooled
+    assert not summary.valid and numbers.failed in (2, 33)
+    assert numbers.ttft_s.n == numbers.succeeded and numbers.ttft_s.least is not None and numbers.ttft_s.least > 0
+    assert all(not record.chunks_s for record in records if record.error)
+
+
+def test_runs_of_one_tool_and_work_are_compared(tmp_path: Path) -> None:
+    groups: list[list[Path]] = [[], []]
+    for number in range(6):
+
+        def faster(raw: dict[str, Any], number: int = number) -> None:
+            speed = 1.25 if number % 2 else 1.0
+            raw["date"] = f"20261121-1300{number:02}"
+            raw["start_times"] = [at / speed * (1 + number / 1e4) for at in raw["start_times"]]
+            raw["ttfts"] = [at / speed for at in raw["ttfts"]]
+            raw["itls"] = [[gap / speed for gap in gaps] for gaps in raw["itls"]]
+
+        path = changed("vllm-chat.json", tmp_path / f"{number}.json", faster)
+        groups[number % 2].append(import_file(path, tmp_path / "runs"))
+    comparison = compare_runs(groups)
+    assert (comparison.metric, comparison.verdicts[0].n) == ("output_tok_s", (3, 3))
+    assert comparison.verdicts[0].ratio == pytest.approx(1.25, rel=0.01)
+
+
+def test_other_definitions_are_refused_with_the_key_and_both(tmp_path: Path) -> None:
+    vllm = import_file(DATA / "vllm-chat.json", tmp_path)
+    path = changed("guidellm-0.7.json", tmp_path / "x.json", _as_concurrency)
+    other = import_file(path, tmp_path)
+    with pytest.raises(HarnessError) as caught:
+        refuse_other_definitions([read_run(vllm), read_run(other)], "output_tok_s")
+    assert "definitions of 'output_tok_s' differ" in caught.value.what
+    assert definition(read_run(vllm), "output_tok_s") in caught.value.detail
+    assert definition(read_run(other), "output_tok_s") in caught.value.detail
+    refuse_other_definitions([read_run(vllm), read_run(other)], "send_lag_s")  # neither says otherwise
+
+
+def _as_concurrency(raw: dict[str, Any]) -> None:
+    raw["benchmarks"][0]["config"]["strategy"]["type_"] = "concurrency"
+
+
+def test_compare_refuses_before_it_looks_at_the_rest(tmp_path: Path) -> None:
+    vllm = import_file(DATA / "vllm-chat.json", tmp_path)
+    other = import_file(changed("guidellm-0.7.json", tmp_path / "x.json", _as_concurrency), tmp_path)
+    with pytest.raises(HarnessError, match="definitions of 'output_tok_s' differ are not compared"):
+        compare_runs([[vllm], [other]], about="versions")
+
+
+def test_other_work_is_refused(tmp_path: Path) -> None:
+    one = import_file(DATA / "vllm-chat.json", tmp_path)
+    path = changed("vllm-chat.json", tmp_path / "x.json", lambda raw: raw["input_lens"].__setitem__(0, 999))
+    with pytest.raises(HarnessError, match="differ in 'workload_sha256'"):
+        compare_runs([[one], [import_file(path, tmp_path)]])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda raw: raw["ttfts"].__setitem__(2, None), r"\$\.ttfts\[2\]: a number is expected, got None"),
+        (lambda raw: raw["itls"].__setitem__(0, [-1.0]), r"\$\.itls\[0\]\[0\]: a duration is not negative, got -1.0"),
+        (lambda raw: raw["errors"].pop(), "the lists are not equally long: .*errors 11"),
+        (lambda raw: raw.pop("duration"), "there is no 'duration'"),
+        (lambda raw: raw.update(date="yesterday"), "a date such as 20260131-235959 is expected, got 'yesterday'"),
+        (lambda raw: raw.update(num_prompts="12"), r"\$\.num_prompts: a count is expected, got '12'"),
+    ],
+)
+def test_a_wrong_value_is_named_and_nothing_is_written(change: Any, said: str, tmp_path: Path) -> None:
+    path = changed("vllm-chat.json", tmp_path / "x.json", change)
+    with pytest.raises(HarnessError, match=said):
+        import_file(path, tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_report_with_a_part_of_its_requests_is_refused(tmp_path: Path) -> None:
+    def sampled(raw: dict[str, Any]) -> None:
+        raw["benchmarks"][0]["requests"]["successful"].pop()
+
+    with pytest.raises(HarnessError, match="12 requests were made and the report has 11"):
+        import_file(changed("guidellm-0.7.json", tmp_path / "x.json", sampled), tmp_path)
+
+    def warmed(raw: dict[str, Any]) -> None:
+        raw["benchmarks"][0]["warmup_duration"] = 1.5
+
+    with pytest.raises(HarnessError, match="run without warm-up and cool-down, got 1.5"):
+        import_file(changed("guidellm-0.7.json", tmp_path / "y.json", warmed), tmp_path)
+
+
+def test_what_no_tool_wrote_gets_one_error_that_names_the_known(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('{"hello": 1}')
+    with pytest.raises(HarnessError, match=r"not a file of any tool that is known \(its keys: hello\)") as caught:
+        import_file(tmp_path / "x.json", tmp_path)
+    assert [line.split(":")[0] for line in caught.value.detail.splitlines()] == list(FORMATS)
+    for text, said in (("", "empty"), ("<html>", "neither JSON nor JSON Lines"), ("[]", "not a file of any tool")):
+        (tmp_path / "x.json").write_text(text)
+        with pytest.raises(HarnessError, match=said):
+            import_file(tmp_path / "x.json", tmp_path)
+
+
+def test_a_format_that_was_asked_for_must_be_it(tmp_path: Path) -> None:
+    with pytest.raises(HarnessError, match="not what aiperf writes; it looks like vllm"):
+        import_file(DATA / "vllm-chat.json", tmp_path, "aiperf")
+    with pytest.raises(HarnessError, match="there is no format 'vlm'; did you mean 'vllm'?"):
+        import_file(DATA / "vllm-chat.json", tmp_path, "vlm")
+    with pytest.raises(HarnessError, match="AIPerf's summary, not its records"):
+        import_file(DATA / "aiperf" / "profile_export_aiperf.json", tmp_path)
+
+
+def test_a_file_is_imported_once(tmp_path: Path) -> None:
+    import_file(DATA / "vllm-chat.json", tmp_path)
+    with pytest.raises(HarnessError, match="was imported before"):
+        import_file(DATA / "vllm-chat.json", tmp_path)
+
+
+def test_the_command_prints_a_run_for_each_file(tmp_path: Path) -> None:
+    shutil.copytree(DATA, tmp_path / "given")
+    names = ["vllm-chat.json", "guidellm-0.7.json"]
+    done = harness("import", *(f"given/{name}" for name in names), "--machine", "box", "--runs", "runs", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    folders = [Path(line) for line in done.out.splitlines()]
+    assert [read_run(tmp_path / folder).machine.name for folder in folders] == ["box", "box"]
+    broken = harness("import", "given/none.json", cwd=tmp_path)
+    assert broken.code == 1 and "cannot be read (No such file or directory)" in broken.err
+
+
+def test_access_to_a_document_is_strict() -> None:
+    source = Source(Path("f"), "", {"a": [1, True, 2.5, None, float("inf"), "x"]})
+    items = Node(source).at("a").items()
+    assert (items[0].count(), items[2].number()) == (1, 2.5)
+    for item in items[1], items[3], items[4], items[5]:
+        with pytest.raises(HarnessError, match="a number is expected"):
+            item.number()
+    with pytest.raises(HarnessError, match="a count is expected, got 2.5"):
+        items[2].count()
+    assert Node(source).get("b", "c") is None and Node(source).get("a", 3) is None
+    with pytest.raises(HarnessError, match="there is no 'b'"):
+        Node(source).at("b")
+    assert last_line("Traceback:\n  x\nValueError: no\n") == "ValueError: no"
+
+
+def test_the_page_names_every_format_and_the_versions_of_the_samples() -> None:
+    text = (ROOT / "docs" / "imports.md").read_text()
+    assert all(f"\n## {name}\n" in text for name in FORMATS)
+    for path in (*DATA.glob("guidellm*.json"), DATA / "aiperf" / "profile_export_aiperf.json"):
+        raw = json.loads(path.read_text())
+        assert raw.get("aiperf_version", raw.get("metadata", {}).get("guidellm_version")) in text
