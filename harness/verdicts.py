@@ -124,7 +124,7 @@ def _weigh(pair: Pair, seen: Ratio, p: float, comparisons: int, floor: float) ->
     excludes_one = seen.low > 1 or seen.high < 1
     effect = abs(math.log(seen.ratio)) > band
     bounds = f"95 % interval {_factor(seen.low)} to {_factor(seen.high)}"
-    evidence = f"({bounds}, p = {_p(p)}{_corrected(comparisons)}, {n} against {_runs(m)})"
+    evidence = f"({bounds}, p = {_p(p)})"
     if p < ALPHA and excludes_one and effect:
         if seen.ratio > 1:
             return "faster", f"faster: {_factor(seen.ratio)} times as fast as {pair.baseline} {evidence}"
@@ -138,14 +138,11 @@ def _weigh(pair: Pair, seen: Ratio, p: float, comparisons: int, floor: float) ->
             f"but the {bounds} does not"
         )
     elif smallest >= ALPHA:
-        why = (
-            f"{n} against {_runs(m)} can never reach p < {ALPHA:g}{_corrected(comparisons)}; "
-            f"the smallest possible is {_p(min(1.0, smallest))}"
-        )
+        why = f"{n} against {_runs(m)} can never reach p < {ALPHA:g}{_among(comparisons)}"
     elif not excludes_one:
         why = f"the {bounds} includes 1"
     else:
-        why = f"p = {_p(p)}{_corrected(comparisons)} is not below {ALPHA:g}"
+        why = f"p = {_p(p)} is not below {ALPHA:g}"
     return "cannot tell", f"cannot tell: {why}; {_settle(pair, comparisons, floor)}"
 
 
@@ -194,8 +191,8 @@ def _p(value: float) -> str:
     return f"{value:.2f}" if value >= 0.095 else f"{value:.3f}" if value >= 0.001 else f"{value:.1e}"
 
 
-def _corrected(comparisons: int) -> str:
-    return "" if comparisons == 1 else f" after correction for {comparisons} comparisons"
+def _among(comparisons: int) -> str:
+    return "" if comparisons == 1 else f" in {comparisons} comparisons"
 
 
 def _runs(number: int) -> str:
