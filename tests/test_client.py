@@ -17,8 +17,9 @@ from harness.errors import HarnessError
 from harness.job import Job
 from harness.load import client as client_module
 from harness.load.answer import Answer, read_answer
-from harness.load.client import Client, Exchange, Target
+from harness.load.client import Client, Target
 from harness.load.clock import KernelClock, believable
+from harness.load.exchange import Exchange
 from harness.load.process import LoadProcess, Place
 from harness.load.recorder import Recorder
 from harness.load.tickets import Ticket
@@ -130,6 +131,7 @@ def once(*pieces: bytes, then: Callable[[socket.socket], None] = lambda connecti
 @contextmanager
 def load_process(folder: Path, url: str, api_key_env: str | None = None, **load: Any) -> Iterator[LoadProcess]:
     job = Job(
+        run="4f1c",
         cell="r1-a-b",
         load_name="b",
         load=Load(user="batch", requests=100, **load),
@@ -173,7 +175,7 @@ def test_a_stream_gives_times_counts_and_finish(tmp_path: Path) -> None:
     assert (record.error, record.message, record.status, record.finish) == (None, None, 200, "length")
     assert (record.prompt_tokens, record.output_tokens, record.cached_tokens) == (3, 2, None)
     assert (record.asked_tokens, record.fixed_length, record.coalesced) == (2, True, 0)
-    assert record.id == "r1-a-b-0"
+    assert record.id == "4f1c-r1-a-b-0"
     assert record.connect_s is not None
     assert record.headers_s is not None and record.headers_s < 0.03
     assert len(record.chunks_s) == 2
@@ -197,7 +199,7 @@ def test_the_request_that_goes_out(tmp_path: Path) -> None:
     assert lines[2:] == [
         "Accept: text/event-stream, application/json",
         "Accept-Encoding: identity",
-        "X-Request-Id: r1-a-b-0",
+        "X-Request-Id: 4f1c-r1-a-b-0",
         "Content-Type: application/json",
         f"Content-Length: {len(body)}",
     ]
@@ -226,6 +228,17 @@ TOO_LONG = (
     b'increasing it","n_ctx":512,"status_code":400,"type":"exceed_context_size_error"}}'
 )
 
+
+def pinging(connection: socket.socket) -> None:
+    for _ in range(100):
+        connection.sendall(b": ping\n\n")
+        time.sleep(0.05)
+
+
+def finish(reason: bytes) -> bytes:
+    return b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"%s"}]}\n\n' % reason
+
+
 FAULTS: dict[str, tuple[Handler, str, str, int]] = {
     "closed before an answer": (once(), "disconnect", "the server closed the connection before it answered", 0),
     "cut in mid-stream": (
@@ -241,8 +254,47 @@ FAULTS: dict[str, tuple[Handler, str, str, int]] = {
         1,
     ),
     "reset": (once(CHUNKED, chunk(TOKEN), then=reset), "disconnect", "", 0),
-    "silent at once": (once(then=silence), "timeout", "nothing arrived for 0.3 s", 0),
-    "silent in mid-stream": (once(CHUNKED, chunk(TOKEN), then=silence), "timeout", "nothing arrived for 0.3 s", 1),
+    "silent at once": (once(then=silence), "timeout", "no data arrived for 0.3 s", 0),
+    "silent in mid-stream": (once(CHUNKED, chunk(TOKEN), then=silence), "timeout", "no data arrived for 0.3 s", 1),
+    "pings and nothing else": (once(UNTIL_CLOSED, then=pinging), "timeout", "no data arrived for 0.3 s", 0),
+    "pings in mid-stream": (once(UNTIL_CLOSED, TOKEN, then=pinging), "timeout", "no data arrived for 0.3 s", 1),
+    "given up": (
+        once(UNTIL_CLOSED, TOKEN, finish(b"abort"), DONE),
+        "stream_error",
+        "the server ended the answer with finish reason 'abort'",
+        1,
+    ),
+    "failed inside": (
+        once(UNTIL_CLOSED, TOKEN, finish(b"error"), DONE),
+        "stream_error",
+        "the server ended the answer with finish reason 'error'",
+        1,
+    ),
+    "given up in a whole answer": (
+        once(whole(b'{"choices":[{"message":{"content":"a"},"finish_reason":"abort"}]}')),
+        "stream_error",
+        "the server ended the answer with finish reason 'abort'",
+        0,
+    ),
+    "error without data": (
+        once(UNTIL_CLOSED, TOO_LONG),
+        "stream_error",
+        "exceed_context_size_error 400: request (24017 tokens) exceeds the available context size (512 tokens), "
+        "try increasing it (sent outside of an event)",
+        0,
+    ),
+    "error without data in mid-stream": (
+        once(CHUNKED, chunk(TOKEN), chunk(b'{\n"error": {"code": 500,\n"message": "gone"}\n}\n')),
+        "stream_error",
+        "500: gone (sent outside of an event)",
+        1,
+    ),
+    "answers without data are not quoted": (
+        once(UNTIL_CLOSED, b'{"message":{"role":"assistant","content":"what the model said"}}'),
+        "truncated",
+        "the stream ended after 0 events without [DONE] or a finish reason",
+        0,
+    ),
     "ends without done": (
         once(UNTIL_CLOSED, TOKEN),
         "truncated",
@@ -359,6 +411,17 @@ STREAMS: dict[str, tuple[list[bytes], int, str]] = {
     "done but no finish reason": ([UNTIL_CLOSED, TOKEN, DONE], 1, ""),
     "role and null first": ([UNTIL_CLOSED, ROLE, NULL, TOKEN, FINISH, DONE], 1, "length"),
     "crlf": ([(TOKEN + FINISH + DONE).replace(b"\n", b"\r\n")], 1, "length"),
+    "half a surrogate pair": (
+        [UNTIL_CLOSED, TOKEN.replace(b"hi ", b"\\ud83d"), TOKEN.replace(b"hi ", b"\\ude00"), FINISH, DONE],
+        2,
+        "length",
+    ),
+    "not a number": (
+        [UNTIL_CLOSED, TOKEN.replace(b'"index":0', b'"logprob":NaN,"index":0'), FINISH, DONE],
+        1,
+        "length",
+    ),
+    "broken utf-8": ([UNTIL_CLOSED, TOKEN.replace(b"hi ", b"\xe2\x82"), FINISH, DONE], 1, "length"),
     "pings": ([UNTIL_CLOSED, b": ping\n\n", TOKEN, b": ping\n\n", FINISH, DONE], 1, "length"),
     "several data lines": ([UNTIL_CLOSED, TOKEN.replace(b'"index"', b'\ndata: "index"'), FINISH, DONE], 1, "length"),
     "continue first": ([b"HTTP/1.1 100 Continue\r\n\r\n" + GOOD], 2, "length"),
@@ -382,13 +445,57 @@ def test_streams_that_are_complete(tmp_path: Path, name: str) -> None:
     assert (len(record.chunks_s), record.finish) == (chunks, finish or None)
 
 
-def test_a_body_left_open_after_done_does_not_keep_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "_DONE_GRACE_S", 0.2)
-    began = time.monotonic()
-    record = one_record(tmp_path, once(CHUNKED, chunk(TOKEN), chunk(FINISH), chunk(DONE), then=silence), timeout_s=30)
-    assert record.error is None
-    assert record.ended_s < 0.15
-    assert time.monotonic() - began < 3
+def test_half_a_character_can_be_said_again(tmp_path: Path) -> None:
+    """The next turn of a conversation sends what was said."""
+    handler = once(UNTIL_CLOSED, TOKEN.replace(b"hi ", b"a\\ud83d"), FINISH, DONE)
+    with serving(handler) as url, exchanging(url) as send:
+        assert send()[1].text.encode() == b"a?"
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\r\r", b"\n\n: bye\n\n"])
+def test_a_body_left_open_after_done_does_not_keep_us(end: bytes) -> None:
+    def handler(connection: socket.socket, number: int) -> None:
+        read_request(connection)
+        connection.sendall(CHUNKED + chunk(TOKEN) + chunk(FINISH) + chunk(b"data: [DONE]" + end))
+        silence(connection)
+
+    with serving(handler) as url, exchanging(url, timeout_s=30) as send:
+        for _ in range(3):
+            began = time.monotonic()
+            exchange, answer = send()
+            assert time.monotonic() - began < 0.5
+            assert (answer.error, answer.ended_s < 0.1) == (None, True)
+            assert exchange.connect_ns is not None  # never the one that is in the middle of a body
+
+
+def test_an_end_of_the_body_soon_after_done_keeps_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_DONE_GRACE_S", 1.0)  # this machine may be busy
+    pieces = [GOOD.removesuffix(b"0\r\n\r\n"), b"0\r\n\r\n"]
+    assert connections_used(answering(*pieces, pause_s=0.003), 3) == [True, False, False]
+
+
+def test_a_mark_split_over_reads_is_seen() -> None:
+    body = TOKEN + FINISH + DONE
+    pieces = [UNTIL_CLOSED.replace(b"Connection: close\r\n", b""), *(body[i : i + 1] for i in range(len(body)))]
+    with serving(once(*pieces, then=silence)) as url, exchanging(url, timeout_s=30) as send:
+        began = time.monotonic()
+        assert send()[1].error is None
+        assert time.monotonic() - began < 1
+
+
+def test_data_in_small_pieces_keeps_us_waiting() -> None:
+    pieces = [UNTIL_CLOSED, *(TOKEN[i : i + 4] for i in range(0, 24, 4)), TOKEN[24:], FINISH, DONE]
+    with serving(answering(*pieces, pause_s=0.05)) as url, exchanging(url, timeout_s=0.45) as send:
+        assert send()[1].error is None  # half a second in all, but never that long without data
+
+
+def test_a_slow_body_that_is_no_stream_keeps_us_waiting() -> None:
+    body = b'{"choices":[{"message":{"content":"hello"},"finish_reason":"stop"}]}'
+    pieces = [whole(body)[:-40], *(body[-40:][i : i + 10] for i in range(0, 40, 10))]
+    with serving(once(*pieces)) as url, exchanging(url, timeout_s=0.2) as send:
+        assert send()[1].error is None
+    with serving(answering(*pieces, pause_s=0.12)) as url, exchanging(url, timeout_s=0.2) as send:
+        assert send()[1].error is None
 
 
 def test_reasoning_is_a_token_but_not_visible(tmp_path: Path) -> None:
@@ -481,6 +588,46 @@ def test_a_request_that_is_cut_leaves_what_it_had(tmp_path: Path) -> None:
     assert (record.error, record.message) == ("unfinished", "cut by the end of the run")
     assert (len(record.chunks_s), record.status) == (2, 200)
     assert record.chunks_s[-1] < record.ended_s < 1
+
+
+def test_a_timeout_of_the_locustfile_is_a_failed_request(tmp_path: Path) -> None:
+    handler = once(CHUNKED, chunk(TOKEN), chunk(TOKEN), then=silence)
+    told: list[str | None] = []
+    with serving(handler) as url, load_process(tmp_path, url) as process:
+        client = process.client()
+        with pytest.raises(gevent.Timeout), gevent.Timeout(0.2):
+            process.send(client, [{"role": "user", "content": "hi"}], place(), lambda answer: told.append(answer.error))
+    (record,) = read_requests(tmp_path / "requests.jsonl")
+    assert (record.error, record.message) == (
+        "timeout",
+        "cut by a gevent.Timeout of 0.2 seconds in the locustfile",
+    )
+    assert (len(record.chunks_s), record.status) == (2, 200)
+    assert 0.15 < record.ended_s < 1
+    assert told == ["timeout"]
+
+
+def test_whatever_else_cuts_a_request_fails_it(tmp_path: Path) -> None:
+    class Gone(BaseException):
+        pass
+
+    with serving(once(then=silence)) as url, load_process(tmp_path, url) as process:
+        sending = gevent.spawn(process.send, process.client(), [{"role": "user", "content": "hi"}], place())
+        gevent.sleep(0.1)
+        sending.kill(Gone)
+    (record,) = read_requests(tmp_path / "requests.jsonl")
+    assert (record.error, record.message) == ("unfinished", "cut by Gone")
+
+
+def test_an_answer_that_was_never_read_has_failed() -> None:
+    assert (Answer().error, Answer().message) == ("client", "the answer was never read")
+
+
+def test_messages_that_are_no_json_leave_a_record_too(tmp_path: Path) -> None:
+    with serving(once(GOOD)) as url, load_process(tmp_path, url) as process:
+        answer = process.send(process.client(), [{"role": "user", "content": object()}], place())  # type: ignore[typeddict-item]
+    assert answer.error == "client"
+    assert [record.error for record in read_requests(tmp_path / "requests.jsonl")] == ["client"]
 
 
 def test_a_defect_of_ours_leaves_a_record_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -580,21 +727,32 @@ def test_a_connection_that_closes_as_the_request_arrives_costs_no_request() -> N
         connection.sendall(GOOD)
         read_request(connection)  # the second request meets the closing of an idle connection
 
-    assert connections_used(handler, 3) == [True, True, True]
+    with serving(handler) as url, exchanging(url) as send:
+        assert not send()[0].resent
+        asked_ns = time.monotonic_ns()
+        exchange, answer = send()
+    assert (answer.error, exchange.resent, exchange.connect_ns is not None) == (None, True, True)
+    assert exchange.sent_ns is not None
+    assert exchange.sent_ns - asked_ns < 2_000_000  # the first time: what came between is part of the latency
+    assert answer.headers_s is not None and exchange.connect_ns is not None
+    assert answer.headers_s > exchange.connect_ns / 1e9
 
 
-def test_a_server_that_dies_over_a_request_is_not_asked_again() -> None:
+@pytest.mark.parametrize("worked_s", [0.05, 0.3])
+def test_a_server_that_dies_over_a_request_is_not_asked_again(worked_s: float) -> None:
     requests = []
 
     def handler(connection: socket.socket, number: int) -> None:
         requests.append(read_request(connection))
         connection.sendall(GOOD)
         requests.append(read_request(connection))
-        time.sleep(1.1)  # it worked on it
+        time.sleep(worked_s)
 
     with serving(handler) as url, exchanging(url) as send:
         assert send()[1].error is None
-        assert send()[1].error == "disconnect"
+        exchange, answer = send()
+    assert (answer.error, exchange.resent) == ("disconnect", False)
+    assert answer.ended_s > worked_s - 0.01
     assert len(requests) == 2
 
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,7 +11,8 @@ from pathlib import Path
 import gevent
 import pytest
 
-from harness.load.recorder import Recorder
+from harness.load.health import Health
+from harness.load.recorder import Recorder, this_host
 from harness.load.tickets import Plan, Ticket, Tickets
 from harness.records import Request, read_marks, read_requests
 
@@ -38,7 +40,7 @@ def recorder(folder: Path) -> Recorder:
 def test_records_come_back_as_they_went(tmp_path: Path) -> None:
     one = recorder(tmp_path)
     for number in range(3):
-        one.sent += 1
+        one.sending("measured")
         one.add(request(number))
     one.close()
     one.close()
@@ -47,6 +49,10 @@ def test_records_come_back_as_they_went(tmp_path: Path) -> None:
     assert (start.event, start.process, start.cell, start.sent) == ("start", os.getpid(), "c", None)
     assert (end.event, end.sent, end.recorded) == ("end", 3, 3)
     assert end.cpu_s is not None and end.cpu_s >= 0
+    assert (end.cpu_most, end.read_lag_p99_s) == (None, None)  # too short, and no reads
+    name, _, boot = (start.host or "").rpartition("-")
+    assert (name, len(boot)) == (socket.gethostname(), 8)
+    assert end.host == start.host == this_host()
     assert end.monotonic_s >= start.monotonic_s
     assert abs((end.wall_s - end.monotonic_s) - (start.wall_s - start.monotonic_s)) < 0.05
 
@@ -82,7 +88,7 @@ from pathlib import Path
 from tests.test_recorder import recorder, request
 one = recorder(Path(sys.argv[1]))
 for number in range(400):
-    one.sent += 1
+    one.sending("measured")
     one.add(request(number, int(sys.argv[2]), chunks=300))
     if number % 7 == 0:
         one.flush()
@@ -124,8 +130,9 @@ def test_every_ticket_goes_to_exactly_one_process(tmp_path: Path) -> None:
     takers = [start(TAKER, str(path)) for _ in range(3)]
     lines = [line for taker in takers for line in taker.communicate(timeout=60)[0].splitlines()]
     batches = [[int(word) for word in line.split()] for line in lines]
-    assert sorted(index for batch in batches for index in batch) == list(range(-10, 900))
-    assert all(max(batch) < 0 or min(batch) >= 0 for batch in batches)
+    assert sorted(batches) == sorted(
+        [[-1 - i, -2 - i, -3 - i] for i in range(0, 12, 3)] + [[i, i + 1, i + 2] for i in range(0, 900, 3)]
+    )
     assert Tickets(str(path), Plan(requests=900, warmup_requests=10)).finished()
 
 
@@ -139,18 +146,48 @@ def test_a_process_that_dies_with_the_lock_does_not_stop_the_others(tmp_path: Pa
     assert Tickets(str(path), Plan(requests=1)).take() == [Ticket("measured", 0)]
 
 
-def test_warmup_comes_first_and_is_never_mixed(tmp_path: Path) -> None:
+def test_warmup_comes_first_is_never_mixed_and_never_cut(tmp_path: Path) -> None:
     tickets = Tickets(str(tmp_path / "t"), Plan(requests=7, warmup_requests=4))
     batches = [[(ticket.phase, ticket.index) for ticket in tickets.take(3)] for _ in range(6)]
     assert batches == [
         [("warmup", -1), ("warmup", -2), ("warmup", -3)],
-        [("warmup", -4)],
+        [("warmup", -4), ("warmup", -5), ("warmup", -6)],
         [("measured", 0), ("measured", 1), ("measured", 2)],
         [("measured", 3), ("measured", 4), ("measured", 5)],
         [("measured", 6)],
         [],
     ]
     assert [tickets.user() for _ in range(3)] == [0, 1, 2]
+
+
+def test_a_small_warmup_still_meets_the_concurrency_to_come(tmp_path: Path) -> None:
+    tickets = Tickets(str(tmp_path / "t"), Plan(requests=20, warmup_requests=2))
+    assert [(len(taken), taken[0].phase) for taken in (tickets.take(10) for _ in range(3))] == [
+        (10, "warmup"),
+        (10, "measured"),
+        (10, "measured"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("plan", "warm_s"),
+    [
+        (Plan(requests=5, warmup_requests=1, ramp_s=0.2), 0.2),
+        (Plan(requests=5, warmup_s=0.1, ramp_s=0.1), 0.2),
+        (Plan(requests=5, ramp_s=0.2), 0.0),  # without warm-up the measurement begins with the first user
+        (Plan(requests=5, warmup_requests=1), 0.0),
+    ],
+)
+def test_what_is_sent_before_all_users_are_there_is_warmup(tmp_path: Path, plan: Plan, warm_s: float) -> None:
+    tickets = Tickets(str(tmp_path / "t"), plan)
+    began = time.monotonic()
+    warm = 0
+    while tickets.take()[0].phase == "warmup":
+        warm += 1
+        time.sleep(0.01)
+    took_s = time.monotonic() - began
+    assert warm_s <= took_s < warm_s + 0.1
+    assert warm > 5 if warm_s else warm == plan.warmup_requests
 
 
 def test_it_is_finished_when_every_request_has_ended(tmp_path: Path) -> None:
@@ -198,3 +235,54 @@ def test_without_limits_there_is_always_one_more(tmp_path: Path) -> None:
     assert [tickets.take(2)[-1].index for _ in range(3)] == [1, 3, 5]
     tickets.settle(6)
     assert not tickets.finished()
+
+
+def test_the_highest_cpu_use_is_that_of_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0, 0.0]  # monotonic, CPU
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "process_time", lambda: now[1])
+    health = Health()
+
+    def pass_seconds(number: int, share: float) -> None:
+        for _ in range(number):
+            now[0] += 1.0
+            now[1] += share
+            health.sample()
+
+    pass_seconds(10, 1.0)  # before the first measured request: importing, warming up
+    assert health.cpu_most() is None
+    health.begin()
+    assert health.cpu_most() is None
+    pass_seconds(2, 0.5)
+    assert health.cpu_most() == pytest.approx(0.5)  # of the time there was
+    health.begin()
+    pass_seconds(8, 0.25)
+    pass_seconds(4, 1.0)
+    pass_seconds(60, 0.0)
+    assert health.cpu_most() == pytest.approx((4 + 0.25) / 5)
+
+
+def test_cpu_use_is_sampled_while_it_runs(tmp_path: Path) -> None:
+    one = recorder(tmp_path)
+    one.sending("warmup")
+    gevent.sleep(0.1)
+    one.sending("measured")
+    until = time.monotonic() + 1.2
+    while time.monotonic() < until:
+        gevent.sleep(0)
+    one.close()
+    end = read_marks(tmp_path / "processes.jsonl")[-1]
+    assert end.cpu_most is not None and 0.3 < end.cpu_most <= 1.1
+
+
+def test_the_lag_of_reading_is_known_to_a_tenth() -> None:
+    health = Health()
+    assert health.read_lag_p99_s() is None
+    stamp_ns = 10**15
+    health.note_reads([(stamp_ns, None), (stamp_ns - 500, stamp_ns)])
+    assert health.read_lag_p99_s() == pytest.approx(1e-6, rel=0.1)  # never below a microsecond
+    health.note_reads([(stamp_ns + 50_000, stamp_ns)] * 979)
+    health.note_reads([(stamp_ns + 3_000_000, stamp_ns)] * 19)
+    health.note_reads([(stamp_ns + 70_000_000, stamp_ns)])
+    lag_s = health.read_lag_p99_s()
+    assert lag_s is not None and 0.003 <= lag_s <= 0.0033

@@ -53,6 +53,22 @@ def test_an_event_comes_with_the_byte_that_completes_it() -> None:
     assert parser.feed(b"data: b\n\n") == [("message", b"b")]
 
 
+@pytest.mark.parametrize(
+    ("stream", "stray"),
+    [
+        (b'data: a\n\n{"error": 1}', b'{"error": 1}'),
+        (b'{"error":\n 1}\n\ndata: a\n\n', b'{"error":\n 1}'),
+        (b"data: a\n\n: ping\nid: 3\nretry: 1\nevent: x\ndata: cut", b""),
+        (b"x" * 9000, b"x" * 4000),
+    ],
+)
+def test_what_is_no_field_is_kept_for_an_error(stream: bytes, stray: bytes) -> None:
+    parser = Parser()
+    for i in range(0, len(stream), 3):
+        parser.feed(stream[i : i + 3])
+    assert parser.stray() == stray
+
+
 LINES = st.sampled_from(
     [b"data: {}", b"data:x", b"data", b": ping", b"event: error", b"id: 1", b"", b"", "data: é🙂".encode()]
 )

@@ -1,11 +1,14 @@
 """The user classes under real Locust, as the harness starts it and by hand, against the embedded engine."""
 
+import http.server
+import itertools
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.parse
 import urllib.request
@@ -136,24 +139,24 @@ def test_a_fixed_amount_of_work_is_done_exactly(tmp_path: Path, engine: str, pro
     assert end(child) == 0, log_of(tmp_path)
     records = records_of(tmp_path)
     assert sorted((r.phase, r.index) for r in records) == sorted(
-        [("measured", index) for index in range(23)] + [("warmup", -index) for index in (1, 2, 3)]
+        [("measured", index) for index in range(23)] + [("warmup", -index) for index in (1, 2, 3, 4, 5)]
     )
     ends = ends_of(tmp_path, processes)
-    assert sum(mark.sent or 0 for mark in ends) == 26
+    assert sum(mark.sent or 0 for mark in ends) == 28
     assert {r.process for r in records} <= {mark.process for mark in ends}
-    assert [r.error for r in records] == [None] * 26
+    assert [r.error for r in records] == [None] * 28
     assert {(r.output_tokens, len(r.chunks_s), r.fixed_length, r.finish) for r in records} == {(8, 8, True, "length")}
     assert {(r.cell, r.load, r.user_class, r.clock) for r in records} == {("r1-a-b", "b", "BatchAgent", "kernel")}
-    assert len({r.id for r in records}) == 26
+    assert len({r.id for r in records}) == 28
     assert {r.user for r in records} <= {0, 1}
     assert most_in_flight(records) <= 10
     batches = Counter(r.batch for r in records)
-    assert sorted(batches.values()) == [3, 3, 5, 5, 5, 5]
+    assert sorted(batches.values()) == [3, 5, 5, 5, 5, 5]
     (stats,) = json.loads((tmp_path / "stats.json").read_text())
-    assert (stats["name"], stats["method"], stats["num_requests"], stats["num_failures"]) == ("b", "POST", 26, 0)
+    assert (stats["name"], stats["method"], stats["num_requests"], stats["num_failures"]) == ("b", "POST", 28, 0)
     slowest_s = max(r.chunks_s[-1] for r in records)
     assert stats["max_response_time"] == pytest.approx(slowest_s * 1000)
-    assert stats["total_content_length"] == 26 * 8
+    assert stats["total_content_length"] == 28 * 8
 
 
 def test_one_at_a_time_is_a_batch_of_one(tmp_path: Path, engine: str) -> None:
@@ -174,14 +177,104 @@ def test_a_conversation_grows_by_what_was_said(tmp_path: Path, engine: str) -> N
     talks: dict[int | None, list[Request]] = {}
     for record in sorted(records, key=lambda r: r.sent_s):
         talks.setdefault(record.conversation, []).append(record)
-    assert len(talks) in (4, 5)  # the last requests may be split over two conversations
+    assert sorted(talks) == [0, 3, 6, 9]  # type: ignore[type-var]
     for number, talk in talks.items():
         assert talk[0].index == number
         assert [r.turn for r in talk] == list(range(1, len(talk) + 1))
         assert len({r.user for r in talk}) == 1
         lengths = [r.prompt_tokens or 0 for r in talk]
         assert [b - a >= 24 for a, b in zip(lengths, lengths[1:], strict=False)] == [True] * (len(talk) - 1)
-    assert max(len(talk) for talk in talks.values()) == 3
+
+
+Talks = dict[int | None, list[tuple[int, int | None]]]
+
+
+def talks_of(records: list[Request]) -> Talks:
+    """Of each conversation the index and the turn of its requests, in the order of sending."""
+    talks: Talks = {}
+    for record in sorted(records, key=lambda r: r.sent_s):
+        talks.setdefault(record.conversation, []).append((record.index, record.turn))
+    return talks
+
+
+def planned_talks(requests: int, turns: int) -> Talks:
+    spans = [range(first, min(first + turns, requests)) for first in range(0, requests, turns)]
+    return {span[0]: [(index, turn) for turn, index in enumerate(span, start=1)] for span in spans}
+
+
+@pytest.mark.parametrize("think_s", [[0.0, 0.0], [0.0, 0.15]])
+def test_conversations_do_not_depend_on_who_is_faster(tmp_path: Path, engine: str, think_s: list[float]) -> None:
+    load = Load(user="chat", users=5, requests=25, turns=3, output_tokens=4, think_s=think_s, processes=2)
+    job = make_job(tmp_path, load, Warmup(requests=4))
+    assert end(start_job(tmp_path, engine, job, "--processes", "2")) == 0, log_of(tmp_path)
+    records = records_of(tmp_path)
+    ends_of(tmp_path, 2)
+    assert len({r.process for r in records}) == 2
+    talks = talks_of(records)
+    assert talks == {-1: [(-1, 1), (-2, 2), (-3, 3)], -4: [(-4, 1), (-5, 2), (-6, 3)], **planned_talks(25, 3)}
+    assert [r.error for r in records] == [None] * 31
+
+
+@pytest.fixture(scope="module")
+def failing_engine() -> Iterator[str]:
+    """Every third request is refused."""
+    seen = itertools.count()
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            talk = [message["role"][0] + str(len(message["content"].split())) for message in asked["messages"]]
+            choice = {"message": {"content": "said"}, "finish_reason": "stop"}
+            body = json.dumps({"choices": [choice], "usage": {"prompt_tokens": len(talk)}}).encode()
+            self.send_response(500 if next(seen) % 3 == 1 else 200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_failed_turn_leaves_no_trace_and_the_conversation_goes_on(tmp_path: Path, failing_engine: str) -> None:
+    load = Load(user="chat", requests=6, turns=3, output_tokens=6, stream=False, think_s=[0.0, 0.0])
+    job = make_job(tmp_path, load, prompts=Prompts(tokens=20, system_tokens=10))
+    assert end(start_job(tmp_path, failing_engine, job)) == 0, log_of(tmp_path)
+    records = sorted(records_of(tmp_path), key=lambda r: r.sent_s)
+    assert talks_of(records) == planned_talks(6, 3)
+    assert [r.error for r in records] == [None, "http", None, None, "http", None]
+    # system, question | refused | system, question, answer, third question: the refused one is not in it
+    assert [r.prompt_tokens for r in records] == [2, None, 4, 2, None, 4]
+
+
+def test_a_timed_conversation_ends_with_the_time(tmp_path: Path, engine: str) -> None:
+    load = Load(user="chat", users=3, duration_s=1.0, turns=50, output_tokens=4, think_s=[0.1, 0.3], drain_s=30)
+    began = time.monotonic()
+    assert end(start_job(tmp_path, engine, make_job(tmp_path, load))) == 0, log_of(tmp_path)
+    assert time.monotonic() - began < 10  # no one waits for the turns that were not sent
+    records = sorted(records_of(tmp_path), key=lambda r: r.sent_s)
+    assert max(r.sent_s for r in records) - min(r.sent_s for r in records) < 1.0
+    talks = talks_of(records)
+    assert sorted(talks) == [0, 50, 100]  # type: ignore[type-var]
+    for number, talk in talks.items():
+        assert talk == planned_talks(150, 50)[number][: len(talk)]
+
+
+def test_a_long_pause_does_not_outlast_a_timed_load(tmp_path: Path, engine: str) -> None:
+    load = Load(user="chat", users=2, duration_s=0.5, output_tokens=2, think_s=[60.0, 60.0], drain_s=60)
+    began = time.monotonic()
+    assert end(start_job(tmp_path, engine, make_job(tmp_path, load))) == 0, log_of(tmp_path)
+    assert time.monotonic() - began < 10
+    assert len(records_of(tmp_path)) == 2
 
 
 def test_a_timed_load_stops_asking_in_time_and_lets_answers_finish(tmp_path: Path, slow_engine: str) -> None:
@@ -312,7 +405,7 @@ def test_what_cannot_be_done_by_hand_ends_with_a_sentence(
     assert "Traceback" not in log_of(tmp_path)
 
 
-def http(url: str, **form: str) -> str:
+def ask(url: str, **form: str) -> str:
     data = urllib.parse.urlencode(form).encode() if form else None
     with urllib.request.urlopen(url, data, timeout=10) as response:
         text: str = response.read().decode()
@@ -331,13 +424,19 @@ def test_the_web_form_shows_the_job_and_changes_it(tmp_path: Path, engine: str) 
             assert time.monotonic() < deadline
             time.sleep(0.1)
         time.sleep(0.3)
-        page = http(url)
+        page = ask(url)
         for option in ("model", "prompts", "prompt_tokens", "output_tokens", "batch_size", "turns", "think"):
             assert f'"{option}"' in page
         assert '"job"' not in page
-        assert json.loads(http(f"{url}/swarm", user_count="1", spawn_rate="1", output_tokens="5"))["success"]
+        assert json.loads(ask(f"{url}/swarm", user_count="1", spawn_rate="1", output_tokens="5"))["success"]
         wait_for_records(tmp_path, 9)  # the job's limit of two is not the web user's
-        http(f"{url}/stop", now="yes")
+        ask(f"{url}/stop", now="yes")
+        held = len(os.listdir(f"/proc/{child.pid}/fd"))
+        for number in range(3):
+            assert json.loads(ask(f"{url}/swarm", user_count="1", spawn_rate="1", output_tokens="5"))["success"]
+            wait_for_records(tmp_path, 12 + 3 * number)
+            ask(f"{url}/stop", now="yes")
+        assert len(os.listdir(f"/proc/{child.pid}/fd")) <= held  # a restart lets go of what the last one had
         child.send_signal(signal.SIGTERM)
         end(child)
     finally:

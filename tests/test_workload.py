@@ -1,11 +1,13 @@
 """The request sequence is a function of the seed, and of nothing else."""
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import pytest
 
 import harness.data
+from harness import workload
 from harness.data.make_classification import items
 from harness.errors import HarnessError
 from harness.scenario import Load, Prompts, Scenario, Server
@@ -54,10 +56,25 @@ def test_each_cell_has_its_own_salt() -> None:
 def test_rows_of_a_file_are_cycled_and_keep_their_roles() -> None:
     rows = [Row(prompt="a"), Row(messages=[RowMessage("system", "s"), RowMessage("user", "b")])]
     prompts = Prompts(kind="file", file="x.jsonl")
-    sequence = [messages(prompts, 1, index, None, rows) for index in range(-1, 3)]
+    sequence = [messages(prompts, 1, index, None, rows) for index in range(3)]
     a = [{"role": "user", "content": "a"}]
     b = [{"role": "system", "content": "s"}, {"role": "user", "content": "b"}]
-    assert sequence == [b, a, b, a]
+    assert sequence == [a, b, a]
+
+
+@pytest.mark.parametrize("kind", ["file", "classification", "synthetic"])
+@pytest.mark.parametrize("salt", [None, "one two three four"])
+def test_no_prompt_of_the_warmup_comes_back(kind: Literal["file", "classification", "synthetic"], salt: str) -> None:
+    """Only what all requests share is the same: the salt and the system prompt."""
+    rows = [Row(prompt="a"), Row(messages=[RowMessage("system", "s"), RowMessage("user", "b")])]
+    prompts = Prompts(kind=kind, tokens=8, system_tokens=3)
+    warmup, measured = ([messages(prompts, 1, i, salt, rows) for i in span] for span in (range(-6, 0), range(300)))
+    assert {str(prompt[0]) for prompt in warmup} == {str(prompt[0]) for prompt in measured}
+    begins = {" ".join(prompt[1]["content"].split()[:4]) for prompt in warmup}
+    assert len(begins) == 6
+    assert begins & {" ".join(prompt[1]["content"].split()[:4]) for prompt in measured} == set()
+    if kind == "file":
+        assert [prompt[1]["content"].split()[4:] for prompt in warmup] == [["a"], ["s"]] * 3
 
 
 def test_rows_are_read_and_other_keys_ignored(tmp_path: Path) -> None:
@@ -158,8 +175,17 @@ def test_the_hash_follows_what_shapes_the_work_and_nothing_else(tmp_path: Path) 
     assert len(same[0]) == 64
 
 
+def test_the_hash_follows_what_belongs_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nobody says how many turns a conversation has."""
+    chat = scenario(Load(user="chat", requests=10))
+    four = workload_sha256(chat, tmp_path)
+    assert workload_sha256(chat, tmp_path) == four
+    monkeypatch.setattr(workload, "TURNS", 5)
+    assert workload_sha256(chat, tmp_path) != four
+
+
 def test_the_hash_is_the_same_on_every_machine(tmp_path: Path) -> None:
     load = Load(user="batch", requests=3)
     assert workload_sha256(scenario(load), tmp_path) == (
-        "f1f62cb5af3f502ce2c612e8a613660608d9fd83cd732264fbeb3b3005e4f010"
+        "ca59ac51c7d672477382c6ca3e10cc77ea3fd7694554fa120f697013361a796f"
     )
