@@ -1,38 +1,42 @@
 """What the charts need from a run's records, read once as a stream and reduced on the way.
 
-The size of the result depends on the number of rows and cells, never on the number of requests.
+The size of the page depends on the number of rows and cells, never on the number of requests. See harness.blocks for
+how a long file is read.
 """
 
+from array import array
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from msgspec import Struct
-from numpy.typing import NDArray
+from msgspec import Struct, field
 
 from harness import derive
+from harness.blocks import Block, Lines, blocks_of, in_file, reader, requests_in
 from harness.manifest import Run
 from harness.metrics import read_samples
 from harness.plan import plan
-from harness.records import Request, read_marks, read_requests
+from harness.records import Request, read_marks
+from harness.report.bins import FINE_S, Counts, bin_of
 
-Times = NDArray[np.float64]
-
-FINE_S = 0.1  # width of the bins that records are counted in while reading
 MOST_BINS = 240  # points of a timeline's line
 MOST_POINTS = 200  # points of a distribution's line
 EXAMPLES = 3  # messages kept for each kind of error
-MOST_FINE = 4_000_000  # fine bins of a cell, over four days: what a record with an absurd time falls into
-FLUSH = 200_000  # chunk times held before they are counted
 
 
 class Sample(Struct):
     """Latencies of one row's successful measured requests, in seconds."""
 
-    ttft_s: list[float] = []
-    tpot_s: list[float] = []
-    e2e_s: list[float] = []
+    ttft_s: "array[float]" = field(default_factory=lambda: array("d"))
+    tpot_s: "array[float]" = field(default_factory=lambda: array("d"))
+    e2e_s: "array[float]" = field(default_factory=lambda: array("d"))
+
+    def merge(self, other: "Sample") -> None:
+        self.ttft_s.extend(other.ttft_s)
+        self.tpot_s.extend(other.tpot_s)
+        self.e2e_s.extend(other.e2e_s)
 
 
 class Fault(Struct):
@@ -40,6 +44,11 @@ class Fault(Struct):
 
     count: int = 0
     messages: list[str] = []
+
+    def merge(self, other: "Fault") -> None:
+        self.count += other.count
+        self.messages += [message for message in other.messages if message not in self.messages]
+        del self.messages[EXAMPLES:]
 
 
 class ServerSamples(Struct):
@@ -73,98 +82,91 @@ class Observed(Struct, frozen=True, kw_only=True):
     damaged_lines: int
 
 
-class _Counts:
-    """The bins of one cell while its records are read. Seconds count from the start of its first load process."""
+class _Zero(Struct, frozen=True):
+    """What joins the clocks of a run's processes, and the start of each cell's first one."""
 
-    def __init__(self, zero_s: float) -> None:
-        self.zero_s = zero_s
-        self.tokens: Times = np.zeros(1024)
-        self.change = np.zeros(1024, dtype=np.int64)
-        self.first_measured_s: float | None = None
-        self.first_sent_s: float | None = None
-        self.last_ended_s = 0.0
-        self._times: list[float] = []
-        self._weights: list[float] = []
-
-    def add(self, request: Request, offset_s: float) -> None:
-        """Count a request; `offset_s` takes its process's clock to seconds of this cell."""
-        sent = max(0.0, request.sent_s + offset_s)
-        ended = sent + request.ended_s
-        self._hold(_bin(ended))
-        self.change[_bin(sent)] += 1
-        self.change[_bin(ended)] -= 1
-        self.first_sent_s = sent if self.first_sent_s is None else min(sent, self.first_sent_s)
-        self.last_ended_s = max(self.last_ended_s, ended)
-        if request.phase == "measured" and (self.first_measured_s is None or sent < self.first_measured_s):
-            self.first_measured_s = sent
-        # Without streaming all tokens come at the end; what a failed request had been given is known by its chunks.
-        arrivals = request.chunks_s or ([request.ended_s] if request.error is None else [])
-        if request.output_tokens and arrivals:
-            self._hold(_bin(sent + arrivals[-1]))
-            self._times += [sent + at for at in arrivals]
-            self._weights += [request.output_tokens / len(arrivals)] * len(arrivals)
-            if len(self._times) > FLUSH:
-                self.flush()
-
-    def flush(self) -> None:
-        if self._times:
-            places = np.minimum((np.asarray(self._times) / FINE_S).astype(np.int64), len(self.tokens) - 1)
-            self.tokens += np.bincount(places, weights=self._weights, minlength=len(self.tokens))
-            self._times.clear()
-            self._weights.clear()
-
-    def _hold(self, place: int) -> None:
-        """Make room for a bin."""
-        if place >= len(self.tokens):
-            more = max(place + 1 - len(self.tokens), len(self.tokens))
-            self.tokens = np.pad(self.tokens, (0, more))
-            self.change = np.pad(self.change, (0, more))
+    anchors: dict[tuple[str, int], float]
+    starts_s: dict[str, float]  # Unix time
 
 
-def _bin(at_s: float) -> int:
-    return min(int(at_s / FINE_S), MOST_FINE - 1)
+class _Part(Struct):
+    """What a part of the file holds."""
+
+    samples: dict[tuple[str, str], Sample]
+    faults: dict[tuple[str, str], dict[str, Fault]]
+    counts: dict[str, Counts]
+    without_usage: int = 0
 
 
 def observe(folder: Path, run: Run) -> Observed:
     """Read requests.jsonl, processes.jsonl and metrics.jsonl of a run, whatever state they are in."""
     cells = {cell.id: (cell.server, cell.load) for cell in plan(run.scenario)}
-    anchors: dict[tuple[str, int], float] = {}
-    counts: dict[str, _Counts] = {}
-    for mark in read_marks(folder / "processes.jsonl"):
-        if mark.event == "start":
-            anchors[mark.cell, mark.process] = mark.wall_s - mark.monotonic_s
-            count = counts.setdefault(mark.cell, _Counts(mark.wall_s))
-            count.zero_s = min(count.zero_s, mark.wall_s)
-    samples: dict[tuple[str, str], Sample] = defaultdict(Sample)
-    faults: dict[tuple[str, str], dict[str, Fault]] = defaultdict(dict)
-    damaged: list[int] = []
-    without_usage = 0
-    for request in read_requests(folder / "requests.jsonl", damaged):
-        row = cells.get(request.cell)
-        if row is None:
-            continue
-        anchor = anchors.get((request.cell, request.process))
-        if anchor is not None:
-            counts[request.cell].add(request, anchor - counts[request.cell].zero_s)
-        if request.phase != "measured":
-            continue
-        if request.error is not None:
-            _note_fault(faults[row].setdefault(request.error, Fault()), request)
-        else:
-            without_usage += request.output_tokens is None
-            _note_latencies(samples[row], request)
+    zero = _zero(folder)
+    counts = {cell: Counts(start_s) for cell, start_s in zero.starts_s.items()}
+    whole = _Part(samples={}, faults={}, counts=counts)
+    lines = []
+    blocks = blocks_of(folder / "requests.jsonl")
+    with reader(blocks) as parts_of:
+        for part, read in parts_of(partial(_observe, cells=cells, zero=zero)):
+            _merge(whole, part)
+            lines.append(read)
     scraped = _server_samples(folder / "metrics.jsonl")
     return Observed(
-        samples=dict(samples),
-        faults={row: faults[row] for row in dict.fromkeys(cells.values()) if row in faults},
+        samples=whole.samples,
+        faults={row: whole.faults[row] for row in dict.fromkeys(cells.values()) if row in whole.faults},
         timelines=[
             _timeline(name, counts[name], scraped.get(name, ServerSamples()))
             for name in cells
             if name in counts and counts[name].first_sent_s is not None
         ],
-        without_usage=without_usage,
-        damaged_lines=len(damaged),
+        without_usage=whole.without_usage,
+        damaged_lines=len(in_file(lines)),
     )
+
+
+def _zero(folder: Path) -> _Zero:
+    zero = _Zero({}, {})
+    for mark in read_marks(folder / "processes.jsonl"):
+        if mark.event == "start":
+            zero.anchors[mark.cell, mark.process] = mark.wall_s - mark.monotonic_s
+            zero.starts_s[mark.cell] = min(mark.wall_s, zero.starts_s.get(mark.cell, mark.wall_s))
+    return zero
+
+
+def _observe(block: Block, cells: dict[str, tuple[str, str]], zero: _Zero) -> tuple[_Part, Lines]:
+    part = _Part(samples=defaultdict(Sample), faults=defaultdict(dict), counts={})
+    lines = Lines()
+    for request in requests_in(block, lines):
+        row = cells.get(request.cell)
+        if row is None:
+            continue
+        anchor = zero.anchors.get((request.cell, request.process))
+        if anchor is not None:
+            start_s = zero.starts_s[request.cell]
+            if request.cell not in part.counts:
+                part.counts[request.cell] = Counts(start_s)
+            part.counts[request.cell].add(request, anchor - start_s)
+        if request.phase != "measured":
+            continue
+        if request.error is not None:
+            _note_fault(part.faults[row].setdefault(request.error, Fault()), request)
+        else:
+            part.without_usage += request.output_tokens is None
+            _note_latencies(part.samples[row], request)
+    for count in part.counts.values():
+        count.trim()
+    return part, lines
+
+
+def _merge(whole: _Part, part: _Part) -> None:
+    for row, sample in part.samples.items():
+        whole.samples.setdefault(row, Sample()).merge(sample)
+    for row, faults in part.faults.items():
+        for kind, fault in faults.items():
+            whole.faults.setdefault(row, {}).setdefault(kind, Fault()).merge(fault)
+    for cell, count in part.counts.items():
+        whole.counts[cell].merge(count)
+    whole.without_usage += part.without_usage
 
 
 def _note_fault(fault: Fault, request: Request) -> None:
@@ -198,12 +200,12 @@ def distribution(values: Iterable[float]) -> tuple[list[float], list[float]]:
     return [float(v) for v in ordered[places]], [round(float(s), 5) for s in shares]
 
 
-def _timeline(name: str, count: _Counts, server: ServerSamples) -> Timeline:
+def _timeline(name: str, count: Counts, server: ServerSamples) -> Timeline:
     count.flush()
     start = count.first_sent_s or 0.0
     zero = count.first_measured_s if count.first_measured_s is not None else start
     low = int(start / FINE_S)
-    high = _bin(count.last_ended_s) + 1
+    high = bin_of(count.last_ended_s) + 1
     group = _bins_per_step(high - low)
     in_flight = np.cumsum(count.change)[low:high]
     tokens = count.tokens[low:high]
