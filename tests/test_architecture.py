@@ -28,6 +28,11 @@ ALLOWED = {
     "summary": set(),
     "stats": {"errors"},
     "derive": {"records"},
+    "origin": {"manifest", "errors", "summary"},
+    "imports": {
+        "__version__", "imports", "origin", "manifest", "errors", "records", "scenario", "summary", "summarize",
+        "tally",
+    },  # fmt: skip
     "workload": {"errors", "scenario", "paths"},
     "simulated": {"simulated"},
     "machine": {"machine", "manifest", "errors"},

@@ -20,6 +20,7 @@ from harness.report import html
 from harness.summarize import summarize
 from harness.summary import Numbers, Summary
 from tests.command import harness
+from tests.made_runs import write_made_run
 
 DATA = ROOT / "tests" / "data" / "imports"
 GENAI = "D20_8_text-to-text_num_concurrency_4_time_1s.json"
@@ -355,3 +356,13 @@ def test_the_page_names_every_format_and_the_versions_of_the_samples() -> None:
     for path in (*DATA.glob("guidellm*.json"), DATA / "aiperf" / "profile_export_aiperf.json"):
         raw = json.loads(path.read_text())
         assert raw.get("aiperf_version", raw.get("metadata", {}).get("guidellm_version")) in text
+
+
+def test_a_run_of_our_own_means_what_the_table_says(tmp_path: Path) -> None:
+    write_made_run(tmp_path / "own")
+    run = read_run(tmp_path / "own")
+    assert {metric: definition(run, metric) for metric in DEFINITIONS} == DEFINITIONS
+    other = read_run(import_file(DATA / "vllm-chat.json", tmp_path))
+    with pytest.raises(HarnessError, match="definitions of 'wall_s' differ") as caught:
+        refuse_other_definitions([run, other], "wall_s")
+    assert f"(harness run): {DEFINITIONS['wall_s']}" in caught.value.detail
