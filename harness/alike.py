@@ -16,13 +16,15 @@ FOLLOWS = {
     "variables": ("arguments", "container"),
     "arguments": ("variables", "container.Cmd"),
     "versions": ("git_commit",),
+    # Ids of groups and names of device nodes are the machine's own; images and arguments must stay the same.
+    "machine": ("versions", "git_commit", "HostConfig.GroupAdd", "HostConfig.Devices"),
 }
 # Not what is measured but how often, how long it was watched, what is asked of the numbers, and what chance chose.
 _SCENARIO = ("question", "servers", "loads", "repeats", "baseline", "checks", "max_error_rate", "model", "api_key_env")
 _SERVER = ("startup_timeout_s",)
 _CONTAINER = ("NetworkMode", "PortBindings")
 _ALWAYS = ("workload_sha256", "simulated")  # equal in every comparison
-_ABSENT = "nothing"
+ABSENT = "nothing"
 
 
 def refuse_unlike(
@@ -33,7 +35,7 @@ def refuse_unlike(
     `groups` says to which side each run belongs. `about` is the one key that the sides may differ in: a manifest
     key, the beginning of one (`machine`), or its end (`image_digest`). Runs of one side must agree in all.
     """
-    facts = [_facts(run, rows) for run in runs]
+    facts = [facts_of(run, rows) for run in runs]
     excused: set[str] = set()
     for index in range(1, len(runs)):
         first = groups.index(groups[index])
@@ -53,20 +55,20 @@ def _refuse(
 ) -> set[str]:
     """The differing keys that `about` excuses. Raises for every other."""
     one, other = facts[first], facts[second]
-    differing = [key for key in dict.fromkeys([*one, *other]) if one.get(key, _ABSENT) != other.get(key, _ABSENT)]
+    differing = [key for key in dict.fromkeys([*one, *other]) if one.get(key, ABSENT) != other.get(key, ABSENT)]
     excused = _excused(about, differing)
     left = [key for key in differing if key not in excused]
     if left:
         shown = "\n".join(
-            f"{key}: {_shown(one.get(key, _ABSENT))} in {runs[first].id}, "
-            f"{_shown(other.get(key, _ABSENT))} in {runs[second].id}"
+            f"{key}: {_shown(one.get(key, ABSENT))} in {runs[first].id}, "
+            f"{_shown(other.get(key, ABSENT))} in {runs[second].id}"
             for key in left
         )
         key = left[0]
         more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
         raise HarnessError(
-            f"runs that differ in '{key}' are not compared: {_shown(one.get(key, _ABSENT))} in {runs[first].id}, "
-            f"{_shown(other.get(key, _ABSENT))} in {runs[second].id}{more}",
+            f"runs that differ in '{key}' are not compared: {_shown(one.get(key, ABSENT))} in {runs[first].id}, "
+            f"{_shown(other.get(key, ABSENT))} in {runs[second].id}{more}",
             next_step=_advice(left, about),
             detail=shown if len(left) > 1 else "",
         )
@@ -101,8 +103,8 @@ def _is_in(name: str, key: str) -> bool:
     return f".{name}." in f".{key}."
 
 
-def _facts(run: Run, rows: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """The manifest as flat keys, most telling first."""
+def facts_of(run: Run, rows: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """The manifest as flat keys, most telling first, for these rows (server, load). What chance chose is no fact."""
     scenario = msgspec.to_builtins(run.scenario)
     facts: dict[str, Any] = {
         "workload_sha256": run.workload_sha256,

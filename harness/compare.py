@@ -3,14 +3,16 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
-from harness import stats
-from harness.alike import refuse_unlike
+from harness.alike import facts_of, refuse_unlike
+from harness.differences import differences
 from harness.errors import HarnessError, RunError
+from harness.floors import floor_for
 from harness.manifest import Run, read_run
 from harness.origin import refuse_other_definitions
-from harness.summarize import summarize
+from harness.summarize import is_published, read_summary, summarize
 from harness.summary import Comparison, Summary
 from harness.verdicts import NoiseFloor, Pair, metric_of, speeds, values_of, verdicts
 
@@ -19,8 +21,12 @@ class _Side(Struct, frozen=True):
     """One group of runs."""
 
     name: str
+    given: Sequence[Path]
     runs: list[Run]
     summaries: list[Summary]
+
+    def folders(self) -> list[tuple[Path, Run]]:
+        return list(zip(self.given, self.runs, strict=True))
 
     def values(self, row: tuple[str, str], metric: str) -> list[float]:
         """The run-level values of a row, of all repeats of all runs in the group."""
@@ -39,7 +45,11 @@ class _Side(Struct, frozen=True):
 
 
 def compare_runs(
-    groups: Sequence[Sequence[Path]], *, about: str | None = None, floor: NoiseFloor | None = None
+    groups: Sequence[Sequence[Path]],
+    *,
+    about: str | None = None,
+    floor: NoiseFloor | None = None,
+    results: Path | None = None,
 ) -> Comparison:
     """Each group of run directories against the first, row by row of the same server and load.
 
@@ -47,7 +57,7 @@ def compare_runs(
     or have no row in common, RunError for a run that is not VALID.
 
     Runs are not interleaved with each other, so what changed on the machine between them falls on one side: take
-    groups of several runs in turn, and a measured noise floor.
+    groups of several runs in turn, and a measured noise floor: `floor`, or what is stored below `results`.
     """
     if len(groups) < 2 or not all(groups):
         raise HarnessError(
@@ -66,27 +76,26 @@ def compare_runs(
     refuse_other_definitions(runs, metric)
     refuse_unlike(runs, rows, [number for number, side in enumerate(sides) for _ in side.runs], about)
     pairs = [_pair(side, sides[0], row, metric, several=len(sides) > 2) for side in sides[1:] for row in rows]
-    return verdicts(pairs, metric, floor or NoiseFloor())
+    if floor is None and results is not None:
+        floor = floor_for([(folder, run) for side in sides for folder, run in side.folders()], results)
+    return msgspec.structs.replace(
+        verdicts(pairs, metric, floor or NoiseFloor()),
+        sides=[side.name for side in sides],
+        differences=differences([facts_of(side.runs[0], rows) for side in sides]),
+    )
 
 
-def measured_floor(groups: Sequence[Sequence[Path]]) -> NoiseFloor:
-    """The noise floor of this machine out of A/A runs: groups of runs of one configuration, the widest of all rows.
-
-    Raises HarnessError for runs that differ in anything, or have fewer than two repeats a group.
-    """
-    if len(groups) < 2 or not all(groups):
-        raise HarnessError("a noise floor needs at least two groups of runs of the same configuration")
-    _refuse_repeated(groups)
-    sides = [_side(group) for group in groups]
-    runs = [run for side in sides for run in side.runs]
-    rows = sides[0].rows()
-    refuse_unlike(runs, rows, [0] * len(runs), None)
-    metric = metric_of([runs[0].scenario.loads[load] for _, load in rows])
-    try:
-        widest = max(stats.noise_floor([side.values(row, metric) for side in sides]) for row in rows)
-    except ValueError as error:
-        raise HarnessError(f"the noise floor cannot be measured: {error}") from None
-    return NoiseFloor(widest, f"measured A/A over {len(runs)} runs: {', '.join(run.id for run in runs)}")
+def by_machine(folders: Sequence[Path]) -> list[list[Path]]:
+    """Run directories grouped by the machine that they ran on, in the order given. Raises HarnessError for one."""
+    groups: dict[str, list[Path]] = {}
+    for folder in folders:
+        groups.setdefault(read_run(folder).machine.name, []).append(folder)
+    if len(groups) < 2:
+        raise HarnessError(
+            f"all runs are of one machine, {next(iter(groups), 'none')}",
+            next_step="Give runs of another one, too; `harness publish` files them so that they can be carried over.",
+        )
+    return list(groups.values())
 
 
 def _refuse_repeated(groups: Sequence[Sequence[Path]]) -> None:
@@ -105,7 +114,7 @@ def _side(folders: Sequence[Path]) -> _Side:
             raise RunError(
                 f"{run.id}: the run has not ended, or was killed; it is not compared", next_step="Run it again."
             )
-        summary = summarize(folder)
+        summary = read_summary(folder) if is_published(folder) else summarize(folder)
         if not summary.valid:
             raise RunError(
                 f"{run.id}: an INVALID run is not compared: {summary.reasons[0]}",
@@ -115,7 +124,7 @@ def _side(folders: Sequence[Path]) -> _Side:
         runs.append(run)
         summaries.append(summary)
     name = runs[0].id if len(runs) == 1 else f"{runs[0].id} and {len(runs) - 1} more"
-    return _Side(name, runs, summaries)
+    return _Side(name, folders, runs, summaries)
 
 
 def _pair(side: _Side, base: _Side, row: tuple[str, str], metric: str, *, several: bool) -> Pair:
@@ -126,4 +135,5 @@ def _pair(side: _Side, base: _Side, row: tuple[str, str], metric: str, *, severa
         baseline=f"{name} ({base.name})",
         side_speeds=speeds(metric, side.values(row, metric)),
         baseline_speeds=speeds(metric, base.values(row, metric)),
+        loads=(row[1],),
     )

@@ -12,6 +12,7 @@ from harness.attain import SloTally
 from harness.check_syntax import Slo, slo_sets
 from harness.count import Place, tally
 from harness.errors import HarnessError
+from harness.floors import floor_in
 from harness.manifest import CellRun, Run, read_run
 from harness.metrics import MetricsSample, read_samples, server_load
 from harness.plan import Cell, baseline_of, plan
@@ -51,7 +52,7 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
     notes += [note for cell in summaries for note in cell.notes] + _unchecked(summaries)
     rows = _rows(run, summaries, tallies)
     base = baseline_of(run.scenario)
-    comparison = None if reasons else compare_rows(rows, (base.server, base.load), run.scenario)
+    comparison = None if reasons else compare_rows(rows, (base.server, base.load), run.scenario, floor_in(folder, run))
     return Summary(
         run=run.id,
         scenario=run.scenario_name,
@@ -84,6 +85,22 @@ def _allowed(reference: Reference | None, reasons: list[str]) -> Reference | Non
     return msgspec.structs.replace(reference, refused="this run is INVALID")
 
 
+def is_published(folder: Path) -> bool:
+    """Whether a folder holds a run as `harness publish` files it: its summary, and its records packed or not at all."""
+    return (folder / "report.md").exists() and not (folder / "requests.jsonl").exists()
+
+
+def read_summary(folder: Path) -> Summary:
+    """summary.json as it is, such as that of a published run. Raises HarnessError that says what is wrong with it."""
+    path = folder / "summary.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Summary)
+    except OSError:
+        raise HarnessError(f"{path}: there is no summary", next_step=f"`harness report {folder}` makes one.") from None
+    except msgspec.DecodeError as error:
+        raise HarnessError(f"{path}: cannot be read ({error})", next_step="The file was changed or damaged.") from None
+
+
 def encode_summary(summary: Summary) -> str:
     """A summary as JSON for people and programs."""
     return msgspec.json.format(msgspec.json.encode(summary), indent=1).decode()
@@ -110,7 +127,7 @@ def _cells(run: Run) -> dict[str, Cell]:
 def _place(run: Run, cell: Cell, marks: list[ProcessMark], slos: dict[str, tuple[Slo, ...]]) -> Place:
     load = run.scenario.loads.get(cell.load)
     ended = next((ran.ended_wall_s for ran in run.cells if ran.id == cell.id), None)
-    duration_s = None if load is None or cell.id.startswith("live-") else load.duration_s
+    duration_s = None if load is None else load.duration_s
     return Place(Clock(marks), duration_s, ended, row=f"{cell.server} {cell.load}", slos=slos)
 
 

@@ -150,11 +150,20 @@ class Verdict(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     sentence: str  # the verdict in words, with its reason and what would settle it
 
 
+class Difference(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A key in which the manifests of the sides differ."""
+
+    key: str
+    values: list[str]  # one for each side
+
+
 class Comparison(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A table of verdicts."""
 
     metric: str
     comparisons: int  # how many were made, and corrected for
-    noise_floor: float  # relative effect below which a difference is not believed
+    noise_floor: float  # relative effect below which a difference is not believed; the widest of all rows
     noise_source: str  # "assumed" or where it was measured
     verdicts: list[Verdict]
+    sides: list[str] = []  # of a comparison of runs: the sides, baseline first, ...
+    differences: list[Difference] = []  # ... and in what their manifests differ

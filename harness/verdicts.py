@@ -11,6 +11,7 @@ from harness.stats import ALPHA, MOST_REPEATS, Ratio
 from harness.summary import Comparison, Row, Verdict
 
 METRIC_WORDS = {"wall_s": "wall time", "output_tok_s": "output tok/s"}
+METRICS = tuple(METRIC_WORDS)
 
 
 class NoiseFloor(Struct, frozen=True):
@@ -18,6 +19,11 @@ class NoiseFloor(Struct, frozen=True):
 
     relative: float = 0.02
     source: str = "assumed"
+    rows: dict[tuple[str, str], float] = {}  # by metric and load, where it was measured for them
+
+    def of(self, metric: str, loads: Sequence[str]) -> float:
+        """The floor between rows of these loads: the widest of them."""
+        return max((self.rows.get((metric, load), self.relative) for load in loads), default=self.relative)
 
 
 class Pair(Struct, frozen=True, kw_only=True):
@@ -27,6 +33,7 @@ class Pair(Struct, frozen=True, kw_only=True):
     baseline: str
     side_speeds: list[float]
     baseline_speeds: list[float]
+    loads: tuple[str, ...] = ()  # of the two sides; they choose the noise floor
 
 
 def compare_rows(
@@ -44,6 +51,7 @@ def compare_rows(
             baseline=row_name(base),
             side_speeds=speeds(metric, values_of(row, metric)),
             baseline_speeds=speeds(metric, values_of(base, metric)),
+            loads=(row.load, base.load),
         )
         for row in others
     ]
@@ -83,13 +91,13 @@ def verdicts(pairs: Sequence[Pair], metric: str, floor: NoiseFloor) -> Compariso
     made = [p for p in raw if p is not None]
     corrected = iter(stats.holm(made))
     judged = [
-        _judge(pair, metric, None if p is None else next(corrected), len(made), floor)
+        _judge(pair, metric, None if p is None else next(corrected), len(made), floor.of(metric, pair.loads))
         for pair, p in zip(pairs, raw, strict=True)
     ]
     return Comparison(
         metric=metric,
         comparisons=len(made),
-        noise_floor=floor.relative,
+        noise_floor=max((floor.of(metric, pair.loads) for pair in pairs), default=floor.relative),
         noise_source=floor.source,
         verdicts=judged,
     )
@@ -100,7 +108,7 @@ def speeds(metric: str, values: Sequence[float]) -> list[float]:
     return [1 / value if metric == "wall_s" else value for value in values if value > 0]
 
 
-def _judge(pair: Pair, metric: str, p: float | None, comparisons: int, floor: NoiseFloor) -> Verdict:
+def _judge(pair: Pair, metric: str, p: float | None, comparisons: int, floor: float) -> Verdict:
     side, base = pair.side_speeds, pair.baseline_speeds
     if p is None:
         return _verdict(pair, metric, None, None, None, "cannot tell", _no_values(pair, metric))
@@ -113,7 +121,7 @@ def _judge(pair: Pair, metric: str, p: float | None, comparisons: int, floor: No
             f"{needed} repeats a side is the least that can decide"
         )
         return _verdict(pair, metric, ratio, None, p, "cannot tell", text)
-    word, text = _weigh(pair, interval, p, comparisons, floor.relative)
+    word, text = _weigh(pair, interval, p, comparisons, floor)
     return _verdict(pair, metric, ratio, interval, p, word, text)
 
 

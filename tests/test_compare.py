@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from harness.compare import compare_runs, measured_floor
+from harness.compare import compare_runs
 from harness.errors import ExitCode, HarnessError, RunError
 from harness.manifest import Machine, ServedBy, write_run
 from harness.plan import Cell
@@ -34,26 +34,20 @@ def test_faster() -> None:
     assert (verdict.word, verdict.n, verdict.metric) == ("faster", (5, 5), "wall_s")
     assert verdict.ratio == pytest.approx(1.5)
     assert verdict.p == 2 / 252
-    assert verdict.sentence == (
-        "b / x: faster: 1.50 times as fast as a / x (95 % interval 1.49 to 1.51, p = 0.008)."
-    )
+    assert verdict.sentence == ("b / x: faster: 1.50 times as fast as a / x (95 % interval 1.49 to 1.51, p = 0.008).")
 
 
 def test_slower() -> None:
     verdict = judge([0.8 * v for v in TIGHT], TIGHT, others=4)
     assert verdict.word == "slower"
     assert verdict.p == 10 / 252
-    assert verdict.sentence == (
-        "b / x: slower: 0.80 times as fast as a / x (95 % interval 0.80 to 0.80, p = 0.040)."
-    )
+    assert verdict.sentence == ("b / x: slower: 0.80 times as fast as a / x (95 % interval 0.80 to 0.80, p = 0.040).")
 
 
 def test_the_same_is_said_only_when_the_interval_lies_inside_the_floor() -> None:
     verdict = judge([1.003 * v for v in TIGHT], TIGHT)
     assert verdict.word == "same"
-    assert verdict.sentence == (
-        "b / x: the same within ±2 % as a / x (95 % interval 0.9984 to 1.008, p = 0.21)."
-    )
+    assert verdict.sentence == ("b / x: the same within ±2 % as a / x (95 % interval 0.9984 to 1.008, p = 0.21).")
     assert judge([1.003 * v for v in TIGHT], TIGHT, floor=0.005).word == "cannot tell"
 
 
@@ -198,19 +192,16 @@ def test_groups_pool_the_repeats_of_their_runs(tmp_path: Path) -> None:
     ]
 
 
-def test_the_noise_floor_is_measured_and_used(tmp_path: Path) -> None:
-    for number in range(3):
-        write_made_run(tmp_path / f"aa{number}", noisy(number, spread=0.03))
-    floor = measured_floor([[tmp_path / f"aa{number}"] for number in range(3)])
-    assert 0.02 < floor.relative < 0.15
-    assert floor.source == "measured A/A over 3 runs: aa0, aa1, aa2"
-    write_made_run(tmp_path / "other", noisy(9, 1 + floor.relative / 2, spread=0.001))
+def test_a_floor_that_is_given_is_used(tmp_path: Path) -> None:
     write_made_run(tmp_path / "base", noisy(8, spread=0.001))
-    made = compare_runs([[tmp_path / "base"], [tmp_path / "other"]], floor=floor)
-    assert (made.noise_floor, made.noise_source) == (floor.relative, floor.source)
-    assert {v.word for v in made.verdicts} == {"same"}
-    with pytest.raises(HarnessError, match="at least two groups"):
-        measured_floor([[tmp_path / "base"]])
+    write_made_run(tmp_path / "other", noisy(9, 1.03, spread=0.001))
+    groups = [[tmp_path / "base"], [tmp_path / "other"]]
+    wide = compare_runs(groups, floor=NoiseFloor(0.05, "chosen"))
+    assert (wide.noise_floor, wide.noise_source, {v.word for v in wide.verdicts}) == (0.05, "chosen", {"same"})
+    assert {v.word for v in compare_runs(groups).verdicts} == {"slower"}
+    rows = {("wall_s", "x"): 0.05, ("output_tok_s", "x"): 0.5, ("wall_s", "y"): 0.6}
+    by_row = compare_runs(groups, floor=NoiseFloor(0.01, "chosen", rows))
+    assert (by_row.noise_floor, {v.word for v in by_row.verdicts}) == (0.05, {"same"})
 
 
 def refused(tmp_path: Path, about: str | None = None, **other: Any) -> str:

@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.report import sentences
+from harness.report import differing, sentences
 from harness.report.terminal import STYLES
 from harness.summary import Comparison, Verdict
 
@@ -24,6 +24,9 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     for verdict in comparison.verdicts:
         console.print(Text(f"- {verdict.sentence}", STYLES.get(verdict.word, "")))
     console.print(Text(f"- {sentences.of_method(comparison)}", "dim"))
+    if comparison.sides:
+        console.print()
+        differing.print_differences(comparison.differences, comparison.sides, console)
 
 
 def markdown(comparison: Comparison) -> str:
@@ -31,7 +34,8 @@ def markdown(comparison: Comparison) -> str:
     rows = [HEADINGS, ("---",) * len(HEADINGS), *map(_cells, comparison.verdicts)]
     table = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
     said = [verdict.sentence for verdict in comparison.verdicts] + [sentences.of_method(comparison)]
-    return f"{table}\n\n" + "\n".join(f"- {sentence}" for sentence in said)
+    text = f"{table}\n\n" + "\n".join(f"- {sentence}" for sentence in said)
+    return f"{text}\n\n{differing.markdown(comparison.differences, comparison.sides)}" if comparison.sides else text
 
 
 def _cells(verdict: Verdict) -> tuple[str, ...]:
