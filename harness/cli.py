@@ -136,7 +136,7 @@ def live(
     ] = None,
     url: UrlOpt = None,
     model: ModelOpt = None,
-    port: Annotated[int, typer.Option(help="Port of the web UI on 127.0.0.1.")] = 8089,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the web UI on 127.0.0.1.")] = 8089,
     runs: RunsDir = RUNS,
 ) -> None:
     """Bring a scenario's server up and serve Locust's web UI for it; Ctrl-C takes everything down."""
@@ -270,7 +270,8 @@ def export(
     written = export_records(find_run(run_folder, runs), to)
     print(f"{to}: {written.records:,} records")
     if written.damaged:
-        print(f"{written.damaged:,} lines of requests.jsonl cannot be read and were left out", file=sys.stderr)
+        lines = "1 line" if written.damaged == 1 else f"{written.damaged:,} lines"
+        print(f"{lines} of requests.jsonl left out: not readable", file=sys.stderr)
 
 
 @app.command("import", short_help="Make runs of what other tools wrote.")
@@ -357,11 +358,20 @@ def show(folder: Path, *, explain: bool = False, junit: Path | None = None) -> N
     from harness.summarize import summarize, write_summary
 
     manifest, summary = read_run(folder), summarize(folder)
-    write_summary(folder, summary)
-    html.write_report(folder)
+    full: OSError | None = None
+    try:
+        write_summary(folder, summary)
+        html.write_report(folder)
+    except OSError as error:  # such as a full disk, which must not cost the person the table
+        full = error
+    terminal.print_report(summary, manifest, folder, console(), explain=explain)
+    if full is not None:
+        raise HarnessError(
+            f"{folder}: the page and the summary cannot be written ({full.strerror})",
+            next_step=f"The records are there. Make room, then: harness report {folder}",
+        )
     if junit is not None:
         junit_xml.write(junit, junit_xml.render(summary, manifest))
-    terminal.print_report(summary, manifest, folder, console(), explain=explain)
     end_as(summary)
 
 

@@ -33,6 +33,7 @@ class Count(msgspec.Struct, frozen=True):
     recorded: int
     total: int | None  # None: timed load
     elapsed_s: float
+    failed: int = 0
 
 
 class Driven(msgspec.Struct, frozen=True):
@@ -135,7 +136,7 @@ def _watch(child: Child, job: Job, alive: Callable[[], str | None], progress: Ca
                 return ["the load was ended because a load process had been killed"]
         if counter.lines != before:
             last_change = now
-        progress(Count(counter.lines, total, now - begin))
+        progress(Count(counter.lines, total, now - begin, counter.failed))
         if now - last_change > _patience_s(job):
             return [f"no request ended for {now - last_change:.0f} s although each may take {job.load.timeout_s:g} s"]
         time.sleep(POLL_S)
@@ -178,6 +179,7 @@ class LineCounter:
         self.path = path
         self.offset = path.stat().st_size if path.exists() else 0
         self.lines = 0
+        self.failed = 0  # records with an error
 
     def update(self) -> None:
         if not self.path.exists():
@@ -187,6 +189,7 @@ class LineCounter:
             new = file.read()
         self.offset += len(new)
         self.lines += new.count(b"\n")
+        self.failed += new.count(b',"error":"')
 
 
 def tail(path: Path, lines: int = 15) -> str:

@@ -9,9 +9,9 @@ import msgspec
 
 from harness.check_syntax import misplaced, on_server
 from harness.drive import check_locustfile
-from harness.errors import HarnessError, did_you_mean
-from harness.scenario import USERS, Baseline, Scenario, Server, load_scenario
-from harness.serve import check_servers
+from harness.errors import HarnessError, ScenarioError, did_you_mean
+from harness.scenario import USERS, Baseline, Scenario, Server, read_scenario
+from harness.serve import server_problems_of
 from harness.workload import read_rows
 
 RUNNING_SERVER = "running"  # the name of the server given with --url
@@ -44,7 +44,11 @@ def prepare(
     checks: Sequence[str] = (),
 ) -> Experiment:
     """Load a scenario, apply what the command line overrides, and find every mistake that can be found early."""
-    scenario = load_scenario(path)
+    read = read_scenario(path)
+    problems = read.problems if target is not None else read.problems + server_problems_of(read.scenario, read.lines)
+    if problems:
+        raise ScenarioError(str(path), problems)
+    scenario = read.scenario
     if model is not None:
         scenario = msgspec.structs.replace(scenario, model=model)
     if repeats is not None:
@@ -57,8 +61,6 @@ def prepare(
         if target.metrics_url is not None:
             check_url("--metrics-url", target.metrics_url)
         scenario = _on_running_server(scenario)
-    else:
-        check_servers(scenario, str(path))
     if scenario.prompts.file:
         read_rows(path.parent / scenario.prompts.file)
     for user in sorted({load.user for load in scenario.loads.values()} - set(USERS)):
@@ -89,6 +91,12 @@ def check_url(option: str, url: str) -> None:
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and url.isprintable()
     except ValueError:  # such as a port above 65535
         usable = False
+    if usable and (parts.username or parts.password or parts.query):
+        # Not shown: what stands there may be a secret.
+        raise HarnessError(
+            f"{option}: an address with a user, a password or a query is not taken, because it would be recorded",
+            next_step="Name the variable that holds the key in the scenario's api_key_env.",
+        )
     if not usable or " " in url:
         raise HarnessError(
             f"{option}: '{url}' is not the address of a server", next_step="Write it like http://127.0.0.1:8000."

@@ -12,6 +12,7 @@ from harness.errors import HarnessError
 from harness.manifest import read_run
 from harness.paths import ROOT, SCENARIOS
 from harness.scenario import load_scenario
+from harness.serve.labels import owner_is_gone
 
 
 def find_run(given: Path, runs: Path) -> Path:
@@ -44,7 +45,8 @@ def show_runs(runs: Path, console: Console) -> None:
         reason = f": {run.reasons[0]}" if run.reasons else ""
         simulated = " (simulated)" if run.simulated else ""
         cells = f"{len(run.cells)}/{len(run.order)}"
-        table.add_row(run.id, started, run.scenario_name, cells, Text(f"{run.status}{simulated}{reason}"))
+        status = "killed" if run.status == "running" and run.owner and owner_is_gone(run.owner) else run.status
+        table.add_row(run.id, started, run.scenario_name, cells, Text(f"{status}{simulated}{reason}"))
     if paths:
         console.print(table)
     else:

@@ -9,7 +9,7 @@ from harness.drive import GRACE_S, tail
 from harness.errors import HarnessError, RunError, ServerError
 from harness.experiment import Experiment, load_name, server_name
 from harness.job import write_job
-from harness.plan import Cell
+from harness.plan import plan
 from harness.progress import Progress
 from harness.run import begin, endpoint_of, finish, generator, make_job
 from harness.serve.ports import is_free
@@ -30,9 +30,19 @@ def live(
     if not is_free(port):
         raise HarnessError(f"--port: {port} is in use already", next_step="Give another, such as --port 8090.")
     # The UI belongs to this host, whatever the scenario says about its measured runs.
-    scenario = msgspec.structs.replace(experiment.scenario, generator="process")
+    # The person decides what is sent and when it ends, so nothing is planned and nothing is checked.
+    free = msgspec.structs.replace(experiment.scenario.loads[cell_load], requests=None, duration_s=None)
+    scenario = msgspec.structs.replace(
+        experiment.scenario,
+        servers={cell_server: experiment.scenario.servers[cell_server]},
+        loads={cell_load: free},
+        baseline=None,
+        checks=[],
+        repeats=1,
+        generator="process",
+    )
     experiment = msgspec.structs.replace(experiment, scenario=scenario)
-    cell = Cell(f"live-{cell_server}-{cell_load}", cell_server, cell_load, 1)
+    cell = plan(scenario)[0]
     folder, manifest = begin(experiment, [cell], runs)
     try:
         with progress.live(), endpoint_of(experiment, manifest.id, cell, folder, progress) as endpoint:
@@ -55,4 +65,5 @@ def live(
                 code = child.stop(GRACE_S)
             raise RunError(f"Locust's web UI ended (exit code {code})", detail=tail(log_path))
     finally:
-        finish(folder, manifest, "interrupted", ["live load, steered by hand"])
+        finish(folder, manifest, "live", ["a live load, steered by hand, is not judged"])
+        progress.line(f"What was sent is recorded: harness report {folder}")

@@ -11,7 +11,7 @@ from harness.errors import HarnessError
 from harness.records import FORMAT_VERSION
 from harness.scenario import Scenario
 
-Status = Literal["running", "valid", "invalid", "failed", "interrupted"]
+Status = Literal["running", "valid", "invalid", "failed", "interrupted", "live"]
 
 
 class Phase(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -95,6 +95,7 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     status: Status
     reasons: list[str] = []  # why it is not valid
     started_wall_s: float
+    owner: dict[str, str] = {}  # the process that runs it: tells a run that goes on from one that was killed
     ended_wall_s: float | None = None
     scenario_name: str  # file name without its ending
     scenario: Scenario  # as resolved, defaults filled in

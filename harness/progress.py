@@ -48,7 +48,8 @@ class Progress:
 
     def count(self, count: Count) -> None:
         of = "" if count.total is None else f" of {count.total}"
-        self._show(f"{self.head}: {count.recorded}{of} requests, {count.elapsed_s:.0f} s")
+        failed = f", {count.failed} FAILED" if count.failed else ""
+        self._show(f"{self.head}: {count.recorded}{of} requests{failed}, {count.elapsed_s:.0f} s")
 
     def _show(self, text: str) -> None:
         if self.status is not None:

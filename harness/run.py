@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import importlib.metadata
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -27,7 +28,7 @@ from harness.plan import Cell, plan
 from harness.progress import Progress
 from harness.report import html
 from harness.scenario import Scenario, locustfile_of, warmup_of
-from harness.serve import Endpoint, attach, engine_version, serve
+from harness.serve import Endpoint, attach, engine_version, labels, serve
 from harness.serve.generator import ContainerChild
 from harness.summarize import summarize, write_summary
 from harness.workload import salt_words, workload_sha256
@@ -54,6 +55,8 @@ def run(experiment: Experiment, runs: Path, progress: Progress) -> Path:
                 write_run(folder, manifest)
     except BaseException as error:
         finish(folder, manifest, *_how_it_ended(error))
+        if isinstance(error, HarnessError) and (folder / "requests.jsonl").stat().st_size:
+            error.next_step = f"{error.next_step} What was measured until then: harness report {folder}".strip()
         raise
     finish(folder, manifest)
     return folder
@@ -68,7 +71,9 @@ def _how_it_ended(error: BaseException) -> tuple[Status, list[str]]:
 def begin(experiment: Experiment, cells: list[Cell], runs: Path) -> tuple[Path, Run]:
     name = experiment.path.stem
     started = datetime.datetime.now(datetime.UTC)
-    run_id = f"{started:%Y%m%d-%H%M%S}-{name[:40]}-{secrets.token_hex(2)}".lower()
+    # The id names folders, containers and networks, so it is made of what all of them allow.
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].rstrip("-") or "run"
+    run_id = f"{started:%Y%m%d-%H%M%S}-{slug}-{secrets.token_hex(2)}"
     folder = runs / run_id
     try:
         for part in ("jobs", "logs", "compose"):
@@ -85,6 +90,7 @@ def begin(experiment: Experiment, cells: list[Cell], runs: Path) -> tuple[Path, 
     manifest = Run(
         id=run_id,
         status="running",
+        owner=labels.owner(),
         started_wall_s=started.timestamp(),
         scenario_name=name,
         scenario=experiment.scenario,
@@ -119,6 +125,13 @@ def finish(folder: Path, manifest: Run, status: Status | None = None, reasons: S
     except KeyboardInterrupt:
         write_run(folder, msgspec.structs.replace(ended, status="interrupted", reasons=["interrupted at the end"]))
         raise
+    except OSError as error:
+        problem = HarnessError(
+            f"{folder}: the results cannot be written ({error.strerror})",
+            next_step=f"The records are there. Make room, then: harness report {folder}",
+        )
+        if status is None:
+            raise problem from None
     except HarnessError:
         # What was measured before a failure is worth its report, but the report must not hide the failure.
         if status is None:

@@ -7,14 +7,24 @@ from msgspec import Meta, Struct
 
 from harness.check_syntax import misplaced
 from harness.errors import HarnessError, ScenarioError, did_you_mean
-from harness.strict import decode, load_yaml
+from harness.strict import decode, load_yaml, where
 
 Name = Annotated[
     str, Meta(pattern="^[a-z0-9][a-z0-9-]{0,39}$", description="lower-case letters, digits and '-', at most 40")
 ]
-Positive = Annotated[float, Meta(gt=0)]
-NotNegative = Annotated[float, Meta(ge=0)]
-Count = Annotated[int, Meta(ge=1)]
+# The upper bounds keep a slip of the finger from running for years.
+Positive = Annotated[float, Meta(gt=0, le=1e7)]
+NotNegative = Annotated[float, Meta(ge=0, le=1e7)]
+Count = Annotated[int, Meta(ge=1, le=10_000_000)]
+Tokens = Annotated[int, Meta(ge=1, le=1_000_000)]
+VariableName = Annotated[
+    str,
+    Meta(
+        pattern="^[A-Za-z_][A-Za-z0-9_]*$",
+        description="expected the NAME of an environment variable, never the key itself",
+        extra={"hidden": True},
+    ),
+]
 
 USERS = ("batch", "chat")  # the user classes that ship, locustfiles/<name>.py
 
@@ -32,14 +42,14 @@ class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Who sends requests, how many, and how long the answers are."""
 
     user: str  # one of USERS, or the path of a locustfile of your own, relative to the scenario
-    users: Count = 1
-    processes: Count = 1  # Locust load processes
+    users: Annotated[int, Meta(ge=1, le=100_000)] = 1
+    processes: Annotated[int, Meta(ge=1, le=1024)] = 1  # Locust load processes
     requests: Count | None = None  # a fixed amount of work, in requests ...
     duration_s: Positive | None = None  # ... or a fixed time; exactly one of the two
-    batch_size: Count | None = None  # batch: requests in flight at once, then wait for all
+    batch_size: Annotated[int, Meta(ge=1, le=100_000)] | None = None  # batch: so many at once, then wait for all
     turns: Count | None = None  # chat: turns of a conversation before a new one starts
     think_s: list[NotNegative] | None = None  # chat: [least, most], uniform; batch: pause between bursts
-    output_tokens: Count = 128
+    output_tokens: Tokens = 128
     output: Literal["fixed", "natural"] = "fixed"  # fixed: ignore_eos, to compare engines; natural: like people
     stream: bool = True
     ramp_s: NotNegative = 0.0  # all users are spawned within this time
@@ -51,9 +61,9 @@ class Prompts(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where the prompts come from. The sequence is a function of the scenario's seed."""
 
     kind: Literal["synthetic", "file", "classification"] = "synthetic"
-    tokens: Count = 256  # synthetic: length of each prompt, in words of about one token
+    tokens: Tokens = 256  # synthetic: length of each prompt, in words of about one token
     file: str | None = None  # file: JSONL, a line {"prompt": "..."} or {"messages": [...]}, relative to the scenario
-    system_tokens: Annotated[int, Meta(ge=0)] = 0  # length of a system prompt that all requests share
+    system_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0  # length of a system prompt that all requests share
     salt: bool = True  # begin each prompt with words of its own per cell, so no earlier cell's prefix cache helps
 
 
@@ -80,7 +90,7 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     servers: dict[Name, Server]
     loads: dict[Name, Load]
     prompts: Prompts = Prompts()
-    repeats: Count = 5
+    repeats: Annotated[int, Meta(ge=1, le=1000)] = 5
     seed: Annotated[int, Meta(ge=0)] = 42
     restart: bool = True  # a fresh server for each cell (cold); false: one per repeat and server (warm)
     warmup: Warmup | None = None  # None: one request of each that will be in flight at once
@@ -89,7 +99,15 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     max_error_rate: Annotated[float, Meta(ge=0, le=1)] = 0.0  # a run with more is INVALID
     metrics_interval_s: Positive = 1.0
     generator: Literal["process", "container"] = "process"
-    api_key_env: str | None = None  # NAME of the environment variable that holds the server's API key
+    api_key_env: VariableName | None = None  # NAME of the environment variable that holds the server's API key
+
+
+class Read(Struct, frozen=True):
+    """A scenario file as read: all that is wrong with it, and what of it is right."""
+
+    scenario: Scenario  # with problems: only its parts that decode
+    problems: list[str]
+    lines: dict[str, int]  # line of each path
 
 
 def load_scenario(path: Path) -> Scenario:
@@ -97,6 +115,14 @@ def load_scenario(path: Path) -> Scenario:
 
     Raises ScenarioError that lists every problem with its path, line, value and a suggestion.
     """
+    read = read_scenario(path)
+    if read.problems:
+        raise ScenarioError(str(path), read.problems)
+    return read.scenario
+
+
+def read_scenario(path: Path) -> Read:
+    """As `load_scenario`, for who adds problems of its own. Raises what leaves nothing to look at."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -116,12 +142,24 @@ def load_scenario(path: Path) -> Scenario:
         raise ScenarioError(
             str(path), [f"$.version: {version} was written for a newer harness; this one reads version 1"]
         )
-    scenario = decode(raw, Scenario, lines, problems)
-    if scenario is not None:
-        problems += _contradictions(scenario, path.parent)
-    if problems or scenario is None:
-        raise ScenarioError(str(path), problems)
-    return scenario
+    scenario = decode(raw, Scenario, lines, problems) or _what_decodes(raw)
+    known = {part: list(raw[part]) for part in ("servers", "loads") if isinstance(raw.get(part), dict)}
+    for problem in _contradictions(scenario, path.parent, known):
+        place, _, rest = problem.partition(":")
+        problems.append(f"{where(place, lines)}:{rest}")
+    return Read(scenario, problems, lines)
+
+
+def _what_decodes(raw: dict[str, Any]) -> Scenario:
+    """The parts of a faulty scenario that are right by themselves, so that they can be checked further."""
+    right: dict[str, Any] = {"version": 1, "question": "", "model": ""}
+    for key, value in raw.items():
+        if key in ("servers", "loads") and isinstance(value, dict):
+            type_ = Server if key == "servers" else Load
+            right[key] = {name: part for name, item in value.items() if (part := decode(item, type_, {}, []))}
+        elif (whole := decode(right | {"servers": {}, "loads": {}, key: value}, Scenario, {}, [])) is not None:
+            right[key] = getattr(whole, key)
+    return Scenario(**({"servers": {}, "loads": {}} | right))
 
 
 def warmup_of(scenario: Scenario, load: Load) -> Warmup:
@@ -134,12 +172,9 @@ def locustfile_of(load: Load, folder: Path, shipped: Path) -> Path:
     return shipped / f"{load.user}.py" if load.user in USERS else (folder / load.user).resolve()
 
 
-def _contradictions(scenario: Scenario, folder: Path) -> list[str]:
-    """What is well-formed but cannot be meant."""
-    problems = []
-    for key, value in (("servers", scenario.servers), ("loads", scenario.loads)):
-        if not value:
-            problems.append(f"$.{key}: at least one is needed")
+def _contradictions(scenario: Scenario, folder: Path, known: dict[str, list[str]]) -> list[str]:
+    """What is well-formed but cannot be meant. `known`: names of all servers and loads, faulty ones included."""
+    problems = [f"$.{part}: at least one is needed" for part, names in known.items() if not names]
     for name, load in scenario.loads.items():
         problems += [f"$.loads.{name}.{problem}" for problem in _load_problems(load, folder)]
     for name, server in scenario.servers.items():
@@ -149,17 +184,16 @@ def _contradictions(scenario: Scenario, folder: Path) -> list[str]:
                 f"not '{server.template}'"
             )
     base = scenario.baseline
-    if base is not None and base.server not in scenario.servers:
-        problems.append(
-            f"$.baseline.server: '{base.server}' is not a server; {did_you_mean(base.server, scenario.servers)}"
-        )
-    if base is not None and base.load not in scenario.loads:
-        problems.append(f"$.baseline.load: '{base.load}' is not a load; {did_you_mean(base.load, scenario.loads)}")
+    servers, loads = known.get("servers", []), known.get("loads", [])
+    if base is not None and base.server not in servers:
+        problems.append(f"$.baseline.server: '{base.server}' is not a server; {did_you_mean(base.server, servers)}")
+    if base is not None and base.load not in loads:
+        problems.append(f"$.baseline.load: '{base.load}' is not a load; {did_you_mean(base.load, loads)}")
     warmup = scenario.warmup
     if warmup is not None and (warmup.requests is None) == (warmup.duration_s is None):
         problems.append("$.warmup: give exactly one of 'requests' and 'duration_s'")
     problems += _prompt_problems(scenario.prompts, folder)
-    return problems + _check_problems(scenario)
+    return problems + _check_problems(scenario.checks, servers, loads)
 
 
 def _load_problems(load: Load, folder: Path) -> list[str]:
@@ -198,6 +232,6 @@ def _prompt_problems(prompts: Prompts, folder: Path) -> list[str]:
     return []
 
 
-def _check_problems(scenario: Scenario) -> list[str]:
-    found = enumerate(misplaced(text, scenario.servers, scenario.loads) for text in scenario.checks)
+def _check_problems(checks: list[str], servers: list[str], loads: list[str]) -> list[str]:
+    found = enumerate(misplaced(text, servers, loads) for text in checks)
     return [f"$.checks[{number}]: {problem}" for number, problem in found if problem is not None]

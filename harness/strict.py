@@ -4,6 +4,8 @@ msgspec stops at the first error. A person who edits a scenario wants all of the
 walked field by field here and msgspec judges the leaves.
 """
 
+import difflib
+import re
 import types
 import typing
 from typing import Any, TypeVar
@@ -14,6 +16,8 @@ import yaml
 from harness.errors import did_you_mean
 
 T = TypeVar("T")
+_PLAIN_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
+_EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 
 
 def load_yaml(text: str, problems: list[str]) -> tuple[Any, dict[str, int]]:
@@ -26,7 +30,11 @@ def load_yaml(text: str, problems: list[str]) -> tuple[Any, dict[str, int]]:
         problems.append(f"not valid YAML{where}: {getattr(error, 'problem', None) or error}")
         return None, {}
     lines: dict[str, int] = {}
-    return (_value(node, "$", lines, problems) if node is not None else None), lines
+    try:
+        return (_value(node, "$", lines, problems) if node is not None else None), lines
+    except RecursionError:
+        problems.append("an alias (*name) refers to what contains it")
+        return None, {}
 
 
 def _value(node: yaml.Node, path: str, lines: dict[str, int], problems: list[str]) -> Any:
@@ -43,6 +51,13 @@ def _value(node: yaml.Node, path: str, lines: dict[str, int], problems: list[str
         return mapping
     if isinstance(node, yaml.SequenceNode):
         return [_value(item, f"{path}[{i}]", lines, problems) for i, item in enumerate(node.value)]
+    if node.tag == "tag:yaml.org,2002:int" and not _PLAIN_INTEGER.fullmatch(node.value):
+        # YAML 1.1 reads 010 as 8 and 1:30 as 90.
+        problems.append(f"{path} (line {line}): '{node.value}' is not a plain whole number; write it in digits")
+        return int("".join(filter(str.isdigit, node.value)))  # a number, so that nothing else is said of it
+    plain = isinstance(node, yaml.ScalarNode) and node.style is None
+    if plain and node.tag == "tag:yaml.org,2002:str" and _EXPONENT.fullmatch(node.value):
+        return float(node.value)  # YAML 1.1 takes 1e3 for a text
     constructor = yaml.SafeLoader("")
     try:
         return constructor.construct_object(node)
@@ -60,8 +75,12 @@ def decode(raw: Any, type_: type[T], lines: dict[str, int], problems: list[str],
     return value if len(problems) == before else None
 
 
-def _where(path: str, lines: dict[str, int]) -> str:
-    line = lines.get(path)
+def where(path: str, lines: dict[str, int]) -> str:
+    """A path with the line that it, or the nearest part around it, begins in."""
+    known = path
+    while known not in lines and "." in known:
+        known = known.rpartition(".")[0]
+    line = lines.get(known)
     return f"{path} (line {line})" if line else path
 
 
@@ -81,10 +100,20 @@ def _decode(raw: Any, type_: Any, lines: dict[str, int], problems: list[str], pa
         }
     if origin is list and isinstance(raw, list):
         return [_decode(v, args[0], lines, problems, f"{path}[{i}]") for i, v in enumerate(raw)]
+    if origin is typing.Literal and raw not in args:
+        known = ", ".join(map(str, args))
+        close = difflib.get_close_matches(str(raw), map(str, args), n=1)
+        advice = f"; did you mean '{close[0]}'?" if close else ""
+        problems.append(f"{where(path, lines)}: expected one of {known}, got {_shown(raw)}{advice}")
+        return None
     try:
         return msgspec.convert(raw, type_)
     except msgspec.ValidationError as error:
-        problems.append(f"{_where(path, lines)}: {str(error).split(' - at ')[0].split(', got ')[0]}, got {_shown(raw)}")
+        meta = [m for m in args if isinstance(m, msgspec.Meta)]
+        wanted = next((m.description for m in meta if m.description), str(error).split(" - at ")[0].split(", got ")[0])
+        # What was meant to be the name of a secret may be the secret.
+        hidden = any((m.extra or {}).get("hidden") for m in meta)
+        problems.append(f"{where(path, lines)}: {wanted}" + ("" if hidden else f", got {_shown(raw)}"))
         return None
 
 
@@ -94,7 +123,7 @@ def _decode_key(key: str, type_: Any, lines: dict[str, int], problems: list[str]
     except msgspec.ValidationError as error:
         meta = typing.get_args(type_)[1:]
         wanted = next((m.description for m in meta if getattr(m, "description", None)), str(error))
-        problems.append(f"{_where(f'{path}.{key}', lines)}: '{key}' is not a name: {wanted}")
+        problems.append(f"{where(f'{path}.{key}', lines)}: '{key}' is not a name: {wanted}")
     return key
 
 
@@ -108,13 +137,13 @@ def _decode_struct(
     for key, value in raw.items():
         if key not in fields:
             advice = did_you_mean(key, fields)
-            problems.append(f"{_where(f'{path}.{key}', lines)}: unknown key; {advice}")
+            problems.append(f"{where(f'{path}.{key}', lines)}: unknown key; {advice}")
             continue
         name = fields[key].name
         values[name] = _decode(value, hints[name], lines, problems, f"{path}.{key}")
     for key, field in fields.items():
         if field.required and key not in raw:
-            problems.append(f"{_where(path, lines)}: '{key}' is missing")
+            problems.append(f"{where(path, lines)}: '{key}' is missing")
     return type_(**values) if len(problems) == before else None
 
 

@@ -60,8 +60,8 @@ def of_cell(evidence: Evidence) -> Findings:
 
 def of_run(run: Run, ran: int, damaged: Sequence[int], strangers: Counter[str]) -> Findings:
     """Judge what concerns no single cell. `ran`: cells that came to their end; `strangers`: records by unknown cell."""
-    reasons = list(run.reasons) if run.status in ("failed", "interrupted") else []
-    if ran < len(run.order):
+    reasons = list(run.reasons) if run.status in ("failed", "interrupted", "live") else []
+    if ran < len(run.order) and run.status != "live":
         reasons.append(f"only {ran} of {len(run.order)} planned cells ran")
     if damaged:
         lines = ", ".join(map(str, damaged[:5])) + (" ..." if len(damaged) > 5 else "")

@@ -103,7 +103,7 @@ prompts: {kind: file}
 checks: ["error_rate = 0"]
 """
     problems = problems_of(tmp_path, text)
-    assert [problem.split(":")[0] for problem in problems] == [
+    assert [problem.split(" (line")[0] for problem in problems] == [
         "$.loads.both.requests",
         "$.loads.chat.batch_size",
         "$.loads.chat.think_s",
@@ -124,7 +124,9 @@ checks: ["error_rate = 0"]
 def test_an_empty_prompts_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text("\n")
     text = GOOD + "prompts: {kind: file, file: prompts.jsonl}\n"
-    assert problems_of(tmp_path, text) == ["$.prompts.file: prompts.jsonl is empty; one JSON object a line is expected"]
+    assert problems_of(tmp_path, text) == [
+        "$.prompts.file (line 9): prompts.jsonl is empty; one JSON object a line is expected"
+    ]
 
 
 def test_a_newer_format_is_refused_with_a_sentence(tmp_path: Path) -> None:
@@ -145,3 +147,50 @@ def test_the_plan_is_interleaved_and_turns_round_each_repeat(tmp_path: Path) -> 
         "r2-b-five", "r2-b-one", "r2-a-five", "r2-a-one",
         "r3-a-one", "r3-a-five", "r3-b-one", "r3-b-five",
     ]  # fmt: skip
+
+
+def test_what_is_right_is_checked_further_although_something_else_is_wrong(tmp_path: Path) -> None:
+    text = """
+version: 1
+question: What?
+model: 5
+servers: {a: {template: vllm-rocm, container: false}, b: {templat: x}}
+loads:
+  one: {user: bach, requests: 1}
+  two: {user: batch, requests: ten}
+prompts: {kind: synthetik}
+baseline: {server: b, load: three}
+"""
+    assert problems_of(tmp_path, text) == [
+        "$.model (line 4): Expected `str`, got 5",
+        "$.servers.b.templat (line 5): unknown key; did you mean 'template'?",
+        "$.servers.b (line 5): 'template' is missing",
+        "$.loads.two.requests (line 8): Expected `int`, got 'ten'",
+        "$.prompts.kind (line 9): expected one of synthetic, file, classification, got 'synthetik'; "
+        "did you mean 'synthetic'?",
+        "$.loads.one.user (line 7): 'bach' is neither a user class that ships nor a .py file; did you mean 'batch'?",
+        "$.servers.a.container (line 5): only the template 'simulated' can run without a container, not 'vllm-rocm'",
+        "$.baseline.load (line 10): 'three' is not a load; known: one, two",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("seed: 010", "$.seed (line 9): '010' is not a plain whole number; write it in digits"),
+        ("seed: 1:30", "$.seed (line 9): '1:30' is not a plain whole number; write it in digits"),
+        ("repeats: 100000", "$.repeats (line 9): Expected `int` <= 1000, got 100000"),
+        ("metrics_interval_s: .inf", "$.metrics_interval_s (line 9): Expected `float` <= 10000000.0, got inf"),
+        ("checks: &a [*a]", "an alias (*name) refers to what contains it"),
+        (
+            "api_key_env: sk-SECRET-123",
+            "$.api_key_env (line 9): expected the NAME of an environment variable, never the key itself",
+        ),
+    ],
+)
+def test_traps_of_yaml_slips_of_the_finger_and_a_pasted_key(tmp_path: Path, line: str, problem: str) -> None:
+    assert problems_of(tmp_path, f"{GOOD}{line}\n") == [problem]
+
+
+def test_exponents_are_numbers(tmp_path: Path) -> None:
+    assert load_scenario(write(tmp_path, GOOD + "metrics_interval_s: 5e-1\n")).metrics_interval_s == 0.5

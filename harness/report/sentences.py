@@ -57,6 +57,8 @@ def of_validity(summary: Summary, run: Run) -> str:
         return "UNFINISHED: the run is still going on, or was killed; what it recorded so far is shown"
     if run.status == "interrupted":
         return "INTERRUPTED: the run was stopped before its end; what it recorded so far is shown"
+    if run.status == "live":
+        return "LIVE: steered by hand, so it is not judged; what it recorded is shown"
     if run.status == "failed":
         return "FAILED: the run could not be carried out; what it recorded so far is shown"
     if summary.valid:

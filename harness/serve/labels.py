@@ -17,11 +17,13 @@ PID_START = "amd-llm-load.pid-start"  # tells a process from a later one with th
 
 def owned(run_id: str, cell_id: str) -> dict[str, str]:
     """The labels of what this process starts for a cell."""
+    return {OURS: "1", RUN: run_id, CELL: cell_id, **owner()}
+
+
+def owner() -> dict[str, str]:
+    """What tells this process from every other of any host and boot."""
     pid = os.getpid()
     return {
-        OURS: "1",
-        RUN: run_id,
-        CELL: cell_id,
         HOST: socket.gethostname(),
         BOOT: _boot_id(),
         PID: str(pid),

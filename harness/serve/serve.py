@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import docker
 import msgspec
 
-from harness.errors import HarnessError, ScenarioError, ServerError
+from harness.errors import HarnessError, ServerError
 from harness.machine.facts import device_groups
 from harness.manifest import Phase, ServedBy
 from harness.paths import COMPOSE
@@ -31,6 +31,7 @@ from harness.serve.ports import free_port, is_free
 from harness.serve.ready import Ready, Waiting, wait_ready
 from harness.serve.template import render, secrets_in, server_problems
 from harness.serve.values import parse_port, parse_seconds
+from harness.strict import where
 
 MISSES = 3  # looks in a row at a server that already ran
 
@@ -39,8 +40,8 @@ def _silent(_line: str) -> None:
     """No progress is shown."""
 
 
-def check_servers(scenario: Scenario, where: str) -> None:
-    """Raise ScenarioError with everything that is wrong with the servers, as far as it can be known unstarted."""
+def server_problems_of(scenario: Scenario, lines: dict[str, int]) -> list[str]:
+    """Everything that is wrong with the servers, as far as it can be known unstarted; `lines` by path."""
     problems = []
     for name, server in scenario.servers.items():
         found = server_problems(server, f"$.servers.{name}")
@@ -48,8 +49,8 @@ def check_servers(scenario: Scenario, where: str) -> None:
             _, found = read(_rendered(server, scenario.model, port=1))
             found = [f"$.servers.{name}: {problem.removeprefix('$.')}" for problem in found]
         problems += found
-    if problems:
-        raise ScenarioError(where, problems)
+    located = (problem.partition(":") for problem in problems)
+    return [f"{where(path, lines)}:{rest}" for path, _, rest in located]
 
 
 def compose_document(scenario: Scenario, server_name: str, with_locust: bool = True) -> str:
