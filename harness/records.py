@@ -14,7 +14,7 @@ FORMAT_VERSION = 1
 
 ErrorKind = Literal[
     "connect",  # no connection: refused, unreachable, name not resolved
-    "timeout",  # nothing arrived for longer than the scenario allows
+    "timeout",  # no data arrived for longer than the scenario allows; pings are none
     "disconnect",  # the connection broke before the response was complete
     "rejected",  # 429 or 503: the server says that it is busy
     "http",  # any other status that is not 2xx
