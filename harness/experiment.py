@@ -111,6 +111,7 @@ def _on_running_server(scenario: Scenario) -> Scenario:
         restart=False,
         generator="process",
         baseline=None if base is None else Baseline(server=RUNNING_SERVER, load=base.load),
+        compare=[],  # they name servers, and there is only one
         checks=[on_server(check, RUNNING_SERVER) for check in scenario.checks],
     )
 

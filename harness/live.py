@@ -37,6 +37,7 @@ def live(
         servers={cell_server: experiment.scenario.servers[cell_server]},
         loads={cell_load: free},
         baseline=None,
+        compare=[],
         checks=[],
         repeats=1,
         generator="process",

@@ -31,6 +31,7 @@ from harness.scenario import Scenario, locustfile_of, warmup_of
 from harness.serve import Endpoint, attach, engine_version, labels, serve
 from harness.serve.generator import ContainerChild
 from harness.summarize import summarize, write_summary
+from harness.summary import Summary
 from harness.workload import salt_words, workload_sha256
 
 MEASURING_PACKAGES = ("locust", "gevent", "httptools", "msgspec", "docker", "numpy", "scipy")
@@ -111,31 +112,35 @@ def _needs_docker(experiment: Experiment) -> bool:
 
 
 def finish(folder: Path, manifest: Run, status: Status | None = None, reasons: Sequence[str] = ()) -> None:
-    """Write the verdict, the summary and the page. Without a status, the records say whether the run is valid."""
+    """Write the verdict, the summary and the page. Without a status, the records say whether the run is valid.
+
+    With one, the run has failed or was cut: what it measured is worth its report, but nothing may hide how it ended.
+    Without one, raises HarnessError when the results cannot be written.
+    """
     ended = msgspec.structs.replace(manifest, ended_wall_s=time.time())
-    try:
-        if status is not None:
+    if status is not None:
+        with contextlib.suppress(Exception):
             write_run(folder, msgspec.structs.replace(ended, status=status, reasons=list(reasons)))
+            _write_results(folder, summarize(folder))
+        return
+    try:
         summary = summarize(folder)
-        if status is None:
-            verdict: Status = "valid" if summary.valid else "invalid"
-            write_run(folder, msgspec.structs.replace(ended, status=verdict, reasons=summary.reasons))
-        write_summary(folder, summary)
-        html.write_report(folder)
+        verdict: Status = "valid" if summary.valid else "invalid"
+        write_run(folder, msgspec.structs.replace(ended, status=verdict, reasons=summary.reasons))
+        _write_results(folder, summary)
+    except OSError as error:
+        raise HarnessError(
+            f"{folder}: the results cannot be written ({error.strerror})",
+            next_step=f"The records are there. Make room, then: harness report {folder}",
+        ) from None
     except KeyboardInterrupt:
         write_run(folder, msgspec.structs.replace(ended, status="interrupted", reasons=["interrupted at the end"]))
         raise
-    except OSError as error:
-        problem = HarnessError(
-            f"{folder}: the results cannot be written ({error.strerror})",
-            next_step=f"The records are there. Make room, then: harness report {folder}",
-        )
-        if status is None:
-            raise problem from None
-    except HarnessError:
-        # What was measured before a failure is worth its report, but the report must not hide the failure.
-        if status is None:
-            raise
+
+
+def _write_results(folder: Path, summary: Summary) -> None:
+    write_summary(folder, summary)
+    html.write_report(folder)
 
 
 def _git_commit() -> str | None:
@@ -161,6 +166,10 @@ def _cells(
         with endpoint_of(experiment, run_id, first, folder, progress) as endpoint:
             for cell in together:
                 if cell is not first:
+                    if endpoint.check_alive() is not None:
+                        # Its reason stands with the cell in which it died; `only N of M planned cells ran` says the rest.
+                        progress.line(f"{cell.id} is not run: its server has died")
+                        continue
                     progress.cell(cells.index(cell) + 1, len(cells), cell, None)
                 cell_run = _cell(experiment, run_id, cell, endpoint, folder, progress)
                 yield msgspec.structs.replace(cell_run, gpu_memory_before=before)

@@ -81,6 +81,13 @@ class Baseline(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     load: str
 
 
+class Pair(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Two rows to compare besides those with the baseline, each as SERVER/LOAD."""
+
+    row: str
+    against: str
+
+
 class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A question about LLM servers and the experiment that answers it."""
 
@@ -95,6 +102,7 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     restart: bool = True  # a fresh server for each cell (cold); false: one per repeat and server (warm)
     warmup: Warmup | None = None  # None: one request of each that will be in flight at once
     baseline: Baseline | None = None  # default: the first server with the first load
+    compare: list[Pair] = []  # more comparisons; each makes all of them a little harder to decide
     checks: list[str] = []  # such as "error_rate == 0" or "ttft_p95 <= 2s"
     max_error_rate: Annotated[float, Meta(ge=0, le=1)] = 0.0  # a run with more is INVALID
     metrics_interval_s: Positive = 1.0
@@ -193,6 +201,7 @@ def _contradictions(scenario: Scenario, folder: Path, known: dict[str, list[str]
     if warmup is not None and (warmup.requests is None) == (warmup.duration_s is None):
         problems.append("$.warmup: give exactly one of 'requests' and 'duration_s'")
     problems += _prompt_problems(scenario.prompts, folder)
+    problems += _pair_problems(scenario, servers, loads)
     return problems + _check_problems(scenario.checks, servers, loads)
 
 
@@ -230,6 +239,18 @@ def _prompt_problems(prompts: Prompts, folder: Path) -> list[str]:
     if not path.read_text(encoding="utf-8", errors="replace").strip():
         return [f"$.prompts.file: {prompts.file} is empty; one JSON object a line is expected"]
     return []
+
+
+def _pair_problems(scenario: Scenario, servers: list[str], loads: list[str]) -> list[str]:
+    problems = []
+    rows = {f"{server}/{load}" for server in servers for load in loads}
+    for number, pair in enumerate(scenario.compare):
+        for key, row in (("row", pair.row), ("against", pair.against)):
+            if row not in rows:
+                problems.append(f"$.compare[{number}].{key}: '{row}' is not SERVER/LOAD; {did_you_mean(row, rows)}")
+        if pair.row == pair.against:
+            problems.append(f"$.compare[{number}]: '{pair.row}' is compared with itself")
+    return problems
 
 
 def _check_problems(checks: list[str], servers: list[str], loads: list[str]) -> list[str]:

@@ -39,21 +39,27 @@ class Pair(Struct, frozen=True, kw_only=True):
 def compare_rows(
     rows: Sequence[Row], baseline: tuple[str, str], scenario: Scenario, floor: NoiseFloor | None = None
 ) -> Comparison | None:
-    """Every row of a run against its baseline row (server, load). None when that row is missing or alone."""
+    """Every row of a run against its baseline row (server, load), and what else the scenario wants compared.
+
+    None when the baseline row is missing or alone.
+    """
     base = next((row for row in rows if (row.server, row.load) == baseline), None)
     others = [row for row in rows if row is not base]
     if base is None or not others:
         return None
     metric = metric_of([scenario.loads[row.load] for row in rows])
+    named = {f"{row.server}/{row.load}": row for row in rows}
+    wanted = [(named.get(pair.row), named.get(pair.against)) for pair in scenario.compare]
     pairs = [
         Pair(
             side=row_name(row),
-            baseline=row_name(base),
+            baseline=row_name(against),
             side_speeds=speeds(metric, values_of(row, metric)),
-            baseline_speeds=speeds(metric, values_of(base, metric)),
-            loads=(row.load, base.load),
+            baseline_speeds=speeds(metric, values_of(against, metric)),
+            loads=(row.load, against.load),
         )
-        for row in others
+        for row, against in [*((row, base) for row in others), *wanted]
+        if row is not None and against is not None
     ]
     return verdicts(pairs, metric, floor or NoiseFloor())
 

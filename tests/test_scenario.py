@@ -194,3 +194,12 @@ def test_traps_of_yaml_slips_of_the_finger_and_a_pasted_key(tmp_path: Path, line
 
 def test_exponents_are_numbers(tmp_path: Path) -> None:
     assert load_scenario(write(tmp_path, GOOD + "metrics_interval_s: 5e-1\n")).metrics_interval_s == 0.5
+
+
+def test_more_comparisons_name_rows(tmp_path: Path) -> None:
+    good = load_scenario(write(tmp_path, GOOD + "compare: [{row: b/five, against: a/five}]\n"))
+    assert (good.compare[0].row, good.compare[0].against) == ("b/five", "a/five")
+    assert problems_of(tmp_path, GOOD + "compare: [{row: b/fiv, against: a/five}, {row: a/one, against: a/one}]\n") == [
+        "$.compare[0].row (line 9): 'b/fiv' is not SERVER/LOAD; did you mean 'b/five'?",
+        "$.compare[1] (line 9): 'a/one' is compared with itself",
+    ]

@@ -39,8 +39,9 @@ class Column(Struct, frozen=True, kw_only=True):
 
 def lines(summary: Summary, run: Run) -> list[Line]:
     """The rows in the order of the summary."""
-    verdicts = {v.side: v for v in summary.comparison.verdicts} if summary.comparison else {}
     base = baseline_of(run.scenario)
+    name = f"{base.server} / {base.load}"
+    verdicts = {v.side: v for v in summary.comparison.verdicts if v.baseline == name} if summary.comparison else {}
     tokens = {cell.id: cell.numbers.output_tokens for cell in summary.cells}
     result = []
     for row in summary.rows:
