@@ -15,7 +15,7 @@ from harness.check_syntax import (
     slos_key,
 )
 from harness.stats import samples_needed
-from harness.summary import NEEDED, CheckResult, Comparison, Distribution, Reference, Row
+from harness.summary import NEEDED, CheckResult, Comparison, Distribution, Reference, Row, Verdict
 
 _MOST_PERMILLE = 999  # a share closer to 1 is asked of as many requests as p99.9
 
@@ -54,7 +54,7 @@ def _evaluate(
     chosen = [row for row in rows if check.server is None or (row.server, row.load) == (check.server, check.load)]
     within = check.metric == "speedup" or (check.relative and reference is None)
     if within and comparison is not None and check.server is None:
-        sides = {verdict.side for verdict in comparison.verdicts}  # the baseline is not compared with itself
+        sides = {verdict.side for verdict in _with_baseline(comparison)}  # the baseline is not compared with itself
         chosen = [row for row in chosen if _name(row) in sides]
     if not chosen:
         return CheckResult(check=check.text, passed=False, evidence="there is no row that it applies to")
@@ -101,9 +101,9 @@ def _baseline_value(
         if base is None:
             return None, f"the baseline {whose} has no such row"
     else:
-        verdict = None if comparison is None else next((v for v in comparison.verdicts if v.side == _name(row)), None)
         if comparison is None:
             return None, "there is no baseline: the run is not VALID, or has one row only; give one with --baseline RUN"
+        verdict = next((v for v in _with_baseline(comparison) if v.side == _name(row)), None)
         if verdict is None:
             return None, "it is the baseline itself"
         whose = verdict.baseline
@@ -168,12 +168,17 @@ def requests_needed(check: Check) -> int:
 def _speedup(row: Row, comparison: Comparison | None) -> tuple[float | None, str]:
     if comparison is None:
         return None, "nothing was compared: the run is not VALID, or has one row only"
-    verdict = next((v for v in comparison.verdicts if v.side == _name(row)), None)
+    verdict = next((v for v in _with_baseline(comparison) if v.side == _name(row)), None)
     if verdict is None:
         return None, "it is the baseline itself"
     if verdict.low is None:
         return None, "needs at least 2 repeats of this row and of the baseline"
     return verdict.ratio, ""
+
+
+def _with_baseline(comparison: Comparison) -> list[Verdict]:
+    """The verdicts against the scenario's baseline, which come first, without those of other pairs."""
+    return [verdict for verdict in comparison.verdicts if verdict.baseline == comparison.verdicts[0].baseline]
 
 
 def _shown(check: Check, value: float) -> str:

@@ -123,7 +123,7 @@ def _write_csv(path: Path, rows: Iterator[dict[str, Any]]) -> int:
         writer = csv.DictWriter(file, fieldnames=list(columns()), lineterminator="\n")
         writer.writeheader()
         for row in rows:
-            chunks = msgspec.json.encode(row["chunks_s"]).decode()
-            writer.writerow({**row, "chunks_s": chunks, "fixed_length": int(row["fixed_length"])})
+            plain = {name: int(value) if isinstance(value, bool) else value for name, value in row.items()}
+            writer.writerow(plain | {"chunks_s": msgspec.json.encode(row["chunks_s"]).decode()})
             written += 1
     return written

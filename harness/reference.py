@@ -10,7 +10,7 @@ from harness.alike import refuse_unlike
 from harness.errors import HarnessError, RunError
 from harness.manifest import Run, read_run
 from harness.origin import DEFINITIONS, refuse_other_definitions
-from harness.summarize import summarize
+from harness.summarize import read_summary, summarize
 from harness.summary import Reference, Summary
 
 
@@ -69,10 +69,4 @@ def _summary(folder: Path, checks: Sequence[str]) -> Summary:
     """Of the records; where only summary and manifest were kept, as it was then."""
     if (folder / "requests.jsonl").exists():
         return summarize(folder, checks)
-    path = folder / "summary.json"
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Summary)
-    except OSError:
-        raise HarnessError(f"{folder}: the baseline has neither requests.jsonl nor summary.json") from None
-    except msgspec.DecodeError as error:
-        raise HarnessError(f"{path}: cannot be read ({error})", next_step="The file was changed or damaged.") from None
+    return read_summary(folder)

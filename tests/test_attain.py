@@ -1,0 +1,114 @@
+"""Attainment and goodput: which requests met every SLO, exactly, however the records are read."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from harness import blocks
+from harness.attain import SloTally, attained, meets
+from harness.check_syntax import parse_check
+from harness.records import Request
+from harness.scenario import Load
+from harness.summarize import summarize
+from harness.summary import Attained
+from harness.tally import numbers_of
+from tests.made_runs import MONOTONIC_S, request
+from tests.test_summarize import one_cell
+
+SLOS = "ttft<=1s, tpot<=50ms"
+CHECK = f"goodput({SLOS}) >= 0.5"
+
+
+def slos(text: str) -> Any:
+    return parse_check(f"attainment({text}) >= 0.5").slos
+
+
+def streamed(first_s: float, step_s: float, **changes: Any) -> Request:
+    chunks = [first_s + step_s * i for i in range(11)]
+    return request(chunks_s=chunks, first_visible_s=first_s, ended_s=chunks[-1], **changes)
+
+
+@pytest.mark.parametrize(
+    ("one", "text", "met"),
+    [
+        (streamed(1.0, 0.05), "ttft<=1s, ttfo<=1s, tpot<=51ms, e2e<=1.6s", True),
+        (streamed(1.0, 0.05), "ttft<1s", False),
+        (streamed(1.0, 0.06), "ttft<=1s, tpot<=50ms", False),
+        (request(chunks_s=[0.5], output_tokens=1), "tpot<=1ms", True),  # a single token: there is nothing to bound
+        (request(chunks_s=[0.5], output_tokens=1), "ttft<=0.4s, tpot<=1ms", False),
+        (request(chunks_s=[], output_tokens=11), "ttft<=1s", None),  # not streamed
+        (request(chunks_s=[], output_tokens=11, ended_s=3.0), "ttft<=1s, e2e<=2s", False),  # missed, whatever the rest
+        (request(chunks_s=[], output_tokens=11, ended_s=3.0), "e2e<=3s", True),
+        (streamed(0.5, 0.01, output_tokens=None), "tpot<=50ms", None),  # nobody counted the tokens
+        (request(first_visible_s=None), "ttfo<=9s", None),  # it only reasoned
+    ],
+)
+def test_a_request(one: Request, text: str, met: bool | None) -> None:
+    assert meets(one, slos(text)) is met
+
+
+def test_failed_and_unfinished_requests_stay_in_the_denominator(tmp_path: Path) -> None:
+    records = [
+        streamed(0.5, 0.04, index=0),
+        streamed(0.5, 0.06, index=1),
+        request(index=2, error="timeout", chunks_s=[0.1], output_tokens=None),
+        request(index=3, error="unfinished", chunks_s=[0.1], output_tokens=None),
+        streamed(0.1, 0.01, index=4, phase="warmup"),
+    ]
+    summary = one_cell(tmp_path / "run", records, checks=[CHECK], max_error_rate=1.0)
+    wall_s = 1.5  # of the failed ones, which ended last
+    found = Attained(met=1, unknown=0, attainment=0.25, goodput_req_s=1 / wall_s)
+    assert summary.cells[0].numbers.slos == summary.rows[0].pooled.slos == {SLOS: found}
+    assert summary.checks[0].evidence == "a / x: needs 11 requests; 4 were sent, of which 1 met every SLO"
+
+
+def test_goodput_of_a_timed_load_counts_what_ended_inside(tmp_path: Path) -> None:
+    load = Load(user="batch", batch_size=2, duration_s=2.0, output_tokens=11)
+    records = [
+        streamed(0.5, 0.04, index=0, sent_s=MONOTONIC_S),
+        streamed(0.5, 0.04, index=1, sent_s=MONOTONIC_S + 1.0),
+        streamed(0.5, 0.04, index=2, sent_s=MONOTONIC_S + 1.9),
+    ]
+    summary = one_cell(tmp_path / "run", records, load=load, checks=[CHECK])
+    assert summary.rows[0].pooled.slos[SLOS] == Attained(met=3, unknown=0, attainment=1.0, goodput_req_s=1.0)
+
+
+def test_one_latency_that_is_not_known_leaves_the_share_unknown(tmp_path: Path) -> None:
+    records = [streamed(0.5, 0.04, index=i, output_tokens=11 if i else None) for i in range(4)]
+    summary = one_cell(tmp_path / "run", records, checks=[CHECK])
+    assert summary.rows[0].pooled.slos[SLOS] == Attained(met=3, unknown=1)
+    assert not summary.checks[0].passed
+
+
+def test_several_cells_are_pooled_and_their_goodput_is_the_median() -> None:
+    sets = {SLOS: slos(SLOS)}
+    parts = [SloTally(sets=sets) for _ in range(3)]
+    for number, part in enumerate(parts):
+        for _ in range(number + 1):
+            part.add(streamed(0.5, 0.04), inside=True)
+    cells = [msgspec.structs.replace(numbers_of([]), slos=attained([part], sent=4, window_s=2.0)) for part in parts]
+    assert attained(parts, 12, None, cells) == {SLOS: Attained(met=6, attainment=0.5, goodput_req_s=1.0)}
+    parts[0].merge(parts[1])
+    assert parts[0].met[SLOS] == 3
+
+
+def test_a_run_read_in_blocks_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [streamed(0.5, 0.04 if i % 3 else 0.06, index=i) for i in range(60)]
+    whole = one_cell(tmp_path / "whole", records, checks=[CHECK]).rows[0].pooled.slos
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 2000)
+    assert one_cell(tmp_path / "blocks", records, checks=[CHECK]).rows[0].pooled.slos == whole
+    assert whole[SLOS].met == 40
+
+
+def test_checks_of_the_command_line_are_counted_too(tmp_path: Path) -> None:
+    records = [streamed(0.5, 0.04, index=i) for i in range(11)]
+    one_cell(tmp_path / "run", records)
+    summary = summarize(tmp_path / "run", [CHECK, "attainment(e2e<=2s) == 1"])
+    assert list(summary.rows[0].pooled.slos) == [SLOS, "e2e<=2s"]
+    assert [(one.passed, one.evidence) for one in summary.checks] == [
+        (True, "a / x: 100 %, 11 of 11 sent met every SLO"),
+        (True, "a / x: 100 %, 11 of 11 sent met every SLO"),
+    ]
+    assert summarize(tmp_path / "run").rows[0].pooled.slos == {}

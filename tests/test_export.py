@@ -1,0 +1,181 @@
+"""Exports hold what the records hold, and other programs read them."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyarrow.parquet
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from harness import derive, export
+from harness.errors import HarnessError
+from harness.manifest import read_run
+from harness.records import Request, read_requests
+from harness.report import openmetrics, rows_csv
+from harness.summarize import summarize
+from tests.command import harness
+from tests.made_runs import MONOTONIC_S, WALL_S, request, scenario, write_lines, write_made_run
+
+SLOS = "ttft<=1s, tpot<=50ms"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs" / "made"
+    checks = [f"goodput({SLOS}) >= 0.5", "error_rate == 0", "wall <= 1 ms"]
+    write_made_run(folder, lambda cell: 10.0 + 0.01 * cell.repeat, made_of=scenario(checks=checks))
+    return folder
+
+
+def test_parquet_holds_every_record(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "BATCH", 7)
+    records = list(read_requests(run / "requests.jsonl"))
+    assert export.export(run, tmp_path / "r.parquet") == (len(records), 0)
+    file = pyarrow.parquet.ParquetFile(tmp_path / "r.parquet")
+    assert file.num_row_groups == -(-len(records) // 7), "written batch by batch"
+    table = file.read()
+    assert table.column_names == list(export.columns())
+    assert str(table.schema.field("chunks_s").type) == "list<element: double>"
+    rows = table.to_pylist()
+    fields = Request.__struct_fields__
+    assert [{name: row[name] for name in fields} for row in rows] == [
+        {name: getattr(record, name) for name in fields} for record in records
+    ]
+    for row, record in zip(rows, records, strict=True):
+        assert (row["run"], row["server"], row["repeat"]) == ("made", record.cell[3], int(record.cell[1]))
+        derived = (derive.ttft_s(record), derive.tpot_s(record), derive.e2e_s(record))
+        assert (row["ttft_s"], row["tpot_s"], row["e2e_s"]) == derived
+        assert row["sent_wall_s"] == pytest.approx(WALL_S + record.sent_s - MONOTONIC_S)
+
+
+def test_csv_holds_every_record(run: Path, tmp_path: Path) -> None:
+    failed = request(id="bad", error="timeout", chunks_s=[], output_tokens=None, message='said "no",\nthen nothing')
+    stranger = request(id="odd", cell="other")
+    write_lines(run / "requests.jsonl", [request(), failed, stranger])
+    with (run / "requests.jsonl").open("ab") as file:
+        file.write(b'{"id": "torn')
+    assert export.export(run, tmp_path / "r.csv") == (3, 1)
+    with (tmp_path / "r.csv").open(newline="") as text:
+        good, bad, odd = csv.DictReader(text)
+    assert list(good) == list(export.columns())
+    assert json.loads(good["chunks_s"]) == request().chunks_s
+    assert (good["server"], good["ttft_s"], good["fixed_length"], good["error"]) == ("a", "0.5", "1", "")
+    assert (bad["message"], bad["chunks_s"], bad["ttft_s"], bad["output_tokens"]) == (failed.message, "[]", "", "")
+    assert (odd["server"], odd["repeat"], odd["cell"], odd["sent_wall_s"]) == ("", "", "other", "")
+
+
+def test_every_column_has_a_type_that_its_field_has() -> None:
+    full: dict[str, Any] = {field.name: getattr(request(), field.name) for field in msgspec.structs.fields(Request)}
+    kinds = {"string": str, "int64": int, "double": float, "bool": bool, "list<double>": list}
+    for name, value in full.items():
+        if value is not None:
+            assert isinstance(value, kinds[export.columns()[name]]), name
+    assert export.columns()["scheduled_s"] == "double"
+    assert export.columns()["error"] == "string"
+
+
+def test_without_pyarrow_the_extra_is_named(run: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['pyarrow'] = None\n"
+        "from harness.cli import main; sys.argv = ['harness', 'export', sys.argv[1], '--to', sys.argv[2]]; main()"
+    )
+    command = [sys.executable, "-c", code, str(run)]
+    done = subprocess.run([*command, str(tmp_path / "r.parquet")], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "error: r.parquet: Parquet needs the package pyarrow, which is not installed\n"
+        "next: pip install 'amd-llm-load[parquet]', or export to a .csv.\n"
+    )
+    assert list(tmp_path.glob("r.*")) == []
+    assert subprocess.run([*command, str(tmp_path / "r.csv")], capture_output=True).returncode == 0
+
+
+def test_what_cannot_be_exported(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(HarnessError) as raised:
+        export.export(run, tmp_path / "r.xlsx")
+    assert raised.value.what == f"--to: '{tmp_path / 'r.xlsx'}' ends in neither .parquet nor .csv"
+    for suffix in ("csv", "parquet"):
+        with pytest.raises(HarnessError) as raised:
+            export.export(run, tmp_path / "nowhere" / f"r.{suffix}")
+        assert raised.value.what.startswith(f"{tmp_path / 'nowhere'}/r.{suffix}: cannot be written (")
+    (run / "requests.jsonl").unlink()
+    with pytest.raises(HarnessError) as raised:
+        export.export(run, tmp_path / "r.csv")
+    assert raised.value.what.endswith("requests.jsonl: there are no records, only what was published of the run")
+
+
+def test_the_command(run: Path, tmp_path: Path) -> None:
+    done = harness("export", "made", "--to", "r.parquet", cwd=tmp_path)
+    assert done == (0, "r.parquet: 50 records\n", "")
+    (run / "requests.jsonl").write_bytes(b'{"torn')
+    done = harness("export", "made", "--to", "r.csv", cwd=tmp_path)
+    assert done == (0, "r.csv: 0 records\n", "1 line of requests.jsonl left out: not readable\n")
+
+
+def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    found = {}
+    for family in text_string_to_metric_families(text):  # type: ignore[no-untyped-call]
+        for sample in family.samples:
+            found[sample.name, frozenset(sample.labels.items())] = sample.value
+    return found
+
+
+def test_openmetrics_is_read_by_prometheus_and_holds_the_summary(run: Path) -> None:
+    summary = summarize(run)
+    text = openmetrics.render(summary, read_run(run))
+    assert text.endswith("# EOF\n")
+    found = samples(text)
+
+    def value(name: str, **labels: str) -> float | None:
+        return found.get((f"amd_llm_load_{name}", frozenset({"run": "made", "scenario": "which", **labels}.items())))
+
+    row = summary.rows[0].pooled
+    of_row = {"server": "a", "load": "x"}
+    assert value("valid") == 1
+    assert value("check_passed", check="error_rate == 0") == 1
+    assert value("check_passed", check="wall <= 1 ms") == 0
+    assert value("requests", outcome="succeeded", **of_row) == 20
+    assert value("error_ratio", **of_row) == 0
+    assert value("wall_seconds", **of_row) == row.wall_s
+    assert value("output_tokens_per_second", **of_row) == row.output_tok_s
+    assert value("requests_per_second", **of_row) == row.requests_per_s
+    assert value("ttft_seconds", quantile="0.5", **of_row) == row.ttft_s.p50
+    assert value("ttft_seconds", quantile="0.95", **of_row) is None, "20 requests do not carry it"
+    assert value("ttft_seconds_count", **of_row) == 20
+    assert row.ttft_s.mean is not None and value("ttft_seconds_sum", **of_row) == row.ttft_s.mean * 20
+    assert value("attainment_ratio", slos=SLOS, **of_row) == row.slos[SLOS].attainment == 0
+    assert summary.comparison is not None
+    (verdict,) = summary.comparison.verdicts
+    of_b = {"server": "b", "load": "x", "baseline": "a / x"}
+    assert value("speedup_ratio", **of_b, verdict=verdict.word, bound="low") == verdict.low
+
+
+def test_openmetrics_escapes_what_a_scenario_may_hold(run: Path) -> None:
+    hostile = 'm"\\\n} 1\n# EOF'
+    changed = read_run(run)
+    changed = msgspec.structs.replace(changed, scenario=msgspec.structs.replace(changed.scenario, model=hostile))
+    found = samples(openmetrics.render(summarize(run), changed))
+    (labels,) = (dict(labels) for name, labels in found if name == "amd_llm_load_run_info")
+    assert labels["model"] == hostile
+
+
+def test_rows_as_csv(run: Path) -> None:
+    summary = summarize(run)
+    first, second = csv.DictReader(rows_csv.render(summary, read_run(run)).splitlines())
+    row = summary.rows[0].pooled
+    assert float(first["ttft_p50_s"]) == row.ttft_s.p50
+    assert float(first["chunk_gap_mean_s"]) == row.chunk_gap_s.mean
+    assert (first["error_rate"], first["ttft_p99_s"], first[f"attainment({SLOS})"]) == ("0.0", "", "0.0")
+    assert (first["baseline"], second["baseline"]) == ("1", "0")
+
+
+@pytest.mark.parametrize("form", ["csv", "openmetrics", "junit", "json", "markdown", "terminal"])
+def test_every_format_ends_with_the_exit_code_of_the_run(run: Path, tmp_path: Path, form: str) -> None:
+    done = harness("report", "made", "--format", form, cwd=tmp_path)
+    assert (done.code, done.err) == (4, ""), "a check failed"
+    assert done.out

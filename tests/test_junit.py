@@ -1,0 +1,166 @@
+"""JUnit files, read by another program, say what the exit code says."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+from junitparser import Error, Failure, JUnitXml, Skipped, TestCase
+
+from harness.errors import ServerError
+from harness.manifest import read_run
+from harness.plan import Cell
+from harness.report import junit
+from harness.summarize import summarize
+from harness.summary import Comparison, Summary, Verdict
+from tests.command import harness, server, write
+from tests.made_runs import scenario, served_by, write_made_run
+
+
+def cases(text: str) -> dict[str, tuple[str, str]]:
+    """Outcome and evidence of each case, as another program reads the file."""
+    suites = JUnitXml.fromstring(text.encode())
+    found: dict[str, tuple[str, str]] = {}
+    for suite in suites:
+        for case in suite:
+            assert isinstance(case, TestCase)
+            found[f"{case.classname} | {case.name}"] = outcome(case)
+        counted = (suite.tests, suite.failures, suite.errors, suite.skipped)
+        words = [word for word, _ in found.values()]
+        assert counted == (len(found), words.count("failure"), words.count("error"), words.count("skipped"))
+    assert (suites.tests, suites.failures, suites.errors, suites.skipped) == counted
+    return found
+
+
+def outcome(case: TestCase) -> tuple[str, str]:
+    words = {Failure: "failure", Error: "error", Skipped: "skipped"}
+    if not case.result:
+        return "passed", case.system_out
+    (result,) = case.result
+    return words[type(result)], result.text
+
+
+def made(folder: Path, **changes: Any) -> tuple[Summary, str]:
+    made_of = scenario(checks=["error_rate == 0", "wall <= 9 s", "ttft_p95 <= 2s"])
+
+    def wall_s(cell: Cell) -> float:
+        return (10.0 if cell.server == "a" else 12.0) + 0.01 * cell.repeat
+
+    write_made_run(folder, wall_s, made_of=made_of, **changes)
+    summary = summarize(folder)
+    return summary, junit.render(summary, read_run(folder))
+
+
+def test_a_run(tmp_path: Path) -> None:
+    summary, text = made(tmp_path / "run")
+    found = cases(text)
+    assert summary.comparison is not None
+    assert {name: word for name, (word, _) in found.items()} == {
+        "amd-llm-load.which.validity | the run is VALID": "passed",
+        "amd-llm-load.which.checks | error_rate == 0": "passed",
+        "amd-llm-load.which.checks | wall <= 9 s": "failure",
+        "amd-llm-load.which.checks | ttft_p95 <= 2s": "failure",
+        # Slower, which is what the run found out: no regression.
+        "amd-llm-load.which.comparison | b / x against a / x: wall time": "passed",
+    }
+    assert found["amd-llm-load.which.checks | wall <= 9 s"][1] == "a / x: 10.03 s; b / x: 12.03 s"
+    assert found["amd-llm-load.which.checks | ttft_p95 <= 2s"][1] == (
+        "a / x: needs 130 successful requests that have a ttft; there are 20; "
+        "b / x: needs 130 successful requests that have a ttft; there are 20"
+    )
+    (verdict,) = summary.comparison.verdicts
+    assert verdict.word == "slower"
+    assert (
+        found["amd-llm-load.which.comparison | b / x against a / x: wall time"][1].splitlines()[0] == verdict.sentence
+    )
+    (suite,) = JUnitXml.fromstring(text.encode())
+    assert (suite.name, suite.hostname, suite.timestamp) == ("which", "strix", "2027-01-15T08:00:00")
+    properties = suite.properties()  # type: ignore[no-untyped-call]
+    assert {one.name: one.value for one in properties} == {
+        "run": "run",
+        "question": "Which is faster?",
+        "model": "m",
+        "machine": "strix",
+        "workload_sha256": "ab" * 32,
+        "image_digest.a": "sha256:1111",
+        "image_digest.b": "sha256:1111",
+    }
+
+
+def test_an_invalid_run_is_an_error(tmp_path: Path) -> None:
+    _, text = made(tmp_path / "run", served=lambda cell: served_by(exit_code=139 if cell.id == "r1-a-x" else None))
+    word, evidence = cases(text)["amd-llm-load.which.validity | the run is VALID"]
+    assert (word, "r1-a-x: the server died with exit code 139" in evidence.splitlines()) == ("error", True)
+    assert not [name for name in cases(text) if "comparison" in name]
+
+
+def test_a_run_that_did_not_end_is_an_error(tmp_path: Path) -> None:
+    for status in ("running", "failed", "interrupted"):
+        summary, text = made(tmp_path / status, status=status, reasons=["why"] if status != "running" else [])
+        assert cases(text)["amd-llm-load.which.validity | the run is VALID"][0] == "error"
+
+
+def verdict(word: str) -> Verdict:
+    return Verdict(
+        side=f"{word} / x", baseline="a / x (before)", metric="output_tok_s", ratio=None, low=None, high=None, p=None,
+        n=(5, 5), word=word, sentence=f"{word}: <because> & so on.",
+    )  # fmt: skip
+
+
+def test_a_comparison_of_runs() -> None:
+    four = [verdict(word) for word in ("faster", "slower", "same", "cannot tell")]
+    compared = Comparison(metric="output_tok_s", comparisons=4, noise_floor=0.02, noise_source="assumed", verdicts=four)
+    found = cases(junit.of_comparison(compared))
+    name = "amd-llm-load.compare.comparison | {} / x against a / x (before): output tok/s"
+    assert {key: value[0] for key, value in found.items()} == {
+        name.format("faster"): "passed",
+        name.format("slower"): "failure",
+        name.format("same"): "passed",
+        name.format("cannot tell"): "skipped",
+    }
+    assert found[name.format("slower")][1].splitlines()[0] == "slower: <because> & so on."
+
+
+@given(st.text(), st.text())
+def test_whatever_a_text_holds_the_file_can_be_read(what: str, detail: str) -> None:
+    error = ServerError(what, detail=detail)
+    ((word, _),) = cases(junit.of_error("s", error)).values()
+    assert word == "error"
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    path = write(tmp_path, checks=["error_rate == 0"])
+    ran = harness("run", path.name, "--junit", "out/j.xml", "--check", "wall <= 1 ms", cwd=tmp_path)
+    assert ran.code == 4
+    text = (tmp_path / "out" / "j.xml").read_text()
+    assert [word for word, _ in cases(text).values()] == ["passed", "passed", "failure"]
+    (run,) = (tmp_path / "runs").iterdir()
+    again = harness("report", run.name, "--format", "junit", cwd=tmp_path)
+    assert (again.code, again.out) == (4, text)
+    assert read_run(run).scenario.checks == ["error_rate == 0", "wall <= 1 ms"]
+
+
+def test_a_server_that_does_not_start(tmp_path: Path) -> None:
+    path = write(tmp_path, servers={"one": server("--no-such-option")})
+    ran = harness("run", path.name, "--junit", "j.xml", cwd=tmp_path)
+    assert ran.code == 2
+    ((word, evidence),) = cases((tmp_path / "j.xml").read_text()).values()
+    assert word == "error"
+    assert ran.err.splitlines()[0] == f"error: {evidence.splitlines()[0]}"
+
+
+def test_a_file_that_cannot_be_written_is_noticed_before_the_run(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    (tmp_path / "there").write_text("")
+    done = harness("run", path.name, "--junit", "there/j.xml", cwd=tmp_path)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith("error: there/j.xml: the JUnit file cannot be written (")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_error_is_that_of_the_summary(tmp_path: Path) -> None:
+    summary, _ = made(tmp_path / "run")
+    bad = msgspec.structs.replace(summary, valid=False, reasons=["first \x00 reason", "second"])
+    (word, evidence), *_ = cases(junit.render(bad, read_run(tmp_path / "run"))).values()
+    assert (word, evidence.splitlines()[1:]) == ("error", ["first \N{REPLACEMENT CHARACTER} reason", "second"])

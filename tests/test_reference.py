@@ -1,0 +1,129 @@
+"""Checks against another run: what is kept of it, and which runs are not compared."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from harness.errors import ExitCode, RunError
+from harness.manifest import read_run
+from harness.reference import reference_to, usable_baseline, write_reference
+from harness.summarize import summarize, write_summary
+from tests.command import harness, only_run, write
+from tests.made_runs import scenario, served_by, write_made_run
+
+SLOS = "e2e<=2.6s"
+CHECKS = [f"attainment({SLOS}) >= baseline", "wall <= 1.1 * baseline"]
+
+
+def two(tmp_path: Path, factor: float = 1.05) -> tuple[Path, Path]:
+    write_made_run(tmp_path / "old", lambda cell: 10.0 + 0.01 * cell.repeat, made_of=scenario())
+    write_made_run(tmp_path / "new", lambda cell: factor * (10.0 + 0.01 * cell.repeat), made_of=scenario(checks=CHECKS))
+    return tmp_path / "old", tmp_path / "new"
+
+
+def test_the_baseline_is_judged_by_the_slos_of_the_run(tmp_path: Path) -> None:
+    old, new = two(tmp_path)
+    reference = reference_to(old, read_run(new))
+    assert (reference.run, reference.refused) == ("old", None)
+    assert [(row.server, row.pooled.slos[SLOS].attainment) for row in reference.rows] == [("a", 1.0), ("b", 1.0)]
+    result = summarize(new, (), reference).checks
+    assert [(one.passed, one.evidence) for one in result] == [
+        (False, "a / x: 0 %, 0 of 20 sent met every SLO against 100 % of old, 0 times as much; "
+                "b / x: 0 %, 0 of 20 sent met every SLO against 100 % of old, 0 times as much"),
+        (True, "a / x: 10.53 s against 10.03 s of old, 1.05 times as much (the closest of 2 rows)"),
+    ]  # fmt: skip
+
+
+def test_what_was_compared_with_stays_with_the_run(tmp_path: Path) -> None:
+    old, new = two(tmp_path)
+    given = reference_to(old, read_run(new))
+    write_reference(new, given)
+    before = summarize(new)
+    (old / "requests.jsonl").unlink()
+    assert summarize(new) == before == summarize(new, (), given)
+    assert not (new / "baseline.json.new").exists()
+
+
+def test_a_published_baseline_has_a_summary_only(tmp_path: Path) -> None:
+    old, new = two(tmp_path)
+    write_summary(old, summarize(old))
+    (old / "requests.jsonl").unlink()
+    result = summarize(new, (), reference_to(old, read_run(new))).checks
+    assert [one.passed for one in result] == [False, True]
+    assert result[0].evidence.startswith(
+        "a / x: of the baseline old: its summary does not say how many requests met e2e<=2.6s; its records are needed"
+    )
+
+
+def test_unlike_runs_are_not_compared_and_the_check_says_why(tmp_path: Path) -> None:
+    write_made_run(tmp_path / "old")
+    write_made_run(
+        tmp_path / "new",
+        made_of=scenario(checks=CHECKS[1:]),
+        served=lambda cell: served_by(image_digest="sha256:2222"),
+    )
+    new = read_run(tmp_path / "new")
+    refused = reference_to(tmp_path / "old", new)
+    assert refused.rows == [] and refused.refused is not None
+    assert "image_digest" in refused.refused and "sha256:2222" in refused.refused
+    (result,) = summarize(tmp_path / "new", (), refused).checks
+    assert not result.passed
+    assert result.evidence.startswith("a / x: not compared with old: runs that differ in")
+    assert reference_to(tmp_path / "old", new, about="image_digest").refused is None
+    assert reference_to(tmp_path / "old", new, about="machine").refused == refused.refused
+
+
+def test_about_something_in_which_they_do_not_differ_is_fine(tmp_path: Path) -> None:
+    """A pipeline does not know whether today's image is another than yesterday's."""
+    old, new = two(tmp_path)
+    assert reference_to(old, read_run(new), about="image_digest").refused is None
+
+
+def test_an_invalid_run_is_neither_side(tmp_path: Path) -> None:
+    old, new = two(tmp_path)
+    reference = reference_to(old, read_run(new))
+    with (new / "requests.jsonl").open("ab") as file:
+        file.write(b'{"torn')
+    why = "not compared with old: this run is INVALID"
+    for one in summarize(new, (), reference).checks:
+        assert (one.passed, one.evidence) == (False, f"a / x: {why}; b / x: {why}")
+    write_made_run(tmp_path / "bad", status="invalid", reasons=["it was cut"])
+    with pytest.raises(RunError) as raised:
+        usable_baseline(tmp_path / "bad")
+    assert raised.value.what == "bad: the baseline has to be a VALID run, and is invalid: it was cut"
+    assert raised.value.exit_code == ExitCode.INVALID
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    assert harness("run", path.name, cwd=tmp_path).code == 0
+    first = only_run(tmp_path / "runs").name
+    args = ("--runs", "more", "--baseline", f"runs/{first}")
+    done = harness("run", path.name, *args, "--check", "wall <= 100 * baseline", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    second = only_run(tmp_path / "more")
+    assert (second / "baseline.json").exists()
+    kept = (second / "summary.json").read_bytes()
+    again = harness("report", str(second), "--format", "json", cwd=tmp_path)
+    assert (again.code, msgspec.json.decode(again.out)) == (0, msgspec.json.decode(kept))
+    asked = harness("report", str(second), "--check", "wall <= 0.001 * baseline", "--baseline", first, cwd=tmp_path)
+    assert (asked.code, asked.err) == (4, "")
+    assert "FAILED wall <= 0.001 * baseline: one / burst: " in asked.out
+    assert (second / "summary.json").read_bytes() == kept, "it was asked this once"
+
+
+def test_mistakes_are_found_before_anything_is_started(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    done = harness("run", path.name, "--check", "two/burst: wall < 1 s", cwd=tmp_path)
+    assert (done.code, done.err) == (
+        1,
+        "error: --check 'two/burst: wall < 1 s': 'two' is not a server; known: one\n"
+        "next: docs/scenarios.md says how checks are written.\n",
+    )
+    done = harness("run", path.name, "--baseline", "nothing", cwd=tmp_path)
+    assert (done.code, done.err.splitlines()[0]) == (
+        1,
+        "error: nothing: neither a run directory nor the id of a run in runs",
+    )
+    assert not (tmp_path / "runs").exists()
