@@ -49,7 +49,11 @@ UrlOpt = Annotated[
     str | None, typer.Option("--url", help="Use a server that already runs, such as http://127.0.0.1:8000.")
 ]
 ModelOpt = Annotated[str | None, typer.Option("--model", help="Use this model instead of the scenario's.")]
+ResultsDir = Annotated[
+    Path, typer.Option("--results", help="Where published runs and noise floors are kept.", envvar="HARNESS_RESULTS")
+]
 RUNS = Path("runs")
+RESULTS = Path("results")
 
 
 class Output(Console):
@@ -101,6 +105,7 @@ def run(
         Path | None, typer.Option("--junit", metavar="FILE", help="Also write checks and verdicts as JUnit XML.")
     ] = None,
     runs: RunsDir = RUNS,
+    results: ResultsDir = RESULTS,
     ui: Annotated[
         bool, typer.Option("--ui", help="Serve Locust's web UI instead of measuring; same as `harness live`.")
     ] = False,
@@ -108,6 +113,7 @@ def run(
 ) -> None:
     """Start the scenario's servers, load them, take everything down, and report."""
     from harness import experiment as experiments
+    from harness.floors import adopt_floor
     from harness.manifest import read_run
     from harness.process import sigterm_interrupts
     from harness.progress import Progress
@@ -122,6 +128,7 @@ def run(
     base = None if baseline is None else find_baseline(baseline, runs)
     with junit_of_failure(junit, scenario.stem), sigterm_interrupts():
         folder = run_experiment(experiment, runs, Progress(console()))
+    adopt_floor(folder, read_run(folder), results)
     if base is not None:
         write_reference(folder, reference_to(base, read_run(folder), about=about))
     show(folder, explain=explain, junit=junit)
@@ -181,6 +188,7 @@ def report(
     baseline: BaselineOpt = None,
     about: AboutOpt = None,
     runs: RunsDir = RUNS,
+    results: ResultsDir = RESULTS,
     explain: Annotated[bool, typer.Option("--explain", help="Explain the columns below the table.")] = False,
 ) -> None:
     """Show a run again, from its files: summary and HTML page are written anew.
@@ -188,6 +196,7 @@ def report(
     With --check or --baseline the run is judged by them once more, and its directory stays as it is.
     """
     from harness.experiment import refuse_misplaced
+    from harness.floors import adopt_floor
     from harness.history import find_run
     from harness.manifest import read_run
     from harness.reference import reference_to
@@ -196,6 +205,7 @@ def report(
 
     folder = find_run(run_folder, runs)
     manifest = read_run(folder)
+    adopt_floor(folder, manifest, results)
     refuse_misplaced(checks or [], manifest.scenario)
     base = None if baseline is None else find_baseline(baseline, runs)
     reference = None if base is None else reference_to(base, manifest, about=about, checks=checks or [])
@@ -228,10 +238,15 @@ def compare(
         typer.Option("--against", help="A run of the other side; may be repeated. RUN... are then one group."),
     ] = None,
     about: AboutOpt = None,
+    across: Annotated[
+        Literal["machine"] | None,
+        typer.Option("--across", help="Group the runs by machine; the machine is the one thing in which they differ."),
+    ] = None,
     output: Annotated[
         Literal["terminal", "markdown", "json", "junit"], typer.Option("--format", help="What to print.")
     ] = "terminal",
     runs: RunsDir = RUNS,
+    results: ResultsDir = RESULTS,
 ) -> None:
     """Compare runs of the same work: a ratio with its interval and a verdict for each row.
 
@@ -239,14 +254,17 @@ def compare(
     """
     import msgspec
 
-    from harness.compare import compare_runs
+    from harness.compare import by_machine, compare_runs
     from harness.history import find_run
     from harness.report import junit
     from harness.report.comparison import markdown, print_comparison
 
     first = [find_run(given, runs) for given in run_folders]
     second = [find_run(given, runs) for given in against or []]
-    comparison = compare_runs([first, second] if second else [[folder] for folder in first], about=about)
+    if across and (second or about):
+        raise HarnessError("--across: the machines are the sides and what it is about; leave out --against and --about")
+    groups = by_machine(first) if across else [first, second] if second else [[folder] for folder in first]
+    comparison = compare_runs(groups, about=across or about, results=results)
     if output == "terminal":
         print_comparison(comparison, console())
     elif output == "junit":
@@ -255,6 +273,100 @@ def compare(
         print(markdown(comparison) if output == "markdown" else msgspec.json.encode(comparison).decode())
     if any(verdict.word == "slower" for verdict in comparison.verdicts):
         raise typer.Exit(ExitCode.FAILED)
+
+
+@app.command(short_help="Show in what two runs differ.")
+def diff(
+    one: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.")],
+    other: Annotated[Path, typer.Argument(metavar="OTHER", help="Another.")],
+    output: Annotated[
+        Literal["terminal", "markdown", "json"], typer.Option("--format", help="What to print.")
+    ] = "terminal",
+    runs: RunsDir = RUNS,
+) -> None:
+    """Show in what the manifests of two runs differ; what is equal is not shown, and neither is what chance chose."""
+    import msgspec
+
+    from harness.differences import differences_of
+    from harness.history import find_run
+    from harness.manifest import read_run
+    from harness.report.differing import markdown, print_differences
+
+    both = [read_run(find_run(given, runs)) for given in (one, other)]
+    found, sides = differences_of(both), [run.id for run in both]
+    if output == "terminal":
+        print_differences(found, sides, console())
+    elif output == "markdown":
+        print(markdown(found, sides))
+    else:
+        print(msgspec.json.encode({"sides": sides, "differences": found}).decode())
+
+
+@app.command(short_help="Measure the noise floor of this machine.")
+def noise(
+    scenario: ScenarioArg,
+    server: ServerOpt = None,
+    repeats: Annotated[int | None, typer.Option(min=2, help="Override the scenario's repeats.")] = None,
+    url: UrlOpt = None,
+    model: ModelOpt = None,
+    runs: RunsDir = RUNS,
+    results: ResultsDir = RESULTS,
+) -> None:
+    """Run a scenario with one server under two names, and store how far they differ: the noise floor of this machine.
+
+    It is used by every later run, report and comparison of the same machine and scenario.
+    """
+    from harness import experiment as experiments
+    from harness import noise as noises
+    from harness.floors import read_floor
+    from harness.process import sigterm_interrupts
+    from harness.progress import Progress
+
+    target = experiments.Target(url, None) if url is not None else None
+    experiment = experiments.prepare(scenario_path(scenario), target, model, repeats)
+    with sigterm_interrupts():
+        folder, stored = noises.noise(experiment, server, runs, results, Progress(console()))
+    floor = read_floor(stored)
+    assert floor is not None
+    print("\n".join([f"Noise floor of {floor.machine}, run {folder}:", *noises.in_words(floor), f"Stored: {stored}"]))
+
+
+@app.command(short_help="File a VALID run by machine and scenario.")
+def publish(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.")],
+    records: Annotated[
+        bool, typer.Option("--records", help="Also its records, one a request, as requests.jsonl.gz.")
+    ] = False,
+    runs: RunsDir = RUNS,
+    results: ResultsDir = RESULTS,
+) -> None:
+    """File a VALID run by machine and scenario, as plain files that are small enough for git."""
+    from harness.floors import adopt_floor
+    from harness.history import find_run
+    from harness.manifest import read_run
+    from harness.publish import publish as publish_run
+
+    folder = find_run(run_folder, runs)
+    adopt_floor(folder, read_run(folder), results)
+    where, changed = publish_run(folder, results, records=records)
+    print(f"{where}: {', '.join(changed) if changed else 'published already, nothing has changed'}")
+
+
+@app.command(short_help="Rank what is published, as one page.")
+def leaderboard(
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="The HTML page (default: leaderboard.html in --results)."),
+    ] = None,
+    results: ResultsDir = RESULTS,
+) -> None:
+    """Rank what is published: machines by scenarios, as one HTML page and as Markdown beside it."""
+    from harness.board import collect
+    from harness.paths import RESULTS as SHIPPED
+    from harness.report.board import write_board
+
+    for path in write_board(collect(results, SHIPPED), output or results / "leaderboard.html"):
+        print(path)
 
 
 @app.command(short_help="Write a run's records as Parquet or CSV.")

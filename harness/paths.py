@@ -6,3 +6,4 @@ ROOT = Path(__file__).resolve().parent.parent
 LOCUSTFILES = ROOT / "locustfiles"
 COMPOSE = ROOT / "compose"
 SCENARIOS = ROOT / "scenarios"
+RESULTS = ROOT / "results"  # the third-party figures that ship
