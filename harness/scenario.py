@@ -26,6 +26,7 @@ VariableName = Annotated[
     ),
 ]
 
+TURNS = 4  # of a conversation, where nobody says how many
 USERS = ("batch", "chat")  # the user classes that ship, locustfiles/<name>.py
 
 
@@ -172,7 +173,12 @@ def _what_decodes(raw: dict[str, Any]) -> Scenario:
 
 def warmup_of(scenario: Scenario, load: Load) -> Warmup:
     """A load's warm-up. By default one full wave, so that the server has met the concurrency to come."""
-    return scenario.warmup or Warmup(requests=load.users * (load.batch_size or 1))
+    return scenario.warmup or Warmup(requests=load.users * taken_together(load))
+
+
+def taken_together(load: Load) -> int:
+    """How many requests a user takes at once, as far as it is known: an own locustfile does as it likes."""
+    return (load.turns or TURNS) if load.user == "chat" else (load.batch_size or 1)
 
 
 def locustfile_of(load: Load, folder: Path, shipped: Path) -> Path:

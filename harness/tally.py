@@ -21,30 +21,36 @@ from harness.records import ProcessMark, Request
 from harness.stats import Array, percentile
 from harness.summary import NEEDED, Distribution, Numbers
 
-_SAME_MACHINE_S = 1.0
 _NO_TOKENS = ("connect", "rejected", "http", "not_api")  # the server generated nothing for these
 
 
 class Clock:
     """Joins the clocks of a cell's processes: `offset_s(process)` takes its times to the cell's axis.
 
-    The axis is the monotonic clock of the process that started first. Processes of one machine share that clock,
-    which their anchors show by agreeing; only those of other machines are moved by the difference of the anchors.
+    The axis is the monotonic clock of the process that started first. Processes of one boot of one machine share that
+    clock, containers included; only those of others are moved, by the difference of the anchors.
     """
 
     def __init__(self, marks: Iterable[ProcessMark]) -> None:
         starts = [mark for mark in marks if mark.event == "start"]
         self._anchors = {mark.process: mark.wall_s - mark.monotonic_s for mark in starts}
+        self._boots = {mark.process: _boot(mark) for mark in starts}
+        self._boot = _boot(starts[0]) if starts else None
         self.anchor_s = starts[0].wall_s - starts[0].monotonic_s if starts else None  # axis to Unix time
 
     def offset_s(self, process: int) -> float:
         anchor = self._anchors.get(process)
-        if anchor is None or self.anchor_s is None or abs(anchor - self.anchor_s) < _SAME_MACHINE_S:
+        if anchor is None or self.anchor_s is None or self._boots[process] == self._boot:
             return 0.0
         return anchor - self.anchor_s
 
     def wall_s(self, axis_s: float | None) -> float | None:
         return None if axis_s is None or self.anchor_s is None else axis_s + self.anchor_s
+
+
+def _boot(mark: ProcessMark) -> str | None:
+    """The boot of a machine that a process ran in: the last part of its host."""
+    return mark.host.rpartition("-")[2] if mark.host else None
 
 
 def _doubles() -> "array[float]":
@@ -73,6 +79,9 @@ class Tally(Struct, kw_only=True):
     slos: SloTally = msgspec.field(default_factory=SloTally)
     wrong_length: int = 0
     read_clock: int = 0
+    chunks: int = 0
+    coalesced: int = 0  # of the chunks
+    resent: int = 0
     ttft_s: "array[float]" = msgspec.field(default_factory=_doubles)
     ttfo_s: "array[float]" = msgspec.field(default_factory=_doubles)
     tpot_s: "array[float]" = msgspec.field(default_factory=_doubles)
@@ -96,6 +105,8 @@ class Tally(Struct, kw_only=True):
         self.by_process[request.process] += 1
         self._count_generated(request)
         self._count_inside(request, sent_s)
+        if request.error is None and self.window_s is not None:
+            self.ended_inside += self.window_s[0] < ended_s <= self.window_s[1]
         if request.phase != "measured":
             return
         self.sent += 1
@@ -107,7 +118,7 @@ class Tally(Struct, kw_only=True):
             return
         self.succeeded += 1
         inside = self.window_s is None or ended_s <= self.window_s[1]
-        self.ended_inside += inside
+        self.ended_inside += self.window_s is None
         self.slos.add(request, inside=inside)
         self._add_success(request)
 
@@ -134,9 +145,14 @@ class Tally(Struct, kw_only=True):
     def _add_success(self, request: Request) -> None:
         _keep(self.ttft_s, derive.ttft_s(request))
         _keep(self.ttfo_s, derive.ttfo_s(request))
-        _keep(self.tpot_s, derive.tpot_s(request))
+        # Chunks that all came in one read say when the read was, and nothing about the time between them.
+        together = 0 < len(request.chunks_s) - 1 <= request.coalesced
+        _keep(self.tpot_s, None if together else derive.tpot_s(request))
         _keep(self.e2e_s, derive.e2e_s(request))
-        self.chunk_gap_s.add(request.chunks_s)
+        self.chunk_gap_s.add([] if together else request.chunks_s)
+        self.chunks += len(request.chunks_s)
+        self.coalesced += request.coalesced
+        self.resent += request.resent
         self.wrong_length += derive.length_is_wrong(request)
         self.read_clock += bool(request.chunks_s) and request.clock == "read"
         self.without_prompt_tokens += request.prompt_tokens is None
@@ -175,7 +191,8 @@ class Tally(Struct, kw_only=True):
 
 _SUMS = (
     "sent", "succeeded", "errors", "prompt_tokens", "output_tokens", "without_prompt_tokens", "without_output_tokens",
-    "counted_chunks", "chunked_tokens", "ended_inside", "wrong_length", "read_clock", "by_process", "least_tokens",
+    "counted_chunks", "chunked_tokens", "ended_inside", "wrong_length", "read_clock", "chunks",
+    "coalesced", "resent", "by_process", "least_tokens",
     "cut_chunks_inside",
 )  # fmt: skip
 _VALUES = ("ttft_s", "ttfo_s", "tpot_s", "e2e_s", "send_lag_s", "tokens_inside")

@@ -17,6 +17,7 @@ from harness.tally import Tally
 MOST_TOKEN_DIFFERENCE = 0.01
 MOST_SEND_LAG_S = 0.010
 MOST_FOREIGN_MEMORY = 0.25  # of a GPU; a desktop on an APU needs some
+MOST_COALESCED = 0.01
 MOST_CPU = 0.90  # of one core: a load process is one thread
 
 
@@ -177,10 +178,12 @@ def _generator(evidence: Evidence) -> list[str]:
     for mark in evidence.marks:
         if mark.event != "end" or mark.cpu_s is None or mark.process not in starts:
             continue
+        # Without the highest share over 5 s, the mean since the start has to do, which hides a short saturation.
         lived_s = mark.monotonic_s - starts[mark.process]
-        if lived_s > 0 and mark.cpu_s / lived_s > MOST_CPU:
+        share = mark.cpu_most if mark.cpu_most is not None else mark.cpu_s / lived_s if lived_s > 0 else 0.0
+        if share > MOST_CPU:
             reasons.append(
-                f"load process {mark.process} used {mark.cpu_s / lived_s:.0%} of a core, more than "
+                f"load process {mark.process} used {share:.0%} of a core, more than "
                 f"{MOST_CPU:.0%}: the load generator may have been the limit; use more 'processes'"
             )
     return reasons
@@ -194,6 +197,13 @@ def _notes(evidence: Evidence) -> list[str]:
             f"the chunk times of {tally.read_clock:,} of {_count(numbers.succeeded, 'request')} are those of the read, "
             "not of the kernel"
         )
+    if tally.coalesced > MOST_COALESCED * tally.chunks:
+        notes.append(
+            f"{tally.coalesced / tally.chunks:.1%} of the chunks arrived together with a later one (the server or a proxy "
+            "sends several at once, or the load generator was late): their times are upper bounds"
+        )
+    if tally.resent:
+        notes.append(f"{_count(tally.resent, 'request')} went out twice: the kept connection had just been closed")
     if tally.without_output_tokens:
         notes.append(
             f"the server did not report the tokens of {tally.without_output_tokens:,} of "

@@ -11,9 +11,8 @@ from typing import Literal, TypedDict
 import msgspec
 
 from harness.errors import HarnessError
-from harness.scenario import Load, Prompts, Scenario
+from harness.scenario import Load, Prompts, Scenario, taken_together
 
-TURNS = 4  # of a conversation, where nobody says how many
 _TIMED_REQUESTS = 1000  # of a load that has no fixed number, so many go into the hash
 _SALT_WORDS = 4
 _KINDS = {"ticket": "customer message", "product": "product description", "log": "log excerpt"}
@@ -129,17 +128,12 @@ def workload_sha256(scenario: Scenario, folder: Path) -> str:
     digest = hashlib.sha256()
     for name, load in sorted(scenario.loads.items()):
         digest.update(msgspec.json.encode([name, scenario.seed, _shape(load)]))
-        number, group = load.requests or _TIMED_REQUESTS, _group(load)
+        number, group = load.requests or _TIMED_REQUESTS, taken_together(load)
         for first in range(0, number, group):
             indices = range(first, min(first + group, number))
             together = [messages(scenario.prompts, scenario.seed, index, None, rows) for index in indices]
             digest.update(msgspec.json.encode(together))
     return digest.hexdigest()
-
-
-def _group(load: Load) -> int:
-    """How many requests are taken together, as far as it is known: an own locustfile does as it likes."""
-    return load.turns or TURNS if load.user == "chat" else load.batch_size or 1
 
 
 def _shape(load: Load) -> dict[str, object]:

@@ -6,7 +6,8 @@ By hand:  locust -f locustfiles/chat.py --host http://127.0.0.1:8000 --users 10 
 from locust import task
 
 from harness.load.user import LLMUser
-from harness.workload import TURNS, Message
+from harness.scenario import TURNS
+from harness.workload import Message
 
 
 class ChatUser(LLMUser):

@@ -158,7 +158,7 @@ def test_a_timed_load_counts_the_tokens_inside_its_window(tmp_path: Path) -> Non
     numbers = summary.cells[0].numbers
     assert (numbers.wall_s, numbers.window, numbers.window_s) == (None, "timed", 10.0)
     assert numbers.output_tok_s == pytest.approx((10 + 11 + 4 + 3 * 19 / 15) / 10)
-    assert numbers.requests_per_s == 0.1  # one ended inside
+    assert numbers.requests_per_s == 0.2  # a measured one and the warm-up ended inside
     assert (numbers.sent, numbers.output_tokens) == (4, 19)
     assert summary.rows[0].wall_s == []
 
@@ -183,12 +183,12 @@ def test_processes_of_one_machine_share_the_clock_and_others_are_joined_by_their
     assert summary.cells[0].numbers.wall_s == pytest.approx(50_006.5)  # taken for the same clock
     marks = [m for p, n in ((1, 1), (2, 1), (3, 2)) for m in both_marks("r1-a-x", p, -5.0, 100.0, sent=n)]
     moved = [
-        # Another machine, booted 50,000 s before; and an anchor 0.2 s off, which is a stepped wall clock.
-        msgspec.structs.replace(m, monotonic_s=m.monotonic_s + 50_000)
+        # Another machine, booted 50,000 s before; and a container on the same kernel, after a step of the wall clock.
+        msgspec.structs.replace(m, monotonic_s=m.monotonic_s + 50_000, host="b-2")
         if m.process == 3
-        else msgspec.structs.replace(m, wall_s=m.wall_s + 0.2)
+        else msgspec.structs.replace(m, wall_s=m.wall_s + 2.0, host="container-1")
         if m.process == 2
-        else m
+        else msgspec.structs.replace(m, host="a-1")
         for m in marks
     ]
     write_lines(tmp_path / "run" / "processes.jsonl", moved)

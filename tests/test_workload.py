@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 import harness.data
-from harness import workload
+from harness import scenario as scenario_module
 from harness.data.make_classification import items
 from harness.errors import HarnessError
 from harness.scenario import Load, Prompts, Scenario, Server
@@ -180,7 +180,7 @@ def test_the_hash_follows_what_belongs_together(tmp_path: Path, monkeypatch: pyt
     chat = scenario(Load(user="chat", requests=10))
     four = workload_sha256(chat, tmp_path)
     assert workload_sha256(chat, tmp_path) == four
-    monkeypatch.setattr(workload, "TURNS", 5)
+    monkeypatch.setattr(scenario_module, "TURNS", 5)
     assert workload_sha256(chat, tmp_path) != four
 
 

@@ -112,7 +112,7 @@ class LLMUser(User):
         place = Place(work.ticket, type(self).__name__, self.number, conversation, turn, batch)
         answer = self._process.send(client, [*history, *work.messages], place, self._tell_locust)
         self._clients.append(client)
-        if answer.error == "connect":
+        if answer.error == "connect" or (answer.error == "disconnect" and answer.headers_s is None):
             gevent.sleep(_AFTER_NO_CONNECTION_S)
         return answer
 
