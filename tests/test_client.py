@@ -316,7 +316,7 @@ FAULTS: dict[str, tuple[Handler, str, str, int]] = {
     "no token": (
         once(UNTIL_CLOSED, ROLE, NULL, FINISH, USAGE, DONE),
         "empty",
-        "a complete stream without one generated token; usage reports 2 tokens",
+        "a complete stream without any generated text; usage reports 2 tokens",
         0,
     ),
     "error event": (
@@ -543,7 +543,7 @@ def test_a_whole_answer_without_a_token_is_empty(tmp_path: Path) -> None:
     record = one_record(tmp_path, answering(whole(body)), stream=False)
     assert (record.error, record.message) == (
         "empty",
-        "a complete answer without one generated token; usage reports 1 tokens",
+        "a complete answer without any generated text; usage reports 1 tokens",
     )
 
 

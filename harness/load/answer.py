@@ -96,7 +96,7 @@ def _stream(exchange: Exchange, seconds: list[float], answer: Answer) -> None:
     if not answer.done and answer.finish is None:
         answer.fail("truncated", f"the stream ended after {count} events without [DONE] or a finish reason")
     if not answer.generated:
-        answer.fail("empty", f"a complete stream without one generated token; {_usage_words(answer)}")
+        answer.fail("empty", f"a complete stream without any generated text; {_usage_words(answer)}")
 
 
 def _unframed(raw: bytes, answer: Answer) -> None:
@@ -168,7 +168,7 @@ def _whole(exchange: Exchange, answer: Answer) -> None:
     answer.generated = any(part.get(channel) for channel in _CHANNELS)
     answer.text = "".join(str(part[channel]) for channel in _VISIBLE if part.get(channel))
     if not answer.generated:
-        answer.fail("empty", f"a complete answer without one generated token; {_usage_words(answer)}")
+        answer.fail("empty", f"a complete answer without any generated text; {_usage_words(answer)}")
 
 
 def _refused(exchange: Exchange, status: int, answer: Answer) -> None:
