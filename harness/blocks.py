@@ -88,19 +88,26 @@ def in_file(parts: Iterable[Lines]) -> list[int]:
     return damaged
 
 
+def processes() -> int:
+    """How many processes may read at once: as many as there are cores for this one, within reason."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(MOST_PROCESSES, cores)
+
+
 @contextmanager
-def reader(blocks: list[Block], parallel_bytes: int | None = None) -> Iterator[Run[Any]]:
+def reader(blocks: list[Block]) -> Iterator[Run[Any]]:
     """Gives a function that calls another one for each block and yields the results in order.
 
     A long file is read by several processes: then function and results must be such as can be pickled. They are
-    started anew ("spawn") and not forked, since this process may have threads. Raises HarnessError when one dies.
+    started anew ("spawn") and not forked, since this process may have threads; a script that gets here therefore needs
+    the usual `if __name__ == "__main__":`. Raises HarnessError when one dies.
     """
     size = blocks[-1].end if blocks else 0
-    processes = min(MOST_PROCESSES, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
-    if size < (PARALLEL_BYTES if parallel_bytes is None else parallel_bytes) or processes < 2 or len(blocks) < 2:
+    count = min(processes(), len(blocks))
+    if size < PARALLEL_BYTES or count < 2:
         yield lambda function: map(function, blocks)
         return
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             yield lambda function: pool.map(function, blocks)
         except BrokenProcessPool:
