@@ -1,0 +1,166 @@
+"""The GitHub workflows: right by GitHub's schema, without common mistakes, and their steps do what they say."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from junitparser import JUnitXml
+
+from harness.cli import app
+from harness.paths import ROOT
+from tests.command import only_run, server, write
+
+BIN = Path(sys.executable).parent
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+
+
+def read(name: str) -> dict[Any, Any]:
+    document = yaml.safe_load((ROOT / ".github" / "workflows" / name).read_text())
+    assert isinstance(document, dict)
+    return document
+
+
+def steps(path: Path) -> list[dict[str, Any]]:
+    return [step for job in read(path.name)["jobs"].values() for step in job["steps"]]
+
+
+def test_both_are_there() -> None:
+    assert [path.name for path in WORKFLOWS] == ["amd-gate.yml", "ci.yml"]
+
+
+def test_by_the_schema_of_github(tmp_path: Path) -> None:
+    command = [str(BIN / "check-jsonschema"), "--builtin-schema", "vendor.github-workflows"]
+    done = subprocess.run([*command, *WORKFLOWS], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ok -- validation done\n", "")
+    wrong = tmp_path / "wrong.yml"
+    wrong.write_text(WORKFLOWS[0].read_text().replace("runs-on:", "run-on:"))
+    assert subprocess.run([*command, wrong], capture_output=True).returncode == 1, "it would notice"
+
+
+def test_without_common_mistakes(tmp_path: Path) -> None:
+    """zizmor: unpinned actions, values of a caller inside a script, tokens that stay, and so on."""
+    command = [str(BIN / "zizmor"), "--offline", "--no-progress", "--quiet"]
+    done = subprocess.run([*command, *WORKFLOWS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wrong = tmp_path / ".github" / "workflows" / "wrong.yml"
+    wrong.parent.mkdir(parents=True)
+    wrong.write_text(WORKFLOWS[0].read_text().replace('"$SCENARIO" --runs', "${{ inputs.scenario }} --runs"))
+    assert subprocess.run([*command, wrong], capture_output=True).returncode > 1, "it would notice"
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_scripts_are_bash_and_call_what_there_is(path: Path) -> None:
+    for step in steps(path):
+        script = step.get("run")
+        if script is None:
+            assert re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40}", step["uses"]), "pinned"
+            continue
+        done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        for command, rest in re.findall(r"\bharness ([a-z]+)(.*)", script):
+            known = {option for parameter in COMMANDS[command].params for option in parameter.opts}
+            assert set(re.findall(r"(?<!\S)--[a-z-]+", rest)) <= known
+        for target in re.findall(r"\bmake ([a-z-]+)", script):
+            assert f"\n{target}:" in (ROOT / "Makefile").read_text()
+
+
+def test_who_may_start_what() -> None:
+    assert list(read("amd-gate.yml")[True]) == ["workflow_dispatch"], "no stranger's fork runs on the GPU's machine"
+    assert read("amd-gate.yml")["jobs"]["gate"]["runs-on"] == ["self-hosted", "amd-gpu"]
+    assert set(read("ci.yml")[True]) == {"push", "pull_request"}
+    for path in WORKFLOWS:
+        assert read(path.name)["permissions"] == {"contents": "read"}
+
+
+class Runner:
+    """Does the scripts of the gate's steps in a folder, as GitHub's runner would, with `bash -e`."""
+
+    def __init__(self, folder: Path, **inputs: str) -> None:
+        self.folder = folder
+        job = read("amd-gate.yml")["jobs"]["gate"]
+        self._steps = {step["name"]: step for step in job["steps"] if "run" in step}
+        self._inputs = inputs
+        self.outputs: dict[str, str] = {}
+        self._job_env = {name: self._filled(value) for name, value in job["env"].items()}
+        self.summary = folder / "summary.md"
+
+    def _filled(self, text: str) -> str:
+        """A text with its expressions worked out: of inputs, with or without a default, and of the step `baseline`."""
+
+        def value(match: re.Match[str]) -> str:
+            given = re.fullmatch(r"inputs\.([a-z_]+)(?: \|\| '([^']*)')?", match[1])
+            if given is not None:
+                return self._inputs.get(given[1], "") or given[2] or ""
+            output = re.fullmatch(r"steps\.baseline\.outputs\.([a-z]+)", match[1])
+            assert output is not None, match[1]
+            return self.outputs.get(output[1], "")
+
+        return re.sub(r"\$\{\{ (.+?) \}\}", value, text)
+
+    def step(self, name: str) -> int:
+        step = self._steps[name]
+        output = self.folder / "output"
+        output.write_text("")
+        env = {
+            **os.environ,
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "GITHUB_OUTPUT": str(output),
+            "GITHUB_STEP_SUMMARY": str(self.summary),
+            **self._job_env,
+            **{key: self._filled(value) for key, value in step.get("env", {}).items()},
+        }
+        done = subprocess.run(
+            ["bash", "-e", "-c", step["run"]], cwd=self.folder, env=env, capture_output=True, text=True
+        )
+        self.said = done.stdout + done.stderr
+        self.outputs |= dict(line.split("=", 1) for line in output.read_text().splitlines())
+        return done.returncode
+
+    def junit(self, name: str) -> JUnitXml:
+        return JUnitXml.fromfile(str(self.folder / "ci-junit" / name))
+
+
+def test_the_gate_without_and_with_a_published_run(tmp_path: Path) -> None:
+    path = write(tmp_path, checks=["error_rate == 0"])
+    inputs = {"scenario": path.name, "checks": "wall <= 60 s; goodput(e2e<=9s) > 0", "about": ""}
+    runner = Runner(tmp_path, **inputs, relative_checks="wall <= 1000 * baseline")
+    assert runner.step("Find the last published run") == 0
+    assert runner.step("Measure") == 0, runner.said
+    assert (runner.junit("run.xml").tests, runner.junit("run.xml").failures) == (4, 0), "no check needs a baseline"
+    assert runner.step("Show") == 0
+    assert "**VALID" in runner.summary.read_text()
+
+    first = only_run(tmp_path / "ci-runs")
+    old = tmp_path / "results" / "machine" / path.stem / "20200101-000000-small-0000"
+    shutil.copytree(first, tmp_path / "results" / "machine" / path.stem / first.name)
+    shutil.copytree(first, old)
+    shutil.copytree(first, tmp_path / "results" / "machine" / "other" / "99990101-000000-other-0000")
+    assert runner.step("Find the last published run") == 0
+    assert runner.outputs == {"run": f"results/machine/{path.stem}/{first.name}"}, "the newest of this scenario"
+    assert runner.step("Measure") == 0, runner.said
+    assert (runner.junit("run.xml").tests, runner.junit("run.xml").failures) == (5, 0)
+    assert runner.step("Compare with the last published run") == 0, runner.said
+    (suite,) = runner.junit("compare.xml")
+    assert (suite.tests, suite.skipped) == (1, 1), "one repeat a side cannot tell"
+    assert "cannot tell" in runner.summary.read_text()
+
+
+def test_the_gate_closes(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    runner = Runner(tmp_path, scenario=path.name, checks="wall <= 1 ms", relative_checks="", about="")
+    assert runner.step("Find the last published run") == 0
+    assert runner.step("Measure") == 4, runner.said
+    assert runner.junit("run.xml").failures == 1
+    assert runner.step("Show") == 0, "the step before has failed"
+    assert "**FAILED**: `wall <= 1 ms`" in runner.summary.read_text()
+    write(tmp_path, servers={"one": server("--no-such-option")})
+    assert runner.step("Measure") == 2, runner.said
+    assert runner.junit("run.xml").errors == 1
