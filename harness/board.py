@@ -26,10 +26,10 @@ class Figure(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     setup: str
     load: str
     result: str
-    claim: str  # who says so: vendor, community, or a project's own tests
+    claim: str  # who says so: vendor, community, paper
     source: str
-    url: str
-    date: str  # of the source; "undated" where it has none
+    date: str  # of the source; "undated" where none was recorded
+    url: str | None = None
 
 
 class Entry(Struct, frozen=True, kw_only=True):

@@ -1,0 +1,164 @@
+"""The leaderboard as one HTML page that needs nothing else, and as Markdown."""
+
+import os
+from importlib import resources
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from harness.board import Board, Entry, Figure, Group
+from harness.errors import HarnessError
+from harness.report import words
+from harness.report.markdown import escape
+
+RANKING = (
+    "A ranking is no verdict: it says who was fastest, not whether the difference is more than chance. "
+    "`harness compare RUN RUN --across machine` judges that."
+)
+APART = (
+    "Figures that others published, as they state them. They were not measured by this suite, nobody repeated them "
+    "here, workloads differ from row to row, and they never enter a verdict or a ranking."
+)
+EMPTY = "Nothing has been published yet: `harness publish RUN` files a run."
+_DIGEST = 12
+
+
+def write_board(board: Board, path: Path) -> list[Path]:
+    """Write the page, and Markdown of the same name beside it. Returns both paths."""
+    beside = path.with_suffix(".md")
+    if beside == path:
+        raise HarnessError(f"{path}: is the name of the Markdown beside the page", next_step="Give a name in .html.")
+    for target, text in ((path, html(board)), (beside, markdown(board))):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f"{target.name}.new")
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, target)
+    return [path, beside]
+
+
+def html(board: Board) -> str:
+    """The page. Everything that comes from outside is escaped by the template and stays text."""
+    environment = Environment(
+        loader=PackageLoader("harness.report", "assets"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    style = (resources.files("harness.report") / "assets" / "report.css").read_text(encoding="utf-8")
+    return environment.get_template("leaderboard.html.j2").render(
+        board=board,
+        style=Markup(style),
+        value=value,
+        spread=spread,
+        heading=heading,
+        digest=digest,
+        metric_name=metric_name,
+        words=words,
+        ranking=RANKING.replace("`", ""),
+        apart=APART,
+        empty=EMPTY.replace("`", ""),
+    )
+
+
+def markdown(board: Board) -> str:
+    """The same as GitHub Flavored Markdown."""
+    parts = ["# Leaderboard"]
+    if board.groups:
+        parts += [RANKING, _matrix(board), *(_group(group) for group in board.groups)]
+    else:
+        parts.append(EMPTY)
+    if board.unreadable:
+        parts.append("\n".join(f"- not readable: {escape(text)}" for text in board.unreadable))
+    if board.figures:
+        parts += ["## Third-party figures", APART, _figures(board.figures)]
+    return "\n\n".join(parts) + "\n"
+
+
+def value(entry: Entry, group: Group) -> str:
+    """The median of a row by the group's metric, with its unit."""
+    return words.NOTHING if entry.value is None else _unit(entry.value, group)
+
+
+def spread(entry: Entry, group: Group) -> str:
+    """The least and the most of the repeats."""
+    if entry.least is None or entry.most is None:
+        return words.NOTHING
+    return f"{_unit(entry.least, group)} to {_unit(entry.most, group)}"
+
+
+def heading(group: Group) -> str:
+    return f"{group.scenario} · {group.model}"
+
+
+def metric_name(group: Group) -> str:
+    return "wall time, less is better" if group.metric == "wall_s" else "output tok/s, more is better"
+
+
+def digest(entry: Entry) -> str:
+    """The beginning of the image's digest; its repository is left out."""
+    if entry.image_digest is None:
+        return words.NOTHING
+    kind, _, sum_ = entry.image_digest.rpartition("@")[2].rpartition(":")
+    return f"{kind}:{sum_[:_DIGEST]}" if kind else sum_[:_DIGEST]
+
+
+def _unit(number: float, group: Group) -> str:
+    return words.seconds(number) if group.metric == "wall_s" else f"{words.significant(number)} tok/s"
+
+
+def _matrix(board: Board) -> str:
+    head = ["Scenario", *board.machines]
+    lines = []
+    for group in board.groups:
+        name = heading(group) + (" (SIMULATED)" if group.simulated else "")
+        cells = []
+        for machine in board.machines:
+            best = group.best_of(machine)
+            shown = words.NOTHING if best is None else f"{value(best, group)}: {best.server} / {best.load}, {best.date}"
+            cells.append(shown)
+        lines.append([name, *cells])
+    return _table(head, lines)
+
+
+def _group(group: Group) -> str:
+    text = f"## {escape(heading(group))}\n\n{escape(group.question)} Ranked by {metric_name(group)}. "
+    text += f"Workload `{group.workload_sha256[:_DIGEST]}`."
+    if group.simulated:
+        text += f"\n\n> **{words.SIMULATED}**"
+    head = ["#", "Machine", "Server", "Load", "Median", "Least to most", "Repeats", "tok/s", "TTFT p50, ms", "Errors"]
+    head += ["Date", "Image digest", "Version", "Validity", "Run"]
+    lines = []
+    for number, entry in enumerate(group.entries, 1):
+        lines.append(
+            [
+                str(number) if entry.valid else words.NOTHING,
+                entry.machine,
+                entry.server,
+                entry.load,
+                value(entry, group) + (" (best of this machine)" if entry.best else ""),
+                spread(entry, group),
+                str(entry.repeats),
+                words.NOTHING if entry.output_tok_s is None else words.significant(entry.output_tok_s),
+                words.NOTHING if entry.ttft_p50_s is None else words.milliseconds(entry.ttft_p50_s),
+                str(entry.errors),
+                entry.date,
+                digest(entry),
+                entry.version or words.NOTHING,
+                "VALID" if entry.valid else "INVALID",
+                entry.run,
+            ]
+        )
+    return f"{text}\n\n{_table(head, lines)}"
+
+
+def _figures(figures: list[Figure]) -> str:
+    head = ["Hardware", "Model", "Setup", "Load", "Result", "Claim", "Source", "Date"]
+    lines = [[f.hardware, f.model, f.setup, f.load, f.result, f.claim, f.source, f.date] for f in figures]
+    return _table(head, lines)
+
+
+def _table(head: list[str], lines: list[list[str]]) -> str:
+    rows = [list(map(escape, head)), ["---"] * len(head), *(list(map(escape, line)) for line in lines)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
