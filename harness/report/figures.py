@@ -7,33 +7,41 @@ import statistics
 
 from harness.manifest import Run
 from harness.report import words
+from harness.report.knee import FORMULA, Knee, in_words, knee_of
 from harness.report.marks import Chart, Figure, axis, colour, line, plain, row_style, servers, symbol, whiskers
 from harness.report.observed import Observed, Sample, distribution
 from harness.summary import Distribution, Row, Summary
 
 
 def throughput(summary: Summary, run: Run) -> Chart:
-    data = []
+    data: list[Figure] = []
+    knees: list[tuple[int, str, Knee]] = []
     for i, server in enumerate(servers(summary)):
-        rows = [row for row in _by_concurrency(summary, run, server) if row.output_tok_s]
+        rows = [row for row in by_concurrency(summary, run, server) if row.output_tok_s]
         medians = [statistics.median(row.output_tok_s) for row in rows]
         data.append(
-            line(server, i, [_at_once(row, run) for row in rows], medians)
+            line(server, i, [at_once(row, run) for row in rows], medians)
             | {
                 "text": [plain(row.load) for row in rows],
                 "error_y": whiskers(medians, [row.output_tok_s for row in rows], i),
                 "hovertemplate": "%{text}, %{x} at once<br><b>%{y:,.1f} tok/s</b><extra>%{fullData.name}</extra>",
             }
         )
+        knee = knee_of([(at_once(row, run), rate) for row, rate in zip(rows, medians, strict=True)])
+        if knee is not None and _same_work(run, rows):
+            knees.append((i, server, knee))
+    data += [_ring(i, server, knee) for i, server, knee in knees if not knee.open]
     body = [
-        [row.server, row.load, str(_at_once(row, run)), *_three(row.output_tok_s), str(len(row.output_tok_s))]
+        [row.server, row.load, str(at_once(row, run)), *_three(row.output_tok_s), str(len(row.output_tok_s))]
         for row in summary.rows
     ]
     return Chart(
         id="throughput",
         title="Throughput over concurrency",
-        caption="Aggregate output tokens per second, median of the runs. Whiskers reach from the least to the most of "
-        "them. Higher is better.",
+        caption="Aggregate output tokens per second, median of the runs; whiskers from the least to the most. "
+        "Ring: the knee, the least concurrency that gives 95\u00a0% of the best. Higher is better.",
+        findings=[f"{server}: {in_words(knee)}" for _, server, knee in knees],
+        formula=f"tok/s = output tokens inside the window ÷ window; {FORMULA}",
         figure={"data": data, "layout": {"xaxis": _concurrency_axis(summary, run), "yaxis": axis("tok/s")}},
         head=["Server", "Load", "At once", "Median tok/s", "Least", "Most", "Runs"],
         body=body,
@@ -41,10 +49,31 @@ def throughput(summary: Summary, run: Run) -> Chart:
     )
 
 
+def _same_work(run: Run, rows: list[Row]) -> bool:
+    """Whether the loads differ in concurrency alone, so that they lie on one curve."""
+    loads = [run.scenario.loads[row.load] for row in rows if row.load in run.scenario.loads]
+    kinds = {(one.user, one.output_tokens, one.output, one.stream, one.turns, *(one.think_s or ())) for one in loads}
+    return len(kinds) == 1
+
+
+def _ring(index: int, server: str, knee: Knee) -> Figure:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": plain(server),
+        "x": [knee.at],
+        "y": [knee.rate],
+        "text": [in_words(knee)],
+        # Rings of servers that are alike lie within each other.
+        "marker": {"symbol": "circle-open", "size": 20 + 7 * index, "color": f"@{colour(index)}", "line": {"width": 2}},
+        "hovertemplate": "<b>%{text}</b><extra>%{fullData.name}</extra>",
+    }
+
+
 def first_token(summary: Summary, run: Run) -> Chart:
     data: list[Figure] = []
     for i, server in enumerate(servers(summary)):
-        rows = [row for row in _by_concurrency(summary, run, server) if row.pooled.ttft_s.p50 is not None]
+        rows = [row for row in by_concurrency(summary, run, server) if row.pooled.ttft_s.p50 is not None]
         data += _first_token_lines(summary, run, rows, i, server)
     values = [value for trace in data for value in trace["y"] if value is not None]
     return Chart(
@@ -52,13 +81,15 @@ def first_token(summary: Summary, run: Run) -> Chart:
         title="Time to first token over concurrency",
         caption="Solid: half of the requests (p50), whiskers from the least to the most p50 of a run. Dotted: 95 of "
         "100 requests (p95), where the sample carries it. Lower is better.",
+        formula="TTFT = first token received − request sent; pXX: XX % of the successful requests of all "
+        "repeats took at most so long",
         figure={"data": data, "layout": {"xaxis": _concurrency_axis(summary, run), "yaxis": axis("ms", values)}},
         head=["Server", "Load", "At once", "TTFT p50, ms", "TTFT p95, ms", "Requests"],
         body=[
             [
                 row.server,
                 row.load,
-                str(_at_once(row, run)),
+                str(at_once(row, run)),
                 words.percentile(row.pooled.ttft_s, "p50"),
                 words.percentile(row.pooled.ttft_s, "p95"),
                 f"{row.pooled.ttft_s.n:,}",
@@ -72,7 +103,7 @@ def first_token(summary: Summary, run: Run) -> Chart:
 def _first_token_lines(summary: Summary, run: Run, rows: list[Row], index: int, server: str) -> list[Figure]:
     """A server's p50 with whiskers, and its p95 where a row has one."""
     cells = {cell.id: cell.numbers.ttft_s.p50 for cell in summary.cells}
-    x = [_at_once(row, run) for row in rows]
+    x = [at_once(row, run) for row in rows]
     middles = [1000 * (row.pooled.ttft_s.p50 or 0.0) for row in rows]
     spread = [[1000 * p50 for name in row.cells if (p50 := cells.get(name)) is not None] for row in rows]
     hover = "%{text}, %{x} at once<br><b>%{y:,.1f} ms</b> "
@@ -95,16 +126,25 @@ def _first_token_lines(summary: Summary, run: Run, rows: list[Row], index: int, 
 
 
 LATENCIES = (
-    ("ttft", "Time to first token (TTFT)", "ttft_s", "Share of requests whose first token came within the time."),
-    ("tpot", "Time per output token (TPOT)", "tpot_s", "Share of requests that streamed a token within the time."),
-    ("e2e", "Whole answer (E2E)", "e2e_s", "Share of requests whose last token came within the time."),
-)
+    (
+        "ttft", "Time to first token (TTFT)", "ttft_s", "Share of requests whose first token came within the time.",
+        "TTFT = first token received − request sent",
+    ),
+    (
+        "tpot", "Time per output token (TPOT)", "tpot_s", "Share of requests that streamed a token within the time.",
+        "TPOT = (last chunk − first chunk) ÷ (output tokens − 1)",
+    ),
+    (
+        "e2e", "Whole answer (E2E)", "e2e_s", "Share of requests whose last token came within the time.",
+        "E2E = last chunk − request sent",
+    ),
+)  # fmt: skip
 
 
 def distributions(summary: Summary, observed: Observed) -> list[Chart]:
     """The distribution functions of TTFT, TPOT and E2E, a line per row."""
     charts = []
-    for key, title, field, caption in LATENCIES:
+    for key, title, field, caption, formula in LATENCIES:
         curves = [_curve(summary, row, observed, field) | {"meta": i} for i, row in enumerate(summary.rows)]
         ends = [end for curve in curves for end in (*curve["x"][:1], *curve["x"][-1:])]
         charts.append(
@@ -112,6 +152,7 @@ def distributions(summary: Summary, observed: Observed) -> list[Chart]:
                 id=f"cdf-{key}",
                 title=title,
                 caption=caption,
+                formula=f"{formula}; share(t) = successful requests that took ≤ t ÷ successful requests",
                 figure={
                     "data": curves,
                     "layout": {
@@ -167,6 +208,7 @@ def startup(run: Run) -> Chart:
         id="startup",
         title="Start of each server",
         caption="Seconds from the order to start until the model answered, by phase; median over the server’s starts.",
+        formula="phase = its end − end of the phase before it; each the median over the starts",
         figure={
             "data": data,
             "layout": {
@@ -187,17 +229,17 @@ def startup(run: Run) -> Chart:
     )
 
 
-def _by_concurrency(summary: Summary, run: Run, server: str) -> list[Row]:
-    return sorted((row for row in summary.rows if row.server == server), key=lambda row: _at_once(row, run))
+def by_concurrency(summary: Summary, run: Run, server: str) -> list[Row]:
+    return sorted((row for row in summary.rows if row.server == server), key=lambda row: at_once(row, run))
 
 
-def _at_once(row: Row, run: Run) -> int:
+def at_once(row: Row, run: Run) -> int:
     load = run.scenario.loads.get(row.load)
     return words.concurrency(load) if load else 1
 
 
 def _concurrency_axis(summary: Summary, run: Run) -> Figure:
-    values = sorted({_at_once(row, run) for row in summary.rows})
+    values = sorted({at_once(row, run) for row in summary.rows})
     marked: Figure = {"title": {"text": "requests at once"}, "tickvals": values, "ticktext": [f"{v:,}" for v in values]}
     return marked | {"type": "log"} if values and values[-1] / values[0] > 20 else marked
 

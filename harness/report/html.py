@@ -17,7 +17,9 @@ from plotly.offline import get_plotlyjs
 
 from harness.errors import HarnessError
 from harness.manifest import Run, ServedBy, read_run
-from harness.report import figures, marks, sentences, words
+from harness.report import figures, marks, scatter, sentences, tradeoff, words
+from harness.report.differing_servers import server_differences
+from harness.report.events import Event, events_of
 from harness.report.forest import Forest
 from harness.report.observed import Observed, observe
 from harness.report.table import columns, interval, lines
@@ -65,7 +67,8 @@ def render(summary: Summary, run: Run, observed: Observed) -> str:
     rows = lines(summary, run)
     charts = _charts(summary, run, observed)
     drawn = {chart.id: chart.figure for chart in charts if not chart.empty}
-    timelines = {line.cell: figure_of(line) for line in observed.timelines}
+    events = _events(summary, run, observed)
+    timelines = {line.cell: figure_of(line, events[line.cell]) for line in observed.timelines}
     return environment.get_template("report.html.j2").render(
         summary=summary,
         run=run,
@@ -80,7 +83,9 @@ def render(summary: Summary, run: Run, observed: Observed) -> str:
         row_keys=marks.row_keys(summary),
         timelines=list(timelines),
         timeline_first=_busiest(run, list(timelines)),
+        events=events,
         observed=observed,
+        differences=server_differences(run),
         served=_served(run),
         style=Markup(style),
         theme=Markup(theme),
@@ -95,9 +100,17 @@ def _charts(summary: Summary, run: Run, observed: Observed) -> list[marks.Chart]
     return [
         figures.throughput(summary, run),
         figures.first_token(summary, run),
+        *tradeoff.tradeoffs(summary, run),
         *figures.distributions(summary, observed),
+        *scatter.scatters(summary, observed),
         figures.startup(run),
     ]
+
+
+def _events(summary: Summary, run: Run, observed: Observed) -> dict[str, list[Event]]:
+    cells = {cell.id: cell for cell in summary.cells}
+    ran = {cell.id: cell for cell in run.cells}
+    return {line.cell: events_of(line, cells.get(line.cell), ran.get(line.cell)) for line in observed.timelines}
 
 
 def _asset(name: str) -> str:

@@ -11,6 +11,10 @@ Figure = dict[str, Any]  # {"data": [...], "layout": {...}} of plotly
 COLOURS = 8  # @s1 to @s8
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
+# Symbols of points that tell loads apart, and how a legend writes them.
+GLYPHS = {
+    "circle": "●", "square-open": "□", "triangle-up": "▲", "diamond-open": "◇", "circle-open": "○", "square": "■",
+}  # fmt: skip
 STROKES = dict(zip(DASHES, ("", "7 4", "1.5 3.5", "7 3 1.5 3", "11 4", "11 3 1.5 3"), strict=True))
 
 
@@ -20,6 +24,7 @@ class Key(Struct, frozen=True, kw_only=True):
     name: str
     colour: str  # CSS variable
     stroke: str = ""  # SVG dash pattern
+    glyph: str = ""  # what stands for its points
 
 
 class Chart(Struct, frozen=True, kw_only=True):
@@ -31,6 +36,8 @@ class Chart(Struct, frozen=True, kw_only=True):
     figure: Figure
     head: list[str]
     body: list[list[str]]
+    formula: str = ""
+    findings: list[str] = []  # what it shows, in words
     empty: str = ""  # why there is nothing to draw
 
 
@@ -71,7 +78,8 @@ def row_keys(summary: Summary) -> list[Key]:
     keys = []
     for row in summary.rows:
         hue, dash = row_style(summary, row)
-        keys.append(Key(name=f"{row.server} / {row.load}", colour=hue, stroke=STROKES[dash]))
+        glyph = tuple(GLYPHS.values())[loads(summary).index(row.load) % len(GLYPHS)]
+        keys.append(Key(name=f"{row.server} / {row.load}", colour=hue, stroke=STROKES[dash], glyph=glyph))
     return keys
 
 
@@ -113,4 +121,4 @@ def axis(unit: str, values: list[float] | None = None, logarithmic_from: float =
             "tickvals": shown,
             "ticktext": [f"{step:,g}" for step in shown],
         }
-    return {"title": {"text": unit}, "rangemode": "tozero"}
+    return {"title": {"text": unit}, "rangemode": "tozero", "tickformat": ","}

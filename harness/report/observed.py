@@ -16,10 +16,11 @@ from msgspec import Struct, field
 from harness import derive
 from harness.blocks import Block, Lines, blocks_of, in_file, reader, requests_in
 from harness.manifest import Run
-from harness.metrics import read_samples
 from harness.plan import plan
 from harness.records import Request, read_marks
 from harness.report.bins import FINE_S, Counts, bin_of
+from harness.report.scraped import ServerSamples, server_samples, shifted
+from harness.report.seen import Choice, Failures, Seen
 
 MOST_BINS = 240  # points of a timeline's line
 MOST_POINTS = 200  # points of a distribution's line
@@ -51,14 +52,6 @@ class Fault(Struct):
         del self.messages[EXAMPLES:]
 
 
-class ServerSamples(Struct):
-    """What the server's metrics said during a cell; None where it has no such metric."""
-
-    at_s: list[float] = []
-    running: list[float | None] = []
-    waiting: list[float | None] = []
-
-
 class Timeline(Struct, frozen=True, kw_only=True):
     """One cell over time. Zero is the first measured request; times in seconds."""
 
@@ -68,6 +61,7 @@ class Timeline(Struct, frozen=True, kw_only=True):
     tok_s: list[float]
     in_flight: list[int]  # requests sent and not ended, at the end of each step
     server: ServerSamples
+    failures: dict[str, Failures]  # of measured requests by kind, the earliest first
     warmup_until_s: float | None  # None: no warm-up
     ends_s: float
 
@@ -78,6 +72,7 @@ class Observed(Struct, frozen=True, kw_only=True):
     samples: dict[tuple[str, str], Sample]  # by server and load
     faults: dict[tuple[str, str], dict[str, Fault]]
     timelines: list[Timeline]
+    chosen: dict[tuple[str, str], Choice]  # requests to draw; seconds count from their cell's first measured one
     without_usage: int  # successful requests whose tokens the server did not report
     damaged_lines: int
 
@@ -95,6 +90,7 @@ class _Part(Struct):
     samples: dict[tuple[str, str], Sample]
     faults: dict[tuple[str, str], dict[str, Fault]]
     counts: dict[str, Counts]
+    seen: Seen
     without_usage: int = 0
 
 
@@ -103,22 +99,23 @@ def observe(folder: Path, run: Run) -> Observed:
     cells = {cell.id: (cell.server, cell.load) for cell in plan(run.scenario)}
     zero = _zero(folder)
     counts = {cell: Counts(start_s) for cell, start_s in zero.starts_s.items()}
-    whole = _Part(samples={}, faults={}, counts=counts)
+    whole = _Part(samples={}, faults={}, counts=counts, seen=Seen())
     lines = []
     blocks = blocks_of(folder / "requests.jsonl")
     with reader(blocks) as parts_of:
         for part, read in parts_of(partial(_observe, cells=cells, zero=zero)):
             _merge(whole, part)
             lines.append(read)
-    scraped = _server_samples(folder / "metrics.jsonl")
+    scraped = server_samples(folder / "metrics.jsonl")
     return Observed(
         samples=whole.samples,
         faults={row: whole.faults[row] for row in dict.fromkeys(cells.values()) if row in whole.faults},
         timelines=[
-            _timeline(name, counts[name], scraped.get(name, ServerSamples()))
+            _timeline(name, counts[name], scraped.get(name, ServerSamples()), whole.seen.failures.get(name, {}))
             for name in cells
             if name in counts and counts[name].first_sent_s is not None
         ],
+        chosen=whole.seen.since({cell: count.first_measured_s or 0.0 for cell, count in counts.items()}),
         without_usage=whole.without_usage,
         damaged_lines=len(in_file(lines)),
     )
@@ -134,7 +131,7 @@ def _zero(folder: Path) -> _Zero:
 
 
 def _observe(block: Block, cells: dict[str, tuple[str, str]], zero: _Zero) -> tuple[_Part, Lines]:
-    part = _Part(samples=defaultdict(Sample), faults=defaultdict(dict), counts={})
+    part = _Part(samples=defaultdict(Sample), faults=defaultdict(dict), counts={}, seen=Seen())
     lines = Lines()
     for request in requests_in(block, lines):
         row = cells.get(request.cell)
@@ -148,6 +145,8 @@ def _observe(block: Block, cells: dict[str, tuple[str, str]], zero: _Zero) -> tu
             part.counts[request.cell].add(request, anchor - start_s)
         if request.phase != "measured":
             continue
+        if anchor is not None:
+            part.seen.add(request, row, request.sent_s + anchor - start_s)
         if request.error is not None:
             _note_fault(part.faults[row].setdefault(request.error, Fault()), request)
         else:
@@ -155,6 +154,7 @@ def _observe(block: Block, cells: dict[str, tuple[str, str]], zero: _Zero) -> tu
             _note_latencies(part.samples[row], request)
     for count in part.counts.values():
         count.trim()
+    part.seen.thin()
     return part, lines
 
 
@@ -166,6 +166,7 @@ def _merge(whole: _Part, part: _Part) -> None:
             whole.faults.setdefault(row, {}).setdefault(kind, Fault()).merge(fault)
     for cell, count in part.counts.items():
         whole.counts[cell].merge(count)
+    whole.seen.merge(part.seen)
     whole.without_usage += part.without_usage
 
 
@@ -200,7 +201,7 @@ def distribution(values: Iterable[float]) -> tuple[list[float], list[float]]:
     return [float(v) for v in ordered[places]], [round(float(s), 5) for s in shares]
 
 
-def _timeline(name: str, count: Counts, server: ServerSamples) -> Timeline:
+def _timeline(name: str, count: Counts, server: ServerSamples, failures: dict[str, Failures]) -> Timeline:
     count.flush()
     start = count.first_sent_s or 0.0
     zero = count.first_measured_s if count.first_measured_s is not None else start
@@ -214,19 +215,17 @@ def _timeline(name: str, count: Counts, server: ServerSamples) -> Timeline:
     rates = np.add.reduceat(tokens, edges) / lengths if len(tokens) else tokens
     middles = (low + edges) * FINE_S + lengths / 2 - zero
     last_of_each = np.minimum(edges + group, len(in_flight)) - 1
-    shift = count.zero_s + zero
-    keep = _thin(len(server.at_s))
     return Timeline(
         cell=name,
         step_s=group * FINE_S,
         at_s=[round(float(t), 2) for t in middles],
         tok_s=[round(float(r), 1) for r in rates],
         in_flight=[int(n) for n in in_flight[last_of_each]] if len(in_flight) else [],
-        server=ServerSamples(
-            [round(server.at_s[i] - shift, 2) for i in keep],
-            [server.running[i] for i in keep],
-            [server.waiting[i] for i in keep],
-        ),
+        server=shifted(server, count.zero_s + zero, 2 * MOST_BINS),
+        failures={
+            kind: Failures(found.count, round(found.first_s - zero, 2))
+            for kind, found in sorted(failures.items(), key=lambda item: item[1].first_s)
+        },
         warmup_until_s=None if zero == start else round(start - zero, 2),
         ends_s=round(count.last_ended_s - zero, 2),
     )
@@ -238,21 +237,3 @@ def _bins_per_step(bins: int) -> int:
         if bins <= group * MOST_BINS:
             return group
     return -(-bins // MOST_BINS)
-
-
-def _thin(size: int) -> list[int]:
-    step = max(1, -(-size // (2 * MOST_BINS)))
-    return list(range(0, size, step))
-
-
-def _server_samples(path: Path) -> dict[str, ServerSamples]:
-    """Running and waiting requests out of metrics.jsonl, by cell."""
-    result = {}
-    for cell, scrapes in read_samples(path).items():
-        known = [scrape for scrape in scrapes if "running" in scrape.values or "waiting" in scrape.values]
-        result[cell] = ServerSamples(
-            [scrape.wall_s for scrape in known],
-            [scrape.values.get("running") for scrape in known],
-            [scrape.values.get("waiting") for scrape in known],
-        )
-    return result

@@ -1,5 +1,6 @@
 """What a report says in sentences: each row, the validity, and how the comparison was made."""
 
+import math
 import re
 from collections import defaultdict
 
@@ -69,6 +70,33 @@ def of_validity(summary: Summary, run: Run) -> str:
 def after_word(verdict: Verdict) -> str:
     """A verdict's sentence where its side and its word are shown beside it."""
     return verdict.sentence.removeprefix(f"{verdict.side}: ").removeprefix(f"{verdict.word}: ")
+
+
+def in_short(verdict: Verdict, comparison: Comparison) -> str:
+    """What one needs to know where the side, its word and the baseline are shown beside it."""
+    if verdict.ratio is None:
+        return after_word(verdict)
+    floor = f"±{100 * comparison.noise_floor:.2g}\u00a0%"
+    if verdict.word == "same":
+        return f"as fast within {floor}, which is noise"
+    factor = f"{verdict.ratio:.2f} times as fast"
+    if verdict.word != "cannot tell":
+        return factor
+    if verdict.low is not None and abs(math.log(verdict.ratio)) <= math.log1p(comparison.noise_floor):
+        return f"about as fast, but not surely within {floor}{_settled(verdict)}"
+    return f"{factor}, but {_doubt(verdict)}{_settled(verdict)}"
+
+
+def _doubt(verdict: Verdict) -> str:
+    if verdict.low is not None and verdict.high is not None and verdict.low <= 1 <= verdict.high:
+        return "the runs spread so much that it may be chance"
+    fewest = min(verdict.n)
+    return "one run says nothing about chance" if fewest == 1 else f"{fewest} repeats are too few to be sure"
+
+
+def _settled(verdict: Verdict) -> str:
+    needed = re.search(r"; (about \d+)|; (more than \d+)|; (\d+) repeats a side is", verdict.sentence)
+    return f"; {next(filter(None, needed.groups()))} would decide" if needed else ""
 
 
 def gathered(texts: list[str], run: Run) -> list[str]:

@@ -11,7 +11,7 @@
     const value = (name) => style.getPropertyValue(name).trim();
     palette = {};
     for (let i = 1; i <= 8; i++) palette["@s" + i] = value("--s" + i);
-    for (const name of ["ink", "muted", "line", "strong", "card", "area", "shade"]) palette["@" + name] = value("--" + name);
+    for (const name of ["ink", "muted", "line", "strong", "card", "area", "shade", "bad"]) palette["@" + name] = value("--" + name);
     palette.font = getComputedStyle(document.body).fontFamily;
   }
 
@@ -48,24 +48,28 @@
     return layout;
   }
 
-  function configOf(name) {
-    const save = (format, title, icon) => ({
-      name: "save-" + format, title, icon,
-      click: (plot) => Plotly.downloadImage(plot, { format, filename: name, scale: format === "png" ? 2 : 1 }),
-    });
-    return {
-      displaylogo: false, responsive: true, displayModeBar: "hover",
-      modeBarButtons: [[
-        save("svg", "Save as SVG", Plotly.Icons.disk), save("png", "Save as PNG", Plotly.Icons.camera),
-        "zoom2d", "pan2d", "resetScale2d",
-      ]],
-    };
+  const CONFIG = {
+    displaylogo: false, responsive: true, displayModeBar: true, modeBarButtons: [["zoom2d", "pan2d", "resetScale2d"]],
+  };
+
+  // A chart as a file: plain buttons, so that keyboard and touch reach them as well.
+  function saving() {
+    for (const button of document.querySelectorAll("button[data-save]")) {
+      button.addEventListener("click", () => {
+        const plot = document.getElementById("chart-" + button.dataset.chart);
+        const cell = button.dataset.chart === "timeline" ? "-" + document.getElementById("timeline-cell").value : "";
+        const format = button.dataset.save;
+        if (drawn.has(plot)) {
+          Plotly.downloadImage(plot, { format, filename: button.dataset.chart + cell, scale: format === "png" ? 2 : 1 });
+        }
+      });
+    }
   }
 
   async function draw(element, figure) {
     drawn.set(element, figure);
     const ready = coloured(figure);
-    await Plotly.react(element, ready.data, layoutOf(ready.layout), configOf(element.id.replace("chart-", "")));
+    await Plotly.react(element, ready.data, layoutOf(ready.layout), CONFIG);
     // A screen reader gets the caption and the table; the drawing itself would only be a heap of nameless shapes.
     for (const drawing of document.querySelectorAll("svg:not([aria-hidden])")) drawing.setAttribute("aria-hidden", "true");
   }
@@ -129,9 +133,11 @@
     for (const button of document.querySelectorAll("button[data-row]")) {
       button.addEventListener("click", () => {
         const shown = button.getAttribute("aria-pressed") !== "true";
-        button.setAttribute("aria-pressed", String(shown));
+        for (const same of document.querySelectorAll(`button[data-row="${button.dataset.row}"]`)) {
+          same.setAttribute("aria-pressed", String(shown));
+        }
         for (const [element, figure] of drawn) {
-          if (!element.id.startsWith("chart-cdf-")) continue;
+          if (!/^chart-(cdf|dots)-/.test(element.id)) continue;
           for (const trace of figure.data) {
             if (String(trace.meta) === button.dataset.row) trace.visible = shown;
           }
@@ -169,6 +175,7 @@
 
   themes();
   legends();
+  saving();
   printing();
   drawAll().catch((error) => {
     const note = document.getElementById("charts-failed");

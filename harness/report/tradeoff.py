@@ -1,0 +1,102 @@
+"""Latency against throughput: what each server's users wait for what it gives."""
+
+from typing import Literal
+
+from harness.manifest import Run
+from harness.report import words
+from harness.report.figures import at_once, by_concurrency
+from harness.report.marks import Chart, Figure, axis, colour, plain, servers, symbol
+from harness.summary import Distribution, Row, Summary
+
+_HEAD = ["Server", "Load", "At once", "tok/s", "p50, ms", "p95, ms", "Requests"]
+_TITLES = {
+    "ttft_s": ("trade-ttft", "Time to first token over throughput", "TTFT = first token received − request sent"),
+    "e2e_s": ("trade-e2e", "Whole answer over throughput", "E2E = last chunk − request sent"),
+}
+
+
+def tradeoffs(summary: Summary, run: Run) -> list[Chart]:
+    return [_tradeoff(summary, run, "ttft_s"), _tradeoff(summary, run, "e2e_s")]
+
+
+def _tradeoff(summary: Summary, run: Run, field: Literal["ttft_s", "e2e_s"]) -> Chart:
+    key, title, formula = _TITLES[field]
+    data: list[Figure] = []
+    for i, server in enumerate(servers(summary)):
+        rows = [row for row in by_concurrency(summary, run, server) if row.pooled.output_tok_s is not None]
+        for name, dash in (("p50", "solid"), ("p95", "dot")):
+            data += _line(rows, run, field, name, i, server, dash)
+    values = [value for trace in data for value in trace["y"]]
+    return Chart(
+        id=key,
+        title=title,
+        caption="A point for each load, the number says how many requests at once. Solid: p50, dotted: p95 where the "
+        "sample carries it. Right and low is best.",
+        formula=f"across: tok/s = output tokens inside the window ÷ window, median of the runs; up: {formula}, "
+        "percentile over the successful requests of all repeats",
+        figure={
+            "data": data,
+            "layout": {"xaxis": axis("output tok/s"), "yaxis": axis("ms", values)},
+        },
+        head=_HEAD,
+        body=[_words(row, run, getattr(row.pooled, field)) for row in summary.rows],
+        empty="" if values else "No row has both a throughput and the 11 successful requests that a p50 needs.",
+    )
+
+
+def _line(rows: list[Row], run: Run, field: str, name: str, index: int, server: str, dash: str) -> list[Figure]:
+    known = [row for row in rows if getattr(getattr(row.pooled, field), name) is not None]
+    if not known:
+        return []
+    open_symbol = "" if name == "p50" else "-open"
+    return [
+        {
+            "type": "scatter",
+            "mode": "lines+markers+text" if name == "p50" else "lines+markers",
+            "name": plain(server),
+            "x": [row.pooled.output_tok_s for row in known],
+            "y": [1000 * getattr(getattr(row.pooled, field), name) for row in known],
+            "text": _labels(known, run, field, name),
+            "customdata": [f"{plain(row.load)}, {at_once(row, run)} at once" for row in known],
+            # Servers that behave alike lie on each other; their labels then stand on different sides.
+            "textposition": ("top center", "bottom center", "middle right", "middle left")[index % 4],
+            "textfont": {"color": f"@{colour(index)}", "size": 11},
+            "cliponaxis": False,
+            "line": {"color": f"@{colour(index)}", "width": 2.2 if name == "p50" else 1.4, "dash": dash},
+            "marker": {"color": f"@{colour(index)}", "symbol": symbol(index) + open_symbol, "size": 8},
+            "hovertemplate": f"%{{customdata}}<br>%{{x:,.1f}} tok/s, <b>%{{y:,.1f}} ms</b> {name}"
+            "<extra>%{fullData.name}</extra>",
+        }
+    ]
+
+
+def _labels(rows: list[Row], run: Run, field: str, name: str) -> list[str]:
+    """How many requests at once, by each point; points that lie close together share a label."""
+    most = max(row.pooled.output_tok_s or 0.0 for row in rows)
+    labels: list[list[str]] = []
+    for i, row in enumerate(rows):
+        label = [str(at_once(row, run))]
+        if i and _close(rows[i - 1], row, most, field, name):
+            label = labels[-1] + label
+            labels[-1] = []
+        labels.append(label)
+    return [", ".join(label) for label in labels]
+
+
+def _close(one: Row, other: Row, most: float, field: str, name: str) -> bool:
+    across = abs((one.pooled.output_tok_s or 0.0) - (other.pooled.output_tok_s or 0.0)) / (most or 1.0)
+    low, high = sorted(getattr(getattr(row.pooled, field), name) for row in (one, other))
+    return across < 0.06 and high < 1.3 * low
+
+
+def _words(row: Row, run: Run, sample: Distribution) -> list[str]:
+    rate = row.pooled.output_tok_s
+    return [
+        row.server,
+        row.load,
+        str(at_once(row, run)),
+        words.NOTHING if rate is None else words.significant(rate),
+        words.percentile(sample, "p50"),
+        words.percentile(sample, "p95"),
+        f"{sample.n:,}",
+    ]
