@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from harness.serve.template import Variable, templates, variables
+from harness.serve.template import Variable, limits, templates, variables
 
 HEAD = """\
 # Servers
@@ -22,8 +22,9 @@ servers:
 ```
 
 All of them are published on 127.0.0.1 unless `publish` says otherwise. A secret such as `HF_TOKEN` comes from your
-shell: write `${HF_TOKEN}` in `environment`, never the value. `DOCKER_HOST` is respected. A type that ends in `?` also
-takes `null`. `model` is the scenario's own and is not set here.
+shell: write `${HF_TOKEN}` in `environment` or in an argument; the value itself is refused, and in logs it is blacked
+out. `DOCKER_HOST` is respected. A type that ends in `?` also takes `null`. `model` is the scenario's own and is not set
+here.
 """
 
 INTRODUCTIONS = {
@@ -52,7 +53,8 @@ def servers_page() -> str:
 
 def _row(name: str, variable: Variable) -> str:
     default = "required" if variable.required else f"`{_shown(variable.default)}`"
-    cells = (f"`{name}`", variable.type, default, variable.doc)
+    allowed = f": {', '.join(variable.choices)}" if variable.choices else f" {limits(variable)}".rstrip()
+    cells = (f"`{name}`", variable.type + allowed, default, variable.doc)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 

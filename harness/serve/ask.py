@@ -1,7 +1,10 @@
 """Asking a server who it is: what it serves, whether its model answers, and in words what is in the way."""
 
 import socket
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+from urllib.parse import urljoin
 
 import msgspec
 import requests
@@ -10,21 +13,49 @@ from harness.errors import HarnessError, ServerError, did_you_mean
 from harness.manifest import ServedBy
 
 PROBE_TIMEOUT_S = 5.0
+RETRY_S = 10.0  # one broken answer is no reason to give up a server
+RETRY_EVERY_S = 0.5
+
+T = TypeVar("T")
+BROKE = "the connection broke"
 
 
-def attach(url: str, model: str | None, api_key: str | None = None, *, timeout_s: float = 300.0) -> ServedBy:
+class Passing(ServerError):
+    """What may be over at the next request: a status of 5xx, half a body, a connection that broke."""
+
+
+def attach(
+    url: str, model: str | None, api_key: str | None = None, *, key_name: str | None = None, timeout_s: float = 300.0
+) -> ServedBy:
     """Look at a server that already runs: does its model answer?
 
-    `model` None takes the only one that it serves. Raises ServerError in words for what is in the way.
+    `model` None takes the only one that it serves; `key_name` is the environment variable that held the key. Raises
+    ServerError in words for what is in the way.
     """
     base = base_url(url)
     with open_session(api_key) as session:
-        served = find_model(base, model, session)
-        response = _post(session, base + "/v1/chat/completions", one_token(served), timeout_s)
-        check_answer(response, base)
+        served = patiently(lambda: find_model(base, model, session, key_name))
+
+        def answer() -> None:
+            response = _post(session, base + "/v1/chat/completions", one_token(served), timeout_s)
+            check_answer(response, base, key_name)
+
+        patiently(answer)
         version = server_version(base, session)
         simulated = version is not None and "simulated" in version
     return ServedBy(url=base, simulated=simulated, version=version, model=served)
+
+
+def patiently(attempt: Callable[[], T], until: float | None = None) -> T:
+    """The result of `attempt`, which is repeated for a while, until `until` at most, when it raises `Passing`."""
+    limit = time.monotonic() + RETRY_S if until is None else min(until, time.monotonic() + RETRY_S)
+    while True:
+        try:
+            return attempt()
+        except Passing:
+            if time.monotonic() + RETRY_EVERY_S > limit:
+                raise
+        time.sleep(RETRY_EVERY_S)
 
 
 def base_url(url: str) -> str:
@@ -47,12 +78,12 @@ def metrics_url(base: str, api_key: str | None = None) -> str | None:
     return base + "/metrics" if response.status_code == 200 and not text.startswith("<") else None
 
 
-def find_model(base: str, model: str | None, session: requests.Session) -> str:
+def find_model(base: str, model: str | None, session: requests.Session, key_name: str | None = None) -> str:
     """The id under which the server answers for `model`. Raises ServerError that names what it serves."""
     response = _get(session, base + "/v1/models")
-    refuse_no_api(response, base)
+    refuse_no_api(response, base, key_name)
     try:
-        names = [str(entry["id"]) for entry in response.json()["data"]]
+        names = [str(entry["id"]) for entry in _json(response)["data"]]
     except (ValueError, KeyError, TypeError):
         raise ServerError(
             f"{base}/v1/models answers with something that is not a list of models",
@@ -62,12 +93,12 @@ def find_model(base: str, model: str | None, session: requests.Session) -> str:
     if model is None:
         if len(names) == 1:
             return names[0]
-        raise ServerError(f"{base} serves {_listed(names)}; say which one is meant", next_step="Set 'model'.")
+        raise ServerError(f"{base} serves {_listed(names)}; say which one is meant", next_step="Give `--model NAME`.")
     if model in names or model.removeprefix("user.") in names:
         return model
     raise ServerError(
         f"{base} does not serve '{model}'; it serves {_listed(names)}",
-        next_step="Set the scenario's 'model' to one of these"
+        next_step="Set the scenario's 'model' to one of these, or give `--model NAME`"
         + (f" ({did_you_mean(model, names)})." if did_you_mean(model, names).startswith("did") else "."),
     )
 
@@ -104,45 +135,81 @@ def one_token(model: str) -> dict[str, Any]:
 
 def _get(session: requests.Session, url: str) -> requests.Response:
     try:
-        return session.get(url, timeout=2 * PROBE_TIMEOUT_S)
+        return session.get(url, timeout=2 * PROBE_TIMEOUT_S, allow_redirects=False)
     except requests.RequestException as error:
-        raise ServerError(
+        raise no_answer(error)(
             f"no answer from {url}: {reason(error)}", next_step="Check the address and that the server runs."
         ) from None
 
 
 def _post(session: requests.Session, url: str, body: dict[str, Any], timeout_s: float) -> requests.Response:
     try:
-        return session.post(url, json=body, timeout=timeout_s)
+        return session.post(url, json=body, timeout=timeout_s, allow_redirects=False)
     except requests.RequestException as error:
-        raise ServerError(f"no answer from {url}: {reason(error)}", next_step="Look at the server's log.") from None
+        raise no_answer(error)(
+            f"no answer from {url}: {reason(error)}", next_step="Look at the server's log."
+        ) from None
 
 
-def refuse_no_api(response: requests.Response, base: str) -> None:
+def no_answer(error: requests.RequestException) -> type[ServerError]:
+    """The kind of error for a request without an answer: a connection that was open and broke may hold next time."""
+    return Passing if reason(error) == BROKE else ServerError
+
+
+def refuse_no_api(response: requests.Response, base: str, key_name: str | None = None) -> None:
+    """Raise ServerError, in words, for an answer that is none of an OpenAI-compatible API."""
+    _refuse_stranger(response, base, key_name)
+    if response.status_code != 200:
+        raise _kind(response)(
+            f"{response.url} answers HTTP {response.status_code}: {message(response)}",
+            next_step="Check that the address is that of an OpenAI-compatible server.",
+        )
+
+
+def _kind(response: requests.Response) -> type[ServerError]:
+    return Passing if response.status_code == 429 or response.status_code >= 500 else ServerError
+
+
+def _refuse_stranger(response: requests.Response, base: str, key_name: str | None) -> None:
+    """Answers of a server that does not let us in, or is another one than was meant."""
     if response.status_code in (401, 403):
+        raise _no_entry(response, base, key_name)
+    if response.is_redirect:
+        target = urljoin(response.url, response.headers["Location"])
         raise ServerError(
-            f"{base} wants an API key (HTTP {response.status_code})",
-            next_step="Name the environment variable that holds it as 'api_key_env' in the scenario, and export it.",
+            f"{response.url} redirects to {target}; redirects are not followed",
+            next_step="Give the address of the server itself, without the API's path.",
         )
     if "html" in response.headers.get("Content-Type", "") or response.text.lstrip()[:1] == "<":
         raise ServerError(
             f"{base} answers with an HTML page, not with an OpenAI-compatible API (HTTP {response.status_code})",
             next_step="Check the address; a web page of another program may live on this port.",
         )
-    if response.status_code != 200:
-        raise ServerError(
-            f"{response.url} answers HTTP {response.status_code}: {message(response)}",
-            next_step="Check that the address is that of an OpenAI-compatible server.",
+
+
+def _no_entry(response: requests.Response, base: str, key_name: str | None) -> ServerError:
+    if "Authorization" in response.request.headers:
+        key = f"the key in {key_name}" if key_name else "the API key"
+        return ServerError(
+            f"the server rejected {key} ({base} answers HTTP {response.status_code})",
+            next_step=f"Export the right key as {key_name}." if key_name else "Export the right key.",
         )
+    return ServerError(
+        f"{base} wants an API key (HTTP {response.status_code})",
+        next_step="Name the environment variable that holds it as 'api_key_env' in the scenario, and export it.",
+    )
 
 
-def check_answer(response: requests.Response, base: str) -> None:
+def check_answer(response: requests.Response, base: str, key_name: str | None = None) -> None:
     """The first real answer must be a chat completion."""
+    _refuse_stranger(response, base, key_name)
     if response.status_code != 200:
-        _explain_refusal(response, base)
-    refuse_no_api(response, base)
+        raise _kind(response)(
+            f"the model does not answer: {response.url} says HTTP {response.status_code}: {message(response)}",
+            next_step="Look at the server's log.",
+        )
     try:
-        response.json()["choices"][0]["message"]
+        _json(response)["choices"][0]["message"]
     except (ValueError, KeyError, TypeError, IndexError):
         raise ServerError(
             f"{response.url} answers with something that is not a chat completion",
@@ -151,13 +218,15 @@ def check_answer(response: requests.Response, base: str) -> None:
         ) from None
 
 
-def _explain_refusal(response: requests.Response, base: str) -> None:
-    if response.status_code in (401, 403):
-        return
-    raise ServerError(
-        f"the model does not answer: {response.url} says HTTP {response.status_code}: {message(response)}",
-        next_step="Look at the server's log.",
-    )
+def _json(response: requests.Response) -> Any:
+    try:
+        return response.json()
+    except ValueError:
+        raise Passing(
+            f"{response.url} answers with something that is not JSON",
+            next_step="Check that the address is that of an OpenAI-compatible server.",
+            detail=response.text[:500],
+        ) from None
 
 
 def message(response: requests.Response) -> str:
@@ -178,7 +247,7 @@ def reason(error: Exception) -> str:
         return "it did not answer in time"
     if "SSL" in text:
         return "the TLS handshake failed; is it http:// and not https://?"
-    return "the connection broke"
+    return BROKE
 
 
 def _listed(names: list[str]) -> str:

@@ -174,10 +174,11 @@ def _look(container: Container, log: LogFile) -> Look:
 
 
 def describe_end(exit_code: int, oom_killed: bool, error: str, log: LogFile) -> str:
-    """How a server ended and why, in one line."""
+    """How a server ended and why, in one line: the known cause, else the last thing it said."""
     log.settle()
     failure = explain(log.text(), State(exit_code=exit_code, oom_killed=oom_killed, error=error))
-    return f"it ended with exit code {exit_code}" + (f": {failure.cause}" if failure is not None else "")
+    why = failure.cause if failure is not None else log.last_line()
+    return f"it ended with exit code {exit_code}: {why}"
 
 
 def death(look: Look, log: LogFile) -> ServerError:

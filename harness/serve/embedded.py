@@ -1,16 +1,16 @@
 """The embedded engine as a plain process, for machines without Docker."""
 
 import contextlib
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from harness import process
 from harness.errors import ServerError
 from harness.serve.compose import Service
-from harness.serve.containers import Look
-from harness.serve.failures import State, explain
+from harness.serve.containers import Look, describe_end
 from harness.serve.logfile import LogFile
 
 
@@ -32,23 +32,32 @@ def arguments_of(service: Service) -> list[str]:
 
 
 @contextlib.contextmanager
-def embedded(service: Service, log_path: Path) -> Iterator[tuple[Callable[[bool], Look], LogFile]]:
-    """The engine while it runs: a function that looks at it, and its log. It ends with us, however we end."""
-    log = LogFile(log_path)
-    with log_path.open("ab") as output:
-        try:
-            child = process.start(command_of(service), stdout=output, stderr=subprocess.STDOUT)
-        except OSError as error:
-            raise ServerError(f"the embedded engine cannot be started: {error}") from None
+def embedded(
+    service: Service, log_path: Path, secrets: Sequence[str] = ()
+) -> Iterator[tuple[Callable[[bool], Look], LogFile]]:
+    """The engine while it runs: a function that looks at it, and its log. It ends with us, however we end.
+
+    `secrets` are blacked out in the log.
+    """
+    log = LogFile(log_path, secrets)
+    environment = {**os.environ, **service.environment}
+    try:
+        child = process.start(command_of(service), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
+    except OSError as error:
+        raise ServerError(f"the embedded engine cannot be started: {error}") from None
+    assert child.stdout is not None
+    output = child.stdout.fileno()
+    log.follow(lambda: iter(lambda: os.read(output, 65536), b""))
     try:
         yield lambda _now: _look(child, log), log
     finally:
         process.stop(child)
+        log.settle()
+        child.stdout.close()
 
 
 def _look(child: "subprocess.Popen[bytes]", log: LogFile) -> Look:
     code = child.poll()
     if code is None:
         return Look(None)
-    failure = explain(log.text(), State(exit_code=code))
-    return Look(f"it ended with exit code {code}" + (f": {failure.cause}" if failure is not None else ""), code)
+    return Look(describe_end(code, False, "", log), code)

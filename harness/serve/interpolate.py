@@ -26,6 +26,22 @@ def interpolate(value: Any, environment: Mapping[str, str], problems: list[str],
     return value
 
 
+def names_in(text: str) -> set[str]:
+    """The environment variables that a text asks for."""
+    return {name for match in _PART.finditer(text) if (name := match["plain"] or match["name"])}
+
+
+def written(text: str) -> str:
+    """What stands in a text itself, defaults included; what comes from the environment becomes a NUL."""
+    return _PART.sub(_written, text)
+
+
+def _written(match: re.Match[str]) -> str:
+    if match["plain"] or match["name"]:
+        return (match["word"] if (match["operator"] or "")[-1:] in ("-", "+") else "") or "\0"
+    return "$"
+
+
 def _filled(match: re.Match[str], environment: Mapping[str, str], problems: list[str], path: str) -> str:
     if match["escaped"]:
         return "$"

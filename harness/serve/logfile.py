@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 TAIL_LINES = 25
+LINE_CHARS = 100
 _STAMP = re.compile(r"^\d{4}-\d\d-\d\dT[\d:.]+Z ")  # put there by the Docker Engine
 
 
@@ -36,7 +37,7 @@ class LogFile:
     def last_line(self) -> str:
         """The last line that says something, shortened for a terminal."""
         lines = [line.strip() for line in self.text(4096).splitlines() if line.strip()]
-        return lines[-1][:100] if lines else "no output yet"
+        return lines[-1][:LINE_CHARS] if lines else "no output yet"
 
     def text(self, limit: int = 4_000_000) -> str:
         """The log, at most its last `limit` bytes, without the engine's time stamps."""

@@ -16,8 +16,10 @@ from harness.serve.ask import (
     check_answer,
     find_model,
     message,
+    no_answer,
     one_token,
     open_session,
+    patiently,
     reason,
     refuse_no_api,
     server_version,
@@ -47,8 +49,16 @@ class Waiting(Struct, frozen=True):
     on_progress: Callable[[str], None]
 
 
-def wait_ready(url: str, serving: Serving, model: str, waiting: Waiting, *, api_key: str | None = None) -> Ready:
-    """Wait until `model` at `url` has given one real answer.
+def wait_ready(
+    url: str,
+    serving: Serving,
+    model: str,
+    waiting: Waiting,
+    *,
+    api_key: str | None = None,
+    key_name: str | None = None,
+) -> Ready:
+    """Wait until `model` at `url` has given one real answer. `key_name` is the variable that held the key.
 
     Raises ServerError when the server dies, does not become ready in time, or answers with what is no API.
     """
@@ -65,9 +75,9 @@ def wait_ready(url: str, serving: Serving, model: str, waiting: Waiting, *, api_
 
     with open_session(api_key) as session:
         deadline = began + waiting.timeout_s
-        _poll(session, url + serving.health, deadline, waiting, accept=lambda status: True)
+        _poll(session, url + serving.health, deadline, waiting, key_name, accept=lambda status: True)
         done("port open")
-        _poll(session, url + serving.health, deadline, waiting, accept=lambda status: status == 200)
+        _poll(session, url + serving.health, deadline, waiting, key_name, accept=lambda status: status == 200)
         done("health")
         if serving.load is not None:
             call = serving.load
@@ -76,9 +86,14 @@ def wait_ready(url: str, serving: Serving, model: str, waiting: Waiting, *, api_
                 raise _not_loaded(loaded, model, waiting)
             done("load")
         try:
-            served = find_model(url, model, session)
-            answer = _patient_post(url + "/v1/chat/completions", one_token(served), deadline, waiting, api_key)
-            check_answer(answer, url)
+            served = patiently(lambda: find_model(url, model, session, key_name), deadline)
+
+            def answer() -> None:
+                body = one_token(served)
+                response = _patient_post(url + "/v1/chat/completions", body, deadline, waiting, api_key)
+                check_answer(response, url, key_name)
+
+            patiently(answer, deadline)
         except ServerError as error:
             raise waiting.dead() or error from None
         done("first answer")
@@ -86,7 +101,12 @@ def wait_ready(url: str, serving: Serving, model: str, waiting: Waiting, *, api_
 
 
 def _poll(
-    session: requests.Session, url: str, deadline: float, waiting: Waiting, accept: Callable[[int], bool]
+    session: requests.Session,
+    url: str,
+    deadline: float,
+    waiting: Waiting,
+    key_name: str | None,
+    accept: Callable[[int], bool],
 ) -> None:
     seen = "nothing listens there"
     told = time.monotonic()
@@ -104,7 +124,7 @@ def _poll(
                 if accept(response.status_code):
                     return
                 if response.status_code in (401, 403):
-                    refuse_no_api(response, url)
+                    refuse_no_api(response, url, key_name)
                 seen = f"HTTP {response.status_code}"
                 if "html" in response.headers.get("Content-Type", ""):
                     seen += " with an HTML page"
@@ -168,7 +188,7 @@ def _in_background(
     def post() -> None:
         with open_session(api_key) as session:
             try:
-                answers.put(session.post(url, json=body, timeout=timeout_s))
+                answers.put(session.post(url, json=body, timeout=timeout_s, allow_redirects=False))
             except requests.RequestException as error:
                 answers.put(error)
 
@@ -177,7 +197,7 @@ def _in_background(
 
 
 def _gone(url: str, error: requests.RequestException, waiting: Waiting) -> ServerError:
-    return ServerError(
+    return no_answer(error)(
         f"the server gave no answer to POST {url} ({reason(error)})",
         next_step="Look at its last lines.",
         detail=waiting.log.tail(),

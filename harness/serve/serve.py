@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import docker
@@ -29,7 +30,8 @@ from harness.serve.images import digest_of, ensure_image
 from harness.serve.logfile import LogFile
 from harness.serve.ports import free_port, is_free
 from harness.serve.ready import Ready, Waiting, wait_ready
-from harness.serve.template import render, secrets_in, server_problems
+from harness.serve.secrecy import secrets_in
+from harness.serve.template import render, server_problems, variables
 from harness.serve.values import parse_port, parse_seconds
 from harness.strict import where
 
@@ -46,26 +48,53 @@ def server_problems_of(scenario: Scenario, lines: dict[str, int]) -> list[str]:
     for name, server in scenario.servers.items():
         found = server_problems(server, f"$.servers.{name}")
         if not found:
-            _, found = read(_rendered(server, scenario.model, port=1))
-            found = [f"$.servers.{name}: {problem.removeprefix('$.')}" for problem in found]
+            _, found = read(_rendered(server, scenario.model, port=_port_inside(server)))
+            found = [_in_scenario(problem, server, f"$.servers.{name}") for problem in found]
         problems += found
     located = (problem.partition(":") for problem in problems)
     return [f"{where(path, lines)}:{rest}" for path, _, rest in located]
 
 
+def _in_scenario(problem: str, server: Server, path: str) -> str:
+    """A problem of a Compose file, said of the variable that it comes from."""
+    problem = problem.removeprefix("$.")
+    key = problem.removeprefix("services.server.").partition(":")[0]
+    variable = "publish" if key == "ports" else key
+    return f"{path}.variables.{variable}: {problem}" if variable in server.variables else f"{path}: {problem}"
+
+
+COMPOSE_HEAD = """\
+# The server '{server}' of a scenario with Locust's web UI in front of it, printed by `harness compose`.
+# Save it as compose.yaml, then: docker compose up
+# Locust: http://127.0.0.1:{ui_port}   server: http://127.0.0.1:{port}
+# The image {image} is made by `make image`. ${{NAME}} is taken from your shell.
+"""
+
+
 def compose_document(scenario: Scenario, server_name: str, with_locust: bool = True) -> str:
-    """The Compose file of a server for `docker compose up`, with Locust's web UI in front of it unless told not to."""
+    """The Compose file of a server for `docker compose up`, with Locust's web UI in front of it unless told not to.
+
+    The same at every call: the host's port is that of the container, unless the server has a host_port.
+    """
     server = _server(scenario, server_name)
-    text = _rendered(server, scenario.model)
-    parse(text)
+    port = _port_inside(server)
+    text = _rendered(server, scenario.model, port=port)
+    published = parse_port(parse(text).server.ports[0]).host
     if not with_locust:
         return text
     load = next((load for load in scenario.loads.values() if load.user in USERS), Load(user="chat"))
     keys = {scenario.api_key_env: f"${{{scenario.api_key_env}}}"} if scenario.api_key_env else {}
-    return _rendered(
+    of_locust = variables("locust")
+    head = COMPOSE_HEAD.format(
+        server=server_name,
+        port=published,
+        ui_port=of_locust["ui_port"].default,
+        image=of_locust["image"].default,
+    )
+    return head + _rendered(
         server,
         scenario.model,
-        port=parse_port(parse(text).server.ports[0]).host,
+        port=port,
         locust={"locustfile": load.user, "arguments": _by_hand(scenario, load), "environment": keys},
     )
 
@@ -112,7 +141,7 @@ def serve(
     (run_folder / "compose" / f"{server_name}.yaml").write_text(text, encoding="utf-8")
     log_path = run_folder / "logs" / f"{cell_id}.server.log"
     api_key = os.environ.get(scenario.api_key_env) if scenario.api_key_env else None
-    started = _Start(server, compose, model, log_path, api_key, on_progress)
+    started = _Start(server, compose, model, log_path, api_key, scenario.api_key_env, on_progress)
     with sigterm_interrupts():
         if server.container:
             with _in_container(started, run_id, cell_id) as endpoint:
@@ -130,7 +159,13 @@ class _Start(msgspec.Struct, frozen=True):
     model: str
     log_path: Path
     api_key: str | None
+    key_name: str | None
     on_progress: Callable[[str], None]
+
+    def secrets(self) -> list[str]:
+        """What must not get into the log."""
+        keys = [self.api_key] if self.api_key else []
+        return [*keys, *secrets_in(msgspec.to_builtins(self.compose), os.environ)]
 
 
 @contextlib.contextmanager
@@ -139,7 +174,8 @@ def _as_process(start: _Start) -> Iterator[Endpoint]:
     url = f"http://127.0.0.1:{port}"
     if not is_free(port):
         raise _port_in_use(port)
-    with embedded(start.compose.server, start.log_path) as (look, log):
+    filled = filled_in(start.compose, os.environ)
+    with embedded(filled.server, start.log_path, start.secrets()) as (look, log):
         ready = _wait(start, url, look, log)
         served_by = ServedBy(
             url=url,
@@ -158,7 +194,7 @@ def _in_container(start: _Start, run_id: str, cell_id: str) -> Iterator[Endpoint
     owner = labels.owned(run_id, cell_id)
     filled = filled_in(start.compose, os.environ)  # a variable that is not set is noticed before a long pull
     client = connect()
-    log = LogFile(start.log_path, secrets_in(str(msgspec.to_builtins(start.compose))))
+    log = LogFile(start.log_path, start.secrets())
     try:
         yield _bring_up(start, filled, client, owner, log)
     except BaseException:
@@ -227,9 +263,19 @@ def _take_down(
         log.settle()
 
 
-def attach(url: str, model: str | None, api_key: str | None = None, *, metrics_url: str | None = None) -> Endpoint:
-    """A server that already runs. Raises ServerError when its model does not answer."""
-    served_by = ask.attach(url, model, api_key)
+def attach(
+    url: str,
+    model: str | None,
+    api_key: str | None = None,
+    *,
+    key_name: str | None = None,
+    metrics_url: str | None = None,
+) -> Endpoint:
+    """A server that already runs; `key_name` is the variable that held the key.
+
+    Raises ServerError when its model does not answer.
+    """
+    served_by = ask.attach(url, model, api_key, key_name=key_name)
     parts = urlsplit(served_by.url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
     last, looked_at, misses = Look(None), time.monotonic(), 0
@@ -254,13 +300,19 @@ def _wait(start: _Start, url: str, look: Callable[[bool], Look], log: LogFile) -
         return None if seen.problem is None else containers.death(seen, log)
 
     waiting = Waiting(dead, log, start.server.startup_timeout_s, start.on_progress)
-    return wait_ready(url, start.compose.serving, start.model, waiting, api_key=start.api_key)
+    return wait_ready(url, start.compose.serving, start.model, waiting, api_key=start.api_key, key_name=start.key_name)
+
+
+def _port_inside(server: Server) -> Any:
+    """The port that the server opens in its container."""
+    return server.variables.get("port", variables(server.template)["port"].default)
 
 
 def _rendered(server: Server, model: str, port: int | None = None, locust: dict[str, object] | None = None) -> str:
+    """The Compose file, published at `port` of the host; None is to start it now, at a free one."""
     host_port = port or free_port()
     given = dict(server.variables)
-    if not server.container:
+    if not server.container and port is None:
         # A process has no port of its own inside a container: the port that it opens is the host's.
         given["port"] = given.get("host_port") or host_port
     return render(

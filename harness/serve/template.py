@@ -1,11 +1,12 @@
 """Compose templates: their declared variables, and rendering.
 
-A template begins with a Jinja comment that holds a YAML mapping, name -> {type, doc, default}. This is the only
-declaration of its variables. A variable without a default is required; a type that ends in "?" also takes null.
+A template begins with a Jinja comment that holds a YAML mapping, name -> {type, doc, default, min, max, choices}. This
+is the only declaration of its variables. A variable without a default is required; a type that ends in "?" also takes
+null. The limits are those of the server: what it would refuse at its start is refused before.
 """
 
 import json
-import os
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from harness.errors import HarnessError, ScenarioError, did_you_mean
 from harness.paths import COMPOSE
 from harness.scenario import Server
+from harness.serve.secrecy import open_secrets
 
 Kind = Literal["string", "integer", "number", "boolean", "list", "mapping"]
 BY_THE_HARNESS = ("model",)  # declared in every server's template, filled in from the scenario
@@ -38,6 +40,9 @@ class Variable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: str  # a Kind, with "?" at the end when null is allowed
     doc: str
     default: Any = msgspec.UNSET
+    min: int | float | None = None
+    max: int | float | None = None
+    choices: list[str] | None = None
 
     @property
     def required(self) -> bool:
@@ -83,30 +88,35 @@ def _variable_problems(declared: dict[str, Variable], given: dict[str, Any], pat
             problems.append(f"{path}.{name}: comes from the scenario's own '{name}'; remove it here")
         elif name not in own:
             problems.append(f"{path}.{name}: unknown variable; {did_you_mean(str(name), own)}")
-        elif not _fits(value, own[name].type):
-            expected = _EXPECTED[own[name].type.rstrip("?")]
-            problems.append(f"{path}.{name}: {expected} is expected, got {value!r}")
-        elif name == "environment" and isinstance(value, dict):
-            problems += [f"{path}.{name}.{problem}" for problem in _open_secrets(value)]
+        else:
+            # Secrets first: any other problem shows the value.
+            problems += open_secrets(value, f"{path}.{name}") or _value_problems(own[name], value, f"{path}.{name}")
     problems += [f"{path}: '{name}' is missing ({own[name].doc})" for name in own if _missing(own[name], name, given)]
     return problems
 
 
+def _value_problems(variable: Variable, value: Any, path: str) -> list[str]:
+    if not _fits(value, variable.type):
+        return [f"{path}: {_EXPECTED[variable.type.rstrip('?')]} is expected, got {value!r}"]
+    if value is None:
+        return []
+    if variable.choices is not None and value not in variable.choices:
+        return [f"{path}: there is no '{value}'; {did_you_mean(str(value), variable.choices)}"]
+    least, most = variable.min, variable.max
+    if (least is not None and value < least) or (most is not None and value > most):
+        return [f"{path}: a number {limits(variable)} is expected, got {value!r}"]
+    return []
+
+
+def limits(variable: Variable) -> str:
+    """The range of a number in words; empty without one."""
+    if variable.min is not None and variable.max is not None:
+        return f"from {variable.min} to {variable.max}"
+    return f"of at least {variable.min}" if variable.min is not None else ""
+
+
 def _missing(variable: Variable, name: str, given: dict[str, Any]) -> bool:
     return variable.required and name not in given
-
-
-def _open_secrets(environment: dict[str, Any]) -> list[str]:
-    return [
-        f'{name}: a secret must not stand in the scenario; write "${{{name}}}" and export it in your shell'
-        for name, value in environment.items()
-        if is_secret(str(name)) and str(value) and "$" not in str(value)
-    ]
-
-
-def is_secret(name: str) -> bool:
-    """Whether an environment variable's name says that its value must not be shown."""
-    return any(name.upper().endswith(end) for end in ("TOKEN", "SECRET", "PASSWORD", "API_KEY", "APIKEY"))
 
 
 def _fits(value: Any, type_: str) -> bool:
@@ -118,7 +128,7 @@ def _fits(value: Any, type_: str) -> bool:
         case "integer":
             return isinstance(value, int) and not isinstance(value, bool)
         case "number":
-            return _is_scalar(value) and not isinstance(value, str)
+            return _is_scalar(value) and not isinstance(value, str) and math.isfinite(value)
         case "boolean":
             return isinstance(value, bool)
         case "list":
@@ -211,8 +221,3 @@ def quote(value: Any) -> Quoted:
 
 def _escape(char: str) -> str:
     return f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"
-
-
-def secrets_in(text: str) -> list[str]:
-    """Values of this process's environment that a Compose text asks for by secret names."""
-    return [value for name, value in os.environ.items() if is_secret(name) and len(value) >= 6 and name in text]

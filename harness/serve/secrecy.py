@@ -1,0 +1,87 @@
+"""Secrets stay in the shell: found where a scenario writes one out, and blacked out of what a server logs."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from harness.serve.interpolate import names_in, written
+
+_NAME = re.compile(  # of an environment variable or an argument; MAX_TOKENS and SSL_KEYFILE are no secrets
+    r"(?:KEYS?|TOKEN)$|(?:API_?KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)(?!.*(?:FILE|PATH|DIR|ENV|NAME)$)"
+)
+_VALUE = re.compile(
+    r"(?<![\w/.-])(?:hf_(?:[A-Za-z0-9]{16,}|(?=[A-Za-z]*\d)[A-Za-z0-9]{8,})"  # Hugging Face
+    r"|(?:sk-|gh[pousr]_|github_pat_|glpat-|nvapi-)(?:[\w-]{16,}|(?=[A-Za-z_-]*\d)[\w-]{8,}))"
+    r"|\bBearer\s+[\w.~+/-]{8,}"
+    r"|://[^\s/:@\0]+:[^\s/@\0]+@"  # a password in an address
+)
+_WORD = re.compile(r"(?:\$\{[^}]*\}|\S)+")  # an interpolation's own words belong together
+SHORTEST = 6  # a shorter value is blacked out nowhere: it would take half the log with it
+
+
+def is_secret(name: str) -> bool:
+    """Whether the name of an environment variable or argument says that its value must not be shown."""
+    return _NAME.search(re.sub(r"[-.]", "_", name).upper()) is not None
+
+
+def open_secrets(value: Any, path: str) -> list[str]:
+    """Problems for what `value`, found at `path`, holds of secrets that are written out. They never show one."""
+    found: dict[str, str] = {}
+    for at, name, text in _in_secret_places(value, path):
+        if written(text).strip("\0'\" ") and "\0" not in written(text):
+            found.setdefault(at, _problem(at, f" as {name}", name))
+    for at, text in _texts(value, path):
+        if (match := _VALUE.search(written(text))) is not None:
+            name = "HF_TOKEN" if match[0].startswith("hf_") else "API_KEY"
+            found.setdefault(at, _problem(at, ", and this looks like one", name))
+    return list(found.values())
+
+
+def secrets_in(value: Any, environment: Mapping[str, str]) -> list[str]:
+    """What `value` asks of the environment that must not be shown, longest first."""
+    names = {name for _, text in _texts(value, "$") for name in names_in(text)}
+    placed = {name for _, _, text in _in_secret_places(value, "$") for name in names_in(text)}
+    asked = {name: environment[name] for name in names if name in environment}
+    hidden = {
+        text for name, text in asked.items() if is_secret(name) or name in placed or _VALUE.search(text) is not None
+    }
+    return sorted((text for text in hidden if len(text) >= SHORTEST), key=len, reverse=True)
+
+
+def _problem(at: str, which: str, name: str) -> str:
+    variable = re.sub(r"\W", "_", name.strip("-")).upper()
+    return (
+        f'{at}: a secret must not stand in the scenario{which}; write "${{{variable}}}" and export it in your shell: '
+        "it is filled in at the start, and only the name is recorded"
+    )
+
+
+def _in_secret_places(value: Any, path: str) -> Iterator[tuple[str, str, str]]:
+    """Path, name and text of what is given under a secret's name: a key, `--flag TEXT`, `--flag=TEXT`, `NAME=TEXT`."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if is_secret(str(key)) and not isinstance(item, dict | list):
+                yield f"{path}.{key}", str(key), "" if item is None else str(item)
+            else:
+                yield from _in_secret_places(item, f"{path}.{key}")
+        return
+    words = [(at, word) for at, text in _texts(value, path) for word in _WORD.findall(text)]
+    for (at, word), (after, following) in zip(words, [*words[1:], ("", "")], strict=False):
+        name, equals, text = word.partition("=")
+        if not is_secret(name) or "$" in name:
+            continue
+        if equals:
+            yield at, name, text
+        elif name.startswith("-") and not following.startswith("-"):
+            yield after, name, following
+
+
+def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _texts(item, f"{path}.{key}")
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _texts(item, f"{path}[{number}]")
+    elif value is not None:
+        yield path, str(value)
