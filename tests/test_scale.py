@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.make_run import make_run
-from harness import blocks, count, gaps
+from harness import blocks, count, gaps, tally
 from harness.blocks import Lines, blocks_of, in_file, requests_in
 from harness.errors import HarnessError
 from harness.gaps import ALL, Gaps, Interval, Sample, intervals_around
@@ -216,3 +216,24 @@ def test_a_reading_process_that_is_killed_is_an_error_with_words(tmp_path: Path,
 
 def die(block: blocks.Block) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_every_count_of_a_tally_is_merged() -> None:
+    """A field that is added and forgotten in `merge` would be wrong in long runs only."""
+    by_hand = {"clock", "window_s", "chunk_gap_s", "slos", "cached_tokens", "most_tokens"}
+    assert {*tally._SUMS, *tally._VALUES, *tally._ENDS, *by_hand} == set(Tally.__struct_fields__)
+    records = [
+        request(index=0, cached_tokens=3, coalesced=2, clock="read", scheduled_s=-0.1),
+        request(index=1, error="timeout", output_tokens=None, asked_tokens=None),
+        request(index=2, phase="warmup", process=8, sent_s=990.0),
+        request(index=3, output_tokens=5, prompt_tokens=None, scheduled_s=0.2),
+    ]
+    for cut in range(len(records) + 1):
+        whole, first, second = (Tally(clock=tally.Clock([]), window_s=(1000.0, 1001.0)) for _ in range(3))
+        for i, record in enumerate(records):
+            whole.add(record)
+            (first if i < cut else second).add(record)
+        first.merge(second)
+        whole.chunk_gap_s.flush()
+        first.clock = whole.clock
+        assert first == whole
