@@ -4,6 +4,7 @@ Linux stamps a packet on arrival (SO_TIMESTAMPNS, see socket(7)) with the realti
 the delay between arrival and the moment when a busy process gets to read.
 """
 
+import contextlib
 import socket
 import struct
 import time
@@ -12,6 +13,7 @@ _SO_TIMESTAMPNS = 35  # asm-generic/socket.h; Python has no name for it
 _TIMESPEC = struct.Struct("@ll")
 CONTROL_BYTES = socket.CMSG_SPACE(_TIMESPEC.size) if hasattr(socket, "CMSG_SPACE") else 0
 
+_START_S = 0.5  # for the kernel to begin with its stamps
 _PAIR_NS = 20_000  # readings further apart than this were interrupted, and say nothing about the offset
 _SLACK_NS = 1_000_000  # how far a stamp may lie outside what is possible before it is not believed
 
@@ -33,7 +35,8 @@ class KernelClock:
     def __init__(self) -> None:
         # The kernel only stamps packets while some socket asks for it, and takes a moment to begin: keep one open.
         self._keeps_stamps_on = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        ask_for_stamps(self._keeps_stamps_on)
+        if ask_for_stamps(self._keeps_stamps_on):
+            _await_stamps(self._keeps_stamps_on)
         self._offset_ns = time.monotonic_ns() - time.time_ns()
 
     def close(self) -> None:
@@ -56,6 +59,19 @@ class KernelClock:
                 seconds, nanoseconds = _TIMESPEC.unpack_from(data)
                 return now, seconds * 1_000_000_000 + nanoseconds + self._offset_ns
         return now, None
+
+
+def _await_stamps(sock: socket.socket) -> None:
+    """Send ourselves datagrams until one carries a stamp, so that the first request's answer will."""
+    sock.bind(("127.0.0.1", 0))
+    sock.settimeout(_START_S)
+    deadline_ns = time.monotonic_ns() + int(_START_S * 1e9)
+    with contextlib.suppress(OSError):
+        while time.monotonic_ns() < deadline_ns:
+            sock.sendto(b"?", sock.getsockname())
+            if sock.recvmsg(1, CONTROL_BYTES)[1]:
+                return
+            time.sleep(0.005)
 
 
 def believable(arrivals: list[tuple[int, int | None]], sent_ns: int) -> bool:
