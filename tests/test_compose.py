@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -16,8 +17,11 @@ from harness.scenario import Load, Scenario, Server
 from harness.serve import compose_document, server_problems_of, templates, variables
 from harness.serve.compose import filled_in, parse
 from harness.serve.interpolate import interpolate
+from harness.serve.secrecy import secrets_in
 from harness.serve.template import quote, render
 from harness.serve.values import parse_bytes, parse_device, parse_port, parse_seconds, parse_volume
+from harness.simulated.presets import PRESETS
+from harness.strict import load_yaml
 
 EVIL = "x\"\n    privileged: true\n  other:\n    image: evil # '{{ 7 * 7 }}{% raw %}\u2028\x85\x7f\x00\ufeff: - ]}"
 NAMES = ["lemonade", "llamacpp", "simulated", "vllm-cpu", "vllm-rocm"]
@@ -161,6 +165,139 @@ def test_an_undeclared_variable_is_an_error(tmp_path: Path) -> None:
 )
 def test_a_bad_server_is_refused_in_words(template: str, given: dict[str, Any], problem: str) -> None:
     assert problem in "\n".join(server_problems_of(scenario(Server(template=template, variables=given)), {}))
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "value", "problem"),
+    [
+        ("simulated", "port", 0, "a number from 1 to 65535 is expected, got 0"),
+        ("simulated", "host_port", 65536, "a number from 1 to 65535 is expected, got 65536"),
+        ("simulated", "preset", "instnt", "there is no 'instnt'; did you mean 'instant'?"),
+        ("simulated", "max_num_seqs", 0, "a number of at least 1 is expected, got 0"),
+        ("simulated", "cpus", 0, "a number of at least 0.01 is expected, got 0"),
+        ("simulated", "cpus", float("nan"), "a number is expected, got nan"),
+        ("vllm-rocm", "gpu_memory_utilization", 0, "a number from 0.01 to 1 is expected, got 0"),
+        ("vllm-rocm", "gpu_memory_utilization", 1.01, "a number from 0.01 to 1 is expected, got 1.01"),
+        ("vllm-rocm", "dtype", "floot16", "there is no 'floot16'; did you mean 'float16'?"),
+        ("vllm-cpu", "max_num_batched_tokens", -1, "a number of at least 1 is expected, got -1"),
+        ("llamacpp", "parallel", 0, "a number of at least 1 is expected, got 0"),
+        ("lemonade", "ctx_size", 0, "a number of at least 1 is expected, got 0"),
+    ],
+)
+def test_a_value_that_the_server_would_refuse_is_refused_before(
+    template: str, name: str, value: Any, problem: str
+) -> None:
+    given = scenario(Server(template=template, variables={name: value}))
+    assert server_problems_of(given, {}) == [f"$.servers.s.variables.{name}: {problem}"]
+
+
+@pytest.mark.parametrize(
+    ("template", "given"),
+    [
+        ("simulated", {"preset": None, "port": 65535, "host_port": 1, "cpus": 0.01, "max_num_seqs": 1}),
+        ("vllm-rocm", {"gpu_memory_utilization": 1, "dtype": "half", "max_model_len": None, "seed": 2**32 - 1}),
+    ],
+)
+def test_the_limits_themselves_are_allowed(template: str, given: dict[str, Any]) -> None:
+    assert server_problems_of(scenario(Server(template=template, variables=given)), {}) == []
+
+
+def test_the_presets_of_the_template_are_those_of_the_engine() -> None:
+    assert variables("simulated")["preset"].choices == list(PRESETS)
+
+
+def test_every_port_has_limits() -> None:
+    for template in [*NAMES, "locust"]:
+        for name, variable in variables(template).items():
+            if name.endswith("port"):
+                assert (variable.min, variable.max) == (1, 65535)
+
+
+def test_a_problem_has_the_line_of_its_variable() -> None:
+    text = """\
+servers:
+  s:
+    template: vllm-rocm
+    variables:
+      seed: x
+      extra_args:
+        - --api-key
+        - literal
+  t:
+    template: vllm-rocm
+    variables:
+      volumes: ["/:/host"]
+"""
+    raw, lines = load_yaml(text, [])
+    servers = {name: Server(**server) for name, server in raw["servers"].items()}
+    found = server_problems_of(msgspec.structs.replace(scenario(servers["s"]), servers=servers), lines)
+    assert [problem.partition(":")[0] for problem in found] == [
+        "$.servers.s.variables.seed (line 5)",
+        "$.servers.s.variables.extra_args[1] (line 8)",
+        "$.servers.t.variables.volumes (line 12)",
+    ]
+
+
+SECRET = "0pen5esame"
+HUB = "hf_abcdefgh12345678"
+
+
+@pytest.mark.parametrize(
+    ("given", "at", "name"),
+    [
+        ({"extra_args": [f"--api-key={SECRET}"]}, "extra_args[0]", "API_KEY"),
+        ({"extra_args": ["--api-key", SECRET]}, "extra_args[1]", "API_KEY"),
+        ({"extra_args": ["--x", f"--hf_token={SECRET}"]}, "extra_args[1]", "HF_TOKEN"),
+        ({"extra_args": ["--HF-TOKEN", 123456]}, "extra_args[1]", "HF_TOKEN"),
+        ({"extra_args": [f"--client-secret {SECRET}"]}, "extra_args[0]", "CLIENT_SECRET"),
+        ({"extra_args": ["--password", f"${{PASSWORD:-{SECRET}}}"]}, "extra_args[1]", "PASSWORD"),
+        ({"extra_args": ["--password", f"$${SECRET}"]}, "extra_args[1]", "PASSWORD"),
+        ({"extra_args": f"--api-key={SECRET}"}, "extra_args", "API_KEY"),
+        ({"entrypoint": ["env", f"HF_TOKEN={SECRET}", "vllm"]}, "entrypoint[1]", "HF_TOKEN"),
+        ({"extra_args": ["--anything", HUB]}, "extra_args[1]", "HF_TOKEN"),
+        ({"extra_args": [f'--config={{"t": "{HUB}"}}']}, "extra_args[0]", "HF_TOKEN"),
+        ({"extra_args": ["--x=sk-abcdef123456"]}, "extra_args[0]", "API_KEY"),
+        ({"extra_args": ["--x=${Y:-sk-abcdef123456}"]}, "extra_args[0]", "API_KEY"),
+        ({"extra_args": [f"Authorization: Bearer {SECRET}"]}, "extra_args[0]", "API_KEY"),
+        ({"environment": {"PLAIN": HUB}}, "environment.PLAIN", "HF_TOKEN"),
+        ({"environment": {"SECRET_ACCESS_KEY": SECRET}}, "environment.SECRET_ACCESS_KEY", "SECRET_ACCESS_KEY"),
+        ({"environment": {"HTTPS_PROXY": f"http://me:{SECRET}@proxy:1"}}, "environment.HTTPS_PROXY", "API_KEY"),
+        ({"model_path": HUB}, "model_path", "HF_TOKEN"),
+    ],
+)  # fmt: skip
+def test_a_secret_that_is_written_out_is_refused_and_not_shown(given: dict[str, Any], at: str, name: str) -> None:
+    (problem,) = server_problems_of(scenario(Server(template="vllm-rocm", variables=given)), {})
+    assert problem.startswith(f"$.servers.s.variables.{at}: a secret must not stand in the scenario")
+    assert f'write "${{{name}}}" and export it in your shell' in problem
+    assert not any(secret in problem for secret in (SECRET, HUB, "sk-abc", "123456"))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"extra_args": ["--api-key", "${A}", "--hf-token=$HF_TOKEN", "--header", "Bearer ${API_KEY:?it is needed}"]},
+        {"extra_args": ["--max-num-batched-tokens", 8192, "--long-prefill-token-threshold=128", "--tokenizer", "a/b"]},
+        {"extra_args": ["--ssl-keyfile", "/keys/a", "--api-key-file=/keys/b", "--api-key-env", "MY_KEY", "--hf-token"]},
+        {"extra_args": ["--use-key", "--other"], "volumes": ["/models/hf_transformers_cache:/models"]},
+        {"environment": {"HF_TOKEN": "${HF_TOKEN-}", "TOKENIZERS_PARALLELISM": "false", "HF_TOKEN_PATH": "/run/t"}},
+        {"model_path": "/disk-images/sk-learn", "huggingface_cache": "hf_cache"},
+    ],
+)  # fmt: skip
+def test_what_is_no_secret_is_let_through(given: dict[str, Any]) -> None:
+    assert server_problems_of(scenario(Server(template="vllm-rocm", variables=given)), {}) == []
+
+
+def test_what_must_not_be_in_a_log() -> None:
+    environment = {
+        "MY_KEY": "by-its-name",
+        "X": "by-its-place",
+        "Y": HUB,
+        "Z": "not-secret",
+        "S_KEY": "short",
+        "OTHER_KEY": "o" * 9,
+    }
+    asked = {"command": ["--api-key", "${X}", "--y=$Y", "${Z}"], "environment": {"A": "${MY_KEY}", "B": "${S_KEY:-}"}}
+    assert secrets_in(asked, environment) == [HUB, "by-its-place", "by-its-name"]
 
 
 def test_all_problems_come_at_once() -> None:
@@ -345,6 +482,31 @@ def test_the_document_for_docker_compose_has_the_load_generator_with_the_first_l
     assert options["--output-tokens"] == "9"
     assert "--turns" not in options
     assert "version" not in raw
+
+
+@pytest.mark.parametrize("container", [True, False])
+def test_the_document_is_the_same_at_every_call(container: bool) -> None:
+    given = scenario(Server(template="simulated", container=container))
+    text = compose_document(given, "s")
+    assert text == compose_document(given, "s")
+    raw = yaml.safe_load(text)
+    assert raw["services"]["server"]["ports"] == ["127.0.0.1:8000:8000"]
+    assert raw["services"]["locust"]["command"][3:5] == ["--host", "http://server:8000"]
+    assert raw["x-amd-llm-load"]["port"] == 8000
+    assert text.splitlines()[:5] == [
+        "# The server 's' of a scenario with Locust's web UI in front of it, printed by `harness compose`.",
+        "# Save it as compose.yaml, then: docker compose up",
+        "# Locust: http://127.0.0.1:8089   server: http://127.0.0.1:8000",
+        "# The image amd-llm-load:local is made by `make image`. ${NAME} is taken from your shell.",
+        "x-amd-llm-load:",
+    ]
+
+
+def test_the_ports_of_the_document_are_those_asked_for() -> None:
+    given = scenario(Server(template="simulated", variables={"port": 9000, "host_port": 9001}, container=False))
+    text = compose_document(given, "s")
+    assert yaml.safe_load(text)["services"]["server"]["ports"] == ["127.0.0.1:9001:9000"]
+    assert "server: http://127.0.0.1:9001\n" in text
 
 
 def test_an_unknown_server_is_named() -> None:

@@ -92,6 +92,31 @@ def test_a_failed_start_is_explained_at_once(tmp_path: Path) -> None:
     assert caught.value.exit_code == 2
 
 
+def test_an_end_that_no_rule_explains_shows_the_last_line(tmp_path: Path) -> None:
+    with pytest.raises(ServerError) as caught, served(tmp_path, extra_args=["--fail-start", "the moon is full"]):
+        pass
+    assert caught.value.what == ("the server did not start; it ended with exit code 1: the moon is full")
+
+
+def test_a_secret_argument_reaches_the_engine_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", "a-secret-of-the-test")
+    monkeypatch.setenv("PLAIN_NAME", "another-of-the-test")
+    arguments = ["--fail-start", "got ${SOME_KEY}", "--hf-token=${PLAIN_NAME}"]
+    with pytest.raises(ServerError) as caught, served(tmp_path, extra_args=arguments):
+        pass
+    assert caught.value.what.endswith("the server does not know the argument: --hf-token=***")
+    with pytest.raises(ServerError) as caught, served(tmp_path / "b", extra_args=arguments[:2]):
+        pass
+    assert caught.value.what.endswith("exit code 1: got ***")
+    for path in tmp_path.rglob("*"):
+        assert path.is_dir() or "of-the-test" not in path.read_text()
+
+
+def test_the_environment_reaches_the_engine(tmp_path: Path) -> None:
+    with served(tmp_path, environment={"OF_THE_TEST": "yes"}) as endpoint:
+        assert engine_of(endpoint).environ()["OF_THE_TEST"] == "yes"
+
+
 def test_a_refused_argument_is_named(tmp_path: Path) -> None:
     with (
         pytest.raises(ServerError, match="does not know the argument: --max-seqs 3"),

@@ -5,13 +5,13 @@ import http.server
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from harness.errors import HarnessError, ServerError
-from harness.serve import attach
+from harness.serve import ask, attach
 from harness.serve.ask import base_url, find_model, open_session
 from harness.serve.compose import LoadCall, Serving
 from harness.serve.logfile import LogFile
@@ -27,19 +27,40 @@ GOOD = {"GET /health": (200, "text/plain", ""), "GET /v1/models": MODELS, "POST 
 SERVING = Serving(template="simulated", port=8000, health="/health", metrics="/metrics")
 
 
+HALF: Answer = (200, "broken", '{"choices": [{"mess')  # and then the end, before its Content-Length
+RESET: Answer = (0, "broken", "")
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ask, "RETRY_S", 0.2)
+    monkeypatch.setattr(ask, "RETRY_EVERY_S", 0.05)
+
+
 @contextlib.contextmanager
-def server(answers: dict[str, Answer], seen: list[str] | None = None) -> Iterator[str]:
-    """A server with one answer for each path."""
+def server(
+    answers: Mapping[str, Answer], seen: list[str] | None = None, first: Mapping[str, list[Answer]] | None = None
+) -> Iterator[str]:
+    """A server with one answer for each path, after those in `first`."""
+    before = {path: list(given) for path, given in (first or {}).items()}
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             if seen is not None:
                 seen.append(f"{self.command} {self.path} {self.headers.get('Authorization')} {body.decode()}")
-            status, kind, text = answers.get(f"{self.command} {self.path}", (404, "text/plain", "no such page"))
+            asked = f"{self.command} {self.path}"
+            status, kind, text = answers.get(asked, (404, "text/plain", "no such page"))
+            if before.get(asked):
+                status, kind, text = before[asked].pop(0)
+            if (status, kind) == RESET[:2]:
+                return
             self.send_response(status)
+            if 300 <= status < 400:
+                self.send_header("Location", text)
+                text = ""
             self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(text)))
+            self.send_header("Content-Length", str(len(text) + 100 * (kind == "broken")))
             self.end_headers()
             self.wfile.write(text.encode())
 
@@ -204,6 +225,15 @@ def test_lemonade_lists_user_models_without_their_prefix() -> None:
             "the model does not answer: .* says HTTP 400: no chat template",
         ),
         ("POST /v1/chat/completions", (403, "text/plain", "no"), "wants an API key"),
+        ("POST /v1/chat/completions", (500, "text/plain", "oh"), "the model does not answer: .* says HTTP 500: oh"),
+        ("POST /v1/chat/completions", HALF, r"no answer (from|to POST) .*the connection broke"),
+        ("GET /v1/models", (200, "application/json", "[{"), "something that is not JSON"),
+        (
+            "GET /v1/models",
+            (308, "text/plain", "https://other:9/v1/models"),
+            "/v1/models redirects to https://other:9/v1/models; redirects are not followed",
+        ),
+        ("POST /v1/chat/completions", (307, "text/plain", "/x"), "redirects to http://127.0.0.1:[0-9]+/x; redirects"),
     ],
 )
 def test_an_answer_that_is_no_api_is_explained(tmp_path: Path, path: str, answer: Answer, message: str) -> None:
@@ -212,6 +242,61 @@ def test_an_answer_that_is_no_api_is_explained(tmp_path: Path, path: str, answer
             ready(url, waiting(tmp_path))
         with pytest.raises(ServerError, match=message):
             attach(url, "one")
+
+
+CHAT_PATH = "POST /v1/chat/completions"
+ERROR: Answer = (500, "application/json", '{"error": {"message": "a hiccup"}}')
+
+
+@pytest.mark.parametrize(
+    ("path", "broken"),
+    [(CHAT_PATH, ERROR), (CHAT_PATH, HALF), (CHAT_PATH, RESET), (CHAT_PATH, (200, "application/json", "{")),
+     ("GET /v1/models", ERROR), ("GET /v1/models", HALF), ("GET /v1/models", (502, "text/plain", "bad gateway"))],
+)  # fmt: skip
+def test_one_broken_answer_is_asked_again(tmp_path: Path, path: str, broken: Answer) -> None:
+    seen: list[str] = []
+    with server(GOOD, seen, {path: [broken]}) as url:
+        assert ready(url, waiting(tmp_path)).model == "one"
+        assert len([line for line in seen if line.startswith(path)]) == 2
+    with server(GOOD, first={path: [broken]}) as url:
+        assert attach(url, "one").served_by.model == "one"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [HTML, (500, *HTML[1:]), (401, "text/plain", ""), (404, "text/plain", ""), (200, "application/json", "[]")],
+)
+@pytest.mark.parametrize("path", ["GET /v1/models", CHAT_PATH])
+def test_what_will_not_pass_is_asked_once(tmp_path: Path, path: str, answer: Answer) -> None:
+    for go in (lambda url: ready(url, waiting(tmp_path)), lambda url: attach(url, "one")):
+        seen: list[str] = []
+        with server({**GOOD, path: answer}, seen) as url, pytest.raises(ServerError):
+            go(url)
+        assert len([line for line in seen if line.startswith(path)]) == 1
+
+
+def test_a_wrong_key_is_not_a_missing_one(tmp_path: Path) -> None:
+    answers: dict[str, Answer] = {**GOOD, "GET /v1/models": (401, "text/plain", "")}
+    with server(answers) as url:
+        with pytest.raises(ServerError) as caught:
+            attach(url, "one", "k-123", key_name="MY_KEY")
+        assert caught.value.what == f"the server rejected the key in MY_KEY ({url} answers HTTP 401)"
+        assert caught.value.next_step == "Export the right key as MY_KEY."
+        with pytest.raises(ServerError, match="the server rejected the key in MY_KEY"):
+            wait_ready(url, SERVING, "one", waiting(tmp_path), api_key="k-123", key_name="MY_KEY")
+        with pytest.raises(ServerError, match="the server rejected the API key"):
+            attach(url, "one", "k-123")
+        with pytest.raises(ServerError, match="wants an API key"):
+            attach(url, "one", key_name="MY_KEY")
+
+
+def test_a_wrong_model_says_how_to_give_another() -> None:
+    with server(GOOD) as url, pytest.raises(ServerError) as caught:
+        attach(url, "onne")
+    assert caught.value.what == f"{url} does not serve 'onne'; it serves 'one'"
+    assert caught.value.next_step == (
+        "Set the scenario's 'model' to one of these, or give `--model NAME` (did you mean 'one'?)."
+    )
 
 
 def test_a_running_server_is_attached_to() -> None:

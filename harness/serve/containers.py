@@ -174,11 +174,10 @@ def _look(container: Container, log: LogFile) -> Look:
 
 
 def describe_end(exit_code: int, oom_killed: bool, error: str, log: LogFile) -> str:
-    """How a server ended and why, in one line: the known cause, else the last thing it said."""
+    """How a server ended and why, in one line."""
     log.settle()
     failure = explain(log.text(), State(exit_code=exit_code, oom_killed=oom_killed, error=error))
-    why = failure.cause if failure is not None else log.last_line()
-    return f"it ended with exit code {exit_code}: {why}"
+    return f"it ended with exit code {exit_code}" + (f": {failure.cause}" if failure is not None else "")
 
 
 def death(look: Look, log: LogFile) -> ServerError:
@@ -186,6 +185,8 @@ def death(look: Look, log: LogFile) -> ServerError:
     failure = explain(log.text(), State(exit_code=look.exit_code, oom_killed=look.oom_killed))
     what = f"the server did not start; {look.problem}"
     if failure is None:
+        if look.exit_code is not None:  # of a server that already worked, the last line would be any request's
+            what += f": {log.last_line()}"
         return ServerError(what, next_step=f"Its log is {log.path}.", detail=log.tail())
     tail = log.tail()
     evidence = tail if failure.line in tail else f"{failure.line}\n[...]\n{tail}"

@@ -57,10 +57,11 @@ def server_problems_of(scenario: Scenario, lines: dict[str, int]) -> list[str]:
 
 def _in_scenario(problem: str, server: Server, path: str) -> str:
     """A problem of a Compose file, said of the variable that it comes from."""
-    problem = problem.removeprefix("$.")
-    key = problem.removeprefix("services.server.").partition(":")[0]
+    key, _, what = problem.removeprefix("$.services.server.").partition(": ")
     variable = "publish" if key == "ports" else key
-    return f"{path}.variables.{variable}: {problem}" if variable in server.variables else f"{path}: {problem}"
+    if variable in server.variables:
+        return f"{path}.variables.{variable}: {what}"
+    return f"{path}: {problem.removeprefix('$.')}"
 
 
 COMPOSE_HEAD = """\
