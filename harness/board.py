@@ -1,5 +1,6 @@
 """What is filed below results/: the rows of every machine and scenario, ranked; third-party figures apart."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -174,5 +175,5 @@ def _entry(results: Path, folder: Path, run: Run, summary: Summary, row: Row, me
 
 def _what(run: Run) -> str:
     """What a machine is, in short: its GPUs, else its CPU."""
-    gpus = [str(gpu.get("name") or gpu.get("target")) for gpu in run.machine.gpus]
-    return ", ".join(gpus) or run.machine.cpu or ""
+    gpus = Counter(str(gpu.get("name") or gpu.get("target")) for gpu in run.machine.gpus)
+    return ", ".join(name if n == 1 else f"{n}x {name}" for name, n in gpus.items()) or run.machine.cpu or ""

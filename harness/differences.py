@@ -25,7 +25,7 @@ def differences(sides: Sequence[Facts]) -> list[Difference]:
     whole = [_expanded(side) for side in sides]
     found: dict[str, list[str]] = {}
     missing: set[str] = set()
-    for key in dict.fromkeys(key for side in whole for key in side):
+    for key in _in_order(whole):
         values = [side.get(key, ABSENT) for side in whole]
         if any(value != values[0] for value in values[1:]):
             part = _missing_part(key, whole)
@@ -36,6 +36,13 @@ def differences(sides: Sequence[Facts]) -> list[Difference]:
                 found[part] = [ABSENT if not _has(side, part) else "there" for side in whole]
     servers = list(dict.fromkeys(key.split(".")[1] for side in whole for key in side if key.startswith("servers.")))
     return [Difference(key=key, values=values) for key, values in _folded(found, servers).items()]
+
+
+def _in_order(sides: Sequence[Facts]) -> list[str]:
+    """All keys, those of one part of the manifest together also where only a later side has them."""
+    keys = list(dict.fromkeys(key for side in sides for key in side))
+    parts = list(dict.fromkeys(key.split(".")[0] for key in keys))
+    return sorted(keys, key=lambda key: parts.index(key.split(".")[0]))
 
 
 def _expanded(facts: Facts) -> dict[str, Any]:
@@ -50,7 +57,7 @@ def _expand(key: str, value: Any, into: dict[str, Any]) -> None:
     if isinstance(value, dict):
         for name, item in value.items():
             _expand(f"{key}.{name}", item, into)
-    elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+    elif isinstance(value, list) and all(isinstance(item, dict) for item in value):  # none of them is nothing
         for number, item in enumerate(value):
             _expand(f"{key}.{number}", item, into)
     else:
@@ -58,13 +65,10 @@ def _expand(key: str, value: Any, into: dict[str, Any]) -> None:
 
 
 def _missing_part(key: str, sides: Sequence[Facts]) -> str | None:
-    """The largest part of the manifest around a key that some side does not have at all, such as a whole server."""
-    steps = key.split(".")
-    for length in range(2, len(steps)):
-        part = ".".join(steps[:length])
-        if not all(_has(side, part) for side in sides):
-            return part
-    return None
+    """The server or load of a key where some side does not have it at all."""
+    part = ".".join(key.split(".")[:2])
+    whole = key.startswith(("servers.", "loads.")) and not all(_has(side, part) for side in sides)
+    return part if whole else None
 
 
 def _has(side: Facts, part: str) -> bool:

@@ -53,6 +53,12 @@ class Floor(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     rows: list[RowFloor]
 
 
+def is_noise_run(run: Run) -> bool:
+    """Whether a run is an A/A run of `harness noise`."""
+    servers = run.scenario.servers
+    return set(servers) == {A, AGAIN} and servers[A] == servers[AGAIN]
+
+
 def floor_of(run: Run, summary: Summary, server: str) -> Floor:
     """The floor that an A/A run shows. Raises HarnessError where a load has fewer than two values a side."""
     rows = {(row.server, row.load): row for row in summary.rows}
@@ -182,7 +188,7 @@ def _usable(found: Sequence[tuple[Run, Floor | None]]) -> NoiseFloor:
         else:
             sources.append(
                 f"measured A/A on {floor.machine}, {floor.date}, {floor.repeats} repeats of '{floor.server}', "
-                f"run {floor.run}; at least {LEAST:.0%}"
+                f"run {floor.run}; of several rows the widest, at least {100 * LEAST:g} %"
             )
             of_run = {(row.metric, row.load): max(LEAST, row.floor) for row in floor.rows}
         for key, value in of_run.items():

@@ -24,7 +24,7 @@ def noise(
     """
     if experiment.scenario.repeats < 2:
         raise HarnessError(
-            f"a noise floor needs at LEAST 2 repeats, and {experiment.path} has {experiment.scenario.repeats}",
+            f"a noise floor needs at least 2 repeats, and {experiment.path} has {experiment.scenario.repeats}",
             next_step="--repeats 5",
         )
     name = server_name(experiment, server)

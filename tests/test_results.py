@@ -1,0 +1,245 @@
+"""Runs filed by machine and scenario, and the leaderboard over them."""
+
+import gzip
+import html.parser
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from harness.board import Figure, collect, read_figures
+from harness.errors import ExitCode, HarnessError, RunError
+from harness.floors import folder_name
+from harness.manifest import Machine, read_run, write_run
+from harness.paths import RESULTS
+from harness.plan import Cell
+from harness.publish import publish
+from harness.report import board as boards
+from harness.scenario import Server
+from harness.summarize import read_summary, summarize, write_summary
+from tests.command import harness
+from tests.made_runs import WALL_S, scenario, served_by, write_made_run
+
+DIGEST = "vllm/vllm-openai-cpu@sha256:" + "4f2a9c" * 10 + "abcd"
+
+
+def steady(factor: float = 1.0) -> Callable[[Cell], float]:
+    return lambda cell: factor * (10.0 if cell.server == "a" else 8.0) * (1 + 0.001 * cell.repeat)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_publish(tmp_path: Path) -> None:
+    run = write_made_run(tmp_path / "one", steady())
+    target, changed = publish(tmp_path / "one", tmp_path / "results")
+    assert target == tmp_path / "results/strix/which/one"
+    assert changed == ["run.json", "summary.json", "report.md"]
+    assert set(content(target)) == set(changed), "and no raw records"
+    assert read_run(target) == run
+    assert read_summary(target) == summarize(tmp_path / "one")
+    assert (target / "report.md").read_text().startswith("## Which is faster?\n")
+    before = content(target)
+    assert publish(tmp_path / "one", tmp_path / "results") == (target, []), "the second time nothing changes"
+    assert content(target) == before
+
+
+def test_publish_with_records(tmp_path: Path) -> None:
+    write_made_run(tmp_path / "one", steady())
+    target, changed = publish(tmp_path / "one", tmp_path / "results", records=True)
+    assert changed[-1] == "requests.jsonl.gz"
+    packed = (target / "requests.jsonl.gz").read_bytes()
+    assert gzip.decompress(packed) == (tmp_path / "one" / "requests.jsonl").read_bytes()
+    assert len(packed) * 10 < len(gzip.decompress(packed))
+    assert publish(tmp_path / "one", tmp_path / "results", records=True)[1] == []
+    assert (target / "requests.jsonl.gz").read_bytes() == packed
+
+
+def test_only_a_valid_run_is_published(tmp_path: Path) -> None:
+    run = write_made_run(tmp_path / "one", steady())
+    lines = (tmp_path / "one" / "requests.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "one" / "requests.jsonl").write_bytes(b"".join(lines[:-1]))
+    with pytest.raises(RunError) as raised:
+        publish(tmp_path / "one", tmp_path / "results")
+    assert raised.value.exit_code == ExitCode.INVALID
+    assert raised.value.what.startswith(
+        "one: only a VALID run is published, and this one is INVALID: r5-b-x: load process 109 sent 5 requests"
+    )
+    write_made_run(tmp_path / "two", steady())
+    write_run(tmp_path / "two", msgspec.structs.replace(run, status="interrupted", reasons=["interrupted"]))
+    with pytest.raises(RunError, match="and this one is interrupted: "):
+        publish(tmp_path / "two", tmp_path / "results")
+    servers = {name: Server(template="vllm-cpu") for name in ("a", "a-again")}
+    write_made_run(tmp_path / "aa", made_of=scenario(servers=servers))
+    with pytest.raises(HarnessError, match="aa: an A/A run is no result"):
+        publish(tmp_path / "aa", tmp_path / "results")
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("strix", "strix"),
+        ("max-num-seqs_2.1", "max-num-seqs_2.1"),
+        ("Strix", "strix-0b3437"),
+        ("../../etc", "etc-74ccf3"),
+        ("a/b", "a-b-c14cdd"),
+        ("", ""),
+        ("..", "unnamed-5ec1f7"),
+        ("reference", "reference-52367a"),
+        ("nul", "nul-99e624"),
+        ("ä" * 300, "unnamed-172956"),
+        ("x" * 300, "x" * 60 + "-0d4e2c"),
+    ],
+)
+def test_names_are_safe_as_folders(name: str, folder: str) -> None:
+    assert folder_name(name) == folder
+
+
+def test_two_machines_whose_names_differ_in_case_only_do_not_share_a_folder(tmp_path: Path) -> None:
+    assert len({folder_name(name).lower() for name in ("strix", "Strix", "STRIX", "strix ")}) == 4
+    write_made_run(tmp_path / "one", steady(), machine=Machine(name="../up"), scenario_name="my scenario")
+    target, _ = publish(tmp_path / "one", tmp_path / "results")
+    assert target.resolve().is_relative_to(tmp_path / "results")
+    assert len(target.relative_to(tmp_path / "results").parts) == 3
+
+
+@pytest.fixture
+def filed(tmp_path: Path) -> Path:
+    """Two machines, the same work; on one of them twice, and once on a model of an engine."""
+    hostile = Machine(name="<script>alert(1)</script>|x", gpus=[{"target": "gfx942", "name": "MI300X"}] * 2)
+    for name, factor, machine, simulated in (
+        ("old", 1.0, Machine(name="strix", cpu="Ryzen"), False),
+        ("new", 0.9, Machine(name="strix", cpu="Ryzen"), False),
+        ("far", 0.3, hostile, False),
+        ("sim", 0.1, Machine(name="strix", cpu="Ryzen"), True),
+    ):
+        served = served_by(image="vllm:v1", image_digest=DIGEST, simulated=simulated)
+        write_made_run(
+            tmp_path / name,
+            steady(factor),
+            machine=machine,
+            served=lambda cell, served=served: served,  # type: ignore[misc]
+            started_wall_s=WALL_S + (86400 if name == "new" else 0),
+        )
+        publish(tmp_path / name, tmp_path / "results")
+    return tmp_path / "results"
+
+
+def test_the_leaderboard_ranks_only_like_with_like(filed: Path) -> None:
+    board = collect(filed, RESULTS)
+    assert list(board.machines.items()) == [("<script>alert(1)</script>|x", "2x MI300X"), ("strix", "Ryzen")]
+    real, model = board.groups
+    assert (real.simulated, model.simulated, real.metric) == (False, True, "wall_s")
+    assert [(e.run, e.server, e.best) for e in real.entries] == [
+        ("far", "b", True),
+        ("far", "a", False),
+        ("new", "b", True),
+        ("old", "b", False),
+        ("new", "a", False),
+        ("old", "a", False),
+    ]
+    assert [(e.run, e.server) for e in model.entries] == [("sim", "b"), ("sim", "a")]
+    best = real.best_of("strix")
+    assert best is not None
+    assert best.value == pytest.approx(7.2 * 1.003)
+    assert (best.date, best.folder) == ("2027-01-16", "strix/which/new")
+    assert (best.repeats, best.errors, best.version, best.valid) == (5, 0, "0.32.0", True)
+    assert boards.digest(best) == "sha256:4f2a9c4f2a9c"
+
+
+def test_an_invalid_or_damaged_entry_is_shown_and_never_ranked(filed: Path) -> None:
+    far = next(filed.glob("*/which/far"))
+    write_summary(far, msgspec.structs.replace(read_summary(far), valid=False, reasons=["touched"]))
+    (filed / "strix/which/old/summary.json").write_text("{")
+    board = collect(filed, RESULTS)
+    real = board.groups[0]
+    assert [(e.run, e.valid, e.best) for e in real.entries] == [
+        ("new", True, True),
+        ("new", True, False),
+        ("far", False, False),
+        ("far", False, False),
+    ]
+    assert len(board.unreadable) == 1 and "strix/which/old/summary.json: cannot be read" in board.unreadable[0]
+    assert '<span class="no">INVALID</span>' in boards.html(board)
+    assert "- not readable: " in boards.markdown(board)
+
+
+class Page(html.parser.HTMLParser):
+    """The tags of a page, its text, and whatever it would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.fetched: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.fetched += [value or "" for name, value in attrs if name in ("src", "href") and not value.startswith("#")]  # type: ignore[union-attr]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_needs_nothing_else_and_texts_stay_texts(filed: Path) -> None:
+    page = Page()
+    page.feed(boards.html(collect(filed, RESULTS)))
+    assert page.fetched == []
+    assert "script" not in page.tags
+    assert "<script>alert(1)</script>|x" in page.text
+    assert "Simulated engine" in page.text and "2027-01-16" in page.text and "sha256:4f2a9c4f2a9c" in page.text
+    assert page.text.index("which · m") < page.text.index("Third-party figures")
+
+
+def test_the_markdown_has_the_same(filed: Path) -> None:
+    text = boards.markdown(collect(filed, RESULTS))
+    assert "<script>" not in text
+    name = "&lt;script&gt;alert(1)&lt;/script&gt;\\|x"
+    assert text.splitlines()[4:8] == [
+        f"| Scenario | {name} | strix |",
+        "| --- | --- | --- |",
+        "| which · m | 2.41 s: b / x, 2027-01-15 | 7.22 s: b / x, 2027-01-16 |",
+        "| which · m (SIMULATED) | – | 0.80 s: b / x, 2027-01-15 |",
+    ]
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    empty = harness("leaderboard", "--output", "pages/board.html", cwd=tmp_path)
+    assert (empty.code, empty.out, empty.err) == (0, "pages/board.html\npages/board.md\n", "")
+    assert "Nothing has been published yet" in (tmp_path / "pages/board.html").read_text()
+    write_made_run(tmp_path / "runs" / "one", steady())
+    first = harness("publish", "one", cwd=tmp_path)
+    assert (first.code, first.err) == (0, "")
+    assert first.out == "results/strix/which/one: run.json, summary.json, report.md\n"
+    again = harness("publish", "one", "--records", cwd=tmp_path)
+    assert again.out == "results/strix/which/one: requests.jsonl.gz\n"
+    third = harness("publish", "one", "--records", cwd=tmp_path)
+    assert third.out == "results/strix/which/one: published already, nothing has changed\n"
+    assert harness("leaderboard", cwd=tmp_path).out == "results/leaderboard.html\nresults/leaderboard.md\n"
+    same = harness("leaderboard", "--output", "x.md", cwd=tmp_path)
+    assert (same.code, same.out) == (1, "")
+
+
+def test_the_third_party_figures_have_a_source_and_a_class_and_no_verdict() -> None:
+    figures = read_figures(RESULTS / "reference" / "third-party.yaml")
+    assert len(figures) > 20
+    assert {figure.claim for figure in figures} == {"community", "vendor", "paper"}
+    for figure in figures:
+        assert figure.source and figure.date and any(c.isdigit() for c in figure.result), figure
+        assert figure.url is None or figure.url.startswith("https://")
+    text = boards.markdown(collect(Path("nowhere"), RESULTS))
+    assert "## Third-party figures" in text and "never enter a verdict or a ranking" in text
+
+
+def test_own_third_party_figures(tmp_path: Path) -> None:
+    path = tmp_path / "reference" / "third-party.yaml"
+    path.parent.mkdir()
+    one = Figure(hardware="h", model="m", setup="s", load="l", result="1", claim="vendor", source="x", date="2026")
+    path.write_bytes(b"figures: [" + msgspec.json.encode(one) + b"]")
+    assert collect(tmp_path, RESULTS).figures == [one]
+    path.write_text("figures: [{hardware: h}]")
+    with pytest.raises(HarnessError, match="cannot be read"):
+        collect(tmp_path, RESULTS)
