@@ -117,6 +117,21 @@ def test_limits_environment_and_mounts_are_in_effect(
         assert path.is_dir() or "a-secret-of-the-test" not in path.read_text()
 
 
+def test_a_secret_argument_reaches_the_server_and_no_file(
+    served: Served, client: docker.DockerClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_KEY", "a-secret-of-the-test")
+    with pytest.raises(ServerError) as caught, served(extra_args=["--fail-start", "got ${SOME_KEY}"]):
+        pass
+    assert caught.value.what == "the server did not start; it ended with exit code 1: got ***"
+    with served(extra_args=["--model=${SOME_KEY}", "--model=sim"]) as endpoint:
+        command = container_of(client, endpoint).attrs["Config"]["Cmd"]
+        assert "--model=a-secret-of-the-test" in command
+        assert "a-secret-of-the-test" not in str(endpoint.served_by)
+    for path in tmp_path.rglob("*"):
+        assert path.is_dir() or "a-secret-of-the-test" not in path.read_text()
+
+
 @pytest.mark.parametrize(
     ("variables", "message", "advice"),
     [
