@@ -269,7 +269,7 @@ def test_a_load_of_fixed_duration_has_a_rate_and_no_wall_time() -> None:
         summary(), rows=[msgspec.structs.replace(row("one", one), wall_s=[])], comparison=None, checks=[]
     )
     text = markdown.render(of, msgspec.structs.replace(other, scenario=scenario))
-    assert "| vllm | one | – | 1,250 | 125 | 52.3 |" in text
+    assert "| vllm | one | 1,250 | 125 | 52.3 |" in text
     assert (
         "- **vllm / one**: 8 chat users, 1 to 2.5 s of thinking, requests of at most 128 tokens for 60 s. "
         "125 tokens a second in all, the baseline for the others; half of the answers began within 52.3\u00a0ms"

@@ -240,7 +240,9 @@ def at_once(row: Row, run: Run) -> int:
 
 def _concurrency_axis(summary: Summary, run: Run) -> Figure:
     values = sorted({at_once(row, run) for row in summary.rows})
-    marked: Figure = {"title": {"text": "requests at once"}, "tickvals": values, "ticktext": [f"{v:,}" for v in values]}
+    people = {load.user for row in summary.rows if (load := run.scenario.loads.get(row.load))}
+    title = "chat users" if people == {"chat"} else "requests at once"
+    marked: Figure = {"title": {"text": title}, "tickvals": values, "ticktext": [f"{v:,}" for v in values]}
     return marked | {"type": "log"} if values and values[-1] / values[0] > 20 else marked
 
 

@@ -82,7 +82,7 @@ def render(summary: Summary, run: Run, observed: Observed) -> str:
         server_keys=marks.server_keys(summary),
         row_keys=marks.row_keys(summary),
         timelines=list(timelines),
-        timeline_first=_busiest(run, list(timelines)),
+        timeline_first=_shown_first(run, events),
         events=events,
         observed=observed,
         differences=server_differences(run),
@@ -132,14 +132,21 @@ def _policy(scripts: list[str]) -> str:
     )
 
 
-def _busiest(run: Run, cells: list[str]) -> str:
-    """The cell whose timeline is shown first: the most requests at once, last server, first repeat."""
-    best, most = cells[0] if cells else "", -1
+def _shown_first(run: Run, events: dict[str, list[Event]]) -> str:
+    """The cell whose timeline is shown first: where a server died or requests failed, else the most at once."""
+    best, most = next(iter(events), ""), (False, False, -1)
     for cell in run.cells:
+        if cell.id not in events or cell.repeat > 1:
+            continue
         load = run.scenario.loads.get(cell.load)
-        at_once = words.concurrency(load) if load else 0
-        if cell.id in cells and cell.repeat == 1 and at_once >= most:
-            best, most = cell.id, at_once
+        found = events[cell.id]
+        worth = (
+            any(event.label == "died" for event in found),
+            any(event.bad for event in found),
+            words.concurrency(load) if load else 0,
+        )
+        if worth >= most:
+            best, most = cell.id, worth
     return best
 
 

@@ -191,11 +191,16 @@ _SHARES = {"p50": "half of the", "p90": "90 of 100", "p95": "95 of 100", "p99": 
 
 
 def columns(summary: Summary) -> tuple[Column, ...]:
-    """The table's columns. The tail percentile is the highest that every row carries, p95 where none is."""
+    """The table's columns. The tail percentile is the highest that every row carries, p95 where none is.
+
+    A run whose loads all have a fixed duration has no wall times.
+    """
     rows = [row.pooled.ttft_s for row in summary.rows if row.pooled.ttft_s.n]
     tail = next((p for p in ("p99", "p95", "p90") if rows and all(getattr(row, p) is not None for row in rows)), "p95")
     latencies = [_latency(name, percentile) for name in _MEANINGS for percentile in ("p50", tail)]
-    return (*_NAMES_AND_WORK, *latencies, *_ERRORS_AND_VERDICT)
+    timed = bool(summary.rows) and all(row.pooled.window == "timed" for row in summary.rows)
+    work = [column for column in _NAMES_AND_WORK if not (timed and column.key == "wall")]
+    return (*work, *latencies, *_ERRORS_AND_VERDICT)
 
 
 def _latency(name: str, percentile: str) -> Column:

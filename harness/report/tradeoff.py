@@ -59,7 +59,7 @@ def _line(rows: list[Row], run: Run, field: str, name: str, index: int, server: 
             "text": _labels(known, run, field, name),
             "customdata": [f"{plain(row.load)}, {at_once(row, run)} at once" for row in known],
             # Servers that behave alike lie on each other; their labels then stand on different sides.
-            "textposition": ("top center", "bottom center", "middle right", "middle left")[index % 4],
+            "textposition": ("top center", "middle right", "bottom center", "middle left")[index % 4],
             "textfont": {"color": f"@{colour(index)}", "size": 11},
             "cliponaxis": False,
             "line": {"color": f"@{colour(index)}", "width": 2.2 if name == "p50" else 1.4, "dash": dash},
