@@ -8,114 +8,34 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import docker
 import msgspec
 
 from harness.errors import HarnessError, ServerError
-from harness.machine.facts import device_groups
 from harness.manifest import Phase, ServedBy
-from harness.paths import COMPOSE
 from harness.process import sigterm_interrupts
-from harness.scenario import USERS, Load, Scenario, Server
+from harness.scenario import Scenario, Server
 from harness.serve import ask, containers, labels
-from harness.serve.compose import ComposeFile, filled_in, parse, read
+from harness.serve.compose import ComposeFile, filled_in, parse
 from harness.serve.containers import Look
 from harness.serve.daemon import connect, engine_host
+from harness.serve.document import rendered, server_of
 from harness.serve.embedded import arguments_of, embedded
 from harness.serve.endpoint import Endpoint
 from harness.serve.images import digest_of, ensure_image
 from harness.serve.logfile import LogFile
-from harness.serve.ports import free_port, is_free
+from harness.serve.ports import is_free
 from harness.serve.ready import Ready, Waiting, wait_ready
 from harness.serve.secrecy import secrets_in
-from harness.serve.template import render, server_problems, variables
 from harness.serve.values import parse_port, parse_seconds
-from harness.strict import where
 
 MISSES = 3  # looks in a row at a server that already ran
 
 
 def _silent(_line: str) -> None:
     """No progress is shown."""
-
-
-def server_problems_of(scenario: Scenario, lines: dict[str, int]) -> list[str]:
-    """Everything that is wrong with the servers, as far as it can be known unstarted; `lines` by path."""
-    problems = []
-    for name, server in scenario.servers.items():
-        found = server_problems(server, f"$.servers.{name}")
-        if not found:
-            _, found = read(_rendered(server, scenario.model, port=_port_inside(server)))
-            found = [_in_scenario(problem, server, f"$.servers.{name}") for problem in found]
-        problems += found
-    located = (problem.partition(":") for problem in problems)
-    return [f"{where(path, lines)}:{rest}" for path, _, rest in located]
-
-
-def _in_scenario(problem: str, server: Server, path: str) -> str:
-    """A problem of a Compose file, said of the variable that it comes from."""
-    key, _, what = problem.removeprefix("$.services.server.").partition(": ")
-    variable = "publish" if key == "ports" else key
-    if variable in server.variables:
-        return f"{path}.variables.{variable}: {what}"
-    return f"{path}: {problem.removeprefix('$.')}"
-
-
-COMPOSE_HEAD = """\
-# The server '{server}' of a scenario with Locust's web UI in front of it, printed by `harness compose`.
-# Save it as compose.yaml, then: docker compose up
-# Locust: http://127.0.0.1:{ui_port}   server: http://127.0.0.1:{port}
-# The image {image} is made by `make image`. ${{NAME}} is taken from your shell.
-"""
-
-
-def compose_document(scenario: Scenario, server_name: str, with_locust: bool = True) -> str:
-    """The Compose file of a server for `docker compose up`, with Locust's web UI in front of it unless told not to.
-
-    The same at every call: the host's port is that of the container, unless the server has a host_port.
-    """
-    server = _server(scenario, server_name)
-    port = _port_inside(server)
-    text = _rendered(server, scenario.model, port=port)
-    published = parse_port(parse(text).server.ports[0]).host
-    if not with_locust:
-        return text
-    load = next((load for load in scenario.loads.values() if load.user in USERS), Load(user="chat"))
-    keys = {scenario.api_key_env: f"${{{scenario.api_key_env}}}"} if scenario.api_key_env else {}
-    of_locust = variables("locust")
-    head = COMPOSE_HEAD.format(
-        server=server_name,
-        port=published,
-        ui_port=of_locust["ui_port"].default,
-        image=of_locust["image"].default,
-    )
-    return head + _rendered(
-        server,
-        scenario.model,
-        port=port,
-        locust={"locustfile": load.user, "arguments": _by_hand(scenario, load), "environment": keys},
-    )
-
-
-def _by_hand(scenario: Scenario, load: Load) -> list[str]:
-    """A load in the options of a locustfile that is started by hand; the web form shows them and can change them."""
-    prompts = scenario.prompts
-    given = {
-        "--users": load.users,
-        "--spawn-rate": f"{load.users / max(load.ramp_s, 1):g}",
-        "--model": scenario.model,
-        "--prompts": prompts.kind if prompts.kind != "file" else "synthetic",  # a file of the host is not in the image
-        "--prompt-tokens": prompts.tokens,
-        "--output-tokens": load.output_tokens,
-        "--batch-size": load.batch_size,
-        "--turns": load.turns,
-        "--think": " ".join(f"{number:g}" for number in load.think_s) if load.think_s else None,
-        "--api-key-env": scenario.api_key_env,
-    }
-    return [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
 
 
 @contextlib.contextmanager
@@ -134,9 +54,9 @@ def serve(
     Writes compose/SERVER.yaml and logs/CELL.server.log into the run directory. SIGTERM ends it like Ctrl-C.
     Raises ServerError when it does not become ready, HarnessError for a template or variable that cannot be used.
     """
-    server = _server(scenario, server_name)
+    server = server_of(scenario, server_name)
     model = model or scenario.model
-    text = _rendered(server, model)
+    text = rendered(server, model)
     compose = parse(text)
     (run_folder / "compose").mkdir(parents=True, exist_ok=True)
     (run_folder / "compose" / f"{server_name}.yaml").write_text(text, encoding="utf-8")
@@ -302,33 +222,6 @@ def _wait(start: _Start, url: str, look: Callable[[bool], Look], log: LogFile) -
 
     waiting = Waiting(dead, log, start.server.startup_timeout_s, start.on_progress)
     return wait_ready(url, start.compose.serving, start.model, waiting, api_key=start.api_key, key_name=start.key_name)
-
-
-def _port_inside(server: Server) -> Any:
-    """The port that the server opens in its container."""
-    return server.variables.get("port", variables(server.template)["port"].default)
-
-
-def _rendered(server: Server, model: str, port: int | None = None, locust: dict[str, object] | None = None) -> str:
-    """The Compose file, published at `port` of the host; None is to start it now, at a free one."""
-    host_port = port or free_port()
-    given = dict(server.variables)
-    if not server.container and port is None:
-        # A process has no port of its own inside a container: the port that it opens is the host's.
-        given["port"] = given.get("host_port") or host_port
-    return render(
-        server.template, given, model=model, host_port=host_port, groups=_groups(), locust=locust, folder=COMPOSE
-    )
-
-
-def _groups() -> list[int]:
-    return [] if engine_host() is not None else device_groups()
-
-
-def _server(scenario: Scenario, name: str) -> Server:
-    if name not in scenario.servers:
-        raise HarnessError(f"the scenario has no server '{name}'; it has {', '.join(scenario.servers)}")
-    return scenario.servers[name]
 
 
 def _metrics(start: _Start, url: str) -> str | None:

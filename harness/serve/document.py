@@ -1,0 +1,118 @@
+"""The Compose file of a scenario's server: rendered, checked before anything starts, and printed to use by hand."""
+
+from typing import Any
+
+from harness.errors import HarnessError
+from harness.machine.facts import device_groups
+from harness.paths import COMPOSE
+from harness.scenario import USERS, Load, Scenario, Server
+from harness.serve.compose import parse, read
+from harness.serve.daemon import engine_host
+from harness.serve.ports import free_port
+from harness.serve.template import render, server_problems, variables
+from harness.serve.values import parse_port
+from harness.strict import where
+
+
+def server_problems_of(scenario: Scenario, lines: dict[str, int]) -> list[str]:
+    """Everything that is wrong with the servers, as far as it can be known unstarted; `lines` by path."""
+    problems = []
+    for name, server in scenario.servers.items():
+        found = server_problems(server, f"$.servers.{name}")
+        if not found:
+            _, found = read(rendered(server, scenario.model, port=_port_inside(server)))
+            found = [_in_scenario(problem, server, f"$.servers.{name}") for problem in found]
+        problems += found
+    located = (problem.partition(":") for problem in problems)
+    return [f"{where(path, lines)}:{rest}" for path, _, rest in located]
+
+
+def _in_scenario(problem: str, server: Server, path: str) -> str:
+    """A problem of a Compose file, said of the variable that it comes from."""
+    key, _, what = problem.removeprefix("$.services.server.").partition(": ")
+    variable = "publish" if key == "ports" else key
+    if variable in server.variables:
+        return f"{path}.variables.{variable}: {what}"
+    return f"{path}: {problem.removeprefix('$.')}"
+
+
+COMPOSE_HEAD = """\
+# The server '{server}' of a scenario with Locust's web UI in front of it, printed by `harness compose`.
+# Save it as compose.yaml, then: docker compose up
+# Locust: http://127.0.0.1:{ui_port}   server: http://127.0.0.1:{port}
+# The image {image} is made by `make image`. ${{NAME}} is taken from your shell.
+"""
+
+
+def compose_document(scenario: Scenario, server_name: str, with_locust: bool = True) -> str:
+    """The Compose file of a server for `docker compose up`, with Locust's web UI in front of it unless told not to.
+
+    The same at every call: the host's port is that of the container, unless the server has a host_port.
+    """
+    server = server_of(scenario, server_name)
+    port = _port_inside(server)
+    text = rendered(server, scenario.model, port=port)
+    published = parse_port(parse(text).server.ports[0]).host
+    if not with_locust:
+        return text
+    load = next((load for load in scenario.loads.values() if load.user in USERS), Load(user="chat"))
+    keys = {scenario.api_key_env: f"${{{scenario.api_key_env}}}"} if scenario.api_key_env else {}
+    of_locust = variables("locust")
+    head = COMPOSE_HEAD.format(
+        server=server_name,
+        port=published,
+        ui_port=of_locust["ui_port"].default,
+        image=of_locust["image"].default,
+    )
+    return head + rendered(
+        server,
+        scenario.model,
+        port=port,
+        locust={"locustfile": load.user, "arguments": _by_hand(scenario, load), "environment": keys},
+    )
+
+
+def _by_hand(scenario: Scenario, load: Load) -> list[str]:
+    """A load in the options of a locustfile that is started by hand; the web form shows them and can change them."""
+    prompts = scenario.prompts
+    given = {
+        "--users": load.users,
+        "--spawn-rate": f"{load.users / max(load.ramp_s, 1):g}",
+        "--model": scenario.model,
+        "--prompts": prompts.kind if prompts.kind != "file" else "synthetic",  # a file of the host is not in the image
+        "--prompt-tokens": prompts.tokens,
+        "--output-tokens": load.output_tokens,
+        "--batch-size": load.batch_size,
+        "--turns": load.turns,
+        "--think": " ".join(f"{number:g}" for number in load.think_s) if load.think_s else None,
+        "--api-key-env": scenario.api_key_env,
+    }
+    return [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
+
+
+def _port_inside(server: Server) -> Any:
+    """The port that the server opens in its container."""
+    return server.variables.get("port", variables(server.template)["port"].default)
+
+
+def rendered(server: Server, model: str, port: int | None = None, locust: dict[str, object] | None = None) -> str:
+    """The Compose file, published at `port` of the host; None is to start it now, at a free one."""
+    host_port = port or free_port()
+    given = dict(server.variables)
+    if not server.container and port is None:
+        # A process has no port of its own inside a container: the port that it opens is the host's.
+        given["port"] = given.get("host_port") or host_port
+    return render(
+        server.template, given, model=model, host_port=host_port, groups=_groups(), locust=locust, folder=COMPOSE
+    )
+
+
+def _groups() -> list[int]:
+    return [] if engine_host() is not None else device_groups()
+
+
+def server_of(scenario: Scenario, name: str) -> Server:
+    """A server by its name. Raises HarnessError that lists those that there are."""
+    if name not in scenario.servers:
+        raise HarnessError(f"the scenario has no server '{name}'; it has {', '.join(scenario.servers)}")
+    return scenario.servers[name]
