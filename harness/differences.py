@@ -113,4 +113,6 @@ def _grouped(items: Sequence[Any]) -> list[str]:
 
 
 def _text(value: Any) -> str:
+    if value is None:
+        return "unknown"
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()

@@ -9,7 +9,7 @@ from harness.paths import ROOT
 
 LOAD = {"load", "workload", "job", "records", "scenario", "errors", "strict", "data"}
 READS_FILES = {
-    "attain", "floors", "differences", "blocks", "gaps", "count", "check_syntax", "export", "reference",
+    "attain", "board", "floors", "differences", "blocks", "gaps", "count", "check_syntax", "export", "reference",
     "derive", "stats", "tally", "summary", "summarize", "verdicts", "alike", "compare", "checks", "validity", "report",
 }  # fmt: skip
 READERS = {"records", "manifest", "origin", "errors", "plan", "scenario", "metrics"}

@@ -1,6 +1,7 @@
 """The commands that read, list and show, and what is said of a command line that cannot be understood."""
 
 import json
+import re
 import socket
 import subprocess
 import urllib.request
@@ -33,7 +34,7 @@ def test_no_command_shows_the_help(tmp_path: Path) -> None:
     done = harness(cwd=tmp_path)
     assert (done.code, done.out) == (1, "")
     assert done.err == harness("--help", cwd=tmp_path).out
-    assert "\n  clean      Remove what a killed run left behind.\n" in done.err
+    assert re.search(r"^  clean +Remove what a killed run left behind\.$", done.err, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

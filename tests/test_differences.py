@@ -137,6 +137,12 @@ def test_the_same_arguments_in_another_order_are_shown_whole() -> None:
     ]
 
 
+def test_what_is_not_known_is_not_nothing() -> None:
+    assert differences([{"machine.cpu": None}, {"machine.cpu": "x"}, {}]) == [
+        Difference(key="machine.cpu", values=["unknown", "x", "nothing"])
+    ]
+
+
 def test_a_server_that_only_one_side_has_is_one_line(tmp_path: Path) -> None:
     write_made_run(tmp_path / "one")
     more = scenario().servers | {"c": Server(template="llamacpp")}
