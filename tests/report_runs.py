@@ -190,6 +190,7 @@ def _scrapes(cell: str, made: list[Request], limit: int, started: float) -> list
         monotonic = at - START_S + 50
         open_now = sum(sent <= monotonic < ended for sent, ended in spans)
         values = {"running": float(min(open_now, limit)), "waiting": float(max(0, open_now - limit))}
+        values |= {"kv_usage": min(1.0, values["running"] / 8), "preemptions": float(max(0, len(result) // 3 - 1))}
         result.append({"wall_s": at, "cell": cell, "values": values})
         at += 1.0 if len(made) > 1000 else 0.25
     return result

@@ -37,10 +37,16 @@ class Choice(Struct):
     failed: list[Dot] = []
     count: int = 0
     failures: int = 0
+    limit: int = 1 << 32  # successful requests that drew more are not among the chosen ...
+    slow_from_s: float = 0.0  # ... unless they took at least that long
 
     def add(self, request: Request, sent_s: float) -> None:
         draw = crc32(request.id.encode()) * 2654435761 & 0xFFFFFFFF
         took_s = request.ended_s if request.error is not None else derive.e2e_s(request) or 0.0
+        among_slow = took_s >= self.slow_from_s
+        if request.error is None and draw > self.limit and not among_slow:
+            self.count += 1
+            return
         dot = Dot(draw, request.cell, sent_s, took_s, derive.ttft_s(request), request.error)
         if request.error is not None:
             self.failures += 1
@@ -48,7 +54,7 @@ class Choice(Struct):
         else:
             self.count += 1
             self.good.append(dot)
-            if len(self.slow) < SLOWEST or took_s >= self.slow[0].took_s:
+            if among_slow:
                 self.slow.append(dot)
         if len(self.good) > 8 * MOST_DOTS or len(self.failed) > 8 * MOST_FAILED or len(self.slow) > 8 * SLOWEST:
             self.thin()
@@ -63,8 +69,12 @@ class Choice(Struct):
 
     def thin(self) -> None:
         self.good = heapq.nsmallest(MOST_DOTS, self.good)
+        if len(self.good) == MOST_DOTS:
+            self.limit = self.good[-1].draw
         self.failed = heapq.nsmallest(MOST_FAILED, self.failed)
         self.slow = sorted(self.slow, key=_slowness)[-SLOWEST:]
+        if len(self.slow) == SLOWEST:
+            self.slow_from_s = self.slow[0].took_s
 
     def since(self, zero_s: dict[str, float]) -> "Choice":
         def moved(dots: list[Dot]) -> list[Dot]:

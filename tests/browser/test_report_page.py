@@ -189,7 +189,7 @@ def test_every_chart_can_be_saved_in_both_formats(browser: webdriver.Chrome, pag
     assert saved[14][1]["filename"].startswith("timeline-r1-")
     for kind, start in (("svg", "data:image/svg+xml,"), ("png", "data:image/png;base64,")):
         image = browser.execute_async_script(
-            f"Plotly.toImage('chart-throughput', {{format: '{kind}'}}).then(arguments[0], (e) => arguments[0](String(e)))"
+            "Plotly.toImage('chart-throughput', {format: arguments[0]}).then(arguments[1], arguments[1])", kind
         )
         assert image.startswith(start) and len(image) > 2000
     assert complaints(browser) == []
@@ -197,7 +197,12 @@ def test_every_chart_can_be_saved_in_both_formats(browser: webdriver.Chrome, pag
 
 def test_hovering_shows_numbers(browser: webdriver.Chrome, page: str) -> None:
     show(browser, page)
-    for chart, said in (("throughput", "tok/s"), ("trade-ttft", "ms p50"), ("dots-ttft", "sent at"), ("cdf-e2e", "within")):
+    for chart, said in (
+        ("throughput", "tok/s"),
+        ("trade-ttft", "ms p50"),
+        ("dots-ttft", "sent at"),
+        ("cdf-e2e", "within"),
+    ):
         text = script(
             browser,
             f"const plot = document.getElementById('chart-{chart}');"

@@ -1,0 +1,246 @@
+"""What the charts of a report show: chosen requests, events, panels, differences between servers, short verdicts."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from harness.manifest import CellRun, Run, ServedBy, read_run
+from harness.records import Request
+from harness.report import scatter, sentences
+from harness.report.differing_servers import server_differences
+from harness.report.events import Event, events_of
+from harness.report.figures import throughput
+from harness.report.html import read_summary
+from harness.report.observed import Timeline, observe
+from harness.report.scraped import ServerSamples
+from harness.report.seen import MOST_DOTS, MOST_FAILED, SLOWEST, Failures, Seen
+from harness.report.timeline import figure_of
+from harness.report.tradeoff import tradeoffs
+from harness.summary import Comparison, Verdict
+from tests.report_runs import write_run_directory
+
+ROW = ("a", "x")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run")
+    write_run_directory(path, repeats=2, requests=30, faults=3)
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Run:
+    return read_run(folder)
+
+
+def request(number: int, took_s: float = 1.0, failed: bool = False) -> Request:
+    return Request(
+        id=f"q{number}",
+        cell="r1-a-x",
+        load="x",
+        user_class="BatchAgent",
+        index=number,
+        user=0,
+        process=1,
+        clock="kernel",
+        phase="measured",
+        sent_s=float(number),
+        ended_s=took_s,
+        chunks_s=[] if failed else [0.1, took_s],
+        error="timeout" if failed else None,
+    )
+
+
+def test_a_long_row_is_thinned_and_keeps_its_slowest() -> None:
+    requests = [request(i, 1.0 + (i % 1000 == 0) * (30_000 - i), failed=i % 50 == 7) for i in range(20_000)]
+    whole, first, second = Seen(), Seen(), Seen()
+    for i, one in enumerate(requests):
+        whole.add(one, ROW, one.sent_s)
+        (first if i % 3 else second).add(one, ROW, one.sent_s)
+    second.thin()
+    first.merge(second)
+    chosen = whole.rows[ROW].chosen(MOST_DOTS)
+    assert len(chosen) == MOST_DOTS
+    assert chosen == first.rows[ROW].chosen(MOST_DOTS)  # however the file is divided
+    assert (whole.rows[ROW].count, whole.rows[ROW].failures) == (19_600, 400)
+    assert sum(dot.error is not None for dot in chosen) == MOST_FAILED
+    assert {dot.sent_s for dot in chosen} >= {1000.0 * i for i in range(SLOWEST)}
+    good = [dot.sent_s for dot in chosen if dot.error is None]
+    assert all(70 < sum(low <= at < low + 5000 for at in good) < 160 for low in range(0, 20_000, 5000))
+    assert len(whole.rows[ROW].good) <= MOST_DOTS
+
+
+def test_the_first_of_each_kind_of_failure_is_known() -> None:
+    seen, other = Seen(), Seen()
+    seen.add(request(9, 2.0, failed=True), ROW, 9.0)
+    other.add(request(4, 3.0, failed=True), ROW, 4.0)
+    cut = msgspec.structs.replace(request(1, failed=True), error="unfinished")
+    other.add(cut, ROW, 1.0)
+    seen.merge(other)
+    assert seen.failures == {"r1-a-x": {"timeout": Failures(2, 7.0)}}
+
+
+def timeline(**more: object) -> Timeline:
+    values = {
+        "cell": "r1-a-x",
+        "step_s": 0.1,
+        "at_s": [0.0, 1.0],
+        "tok_s": [5.0, 6.0],
+        "in_flight": [1, 0],
+        "server": ServerSamples(),
+        "failures": {},
+        "warmup_until_s": None,
+        "ends_s": 10.0,
+    }
+    return msgspec.convert(values | more, Timeline)
+
+
+def cell(**more: object) -> CellRun:
+    return CellRun(
+        id="r1-a-x",
+        server="a",
+        load="x",
+        repeat=1,
+        started_wall_s=0,
+        ended_wall_s=1,
+        served_by=msgspec.structs.replace(ServedBy(url="http://127.0.0.1:1"), **more),
+    )
+
+
+def test_a_death_is_marked_where_connections_broke() -> None:
+    line = timeline(
+        failures={"rejected": Failures(3, 1.0), "disconnect": Failures(7, 4.5), "connect": Failures(1, 4.6)}
+    )
+    assert events_of(line, None, cell(exit_code=137, oom_killed=True)) == [
+        Event(0.0, "measurement starts", label="start"),
+        Event(1.0, "the first of 3 requests fails: rejected", True),
+        Event(4.5, "the first of 7 requests fails: disconnect", True),
+        Event(4.5, "the server died, out of memory", True, "died"),
+        Event(4.6, "a request fails: connect", True),
+    ]
+    assert events_of(timeline(), None, cell(exit_code=1))[-1] == Event(
+        10.0, "the server died, exit code 1", True, "died"
+    )
+    assert len(events_of(timeline(), None, cell())) == 1
+
+
+def test_queues_and_preemptions_are_marked_and_not_without_end() -> None:
+    at = [float(i) for i in range(60)]
+    server = ServerSamples(
+        at_s=at, values={"waiting": [0.0, 2.0, 5.0, *[0.0, 1.0] * 28, None]}, preempted=[(t, 1.0) for t in at]
+    )
+    found = events_of(timeline(server=server), None, None)
+    texts = [event.text for event in found]
+    assert "requests wait in the server for about 2 s, 5 at most" in texts
+    assert texts.count("1 preemption") == 12
+    assert "from here on 48 more preemptions seen" in texts
+    assert len(found) == 1 + 13 + 13
+
+
+def test_what_a_run_recorded_has_a_panel_and_nothing_else_has() -> None:
+    gauges: dict[str, list[float | None]] = {"running": [1.0, 2.0], "kv_usage": [0.5, None], "power_w": [80.0, 95.5]}
+    figure = figure_of(timeline(server=ServerSamples(at_s=[0.0, 1.0], values=gauges)), [Event(0.0, "x")])
+    titles = {key: axis["title"]["text"] for key, axis in figure["layout"].items() if key.startswith("yaxis")}
+    assert titles == {
+        "yaxis": "",
+        "yaxis2": "requests",
+        "yaxis3": "tok/s",
+        "yaxis4": "KV cache, %",
+        "yaxis5": "power, W",
+    }
+    drawn = {trace["name"]: trace["y"] for trace in figure["data"]}
+    assert drawn["KV cache"] == [50.0, None]
+    assert drawn["power"] == [80.0, 95.5]
+    assert "waiting (server)" not in drawn
+    domains = [figure["layout"][key]["domain"] for key in titles]
+    assert all(lower[1] <= upper[0] for upper, lower in zip(domains, domains[1:], strict=False))
+    assert domains[0][1] == 1.0 and domains[-1][0] == pytest.approx(0, abs=0.01)
+
+
+def test_gauges_of_the_future_are_drawn_when_they_are_there(tmp_path: Path) -> None:
+    write_run_directory(tmp_path, repeats=1, requests=12)
+    lines = (tmp_path / "metrics.jsonl").read_bytes().replace(b'"running"', b'"temperature_c":61.0,"running"')
+    (tmp_path / "metrics.jsonl").write_bytes(lines)
+    line = observe(tmp_path, read_run(tmp_path)).timelines[0]
+    assert set(line.server.values) == {"running", "waiting", "kv_usage", "temperature_c"}
+    assert line.server.values["temperature_c"][0] == 61.0
+    assert line.server.preempted and line.server.preempted[0][1] == 1.0
+
+
+def test_the_knee_is_marked_and_told(folder: Path, run: Run) -> None:
+    summary = read_summary(folder)
+    flat = [
+        msgspec.structs.replace(row, output_tok_s=[100.0, 102.0]) if row.server == "limited" else row
+        for row in summary.rows
+    ]
+    chart = throughput(msgspec.structs.replace(summary, rows=flat), run)
+    assert chart.findings == [
+        "open: no knee up to 10 at once: it still rises there",
+        "limited: knee at 1 at once, the best; more does not help",
+    ]
+    rings = [trace for trace in chart.figure["data"] if trace["mode"] == "markers"]
+    assert [trace["name"] for trace in rings] == ["limited"]  # the other still rises
+    assert "95 % of best" in chart.formula
+    loads = dict(run.scenario.loads)
+    loads["batch-10"] = msgspec.structs.replace(loads["batch-10"], output_tokens=99)
+    mixed = msgspec.structs.replace(run, scenario=msgspec.structs.replace(run.scenario, loads=loads))
+    assert throughput(read_summary(folder), mixed).findings == []
+
+
+def test_latency_against_throughput_has_the_tail_only_where_it_is_carried(folder: Path, run: Run) -> None:
+    ttft, e2e = tradeoffs(read_summary(folder), run)
+    assert (ttft.id, e2e.id) == ("trade-ttft", "trade-e2e")
+    assert [len(trace["x"]) for trace in ttft.figure["data"]] == [3, 3]
+    assert all(row[5] == "n/a (needs 130)" for row in ttft.body)
+
+
+def test_single_requests_show_failures(folder: Path, run: Run) -> None:
+    chart = scatter.scatters(read_summary(folder), observe(folder, run))[0]
+    failed = [trace for trace in chart.figure["data"] if trace["marker"]["symbol"] == "x"]
+    assert [len(trace["x"]) for trace in failed] == [6] * 6
+    assert set(failed[0]["text"]) == {"timeout", "stream_error", "rejected"}
+    assert chart.body[0][:5] == ["open", "sequential", "60", "60", "6"]
+
+
+def test_what_differs_between_the_servers(run: Run) -> None:
+    found = {one.key: one.values for one in server_differences(run)}
+    assert found == {"arguments": ["--max-num-seqs 256", "--max-num-seqs 4"]}
+    unfinished = msgspec.structs.replace(run, cells=[one for one in run.cells if one.server == "open"])
+    assert server_differences(unfinished) == []
+
+
+def verdict(
+    word: str, ratio: float | None, low: float | None, high: float | None, tail: str = "", n: int = 2
+) -> Verdict:
+    return Verdict(
+        side="b / x", baseline="a / x", metric="wall_s", ratio=ratio, low=low, high=high, p=0.04, n=(n, 5), word=word,
+        sentence=f"b / x: {word}: so it is{tail}.",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("one", "said"),
+    [
+        (verdict("faster", 2.0, 1.9, 2.1), "2.00 times as fast"),
+        (verdict("same", 1.001, 0.99, 1.01), "as fast within ±2\u00a0%, which is noise"),
+        (
+            verdict("cannot tell", 2.0, 1.9, 2.1, "; about 5 repeats a side would settle it"),
+            "2.00 times as fast, but 2 repeats are too few to be sure; about 5 would decide",
+        ),
+        (
+            verdict("cannot tell", 1.2, 0.8, 1.9, "; more than 100 repeats a side would be needed"),
+            "1.20 times as fast, but the runs spread so much that it may be chance; more than 100 would decide",
+        ),
+        (verdict("cannot tell", 1.01, 0.97, 1.04), "about as fast, but not surely within ±2\u00a0%"),
+        (
+            verdict("cannot tell", 1.5, None, None, "; 4 repeats a side is the least that can decide", n=1),
+            "1.50 times as fast, but one run says nothing about chance; 4 would decide",
+        ),
+        (verdict("cannot tell", None, None, None), "so it is."),
+    ],
+)
+def test_a_verdict_in_short(one: Verdict, said: str) -> None:
+    table = Comparison(metric="wall_s", comparisons=1, noise_floor=0.02, noise_source="assumed", verdicts=[one])
+    assert sentences.in_short(one, table) == said
