@@ -191,7 +191,13 @@ def endpoint_of(
     if experiment.target is not None:
         progress.stage("asking the server")
         target = experiment.target
-        yield attach(target.url, scenario.model, _api_key(scenario), metrics_url=target.metrics_url)
+        yield attach(
+            target.url,
+            scenario.model,
+            _api_key(scenario),
+            key_name=scenario.api_key_env,
+            metrics_url=target.metrics_url,
+        )
         return
     with serve(
         scenario, cell.server, run_id=run_id, cell_id=cell.id, run_folder=folder, on_progress=progress.stage

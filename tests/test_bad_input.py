@@ -50,7 +50,8 @@ def test_unknown_template(tmp_path: Path) -> None:
         path,
         run(path),
         "error: small.yaml: 1 problem\n"
-        "$.servers.one.template: there is no server template 'vllm-rocn'; did you mean 'vllm-rocm'?\n" + CORRECT,
+        "$.servers.one.template (line 6): there is no server template 'vllm-rocn'; did you mean 'vllm-rocm'?\n"
+        + CORRECT,
     )
 
 
@@ -60,7 +61,7 @@ def test_unknown_variable(tmp_path: Path) -> None:
         path,
         run(path),
         "error: small.yaml: 1 problem\n"
-        "$.servers.one.variables.max_num_seq: unknown variable; did you mean 'max_num_seqs'?\n" + CORRECT,
+        "$.servers.one.variables.max_num_seq (line 8): unknown variable; did you mean 'max_num_seqs'?\n" + CORRECT,
     )
 
 
@@ -123,7 +124,7 @@ def test_empty_prompts_file(tmp_path: Path) -> None:
     refused(
         path,
         run(path),
-        "error: small.yaml: 1 problem\n$.prompts.file: empty.jsonl is empty; one JSON object a line is expected\n"
+        "error: small.yaml: 1 problem\n$.prompts.file (line 18): empty.jsonl is empty; one JSON object a line is expected\n"
         + CORRECT,
     )
 
@@ -176,7 +177,8 @@ def test_no_such_locustfile(tmp_path: Path) -> None:
     refused(
         path,
         run(path),
-        "error: small.yaml: 1 problem\n$.loads.mine.user: there is no file mine.py beside the scenario\n" + CORRECT,
+        "error: small.yaml: 1 problem\n$.loads.mine.user (line 12): there is no file mine.py beside the scenario\n"
+        + CORRECT,
     )
 
 
@@ -369,7 +371,13 @@ def test_server_that_exits_at_once(tmp_path: Path) -> None:
     path = write(tmp_path, servers={"one": server("--fail-start", "RuntimeError: no memory left for it")})
     done = run(path)
     log = only_run(tmp_path / "runs").relative_to(tmp_path) / "logs" / "r1-one-burst.server.log"
-    failed(path, done, 2, "the server did not start; it ended with exit code 1", f"Its log is {log}.")
+    failed(
+        path,
+        done,
+        2,
+        "the server did not start; it ended with exit code 1: RuntimeError: no memory left for it",
+        f"Its log is {log}.",
+    )
     assert "  | RuntimeError: no memory left for it" in done.err.splitlines()
 
 

@@ -195,7 +195,7 @@ def test_live(tmp_path: Path, command: str) -> None:
     assert (done.code, done.err) == (130, "interrupted; everything that was started has been taken down\n")
     assert f"Locust: http://127.0.0.1:{port}\n" in done.out
     manifest = read_run(only_run(tmp_path / "runs"))
-    assert (manifest.status, manifest.reasons) == ("interrupted", ["live load, steered by hand"])
+    assert (manifest.status, manifest.reasons) == ("live", ["a live load, steered by hand, is not judged"])
 
 
 def test_live_on_a_port_in_use(tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ def test_a_dead_server_ends_the_load(tmp_path: Path) -> None:
 
 def test_a_load_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driving, "QUIET_S", 0.3)
+    monkeypatch.setattr(driving, "SLOWEST_TPOT_S", 0.0)
     driven, _ = run(tmp_path, "import time; time.sleep(60)", timeout_s=0.1)
     assert driven.problems == ["no request ended for 1 s although each may take 0.1 s"]
 
