@@ -22,7 +22,7 @@ ErrorKind = Literal[
     "stream_error",  # an error object inside a 200 stream
     "malformed",  # an event that is not JSON
     "truncated",  # the stream ended without [DONE] or a finish reason
-    "empty",  # a complete answer without one generated token
+    "empty",  # a complete answer without any generated text
     "unfinished",  # cut by the end of the run
     "client",  # a defect of ours; the message says which
     "unknown",  # imported, and the tool does not say which of these it was

@@ -30,7 +30,15 @@ ALLOWED = {
     "derive": {"records"},
     "origin": {"manifest", "errors", "summary"},
     "imports": {
-        "__version__", "imports", "origin", "manifest", "errors", "records", "scenario", "summary", "summarize",
+        "__version__",
+        "imports",
+        "origin",
+        "manifest",
+        "errors",
+        "records",
+        "scenario",
+        "summary",
+        "summarize",
         "tally",
     },  # fmt: skip
     "workload": {"errors", "scenario", "paths"},

@@ -131,12 +131,15 @@ def test_queues_and_preemptions_are_marked_and_not_without_end() -> None:
     server = ServerSamples(
         at_s=at, values={"waiting": [0.0, 2.0, 5.0, *[0.0, 1.0] * 28, None]}, preempted=[(t, 1.0) for t in at]
     )
-    found = events_of(timeline(server=server), None, None)
+    found = events_of(timeline(server=server, ends_s=60.0), None, None)
     texts = [event.text for event in found]
-    assert "requests wait in the server for about 2 s, 5 at most" in texts
-    assert texts.count("1 preemption") == 12
-    assert "from here on 48 more preemptions seen" in texts
-    assert len(found) == 1 + 13 + 13
+    assert texts[:3] == ["5 preemptions", "measurement starts", "requests wait in the server during 5 s, 5 at most"]
+    assert texts.count("5 preemptions") == 12
+    assert len(found) == 1 + 12 + 10
+    once = ServerSamples(at_s=[0.0, 1.0, 2.0], values={"waiting": [0.0, 3.0, 0.0]})
+    assert events_of(timeline(server=once), None, None)[1] == Event(
+        1.0, "requests wait in the server during 1 s, 3 at most"
+    )
 
 
 def test_what_a_run_recorded_has_a_panel_and_nothing_else_has() -> None:

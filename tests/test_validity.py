@@ -108,8 +108,7 @@ def test_work_that_was_not_done() -> None:
 def test_the_error_rate() -> None:
     records = four(error="rejected", chunks_s=[], output_tokens=None)
     assert reason(judge(records)) == (
-        "c: 1 of 4 requests failed (rejected 1): "
-        "an error rate of 25.00%, and at most 0.00% is allowed"
+        "c: 1 of 4 requests failed (rejected 1): an error rate of 25.00%, and at most 0.00% is allowed"
     )
     assert judge(records, max_error_rate=0.25) == Findings([], [])
     assert judge(four(error="unfinished"), max_error_rate=0.2).reasons != []
@@ -151,7 +150,9 @@ def test_requests_that_were_cut_widen_what_the_server_may_have_counted() -> None
     for counted, good in ((35.0, True), (40.0, True), (44.0, True), (33.0, False), (46.0, False)):
         found = judge(cut, max_error_rate=0.25, load=TIMED, server=ServerLoad(generated_tokens=counted))
         assert (found.reasons == []) is good, counted
-    assert "the client 35 to 44" in reason(judge(cut, max_error_rate=0.25, load=TIMED, server=ServerLoad(generated_tokens=60.0)))
+    assert "the client 35 to 44" in reason(
+        judge(cut, max_error_rate=0.25, load=TIMED, server=ServerLoad(generated_tokens=60.0))
+    )
     endless = four(error="unfinished", output_tokens=None, chunks_s=[0.5, 0.6], asked_tokens=None)
     assert judge(endless, max_error_rate=0.25, load=TIMED, server=ServerLoad(generated_tokens=9000.0)).reasons == []
     assert "the client at least 35" in reason(

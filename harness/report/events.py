@@ -1,6 +1,6 @@
 """What happened in a cell, and when: the marks of its timeline."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from msgspec import Struct
 
@@ -10,7 +10,9 @@ from harness.report.observed import Timeline
 from harness.report.scraped import ServerSamples
 from harness.summary import CellSummary
 
-MOST_ALIKE = 12  # of one kind in a cell; the rest is told as a number
+MOST_ALIKE = 12  # about so many of one kind in a cell: what lies closer together is one
+Span = tuple[float, float, float]  # start, end, the most within it
+
 _BROKEN = ("connect", "disconnect", "truncated")  # what a client sees first of a server that is gone
 
 
@@ -33,10 +35,9 @@ def events_of(line: Timeline, cell: CellSummary | None, ran: CellRun | None) -> 
     for kind, failures in line.failures.items():
         many = "a request fails" if failures.count == 1 else f"the first of {failures.count:,} requests fails"
         found.append(Event(failures.first_s, f"{many}: {kind}", True))
-    found += _capped(list(_waiting(line.server)), "more times when requests waited")
-    found += _capped(
-        [Event(at, words.count(int(many), "preemption")) for at, many in line.server.preempted], "more preemptions seen"
-    )
+    near_s = (line.ends_s - (line.warmup_until_s or 0.0)) / MOST_ALIKE
+    found += [Event(start, _queue(start, end, most)) for start, end, most in _joined(_waiting(line.server), near_s)]
+    found += [Event(at, words.count(int(many), "preemption")) for at, many in _summed(line.server.preempted, near_s)]
     return sorted(found)
 
 
@@ -49,26 +50,42 @@ def _death(line: Timeline, ran: CellRun | None) -> Event | None:
     return Event(min(broken) if broken else line.ends_s, f"the server died{why}", True, "died")
 
 
-def _waiting(server: ServerSamples) -> Iterator[Event]:
-    """A mark where the server's queue was first seen not empty, each time anew."""
-    queue = 0.0
+def _waiting(server: ServerSamples) -> Iterator[Span]:
+    """When the server's queue was seen not empty, and the most that waited."""
     start: float | None = None
+    most = 0.0
     for at, value in zip(server.at_s, server.values.get("waiting", []), strict=False):
         if value:
-            start, queue = (at, value) if start is None else (start, max(queue, value))
+            start, most = (at, value) if start is None else (start, max(most, value))
         elif start is not None:
-            yield Event(start, _queue(start, at, queue))
+            yield start, at, most
             start = None
     if start is not None:
-        yield Event(start, _queue(start, server.at_s[-1], queue))
+        yield start, server.at_s[-1], most
+
+
+def _joined(spans: Iterable[Span], near_s: float) -> list[Span]:
+    """Spans of which each begins at least so long after the one before it; those between belong to that one."""
+    joined: list[Span] = []
+    for start, end, most in spans:
+        if joined and start - joined[-1][0] < near_s:
+            first, _, before = joined[-1]
+            joined[-1] = first, end, max(before, most)
+        else:
+            joined.append((start, end, most))
+    return joined
 
 
 def _queue(start_s: float, end_s: float, most: float) -> str:
-    return f"requests wait in the server for about {end_s - start_s:.2g} s, {most:,.0f} at most"
+    return f"requests wait in the server during {end_s - start_s:.2g} s, {most:,.0f} at most"
 
 
-def _capped(events: list[Event], rest: str) -> list[Event]:
-    if len(events) <= MOST_ALIKE:
-        return events
-    left = events[MOST_ALIKE:]
-    return [*events[:MOST_ALIKE], Event(left[0].at_s, f"from here on {len(left):,} {rest}")]
+def _summed(counts: Iterable[tuple[float, float]], near_s: float) -> list[tuple[float, float]]:
+    """Counts that lie closer together than that as one."""
+    summed: list[tuple[float, float]] = []
+    for at, many in counts:
+        if summed and at - summed[-1][0] < near_s:
+            summed[-1] = summed[-1][0], summed[-1][1] + many
+        else:
+            summed.append((at, many))
+    return summed

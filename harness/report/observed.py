@@ -59,7 +59,7 @@ class Timeline(Struct, frozen=True, kw_only=True):
     step_s: float
     at_s: list[float]  # middle of each step
     tok_s: list[float]
-    in_flight: list[int]  # requests sent and not ended, at the end of each step
+    in_flight: list[int]  # requests sent and not ended, the most of each step
     server: ServerSamples
     failures: dict[str, Failures]  # of measured requests by kind, the earliest first
     warmup_until_s: float | None  # None: no warm-up
@@ -214,13 +214,12 @@ def _timeline(name: str, count: Counts, server: ServerSamples, failures: dict[st
     lengths = np.diff(np.append(edges, len(tokens))) * FINE_S
     rates = np.add.reduceat(tokens, edges) / lengths if len(tokens) else tokens
     middles = (low + edges) * FINE_S + lengths / 2 - zero
-    last_of_each = np.minimum(edges + group, len(in_flight)) - 1
     return Timeline(
         cell=name,
         step_s=group * FINE_S,
         at_s=[round(float(t), 2) for t in middles],
         tok_s=[round(float(r), 1) for r in rates],
-        in_flight=[int(n) for n in in_flight[last_of_each]] if len(in_flight) else [],
+        in_flight=[int(n) for n in np.maximum.reduceat(in_flight, edges)] if len(in_flight) else [],
         server=shifted(server, count.zero_s + zero, 2 * MOST_BINS),
         failures={
             kind: Failures(found.count, round(found.first_s - zero, 2))

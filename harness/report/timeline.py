@@ -15,6 +15,7 @@ PANELS = {
 }
 _GAP = 26  # pixels between panels
 _STRIP = 20  # height of the strip of events
+_MOST_POINTS = 80
 _ROOM = 0.08  # of the width, that a label of an event needs
 
 
@@ -89,7 +90,7 @@ def _requests(line: Timeline) -> list[Figure]:
         if gauge in line.server.values:
             data.append(
                 {
-                    "type": "scatter", "mode": "lines+markers", "name": f"{gauge} (server)", "x": line.server.at_s,
+                    "type": "scatter", "mode": _mode(line), "name": f"{gauge} (server)", "x": line.server.at_s,
                     "y": line.server.values[gauge], "yaxis": "y2",
                     "line": {"color": f"@{hue}", "dash": dash, "width": 2}, "marker": {"size": 5},
                     "hovertemplate": hover,
@@ -108,11 +109,16 @@ def _tokens(line: Timeline) -> Figure:
 def _gauge(line: Timeline, name: str, place: str) -> Figure:
     title, factor, hover, hue = PANELS[name]
     return {
-        "type": "scatter", "mode": "lines+markers", "name": title.partition(",")[0], "x": line.server.at_s,
+        "type": "scatter", "mode": _mode(line), "name": title.partition(",")[0], "x": line.server.at_s,
         "y": [None if value is None else round(factor * value, 3) for value in line.server.values[name]],
         "yaxis": place, "line": {"color": f"@{hue}", "width": 2}, "marker": {"size": 4, "color": f"@{hue}"},
         "showlegend": False, "hovertemplate": f"{hover}<extra></extra>",
     }  # fmt: skip
+
+
+def _mode(line: Timeline) -> str:
+    """Points show when the server was asked, as long as there is room between them."""
+    return "lines+markers" if len(line.server.at_s) <= _MOST_POINTS else "lines"
 
 
 def _rule(event: Event) -> Figure:

@@ -163,6 +163,7 @@
       for (const [element, figure] of drawn) {
         const ready = coloured(figure);
         const layout = { ...layoutOf(ready.layout), width: printWidth(element), autosize: false };
+        layout.height = Math.min(layout.height, element.closest(".wide") ? layout.height : 240);
         Plotly.react(element, ready.data, layout, { staticPlot: true });
       }
     });
