@@ -167,7 +167,7 @@ def _cells(
             for cell in together:
                 if cell is not first:
                     if endpoint.check_alive() is not None:
-                        # Its reason stands with the cell in which it died; `only N of M planned cells ran` says the rest.
+                        # The cell in which it died says why; that not all planned cells ran is said of the run.
                         progress.line(f"{cell.id} is not run: its server has died")
                         continue
                     progress.cell(cells.index(cell) + 1, len(cells), cell, None)

@@ -199,8 +199,8 @@ def _notes(evidence: Evidence) -> list[str]:
         )
     if tally.coalesced > MOST_COALESCED * tally.chunks:
         notes.append(
-            f"{tally.coalesced / tally.chunks:.1%} of the chunks arrived together with a later one (the server or a proxy "
-            "sends several at once, or the load generator was late): their times are upper bounds"
+            f"{tally.coalesced / tally.chunks:.1%} of the chunks arrived together with a later one (the server or "
+            "a proxy sends several at once, or the load generator was late): their times are upper bounds"
         )
     if tally.resent:
         notes.append(f"{_count(tally.resent, 'request')} went out twice: the kept connection had just been closed")

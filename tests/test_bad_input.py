@@ -124,8 +124,8 @@ def test_empty_prompts_file(tmp_path: Path) -> None:
     refused(
         path,
         run(path),
-        "error: small.yaml: 1 problem\n$.prompts.file (line 18): empty.jsonl is empty; one JSON object a line is expected\n"
-        + CORRECT,
+        "error: small.yaml: 1 problem\n"
+        "$.prompts.file (line 18): empty.jsonl is empty; one JSON object a line is expected\n" + CORRECT,
     )
 
 

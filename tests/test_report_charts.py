@@ -133,7 +133,7 @@ def test_queues_and_preemptions_are_marked_and_not_without_end() -> None:
     )
     found = events_of(timeline(server=server, ends_s=60.0), None, None)
     texts = [event.text for event in found]
-    assert texts[:3] == ["5 preemptions", "measurement starts", "requests wait in the server during 5 s, 5 at most"]
+    assert texts[:3] == ["5 preemptions", "measurement starts", "requests wait in the server during 4 s, 5 at most"]
     assert texts.count("5 preemptions") == 12
     assert len(found) == 1 + 12 + 10
     once = ServerSamples(at_s=[0.0, 1.0, 2.0], values={"waiting": [0.0, 3.0, 0.0]})
