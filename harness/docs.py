@@ -1,14 +1,19 @@
-"""`python -m harness.docs` prints docs/servers.md, made of the templates' own declarations."""
+"""`python -m harness.docs` writes what is made of the program: docs/servers.md and the README's table."""
 
 import json
+import re
 from typing import Any
 
+from harness.manifest import read_run
+from harness.paths import ROOT
+from harness.report import markdown
 from harness.serve.template import Variable, limits, templates, variables
+from harness.summarize import read_summary
 
 HEAD = """\
 # Servers
 
-<!-- Made by `python -m harness.docs > docs/servers.md`; edit compose/*.yaml.j2 instead. -->
+<!-- Made by `python -m harness.docs`; edit compose/*.yaml.j2 instead. -->
 
 A server is a Compose template of `compose/` with values for its variables. The template is the one definition: the
 harness renders it and starts it through the Docker SDK, and `harness compose SCENARIO` prints the same for
@@ -62,5 +67,15 @@ def _shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def readme() -> str:
+    """README.md with the table of the committed example run between its marks."""
+    example = ROOT / "docs" / "example"
+    shown = ("server", "load", "wall", "rate", "ttft_p50", "speedup", "verdict")
+    table = markdown.table(read_summary(example), read_run(example), shown)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.sub(r"(<!-- table: .*? -->\n).*?(<!-- /table -->)", rf"\1\n{table}\n\n\2", text, flags=re.DOTALL)
+
+
 if __name__ == "__main__":
-    print(servers_page(), end="")
+    (ROOT / "README.md").write_text(readme(), encoding="utf-8")
+    (ROOT / "docs" / "servers.md").write_text(servers_page(), encoding="utf-8")

@@ -11,9 +11,9 @@ import typer
 
 from harness.check_syntax import OPERATORS, UNITS
 from harness.cli import app
-from harness.docs import servers_page
+from harness.docs import readme, servers_page
 from harness.errors import ExitCode
-from harness.manifest import Status
+from harness.manifest import Status, read_run
 from harness.paths import ROOT, SCENARIOS
 from harness.records import ErrorKind, Request
 from harness.scenario import Scenario, load_scenario
@@ -147,10 +147,18 @@ def test_every_metric_of_a_check_is_documented() -> None:
 
 
 def test_the_page_of_servers_is_up_to_date() -> None:
-    assert page("docs/servers.md") == servers_page(), "python -m harness.docs > docs/servers.md"
+    assert page("docs/servers.md") == servers_page(), "python -m harness.docs"
     for template in templates():
         section = servers_page().split(f"\n## {template}\n")[1].split("\n## ")[0]
         assert set(variables(template)) - {"model"} <= code(section)
+
+
+def test_the_table_of_the_readme_is_that_of_the_example_run() -> None:
+    assert "| no-limit | one-at-a-time |" in page("README.md")
+    assert page("README.md") == readme(), "python -m harness.docs"
+    example = read_run(ROOT / "docs" / "example")
+    assert (example.status, example.scenario_name, example.simulated) == ("valid", "first-look", True)
+    assert example.scenario == load_scenario(ROOT / "scenarios" / "first-look.yaml")
 
 
 def test_the_embedded_engine_is_documented() -> None:

@@ -182,6 +182,14 @@ def test_names_of_full_length_still_fit_eighty_columns() -> None:
     assert "13.07 s" in text and "299.0" in text
 
 
+def test_where_names_do_not_fit_the_rows_are_numbered() -> None:
+    name = "a-name-that-is-rather-long"
+    rows = [msgspec.structs.replace(row, server=name) for row in summary().rows]
+    text = printed(msgspec.structs.replace(summary(), rows=rows), 66)
+    assert "\n#  Server                      Load\n1  a-name-that-is-rather-long  one\n2  a-name" in text
+    assert text.count("\n#") == 3
+
+
 def test_no_colour_where_there_is_no_terminal_and_some_where_there_is() -> None:
     assert "\x1b" not in printed(summary(), 80)
     out = io.StringIO()

@@ -27,6 +27,7 @@ from harness.load.recorder import Recorder
 from harness.load.tickets import Tickets
 
 _WATCH_S = 0.05
+_DRAIN_BY_HAND_S = 30.0
 _CUT = "llm-cut"
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,9 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
                 _process = LoadProcess(job, _host(environment), _recorder)
     except (HarnessError, OSError) as error:
         sys.exit(_sentence(error))
+    if _job is None and not environment.stop_timeout:
+        # By hand, --run-time would cut what is in flight and call it failed. Ctrl-C still cuts at once.
+        environment.stop_timeout = _DRAIN_BY_HAND_S
     _hooks.quitting.add_listener(_on_quitting)  # the last one is called first: before the master tells its workers
     if isinstance(runner, WorkerRunner):
         runner.register_message(_CUT, _on_cut)

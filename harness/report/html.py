@@ -15,7 +15,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from harness.errors import HarnessError
 from harness.manifest import Run, ServedBy, read_run
 from harness.report import figures, marks, scatter, sentences, tradeoff, words
 from harness.report.differing_servers import server_differences
@@ -24,6 +23,7 @@ from harness.report.forest import Forest
 from harness.report.observed import Observed, observe
 from harness.report.table import columns, interval, lines
 from harness.report.timeline import figure_of
+from harness.summarize import read_summary
 from harness.summary import Summary
 
 
@@ -39,17 +39,6 @@ def write_report(folder: Path) -> Path:
     temporary.write_text(page, encoding="utf-8")
     os.replace(temporary, path)
     return path
-
-
-def read_summary(folder: Path) -> Summary:
-    """summary.json of a run directory. Raises HarnessError that says what is wrong with it."""
-    path = folder / "summary.json"
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Summary)
-    except OSError:
-        raise HarnessError(f"{path}: there is no summary", next_step=f"`harness report {folder}` makes one.") from None
-    except msgspec.DecodeError as error:
-        raise HarnessError(f"{path}: cannot be read ({error})", next_step=f"`harness report {folder}`.") from None
 
 
 def render(summary: Summary, run: Run, observed: Observed) -> str:

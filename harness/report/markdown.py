@@ -1,6 +1,7 @@
 """A run's report in Markdown, for a pull request or a CI summary."""
 
 import re
+from collections.abc import Collection
 
 from harness.manifest import Run
 from harness.report import sentences, words
@@ -49,9 +50,9 @@ def code(text: str) -> str:
     return escape(text) if "`" in text or "\n" in text else f"`{text}`"
 
 
-def table(summary: Summary, run: Run) -> str:
-    """The main table alone."""
-    shown = columns(summary)
+def table(summary: Summary, run: Run, keys: Collection[str] | None = None) -> str:
+    """The main table alone, or some of its columns."""
+    shown = [column for column in columns(summary) if keys is None or column.key in keys]
     head = "| " + " | ".join(column.heading for column in shown) + " |"
     rule = "|" + "|".join(":---" if column.key in LEFT else "---:" for column in shown) + "|"
     body = ["| " + " | ".join(escape(column.text(line)) for column in shown) + " |" for line in lines(summary, run)]

@@ -48,12 +48,23 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
 
 
 def _tables(columns: Sequence[Column], rows: list[Line], width: int) -> list[Table]:
-    """One table where it fits, else the work and the latencies one below the other, closer together if need be."""
-    work = [column for column in columns if column.group != "latency"]
-    latency = [column for column in columns if column.group in ("name", "latency")]
+    """One table where it fits, else the work and the latencies one below the other.
+
+    Where even that does not fit, the rows are numbered, so that no name is cut.
+    """
     if _fits(columns, rows, 2, width):
         return [_table(columns, rows, 2)]
-    return [_table(part, rows, 2 if _fits(part, rows, 2, width) else 1) for part in (work, latency)]
+    work = [column for column in columns if column.group != "latency"]
+    latency = [column for column in columns if column.group in ("name", "latency")]
+    if all(_fits(part, rows, 1, width) for part in (work, latency)):
+        return [_table(part, rows, 2 if _fits(part, rows, 2, width) else 1) for part in (work, latency)]
+    number = Column(
+        key="number", title="#", unit="", group="name", explanation="The row's number.", formula="",
+        text=lambda line: str(rows.index(line) + 1),
+    )  # fmt: skip
+    names = [column for column in columns if column.group == "name"]
+    parts = [[number, *names]] + [[number, *(c for c in part if c.group != "name")] for part in (work, latency)]
+    return [_table(part, rows, 2 if _fits(part, rows, 2, width) else 1) for part in parts]
 
 
 def _fits(columns: Sequence[Column], rows: list[Line], gap: int, width: int) -> bool:

@@ -49,8 +49,8 @@ def test_a_run_with_the_generator_in_a_container(tmp_path: Path, image: str, cli
     (folder,) = (tmp_path / "runs").iterdir()
     assert read_run(folder).status == "valid"
     records = list(read_requests(folder / "requests.jsonl"))
-    assert sum(record.load == "five" for record in records) == 22
-    assert sum(record.load == "own" for record in records) == 6
+    assert sum(record.load == "five" for record in records) == 25
+    assert sum(record.load == "own" for record in records) == 5
     assert {record.clock for record in records} == {"kernel"}
     marks = read_marks(folder / "processes.jsonl")
     assert len({mark.process for mark in marks if "people" in mark.cell}) == 2
