@@ -80,6 +80,7 @@ def compare_runs(
         floor = floor_for([(folder, run) for side in sides for folder, run in side.folders()], results)
     return msgspec.structs.replace(
         verdicts(pairs, metric, floor or NoiseFloor()),
+        simulated=any(run.simulated for run in runs),
         sides=[side.name for side in sides],
         differences=differences([facts_of(side.runs[0], rows) for side in sides]),
     )

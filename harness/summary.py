@@ -165,5 +165,6 @@ class Comparison(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     noise_floor: float  # relative effect below which a difference is not believed; the widest of all rows
     noise_source: str  # "assumed" or where it was measured
     verdicts: list[Verdict]
+    simulated: bool = False  # of a comparison of runs: an engine's model was measured, not hardware
     sides: list[str] = []  # of a comparison of runs: the sides, baseline first, ...
     differences: list[Difference] = []  # ... and in what their manifests differ

@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.report import differing, sentences
+from harness.report import differing, sentences, words
 from harness.report.terminal import STYLES
 from harness.summary import Comparison, Verdict
 
@@ -13,6 +13,8 @@ HEADINGS = ("Side", "Baseline", "Runs", "Speed", "95 % interval", "p", "Verdict"
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
     """The table of ratios, the verdicts in words, and how they were reached."""
+    if comparison.simulated:
+        console.print(Text(words.SIMULATED, "bold yellow"))
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in HEADINGS:
         table.add_column(heading, overflow="fold")
@@ -34,7 +36,8 @@ def markdown(comparison: Comparison) -> str:
     rows = [HEADINGS, ("---",) * len(HEADINGS), *map(_cells, comparison.verdicts)]
     table = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
     said = [verdict.sentence for verdict in comparison.verdicts] + [sentences.of_method(comparison)]
-    text = f"{table}\n\n" + "\n".join(f"- {sentence}" for sentence in said)
+    banner = f"> **{words.SIMULATED}**\n\n" if comparison.simulated else ""
+    text = f"{banner}{table}\n\n" + "\n".join(f"- {sentence}" for sentence in said)
     return f"{text}\n\n{differing.markdown(comparison.differences, comparison.sides)}" if comparison.sides else text
 
 
