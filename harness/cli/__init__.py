@@ -1,0 +1,91 @@
+"""The command line. Each command is a few lines; the work is done by the module that it names."""
+
+import os
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from harness import __version__
+from harness.cli import actions as actions  # importing them registers their commands, in this order
+from harness.cli import results as results
+from harness.cli.common import app as app
+from harness.cli.common import mute
+from harness.errors import ExitCode, HarnessError, ScenarioError
+
+
+def version(value: bool) -> None:
+    if value:
+        print(f"amd-llm-load {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def tell(error: HarnessError) -> None:
+    """An error as a person reads it: the sentence, the evidence, what to do next."""
+    stderr = Console(stderr=True, soft_wrap=True, highlight=False)
+    stderr.print(f"error: {error.what}", style="bold red", markup=False)
+    if error.detail:
+        indent = "" if isinstance(error, ScenarioError) else "  | "
+        stderr.print("\n".join(indent + line for line in error.detail.splitlines()), markup=False)
+    if error.next_step:
+        stderr.print(f"next: {error.next_step}", markup=False)
+
+
+def tell_usage(error: typer.TyperException) -> None:
+    """A command line that cannot be understood."""
+    context = getattr(error, "ctx", None)
+    said = error.format_message()
+    if said.startswith("Usage:"):  # no command at all: the message is the help
+        print(said, file=sys.stderr)
+        return
+    path = context.command_path if context is not None else "harness"
+    tell(HarnessError(said[:1].lower() + said[1:].rstrip("."), next_step=f"`{path} --help` shows what there is."))
+
+
+def main() -> None:
+    """Run a command; every way it can end has its exit code (see `ExitCode`)."""
+    # Invoked without Typer's own `main`, which has other exit codes and other words for some of these ends.
+    command = typer.main.get_command(app)
+    code: int = ExitCode.OK
+    try:
+        with command.make_context("harness", sys.argv[1:]) as context:
+            command.invoke(context)
+            sys.stdout.flush()
+    except typer.Exit as end:
+        code = end.exit_code
+    except HarnessError as error:
+        tell(error)
+        code = error.exit_code
+    except typer.TyperException as error:
+        tell_usage(error)
+        code = ExitCode.USAGE
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted; everything that was started has been taken down", file=sys.stderr)
+        code = ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        mute()
+    except OSError as error:
+        mute()  # what is left in its buffer would fail again
+        tell(HarnessError(f"{error.filename or 'the output'}: {error.strerror or error}"))
+        code = ExitCode.USAGE
+    except Exception as error:
+        if os.environ.get("HARNESS_DEBUG"):
+            traceback.print_exc()
+        print(
+            f"error: a defect of the harness itself: {type(error).__name__}: {error}\n"
+            "next: please report it, with what HARNESS_DEBUG=1 prints in addition.",
+            file=sys.stderr,
+        )
+        code = ExitCode.USAGE
+    sys.exit(code)

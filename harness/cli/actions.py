@@ -1,0 +1,170 @@
+"""Commands that start something: servers, loads, or the check of a scenario before that."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    pass
+
+from harness.cli.common import (
+    RESULTS,
+    RUNS,
+    AboutOpt,
+    BaselineOpt,
+    ChecksOpt,
+    ModelOpt,
+    ResultsDir,
+    RunsDir,
+    ScenarioArg,
+    ServerOpt,
+    UrlOpt,
+    app,
+    console,
+    find_baseline,
+    junit_of_failure,
+    scenario_path,
+    show,
+)
+
+
+@app.command(short_help="Start the servers, load them, take everything down, report.")
+def run(
+    scenario: ScenarioArg,
+    url: UrlOpt = None,
+    metrics_url: Annotated[
+        str | None, typer.Option("--metrics-url", help="With --url: where its metrics are (default: URL/metrics).")
+    ] = None,
+    model: ModelOpt = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Override the scenario's repeats.")] = None,
+    checks: ChecksOpt = None,
+    baseline: BaselineOpt = None,
+    about: AboutOpt = None,
+    junit: Annotated[
+        Path | None, typer.Option("--junit", metavar="FILE", help="Also write checks and verdicts as JUnit XML.")
+    ] = None,
+    runs: RunsDir = RUNS,
+    results: ResultsDir = RESULTS,
+    ui: Annotated[
+        bool, typer.Option("--ui", help="Serve Locust's web UI instead of measuring; same as `harness live`.")
+    ] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Explain the columns below the table.")] = False,
+) -> None:
+    """Start the scenario's servers, load them, take everything down, and report."""
+    from harness import experiment as experiments
+    from harness.floors import adopt_floor
+    from harness.manifest import read_run
+    from harness.process import sigterm_interrupts
+    from harness.progress import Progress
+    from harness.reference import reference_to, write_reference
+    from harness.run import run as run_experiment
+
+    if ui:
+        live(scenario, url=url, model=model, runs=runs)
+        return
+    target = experiments.Target(url, metrics_url) if url is not None else None
+    experiment = experiments.prepare(scenario_path(scenario), target, model, repeats, checks or [])
+    base = None if baseline is None else find_baseline(baseline, runs)
+    with junit_of_failure(junit, scenario.stem), sigterm_interrupts():
+        folder = run_experiment(experiment, runs, Progress(console()))
+    adopt_floor(folder, read_run(folder), results)
+    if base is not None:
+        write_reference(folder, reference_to(base, read_run(folder), about=about))
+    show(folder, explain=explain, junit=junit)
+
+
+@app.command(short_help="Serve Locust's web UI for a scenario's server.")
+def live(
+    scenario: ScenarioArg,
+    server: ServerOpt = None,
+    load: Annotated[
+        str | None, typer.Option("--load", help="Which of the scenario's loads (default: the first).")
+    ] = None,
+    url: UrlOpt = None,
+    model: ModelOpt = None,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the web UI on 127.0.0.1.")] = 8089,
+    runs: RunsDir = RUNS,
+) -> None:
+    """Bring a scenario's server up and serve Locust's web UI for it; Ctrl-C takes everything down."""
+    from harness import experiment as experiments
+    from harness import live as living
+    from harness.process import sigterm_interrupts
+    from harness.progress import Progress
+
+    target = experiments.Target(url, None) if url is not None else None
+    experiment = experiments.prepare(scenario_path(scenario), target, model)
+    with sigterm_interrupts():
+        living.live(experiment, server, load, port, runs, Progress(console()))
+
+
+@app.command(short_help="Validate a scenario and show its plan.")
+def check(scenario: ScenarioArg) -> None:
+    """Validate a scenario and show its plan, without running anything."""
+    from harness import experiment as experiments
+    from harness.preview import show_plan
+
+    show_plan(experiments.prepare(scenario_path(scenario)), console())
+
+
+@app.command(short_help="Print the Compose file that would be run.")
+def compose(scenario: ScenarioArg, server: ServerOpt = None) -> None:
+    """Print the Compose file that the harness would run, for `docker compose up`."""
+    from harness import experiment as experiments
+    from harness.serve import compose_document
+
+    experiment = experiments.prepare(scenario_path(scenario))
+    print(compose_document(experiment.scenario, experiments.server_name(experiment, server)), end="")
+
+
+@app.command(short_help="Measure the noise floor of this machine.")
+def noise(
+    scenario: ScenarioArg,
+    server: ServerOpt = None,
+    repeats: Annotated[int | None, typer.Option(min=2, help="Override the scenario's repeats.")] = None,
+    url: UrlOpt = None,
+    model: ModelOpt = None,
+    runs: RunsDir = RUNS,
+    results: ResultsDir = RESULTS,
+) -> None:
+    """Run a scenario with one server under two names, and store how far they differ: the noise floor of this machine.
+
+    It is used by every later run, report and comparison of the same machine and scenario.
+    """
+    from harness import experiment as experiments
+    from harness import noise as noises
+    from harness.floors import read_floor
+    from harness.process import sigterm_interrupts
+    from harness.progress import Progress
+
+    target = experiments.Target(url, None) if url is not None else None
+    experiment = experiments.prepare(scenario_path(scenario), target, model, repeats)
+    with sigterm_interrupts():
+        folder, stored = noises.noise(experiment, server, runs, results, Progress(console()))
+    floor = read_floor(stored)
+    assert floor is not None
+    print("\n".join([f"Noise floor of {floor.machine}, run {folder}:", *noises.in_words(floor), f"Stored: {stored}"]))
+
+
+@app.command(short_help="List the scenarios that ship.")
+def scenarios() -> None:
+    """List the scenarios that ship, each with its question."""
+    from harness.history import show_scenarios
+
+    show_scenarios(console())
+
+
+@app.command(short_help="Remove what a killed run left behind.")
+def clean(
+    everything: Annotated[
+        bool, typer.Option("--all", help="Also what a harness that still lives has started.")
+    ] = False,
+    caches: Annotated[
+        bool, typer.Option("--caches", help="Also the cache volumes (models, compiled kernels).")
+    ] = False,
+) -> None:
+    """Remove what a killed run left behind: containers, networks and volumes that carry our label, nothing else."""
+    from harness.serve import sweep_all
+
+    removed = sweep_all(everything=everything, caches=caches)
+    print("\n".join(f"removed {item}" for item in removed) if removed else "nothing of ours was left behind")

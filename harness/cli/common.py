@@ -1,0 +1,145 @@
+"""What the commands share: the app, options that several have, the standard output, how a run is shown."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from harness.errors import ExitCode, HarnessError, RunError, did_you_mean
+
+if TYPE_CHECKING:
+    from harness.summary import Summary
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Load testing of LLM servers on AMD hardware: from a scenario file to a verdict.",
+    epilog="Exit codes: 0 fine; 1 usage or scenario error; 2 a server did not become ready; 3 the run is INVALID; "
+    "4 a check failed or a comparison found a regression; 130 interrupted.",
+)
+
+ScenarioArg = Annotated[
+    Path, typer.Argument(metavar="SCENARIO", help="A scenario file, or the name of one that ships.")
+]
+RunsDir = Annotated[Path, typer.Option("--runs", help="Where run directories are kept.", envvar="HARNESS_RUNS")]
+ServerOpt = Annotated[
+    str | None, typer.Option("--server", help="Which of the scenario's servers (default: the first).")
+]
+ChecksOpt = Annotated[
+    list[str] | None,
+    typer.Option("--check", metavar="CHECK", help="A check beside the scenario's; may be repeated."),
+]
+BaselineOpt = Annotated[
+    Path | None,
+    typer.Option("--baseline", metavar="RUN", help="The run that checks call the baseline (default: the row)."),
+]
+AboutOpt = Annotated[
+    str | None, typer.Option("--about", metavar="KEY", help="The one manifest key in which the sides may differ.")
+]
+UrlOpt = Annotated[
+    str | None, typer.Option("--url", help="Use a server that already runs, such as http://127.0.0.1:8000.")
+]
+ModelOpt = Annotated[str | None, typer.Option("--model", help="Use this model instead of the scenario's.")]
+ResultsDir = Annotated[
+    Path, typer.Option("--results", help="Where published runs and noise floors are kept.", envvar="HARNESS_RESULTS")
+]
+RUNS = Path("runs")
+RESULTS = Path("results")
+
+
+class Output(Console):
+    """The standard output."""
+
+    def on_broken_pipe(self) -> None:
+        """A run goes on when its reader, such as `head`, has seen enough; rich would exit here."""
+        mute()
+
+
+def mute() -> None:
+    """Nothing more may be written to the standard output, not even at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def console() -> Console:
+    # Wide enough for the table when the output is a file or a pipe, which has no width of its own.
+    return Output() if sys.stdout.isatty() else Output(width=160, no_color=True)
+
+
+def scenario_path(given: Path) -> Path:
+    """The path of a scenario given by path or by the name of one that ships. Raises HarnessError."""
+    from harness.paths import SCENARIOS
+
+    if given.exists():
+        return given
+    shipped = {path.stem: path for path in SCENARIOS.glob("*.yaml")}
+    if str(given) in shipped:
+        return shipped[str(given)]
+    raise HarnessError(
+        f"{given}: there is no such scenario; {did_you_mean(given.stem, shipped)}",
+        next_step="Give a file, or the name of a scenario that ships: `harness scenarios` lists them.",
+    )
+
+
+def find_baseline(given: Path, runs: Path) -> Path:
+    """The directory of a run that may be a baseline, before anything is measured. Raises HarnessError."""
+    from harness.history import find_run
+    from harness.reference import usable_baseline
+
+    folder = find_run(given, runs)
+    usable_baseline(folder)
+    return folder
+
+
+@contextmanager
+def junit_of_failure(path: Path | None, scenario: str) -> Iterator[None]:
+    """What is in the JUnit file until the run has its summary: an error, also when nothing can be written any more."""
+    from harness.report import junit
+
+    if path is not None:
+        junit.write(path, junit.of_error(scenario, RunError("the run did not end")))
+    try:
+        yield
+    except HarnessError as error:
+        if path is not None:
+            junit.write(path, junit.of_error(scenario, error))
+        raise
+
+
+def show(folder: Path, *, explain: bool = False, junit: Path | None = None) -> None:
+    """Print a run's table and verdicts, write its summary and page, and end with the run's exit code."""
+    from harness.manifest import read_run
+    from harness.report import html, terminal
+    from harness.report import junit as junit_xml
+    from harness.summarize import summarize, write_summary
+
+    manifest, summary = read_run(folder), summarize(folder)
+    full: OSError | None = None
+    try:
+        write_summary(folder, summary)
+        html.write_report(folder)
+    except OSError as error:  # such as a full disk, which must not cost the person the table
+        full = error
+    terminal.print_report(summary, manifest, folder, console(), explain=explain)
+    if full is not None:
+        raise HarnessError(
+            f"{folder}: the page and the summary cannot be written ({full.strerror})",
+            next_step=f"The records are there. Make room, then: harness report {folder}",
+        )
+    if junit is not None:
+        junit_xml.write(junit, junit_xml.render(summary, manifest))
+    end_as(summary)
+
+
+def end_as(summary: "Summary") -> None:
+    """End with the exit code of a run."""
+    if not summary.valid:
+        raise typer.Exit(ExitCode.INVALID)
+    if not all(result.passed for result in summary.checks):
+        raise typer.Exit(ExitCode.FAILED)

@@ -1,0 +1,233 @@
+"""Commands that only read and write files: runs, reports, comparisons, published results."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from harness.errors import ExitCode, HarnessError
+
+if TYPE_CHECKING:
+    pass
+
+from harness.cli.common import (
+    RESULTS,
+    RUNS,
+    AboutOpt,
+    BaselineOpt,
+    ChecksOpt,
+    ResultsDir,
+    RunsDir,
+    app,
+    console,
+    end_as,
+    find_baseline,
+)
+
+
+@app.command(short_help="Show a run again, from its files.")
+def report(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.")],
+    output: Annotated[
+        Literal["terminal", "markdown", "json", "html", "junit", "csv", "openmetrics"],
+        typer.Option("--format", help="What to write."),
+    ] = "terminal",
+    checks: ChecksOpt = None,
+    baseline: BaselineOpt = None,
+    about: AboutOpt = None,
+    runs: RunsDir = RUNS,
+    results: ResultsDir = RESULTS,
+    explain: Annotated[bool, typer.Option("--explain", help="Explain the columns below the table.")] = False,
+) -> None:
+    """Show a run again, from its files: summary and HTML page are written anew.
+
+    With --check or --baseline the run is judged by them once more, and its directory stays as it is.
+    """
+    from harness.experiment import refuse_misplaced
+    from harness.floors import adopt_floor
+    from harness.history import find_run
+    from harness.manifest import read_run
+    from harness.reference import reference_to
+    from harness.report import html, junit, markdown, openmetrics, rows_csv, terminal
+    from harness.summarize import encode_summary, summarize, write_summary
+
+    folder = find_run(run_folder, runs)
+    manifest = read_run(folder)
+    adopt_floor(folder, manifest, results)
+    refuse_misplaced(checks or [], manifest.scenario)
+    base = None if baseline is None else find_baseline(baseline, runs)
+    reference = None if base is None else reference_to(base, manifest, about=about, checks=checks or [])
+    summary = summarize(folder, checks or [], reference)
+    if not checks and reference is None:
+        write_summary(folder, summary)
+    elif output == "html":
+        raise HarnessError("--format html: the page shows a run by its own checks; leave out --check and --baseline")
+    if output == "terminal":
+        if not checks and reference is None:
+            html.write_report(folder)
+        terminal.print_report(summary, manifest, folder, console(), explain=explain)
+    elif output == "html":
+        print(html.write_report(folder))
+    elif output == "json":
+        print(encode_summary(summary))
+    else:
+        render = {"markdown": markdown, "junit": junit, "csv": rows_csv, "openmetrics": openmetrics}[output].render
+        print(render(summary, manifest), end="" if output != "markdown" else "\n")
+    end_as(summary)
+
+
+@app.command(short_help="Compare runs of the same work.")
+def compare(
+    run_folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run directories or ids; the first is the baseline.")
+    ],
+    against: Annotated[
+        list[Path] | None,
+        typer.Option("--against", help="A run of the other side; may be repeated. RUN... are then one group."),
+    ] = None,
+    about: AboutOpt = None,
+    across: Annotated[
+        Literal["machine"] | None,
+        typer.Option("--across", help="Group the runs by machine; the machine is the one thing in which they differ."),
+    ] = None,
+    output: Annotated[
+        Literal["terminal", "markdown", "json", "junit"], typer.Option("--format", help="What to print.")
+    ] = "terminal",
+    runs: RunsDir = RUNS,
+    results: ResultsDir = RESULTS,
+) -> None:
+    """Compare runs of the same work: a ratio with its interval and a verdict for each row.
+
+    Exit code 4 when a side is slower than the baseline.
+    """
+    import msgspec
+
+    from harness.compare import by_machine, compare_runs
+    from harness.history import find_run
+    from harness.report import junit
+    from harness.report.comparison import markdown, print_comparison
+
+    first = [find_run(given, runs) for given in run_folders]
+    second = [find_run(given, runs) for given in against or []]
+    if across and (second or about):
+        raise HarnessError("--across: the machines are the sides and what it is about; leave out --against and --about")
+    groups = by_machine(first) if across else [first, second] if second else [[folder] for folder in first]
+    comparison = compare_runs(groups, about=across or about, results=results)
+    if output == "terminal":
+        print_comparison(comparison, console())
+    elif output == "junit":
+        print(junit.of_comparison(comparison), end="")
+    else:
+        print(markdown(comparison) if output == "markdown" else msgspec.json.encode(comparison).decode())
+    if any(verdict.word == "slower" for verdict in comparison.verdicts):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+@app.command(short_help="Show in what two runs differ.")
+def diff(
+    one: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.")],
+    other: Annotated[Path, typer.Argument(metavar="OTHER", help="Another.")],
+    output: Annotated[
+        Literal["terminal", "markdown", "json"], typer.Option("--format", help="What to print.")
+    ] = "terminal",
+    runs: RunsDir = RUNS,
+) -> None:
+    """Show in what the manifests of two runs differ; what is equal is not shown, and neither is what chance chose."""
+    import msgspec
+
+    from harness.differences import differences_of
+    from harness.history import find_run
+    from harness.manifest import read_run
+    from harness.report.differing import markdown, print_differences
+
+    both = [read_run(find_run(given, runs)) for given in (one, other)]
+    found, sides = differences_of(both), [run.id for run in both]
+    if output == "terminal":
+        print_differences(found, sides, console())
+    elif output == "markdown":
+        print(markdown(found, sides))
+    else:
+        print(msgspec.json.encode({"sides": sides, "differences": found}).decode())
+
+
+@app.command(short_help="File a VALID run by machine and scenario.")
+def publish(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.")],
+    records: Annotated[
+        bool, typer.Option("--records", help="Also its records, one a request, as requests.jsonl.gz.")
+    ] = False,
+    runs: RunsDir = RUNS,
+    results: ResultsDir = RESULTS,
+) -> None:
+    """File a VALID run by machine and scenario, as plain files that are small enough for git."""
+    from harness.floors import adopt_floor
+    from harness.history import find_run
+    from harness.manifest import read_run
+    from harness.publish import publish as publish_run
+
+    folder = find_run(run_folder, runs)
+    adopt_floor(folder, read_run(folder), results)
+    where, changed = publish_run(folder, results, records=records)
+    print(f"{where}: {', '.join(changed) if changed else 'published already, nothing has changed'}")
+
+
+@app.command(short_help="Rank what is published, as one page.")
+def leaderboard(
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", metavar="FILE", help="The HTML page (default: leaderboard.html in --results)."),
+    ] = None,
+    results: ResultsDir = RESULTS,
+) -> None:
+    """Rank what is published: machines by scenarios, as one HTML page and as Markdown beside it."""
+    from harness.board import collect
+    from harness.paths import RESULTS as SHIPPED
+    from harness.report.board import write_board
+
+    for path in write_board(collect(results, SHIPPED), output or results / "leaderboard.html"):
+        print(path)
+
+
+@app.command(short_help="Write a run's records as Parquet or CSV.")
+def export(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.")],
+    to: Annotated[Path, typer.Option("--to", metavar="FILE", help="Where to: a file that ends in .parquet or .csv.")],
+    runs: RunsDir = RUNS,
+) -> None:
+    """Write a run's records for other tools: one row a request, with chunk times."""
+    from harness.export import export as export_records
+    from harness.history import find_run
+
+    written = export_records(find_run(run_folder, runs), to)
+    print(f"{to}: {written.records:,} records")
+    if written.damaged:
+        lines = "1 line" if written.damaged == 1 else f"{written.damaged:,} lines"
+        print(f"{lines} of requests.jsonl left out: not readable", file=sys.stderr)
+
+
+@app.command("import", short_help="Make runs of what other tools wrote.")
+def import_(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files that another tool wrote; each a run.")],
+    form: Annotated[
+        str | None,
+        typer.Option("--format", help="vllm, guidellm, aiperf, genai-bench or lemonade (default: the file shows it)."),
+    ] = None,
+    machine: Annotated[
+        str | None, typer.Option("--machine", help="Name of the machine that was measured; files do not say it.")
+    ] = None,
+    runs: RunsDir = RUNS,
+) -> None:
+    """Make runs of what other tools wrote, marked with their origin, for report, runs and compare."""
+    from harness.imports.write import import_file
+
+    for file in files:
+        print(import_file(file, runs, form, machine))
+
+
+@app.command(short_help="List the runs.")
+def runs(runs: RunsDir = RUNS) -> None:
+    """List the runs with their scenario, verdict and when they ran."""
+    from harness.history import show_runs
+
+    show_runs(runs, console())
