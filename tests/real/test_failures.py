@@ -101,7 +101,7 @@ def test_a_server_that_dies_in_mid_run_makes_the_run_invalid(tmp_path: Path, say
         process.wait(60)
         took = time.time() - killed_wall_s
     ran = outcome(scenario, process.returncode)
-    first, second = ran.manifest.cells
+    (first,) = ran.manifest.cells  # what was to follow on the same server is not run
     noticed = first.ended_wall_s - killed_wall_s
     say(f"{ran.said}\n{ran.error}\nnoticed and ended after {noticed:.1f} s, over after {took:.1f} s")
     assert (ran.code, ran.manifest.status) == (ExitCode.INVALID, "invalid")
@@ -109,8 +109,8 @@ def test_a_server_that_dies_in_mid_run_makes_the_run_invalid(tmp_path: Path, say
     assert (first.served_by.exit_code, first.served_by.oom_killed) == (137, False)
     died = "r1-s-bursts: the server died during the load: it ended with exit code 137"
     assert [reason for reason in ran.manifest.reasons if reason.startswith(died)] != []
-    assert [r for r in ran.manifest.reasons if r.startswith("r1-s-more: the server died")] != []
-    assert second.id == "r1-s-more"
+    assert "only 1 of 2 planned cells ran" in ran.manifest.reasons
+    assert "r1-s-more is not run: its server has died" in ran.said
     good = [record for record in ran.records if record.error is None]
     cut = [record.error for record in ran.records if record.error is not None]
     assert len(good) >= 20 and {record.output_tokens for record in good} == {64}
