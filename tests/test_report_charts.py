@@ -11,12 +11,12 @@ from harness.report import scatter, sentences
 from harness.report.differing_servers import server_differences
 from harness.report.events import Event, events_of
 from harness.report.figures import throughput
-from harness.report.html import read_summary
 from harness.report.observed import Timeline, observe
 from harness.report.scraped import ServerSamples
 from harness.report.seen import MOST_DOTS, MOST_FAILED, SLOWEST, Failures, Seen
 from harness.report.timeline import figure_of
 from harness.report.tradeoff import tradeoffs
+from harness.summarize import read_summary
 from harness.summary import Comparison, Verdict
 from tests.report_runs import write_run_directory
 

@@ -15,8 +15,9 @@ import pytest
 from harness.errors import HarnessError
 from harness.manifest import read_run, write_run
 from harness.report.forest import Forest
-from harness.report.html import read_summary, write_report
+from harness.report.html import write_report
 from harness.report.observed import MOST_BINS, MOST_POINTS, distribution, observe
+from harness.summarize import read_summary
 from tests.report_runs import HOSTILE, write_run_directory
 
 

@@ -77,13 +77,15 @@ def in_short(verdict: Verdict, comparison: Comparison) -> str:
     if verdict.ratio is None:
         return after_word(verdict)
     floor = f"±{100 * comparison.noise_floor:.2g}\u00a0%"
+    # Only the baseline of all rows is shown beside them.
+    against = "" if verdict.baseline == comparison.verdicts[0].baseline else f" as {verdict.baseline}"
     if verdict.word == "same":
-        return f"as fast within {floor}, which is noise"
-    factor = f"{verdict.ratio:.2f} times as fast"
+        return f"as fast{against} within {floor}, which is noise"
+    factor = f"{verdict.ratio:.2f} times as fast{against}"
     if verdict.word != "cannot tell":
         return factor
     if verdict.low is not None and abs(math.log(verdict.ratio)) <= math.log1p(comparison.noise_floor):
-        return f"about as fast, but not surely within {floor}{_settled(verdict)}"
+        return f"about as fast{against}, but not surely within {floor}{_settled(verdict)}"
     return f"{factor}, but {_doubt(verdict)}{_settled(verdict)}"
 
 

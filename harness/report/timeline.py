@@ -16,6 +16,7 @@ PANELS = {
 _GAP = 26  # pixels between panels
 _STRIP = 20  # height of the strip of events
 _MOST_POINTS = 80
+_FEW_POINTS = 5
 _ROOM = 0.08  # of the width, that a label of an event needs
 
 
@@ -117,7 +118,9 @@ def _gauge(line: Timeline, name: str, place: str) -> Figure:
 
 
 def _mode(line: Timeline) -> str:
-    """Points show when the server was asked, as long as there is room between them."""
+    """Points show when the server was asked, as long as there is room between them. A line through few would invent."""
+    if len(line.server.at_s) <= _FEW_POINTS:
+        return "markers"
     return "lines+markers" if len(line.server.at_s) <= _MOST_POINTS else "lines"
 
 
