@@ -15,9 +15,8 @@ FOLLOWS = {
     "version": ("image", "image_digest", "container.Image"),
     "variables": ("arguments", "container"),
     "arguments": ("variables", "container.Cmd"),
-    "versions": ("git_commit",),
     # Ids of groups and names of device nodes are the machine's own; images and arguments must stay the same.
-    "machine": ("versions", "git_commit", "HostConfig.GroupAdd", "HostConfig.Devices"),
+    "machine": ("versions", "HostConfig.GroupAdd", "HostConfig.Devices"),
 }
 # Not what is measured but how often, how long it was watched, what is asked of the numbers, and what chance chose.
 _SCENARIO = (
@@ -35,6 +34,9 @@ _SCENARIO = (
 _SERVER = ("startup_timeout_s",)
 _CONTAINER = ("NetworkMode", "PortBindings")
 _ALWAYS = ("workload_sha256", "simulated")  # equal in every comparison
+# Shown where it differs, and no reason to refuse: a checkout also moves when results are committed. Of the code that
+# measures, `versions` has a sum.
+_NOTED = ("git_commit",)
 ABSENT = "nothing"
 
 
@@ -66,7 +68,8 @@ def _refuse(
 ) -> set[str]:
     """The differing keys that `about` excuses. Raises for every other."""
     one, other = facts[first], facts[second]
-    differing = [key for key in dict.fromkeys([*one, *other]) if one.get(key, ABSENT) != other.get(key, ABSENT)]
+    keys = [key for key in dict.fromkeys([*one, *other]) if key not in _NOTED]
+    differing = [key for key in keys if one.get(key, ABSENT) != other.get(key, ABSENT)]
     excused = _excused(about, differing)
     left = [key for key in differing if key not in excused]
     if left:

@@ -116,9 +116,10 @@ def _side(folders: Sequence[Path]) -> _Side:
                 f"{run.id}: the run has not ended, or was killed; it is not compared", next_step="Run it again."
             )
         summary = read_summary(folder) if is_published(folder) else summarize(folder)
-        if not summary.valid:
+        if not summary.valid or run.status == "invalid":
+            reasons = summary.reasons or run.reasons or ["its manifest says so"]
             raise RunError(
-                f"{run.id}: an INVALID run is not compared: {summary.reasons[0]}",
+                f"{run.id}: an INVALID run is not compared: {reasons[0]}",
                 next_step=f"harness report {run.id} shows all reasons.",
                 detail="\n".join(summary.reasons) if len(summary.reasons) > 1 else "",
             )

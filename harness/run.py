@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import hashlib
 import importlib.metadata
 import os
 import re
@@ -98,7 +99,7 @@ def begin(experiment: Experiment, cells: list[Cell], runs: Path) -> tuple[Path, 
         workload_sha256=workload_sha256(experiment.scenario, experiment.folder),
         order=[cell.id for cell in cells],
         machine=machine(docker=engine_version() if _needs_docker(experiment) else None),
-        versions={"amd-llm-load": __version__, **{p: importlib.metadata.version(p) for p in MEASURING_PACKAGES}},
+        versions=_versions(),
         git_commit=_git_commit(),
     )
     write_run(folder, manifest)
@@ -141,6 +142,16 @@ def finish(folder: Path, manifest: Run, status: Status | None = None, reasons: S
 def _write_results(folder: Path, summary: Summary) -> None:
     write_summary(folder, summary)
     html.write_report(folder)
+
+
+def _versions() -> dict[str, str]:
+    """What touches the measurement: packages, and a sum over our own code that sends and stamps requests."""
+    own = [*sorted((paths.ROOT / "harness" / "load").glob("*.py")), *sorted(paths.LOCUSTFILES.glob("*.py"))]
+    digest = hashlib.sha256()
+    for path in [*own, paths.ROOT / "harness" / "workload.py"]:
+        digest.update(path.read_bytes())
+    packages = {package: importlib.metadata.version(package) for package in MEASURING_PACKAGES}
+    return {"amd-llm-load": __version__, "load generator": digest.hexdigest()[:16], **packages}
 
 
 def _git_commit() -> str | None:

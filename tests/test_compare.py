@@ -241,7 +241,6 @@ def test_a_model_of_an_engine_is_never_compared_with_an_engine(tmp_path: Path) -
             {"versions": {"locust": "2.47.0", "gevent": "25.5"}},
             "runs that differ in 'versions.gevent' are not compared: nothing in one, 25.5 in two",
         ),
-        ({"git_commit": None}, "runs that differ in 'git_commit' are not compared: abc in one, null in two"),
         (
             {"made_of": scenario(restart=False)},
             "runs that differ in 'scenario.restart' are not compared: true in one, false in two",
@@ -266,10 +265,17 @@ def test_the_refusal_names_the_key_and_both_values(tmp_path: Path, other: dict[s
     assert refused(tmp_path, **other) == sentence
 
 
+def test_another_commit_of_the_checkout_is_shown_and_no_reason_to_refuse(tmp_path: Path) -> None:
+    write_made_run(tmp_path / "one", noisy(1))
+    write_made_run(tmp_path / "two", noisy(2), git_commit="def")
+    compared = compare_runs([[tmp_path / "one"], [tmp_path / "two"]])
+    assert [difference.key for difference in compared.differences] == ["git_commit"]
+
+
 def test_the_refusal_says_what_the_comparison_could_be_about(tmp_path: Path) -> None:
     write_made_run(tmp_path / "one", noisy(1))
     write_made_run(tmp_path / "two", noisy(2), served=newer)
-    write_made_run(tmp_path / "three", noisy(3), served=newer, git_commit="def")
+    write_made_run(tmp_path / "three", noisy(3), served=newer, versions={"locust": "9"}, git_commit="def")
     with pytest.raises(HarnessError) as raised:
         compare_runs([[tmp_path / "one"], [tmp_path / "two"]])
     assert raised.value.next_step == "If the comparison is about just that, say so: --about image"
