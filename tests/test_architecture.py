@@ -12,7 +12,7 @@ READS_FILES = {
     "attain", "board", "floors", "differences", "blocks", "gaps", "count", "check_syntax", "export", "reference",
     "derive", "stats", "tally", "summary", "summarize", "verdicts", "alike", "compare", "checks", "validity", "report",
 }  # fmt: skip
-READERS = {"records", "manifest", "origin", "errors", "plan", "scenario", "metrics"}
+READERS = {"records", "manifest", "origin", "errors", "plan", "scenario", "metrics", "failures"}
 # Which of harness's own modules each room may import. Rooms not named here may import what they like, but not back.
 ALLOWED = {
     "errors": set(),
@@ -44,8 +44,9 @@ ALLOWED = {
     "workload": {"errors", "scenario", "paths"},
     "simulated": {"simulated"},
     "machine": {"machine", "manifest", "errors"},
+    "failures": {"failures", "errors", "memory"},
     "load": LOAD,
-    "serve": {"serve", "scenario", "errors", "strict", "manifest", "machine", "paths", "process", "job"},
+    "serve": {"serve", "failures", "scenario", "errors", "strict", "manifest", "machine", "paths", "process", "job"},
     **dict.fromkeys(
         READS_FILES - {"derive", "stats", "summary", "checks", "check_syntax", "attain"}, READS_FILES | READERS
     ),

@@ -11,10 +11,10 @@ from docker.types import Healthcheck, Mount, Ulimit
 from msgspec import Struct
 
 from harness.errors import HarnessError, ServerError
+from harness.failures.explain import State, explain
 from harness.serve import labels
 from harness.serve.compose import ComposeFile, Service
 from harness.serve.daemon import DOCKER_ERRORS, docker_error
-from harness.serve.failures import State, explain
 from harness.serve.logfile import LogFile
 from harness.serve.values import parse_bytes, parse_device, parse_port, parse_seconds, parse_volume
 

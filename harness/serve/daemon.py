@@ -11,7 +11,7 @@ import requests
 from docker.errors import APIError, DockerException
 
 from harness.errors import ServerError
-from harness.serve.failures import State, explain
+from harness.failures.explain import State, explain
 
 DEFAULT_HOST = "unix:///var/run/docker.sock"
 DOCKER_ERRORS = (DockerException, requests.RequestException)

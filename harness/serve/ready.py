@@ -10,6 +10,7 @@ import requests
 from msgspec import Struct
 
 from harness.errors import ServerError
+from harness.failures.explain import explain
 from harness.manifest import Phase
 from harness.serve.ask import (
     PROBE_TIMEOUT_S,
@@ -25,7 +26,6 @@ from harness.serve.ask import (
     server_version,
 )
 from harness.serve.compose import Serving
-from harness.serve.failures import explain
 from harness.serve.logfile import LogFile
 
 POLL_S = 0.2

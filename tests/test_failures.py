@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.serve.failures import State, explain, rules, safe_fraction
+from harness.failures.explain import State, explain, rules, safe_fraction
 
 VLLM = "(EngineCore pid=9) ERROR 11-21 09:15:29 [core.py:1510] "
 SAMPLES = [  # rule, line, words of its cause or fix

@@ -1,4 +1,4 @@
-"""Why a server did not start or died: the table failures.yaml against what Docker and the server's log say."""
+"""Why a server did not start or died: table.yaml against what Docker and the server's log say."""
 
 import math
 import re
@@ -45,7 +45,7 @@ class State(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 @cache
 def rules() -> tuple[tuple[Rule, re.Pattern[str]], ...]:
     """The table, compiled."""
-    text = Path(__file__).with_name("failures.yaml").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("table.yaml").read_text(encoding="utf-8")
     return tuple((rule, re.compile(rule.regex)) for rule in msgspec.convert(yaml.safe_load(text), list[Rule]))
 
 
