@@ -1,0 +1,106 @@
+"""Which memory an AMD GPU allocates from, how large it really is, and what is free of it now."""
+
+import re
+from pathlib import Path
+from typing import Literal
+
+from msgspec import Struct
+
+from harness.machine.facts import gpus
+
+PAGE_BYTES = 4096  # of x86-64; an APU, where pages count, is nothing else
+
+
+class Pool(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The memory that one GPU allocates from. Bytes; unknown is None."""
+
+    render_node: str | None  # such as /dev/dri/renderD128
+    target: str  # such as gfx1151
+    kind: Literal["vram", "gtt"]
+    total_bytes: int | None
+    used_bytes: int | None
+    free_bytes: int | None  # of this pool alone: see host_available_bytes
+    unified: bool  # its pages are the host's memory, which every program shares
+    host_available_bytes: int | None = None  # of a unified pool: what the kernel can still give out
+    doubts: list[str] = []  # why a number here may not be what the GPU's runtime will see
+
+
+def pools(root: Path = Path("/")) -> list[Pool]:
+    """The pool of each AMD GPU under `root`, in the order of the compute driver.
+
+    A card of its own has its VRAM. An APU has a carve-out (VRAM) and pages of the host (GTT), and the driver takes the
+    larger one: Linux amdgpu, `apu_prefer_gtt`.
+    """
+    available = _host_available(root)
+    limit = _pages_limit(root)
+    found = []
+    for gpu in gpus(root):
+        node = gpu["render_node"]
+        device = root / f"sys/class/drm/{Path(node).name}/device" if node else None
+        found.append(_pool(gpu, device, limit, available))
+    return found
+
+
+def _pool(gpu: dict[str, object], device: Path | None, limit: int | None, available: int | None) -> Pool:
+    def number(name: str) -> int | None:
+        return _number(device / f"mem_info_{name}") if device is not None else None
+
+    vram, gtt = number("vram_total"), number("gtt_total")
+    kind: Literal["vram", "gtt"] = "gtt" if gpu["integrated"] and (gtt or 0) > (vram or 0) else "vram"
+    unified = kind == "gtt"
+    stated, used = (gtt, number("gtt_used")) if unified else (vram, number("vram_used"))
+    total, doubts = stated, []
+    if stated is None:
+        doubts.append(f"the driver does not tell the size of its {kind.upper()}")
+    elif unified and limit is not None and limit < stated:
+        total = limit
+        doubts.append(
+            f"the driver states a GTT of {_gib(stated)}, but ttm.pages_limit allows {_gib(limit)}: "
+            "programs may be told more free memory than there is in total"
+        )
+    if total is not None and used is None:
+        doubts.append(f"the driver does not tell how much of its {kind.upper()} is in use")
+    if unified:
+        doubts.append("what is in use of GTT may lag behind what programs have just allocated")
+        if available is None:
+            doubts.append("the host's available memory, which limits GTT, is not known")
+    free = max(0, total - used) if total is not None and used is not None else None
+    return Pool(
+        render_node=str(gpu["render_node"]) if gpu["render_node"] else None,
+        target=str(gpu["target"]),
+        kind=kind,
+        total_bytes=total,
+        used_bytes=used,
+        free_bytes=free,
+        unified=unified,
+        host_available_bytes=available if unified else None,
+        doubts=doubts,
+    )
+
+
+def _host_available(root: Path) -> int | None:
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
+
+
+def _pages_limit(root: Path) -> int | None:
+    """What ttm, which hands out all pages of GTT, gives at most: its limit counts, whatever amdgpu.gttsize says."""
+    pages = _number(root / "sys/module/ttm/parameters/pages_limit")
+    return pages * PAGE_BYTES if pages else None
+
+
+def _number(path: Path) -> int | None:
+    text = _read(path)
+    return int(text) if text.isdigit() else None
+
+
+def _read(path: Path) -> str:
+    """A small file's text; empty when it is missing or the driver refuses to answer now."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
