@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from harness.errors import HarnessError
-from harness.manifest import CellRun, Run
+from harness.manifest import CellRun, Run, ServedBy
 
 # What differs with one thing by nature: who compares images also gets their versions.
 FOLLOWS = {
@@ -140,14 +140,11 @@ def facts_of(run: Run, rows: Sequence[tuple[str, str]]) -> dict[str, Any]:
     return facts
 
 
-def _add_served(name: str, run: Run, cell: CellRun, facts: dict[str, Any]) -> None:
-    """What really served a cell; a second cell that was served otherwise makes the value a list of both."""
-    served = cell.served_by
+def _served(served: ServedBy, run: Run, cell: CellRun) -> dict[str, Any]:
     container = dict(served.container or {})
     if isinstance(host := container.get("HostConfig"), dict):
         container["HostConfig"] = {key: value for key, value in host.items() if key not in _CONTAINER}
-    found: dict[str, Any] = {}
-    values = {
+    return {
         "image": served.image,
         "image_digest": served.image_digest,
         "version": served.version,
@@ -155,7 +152,14 @@ def _add_served(name: str, run: Run, cell: CellRun, facts: dict[str, Any]) -> No
         "arguments": _without_names(_without_port(served.arguments), run.id, cell.id),
         "container": _without_names(container, run.id, cell.id),
     }
-    _flatten(name, values, found)
+
+
+def _add_served(name: str, run: Run, cell: CellRun, facts: dict[str, Any]) -> None:
+    """What really served a cell; a second cell that was served otherwise makes the value a list of both."""
+    found: dict[str, Any] = {}
+    _flatten(name, _served(cell.served_by, run, cell), found)
+    if cell.served_by.gateway is not None:
+        _flatten(f"{name}.gateway", _served(cell.served_by.gateway, run, cell), found)
     for key, value in found.items():
         if key not in facts:
             facts[key] = value

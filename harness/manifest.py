@@ -37,6 +37,7 @@ class ServedBy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     restarts: int = 0
     oom_killed: bool = False
     exit_code: int | None = None  # set when it died before it was stopped
+    gateway: "ServedBy | None" = None  # what stood in front of it and took the load
 
 
 class GpuMemory(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

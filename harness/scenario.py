@@ -30,6 +30,13 @@ TURNS = 4  # of a conversation, where nobody says how many
 USERS = ("batch", "chat")  # the user classes that ship, locustfiles/<name>.py
 
 
+class Gateway(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What stands between the users and a server, such as LiteLLM."""
+
+    template: str
+    variables: dict[str, Any] = {}
+
+
 class Server(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A server to start: a Compose template of compose/ and values for its variables."""
 
@@ -37,6 +44,7 @@ class Server(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     variables: dict[str, Any] = {}
     container: bool = True  # false: the embedded engine as a process (template `simulated` only)
     startup_timeout_s: Positive = 900.0
+    gateway: Gateway | None = None  # takes the load and passes it on to the server; the metrics are the server's
 
 
 class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -197,6 +205,8 @@ def _contradictions(scenario: Scenario, folder: Path, known: dict[str, list[str]
                 f"$.servers.{name}.container: only the template 'simulated' can run without a container, "
                 f"not '{server.template}'"
             )
+        if not server.container and server.gateway is not None:
+            problems.append(f"$.servers.{name}.gateway: needs a server in a container; remove 'container: false'")
     base = scenario.baseline
     servers, loads = known.get("servers", []), known.get("loads", [])
     if base is not None and base.server not in servers:

@@ -354,7 +354,7 @@ def test_a_value_of_the_wrong_shape_is_refused(key: str, value: Any, message: st
 def test_only_one_service_is_a_server() -> None:
     raw = yaml.safe_load(rendered("simulated"))
     raw["services"]["two"] = raw["services"]["server"]
-    with pytest.raises(HarnessError, match="exactly one service named 'server'"):
+    with pytest.raises(HarnessError, match="two: the harness starts 'server', 'gateway' and"):
         parse(yaml.safe_dump(raw))
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -11,6 +11,8 @@ from harness.errors import HarnessError, did_you_mean
 from harness.serve.interpolate import interpolate
 from harness.serve.values import parse_bytes, parse_device, parse_port, parse_seconds, parse_volume
 from harness.strict import decode, load_yaml
+
+SERVER, GATEWAY = "server", "gateway"  # names of services
 
 
 class Healthcheck(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -24,6 +26,15 @@ class Healthcheck(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 class Ulimit(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     soft: int
     hard: int
+
+
+class Dependency(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    condition: Literal["service_started", "service_healthy", "service_completed_successfully"]
+
+
+class ConfigMount(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    source: str
+    target: str  # absolute path inside the container
 
 
 class Service(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -51,6 +62,14 @@ class Service(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     memswap_limit: str | None = None
     cpus: float | None = None
     cpuset: str | None = None
+    configs: list[ConfigMount] = []
+    depends_on: dict[str, Dependency] = {}
+
+
+class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A file that a container finds at its start; `${NAME}` in it is filled in."""
+
+    content: str
 
 
 class Volume(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -75,16 +94,23 @@ class Serving(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     metrics: str | None = None
     simulated: bool = False
     load: LoadCall | None = None
+    gateway: "Serving | None" = None  # what stands in front of the server and takes the load
 
 
 class ComposeFile(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     serving: Serving = msgspec.field(name="x-amd-llm-load")
     services: dict[str, Service]
     volumes: dict[str, Volume] = {}
+    configs: dict[str, Config] = {}
 
     @property
     def server(self) -> Service:
-        return self.services["server"]
+        return self.services[SERVER]
+
+    @property
+    def preparations(self) -> list[str]:
+        """Services that have to end well before the server starts."""
+        return [name for name in self.services if name not in (SERVER, GATEWAY)]
 
 
 def parse(text: str) -> ComposeFile:
@@ -129,13 +155,37 @@ def _unsupported(raw: Any) -> list[str]:
     """Keys that Compose may know and the harness does not carry out, by name."""
     if not isinstance(raw, dict) or not isinstance(raw.get("services"), dict):
         return ["$: a Compose file is a mapping with 'services'"]
-    if list(raw["services"]) != ["server"]:
-        return [f"$.services: exactly one service named 'server' is expected, got {list(raw['services'])}"]
+    problems = _services(raw["services"], raw.get("x-amd-llm-load"))
+    if problems:
+        return problems
     problems = _unknown(raw, ComposeFile, "$")
-    problems += _unknown(raw["services"]["server"], Service, "$.services.server")
+    for name, service in raw["services"].items():
+        problems += _unknown(service, Service, f"$.services.{name}")
     for name, volume in (raw.get("volumes") or {}).items():
         problems += _unknown(volume, Volume, f"$.volumes.{name}")
     return problems
+
+
+def _services(services: dict[str, Any], serving: Any) -> list[str]:
+    """Which services there may be: the server, a gateway in front of it, and what only prepares the server's start."""
+    if SERVER not in services:
+        return [f"$.services: a service named '{SERVER}' is expected, got {list(services)}"]
+    has_gateway = isinstance(serving, dict) and serving.get("gateway") is not None
+    if has_gateway != (GATEWAY in services):
+        return [f"$.services: the service '{GATEWAY}' and $.x-amd-llm-load.gateway belong together"]
+    server = services[SERVER] if isinstance(services[SERVER], dict) else {}
+    waits = server.get("depends_on") or {}
+    prepared = [
+        name
+        for name, how in (waits.items() if isinstance(waits, dict) else ())
+        if isinstance(how, dict) and how.get("condition") == "service_completed_successfully"
+    ]
+    return [
+        f"$.services.{name}: the harness starts '{SERVER}', '{GATEWAY}' and what '{SERVER}' waits for with "
+        "service_completed_successfully; nothing else"
+        for name in services
+        if name not in (SERVER, GATEWAY, *prepared)
+    ]
 
 
 def _unknown(mapping: Any, type_: type[Struct], path: str) -> list[str]:
@@ -156,7 +206,14 @@ def _advice(key: str, known: list[str]) -> str:
 
 def _value_problems(compose: ComposeFile, *, may_interpolate: bool) -> list[str]:
     """Values that Docker would misread or refuse later. (Its SDK takes much of it without a word.)"""
-    service = compose.server
+    problems = []
+    for name, service in compose.services.items():
+        problems += _service_problems(service, f"$.services.{name}", may_interpolate)
+        problems += _mount_problems(compose, name, may_interpolate)
+    return problems
+
+
+def _service_problems(service: Service, path: str, may_interpolate: bool) -> list[str]:
     checks: list[tuple[str, list[str], Callable[[str], object]]] = [
         ("volumes", service.volumes, parse_volume),
         ("devices", service.devices, parse_device),
@@ -180,23 +237,29 @@ def _value_problems(compose: ComposeFile, *, may_interpolate: bool) -> list[str]
             try:
                 check(value)
             except ValueError as error:
-                problems.append(f"$.services.server.{key}: {error}")
+                problems.append(f"{path}.{key}: {error}")
     if service.ipc == "host" and service.shm_size is not None:
         problems.append(
-            "$.services.server: give ipc: host or shm_size, not both; with ipc: host the container uses the host's "
+            f"{path}: give ipc: host or shm_size, not both; with ipc: host the container uses the host's "
             f"/dev/shm and shm_size: {service.shm_size} would have no effect"
         )
-    return problems + _volume_problems(compose, may_interpolate)
+    return problems
 
 
-def _volume_problems(compose: ComposeFile, may_interpolate: bool) -> list[str]:
+def _mount_problems(compose: ComposeFile, name: str, may_interpolate: bool) -> list[str]:
+    service = compose.services[name]
     problems = []
-    for text in compose.server.volumes:
+    for text in service.volumes:
         source = text.split(":")[0]
         if may_interpolate and "$" in text:
             continue
         if not source.startswith("/") and source not in compose.volumes:
-            problems.append(f"$.services.server.volumes: '{source}' is not declared in $.volumes")
+            problems.append(f"$.services.{name}.volumes: '{source}' is not declared in $.volumes")
+    for mount in service.configs:
+        if mount.source not in compose.configs:
+            problems.append(f"$.services.{name}.configs: '{mount.source}' is not declared in $.configs")
+        if not mount.target.startswith("/"):
+            problems.append(f"$.services.{name}.configs: '{mount.target}' is not an absolute path")
     return problems
 
 

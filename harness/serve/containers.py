@@ -1,5 +1,7 @@
 """A server's container through the Docker SDK: create, start, watch, stop, remove."""
 
+import io
+import tarfile
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -10,7 +12,7 @@ from docker.models.containers import Container
 from docker.types import Healthcheck, Mount, Ulimit
 from msgspec import Struct
 
-from harness.errors import HarnessError, ServerError
+from harness.errors import ServerError
 from harness.failures.explain import State, explain
 from harness.serve import labels
 from harness.serve.compose import ComposeFile, Service
@@ -19,6 +21,7 @@ from harness.serve.logfile import LogFile
 from harness.serve.values import parse_bytes, parse_device, parse_port, parse_seconds, parse_volume
 
 ENGINE_SILENT_S = 15.0
+PREPARE_S = 300  # such as changing the owner of a volume full of models
 LOOK_EVERY_S = 0.5  # a look at the container costs the engine a millisecond or two
 
 
@@ -31,36 +34,73 @@ class Look(Struct, frozen=True):
     restarts: int = 0
 
 
-def start(client: docker.DockerClient, compose: ComposeFile, owner: dict[str, str]) -> Container:
-    """Network, volumes and container of a server, started. Raises ServerError.
+def prepare(client: docker.DockerClient, compose: ComposeFile, owner: dict[str, str]) -> None:
+    """Network and volumes of a cell, and what has to be done in them before its server starts. Raises ServerError.
 
     Whatever was made until then carries the labels `owner`, by which `remove` finds it.
     """
-    name = network_name(owner)
     try:
         _volumes(client, compose)
-        client.networks.create(name, driver="bridge", labels=owner)
-        endpoint = client.api.create_endpoint_config(aliases=["server"])
-        container = client.containers.create(
-            compose.server.image,
-            **_arguments(compose.server),
-            name=f"{name}-server",
-            labels=owner,
-            network=name,
-            networking_config={name: endpoint},
-        )
-        container.start()
-    except HarnessError:
-        raise
-    except ImageNotFound:
-        raise ServerError(f"the image {compose.server.image} disappeared", next_step="Run it again.") from None
+        client.networks.create(network_name(owner), driver="bridge", labels=owner)
     except DOCKER_ERRORS as error:
-        raise docker_error("the server's container cannot be started", error) from None
+        raise docker_error("the server's network and volumes cannot be made", error) from None
+    for name in compose.preparations:
+        _run_to_its_end(start(client, compose, name, owner), name)
+
+
+def start(client: docker.DockerClient, compose: ComposeFile, name: str, owner: dict[str, str]) -> Container:
+    """The container of a service, started; in the cell's network it is known by the service's name."""
+    service = compose.services[name]
+    network = network_name(owner)
+    try:
+        endpoint = client.api.create_endpoint_config(aliases=[name])
+        container = client.containers.create(
+            service.image,
+            **_arguments(service),
+            name=f"{network}-{name}",
+            labels=owner,
+            network=network,
+            networking_config={network: endpoint},
+        )
+        if service.configs:
+            container.put_archive("/", _archive(compose, service))
+        container.start()
+    except ImageNotFound:
+        raise ServerError(f"the image {service.image} disappeared", next_step="Run it again.") from None
+    except DOCKER_ERRORS as error:
+        raise docker_error(f"the {name}'s container cannot be started", error) from None
     return container
 
 
+def _run_to_its_end(container: Container, name: str) -> None:
+    try:
+        code = int(container.wait(timeout=PREPARE_S)["StatusCode"])
+        said = container.logs().decode("utf-8", "replace").strip()
+        container.remove(v=True, force=True)
+    except DOCKER_ERRORS as error:
+        raise docker_error(f"the preparation '{name}' did not end within {PREPARE_S} s", error) from None
+    if code != 0:
+        raise ServerError(
+            f"the preparation '{name}' of the server failed with exit code {code}",
+            next_step="Look at its output, and at the volumes that the server's variables name.",
+            detail=said[-2000:],
+        )
+
+
+def _archive(compose: ComposeFile, service: Service) -> bytes:
+    """The service's `configs` as a tar: it reaches a remote engine too, which a bind mount does not."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for mount in service.configs:
+            content = compose.configs[mount.source].content.encode()
+            entry = tarfile.TarInfo(mount.target.lstrip("/"))
+            entry.size, entry.mode = len(content), 0o444
+            tar.addfile(entry, io.BytesIO(content))
+    return packed.getvalue()
+
+
 def network_name(owner: dict[str, str]) -> str:
-    """The Docker network of a cell's server; its container is known there as `server`."""
+    """The Docker network of a cell's server; its containers are known there by their services."""
     return f"amd-llm-load-{owner[labels.RUN]}-{owner[labels.CELL]}"
 
 
@@ -193,24 +233,27 @@ def death(look: Look, log: LogFile) -> ServerError:
     return ServerError(what, next_step=f"To solve it: {failure.fix}.", detail=evidence)
 
 
-def inspected(container: Container, compose: ComposeFile) -> dict[str, Any]:
+def inspected(container: Container, compose: ComposeFile, service: Service) -> dict[str, Any]:
     """The container's configuration for the manifest: what makes two starts alike or different.
 
-    Command and environment are as in the Compose file, where secrets are only named. No port of the host.
+    Command, environment and config files are as in the Compose file, where secrets are only named. No port of the host.
     """
     config, host = container.attrs["Config"], container.attrs["HostConfig"]
     kept = (
         "Binds", "Mounts", "IpcMode", "ShmSize", "Devices", "GroupAdd", "SecurityOpt",
         "CapAdd", "Ulimits", "Memory", "MemorySwap", "NanoCpus", "CpusetCpus", "Init", "Privileged", "Runtime",
     )  # fmt: skip
-    return {
+    found = {
         "Image": container.attrs["Image"],
         "User": config.get("User"),
         "Entrypoint": config.get("Entrypoint"),
-        "Cmd": compose.server.command,
-        "Environment": dict(sorted(compose.server.environment.items())),
+        "Cmd": service.command,
+        "Environment": dict(sorted(service.environment.items())),
         "HostConfig": {key: host.get(key) for key in kept if host.get(key) not in (None, [], {}, "")},
     }
+    if service.configs:
+        found["Configs"] = {mount.target: compose.configs[mount.source].content for mount in service.configs}
+    return found
 
 
 def remove(client: docker.DockerClient, owner: dict[str, str], grace_s: float) -> None:

@@ -5,9 +5,10 @@ from typing import Any
 from harness.errors import HarnessError
 from harness.machine.facts import device_groups
 from harness.paths import COMPOSE
-from harness.scenario import USERS, Load, Scenario, Server
-from harness.serve.compose import parse, read
+from harness.scenario import USERS, Gateway, Load, Scenario, Server
+from harness.serve.compose import GATEWAY, SERVER, parse, read
 from harness.serve.daemon import engine_host
+from harness.serve.merge import with_gateway
 from harness.serve.ports import free_port
 from harness.serve.template import render, server_problems, variables
 from harness.serve.values import parse_port
@@ -90,21 +91,45 @@ def _by_hand(scenario: Scenario, load: Load) -> list[str]:
     return [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
 
 
-def _port_inside(server: Server) -> Any:
-    """The port that the server opens in its container."""
+def _port_inside(server: Server | Gateway) -> Any:
+    """The port that the server or gateway opens in its container."""
     return server.variables.get("port", variables(server.template)["port"].default)
 
 
 def rendered(server: Server, model: str, port: int | None = None, locust: dict[str, object] | None = None) -> str:
-    """The Compose file, published at `port` of the host; None is to start it now, at a free one."""
+    """The Compose file, published at `port` of the host; None is to start it now, at a free one.
+
+    A gateway has its own template: its services are added to those of the server.
+    """
     host_port = port or free_port()
     given = dict(server.variables)
     if not server.container and port is None:
         # A process has no port of its own inside a container: the port that it opens is the host's.
         given["port"] = given.get("host_port") or host_port
-    return render(
-        server.template, given, model=model, host_port=host_port, groups=_groups(), locust=locust, folder=COMPOSE
+    gateway = server.gateway
+    upstream = None if gateway is None else f"http://{GATEWAY}:{_port_inside(gateway)}"
+    text = render(
+        server.template,
+        given,
+        model=model,
+        host_port=host_port,
+        groups=_groups(),
+        upstream=upstream,
+        locust=locust,
+        folder=COMPOSE,
     )
+    if gateway is None:
+        return text
+    front = render(
+        gateway.template,
+        dict(gateway.variables),
+        model=model,
+        host_port=free_port() if port is None else _port_inside(gateway),
+        groups=[],
+        upstream=f"http://{SERVER}:{_port_inside(server)}",
+        folder=COMPOSE,
+    )
+    return with_gateway(text, front)
 
 
 def _groups() -> list[int]:

@@ -18,7 +18,7 @@ from harness.manifest import Phase, ServedBy
 from harness.process import sigterm_interrupts
 from harness.scenario import Scenario, Server
 from harness.serve import ask, containers, labels
-from harness.serve.compose import ComposeFile, filled_in, parse
+from harness.serve.compose import GATEWAY, SERVER, ComposeFile, Service, Serving, filled_in, parse
 from harness.serve.containers import Look
 from harness.serve.daemon import connect, engine_host
 from harness.serve.document import rendered, server_of
@@ -62,7 +62,7 @@ def serve(
     (run_folder / "compose" / f"{server_name}.yaml").write_text(text, encoding="utf-8")
     log_path = run_folder / "logs" / f"{cell_id}.server.log"
     api_key = os.environ.get(scenario.api_key_env) if scenario.api_key_env else None
-    started = _Start(server, compose, model, log_path, api_key, scenario.api_key_env, on_progress)
+    started = _Start(server, compose, model, SERVER, log_path, api_key, scenario.api_key_env, on_progress)
     with sigterm_interrupts():
         if server.container:
             with _in_container(started, run_id, cell_id) as endpoint:
@@ -73,15 +73,36 @@ def serve(
 
 
 class _Start(msgspec.Struct, frozen=True):
-    """What both ways of starting need."""
+    """What it takes to start a server, or the gateway in front of it."""
 
     server: Server
     compose: ComposeFile
     model: str
+    name: str  # of the service
     log_path: Path
     api_key: str | None
     key_name: str | None
     on_progress: Callable[[str], None]
+
+    @property
+    def service(self) -> Service:
+        return self.compose.services[self.name]
+
+    @property
+    def serving(self) -> Serving:
+        front = self.compose.serving.gateway
+        return front if self.name == GATEWAY and front is not None else self.compose.serving
+
+    def behind_gateway(self) -> "_Start | None":
+        """The same for the gateway, when there is one."""
+        if self.compose.serving.gateway is None:
+            return None
+        log_path = self.log_path.with_suffix("").with_suffix(".gateway.log")
+        return msgspec.structs.replace(self, name=GATEWAY, log_path=log_path)
+
+    def grace_s(self) -> float:
+        """How long the slowest of the containers may take to stop."""
+        return max(parse_seconds(service.stop_grace_period) for service in self.compose.services.values())
 
     def secrets(self) -> list[str]:
         """What must not get into the log."""
@@ -115,30 +136,42 @@ def _in_container(start: _Start, run_id: str, cell_id: str) -> Iterator[Endpoint
     owner = labels.owned(run_id, cell_id)
     filled = filled_in(start.compose, os.environ)  # a variable that is not set is noticed before a long pull
     client = connect()
-    log = LogFile(start.log_path, start.secrets())
+    logs = [LogFile(start.log_path, start.secrets())]
     try:
-        yield _bring_up(start, filled, client, owner, log)
+        server = _bring_up(start, filled, client, owner, logs[0])
+        gateway = start.behind_gateway()
+        if gateway is None:
+            yield server
+        else:
+            logs.append(LogFile(gateway.log_path, start.secrets()))
+            yield _in_front(_bring_up(gateway, filled, client, owner, logs[1]), server)
     except BaseException:
         # The first error is the one to show; what could not be removed is said beside it.
-        _take_down(start, client, owner, log, complain=lambda text: print(text, file=sys.stderr))
+        _take_down(start, client, owner, logs, complain=lambda text: print(text, file=sys.stderr))
         raise
     else:
-        _take_down(start, client, owner, log)
+        _take_down(start, client, owner, logs)
 
 
 def _bring_up(
     start: _Start, filled: ComposeFile, client: docker.DockerClient, owner: dict[str, str], log: LogFile
 ) -> Endpoint:
-    service = start.compose.server  # its secrets are still names; `filled` goes to the engine and nowhere else
-    port = parse_port(filled.server.ports[0])
+    # The secrets of `start.service` are still names; `filled` goes to the engine and nowhere else.
+    service = filled.services[start.name]
+    port = parse_port(service.ports[0])
     url = f"http://{_host(port.address)}:{port.host}"
     mark = time.monotonic()
-    image = ensure_image(client, filled.server.image, start.on_progress)
+    image = ensure_image(client, service.image, start.on_progress)
+    if start.name == SERVER:
+        for name in filled.preparations:
+            ensure_image(client, filled.services[name].image, start.on_progress)
     pulled_s = time.monotonic() - mark
     if engine_host() is None and not is_free(port.host, port.address):
         raise _port_in_use(port.host)
-    start.on_progress("starting the container")
-    container = containers.start(client, filled, owner)
+    start.on_progress(f"starting the {start.name}'s container")
+    if start.name == SERVER:
+        containers.prepare(client, filled, owner)
+    container = containers.start(client, filled, start.name, owner)
     created_s = time.monotonic() - mark - pulled_s
     containers.follow_log(container, log)
     look = containers.watcher(container, log)
@@ -146,14 +179,14 @@ def _bring_up(
     container.reload()
     served_by = ServedBy(
         url=url,
-        template=start.server.template,
-        simulated=start.compose.serving.simulated,
-        image=filled.server.image,
+        template=start.serving.template,
+        simulated=start.serving.simulated,
+        image=service.image,
         image_digest=digest_of(image),
-        container=containers.inspected(container, start.compose),
+        container=containers.inspected(container, start.compose, start.service),
         version=ready.version,
         model=ready.model,
-        arguments=[*(service.entrypoint or []), *(service.command or [])],
+        arguments=[*(start.service.entrypoint or []), *(start.service.command or [])],
         phases=[Phase(name="pull", seconds=pulled_s), Phase(name="create", seconds=created_s), *ready.phases],
     )
     return Endpoint(
@@ -162,26 +195,43 @@ def _bring_up(
         look=look,
         metrics_url=_metrics(start, url),
         network=containers.network_name(owner),
-        network_url=f"http://server:{port.container}",
+        network_url=f"http://{start.name}:{port.container}",
     )
+
+
+def _in_front(gateway: Endpoint, server: Endpoint) -> Endpoint:
+    """What takes the load is the gateway; what works, has metrics and may die is the server, too."""
+
+    def look(now: bool) -> Look:
+        behind = server.look(now)
+        if behind.problem is not None:
+            return behind
+        front = gateway.look(now)
+        return behind if front.problem is None else Look(f"its gateway: {front.problem}")
+
+    started = msgspec.structs.replace(
+        server.started, url=gateway.url, model=gateway.started.model, gateway=gateway.started
+    )
+    return msgspec.structs.replace(server, url=gateway.url, network_url=gateway.network_url, started=started, look=look)
 
 
 def _take_down(
     start: _Start,
     client: docker.DockerClient,
     owner: dict[str, str],
-    log: LogFile,
+    logs: list[LogFile],
     complain: Callable[[str], None] | None = None,
 ) -> None:
     with _undisturbed(), contextlib.closing(client):
         start.on_progress("taking the server down")
         try:
-            containers.remove(client, owner, parse_seconds(start.compose.server.stop_grace_period))
+            containers.remove(client, owner, start.grace_s())
         except ServerError as error:
             if complain is None:
                 raise
             complain(str(error))
-        log.settle()
+        for log in logs:
+            log.settle()
 
 
 def attach(
@@ -221,11 +271,11 @@ def _wait(start: _Start, url: str, look: Callable[[bool], Look], log: LogFile) -
         return None if seen.problem is None else containers.death(seen, log)
 
     waiting = Waiting(dead, log, start.server.startup_timeout_s, start.on_progress)
-    return wait_ready(url, start.compose.serving, start.model, waiting, api_key=start.api_key, key_name=start.key_name)
+    return wait_ready(url, start.serving, start.model, waiting, api_key=start.api_key, key_name=start.key_name)
 
 
 def _metrics(start: _Start, url: str) -> str | None:
-    path = start.compose.serving.metrics
+    path = start.serving.metrics
     return None if path is None else url + path
 
 

@@ -21,8 +21,9 @@ from harness.scenario import Server
 from harness.serve.secrecy import open_secrets
 
 Kind = Literal["string", "integer", "number", "boolean", "list", "mapping"]
-BY_THE_HARNESS = ("model",)  # declared in every server's template, filled in from the scenario
-INCLUDED = ("locust", "volumes")  # templates that are no server of their own
+BY_THE_HARNESS = ("model", "upstream")  # declared in the templates, filled in by the harness
+GATEWAYS = ("litellm",)
+INCLUDED = ("locust", "volumes", *GATEWAYS)  # templates that are no server of their own
 
 _EXPECTED = {
     "string": "a text",
@@ -63,7 +64,7 @@ def variables(template: str, folder: Path | None = None) -> dict[str, Variable]:
     """The declared variables of a template. Raises HarnessError for a template that does not exist."""
     folder = folder or COMPOSE
     path = folder / f"{template}.yaml.j2"
-    if template not in (*templates(folder), "locust") or not path.is_file():
+    if template not in (*templates(folder), *GATEWAYS, "locust") or not path.is_file():
         raise HarnessError(
             f"there is no server template '{template}'; {did_you_mean(template, templates(folder))}",
             next_step=f"Templates are the files *.yaml.j2 in {folder}.",
@@ -77,7 +78,14 @@ def server_problems(server: Server, path: str) -> list[str]:
     if server.template not in templates():
         advice = did_you_mean(server.template, templates())
         return [f"{path}.template: there is no server template '{server.template}'; {advice}"]
-    return _variable_problems(variables(server.template), server.variables, f"{path}.variables")
+    problems = _variable_problems(variables(server.template), server.variables, f"{path}.variables")
+    if (gateway := server.gateway) is None:
+        return problems
+    if gateway.template not in GATEWAYS:
+        advice = did_you_mean(gateway.template, GATEWAYS)
+        return [*problems, f"{path}.gateway.template: there is no gateway '{gateway.template}'; {advice}"]
+    declared = variables(gateway.template)
+    return problems + _variable_problems(declared, gateway.variables, f"{path}.gateway.variables")
 
 
 def _variable_problems(declared: dict[str, Variable], given: dict[str, Any], path: str) -> list[str]:
@@ -150,12 +158,14 @@ def render(
     model: str,
     host_port: int,
     groups: list[int],
+    upstream: str | None = None,
     locust: dict[str, Any] | None = None,
     folder: Path | None = None,
 ) -> str:
     """The Compose file of a server as text, secrets still as `${NAME}`.
 
     `host_port` and `groups` (numeric ids of the device nodes) apply where the variables of that name are null.
+    `upstream` is where a gateway passes requests on to, or whom Locust loads; null is this server.
     `locust` adds the load generator's service, with values for the variables of the template `locust`.
     Raises ScenarioError that lists every bad variable.
     """
@@ -163,6 +173,7 @@ def render(
     declared = variables(template, folder)
     problems = _variable_problems(declared, given, "$.variables")
     values = _with_defaults(declared, given) | {"model": model, "locust": None}
+    values["upstream"] = upstream or f"http://server:{values.get('port')}"
     if locust is not None:
         declared_locust = variables("locust", folder)
         problems += _variable_problems(declared_locust, locust, "$.locust")

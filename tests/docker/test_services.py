@@ -1,0 +1,74 @@
+"""Several services of one Compose file on a real Docker Engine: preparations, config files, names."""
+
+import time
+from pathlib import Path
+
+import docker
+import pytest
+
+from harness.errors import ServerError
+from harness.serve import containers, labels
+from harness.serve.compose import filled_in, parse
+from tests.docker.conftest import remains
+
+FILE = """
+x-amd-llm-load: {{template: t, port: 1, health: /}}
+services:
+  chown:
+    image: {image}
+    user: "0"
+    entrypoint: [sh, -c]
+    command: ["{prepare}"]
+    volumes: [{volume}:/data]
+  server:
+    image: {image}
+    user: "10001"
+    entrypoint: [sh, -c]
+    command: ["cat /etc/app/told.json && stat -c %u /data && touch /data/mine && sleep 60"]
+    volumes: [{volume}:/data]
+    configs: [{{source: told, target: /etc/app/told.json}}]
+    depends_on: {{chown: {{condition: service_completed_successfully}}}}
+    init: true
+volumes:
+  {volume}: {{name: {volume}, labels: {{amd-llm-load: "1", amd-llm-load.run: {volume}}}}}
+configs:
+  told: {{content: '{{"key": "${{TOLD}}", "dollar": "$$"}}'}}
+"""
+
+
+def test_a_preparation_runs_first_and_a_config_is_a_file(
+    image: str, client: docker.DockerClient, tmp_path: Path
+) -> None:
+    run = tmp_path.name.replace("_", "-")
+    owner = labels.owned(run, "c")
+    text = FILE.format(image=image, volume=run, prepare="chown 10001 /data && sleep 0.5")
+    compose = filled_in(parse(text), {"TOLD": "secret"})
+    try:
+        containers.prepare(client, compose, owner)
+        server = containers.start(client, compose, "server", owner)
+        deadline = time.monotonic() + 10
+        while b"10001" not in server.logs() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert server.logs() == b'{"key": "secret", "dollar": "$"}10001\n'
+        kept = containers.inspected(server, parse(text), parse(text).server)
+        assert kept["Configs"] == {"/etc/app/told.json": '{"key": "${TOLD}", "dollar": "$$"}'}
+        assert sorted(remains(client, run)) == sorted([f"amd-llm-load-{run}-c-server", f"amd-llm-load-{run}-c", run])
+    finally:
+        containers.remove(client, owner, 5)
+        client.volumes.get(run).remove()
+
+
+def test_a_preparation_that_fails_is_told_with_its_output(
+    image: str, client: docker.DockerClient, tmp_path: Path
+) -> None:
+    run = tmp_path.name.replace("_", "-")
+    owner = labels.owned(run, "c")
+    text = FILE.format(image=image, volume=run, prepare="echo no space here; exit 3")
+    try:
+        with pytest.raises(ServerError, match="preparation 'chown' .* exit code 3") as caught:
+            containers.prepare(client, filled_in(parse(text), {"TOLD": "x"}), owner)
+        assert caught.value.detail == "no space here"
+    finally:
+        containers.remove(client, owner, 5)
+        client.volumes.get(run).remove()
+    assert remains(client, run) == []
