@@ -1,0 +1,65 @@
+"""The largest gpu_memory_utilization with which vLLM starts, exact on bytes.
+
+vLLM refuses to start when `free < ceil(total * utilization)` (v1/worker/utils.py, request_memory; the same on the CPU).
+"""
+
+import math
+from decimal import ROUND_FLOOR, Decimal
+
+GIB = 1 << 30
+VLLM_DEFAULT = Decimal("0.92")  # since vLLM 0.20; a larger value is only taken when somebody asks for it
+STEP = Decimal("0.01")
+SEVERAL_GPUS_BYTES = 2 * GIB  # RCCL's buffers, allocated before vLLM looks
+CONTEXT_BYTES = GIB  # what the HIP runtime takes for itself before vLLM looks
+HOST_BYTES = 4 * GIB  # left to the system where the GPU's memory is the host's
+_HALF_PRINTED = Decimal("0.005")  # GiB; vLLM prints them rounded to hundredths
+
+
+def vllm_accepts(free: int, total: int, utilization: Decimal) -> bool:
+    """vLLM's own check at start, in bytes, with the number as it reads it from the command line."""
+    return 0 < utilization <= 1 and not free < math.ceil(total * float(utilization))
+
+
+def default_reserve(free: int, gpus: int = 1) -> int:
+    """Bytes to leave free: 1 GiB or 2 % for what others allocate until vLLM looks, more where GPUs work together."""
+    return max(GIB if gpus == 1 else SEVERAL_GPUS_BYTES, free // 50)
+
+
+def safe_utilization(
+    free: int,
+    total: int,
+    *,
+    gpus: int = 1,
+    reserve: int | None = None,
+    host_available: int | None = None,
+    host_reserve: int = HOST_BYTES,
+    cap: Decimal = VLLM_DEFAULT,
+) -> Decimal | None:
+    """The largest utilization in hundredths that leaves the reserve; None where not even 0.01 is left.
+
+    All in bytes. `free` above `total`, which HIP has told on APUs, counts as `total`. `host_available` is given for
+    a pool whose pages are the host's memory: then the host keeps `host_reserve`. Never more than `cap`.
+    """
+    if total <= 0:
+        return None
+    free = min(free, total)
+    usable = free - (default_reserve(free, gpus) if reserve is None else reserve)
+    if host_available is not None:
+        usable = min(usable, host_available - host_reserve)
+    if usable <= 0:
+        return None
+    found = min((Decimal(usable) / total).quantize(STEP, ROUND_FLOOR), cap)
+    while found > 0 and not vllm_accepts(usable, total, found):
+        found -= STEP  # the nearest float may be above the decimal, and vLLM rounds the bytes up
+    return found if found > 0 else None
+
+
+def safe_from_printed(free_gib: str | float, total_gib: str | float) -> Decimal | None:
+    """The same from the two numbers that vLLM prints, taken at the worse end of what was rounded to them.
+
+    They were seen by vLLM itself, after its runtime had taken its share.
+    """
+    free, total = Decimal(str(free_gib)), Decimal(str(total_gib))
+    least_free = int((free - _HALF_PRINTED) * GIB)
+    most_total = math.ceil((total + _HALF_PRINTED) * GIB)
+    return safe_utilization(least_free, most_total)

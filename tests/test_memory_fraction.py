@@ -1,0 +1,112 @@
+"""The safe gpu_memory_utilization: never one that vLLM refuses, and never needlessly small."""
+
+import math
+import random
+from decimal import Decimal
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from harness.memory.fraction import (
+    GIB,
+    HOST_BYTES,
+    VLLM_DEFAULT,
+    default_reserve,
+    safe_from_printed,
+    safe_utilization,
+    vllm_accepts,
+)
+
+SIZES = st.integers(1, 2 * 1024 * GIB)
+
+
+def refused_by_vllm(free: int, total: int, utilization: str) -> bool:
+    """vLLM 0.32, v1/worker/utils.py, request_memory; the utilization as on its command line."""
+    gpu_memory_utilization = float(utilization)
+    requested_memory = math.ceil(total * gpu_memory_utilization)
+    return free < requested_memory
+
+
+@pytest.mark.parametrize(
+    ("free", "total", "expected"),
+    [
+        ("76.45", "96.0", "0.78"),  # a Strix Halo with a 96 GiB carve-out and a desktop; 0.92 wants 88.32 GiB
+        ("57.38", "124", "0.45"),
+        ("23.19", "64", "0.34"),
+        ("53.85", "64", "0.82"),
+        ("93.5", "110", "0.83"),
+        ("95.6", "96", "0.92"),  # no more than vLLM's default
+        ("120.0", "62.47", "0.92"),  # HIP told more free memory than there is
+        ("1.0", "96", None),
+    ],
+)
+def test_known_cases(free: str, total: str, expected: str | None) -> None:
+    in_bytes = safe_utilization(int(Decimal(free) * GIB), int(Decimal(total) * GIB))
+    assert in_bytes == safe_from_printed(free, total) == (None if expected is None else Decimal(expected))
+
+
+@given(free=SIZES, total=SIZES)
+@example(free=int(76.45 * GIB), total=96 * GIB)
+@example(free=2 * 1024 * GIB, total=100 * GIB)  # free above total
+def test_vllm_never_refuses_it(free: int, total: int) -> None:
+    found = safe_utilization(free, total)
+    if found is not None:
+        assert not refused_by_vllm(min(free, total), total, str(found))
+        assert Decimal("0.01") <= found <= VLLM_DEFAULT
+
+
+@given(free=SIZES, total=SIZES, reserve=st.integers(0, 8 * GIB), cap=st.sampled_from(["0.5", "0.92", "0.97", "1.00"]))
+def test_the_next_hundredth_would_be_too_much(free: int, total: int, reserve: int, cap: str) -> None:
+    found = safe_utilization(free, total, reserve=reserve, cap=Decimal(cap))
+    more = (found or Decimal(0)) + Decimal("0.01")
+    if more <= Decimal(cap):
+        assert not vllm_accepts(min(free, total) - reserve, total, more)
+
+
+@given(free=SIZES, total=SIZES, available=SIZES, gpus=st.integers(1, 8))
+def test_shared_pages_and_several_gpus_only_make_it_smaller(free: int, total: int, available: int, gpus: int) -> None:
+    alone = safe_utilization(free, total) or Decimal(0)
+    found = safe_utilization(free, total, host_available=available, gpus=gpus)
+    if found is not None:
+        assert found <= alone
+        assert not refused_by_vllm(min(free, available - HOST_BYTES), total, str(found))
+
+
+@given(free=st.integers(1, 200_000), total=st.integers(1, 200_000), off=st.floats(-0.00499, 0.00499))
+def test_printed_numbers_are_as_safe_as_bytes(free: int, total: int, off: float) -> None:
+    """Hundredths of a GiB, as printed; the true bytes may be anywhere that is rounded to them."""
+    found = safe_from_printed(free / 100, total / 100)
+    if found is not None and free <= total:
+        true_free, true_total = (int((size / 100 + off) * GIB) for size in (free, total))
+        assert not refused_by_vllm(true_free, true_total, str(found))
+
+
+def test_two_hundred_thousand_random_pairs() -> None:
+    made = random.Random(20261121)
+    answered = 0
+    for _ in range(200_000):
+        total = made.randrange(GIB, 300 * GIB)
+        free = made.randrange(0, total + GIB)
+        found = safe_utilization(free, total)
+        if found is not None:
+            answered += 1
+            assert math.ceil(total * float(str(found))) <= min(free, total) - default_reserve(min(free, total))
+    assert answered > 150_000
+
+
+def test_the_reserve_grows_with_memory_and_with_gpus() -> None:
+    assert default_reserve(20 * GIB) == GIB
+    assert default_reserve(100 * GIB) == 2 * GIB
+    assert default_reserve(20 * GIB, gpus=8) == 2 * GIB
+    assert safe_utilization(192 * GIB, 192 * GIB, gpus=8, cap=Decimal(1)) == Decimal("0.98")
+
+
+def test_pages_of_the_host_leave_the_host_its_own() -> None:
+    assert safe_utilization(122 * GIB, 124 * GIB, host_available=90 * GIB) == Decimal("0.69")  # (90 - 4) / 124
+    assert safe_utilization(122 * GIB, 124 * GIB, host_available=4 * GIB) is None
+
+
+def test_without_memory_there_is_no_answer() -> None:
+    assert safe_utilization(0, 0) is None
+    assert safe_utilization(GIB, 96 * GIB) is None
