@@ -44,6 +44,7 @@ ALLOWED = {
     "workload": {"errors", "scenario", "paths"},
     "simulated": {"simulated"},
     "machine": {"machine", "manifest", "errors"},
+    "memory": {"memory", "machine", "errors"},
     "failures": {"failures", "errors", "memory"},
     "load": LOAD,
     "serve": {"serve", "failures", "scenario", "errors", "strict", "manifest", "machine", "paths", "process", "job"},
