@@ -14,11 +14,55 @@ from harness.scenario import Scenario
 Status = Literal["running", "valid", "invalid", "failed", "interrupted", "live"]
 
 
-class Phase(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A step of a server's start, and how long it took."""
+# In the order in which a server passes them; it has those that could be told apart.
+PHASES = (
+    "pull", "create", "process", "weights", "compile", "graphs", "warm-up", "ready", "port open", "health", "load",
+    "first answer",
+)  # fmt: skip
 
-    name: str  # such as "pull", "create", "port open", "health", "first answer"
+
+class Phase(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A step of a server's start, and how long it took. They follow each other without a gap."""
+
+    name: str  # one of PHASES
     seconds: float
+
+
+class Startup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What an engine says of itself when it starts, in its log and its metrics. None: it did not say.
+
+    Of an engine on several GPUs, memory is that of one of them.
+    """
+
+    engine: str | None = None  # "vllm", "llama.cpp", "simulated"; behind Lemonade: what it started
+    version: str | None = None  # the engine's own
+    architecture: str | None = None  # of the model
+    max_model_len: int | None = None  # tokens that one request may have
+    attention_backend: str | None = None
+    offloaded_layers: str | None = None  # llama.cpp: how many of how many are on a GPU, such as "25/25"
+    download_s: float | None = None  # of weights that were not on this machine yet
+    weights_gib: float | None = None
+    weights_s: float | None = None  # reading them
+    model_load_s: float | None = None  # reading them and all else until the model was in memory
+    compile_s: float | None = None
+    compile_cache: Literal["cold", "warm"] | None = None  # whether anything had to be compiled anew
+    warmup_s: float | None = None  # the first run, which measures the memory that is needed
+    kv_cache_gib: float | None = None
+    kv_cache_tokens: int | None = None
+    kv_cache_blocks: int | None = None
+    kv_block_size: int | None = None  # tokens
+    max_concurrency: float | None = None  # requests of max_model_len that the KV cache holds
+    graphs_s: float | None = None
+    graphs_gib: float | None = None
+    init_engine_s: float | None = None
+
+
+class Contents(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What an image brings along that decides about speed."""
+
+    rocm: str | None = None  # its /opt/rocm/.info/version
+    versions: dict[str, str] = {}  # its /app/versions.txt
+    environment: dict[str, str] = {}  # what it sets for GPU, engine and libraries; secrets blacked out
 
 
 class ServedBy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -34,6 +78,9 @@ class ServedBy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None  # model id that the server answers to
     arguments: list[str] = []  # the server's command line
     phases: list[Phase] = []
+    startup: Startup | None = None
+    effective: dict[str, Any] = {}  # with what it really runs, as it says itself; secrets blacked out
+    contents: Contents | None = None  # of its image
     restarts: int = 0
     oom_killed: bool = False
     exit_code: int | None = None  # set when it died before it was stopped
@@ -73,6 +120,7 @@ class Machine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     gpus: list[dict[str, Any]] = []
     kernel_parameters: dict[str, str] = {}
     docker: str | None = None
+    rocm: str | None = None  # of the host; an engine in a container brings its own
 
 
 class Origin(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

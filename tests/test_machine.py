@@ -43,6 +43,10 @@ def strix_halo(tmp_path: Path) -> Path:
             f"{device}/mem_info_gtt_used": "14680064\n",
             f"{device}/power_dpm_force_performance_level": "auto\n",
             f"{device}/vbios_version": "113-STRXLGEN-001\n",
+            f"{device}/fw_version/mec_fw_version": "0x0000001e\n",
+            f"{device}/fw_version/smc_fw_version": "0x00647200\n",
+            f"{device}/fw_version/uvd_fw_version": "0x00000000\n",
+            "opt/rocm/.info/version": "7.14.0-1\n",
             "proc/sys/kernel/hostname": "halo\n",
             "proc/sys/kernel/osrelease": "6.18.4\n",
             "proc/cpuinfo": "processor\t: 0\nmodel name\t: AMD RYZEN AI MAX+ 395\n\nprocessor\t: 1\n",
@@ -65,7 +69,7 @@ def test_memory_in_use_is_one_pool_on_an_apu_and_no_fact_of_the_machine(strix_ha
 
 def test_a_strix_halo(strix_halo: Path) -> None:
     found = machine(strix_halo, docker="28.0")
-    assert (found.name, found.kernel, found.docker) == ("halo", "6.18.4", "28.0")
+    assert (found.name, found.kernel, found.docker, found.rocm) == ("halo", "6.18.4", "28.0", "7.14.0-1")
     assert (found.cpu, found.cores, found.ram_bytes) == ("AMD RYZEN AI MAX+ 395", 2, 130023648 * 1024)
     assert found.gpus == [
         {
@@ -78,6 +82,7 @@ def test_a_strix_halo(strix_halo: Path) -> None:
             "vram_bytes": 536870912,
             "gtt_bytes": 133143986176,
             "vbios": "113-STRXLGEN-001",
+            "firmware": {"mec": "0x0000001e", "smc": "0x00647200"},
             "performance_level": "auto",
             "cwsr_sizes_known": True,
         }

@@ -35,6 +35,7 @@ def machine(root: Path = Path("/"), docker: str | None = None) -> Machine:
         gpus=list(gpus(root)),
         kernel_parameters=_parameters(root),
         docker=docker,
+        rocm=_read(root / "opt/rocm/.info/version"),
     )
 
 
@@ -68,6 +69,7 @@ def gpus(root: Path = Path("/")) -> Iterator[dict[str, Any]]:
             "vram_bytes": _number(device / "mem_info_vram_total"),
             "gtt_bytes": _number(device / "mem_info_gtt_total"),
             "vbios": _read(device / "vbios_version"),
+            "firmware": _firmware(device),
             "performance_level": _read(device / "power_dpm_force_performance_level"),
             # gfx1151 hangs under load without these two; kernels from 6.18.4 on export them.
             "cwsr_sizes_known": {"cwsr_size", "ctl_stack_size"} <= properties.keys(),
@@ -93,6 +95,13 @@ def gpu_memory(root: Path = Path("/")) -> list[GpuMemory]:
 def gfx_target(version: int) -> str:
     """The compiler's name of a KFD gfx_target_version, such as 110501 -> gfx1151."""
     return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
+
+
+def _firmware(device: Path) -> dict[str, str]:
+    """Versions of the firmware that the driver has loaded, by part of the GPU; parts without one are left out."""
+    files = sorted((device / "fw_version").glob("*_fw_version"))
+    found = {file.name.removesuffix("_fw_version"): _read(file) for file in files}
+    return {part: version for part, version in found.items() if version and version.strip("0x.")}
 
 
 def _compute_units(properties: dict[str, int]) -> int | None:
