@@ -94,6 +94,7 @@ class Serving(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     metrics: str | None = None
     simulated: bool = False
     load: LoadCall | None = None
+    help: str | None = None  # makes the server's program print all its options; they are checked against it
     gateway: "Serving | None" = None  # what stands in front of the server and takes the load
 
 

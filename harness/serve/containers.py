@@ -1,5 +1,6 @@
 """A server's container through the Docker SDK: create, start, watch, stop, remove."""
 
+import contextlib
 import io
 import tarfile
 import time
@@ -70,6 +71,33 @@ def start(client: docker.DockerClient, compose: ComposeFile, name: str, owner: d
     except DOCKER_ERRORS as error:
         raise docker_error(f"the {name}'s container cannot be started", error) from None
     return container
+
+
+def run_once(
+    client: docker.DockerClient, service: Service, name: str, owner: dict[str, str], timeout_s: float
+) -> tuple[int, str]:
+    """Exit code and output of a container that ends by itself, without a network. Raises ServerError.
+
+    It is removed here; should that not be reached, `remove` finds it by its labels.
+    """
+    container = None
+    try:
+        container = client.containers.create(
+            service.image,
+            **_arguments(service),
+            name=f"{network_name(owner)}-{name}",
+            labels=owner,
+            network_mode="none",
+        )
+        container.start()
+        code = int(container.wait(timeout=timeout_s)["StatusCode"])
+        return code, container.logs().decode("utf-8", "replace")
+    except DOCKER_ERRORS as error:
+        raise docker_error(f"a container of {service.image} cannot be run", error) from None
+    finally:
+        if container is not None:
+            with contextlib.suppress(*DOCKER_ERRORS):
+                container.remove(v=True, force=True)
 
 
 def _run_to_its_end(container: Container, name: str) -> None:

@@ -8,6 +8,7 @@ from harness.paths import COMPOSE
 from harness.scenario import USERS, Gateway, Load, Scenario, Server
 from harness.serve.compose import GATEWAY, SERVER, parse, read
 from harness.serve.daemon import engine_host
+from harness.serve.flags import removed_in
 from harness.serve.merge import with_gateway
 from harness.serve.ports import free_port
 from harness.serve.template import render, server_problems, variables
@@ -21,8 +22,11 @@ def server_problems_of(scenario: Scenario, lines: dict[str, int]) -> list[str]:
     for name, server in scenario.servers.items():
         found = server_problems(server, f"$.servers.{name}")
         if not found:
-            _, found = read(rendered(server, scenario.model, port=_port_inside(server)))
+            compose, found = read(rendered(server, scenario.model, port=_port_inside(server)))
             found = [_in_scenario(problem, server, f"$.servers.{name}") for problem in found]
+            if compose is not None and compose.serving.help is not None:
+                gone = removed_in(compose.server.command or [], compose.server.image)
+                found += [f"$.servers.{name}.variables.extra_args: {problem}" for problem in gone]
         problems += found
     located = (problem.partition(":") for problem in problems)
     return [f"{where(path, lines)}:{rest}" for path, _, rest in located]

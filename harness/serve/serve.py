@@ -27,6 +27,7 @@ from harness.serve.endpoint import Endpoint
 from harness.serve.images import digest_of, ensure_image
 from harness.serve.logfile import LogFile
 from harness.serve.ports import is_free
+from harness.serve.preflight import check_flags
 from harness.serve.ready import Ready, Waiting, wait_ready
 from harness.serve.secrecy import secrets_in
 from harness.serve.values import parse_port, parse_seconds
@@ -166,13 +167,16 @@ def _bring_up(
         for name in filled.preparations:
             ensure_image(client, filled.services[name].image, start.on_progress)
     pulled_s = time.monotonic() - mark
+    if start.serving.help is not None:
+        check_flags(client, image, service, start.serving.help, owner, start.on_progress)
+    checked_s = time.monotonic() - mark - pulled_s
     if engine_host() is None and not is_free(port.host, port.address):
         raise _port_in_use(port.host)
     start.on_progress(f"starting the {start.name}'s container")
     if start.name == SERVER:
         containers.prepare(client, filled, owner)
     container = containers.start(client, filled, start.name, owner)
-    created_s = time.monotonic() - mark - pulled_s
+    created_s = time.monotonic() - mark - pulled_s - checked_s
     containers.follow_log(container, log)
     look = containers.watcher(container, log)
     ready = _wait(start, url, look, log)
@@ -187,7 +191,12 @@ def _bring_up(
         version=ready.version,
         model=ready.model,
         arguments=[*(start.service.entrypoint or []), *(start.service.command or [])],
-        phases=[Phase(name="pull", seconds=pulled_s), Phase(name="create", seconds=created_s), *ready.phases],
+        phases=[
+            Phase(name="pull", seconds=pulled_s),
+            *([Phase(name="flags", seconds=checked_s)] if start.serving.help is not None else []),
+            Phase(name="create", seconds=created_s),
+            *ready.phases,
+        ],
     )
     return Endpoint(
         url=url,

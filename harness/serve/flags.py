@@ -1,0 +1,112 @@
+"""Flags of `vllm serve`, judged before a start of minutes: by the image's own help, and by what was removed.
+
+A wrong flag ends vLLM at once, but only after its image was pulled and its program imported, and a guide's flag of
+last year is wrong today. The rules are those of vLLM's parser: `_` means `-` in a name, a name may be cut short where
+that leaves one option, `--flag=value`, and `--config.key value` for options that take JSON.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import cache
+from itertools import takewhile
+from pathlib import Path
+
+import msgspec
+import yaml
+
+from harness.errors import did_you_mean
+
+_OPTION = re.compile(r"(?:^|, )(--?[A-Za-z][\w-]*)")
+_NEGATIVE = re.compile(r"-[\d.]")
+_VERSION = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?")
+
+
+class Removed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A row of removed_flags.yaml."""
+
+    flag: str
+    gone_in: str | None  # the first version without it; None where it is not known
+    instead: str
+    source: str
+
+    @property
+    def advice(self) -> str:
+        since = f" since {self.gone_in}" if self.gone_in else ""
+        return f"vLLM does not know it any more{since}: {self.instead} ({self.source})"
+
+
+@cache
+def removed_flags() -> dict[str, Removed]:
+    """The table, by flag."""
+    text = Path(__file__).with_name("removed_flags.yaml").read_text(encoding="utf-8")
+    rows: list[Removed] = msgspec.convert(yaml.safe_load(text), list[Removed])
+    return {row.flag: row for row in rows}
+
+
+def options_of(help_text: str) -> list[str]:
+    """The options that `vllm serve --help=all` lists, long and short, with and without `no-`."""
+    heads = (line[2:].split("  ")[0] for line in help_text.splitlines() if line.startswith("  -"))
+    return sorted({option for head in heads for option in _OPTION.findall(head)})
+
+
+def unknown_flags(words: Sequence[str], options: Iterable[str]) -> list[str]:
+    """What of a command line a vLLM with these options would refuse; each with advice."""
+    known = sorted(options)
+    return [problem for flag in flags_in(words) if (problem := _refused(flag, known)) is not None]
+
+
+def removed_in(words: Sequence[str], image: str) -> list[str]:
+    """What of a command line the vLLM in an image cannot know, as far as the image's tag tells its version."""
+    version = version_of(image)
+    gone = [row for flag in flags_in(words) if (row := removed_flags().get(flag)) is not None]
+    return [
+        f"{row.flag}: {row.advice}"
+        for row in gone
+        if version is not None and row.gone_in is not None and version >= _numbers(row.gone_in)
+    ]
+
+
+def flags_in(words: Sequence[str]) -> list[str]:
+    """The names of the options in a command line, as the parser reads them: `--max_num_seqs=4` is `--max-num-seqs`."""
+    names = []
+    for word in takewhile(lambda word: word != "--", words):
+        if word.startswith("--"):
+            name = word.partition("=")[0].partition(".")[0]
+            names.append("--" + name[2:].replace("_", "-"))
+        elif word.startswith("-") and len(word) > 1 and not _NEGATIVE.match(word):
+            names.append(word.partition("=")[0].partition(".")[0])
+    return names
+
+
+def version_of(image: str) -> tuple[int, int, int] | None:
+    """The version of vLLM that an image's tag names, such as v0.25.0 or ..._vllm_0.23.0; None where it names none."""
+    name, _, tag = image.partition("@")[0].rpartition(":")
+    _, marked, after = tag.rpartition("vllm_")
+    if not marked and "vllm" not in name:
+        return None
+    match = _VERSION.match(after if marked else tag)
+    return (int(match[1]), int(match[2]), int(match[3] or 0)) if match else None
+
+
+def _refused(flag: str, known: list[str]) -> str | None:
+    if flag in known:
+        return None
+    if not flag.startswith("--"):
+        # -O3 is -O 3, and a short name may be followed by its value.
+        short = [option for option in known if not option.startswith("--")]
+        return None if any(flag.startswith(option) for option in ("-O", *short)) else f"{flag}: vLLM has no such option"
+    longer = [option for option in known if option.startswith(flag)]
+    if len(longer) == 1:
+        return None
+    if longer:
+        return f"{flag}: could be any of {', '.join(longer[:6])}; write it in full"
+    row = removed_flags().get(flag)
+    if row is not None:
+        return f"{flag}: {row.advice}"
+    hint = did_you_mean(flag, known)
+    return f"{flag}: this vLLM has no such option" + (f"; {hint}" if hint.startswith("did") else "")
+
+
+def _numbers(version: str) -> tuple[int, int, int]:
+    first, second, third = (int(part) for part in version.split("."))
+    return first, second, third

@@ -1,0 +1,96 @@
+"""The flags of a server's command line against its image's own help, before a start that takes minutes.
+
+The help is read once per image, program and mounts, and kept in the user's cache folder
+(`$XDG_CACHE_HOME/amd-llm-load/flags`, else `~/.cache/...`); removing that folder is safe.
+"""
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import docker
+import msgspec
+from docker.models.images import Image
+
+from harness.errors import ServerError
+from harness.serve.compose import Service
+from harness.serve.containers import run_once
+from harness.serve.flags import options_of, unknown_flags
+
+HELP_S = 180.0  # vLLM imports for ten seconds, and for a minute from a cold disk
+FEWEST = 20  # a help with fewer options is none, or of another program
+
+
+class Known(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The options of a program, as a file of the cache."""
+
+    image: str  # id
+    entrypoint: list[str] | None
+    options: list[str]
+
+
+def check_flags(
+    client: docker.DockerClient,
+    image: Image,
+    service: Service,
+    help_argument: str,
+    owner: dict[str, str],
+    say: Callable[[str], None],
+) -> None:
+    """Refuse what the program in the image would refuse. Raises ServerError that lists every such flag.
+
+    Says so and goes on where the help cannot be read: on another machine's devices, or of an image made differently.
+    """
+    options = _options(client, image, service, help_argument, owner, say)
+    problems = unknown_flags(service.command or [], options) if options is not None else []
+    if not problems:
+        return
+    raise ServerError(
+        f"vLLM in {service.image} would not start with these flags: {'; '.join(problems)}",
+        next_step="Correct the server's extra_args in the scenario (or take another image). "
+        "All flags of this image were read from its own help.",
+        detail="\n".join(problems),
+    )
+
+
+def _options(
+    client: docker.DockerClient,
+    image: Image,
+    service: Service,
+    help_argument: str,
+    owner: dict[str, str],
+    say: Callable[[str], None],
+) -> list[str] | None:
+    path = cache_path(str(image.id), service)
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        return msgspec.json.decode(path.read_bytes(), type=Known).options
+    say(f"asking {service.image} which flags it knows, once for this image")
+    # No volumes of the harness: they are made later, and hold nothing that the help needs.
+    mounts = [volume for volume in service.volumes if volume.startswith("/")]
+    asked = msgspec.structs.replace(
+        service, command=[help_argument], volumes=mounts, ports=[], healthcheck=None, configs=[]
+    )
+    try:
+        code, text = run_once(client, asked, "help", owner, HELP_S)
+    except ServerError as error:
+        say(f"the flags are not checked: {error.what}")
+        return None
+    options = options_of(text)
+    if code != 0 or len(options) < FEWEST:
+        say(f"the flags are not checked: the image's {help_argument} ended with {code} and {len(options)} options")
+        return None
+    with contextlib.suppress(OSError):  # a home that cannot be written costs ten seconds per start
+        path.parent.mkdir(parents=True, exist_ok=True)
+        known = Known(image=str(image.id), entrypoint=service.entrypoint, options=options)
+        path.write_bytes(msgspec.json.encode(known))
+    return options
+
+
+def cache_path(image_id: str, service: Service) -> Path:
+    """Where the options of a program are kept. Mounts count, because they may hold the program."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    mounts = [volume for volume in service.volumes if volume.startswith("/")]
+    key = msgspec.json.encode([image_id, service.entrypoint, mounts])
+    return Path(base).expanduser() / "amd-llm-load" / "flags" / f"{hashlib.sha256(key).hexdigest()[:24]}.json"
