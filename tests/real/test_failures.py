@@ -32,11 +32,6 @@ LONG = {
 }
 NOT_STARTED = "error: the server did not start; it ended with exit code "
 FAILURES: dict[str, tuple[dict[str, Any], str, str]] = {
-    "vllm-unknown-flag": (
-        vllm(extra_args=["--max-sequences", "5"]),
-        "2: the server does not know the argument: --max-sequences 5",
-        "remove it from extra_args",
-    ),
     "vllm-bad-model-path": (
         vllm(model_path="/models/absent"),
         "1: there is no model of that name on the hub, nor a folder of that name inside the container",
