@@ -1,0 +1,33 @@
+"""`python -m tests.doubles.lemonade`: runs as `lemond` does, with its flags and its environment."""
+
+import signal
+import sys
+import threading
+
+from tests.doubles.lemonade.backend import log
+from tests.doubles.lemonade.pool import PooledServer
+from tests.doubles.lemonade.router import Router
+from tests.doubles.lemonade.routes import Lemonade
+from tests.doubles.lemonade.settings import read_settings
+
+
+def main() -> int:
+    settings = read_settings()
+    router = Router(settings)
+    Lemonade.router = router
+    threads = settings.pool_size()
+    with PooledServer((settings.host, settings.port), Lemonade, threads) as server:
+        stopped = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stopped.set())
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        log(f"(Server) Listening on {settings.host}:{server.server_address[1]} with {threads} threads")
+        stopped.wait()
+        server.shutdown()
+        if router.loaded is not None:
+            router.loaded.backend.stop(0)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

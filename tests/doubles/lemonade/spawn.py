@@ -1,0 +1,67 @@
+"""Run the double as a process of its own for the length of a `with` block."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from harness.paths import ROOT
+from harness.serve.ports import free_port
+
+
+class Spawned(msgspec.Struct, frozen=True):
+    url: str
+    process: subprocess.Popen[str]
+    lines: list[str]  # of its log, so far
+
+
+@contextmanager
+def spawned(
+    home: Path,
+    *,
+    user_models: dict[str, Any] | None = None,
+    recipe_options: dict[str, Any] | None = None,
+    defaults: dict[str, Any] | None = None,
+    environment: dict[str, str] | None = None,
+    **behaviour: Any,
+) -> Iterator[Spawned]:
+    """The double, listening, with `home` for its settings. It ends with the block, and its backend with it."""
+    folder = home / ".config" / "lemonade"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in (("user_models", user_models), ("recipe_options", recipe_options)):
+        if content is not None:
+            (folder / f"{name}.json").write_text(json.dumps(content))
+    (home / "defaults.json").write_text(json.dumps(defaults or {}))
+    port = free_port()
+    given = {"HOME": str(home), "LEMONADE_DEFAULTS_PATH": str(home / "defaults.json"), "PYTHONPATH": str(ROOT)}
+    given |= {"LEMONADE_DOUBLE": json.dumps({"unload_s": 0.0, **behaviour}), **(environment or {})}
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("LEMONADE_", "XDG_"))}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.doubles.lemonade", "--host", "127.0.0.1", "--port", str(port)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**env, **given},
+    )
+    assert process.stdout is not None
+    lines = [process.stdout.readline()]
+    reader = threading.Thread(target=_keep, args=(process.stdout, lines), daemon=True)
+    reader.start()
+    try:
+        yield Spawned(f"http://127.0.0.1:{port}", process, lines)
+    finally:
+        process.terminate()
+        process.wait(10)
+        reader.join(5)
+        process.stdout.close()
+
+
+def _keep(stream: IO[str], lines: list[str]) -> None:
+    for line in stream:
+        lines.append(line)
