@@ -1,0 +1,239 @@
+"""The answer: the share to set, how it was computed, and what it leaves for a model."""
+
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Literal
+
+from msgspec import Struct, structs
+
+from harness.errors import HarnessError
+from harness.machine.pool import Pool
+from harness.memory.cache import DTYPE_BYTES, GPU_BLOCK, Capacity, Layout, capacity, layout_of
+from harness.memory.fraction import CONTEXT_BYTES, GIB, HOST_BYTES, VLLM_DEFAULT, default_reserve, safe_utilization
+from harness.memory.model import Model
+from harness.memory.weights import weight_bytes
+
+# What vLLM needs besides weights and KV cache: the peak of activations, graphs, the runtime. Seen on Radeon and Strix
+# Halo at common settings; only its own profiling at start knows.
+OTHER_BYTES = (int(1.1 * GIB), int(2.6 * GIB))
+
+Source = Literal["driver", "container", "given", "host"]
+NO_GPU = "no AMD GPU is known to this machine's kernel (/sys/class/kfd)"
+ELSEWHERE = (
+    "Ask the runtime itself with `harness memory --image IMAGE`, or give --free and --total in GiB as vLLM's log tells."
+)
+
+
+class Share(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The utilization that is safe on every one of the pools."""
+
+    utilization: Decimal | None  # None: not even 0.01
+    source: Source
+    gpus: int
+    free_bytes: int  # of the pool that leaves least
+    total_bytes: int
+    reserve_bytes: int
+    host_available_bytes: int | None = None
+    formula: str  # with the numbers in it
+    doubts: list[str] = []
+
+    @property
+    def budget_bytes(self) -> int:
+        """What vLLM may use of each GPU."""
+        return 0 if self.utilization is None else int(self.total_bytes * self.utilization)
+
+
+class Room(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the share leaves for a model, for each GPU. Ranges go from the careful to the hopeful end."""
+
+    model: str
+    max_model_len: int
+    max_num_seqs: int | None = None
+    weights_bytes: int | None = None
+    weights_from: str
+    token_bytes: int | None = None
+    request_bytes: int | None = None  # of one request of the greatest length
+    kv_bytes: tuple[int, int] | None = None  # None without a share or without known weights
+    capacity: tuple[Capacity, Capacity] | None = None
+    unknown: list[str] = []
+    advice: list[str] = []
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether vLLM will start; None where that is not known."""
+        if self.kv_bytes is None:
+            return None
+        if self.kv_bytes[1] <= 0:
+            return False
+        if self.capacity is None:
+            return None
+        careful, hopeful = self.capacity
+        return True if careful.fits else None if hopeful.fits else False
+
+
+class Wish(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the model is to be served."""
+
+    max_model_len: int | None = None  # None: the model's own
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int = 8192
+    tensor_parallel: int = 1
+    kv_cache_dtype: str = "auto"
+    block: int = GPU_BLOCK
+
+
+def share_of(
+    pools: list[Pool], *, source: Source = "driver", tensor_parallel: int = 1, cap: Decimal = VLLM_DEFAULT
+) -> Share:
+    """The share for the first `tensor_parallel` GPUs: the least of them, as vLLM takes one number for all.
+
+    Raises HarnessError where there are not so many, or where one does not tell its memory.
+    """
+    if len(pools) < tensor_parallel:
+        raise HarnessError(
+            f"{tensor_parallel} GPUs are asked for, and there are {len(pools)}" if pools else NO_GPU,
+            next_step=ELSEWHERE,
+        )
+    return least([_of_pool(pool, source, tensor_parallel, cap) for pool in pools[:tensor_parallel]])
+
+
+def _of_pool(pool: Pool, source: Source, gpus: int, cap: Decimal) -> Share:
+    free, total = pool.free_bytes, pool.total_bytes
+    if free is None or total is None:
+        raise HarnessError(
+            f"{pool.render_node or pool.target}: how much of its memory is free is not known ({pool.doubts[0]})",
+            next_step=ELSEWHERE,
+        )
+    host = pool.host_available_bytes
+    return share(free, total, source=source, gpus=gpus, host_available=host, cap=cap, doubts=pool.doubts)
+
+
+def least(shares: list[Share]) -> Share:
+    """The smallest of the shares, with the doubts of all."""
+    doubts = list(dict.fromkeys(doubt for one in shares for doubt in one.doubts))
+    return structs.replace(min(shares, key=lambda one: one.utilization or Decimal(0)), doubts=doubts)
+
+
+def share(
+    free: int,
+    total: int,
+    *,
+    source: Source,
+    gpus: int = 1,
+    host_available: int | None = None,
+    cap: Decimal = VLLM_DEFAULT,
+    doubts: Sequence[str] = (),
+) -> Share:
+    """The share of one pool by its bytes."""
+    reserve = default_reserve(min(free, total), gpus) + (CONTEXT_BYTES if source == "driver" else 0)
+    found = safe_utilization(free, total, gpus=gpus, reserve=reserve, host_available=host_available, cap=cap)
+    lies = [f"{_gib(free)} of {_gib(total)} are told to be free; no more than the total counts"] if free > total else []
+    return Share(
+        utilization=found,
+        source=source,
+        gpus=gpus,
+        free_bytes=free,
+        total_bytes=total,
+        reserve_bytes=reserve,
+        host_available_bytes=host_available,
+        formula=_formula(free, total, reserve, host_available, found, cap),
+        doubts=[*lies, *doubts],
+    )
+
+
+def _formula(free: int, total: int, reserve: int, host: int | None, found: Decimal | None, cap: Decimal) -> str:
+    usable, text = min(free, total) - reserve, f"{_gib(min(free, total))} free - {_gib(reserve)} reserve"
+    if host is not None and host - HOST_BYTES < usable:
+        usable, text = host - HOST_BYTES, f"{_gib(host)} available on the host - {_gib(HOST_BYTES)} left to it"
+    value = Decimal(max(0, usable)) / total
+    text = f"({text}) / {_gib(total)} total = {value:.4f}, down to hundredths"
+    return f"{text}, at most {cap} (vLLM's default)" if found == cap and value > cap else text
+
+
+def room_of(model: Model, share: Share | None, wish: Wish = Wish()) -> Room:  # noqa: B008 - a frozen value
+    """What the share leaves for the model. Raises HarnessError where no length is known."""
+    length = wish.max_model_len or model.longest
+    if length is None:
+        raise HarnessError(
+            f"{model.name}: its config.json does not tell the greatest length of a request",
+            next_step="Give it: --max-model-len N.",
+        )
+    unknown = list(model.unknown)
+    weights, weights_from = weight_bytes(model.folder, quantized=model.quantized)
+    if weights is None:
+        unknown.append(f"the size of the weights: {weights_from}")
+    else:
+        weights = -(-weights // wish.tensor_parallel)
+    layout = _layout(model, wish, unknown)
+    kv = None
+    if share is not None and weights is not None:
+        rest = share.budget_bytes - weights
+        kv = (rest - OTHER_BYTES[1], rest - OTHER_BYTES[0])
+    held = None if kv is None or layout is None else (capacity(layout, kv[0], length), capacity(layout, kv[1], length))
+    room = Room(
+        model=model.name,
+        max_model_len=length,
+        max_num_seqs=wish.max_num_seqs,
+        weights_bytes=weights,
+        weights_from=weights_from,
+        token_bytes=layout.token_bytes if layout else None,
+        request_bytes=layout.request_bytes(length) if layout else None,
+        kv_bytes=kv,
+        capacity=held,
+        unknown=unknown,
+    )
+    return structs.replace(room, advice=_advice(room, wish))
+
+
+def _layout(model: Model, wish: Wish, unknown: list[str]) -> Layout | None:
+    if wish.kv_cache_dtype not in DTYPE_BYTES:
+        known = ", ".join(DTYPE_BYTES)
+        unknown.append(f"the size of a number as {wish.kv_cache_dtype} in the KV cache (known: {known})")
+        return None
+    number = DTYPE_BYTES[wish.kv_cache_dtype] or model.kv_bytes
+    if model.geometry is None or number is None:
+        return None
+    if model.geometry.latent and number == 1:
+        unknown.append("the KV cache per token: a latent as fp8 has scales beside it, in a form of its own")
+        return None
+    return layout_of(
+        model.geometry,
+        number,
+        tensor_parallel=wish.tensor_parallel,
+        block=wish.block,
+        in_flight=2 * wish.max_num_batched_tokens,  # one batch is computed while the next is prepared
+    )
+
+
+def _advice(room: Room, wish: Wish) -> list[str]:
+    """What to set when it does not fit, or when it fits fewer requests than are wanted at once."""
+    if room.kv_bytes is None:
+        return []
+    careful, _ = room.kv_bytes
+    if careful <= 0:
+        return [
+            "the weights and what vLLM needs besides take all of the budget: take a smaller or quantised model, "
+            "more GPUs (--tensor-parallel-size), or free memory",
+            "a little room is won by --enforce-eager (no graphs) and a smaller --max-num-batched-tokens",
+        ]
+    if room.capacity is None:
+        return []
+    held = room.capacity[0]
+    advice = []
+    if not held.fits:
+        shorter = f"--max-model-len {held.longest}" if held.longest else "a smaller model"
+        advice.append(f"a request of {room.max_model_len:,} tokens does not fit for sure: set {shorter}")
+        if wish.kv_cache_dtype == "auto":
+            advice.append("--kv-cache-dtype fp8 halves the KV cache (gfx942, gfx950 and gfx120x have fp8)")
+    elif room.max_num_seqs is not None and held.concurrency < room.max_num_seqs:
+        each = int(room.max_model_len * held.concurrency / room.max_num_seqs)
+        advice.append(
+            f"{room.max_num_seqs} requests fit at once up to about {each:,} tokens each; of {room.max_model_len:,} "
+            f"tokens {int(held.concurrency)} do, and the others wait: --max-num-seqs {int(held.concurrency)} makes "
+            "that certain"
+        )
+    return advice
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"

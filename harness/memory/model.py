@@ -1,0 +1,209 @@
+"""What a model's config.json says of its KV cache. What it does not say clearly is unknown, never guessed."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from harness.errors import HarnessError, did_you_mean
+
+# Their head size is hidden_size / heads where the file does not say otherwise. Other architectures have defaults in
+# their code, which the file need not repeat.
+_PLAIN = {
+    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "phi3", "phimoe", "olmo", "olmo2", "starcoder2", "granite",
+    "internlm2", "internlm3", "stablelm", "cohere", "opt", "gpt_neox",
+}  # fmt: skip
+# Likewise: as many heads of keys as of queries.
+_EQUAL_HEADS = {"llama", "phi3", "granite", "cohere", "olmo", "olmo2", "internlm2", "opt", "gpt_neox"}
+# One latent vector per token and layer (multi-head latent attention) as vLLM keeps it, and nothing beside it.
+_LATENT = {"deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"}
+_EVERY_LAYER_SLIDES = {"mistral", "mixtral", "phi3", "starcoder2"}
+# Keys of layers whose cache has another form: states of a recurrence, chunks, heads that differ between layers.
+_OTHER_FORMS = (
+    "attention_chunk_size", "attn_layer_period", "block_configs", "compress_ratios", "conv_L_cache",
+    "cross_attention_layers", "full_attention_interval", "global_head_dim", "hybrid_override_pattern", "index_topk",
+    "layers_block_type", "linear_attn_config", "linear_num_key_heads", "mamba_d_state", "mamba_d_ssm",
+    "mamba_expand", "num_global_key_value_heads", "num_kv_shared_layers", "ssm_cfg", "ssm_state_size", "state_size",
+    "time_step_rank",
+)  # fmt: skip
+
+
+class Geometry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What decides the size of a KV cache."""
+
+    full_layers: int  # that keep every token
+    sliding_layers: int = 0  # that keep the last `window` tokens
+    window: int | None = None
+    kv_heads: int  # of all GPUs together; 1 for a latent, which every GPU keeps whole
+    head_size: int  # numbers of a key or a value; of a latent
+    latent: bool = False  # one vector instead of key and value
+
+    @property
+    def layers(self) -> int:
+        return self.full_layers + self.sliding_layers
+
+
+class Model(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A model on this machine, as its files tell."""
+
+    name: str
+    folder: Path
+    geometry: Geometry | None = None
+    longest: int | None = None  # max_position_embeddings
+    kv_bytes: int | None = None  # of a number in the KV cache, where --kv-cache-dtype is auto
+    quantized: bool = False
+    unknown: list[str] = []  # why something above is None
+
+
+def find_model(name: str, environment: dict[str, str] | None = None) -> Path:
+    """The folder of a model: a path, or a hub id in the Hugging Face cache of this machine. Nothing is downloaded.
+
+    Raises HarnessError that says where was looked.
+    """
+    path = Path(name).expanduser()
+    if path.name == "config.json":
+        path = path.parent
+    if (path / "config.json").is_file():
+        return path
+    cache = hub_cache(environment)
+    repository = cache / f"models--{name.replace('/', '--')}"
+    try:
+        revision = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        revision = None
+    snapshots = repository / "snapshots"
+    candidates = [snapshots / revision] if revision else sorted(snapshots.glob("*"))
+    for folder in candidates:
+        if (folder / "config.json").is_file():
+            return folder
+    have = sorted(path.name.removeprefix("models--").replace("--", "/") for path in cache.glob("models--*"))
+    raise HarnessError(
+        f"--model: there is no config.json of '{name}', neither as a folder nor in {cache}"
+        + (f"; {did_you_mean(name, have)}" if have else ""),
+        next_step="Give the model's folder, or download its config.json there first; nothing is downloaded here.",
+    )
+
+
+def hub_cache(environment: dict[str, str] | None = None) -> Path:
+    """Where Hugging Face's hub keeps models on this machine: HF_HUB_CACHE, HF_HOME/hub, else ~/.cache."""
+    env = dict(os.environ) if environment is None else environment
+    if env.get("HF_HUB_CACHE"):
+        return Path(env["HF_HUB_CACHE"])
+    home = env.get("HF_HOME") or Path(env.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface"
+    return Path(home) / "hub"
+
+
+def read_model(folder: Path, name: str | None = None) -> Model:
+    """A model by its folder. Raises HarnessError for a config.json that cannot be read."""
+    config = _json(folder / "config.json")
+    nested = next((config[key] for key in ("text_config", "llm_config") if isinstance(config.get(key), dict)), None)
+    text: dict[str, Any] = nested or config
+    unknown: list[str] = []
+    try:
+        geometry = geometry_of(text, encoder_decoder=bool(config.get("is_encoder_decoder")))
+    except _UnknownError as error:
+        geometry = None
+        unknown.append(f"the KV cache per token: {error}")
+    quantization = config.get("quantization_config") or text.get("quantization_config") or {}
+    if (folder / "hf_quant_config.json").is_file():
+        quantization = quantization or _json(folder / "hf_quant_config.json").get("quantization") or {}
+    kv_bytes: int | None = 2  # 16 bit; vLLM makes 16 bit of 32, too
+    if quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo"):
+        kv_bytes = None
+        unknown.append("the KV cache's data type: the checkpoint brings one of its own; give --kv-cache-dtype")
+    longest = text.get("max_position_embeddings")
+    return Model(
+        name=name or folder.name,
+        folder=folder,
+        geometry=geometry,
+        longest=longest if isinstance(longest, int) else None,
+        kv_bytes=kv_bytes,
+        quantized=bool(quantization),
+        unknown=unknown,
+    )
+
+
+class _UnknownError(Exception):
+    """Why the geometry is not known."""
+
+
+def geometry_of(config: dict[str, Any], *, encoder_decoder: bool = False) -> Geometry:
+    """The geometry by the text part of a config.json. Raises _UnknownError that says why it is not known."""
+    kind = str(config.get("model_type"))
+    if encoder_decoder or config.get("is_encoder_decoder"):
+        raise _UnknownError("an encoder-decoder model")
+    others = [key for key in _OTHER_FORMS if config.get(key)]
+    if others:
+        raise _UnknownError(f"layers of another form ({others[0]} in config.json)")
+    layers = _whole(config, "num_hidden_layers")
+    if config.get("kv_lora_rank") is not None:
+        if kind not in _LATENT:
+            raise _UnknownError(f"latent attention of '{kind}', of which the cache's form is not known")
+        size = _whole(config, "kv_lora_rank") + _whole(config, "qk_rope_head_dim")
+        return Geometry(full_layers=layers, kv_heads=1, head_size=size, latent=True)
+    sliding = _sliding_layers(config, kind, layers)
+    return Geometry(
+        full_layers=layers - sliding,
+        sliding_layers=sliding,
+        window=_whole(config, "sliding_window") if sliding else None,
+        kv_heads=_kv_heads(config, kind),
+        head_size=_head_size(config, kind),
+    )
+
+
+def _sliding_layers(config: dict[str, Any], kind: str, layers: int) -> int:
+    types = config.get("layer_types")
+    if isinstance(types, list):
+        strange = sorted({str(one) for one in types} - {"full_attention", "sliding_attention"})
+        if strange:
+            raise _UnknownError(f"layers of the type {strange[0]}")
+        if len(types) != layers:
+            raise _UnknownError(f"{len(types)} layer_types for {layers} layers")
+        return types.count("sliding_attention")
+    if not config.get("sliding_window") or config.get("use_sliding_window") is False:
+        return 0
+    if kind in _EVERY_LAYER_SLIDES:
+        return layers
+    if kind == "gemma2":
+        return (layers + 1) // 2  # every other one, from the first on
+    pattern = config.get("sliding_window_pattern")
+    if kind == "gemma3_text" and isinstance(pattern, int) and pattern > 0:
+        return layers - layers // pattern
+    raise _UnknownError("it has a sliding window, and config.json does not say in which layers (layer_types)")
+
+
+def _kv_heads(config: dict[str, Any], kind: str) -> int:
+    for key in ("num_key_value_heads", "num_kv_heads"):
+        if config.get(key) is not None:
+            return _whole(config, key)
+    if kind in _EQUAL_HEADS:
+        return _whole(config, "num_attention_heads")
+    raise _UnknownError("config.json has no num_key_value_heads")
+
+
+def _head_size(config: dict[str, Any], kind: str) -> int:
+    if config.get("head_dim") is not None:
+        return _whole(config, "head_dim")
+    if kind in _PLAIN:
+        return _whole(config, "hidden_size") // _whole(config, "num_attention_heads")
+    raise _UnknownError("config.json has no head_dim")
+
+
+def _whole(config: dict[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _UnknownError(f"config.json has no usable {key}")
+    return value
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise HarnessError(f"{path}: cannot be read ({reason})", next_step="Download it again.") from None
+    if not isinstance(found, dict):
+        raise HarnessError(f"{path}: is not the configuration of a model", next_step="Download it again.")
+    return found

@@ -1,0 +1,90 @@
+"""The KV cache as vLLM counts it: against vLLM's own functions, and against lines of its log."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.memory.cache import CPU_BLOCK, capacity, layout_of
+from harness.memory.fraction import GIB
+from harness.memory.model import Geometry
+
+DATA = Path(__file__).parent / "data" / "vllm_kv_capacity.jsonl"
+CASES: list[dict[str, Any]] = [json.loads(line) for line in DATA.read_text().splitlines()[1:]]
+TINY = Geometry(full_layers=4, kv_heads=2, head_size=64)
+QWEN3_06B = Geometry(full_layers=28, kv_heads=8, head_size=128)
+# vLLM 0.32.0 on a CPU: 1 GiB for the KV cache, then 100 MiB for a model that needs more.
+STARTED = (
+    "(EngineCore pid=664) INFO 11-21 08:48:03 [kv_cache_utils.py:2327] CPU KV cache size: 524,288 tokens, "
+    "Maximum concurrency for 2,048 tokens per request: 256.00x"
+)
+REFUSED = (
+    "ValueError: To serve at least one request with the model's max seq len (4096), (0.44 GiB KV cache is needed, "
+    "which is larger than the available KV cache memory (0.08 GiB). Based on the available memory, the estimated "
+    "maximum model length is 768. Try increasing `gpu_memory_utilization` (which also controls CPU memory on the CPU "
+    "backend) or decreasing `max_model_len` when initializing the engine."
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c['full_layers']}+{c['sliding_layers']}-{c['max_model_len']}")
+def test_as_vllms_own_functions(case: dict[str, Any]) -> None:
+    names = ("full_layers", "sliding_layers", "window", "kv_heads", "head_size", "latent")
+    geometry = Geometry(**{name: case[name] for name in names})
+    layout = layout_of(geometry, 2, block=case["block"], in_flight=case["in_flight"])
+    found = capacity(layout, case["available"], case["max_model_len"])
+    if case["tokens"] is None:
+        assert (found.fits, found.longest) == (False, case["longest"])
+    else:
+        assert (found.fits, found.tokens, round(found.concurrency, 4)) == (True, case["tokens"], case["concurrency"])
+        assert found.longest == case["max_model_len"]
+
+
+def test_a_line_of_a_start() -> None:
+    found = capacity(layout_of(TINY, 2, block=CPU_BLOCK), GIB, 2048)
+    said = f"KV cache size: {found.tokens:,} tokens, Maximum concurrency for 2,048 tokens per request: "
+    assert said + f"{found.concurrency:.2f}x" in STARTED
+
+
+def test_a_line_of_a_refusal() -> None:
+    layout = layout_of(QWEN3_06B, 2, block=CPU_BLOCK)
+    found = capacity(layout, 100 << 20, 4096)
+    match = re.search(r"\(([\d.]+) GiB KV.*memory \(([\d.]+) GiB\).*length is (\d+)", REFUSED)
+    assert match is not None
+    usable = (100 << 20) - layout.block_bytes
+    assert match.groups() == (f"{layout.request_bytes(4096) / GIB:.2f}", f"{usable / GIB:.2f}", str(found.longest))
+    assert not found.fits
+
+
+def test_a_report_from_a_strix_halo() -> None:
+    """Qwen3-0.6B, as strix-halo-guide's VLLM_BASELINE.md tells: 22.43 GiB of KV cache are 210,016 tokens."""
+    layout = layout_of(QWEN3_06B, 2)
+    fewest, most = (capacity(layout, int(gib * GIB), 40960).tokens for gib in (22.425, 22.435))
+    assert fewest <= 210_016 <= most
+
+
+def test_half_the_bytes_are_twice_the_tokens() -> None:
+    assert layout_of(QWEN3_06B, 2).token_bytes == 2 * 28 * 8 * 128 * 2
+    assert (
+        capacity(layout_of(QWEN3_06B, 1), GIB, 2048).tokens == 2 * capacity(layout_of(QWEN3_06B, 2), GIB, 2048).tokens
+    )
+
+
+def test_key_heads_are_divided_among_gpus_but_each_has_one() -> None:
+    sizes = [layout_of(QWEN3_06B, 2, tensor_parallel=gpus).token_bytes for gpus in (1, 2, 8, 16)]
+    assert sizes == [114688, 57344, 14336, 14336]
+    latent = Geometry(full_layers=61, kv_heads=1, head_size=576, latent=True)
+    assert {layout_of(latent, 2, tensor_parallel=gpus).token_bytes for gpus in (1, 8)} == {61 * 576 * 2}
+
+
+def test_a_window_has_no_price_of_a_token() -> None:
+    assert (
+        layout_of(Geometry(full_layers=1, sliding_layers=1, window=128, kv_heads=1, head_size=64), 2).token_bytes
+        is None
+    )
+
+
+def test_no_memory_holds_nothing() -> None:
+    found = capacity(layout_of(TINY, 2), -GIB, 2048)
+    assert (found.tokens, found.concurrency, found.longest, found.fits) == (0, 0.0, 0, False)
