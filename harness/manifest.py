@@ -16,7 +16,7 @@ Status = Literal["running", "valid", "invalid", "failed", "interrupted", "live"]
 
 # In the order in which a server passes them; it has those that could be told apart.
 PHASES = (
-    "pull", "create", "process", "weights", "compile", "graphs", "warm-up", "ready", "port open", "health", "load",
+    "pull", "flags", "create", "process", "weights", "compile", "graphs", "warm-up", "ready", "port open", "health", "load",
     "first answer",
 )  # fmt: skip
 
@@ -123,6 +123,15 @@ class Machine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     rocm: str | None = None  # of the host; an engine in a container brings its own
 
 
+class RowOrigin(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a tool's file means by one row's numbers, where rows of the file differ in it."""
+
+    server: str
+    load: str
+    definitions: dict[str, str] = {}  # by field of a summary's numbers
+    missing: dict[str, str] = {}  # by field of a summary's numbers: why it is not known
+
+
 class Origin(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Another tool's measurement that became this run; see docs/imports.md."""
 
@@ -134,6 +143,16 @@ class Origin(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     definitions: dict[str, str] = {}  # by field of a summary's numbers, where it is not ours
     missing: dict[str, str] = {}  # by field of a summary's numbers: why it is not known
     notes: list[str] = []
+    rows: list[RowOrigin] = []  # the rows that differ from the above
+
+    def definitions_of(self, server: str, load: str) -> dict[str, str]:
+        """By field of a summary's numbers, where it is not ours."""
+        own = [row.definitions for row in self.rows if (row.server, row.load) == (server, load)]
+        return self.definitions | (own[0] if own else {})
+
+    def missing_of(self, server: str, load: str) -> dict[str, str]:
+        own = [row.missing for row in self.rows if (row.server, row.load) == (server, load)]
+        return self.missing | (own[0] if own else {})
 
 
 class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

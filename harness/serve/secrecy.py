@@ -1,7 +1,7 @@
 """Secrets stay in the shell: found where a scenario writes one out, and blacked out of what a server logs."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from harness.serve.interpolate import names_in, written
@@ -16,6 +16,9 @@ _VALUE = re.compile(
     r"|://[^\s/:@\0]+:[^\s/@\0]+@"  # a password in an address
 )
 _WORD = re.compile(r"(?:\$\{[^}]*\}|\S)+")  # an interpolation's own words belong together
+# In a text that holds a whole command line: `--flag value`, `--flag=value`, `NAME=value`.
+_GIVEN = re.compile(r"(?P<name>--[\w.-]+(?= )|-{0,2}[A-Za-z][\w.-]*(?==))(?P<between>[= ]\s*)(?P<value>(?!--)\S+)")
+HIDDEN = "***"
 SHORTEST = 6  # a shorter value is blacked out nowhere: it would take half the log with it
 
 
@@ -46,6 +49,32 @@ def secrets_in(value: Any, environment: Mapping[str, str]) -> list[str]:
         text for name, text in asked.items() if is_secret(name) or name in placed or _VALUE.search(text) is not None
     }
     return sorted((text for text in hidden if len(text) >= SHORTEST), key=len, reverse=True)
+
+
+def masked(value: Any, secrets: Sequence[str] = ()) -> Any:
+    """What a server or image says of itself, with everything blacked out that is one of `secrets`, looks like one,
+    or stands where one is given: under a secret's name, after a secret's flag. Keys, numbers and None stay.
+    """
+    if isinstance(value, dict):
+        return {
+            key: HIDDEN if is_secret(str(key)) and item not in (None, "", [], {}) else masked(item, secrets)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        flags = [isinstance(item, str) and item.startswith("-") and is_secret(item) for item in value]
+        hidden = [
+            before and not str(item).startswith("--") for before, item in zip([False, *flags], value, strict=False)
+        ]
+        return [HIDDEN if hide else masked(item, secrets) for hide, item in zip(hidden, value, strict=True)]
+    return _masked_text(value, secrets) if isinstance(value, str) else value
+
+
+def _masked_text(text: str, secrets: Sequence[str]) -> str:
+    for secret in sorted(secrets, key=len, reverse=True):
+        if len(secret) >= SHORTEST:
+            text = text.replace(secret, HIDDEN)
+    text = _GIVEN.sub(lambda m: f"{m['name']}{m['between']}{HIDDEN}" if is_secret(m["name"]) else m[0], text)
+    return _VALUE.sub(lambda m: f"://{HIDDEN}@" if m[0].startswith("://") else HIDDEN, text)
 
 
 def _problem(at: str, which: str, name: str) -> str:

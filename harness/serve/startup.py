@@ -92,12 +92,14 @@ def _note(rule: Rule, match: re.Match[str], into: dict[str, Any]) -> None:
         if text is None:
             continue
         name = re.sub(r"_mib$", "_gib", re.sub(r"_\d$", "", group))
-        value = _literal(text) if rule.effective else _number(text, _types()[name])
+        try:
+            value = _literal(text) if rule.effective else _number(text, _types()[name])
+        except ValueError:  # a number of another form than we know
+            continue
         if group.endswith("_mib"):
             value = round(value / 1024, 3)
-        into[name] = round(into.get(name, 0) + value, 3) if rule.add else value
-        if rule.effective and value is None:
-            del into[name]
+        if value is not None:
+            into[name] = round(into.get(name, 0) + value, 3) if rule.add else value
 
 
 def phases_of(measured: Sequence[Phase], log: Started, began_s: float | None = None) -> list[Phase]:

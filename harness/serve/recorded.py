@@ -1,0 +1,149 @@
+"""What a server turns out to run with, for the manifest: from its log, its metrics, its own answers and its image."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import requests
+from docker.models.containers import Container
+from prometheus_client.parser import text_string_to_metric_families
+
+from harness.manifest import ServedBy, Startup
+from harness.serve.ask import PROBE_TIMEOUT_S, open_session
+from harness.serve.contents import contents
+from harness.serve.secrecy import masked
+from harness.serve.startup import Started, moment, of_lines, phases_of, started
+
+_CACHE_INFO = "vllm:cache_config_info"
+# Its labels, by the name of the fact or of the effective setting; vLLM writes None for what it does not know.
+_FACTS = {
+    "num_gpu_blocks": "kv_cache_blocks",
+    "block_size": "kv_block_size",
+    "kv_cache_size_tokens": "kv_cache_tokens",
+    "kv_cache_max_concurrency": "max_concurrency",
+}
+_SETTINGS = ("gpu_memory_utilization", "enable_prefix_caching", "block_size", "cache_dtype", "kv_cache_memory_bytes")
+
+
+def recorded(
+    served: ServedBy,
+    log_path: Path | None = None,
+    *,
+    metrics_url: str | None = None,
+    api_key: str | None = None,
+    secrets: Sequence[str] = (),
+    container: Container | None = None,
+) -> ServedBy:
+    """`served` with its start, its effective settings and its image's contents filled in.
+
+    Never raises for what a server does not say: that stays None. No secret gets in.
+    """
+    log = of_lines([]) if log_path is None else started(log_path)
+    facts, effective = _asked(served, log, metrics_url, api_key)
+    hidden = [*secrets, *([api_key] if api_key else [])]
+    return msgspec.structs.replace(
+        served,
+        version=served.version or effective.pop("version", None) or facts.version,
+        phases=phases_of(served.phases, log, _began_s(container)),
+        startup=msgspec.convert(masked(msgspec.to_builtins(facts), hidden), Startup) if facts != Startup() else None,
+        effective={key: value for key, value in masked(effective, hidden).items() if key != "version"},
+        contents=contents(container) if container is not None else None,
+    )
+
+
+def _asked(
+    served: ServedBy, log: Started, metrics_url: str | None, api_key: str | None
+) -> tuple[Startup, dict[str, Any]]:
+    """What the log says, and what the server answers on top of it; only those are asked that would know."""
+    facts, effective = msgspec.to_builtins(log.facts), dict(log.effective)
+    with open_session(api_key) as session:
+        if facts["engine"] in (None, "llama.cpp"):
+            props = _json(session, served.url + "/props")
+            if isinstance(props.get("default_generation_settings"), dict):
+                facts, effective = _llamacpp(props, facts, effective)
+        if facts["engine"] != "simulated" and served.template in (None, "lemonade"):
+            effective |= _lemonade(_json(session, served.url + "/api/v1/health"), served.model)
+        if metrics_url is not None:
+            labels = cache_config(_text(session, metrics_url))
+            known = {name: value for name, value in labels.items() if value not in ("", "None")}
+            told = {fact: _number(known[label]) for label, fact in _FACTS.items() if label in known}
+            facts |= {fact: number for fact, number in told.items() if not isinstance(number, str)}
+            effective |= {label: _number(known[label]) for label in _SETTINGS if label in known}
+            if known and facts["engine"] is None:
+                facts["engine"] = "vllm"
+    try:
+        return msgspec.convert(facts, Startup), effective
+    except msgspec.ValidationError:  # an answer of another shape than we know
+        return log.facts, effective
+
+
+def _llamacpp(
+    props: dict[str, Any], facts: dict[str, Any], effective: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What llama.cpp's /props says; `n_ctx` there is that of one slot."""
+    ctx = props["default_generation_settings"].get("n_ctx")
+    said = {
+        "parallel": props.get("total_slots"),
+        "ctx_per_slot": ctx,
+        "model_path": props.get("model_path"),
+        "model_ftype": props.get("model_ftype"),
+    }
+    facts = facts | {"engine": "llama.cpp", "max_model_len": facts["max_model_len"] or ctx}
+    facts["version"] = facts["version"] or props.get("build_info")
+    return facts, effective | {key: value for key, value in said.items() if value is not None}
+
+
+def _lemonade(health: dict[str, Any], model: str | None) -> dict[str, Any]:
+    """What Lemonade started for `model`: the command line that ran is the proof."""
+    loaded = health.get("all_models_loaded")
+    if not isinstance(loaded, list):
+        return {}
+    name = (model or "").removeprefix("user.")
+    entries = [one for one in loaded if isinstance(one, dict)]
+    mine = next((one for one in entries if str(one.get("model_name", "")).removeprefix("user.") == name), {})
+    kept = ("launch_command", "recipe", "recipe_options", "checkpoint", "device")
+    return {key: mine[key] for key in kept if mine.get(key)} | {"version": health.get("version")}
+
+
+def cache_config(text: str) -> dict[str, str]:
+    """The labels of vLLM's `cache_config_info` in a text of metrics; of several engines those of the first."""
+    line = next((line for line in text.splitlines() if line.startswith(_CACHE_INFO + "{")), None)
+    if line is None:
+        return {}
+    try:
+        family = next(iter(text_string_to_metric_families(line + "\n")))
+    except (ValueError, StopIteration):
+        return {}
+    return dict(family.samples[0].labels)
+
+
+def _number(text: str) -> Any:
+    if text in ("True", "False"):
+        return text == "True"
+    try:
+        value = float(text)
+    except ValueError:
+        return text
+    return int(value) if text.lstrip("-").isdigit() else value
+
+
+def _began_s(container: Container | None) -> float | None:
+    return None if container is None else moment(str(container.attrs["State"].get("StartedAt") or ""))
+
+
+def _json(session: requests.Session, url: str) -> dict[str, Any]:
+    try:
+        answer = msgspec.json.decode(_text(session, url))
+    except msgspec.DecodeError:
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def _text(session: requests.Session, url: str) -> str:
+    """The body of a good answer, else nothing."""
+    try:
+        response = session.get(url, timeout=PROBE_TIMEOUT_S, allow_redirects=False)
+    except requests.RequestException:
+        return ""
+    return response.text if response.status_code == 200 else ""
