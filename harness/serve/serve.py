@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import docker
 import msgspec
+from docker.models.containers import Container
 
 from harness.errors import HarnessError, ServerError
 from harness.manifest import Phase, ServedBy
@@ -29,6 +30,7 @@ from harness.serve.logfile import LogFile
 from harness.serve.ports import is_free
 from harness.serve.preflight import check_flags
 from harness.serve.ready import Ready, Waiting, wait_ready
+from harness.serve.recorded import recorded
 from harness.serve.secrecy import secrets_in
 from harness.serve.values import parse_port, parse_seconds
 
@@ -129,7 +131,7 @@ def _as_process(start: _Start) -> Iterator[Endpoint]:
             arguments=arguments_of(start.compose.server),
             phases=ready.phases,
         )
-        yield Endpoint(url=url, started=served_by, look=look, metrics_url=_metrics(start, url))
+        yield Endpoint(url=url, started=_recorded(start, served_by), look=look, metrics_url=_metrics(start, url))
 
 
 @contextlib.contextmanager
@@ -200,7 +202,7 @@ def _bring_up(
     )
     return Endpoint(
         url=url,
-        started=served_by,
+        started=_recorded(start, served_by, container),
         look=look,
         metrics_url=_metrics(start, url),
         network=containers.network_name(owner),
@@ -271,6 +273,7 @@ def attach(
         return last
 
     metrics = metrics_url or ask.metrics_url(served_by.url, api_key)
+    served_by = recorded(served_by, metrics_url=metrics, api_key=api_key)
     return Endpoint(url=served_by.url, started=served_by, look=look, metrics_url=metrics)
 
 
@@ -281,6 +284,18 @@ def _wait(start: _Start, url: str, look: Callable[[bool], Look], log: LogFile) -
 
     waiting = Waiting(dead, log, start.server.startup_timeout_s, start.on_progress)
     return wait_ready(url, start.serving, start.model, waiting, api_key=start.api_key, key_name=start.key_name)
+
+
+def _recorded(start: _Start, served_by: ServedBy, container: Container | None = None) -> ServedBy:
+    metrics_url, secrets = _metrics(start, served_by.url), start.secrets()
+    return recorded(
+        served_by,
+        start.log_path,
+        metrics_url=metrics_url,
+        api_key=start.api_key,
+        secrets=secrets,
+        container=container,
+    )
 
 
 def _metrics(start: _Start, url: str) -> str | None:
