@@ -372,8 +372,9 @@ def test_vllm_rocm_says_what_the_documents_ask_for() -> None:
     ]
     assert server.command == [
         *("org/model", "--served-model-name", "org/model", "--host", "0.0.0.0", "--port", "8000"),
-        *("--dtype", "auto", "--seed", "0", "--max-model-len", "8192", "--gpu-memory-utilization", "0.75"),
-        *("--max-num-seqs", "64", "--max-num-batched-tokens", "8192", "--enable-prefix-caching"),
+        *("--dtype", "auto", "--seed", "0", "--tensor-parallel-size", "1", "--max-model-len", "8192"),
+        *("--gpu-memory-utilization", "0.75", "--max-num-seqs", "64", "--max-num-batched-tokens", "8192"),
+        *("--kv-cache-dtype", "auto", "--enable-prefix-caching", "--no-enforce-eager"),
     ]
 
 

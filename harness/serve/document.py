@@ -9,6 +9,7 @@ from harness.scenario import USERS, Gateway, Load, Scenario, Server
 from harness.serve.compose import GATEWAY, SERVER, parse, read
 from harness.serve.daemon import engine_host
 from harness.serve.flags import removed_in
+from harness.serve.gpu_fit import container_problems
 from harness.serve.merge import with_gateway
 from harness.serve.ports import free_port
 from harness.serve.template import render, server_problems, variables
@@ -27,6 +28,7 @@ def server_problems_of(scenario: Scenario, lines: dict[str, int]) -> list[str]:
             if compose is not None and compose.serving.help is not None:
                 gone = removed_in(compose.server.command or [], compose.server.image)
                 found += [f"$.servers.{name}.variables.extra_args: {problem}" for problem in gone]
+                found += [f"$.servers.{name}.variables: {problem}" for problem in container_problems(compose.server)]
         problems += found
     located = (problem.partition(":") for problem in problems)
     return [f"{where(path, lines)}:{rest}" for path, _, rest in located]

@@ -15,6 +15,7 @@ import msgspec
 from docker.models.containers import Container
 
 from harness.errors import HarnessError, ServerError
+from harness.machine.facts import gpus
 from harness.manifest import Phase, ServedBy
 from harness.process import sigterm_interrupts
 from harness.scenario import Scenario, Server
@@ -25,6 +26,7 @@ from harness.serve.daemon import connect, engine_host
 from harness.serve.document import rendered, server_of
 from harness.serve.embedded import arguments_of, embedded
 from harness.serve.endpoint import Endpoint
+from harness.serve.gpu_fit import refuse_unfit
 from harness.serve.images import digest_of, ensure_image
 from harness.serve.logfile import LogFile
 from harness.serve.ports import is_free
@@ -138,6 +140,8 @@ def _as_process(start: _Start) -> Iterator[Endpoint]:
 def _in_container(start: _Start, run_id: str, cell_id: str) -> Iterator[Endpoint]:
     owner = labels.owned(run_id, cell_id)
     filled = filled_in(start.compose, os.environ)  # a variable that is not set is noticed before a long pull
+    if start.serving.help is not None and engine_host() is None:
+        refuse_unfit(filled.server, list(gpus()))
     client = connect()
     logs = [LogFile(start.log_path, start.secrets())]
     try:
