@@ -23,14 +23,17 @@ from harness.errors import HarnessError
 from harness.experiment import Experiment
 from harness.job import Job, write_job
 from harness.machine.facts import gpu_memory, machine
+from harness.machine.sampler import Sampler
 from harness.manifest import CellRun, Run, Status, write_run
 from harness.metrics import Scraper
 from harness.plan import Cell, plan
+from harness.preflight import refuse_blocked
 from harness.progress import Progress
 from harness.report import html
 from harness.scenario import Scenario, locustfile_of, warmup_of
 from harness.serve import Endpoint, attach, engine_version, labels, serve
 from harness.serve.generator import ContainerChild
+from harness.serve.telemetry import source_of
 from harness.summarize import summarize, write_summary
 from harness.summary import Summary
 from harness.workload import salt_words, workload_sha256
@@ -45,6 +48,7 @@ def run(experiment: Experiment, runs: Path, progress: Progress) -> Path:
     ServerError when a server does not become ready, RunError when the load cannot be driven, KeyboardInterrupt
     after everything was taken down.
     """
+    refuse_blocked(experiment)
     cells = plan(experiment.scenario)
     folder, manifest = begin(experiment, cells, runs)
     progress.line(f"Run {manifest.id}: {len(cells)} cell{'s' if len(cells) != 1 else ''}. Records go to {folder}")
@@ -82,7 +86,7 @@ def begin(experiment: Experiment, cells: list[Cell], runs: Path) -> tuple[Path, 
             (folder / part).mkdir(parents=True)
         shutil.copyfile(experiment.path, folder / "scenario.yaml")
         # Opened before the first request, so that a full or read-only disk is noticed now.
-        for output in ("requests.jsonl", "processes.jsonl", "metrics.jsonl"):
+        for output in ("requests.jsonl", "processes.jsonl", "metrics.jsonl", "telemetry.jsonl"):
             (folder / output).touch()
     except OSError as error:
         raise HarnessError(
@@ -227,7 +231,10 @@ def _cell(
     start = generator(experiment, run_id, job, job_path, endpoint, log_path)
     interval_s = experiment.scenario.metrics_interval_s
     api_key = _api_key(experiment.scenario)
-    with Scraper(endpoint.metrics_url, cell.id, folder / "metrics.jsonl", interval_s, api_key=api_key):
+    with (
+        Scraper(endpoint.metrics_url, cell.id, folder / "metrics.jsonl", interval_s, api_key=api_key),
+        Sampler(source_of(endpoint), cell.id, folder / "telemetry.jsonl"),
+    ):
         driven = drive(start, job, log_path=log_path, alive=endpoint.check_alive, progress=progress.count)
     return CellRun(
         id=cell.id,

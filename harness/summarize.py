@@ -19,6 +19,7 @@ from harness.plan import Cell, baseline_of, plan
 from harness.records import ProcessMark, read_marks
 from harness.summary import CellSummary, Numbers, Reference, Row, Summary
 from harness.tally import Clock, Tally, numbers_of
+from harness.telemetry import TelemetrySample, machine_load, median_load, read_telemetry
 from harness.verdicts import compare_rows
 
 
@@ -37,13 +38,21 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
     strangers: Counter[str] = Counter()
     tallies = tally(folder / "requests.jsonl", places, damaged, strangers)
     samples = read_samples(folder / "metrics.jsonl")
+    watched = read_telemetry(folder / "telemetry.jsonl")
     given = origin.given_numbers(folder, run)
     ran = {cell.id: cell for cell in run.cells}
     seen = {name: cell for name, cell in cells.items() if name in ran or name in tallies}
     # A cell without a record still is a cell: it was run and gave nothing.
     tallies = {name: tallies.get(name) or Tally(clock=places[name].clock, slos=SloTally(sets=slos)) for name in seen}
     summaries = [
-        _cell(run, cell, ran.get(name), tallies[name], samples.get(name, []), marks.get(name, []), given.get(name))
+        _cell(
+            run,
+            cell,
+            ran.get(name),
+            tallies[name],
+            _Watched(samples.get(name, []), watched.get(name, []), marks.get(name, [])),
+            given.get(name),
+        )
         for name, cell in seen.items()
     ]
     found = validity.of_run(run, len(run.cells), damaged, strangers)
@@ -146,20 +155,37 @@ def _by_cell(marks: list[ProcessMark]) -> dict[str, list[ProcessMark]]:
     return result
 
 
+class _Watched(msgspec.Struct, frozen=True):
+    """What was written beside the requests of one cell."""
+
+    metrics: list[MetricsSample]
+    telemetry: list[TelemetrySample]
+    marks: list[ProcessMark]
+
+
+def _window(counted: Tally) -> tuple[float, float] | None:
+    """What the rates of a cell refer to, as Unix time."""
+    begin, end = counted.window_s or (counted.first_sent_s, counted.last_ended_s)
+    begin_s, end_s = counted.clock.wall_s(begin), counted.clock.wall_s(end)
+    return None if begin_s is None or end_s is None or end_s <= begin_s else (begin_s, end_s)
+
+
 def _cell(
     run: Run,
     cell: Cell,
     ran: CellRun | None,
     counted: Tally,
-    samples: list[MetricsSample],
-    marks: list[ProcessMark],
+    watched: _Watched,
     given: Numbers | None,
 ) -> CellSummary:
     numbers = given or origin.known(numbers_of([counted]), run.origin)
     wall_s = counted.clock.wall_s
     first, last = wall_s(counted.first_sent_s), wall_s(counted.last_ended_s)
+    window = _window(counted)
+    tokens = None if numbers.output_tok_s is None else numbers.output_tok_s * (numbers.window_s or 0.0)
+    did = machine_load(watched.telemetry, window, tokens)
     load = server_load(
-        samples,
+        watched.metrics,
         sent_wall_s=wall_s(counted.first_any_s),
         ended_wall_s=wall_s(counted.last_any_s),
         measured_wall_s=None if first is None or last is None else (first, last),
@@ -173,7 +199,9 @@ def _cell(
             tally=counted,
             numbers=numbers,
             server_load=load,
-            marks=marks,
+            machine_load=did,
+            window_s=numbers.window_s,
+            marks=watched.marks,
             imported=run.origin is not None,
         )
     )
@@ -185,6 +213,7 @@ def _cell(
         repeat=cell.repeat,
         numbers=numbers,
         server_load=load,
+        machine_load=did,
         ready_s=sum(phase.seconds for phase in phases) if phases else None,
         problems=found.reasons,
         notes=found.notes,
@@ -213,3 +242,4 @@ def _row(server: str, load: str, cells: list[CellSummary], tallies: dict[str, Ta
         output_tok_s=[n.output_tok_s for n in good if n.output_tok_s is not None],
         pooled=numbers_of([tallies[cell.id] for cell in cells], [cell.numbers for cell in cells]),
     )
+        machine_load=median_load([cell.machine_load for cell in cells if not cell.problems]),

@@ -77,6 +77,52 @@ class ServerLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     prefix_hit_ratio: float | None = None
 
 
+class GpuLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What one GPU was seen to do in the measured window. None: it does not say."""
+
+    used: bool  # whether it worked for the server; totals are over those that did
+    busy_mean_percent: float | None = None
+    busy_most_percent: float | None = None
+    memory_busy_mean_percent: float | None = None
+    vram_most_bytes: int | None = None
+    gtt_most_bytes: int | None = None
+    power_mean_w: float | None = None
+    power_most_w: float | None = None
+    package: bool = False  # power is that of an APU's package, its CPU included
+    energy_j: float | None = None  # integral of the power over the window
+    counted_energy_j: float | None = None  # the same by the GPU's own counter
+    temperatures_most_c: dict[str, float] = {}
+    clock_mean_mhz: float | None = None
+    clock_least_mhz: float | None = None
+    heat_s: float | None = None  # for how long heat or a signal from outside held it back
+    limited_s: float | None = None  # for how long a limit of power or current did, which is normal at full load
+
+
+class MachineLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the server's machine was seen to do in the measured window. Of GPUs, those that worked for the server."""
+
+    samples: int
+    gap_most_s: float  # the longest time without one
+    took_most_s: float | None = None  # the longest that one took
+    gpus: dict[str, GpuLoad] = {}  # all of them, by render node
+    busy_mean_percent: float | None = None  # over GPUs and time
+    busy_most_percent: float | None = None  # of any GPU
+    memory_most_bytes: int | None = None  # VRAM and GTT of all together
+    power_mean_w: float | None = None  # of all together
+    power_most_w: float | None = None  # likewise, at one moment
+    package: bool = False
+    energy_j: float | None = None
+    energy_per_token_j: float | None = None  # energy / output tokens generated inside the window
+    counted_energy_j: float | None = None
+    temperature_most_c: float | None = None  # of any sensor
+    heat_s: float | None = None  # of the GPU that was held back longest
+    limited_s: float | None = None  # likewise
+    host_cpu_mean: float | None = None  # 0 to 1 of all cores
+    host_memory_least_bytes: int | None = None  # available
+    container_cpu_mean_cores: float | None = None
+    container_memory_most_bytes: int | None = None
+
+
 class CellSummary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One cell: one server under one load, once."""
 
@@ -86,6 +132,7 @@ class CellSummary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     repeat: int
     numbers: Numbers
     server_load: ServerLoad
+    machine_load: MachineLoad | None = None  # None: nothing was sampled
     ready_s: float | None = None  # the server's start until its first answer
     problems: list[str] = []  # why it is not valid
     notes: list[str] = []  # what a reader should know and does not make it invalid

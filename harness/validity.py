@@ -11,7 +11,7 @@ from msgspec import Struct
 from harness.manifest import CellRun, Run
 from harness.records import ProcessMark
 from harness.scenario import Load
-from harness.summary import Numbers, ServerLoad
+from harness.summary import MachineLoad, Numbers, ServerLoad
 from harness.tally import Tally
 
 MOST_TOKEN_DIFFERENCE = 0.01
@@ -19,6 +19,8 @@ MOST_SEND_LAG_S = 0.010
 MOST_FOREIGN_MEMORY = 0.25  # of a GPU; a desktop on an APU needs some
 MOST_COALESCED = 0.01
 MOST_CPU = 0.90  # of one core: a load process is one thread
+MOST_HEAT = 0.05  # of the measured time in which heat holds a GPU back
+MOST_ENERGY_DIFFERENCE = 0.10  # between power readings and a counter of the GPU
 
 
 class Findings(Struct, frozen=True):
@@ -36,6 +38,8 @@ class Evidence(Struct, frozen=True, kw_only=True):
     tally: Tally
     numbers: Numbers
     server_load: ServerLoad
+    machine_load: MachineLoad | None = None
+    window_s: float | None = None  # the measured time
     marks: Sequence[ProcessMark]
     imported: bool = False  # by another tool, whose load processes left no marks
 
@@ -56,6 +60,7 @@ def of_cell(evidence: Evidence) -> Findings:
     if evidence.ran is not None and not evidence.ran.problems:
         reasons += _tokens(evidence.tally, evidence.server_load)
     reasons += _generator(evidence)
+    reasons += _heat(evidence, invalid=True)
     return Findings([f"{cell}: {text}" for text in reasons], [f"{cell}: {text}" for text in _notes(evidence)])
 
 
@@ -189,9 +194,35 @@ def _generator(evidence: Evidence) -> list[str]:
     return reasons
 
 
+def _heat(evidence: Evidence, *, invalid: bool) -> list[str]:
+    """GPUs that worked for the server and were throttled: for so long that the run is not valid, or for less.
+
+    A limit of power or current is no reason: at full load it is what sets the clocks, of an APU always.
+    """
+    if evidence.machine_load is None or not evidence.window_s:
+        return []
+    return [
+        f"the GPU {name} was throttled by heat (or PROCHOT) during {gpu.heat_s:.1f} of {evidence.window_s:.1f} s; "
+        f"at most {MOST_HEAT:.0%} is allowed"
+        for name, gpu in evidence.machine_load.gpus.items()
+        if gpu.used and gpu.heat_s and (gpu.heat_s > MOST_HEAT * evidence.window_s) == invalid
+    ]
+
+
+def _energy(load: MachineLoad | None) -> list[str]:
+    if load is None or not load.energy_j or not load.counted_energy_j:
+        return []
+    if abs(load.energy_j - load.counted_energy_j) <= MOST_ENERGY_DIFFERENCE * load.counted_energy_j:
+        return []
+    return [
+        f"the energy is {load.energy_j:,.0f} J by the power readings and {load.counted_energy_j:,.0f} J by the GPUs' "
+        f"own counters: they differ by more than {MOST_ENERGY_DIFFERENCE:.0%}"
+    ]
+
+
 def _notes(evidence: Evidence) -> list[str]:
     tally, numbers, load = evidence.tally, evidence.numbers, evidence.load
-    notes = []
+    notes = _heat(evidence, invalid=False) + _energy(evidence.machine_load)
     if tally.read_clock:
         notes.append(
             f"the chunk times of {tally.read_clock:,} of {_count(numbers.succeeded, 'request')} are those of the read, "

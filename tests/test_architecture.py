@@ -12,7 +12,7 @@ READS_FILES = {
     "attain", "board", "floors", "differences", "blocks", "gaps", "count", "check_syntax", "export", "reference",
     "derive", "stats", "tally", "summary", "summarize", "verdicts", "alike", "compare", "checks", "validity", "report",
 }  # fmt: skip
-READERS = {"records", "manifest", "origin", "errors", "plan", "scenario", "metrics", "failures"}
+READERS = {"records", "manifest", "origin", "errors", "plan", "scenario", "metrics", "telemetry", "failures"}
 # Which of harness's own modules each room may import. Rooms not named here may import what they like, but not back.
 ALLOWED = {
     "errors": set(),
@@ -43,7 +43,8 @@ ALLOWED = {
     },  # fmt: skip
     "workload": {"errors", "scenario", "paths"},
     "simulated": {"simulated"},
-    "machine": {"machine", "manifest", "errors"},
+    "machine": {"machine", "manifest", "telemetry", "errors"},
+    "telemetry": {"summary"},
     "memory": {"memory", "machine", "errors"},
     "failures": {"failures", "errors", "memory"},
     "load": LOAD,

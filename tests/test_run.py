@@ -19,7 +19,7 @@ from tests.command import Going, going, harness, only_run, server, until, write
 LONG = {"burst": {"user": "batch", "batch_size": 20, "requests": 100_000, "output_tokens": 150}}
 PARTS = {
     "compose", "jobs", "logs", "metrics.jsonl", "processes.jsonl", "report.html", "requests.jsonl", "run.json",
-    "scenario.yaml", "summary.json",
+    "scenario.yaml", "summary.json", "telemetry.jsonl",
 }  # fmt: skip
 
 

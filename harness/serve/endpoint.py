@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import msgspec
+from docker.models.containers import Container
 
 from harness.manifest import ServedBy
 from harness.serve.containers import Look
@@ -17,6 +18,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     metrics_url: str | None = None
     network: str | None = None  # Docker network of the server's container
     network_url: str | None = None  # as a container in that network reaches it
+    container: Container | None = None  # that works; None: a process, or a server that already ran
 
     @property
     def served_by(self) -> ServedBy:

@@ -211,6 +211,7 @@ def _bring_up(
         metrics_url=_metrics(start, url),
         network=containers.network_name(owner),
         network_url=f"http://{start.name}:{port.container}",
+        container=container,
     )
 
 

@@ -1,0 +1,96 @@
+"""The binary table `gpu_metrics` of the amdgpu driver: what holds a GPU back, and its energy counter.
+
+Layouts are those of the structs gpu_metrics_v* in the kernel's drivers/gpu/drm/amd/include/kgd_pp_interface.h. Two
+kernels have used one revision for two layouts, so the table's size must be right as well. Nothing else is decoded:
+what is also a file of its own is read there.
+"""
+
+import struct
+
+from msgspec import Struct
+
+# What of a GPU can be limited, by bit of the ASIC independent status (SMU_THROTTLER_* in the kernel's amdgpu_smu.h).
+_BITS = {"power": range(0, 16), "current": range(16, 32), "heat": range(32, 46), "prochot": range(46, 48)}
+_ENERGY_UNIT_J = 2.0**-16
+
+# (format, content, size of the table) -> offset of the 64-bit status.
+_STATUS = {(1, 3, 120): 112, (2, 2, 128): 120, (2, 3, 152): 120, (2, 4, 168): 120}
+# -> offset of the 64-bit energy counter. Earlier revisions have one too, and do not say in which unit.
+_ENERGY = {(1, 4, 288): 24, (1, 5, 360): 88, (1, 6, 384): 88, (1, 6, 1664): 16, (1, 7, 2208): 24} | {
+    (1, 8, size): 24 for size in (3360, 3872)
+}
+# -> offset of a counter of cycles and, right behind it, of those in which the GPU was held back (_INSTINCT).
+_RESIDENCIES = {(1, 6, 384): 104, (1, 6, 1664): 32, (1, 7, 2208): 40} | {(1, 8, size): 40 for size in (3360, 3872)}
+_INSTINCT = ("prochot", "power", "heat", "heat", "heat")  # socket, voltage regulator, memory
+# APUs count the time that they were held back, in a unit of their own and without a counter of all time.
+_APU = {(3, 0, 264): 228}
+_APU_KINDS = ("prochot", "power", "power", "power", "heat", "heat", "heat")  # SPL, fast and slow PPT; core, gfx, soc
+
+
+class Table(Struct, frozen=True, kw_only=True):
+    """What a table says. `now` is a state; `counters` only grow."""
+
+    now: frozenset[str] | None = None  # kinds of limits that hold the GPU back
+    counters: tuple[int, ...] | None = None  # one per limit, see `kinds`
+    kinds: tuple[str, ...] = ()
+    cycles: int | None = None  # of which `counters` are parts; None: their unit is not known
+    energy_j: float | None = None  # since an unknown moment
+
+
+def parse(raw: bytes) -> Table | None:
+    """The table, or None for one of a revision or size that is not known here. A field not filled in is None."""
+    if len(raw) < 4:
+        return None
+    size, form, content = struct.unpack_from("<HBB", raw)
+    key = (form, content, size)
+    if len(raw) < size or not (key in _STATUS or key in _ENERGY or key in _APU):
+        return None
+    now = counters = cycles = energy = None
+    kinds: tuple[str, ...] = ()
+    if key in _STATUS:
+        now = _limits(struct.unpack_from("<Q", raw, _STATUS[key])[0])
+    if key in _RESIDENCIES:
+        kinds = _INSTINCT
+        cycles, *found = struct.unpack_from("<6I", raw, _RESIDENCIES[key])
+        counters = tuple(found)
+    if key in _APU:
+        kinds = _APU_KINDS
+        counters = struct.unpack_from("<7I", raw, _APU[key])
+    if key in _ENERGY:
+        energy = struct.unpack_from("<Q", raw, _ENERGY[key])[0]
+    empty = counters is None or 0xFFFFFFFF in (*counters, cycles)  # the driver fills a table with ones at first
+    return Table(
+        now=now,
+        counters=None if empty else counters,
+        kinds=() if empty else kinds,
+        cycles=None if empty else cycles,
+        energy_j=None if energy in (None, 2**64 - 1) else energy * _ENERGY_UNIT_J,
+    )
+
+
+def held_back(before: Table | None, table: Table) -> dict[str, float] | None:
+    """The part of the time between two tables in which each kind of limit held the GPU back; {}: none did.
+
+    A status counts for the whole time. So does a counter of unknown unit that has moved: then it is an upper bound.
+    """
+    if table.now is not None:
+        return dict.fromkeys(sorted(table.now), 1.0)
+    if table.counters is None or before is None or before.counters is None or before.kinds != table.kinds:
+        return None
+    moved = [(after - was) % 2**32 for was, after in zip(before.counters, table.counters, strict=True)]
+    share: dict[str, float] = {}
+    if table.cycles is None or before.cycles is None:
+        return {kind: 1.0 for kind, by in zip(table.kinds, moved, strict=True) if by}
+    cycles = (table.cycles - before.cycles) % 2**32
+    if not cycles:
+        return None
+    for kind, by in zip(table.kinds, moved, strict=True):
+        if by:
+            share[kind] = max(share.get(kind, 0.0), min(1.0, by / cycles))
+    return share
+
+
+def _limits(status: int) -> frozenset[str] | None:
+    if status == 2**64 - 1:
+        return None
+    return frozenset(kind for kind, bits in _BITS.items() if any(status >> bit & 1 for bit in bits))

@@ -1,0 +1,226 @@
+"""Telemetry out of the kernel's own files: AMD GPUs, CPU, memory and a container's share of both.
+
+Which files there are is found once. What a driver refuses to answer (EPERM, EBUSY, ENODATA) is missing from the
+sample, and never 0. The same files may also come from within a container, see `harness.serve.inside`.
+"""
+
+import os
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from threading import Event
+
+from msgspec import Struct
+
+from harness.machine import gpu_metrics
+from harness.machine.files import text
+from harness.telemetry import ContainerSample, GpuSample, HostSample
+
+Files = Mapping[str, bytes]  # content by path below the root, without a slash in front
+
+AMD = "0x1002"
+HOST_FILES = ("proc/stat", "proc/meminfo")
+# Of each GPU, below /sys/class/drm/renderD*/device; those in hwmon/hwmon* without these two parts.
+GPU_FILES = (
+    "gpu_busy_percent", "mem_busy_percent", "mem_info_vram_used", "mem_info_gtt_used", "board_info", "gpu_metrics",
+    "pp_dpm_sclk", "pp_dpm_mclk",
+)  # fmt: skip
+SENSORS = (
+    "power1_average", "power1_input", "freq1_input", "freq2_input", "energy1_input",
+    *(f"temp{number}_{what}" for number in (1, 2, 3) for what in ("input", "label")),
+)  # fmt: skip
+CGROUP_FILES = ("cpu.stat", "memory.current", "cpuacct.usage", "memory.usage_in_bytes", "memory.stat")
+
+_GPU = re.compile(r"^sys/class/drm/(renderD\d+)/device/(?:hwmon/hwmon\d+/)?([^/]+)$")
+_CURRENT_CLOCK = re.compile(rb"(\d+)\s*[Mm][Hh]z\s*\*")
+
+
+class Reading(Struct, frozen=True):
+    """Files read at one moment."""
+
+    wall_s: float
+    clock_s: float  # on a clock of the machine that the files are of, which only goes forward
+    took_s: float | None
+    files: Files
+
+
+def find_files(root: Path, container: list[str] | None = None) -> list[str]:
+    """The files to read each second below `root`; `container`: those of a container's control group."""
+    found = [path for path in (*HOST_FILES, *(container or [])) if (root / path).exists()]
+    drm = root / "sys/class/drm"
+    for node in sorted(drm.glob("renderD*"), key=lambda path: path.name):
+        device = node / "device"
+        if text(device / "vendor") != AMD:
+            continue
+        paths = [device / name for name in GPU_FILES]
+        paths += [sensor / name for sensor in sorted(device.glob("hwmon/hwmon*")) for name in SENSORS]
+        here = {path.name for path in paths if path.exists()}
+        # A list of levels only where the frequency itself is not given: it costs the driver more.
+        left_out = {
+            f"pp_dpm_{clock}" for clock, file in (("sclk", "freq1_input"), ("mclk", "freq2_input")) if file in here
+        }
+        found += [str(path.relative_to(root)) for path in paths if path.name in here - left_out and path.exists()]
+    return found
+
+
+def cgroup_files(root: Path, pid: int, container: str) -> list[str]:
+    """The files of a container's control group, of version 1 or 2, by one of its processes.
+
+    Empty when that process is not the container's: then its engine is on another machine, or this is a container too.
+    """
+    found = []
+    for line in (text(root / f"proc/{pid}/cgroup") or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if container not in path:
+            continue
+        for folder in [
+            f"sys/fs/cgroup{path}",
+            *(f"sys/fs/cgroup/{name}{path}" for name in controllers.split(",") if name),
+        ]:
+            found += [f"{folder}/{name}" for name in CGROUP_FILES if (root / folder / name).exists()]
+    unique = {Path(path).name: path for path in found}
+    return list(unique.values())
+
+
+def local_readings(root: Path, paths: list[str], interval_s: float, enough: Event) -> Iterator[Reading]:
+    """Read the files at once, each interval, and when there is `enough`."""
+    due = time.monotonic()
+    while True:
+        last = enough.wait(max(0.0, due - time.monotonic()))
+        yield read_now(root, paths)
+        if last:
+            return
+        due = max(due + interval_s, time.monotonic())  # after a slow reading there is nothing to catch up
+
+
+def read_now(root: Path, paths: list[str]) -> Reading:
+    """The content of those of the files that can be read now."""
+    wall_s, clock_s = time.time(), time.monotonic()
+    files = {}
+    for path in paths:
+        try:
+            file = os.open(f"{root}/{path}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                files[path] = os.read(file, 65536)
+            finally:
+                os.close(file)
+        except OSError:
+            continue
+    return Reading(wall_s, clock_s, time.monotonic() - clock_s, files)
+
+
+class Meter:
+    """Makes samples of readings. It remembers the last one, since some files only count."""
+
+    def __init__(self) -> None:
+        self._clock_s: float | None = None
+        self._tables: dict[str, gpu_metrics.Table] = {}
+        self._cpu: tuple[int, int] | None = None
+        self._used_s: float | None = None
+
+    def sample(self, reading: Reading) -> tuple[dict[str, GpuSample], HostSample | None, ContainerSample | None]:
+        """GPUs by render node, the host, and the container where there is one."""
+        files = reading.files
+        passed_s = None if self._clock_s is None else reading.clock_s - self._clock_s
+        self._clock_s = reading.clock_s
+        by_gpu: dict[str, dict[str, bytes]] = defaultdict(dict)
+        own: dict[str, bytes] = {}
+        for path, content in files.items():
+            if match := _GPU.match(path):
+                by_gpu[match[1]][match[2]] = content
+            elif "/cgroup/" in path:
+                own[path.rpartition("/")[2]] = content
+        gpus = {name: self._gpu(name, found) for name, found in sorted(by_gpu.items())}
+        return gpus, self._host(files), self._container(own, passed_s)
+
+    def _gpu(self, name: str, files: Mapping[str, bytes]) -> GpuSample:
+        table = gpu_metrics.parse(files.get("gpu_metrics", b""))
+        held = None if table is None else gpu_metrics.held_back(self._tables.get(name), table)
+        self._tables.pop(name, None)
+        if table is not None:
+            self._tables[name] = table
+        counter = _scaled(files.get("energy1_input"), 1e-6)
+        power = _scaled(files.get("power1_average"), 1e-6)
+        return GpuSample(
+            busy_percent=_scaled(files.get("gpu_busy_percent")),
+            memory_busy_percent=_scaled(files.get("mem_busy_percent")),
+            vram_used_bytes=_whole(files.get("mem_info_vram_used")),
+            gtt_used_bytes=_whole(files.get("mem_info_gtt_used")),
+            power_w=_scaled(files.get("power1_input"), 1e-6) if power is None else power,
+            package="board_info" not in files,  # which only cards of their own have
+            temperatures_c=_temperatures(files),
+            clock_mhz=_clock(files, "freq1_input", "pp_dpm_sclk"),
+            memory_clock_mhz=_clock(files, "freq2_input", "pp_dpm_mclk"),
+            held_back=held,
+            energy_j=table.energy_j if counter is None and table is not None else counter,
+        )
+
+    def _host(self, files: Files) -> HostSample | None:
+        busy = None
+        line = files.get("proc/stat", b"").partition(b"\n")[0].split()
+        if line[:1] == [b"cpu"] and len(line) > 5:
+            ticks = [int(word) for word in line[1:9]]  # what a guest used is in the first two already
+            now = sum(ticks), sum(ticks) - ticks[3] - ticks[4]
+            if self._cpu is not None and now[0] > self._cpu[0]:
+                busy = max(0.0, (now[1] - self._cpu[1]) / (now[0] - self._cpu[0]))
+            self._cpu = now
+        available = _field(files.get("proc/meminfo", b""), b"MemAvailable:")
+        if busy is None and available is None:
+            return None
+        return HostSample(cpu_busy=busy, memory_available_bytes=None if available is None else available * 1024)
+
+    def _container(self, files: Mapping[str, bytes], passed_s: float | None) -> ContainerSample | None:
+        micro, nano = _field(files.get("cpu.stat", b""), b"usage_usec"), _whole(files.get("cpuacct.usage"))
+        used_s = micro * 1e-6 if micro is not None else None if nano is None else nano * 1e-9
+        cores = None
+        if used_s is not None and self._used_s is not None and passed_s:
+            cores = max(0.0, (used_s - self._used_s) / passed_s)
+        self._used_s = used_s
+        memory = _whole(files.get("memory.current", files.get("memory.usage_in_bytes")))
+        if memory is not None:
+            statistics = files.get("memory.stat", b"")
+            cache = _field(statistics, b"total_inactive_file")
+            cache = _field(statistics, b"inactive_file") if cache is None else cache
+            memory = max(0, memory - (cache or 0))
+        return None if cores is None and memory is None else ContainerSample(cpu_cores=cores, memory_bytes=memory)
+
+
+def _temperatures(files: Mapping[str, bytes]) -> dict[str, float]:
+    found = {}
+    for number in (1, 2, 3):
+        value = _scaled(files.get(f"temp{number}_input"), 1e-3)
+        if value is not None:
+            label = files.get(f"temp{number}_label", b"").decode(errors="replace").strip()
+            found[label or f"temp{number}"] = value
+    return found
+
+
+def _clock(files: Mapping[str, bytes], frequency: str, levels: str) -> float | None:
+    hertz = _scaled(files.get(frequency), 1e-6)
+    if hertz is not None:
+        return hertz
+    match = _CURRENT_CLOCK.search(files.get(levels, b""))
+    return float(match[1]) if match else None
+
+
+def _field(content: bytes, name: bytes) -> int | None:
+    """A number behind its name, in a file of such lines."""
+    for line in content.splitlines():
+        words = line.split()
+        if len(words) >= 2 and words[0] == name:
+            return _whole(words[1])
+    return None
+
+
+def _scaled(content: bytes | None, factor: float = 1.0) -> float | None:
+    value = _whole(content)
+    return None if value is None else round(value * factor, 6)
+
+
+def _whole(content: bytes | None) -> int | None:
+    try:
+        return None if content is None else int(content)
+    except ValueError:
+        return None

@@ -1,0 +1,80 @@
+"""A tree of the kernel's files with AMD GPUs, and the binary tables of their driver."""
+
+import struct
+from pathlib import Path
+
+
+def write(root: Path, files: dict[str, str | bytes]) -> None:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def device(number: int = 128) -> str:
+    return f"sys/class/drm/renderD{number}/device"
+
+
+def gpu(root: Path, number: int = 128, *, busy: int = 90, watts: float = 100, **more: str | bytes) -> None:
+    """A card of its own; `more`: other files of the device by name, with `__` for a slash."""
+    base = device(number)
+    write(
+        root,
+        {
+            f"{base}/vendor": "0x1002\n",
+            f"{base}/board_info": "type : oam\n",
+            f"{base}/gpu_busy_percent": f"{busy}\n",
+            f"{base}/mem_busy_percent": "40\n",
+            f"{base}/mem_info_vram_used": f"{8 * 2**30}\n",
+            f"{base}/mem_info_gtt_used": f"{2**20}\n",
+            f"{base}/hwmon/hwmon3/name": "amdgpu\n",
+            f"{base}/hwmon/hwmon3/power1_average": f"{round(watts * 1e6)}\n",
+            f"{base}/hwmon/hwmon3/temp1_input": "61000\n",
+            f"{base}/hwmon/hwmon3/temp1_label": "edge\n",
+            f"{base}/hwmon/hwmon3/temp2_input": "74500\n",
+            f"{base}/hwmon/hwmon3/temp2_label": "junction\n",
+            f"{base}/hwmon/hwmon3/temp3_input": "80000\n",
+            f"{base}/hwmon/hwmon3/temp3_label": "mem\n",
+            f"{base}/hwmon/hwmon3/freq1_input": "2100000000\n",
+            f"{base}/hwmon/hwmon3/freq2_input": "1249000000\n",
+            **{f"{base}/{name.replace('__', '/')}": content for name, content in more.items()},
+        },
+    )
+
+
+def host(root: Path, *, busy: int = 100, idle: int = 300, available_kb: int = 4096) -> None:
+    write(
+        root,
+        {
+            "proc/stat": f"cpu  {busy} 0 0 {idle} 0 0 0 0 0 0\ncpu0 1 0 0 3 0 0 0 0 0 0\nintr 5 1 2\n",
+            "proc/meminfo": f"MemTotal:  8192 kB\nMemFree:   1024 kB\nMemAvailable:   {available_kb} kB\n",
+            "proc/uptime": "1000.00 500.00\n",
+        },
+    )
+
+
+def table(form: int, content: int, size: int, fields: dict[int, tuple[str, int]]) -> bytes:
+    """A gpu_metrics table, all ones but for `fields`: offset -> struct format and value."""
+    raw = bytearray(b"\xff" * size)
+    struct.pack_into("<HBB", raw, 0, size, form, content)
+    for offset, (how, value) in fields.items():
+        struct.pack_into(f"<{how}", raw, offset, value)
+    return bytes(raw)
+
+
+def apu_table(prochot: int = 0, power: int = 0, heat: int = 0) -> bytes:
+    """Revision 3.0, as a Strix Halo has it."""
+    counters = (prochot, power, power, 0, heat, heat, 0)
+    return table(3, 0, 264, {228 + 4 * place: ("I", value) for place, value in enumerate(counters)})
+
+
+def instinct_table(cycles: int, heat: int = 0, power: int = 0, energy_j: float = 0.0) -> bytes:
+    """Revision 1.7, as an MI300X has it."""
+    counters = (cycles, 0, power, heat, 0, 0)
+    fields: dict[int, tuple[str, int]] = {40 + 4 * place: ("I", value) for place, value in enumerate(counters)}
+    return table(1, 7, 2208, fields | {24: ("Q", round(energy_j * 2**16))})
+
+
+def radeon_table(status: int) -> bytes:
+    """Revision 1.3, as an RDNA 3 card has it."""
+    return table(1, 3, 120, {112: ("Q", status)})

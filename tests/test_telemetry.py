@@ -1,0 +1,467 @@
+"""Telemetry on trees of files that change while they are sampled, and what the samples say."""
+
+import math
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.machine import gpu_metrics
+from harness.machine.sampler import Sampler, local_source
+from harness.machine.telemetry import Meter, Reading, cgroup_files, find_files, read_now
+from harness.summary import MachineLoad
+from harness.telemetry import (
+    ContainerSample,
+    GpuSample,
+    HostSample,
+    TelemetrySample,
+    held_back_s,
+    integral,
+    machine_load,
+    median_load,
+    read_telemetry,
+)
+from tests.fake_gpus import apu_table, device, gpu, host, instinct_table, radeon_table, table, write
+
+
+def sampled(meter: Meter, root: Path, clock_s: float, paths: list[str] | None = None) -> TelemetrySample:
+    found = read_now(root, paths or find_files(root))
+    reading = Reading(found.wall_s, clock_s, 0.0, found.files)
+    gpus, machine, container = meter.sample(reading)
+    return TelemetrySample(wall_s=1000 + clock_s, cell="c", gpus=gpus, host=machine, container=container)
+
+
+def test_a_card_of_its_own(tmp_path: Path) -> None:
+    gpu(tmp_path)
+    assert sampled(Meter(), tmp_path, 0).gpus == {
+        "renderD128": GpuSample(
+            busy_percent=90.0,
+            memory_busy_percent=40.0,
+            vram_used_bytes=8 * 2**30,
+            gtt_used_bytes=2**20,
+            power_w=100.0,
+            temperatures_c={"edge": 61.0, "junction": 74.5, "mem": 80.0},
+            clock_mhz=2100.0,
+            memory_clock_mhz=1249.0,
+        )
+    }
+
+
+def test_an_apu_has_less_and_its_power_is_that_of_the_package(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            f"{device()}/vendor": "0x1002\n",
+            f"{device()}/gpu_busy_percent": "97\n",
+            f"{device()}/mem_info_vram_used": "536870912\n",
+            f"{device()}/mem_info_gtt_used": f"{60 * 2**30}\n",
+            f"{device()}/pp_dpm_sclk": "0: 600Mhz\n1: 1100Mhz *\n2: 2900Mhz\n",
+            f"{device()}/hwmon/hwmon7/power1_input": "118032000\n",
+            f"{device()}/hwmon/hwmon7/temp1_input": "71000\n",
+            f"{device()}/hwmon/hwmon7/temp1_label": "edge\n",
+        },
+    )
+    assert sampled(Meter(), tmp_path, 0).gpus == {
+        "renderD128": GpuSample(
+            busy_percent=97.0,
+            vram_used_bytes=2**29,
+            gtt_used_bytes=60 * 2**30,
+            power_w=118.032,
+            package=True,
+            temperatures_c={"edge": 71.0},
+            clock_mhz=1100.0,
+        )
+    }
+
+
+def test_only_amd_gpus_are_read(tmp_path: Path) -> None:
+    gpu(tmp_path, 128)
+    gpu(tmp_path, 129)
+    write(tmp_path, {f"{device(129)}/vendor": "0x10de\n", f"{device(130)}/uevent": "DRIVER=amdgpu_xcp\n"})
+    assert list(sampled(Meter(), tmp_path, 0).gpus) == ["renderD128"]
+
+
+def test_the_average_power_comes_before_the_momentary(tmp_path: Path) -> None:
+    gpu(tmp_path, watts=300, hwmon__hwmon3__power1_input="555000000\n")
+    assert sampled(Meter(), tmp_path, 0).gpus["renderD128"].power_w == 300.0
+
+
+def test_a_list_of_levels_is_read_only_without_a_frequency(tmp_path: Path) -> None:
+    gpu(tmp_path, pp_dpm_sclk="0: 500Mhz *\n", pp_dpm_mclk="0: 900Mhz *\n")
+    (tmp_path / device() / "hwmon/hwmon3/freq2_input").unlink()
+    names = [path.rpartition("/")[2] for path in find_files(tmp_path)]
+    assert "pp_dpm_sclk" not in names and "pp_dpm_mclk" in names
+    assert sampled(Meter(), tmp_path, 0).gpus["renderD128"].memory_clock_mhz == 900.0
+
+
+def test_what_a_driver_refuses_is_missing_and_never_0(tmp_path: Path) -> None:
+    gpu(tmp_path)
+    paths = find_files(tmp_path)
+    for name in ("gpu_busy_percent", "hwmon/hwmon3/power1_average", "mem_info_vram_used", "hwmon/hwmon3/temp2_input"):
+        path = tmp_path / device() / name
+        path.unlink()
+        path.mkdir()  # reading it fails, whoever reads
+    (tmp_path / device() / "mem_busy_percent").write_text("unsupported\n")
+    found = sampled(Meter(), tmp_path, 0, paths).gpus["renderD128"]
+    assert (found.busy_percent, found.power_w, found.vram_used_bytes, found.memory_busy_percent) == (None,) * 4
+    assert found.temperatures_c == {"edge": 61.0, "mem": 80.0}
+    assert found.clock_mhz == 2100.0
+
+
+def test_eight_gpus(tmp_path: Path) -> None:
+    for number in range(8):
+        gpu(tmp_path, 128 + 8 * number, watts=100 + number)
+    found = sampled(Meter(), tmp_path, 0).gpus
+    assert {name: one.power_w for name, one in found.items()} == {
+        f"renderD{128 + 8 * number}": 100.0 + number for number in range(8)
+    }
+
+
+def test_the_host(tmp_path: Path) -> None:
+    meter = Meter()
+    host(tmp_path, busy=100, idle=300)
+    assert sampled(meter, tmp_path, 0).host == HostSample(memory_available_bytes=4096 * 1024)
+    host(tmp_path, busy=175, idle=325)
+    assert sampled(meter, tmp_path, 1).host == HostSample(cpu_busy=0.75, memory_available_bytes=4096 * 1024)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_container(tmp_path: Path, version: int) -> None:
+    name, meter = "f00d" * 16, Meter()
+    one = f"system.slice/docker-{name}.scope"
+    if version == 2:
+        write(tmp_path, {"proc/77/cgroup": f"0::/{one}\n"})
+        folder = f"sys/fs/cgroup/{one}"
+        files = {f"{folder}/memory.current": "5000\n", f"{folder}/memory.stat": "anon 10\ninactive_file 1000\n"}
+        cpu = f"{folder}/cpu.stat", "usage_usec {}000000\nuser_usec 5\n"
+    else:
+        write(tmp_path, {"proc/77/cgroup": f"5:cpu,cpuacct:/{one}\n4:memory:/{one}\n0::/elsewhere\n"})
+        folder = f"sys/fs/cgroup/memory/{one}"
+        files = {
+            f"{folder}/memory.usage_in_bytes": "5000\n",
+            f"{folder}/memory.stat": "inactive_file 3\ntotal_inactive_file 1000\n",
+        }
+        cpu = f"sys/fs/cgroup/cpuacct/{one}/cpuacct.usage", "{}000000000\n"
+    write(tmp_path, {**files, cpu[0]: cpu[1].format(20)})
+    paths = find_files(tmp_path, cgroup_files(tmp_path, 77, name))
+    assert sampled(meter, tmp_path, 10, paths).container == ContainerSample(memory_bytes=4000)
+    write(tmp_path, {cpu[0]: cpu[1].format(23)})
+    assert sampled(meter, tmp_path, 12, paths).container == ContainerSample(cpu_cores=1.5, memory_bytes=4000)
+
+
+def test_a_process_of_another_container_is_not_taken_for_ours(tmp_path: Path) -> None:
+    write(tmp_path, {"proc/77/cgroup": "0::/system.slice/docker-beef.scope\n"})
+    write(tmp_path, {"sys/fs/cgroup/system.slice/docker-beef.scope/memory.current": "1\n"})
+    assert cgroup_files(tmp_path, 77, "f00d") == []
+    assert cgroup_files(tmp_path, 78, "f00d") == []
+
+
+def test_nothing_at_all(tmp_path: Path) -> None:
+    assert find_files(tmp_path) == []
+    assert sampled(Meter(), tmp_path, 0) == TelemetrySample(wall_s=1000.0, cell="c")
+
+
+# The driver's tables
+
+
+def held(*tables: bytes) -> list[dict[str, float] | None]:
+    before: gpu_metrics.Table | None = None
+    found = []
+    for raw in tables:
+        parsed = gpu_metrics.parse(raw)
+        assert parsed is not None
+        found.append(gpu_metrics.held_back(before, parsed))
+        before = parsed
+    return found
+
+
+@pytest.mark.parametrize(
+    ("bit", "kind"),
+    [
+        (0, "power"),
+        (7, "power"),
+        (16, "current"),
+        (23, "current"),
+        (32, "heat"),
+        (36, "heat"),
+        (45, "heat"),
+        (47, "prochot"),
+    ],
+)
+def test_a_status_says_what_limits_now(bit: int, kind: str) -> None:
+    assert held(radeon_table(1 << bit), radeon_table(0)) == [{kind: 1.0}, {}]
+    assert held(radeon_table(1 << bit | 1)) == [{kind: 1.0, "power": 1.0}]
+
+
+def test_an_instinct_counts_cycles() -> None:
+    tables = [instinct_table(1000, heat=10, power=0), instinct_table(2000, heat=260, power=1000)]
+    assert held(*tables, instinct_table(3000, heat=260, power=1000)) == [None, {"heat": 0.25, "power": 1.0}, {}]
+
+
+def test_a_counter_may_wrap() -> None:
+    assert held(instinct_table(2**32 - 500, heat=2**32 - 100), instinct_table(500, heat=400)) == [None, {"heat": 0.5}]
+
+
+def test_an_apu_counts_in_a_unit_of_its_own() -> None:
+    assert held(apu_table(), apu_table(power=3), apu_table(power=3, heat=1), apu_table(1, 3, 1)) == [
+        None, {"power": 1.0}, {"heat": 1.0}, {"prochot": 1.0},
+    ]  # fmt: skip
+
+
+def test_the_energy_counter() -> None:
+    found = gpu_metrics.parse(instinct_table(1, energy_j=1234.5))
+    assert found is not None and found.energy_j == 1234.5
+
+
+def test_what_the_driver_did_not_fill_in_is_unknown() -> None:
+    for raw in (table(1, 3, 120, {}), table(3, 0, 264, {}), table(1, 7, 2208, {})):
+        assert gpu_metrics.parse(raw) == gpu_metrics.Table()
+    assert held(table(1, 7, 2208, {}), table(1, 7, 2208, {})) == [None, None]
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"\x01", table(1, 3, 128, {}), table(1, 9, 400, {}), table(3, 0, 256, {}), radeon_table(1)[:119]]
+)
+def test_unknown_tables_are_not_guessed_at(raw: bytes) -> None:
+    assert gpu_metrics.parse(raw) is None
+
+
+@given(st.binary(max_size=3000))
+def test_no_table_is_a_mistake_of_ours(raw: bytes) -> None:
+    gpu_metrics.parse(raw)
+
+
+def test_throttling_and_energy_of_a_sampled_gpu(tmp_path: Path) -> None:
+    meter = Meter()
+    gpu(tmp_path, gpu_metrics=instinct_table(1000, heat=0, energy_j=50))
+    first = sampled(meter, tmp_path, 0).gpus["renderD128"]
+    assert (first.held_back, first.energy_j) == (None, 50.0)
+    gpu(tmp_path, gpu_metrics=instinct_table(2000, heat=500, energy_j=150))
+    second = sampled(meter, tmp_path, 1).gpus["renderD128"]
+    assert (second.held_back, second.energy_j) == ({"heat": 0.5}, 150.0)
+    gpu(tmp_path, gpu_metrics=b"", hwmon__hwmon3__energy1_input="7500000\n")
+    third = sampled(meter, tmp_path, 2).gpus["renderD128"]
+    assert (third.held_back, third.energy_j) == (None, 7.5)
+
+
+# The thread
+
+
+def test_files_that_change_while_they_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMD_LLM_LOAD_TELEMETRY_ROOT", str(tmp_path / "root"))
+    gpu(tmp_path / "root", watts=1)
+    path = tmp_path / "telemetry.jsonl"
+    power = tmp_path / "root" / device() / "hwmon/hwmon3/power1_average"
+    with Sampler(local_source(interval_s=0.02), "c", path) as sampler:
+        for watts in range(1, 8):
+            (tmp_path / "new").write_text(f"{watts}000000\n")
+            os.replace(tmp_path / "new", power)
+            seen, until_s = sampler.samples, time.monotonic() + 5
+            while sampler.samples < seen + 2 and time.monotonic() < until_s:
+                time.sleep(0.005)
+    values = [one.gpus["renderD128"].power_w for one in read_telemetry(path)["c"]]
+    assert list(dict.fromkeys(values)) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+    assert sampler.last_failure is None
+
+
+def test_samples_are_taken_at_the_start_each_interval_and_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "telemetry.jsonl"
+    with Sampler(local_source(), "c", path):
+        entered = time.time()
+        time.sleep(0.1)
+        left = time.time()
+    times = [one.wall_s for one in read_telemetry(path)["c"]]
+    assert len(times) == 2
+    assert times[0] < entered + 0.05 and times[1] >= left
+
+
+def test_a_driver_that_hangs_does_not_hold_up_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMD_LLM_LOAD_TELEMETRY_ROOT", str(tmp_path))
+    monkeypatch.setattr("harness.machine.sampler.LONGEST_END_S", 0.1)
+    gpu(tmp_path)
+    hangs = tmp_path / device() / "gpu_busy_percent"
+    hangs.unlink()
+    os.mkfifo(hangs)  # reading it waits for a writer
+    begin = time.monotonic()
+    with Sampler(local_source(), "c", tmp_path / "telemetry.jsonl") as sampler:
+        pass
+    assert time.monotonic() - begin < 1
+    assert sampler.samples == 0
+    with hangs.open("w") as writer:
+        writer.write("50\n")
+    for thread in threading.enumerate():
+        if thread.name == "telemetry of c":
+            thread.join(5)
+
+
+def test_an_unwritable_file_is_a_gap_and_no_more(tmp_path: Path) -> None:
+    with Sampler(local_source(), "c", tmp_path / "missing" / "telemetry.jsonl") as sampler:
+        pass
+    assert sampler.last_failure is not None and "FileNotFoundError" in sampler.last_failure
+
+
+def test_without_a_source_nothing_is_sampled(tmp_path: Path) -> None:
+    with Sampler(None, "c", tmp_path / "telemetry.jsonl") as sampler:
+        pass
+    assert (sampler.samples, list(tmp_path.iterdir())) == (0, [])
+
+
+def test_a_torn_line_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "telemetry.jsonl"
+    path.write_bytes(b'{"wall_s":1.0,"cell":"c"}\n{"wall_s":2.0,"ce')
+    assert read_telemetry(path) == {"c": [TelemetrySample(wall_s=1.0, cell="c")]}
+    assert read_telemetry(tmp_path / "none") == {}
+
+
+# What the samples say
+
+
+def test_the_integral_of_a_straight_line_is_exact() -> None:
+    series = [(float(t), 10.0 * t) for t in range(11)]
+    assert integral(series, (0.0, 10.0)) == 500.0
+    assert integral(series, (2.5, 8.5)) == pytest.approx(5 * (8.5**2 - 2.5**2))
+
+
+def test_the_integral_of_steps() -> None:
+    series = [(0.0, 100.0), (1.0, 100.0), (2.0, 200.0), (3.0, 200.0), (4.0, 0.0), (5.0, 0.0), (6.0, 0.0)]
+    assert integral(series, (0.0, 6.0)) == 100 + 150 + 200 + 100 + 0 + 0
+
+
+def test_the_edges_of_the_window() -> None:
+    series = [(float(t), 50.0) for t in range(1, 7)]
+    assert integral(series, (0.5, 6.75)) == 50 * 6.25  # the nearest value holds to the edge
+    assert integral(series, (1.5, 5.5)) is None  # 4 samples inside are too few
+    assert integral(series, (-4.0, 6.0)) is None  # nobody looked for 5 s
+    assert integral([], (0.0, 1.0)) is None
+
+
+def test_a_gap_is_not_bridged() -> None:
+    series = [(float(t), 50.0) for t in (0, 1, 2, 3, 7.9, 8, 9)]
+    assert integral(series, (0.0, 9.0)) == 450.0
+    assert integral([*series[:4], *series[5:]], (0.0, 9.0)) is None
+
+
+@given(st.lists(st.floats(0, 1000), min_size=10, max_size=30), st.floats(0.1, 3), st.floats(0.1, 3))
+def test_the_integral_lies_between_least_and_most(values: list[float], begin: float, shorter: float) -> None:
+    series = [(float(at), value) for at, value in enumerate(values)]
+    window = begin, len(values) - 1 - shorter
+    if sum(window[0] <= at <= window[1] for at, _ in series) < 5:
+        return
+    found = integral(series, window)
+    assert found is not None
+    length = window[1] - window[0]
+    assert min(values) * length - 1e-6 <= found <= max(values) * length + 1e-6
+
+
+def one(wall_s: float, took_s: float | None = 0.001, **gpus: GpuSample) -> TelemetrySample:
+    return TelemetrySample(wall_s=wall_s, cell="c", took_s=took_s, gpus=gpus)
+
+
+def test_a_cells_machine() -> None:
+    samples = [
+        one(
+            100.0 + t,
+            renderD128=GpuSample(
+                busy_percent=90.0 + t,
+                vram_used_bytes=1000 * t,
+                gtt_used_bytes=10,
+                power_w=200.0 + 10 * t,
+                temperatures_c={"edge": 50.0 + t, "junction": 60.0 + t},
+                clock_mhz=2000.0 - t,
+                energy_j=5000.0 + 200 * t,
+                held_back={"heat": 0.5, "power": 1.0} if t == 4 else {},
+            ),
+        )
+        for t in range(11)
+    ]
+    found = machine_load(samples, (102.0, 108.0), tokens=750)
+    assert found is not None
+    assert (found.samples, found.gap_most_s, found.took_most_s) == (7, 1.0, 0.001)
+    assert (found.busy_mean_percent, found.busy_most_percent) == (95.0, 98.0)
+    assert (found.power_mean_w, found.power_most_w) == (250.0, 280.0)
+    assert (found.energy_j, found.energy_per_token_j, found.counted_energy_j) == (1500.0, 2.0, 1200.0)
+    assert (found.memory_most_bytes, found.temperature_most_c) == (8010, 68.0)
+    assert (found.heat_s, found.limited_s, found.package) == (0.5, 1.0, False)
+    alone = found.gpus["renderD128"]
+    assert (alone.used, alone.vram_most_bytes, alone.gtt_most_bytes) == (True, 8000, 10)
+    assert (alone.clock_mean_mhz, alone.clock_least_mhz) == (1995.0, 1992.0)
+    assert alone.temperatures_most_c == {"edge": 58.0, "junction": 68.0}
+
+
+def test_idle_gpus_are_left_out_of_the_totals() -> None:
+    def working(watts: float) -> GpuSample:
+        return GpuSample(busy_percent=80.0, power_w=watts, vram_used_bytes=5)
+
+    idle = GpuSample(busy_percent=2.0, power_w=30.0, vram_used_bytes=7, held_back={"heat": 1.0})
+    samples = [one(float(t), renderD128=working(300), renderD129=idle, renderD130=working(200)) for t in range(7)]
+    found = machine_load(samples, (0.0, 6.0), tokens=300)
+    assert found is not None
+    assert {name: gpu.used for name, gpu in found.gpus.items()} == {
+        "renderD128": True, "renderD129": False, "renderD130": True,
+    }  # fmt: skip
+    assert (found.power_mean_w, found.energy_j, found.energy_per_token_j) == (500.0, 3000.0, 10.0)
+    assert (found.memory_most_bytes, found.heat_s) == (10, None)
+
+
+def test_a_gpu_without_power_makes_the_energy_unknown() -> None:
+    samples = [
+        one(float(t), renderD128=GpuSample(busy_percent=90, power_w=100), renderD129=GpuSample(busy_percent=90))
+        for t in range(7)
+    ]
+    found = machine_load(samples, (0.0, 6.0), tokens=300)
+    assert found is not None
+    assert (found.power_mean_w, found.power_most_w, found.energy_j, found.energy_per_token_j) == (None,) * 4
+
+
+def test_without_a_busy_gpu_there_is_no_energy_of_the_server() -> None:
+    samples = [one(float(t), renderD128=GpuSample(busy_percent=0, power_w=8)) for t in range(7)]
+    found = machine_load(samples, (0.0, 6.0), tokens=300)
+    assert found is not None
+    assert (found.energy_j, found.power_mean_w, found.gpus["renderD128"].energy_j) == (None, None, 48.0)
+
+
+def test_where_no_gpu_says_how_busy_it_is_all_count() -> None:
+    samples = [one(float(t), renderD128=GpuSample(power_w=8)) for t in range(7)]
+    found = machine_load(samples, (0.0, 6.0), tokens=None)
+    assert found is not None
+    assert (found.energy_j, found.energy_per_token_j) == (48.0, None)
+
+
+def test_no_window_and_no_samples() -> None:
+    assert machine_load([], (0.0, 1.0), 1) is None
+    assert machine_load([one(5.0)], (0.0, 1.0), 1) is None
+    assert machine_load([one(5.0)], None, 1) is None
+
+
+def test_a_counter_that_began_anew_is_not_used() -> None:
+    samples = [one(float(t), renderD128=GpuSample(energy_j=100.0 if t < 3 else 50.0)) for t in range(7)]
+    found = machine_load(samples, (1.0, 5.0), None)
+    assert found is not None and found.counted_energy_j is None
+
+
+def test_time_held_back_is_clipped_to_the_window() -> None:
+    samples = [one(float(t), renderD128=GpuSample(held_back={"heat": 1.0})) for t in range(5)]
+    assert held_back_s(samples, (0.5, 2.25), "renderD128", ("heat",)) == 1.75
+    assert held_back_s(samples, (0.5, 2.25), "renderD128", ("power",)) == 0.0
+    assert held_back_s([one(0.0), one(1.0)], (0.0, 1.0), "renderD128", ("heat",)) is None
+
+
+def test_a_rows_machine_is_the_median_of_its_cells() -> None:
+    loads = [
+        MachineLoad(samples=7, gap_most_s=1.0, energy_per_token_j=energy, memory_most_bytes=memory)
+        for energy, memory in ((2.0, 5), (4.0, 6), (None, 9))
+    ]
+    found = median_load([*loads, None])
+    assert found == MachineLoad(samples=7, gap_most_s=1.0, energy_per_token_j=3.0, memory_most_bytes=6)
+    assert median_load([None]) is None
+    assert median_load([]) is None
+
+
+def test_values_are_finite(tmp_path: Path) -> None:
+    gpu(tmp_path, hwmon__hwmon3__temp1_input="-40000\n")
+    found = sampled(Meter(), tmp_path, 0).gpus["renderD128"]
+    assert found.temperatures_c["edge"] == -40.0 and all(map(math.isfinite, found.temperatures_c.values()))
