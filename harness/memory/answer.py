@@ -47,6 +47,7 @@ class Room(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the share leaves for a model, for each GPU. Ranges go from the careful to the hopeful end."""
 
     model: str
+    gpus: int
     max_model_len: int
     max_num_seqs: int | None = None
     weights_bytes: int | None = None
@@ -55,20 +56,17 @@ class Room(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     request_bytes: int | None = None  # of one request of the greatest length
     kv_bytes: tuple[int, int] | None = None  # None without a share or without known weights
     capacity: tuple[Capacity, Capacity] | None = None
+    fits: bool | None = None  # whether vLLM will start; None where that is not known
     unknown: list[str] = []
     advice: list[str] = []
 
-    @property
-    def fits(self) -> bool | None:
-        """Whether vLLM will start; None where that is not known."""
-        if self.kv_bytes is None:
-            return None
-        if self.kv_bytes[1] <= 0:
-            return False
-        if self.capacity is None:
-            return None
-        careful, hopeful = self.capacity
-        return True if careful.fits else None if hopeful.fits else False
+
+class Answer(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All of it, as `harness memory --json` prints it."""
+
+    pools: list[Pool] = []
+    share: Share | None = None
+    room: Room | None = None
 
 
 class Wish(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -164,6 +162,8 @@ def room_of(model: Model, share: Share | None, wish: Wish = Wish()) -> Room:  # 
         unknown.append(f"the size of the weights: {weights_from}")
     else:
         weights = -(-weights // wish.tensor_parallel)
+    if model.longest is not None and length > model.longest:
+        unknown.append(f"whether vLLM takes {length:,} tokens: the model's own limit is {model.longest:,}")
     layout = _layout(model, wish, unknown)
     kv = None
     if share is not None and weights is not None:
@@ -172,6 +172,7 @@ def room_of(model: Model, share: Share | None, wish: Wish = Wish()) -> Room:  # 
     held = None if kv is None or layout is None else (capacity(layout, kv[0], length), capacity(layout, kv[1], length))
     room = Room(
         model=model.name,
+        gpus=wish.tensor_parallel,
         max_model_len=length,
         max_num_seqs=wish.max_num_seqs,
         weights_bytes=weights,
@@ -182,7 +183,18 @@ def room_of(model: Model, share: Share | None, wish: Wish = Wish()) -> Room:  # 
         capacity=held,
         unknown=unknown,
     )
-    return structs.replace(room, advice=_advice(room, wish))
+    return structs.replace(room, fits=_fits(room), advice=_advice(room, wish))
+
+
+def _fits(room: Room) -> bool | None:
+    if room.kv_bytes is None:
+        return None
+    if room.kv_bytes[1] <= 0:
+        return False
+    if room.capacity is None:
+        return None
+    careful, hopeful = room.capacity
+    return True if careful.fits else None if hopeful.fits else False
 
 
 def _layout(model: Model, wish: Wish, unknown: list[str]) -> Layout | None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from harness.machine.pool import Pool
-from harness.memory.answer import OTHER_BYTES, Room, Share
+from harness.memory.answer import NO_GPU, OTHER_BYTES, Answer, Room, Share
 from harness.memory.fraction import GIB
 
 SOURCES = {
@@ -12,6 +12,13 @@ SOURCES = {
     "given": "as given",
     "host": "as the kernel tells of the host's memory",
 }
+
+
+def of_answer(answer: Answer) -> list[str]:
+    """All of it, in lines."""
+    lines = [of_pool(pool) for pool in answer.pools]
+    lines += [NO_GPU] if answer.share is None else of_share(answer.share)
+    return lines + (of_room(answer.room) if answer.room is not None else [])
 
 
 def of_pool(pool: Pool) -> str:
@@ -23,19 +30,20 @@ def of_pool(pool: Pool) -> str:
 
 def of_share(share: Share) -> list[str]:
     """The value and how it was computed, in lines."""
-    several = f", the least of {share.gpus} GPUs" if share.gpus > 1 else ""
+    several = f" of each of {share.gpus} GPUs, by the one that has least" if share.gpus > 1 else ""
     if share.utilization is None:
         head = "nothing is left for vLLM: stop what holds the memory (`harness doctor` names it)"
     else:
-        head = f"--gpu-memory-utilization {share.utilization} ({gib(share.budget_bytes)} of each GPU){several}"
-    if share.source == "host":
-        head = head.replace(" of each GPU", "")
+        head = f"--gpu-memory-utilization {share.utilization} ({gib(share.budget_bytes)}{several})"
     return [head, f"  {share.formula}", f"  {SOURCES[share.source]}", *(f"  doubt: {text}" for text in share.doubts)]
 
 
 def of_room(room: Room) -> list[str]:
     """What is left for the model, in lines."""
-    lines = [f"{room.model}, for each GPU:", f"  weights: {gib(room.weights_bytes)} ({room.weights_from})"]
+    lines = [
+        f"{room.model}{', on each GPU' if room.gpus > 1 else ''}:",
+        f"  weights: {gib(room.weights_bytes)} ({room.weights_from})",
+    ]
     if room.request_bytes is not None:
         each = f"{room.token_bytes:,} bytes a token, " if room.token_bytes is not None else ""
         lines.append(f"  KV cache: {each}{gib(room.request_bytes)} for a request of {room.max_model_len:,} tokens")
