@@ -28,7 +28,7 @@ class Phase(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     seconds: float
 
 
-class Startup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Startup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """What an engine says of itself when it starts, in its log and its metrics. None: it did not say.
 
     Of an engine on several GPUs, memory is that of one of them.
@@ -57,7 +57,7 @@ class Startup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     init_engine_s: float | None = None
 
 
-class Contents(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Contents(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """What an image brings along that decides about speed."""
 
     rocm: str | None = None  # its /opt/rocm/.info/version

@@ -38,7 +38,7 @@ def file_in(container: Container, path: str) -> str | None:
     """A small text file of a container; None where it has no such file, or the engine does not hand it out."""
     try:
         stream, about = container.get_archive(path)
-        if about["size"] > _MOST_BYTES:
+        if about is None or about["size"] > _MOST_BYTES:
             return None
         with tarfile.open(fileobj=io.BytesIO(b"".join(stream))) as archive:
             member = archive.next()

@@ -9,7 +9,7 @@ import requests
 from docker.models.containers import Container
 from prometheus_client.parser import text_string_to_metric_families
 
-from harness.manifest import ServedBy, Startup
+from harness.manifest import Contents, ServedBy, Startup
 from harness.serve.ask import PROBE_TIMEOUT_S, open_session
 from harness.serve.contents import contents
 from harness.serve.secrecy import masked
@@ -41,6 +41,7 @@ def recorded(
     """
     log = of_lines([]) if log_path is None else started(log_path)
     facts, effective = _asked(served, log, metrics_url, api_key)
+    image = contents(container) if container is not None else None
     hidden = [*secrets, *([api_key] if api_key else [])]
     return msgspec.structs.replace(
         served,
@@ -48,7 +49,7 @@ def recorded(
         phases=phases_of(served.phases, log, _began_s(container)),
         startup=msgspec.convert(masked(msgspec.to_builtins(facts), hidden), Startup) if facts != Startup() else None,
         effective={key: value for key, value in masked(effective, hidden).items() if key != "version"},
-        contents=contents(container) if container is not None else None,
+        contents=image if image != Contents() else None,
     )
 
 
@@ -56,7 +57,7 @@ def _asked(
     served: ServedBy, log: Started, metrics_url: str | None, api_key: str | None
 ) -> tuple[Startup, dict[str, Any]]:
     """What the log says, and what the server answers on top of it; only those are asked that would know."""
-    facts, effective = msgspec.to_builtins(log.facts), dict(log.effective)
+    facts, effective = msgspec.structs.asdict(log.facts), dict(log.effective)
     with open_session(api_key) as session:
         if facts["engine"] in (None, "llama.cpp"):
             props = _json(session, served.url + "/props")

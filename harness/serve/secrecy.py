@@ -61,7 +61,9 @@ def masked(value: Any, secrets: Sequence[str] = ()) -> Any:
             for key, item in value.items()
         }
     if isinstance(value, list):
-        flags = [isinstance(item, str) and item.startswith("-") and is_secret(item) for item in value]
+        flags = [
+            isinstance(item, str) and item.startswith("-") and "=" not in item and is_secret(item) for item in value
+        ]
         hidden = [
             before and not str(item).startswith("--") for before, item in zip([False, *flags], value, strict=False)
         ]

@@ -1,0 +1,350 @@
+"""What servers' logs, metrics and answers tell of their start, and that no secret gets into the manifest with it."""
+
+import contextlib
+import http.server
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from harness.manifest import Phase, ServedBy, Startup
+from harness.serve.contents import listed
+from harness.serve.recorded import cache_config, recorded
+from harness.serve.secrecy import masked
+from harness.serve.startup import moment, of_lines, phases_of, started
+
+DATA = Path(__file__).parent / "data" / "startup"
+KEY = "sk-0123456789abcdef0123"
+METRICS = (
+    "# HELP vllm:cache_config_info Information of the LLMEngine CacheConfig\n"
+    'vllm:cache_config_info{block_size="128",cache_dtype="auto",enable_prefix_caching="True",engine="0",'
+    'gpu_memory_utilization="0.92",kv_cache_max_concurrency="36.5",kv_cache_memory_bytes="1073741824",'
+    'kv_cache_size_tokens="74880",mamba_block_size="None",num_gpu_blocks="585"} 1.0\n'
+)
+
+
+def waits(seconds: float, load: float | None = None) -> list[Phase]:
+    """Phases as `harness run` sees them from outside."""
+    seen = {"pull": 0.5, "create": 0.25, "port open": seconds, "health": 0.125, "load": load, "first answer": 0.75}
+    return [Phase(name=name, seconds=value) for name, value in seen.items() if value is not None]
+
+
+def rounded(phases: list[Phase]) -> dict[str, float]:
+    return {phase.name: round(phase.seconds, 3) for phase in phases}
+
+
+def test_vllm_without_compiling() -> None:
+    found = started(DATA / "vllm-eager-docker.txt")
+    assert found.facts == Startup(
+        engine="vllm",
+        version="0.32.0",
+        architecture="Qwen3ForCausalLM",
+        max_model_len=2048,
+        weights_s=1.48,
+        kv_cache_gib=1.0,
+        kv_cache_tokens=74880,
+        max_concurrency=36.56,
+        init_engine_s=3.3,
+    )
+    assert found.effective == {
+        "dtype": "bfloat16",
+        "max_model_len": 2048,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "load_format": "auto",
+        "enforce_eager": True,
+        "kv_cache_dtype": "auto",
+        "seed": 0,
+        "enable_prefix_caching": True,
+        "enable_chunked_prefill": True,
+        "model": "/models/qwen3-100m",
+        "served_model_name": ["qwen3-100m"],
+        "max_num_batched_tokens": 2048,
+        "max_num_seqs": 10,
+    }
+
+
+def test_phases_by_the_log_add_up_to_what_was_measured() -> None:
+    found = started(DATA / "vllm-eager-docker.txt")
+    began_s = moment("2026-11-21T12:32:25.000000000Z")
+    measured = waits(46.0)
+    phases = phases_of(measured, found, began_s)
+    assert rounded(phases) == {
+        "pull": 0.5,
+        "create": 0.25,
+        "process": 36.096,
+        "weights": 1.753,
+        "warm-up": 5.105,
+        "ready": 3.171,
+        "first answer": 0.75,
+    }
+    assert sum(phase.seconds for phase in phases) == pytest.approx(sum(phase.seconds for phase in measured))
+
+
+def test_a_process_that_ran_before_its_start_had_returned_is_no_gap() -> None:
+    found = started(DATA / "vllm-eager-docker.txt")
+    measured = waits(42.5)  # 42.625 s were waited for what took 42.954 s by the log
+    phases = phases_of(measured, found, moment("2026-11-21T12:32:25.000000000Z"))
+    assert rounded(phases)["process"] == 35.767
+    assert rounded(phases)["ready"] == 0
+    assert sum(phase.seconds for phase in phases) == pytest.approx(sum(phase.seconds for phase in measured))
+
+
+def test_a_log_whose_clock_was_set_meanwhile_is_not_believed() -> None:
+    measured = waits(30.0)
+    found = started(DATA / "vllm-eager-docker.txt")
+    assert phases_of(measured, found, moment("2026-11-21T12:32:25.000000000Z")) == measured
+
+
+def test_vllm_with_a_cold_compile_cache_and_stamps_of_its_own() -> None:
+    found = started(DATA / "vllm-cold.txt")
+    assert (found.facts.compile_cache, found.facts.warmup_s, found.facts.init_engine_s) == ("cold", 0.25, 43.17)
+    assert (found.facts.kv_cache_tokens, found.facts.max_concurrency) == (524288, 256.0)
+    # Whole seconds is all that vLLM writes; the log begins with the banner.
+    assert rounded(phases_of(waits(80.0), found)) == {
+        "pull": 0.5,
+        "create": 0.25,
+        "process": 29.0,
+        "weights": 0.0,
+        "compile": 44.0,
+        "warm-up": 1.0,
+        "ready": 6.125,
+        "first answer": 0.75,
+    }
+
+
+def test_vllm_on_a_gpu_behind_lemonade_with_a_warm_cache() -> None:
+    found = started(DATA / "lemonade-vllm-warm.txt")
+    assert found.facts == Startup(
+        engine="vllm",
+        attention_backend="ROCM_ATTN",
+        download_s=2.125,
+        weights_s=4.31,
+        weights_gib=7.56,
+        model_load_s=8.903412,
+        compile_s=3.42,
+        compile_cache="warm",
+        warmup_s=1.8,
+        kv_cache_gib=52.87,
+        kv_cache_tokens=384976,
+        max_concurrency=46.99,
+        graphs_s=5.0,
+        graphs_gib=0.61,
+        init_engine_s=12.51,
+    )
+    assert found.effective == {
+        "max_num_batched_tokens": 8192,
+        "model": "Qwen/Qwen3-4B",
+        "api_key": [KEY],  # vLLM of before it hid them; blacked out before it is kept
+        "max_num_seqs": 16,
+        "compilation_config": "CompilationConfig(level=3, mode=<CompilationMode.VLLM_COMPILE: 3>, sizes=[1, 2])",
+        "enable_prefix_caching": False,
+    }
+    phases = phases_of(waits(1.0, load=42.0), found, moment("2026-09-20T10:00:00.000000000Z"))
+    assert rounded(phases) == {
+        "pull": 0.5,
+        "create": 0.25,
+        "process": 20.0,
+        "weights": 9.0,
+        "compile": 6.0,
+        "graphs": 6.0,
+        "warm-up": 0.5,
+        "ready": 1.625,
+        "first answer": 0.75,
+    }
+
+
+def test_llamacpp() -> None:
+    found = started(DATA / "llamacpp-docker.txt")
+    assert found.facts == Startup(engine="llama.cpp", version="b0-unknown", max_model_len=2048)
+    assert found.effective == {"parallel": 10, "ctx_per_slot": 2048}
+    phases = phases_of(waits(0.25), found, moment("2026-11-21T15:14:10.200000000Z"))
+    assert rounded(phases) == {
+        "pull": 0.5,
+        "create": 0.25,
+        "process": 0.117,
+        "weights": 0.045,
+        "ready": 0.213,
+        "first answer": 0.75,
+    }
+
+
+def test_llamacpp_counts_from_its_own_start_where_nobody_stamps_its_lines() -> None:
+    found = started(DATA / "llamacpp.txt")
+    assert found.began_s == 0.0
+    assert rounded(phases_of(waits(0.25), found))["process"] == 0.005
+
+
+def test_llamacpp_on_gpus() -> None:
+    lines = [
+        "load_tensors: offloaded 25/25 layers to GPU",
+        "load_tensors:        ROCm0 model buffer size = 16384.00 MiB",
+        "load_tensors:        ROCm1 model buffer size =  8192.00 MiB",
+        "llama_kv_cache_unified: size = 2048.00 MiB ( 16384 cells,  32 layers,  4/4 seqs), K (f16): 1024.00 MiB",
+        "print_info: arch             = llama",
+    ]
+    assert of_lines(lines).facts == Startup(
+        engine="llama.cpp",
+        architecture="llama",
+        offloaded_layers="25/25",
+        weights_gib=24.0,
+        kv_cache_gib=2.0,
+        kv_cache_tokens=16384,
+    )
+
+
+def test_the_embedded_engine_says_with_what_it_runs() -> None:
+    found = of_lines(
+        [
+            "INFO 11-21 13:32:43 [simulated] simulated engine: no model is computed, all timing comes from preset x",
+            "INFO 11-21 13:32:43 [simulated] parameters: step_base_s=0.007, max_num_seqs=256, enable_prefix_caching=False",
+            "INFO 11-21 13:32:43 [simulated] GPU KV cache size: 2,176 tokens, Maximum concurrency for 2,048 tokens "
+            "per request: 1.06x",
+        ]
+    )
+    assert found.facts == Startup(engine="simulated", kv_cache_tokens=2176, max_concurrency=1.06)
+    assert found.effective == {"step_base_s": 0.007, "max_num_seqs": 256, "enable_prefix_caching": False}
+    assert phases_of(waits(0.25), found) == waits(0.25)
+
+
+def test_a_log_that_tells_nothing() -> None:
+    found = of_lines(["", "hello", "\x00\xff binary", "init engine (profile) took some s", "version x"])
+    assert (found.facts, found.effective, found.ends, found.began_s) == (Startup(), {}, {}, None)
+
+
+def test_a_part_compiled_anew_is_not_warm() -> None:
+    lines = ["Compiling a graph for dynamic shape takes 7.47 s", "Directly load AOT compilation from path /x"]
+    assert of_lines(lines).facts.compile_cache == "cold"
+    assert of_lines(lines[::-1]).facts.compile_cache == "cold"
+
+
+def test_labels_of_vllms_metrics() -> None:
+    assert cache_config(METRICS)["kv_cache_size_tokens"] == "74880"
+    assert cache_config("<html>") == {}
+    assert cache_config("vllm:cache_config_info{broken") == {}
+
+
+@contextlib.contextmanager
+def server(answers: Mapping[str, str]) -> Iterator[str]:
+    """A server with one answer for each path, else 404."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            text = answers.get(self.path)
+            self.send_response(200 if text is not None else 404)
+            self.end_headers()
+            self.wfile.write((text or "no such page").encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Silent."""
+
+    found = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{found.server_port}"
+    finally:
+        found.shutdown()
+        thread.join()
+        found.server_close()
+
+
+def test_metrics_know_better_than_the_log() -> None:
+    with server({"/metrics": METRICS}) as url:
+        served = ServedBy(url=url, template="vllm-cpu", phases=waits(46.0), version="0.32.0")
+        found = recorded(served, DATA / "vllm-eager-docker.txt", metrics_url=f"{url}/metrics")
+    assert found.startup is not None
+    assert (found.startup.kv_cache_blocks, found.startup.kv_block_size, found.startup.max_concurrency) == (
+        585,
+        128,
+        36.5,
+    )
+    assert found.effective["gpu_memory_utilization"] == 0.92
+    assert (found.effective["max_num_seqs"], found.effective["kv_cache_memory_bytes"]) == (10, 1073741824)
+    assert "weights" in rounded(found.phases)
+
+
+def test_llamacpp_is_asked_for_its_settings_where_there_is_no_log() -> None:
+    props = {"default_generation_settings": {"n_ctx": 2048}, "total_slots": 4, "build_info": "b6000-abc", "x": 1}
+    with server({"/props": json.dumps(props)}) as url:
+        found = recorded(ServedBy(url=url))
+    assert found.startup == Startup(engine="llama.cpp", version="b6000-abc", max_model_len=2048)
+    assert found.effective == {"parallel": 4, "ctx_per_slot": 2048}
+    assert found.version == "b6000-abc"
+
+
+def test_lemonades_command_line_is_the_proof_of_what_ran() -> None:
+    command = ["/opt/vllm-server", "--model", "/models/tiny", "--max-num-seqs", "8", "--api-key", "short"]
+    loaded = {"model_name": "TinyVLLM", "launch_command": command, "recipe": "vllm", "pid": 7,
+              "recipe_options": {"ctx_size": 1024, "vllm_args": f"--max-num-seqs 8 --hf-token={KEY} --api-key x1"}}  # fmt: skip
+    health = {"all_models_loaded": [{"model_name": "other"}, loaded], "version": "11.7.0"}
+    with server({"/api/v1/health": json.dumps(health)}) as url:
+        found = recorded(ServedBy(url=url, template="lemonade", model="user.TinyVLLM"))
+    assert found.version == "11.7.0"
+    assert found.effective == {
+        "launch_command": [*command[:-1], "***"],
+        "recipe": "vllm",
+        "recipe_options": {"ctx_size": 1024, "vllm_args": "--max-num-seqs 8 --hf-token=*** --api-key ***"},
+    }
+
+
+@pytest.mark.parametrize("answer", ["[]", "{}", '{"all_models_loaded": 7}', '{"all_models_loaded": [1]}', "<html>"])
+def test_answers_of_strangers_are_no_facts(answer: str) -> None:
+    with server({"/props": answer, "/api/v1/health": answer, "/metrics": answer}) as url:
+        found = recorded(ServedBy(url=url, version="1"), metrics_url=f"{url}/metrics")
+    assert (found.startup, found.effective, found.version) == (None, {}, "1")
+
+
+def test_a_server_that_is_gone_is_no_error() -> None:
+    assert recorded(ServedBy(url="http://127.0.0.1:1")) == ServedBy(url="http://127.0.0.1:1")
+
+
+def test_no_secret_gets_into_the_manifest(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    token = "ours-and-looks-like-nothing"
+    log.write_text(
+        f"non-default args: {{'model': 'm', 'api_key': ['{KEY}'], 'hf_token': 12345678, 'url': 'http://me:pass12@h/', "
+        f"'note': 'Bearer {KEY}', 'extra': ['--password', 'hunter22', '--x={token}'], 'max_num_seqs': 4}}\n"
+    )
+    health = {"all_models_loaded": [{"model_name": "m", "launch_command": ["s", f"--api-key={KEY}", "-np", "8"]}]}
+    with server({"/api/v1/health": json.dumps(health)}) as url:
+        found = recorded(ServedBy(url=url, template="lemonade", model="m"), log, api_key="the-key-of-clients",
+                         secrets=[token])  # fmt: skip
+    text = msgspec.json.encode(found).decode()
+    for secret in (KEY, token, "hunter22", "pass12", "12345678", "the-key-of-clients"):
+        assert secret not in text
+    assert found.effective == {
+        "model": "m",
+        "api_key": "***",
+        "hf_token": "***",
+        "url": "http://***@h/",
+        "note": "***",
+        "extra": ["--password", "***", "--x=***"],
+        "max_num_seqs": 4,
+        "launch_command": ["s", "--api-key=***", "-np", "8"],
+    }
+
+
+def test_what_is_no_secret_is_left_as_it_is() -> None:
+    value = {
+        "max_num_batched_tokens": 8192,
+        "tokenizer": "x",
+        "ssl_keyfile": None,
+        "args": ["--max-tokens", "5", "--tokenizer", "auto", "--api-key-env", "NAME"],
+        "text": "--max-num-seqs 8 --dtype auto KV=3",
+        "hf_token": None,
+        "url": "http://127.0.0.1:8000/v1",
+    }
+    assert masked(value) == value
+
+
+def test_versions_of_an_image() -> None:
+    text = "BASE_IMAGE: rocm/dev-ubuntu-22.04:7.0-complete\nTRITON_BRANCH: f9e5bf54\n\nodd line\n"
+    assert listed(text) == {
+        "BASE_IMAGE": "rocm/dev-ubuntu-22.04:7.0-complete",
+        "TRITON_BRANCH": "f9e5bf54",
+        "line 3": "odd line",
+    }
