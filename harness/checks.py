@@ -14,6 +14,7 @@ from harness.check_syntax import (
     parse_check,
     slos_key,
 )
+from harness.origin import unlike_rows
 from harness.stats import samples_needed
 from harness.summary import NEEDED, CheckResult, Comparison, Distribution, Reference, Row, Verdict
 
@@ -108,8 +109,23 @@ def _baseline_value(
             return None, "it is the baseline itself"
         whose = verdict.baseline
         base = next(one for one in rows if _name(one) == whose)
+    unlike = unlike_rows(row, base, _fields(check))
+    if unlike is not None:
+        return None, f"not compared with {whose}: {unlike}"
     value, missing = _value(check, base, None)
     return (None, f"of the baseline {whose}: {missing}") if value is None else (value, whose)
+
+
+def _fields(check: Check) -> list[str]:
+    """The fields of Numbers that a check's value is made of, as far as they have a definition."""
+    latency, _, statistic = check.metric.partition("_")
+    if latency in LATENCIES:
+        return [LATENCIES[latency], *(["percentiles"] if statistic in NEEDED else [])]
+    if check.metric in JUDGED_BY_SLOS:
+        return list(dict.fromkeys(LATENCIES[slo.latency] for slo in check.slos))
+    return {"wall": ["wall_s"], "output_tok_s": ["output_tok_s"], "requests_per_s": ["requests_per_s"]}.get(
+        check.metric, []
+    )
 
 
 def _value(check: Check, row: Row, comparison: Comparison | None) -> tuple[float | None, str]:
@@ -127,7 +143,8 @@ def _value(check: Check, row: Row, comparison: Comparison | None) -> tuple[float
     if metric == "wall":
         return numbers.wall_s, "a load without a fixed number of requests has no wall time"
     if metric == "output_tok_s":
-        return numbers.output_tok_s, "not known: the server has to report the tokens of every answer"
+        why = row.missing.get("output_tok_s", "the server has to report the tokens of every answer")
+        return numbers.output_tok_s, f"not known: {why}"
     return numbers.requests_per_s, "not known: no request was measured"
 
 
@@ -171,6 +188,8 @@ def _speedup(row: Row, comparison: Comparison | None) -> tuple[float | None, str
     verdict = next((v for v in _with_baseline(comparison) if v.side == _name(row)), None)
     if verdict is None:
         return None, "it is the baseline itself"
+    if verdict.ratio is None:
+        return None, verdict.sentence.removeprefix(f"{verdict.side}: ").removesuffix(".")
     if verdict.low is None:
         return None, "needs at least 2 repeats of this row and of the baseline"
     return verdict.ratio, ""

@@ -73,7 +73,7 @@ def compare_runs(
         )
     runs = [run for side in sides for run in side.runs]
     metric = metric_of([runs[0].scenario.loads[load] for _, load in rows])
-    refuse_other_definitions(runs, metric)
+    refuse_other_definitions(runs, metric, rows)
     refuse_unlike(runs, rows, [number for number, side in enumerate(sides) for _ in side.runs], about)
     pairs = [_pair(side, sides[0], row, metric, several=len(sides) > 2) for side in sides[1:] for row in rows]
     if floor is None and results is not None:

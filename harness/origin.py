@@ -6,10 +6,11 @@ from pathlib import Path
 import msgspec
 
 from harness.errors import HarnessError
-from harness.manifest import Origin, Run
-from harness.summary import Distribution, Numbers
+from harness.manifest import Origin, RowOrigin, Run
+from harness.summary import Distribution, Numbers, Row
 
 NUMBERS_FILE = "numbers.json"  # numbers of cells that have no records
+OTHERWISE = "†"  # beside a number of a row that means something else than in the first row; a note says what
 
 # What a field of Numbers means in a run of our own; docs/method.md. `percentiles` concerns all latencies.
 DEFINITIONS = {
@@ -29,23 +30,42 @@ DEFINITIONS = {
 }
 
 
-def definition(run: Run, metric: str) -> str:
-    """What a metric (a field of Numbers, or `percentiles`) means in this run."""
+def definition(run: Run, metric: str, row: tuple[str, str] | None = None) -> str:
+    """What a metric (a field of Numbers, or `percentiles`) means in this run, or in one row (server, load) of it."""
     own = DEFINITIONS[metric]
-    return own if run.origin is None else run.origin.definitions.get(metric, own)
+    if run.origin is None:
+        return own
+    return (run.origin.definitions if row is None else run.origin.definitions_of(*row)).get(metric, own)
 
 
-def refuse_other_definitions(runs: Sequence[Run], metric: str) -> None:
-    """Raise HarnessError, naming the metric and both definitions, unless it means the same in all runs."""
+def refuse_other_definitions(runs: Sequence[Run], metric: str, rows: Sequence[tuple[str, str]] = ()) -> None:
+    """Raise HarnessError, naming the metric and both definitions, unless it means the same in all runs.
+
+    `rows` (server, load) are those that are compared; each must mean the same.
+    """
     first, *others = runs
     for other in others:
-        one, two = definition(first, metric), definition(other, metric)
+        for row in (None, *rows):
+            one, two = definition(first, metric, row), definition(other, metric, row)
+            if one != two:
+                where = "" if row is None else f" in the row {' / '.join(row)}"
+                raise HarnessError(
+                    f"runs whose definitions of '{metric}' differ{where} are not compared: {first.id} and {other.id}",
+                    next_step="Compare runs of one tool, or measure both sides with `harness run`.",
+                    detail=f"{first.id} ({_tool(first)}): {one}\n{other.id} ({_tool(other)}): {two}",
+                )
+
+
+def unlike_rows(row: Row, other: Row, fields: Sequence[str]) -> str | None:
+    """Why two rows have no ratio by numbers of these fields: they mean different things. None: they do not."""
+    for field in fields:
+        one, two = (found.definitions.get(field, DEFINITIONS[field]) for found in (row, other))
         if one != two:
-            raise HarnessError(
-                f"runs whose definitions of '{metric}' differ are not compared: {first.id} and {other.id}",
-                next_step="Compare runs of one tool, or measure both sides with `harness run`.",
-                detail=f"{first.id} ({_tool(first)}): {one}\n{other.id} ({_tool(other)}): {two}",
+            return (
+                f"the definitions of '{field}' differ, so there is no ratio. {row.server} / {row.load}: {one}. "
+                f"{other.server} / {other.load}: {two}"
             )
+    return None
 
 
 def given_numbers(folder: Path, run: Run) -> dict[str, Numbers]:
@@ -86,7 +106,23 @@ def notes(origin: Origin | None) -> list[str]:
         by_reason.setdefault(why, []).append(field)
     found += [f"not known: {', '.join(fields)}: {why}" for why, fields in by_reason.items()]
     found += [f"defined otherwise: {field}: {text}" for field, text in origin.definitions.items()]
-    return found
+    return found + _notes_of_rows(origin.rows)
+
+
+def _notes_of_rows(rows: Sequence[RowOrigin]) -> list[str]:
+    """What differs from row to row, rows of the same together; the mark is that of the tables."""
+    meant: dict[tuple[str, str], list[str]] = {}
+    unknown: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for into, texts in ((meant, row.definitions), (unknown, row.missing)):
+            for field, text in texts.items():
+                into.setdefault((field, text), []).append(f"{row.server} / {row.load}")
+    first: dict[str, str] = {}
+    found = []
+    for (field, text), names in meant.items():
+        mark = "" if first.setdefault(field, text) == text else f"{OTHERWISE} "
+        found.append(f"{mark}defined otherwise: {field} of {', '.join(names)}: {text}")
+    return found + [f"not known: {field} of {', '.join(names)}: {why}" for (field, why), names in unknown.items()]
 
 
 def _tool(run: Run) -> str:

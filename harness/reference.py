@@ -46,7 +46,7 @@ def _refused(base: Run, run: Run, rows: Sequence[tuple[str, str]], about: str | 
     """Why the two are not compared. That they do not differ in what the comparison is about is no reason here."""
     try:
         for metric in DEFINITIONS:
-            refuse_other_definitions([base, run], metric)
+            refuse_other_definitions([base, run], metric, rows)
         refuse_unlike([base, run], rows, [0, 1], None)
     except HarnessError as unlike:
         if about is None:

@@ -13,7 +13,7 @@ from harness.check_syntax import Slo, slo_sets
 from harness.count import Place, tally
 from harness.errors import HarnessError
 from harness.floors import floor_in
-from harness.manifest import CellRun, Run, read_run
+from harness.manifest import CellRun, Origin, Run, read_run
 from harness.metrics import MetricsSample, read_samples, server_load
 from harness.plan import Cell, baseline_of, plan
 from harness.records import ProcessMark, read_marks
@@ -228,8 +228,17 @@ def _rows(run: Run, cells: list[CellSummary], tallies: dict[str, Tally]) -> list
             if mine:
                 row = _row(server, load, mine, tallies)
                 # Every import is one repeat: what is known of its cell is known of its row.
-                rows.append(row if run.origin is None else msgspec.structs.replace(row, pooled=mine[0].numbers))
+                rows.append(row if run.origin is None else _imported(row, mine[0].numbers, run.origin))
     return rows
+
+
+def _imported(row: Row, numbers: Numbers, origin: Origin) -> Row:
+    return msgspec.structs.replace(
+        row,
+        pooled=numbers,
+        definitions=origin.definitions_of(row.server, row.load),
+        missing=origin.missing_of(row.server, row.load),
+    )
 
 
 def _row(server: str, load: str, cells: list[CellSummary], tallies: dict[str, Tally]) -> Row:

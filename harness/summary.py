@@ -147,6 +147,8 @@ class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     wall_s: list[float]  # one per valid cell
     output_tok_s: list[float]
     pooled: Numbers  # over the requests of all its cells; wall_s and rates are medians over the cells
+    definitions: dict[str, str] = {}  # of an imported run: by field of Numbers, where it is not ours
+    missing: dict[str, str] = {}  # of an imported run: by field of Numbers, why it is not known
 
 
 class Reference(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

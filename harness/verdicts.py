@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from harness import stats
+from harness.origin import unlike_rows
 from harness.scenario import Load, Scenario
 from harness.stats import ALPHA, MOST_REPEATS, Ratio
 from harness.summary import Comparison, Row, Verdict
@@ -34,6 +35,7 @@ class Pair(Struct, frozen=True, kw_only=True):
     side_speeds: list[float]
     baseline_speeds: list[float]
     loads: tuple[str, ...] = ()  # of the two sides; they choose the noise floor
+    refused: str | None = None  # why the two have no ratio
 
 
 def compare_rows(
@@ -57,11 +59,20 @@ def compare_rows(
             side_speeds=speeds(metric, values_of(row, metric)),
             baseline_speeds=speeds(metric, values_of(against, metric)),
             loads=(row.load, against.load),
+            refused=_refused(row, against, metric),
         )
         for row, against in [*((row, base) for row in others), *wanted]
         if row is not None and against is not None
     ]
     return verdicts(pairs, metric, floor or NoiseFloor())
+
+
+def _refused(row: Row, against: Row, metric: str) -> str | None:
+    """Why two rows have no ratio. Only numbers that mean the same have one."""
+    for one in (row, against):
+        if metric in one.missing and not values_of(one, metric):
+            return f"the {METRIC_WORDS[metric]} of {row_name(one)} is not known: {one.missing[metric]}"
+    return unlike_rows(row, against, [metric])
 
 
 def metric_of(loads: Sequence[Load]) -> str:
@@ -90,7 +101,7 @@ def verdicts(pairs: Sequence[Pair], metric: str, floor: NoiseFloor) -> Compariso
     """Judge a table of pairs, corrected for how many there are. Pairs without values are not comparisons."""
     raw = [
         stats.permutation_p(pair.side_speeds, pair.baseline_speeds)
-        if pair.side_speeds and pair.baseline_speeds
+        if pair.side_speeds and pair.baseline_speeds and pair.refused is None
         else None
         for pair in pairs
     ]
@@ -117,7 +128,8 @@ def speeds(metric: str, values: Sequence[float]) -> list[float]:
 def _judge(pair: Pair, metric: str, p: float | None, comparisons: int, floor: float) -> Verdict:
     side, base = pair.side_speeds, pair.baseline_speeds
     if p is None:
-        return _verdict(pair, metric, None, None, None, "cannot tell", _no_values(pair, metric))
+        why = f"cannot tell: {pair.refused}" if pair.refused else _no_values(pair, metric)
+        return _verdict(pair, metric, None, None, None, "cannot tell", why)
     interval = stats.ratio_interval(side, base)
     ratio = stats.geometric_ratio(side, base)
     if interval is None:

@@ -19,7 +19,7 @@ ALLOWED = {
     "strict": {"errors"},
     "scenario": {"errors", "strict", "check_syntax"},
     "check_syntax": {"summary", "errors"},
-    "checks": {"check_syntax", "summary", "errors", "stats"},
+    "checks": {"check_syntax", "summary", "errors", "stats", "origin"},
     "attain": {"derive", "check_syntax", "records", "summary"},
     "plan": {"scenario"},
     "records": set(),

@@ -9,6 +9,7 @@ import pytest
 
 from harness.compare import compare_runs
 from harness.errors import HarnessError
+from harness.imports import lemonade
 from harness.imports.formats import FORMATS, read_file
 from harness.imports.source import Node, Source, last_line
 from harness.imports.write import import_file
@@ -16,7 +17,7 @@ from harness.manifest import Run, read_run
 from harness.origin import DEFINITIONS, definition, refuse_other_definitions
 from harness.paths import ROOT
 from harness.records import Request, read_requests
-from harness.report import html
+from harness.report import html, markdown
 from harness.summarize import summarize
 from harness.summary import Numbers, Summary
 from tests.command import harness
@@ -207,6 +208,82 @@ def test_lemonade_has_the_servers_own_speed_and_no_zero_for_nothing(tmp_path: Pa
     assert (gpu.output_tok_s, gpu.e2e_s.most, gpu.wall_s) == (44.5, 3.1, None)
     assert (npu.ttft_s.n, npu.ttft_s.mean, npu.output_tok_s) == (0, None, 25.6)
     assert run.cells[0].served_by.arguments == ["ctx_size=4096", "-b", "2048"]
+
+
+def test_lemonade_rows_of_two_speeds_have_no_ratio_and_the_reason_is_given(tmp_path: Path) -> None:
+    """The tool writes the server's decoding speed and tokens / whole request under one name."""
+    folder = import_file(DATA / "lemonade-from-source.json", tmp_path)
+    run, summary = read_run(folder), summarize(folder, ["output_tok_s >= 0.1 * baseline", "speedup >= 0.1"])
+    gpu, npu = ((row.server, row.load) for row in summary.rows)
+    assert definition(run, "output_tok_s", gpu) == lemonade.DECODING
+    assert definition(run, "output_tok_s", npu) == lemonade.WHOLE_REQUEST
+    assert summary.comparison is not None and summary.comparison.comparisons == 0
+    (verdict,) = summary.comparison.verdicts
+    assert (verdict.word, verdict.ratio, verdict.p) == ("cannot tell", None, None)
+    assert verdict.sentence == (
+        "flm-npu / chat-short: cannot tell: the definitions of 'output_tok_s' differ, so there is no ratio. "
+        f"flm-npu / chat-short: {lemonade.WHOLE_REQUEST}. llamacpp-vulkan / chat-short: {lemonade.DECODING}."
+    )
+    relative, speedup = summary.checks
+    assert not relative.passed and "the definitions of 'output_tok_s' differ, so there is no ratio" in relative.evidence
+    assert not speedup.passed and "the definitions of 'output_tok_s' differ" in speedup.evidence
+    text = markdown.render(summary, run)
+    assert "| flm-npu | chat-short | " in text and "25.6†" in text and "0.57" not in text and "0.58" not in text
+    assert "† defined otherwise: output\\_tok\\_s of flm-npu / chat-short: mean over the runs of output tokens" in text
+    assert "0.57" not in html.write_report(folder).read_text().split("gz")[0]
+
+
+def test_lemonade_says_where_it_cannot_be_told_which_speed_it_is(tmp_path: Path) -> None:
+    def untold(raw: dict[str, Any]) -> None:
+        raw["models"][0]["results"][1]["scenarios"][0]["tps"]["max"] = 27.0
+
+    folder = import_file(changed("lemonade-from-source.json", tmp_path / "x.json", untold), tmp_path)
+    summary = summarize(folder, ["flm-npu/chat-short: output_tok_s >= 1"])
+    npu = summary.rows[1]
+    assert (npu.server, npu.pooled.output_tok_s, npu.output_tok_s) == ("flm-npu", None, [])
+    assert summary.comparison is not None
+    assert summary.comparison.verdicts[0].sentence == (
+        "flm-npu / chat-short: cannot tell: the output tok/s of flm-npu / chat-short is not known: "
+        + lemonade.UNTOLD
+        + "."
+    )
+    assert summary.checks[0].evidence == f"flm-npu / chat-short: not known: {lemonade.UNTOLD}"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ttft", "took", "speed", "meaning"),
+    [
+        (128, 80.0, 3000.0, 44.5, lemonade.DECODING),
+        (128, 80.0, 3000.0, 128 / 3.0, lemonade.WHOLE_REQUEST),  # though it reports the time of the prompt
+        (128, 0.0, 3000.0, 128 / 3.0, lemonade.WHOLE_REQUEST),
+        (128, 0.0, 3000.0, 44.5, None),  # a server that reports its decoding would report the prompt, too
+        (128, 800.0, 3000.0, 43.5, None),  # a decoding speed would leave no room for the prompt
+        (128, 80.0, 3000.0, 0.0, None),
+    ],
+)
+def test_what_tells_the_two_speeds_of_lemonade_apart(
+    tokens: int, ttft: float, took: float, speed: float, meaning: str | None
+) -> None:
+    def all_alike(value: float) -> dict[str, float]:
+        return dict.fromkeys(("mean", "min", "max"), value)
+
+    scenario = {"output_tokens": tokens, "ttft_ms": all_alike(ttft)}
+    scenario |= {"duration_ms": all_alike(took), "tps": all_alike(speed)}
+    assert lemonade.meaning_of(Node(Source(Path("f"), "", scenario))) == meaning
+
+
+def test_rows_of_two_files_that_mean_different_things_are_refused(tmp_path: Path) -> None:
+    def other_speed(raw: dict[str, Any]) -> None:
+        scenario = raw["models"][0]["results"][0]["scenarios"][0]
+        times = scenario["duration_ms"]
+        scenario["tps"] = {"mean": 42.7, "min": 128e3 / times["max"], "max": 128e3 / times["min"]}
+
+    one = import_file(DATA / "lemonade-from-source.json", tmp_path)
+    other = import_file(changed("lemonade-from-source.json", tmp_path / "x.json", other_speed), tmp_path)
+    said = "definitions of 'output_tok_s' differ in the row llamacpp-vulkan / chat-short are not compared"
+    with pytest.raises(HarnessError, match=said) as caught:
+        compare_runs([[one], [other]])
+    assert lemonade.DECODING in caught.value.detail and lemonade.WHOLE_REQUEST in caught.value.detail
 
 
 @pytest.mark.parametrize("name", BAD)

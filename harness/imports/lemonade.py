@@ -1,6 +1,7 @@
 """`lemonade bench --json` (or --output FILE). Read against the source of Lemonade 11; means and percentiles only."""
 
 import datetime
+import math
 from typing import Any
 
 from harness.imports.source import NO_RECORDS, Imported, Node, Part, Source, has
@@ -11,12 +12,24 @@ DEFINITIONS = {
     "ttft_s": "the server's own time for the prompt (timings.prompt_ms or usage.prefill_duration_ttft); not streamed, "
     "nothing of the network in it",
     "e2e_s": "the whole request, not streamed, from before the connection is opened to the answer's parsed JSON",
-    "output_tok_s": "mean over the runs of the server's own decoding speed of one request at a time "
-    "(timings.predicted_per_second or usage.decoding_speed_tps), the prompt's time left out; where the server gives "
-    "none, output tokens / the whole request",
+    "output_tok_s": "the server's own decoding speed, or output tokens / the whole request; each row says which",
     "output_tokens": "of the first run",
     "percentiles": "interpolated between neighbouring values",
 }
+# The tool writes either of two speeds under one name, and not which. What it wrote beside tells them apart.
+DECODING = (
+    "mean over the runs of the server's own decoding speed of one request at a time (timings.predicted_per_second or "
+    "usage.decoding_speed_tps), the prompt's time left out"
+)
+WHOLE_REQUEST = (
+    "mean over the runs of output tokens / the whole request, prompt and network included, one request at a time: the "
+    "server gave no speed of its own"
+)
+UNTOLD = (
+    "the file does not tell whether the speed is the server's own while decoding or output tokens / the whole request"
+)
+_EXACT = 1e-6  # the file has numbers as the tool computed them
+_ROUNDING = 0.01
 _CATEGORIES_WITHOUT_TOKENS = ("embed", "imagegen", "transcription", "tts", "audio-generation")
 
 
@@ -102,13 +115,14 @@ def _part(model: Node, scenario: Node, server: str, wall_s: float) -> Part:
     if failed > runs:
         raise scenario.at("failed_runs").wrong(f"more failed than the {runs} that were made")
     n = runs - failed
+    meaning = meaning_of(scenario) if n else None
     numbers = Numbers(
         sent=runs,
         succeeded=n,
         failed=failed,
         unfinished=0,
         errors={"unknown": failed} if failed else {},
-        output_tok_s=_speed(scenario) if n else None,
+        output_tok_s=_speed(scenario) if meaning else None,
         ttft_s=_latency(scenario, "ttft_ms", n),
         ttfo_s=Distribution(n=0),
         tpot_s=Distribution(n=0),
@@ -124,7 +138,29 @@ def _part(model: Node, scenario: Node, server: str, wall_s: float) -> Part:
         numbers=numbers,
         started_wall_s=wall_s,
         ended_wall_s=wall_s,
+        definitions={"output_tok_s": meaning} if meaning else {},
+        missing={"output_tok_s": UNTOLD} if n and not meaning else {},
     )
+
+
+def meaning_of(scenario: Node) -> str | None:
+    """Which of the two speeds the file holds of this scenario; None where it cannot be told.
+
+    Tokens / whole request give back the first run's tokens when multiplied with the time of the request, exactly, where
+    all runs had as many. A decoding speed leaves room for the prompt, whose time such a server reports, too.
+    """
+    tokens = scenario.at("output_tokens").count()
+    speed, took = scenario.at("tps"), scenario.at("duration_ms")
+    fastest = speed.at("max").number() * took.at("min").duration() / 1000
+    slowest = speed.at("min").number() * took.at("max").duration() / 1000
+    if all(math.isclose(found, tokens, rel_tol=_EXACT) for found in (fastest, slowest)):
+        return WHOLE_REQUEST
+    prompt, mean = scenario.get("ttft_ms"), speed.at("mean").number()
+    if prompt is None or prompt.at("min").duration() <= 0 or speed.at("min").number() <= 0:
+        return None
+    decoding_ms = 1000 * tokens / mean
+    room_ms = took.at("mean").duration() * (1 + _ROUNDING) - prompt.at("mean").duration()
+    return DECODING if decoding_ms <= room_ms else None
 
 
 def _speed(scenario: Node) -> float | None:

@@ -32,6 +32,8 @@ class Part(Struct, frozen=True, kw_only=True):
     numbers: Numbers | None = None
     started_wall_s: float
     ended_wall_s: float
+    definitions: dict[str, str] = {}  # by field of Numbers, where this part's is not that of the others
+    missing: dict[str, str] = {}  # likewise: why it is not known
 
 
 class Imported(Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from harness import __version__
 from harness.errors import HarnessError
 from harness.imports.formats import read_file
 from harness.imports.source import Imported, Part, Source
-from harness.manifest import CellRun, Machine, Origin, Run, ServedBy, write_run
+from harness.manifest import CellRun, Machine, Origin, RowOrigin, Run, ServedBy, write_run
 from harness.origin import NUMBERS_FILE
 from harness.records import Request
 from harness.scenario import Load, Scenario, Server, Warmup
@@ -102,6 +102,11 @@ def _run(
             definitions=imported.definitions,
             missing=imported.missing,
             notes=imported.notes,
+            rows=[
+                RowOrigin(server=part.server, load=part.load, definitions=part.definitions, missing=part.missing)
+                for part in cells.values()
+                if part.definitions or part.missing
+            ],
         ),
     )
 

@@ -7,6 +7,7 @@ from typing import Literal
 from msgspec import Struct
 
 from harness.manifest import Run
+from harness.origin import OTHERWISE
 from harness.plan import baseline_of
 from harness.report import words
 from harness.summary import Row, Summary, Verdict
@@ -19,6 +20,7 @@ class Line(Struct, frozen=True, kw_only=True):
     tokens: float | None  # completion tokens of a run, median over its runs
     verdict: Verdict | None
     baseline: bool
+    rate_mark: str = ""  # where the rate means something else than that of the first row
 
 
 class Column(Struct, frozen=True, kw_only=True):
@@ -43,6 +45,7 @@ def lines(summary: Summary, run: Run) -> list[Line]:
     name = f"{base.server} / {base.load}"
     verdicts = {v.side: v for v in summary.comparison.verdicts if v.baseline == name} if summary.comparison else {}
     tokens = {cell.id: cell.numbers.output_tokens for cell in summary.cells}
+    rates = [row.definitions.get("output_tok_s", "") for row in summary.rows]
     result = []
     for row in summary.rows:
         known = [value for value in map(tokens.get, row.cells) if value is not None]
@@ -52,6 +55,7 @@ def lines(summary: Summary, run: Run) -> list[Line]:
                 tokens=statistics.median(known) if known else None,
                 verdict=verdicts.get(side(row)),
                 baseline=(row.server, row.load) == (base.server, base.load),
+                rate_mark="" if row.definitions.get("output_tok_s", "") == rates[0] else OTHERWISE,
             )
         )
     return result
@@ -71,7 +75,7 @@ def interval(verdict: Verdict) -> str:
 
 def _rate(line: Line) -> str:
     value = line.row.pooled.output_tok_s
-    return words.NOTHING if value is None else words.significant(value)
+    return words.NOTHING if value is None else f"{words.significant(value)}{line.rate_mark}"
 
 
 def _errors(line: Line) -> str:
