@@ -275,14 +275,10 @@ def test_cpu_use_is_sampled_while_it_runs(tmp_path: Path) -> None:
     assert end.cpu_most is not None and 0.3 < end.cpu_most <= 1.1
 
 
-def test_the_lag_of_reading_is_known_to_a_tenth() -> None:
+def test_the_lag_of_reading_is_known_to_a_microsecond() -> None:
     health = Health()
     assert health.read_lag_p99_s() is None
-    stamp_ns = 10**15
-    health.note_reads([(stamp_ns, None), (stamp_ns - 500, stamp_ns)])
-    assert health.read_lag_p99_s() == pytest.approx(1e-6, rel=0.1)  # never below a microsecond
-    health.note_reads([(stamp_ns + 50_000, stamp_ns)] * 979)
-    health.note_reads([(stamp_ns + 3_000_000, stamp_ns)] * 19)
-    health.note_reads([(stamp_ns + 70_000_000, stamp_ns)])
-    lag_s = health.read_lag_p99_s()
-    assert lag_s is not None and 0.003 <= lag_s <= 0.0033
+    health.note_reads([-3])
+    assert health.read_lag_p99_s() == 0.0  # clocks that were read a moment apart
+    health.note_reads([50] * 979 + [3000] * 19 + [70_000])
+    assert health.read_lag_p99_s() == 0.003

@@ -1,7 +1,7 @@
 """The measuring HTTP client: one keep-alive connection, and the time at which each piece of an answer arrived.
 
-Per read there is one system call, one clock reading and one append before anything is looked at; what the bytes mean
-is worked out after the response is complete (`harness.load.answer`), so that parsing never delays a stamp.
+The bytes are read by `harness.load.reader`, one place for all connections; what they mean is worked out afterwards
+(`harness.load.exchange`, `harness.load.answer`), so that parsing never delays a stamp.
 """
 
 import contextlib
@@ -11,14 +11,15 @@ from collections.abc import Mapping
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+import gevent
 import httptools
 from gevent import socket, ssl
 
 from harness.errors import HarnessError
-from harness.load.clock import CONTROL_BYTES, KernelClock, ask_for_stamps
+from harness.load.clock import KernelClock, ask_for_stamps
 from harness.load.exchange import Collector, Exchange, Failure
+from harness.load.reader import Direct, Inbox, Reader
 
-_READ_BYTES = 65_536
 _DONE_GRACE_S = 0.02  # for the end of the body after [DONE], which some proxies leave open
 _CONNECT_TIMEOUT_S = 10.0
 # A kept connection whose end arrives this soon after the request was being closed as the request was on its way: the
@@ -60,10 +61,11 @@ class Client:
     """One connection to one server, opened when needed and kept; for one request at a time."""
 
     def __init__(
-        self, target: Target, clock: KernelClock, *, timeout_s: float, headers: Mapping[str, str] | None = None
+        self, target: Target, clock: KernelClock, reader: Reader, *, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> None:
         self._target = target
         self._clock = clock
+        self._reader = reader
         self._timeout_s = timeout_s
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         self._tls = ssl.create_default_context() if target.tls else None  # CAs from SSL_CERT_FILE, else the system's
@@ -147,30 +149,29 @@ class Client:
         self._keep(collector)
 
     def _collect(self, sock: socket.socket, collector: Collector) -> None:
-        exchange, feed = collector.exchange, collector.parser.feed_data
-        arrivals, clock = exchange.arrivals, self._clock.read
+        exchange = collector.exchange
         said, said_ns = 0, time.monotonic_ns()  # pings keep a connection open, but they do not keep us waiting
-        now_ns = said_ns
-        while not exchange.complete:
-            left_s = (_DONE_GRACE_S if collector.done else self._timeout_s) - (now_ns - said_ns) / 1e9
-            if left_s <= 0:
-                raise TimeoutError
-            sock.settimeout(left_s)
-            if self._stamped:
-                data, control, _, _ = sock.recvmsg(_READ_BYTES, CONTROL_BYTES)
-            else:
-                data, control = sock.recv(_READ_BYTES), []
-            arrival = clock(control)
-            if not data:
-                if not collector.ends_with_connection():
-                    raise EOFError
-                exchange.complete = True
-                break
-            arrivals.append(arrival)
-            feed(data)
-            now_ns = arrival[0]
-            if collector.said != said:
-                said, said_ns = collector.said, now_ns
+        with contextlib.closing(self._inbox(sock, exchange)) as inbox:
+            try:
+                while not exchange.complete:
+                    patience_s = _DONE_GRACE_S if collector.done else self._timeout_s
+                    left_s = patience_s - (time.monotonic_ns() - said_ns) / 1e9
+                    if left_s <= 0:
+                        raise TimeoutError
+                    for data in inbox.pieces(left_s):
+                        collector.take(data)
+                        if collector.said != said:
+                            said, said_ns = collector.said, exchange.arrivals[collector.reads - 1][0]
+                    inbox.quiet = collector.waits_for_end
+            except (gevent.GreenletExit, gevent.Timeout):
+                for data in inbox.rest():  # cut: what has come by now has come
+                    collector.take(data)
+                raise
+
+    def _inbox(self, sock: socket.socket, exchange: Exchange) -> Inbox:
+        if self._stamped:
+            return self._reader.open(sock, exchange.arrivals)
+        return Direct(sock, self._clock, exchange.arrivals)
 
     def _connect(self, exchange: Exchange) -> socket.socket:
         began_ns = time.monotonic_ns()

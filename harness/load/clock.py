@@ -15,7 +15,7 @@ CONTROL_BYTES = socket.CMSG_SPACE(_TIMESPEC.size) if hasattr(socket, "CMSG_SPACE
 
 _START_S = 0.5  # for the kernel to begin with its stamps
 _PAIR_NS = 20_000  # readings further apart than this were interrupted, and say nothing about the offset
-_SLACK_NS = 1_000_000  # how far a stamp may lie outside what is possible before it is not believed
+SLACK_NS = 1_000_000  # how far a stamp may lie outside what is possible before it is not believed
 
 
 def ask_for_stamps(sock: socket.socket) -> bool:
@@ -38,27 +38,34 @@ class KernelClock:
         if ask_for_stamps(self._keeps_stamps_on):
             _await_stamps(self._keeps_stamps_on)
         self._offset_ns = time.monotonic_ns() - time.time_ns()
+        self._stepped = False
+        self.now_ns = 0  # of the last look
 
     def close(self) -> None:
         self._keeps_stamps_on.close()
 
-    def read(self, control: list[tuple[int, int, bytes]]) -> tuple[int, int | None]:
-        """Now, and the stamp in a read's control messages, if there is one."""
+    def look(self) -> int:
+        """Read the clocks: now, in monotonic ns. To be called before `stamp_ns`, once for all stamps of a moment."""
         before = time.monotonic_ns()
         real = time.time_ns()
-        now = time.monotonic_ns()
-        stepped = False
+        self.now_ns = now = time.monotonic_ns()
+        self._stepped = False
         if now - before < _PAIR_NS:
             offset_ns = before + (now - before) // 2 - real
-            stepped = abs(offset_ns - self._offset_ns) > _SLACK_NS  # somebody set the clock: before or after the stamp?
+            # Somebody set the clock: before or after the stamp?
+            self._stepped = abs(offset_ns - self._offset_ns) > SLACK_NS
             self._offset_ns = offset_ns
-        if stepped:
-            return now, None
+        return now
+
+    def stamp_ns(self, control: list[tuple[int, int, bytes]]) -> int | None:
+        """The stamp in a read's control messages, if there is one, in monotonic ns."""
+        if self._stepped:
+            return None
         for level, kind, data in control:
             if level == socket.SOL_SOCKET and kind == _SO_TIMESTAMPNS and len(data) >= _TIMESPEC.size:
                 seconds, nanoseconds = _TIMESPEC.unpack_from(data)
-                return now, seconds * 1_000_000_000 + nanoseconds + self._offset_ns
-        return now, None
+                return int(seconds * 1_000_000_000 + nanoseconds + self._offset_ns)
+        return None
 
 
 def _await_stamps(sock: socket.socket) -> None:
@@ -72,16 +79,3 @@ def _await_stamps(sock: socket.socket) -> None:
             if sock.recvmsg(1, CONTROL_BYTES)[1]:
                 return
             time.sleep(0.005)
-
-
-def believable(arrivals: list[tuple[int, int | None]], sent_ns: int) -> bool:
-    """Whether every read has a stamp and each lies after what came before it and not after its own read.
-
-    A step of the realtime clock between arrival and read breaks this; the time of the read is used then.
-    """
-    least = sent_ns
-    for read_ns, stamp_ns in arrivals:
-        if stamp_ns is None or not least - _SLACK_NS <= stamp_ns <= read_ns + _SLACK_NS:
-            return False
-        least = max(least, stamp_ns)
-    return bool(arrivals)

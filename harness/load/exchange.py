@@ -7,7 +7,8 @@ from typing import Literal
 
 import httptools
 
-from harness.load.clock import believable
+from harness.load.clock import SLACK_NS
+from harness.load.reader import Arrivals
 from harness.records import ErrorKind
 
 Clock = Literal["kernel", "read"]
@@ -35,7 +36,7 @@ class Exchange:
     connect_ns: int | None = None  # duration of opening the connection; None when it was open
     sent_ns: int | None = None  # the first time, where it had to be sent again
     resent: bool = False
-    arrivals: list[tuple[int, int | None]] = field(default_factory=list)  # of each read: its time, the kernel's stamp
+    arrivals: Arrivals = field(default_factory=Arrivals)  # of each read
     status: int | None = None
     headers: dict[str, str] = field(default_factory=dict)  # names in lower case
     headers_read: int | None = None  # the read that completed the headers
@@ -59,8 +60,8 @@ class Exchange:
 
     def times_ns(self) -> tuple[Clock, list[int]]:
         """The clock and the time of each read: the kernel's where all are believable, else that of the read."""
-        if self.sent_ns is not None and believable(self.arrivals, self.sent_ns):
-            return "kernel", [stamp for _, stamp in self.arrivals if stamp is not None]
+        if self.sent_ns is not None and self.arrivals.believable(self.sent_ns, SLACK_NS):
+            return "kernel", self.arrivals.times_ns()
         return "read", [read for read, _ in self.arrivals]
 
 
@@ -69,25 +70,46 @@ class Collector:
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
-        self.parser = httptools.HttpResponseParser(self)
+        self.reads = 0  # that were looked into
+        self._parser = httptools.HttpResponseParser(self)
         self.keep_alive = False
         self.said = 0  # pieces of the body that say something: in a stream, those with data and not only comments
         self.done = False  # [DONE] and the end of its event have been read
         self._tail = b""
         self._informational = False
 
+    def take(self, data: bytes) -> None:
+        """Look into the next read; empty is the end of the connection.
+
+        Raises EOFError when that is not how this body ends, httptools.HttpParserError for what is no HTTP.
+        """
+        self.reads += 1
+        if self.exchange.complete:
+            self.keep_alive = False  # nobody asked for what comes now
+        elif data:
+            self._parser.feed_data(data)
+        elif self._ends_with_connection():
+            self.exchange.complete = True
+        else:
+            raise EOFError
+
+    @property
+    def waits_for_end(self) -> bool:
+        """Whether nothing is of interest any more but how the body ends: of a stream, whatever comes in between."""
+        return self.exchange.status is not None and "content-length" not in self.exchange.headers
+
     def on_header(self, name: bytes, value: bytes) -> None:
         self.exchange.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        status = self.parser.get_status_code()
+        status = self._parser.get_status_code()
         self._informational = 100 <= status < 200  # such as "100 Continue": the response itself is still to come
         if not self._informational:
             self.exchange.status = status
-            self.exchange.headers_read = len(self.exchange.arrivals) - 1
+            self.exchange.headers_read = self.reads - 1
 
     def on_body(self, data: bytes) -> None:
-        self.exchange.body.append((len(self.exchange.arrivals) - 1, data))
+        self.exchange.body.append((self.reads - 1, data))
         if b"data:" in self._tail[-4:] + data or not self.exchange.is_stream:
             self.said += 1
         window = self._tail + data
@@ -100,9 +122,9 @@ class Collector:
             self.exchange.headers.clear()
         else:
             self.exchange.complete = True
-            self.keep_alive = self.parser.should_keep_alive()  # llhttp only knows it now
+            self.keep_alive = self._parser.should_keep_alive()  # llhttp only knows it now
 
-    def ends_with_connection(self) -> bool:
+    def _ends_with_connection(self) -> bool:
         """Whether the end of the connection is how this body ends."""
         headers = self.exchange.headers
         return self.exchange.status is not None and not {"content-length", "transfer-encoding"} & headers.keys()

@@ -6,8 +6,6 @@ from collections import Counter, deque
 
 _WINDOW_S = 5.0
 _LEAST_S = 1.0  # a shorter time says nothing
-_PER_OCTAVE = 8  # buckets of the lag's histogram: each 9 % wider than the one before
-_LEAST_LAG_NS = 1_000
 
 
 class Health:
@@ -41,21 +39,17 @@ class Health:
             return self._share()
         return self._most
 
-    def note_reads(self, arrivals: list[tuple[int, int | None]]) -> None:
-        """Reads of an exchange: when each was, and the kernel's stamp of its bytes, in ns."""
-        self._lags.update(
-            int(_PER_OCTAVE * math.log2(max(read_ns - stamp_ns, _LEAST_LAG_NS)))
-            for read_ns, stamp_ns in arrivals
-            if stamp_ns is not None
-        )
+    def note_reads(self, lags_us: list[int]) -> None:
+        """How long the bytes of each read had been there, in microseconds."""
+        self._lags.update(lags_us)
 
     def read_lag_p99_s(self) -> float | None:
-        """99 % of all reads came at most so long after the kernel had the bytes; rounded up by at most 9 %."""
+        """99 % of all reads came at most so long after the kernel had the bytes, to a microsecond."""
         left = math.ceil(0.99 * self._lags.total())
-        for bucket in sorted(self._lags):
-            left -= self._lags[bucket]
+        for lag_us in sorted(self._lags):
+            left -= self._lags[lag_us]
             if left <= 0:
-                return float(2 ** ((bucket + 1) / _PER_OCTAVE) / 1e9)
+                return max(lag_us, 0) / 1e6
         return None
 
     def _share(self) -> float:

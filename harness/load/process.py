@@ -16,6 +16,7 @@ from harness.load.answer import Answer, read_answer
 from harness.load.client import Client, Target
 from harness.load.clock import KernelClock
 from harness.load.exchange import Exchange
+from harness.load.reader import Reader
 from harness.load.recorder import Recorder
 from harness.load.tickets import Plan, Ticket, Tickets
 from harness.records import ErrorKind, Request
@@ -49,6 +50,7 @@ class LoadProcess:
         self._model = job.model
         self._asking_for_model = Semaphore()
         self._clock = KernelClock()
+        self._reader = Reader(self._clock)
         self.tickets = Tickets(job.tickets_path, plan_of(job))
         if self.by_hand:
             os.unlink(job.tickets_path)  # of use to this process only, which has it open
@@ -56,11 +58,12 @@ class LoadProcess:
     def close(self) -> None:
         """Let go of everything but the recorder."""
         self.tickets.close()
+        self._reader.close()
         self._clock.close()
 
     def client(self) -> Client:
         headers = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
-        return Client(self._target, self._clock, timeout_s=self.job.load.timeout_s, headers=headers)
+        return Client(self._target, self._clock, self._reader, timeout_s=self.job.load.timeout_s, headers=headers)
 
     def messages(self, ticket: Ticket) -> list[Message]:
         """The messages of a place in the seeded sequence."""
@@ -95,7 +98,7 @@ class LoadProcess:
             answer.fail(*_cut(error))
             raise
         finally:
-            self.recorder.health.note_reads(exchange.arrivals)
+            self.recorder.health.note_reads(exchange.arrivals.lags_us())
             self.recorder.add(self._record(exchange, answer, place))
             self.tickets.settle()
             if tell is not None:

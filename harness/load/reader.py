@@ -1,0 +1,243 @@
+"""All sockets of a load process, read by one place as soon as there is time: a system call, a stamp and an append each.
+
+What the bytes mean is worked out later, by the greenlet of the user whose answer they are. It sleeps meanwhile: no
+switch of greenlets, no parsing and no JSON for a chunk. That reading is late does not matter, as the kernel has stamped
+the bytes when they came; what does matter is that two chunks of a stream are not fetched by one read, so a busy process
+looks at its sockets each 2 ms. (The pattern of the kernel's own NAPI: interrupts while it is quiet, polling under load.)
+"""
+
+import select
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import gevent
+from gevent import monkey, socket
+from gevent.event import Event
+
+from harness.load.clock import CONTROL_BYTES, KernelClock
+
+_READ_BYTES = 65_536
+_BUSY_NS = 1_000_000  # sockets that become readable at shorter distances than this are looked at by the clock ...
+_PAUSE_S = 0.002  # ... so often
+_MOST_BYTES = 16_384  # of a stream that nobody has looked into
+_LOOK_S = 1.0  # a stream is looked into at least this often
+_SHORT = 16  # bytes of a read that may be the second half of a mark
+_NO_STAMP = -(2**31)
+
+
+class Arrivals:
+    """When each read of an exchange was, and the kernel's stamp of its bytes: 12 bytes a read."""
+
+    def __init__(self) -> None:
+        self._times_ns = array("q")  # the stamp, else the read
+        self._lags_us = array("i")  # from the stamp to the read
+
+    def append(self, read_ns: int, stamp_ns: int | None) -> None:
+        if stamp_ns is None:
+            self._times_ns.append(read_ns)
+            self._lags_us.append(_NO_STAMP)
+        else:
+            self._times_ns.append(stamp_ns)
+            self._lags_us.append(max(-(2**31) + 1, min(2**31 - 1, (read_ns - stamp_ns) // 1000)))
+
+    def __len__(self) -> int:
+        return len(self._times_ns)
+
+    def __iter__(self) -> Iterator[tuple[int, int | None]]:
+        """(read, stamp) in ns; the read to a microsecond where there is a stamp."""
+        return (self[number] for number in range(len(self)))
+
+    def __getitem__(self, number: int) -> tuple[int, int | None]:
+        time_ns, lag_us = self._times_ns[number], self._lags_us[number]
+        return (time_ns, None) if lag_us == _NO_STAMP else (time_ns + lag_us * 1000, time_ns)
+
+    def times_ns(self) -> list[int]:
+        """The stamp of each read, or the time of the read where it has none."""
+        return self._times_ns.tolist()
+
+    def lags_us(self) -> list[int]:
+        """From stamp to read, of the reads that have a stamp."""
+        return [lag for lag in self._lags_us if lag != _NO_STAMP]
+
+    def believable(self, sent_ns: int, slack_ns: int) -> bool:
+        """Whether every read has a stamp, none lies before what came earlier, and none after its own read.
+
+        A step of the realtime clock between arrival and read breaks this.
+        """
+        if not self._times_ns or min(self._lags_us) * 1000 < -slack_ns:  # _NO_STAMP is such a lag, too
+            return False
+        most = sent_ns
+        for time_ns in self._times_ns:
+            if time_ns < most - slack_ns:
+                return False
+            most = max(most, time_ns)
+        return True
+
+
+class Inbox(Protocol):
+    """What has arrived for one exchange."""
+
+    quiet: bool  # only the end is of interest: do not wake for each read
+
+    def pieces(self, timeout_s: float) -> Iterator[bytes]:
+        """What was read, a piece a read; empty bytes for the end of the connection. May yield nothing after a while.
+
+        Raises OSError for a connection that broke.
+        """
+        ...
+
+    def rest(self) -> list[bytes]:
+        """What was read and not looked into yet."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Reader:
+    """Of one process; made after the fork."""
+
+    def __init__(self, clock: KernelClock) -> None:
+        self._clock = clock
+        make: Callable[[], select.epoll] = monkey.get_original("select", "epoll")  # gevent takes it away
+        self._poll = make()
+        self._inboxes: dict[int, _Shared] = {}
+        loop: Any = gevent.get_hub().loop
+        self._readable = loop.io(self._poll.fileno(), 1)
+        self._pause = loop.timer(_PAUSE_S)
+        self._drained_ns = 0
+        self._watching = False
+
+    def close(self) -> None:
+        self._readable.stop()
+        self._readable.close()
+        self._pause.stop()
+        self._pause.close()
+        self._poll.close()
+
+    def open(self, sock: socket.socket, arrivals: Arrivals) -> Inbox:
+        """Read a socket from now on, until the inbox is closed; it must be one that the kernel stamps."""
+        raw: Any = sock._sock  # type: ignore[attr-defined]  # without gevent's waiting
+        inbox = _Shared(self, raw.fileno(), raw.recvmsg, arrivals)
+        self._inboxes[inbox.descriptor] = inbox
+        self._poll.register(inbox.descriptor, select.EPOLLIN)
+        self._watch()
+        return inbox
+
+    def forget(self, descriptor: int) -> None:
+        """Read it no more; nothing happens the second time."""
+        if self._inboxes.pop(descriptor, None) is not None:
+            self._poll.unregister(descriptor)
+
+    def breathe(self) -> None:
+        """To be called between pieces of work that take a while: reads what came meanwhile, if it is time."""
+        if self._inboxes and time.monotonic_ns() - self._drained_ns > _PAUSE_S * 1e9:
+            self._drain()
+
+    def _watch(self) -> None:
+        if not self._watching and self._inboxes:
+            self._watching = True
+            self._readable.start(self._on_readable)
+
+    def _on_readable(self) -> None:
+        """In the hub: must neither block nor switch."""
+        before_ns = self._drained_ns
+        self._drain()
+        if self._drained_ns - before_ns < _BUSY_NS or not self._inboxes:
+            self._readable.stop()
+            self._watching = False
+            if self._inboxes:
+                self._pause.start(self._watch)
+
+    def _drain(self) -> None:
+        inboxes, clock = self._inboxes, self._clock
+        self._drained_ns = clock.look()
+        for descriptor, _ in self._poll.poll(0):
+            inbox = inboxes[descriptor]
+            try:
+                data, control, _, _ = inbox.receive(_READ_BYTES, CONTROL_BYTES)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                inbox.broke(error)
+                continue
+            if data:
+                inbox.arrivals.append(clock.now_ns, clock.stamp_ns(control))
+            inbox.add(data)
+
+
+class _Shared:
+    """The inbox of a socket that the Reader reads."""
+
+    __slots__ = ("_arrived", "_bytes", "_error", "_pieces", "_reader", "arrivals", "descriptor", "quiet", "receive")
+
+    def __init__(self, reader: Reader, descriptor: int, receive: Any, arrivals: Arrivals) -> None:
+        self.descriptor = descriptor
+        self.receive = receive
+        self.arrivals = arrivals
+        self.quiet = False
+        self._reader = reader
+        self._pieces: list[bytes] = []
+        self._bytes = 0
+        self._error: OSError | None = None
+        self._arrived = Event()
+
+    def add(self, data: bytes) -> None:
+        self._pieces.append(data)
+        self._bytes += len(data)
+        # The end of a chunked body, of a stream that says [DONE] and stays open, or of the connection.
+        if (
+            not self.quiet
+            or len(data) < _SHORT
+            or self._bytes > _MOST_BYTES
+            or data.endswith(b"\r\n\r\n")
+            or b"[DONE]" in data
+        ):
+            self._arrived.set()
+        if not data:
+            self._reader.forget(self.descriptor)  # an ended connection is readable for ever
+
+    def broke(self, error: OSError) -> None:
+        self._error = error
+        self._arrived.set()
+        self._reader.forget(self.descriptor)
+
+    def pieces(self, timeout_s: float) -> Iterator[bytes]:
+        self._arrived.wait(min(timeout_s, _LOOK_S))
+        self._arrived.clear()
+        self._reader.breathe()
+        yield from self.rest()
+        if self._error is not None:
+            raise self._error
+
+    def rest(self) -> list[bytes]:
+        pieces, self._pieces, self._bytes = self._pieces, [], 0
+        return pieces
+
+    def close(self) -> None:
+        self._reader.forget(self.descriptor)
+
+
+class Direct:
+    """The inbox of a socket without stamps (TLS, other systems): read by the greenlet that waits for it."""
+
+    quiet = False
+
+    def __init__(self, sock: socket.socket, clock: KernelClock, arrivals: Arrivals) -> None:
+        self._socket = sock
+        self._clock = clock
+        self._arrivals = arrivals
+
+    def pieces(self, timeout_s: float) -> Iterator[bytes]:
+        self._socket.settimeout(timeout_s)
+        data = self._socket.recv(_READ_BYTES)
+        if data:
+            self._arrivals.append(self._clock.look(), None)
+        yield data
+
+    def rest(self) -> list[bytes]:
+        return []
+
+    def close(self) -> None:
+        """The socket is its owner's."""
