@@ -338,7 +338,12 @@ def test_compare_refuses_before_it_looks_at_the_rest(tmp_path: Path) -> None:
 
 def test_other_work_is_refused(tmp_path: Path) -> None:
     one = import_file(DATA / "vllm-chat.json", tmp_path)
-    path = changed("vllm-chat.json", tmp_path / "x.json", lambda raw: raw["input_lens"].__setitem__(0, 999))
+
+    def longer(raw: dict[str, Any]) -> None:
+        raw["total_input_tokens"] += 999 - raw["input_lens"][0]
+        raw["input_lens"][0] = 999
+
+    path = changed("vllm-chat.json", tmp_path / "x.json", longer)
     with pytest.raises(HarnessError, match="differ in 'workload_sha256'"):
         compare_runs([[one], [import_file(path, tmp_path)]])
 
@@ -361,11 +366,77 @@ def test_a_wrong_value_is_named_and_nothing_is_written(change: Any, said: str, t
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        (
+            "vllm-chat.json",
+            lambda raw: raw.update(completed=9),
+            r"\$\.completed says 9, and requests listed without an error are 12: one of them is wrong",
+        ),
+        (
+            "vllm-fail.json",
+            lambda raw: raw.update(failed=0),
+            r"\.failed says 0, and requests listed with an error are 2",
+        ),
+        (
+            "vllm-chat.json",
+            lambda raw: raw["output_lens"].__setitem__(3, 9),
+            r"\.total_output_tokens says 96, and those of the requests listed without an error come to 97",
+        ),
+        (
+            "vllm-plain.json",
+            lambda raw: raw.update(completed=9),
+            "num_prompts says 12, and completed and failed .* are 9",
+        ),
+        (
+            "vllm-plain.json",
+            lambda raw: (raw.update(completed=13), raw.pop("failed")),
+            r"\.completed: no more than the 12 of num_prompts are expected, got 13",
+        ),
+        (
+            "vllm-plain.json",
+            lambda raw: raw.update(output_throughput=600.0),
+            r"output_throughput says 600\.0, and \$\.total_output_tokens / \$\.duration is 544\.90",
+        ),
+        (
+            "guidellm-0.8-fail.json",
+            lambda raw: raw["benchmarks"][0]["scheduler_metrics"]["requests_made"].update(successful=12, errored=0),
+            r"requests_made\.successful says 12, and 'successful' in the report are 10",
+        ),
+        (
+            f"genai-bench/{GENAI}",
+            lambda raw: raw["aggregated_metrics"].update(num_completed_requests=139),
+            "num_completed_requests says 139, and successful requests listed are 140",
+        ),
+        (
+            f"genai-bench-fail/{GENAI}",
+            lambda raw: raw["aggregated_metrics"].update(num_error_requests=0),
+            "num_error_requests says 0, and failed requests listed are 33",
+        ),
+    ],
+)
+def test_a_file_that_contradicts_itself_is_refused_with_both_numbers(
+    name: str, change: Any, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(HarnessError, match=said):
+        import_file(changed(name, tmp_path / "x.json", change), tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_records_of_aiperf_that_its_summary_does_not_count_are_refused(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "aiperf", tmp_path / "given")
+    path = tmp_path / "given" / "profile_export.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    with pytest.raises(HarnessError, match=r"request_count\.avg says 12.0, and records of successful requests are 11"):
+        import_file(path, tmp_path / "runs")
+
+
 def test_a_report_with_a_part_of_its_requests_is_refused(tmp_path: Path) -> None:
     def sampled(raw: dict[str, Any]) -> None:
         raw["benchmarks"][0]["requests"]["successful"].pop()
 
-    with pytest.raises(HarnessError, match="12 requests were made and the report has 11"):
+    with pytest.raises(HarnessError, match=r"requests_made\.total says 12, and requests in the report are 11"):
         import_file(changed("guidellm-0.7.json", tmp_path / "x.json", sampled), tmp_path)
 
     def warmed(raw: dict[str, Any]) -> None:

@@ -46,6 +46,7 @@ def read(source: Source) -> Imported:
     load, at_once = _load(summary)
     records = [_record(node, index, load, zero, counted) for index, node in enumerate(nodes)]
     measured = [record for record in records if record.phase == "measured"]
+    _refuse_contradictions(summary, measured)
     config = summary.get("input_config") if summary else None
     model = config.get("models", "items", 0, "name") if config else None
     url = config.get("endpoint", "urls", 0) if config else None
@@ -81,6 +82,17 @@ def _beside(source: Source) -> Node | None:
     if not has(found.value, "aiperf_version"):
         raise found.wrong("not AIPerf's summary")
     return found
+
+
+def _refuse_contradictions(summary: Node | None, measured: list[Request]) -> None:
+    """Raise HarnessError where the summary beside the records counts others than are there."""
+    good = sum(record.error is None for record in measured)
+    for name, counted, what in (
+        ("request_count", good, "records of successful requests are"),
+        ("error_request_count", len(measured) - good, "records of failed requests are"),
+    ):
+        if summary and (stated := summary.get(name, "avg")):
+            stated.must_be(counted, what)
 
 
 def _load(summary: Node | None) -> tuple[str, int | None]:

@@ -6,7 +6,6 @@ It has latencies of every request but no times of day, so a run of it has number
 from array import array
 from typing import Any
 
-from harness.errors import HarnessError
 from harness.imports.source import Imported, Node, Part, Source, has, read_source
 from harness.summary import Distribution, Numbers
 from harness.tally import distribution
@@ -97,11 +96,13 @@ def _numbers(top: Node, found: Node) -> Numbers:
         if code is not None:
             kind = _kind(code)
             errors[kind] = errors.get(kind, 0) + 1
-    if len(good) != found.at("num_completed_requests").count():
-        raise HarnessError(
-            f"{top.source.path}: {len(good)} successful requests are listed and num_completed_requests says "
-            f"{found.at('num_completed_requests').count()}"
-        )
+    for name, counted, what in (
+        ("num_completed_requests", len(good), "successful requests listed are"),
+        ("num_error_requests", len(requests) - len(good), "failed requests listed are"),
+        ("num_requests", len(requests), "requests listed are"),
+    ):
+        if name == "num_completed_requests" or name in found.value:
+            found.at(name).must_be(counted, what)
     several = any((request.get("num_output_tokens") or request).value != 0 for request in good)
     duration = found.at("run_duration").duration()
     return Numbers(

@@ -1,5 +1,6 @@
 """GuideLLM's JSON report (`guidellm run`, output kind json). Read against 0.7 and 0.8."""
 
+from collections import Counter
 from typing import Any
 
 from harness.errors import HarnessError
@@ -93,10 +94,11 @@ def _part(benchmark: Node) -> Part:
         trimmed = benchmark.get(name)
         if trimmed is not None and trimmed.number() > 0:
             raise trimmed.wrong("which requests were trimmed is not in the report; run without warm-up and cool-down")
-    made = benchmark.get("scheduler_metrics", "requests_made", "total")
-    total = made.count() if made else len(requests)
-    if total != len(requests):
-        raise benchmark.wrong(f"{total} requests were made and the report has {len(requests)}")
+    made = benchmark.get("scheduler_metrics", "requests_made")
+    counts = Counter(kind for kind, _ in requests)
+    for name, counted in (("total", len(requests)), *((name, counts[kind]) for name, kind in _LISTS.items())):
+        if made and (stated := made.get(name)):
+            stated.must_be(counted, "requests in the report are" if name == "total" else f"'{name}' in the report are")
     starts = [start for _, request in requests if (start := _start(request)) is not None]
     if not starts:
         raise benchmark.wrong("no request of the benchmark was sent")

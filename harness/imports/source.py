@@ -131,6 +131,14 @@ class Node:
             raise self.wrong("a text is expected")
         return self.value
 
+    def must_be(self, counted: float, what: str, rounded: float = 0.0) -> None:
+        """Raise HarnessError, naming both, unless this number is what the file's own records come to."""
+        if not math.isclose(self.number(), counted, rel_tol=rounded):
+            raise HarnessError(
+                f"{self.source.path}: {self.where} says {self.value}, and {what} {counted:.12g}: one of them is wrong",
+                next_step="A file that contradicts itself was changed or damaged; nothing was written.",
+            )
+
     def wrong(self, what: str) -> HarnessError:
         shown = repr(self.value)
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."

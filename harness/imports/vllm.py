@@ -43,6 +43,7 @@ def read(source: Source) -> Imported:
     if top.get("output_throughput") is None:
         raise HarnessError(f"{source.path}: a benchmark of embeddings has no generated tokens to measure")
     records = _records(top) if "ttfts" in source.value else []
+    _refuse_contradictions(top, records)
     started, ended = _times(top)
     concurrency = top.get("max_concurrency")
     part = Part(
@@ -131,11 +132,32 @@ def _records(top: Node) -> list[Request]:
     return records
 
 
+def _refuse_contradictions(top: Node, records: list[Request]) -> None:
+    """Raise HarnessError where the file's totals are not those of its own lists, or not of each other."""
+    completed, duration = top.at("completed"), top.at("duration").duration()
+    if records:
+        good = [record for record in records if record.error is None]
+        completed.must_be(len(good), "requests listed without an error are")
+        if failed := top.get("failed"):
+            failed.must_be(len(records) - len(good), "requests listed with an error are")
+        for name, counted in (
+            ("total_input_tokens", sum(record.prompt_tokens or 0 for record in good)),
+            ("total_output_tokens", sum(record.output_tokens or 0 for record in good)),
+        ):
+            top.at(name).must_be(counted, "those of the requests listed without an error come to")
+    elif failed := top.get("failed"):
+        top.at("num_prompts").must_be(completed.count() + failed.count(), "completed and failed together are")
+    elif completed.count() > top.at("num_prompts").count():
+        raise completed.wrong(f"no more than the {top.at('num_prompts').count()} of num_prompts are expected")
+    for rate, total in (("request_throughput", completed), ("output_throughput", top.at("total_output_tokens"))):
+        if duration > 0:
+            top.at(rate).must_be(total.count() / duration, f"{total.where} / $.duration is", rounded=1e-3)
+
+
 def _numbers(top: Node) -> Numbers:
     completed = top.at("completed").count()
-    planned = top.at("num_prompts").count()
     failed = top.get("failed")
-    lost = failed.count() if failed else planned - completed
+    lost = failed.count() if failed else top.at("num_prompts").count() - completed
     duration = top.at("duration").duration()
     return Numbers(
         sent=completed + lost,
