@@ -18,7 +18,7 @@ class ExitCode(enum.IntEnum):
     USAGE = 1  # usage, scenario or input file
     SERVER = 2  # a server did not become ready
     INVALID = 3  # the run ended INVALID
-    FAILED = 4  # a check or a comparison failed
+    FAILED = 4  # a check or a comparison failed, or the doctor found a blocker
     INTERRUPTED = 130  # Ctrl-C or SIGTERM
 
 

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import msgspec
 
+from harness.computed import fill_in
 from harness.drive import GRACE_S, tail
 from harness.errors import HarnessError, RunError, ServerError
 from harness.experiment import Experiment, load_name, server_name
 from harness.job import write_job
 from harness.plan import plan
+from harness.preflight import refuse_blocked
 from harness.progress import Progress
 from harness.run import begin, endpoint_of, finish, generator, make_job
 from harness.serve.ports import is_free
@@ -43,6 +45,9 @@ def live(
         generator="process",
     )
     experiment = msgspec.structs.replace(experiment, scenario=scenario)
+    refuse_blocked(experiment)
+    experiment = fill_in(experiment, progress.line)
+    scenario = experiment.scenario
     cell = plan(scenario)[0]
     folder, manifest = begin(experiment, [cell], runs)
     try:

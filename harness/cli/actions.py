@@ -1,5 +1,7 @@
 """Commands that start something: servers, loads, or the check of a scenario before that."""
 
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,6 +29,7 @@ from harness.cli.common import (
     scenario_path,
     show,
 )
+from harness.errors import ExitCode
 
 
 @app.command(short_help="Start the servers, load them, take everything down, report.")
@@ -102,18 +105,48 @@ def live(
 def check(scenario: ScenarioArg) -> None:
     """Validate a scenario and show its plan, without running anything."""
     from harness import experiment as experiments
+    from harness.computed import foretell
+    from harness.preflight import notes
     from harness.preview import show_plan
 
-    show_plan(experiments.prepare(scenario_path(scenario)), console())
+    experiment = experiments.prepare(scenario_path(scenario))
+    show_plan(experiment, console())
+    for note in [*notes(experiment), *foretell(experiment)]:
+        console().print(note, markup=False, highlight=False)
+
+
+@app.command(short_help="Look for what stands in the way on this machine.")
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    root: Annotated[
+        Path, typer.Option("--root", metavar="DIR", help="Read the /proc, /sys, /dev, /etc and /var below DIR instead.")
+    ] = Path("/"),
+) -> None:
+    """Look at GPU, memory, kernel, access, Docker and processes of this machine; exit code 4 with a blocker."""
+    from harness.machine import doctor as doctors
+    from harness.machine.doctor import show
+    from harness.serve.engine import engine_facts
+
+    # Of another machine's files, this machine's Docker Engine and shell know nothing.
+    here = root.resolve() == Path("/")
+    found = doctors.diagnose(root, engine_facts() if here else None, os.environ if here else None)
+    if as_json:
+        print(show.as_json(found, root))
+    else:
+        show.show(found, console(), root)
+    if doctors.worst(found) == "blocker":
+        raise typer.Exit(ExitCode.FAILED)
 
 
 @app.command(short_help="Print the Compose file that would be run.")
 def compose(scenario: ScenarioArg, server: ServerOpt = None) -> None:
     """Print the Compose file that the harness would run, for `docker compose up`."""
     from harness import experiment as experiments
+    from harness.computed import fill_in
     from harness.serve import compose_document
 
     experiment = experiments.prepare(scenario_path(scenario))
+    experiment = fill_in(experiment, lambda line: print(line, file=sys.stderr))
     print(compose_document(experiment.scenario, experiments.server_name(experiment, server)), end="")
 
 

@@ -1,0 +1,128 @@
+"""The Docker Engine: what it says of itself, held against what servers on a GPU need."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from msgspec import Struct
+
+from harness.machine.doctor.finding import Finding, Level, finding
+from harness.machine.files import gib, meminfo, text
+
+GB = 10**9
+IMAGE_BYTES = (10 * GB, 40 * GB)  # below the first no ROCm image fits, above the second any of them does
+_OLDEST = (20, 10)
+_DEFAULT_SHM_BYTES = 64 << 20
+_ENOUGH_SHM_BYTES = 1 << 30
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+class Engine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a Docker Engine says of itself. Unknown is None; `problem` is why it cannot be used at all."""
+
+    host: str | None = None  # the other machine that DOCKER_HOST names
+    problem: str | None = None
+    remedy: str = ""
+    version: str | None = None
+    rootless: bool = False
+    desktop: bool = False
+    podman: bool = False
+    cgroup: str | None = None
+    memory_limits: bool = True
+    image_folder: str | None = None  # where it keeps images
+    free_bytes: int | None = None  # of that folder's disk, on this machine
+    stale: list[str] = []  # what killed runs of ours left in it
+
+
+def check(root: Path, engine: Engine, *, gpus: int) -> Iterator[Finding]:
+    """Findings about the engine, for a machine with so many GPUs."""
+    if engine.host is not None:
+        here = "what follows is said by its Docker Engine, and nothing is known of its GPU, kernel and memory"
+        yield finding("docker.remote", "warning", f"DOCKER_HOST names {engine.host}: {here}", host=engine.host)
+    if engine.problem is not None:
+        fact = f"{engine.problem}: servers in containers cannot run"
+        yield finding(
+            "docker.reachable", "blocker", fact, advice=engine.remedy or "start the engine, or set DOCKER_HOST"
+        )
+        return
+    yield finding("docker.reachable", "ok", "the Docker Engine answers")
+    yield from _kind(engine, gpus)
+    yield from _disk(engine)
+    if engine.host is None:
+        yield _shm(root, gpus)
+    if engine.stale:
+        more = f" and {len(engine.stale) - 3} more" if len(engine.stale) > 3 else ""
+        yield finding("docker.stale", "warning", f"left behind by killed runs: {', '.join(engine.stale[:3])}{more}")
+    else:
+        yield finding("docker.stale", "ok", "nothing was left behind by killed runs")
+
+
+def _kind(engine: Engine, gpus: int) -> Iterator[Finding]:
+    if engine.version is not None:
+        numbers = tuple(int(part) for part in re.findall(r"\d+", engine.version)[:2])
+        old = not engine.podman and numbers < _OLDEST
+        told = f"{'Podman' if engine.podman else 'Docker Engine'} {engine.version}"
+        yield finding("docker.version", "warning" if old else "ok", told)
+    if engine.podman:
+        yield finding("docker.podman", "warning", "Podman answers in Docker's place")
+    if engine.desktop and gpus:
+        yield finding("docker.desktop", "blocker", "the engine of Docker Desktop has no access to this machine's GPU")
+    if engine.rootless:
+        yield finding(
+            "docker.rootless", "warning", "the engine runs without root: containers lose the groups of devices"
+        )
+    else:
+        yield finding("docker.rootless", "ok", "the engine runs as root")
+    if engine.cgroup is not None:
+        level: Level = "ok" if engine.memory_limits else "warning"
+        enforced = "memory limits are enforced" if engine.memory_limits else "memory limits are not enforced"
+        yield finding("docker.cgroup", level, f"control groups version {engine.cgroup}, {enforced}")
+
+
+def _disk(engine: Engine) -> Iterator[Finding]:
+    if engine.free_bytes is None:
+        return
+    path = engine.image_folder or "Docker's data-root"
+    fact = f"{engine.free_bytes / GB:.0f} GB free for images in {path}"
+    none, enough = IMAGE_BYTES
+    if engine.free_bytes < none:
+        yield finding("docker.disk", "blocker", f"only {fact}; ROCm images need 10 to 35 GB", path=path)
+    elif engine.free_bytes < enough:
+        yield finding("docker.disk", "warning", f"{fact}; ROCm images need 10 to 35 GB, models their own", path=path)
+    else:
+        yield finding("docker.disk", "ok", fact)
+
+
+def _shm(root: Path, gpus: int) -> Finding:
+    default = _default_shm(root)
+    host = _host_shm(root)
+    told = f"a container's own /dev/shm has {default >> 20} MB; the vLLM templates use the host's (ipc: host)"
+    if host is None:
+        return finding("docker.shm", "ok", told)
+    if gpus and host < _ENOUGH_SHM_BYTES:
+        return finding("docker.shm", "warning", f"{told}, but that has only {host >> 20} MB")
+    return finding("docker.shm", "ok", f"{told}, {gib(host)}")
+
+
+def _default_shm(root: Path) -> int:
+    """Docker's 64 MB, or what the engine's settings say instead."""
+    try:
+        settings = json.loads(text(root / "etc/docker/daemon.json") or "{}")
+    except ValueError:
+        return _DEFAULT_SHM_BYTES
+    given = settings.get("default-shm-size") if isinstance(settings, dict) else None
+    match = re.fullmatch(r"(\d+)([kmg]?)b?", str(given).lower())
+    return int(match[1]) * _UNITS[match[2]] if match else _DEFAULT_SHM_BYTES
+
+
+def _host_shm(root: Path) -> int | None:
+    """Size of the host's /dev/shm; a tmpfs without a size has half of the RAM."""
+    mounts = re.findall(r"^\S+ /dev/shm tmpfs (\S+)", text(root / "proc/mounts") or "", re.MULTILINE)
+    if not mounts:
+        return None
+    match = re.search(r"(?:^|,)size=(\d+)([kmg]?)", mounts[-1])
+    if match:
+        return int(match[1]) * _UNITS[match[2]]
+    ram = meminfo(root, "MemTotal")
+    return ram // 2 if ram is not None else None

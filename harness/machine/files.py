@@ -1,0 +1,30 @@
+"""Small files of /proc and /sys, which a driver may refuse to answer at any time."""
+
+import os
+import re
+from pathlib import Path
+
+
+def text(path: Path) -> str | None:
+    """A small file's text; None when it is missing or the driver refuses to answer now."""
+    try:
+        return os.fsdecode(path.read_bytes()).strip()
+    except OSError:
+        return None
+
+
+def number(path: Path) -> int | None:
+    """A file that holds one number and nothing else."""
+    found = text(path)
+    return int(found) if found and found.isdigit() else None
+
+
+def meminfo(root: Path, field: str) -> int | None:
+    """A field of /proc/meminfo, such as MemTotal, in bytes."""
+    match = re.search(rf"^{field}:\s*(\d+) kB", text(root / "proc/meminfo") or "", re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
+
+
+def gib(size: int) -> str:
+    """Bytes as a person reads them."""
+    return f"{size / 2**30:.1f} GiB"

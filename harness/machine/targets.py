@@ -1,0 +1,60 @@
+"""What a gfx target is called in shops, and where it stands with each server: targets.yaml, with date and sources."""
+
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import yaml
+from msgspec import Struct
+
+Standing = Literal["validated", "code", "wheels", "prepared", "unsupported"]
+WORDS: dict[Standing, str] = {
+    "validated": "validated by its makers",
+    "code": "has code for it",
+    "wheels": "builds exist, not tried by their makers",
+    "prepared": "prepared, cannot be installed yet",
+    "unsupported": "unsupported",
+}
+
+
+class Server(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A server of the table, in words, and where its column was read."""
+
+    title: str
+    source: str
+
+
+class Target(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A row of the table."""
+
+    target: str
+    family: str
+    architecture: str
+    servers: dict[str, Standing] = {}
+
+    def standing(self, server: str) -> Standing:
+        return self.servers.get(server, "unsupported")
+
+    @property
+    def instinct(self) -> bool:
+        return self.architecture.startswith("CDNA")
+
+
+class Table(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """targets.yaml."""
+
+    checked: str  # the day on which the sources were read
+    servers: dict[str, Server]
+    targets: list[Target]
+
+
+@cache
+def table() -> Table:
+    text = Path(__file__).with_name("targets.yaml").read_text(encoding="utf-8")
+    return msgspec.convert(yaml.safe_load(text), Table)
+
+
+def target_of(name: str) -> Target | None:
+    """The row of a target such as gfx1151; None for one that the table does not have."""
+    return next((row for row in table().targets if row.target == name), None)

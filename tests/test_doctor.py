@@ -1,0 +1,421 @@
+"""What the doctor finds on machines that are trees of files."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.machine import pci
+from harness.machine.doctor import Engine, Finding, User, diagnose, known, worst
+from harness.machine.doctor.finding import finding
+from harness.machine.targets import table, target_of
+from tests import machines
+from tests.machines import GIB, drm, write
+
+ENGINE = Engine(
+    version="28.2.2", cgroup="2", image_folder="/var/lib/docker", free_bytes=500 * 10**9
+)  # one with which all is well
+RENDER = f"{machines.RENDER_GID} (render)"
+MEMBER = User(54321, frozenset({54321, machines.RENDER_GID}))
+STRANGER = User(54321, frozenset({54321}))
+
+
+def found(root: Path, docker: Engine | None = ENGINE, user: User = MEMBER, **environ: str) -> dict[str, Finding]:
+    """Findings by id; those that come more than once are an error here."""
+    findings = diagnose(root, docker, environ, user)
+    by_id = {one.id: one for one in findings}
+    assert len(by_id) == len(findings)
+    return by_id
+
+
+def levels(findings: dict[str, Finding]) -> dict[str, str]:
+    return {id: one.level for id, one in findings.items() if one.level != "ok"}
+
+
+def test_strix_halo_with_a_carve_out_of_96_gb(tmp_path: Path) -> None:
+    seen = found(machines.strix_halo_carve_out(tmp_path))
+    assert levels(seen) == {}
+    assert seen["gpu.present"].fact == "gfx1151: Strix Halo (Ryzen AI Max, Radeon 8060S), 40 compute units"
+    assert seen["memory.pool"].fact == "VRAM of 96.0 GiB counts, 94.5 GiB free (the GTT of 15.5 GiB does not)"
+    assert seen["memory.holders"].fact == "1.5 GiB in use, by no process that can be seen"
+    assert seen["kernel.cwsr"].fact == "the kernel has the CWSR fix for gfx1151 (cwsr_size and ctl_stack_size)"
+    assert seen["kernel.iommu"].fact == "amd_iommu=off: the fastest setting; there is no NPU with it"
+    assert seen["access.groups"].fact == f"containers get the groups {RENDER}, by number"
+
+
+def test_strix_halo_with_512_mb_and_gtt(tmp_path: Path) -> None:
+    seen = found(machines.strix_halo_gtt(tmp_path))
+    assert levels(seen) == {}
+    assert seen["memory.pool"].fact == "GTT of 116.0 GiB counts, 115.9 GiB free (the carve-out of 0.5 GiB does not)"
+    assert seen["kernel.iommu"].fact == "IOMMU on (default); amd_iommu=off is 5 to 12 % faster in one report"
+
+
+def test_strix_halo_that_gets_half_of_its_memory(tmp_path: Path) -> None:
+    seen = found(machines.strix_halo_half(tmp_path))
+    assert levels(seen) == dict.fromkeys(("memory.half", "kernel.profile", "kernel.governor"), "warning")
+    half = seen["memory.half"]
+    assert half.fact == (
+        "the GPU gets 62.2 GiB of 124.5 GiB: GTT has its default size of half the RAM, the carve-out is 0.5 GiB"
+    )
+    assert half.fix == (
+        "boot with ttm.pages_limit=30408704 (116 GiB, leaves 8.5 GiB to the system; or `amd-ttm --set 116`), "
+        "or set a large carve-out in the BIOS"
+    )
+    assert 116 * GIB == 30408704 * 4096
+
+
+def test_strix_halo_without_the_kernel_fix(tmp_path: Path) -> None:
+    seen = found(machines.strix_halo_old_kernel(tmp_path))
+    assert levels(seen) == {"kernel.cwsr": "blocker"}
+    assert seen["kernel.cwsr"].fact == (
+        "Linux 6.17.8 lacks the CWSR fix for gfx1151 (no cwsr_size and ctl_stack_size): ROCm crashes or hangs"
+    )
+    assert seen["kernel.cwsr"].fix is not None and "6.18.4 or newer" in seen["kernel.cwsr"].fix
+
+
+def test_strix_point(tmp_path: Path) -> None:
+    seen = found(machines.strix_point(tmp_path))
+    assert levels(seen) == {}
+    assert seen["gpu.present"].fact == "gfx1150: Strix Point (Ryzen AI 300, Radeon 890M), 16 compute units"
+    assert "kernel.cwsr" not in seen, "only gfx1151 needs it"
+    assert "validated by its makers: Lemonade with vLLM;" in seen["gpu.target"].fact
+
+
+@pytest.mark.parametrize(
+    ("version", "vram", "family"),
+    [(110000, 24, "gfx1100: Radeon RX 7900, PRO W7900, W7800"), (120001, 32, "gfx1201: Radeon RX 9070, AI PRO R9700")],
+)
+def test_a_card_of_its_own(tmp_path: Path, version: int, vram: int, family: str) -> None:
+    seen = found(machines.radeon(tmp_path, version, vram))
+    assert levels(seen) == {}
+    assert seen["gpu.present"].fact == f"{family}, 48 compute units"
+    assert seen["memory.pool"].fact == f"VRAM of {vram}.0 GiB counts, {vram - 0.2:.1f} GiB free"
+    assert {"kernel.cwsr", "kernel.iommu", "kernel.numa", "memory.half"}.isdisjoint(seen)
+
+
+def test_eight_instincts(tmp_path: Path) -> None:
+    seen = found(machines.mi300x_eight(tmp_path))
+    assert levels(seen) == {"kernel.numa": "warning"}
+    assert seen["gpu.present"].fact == "8 x gfx942: Instinct MI300 (MI300X, MI300A, MI325X), 304 compute units each"
+    assert seen["gpu.target"].fact.endswith("; prepared, cannot be installed yet: Lemonade with vLLM")
+    assert seen["memory.pool"].fact == "8 x VRAM of 192.0 GiB, 191.8 GiB free"
+    assert seen["access.render"].fact == f"8 render nodes from /dev/dri/renderD128 on, group {RENDER}"
+    assert seen["kernel.numa"].fix == "sudo sysctl kernel.numa_balancing=0"
+    write(tmp_path, {"proc/sys/kernel/numa_balancing": "0\n"})
+    assert levels(found(tmp_path)) == {}
+
+
+def test_a_machine_without_gpu_has_one_blocker_and_is_told_what_runs(tmp_path: Path) -> None:
+    seen = found(machines.no_gpu(tmp_path))
+    assert levels(seen) == {"gpu.present": "blocker"}
+    assert seen["gpu.present"].fact == "there is no AMD GPU"
+    assert seen["gpu.present"].fix is not None and "`harness run first-look`" in seen["gpu.present"].fix
+    assert {one.topic for one in seen.values()} == {"gpu", "kernel", "docker", "processes"}
+
+
+def test_a_machine_with_nvidia_only(tmp_path: Path) -> None:
+    seen = found(machines.nvidia_only(tmp_path))
+    assert levels(seen) == {"gpu.present": "blocker"}
+    assert seen["gpu.present"].fact == (
+        "there is no AMD GPU, only one of NVIDIA, for which this project has no servers"
+    )
+
+
+def test_a_gpu_without_its_driver(tmp_path: Path) -> None:
+    slot = "sys/bus/pci/devices/0000:03:00.0"
+    ids = {f"{slot}/class": "0x120000\n", f"{slot}/vendor": "0x1002\n", f"{slot}/device": "0x74a1\n"}
+    root = write(machines.no_gpu(tmp_path), ids)
+    assert list(pci.cards(root)) == [pci.Card(slot="0000:03:00.0", vendor=0x1002, device=0x74A1)]
+    seen = found(root)
+    what = "the AMD GPU at 0000:03:00.0 (1002:74a1) is not known to the compute driver"
+    assert seen["gpu.driver"].fact == f"{what}: amdgpu is not loaded"
+    assert seen["gpu.driver"].fix is not None and seen["gpu.driver"].fix.startswith("sudo modprobe amdgpu")
+    write(root, {"proc/cmdline": "quiet nomodeset\n"})
+    assert found(root)["gpu.driver"].fix == "remove nomodeset from the kernel's command line and reboot"
+    write(root, {"sys/module/amdgpu/refcnt": "0\n"})
+    assert found(root)["gpu.driver"].fact == f"{what}, though amdgpu is loaded"
+
+
+def test_targets_of_little_standing(tmp_path: Path) -> None:
+    seen = found(machines.gpu(machines.no_gpu(tmp_path / "a"), 110103 - 100, vram_gib=8, gtt_gib=8))
+    assert seen["gpu.target"].level == "warning"
+    assert seen["gpu.target"].fact.startswith("gfx1103 (RDNA 3) on 2026-11-21; builds exist, not tried by their makers")
+    seen = found(machines.gpu(machines.no_gpu(tmp_path / "b"), 130000, vram_gib=8, gtt_gib=8))
+    assert seen["gpu.target"].fact == (
+        "gfx1300 is not in the table of 2026-11-21: no server is known to have code for it"
+    )
+    assert seen["gpu.present"].fact == "gfx1300: family unknown, 40 compute units"
+
+
+def test_different_gpus_in_one_machine(tmp_path: Path) -> None:
+    root = machines.radeon(tmp_path, 110000, 24)
+    machines.gpu(root, 100306, minor=129, units=2, vram_gib=0.5, gtt_gib=30)
+    (mixed,) = [one for one in diagnose(root, ENGINE, {}, MEMBER) if one.id == "gpu.mixed"]
+    assert mixed.fact == "1 x gfx1100 and 1 x gfx1036 are in one machine, and servers may take the wrong one"
+    assert mixed.fix is not None and "[/dev/kfd, /dev/dri/renderD128]" in mixed.fix
+
+
+def test_an_override_of_the_target_is_harmful(tmp_path: Path) -> None:
+    seen = found(machines.strix_halo_carve_out(tmp_path), HSA_OVERRIDE_GFX_VERSION="11.0.0")
+    assert levels(seen) == {"gpu.override": "warning"}
+    assert seen["gpu.override"].fact == "HSA_OVERRIDE_GFX_VERSION=11.0.0 is set"
+
+
+def test_who_holds_the_memory(tmp_path: Path) -> None:
+    root = machines.strix_halo_carve_out(tmp_path)
+    machines.gpu(root, 110501, vram_gib=96, gtt_gib=15.5, vram_used_gib=30)
+    machines.process(root, 900, "gnome-shell", 1, drm(5, vram_kib=300 << 10))
+    machines.process(root, 4242, "llama-server", 4000, drm(9, vram_kib=28 << 20, gtt_kib=1 << 20))
+    write(root, {"proc/4242/fdinfo/8": drm(9, vram_kib=28 << 20, gtt_kib=1 << 20)})  # the same client again
+    seen = found(root)
+    assert levels(seen) == dict.fromkeys(("memory.pool", "memory.holders", "processes.engines"), "warning")
+    assert seen["memory.pool"].fact == "VRAM of 96.0 GiB counts, 66.0 GiB free (the GTT of 15.5 GiB does not)"
+    assert seen["memory.pool"].fix is not None and "gpu_memory_utilization to 0.66 or less" in seen["memory.pool"].fix
+    assert seen["memory.holders"].fact == "held by llama-server (pid 4242) 29.0 GiB, gnome-shell (pid 900) 0.3 GiB"
+    assert seen["memory.holders"].fix is not None
+    assert seen["memory.holders"].fix.startswith("end llama-server (pid 4242) before measuring;")
+    assert seen["processes.engines"].fact == "run already: llama-server (pid 4242)"
+
+
+def test_the_compute_drivers_count_needs_no_rights(tmp_path: Path) -> None:
+    root = machines.radeon(tmp_path, 110000, 24)
+    machines.process(root, 77, "python3", 70)
+    write(root, {"sys/class/kfd/kfd/proc/77/vram_4711": f"{3 * GIB}\n"})
+    assert found(root)["memory.holders"].fact == "held by python3 (pid 77) 3.0 GiB"
+
+
+def test_host_memory_that_other_programs_use_is_not_free_for_a_gtt(tmp_path: Path) -> None:
+    root = machines.strix_halo_gtt(tmp_path)
+    write(root, {"proc/meminfo": f"MemTotal: {int(124.5 * GIB) // 1024} kB\nMemAvailable: {58 * GIB // 1024} kB\n"})
+    seen = found(root)
+    assert levels(seen) == {"memory.pool": "warning"}
+    assert seen["memory.pool"].fact == (
+        "GTT of 116.0 GiB counts, 115.9 GiB free, of which the host can give 58.0 GiB "
+        "(the carve-out of 0.5 GiB does not)"
+    )
+    assert seen["memory.pool"].fix is not None and "to 0.48 or less" in seen["memory.pool"].fix
+
+
+def test_gttsize_alone_lies(tmp_path: Path) -> None:
+    root = machines.host(
+        tmp_path, name="h", kernel="6.18.9", ram_gib=125, available_gib=120, cmdline="amdgpu.gttsize=131072"
+    )
+    machines.power(machines.ttm(machines.gpu(root, 110501, vram_gib=0.5, gtt_gib=128), 62.5))
+    seen = found(root)
+    assert levels(seen) == {"memory.gttsize": "warning"}
+    assert seen["memory.gttsize"].fact == (
+        "amdgpu.gttsize=131072 promises a GTT of 128.0 GiB, but ttm.pages_limit gives out 62.5 GiB: "
+        "programs see more free memory than there is"
+    )
+
+
+def test_a_carve_out_and_a_gtt_that_cannot_be_filled(tmp_path: Path) -> None:
+    root = machines.strix_halo_carve_out(tmp_path)
+    machines.ttm(machines.gpu(root, 110501, vram_gib=96, gtt_gib=124), 124)
+    assert found(root)["memory.overcommit"].fact == (
+        "the GTT of 124.0 GiB counts, but the carve-out of 96.0 GiB leaves only 31.0 GiB of RAM to fill it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("files", "level", "fact"),
+    [
+        (
+            {"sys/class/drm/renderD128/device/fw_version/mes_fw_version": "0x00000083\n"},
+            "warning",
+            "MES firmware 0x83 is loaded, that of linux-firmware 20251125",
+        ),
+        (
+            {"sys/class/drm/renderD128/device/fw_version/mes_fw_version": "0x00000080\n"},
+            "ok",
+            "MES firmware 0x80",
+        ),
+        (
+            {
+                "var/lib/dpkg/status": "Package: bash\nStatus: install ok installed\nVersion: 5.2\n\n"
+                "Package: linux-firmware\nStatus: install ok installed\nVersion: 20251125-1\n"
+            },
+            "warning",
+            "linux-firmware 20251125-1 is installed",
+        ),
+        (
+            {"var/lib/pacman/local/linux-firmware-amdgpu-20251125-2/desc": "%NAME%\n"},
+            "warning",
+            "linux-firmware-amdgpu 20251125 is installed",
+        ),
+        (
+            {"var/lib/dpkg/status": "Package: linux-firmware\nStatus: deinstall ok config-files\nVersion: 20251125\n"},
+            None,
+            None,
+        ),
+    ],
+    ids=["loaded", "good", "dpkg", "pacman", "removed"],
+)
+def test_firmware(tmp_path: Path, files: dict[str, str], level: str | None, fact: str | None) -> None:
+    seen = found(write(machines.strix_halo_carve_out(tmp_path), files)).get("kernel.firmware")
+    assert (seen and seen.level, seen and seen.fact) == (level, fact)
+
+
+def test_kernel_settings(tmp_path: Path) -> None:
+    root = machines.strix_halo_carve_out(tmp_path)
+    write(
+        root,
+        {
+            "proc/cmdline": "quiet amd_iommu=pt\n",
+            "sys/module/amdgpu/version": "6.14.14\n",
+            "sys/class/drm/renderD128/device/power_dpm_force_performance_level": "low\n",
+        },
+    )
+    seen = found(root)
+    assert levels(seen) == dict.fromkeys(("kernel.iommu", "kernel.dkms", "kernel.performance_level"), "warning")
+    assert seen["kernel.dkms"].fact == "amdgpu 6.14.14 of amdgpu-dkms has replaced the kernel's own driver"
+    assert seen["kernel.performance_level"].fix is not None
+    assert "/sys/class/drm/renderD128/device/power_dpm_force" in seen["kernel.performance_level"].fix
+
+
+def test_the_energy_preference_is_as_good_as_the_governor(tmp_path: Path) -> None:
+    root = machines.power(machines.strix_halo_carve_out(tmp_path), governor="powersave")
+    write(root, {"sys/devices/system/cpu/cpu0/cpufreq/energy_performance_preference": "performance\n"})
+    assert found(root)["kernel.governor"].level == "ok"
+
+
+def test_a_user_who_may_not_open_the_devices(tmp_path: Path) -> None:
+    root = machines.strix_halo_carve_out(tmp_path)
+    seen = found(root, user=STRANGER)
+    assert levels(seen) == {"access.kfd": "warning", "access.render": "warning"}
+    assert seen["access.kfd"].fact == (
+        f"this user may not open /dev/kfd: mode 0660, group {RENDER}; containers may (the engine runs as root), "
+        "servers that you start yourself may not"
+    )
+    assert seen["access.kfd"].fix == "sudo usermod -aG render $USER, then log in again"
+    rootless = Engine(version="28.2.2", rootless=True)
+    assert levels(found(root, docker=rootless, user=STRANGER)) == {
+        "access.kfd": "blocker",
+        "access.render": "blocker",
+        "docker.rootless": "warning",
+    }
+
+
+def test_devices_that_are_missing_or_roots(tmp_path: Path) -> None:
+    root = machines.strix_halo_carve_out(tmp_path)
+    (root / "dev/kfd").unlink()
+    (root / "dev/dri/renderD128").unlink()
+    seen = found(root)
+    assert levels(seen) == {"access.kfd": "blocker", "access.render": "blocker"}
+    assert seen["access.render"].fact == "there is no /dev/dri/renderD128"
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        (Engine(problem="no permission to use the Docker Engine", remedy="x"), {"docker.reachable": "blocker"}),
+        (Engine(version="19.3.5"), {"docker.version": "warning"}),
+        (Engine(version="5.4.0", podman=True), {"docker.podman": "warning"}),
+        (Engine(version="28.0.1", desktop=True), {"docker.desktop": "blocker"}),
+        (Engine(version="28.0.1", cgroup="2", memory_limits=False), {"docker.cgroup": "warning"}),
+        (Engine(version="28.0.1", free_bytes=5 * 10**9), {"docker.disk": "blocker"}),
+        (Engine(version="28.0.1", free_bytes=20 * 10**9), {"docker.disk": "warning"}),
+        (Engine(version="28.0.1", stale=["container amd-llm-load-x-server"]), {"docker.stale": "warning"}),
+    ],
+    ids=["none", "old", "podman", "desktop", "no-limits", "no-room", "little-room", "stale"],
+)
+def test_the_engine(tmp_path: Path, engine: Engine, expected: dict[str, str]) -> None:
+    assert levels(found(machines.strix_halo_carve_out(tmp_path), docker=engine)) == expected
+
+
+def test_shared_memory(tmp_path: Path) -> None:
+    root = machines.mi300x_eight(tmp_path)
+    write(root, {"proc/sys/kernel/numa_balancing": "0\n"})
+    told = "a container's own /dev/shm has 64 MB; the vLLM templates use the host's (ipc: host)"
+    assert found(root)["docker.shm"].fact == f"{told}, 1007.5 GiB"
+    write(root, {"proc/mounts": "shm /dev/shm tmpfs rw,nosuid,size=65536k 0 0\n"})
+    assert found(root)["docker.shm"].fact == f"{told}, but that has only 64 MB"
+    assert levels(found(root)) == {"docker.shm": "warning"}
+    write(root, {"proc/mounts": "", "etc/docker/daemon.json": '{"default-shm-size": "8G"}'})
+    assert found(root)["docker.shm"].fact.startswith("a container's own /dev/shm has 8192 MB;")
+
+
+def test_of_an_engine_elsewhere_this_machine_says_nothing(tmp_path: Path) -> None:
+    seen = found(machines.no_gpu(tmp_path), docker=Engine(host="gpubox", version="28.0.1", cgroup="2"))
+    assert levels(seen) == {"docker.remote": "warning"}
+    assert {one.topic for one in seen.values()} == {"docker"}
+    assert seen["docker.remote"].fact.startswith("DOCKER_HOST names gpubox: ")
+    assert "docker.shm" not in seen
+
+
+def test_orphans_are_told_from_engines_that_serve(tmp_path: Path) -> None:
+    root = machines.radeon(tmp_path, 110000, 24)
+    machines.process(root, 50, "systemd", 1)
+    machines.process(root, 100, "vllm", 90)
+    machines.process(root, 101, "VLLM::EngineCor", 100)
+    machines.process(root, 102, "VLLM::Worker_TP", 101)
+    seen = found(root)
+    assert levels(seen) == {"processes.engines": "warning"}
+    assert seen["processes.engines"].fact == (
+        "run already: vllm (pid 100), VLLM::EngineCor (pid 101), VLLM::Worker_TP (pid 102)"
+    )
+    machines.process(root, 201, "VLLM::EngineCor", 1, drm(3, vram_kib=2 << 20))
+    machines.process(root, 202, "VLLM::EngineCor", 50)
+    machines.process(root, 203, "VLLM::EngineCor", 299)
+    orphans = found(root)["processes.orphans"]
+    assert orphans.fact == (
+        "left behind by a server that is gone: VLLM::EngineCor (pid 201, holds 2.0 GiB), "
+        "VLLM::EngineCor (pid 202), VLLM::EngineCor (pid 203)"
+    )
+    assert orphans.fix == "kill -9 201 202 203"
+
+
+def test_the_worst_finding_counts() -> None:
+    ok = finding("kernel.version", "ok", "Linux")
+    warning = finding("docker.version", "warning", "old")
+    blocker = finding("docker.desktop", "blocker", "no GPU")
+    assert [worst([]), worst([ok]), worst([ok, warning]), worst([warning, blocker, ok])] == [
+        "ok", "ok", "warning", "blocker"
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"kernel\.version cannot be a blocker"):
+        finding("kernel.version", "blocker", "x")
+
+
+def test_every_finding_is_found_by_a_test_at_every_level() -> None:
+    """What no test provokes may not be promised."""
+    source = Path(__file__).read_text()
+    assert [id for id in known() if f'"{id}"' not in source] == []
+
+
+MACHINES: list[Callable[[Path], Path]] = [
+    machines.strix_halo_carve_out,
+    machines.strix_halo_gtt,
+    machines.strix_halo_half,
+    machines.strix_halo_old_kernel,
+    machines.strix_point,
+    machines.mi300x_eight,
+    machines.no_gpu,
+    machines.nvidia_only,
+]
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.__name__)
+def test_what_is_wrong_has_a_fix_and_everything_a_source(tmp_path: Path, machine: Callable[[Path], Path]) -> None:
+    for one in diagnose(machine(tmp_path), ENGINE, {}, MEMBER):
+        assert (one.fix is None) == (one.level == "ok")
+        assert one.source and one.fact
+        assert "None" not in one.fact and "{" not in (one.fix or "")
+
+
+def test_an_empty_tree_has_no_gpu_and_no_traceback(tmp_path: Path) -> None:
+    assert [(one.id, one.level) for one in diagnose(tmp_path)] == [
+        ("gpu.present", "blocker"), ("processes.orphans", "ok")
+    ]  # fmt: skip
+
+
+def test_this_machine_can_be_looked_at() -> None:
+    assert {one.topic for one in diagnose(environ={})} >= {"gpu", "kernel", "processes"}
+
+
+def test_the_table_of_targets() -> None:
+    names = [row.target for row in table().targets]
+    assert len(set(names)) == len(names)
+    assert {server for row in table().targets for server in row.servers} == set(table().servers)
+    halo = target_of("gfx1151")
+    assert halo is not None and (halo.standing("lemonade-vllm"), halo.standing("vllm-rocm")) == ("validated", "code")
+    assert target_of("gfx906") is None
