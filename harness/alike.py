@@ -5,18 +5,21 @@ from typing import Any
 
 import msgspec
 
+from harness import started
 from harness.errors import HarnessError
 from harness.manifest import CellRun, Run, ServedBy
 
 # What differs with one thing by nature: who compares images also gets their versions.
 FOLLOWS = {
-    "image": ("image_digest", "version", "container.Image"),
-    "image_digest": ("image", "version", "container.Image"),
-    "version": ("image", "image_digest", "container.Image"),
-    "variables": ("arguments", "container"),
-    "arguments": ("variables", "container.Cmd"),
+    "image": ("image_digest", "version", "container.Image", "contents", "startup", "effective"),
+    "image_digest": ("image", "version", "container.Image", "contents", "startup", "effective"),
+    "version": ("image", "image_digest", "container.Image", "contents", "startup", "effective"),
+    "variables": ("arguments", "container", "startup", "effective"),
+    "arguments": ("variables", "container.Cmd", "startup", "effective"),
+    "model": ("startup", "effective"),
     # Ids of groups and names of device nodes are the machine's own; images and arguments must stay the same.
-    "machine": ("versions", "HostConfig.GroupAdd", "HostConfig.Devices"),
+    # What an engine chooses by itself follows from the memory that it finds.
+    "machine": ("versions", "HostConfig.GroupAdd", "HostConfig.Devices", "startup", "effective"),
 }
 # Not what is measured but how often, how long it was watched, what is asked of the numbers, and what chance chose.
 _SCENARIO = (
@@ -68,7 +71,11 @@ def _refuse(
 ) -> set[str]:
     """The differing keys that `about` excuses. Raises for every other."""
     one, other = facts[first], facts[second]
-    keys = [key for key in dict.fromkeys([*one, *other]) if key not in _NOTED]
+    keys = [
+        key
+        for key in dict.fromkeys([*one, *other])
+        if key not in _NOTED and not started.is_told(key) and not started.is_unsaid(key, one, other)
+    ]
     differing = [key for key in keys if one.get(key, ABSENT) != other.get(key, ABSENT)]
     excused = _excused(about, differing)
     left = [key for key in differing if key not in excused]
@@ -130,9 +137,11 @@ def facts_of(run: Run, rows: Sequence[tuple[str, str]]) -> dict[str, Any]:
     for server in dict.fromkeys(server for server, _ in rows):
         given = {key: value for key, value in scenario["servers"][server].items() if key not in _SERVER}
         _flatten(f"servers.{server}", given, facts)
-        for cell in run.cells:
-            if cell.server == server:
-                _add_served(f"servers.{server}", run, cell, facts)
+        cells = [cell for cell in run.cells if cell.server == server]
+        for cell in cells:
+            _add_served(f"servers.{server}", run, cell, facts)
+        for key, value in started.told([cell.served_by for cell in cells]).items():
+            facts[f"servers.{server}.{key}"] = value
     _flatten("scenario", {key: value for key, value in scenario.items() if key not in _SCENARIO}, facts)
     _flatten("machine", msgspec.to_builtins(run.machine), facts)
     _flatten("versions", dict(run.versions), facts)
@@ -151,6 +160,7 @@ def _served(served: ServedBy, run: Run, cell: CellRun) -> dict[str, Any]:
         "model": served.model,
         "arguments": _without_names(_without_port(served.arguments), run.id, cell.id),
         "container": _without_names(container, run.id, cell.id),
+        **_without_names(_without_ports(started.settings(served)), run.id, cell.id),
     }
 
 
@@ -177,6 +187,13 @@ def _without_port(arguments: Sequence[str]) -> list[str]:
         elif not argument.startswith("--port="):
             kept.append(argument)
     return kept
+
+
+def _without_ports(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_ports(item) for key, item in value.items()}
+    words = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return _without_port(value) if words else value
 
 
 def _without_names(value: Any, run: str, cell: str) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from harness import started
 from harness.alike import ABSENT, facts_of
 from harness.manifest import Run
 from harness.summary import Difference
@@ -27,7 +28,7 @@ def differences(sides: Sequence[Facts]) -> list[Difference]:
     missing: set[str] = set()
     for key in _in_order(whole):
         values = [side.get(key, ABSENT) for side in whole]
-        if any(value != values[0] for value in values[1:]):
+        if any(value != values[0] for value in values[1:]) and not started.is_noise(key, values):
             part = _missing_part(key, whole)
             if part is None:
                 found[key] = _shown(values)

@@ -10,7 +10,8 @@ from harness.paths import ROOT
 LOAD = {"load", "workload", "job", "records", "scenario", "errors", "strict", "data"}
 READS_FILES = {
     "attain", "board", "floors", "differences", "blocks", "gaps", "count", "check_syntax", "export", "reference",
-    "derive", "stats", "tally", "summary", "summarize", "verdicts", "alike", "compare", "checks", "validity", "report",
+    "derive", "started", "stats", "tally", "summary", "summarize", "verdicts", "alike", "compare", "checks", "validity",
+    "report",
 }  # fmt: skip
 READERS = {"records", "manifest", "origin", "errors", "plan", "scenario", "metrics", "telemetry", "failures"}
 # Which of harness's own modules each room may import. Rooms not named here may import what they like, but not back.

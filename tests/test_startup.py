@@ -200,13 +200,13 @@ def test_the_embedded_engine_says_with_what_it_runs() -> None:
     found = of_lines(
         [
             "INFO 11-21 13:32:43 [simulated] simulated engine: no model is computed, all timing comes from preset x",
-            "INFO 11-21 13:32:43 [simulated] parameters: step_base_s=0.007, max_num_seqs=256, enable_prefix_caching=False",
+            "INFO 11-21 13:32:43 [simulated] parameters: step_base_s=0.007, max_num_seqs=256, enable=False",
             "INFO 11-21 13:32:43 [simulated] GPU KV cache size: 2,176 tokens, Maximum concurrency for 2,048 tokens "
             "per request: 1.06x",
         ]
     )
     assert found.facts == Startup(engine="simulated", kv_cache_tokens=2176, max_concurrency=1.06)
-    assert found.effective == {"step_base_s": 0.007, "max_num_seqs": 256, "enable_prefix_caching": False}
+    assert found.effective == {"step_base_s": 0.007, "max_num_seqs": 256, "enable": False}
     assert phases_of(waits(0.25), found) == waits(0.25)
 
 
@@ -263,7 +263,7 @@ def test_metrics_know_better_than_the_log() -> None:
         36.5,
     )
     assert found.effective["gpu_memory_utilization"] == 0.92
-    assert (found.effective["max_num_seqs"], found.effective["kv_cache_memory_bytes"]) == (10, 1073741824)
+    assert (found.effective["max_num_seqs"], found.effective["block_size"]) == (10, 128)
     assert "weights" in rounded(found.phases)
 
 
@@ -278,8 +278,8 @@ def test_llamacpp_is_asked_for_its_settings_where_there_is_no_log() -> None:
 
 def test_lemonades_command_line_is_the_proof_of_what_ran() -> None:
     command = ["/opt/vllm-server", "--model", "/models/tiny", "--max-num-seqs", "8", "--api-key", "short"]
-    loaded = {"model_name": "TinyVLLM", "launch_command": command, "recipe": "vllm", "pid": 7,
-              "recipe_options": {"ctx_size": 1024, "vllm_args": f"--max-num-seqs 8 --hf-token={KEY} --api-key x1"}}  # fmt: skip
+    options = {"ctx_size": 1024, "vllm_args": f"--max-num-seqs 8 --hf-token={KEY} --api-key x1"}
+    loaded = {"model_name": "TinyVLLM", "launch_command": command, "recipe": "vllm", "recipe_options": options}
     health = {"all_models_loaded": [{"model_name": "other"}, loaded], "version": "11.7.0"}
     with server({"/api/v1/health": json.dumps(health)}) as url:
         found = recorded(ServedBy(url=url, template="lemonade", model="user.TinyVLLM"))

@@ -10,6 +10,7 @@ from docker.models.containers import Container
 from prometheus_client.parser import text_string_to_metric_families
 
 from harness.manifest import Contents, ServedBy, Startup
+from harness.serve import ollama
 from harness.serve.ask import PROBE_TIMEOUT_S, open_session
 from harness.serve.contents import contents
 from harness.serve.secrecy import masked
@@ -23,7 +24,7 @@ _FACTS = {
     "kv_cache_size_tokens": "kv_cache_tokens",
     "kv_cache_max_concurrency": "max_concurrency",
 }
-_SETTINGS = ("gpu_memory_utilization", "enable_prefix_caching", "block_size", "cache_dtype", "kv_cache_memory_bytes")
+_SETTINGS = ("gpu_memory_utilization", "enable_prefix_caching", "block_size", "cache_dtype")
 
 
 def recorded(
@@ -65,6 +66,8 @@ def _asked(
                 facts, effective = _llamacpp(props, facts, effective)
         if facts["engine"] != "simulated" and served.template in (None, "lemonade"):
             effective |= _lemonade(_json(session, served.url + "/api/v1/health"), served.model)
+        if served.template == "ollama":
+            effective |= ollama.loaded(_json(session, served.url + "/api/ps"), served.model)
         if metrics_url is not None:
             labels = cache_config(_text(session, metrics_url))
             known = {name: value for name, value in labels.items() if value not in ("", "None")}
