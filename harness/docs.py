@@ -59,6 +59,7 @@ def servers_page() -> str:
 def _row(name: str, variable: Variable) -> str:
     default = "required" if variable.required else f"`{_shown(variable.default)}`"
     allowed = f": {', '.join(variable.choices)}" if variable.choices else f" {limits(variable)}".rstrip()
+    allowed += ", or `auto`" if variable.auto else ""
     cells = (f"`{name}`", variable.type + allowed, default, variable.doc)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 

@@ -30,6 +30,7 @@ class Experiment(msgspec.Struct, frozen=True):
     path: Path
     scenario: Scenario
     target: Target | None = None
+    computed: dict[str, str] = {}  # what `auto` became and why, by its path in the scenario
 
     @property
     def folder(self) -> Path:

@@ -173,6 +173,7 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     machine: Machine
     versions: dict[str, str] = {}  # packages that touch the measurement
     git_commit: str | None = None
+    computed: dict[str, str] = {}  # by path in the scenario: a value that was `auto`, and how it came about
     origin: Origin | None = None  # None: measured by `harness run`
 
     @property

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from harness import __version__, paths
+from harness.computed import fill_in
 from harness.drive import Child, LocalChild, drive, locust_arguments
 from harness.errors import HarnessError
 from harness.experiment import Experiment
@@ -49,6 +50,7 @@ def run(experiment: Experiment, runs: Path, progress: Progress) -> Path:
     after everything was taken down.
     """
     refuse_blocked(experiment)
+    experiment = fill_in(experiment, progress.line)
     cells = plan(experiment.scenario)
     folder, manifest = begin(experiment, cells, runs)
     progress.line(f"Run {manifest.id}: {len(cells)} cell{'s' if len(cells) != 1 else ''}. Records go to {folder}")
@@ -105,6 +107,7 @@ def begin(experiment: Experiment, cells: list[Cell], runs: Path) -> tuple[Path, 
         machine=machine(docker=engine_version() if _needs_docker(experiment) else None),
         versions=_versions(),
         git_commit=_git_commit(),
+        computed=experiment.computed,
     )
     write_run(folder, manifest)
     return folder, manifest

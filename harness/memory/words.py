@@ -66,6 +66,16 @@ def of_room(room: Room) -> list[str]:
     return lines + [f"  to do: {text}" for text in room.advice]
 
 
+def brief(room: Room) -> list[str]:
+    """What is left for the model, in a line; and what to do where that is not enough."""
+    if room.capacity is None:
+        return [f"unknown: {text}" for text in room.unknown]
+    tokens = _from_to(f"{held.tokens:,}" for held in room.capacity)
+    at_once = _from_to(f"{held.concurrency:.1f}" for held in room.capacity)
+    line = f"left for the KV cache: about {tokens} tokens, {at_once} requests of {room.max_model_len:,}"
+    return [line, *(f"to do: {text}" for text in room.advice)]
+
+
 def gib(size: int | None) -> str:
     return "unknown" if size is None else f"{size / GIB:.2f} GiB"
 

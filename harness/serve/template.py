@@ -20,6 +20,7 @@ from harness.paths import COMPOSE
 from harness.scenario import Server
 from harness.serve.secrecy import open_secrets
 
+AUTO = "auto"  # of a variable with `auto`: the harness computes it before the first start
 Kind = Literal["string", "integer", "number", "boolean", "list", "mapping"]
 BY_THE_HARNESS = ("model", "upstream")  # declared in the templates, filled in by the harness
 GATEWAYS = ("litellm",)
@@ -44,6 +45,7 @@ class Variable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min: int | float | None = None
     max: int | float | None = None
     choices: list[str] | None = None
+    auto: bool = False  # it may also be AUTO, which harness/computed.py replaces
 
     @property
     def required(self) -> bool:
@@ -104,8 +106,11 @@ def _variable_problems(declared: dict[str, Variable], given: dict[str, Any], pat
 
 
 def _value_problems(variable: Variable, value: Any, path: str) -> list[str]:
+    if variable.auto and value == AUTO:
+        return []
     if not _fits(value, variable.type):
-        return [f"{path}: {_EXPECTED[variable.type.rstrip('?')]} is expected, got {value!r}"]
+        expected = _EXPECTED[variable.type.rstrip("?")] + (f" or {AUTO}" if variable.auto else "")
+        return [f"{path}: {expected} is expected, got {value!r}"]
     if value is None:
         return []
     if variable.choices is not None and value not in variable.choices:

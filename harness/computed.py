@@ -1,0 +1,139 @@
+"""What a scenario leaves to be computed (`gpu_memory_utilization: auto`): once, before the first server is started."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from msgspec import structs
+
+from harness.errors import HarnessError
+from harness.experiment import Experiment
+from harness.machine.pool import Pool, pools
+from harness.memory.answer import Share, Wish, room_of, share_of
+from harness.memory.host import host_share
+from harness.memory.model import find_model, read_model
+from harness.memory.words import brief
+from harness.scenario import Server
+from harness.serve.daemon import engine_host
+from harness.serve.probe import ask_image
+from harness.serve.template import AUTO, variables
+from harness.serve.values import parse_bytes
+
+UTILIZATION = "gpu_memory_utilization"
+ON_HOST = ("vllm-cpu",)  # templates in which the flag rules the host's memory
+
+
+def fill_in(experiment: Experiment, say: Callable[[str], None], root: Path = Path("/")) -> Experiment:
+    """The experiment with numbers in place of `auto`, and how they came about in `computed`.
+
+    All cells and repeats get the same number: that of the memory that is free now, while none of the servers runs.
+    Raises HarnessError where it cannot be known, or where nothing is left.
+    """
+    servers: dict[str, Server] = {}
+    said: dict[str, str] = {}
+    known: list[tuple[Server, Share]] = []
+    for name, server in experiment.scenario.servers.items():
+        if server.variables.get(UTILIZATION) != AUTO or experiment.target is not None:
+            servers[name] = server
+            continue
+        # Equal servers get equal numbers, though memory moves while it is looked at.
+        share = next((share for other, share in known if other == server), None) or _share(name, server, say, root)
+        known.append((server, share))
+        if share.utilization is None:
+            raise HarnessError(
+                f"server '{name}': {UTILIZATION} is auto, and no memory is left for vLLM ({share.formula})",
+                next_step="Stop what holds it: `harness doctor` names it.",
+            )
+        given = {**server.variables, UTILIZATION: float(share.utilization)}
+        servers[name] = structs.replace(server, variables=given)
+        said[f"servers.{name}.{UTILIZATION}"] = f"{share.utilization} = {share.formula}"
+        say(f"server '{name}': {UTILIZATION} {share.utilization} = {share.formula}")
+        for line in [*(f"doubt: {doubt}" for doubt in share.doubts), *_room(server, experiment.scenario.model, share)]:
+            say(f"  {line}")
+    if not said:
+        return experiment
+    return structs.replace(
+        experiment, scenario=structs.replace(experiment.scenario, servers=servers), computed=experiment.computed | said
+    )
+
+
+def foretell(experiment: Experiment, root: Path = Path("/")) -> list[str]:
+    """What `fill_in` would say now, for a plan: nothing is started, and what cannot be known is a note."""
+    remote = engine_host()
+    if remote is not None and any(server.variables.get(UTILIZATION) == AUTO for server in _servers(experiment)):
+        return [f"note: {UTILIZATION} is auto: the runtime in the server's image is asked on {remote} before the run"]
+    lines: list[str] = []
+    try:
+        fill_in(experiment, lines.append, root)
+    except HarnessError as error:
+        return [*lines, f"note: {error.what}", f"  next: {error.next_step}"]
+    return lines
+
+
+def _servers(experiment: Experiment) -> list[Server]:
+    return [] if experiment.target is not None else list(experiment.scenario.servers.values())
+
+
+def _share(name: str, server: Server, say: Callable[[str], None], root: Path) -> Share:
+    try:
+        if server.template in ON_HOST:
+            _refuse_remote()
+            limit = _value(server, "mem_limit")
+            return host_share(root, limit=None if limit is None else parse_bytes(limit))
+        gpus = _value(server, "tensor_parallel_size")
+        if engine_host() is not None:
+            given = {key: value for key, value in server.variables.items() if key not in ("image", UTILIZATION)}
+            return share_of(ask_image(_value(server, "image"), say, given), source="container", tensor_parallel=gpus)
+        return share_of(_shown(server, pools(root)), tensor_parallel=gpus)
+    except HarnessError as error:
+        raise type(error)(
+            f"server '{name}': {UTILIZATION} is auto, and it cannot be computed: {error.what}",
+            next_step=f"Set {UTILIZATION} to a number such as 0.75. {error.next_step}",
+            detail=error.detail,
+        ) from None
+
+
+def _refuse_remote() -> None:
+    if engine_host() is not None:
+        raise HarnessError(f"the Docker Engine is on {engine_host()}, whose memory is not known here")
+
+
+def _shown(server: Server, found: list[Pool]) -> list[Pool]:
+    """The GPUs that the container is given, in the order in which vLLM counts them."""
+    devices = [str(device).split(":")[0] for device in _value(server, "devices")]
+    nodes = [device for device in devices if device.startswith("/dev/dri/renderD")]
+    if nodes and "/dev/dri" not in devices:
+        found = [pool for pool in found if pool.render_node in nodes]
+    chosen = _value(server, "gpus")
+    if chosen is None:
+        return found
+    missing = [number for number in chosen if not str(number).isdigit() or int(number) >= len(found)]
+    if missing:
+        raise HarnessError(f"gpus names {missing[0]}, and there are {len(found)} GPUs here, counted from 0")
+    return [found[int(number)] for number in chosen]
+
+
+def _room(server: Server, model: str, share: Share) -> list[str]:
+    """A line on what is left for the model, where this machine has its files."""
+    try:
+        cache = str(_value(server, "huggingface_cache") or "")
+        environment = {"HF_HOME": cache} if cache.startswith(("/", "~")) else None
+        name = str(_value(server, "model_path") or model)
+        wish = Wish(
+            max_model_len=_value(server, "max_model_len"),
+            max_num_seqs=_value(server, "max_num_seqs"),
+            max_num_batched_tokens=_value(server, "max_num_batched_tokens") or Wish().max_num_batched_tokens,
+            tensor_parallel=share.gpus,
+            kv_cache_dtype=_value(server, "kv_cache_dtype"),
+        )
+        return (
+            [] if server.template in ON_HOST else brief(room_of(read_model(find_model(name, environment)), share, wish))
+        )
+    except HarnessError:
+        return []  # its files are elsewhere, such as in a volume
+
+
+def _value(server: Server, variable: str) -> Any:
+    """A variable of the server: as given, else its template's default, else None."""
+    declared = variables(server.template).get(variable)
+    return server.variables.get(variable, None if declared is None else declared.default)
