@@ -217,3 +217,4 @@ class Comparison(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     simulated: bool = False  # of a comparison of runs: an engine's model was measured, not hardware
     sides: list[str] = []  # of a comparison of runs: the sides, baseline first, ...
     differences: list[Difference] = []  # ... and in what their manifests differ
+    notes: list[str] = []  # what to know of the sides before the verdicts
