@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness import checks, origin, validity
+from harness import checks, origin, started, validity
 from harness.attain import SloTally
 from harness.check_syntax import Slo, slo_sets
 from harness.count import Place, tally
@@ -57,7 +57,7 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
     ]
     found = validity.of_run(run, len(run.cells), damaged, strangers)
     reasons = found.reasons + [problem for cell in summaries for problem in cell.problems]
-    notes = origin.notes(run.origin) + found.notes
+    notes = origin.notes(run.origin) + found.notes + started.notes(run)
     notes += [note for cell in summaries for note in cell.notes] + _unchecked(summaries)
     rows = _rows(run, summaries, tallies)
     base = baseline_of(run.scenario)
