@@ -16,8 +16,8 @@ Status = Literal["running", "valid", "invalid", "failed", "interrupted", "live"]
 
 # In the order in which a server passes them; it has those that could be told apart.
 PHASES = (
-    "pull", "flags", "create", "process", "weights", "compile", "graphs", "warm-up", "ready", "port open", "health", "load",
-    "first answer",
+    "pull", "flags", "create", "process", "weights", "compile", "graphs", "warm-up", "ready", "port open", "health",
+    "install", "model", "download", "load", "first answer",
 )  # fmt: skip
 
 
@@ -81,6 +81,8 @@ class ServedBy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     startup: Startup | None = None
     effective: dict[str, Any] = {}  # with what it really runs, as it says itself; secrets blacked out
     contents: Contents | None = None  # of its image
+    most_at_once: int | None = None  # requests that it serves at once; more wait before it, not before the engine
+    notes: list[str] = []  # on its start, for the reader of its numbers
     restarts: int = 0
     oom_killed: bool = False
     exit_code: int | None = None  # set when it died before it was stopped

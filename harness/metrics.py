@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -83,13 +83,20 @@ def parse(text: str) -> dict[str, float]:
 class Scraper:
     """Reads a server's metrics into a file: at the start, each interval, and at the end.
 
-    A scrape that fails is counted and leaves a gap, nothing more. Without a URL it does nothing.
+    `source` is a URL, or a function that gives the text. A scrape that fails is counted and leaves a gap, nothing
+    more. Without a source it does nothing.
     """
 
     def __init__(
-        self, url: str | None, cell: str, path: Path, interval_s: float = 1.0, *, api_key: str | None = None
+        self,
+        source: str | Callable[[], str] | None,
+        cell: str,
+        path: Path,
+        interval_s: float = 1.0,
+        *,
+        api_key: str | None = None,
     ) -> None:
-        self.url = url
+        self.source = source
         self.cell = cell
         self.samples = 0
         self.failures = 0
@@ -105,7 +112,7 @@ class Scraper:
         self._thread = threading.Thread(target=self._keep_scraping, name=f"metrics of {cell}", daemon=True)
 
     def __enter__(self) -> "Scraper":
-        if self.url is not None:
+        if self.source is not None:
             self.scrape_now()
             self._thread.start()
         return self
@@ -116,18 +123,15 @@ class Scraper:
         self._enough.set()
         if self._thread.is_alive():
             self._thread.join()
-        if self.url is not None and kind is None:
+        if self.source is not None and kind is None:
             self.scrape_now()
         self._session.close()
 
     def scrape_now(self) -> bool:
         """Ask once and append what came. False when nothing usable came."""
-        assert self.url is not None
         wall_s = time.time()
         try:
-            response = self._session.get(self.url, timeout=min(5.0, max(1.0, self._interval_s)))
-            response.raise_for_status()
-            values = parse(response.text)
+            values = parse(self._text())
             line = self._encoder.encode(MetricsSample(wall_s, self.cell, values)) + b"\n"
             self._append(line)
         except (requests.RequestException, ValueError, OSError) as error:
@@ -136,6 +140,14 @@ class Scraper:
             return False
         self.samples += 1
         return True
+
+    def _text(self) -> str:
+        assert self.source is not None
+        if not isinstance(self.source, str):
+            return self.source()
+        response = self._session.get(self.source, timeout=min(5.0, max(1.0, self._interval_s)))
+        response.raise_for_status()
+        return response.text
 
     def _append(self, line: bytes) -> None:
         file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

@@ -235,7 +235,7 @@ def _cell(
     interval_s = experiment.scenario.metrics_interval_s
     api_key = _api_key(experiment.scenario)
     with (
-        Scraper(endpoint.metrics_url, cell.id, folder / "metrics.jsonl", interval_s, api_key=api_key),
+        Scraper(endpoint.metrics_source, cell.id, folder / "metrics.jsonl", interval_s, api_key=api_key),
         Sampler(source_of(endpoint), cell.id, folder / "telemetry.jsonl"),
     ):
         driven = drive(start, job, log_path=log_path, alive=endpoint.check_alive, progress=progress.count)
@@ -247,7 +247,7 @@ def _cell(
         started_wall_s=driven.started_wall_s,
         ended_wall_s=driven.ended_wall_s,
         served_by=endpoint.served_by,
-        problems=driven.problems,
+        problems=[*driven.problems, *endpoint.problems()],
     )
 
 

@@ -189,6 +189,11 @@ def taken_together(load: Load) -> int:
     return (load.turns or TURNS) if load.user == "chat" else (load.batch_size or 1)
 
 
+def at_once(load: Load) -> int:
+    """The most requests that a load has in flight, as far as it is known: an own locustfile does as it likes."""
+    return load.users * ((load.batch_size or 1) if load.user == "batch" else 1)
+
+
 def locustfile_of(load: Load, folder: Path, shipped: Path) -> Path:
     """The locustfile of a load: one that ships, or the user's own next to the scenario."""
     return shipped / f"{load.user}.py" if load.user in USERS else (folder / load.user).resolve()

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from harness.manifest import CellRun, Run
 from harness.records import ProcessMark
-from harness.scenario import Load
+from harness.scenario import Load, at_once
 from harness.summary import MachineLoad, Numbers, ServerLoad
 from harness.tally import Tally
 
@@ -201,12 +201,26 @@ def _heat(evidence: Evidence, *, invalid: bool) -> list[str]:
     """
     if evidence.machine_load is None or not evidence.window_s:
         return []
+    rule = f"at most {MOST_HEAT:.0%} is allowed" if invalid else f"up to {MOST_HEAT:.0%} is allowed"
     return [
-        f"the GPU {name} was throttled by heat (or PROCHOT) during {gpu.heat_s:.1f} of {evidence.window_s:.1f} s; "
-        f"at most {MOST_HEAT:.0%} is allowed"
+        f"the GPU {name} was throttled by heat (or PROCHOT) during {gpu.heat_s:.1f} of {evidence.window_s:.1f} s; {rule}"
         for name, gpu in evidence.machine_load.gpus.items()
         if gpu.used and gpu.heat_s and (gpu.heat_s > MOST_HEAT * evidence.window_s) == invalid
     ]
+
+
+def _front(evidence: Evidence) -> list[str]:
+    """What stands before the engine, and how many requests it lets through at once."""
+    if evidence.ran is None:
+        return []
+    served, most = evidence.ran.served_by, at_once(evidence.load)
+    notes = list(served.notes)
+    if served.most_at_once is not None and most > served.most_at_once:
+        notes.append(
+            f"up to {most:,} requests were in flight and {served.version or 'the server'} serves {served.most_at_once} at "
+            "once: above that its own queue was measured, not the engine's"
+        )
+    return notes
 
 
 def _energy(load: MachineLoad | None) -> list[str]:
@@ -222,7 +236,7 @@ def _energy(load: MachineLoad | None) -> list[str]:
 
 def _notes(evidence: Evidence) -> list[str]:
     tally, numbers, load = evidence.tally, evidence.numbers, evidence.load
-    notes = _heat(evidence, invalid=False) + _energy(evidence.machine_load)
+    notes = _heat(evidence, invalid=False) + _energy(evidence.machine_load) + _front(evidence)
     if tally.read_clock:
         notes.append(
             f"the chunk times of {tally.read_clock:,} of {_count(numbers.succeeded, 'request')} are those of the read, "

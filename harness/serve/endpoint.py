@@ -16,6 +16,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     started: ServedBy  # as it was when it became ready
     look: Callable[[bool], Look]  # with true: look now, else within the last half second
     metrics_url: str | None = None
+    fetch_metrics: Callable[[], str] | None = None  # in its place, where one address does not have them all
+    find_problems: Callable[[], list[str]] | None = None  # what it hides from its clients, since the last call
     network: str | None = None  # Docker network of the server's container
     network_url: str | None = None  # as a container in that network reaches it
     container: Container | None = None  # that works; None: a process, or a server that already ran
@@ -27,6 +29,15 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             self.started, restarts=seen.restarts, oom_killed=seen.oom_killed, exit_code=seen.exit_code
         )
+
+    @property
+    def metrics_source(self) -> str | Callable[[], str] | None:
+        """Where its metrics come from: an address, or a function that gives the text."""
+        return self.fetch_metrics or self.metrics_url
+
+    def problems(self) -> list[str]:
+        """Why what was measured since the last call cannot be trusted, as far as the server lives to tell."""
+        return [] if self.find_problems is None or self.check_alive() is not None else self.find_problems()
 
     def check_alive(self) -> str | None:
         """None while the server lives, else what happened to it. Cheap: made to be asked all the time."""
