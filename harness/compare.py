@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from harness import started
 from harness.alike import facts_of, refuse_unlike
 from harness.differences import differences
 from harness.errors import HarnessError, RunError
@@ -83,7 +84,21 @@ def compare_runs(
         simulated=any(run.simulated for run in runs),
         sides=[side.name for side in sides],
         differences=differences([facts_of(side.runs[0], rows) for side in sides]),
+        notes=_cache_notes(sides, rows),
     )
+
+
+def _cache_notes(sides: Sequence[_Side], rows: Sequence[tuple[str, str]]) -> list[str]:
+    """For each server whose KV cache is of another size on some side, that it is."""
+    found = []
+    for server in dict.fromkeys(server for server, _ in rows):
+        sizes = {}
+        for side in sides:
+            cells = [cell.served_by for run in side.runs for cell in run.cells if cell.server == server]
+            sizes[side.name] = started.told(cells).get("startup.kv_cache_tokens")
+        note = started.cache_note(sizes)
+        found += [f"{server}: {note}"] if note is not None else []
+    return found
 
 
 def by_machine(folders: Sequence[Path]) -> list[list[Path]]:

@@ -5,6 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.report import differing, sentences, words
+from harness.report.markdown import escape
 from harness.report.terminal import STYLES
 from harness.summary import Comparison, Verdict
 
@@ -23,6 +24,8 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         table.add_row(*map(Text, cells[:-1]), Text(cells[-1], STYLES.get(verdict.word, "")))
     console.print(table)
     console.print()
+    for note in comparison.notes:
+        console.print(Text(f"Mind: {words.one_line(note)}", "bold yellow"))
     for verdict in comparison.verdicts:
         console.print(Text(f"- {verdict.sentence}", STYLES.get(verdict.word, "")))
     console.print(Text(f"- {sentences.of_method(comparison)}", "dim"))
@@ -37,7 +40,8 @@ def markdown(comparison: Comparison) -> str:
     table = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
     said = [verdict.sentence for verdict in comparison.verdicts] + [sentences.of_method(comparison)]
     banner = f"> **{words.SIMULATED}**\n\n" if comparison.simulated else ""
-    text = f"{banner}{table}\n\n" + "\n".join(f"- {sentence}" for sentence in said)
+    noted = "".join(f"> **Mind:** {escape(words.one_line(note))}\n\n" for note in comparison.notes)
+    text = f"{banner}{table}\n\n{noted}" + "\n".join(f"- {sentence}" for sentence in said)
     return f"{text}\n\n{differing.markdown(comparison.differences, comparison.sides)}" if comparison.sides else text
 
 
