@@ -42,6 +42,11 @@ vLLM on an AMD GPU, with `/dev/kfd`, `/dev/dri`, the groups that own them, share
     "llamacpp": "llama-server of llama.cpp.",
     "lemonade": """\
 Lemonade Server, which runs vLLM or llama.cpp behind itself. Its model is loaded before the first request.""",
+    "ollama": """\
+Ollama with its ROCm build of llama.cpp. Its model is pulled through its own API at the first start, loaded before the
+first request, and kept loaded. It does not know `ignore_eos`: take `output: natural` in loads that compare it.""",
+    "localai": """\
+LocalAI, which installs a backend (llama.cpp for ROCm) and the model from its gallery at the first start.""",
     "locust": "Not a server: what `harness compose` puts in front of one, Locust's web UI.",
 }
 COLUMNS = "| variable | type | default | meaning |\n|---|---|---|---|\n"

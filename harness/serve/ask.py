@@ -41,7 +41,7 @@ def attach(
             check_answer(response, base, key_name)
 
         patiently(answer)
-        version = server_version(base, session)
+        version = server_version(base, session) or _ollama_version(base, session)
         simulated = version is not None and "simulated" in version
     return ServedBy(url=base, simulated=simulated, version=version, model=served)
 
@@ -94,7 +94,7 @@ def find_model(base: str, model: str | None, session: requests.Session, key_name
         if len(names) == 1:
             return names[0]
         raise ServerError(f"{base} serves {_listed(names)}; say which one is meant", next_step="Give `--model NAME`.")
-    if model in names or model.removeprefix("user.") in names:
+    if {model, model.removeprefix("user."), f"{model}:latest"} & set(names):  # Ollama's names have a tag
         return model
     raise ServerError(
         f"{base} does not serve '{model}'; it serves {_listed(names)}",
@@ -103,13 +103,22 @@ def find_model(base: str, model: str | None, session: requests.Session, key_name
     )
 
 
-def server_version(base: str, session: requests.Session) -> str | None:
+def server_version(base: str, session: requests.Session, path: str = "/version") -> str | None:
     """What GET /version says; None for a server that has no such thing."""
     try:
-        version = session.get(base + "/version", timeout=PROBE_TIMEOUT_S).json()["version"]
+        version = session.get(base + path, timeout=PROBE_TIMEOUT_S).json()["version"]
     except (requests.RequestException, ValueError, KeyError, TypeError):
         return None
     return version if isinstance(version, str) else None
+
+
+def _ollama_version(base: str, session: requests.Session) -> str | None:
+    """The version of a server that says that it is Ollama; others imitate its API, and then name another version."""
+    try:
+        own = session.get(base + "/", timeout=PROBE_TIMEOUT_S).text.strip() == "Ollama is running"
+    except requests.RequestException:
+        return None
+    return server_version(base, session, "/api/version") if own else None
 
 
 def listens(host: str, port: int, timeout_s: float = 2.0) -> bool:

@@ -85,6 +85,14 @@ class LoadCall(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     body: dict[str, Any]
 
 
+class Fetch(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A model that the server gets through its own API before it is loaded."""
+
+    protocol: Literal["ollama", "localai"]
+    model: str
+    source: str | None = None  # address of its configuration
+
+
 class Serving(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a client has to know of the server; the Compose file carries it as its `x-amd-llm-load`."""
 
@@ -93,6 +101,8 @@ class Serving(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     health: str
     metrics: str | None = None
     simulated: bool = False
+    version: str = "/version"  # where it tells its version
+    fetch: Fetch | None = None
     load: LoadCall | None = None
     help: str | None = None  # makes the server's program print all its options; they are checked against it
     gateway: "Serving | None" = None  # what stands in front of the server and takes the load

@@ -12,6 +12,7 @@ from msgspec import Struct
 from harness.errors import ServerError
 from harness.failures.explain import explain
 from harness.manifest import Phase
+from harness.serve import localai, ollama
 from harness.serve.ask import (
     PROBE_TIMEOUT_S,
     check_answer,
@@ -25,7 +26,7 @@ from harness.serve.ask import (
     refuse_no_api,
     server_version,
 )
-from harness.serve.compose import Serving
+from harness.serve.compose import Fetch, Serving
 from harness.serve.logfile import LogFile
 
 POLL_S = 0.2
@@ -35,7 +36,7 @@ TELL_EVERY_S = 1.0
 class Ready(Struct, frozen=True):
     """What was found out about a server while it became ready."""
 
-    phases: list[Phase]  # "port open", "health", ("load",) "first answer"; they follow each other without a gap
+    phases: list[Phase]  # "port open", "health", ("model", "load",) "first answer"; without a gap between them
     model: str  # id that it answers to
     version: str | None
 
@@ -79,6 +80,9 @@ def wait_ready(
         done("port open")
         _poll(session, url + serving.health, deadline, waiting, key_name, accept=lambda status: status == 200)
         done("health")
+        if serving.fetch is not None:
+            _fetch(url, serving.fetch, session, deadline, waiting)
+            done("model")
         if serving.load is not None:
             call = serving.load
             loaded = _patient_post(url + call.path, call.body, deadline, waiting, api_key)
@@ -97,7 +101,15 @@ def wait_ready(
         except ServerError as error:
             raise waiting.dead() or error from None
         done("first answer")
-        return Ready(phases, served, server_version(url, session))
+        return Ready(phases, served, server_version(url, session, serving.version))
+
+
+def _fetch(url: str, fetch: Fetch, session: requests.Session, deadline: float, waiting: Waiting) -> None:
+    get = {"ollama": ollama.fetch, "localai": localai.fetch}[fetch.protocol]
+    try:
+        get(url, fetch.model, fetch.source, session, deadline, waiting.on_progress)
+    except ServerError as error:
+        raise waiting.dead() or error from None
 
 
 def _poll(

@@ -1,0 +1,215 @@
+"""Doubles of Ollama and LocalAI: their documented APIs for getting a model, and a chat that answers at once.
+
+`pullers.py ollama|localai` as a program, on the port that the environment of the real one names; `serving` in tests.
+Standard library alone, so that it runs in any image with Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+LIBRARY = ("qwen3:0.6b", "qwen3:latest", "qwen3-0.6b")
+LAYERS = {"sha256:aa": 2_000_000_000, "sha256:bb": 1_000}
+
+
+class Puller(ThreadingHTTPServer):
+    """State of a double. `broken` makes its next installation fail the way that it says."""
+
+    daemon_threads = True
+
+    def __init__(self, kind: str, address: tuple[str, int], broken: str = "") -> None:
+        super().__init__(address, Ollama if kind == "ollama" else LocalAI)
+        self.models: list[str] = []
+        self.loaded: list[str] = []
+        self.jobs: dict[str, dict[str, Any]] = {}
+        self.asked: list[str] = []
+        self.broken = broken
+
+
+class Answers(BaseHTTPRequestHandler):
+    """What both have: the OpenAI part."""
+
+    protocol_version = "HTTP/1.1"
+    server: Puller
+
+    def log_message(self, format: str, *args: Any) -> None:
+        print(f"double: {format % args}", flush=True)
+
+    def body(self) -> dict[str, Any]:
+        raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        return dict(json.loads(raw)) if raw else {}
+
+    def say(self, value: Any, status: int = 200) -> None:
+        text = value if isinstance(value, str) else json.dumps(value)
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain" if isinstance(value, str) else "application/json")
+        self.send_header("Content-Length", str(len(text.encode())))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def stream(self, kind: str, parts: Iterator[str]) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Connection", "close")
+        self.end_headers()
+        for part in parts:
+            self.wfile.write(part.encode())
+            self.wfile.flush()
+        self.close_connection = True
+
+    def do_GET(self) -> None:
+        self.server.asked.append(f"GET {self.path}")
+        if self.path == "/v1/models":
+            self.say({"object": "list", "data": [{"id": name, "object": "model"} for name in self.server.models]})
+        else:
+            self.own_get()
+
+    def do_POST(self) -> None:
+        body = self.body()
+        self.server.asked.append(f"POST {self.path} {json.dumps(body, sort_keys=True)}"[:200])
+        if self.path == "/v1/chat/completions":
+            self.chat(body)
+        else:
+            self.own_post(body)
+
+    def chat(self, body: dict[str, Any]) -> None:
+        count = int(body.get("max_tokens") or 1)
+        usage = {"prompt_tokens": 5, "completion_tokens": count, "total_tokens": 5 + count}
+        if not body.get("stream"):
+            message = {"role": "assistant", "content": "yes " * count}
+            self.say({"choices": [{"index": 0, "message": message, "finish_reason": "length"}], "usage": usage})
+            return
+        chunks: list[dict[str, Any]] = [{"choices": [{"index": 0, "delta": {"content": "yes "}}]} for _ in range(count)]
+        chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]})
+        chunks.append({"choices": [], "usage": usage})
+        lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
+        self.stream("text/event-stream", iter([*lines, "data: [DONE]\n\n"]))
+
+    def own_get(self) -> None:
+        self.say({"error": "no such page"}, 404)
+
+    def own_post(self, body: dict[str, Any]) -> None:
+        self.say({"error": "no such page"}, 404)
+
+
+class Ollama(Answers):
+    """docs/api.md of ollama/ollama: tags, pull, generate without a prompt, ps, version."""
+
+    def own_get(self) -> None:
+        tagged = [{"name": name, "model": name} for name in self.server.models]
+        details = {"quantization_level": "Q4_K_M"}
+        running = [
+            {"name": name, "size": 1000, "size_vram": 750, "digest": "2ae6", "details": details}
+            for name in self.server.loaded
+        ]
+        pages: dict[str, Any] = {
+            "/": "Ollama is running", "/api/version": {"version": "0.12.6"},
+            "/api/tags": {"models": tagged}, "/api/ps": {"models": running},
+        }  # fmt: skip
+        if self.path in pages:
+            self.say(pages[self.path])
+        else:
+            self.say({"error": "no such page"}, 404)
+
+    def own_post(self, body: dict[str, Any]) -> None:
+        name = str(body.get("model", ""))
+        name = name if ":" in name else f"{name}:latest"
+        if self.path == "/api/pull":
+            self.stream("application/x-ndjson", (json.dumps(event) + "\n" for event in self.pulling(name)))
+        elif self.path == "/api/generate" and name in self.server.models:
+            self.server.loaded = [name]
+            self.say({"model": name, "response": "", "done": True, "done_reason": "load"})
+        else:
+            self.say({"error": f"model '{name}' not found"}, 404)
+
+    def pulling(self, name: str) -> Iterator[dict[str, Any]]:
+        yield {"status": "pulling manifest"}
+        if name not in LIBRARY:
+            yield {"error": "pull model manifest: file does not exist"}
+            return
+        for digest, total in LAYERS.items():
+            yield {"status": f"pulling {digest}", "digest": digest, "total": total}  # `completed` may lack at first
+            yield {"status": f"pulling {digest}", "digest": digest, "total": total, "completed": total}
+        if self.server.broken == "half":
+            return
+        for status in ("verifying sha256 digest", "writing manifest"):
+            yield {"status": status}
+        self.server.models.append(name)
+        yield {"status": "success"}
+
+
+class LocalAI(Answers):
+    """The model gallery's API of mudler/LocalAI: apply, jobs; readyz, version."""
+
+    def own_get(self) -> None:
+        if self.path == "/readyz":
+            self.say("OK")
+        elif self.path == "/version":
+            self.say({"version": "v3.10.0 (0123abcd)"})
+        elif self.path.startswith("/models/jobs/"):
+            self.say(self.job(self.path.rpartition("/")[2]))
+        else:
+            super().own_get()
+
+    def own_post(self, body: dict[str, Any]) -> None:
+        if self.path != "/models/apply":
+            super().own_post(body)
+            return
+        uuid = f"job-{len(self.server.jobs)}"
+        name = str(body.get("name") or body.get("id"))
+        known = "url" in body or name in LIBRARY
+        error = "" if known else f"no model found with name {name!r}"
+        self.server.jobs[uuid] = {"name": name, "asked": 0, "error": error}
+        self.say({"uuid": uuid, "status": f"http://localhost:8080/models/jobs/{uuid}"})
+
+    def job(self, uuid: str) -> dict[str, Any]:
+        job = self.server.jobs[uuid]
+        job["asked"] += 1
+        status = {"deletion": False, "file_name": "", "processed": False, "message": "processing", "progress": 0.0,
+                  "file_size": "", "downloaded_size": "", "cancelled": False}  # fmt: skip
+        if job["error"] and self.server.broken == "old":
+            return status | {"processed": True, "error": {}, "message": job["error"]}
+        if job["error"]:
+            return status | {"processed": True, "error": job["error"], "message": f"error: {job['error']}"}
+        if job["asked"] < 3:
+            return status | {
+                "file_name": "qwen.gguf",
+                "file_size": "600 MiB",
+                "downloaded_size": "300 MiB",
+                "progress": 50,
+            }
+        if job["name"] not in self.server.models:
+            self.server.models.append(job["name"])
+        return status | {"processed": True, "message": "completed", "progress": 100}
+
+
+@contextlib.contextmanager
+def serving(kind: str, broken: str = "") -> Iterator[tuple[str, Puller]]:
+    """A double on a free port of this host, and its address."""
+    double = Puller(kind, ("127.0.0.1", 0), broken)
+    thread = threading.Thread(target=double.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{double.server_address[1]}", double
+    finally:
+        double.shutdown()
+        double.server_close()
+        thread.join(5)
+
+
+def main() -> None:
+    kind = sys.argv[1]
+    address = os.environ["OLLAMA_HOST" if kind == "ollama" else "LOCALAI_ADDRESS"]
+    print(f"double of {kind}: {json.dumps(dict(sorted(os.environ.items())))}", flush=True)
+    Puller(kind, ("0.0.0.0", int(address.rpartition(":")[2]))).serve_forever()
+
+
+if __name__ == "__main__":
+    main()
