@@ -1,196 +1,256 @@
-"""The table of failures against lines of real logs."""
+"""The table of failures against lines of real logs, and what it makes of whole ones."""
+
+import io
+import re
+from decimal import Decimal
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from harness.failures.explain import State, explain, rules, safe_fraction
+from harness.failures.explain import State, explain, scan_text
+from harness.failures.lines import is_code, plain
+from harness.failures.scan import BLOCK_BYTES, MOST_FINDINGS, explain_message, scan
+from harness.failures.table import RANKS, Rule, needle, patterns, replacements, rules
+from harness.memory.fraction import safe_from_printed, vllm_accepts
 
 VLLM = "(EngineCore pid=9) ERROR 11-21 09:15:29 [core.py:1510] "
-SAMPLES = [  # rule, line, words of its cause or fix
-    (
-        "gpu-memory-fraction",
-        "ValueError: Free memory on device cuda:0 (76.45/96.0 GiB) on startup is less than desired GPU memory "
-        "utilization (0.92, 88.32 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes.",
-        "set gpu_memory_utilization to 0.79 or less",
-    ),
-    (
-        "gpu-memory-fraction",
-        "ValueError: Available memory on node 0 (16.42/20.21 GiB) on startup is less than desired CPU memory "
-        "utilization (0.99, 20.01 GiB). On the CPU backend, ...",
-        "set gpu_memory_utilization to 0.81 or less",
-    ),
-    ("no-room-for-kv-cache", "ValueError: No available memory for the cache blocks. Try increasing", "take a smaller"),
-    ("no-room-for-kv-cache", "ValueError: Cannot auto-fit max_model_len: not enough GPU memory", "take a smaller"),
-    (
-        "kv-cache-below-one-request",
-        "ValueError: To serve at least one request with the model's max seq len (131072), (16.0 GiB KV cache is "
-        "needed, which is larger than the available KV cache memory (4.0 GiB). Based on the available memory, the "
-        "estimated maximum model length is 32768. Try increasing",
-        "lower max_model_len (vLLM's estimate of what fits is 32768)",
-    ),
-    (
-        "kv-cache-below-one-request",
-        "ValueError: To serve at least one request with the models's max seq len (131072), (16.00 GiB KV cache is "
-        "needed, which is larger than the available KV cache memory (4.00 GiB).",
-        "lower max_model_len, or raise",
-    ),
-    (
-        "kv-cache-below-one-request-old",
-        "ValueError: The model's max seq len (131072) is larger than the maximum number of tokens that can be stored "
-        "in KV cache (86432).",
-        "set max_model_len to 86432 or less",
-    ),
-    (
-        "context-above-the-model",
-        "Value error, User-specified max_model_len (8192) is greater than the derived max_model_len "
-        "(max_position_embeddings=4096.0 or model_max_length=None in model's config.json).",
-        "set max_model_len to 4096 or less",
-    ),
-    (
-        "batch-below-sequences",
-        "max_num_batched_tokens (256) must be greater than or equal to max_num_seqs (1024).",
-        "max_num_batched_tokens 256 is below max_num_seqs 1024",
-    ),
-    (
-        "sampler-memory",
-        "RuntimeError: CUDA out of memory occurred when warming up sampler with 1024 dummy requests.",
-        "set max_num_seqs to 64",
-    ),
-    ("gpu-out-of-memory", "torch.OutOfMemoryError: HIP out of memory. Tried to allocate 12.95 GiB.", "used up"),
-    ("gpu-out-of-memory", "Failed to load model - not enough GPU memory. Try lowering", "used up"),
-    (
-        "unknown-argument",
-        "vllm: error: unrecognized arguments: --swap-space 16 --disable-log-requests",
-        "does not know the argument: --swap-space 16 --disable-log-requests",
-    ),
-    ("unknown-argument", "error: invalid argument: --no-such-flag", "does not know the argument: --no-such-flag"),
-    (
-        "invalid-argument-value",
-        "vllm serve: error: argument --max-num-seqs: invalid int value: 'ten'",
-        "refuses its arguments: argument --max-num-seqs: invalid int value: 'ten'",
-    ),
-    ("gated-model", "OSError: You are trying to access a gated repo.", "export HF_TOKEN"),
-    ("gated-model", "huggingface_hub.errors.GatedRepoError: 401 Client Error.", "export HF_TOKEN"),
-    ("model-not-found", "OSError: foo/bar is not a local folder or a valid repository name", "mount its folder"),
-    ("model-not-found", "huggingface_hub.errors.HFValidationError: Repo id must be in the form", "mount its folder"),
-    (
-        "model-file",
-        "0.00.004.121 E gguf_init_from_file: failed to open GGUF file '/models/x.gguf' (No such file or directory)",
-        "llama.cpp cannot load the model file /models/x.gguf: No such file or directory; check model_path",
-    ),
-    (
-        "model-file",
-        "0.00.004.300 E llama_model_load: error loading model: unknown model architecture: 'x'",
-        "the model file unknown model architecture: 'x'; check",
-    ),
-    ("hub-offline", "OSError: We couldn't connect to 'https://huggingface.co' to load the files", "cannot be reached"),
-    (
-        "hub-offline",
-        "huggingface_hub.errors.LocalEntryNotFoundError: Cannot find an appropriate cached snapshot folder",
-        "cannot be reached",
-    ),
-    ("docker-name-resolution", "Failed to load model 'user.X': CURL error: Couldn't resolve host name", "a network"),
-    (
-        "lemonade-managed-argument",
-        "vLLM argument '--enable-prefix-caching' in vllm_args is managed by Lemonade and cannot be overridden",
-        "Lemonade sets --enable-prefix-caching itself and refuses it in vllm_args",
-    ),
-    ("shared-memory", "RuntimeError: Insufficient space in /dev/shm for message queue: 160 MiB required", "shm_size"),
-    ("shared-memory", "NCCL WARN Error while creating shared memory segment /dev/shm/nccl-abc123", "ipc: host"),
-    ("kfd-denied", "Unable to open /dev/kfd read-write: Permission denied", "stat -c %g /dev/kfd"),
-    ("no-gpu-found", "Unable to open /dev/kfd read-write: No such file or directory", "finds no GPU"),
-    ("no-gpu-found", "RuntimeError: Failed to infer device type, please set the environment variable", "finds no GPU"),
-    ("no-gpu-found", "RuntimeError: No HIP GPUs are available", "HIP_VISIBLE_DEVICES"),
-    (
-        "gpu-not-built-for",
-        "hipErrorNoBinaryForGpu: Unable to find code object for all current devices!",
-        "take an image that is built for it",
-    ),
-    (
-        "gpu-not-built-for",
-        "rocBLAS error: Cannot read /opt/rocm/lib/rocblas/library/TensileLibrary.dat: Illegal seek for GPU arch : "
-        "gfx1151",
-        "no code for this GPU gfx1151",
-    ),
-    ("gpu-fault", "Memory access fault by GPU node-1 (Agent handle: 0x55d0) on address 0x7f12.", "dmesg"),
-    ("gpu-fault", "Queue 0x7f aborting with error : HSA_STATUS_ERROR_OUT_OF_RESOURCES: The", "failed OUT_OF_RESOURCES"),
-    (
-        "missing-device",
-        'error gathering device information while adding custom device "/dev/kfd": no such file or directory',
-        "the engine's host has no /dev/kfd",
-    ),
-    ("unknown-group", "Unable to find group render: no matching entries in group file", "no group named render"),
-    (
-        "port-in-use",
-        "driver failed programming external connectivity on endpoint x: Bind for 127.0.0.1:8000 failed: port is "
-        "already allocated",
-        "the port 127.0.0.1:8000 is in use already",
-    ),
-    (
-        "port-in-use",
-        "Error starting userland proxy: listen tcp4 127.0.0.1:8000: bind: address already in use",
-        "the port 127.0.0.1:8000 is in use already",
-    ),
-    ("port-in-use", "OSError: [Errno 98] Address already in use", "is in use already"),
-    (
-        "command-not-found",
-        'failed to create shim: OCI runtime create failed: exec: "vllm": executable file not found in $PATH: unknown',
-        "the image has no program vllm",
-    ),
-    ("command-not-found", "[FATAL tini (7)] exec vllm failed: No such file or directory", "has no program vllm"),
-    (
-        "missing-mount",
-        'invalid mount config for type "bind": bind source path does not exist: /data/none',
-        "no folder /data/none",
-    ),
-    ("missing-volume", "external volume weights not found", "docker volume create weights"),
-    ("disk-full", "write /var/lib/docker/tmp/x: no space left on device", "make room"),
-    ("python-module", "ModuleNotFoundError: No module named 'harness'", "the Python module harness"),
-    ("shared-library", "ImportError: libnuma.so.1: cannot open shared object file: No such file", "libnuma.so.1"),
-    ("engine-died", "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.", "further up"),
-    ("engine-did-not-start", "RuntimeError: Engine core initialization failed. See root cause above.", "further up"),
-]
+SAMPLES = [(rule, sample) for rule in rules() for sample in rule.samples]
 
 
-@pytest.mark.parametrize(("rule", "line", "words"), SAMPLES)
-def test_a_known_line_is_explained(rule: str, line: str, words: str) -> None:
-    failure = explain(f"INFO starting\n{VLLM}{line}\nINFO bye" if rule != "invalid-argument-value" else line)
-    assert failure is not None
-    assert failure.id == rule
-    assert words in f"{failure.cause}; {failure.fix}"
-    assert "{" not in failure.cause + failure.fix
-    assert line[:60] in failure.line
+@pytest.mark.parametrize(
+    ("rule", "sample"), SAMPLES, ids=[f"{rule.id}-{place}" for place, (rule, _) in enumerate(SAMPLES)]
+)
+def test_each_sample_is_explained_by_its_own_row_among_all(rule: Rule, sample: str) -> None:
+    if rule.where == "http":
+        found = explain_message(sample)
+    else:
+        (found,) = scan_text(f"INFO starting\n{sample}\nINFO bye\n").findings
+        assert found.number == 2
+    assert found is not None
+    assert (found.id, found.phase, found.severity) == (rule.id, rule.phase, rule.severity)
+    assert found.cause and found.fix and found.source == rule.source
+    assert not re.search(r"(?<!\$)\{[a-z]+\}|  | [,:;]", found.cause + found.fix), (
+        "every name is filled in, or left out"
+    )
 
 
-def test_every_rule_has_a_sample_and_words() -> None:
-    assert {rule.id for rule, _ in rules()} == {rule for rule, _, _ in SAMPLES}
-    assert all(rule.cause and rule.fix and rule.source for rule, _ in rules())
+def test_rows_are_whole() -> None:
+    names = [rule.id for rule in rules()]
+    assert len(set(names)) == len(names) > 100
+    for rule in rules():
+        assert re.fullmatch(r"[a-z]+\.[a-z0-9_]+", rule.id)
+        assert not re.search(r"[.;]$", rule.cause + rule.fix), f"{rule.id}: no full stop, words are joined"
+        assert rule.samples and rule.severity in RANKS
+        expressions = [re.compile(one) for one in ([rule.match] if isinstance(rule.match, str) else rule.match)]
+        known = set().union(*(one.groupindex for one in expressions))
+        computed = {"safe", "more", "most", "fewer", "needed", "longer", "gone", "instead", "used", "lower"}
+        assert set(re.findall(r"(?<!\$)\{([a-z]+)\}", rule.cause + rule.fix)) <= known | computed, rule.id
 
 
-def test_the_first_specific_line_wins_over_wrappers_and_later_lines() -> None:
-    log = "\n".join(
-        [
-            VLLM + "EngineCore failed to start.",
-            VLLM + "Traceback (most recent call last):",
-            VLLM + "    raise HFValidationError(",
-            VLLM + "ValueError: No available memory for the cache blocks.",
-            "torch.OutOfMemoryError: HIP out of memory.",
-            "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
-        ]
+@pytest.mark.parametrize("pattern", patterns(), ids=lambda pattern: f"{pattern.rule.id}-{pattern.regex.pattern[:20]}")
+def test_the_plain_words_of_an_expression_are_in_all_that_it_matches(pattern: object) -> None:
+    from harness.failures.table import Pattern
+
+    assert isinstance(pattern, Pattern)
+    assert len(pattern.needle) >= 6, "else every line would be tried"
+    for sample in pattern.rule.samples:
+        assert pattern.needle in sample or not pattern.regex.search(plain(sample.encode()))
+
+
+@pytest.mark.parametrize(
+    ("regex", "words"),
+    [
+        ("abc", "abc"),
+        (r"a\.b\d+cdef", "cdef"),
+        ("(?:one|two) and three", " and three"),
+        ("(?P<what>some Error: .+)", "some Error: "),
+        ("ab?cdef", "cdef"),
+        ("(?:maybe )?surely", "surely"),
+        ("(?<!raise )RepositoryNotFound", "RepositoryNotFound"),
+        ("[Uu]nable to", "nable to"),
+        ("one|other", ""),
+    ],
+)
+def test_the_plain_words_of_an_expression(regex: str, words: str) -> None:
+    assert needle(regex) == words
+
+
+@pytest.mark.parametrize(
+    ("line", "fix"),
+    [
+        (
+            "ValueError: Free memory on device cuda:0 (76.45/96.0 GiB) on startup is less than desired GPU memory "
+            "utilization (0.92, 88.32 GiB). Decrease",
+            "(to 0.78 or less)",
+        ),
+        (
+            "ValueError: Available memory on node 0 (16.42/20.21 GiB) on startup is less than desired CPU memory "
+            "utilization (0.99, 20.01 GiB).",
+            "(to 0.76 or less)",
+        ),
+        (
+            "ValueError: Free memory on device (0.2/96.0 GiB) on startup is less than desired GPU memory utilization "
+            "(0.92, 88.32 GiB).",
+            "set gpu_memory_utilization lower, or stop what else uses this memory",
+        ),
+        (
+            "ValueError: To serve at least one request with the model's max seq len (4096), (0.44 GiB KV cache is "
+            "needed, which is larger than the available KV cache memory (0.08 GiB). Based on the available memory, the "
+            "estimated maximum model length is 768.",
+            "set max_model_len to 768 or less, or raise gpu_memory_utilization so that 0.36 GiB more are left",
+        ),
+        (
+            "ValueError: To serve at least one request with the models's max seq len (131072), (16.00 GiB KV cache is "
+            "needed, which is larger than the available KV cache memory (4.00 GiB).",
+            "set max_model_len to 32704 or less",
+        ),
+        ("max seq len (131072) is larger than the maximum number of tokens that can be stored in KV cache (86432)",
+         "set max_model_len to 86432 or less"),
+        ("max_num_seqs (1024) exceeds available Mamba cache blocks (939).", "set max_num_seqs to 939 or less"),
+        ("out of memory occurred when warming up sampler with 1024 dummy requests", "set max_num_seqs to 64"),
+        ("out of memory occurred when warming up sampler with 32 dummy requests", "set max_num_seqs to 16"),
+        ("max_num_batched_tokens (256) must be greater than or equal to max_num_seqs (1024).",
+         "max_num_seqs to 256 or less, or max_num_batched_tokens to 1024 or more"),
+        ("vllm: error: unrecognized arguments: --swap-space 16 --disable-log-requests --x 3",
+         "--swap-space is gone since vLLM 0.18: nothing replaces it"),
+        ("vllm: error: unrecognized arguments: --swap-space 16 --disable-log-requests",
+         "--disable-log-requests is gone since vLLM 0.17: leave it out"),
+        ("vllm: error: unrecognized arguments: --num_scheduler_steps 8", "is gone since vLLM 0.11"),
+        ("WARNING Unknown vLLM environment variable detected: VLLM_ATTENTION_BACKEND", "give --attention-backend"),
+        ("WARNING Unknown vLLM environment variable detected: VLLM_SOMETHING", "leave VLLM_SOMETHING out"),
+        ("vLLM argument '--max-model-len' in vllm_args is managed by Lemonade", "; set the variable ctx_size"),
+        ("vLLM argument '--enable-prefix-caching' in vllm_args is managed by Lemonade",
+         "--no-enable-prefix-caching switches it off"),
+        ("TimeoutError: Timed out waiting for engine core processes to start. Waited 2400s", "(to 4800)"),
+    ],
+)  # fmt: skip
+def test_a_fix_has_its_value(line: str, fix: str) -> None:
+    (found,) = scan_text(line).findings
+    assert fix in found.fix
+
+
+@given(free=st.integers(1, 64 * 100), total=st.integers(100, 64 * 100))
+def test_the_proposed_fraction_is_one_that_vllm_accepts(free: int, total: int) -> None:
+    line = (
+        f"Free memory on device ({free / 100}/{total / 100} GiB) on startup is less than desired GPU memory "
+        "utilization (1.0, 1.0 GiB)"
+    )
+    (found,) = scan_text(line).findings
+    safe = safe_from_printed(free / 100, total / 100)
+    assert (f"(to {safe} or less)" in found.fix) == (safe is not None)
+    if safe is not None:
+        worst = int(min(free, total) / 100 * (1 << 30)) - (1 << 22)
+        assert vllm_accepts(worst, int(total / 100 * (1 << 30)), Decimal(safe))
+
+
+def test_what_the_log_said_of_the_arguments_is_used() -> None:
+    log = (
+        "(APIServer pid=1) INFO 11-21 08:53:41 [api_utils.py:286] non-default args: {'model': 'x', "
+        "'gpu_memory_utilization': 0.8}\n"
+        "(EngineCore pid=2) ERROR 11-21 08:55:41 [core.py:10] torch.OutOfMemoryError: HIP out of memory.\n"
     )
     failure = explain(log)
-    assert failure is not None and failure.id == "no-room-for-kv-cache"
+    assert failure is not None
+    assert failure.fix.startswith("lower gpu_memory_utilization (it is 0.8, so try 0.75) and max_num_seqs")
+    lemonade = log.replace(
+        "non-default args: {'model': 'x', 'gpu_memory_utilization': 0.8}", "--gpu-memory-utilization 0.70"
+    )
+    failure = explain(lemonade)
+    assert failure is not None and "(it is 0.7, so try 0.65)" in failure.fix
+
+
+def test_a_removed_flag_names_what_replaces_it() -> None:
+    assert {"--swap-space", "--disable-log-requests", "--num-scheduler-steps", "--task"} <= replacements().flags.keys()
+    assert set(replacements().protected) == {
+        "--model", "--served-model-name", "--host", "--port", "--max-model-len", "--enable-prefix-caching",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        (b"2026-11-21T09:15:29.123456789Z (EngineCore pid=9) ERROR 11-21 09:15:29 [core.py:15]     return f(x)\r\n",
+         "    return f(x)"),
+        (b"(EngineCore_DP0 pid=9) ERROR 11-21 09:15:29 [core.py:15] KeyError: 'x'", "KeyError: 'x'"),
+        (b"(VllmWorker-0 pid=9) ERROR 11-21 09:15:29 [core.py:15] x", "x"),
+        (b"(VllmWorker rank=0 pid=12) ERROR 05-05 10:00:00 [a.py:1] z", "z"),
+        (b"2026-09-10 21:30:07.611 [Info] (Process) \x1b[1m(EngineCore pid=1)\x1b[0m ERROR 01-02 03:04:05 [x.py:1] y",
+         "y"),
+        (b"Oct 03 13:16:39 box ollama[26513]: time=2025 msg=x", "time=2025 msg=x"),
+        (b"2026-11-21T09:15:29+0000 box docker[12]: x", "x"),
+        (b"vllm-1  | (Worker_TP0 pid=3) INFO 11-21 09:15:29 [a.py:3] hello", "hello"),
+        (b'{"log":"ERROR 11-21 09:15:29 [core.py:1] KeyError: \\"x\\"\\n","time":"2026"}', 'KeyError: "x"'),
+        (b'{"log":"torn', '{"log":"torn'),
+        (b"0.00.004.121 E gguf_init_from_file: f", "gguf_init_from_file: f"),
+        (b"\x00\x01\xff\xfe junk \x1b]0;title\x07end", "\ufffd\ufffd junk end"),
+    ],
+)  # fmt: skip
+def test_what_others_put_before_a_line_goes(raw: bytes, text: str) -> None:
+    assert plain(raw) == text
+
+
+def test_source_lines_of_a_traceback_name_errors_that_did_not_happen() -> None:
+    frame = '  File "/opt/x.py", line 3, in f'
+    assert is_code(frame, "")
+    assert is_code("    raise HFValidationError(", frame)
+    assert is_code("    except torch.OutOfMemoryError:", frame)
+    assert is_code("           ^^^^^^^^^^", "")
+    assert not is_code("OSError: You are trying to access a gated repo.", "    raise EnvironmentError(")
+    log = f"{VLLM}{frame}\n{VLLM}    except torch.OutOfMemoryError as error:\n{VLLM}ValueError: nothing known\n"
+    assert [failure.id for failure in scan_text(log).findings] == ["engine.exception"]
+
+
+WRAPPED = "\n".join(
+    [
+        VLLM + "EngineCore failed to start.",
+        VLLM + "Traceback (most recent call last):",
+        VLLM + "    raise HFValidationError(",
+        VLLM + "ValueError: No available memory for the cache blocks.",
+        "torch.OutOfMemoryError: HIP out of memory.",
+        "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
+    ]
+)
+
+
+def test_the_first_known_cause_wins_over_wrappers_and_later_lines() -> None:
+    failure = explain(WRAPPED)
+    assert failure is not None
+    assert (failure.id, failure.number) == ("mem.no_cache_blocks", 4)
+    assert failure.line == "ValueError: No available memory for the cache blocks."
+    assert failure.wrapper is not None and failure.wrapper.startswith(
+        "RuntimeError: Engine core initialization failed."
+    )
+    assert failure.wrapper_number == 6
+
+
+def test_an_unknown_exception_wins_over_a_wrapper() -> None:
+    log = "ValueError: never seen before\nRuntimeError: Engine core initialization failed. See root cause above."
+    failure = explain(log)
+    assert failure is not None and failure.id == "engine.exception"
+    assert failure.cause == "it raised an exception that is not in the table: ValueError: never seen before"
+    assert failure.wrapper_number == 2
+
+
+def test_a_wrapper_alone_is_said() -> None:
+    failure = explain("RuntimeError: Engine core initialization failed. See root cause above.")
+    assert failure is not None and failure.id == "engine.init_failed" and failure.wrapper is None
+
+
+def test_a_line_that_holds_wrapper_and_cause_is_explained_by_the_cause() -> None:
+    failure = explain("Failed to load model 'user.X': CURL error: Couldn't resolve host name")
+    assert failure is not None and failure.id == "lemonade.hub_unreachable"
 
 
 def test_what_docker_says_comes_first() -> None:
-    failure = explain(
-        "HIP out of memory", State(error="Unable to find group render: no matching entries in group file")
-    )
-    assert failure is not None and failure.id == "unknown-group"
+    state = State(error="Unable to find group render: no matching entries in group file")
+    failure = explain("HIP out of memory", state)
+    assert failure is not None and failure.id == "gpu.group_name"
 
 
 def test_an_oom_kill_needs_no_line() -> None:
-    failure = explain("all is well", State(exit_code=137, oom_killed=True))
-    assert failure is not None and failure.id == "out-of-memory"
+    failure = explain("KeyError: 'x'\nall is well", State(exit_code=137, oom_killed=True))
+    assert failure is not None and (failure.id, failure.line) == ("mem.container_oom", "all is well")
 
 
 @pytest.mark.parametrize(
@@ -201,11 +261,12 @@ def test_an_oom_kill_needs_no_line() -> None:
         (137, "it was killed from outside, or the host ran out of memory"),
         (-9, "it was killed from outside, or the host ran out of memory"),
         (-11, "it crashed with a segmentation fault"),
+        (143, "it was asked to end (SIGTERM)"),
     ],
 )
 def test_an_exit_code_alone_says_something(code: int, cause: str) -> None:
     failure = explain("nothing telling", State(exit_code=code))
-    assert failure is not None and failure.cause == cause
+    assert failure is not None and (failure.cause, failure.line) == (cause, "nothing telling")
 
 
 def test_an_unknown_end_is_not_explained() -> None:
@@ -213,23 +274,108 @@ def test_an_unknown_end_is_not_explained() -> None:
     assert explain("") is None
 
 
+def test_the_order_of_what_is_known() -> None:
+    def of(log: str, code: int = 137) -> str:
+        failure = explain(log, State(exit_code=code))
+        return "" if failure is None else failure.id
+
+    exception, wrapper = "KeyError: 'x'\n", "EngineDeadError: EngineCore encountered an issue\n"
+    refused = "This model's maximum context length is 10 tokens\n"
+    assert of("HIP out of memory\n") == "mem.hip_oom"
+    assert of(exception + wrapper) == "container.killed"
+    assert of(exception + wrapper, 1) == "engine.exception"
+    assert of(wrapper, 0) == "engine.dead"
+    assert of(refused, 1) == "", "a server does not end because it refused a request"
+    found = explain(refused)
+    assert found is not None and found.id == "req.context"
+
+
 GOOD_START = """\
 (APIServer pid=1) WARNING 11-21 08:53:41 [system_utils.py:255] Found ulimit of 20000 and failed to automatically \
 increase with error current limit exceeds maximum limit. This can cause fd limit errors like `OSError: [Errno 24] Too \
 many open files`. Consider increasing with ulimit -n
+(APIServer pid=1) WARNING 11-21 08:53:41 [interface.py:1] Unknown vLLM environment variable detected: VLLM_USE_V1
+(EngineCore pid=9) INFO 11-21 08:54:01 [shm.py:109] No available shared memory broadcast block found in 60 seconds.
 (APIServer pid=1) INFO 11-21 08:53:42 [model.py:1234] Using max model len 2048
 (EngineCore pid=9) INFO 11-21 08:54:20 [kv_cache_utils.py:1500] CPU KV cache size: 524,288 tokens
 (APIServer pid=1) INFO:     Application startup complete.
 """
 
 
-def test_a_good_start_is_no_failure() -> None:
+def test_warnings_of_a_good_start_are_never_the_cause() -> None:
     assert explain(GOOD_START) is None
+    assert [failure.id for failure in scan_text(GOOD_START).findings] == [
+        "host.ulimit",
+        "cli.env_unknown",
+        "engine.hang",
+    ]
+    failure = explain(GOOD_START + "Memory access fault by GPU node-1 on address 0x7f12.")
+    assert failure is not None and failure.id == "gpu.fault"
+
+
+def test_what_a_server_got_over_does_not_explain_its_end() -> None:
+    log = "HIP out of memory\nApplication startup complete.\n"
+    assert explain(log) is None
+    (failure,) = scan_text(log).findings
+    assert failure.recovered
+    again = explain(log + "HIP out of memory\n")
+    assert again is not None and (again.number, again.count, again.recovered) == (3, 2, False)
 
 
 @pytest.mark.parametrize(
-    ("free", "total", "fraction"), [(76.45, 96.0, 0.79), (57.38, 124.0, 0.46), (95.6, 96.0, 0.92), (120.0, 62.47, 0.92)]
-)
-def test_the_proposed_fraction_passes_the_check_of_vllm(free: float, total: float, fraction: float) -> None:
-    assert safe_fraction(free, total) == fraction
-    assert total * fraction <= min(free, total)
+    ("message", "row"),
+    [
+        ("http: status 400: BadRequestError 400: This model's maximum context length is 2048 tokens. However, your "
+         "prompt contains at least 2049 input tokens", "req.context"),
+        ("http: status 404: NotFoundError 404: The model `x` does not exist. Valid aliases: user.x.", "req.model_name"),
+        ("http: status 400: BadRequestError 400: temperature must be non-negative", "req.refused_value"),
+        ("rejected: status 503: The engine is currently busy and cannot accept new requests.", "req.busy"),
+        ("rejected: status 429: slow down", "req.limited"),
+        ("stream_error: InternalServerError 500: EngineCore encountered an issue.", "req.engine_dead"),
+        ("http: status 500: InternalServerError 500: HIP out of memory. Tried to allocate", "mem.hip_oom"),
+        ("http: status 500: InternalServerError 500: list index out of range", "req.server_error"),
+        ("connect: 127.0.0.1:8000: connection refused", "req.refused"),
+        ("disconnect: connection reset by peer before the response was complete", "req.disconnected"),
+        ("timeout: no data arrived for 120 s", "req.silent"),
+        ("stream_error: backend_watchdog_reset: llama-server was unresponsive", "lemonade.watchdog"),
+    ],
+)  # fmt: skip
+def test_a_request_s_error_is_explained(message: str, row: str) -> None:
+    failure = explain_message(message)
+    assert failure is not None and failure.id == row
+
+
+def test_an_unknown_message_is_not_explained() -> None:
+    assert explain_message("client: it is our own fault") is None
+
+
+def test_repeated_lines_are_one_finding_with_a_count() -> None:
+    scanned = scan_text("HIP out of memory\n" * 1000)
+    assert [(failure.id, failure.count, failure.number) for failure in scanned.findings] == [("mem.hip_oom", 1000, 1)]
+    many = scan_text("".join(f"failed to open GGUF file '/m/{n}.gguf'\n" for n in range(2 * MOST_FINDINGS)))
+    assert len(many.findings) == MOST_FINDINGS
+
+
+def test_junk_and_lines_without_end_are_survived() -> None:
+    junk = bytes(range(256)) * 40_000  # ten megabytes
+    endless = (
+        junk.replace(b"\n", b"") + b"\n(EngineCore pid=9) ERROR 11-21 09:15:29 [a.py:1] HIP out of memory\n" + junk
+    )
+    scanned = scan(io.BytesIO(endless))
+    assert [failure.id for failure in scanned.findings] == ["mem.hip_oom"]
+    shown = scan(io.BytesIO(b"x" * 9000 + b" HIP out of memory " + b"y" * 9000)).findings[0].line
+    assert "HIP out of memory" in shown and len(shown) < 600
+
+
+def test_the_number_of_a_line_is_right_across_blocks() -> None:
+    padding = "INFO nothing at all happens in this line of the log, as in most\n"
+    before = 3 * BLOCK_BYTES // len(padding)
+    log = (
+        padding * before
+        + '  File "x.py", line 1, in f\n    except OutOfMemoryError:\n'
+        + "HIP out of memory\n"
+        + padding
+    )
+    scanned = scan_text(log)
+    assert scanned.lines == before + 4
+    assert [(failure.id, failure.number) for failure in scanned.findings] == [("mem.hip_oom", before + 3)]
