@@ -183,52 +183,6 @@ def _curve(summary: Summary, row: Row, observed: Observed, field: str) -> Figure
     }
 
 
-def startup(run: Run) -> Chart:
-    """How long each server took to start, phase by phase, median over its starts."""
-    starts: dict[str, dict[str, list[float]]] = {}  # server -> phase -> seconds of every start
-    for cell in run.cells:
-        for phase in cell.served_by.phases:
-            starts.setdefault(cell.server, {}).setdefault(phase.name, []).append(phase.seconds)
-    phases = list(dict.fromkeys(name for known in starts.values() for name in known))
-    data = []
-    for i, name in enumerate(phases):
-        having = [server for server, known in starts.items() if name in known]
-        data.append(
-            {
-                "type": "bar",
-                "orientation": "h",
-                "name": plain(name),
-                "y": having,
-                "x": [round(statistics.median(starts[server][name]), 3) for server in having],
-                "marker": {"color": f"@{colour(i)}", "line": {"color": "@card", "width": 1.5}},
-                "hovertemplate": "%{fullData.name}: <b>%{x:,.2f} s</b><extra>%{y}</extra>",
-            }
-        )
-    return Chart(
-        id="startup",
-        title="Start of each server",
-        caption="Seconds from the order to start until the model answered, by phase; median over the server’s starts.",
-        formula="phase = its end − end of the phase before it; each the median over the starts",
-        figure={
-            "data": data,
-            "layout": {
-                "barmode": "stack",
-                "height": 120 + 46 * len(starts),
-                "showlegend": True,
-                "xaxis": {"title": {"text": "seconds"}, "rangemode": "tozero"},
-                "yaxis": {"autorange": "reversed", "type": "category"},
-            },
-        },
-        head=["Server", "Phase", "Median, s", "Least, s", "Most, s", "Starts"],
-        body=[
-            [server, name, f"{statistics.median(v):,.2f}", f"{min(v):,.2f}", f"{max(v):,.2f}", str(len(v))]
-            for server, known in starts.items()
-            for name, v in known.items()
-        ],
-        empty="" if data else "No start was observed: the server already ran.",
-    )
-
-
 def by_concurrency(summary: Summary, run: Run, server: str) -> list[Row]:
     return sorted((row for row in summary.rows if row.server == server), key=lambda row: at_once(row, run))
 

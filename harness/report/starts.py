@@ -1,0 +1,176 @@
+"""How servers started: a chart of the phases, a sentence for each server, and what it said that it runs with."""
+
+import statistics
+from collections.abc import Sequence
+
+from harness import started
+from harness.manifest import Run, ServedBy
+from harness.report import words
+from harness.report.marks import Chart, colour, plain
+
+MEANS = {
+    "pull": "the image, where it was not on the machine yet",
+    "flags": "the server’s flags, checked against the image’s own help",
+    "create": "the container, made and started",
+    "install": "Lemonade gets the engine",
+    "download": "Lemonade gets the model",
+    "model": "the server gets the model",
+    "process": "from the start of the process until it reads weights: imports, configuration, workers",
+    "weights": "weights into memory, downloaded first where they were not there",
+    "compile": "compiling, or reading compiled graphs from the cache, and the first run",
+    "graphs": "the KV cache, and graphs captured",
+    "warm-up": "the rest of what the engine prepares",
+    "ready": "from then until the server says that it is healthy",
+    "port open": "until something listens",
+    "health": "until the server says that it is healthy",
+    "load": "the model, loaded on request",
+    "first answer": "the first real answer",
+}
+_RULE = "phase = its end − end of the phase before it, the median over the starts"
+_BY_LOG = "process to warm-up by the server’s own log; ready = what was waited − those"
+
+
+def startup(run: Run) -> Chart:
+    """How long each server took to start, phase by phase, median over its starts."""
+    starts = starts_of(run)
+    order = _order([[phase.name for phase in served.phases] for served in _all(starts)])
+    data = []
+    for i, name in enumerate(order):
+        having = [server for server in starts if _seconds(starts[server], name)]
+        data.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": plain(name),
+                "y": having,
+                "x": [round(statistics.median(_seconds(starts[server], name)), 3) for server in having],
+                "marker": {"color": f"@{colour(i)}", "line": {"color": "@card", "width": 1.5}},
+                "hovertemplate": "%{fullData.name}: <b>%{x:,.2f} s</b><extra>%{y}</extra>",
+            }
+        )
+    by_log = [_BY_LOG] if "process" in order else []
+    return Chart(
+        id="startup",
+        title="Start of each server",
+        caption="Seconds from the order to start until the model answered, by phase; median over the server’s starts.",
+        formula="; ".join([_RULE, *by_log, *(f"{name}: {MEANS[name]}" for name in order if name in MEANS)]),
+        findings=[f"{server}: {text}." for server, text in sentences(run)],
+        figure={
+            "data": data,
+            "layout": {
+                "barmode": "stack",
+                "height": 120 + 46 * len(starts),
+                "showlegend": True,
+                "xaxis": {"title": {"text": "seconds"}, "rangemode": "tozero"},
+                "yaxis": {"autorange": "reversed", "type": "category"},
+            },
+        },
+        head=["Server", "Phase", "Median, s", "Least, s", "Most, s", "Starts"],
+        body=[
+            [server, name, f"{statistics.median(v):,.2f}", f"{min(v):,.2f}", f"{max(v):,.2f}", str(len(v))]
+            for server, known in starts.items()
+            for name in order
+            if (v := _seconds(known, name))
+        ],
+        empty="" if data else "No start was observed: the server already ran.",
+    )
+
+
+def starts_of(run: Run) -> dict[str, list[ServedBy]]:
+    """The starts of each server that were observed; cells that share one count once."""
+    found: dict[tuple[str, object], ServedBy] = {}
+    for cell in run.cells:
+        if cell.served_by.phases:
+            found.setdefault((cell.server, cell.id if run.scenario.restart else cell.repeat), cell.served_by)
+    result: dict[str, list[ServedBy]] = {}
+    for (server, _), served in found.items():
+        result.setdefault(server, []).append(served)
+    return result
+
+
+def sentences(run: Run) -> list[tuple[str, str]]:
+    """Each server whose start was observed, with its start in a sentence without the full stop."""
+    return [(server, _sentence(starts)) for server, starts in starts_of(run).items()]
+
+
+def _sentence(starts: Sequence[ServedBy]) -> str:
+    total = statistics.median(sum(phase.seconds for phase in served.phases) for served in starts)
+    order = _order([[phase.name for phase in served.phases] for served in starts])
+    medians = {name: statistics.median(_seconds(starts, name)) for name in order}
+    longest = max(medians, key=lambda name: medians[name])
+    told = started.told(starts)
+    parts = [f"ready after {words.seconds(total)}, the most of it {longest} ({words.seconds(medians[longest])})"]
+    if (cache := told.get("startup.compile_cache")) is not None:
+        parts.append(f"compile cache {cache}")
+    if (tokens := told.get("startup.kv_cache_tokens")) is not None:
+        most = told.get("startup.max_concurrency")
+        parts.append(f"KV cache {tokens:,} tokens" + (f", {most:,.4g} requests of full length" if most else ""))
+    return "; ".join(parts)
+
+
+def explained(run: Run) -> list[tuple[str, str]]:
+    """The same with every phase, and what the phases mean, for a terminal."""
+    result = []
+    starts = starts_of(run)
+    for server, text in sentences(run):
+        order = _order([[phase.name for phase in served.phases] for served in starts[server]])
+        phases = ", ".join(f"{name} {statistics.median(_seconds(starts[server], name)):,.2f}" for name in order)
+        result.append((f"Start of {server}", f"{text}; in seconds: {phases}"))
+    order = _order([[phase.name for phase in served.phases] for served in _all(starts)])
+    return result + [(name, MEANS[name]) for name in order if name in MEANS]
+
+
+def pairs(served: ServedBy) -> list[tuple[str, str | None]]:
+    """What a server said of itself, as names and values; None where it did not say."""
+    known = served.startup
+    if known is None:
+        return []
+    return [
+        ("Engine", " ".join(filter(None, (known.engine, known.version))) or None),
+        ("Architecture", known.architecture),
+        ("Longest request", f"{known.max_model_len:,} tokens" if known.max_model_len is not None else None),
+        ("Attention", known.attention_backend),
+        ("Layers on a GPU", known.offloaded_layers),
+        ("Weights", _measured(known.weights_gib, "GiB", known.model_load_s or known.weights_s)),
+        ("Downloaded in", words.seconds(known.download_s) if known.download_s is not None else None),
+        ("Compiled in", _compiled(known.compile_s, known.compile_cache)),
+        ("Graphs", _measured(known.graphs_gib, "GiB", known.graphs_s)),
+        ("KV cache", _cache(known.kv_cache_tokens, known.kv_cache_gib)),
+        ("Requests that it holds", f"{known.max_concurrency:,.4g}" if known.max_concurrency is not None else None),
+        ("ROCm of the image", served.contents.rocm if served.contents is not None else None),
+    ]
+
+
+def _measured(amount: float | None, unit: str, seconds: float | None) -> str | None:
+    texts = [f"{amount:,.4g} {unit}"] if amount is not None else []
+    return " in ".join(texts + ([words.seconds(seconds)] if seconds is not None else [])) or None
+
+
+def _compiled(seconds: float | None, cache: str | None) -> str | None:
+    texts = [words.seconds(seconds)] if seconds is not None else []
+    return ", ".join(texts + ([f"{cache} cache"] if cache is not None else [])) or None
+
+
+def _cache(tokens: int | None, gib: float | None) -> str | None:
+    texts = [f"{tokens:,} tokens"] if tokens is not None else []
+    return ", ".join(texts + ([f"{gib:,.4g} GiB"] if gib is not None else [])) or None
+
+
+def _all(starts: dict[str, list[ServedBy]]) -> list[ServedBy]:
+    return [served for known in starts.values() for served in known]
+
+
+def _seconds(starts: Sequence[ServedBy], name: str) -> list[float]:
+    return [phase.seconds for served in starts for phase in served.phases if phase.name == name]
+
+
+def _order(named: Sequence[Sequence[str]]) -> list[str]:
+    """All phases in an order that is that of each start."""
+    order: list[str] = []
+    for names in named:
+        at = 0
+        for name in names:
+            if name not in order:
+                order.insert(at, name)
+            at = order.index(name) + 1
+    return order
