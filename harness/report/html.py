@@ -16,7 +16,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from harness.manifest import Run, ServedBy, read_run
-from harness.report import figures, marks, scatter, sentences, tradeoff, words
+from harness.report import figures, marks, scatter, sentences, starts, tradeoff, words
 from harness.report.differing_servers import server_differences
 from harness.report.events import Event, events_of
 from harness.report.forest import Forest
@@ -66,6 +66,7 @@ def render(summary: Summary, run: Run, observed: Observed) -> str:
         forest=Forest.of([line.verdict for line in rows if line.verdict]),
         interval=interval,
         sentences=sentences,
+        starts=starts,
         words=words,
         charts={chart.id: chart for chart in charts},
         server_keys=marks.server_keys(summary),
@@ -92,7 +93,7 @@ def _charts(summary: Summary, run: Run, observed: Observed) -> list[marks.Chart]
         *tradeoff.tradeoffs(summary, run),
         *figures.distributions(summary, observed),
         *scatter.scatters(summary, observed),
-        figures.startup(run),
+        starts.startup(run),
     ]
 
 
@@ -144,8 +145,10 @@ def _served(run: Run) -> dict[str, list[ServedBy]]:
     result: dict[str, list[ServedBy]] = {}
     seen: set[tuple[str, bytes]] = set()
     for cell in run.cells:
-        # What belongs to a single start is left out of the comparison: time, port, and how it ended.
-        what = msgspec.structs.replace(cell.served_by, phases=[], url="", container=None)
+        # What belongs to a single start is left out of the comparison: time, port, and what the engine measured.
+        what = msgspec.structs.replace(
+            cell.served_by, phases=[], url="", container=None, gateway=None, startup=None, effective={}
+        )
         key = (cell.server, msgspec.json.encode(what))
         if key not in seen:
             seen.add(key)
