@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.manifest import Run
-from harness.report import sentences, words
+from harness.report import sentences, starts, words
 from harness.report.table import Column, Line, columns, lines
 from harness.summary import Summary
 
@@ -28,6 +28,8 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
         console.print()
         for column in columns(summary):
             _item(console, Text(f"{column.heading}: ", "bold") + Text(f"{column.explanation} [{column.formula}]"))
+        for name, text in starts.explained(run):
+            _item(console, Text(f"{words.one_line(name)}: ", "bold") + Text(words.one_line(text)))
     _verdicts(summary, console)
     console.print()
     style = "bold green" if summary.valid and run.status == "valid" else "bold red"
