@@ -5,6 +5,7 @@ import datetime
 import hashlib
 import importlib.metadata
 import os
+import platform
 import re
 import secrets
 import shutil
@@ -158,7 +159,8 @@ def _versions() -> dict[str, str]:
     for path in [*own, paths.ROOT / "harness" / "workload.py"]:
         digest.update(path.read_bytes())
     packages = {package: importlib.metadata.version(package) for package in MEASURING_PACKAGES}
-    return {"amd-llm-load": __version__, "load generator": digest.hexdigest()[:16], **packages}
+    python = platform.python_version()
+    return {"amd-llm-load": __version__, "load generator": digest.hexdigest()[:16], "python": python, **packages}
 
 
 def _git_commit() -> str | None:
