@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from harness.machine import pci
-from harness.machine.doctor import Engine, Finding, User, diagnose, known, worst
+from harness.machine.doctor import Engine, Finding, User, diagnose, known, page, worst
 from harness.machine.doctor.finding import finding
 from harness.machine.targets import table, target_of
+from harness.paths import ROOT
 from tests import machines
 from tests.machines import GIB, drm, write
 
@@ -137,9 +138,12 @@ def test_a_gpu_without_its_driver(tmp_path: Path) -> None:
 
 
 def test_targets_of_little_standing(tmp_path: Path) -> None:
-    seen = found(machines.gpu(machines.no_gpu(tmp_path / "a"), 110103 - 100, vram_gib=8, gtt_gib=8))
+    seen = found(machines.gpu(machines.no_gpu(tmp_path / "a"), 110003, vram_gib=8, gtt_gib=8))
     assert seen["gpu.target"].level == "warning"
-    assert seen["gpu.target"].fact.startswith("gfx1103 (RDNA 3) on 2026-11-21; builds exist, not tried by their makers")
+    assert seen["gpu.target"].fact == (
+        "gfx1103 (RDNA 3) on 2026-11-21; supported: Lemonade with llama.cpp (ROCm); builds exist, not tried by their "
+        "makers: Lemonade with vLLM; unsupported: vLLM's ROCm image, llama.cpp's ROCm image"
+    )
     seen = found(machines.gpu(machines.no_gpu(tmp_path / "b"), 130000, vram_gib=8, gtt_gib=8))
     assert seen["gpu.target"].fact == (
         "gfx1300 is not in the table of 2026-11-21: no server is known to have code for it"
@@ -419,3 +423,11 @@ def test_the_table_of_targets() -> None:
     halo = target_of("gfx1151")
     assert halo is not None and (halo.standing("lemonade-vllm"), halo.standing("vllm-rocm")) == ("validated", "code")
     assert target_of("gfx906") is None
+
+
+def test_the_page_lists_every_finding_and_target() -> None:
+    text = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+    assert text == page.filled(text), "python -m harness.docs"
+    for row in known().values():
+        assert f"| `{row.id}` | {row.looks_at} | " in text
+    assert all(f"| `{row.target}` | {row.family}" in text for row in table().targets)

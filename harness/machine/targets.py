@@ -8,9 +8,10 @@ import msgspec
 import yaml
 from msgspec import Struct
 
-Standing = Literal["validated", "code", "wheels", "prepared", "unsupported"]
+Standing = Literal["validated", "supported", "code", "wheels", "prepared", "unsupported"]
 WORDS: dict[Standing, str] = {
     "validated": "validated by its makers",
+    "supported": "supported",
     "code": "has code for it",
     "wheels": "builds exist, not tried by their makers",
     "prepared": "prepared, cannot be installed yet",

@@ -12,11 +12,6 @@ from harness.machine.doctor.finding import Finding, Level, finding
 from harness.machine.facts import device_groups, gpus
 from harness.machine.files import text
 
-_NO_RENDER_NODE = (
-    "look at `ls -l /dev/dri` and `sudo dmesg | grep amdgpu`; in a virtual machine or a container pass /dev/dri in"
-)
-_JOIN = "sudo usermod -aG {groups} $USER, then log in again"
-
 
 class User(Struct, frozen=True, forbid_unknown_fields=True):
     """Who wants to open the device nodes."""
@@ -52,7 +47,7 @@ def no_render_node(root: Path) -> Iterator[Finding]:
     """A blocker when there is no render node at all, whatever the compute driver knows: Vulkan needs no more."""
     if not any((root / "dev/dri").glob("renderD*")):
         what = "there is no render node in /dev/dri"
-        yield finding("access.render", "blocker", what, advice=_NO_RENDER_NODE)
+        yield finding("access.render", "blocker", what, "missing")
 
 
 def missing(root: Path, nodes: Iterable[str]) -> Iterator[Finding]:
@@ -61,14 +56,13 @@ def missing(root: Path, nodes: Iterable[str]) -> Iterator[Finding]:
         if not (root / node.lstrip("/")).exists():
             there = ", ".join(sorted(path.name for path in (root / "dev/dri").glob("renderD*"))) or "none"
             what = f"there is no {node} (render nodes: {there})"
-            yield finding("access.render", "blocker", what, advice=_NO_RENDER_NODE)
+            yield finding("access.render", "blocker", what, "missing")
 
 
 def _node(root: Path, id: str, name: str, user: User | None, rootless: bool) -> Iterator[Finding]:
     path = root / name.lstrip("/")
     if not path.exists():
-        advice = "sudo modprobe amdgpu; in a virtual machine or a container pass the device in"
-        yield finding(id, "blocker", f"there is no {name}", advice=advice)
+        yield finding(id, "blocker", f"there is no {name}", "missing")
         return
     owner = f"{name}: mode {_mode(path) & 0o777:04o}, group {_group(root, path)}"
     if may_open(path, user):
@@ -81,7 +75,7 @@ def _render(root: Path, nodes: list[str], user: User | None, rootless: bool) -> 
     gone = [node for node in nodes if not (root / node.lstrip("/")).exists()]
     if gone or not nodes:
         what = f"there is no {', '.join(gone)}" if gone else "no GPU has a render node"
-        yield finding("access.render", "blocker", what, advice=_NO_RENDER_NODE)
+        yield finding("access.render", "blocker", what, "missing")
         return
     closed = [node for node in nodes if not may_open(root / node.lstrip("/"), user)]
     if len(nodes) == 1 or closed:
@@ -96,7 +90,7 @@ def _denied(root: Path, id: str, owner: str, path: Path, rootless: bool) -> Find
     who = "the rootless engine, which runs as this user," if rootless else "this user"
     rest = "" if rootless else "; containers may (the engine runs as root), servers that you start yourself may not"
     group = _names(root).get(path.stat().st_gid, str(path.stat().st_gid))
-    return finding(id, level, f"{who} may not open {owner}{rest}", advice=_JOIN.format(groups=group))
+    return finding(id, level, f"{who} may not open {owner}{rest}", "denied", groups=group)
 
 
 def may_open(path: Path, user: User | None) -> bool:

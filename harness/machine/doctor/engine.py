@@ -42,9 +42,7 @@ def check(root: Path, engine: Engine, *, gpus: int) -> Iterator[Finding]:
         yield finding("docker.remote", "warning", f"DOCKER_HOST names {engine.host}: {here}", host=engine.host)
     if engine.problem is not None:
         fact = f"{engine.problem}: servers in containers cannot run"
-        yield finding(
-            "docker.reachable", "blocker", fact, advice=engine.remedy or "start the engine, or set DOCKER_HOST"
-        )
+        yield finding("docker.reachable", "blocker", fact, "told" if engine.remedy else "unknown", remedy=engine.remedy)
         return
     yield finding("docker.reachable", "ok", "the Docker Engine answers")
     yield from _kind(engine, gpus)

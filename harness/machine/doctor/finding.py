@@ -38,7 +38,7 @@ class Known(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     topic: Topic
     looks_at: str
     levels: list[Level]  # that it can have, ok left out
-    fix: str  # {names} are filled in
+    fix: str | dict[str, str]  # one for each case; {names} are filled in
     source: str
 
 
@@ -49,10 +49,12 @@ def known() -> dict[str, Known]:
     return {row.id: row for row in msgspec.convert(yaml.safe_load(text), list[Known])}
 
 
-def finding(id: str, level: Level, fact: str, **values: Any) -> Finding:
-    """A finding of a known kind; `values` fill in its fix."""
+def finding(id: str, level: Level, fact: str, case: str = "", **values: Any) -> Finding:
+    """A finding of a known kind; `values` fill in its fix, that of the `case` where there are several."""
     row = known()[id]
     if level != "ok" and level not in row.levels:
         raise ValueError(f"{id} cannot be a {level}")
-    fix = None if level == "ok" else row.fix.format(**values)
+    fix = None
+    if level != "ok":
+        fix = (row.fix if isinstance(row.fix, str) else row.fix[case]).format(**values)
     return Finding(id=id, topic=row.topic, level=level, fact=fact, fix=fix, source=row.source)

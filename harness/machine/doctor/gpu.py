@@ -10,7 +10,8 @@ from harness.machine.facts import gpus
 from harness.machine.files import text
 from harness.machine.targets import WORDS, Standing, Target, table, target_of
 
-_RUNS: tuple[Standing, ...] = ("validated", "code")
+_READY: tuple[Standing, ...] = ("validated", "supported", "code")
+_VLLM = {"vllm-rocm", "lemonade-vllm"}
 
 
 def check(root: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -51,16 +52,9 @@ def _none(root: Path) -> Finding:
     card = amd[0]
     what = f"the AMD GPU at {card.slot} (1002:{card.device:04x}) is not known to the compute driver"
     if not (root / "sys/module/amdgpu").is_dir():
-        if "nomodeset" in (text(root / "proc/cmdline") or "").split():
-            advice = "remove nomodeset from the kernel's command line and reboot"
-        else:
-            advice = (
-                "sudo modprobe amdgpu; when that fails, see `sudo dmesg | grep amdgpu` and /etc/modprobe.d (blacklist)"
-            )
-        return finding("gpu.driver", "blocker", f"{what}: amdgpu is not loaded", advice=advice)
-    causes = "a GPU that is too old, a kernel without CONFIG_HSA_AMD, missing firmware"
-    advice = f"`sudo dmesg | grep -e amdgpu -e kfd` says why, such as {causes}"
-    return finding("gpu.driver", "blocker", f"{what}, though amdgpu is loaded", advice=advice)
+        case = "nomodeset" if "nomodeset" in (text(root / "proc/cmdline") or "").split() else "not-loaded"
+        return finding("gpu.driver", "blocker", f"{what}: amdgpu is not loaded", case)
+    return finding("gpu.driver", "blocker", f"{what}, though amdgpu is loaded", "not-known")
 
 
 def _nvidia(found: list[pci.Card]) -> bool:
@@ -70,24 +64,13 @@ def _nvidia(found: list[pci.Card]) -> bool:
 def _standing(target: str) -> Finding:
     row, checked = target_of(target), table().checked
     if row is None:
-        return finding(
-            "gpu.target",
-            "warning",
-            f"{target} is not in the table of {checked}: no server is known to have code for it",
-            advice="try `harness run` with llama.cpp's Vulkan image, which needs no code for a target",
-        )
+        fact = f"{target} is not in the table of {checked}: no server is known to have code for it"
+        return finding("gpu.target", "warning", fact, "nothing")
     fact = f"{target} ({row.architecture}) on {checked}; {_in_words(row)}"
-    runs = [server for server in table().servers if row.standing(server) in _RUNS]
-    if runs:
+    ready = {server for server in table().servers if row.standing(server) in _READY}
+    if ready & _VLLM:
         return finding("gpu.target", "ok", fact)
-    if row.servers:
-        return finding(
-            "gpu.target",
-            "warning",
-            fact,
-            advice="expect to be the first who tries; llama.cpp with Vulkan is the safe way",
-        )
-    return finding("gpu.target", "warning", fact, advice="use llama.cpp with Vulkan, which needs no code for a target")
+    return finding("gpu.target", "warning", fact, "llamacpp" if ready else "untried" if row.servers else "nothing")
 
 
 def _in_words(row: Target) -> str:

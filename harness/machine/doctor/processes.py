@@ -36,9 +36,9 @@ def check(root: Path) -> Iterator[Finding]:
         told = [
             f"{one.name} (pid {one.pid}{f', holds {gib(held[one.pid])}' if one.pid in held else ''})" for one in orphans
         ]
-        kill = "kill -9 " + " ".join(str(process.pid) for process in orphans)
+        pids = " ".join(str(process.pid) for process in orphans)
         yield finding(
-            "processes.orphans", "warning", f"left behind by a server that is gone: {', '.join(told)}", kill=kill
+            "processes.orphans", "warning", f"left behind by a server that is gone: {', '.join(told)}", pids=pids
         )
     else:
         yield finding("processes.orphans", "ok", "no engine was left behind by a server that is gone")

@@ -1,5 +1,6 @@
 """Findings as a person reads them, and as a program does."""
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -43,11 +44,13 @@ def show(findings: list[Finding], console: Console, root: Path = Path("/")) -> N
 
 def _print(console: Console, text: Text, width: int, mark: Text | None = None) -> None:
     """Print a text in lines of at most `width`, the mark before the first and as much room before the others."""
-    mark = mark or Text("")
-    for line in text.wrap(console, max(width - len(mark), 20), overflow="ignore"):  # an address stays whole
-        line.rstrip()
-        console.print(mark + line, soft_wrap=True, highlight=False)
-        mark = Text(" " * len(mark))
+    mark, place = mark or Text(""), 0
+    # An address stays whole, however long: one with a break in it can be neither clicked nor copied.
+    room = max(width - len(mark), 20)
+    for line in textwrap.wrap(text.plain, room, break_long_words=False, break_on_hyphens=False):
+        place = text.plain.index(line, place)
+        console.print(mark + text[place : place + len(line)], soft_wrap=True, highlight=False)
+        mark, place = Text(" " * len(mark)), place + len(line)
 
 
 def _machine(root: Path) -> str:

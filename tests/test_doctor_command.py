@@ -1,0 +1,144 @@
+"""`harness doctor`, and what `run` and `check` ask of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from harness.errors import ServerError
+from harness.experiment import Experiment, Target, prepare
+from harness.machine.doctor import Engine, User, diagnose, show
+from harness.preflight import SWITCH, blockers, refuse_blocked
+from tests import machines
+from tests.command import harness
+from tests.command import write as write_scenario
+
+ROCM: dict[str, Any] = {"vllm": {"template": "vllm-rocm"}}
+
+
+def scenario(folder: Path, servers: dict[str, Any]) -> Experiment:
+    return prepare(write_scenario(folder, servers=servers))
+
+
+def lines(root: Path, width: int) -> list[str]:
+    console = Console(width=width, no_color=True, force_terminal=False)
+    member = User(54321, frozenset({54321, machines.RENDER_GID}))
+    engine = Engine(version="28.2.2", cgroup="2", image_folder="/var/lib/docker", free_bytes=500 * 10**9)
+    with console.capture() as capture:
+        show.show(diagnose(root, engine, {}, member), console, root)
+    return capture.get().splitlines()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_it_fits_the_terminal(tmp_path: Path, width: int) -> None:
+    shown = lines(machines.strix_halo_half(tmp_path), width)
+    assert shown[0] == "halo, A Processor, 124.5 GiB RAM"
+    too_long = [line for line in shown if len(line) > min(width, 110) and "http" not in line]
+    assert too_long == []
+    assert [line for line in shown if line != line.rstrip()] == []
+    assert shown[-1] == "3 warnings, 18 ok. Nothing stands in the way of a run."
+
+
+def test_topics_findings_fixes_and_sources(tmp_path: Path) -> None:
+    shown = lines(machines.strix_halo_old_kernel(tmp_path), 110)
+    titles = [line for line in shown if line and not line.startswith(" ")]
+    assert titles[1:-1] == ["GPU", "Memory", "Kernel and power", "Access to the GPU", "Docker", "Processes"]
+    at = shown.index("Kernel and power")
+    assert shown[at + 1 : at + 6] == [
+        "  ok       Linux 6.17.8",
+        "  BLOCKER  Linux 6.17.8 lacks the CWSR fix for gfx1151 (no cwsr_size and ctl_stack_size): ROCm crashes or",
+        "           hangs",
+        "           fix: update to Linux 6.18.4 or newer, or a kernel with the backport (Ubuntu: sudo apt install",
+        "           linux-oem-24.04), and see that no amdgpu-dkms replaces its driver",
+    ]
+    assert shown[-1] == "1 blocker, 19 ok. Servers on the GPU cannot be relied on until the blockers are gone."
+
+
+def test_without_a_gpu_it_says_what_runs(tmp_path: Path) -> None:
+    shown = lines(machines.no_gpu(tmp_path), 110)
+    assert sum("BLOCKER" in line for line in shown) == 1
+    assert (
+        shown[-1]
+        == "1 blocker, 9 ok. Servers on the GPU cannot run here; the embedded engine and the CPU templates can."
+    )
+
+
+def test_the_command_reads_another_machines_files(tmp_path: Path) -> None:
+    machines.strix_halo_old_kernel(tmp_path / "halo")
+    done = harness("doctor", "--root", "halo", "--json", cwd=tmp_path)
+    assert (done.code, done.err) == (4, "")
+    told = json.loads(done.out)
+    assert (told["format_version"], told["level"], told["machine"]["name"]) == (1, "blocker", "halo")
+    assert [one["id"] for one in told["findings"] if one["level"] == "blocker"] == ["kernel.cwsr"]
+    assert {one["topic"] for one in told["findings"]} == {"gpu", "memory", "kernel", "access", "processes"}
+    machines.radeon(tmp_path / "tower", 110000, 24)
+    done = harness("doctor", "--root", "tower", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("tower, A Processor, 62.0 GiB RAM\n\nGPU\n  ok       gfx1100: Radeon RX 7900")
+
+
+def test_an_engine_elsewhere_is_not_this_machine(tmp_path: Path) -> None:
+    done = harness("doctor", "--json", cwd=tmp_path, env={"DOCKER_HOST": "tcp://gpubox.invalid:2375"})
+    told = {one["id"]: one["level"] for one in json.loads(done.out)["findings"]}
+    assert (done.code, told) == (4, {"docker.remote": "warning", "docker.reachable": "blocker"})
+
+
+def test_an_engine_that_is_not_there(tmp_path: Path) -> None:
+    done = harness("doctor", "--json", cwd=tmp_path, env={"DOCKER_HOST": f"unix://{tmp_path}/none.sock"})
+    found = {one["id"]: one for one in json.loads(done.out)["findings"]}
+    assert done.code == 4
+    assert found["docker.reachable"]["fact"] == (
+        f"there is no Docker Engine at unix://{tmp_path}/none.sock: servers in containers cannot run"
+    )
+    assert found["docker.reachable"]["fix"].startswith("Install and start it")
+
+
+def test_a_run_meets_the_blockers_before_anything_is_pulled(tmp_path: Path) -> None:
+    experiment = scenario(tmp_path, ROCM)
+    root = machines.strix_halo_old_kernel(tmp_path / "halo")
+    (name,) = blockers(experiment, root)
+    assert name == "vllm"
+    assert [one.id for one in blockers(experiment, root)[name]] == ["kernel.cwsr"]
+    assert blockers(experiment, machines.strix_halo_carve_out(tmp_path / "good")) == {}
+    if not (Path("/dev/kfd")).exists():
+        with pytest.raises(ServerError, match="^server 'vllm' cannot run here: there is no AMD GPU"):
+            refuse_blocked(experiment)
+        done = harness("run", "small.yaml", "--runs", "runs", cwd=tmp_path)
+        assert (done.code, (tmp_path / "runs").exists()) == (2, False)
+        assert done.err.startswith("error: server 'vllm' cannot run here: there is no AMD GPU")
+        assert "next: Run what needs no GPU: the embedded engine" in done.err
+        assert f"{SWITCH}=off skips this check." in done.err
+        done = harness("check", "small.yaml", cwd=tmp_path)
+        assert (done.code, done.err) == (0, "")
+        assert "note: server 'vllm' cannot run on this machine: there is no AMD GPU" in done.out
+
+
+def test_vulkan_needs_a_render_node_only(tmp_path: Path) -> None:
+    old = machines.strix_halo_old_kernel(tmp_path / "old")
+    vulkan = {"template": "llamacpp", "variables": {"devices": ["/dev/dri"], "model_path": "/m.gguf"}}
+    one = {"template": "llamacpp", "variables": {"devices": ["/dev/dri/renderD129"], "model_path": "/m.gguf"}}
+    experiment = scenario(tmp_path, {"vulkan": vulkan, "one": one})
+    assert {name: [f.fact for f in found] for name, found in blockers(experiment, old).items()} == {
+        "one": ["there is no /dev/dri/renderD129 (render nodes: renderD128)"]
+    }
+    empty = machines.no_gpu(tmp_path / "empty")
+    assert [found[0].fact for found in blockers(experiment, empty).values()] == [
+        "there is no render node in /dev/dri", "there is no /dev/dri/renderD129 (render nodes: none)"
+    ]  # fmt: skip
+
+
+def test_what_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = machines.no_gpu(tmp_path / "laptop")
+    experiment = scenario(tmp_path, ROCM)
+    assert [one.id for one in blockers(experiment, root)["vllm"]] == ["gpu.present"]
+    # A server that runs already, a harmless node in place of the GPU, an engine elsewhere, the switch.
+    assert blockers(Experiment(experiment.path, experiment.scenario, Target("http://127.0.0.1:1")), root) == {}
+    other = {"template": "simulated", "variables": {"devices": ["/dev/null:/dev/kfd"]}}
+    assert blockers(scenario(tmp_path, {"other": other}), root) == {}
+    monkeypatch.setenv("DOCKER_HOST", "ssh://gpubox")
+    assert blockers(experiment, root) == {}
+    monkeypatch.delenv("DOCKER_HOST")
+    monkeypatch.setenv(SWITCH, "off")
+    assert blockers(experiment, root) == {}
