@@ -109,7 +109,7 @@ def _of_pool(pool: Pool, source: Source, gpus: int, cap: Decimal) -> Share:
 def least(shares: list[Share]) -> Share:
     """The smallest of the shares, with the doubts of all."""
     doubts = list(dict.fromkeys(doubt for one in shares for doubt in one.doubts))
-    return structs.replace(min(shares, key=lambda one: one.utilization or Decimal(0)), doubts=doubts)
+    return structs.replace(min(shares, key=lambda one: (one.utilization or 0, one.free_bytes)), doubts=doubts)
 
 
 def share(

@@ -1,0 +1,289 @@
+"""The answer: the share, its formula, what is left for a model, and what to do when that is not enough."""
+
+import json
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.errors import HarnessError
+from harness.machine.pool import Pool, pools
+from harness.memory.answer import OTHER_BYTES, Room, Wish, room_of, share, share_of
+from harness.memory.fraction import GIB, vllm_accepts
+from harness.memory.host import host_share
+from harness.memory.model import Model, read_model
+from harness.memory.words import brief, of_pool, of_room, of_share
+from tests.command import harness
+from tests.machines import gpu, host, strix_halo_carve_out, strix_halo_gtt
+from tests.test_memory_model import QWEN3, model, safetensors
+
+SEED = share(int(76.45 * GIB), 96 * GIB, source="given")
+
+
+def pool(free_gib: float | None, total_gib: float = 96, *, available_gib: float | None = None) -> Pool:
+    free = None if free_gib is None else int(free_gib * GIB)
+    return Pool(
+        render_node="/dev/dri/renderD128",
+        target="gfx1151",
+        kind="vram" if available_gib is None else "gtt",
+        total_bytes=int(total_gib * GIB),
+        used_bytes=None if free is None else int(total_gib * GIB) - free,
+        free_bytes=free,
+        unified=available_gib is not None,
+        host_available_bytes=None if available_gib is None else int(available_gib * GIB),
+        doubts=["the driver does not tell"] if free is None else [],
+    )
+
+
+def qwen3(folder: Path, gib: float = 1.5, **changes: Any) -> Model:
+    """Qwen3-0.6B with weights of any size."""
+    model(folder, QWEN3 | changes)
+    size = int(gib * GIB)
+    safetensors(folder / "model.safetensors", {"w": ("BF16", [size // 2], size)})
+    return read_model(folder, "Qwen/Qwen3-0.6B")
+
+
+def test_the_seeds_case_as_given() -> None:
+    assert SEED.utilization == Decimal("0.78")
+    assert SEED.formula == "(76.45 GiB free - 1.53 GiB reserve) / 96.00 GiB total = 0.7804, down to hundredths"
+    assert SEED.budget_bytes == 80401787781  # 74.88 GiB
+
+
+def test_the_driver_knows_nothing_of_the_runtimes_own_share() -> None:
+    found = share_of([pool(76.45)])
+    assert (found.utilization, found.reserve_bytes - SEED.reserve_bytes) == (Decimal("0.77"), GIB)
+
+
+def test_the_cap_is_vllms_default_unless_asked_otherwise() -> None:
+    assert share_of([pool(95.6)]).utilization == Decimal("0.92")
+    assert share_of([pool(95.6)]).formula.endswith("= 0.9655, down to hundredths, at most 0.92 (vLLM's default)")
+    assert share_of([pool(95.6)], cap=Decimal(1)).utilization == Decimal("0.96")
+
+
+def test_pages_of_the_host_end_where_the_hosts_memory_ends() -> None:
+    found = share_of([pool(122, 124, available_gib=90)])
+    assert found.utilization == Decimal("0.69")
+    assert found.formula == (
+        "(90.00 GiB available on the host - 4.00 GiB left to it) / 124.00 GiB total = 0.6935, down to hundredths"
+    )
+
+
+def test_of_several_gpus_the_least_counts() -> None:
+    found = share_of([pool(190, 192), pool(150, 192), pool(10, 192)], tensor_parallel=2)
+    assert (found.utilization, found.gpus, found.free_bytes) == (Decimal("0.76"), 2, 150 * GIB)
+    assert (
+        of_share(found)[0] == "--gpu-memory-utilization 0.76 (145.92 GiB of each of 2 GPUs, by the one that has least)"
+    )
+
+
+def test_free_above_total_is_said() -> None:
+    found = share(120 * GIB, int(62.47 * GIB), source="container")
+    assert found.utilization == Decimal("0.92")
+    assert found.doubts == ["120.00 GiB of 62.47 GiB are told to be free; no more than the total counts"]
+
+
+def test_nothing_left_is_an_answer() -> None:
+    found = share_of([pool(1.5)])
+    assert (found.utilization, found.budget_bytes) == (None, 0)
+    assert of_share(found)[0] == "nothing is left for vLLM: stop what holds the memory (`harness doctor` names it)"
+
+
+@pytest.mark.parametrize(
+    ("found", "gpus", "what"),
+    [
+        ([], 1, "no AMD GPU is known to this machine's kernel (/sys/class/kfd)"),
+        ([pool(90)], 2, "2 GPUs are asked for, and there are 1"),
+        (
+            [pool(None)],
+            1,
+            "/dev/dri/renderD128: how much of its memory is free is not known (the driver does not tell)",
+        ),
+    ],
+)
+def test_what_cannot_be_known_is_an_error(found: list[Pool], gpus: int, what: str) -> None:
+    with pytest.raises(HarnessError) as caught:
+        share_of(found, tensor_parallel=gpus)
+    assert caught.value.what == what
+    assert "--image IMAGE" in caught.value.next_step
+
+
+def test_what_is_left_for_a_model(tmp_path: Path) -> None:
+    room = room_of(qwen3(tmp_path), SEED, Wish(max_model_len=8192, max_num_seqs=10))
+    rest = SEED.budget_bytes - room.weights_bytes  # type: ignore[operator]
+    assert room.kv_bytes == (rest - OTHER_BYTES[1], rest - OTHER_BYTES[0])
+    assert (room.token_bytes, room.request_bytes) == (114688, 8192 * 114688)
+    assert room.capacity is not None
+    careful, hopeful = room.capacity
+    assert careful.tokens == room.kv_bytes[0] // (16 * 114688) * 16
+    assert hopeful.concurrency == pytest.approx(hopeful.tokens / 8192)
+    assert (room.fits, room.unknown, room.advice) == (True, [], [])
+    assert brief(room) == ["left for the KV cache: about 662,656 to 676,704 tokens, 80.9 to 82.6 requests of 8,192"]
+
+
+def test_a_model_that_is_too_large(tmp_path: Path) -> None:
+    room = room_of(qwen3(tmp_path, gib=80), SEED, Wish(max_model_len=8192))
+    assert room.fits is False
+    assert [text.split(":")[0] for text in room.advice] == [
+        "the weights and what vLLM needs besides take all of the budget",
+        "a little room is won by --enforce-eager (no graphs) and a smaller --max-num-batched-tokens",
+    ]
+    assert "  it does NOT fit" in of_room(room)
+
+
+def test_a_request_that_is_too_long(tmp_path: Path) -> None:
+    room = room_of(qwen3(tmp_path, gib=71), SEED, Wish(max_model_len=40960))
+    assert room.fits is False
+    assert room.capacity is not None
+    longest = room.capacity[0].longest
+    assert room.advice[0] == f"a request of 40,960 tokens does not fit for sure: set --max-model-len {longest}"
+    assert room_of(qwen3(tmp_path, gib=71), SEED, Wish(max_model_len=longest)).fits is True
+    assert room.advice[1][:44] == "--kv-cache-dtype fp8 halves the KV cache (gf"
+
+
+def test_between_the_ends_nobody_knows(tmp_path: Path) -> None:
+    room = room_of(qwen3(tmp_path, gib=71.3), SEED, Wish(max_model_len=16384))
+    assert room.fits is None
+    assert "  whether it fits is decided by what vLLM needs besides" in of_room(room)
+
+
+def test_more_sequences_than_the_cache_holds(tmp_path: Path) -> None:
+    room = room_of(qwen3(tmp_path), SEED, Wish(max_model_len=40960, max_num_seqs=64))
+    assert room.advice == [
+        "64 requests fit at once up to about 10,354 tokens each; of 40,960 tokens 16 do, and the others wait: "
+        "--max-num-seqs 16 makes that certain"
+    ]
+
+
+def test_gpus_share_weights_and_heads(tmp_path: Path) -> None:
+    one, two = (room_of(qwen3(tmp_path), SEED, Wish(max_model_len=8192, tensor_parallel=gpus)) for gpus in (1, 2))
+    assert (two.weights_bytes, two.token_bytes) == (one.weights_bytes // 2, 57344)  # type: ignore[operator]
+
+
+def test_what_is_not_known_is_said_and_nothing_is_made_up(tmp_path: Path) -> None:
+    found = read_model(model(tmp_path, QWEN3 | {"mamba_d_state": 128}))
+    room = room_of(found, SEED, Wish(max_model_len=8192))
+    assert (room.weights_bytes, room.token_bytes, room.kv_bytes, room.capacity, room.fits) == (None,) * 5
+    assert room.unknown == [
+        "the KV cache per token: layers of another form (mamba_d_state in config.json)",
+        "the size of the weights: there are no safetensors of it on this machine",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wish", "unknown"),
+    [
+        (Wish(kv_cache_dtype="nvfp4"), "the size of a number as nvfp4 in the KV cache (known: auto, float16, "),
+        (Wish(max_model_len=50000), "whether vLLM takes 50,000 tokens: the model's own limit is 40,960"),
+    ],
+)
+def test_wishes_that_are_not_known(tmp_path: Path, wish: Wish, unknown: str) -> None:
+    assert [text[: len(unknown)] for text in room_of(qwen3(tmp_path), SEED, wish).unknown] == [unknown]
+
+
+def test_a_length_is_needed(tmp_path: Path) -> None:
+    with pytest.raises(HarnessError, match="does not tell the greatest length"):
+        room_of(qwen3(tmp_path, max_position_embeddings=None), SEED)
+
+
+def test_without_a_share_the_model_is_told_alone(tmp_path: Path) -> None:
+    room = room_of(qwen3(tmp_path), None, Wish(max_model_len=8192))
+    assert (room.token_bytes, room.kv_bytes, room.fits, room.advice) == (114688, None, None, [])
+
+
+def test_a_pool_in_words(tmp_path: Path) -> None:
+    assert of_pool(pools(strix_halo_carve_out(tmp_path / "a"))[0]) == (
+        "/dev/dri/renderD128 gfx1151: 94.50 GiB of 96.00 GiB VRAM free"
+    )
+    assert of_pool(pools(strix_halo_gtt(tmp_path / "b"))[0]) == (
+        "/dev/dri/renderD128 gfx1151: 115.90 GiB of 116.00 GiB pages of the host (GTT) free; "
+        "121.00 GiB available on the host"
+    )
+
+
+NODE = """Node 0 MemTotal:       21191680 kB
+Node 0 MemFree:        10000000 kB
+Node 0 Active(file):    3000000 kB
+Node 0 Inactive(file):  3000000 kB
+Node 0 SReclaimable:     500000 kB
+"""
+
+
+def test_the_hosts_memory_as_vllm_adds_it_up(tmp_path: Path) -> None:
+    host(tmp_path, name="h", kernel="6.1", ram_gib=20.21, available_gib=15.5)
+    node = tmp_path / "sys/devices/system/node/node0/meminfo"
+    node.parent.mkdir(parents=True)
+    node.write_text(NODE)
+    found = host_share(tmp_path)
+    total, free = 21191680 * 1024, 16500000 * 1024
+    assert (found.total_bytes, found.free_bytes, found.utilization) == (total, free, Decimal("0.56"))
+    assert found.formula.startswith("(15.50 GiB available on the host - 4.00 GiB left to it) / 20.21 GiB total")
+    assert vllm_accepts(free, total, Decimal("0.56"))
+
+
+def test_the_hosts_memory_within_the_containers_limit(tmp_path: Path) -> None:
+    host(tmp_path, name="h", kernel="6.1", ram_gib=64, available_gib=60)
+    found = host_share(tmp_path, limit=4 * GIB)
+    assert (found.total_bytes, found.free_bytes, found.utilization) == (4 * GIB, 4 * GIB, Decimal("0.75"))
+
+
+def test_a_host_that_tells_nothing(tmp_path: Path) -> None:
+    with pytest.raises(HarnessError, match="how much memory of this host is free is not known"):
+        host_share(tmp_path)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    done = harness("memory", "--free", "76.45", "--total", "96.0", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    assert done.out.splitlines()[0] == "--gpu-memory-utilization 0.78 (74.88 GiB)"
+
+
+def test_the_command_on_a_machine_with_a_gpu(tmp_path: Path) -> None:
+    root = strix_halo_carve_out(tmp_path / "root")
+    qwen3(tmp_path / "m")
+    done = harness("memory", "--root", str(root), "--model", "m", "--max-model-len", "8192", "--json", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    said = json.loads(done.out)
+    assert [found["target"] for found in said["pools"]] == ["gfx1151"]
+    assert (said["share"]["utilization"], said["share"]["source"]) == ("0.92", "driver")
+    assert (said["room"]["token_bytes"], said["room"]["fits"]) == (114688, True)
+    assert Room.__struct_fields__ == tuple(said["room"])
+
+
+def test_the_command_without_a_gpu(tmp_path: Path) -> None:
+    done = harness("memory", "--root", str(tmp_path), cwd=tmp_path)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith("error: no AMD GPU is known to this machine's kernel (/sys/class/kfd)\nnext: Ask the")
+    qwen3(tmp_path / "m")
+    with_model = harness("memory", "--root", str(tmp_path), "--model", "m", cwd=tmp_path)
+    assert (with_model.code, with_model.err) == (0, "")
+    assert with_model.out.splitlines()[:3] == [
+        "no AMD GPU is known to this machine's kernel (/sys/class/kfd)",
+        "m:",
+        "  weights: 1.50 GiB (the headers of 1 safetensors)",
+    ]
+
+
+def test_the_command_says_by_its_exit_code_that_it_does_not_fit(tmp_path: Path) -> None:
+    qwen3(tmp_path / "m", gib=80)
+    done = harness("memory", "--free", "76.45", "--total", "96", "--model", "m", cwd=tmp_path)
+    assert done.code == 4
+    full = harness("memory", "--free", "1", "--total", "96", cwd=tmp_path)
+    assert (full.code, full.out.splitlines()[0][:27]) == (4, "nothing is left for vLLM: s")
+
+
+@pytest.mark.parametrize("given", [["--free", "3"], ["--total", "3"], ["--free", "1", "--total", "3", "--image", "x"]])
+def test_half_a_question(tmp_path: Path, given: list[str]) -> None:
+    done = harness("memory", *given, cwd=tmp_path)
+    assert (done.code, done.err.splitlines()[0]) == (
+        1,
+        "error: --free and --total belong together, and not to --image",
+    )
+
+
+def test_eight_instincts(tmp_path: Path) -> None:
+    host(tmp_path, name="mi300x", kernel="6.8", ram_gib=2048, available_gib=1900)
+    for number in range(8):
+        gpu(tmp_path, 90402, minor=128 + number, vram_gib=192, gtt_gib=1024, vram_used_gib=number, card=True)
+    found = share_of(pools(tmp_path), tensor_parallel=8)
+    assert (found.utilization, found.free_bytes, found.gpus) == (Decimal("0.92"), 185 * GIB, 8)
