@@ -1,9 +1,11 @@
-"""`python -m harness.docs` writes what is made of the program: docs/servers.md and the README's table."""
+"""`python -m harness.docs` writes what is made of the program: docs/servers.md, the tables of docs/doctor.md and of
+the README."""
 
 import json
 import re
 from typing import Any
 
+from harness.machine.doctor import page
 from harness.manifest import read_run
 from harness.paths import ROOT
 from harness.report import markdown
@@ -82,6 +84,12 @@ def readme() -> str:
     return re.sub(r"(<!-- table: .*? -->\n).*?(<!-- /table -->)", rf"\1\n{table}\n\n\2", text, flags=re.DOTALL)
 
 
+def doctor_page() -> str:
+    """docs/doctor.md with its tables."""
+    return page.filled((ROOT / "docs" / "doctor.md").read_text(encoding="utf-8"))
+
+
 if __name__ == "__main__":
     (ROOT / "README.md").write_text(readme(), encoding="utf-8")
     (ROOT / "docs" / "servers.md").write_text(servers_page(), encoding="utf-8")
+    (ROOT / "docs" / "doctor.md").write_text(doctor_page(), encoding="utf-8")
