@@ -1,0 +1,169 @@
+"""`gpu_memory_utilization: auto`: computed once, the same for all, shown, recorded, or refused with advice."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.computed import fill_in, foretell
+from harness.errors import HarnessError, ScenarioError
+from harness.experiment import Experiment, Target, prepare
+from harness.serve import compose_document
+from tests.command import harness, write
+from tests.machines import GIB, gpu, host, strix_halo_carve_out, strix_halo_gtt
+from tests.test_memory_answer import qwen3
+
+ROCM = {"template": "vllm-rocm", "variables": {"gpu_memory_utilization": "auto"}}
+
+
+def rocm(**variables: Any) -> dict[str, Any]:
+    return {"template": "vllm-rocm", "variables": {"gpu_memory_utilization": "auto"} | variables}
+
+
+def experiment(folder: Path, **servers: Any) -> Experiment:
+    return prepare(write(folder, servers=servers))
+
+
+def filled(found: Experiment) -> dict[str, Any]:
+    return {name: server.variables.get("gpu_memory_utilization") for name, server in found.scenario.servers.items()}
+
+
+def test_auto_becomes_a_number_and_says_why(tmp_path: Path) -> None:
+    said: list[str] = []
+    found = fill_in(experiment(tmp_path, vllm=ROCM), said.append, strix_halo_carve_out(tmp_path / "root"))
+    assert filled(found) == {"vllm": 0.92}
+    why = "0.92 = (94.50 GiB free - 2.89 GiB reserve) / 96.00 GiB total = 0.9543, down to hundredths, at most 0.92"
+    assert found.computed == {"servers.vllm.gpu_memory_utilization": f"{why} (vLLM's default)"}
+    assert said == [f"server 'vllm': gpu_memory_utilization {why} (vLLM's default)"]
+    assert '"--gpu-memory-utilization"\n      - "0.92"' in compose_document(found.scenario, "vllm")
+
+
+def test_numbers_stay_and_nothing_is_looked_at(tmp_path: Path) -> None:
+    before = experiment(tmp_path, vllm=rocm(gpu_memory_utilization=0.6), other={"template": "vllm-rocm"})
+    assert fill_in(before, pytest.fail, tmp_path) is before
+
+
+def test_a_server_that_already_runs_is_left_alone(tmp_path: Path) -> None:
+    before = prepare(write(tmp_path, servers={"vllm": ROCM}), Target("http://127.0.0.1:1"))
+    assert fill_in(before, pytest.fail, tmp_path) is before
+
+
+def test_equal_servers_get_equal_numbers(tmp_path: Path) -> None:
+    root = strix_halo_carve_out(tmp_path / "root")
+    used = root / "sys/class/drm/renderD128/device/mem_info_vram_used"
+
+    def and_memory_moves(_line: str) -> None:
+        used.write_text(f"{60 * GIB}\n")
+
+    servers = {"a": ROCM, "a-again": ROCM, "other": rocm(max_num_seqs=8)}
+    found = fill_in(experiment(tmp_path, **servers), and_memory_moves, root)
+    assert filled(found) == {"a": 0.92, "a-again": 0.92, "other": 0.35}
+
+
+def test_pages_of_the_host(tmp_path: Path) -> None:
+    said: list[str] = []
+    root = strix_halo_gtt(tmp_path / "root")
+    (root / "proc/meminfo").write_text(f"MemTotal: 130000000 kB\nMemAvailable: {80 * GIB // 1024} kB\n")
+    found = fill_in(experiment(tmp_path, vllm=ROCM), said.append, root)
+    assert filled(found) == {"vllm": 0.65}  # (80 - 4) / 116
+    assert said[1:] == ["  doubt: what is in use of GTT may lag behind what programs have just allocated"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, 0.91),
+        ({"tensor_parallel_size": 4}, 0.12),
+        ({"gpus": [3]}, 0.16),
+        ({"gpus": [0, 1], "tensor_parallel_size": 2}, 0.75),
+        ({"devices": ["/dev/kfd", "/dev/dri/renderD130"]}, 0.5),
+        ({"devices": ["/dev/kfd:/dev/kfd", "/dev/dri/renderD129", "/dev/dri/renderD130"], "gpus": [1]}, 0.5),
+    ],
+)
+def test_the_gpus_that_the_server_is_given_count(tmp_path: Path, variables: dict[str, Any], expected: float) -> None:
+    root = host(tmp_path / "root", name="four", kernel="6.8", ram_gib=256, available_gib=200)
+    for number, used in enumerate((0, 3, 10, 18)):
+        gpu(root, 110000, minor=128 + number, vram_gib=24, gtt_gib=128, vram_used_gib=used, card=True)
+    found = fill_in(experiment(tmp_path, vllm=rocm(**variables)), lambda _line: None, root)
+    assert filled(found) == {"vllm": expected}
+
+
+def test_what_is_left_for_a_model_that_is_here(tmp_path: Path) -> None:
+    said: list[str] = []
+    qwen3(tmp_path / "m")
+    fill_in(
+        experiment(tmp_path, vllm=rocm(model_path=str(tmp_path / "m"), kv_cache_dtype="fp8")),
+        said.append,
+        strix_halo_carve_out(tmp_path / "root"),
+    )
+    assert said[1:] == [
+        "  left for the KV cache: about 1,576,976 to 1,605,056 tokens, 192.5 to 195.9 requests of 8,192"
+    ]
+
+
+def test_vllm_on_the_processor_takes_the_hosts_memory(tmp_path: Path) -> None:
+    root = host(tmp_path / "root", name="h", kernel="6.1", ram_gib=64, available_gib=60)
+    given = {"gpu_memory_utilization": "auto", "kv_cache_gib": None}
+    servers = {
+        "whole": {"template": "vllm-cpu", "variables": given},
+        "limited": {"template": "vllm-cpu", "variables": given | {"mem_limit": "4g"}},
+    }
+    found = fill_in(experiment(tmp_path, **servers), lambda _line: None, root)
+    assert filled(found) == {"whole": 0.87, "limited": 0.75}
+
+
+@pytest.mark.parametrize("docker_host", ["tcp://192.0.2.7:2376"])
+def test_the_memory_of_another_machine_is_not_known_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, docker_host: str
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", docker_host)
+    cpu = {"template": "vllm-cpu", "variables": {"gpu_memory_utilization": "auto"}}
+    with pytest.raises(HarnessError, match="the Docker Engine is on 192.0.2.7, whose memory is not known here"):
+        fill_in(experiment(tmp_path, vllm=cpu), pytest.fail)
+    assert foretell(experiment(tmp_path, vllm=ROCM)) == [
+        "note: gpu_memory_utilization is auto: the runtime in the server's image is asked on 192.0.2.7 before the run"
+    ]
+
+
+def test_without_a_gpu_nothing_is_started(tmp_path: Path) -> None:
+    with pytest.raises(HarnessError) as caught:
+        fill_in(experiment(tmp_path, vllm=ROCM), pytest.fail, tmp_path)
+    assert caught.value.what == (
+        "server 'vllm': gpu_memory_utilization is auto, and it cannot be computed: "
+        "no AMD GPU is known to this machine's kernel (/sys/class/kfd)"
+    )
+    assert caught.value.next_step.startswith("Set gpu_memory_utilization to a number such as 0.75. Ask the runtime")
+    assert foretell(experiment(tmp_path, vllm=ROCM), tmp_path) == [
+        f"note: {caught.value.what}",
+        f"  next: {caught.value.next_step}",
+    ]
+
+
+def test_where_nothing_is_left_nothing_is_started(tmp_path: Path) -> None:
+    root = gpu(tmp_path / "root", 110501, vram_gib=96, gtt_gib=15, vram_used_gib=95)
+    with pytest.raises(HarnessError, match="is auto, and no memory is left for vLLM"):
+        fill_in(experiment(tmp_path, vllm=ROCM), pytest.fail, root)
+
+
+@pytest.mark.parametrize(
+    ("variables", "problem"),
+    [
+        ({"gpu_memory_utilization": "Auto"}, "a number or auto is expected, got 'Auto'"),
+        ({"max_num_seqs": "auto"}, "a whole number is expected, got 'auto'"),
+    ],
+)
+def test_only_what_is_declared_may_be_auto(tmp_path: Path, variables: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ScenarioError) as caught:
+        experiment(tmp_path, vllm=rocm(**variables))
+    assert [text.partition(": ")[2] for text in caught.value.problems] == [problem]
+
+
+def test_check_shows_it_and_run_refuses_before_anything_is_written(tmp_path: Path) -> None:
+    path = write(tmp_path, servers={"vllm": ROCM})
+    shown = harness("check", str(path), cwd=tmp_path)
+    assert shown.code == 0
+    assert "note: server 'vllm': gpu_memory_utilization is auto, and it cannot be computed: no AMD GPU" in shown.out
+    refused = harness("run", str(path), cwd=tmp_path, env={"HARNESS_DOCTOR": "off"})
+    assert refused.code == 1
+    assert refused.err.startswith("error: server 'vllm': gpu_memory_utilization is auto, and it cannot be computed")
+    assert not (tmp_path / "runs").exists()
