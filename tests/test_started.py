@@ -1,0 +1,262 @@
+"""Starts of servers in comparisons: what refuses, what is told, what is noise; and in the report."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from harness import started
+from harness.compare import compare_runs
+from harness.differences import differences_of
+from harness.errors import HarnessError
+from harness.manifest import Contents, Machine, Phase, ServedBy, Startup, read_run
+from harness.plan import Cell
+from harness.report import starts
+from harness.report.comparison import markdown
+from harness.report.html import write_report
+from harness.report.terminal import print_report
+from harness.scenario import Server
+from harness.summarize import summarize, write_summary
+from tests.made_runs import scenario, served_by, write_made_run
+
+STARTUP = Startup(
+    engine="vllm",
+    version="0.32.0",
+    attention_backend="TRITON_ATTN",
+    max_model_len=8192,
+    weights_gib=1.75,
+    model_load_s=4.5,
+    compile_s=12.25,
+    compile_cache="cold",
+    kv_cache_tokens=100_000,
+    kv_cache_gib=10.5,
+    max_concurrency=12.207,
+)
+PHASES = {
+    "pull": 0.0,
+    "create": 1.0,
+    "process": 9.0,
+    "weights": 4.0,
+    "compile": 15.0,
+    "ready": 0.5,
+    "first answer": 0.5,
+}
+
+
+def serving(
+    startup: dict[str, Any] | None = None, phases: dict[str, float] | None = None, **changes: Any
+) -> Callable[[Cell], ServedBy]:
+    """How every cell of a made run was served."""
+    values = {
+        "startup": msgspec.structs.replace(STARTUP, **(startup or {})),
+        "phases": [Phase(name=name, seconds=seconds) for name, seconds in (PHASES | (phases or {})).items()],
+        "effective": {"max_num_seqs": 16, "dtype": "bfloat16"},
+        "contents": Contents(
+            rocm="7.2.0", versions={"TRITON_BRANCH": "a"}, environment={"HSA_NO_SCRATCH_RECLAIM": "1"}
+        ),
+    }
+    return lambda cell: served_by(**(values | changes))
+
+
+def steady(factor: float = 1.0) -> Callable[[Cell], float]:
+    return lambda cell: factor * (1 + 0.001 * cell.repeat)
+
+
+def two(folder: Path, other: Callable[[Cell], ServedBy], **manifest: Any) -> list[list[Path]]:
+    write_made_run(folder / "one", steady(), served=serving())
+    write_made_run(folder / "two", steady(), served=other, **manifest)
+    return [[folder / "one"], [folder / "two"]]
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        (
+            serving({"attention_backend": "ROCM_ATTN"}),
+            "runs that differ in 'servers.a.startup.attention_backend' are not compared: TRITON_ATTN in one, "
+            "ROCM_ATTN in two (and 1 more)",
+        ),
+        (
+            serving(effective={"max_num_seqs": 1024, "dtype": "bfloat16"}),
+            "runs that differ in 'servers.a.effective.max_num_seqs' are not compared: 16 in one, 1024 in two "
+            "(and 1 more)",
+        ),
+        (
+            serving(contents=Contents(rocm="7.3.0", versions={"TRITON_BRANCH": "a"})),
+            "runs that differ in 'servers.a.contents.rocm' are not compared: 7.2.0 in one, 7.3.0 in two (and 1 more)",
+        ),
+    ],
+)
+def test_settings_must_be_equal(tmp_path: Path, other: Callable[[Cell], ServedBy], sentence: str) -> None:
+    with pytest.raises(HarnessError) as raised:
+        compare_runs(two(tmp_path, other))
+    assert raised.value.what == sentence
+
+
+def test_seconds_and_memory_never_refuse_and_noise_is_not_told(tmp_path: Path) -> None:
+    other = serving(
+        {
+            "compile_s": 60.0,
+            "compile_cache": "warm",
+            "model_load_s": 4.9,
+            "kv_cache_tokens": 100_500,
+            "weights_gib": 1.76,
+        },
+        {"weights": 4.9, "compile": 62.5},
+    )
+    compared = compare_runs(two(tmp_path, other))
+    told = {difference.key: difference.values for difference in compared.differences}
+    assert told == {
+        "servers.*.startup.compile_cache": ["cold", "warm"],
+        "servers.*.startup.compile_s": ["12.25", "60"],
+        "servers.*.phases.compile": ["15", "62.5"],
+    }
+    assert compared.notes == []
+
+
+def test_kv_caches_of_different_sizes_are_told_before_the_verdicts(tmp_path: Path) -> None:
+    compared = compare_runs(two(tmp_path, serving({"kv_cache_tokens": 50_000})))
+    assert compared.notes[0].startswith("a: KV caches of different sizes (tokens): one 100,000, two 50,000. ")
+    assert [note[:2] for note in compared.notes] == ["a:", "b:"]
+    text = markdown(compared)
+    assert text.index("**Mind:** a: KV caches") < text.index("- a / x")
+    assert {d.key for d in compared.differences} == {"servers.*.startup.kv_cache_tokens"}
+
+
+def test_what_one_side_does_not_say_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    compared = compare_runs(two(tmp_path, serving(startup=None, effective={}, contents=None)))
+    assert {d.key.split(".")[2] for d in compared.differences} == {"effective", "contents"}
+
+
+def test_settings_follow_from_image_arguments_and_machine(tmp_path: Path) -> None:
+    changed = {"startup": {"version": "0.33.0", "attention_backend": "ROCM_ATTN"}, "effective": {"max_num_seqs": 256}}
+    image = serving(**changed, image="vllm/vllm-openai-cpu:v0.33", contents=Contents(rocm="7.3.0"))
+    compare_runs(two(tmp_path / "image", image), about="image")
+    arguments = serving(**changed, arguments=["--port", "8000", "--max-num-seqs", "256"])
+    compare_runs(two(tmp_path / "arguments", arguments), about="arguments")
+    machine = Machine(name="other", kernel="6.18", cores=16)
+    compare_runs(two(tmp_path / "machine", serving(**changed), machine=machine), about="machine")
+
+
+def test_a_diff_of_two_runs_has_the_new_facts(tmp_path: Path) -> None:
+    other = serving(
+        {"kv_cache_tokens": 50_000, "offloaded_layers": "20/25"},
+        effective={"max_num_seqs": 16, "dtype": "half", "launch_command": ["s", "--port", "8002", "-np", "8"]},
+        contents=Contents(rocm="7.2.0", versions={"TRITON_BRANCH": "b"}, environment={"HSA_NO_SCRATCH_RECLAIM": "1"}),
+    )
+    two(tmp_path, other, machine=Machine(name="strix", kernel="6.17", cores=32, rocm="7.14"))
+    found = differences_of([read_run(tmp_path / name) for name in ("one", "two")])
+    assert {difference.key: difference.values for difference in found} == {
+        "servers.*.startup.offloaded_layers": ["nothing", "20/25"],
+        "servers.*.startup.kv_cache_tokens": ["100000", "50000"],
+        "servers.*.effective.dtype": ["bfloat16", "half"],
+        "servers.*.effective.launch_command": ["nothing", '["s","-np","8"]'],
+        "servers.*.contents.versions.TRITON_BRANCH": ["a", "b"],
+        "machine.rocm": ["unknown", "7.14"],
+    }
+
+
+def test_medians_over_starts_and_every_text_that_occurred() -> None:
+    served = [
+        served_by(startup=Startup(compile_cache=cache, kv_cache_tokens=tokens), phases=[Phase(name="ready", seconds=s)])
+        for cache, tokens, s in (("cold", 10, 9.0), ("warm", 30, 1.5), ("warm", 20, 2.0))
+    ]
+    assert started.told(served) == {
+        "startup.compile_cache": "cold, then warm",
+        "startup.kv_cache_tokens": 20,
+        "phases.ready": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "noise"),
+    [
+        ("servers.a.phases.weights", [1.0, 1.9], True),
+        ("servers.a.phases.weights", [1.0, 2.1], False),
+        ("servers.a.phases.weights", [100.0, 109.0], True),
+        ("phases.first answer", [0.1, 0.2], True),
+        ("startup.compile_s", [10.0, 12.0], False),
+        ("startup.kv_cache_tokens", [100_000, 100_900], True),
+        ("startup.kv_cache_tokens", [100_000, 98_000], False),
+        ("startup.kv_cache_tokens", [100_000, "nothing"], False),
+        ("servers.a.startup.max_model_len", [8192, 8191], False),
+        ("machine.cores", [100, 100.5], False),
+    ],
+)
+def test_what_is_noise(key: str, values: list[Any], noise: bool) -> None:
+    assert started.is_noise(key, values) == noise
+
+
+def test_notes_of_a_run_whose_servers_differ_in_their_cache(tmp_path: Path) -> None:
+    half, whole = serving({"kv_cache_tokens": 50_000}), serving()
+    write_made_run(tmp_path / "run", served=lambda cell: (half if cell.server == "a" else whole)(cell))
+    (note,) = [note for note in summarize(tmp_path / "run").notes if "KV cache" in note]
+    assert note.startswith("KV caches of different sizes (tokens): a 50,000, b 100,000. ")
+
+
+def test_what_vllm_was_left_to_choose_and_does_not_say(tmp_path: Path) -> None:
+    servers = {
+        "a": Server(template="vllm-cpu", variables={"max_num_seqs": None, "max_num_batched_tokens": None}),
+        "b": Server(template="vllm-cpu", variables={"max_num_seqs": 8}),
+    }
+    effective = {"max_num_batched_tokens": 8192}
+    write_made_run(tmp_path / "run", made_of=scenario(servers=servers), served=serving(effective=effective))
+    notes = [note for note in summarize(tmp_path / "run").notes if "left to the engine" in note]
+    assert [note.partition(",")[0] for note in notes] == [
+        "a: max_num_seqs was left to the engine"
+    ]  # the other one was said
+
+
+def test_phases_of_unlike_starts_stand_in_the_order_they_come_in(tmp_path: Path) -> None:
+    plain = serving(phases=None, startup=None)
+    other = [Phase(name=name, seconds=1.0) for name in ("pull", "create", "port open", "health", "first answer")]
+    made = write_made_run(
+        tmp_path / "run",
+        served=lambda cell: served_by(phases=other) if cell.server == "a" else plain(cell),
+    )
+    chart = starts.startup(made)
+    assert [trace["name"] for trace in chart.figure["data"]] == [
+        "pull", "create", "process", "weights", "compile", "ready", "port open", "health", "first answer",
+    ]  # fmt: skip
+    assert chart.findings == [
+        "a: ready after 5.00 s, the most of it pull (1.00 s).",
+        "b: ready after 30.00 s, the most of it compile (15.00 s); compile cache cold; "
+        "KV cache 100,000 tokens, 12.21 requests of full length.",
+    ]
+    assert ["b", "compile", "15.00", "15.00", "15.00", "5"] in chart.body
+    assert chart.formula.split("; ")[1] == "process to warm-up by the server’s own log"
+
+
+def test_cells_that_share_a_start_count_once(tmp_path: Path) -> None:
+    write_made_run(tmp_path / "run", made_of=scenario(restart=False, repeats=2), served=serving())
+    run = read_run(tmp_path / "run")
+    assert {server: len(found) for server, found in starts.starts_of(run).items()} == {"a": 2, "b": 2}
+
+
+def test_the_page_and_the_terminal_tell_of_the_start(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = write_made_run(folder, served=serving(effective={"max_num_seqs": 16, "note": "<script>alert(1)</script>"}))
+    summary = summarize(folder)
+    write_summary(folder, summary)
+    page = write_report(folder).read_text(encoding="utf-8")
+    for text in (
+        "<dt>Engine</dt><dd>vllm 0.32.0</dd>",
+        "<dd>100,000 tokens, 10.5 GiB</dd>",
+        "<dd>1.75 GiB in 4.50 s</dd>",
+        "<dd>12.25 s, cold cache</dd>",
+        "<dt>ROCm of the image</dt><dd>7.2.0</dd>",
+        "TRITON_BRANCH: a",
+    ):
+        assert text in page
+    assert "<script>alert(1)" not in page
+    assert page.count("Settings that it says it runs with") == 2  # alike starts are shown once a server
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_report(summary, run, folder, console, explain=True)
+    said = " ".join(console.export_text().split())
+    assert "Start of a: ready after 30.00 s, the most of it compile (15.00 s); compile cache cold;" in said
+    assert "process 9.00, weights 4.00, compile 15.00, ready 0.50, first answer 0.50" in said
+    assert "weights: weights into memory" in said
