@@ -149,6 +149,7 @@ class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     pooled: Numbers  # over the requests of all its cells; wall_s and rates are medians over the cells
     definitions: dict[str, str] = {}  # of an imported run: by field of Numbers, where it is not ours
     missing: dict[str, str] = {}  # of an imported run: by field of Numbers, why it is not known
+    machine_load: MachineLoad | None = None  # each value the median over its cells; without single GPUs
 
 
 class Reference(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

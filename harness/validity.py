@@ -201,9 +201,10 @@ def _heat(evidence: Evidence, *, invalid: bool) -> list[str]:
     """
     if evidence.machine_load is None or not evidence.window_s:
         return []
-    rule = f"at most {MOST_HEAT:.0%} is allowed" if invalid else f"up to {MOST_HEAT:.0%} is allowed"
+    allowed = f"{'at most' if invalid else 'up to'} {MOST_HEAT:.0%} is allowed"
     return [
-        f"the GPU {name} was throttled by heat (or PROCHOT) during {gpu.heat_s:.1f} of {evidence.window_s:.1f} s; {rule}"
+        f"the GPU {name} was throttled by heat (or PROCHOT) during {gpu.heat_s:.1f} of {evidence.window_s:.1f} s; "
+        f"{allowed}"
         for name, gpu in evidence.machine_load.gpus.items()
         if gpu.used and gpu.heat_s and (gpu.heat_s > MOST_HEAT * evidence.window_s) == invalid
     ]
@@ -217,8 +218,8 @@ def _front(evidence: Evidence) -> list[str]:
     notes = list(served.notes)
     if served.most_at_once is not None and most > served.most_at_once:
         notes.append(
-            f"up to {most:,} requests were in flight and {served.version or 'the server'} serves {served.most_at_once} at "
-            "once: above that its own queue was measured, not the engine's"
+            f"up to {most:,} requests were in flight, and {served.version or 'the server'} serves "
+            f"{served.most_at_once} at once: above that its own queue was measured, not the engine's"
         )
     return notes
 

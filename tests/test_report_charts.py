@@ -16,6 +16,7 @@ from harness.report.scraped import ServerSamples
 from harness.report.seen import MOST_DOTS, MOST_FAILED, SLOWEST, Failures, Seen
 from harness.report.timeline import figure_of
 from harness.report.tradeoff import tradeoffs
+from harness.report.watched import MachineSamples
 from harness.summarize import read_summary
 from harness.summary import Comparison, Verdict
 from tests.report_runs import write_run_directory
@@ -143,8 +144,10 @@ def test_queues_and_preemptions_are_marked_and_not_without_end() -> None:
 
 
 def test_what_a_run_recorded_has_a_panel_and_nothing_else_has() -> None:
-    gauges: dict[str, list[float | None]] = {"running": [1.0, 2.0], "kv_usage": [0.5, None], "power_w": [80.0, 95.5]}
-    figure = figure_of(timeline(server=ServerSamples(at_s=[0.0, 1.0], values=gauges)), [Event(0.0, "x")])
+    gauges: dict[str, list[float | None]] = {"running": [1.0, 2.0], "kv_usage": [0.5, None]}
+    machine = MachineSamples(at_s=[0.0, 1.0], panels={"power": {"power": [80.0, 95.5]}}, drawn=1)
+    line = timeline(server=ServerSamples(at_s=[0.0, 1.0], values=gauges), machine=machine)
+    figure = figure_of(line, [Event(0.0, "x")])
     titles = {key: axis["title"]["text"] for key, axis in figure["layout"].items() if key.startswith("yaxis")}
     assert titles == {
         "yaxis": "",
@@ -162,14 +165,12 @@ def test_what_a_run_recorded_has_a_panel_and_nothing_else_has() -> None:
     assert domains[0][1] == 1.0 and domains[-1][0] == pytest.approx(0, abs=0.01)
 
 
-def test_gauges_of_the_future_are_drawn_when_they_are_there(tmp_path: Path) -> None:
+def test_preemptions_are_noticed_between_two_scrapes(tmp_path: Path) -> None:
     write_run_directory(tmp_path, repeats=1, requests=12)
-    lines = (tmp_path / "metrics.jsonl").read_bytes().replace(b'"running"', b'"temperature_c":61.0,"running"')
-    (tmp_path / "metrics.jsonl").write_bytes(lines)
     line = observe(tmp_path, read_run(tmp_path)).timelines[0]
-    assert set(line.server.values) == {"running", "waiting", "kv_usage", "temperature_c"}
-    assert line.server.values["temperature_c"][0] == 61.0
+    assert set(line.server.values) == {"running", "waiting", "kv_usage"}
     assert line.server.preempted and line.server.preempted[0][1] == 1.0
+    assert line.machine == MachineSamples()
 
 
 def test_the_knee_is_marked_and_told(folder: Path, run: Run) -> None:

@@ -1,18 +1,36 @@
 """Telemetry on trees of files that change while they are sampled, and what the samples say."""
 
+import csv
+import io
 import math
 import os
+import socket
+import subprocess
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from harness import validity
 from harness.machine import gpu_metrics
 from harness.machine.sampler import Sampler, local_source
 from harness.machine.telemetry import Meter, Reading, cgroup_files, find_files, read_now
+from harness.manifest import ServedBy, read_run
+from harness.report import doing, openmetrics, rows_csv
+from harness.report.events import Event, events_of
+from harness.report.observed import observe
+from harness.report.timeline import figure_of
+from harness.report.watched import of_cell
+from harness.serve import Endpoint, inside
+from harness.serve.containers import Look
+from harness.serve.telemetry import source_of
+from harness.summarize import read_summary
 from harness.summary import MachineLoad
 from harness.telemetry import (
     ContainerSample,
@@ -25,7 +43,10 @@ from harness.telemetry import (
     median_load,
     read_telemetry,
 )
+from tests import command
 from tests.fake_gpus import apu_table, device, gpu, host, instinct_table, radeon_table, table, write
+from tests.report_runs import write_run_directory
+from tests.watched_runs import watch
 
 
 def sampled(meter: Meter, root: Path, clock_s: float, paths: list[str] | None = None) -> TelemetrySample:
@@ -465,3 +486,175 @@ def test_values_are_finite(tmp_path: Path) -> None:
     gpu(tmp_path, hwmon__hwmon3__temp1_input="-40000\n")
     found = sampled(Meter(), tmp_path, 0).gpus["renderD128"]
     assert found.temperatures_c["edge"] == -40.0 and all(map(math.isfinite, found.temperatures_c.values()))
+
+
+# The whole way, with the embedded engine
+
+
+def test_a_run_on_a_machine_with_a_busy_gpu(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    gpu(root, busy=95, watts=120)
+    host(root)
+    path = command.write(tmp_path, loads={"burst": {"user": "chat", "users": 2, "duration_s": 6, "output_tokens": 20}})
+    env = {"AMD_LLM_LOAD_TELEMETRY_ROOT": str(root)}
+    with command.going("run", path.name, "--runs", "runs", "--explain", cwd=tmp_path, env=env) as going:
+        done = going.end()
+        going.nothing_left()
+    assert (done.code, done.err) == (0, "")
+    run = command.only_run(tmp_path / "runs")
+    summary = read_summary(run)
+    (cell,) = summary.cells
+    did = cell.machine_load
+    assert did is not None and cell.numbers.output_tok_s is not None
+    assert 5 <= did.samples <= 7 and did.gap_most_s < 1.5
+    assert did.energy_j == pytest.approx(6 * 120)
+    assert did.energy_per_token_j == pytest.approx(120 / cell.numbers.output_tok_s)
+    assert (did.busy_mean_percent, did.temperature_most_c, did.memory_most_bytes) == (95.0, 80.0, 8 * 2**30 + 2**20)
+    (samples,) = read_telemetry(run / "telemetry.jsonl").values()
+    assert samples[0].wall_s < read_run(run).cells[0].started_wall_s + 0.5
+    page = (run / "report.html").read_text()
+    assert "What the machine did" in page and "Energy per output token" in page
+    assert "The machine under one / burst" in done.out and "Power, mean and most: 120 W, 120 W" in done.out
+
+
+# What reports show of it
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("watched")
+    write_run_directory(folder, repeats=1, requests=100)
+    watch(folder)
+    return folder
+
+
+def test_the_panels_of_an_apu(watched: Path) -> None:
+    line = observe(watched, read_run(watched)).timelines[0]
+    assert {panel: list(lines) for panel, lines in line.machine.panels.items()} == {
+        "busy": ["busy"], "memory": ["VRAM", "GTT"], "power": ["power"], "temperature": ["edge"], "clock": ["GPU"],
+    }  # fmt: skip
+    figure = figure_of(line, [Event(0.0, "x")])
+    titles = [axis["title"]["text"] for key, axis in figure["layout"].items() if key.startswith("yaxis")]
+    assert titles == ["", "requests", "tok/s", "KV cache, %", "busy, %", "memory, GiB", "power, W", "°C", "clock, MHz"]
+    drawn = {trace["name"]: trace for trace in figure["data"]}
+    assert drawn["memory, GTT"]["y"][0] == 38.0 and drawn["memory, GTT"]["showlegend"]
+    assert not drawn["power"]["showlegend"]
+
+
+def test_of_several_gpus_each_has_a_line_and_one_entry_in_the_legend(tmp_path: Path) -> None:
+    write_run_directory(tmp_path, repeats=1, requests=20)
+    watch(tmp_path, gpus=3)
+    line = observe(tmp_path, read_run(tmp_path)).timelines[0]
+    assert list(line.machine.panels["temperature"]) == ["renderD128", "renderD129", "renderD130"]
+    traces = [trace for trace in figure_of(line, [Event(0.0, "x")])["data"] if trace["name"].startswith("renderD")]
+    assert len(traces) == 15
+    assert [trace["name"] for trace in traces if trace["showlegend"]] == ["renderD128", "renderD129", "renderD130"]
+
+
+def test_idle_gpus_are_not_drawn() -> None:
+    samples = [
+        one(float(t), renderD128=GpuSample(busy_percent=90.0), renderD129=GpuSample(busy_percent=0.0)) for t in range(6)
+    ]
+    found = of_cell(samples)
+    assert (found.drawn, found.left_out, list(found.panels)) == (1, 1, ["busy"])
+
+
+def test_heat_makes_a_run_invalid_and_is_an_event(tmp_path: Path) -> None:
+    write_run_directory(tmp_path, repeats=1, requests=100, servers=("only",))
+    watch(tmp_path, hot=True)
+    summary = read_summary(tmp_path)
+    found = {cell.load: (cell.problems, cell.notes) for cell in summary.cells}
+    assert not summary.valid
+    (problem,) = found["batch-5"][0]
+    assert problem.startswith("r1-only-batch-5: the GPU renderD128 was throttled by heat (or PROCHOT) during 2.0 of ")
+    assert problem.endswith(" s; at most 5% is allowed")
+    assert found["sequential"][0] == []
+    assert any(note.endswith("up to 5% is allowed") for note in found["sequential"][1])
+    line = observe(tmp_path, read_run(tmp_path)).timelines[0]
+    (event,) = [event for event in events_of(line, None, None) if event.label == "heat"]
+    assert event.bad and event.text.startswith("heat throttles the GPU renderD128, last seen at ")
+
+
+def test_a_power_limit_is_no_reason(watched: Path) -> None:
+    summary = read_summary(watched)
+    assert summary.valid
+    did = summary.cells[0].machine_load
+    assert did is not None and did.heat_s == 0.0 and did.limited_s == pytest.approx(summary.cells[0].numbers.window_s)
+
+
+def test_energy_that_the_counter_does_not_bear_out_is_noted() -> None:
+    load = MachineLoad(samples=9, gap_most_s=1.0, energy_j=1000.0, counted_energy_j=800.0)
+    assert validity._energy(load) == [
+        "the energy is 1,000 J by the power readings and 800 J by the GPUs' own counters: they differ by more than 10%"
+    ]
+    assert validity._energy(msgspec.structs.replace(load, counted_energy_j=930.0)) == []
+
+
+def test_exports_for_programs(watched: Path) -> None:
+    summary, run = read_summary(watched), read_run(watched)
+    did = summary.rows[0].machine_load
+    assert did is not None
+    row = next(csv.DictReader(io.StringIO(rows_csv.render(summary, run))))
+    assert float(row["energy_per_token_j"]) == did.energy_per_token_j
+    assert float(row["gpu_memory_most_bytes"]) == did.memory_most_bytes == 39 * 2**30
+    text = openmetrics.render(summary, run)
+    families = {family.name: family for family in text_string_to_metric_families(text)}  # type: ignore[no-untyped-call]
+    first = families["amd_llm_load_output_token_energy_joules"].samples[0]
+    assert (first.labels["server"], first.labels["load"], first.value) == ("open", "sequential", did.energy_per_token_j)
+    assert families["amd_llm_load_gpu_busy_mean_ratio"].samples[0].value == pytest.approx(0.96, abs=0.02)
+
+
+def test_a_run_without_telemetry_says_nothing_of_it(tmp_path: Path) -> None:
+    write_run_directory(tmp_path, repeats=1, requests=12)
+    summary = read_summary(tmp_path)
+    assert [row.machine_load for row in summary.rows] == [None] * 6
+    assert doing.doing(summary) == doing.Doing([], [])
+    assert "amd_llm_load_energy" not in openmetrics.render(summary, read_run(tmp_path))
+
+
+# Through a container
+
+
+def test_what_the_shell_in_a_container_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script by this machine's shell: the same samples as from the files themselves."""
+    monkeypatch.setenv("AMD_LLM_LOAD_TELEMETRY_ROOT", str(tmp_path))
+    gpu(tmp_path, gpu_metrics=instinct_table(1000, energy_j=7.25), pp_dpm_sclk="0: 500Mhz\n1: 900Mhz *\n")
+    gpu(tmp_path, 129, watts=33)
+    (tmp_path / device(129) / "hwmon/hwmon3/freq1_input").unlink()
+    write(tmp_path, {f"{device(130)}/vendor": "0x10de\n", f"{device(129)}/pp_dpm_sclk": "0: 500Mhz\n1: 900Mhz *\n"})
+    host(tmp_path)
+    write(
+        tmp_path,
+        {"sys/fs/cgroup/memory.current": "5000\n", "sys/fs/cgroup/memory.stat": "anon 1\ninactive_file 1000\n"},
+    )
+    write(tmp_path, {"sys/fs/cgroup/cpu.stat": "usage_usec 9000000\nuser_usec 1\n"})
+    shell = subprocess.Popen(["sh", "-c", inside._script(str(tmp_path), 0.05)], stdout=subprocess.PIPE)
+    assert shell.stdout is not None
+    lines = inside._lines(iter(partial(os.read, shell.stdout.fileno(), 65536), b""))
+    assert int(next(lines).removeprefix(b"pid ")) == shell.pid
+    readings = inside.readings_of(lines)
+    first = next(readings)
+    shell.terminate()
+    rest = list(readings)
+    shell.stdout.close()
+    assert (shell.wait(), len(rest)) == (0, 1)  # told to end, it prints once more
+    assert (first.clock_s, first.took_s) == (1000.0, None)
+    gpus, machine, container = Meter().sample(first)
+    there = sampled(Meter(), tmp_path, 0)
+    assert (gpus, machine) == (there.gpus, there.host)
+    assert gpus["renderD128"].energy_j == 7.25 and gpus["renderD129"].clock_mhz == 900.0
+    assert container == ContainerSample(memory_bytes=4000)
+
+
+def test_half_a_reading_is_none() -> None:
+    assert list(inside.readings_of([b"/proc/uptime:5.00 1.00", b"/proc/stat:cpu  1 2 3 4 5 6"])) == []
+
+
+def test_whose_telemetry_can_be_had() -> None:
+    def at(url: str) -> Endpoint:
+        return Endpoint(url=url, started=ServedBy(url=url), look=lambda now: Look(None))
+
+    for url in ("http://127.0.0.1:8000", "http://localhost:1", "http://[::1]:8", f"http://{socket.gethostname()}:80"):
+        assert source_of(at(url)) is not None
+    for url in ("http://gpu-box:8000", "https://10.0.0.7"):
+        assert source_of(at(url)) is None

@@ -8,6 +8,7 @@ from harness.manifest import CellRun
 from harness.report import words
 from harness.report.observed import Timeline
 from harness.report.scraped import ServerSamples
+from harness.report.watched import MachineSamples
 from harness.summary import CellSummary
 
 MOST_ALIKE = 12  # about so many of one kind in a cell: what lies closer together is one
@@ -37,6 +38,7 @@ def events_of(line: Timeline, cell: CellSummary | None, ran: CellRun | None) -> 
         found.append(Event(failures.first_s, f"{many}: {kind}", True))
     near_s = (line.ends_s - (line.warmup_until_s or 0.0)) / MOST_ALIKE
     found += [Event(start, _queue(start, end, most)) for start, end, most in _joined(_waiting(line.server), near_s)]
+    found += [Event(start, text, True, "heat") for start, text in _heat(line.machine, near_s)]
     found += [Event(at, words.count(int(many), "preemption")) for at, many in _summed(line.server.preempted, near_s)]
     return sorted(found)
 
@@ -62,6 +64,14 @@ def _waiting(server: ServerSamples) -> Iterator[Span]:
             start = None
     if start is not None:
         yield start, server.at_s[-1], most
+
+
+def _heat(machine: MachineSamples, near_s: float) -> Iterator[tuple[float, str]]:
+    """When heat held a GPU back, as the spans between two samples say."""
+    for name in dict.fromkeys(name for _, _, name in machine.heat):
+        spans = [(start, end, 0.0) for start, end, gpu in machine.heat if gpu == name]
+        for start, end, _ in _joined(spans, near_s):
+            yield start, f"heat throttles the GPU {name}, last seen at {end:.1f} s"
 
 
 def _joined(spans: Iterable[Span], near_s: float) -> list[Span]:

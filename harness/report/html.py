@@ -16,7 +16,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from harness.manifest import Run, ServedBy, read_run
-from harness.report import figures, marks, scatter, sentences, starts, tradeoff, words
+from harness.report import doing, figures, marks, scatter, sentences, starts, tradeoff, words
 from harness.report.differing_servers import server_differences
 from harness.report.events import Event, events_of
 from harness.report.forest import Forest
@@ -74,6 +74,9 @@ def render(summary: Summary, run: Run, observed: Observed) -> str:
         timelines=list(timelines),
         timeline_first=_shown_first(run, events),
         events=events,
+        doing=doing.doing(summary),
+        gpu_head=doing.GPU_HEAD,
+        gpu_lines=doing.gpu_lines(summary),
         observed=observed,
         differences=server_differences(run),
         served=_served(run),

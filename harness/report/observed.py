@@ -21,6 +21,8 @@ from harness.records import Request, read_marks
 from harness.report.bins import FINE_S, Counts, bin_of
 from harness.report.scraped import ServerSamples, server_samples, shifted
 from harness.report.seen import Choice, Failures, Seen
+from harness.report.watched import MachineSamples, machine_samples
+from harness.report.watched import shifted as shifted_machine
 
 MOST_BINS = 240  # points of a timeline's line
 MOST_POINTS = 200  # points of a distribution's line
@@ -61,6 +63,7 @@ class Timeline(Struct, frozen=True, kw_only=True):
     tok_s: list[float]
     in_flight: list[int]  # requests sent and not ended, the most of each step
     server: ServerSamples
+    machine: MachineSamples = field(default_factory=MachineSamples)
     failures: dict[str, Failures]  # of measured requests by kind, the earliest first
     warmup_until_s: float | None  # None: no warm-up
     ends_s: float
@@ -95,7 +98,7 @@ class _Part(Struct):
 
 
 def observe(folder: Path, run: Run) -> Observed:
-    """Read requests.jsonl, processes.jsonl and metrics.jsonl of a run, whatever state they are in."""
+    """Read requests.jsonl, processes.jsonl, metrics.jsonl and telemetry.jsonl of a run, whatever state they are in."""
     cells = {cell.id: (cell.server, cell.load) for cell in plan(run.scenario)}
     zero = _zero(folder)
     counts = {cell: Counts(start_s) for cell, start_s in zero.starts_s.items()}
@@ -107,11 +110,18 @@ def observe(folder: Path, run: Run) -> Observed:
             _merge(whole, part)
             lines.append(read)
     scraped = server_samples(folder / "metrics.jsonl")
+    watched = machine_samples(folder / "telemetry.jsonl")
     return Observed(
         samples=whole.samples,
         faults={row: whole.faults[row] for row in dict.fromkeys(cells.values()) if row in whole.faults},
         timelines=[
-            _timeline(name, counts[name], scraped.get(name, ServerSamples()), whole.seen.failures.get(name, {}))
+            _timeline(
+                name,
+                counts[name],
+                scraped.get(name, ServerSamples()),
+                watched.get(name, MachineSamples()),
+                whole.seen.failures.get(name, {}),
+            )
             for name in cells
             if name in counts and counts[name].first_sent_s is not None
         ],
@@ -201,7 +211,9 @@ def distribution(values: Iterable[float]) -> tuple[list[float], list[float]]:
     return [float(v) for v in ordered[places]], [round(float(s), 5) for s in shares]
 
 
-def _timeline(name: str, count: Counts, server: ServerSamples, failures: dict[str, Failures]) -> Timeline:
+def _timeline(
+    name: str, count: Counts, server: ServerSamples, machine: MachineSamples, failures: dict[str, Failures]
+) -> Timeline:
     count.flush()
     start = count.first_sent_s or 0.0
     zero = count.first_measured_s if count.first_measured_s is not None else start
@@ -221,6 +233,7 @@ def _timeline(name: str, count: Counts, server: ServerSamples, failures: dict[st
         tok_s=[round(float(r), 1) for r in rates],
         in_flight=[int(n) for n in np.maximum.reduceat(in_flight, edges)] if len(in_flight) else [],
         server=shifted(server, count.zero_s + zero, 2 * MOST_BINS),
+        machine=shifted_machine(machine, count.zero_s + zero, 2 * MOST_BINS),
         failures={
             kind: Failures(found.count, round(found.first_s - zero, 2))
             for kind, found in sorted(failures.items(), key=lambda item: item[1].first_s)

@@ -11,6 +11,7 @@ from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from harness.manifest import Run
+from harness.report.doing import VALUES
 from harness.report.table import side
 from harness.summary import Distribution, Numbers, Row, Summary
 
@@ -98,6 +99,7 @@ def _of_rows(summary: Summary) -> Iterator[Metric]:
         yield family
 
 
+    yield from _of_machines(summary)
 def _of_slos(labelled: list[tuple[dict[str, str], Numbers]]) -> Iterator[Metric]:
     attainment = _gauge("attainment_ratio", "Requests that met every SLO / sent", "ratio")
     goodput = _gauge("goodput_requests_per_second", "Requests that met every SLO / s, median over runs")
@@ -116,6 +118,15 @@ def _add_quantiles(family: Metric, labels: dict[str, str], sample: Distribution)
         if (value := getattr(sample, name)) is not None:
             family.add_sample(family.name, {**labels, "quantile": quantile}, value)
     family.add_sample(f"{family.name}_count", labels, sample.n)
+def _of_machines(summary: Summary) -> Iterator[Metric]:
+    for _, field, name, unit, factor in VALUES:
+        gauge = _gauge(f"{name}_{unit}", f"{name.replace('_', ' ').capitalize()}, median over runs", unit)
+        for row in summary.rows:
+            if row.machine_load is not None and (value := getattr(row.machine_load, field)) is not None:
+                gauge.add_sample(gauge.name, _labels(summary, row), factor * value)
+        yield gauge
+
+
     family.add_sample(f"{family.name}_sum", labels, sample.mean * sample.n)
 
 

@@ -4,6 +4,7 @@ import csv
 import io
 
 from harness.manifest import Run
+from harness.report.doing import VALUES
 from harness.report.table import Line, lines
 from harness.summary import Summary
 
@@ -40,6 +41,8 @@ def _record(line: Line) -> dict[str, str | int | float | None]:
     for name, field in _LATENCIES.items():
         sample = getattr(numbers, field)
         record |= {f"{name}_{statistic}_s": getattr(sample, statistic) for statistic in _STATISTICS}
+    did = line.row.machine_load
+    record |= {name: None if did is None else getattr(did, field) for name, field, *_ in VALUES}
     for slos, attained in numbers.slos.items():
         record |= {
             f"attainment({slos})": attained.attainment,

@@ -1,4 +1,4 @@
-"""What a server said of itself, and what its machine was seen to do, over the time of a cell."""
+"""What a server said of itself over the time of a cell."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from msgspec import Struct
 from harness.metrics import read_samples
 
 # Lines of the timeline in the order in which they are drawn; a run shows those that it has.
-GAUGES = ("running", "waiting", "kv_usage", "power_w", "vram_used_bytes", "temperature_c")
+GAUGES = ("running", "waiting", "kv_usage")
 
 
 class ServerSamples(Struct):

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from harness.manifest import Run
 from harness.report import sentences, starts, words
+from harness.report.doing import Doing, doing
 from harness.report.table import Column, Line, columns, lines
 from harness.summary import Summary
 
@@ -30,6 +31,7 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
             _item(console, Text(f"{column.heading}: ", "bold") + Text(f"{column.explanation} [{column.formula}]"))
         for name, text in starts.explained(run):
             _item(console, Text(f"{words.one_line(name)}: ", "bold") + Text(words.one_line(text)))
+        _machine(doing(summary), console)
     _verdicts(summary, console)
     console.print()
     style = "bold green" if summary.valid and run.status == "valid" else "bold red"
@@ -96,6 +98,19 @@ def _style(column: Column, line: Line) -> str:
     if column.key == "verdict":
         return STYLES.get(column.text(line), "")
     return "bold red" if column.key == "errors" and column.text(line) != "0" else ""
+
+
+def _machine(table: Doing, console: Console) -> None:
+    """What the machine did, a block for each row, since there are many columns; then what they mean."""
+    for server, load, texts in table.rows:
+        console.print()
+        console.print(Text(f"The machine under {server} / {load}", "bold"))
+        for column, text in zip(table.columns, texts, strict=True):
+            _item(console, Text(f"{column.title}: ") + Text(text, "bold"))
+    if table.rows:
+        console.print()
+    for column in table.columns:
+        _item(console, Text(f"{column.title}: ", "bold") + Text(f"{column.explanation} [{column.formula}]"))
 
 
 def _verdicts(summary: Summary, console: Console) -> None:

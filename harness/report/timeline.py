@@ -3,15 +3,18 @@
 from collections.abc import Sequence
 
 from harness.report.events import Event
-from harness.report.marks import Figure
+from harness.report.marks import Figure, colour, plain
 from harness.report.observed import Timeline
 
-# Gauges with a panel of their own: title, factor to what is shown, hover text, colour.
+# Panels of what is beside requests and tokens: title, factor to what is shown, hover text, colour of a single line.
+# The first is the server's own gauge, the others are what its machine was seen to do.
+KV_CACHE = ("KV cache, %", 100.0, "%{y:.1f} % of the KV cache", "s4")
 PANELS = {
-    "kv_usage": ("KV cache, %", 100.0, "%{y:.1f} % of the KV cache", "s4"),
-    "power_w": ("power, W", 1.0, "%{y:,.0f} W", "s5"),
-    "vram_used_bytes": ("VRAM, GiB", 2.0**-30, "%{y:,.1f} GiB of VRAM", "s6"),
-    "temperature_c": ("°C", 1.0, "%{y:,.0f} °C", "s8"),
+    "busy": ("busy, %", 1.0, "%{y:.0f} % busy", "s7"),
+    "memory": ("memory, GiB", 2.0**-30, "%{y:,.1f} GiB", "s6"),
+    "power": ("power, W", 1.0, "%{y:,.0f} W", "s5"),
+    "temperature": ("°C", 1.0, "%{y:,.0f} °C", "s8"),
+    "clock": ("clock, MHz", 1.0, "%{y:,.0f} MHz", "s3"),
 }
 _GAP = 26  # pixels between panels
 _STRIP = 20  # height of the strip of events
@@ -22,17 +25,19 @@ _ROOM = 0.08  # of the width, that a label of an event needs
 
 def figure_of(line: Timeline, events: Sequence[Event]) -> Figure:
     """Requests, tokens per second, and whatever else was recorded, over the seconds of one cell."""
-    gauges = [name for name in PANELS if name in line.server.values]
-    heights = [_STRIP, 170, 130, *(90 for _ in gauges)]
+    cache = [KV_CACHE[0]] if "kv_usage" in line.server.values else []
+    watched = [name for name in PANELS if name in line.machine.panels]
+    others = [*cache, *(PANELS[name][0] for name in watched)]
+    heights = [_STRIP, 170, 130, *(90 for _ in others)]
     total = sum(heights) + _GAP * (len(heights) - 2)
     layout: Figure = {
-        "height": total + 110,
+        "height": total + 110 + (60 if line.machine.drawn > 1 else 0),  # a legend of many GPUs
         "hovermode": "x",
         "showlegend": True,
         "shapes": _shade(line) + [_rule(event) for event in events],
         "annotations": _warmup(line),
     }
-    titles = ["", "requests", "tok/s", *(PANELS[name][0] for name in gauges)]
+    titles = ["", "requests", "tok/s", *others]
     top = 0
     for number, (height, title) in enumerate(zip(heights, titles, strict=True), 1):
         layout[_axis(number)] = {
@@ -49,7 +54,10 @@ def figure_of(line: Timeline, events: Sequence[Event]) -> Figure:
         "zeroline": False,
     }
     data = [_marks(events, line), *_requests(line), _tokens(line)]
-    data += [_gauge(line, name, f"y{4 + number}") for number, name in enumerate(gauges)]
+    data += [_cache(line, "y4")] if cache else []
+    known: set[str] = set()
+    for number, name in enumerate(watched, 4 + len(cache)):
+        data += _watched(line, name, f"y{number}", known)
     return {"data": data, "layout": layout}
 
 
@@ -91,8 +99,8 @@ def _requests(line: Timeline) -> list[Figure]:
         if gauge in line.server.values:
             data.append(
                 {
-                    "type": "scatter", "mode": _mode(line), "name": f"{gauge} (server)", "x": line.server.at_s,
-                    "y": line.server.values[gauge], "yaxis": "y2",
+                    "type": "scatter", "mode": _mode(line.server.at_s), "name": f"{gauge} (server)",
+                    "x": line.server.at_s, "y": line.server.values[gauge], "yaxis": "y2",
                     "line": {"color": f"@{hue}", "dash": dash, "width": 2}, "marker": {"size": 5},
                     "hovertemplate": hover,
                 }
@@ -107,21 +115,56 @@ def _tokens(line: Timeline) -> Figure:
     }  # fmt: skip
 
 
-def _gauge(line: Timeline, name: str, place: str) -> Figure:
-    title, factor, hover, hue = PANELS[name]
+def _cache(line: Timeline, place: str) -> Figure:
+    values = line.server.values["kv_usage"]
+    return _panel(KV_CACHE, "", line.server.at_s, values, place) | {"mode": _mode(line.server.at_s)}
+
+
+def _watched(line: Timeline, name: str, place: str, known: set[str]) -> list[Figure]:
+    """A line for each GPU, or for each sensor of the only one. `known`: what the legend has already."""
+    drawn = line.machine.panels[name]
+    traces = []
+    for number, (label, values) in enumerate(drawn.items()):
+        trace = _panel(PANELS[name], label if len(drawn) > 1 else "", line.machine.at_s, values, place)
+        if len(drawn) > 1 or line.machine.drawn > 1:
+            hue, dash = _style(line, label, number)
+            trace["line"] |= {"color": f"@{hue}", "dash": dash, "width": 1.6}
+            trace["marker"] |= {"color": f"@{hue}", "size": 3}
+            # Of several GPUs each has one entry, which shows and hides it in all panels.
+            entry = trace["name"] if line.machine.drawn == 1 else label.partition(" ")[0]
+            trace |= {"name": entry, "legendgroup": entry, "showlegend": entry not in known}
+            known.add(entry)
+        traces.append(trace | {"mode": _mode(line.machine.at_s)})
+    return traces
+
+
+def _style(line: Timeline, label: str, number: int) -> tuple[str, str]:
+    """Of one GPU a colour for each line; of several a colour for each GPU, dashed what is not its own memory."""
+    if line.machine.drawn == 1:
+        return colour(number + 4), "solid"
+    gpus = sorted({one.partition(" ")[0] for lines in line.machine.panels.values() for one in lines})
+    name, _, what = label.partition(" ")
+    return colour(gpus.index(name)), "dot" if what == "GTT" else "solid"
+
+
+def _panel(
+    panel: tuple[str, float, str, str], label: str, at_s: Sequence[float], values: Sequence[float | None], place: str
+) -> Figure:
+    title, factor, hover, hue = panel
+    name = title.partition(",")[0]
     return {
-        "type": "scatter", "mode": _mode(line), "name": title.partition(",")[0], "x": line.server.at_s,
-        "y": [None if value is None else round(factor * value, 3) for value in line.server.values[name]],
+        "type": "scatter", "name": f"{name}, {plain(label)}" if label else name, "x": at_s,
+        "y": [None if value is None else round(factor * value, 3) for value in values],
         "yaxis": place, "line": {"color": f"@{hue}", "width": 2}, "marker": {"size": 4, "color": f"@{hue}"},
-        "showlegend": False, "hovertemplate": f"{hover}<extra></extra>",
+        "showlegend": False, "hovertemplate": f"{plain(label)} {hover}".strip() + "<extra></extra>",
     }  # fmt: skip
 
 
-def _mode(line: Timeline) -> str:
-    """Points show when the server was asked, as long as there is room between them. A line through few would invent."""
-    if len(line.server.at_s) <= _FEW_POINTS:
+def _mode(at_s: Sequence[float]) -> str:
+    """Points show when was looked, as long as there is room between them. A line through few would invent."""
+    if len(at_s) <= _FEW_POINTS:
         return "markers"
-    return "lines+markers" if len(line.server.at_s) <= _MOST_POINTS else "lines"
+    return "lines+markers" if len(at_s) <= _MOST_POINTS else "lines"
 
 
 def _rule(event: Event) -> Figure:

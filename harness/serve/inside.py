@@ -41,12 +41,13 @@ done
 trap 'enough=1' TERM
 enough=
 while :; do
+  last=$enough
   grep -s '' /dev/null "$r/proc/uptime" $one
   grep -sE {lines} /dev/null $many
   for t in $tables; do echo "table $t"; od -An -v -tx1 "$t" 2>/dev/null; done
   echo end
-  [ -n "$enough" ] && exit 0
-  sleep {interval} & wait $!
+  [ -n "$last" ] && exit 0
+  [ -n "$enough" ] || {{ sleep {interval} & wait $!; }}
 done
 """
 

@@ -1,0 +1,104 @@
+"""What a server's machine was seen to do over the time of a cell: the lines of its timeline."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from msgspec import Struct
+
+from harness.telemetry import GpuSample, TelemetrySample, read_telemetry, serving
+
+Line = list[float | None]
+MOST_GPUS = 8  # that are drawn; a ninth would have no colour of its own
+HEAT = ("heat", "prochot")
+
+
+class MachineSamples(Struct):
+    """Samples of one cell; None where one of them lacks the value."""
+
+    at_s: list[float] = []
+    panels: dict[str, dict[str, Line]] = {}  # panel -> name of a line -> its values; those without any are left out
+    heat: list[tuple[float, float, str]] = []  # from when until when heat held a GPU back, and which
+    drawn: int = 0  # GPUs
+    left_out: int = 0  # GPUs that did not work for the server, or beyond MOST_GPUS
+
+
+def machine_samples(path: Path) -> dict[str, MachineSamples]:
+    """What telemetry.jsonl holds by cell, times as Unix time."""
+    return {cell: of_cell(samples) for cell, samples in read_telemetry(path).items()}
+
+
+def of_cell(samples: Sequence[TelemetrySample]) -> MachineSamples:
+    """The lines of one cell, times as Unix time."""
+    names = sorted({name for one in samples for name in one.gpus})
+    used = [name for name in names if name in serving(samples)] or names
+    drawn = used[:MOST_GPUS]
+    panels: dict[str, dict[str, Line]] = {}
+    for name in drawn:
+        for panel, values in _lines(samples, name, len(drawn)).items():
+            for what, line in values.items():
+                if any(value is not None for value in line):
+                    label = what if len(drawn) == 1 else name if len(values) == 1 else f"{name} {what}"
+                    panels.setdefault(panel, {})[label] = line
+    return MachineSamples(
+        at_s=[one.wall_s for one in samples],
+        panels=panels,
+        heat=[span for name in used for span in _heat(samples, name)],
+        drawn=len(drawn),
+        left_out=len(names) - len(drawn),
+    )
+
+
+def _lines(samples: Sequence[TelemetrySample], name: str, gpus: int) -> dict[str, dict[str, Line]]:
+    def line(value: Callable[[GpuSample], float | None]) -> Line:
+        return [value(one.gpus[name]) if name in one.gpus else None for one in samples]
+
+    labels = list(
+        dict.fromkeys(label for one in samples if name in one.gpus for label in one.gpus[name].temperatures_c)
+    )
+    # Of cards of their own, GTT is no more than a window to the machine's memory: nobody misses a line at the bottom.
+    gtt = line(lambda gpu: gpu.gtt_used_bytes)
+    big = max((value or 0.0 for value in gtt), default=0.0) > 2**30
+    sensors = {label: line(partial(_temperature, label)) for label in labels}
+    if gpus > 1:  # three lines for each would be no picture
+        sensors = {"hottest": line(lambda gpu: max(gpu.temperatures_c.values(), default=None))}
+    return {
+        "busy": {"busy": line(lambda gpu: gpu.busy_percent)},
+        "memory": {"VRAM": line(lambda gpu: gpu.vram_used_bytes), **({"GTT": gtt} if big else {})},
+        "power": {"power": line(lambda gpu: gpu.power_w)},
+        "temperature": sensors,
+        "clock": {"GPU": line(lambda gpu: gpu.clock_mhz)},
+    }
+
+
+def _temperature(label: str, gpu: GpuSample) -> float | None:
+    return gpu.temperatures_c.get(label)
+
+
+def _heat(samples: Sequence[TelemetrySample], name: str) -> list[tuple[float, float, str]]:
+    """Spans of samples, one behind the other, in which heat held the GPU back."""
+    spans: list[tuple[float, float, str]] = []
+    for before, one in itertools.pairwise(samples):
+        held = one.gpus[name].held_back if name in one.gpus else None
+        if held and any(held.get(kind) for kind in HEAT):
+            if spans and spans[-1][1] == before.wall_s:
+                spans[-1] = spans[-1][0], one.wall_s, name
+            else:
+                spans.append((before.wall_s, one.wall_s, name))
+    return spans
+
+
+def shifted(samples: MachineSamples, zero_s: float, most: int) -> MachineSamples:
+    """The same with times relative to `zero_s` and about `most` samples at most."""
+    keep = range(0, len(samples.at_s), max(1, -(-len(samples.at_s) // most)))
+    return MachineSamples(
+        at_s=[round(samples.at_s[i] - zero_s, 2) for i in keep],
+        panels={
+            panel: {name: [line[i] for i in keep] for name, line in lines.items()}
+            for panel, lines in samples.panels.items()
+        },
+        heat=[(round(start - zero_s, 2), round(end - zero_s, 2), name) for start, end, name in samples.heat],
+        drawn=samples.drawn,
+        left_out=samples.left_out,
+    )
