@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from harness.errors import HarnessError, ServerError
+from harness.errors import ServerError
 from harness.machine.pool import Pool, pools
 from harness.scenario import Server
 from harness.serve import containers, labels
@@ -28,7 +28,7 @@ found = []
 for number in range(torch.cuda.device_count()):
     free, total = torch.cuda.mem_get_info(number)
     about = torch.cuda.get_device_properties(number)
-    arch = getattr(about, "gcnArchName", about.name)
+    arch = getattr(about, "gcnArchName", "") or about.name
     found.append({"free": free, "total": total, "target": arch.split(":")[0]})
 print("MEMORY " + json.dumps(found))
 """
@@ -56,6 +56,7 @@ def ask_image(image: str, on_progress: Callable[[str], None], variables: dict[st
         volumes=[volume for volume in service.server.volumes if volume.startswith("/")],  # no caches
         ports=[],
         healthcheck=None,
+        ulimits={},  # a rootless engine may refuse them, and nothing here needs them
         configs=[],
     )
     owner = labels.owned(f"memory-{secrets.token_hex(4)}", "probe")
@@ -80,7 +81,7 @@ def _answer(image: str, code: int, text: str) -> list[Told]:
             detail=text[-2000:],
         ) from None
     if not found:
-        raise HarnessError(
+        raise ServerError(
             f"the runtime in {image} sees no GPU",
             next_step="Is the image built for this GPU, and may its user open /dev/kfd and /dev/dri?",
         )
