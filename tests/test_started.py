@@ -133,7 +133,10 @@ def test_what_one_side_does_not_say_is_no_reason_to_refuse(tmp_path: Path) -> No
 
 
 def test_settings_follow_from_image_arguments_and_machine(tmp_path: Path) -> None:
-    changed = {"startup": {"version": "0.33.0", "attention_backend": "ROCM_ATTN"}, "effective": {"max_num_seqs": 256}}
+    changed: dict[str, Any] = {
+        "startup": {"version": "0.33.0", "attention_backend": "ROCM_ATTN"},
+        "effective": {"max_num_seqs": 256},
+    }
     image = serving(**changed, image="vllm/vllm-openai-cpu:v0.33", contents=Contents(rocm="7.3.0"))
     compare_runs(two(tmp_path / "image", image), about="image")
     arguments = serving(**changed, arguments=["--port", "8000", "--max-num-seqs", "256"])
@@ -162,8 +165,12 @@ def test_a_diff_of_two_runs_has_the_new_facts(tmp_path: Path) -> None:
 
 def test_medians_over_starts_and_every_text_that_occurred() -> None:
     served = [
-        served_by(startup=Startup(compile_cache=cache, kv_cache_tokens=tokens), phases=[Phase(name="ready", seconds=s)])
-        for cache, tokens, s in (("cold", 10, 9.0), ("warm", 30, 1.5), ("warm", 20, 2.0))
+        served_by(startup=startup, phases=[Phase(name="ready", seconds=seconds)])
+        for startup, seconds in (
+            (Startup(compile_cache="cold", kv_cache_tokens=10), 9.0),
+            (Startup(compile_cache="warm", kv_cache_tokens=30), 1.5),
+            (Startup(compile_cache="warm", kv_cache_tokens=20), 2.0),
+        )
     ]
     assert started.told(served) == {
         "startup.compile_cache": "cold, then warm",
