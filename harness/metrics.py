@@ -26,6 +26,7 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from harness.summary import ServerLoad
+from harness.trust import authorities
 
 # vLLM's names of release 0.10 and later, then older ones, then llama.cpp's. The embedded engine uses vLLM's.
 NAMES = {
@@ -105,6 +106,7 @@ class Scraper:
         self._interval_s = interval_s
         self._session = requests.Session()
         self._session.trust_env = False  # a proxy of the environment is not meant for a server on this machine
+        self._session.verify = authorities()
         if api_key:
             self._session.headers["Authorization"] = f"Bearer {api_key}"
         self._encoder = msgspec.json.Encoder()

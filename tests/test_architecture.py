@@ -17,6 +17,7 @@ READERS = {"records", "manifest", "origin", "errors", "plan", "scenario", "metri
 # Which of harness's own modules each room may import. Rooms not named here may import what they like, but not back.
 ALLOWED = {
     "errors": set(),
+    "trust": {"errors"},
     "strict": {"errors"},
     "scenario": {"errors", "strict", "check_syntax"},
     "check_syntax": {"summary", "errors"},
@@ -49,7 +50,19 @@ ALLOWED = {
     "memory": {"memory", "machine", "errors"},
     "failures": {"failures", "errors", "memory"},
     "load": LOAD,
-    "serve": {"serve", "failures", "scenario", "errors", "strict", "manifest", "machine", "paths", "process", "job"},
+    "serve": {
+        "serve",
+        "failures",
+        "scenario",
+        "errors",
+        "strict",
+        "manifest",
+        "machine",
+        "paths",
+        "process",
+        "job",
+        "trust",
+    },
     **dict.fromkeys(
         READS_FILES - {"derive", "stats", "summary", "checks", "check_syntax", "attain"}, READS_FILES | READERS
     ),

@@ -15,6 +15,7 @@ from harness.cli.common import (
     RUNS,
     AboutOpt,
     BaselineOpt,
+    CaOpt,
     ChecksOpt,
     ModelOpt,
     ResultsDir,
@@ -28,6 +29,7 @@ from harness.cli.common import (
     junit_of_failure,
     scenario_path,
     show,
+    target_of,
 )
 from harness.errors import ExitCode
 
@@ -36,6 +38,7 @@ from harness.errors import ExitCode
 def run(
     scenario: ScenarioArg,
     url: UrlOpt = None,
+    ca: CaOpt = None,
     metrics_url: Annotated[
         str | None, typer.Option("--metrics-url", help="With --url: where its metrics are (default: URL/metrics).")
     ] = None,
@@ -64,9 +67,9 @@ def run(
     from harness.run import run as run_experiment
 
     if ui:
-        live(scenario, url=url, model=model, runs=runs)
+        live(scenario, url=url, ca=ca, model=model, runs=runs)
         return
-    target = experiments.Target(url, metrics_url) if url is not None else None
+    target = target_of(url, metrics_url, ca)
     experiment = experiments.prepare(scenario_path(scenario), target, model, repeats, checks or [])
     base = None if baseline is None else find_baseline(baseline, runs)
     with junit_of_failure(junit, scenario.stem), sigterm_interrupts():
@@ -85,6 +88,7 @@ def live(
         str | None, typer.Option("--load", help="Which of the scenario's loads (default: the first).")
     ] = None,
     url: UrlOpt = None,
+    ca: CaOpt = None,
     model: ModelOpt = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the web UI on 127.0.0.1.")] = 8089,
     runs: RunsDir = RUNS,
@@ -95,7 +99,7 @@ def live(
     from harness.process import sigterm_interrupts
     from harness.progress import Progress
 
-    target = experiments.Target(url, None) if url is not None else None
+    target = target_of(url, ca=ca)
     experiment = experiments.prepare(scenario_path(scenario), target, model)
     with sigterm_interrupts():
         living.live(experiment, server, load, port, runs, Progress(console()))
@@ -156,6 +160,7 @@ def noise(
     server: ServerOpt = None,
     repeats: Annotated[int | None, typer.Option(min=2, help="Override the scenario's repeats.")] = None,
     url: UrlOpt = None,
+    ca: CaOpt = None,
     model: ModelOpt = None,
     runs: RunsDir = RUNS,
     results: ResultsDir = RESULTS,
@@ -170,7 +175,7 @@ def noise(
     from harness.process import sigterm_interrupts
     from harness.progress import Progress
 
-    target = experiments.Target(url, None) if url is not None else None
+    target = target_of(url, ca=ca)
     experiment = experiments.prepare(scenario_path(scenario), target, model, repeats)
     with sigterm_interrupts():
         folder, stored = noises.noise(experiment, server, runs, results, Progress(console()))

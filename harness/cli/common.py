@@ -13,6 +13,7 @@ from rich.console import Console
 from harness.errors import ExitCode, HarnessError, RunError, did_you_mean
 
 if TYPE_CHECKING:
+    from harness.experiment import Target
     from harness.summary import Summary
 
 app = typer.Typer(
@@ -45,6 +46,10 @@ AboutOpt = Annotated[
 ]
 UrlOpt = Annotated[
     str | None, typer.Option("--url", help="Use a server that already runs, such as http://127.0.0.1:8000.")
+]
+CaOpt = Annotated[
+    Path | None,
+    typer.Option("--ca", metavar="FILE", help="With --url https://...: the authority that signed its certificate."),
 ]
 ModelOpt = Annotated[str | None, typer.Option("--model", help="Use this model instead of the scenario's.")]
 ResultsDir = Annotated[
@@ -85,6 +90,18 @@ def scenario_path(given: Path) -> Path:
         f"{given}: there is no such scenario; {did_you_mean(given.stem, shipped)}",
         next_step="Give a file, or the name of a scenario that ships: `harness scenarios` lists them.",
     )
+
+
+def target_of(url: str | None, metrics_url: str | None = None, ca: Path | None = None) -> "Target | None":
+    """The server that already runs, given on the command line; None without --url. Raises HarnessError."""
+    from harness.experiment import Target
+    from harness.trust import trust
+
+    if ca is not None:
+        if url is None or not url.startswith("https://"):
+            raise HarnessError("--ca: is for a server that already runs behind TLS", next_step="Give --url https://...")
+        trust(ca)
+    return Target(url, metrics_url) if url is not None else None
 
 
 def find_baseline(given: Path, runs: Path) -> Path:

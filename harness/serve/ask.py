@@ -1,5 +1,6 @@
 """Asking a server who it is: what it serves, whether its model answers, and in words what is in the way."""
 
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import requests
 
 from harness.errors import HarnessError, ServerError, did_you_mean
 from harness.manifest import ServedBy
+from harness.trust import authorities
 
 PROBE_TIMEOUT_S = 5.0
 RETRY_S = 10.0  # one broken answer is no reason to give up a server
@@ -18,6 +20,7 @@ RETRY_EVERY_S = 0.5
 
 T = TypeVar("T")
 BROKE = "the connection broke"
+_DISTRUST = re.compile(r"certificate verify failed: ([^(]*)")
 
 
 class Passing(ServerError):
@@ -133,6 +136,7 @@ def listens(host: str, port: int, timeout_s: float = 2.0) -> bool:
 def open_session(api_key: str | None) -> requests.Session:
     session = requests.Session()
     session.trust_env = False  # a proxy of the environment must not stand between us and the server
+    session.verify = authorities()
     if api_key:
         session.headers["Authorization"] = f"Bearer {api_key}"
     return session
@@ -147,7 +151,8 @@ def _get(session: requests.Session, url: str) -> requests.Response:
         return session.get(url, timeout=2 * PROBE_TIMEOUT_S, allow_redirects=False)
     except requests.RequestException as error:
         raise no_answer(error)(
-            f"no answer from {url}: {reason(error)}", next_step="Check the address and that the server runs."
+            f"no answer from {url}: {reason(error)}",
+            next_step=_way_out(error, "Check the address and that the server runs."),
         ) from None
 
 
@@ -254,9 +259,23 @@ def reason(error: Exception) -> str:
         return "connection refused, nothing listens there"
     if "timed out" in text or isinstance(error, requests.Timeout):
         return "it did not answer in time"
+    if (distrust := _DISTRUST.search(text)) is not None:
+        return f"its certificate is not believed ({distrust[1].strip()})"
     if "SSL" in text:
         return "the TLS handshake failed; is it http:// and not https://?"
     return BROKE
+
+
+def _way_out(error: Exception, otherwise: str) -> str:
+    """What to do about a connection that failed."""
+    distrust = _DISTRUST.search(str(error))
+    if distrust is None:
+        return otherwise
+    if "ertificate has expired" in distrust[1]:
+        return "Renew the server's certificate."
+    if "ismatch" in distrust[1]:
+        return "Give the address by the name that the certificate is for."
+    return "Give the certificate of the authority that signed it with --ca FILE; it is never believed unseen."
 
 
 def _listed(names: list[str]) -> str:

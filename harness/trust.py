@@ -1,0 +1,33 @@
+"""Whose certificates are believed of an https server: the same for probes, metrics and load. Nothing turns it off.
+
+The load processes ask OpenSSL, which reads SSL_CERT_FILE; what speaks through `requests` is told the same here.
+"""
+
+import os
+import ssl
+from pathlib import Path
+
+from harness.errors import HarnessError
+
+VARIABLE = "SSL_CERT_FILE"
+
+
+def authorities() -> str | bool:
+    """What `requests` takes as `verify`: the file of SSL_CERT_FILE, else the system's, else those that come with it."""
+    paths = ssl.get_default_verify_paths()
+    return paths.cafile or paths.capath or True
+
+
+def trust(ca: Path) -> None:
+    """Believe what this authority has signed, and nobody else, here and in every process started from here.
+
+    Raises HarnessError for a file that holds no certificate.
+    """
+    try:
+        ssl.create_default_context(cafile=str(ca))
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        raise HarnessError(
+            f"--ca: {ca} holds no certificate in PEM form ({getattr(error, 'strerror', None) or error})",
+            next_step="Give the certificate of the authority that signed the server's, in PEM form.",
+        ) from None
+    os.environ[VARIABLE] = str(ca.resolve())

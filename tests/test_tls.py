@@ -1,0 +1,103 @@
+"""A server that already runs behind TLS, with an authority of its own: believed when told, else refused in words."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.errors import HarnessError, ServerError
+from harness.manifest import read_run
+from harness.metrics import read_samples
+from harness.records import read_requests
+from harness.serve import attach
+from harness.trust import VARIABLE, authorities, trust
+from tests.command import harness, write
+from tests.test_serve_embedded import served
+from tests.tls import Signed, sign, wrapped
+
+KEY = "sk-a-key-of-a-test-0123456789"
+
+
+@pytest.fixture(scope="module")
+def signed(tmp_path_factory: pytest.TempPathFactory) -> Signed:
+    return sign(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture(autouse=True)
+def own_surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = dict(os.environ)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])
+
+
+def test_a_run_through_tls_with_key_and_metrics(signed: Signed, tmp_path: Path) -> None:
+    write(tmp_path, "s", api_key_env="KEY_OF_A_TEST", model="sim")
+    seen: list[bytes] = []
+    with served(tmp_path / "engine", preset="instant") as engine, wrapped(port_of(engine.url), signed, seen) as url:
+        told = ["run", "s.yaml", "--url", url, "--runs", "runs"]
+        refused = harness(*told, cwd=tmp_path, env={"KEY_OF_A_TEST": KEY})
+        ours = ["--ca", str(signed.ca), "--metrics-url", f"{url}/metrics"]
+        done = harness(*told, *ours, cwd=tmp_path, env={"KEY_OF_A_TEST": KEY})
+    asked = [data for data in seen if data.startswith((b"POST", b"GET"))]
+    assert len(asked) > 8
+    assert all(f"Authorization: Bearer {KEY}\r\n".encode() in data for data in asked)
+    assert refused.code == 2
+    assert f"no answer from {url}/v1/models: its certificate is not believed (" in refused.err
+    assert "--ca FILE" in refused.err
+    assert (done.code, done.err) == (0, "")
+    folder = next(folder for folder in (tmp_path / "runs").iterdir() if read_run(folder).status == "valid")
+    served_by = read_run(folder).cells[0].served_by
+    assert (served_by.url, served_by.model) == (url, "sim")
+    records = list(read_requests(folder / "requests.jsonl"))
+    assert [(record.error, record.output_tokens) for record in records] == [(None, 5)] * 8
+    assert {record.clock for record in records} == {"read"}  # the kernel's stamps are of encrypted packets
+    assert len(read_samples(folder / "metrics.jsonl")["r1-running-burst"]) >= 2
+    assert all(KEY.encode() not in file.read_bytes() for file in folder.rglob("*") if file.is_file())
+
+
+def test_an_authority_is_believed_from_then_on(signed: Signed, tmp_path: Path) -> None:
+    with served(tmp_path) as engine, wrapped(port_of(engine.url), signed) as url:
+        with pytest.raises(ServerError, match="its certificate is not believed"):
+            attach(url, "sim")
+        trust(signed.ca)
+        assert authorities() == str(signed.ca)
+        assert attach(url, "sim").served_by.model == "sim"
+
+
+def test_a_certificate_for_another_name_is_refused_although_its_authority_is_known(tmp_path: Path) -> None:
+    other = sign(tmp_path / "other", "DNS:elsewhere.example")
+    with served(tmp_path) as engine, wrapped(port_of(engine.url), other) as url:
+        trust(other.ca)
+        with pytest.raises(ServerError, match="not believed") as caught:
+            attach(url, "sim")
+    assert caught.value.next_step == "Give the address by the name that the certificate is for."
+
+
+def test_an_authority_of_somebody_else_does_not_help(signed: Signed, tmp_path: Path) -> None:
+    trust(sign(tmp_path / "another").ca)
+    with (
+        served(tmp_path) as engine,
+        wrapped(port_of(engine.url), signed) as url,
+        pytest.raises(ServerError, match="not believed") as caught,
+    ):
+        attach(url, "sim")
+    assert "--ca FILE" in caught.value.next_step
+
+
+def test_what_is_no_certificate_is_refused_early(tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").write_text("hello")
+    with pytest.raises(HarnessError, match=r"--ca: .*ca\.pem holds no certificate"):
+        trust(tmp_path / "ca.pem")
+    with pytest.raises(HarnessError, match="holds no certificate in PEM form .No such file"):
+        trust(tmp_path / "absent.pem")
+    write(tmp_path, "s")
+    for told in (["--ca", "x.pem"], ["--ca", "x.pem", "--url", "http://127.0.0.1:1"]):
+        refused = harness("run", "s.yaml", *told, cwd=tmp_path)
+        assert (refused.code, "--ca: is for a server that already runs behind TLS" in refused.err) == (1, True)
