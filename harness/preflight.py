@@ -3,27 +3,31 @@
 import os
 from pathlib import Path
 
+import msgspec
+
 from harness.errors import ServerError
 from harness.experiment import Experiment
-from harness.machine.doctor import Finding, device_blockers
+from harness.machine.doctor import Engine, Finding, device_blockers, engine_blockers
 from harness.serve import compose_document
-from harness.serve.compose import parse
+from harness.serve.compose import Service, parse
 from harness.serve.daemon import engine_host
+from harness.serve.engine import engine_facts, has_images
 from harness.serve.values import parse_device
 
 SWITCH = "HARNESS_DOCTOR"  # "off" starts servers whatever the doctor says
 
 
-def blockers(experiment: Experiment, root: Path = Path("/")) -> dict[str, list[Finding]]:
+def blockers(experiment: Experiment, root: Path = Path("/"), engine: Engine | None = None) -> dict[str, list[Finding]]:
     """What stands against each server in a container that is given the GPU; servers without blockers are left out.
 
-    Nothing is known of an engine on another machine, nor of a server that already runs.
+    Nothing is known of an engine on another machine, nor of a server that already runs. `engine` None: not asked.
     """
-    if experiment.target is not None or engine_host() is not None or os.environ.get(SWITCH) == "off":
-        return {}
     found = {}
-    for name, devices in _on_gpu(experiment).items():
-        of_server = list(device_blockers(root, devices))
+    for name, service in _on_gpu(experiment).items():
+        rootless = engine is not None and engine.rootless
+        of_server = list(device_blockers(root, _devices(service), rootless=rootless))
+        if engine is not None:
+            of_server += engine_blockers(root, engine)
         if of_server:
             found[name] = of_server
     return found
@@ -31,7 +35,10 @@ def blockers(experiment: Experiment, root: Path = Path("/")) -> dict[str, list[F
 
 def refuse_blocked(experiment: Experiment) -> None:
     """Raise ServerError with what the doctor says when a server of the scenario cannot work here."""
-    for name, found in blockers(experiment).items():
+    services = _on_gpu(experiment)
+    if not services:
+        return
+    for name, found in blockers(experiment, engine=_engine(services)).items():
         first, *others = found
         raise ServerError(
             f"server '{name}' cannot run here: {first.fact}",
@@ -41,22 +48,37 @@ def refuse_blocked(experiment: Experiment) -> None:
 
 
 def notes(experiment: Experiment) -> list[str]:
-    """The same in words, for a plan: one line a server."""
+    """What this machine's files say against each server, for a plan: one line a server. No engine is asked."""
     return [
         f"note: server '{name}' cannot run on this machine: {'; '.join(one.fact for one in found)} (`harness doctor`)"
         for name, found in blockers(experiment).items()
     ]
 
 
-def _on_gpu(experiment: Experiment) -> dict[str, list[str]]:
-    """The device nodes of the host that each server in a container is given."""
-    scenario = experiment.scenario
-    found = {}
+def _on_gpu(experiment: Experiment) -> dict[str, Service]:
+    """The servers in containers of this machine that are given a GPU."""
+    if experiment.target is not None or engine_host() is not None or os.environ.get(SWITCH) == "off":
+        return {}
+    scenario, found = experiment.scenario, {}
     for name, server in scenario.servers.items():
         if server.container:
             service = parse(compose_document(scenario, name, with_locust=False)).server
-            found[name] = [parse_device(text)[0] for text in service.devices]
+            if any(device.startswith(("/dev/kfd", "/dev/dri")) for device in _devices(service)):
+                found[name] = service
     return found
+
+
+def _devices(service: Service) -> list[str]:
+    """The device nodes of the host that it is given."""
+    return [parse_device(text)[0] for text in service.devices]
+
+
+def _engine(services: dict[str, Service]) -> Engine:
+    """The engine's facts; room for images counts only when one has to be pulled."""
+    engine = engine_facts()
+    if engine.problem is None and has_images(service.image for service in services.values()):
+        return msgspec.structs.replace(engine, free_bytes=None)
+    return engine
 
 
 def _sentence(text: str) -> str:

@@ -122,6 +122,13 @@ def test_a_machine_with_nvidia_only(tmp_path: Path) -> None:
     )
 
 
+def test_wsl(tmp_path: Path) -> None:
+    seen = found(write(machines.no_gpu(tmp_path), {"dev/dxg": ""}))
+    assert seen["gpu.present"].fact == (
+        "there is no AMD GPU: WSL offers /dev/dxg in its place, which the templates do not use"
+    )
+
+
 def test_a_gpu_without_its_driver(tmp_path: Path) -> None:
     slot = "sys/bus/pci/devices/0000:03:00.0"
     ids = {f"{slot}/class": "0x120000\n", f"{slot}/vendor": "0x1002\n", f"{slot}/device": "0x74a1\n"}

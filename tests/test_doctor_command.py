@@ -129,6 +129,17 @@ def test_vulkan_needs_a_render_node_only(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_an_engine_without_room_or_without_a_gpu_is_met_too(tmp_path: Path) -> None:
+    experiment = scenario(tmp_path, ROCM)
+    root = machines.strix_halo_carve_out(tmp_path / "halo")
+    full = Engine(version="28.2.2", image_folder="/var/lib/docker", free_bytes=5 * 10**9, desktop=True)
+    assert [one.fact for one in blockers(experiment, root, full)["vllm"]] == [
+        "the engine of Docker Desktop has no access to this machine's GPU",
+        "only 5 GB free for images in /var/lib/docker; ROCm images need 10 to 35 GB",
+    ]
+    assert blockers(experiment, root, Engine(problem="it does not run")) == {}, "the run itself says so, with its cause"
+
+
 def test_what_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = machines.no_gpu(tmp_path / "laptop")
     experiment = scenario(tmp_path, ROCM)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import docker
@@ -26,6 +27,17 @@ def engine_facts() -> Engine:
             return _facts(client, host)
         except DOCKER_ERRORS as error:
             return Engine(host=host, problem=f"the Docker Engine does not tell about itself: {error}")
+
+
+def has_images(names: Iterable[str]) -> bool:
+    """Whether the engine has all of these images; false, too, when it does not answer."""
+    try:
+        with contextlib.closing(connect()) as client:
+            for name in names:
+                client.images.get(name)
+    except (ServerError, *DOCKER_ERRORS):  # an image that is not there is one of Docker's errors
+        return False
+    return True
 
 
 def _facts(client: docker.DockerClient, host: str | None) -> Engine:

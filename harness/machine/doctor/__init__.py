@@ -34,18 +34,24 @@ def diagnose(
     return [*found, *processes.check(root)]
 
 
-def device_blockers(root: Path, devices: Collection[str]) -> Iterator[Finding]:
+def device_blockers(root: Path, devices: Collection[str], *, rootless: bool = False) -> Iterator[Finding]:
     """What keeps a container from using these device nodes of the host. Quick: a few small files.
 
     /dev/kfd is ROCm's, and needs the compute driver; /dev/dri alone is enough for Vulkan. Other devices say nothing.
     """
     if "/dev/kfd" in devices:
-        for one in (*gpu.check(root, {}), *kernel.cwsr(root), *access.check(root)):
+        for one in (*gpu.check(root, {}), *kernel.cwsr(root), *access.check(root, rootless=rootless)):
             if one.level == "blocker":
                 yield one
     elif "/dev/dri" in devices:
         yield from access.no_render_node(root)
     yield from access.missing(root, [device for device in devices if device.startswith("/dev/dri/")])
+
+
+def engine_blockers(root: Path, docker: Engine) -> Iterator[Finding]:
+    """What keeps an engine that answers from running a server on the GPU."""
+    if docker.problem is None:
+        yield from (one for one in engine.check(root, docker, gpus=1) if one.level == "blocker")
 
 
 def worst(findings: list[Finding]) -> Level:

@@ -47,7 +47,11 @@ def _none(root: Path) -> Finding:
     found = list(pci.cards(root))
     amd = [card for card in found if card.vendor == pci.AMD]
     if not amd:
-        other = ", only one of NVIDIA, for which this project has no servers" if _nvidia(found) else ""
+        other = ""
+        if _nvidia(found):
+            other = ", only one of NVIDIA, for which this project has no servers"
+        elif (root / "dev/dxg").exists():
+            other = ": WSL offers /dev/dxg in its place, which the templates do not use"
         return finding("gpu.present", "blocker", f"there is no AMD GPU{other}")
     card = amd[0]
     what = f"the AMD GPU at {card.slot} (1002:{card.device:04x}) is not known to the compute driver"

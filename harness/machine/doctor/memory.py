@@ -2,9 +2,11 @@
 
 import re
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+from harness.fraction import driver_reserve, safe_utilization
 from harness.machine.doctor.finding import Finding, finding
 from harness.machine.facts import gpus
 from harness.machine.files import gib, meminfo, number, text
@@ -35,8 +37,7 @@ def _pools(found: list[Pool], cards: list[dict[str, Any]]) -> Finding:
     shares = [share / total for share, total in free if share is not None and total]
     fact = _one(found[0], cards[0]) if len(found) == 1 else "; ".join(_alike(found))
     if shares and min(shares) < NEEDED_SHARE:
-        fraction = max(0.0, min(shares) - 0.02)  # a little for the runtime's own context
-        return finding("memory.pool", "warning", fact, fraction=f"{int(fraction * 100) / 100:.2f}")
+        return finding("memory.pool", "warning", fact, fraction=f"{min(map(_fraction, found)):.2f}")
     return finding("memory.pool", "ok", fact)
 
 
@@ -44,6 +45,16 @@ def _free(pool: Pool) -> int | None:
     """What can be had of a pool now: pages of GTT are the host's."""
     known = [size for size in (pool.free_bytes, pool.host_available_bytes) if size is not None]
     return min(known) if pool.free_bytes is not None else None
+
+
+def _fraction(pool: Pool) -> Decimal:
+    """What `harness memory` computes; 0 where it finds nothing left, or does not know."""
+    if pool.free_bytes is None or pool.total_bytes is None:
+        return Decimal(0)
+    free = min(pool.free_bytes, pool.total_bytes)
+    host = pool.host_available_bytes
+    found = safe_utilization(free, pool.total_bytes, reserve=driver_reserve(free), host_available=host)
+    return found or Decimal(0)
 
 
 def _one(pool: Pool, card: dict[str, Any]) -> str:
