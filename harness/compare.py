@@ -1,5 +1,6 @@
 """Runs against runs: groups of run directories, the first of which is the baseline."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,13 +9,15 @@ from msgspec import Struct
 
 from harness import started
 from harness.alike import facts_of, refuse_unlike
+from harness.check_syntax import parse_check
+from harness.checks import evaluate
 from harness.differences import differences
 from harness.errors import HarnessError, RunError
 from harness.floors import floor_for
 from harness.manifest import Run, read_run
 from harness.origin import refuse_other_definitions
 from harness.summarize import is_published, read_summary, summarize
-from harness.summary import Comparison, Summary
+from harness.summary import CheckResult, Comparison, Reference, Summary
 from harness.verdicts import NoiseFloor, Pair, metric_of, speeds, values_of, verdicts
 
 
@@ -51,6 +54,7 @@ def compare_runs(
     about: str | None = None,
     floor: NoiseFloor | None = None,
     results: Path | None = None,
+    checks: Sequence[str] = (),
 ) -> Comparison:
     """Each group of run directories against the first, row by row of the same server and load.
 
@@ -59,13 +63,15 @@ def compare_runs(
 
     Runs are not interleaved with each other, so what changed on the machine between them falls on one side: take
     groups of several runs in turn, and a measured noise floor: `floor`, or what is stored below `results`.
+    `checks` are held against the rows of every side but the first, which is their baseline.
     """
     if len(groups) < 2 or not all(groups):
         raise HarnessError(
             "a comparison needs a baseline and at least one other run", next_step="harness compare BASELINE OTHER"
         )
     _refuse_repeated(groups)
-    sides = [_side(group) for group in groups]
+    _refuse_checks(groups, checks)
+    sides = [_side(group, checks) for group in groups]
     rows = [row for row in sides[0].rows() if all(row in side.rows() for side in sides[1:])]
     if not rows:
         raise HarnessError(
@@ -84,6 +90,7 @@ def compare_runs(
         simulated=any(run.simulated for run in runs),
         sides=[side.name for side in sides],
         differences=differences([facts_of(side.runs[0], rows) for side in sides]),
+        checks=[result for side in sides[1:] for result in _checked(checks, side, sides[0], rows, len(sides) > 2)],
         notes=_cache_notes(sides, rows),
     )
 
@@ -122,7 +129,32 @@ def _refuse_repeated(groups: Sequence[Sequence[Path]]) -> None:
         seen.add(folder)
 
 
-def _side(folders: Sequence[Path]) -> _Side:
+def _refuse_checks(groups: Sequence[Sequence[Path]], checks: Sequence[str]) -> None:
+    """Raise HarnessError for checks that have no meaning here: they are of one run's rows against another's."""
+    several = next((group for group in groups if len(group) > 1), None)
+    if checks and several is not None:
+        raise HarnessError(
+            f"--check: a check is of one run against another, and {several[0].name} is one of {len(several)} a side",
+            next_step="Compare single runs with checks, groups of runs by their verdicts.",
+        )
+    for text in checks:
+        with contextlib.suppress(ValueError):  # what cannot be read is a check that fails, and says why
+            if parse_check(text).metric == "speedup":
+                raise HarnessError(
+                    f"--check '{text}': here the verdicts judge the speedup",
+                    next_step="Write a margin: `output_tok_s >= 0.97 * baseline`, or `wall <= 1.03 * baseline`.",
+                )
+
+
+def _checked(
+    checks: Sequence[str], side: _Side, base: _Side, rows: Sequence[tuple[str, str]], several: bool
+) -> list[CheckResult]:
+    mine, theirs = ([row for row in one.summaries[0].rows if (row.server, row.load) in rows] for one in (side, base))
+    found = evaluate(checks, mine, None, Reference(run=base.runs[0].id, rows=theirs))
+    return [msgspec.structs.replace(one, check=f"{one.check} ({side.name})") for one in found] if several else found
+
+
+def _side(folders: Sequence[Path], checks: Sequence[str]) -> _Side:
     runs, summaries = [], []
     for folder in folders:
         run = read_run(folder)
@@ -130,7 +162,7 @@ def _side(folders: Sequence[Path]) -> _Side:
             raise RunError(
                 f"{run.id}: the run has not ended, or was killed; it is not compared", next_step="Run it again."
             )
-        summary = read_summary(folder) if is_published(folder) else summarize(folder)
+        summary = read_summary(folder) if is_published(folder) else summarize(folder, checks)
         if not summary.valid or run.status == "invalid":
             reasons = summary.reasons or run.reasons or ["its manifest says so"]
             raise RunError(

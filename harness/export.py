@@ -13,9 +13,11 @@ from harness import derive
 from harness.errors import HarnessError
 from harness.manifest import Run, read_run
 from harness.records import ProcessMark, Request, read_marks, read_requests
+from harness.summarize import is_published
 from harness.tally import Clock
 
 BATCH = 10_000
+PACKED = "requests.jsonl.gz"  # as `harness publish --records` files them
 EXTRA = "parquet"  # the optional dependencies of pyproject.toml that hold pyarrow
 # Columns before and after the fields of a record; each number that is derived has its formula in docs/method.md.
 BEFORE = {"run": "string", "server": "string", "repeat": "int64"}
@@ -47,7 +49,7 @@ def export(folder: Path, to: Path) -> Exported:
     run = read_run(folder)
     path = folder / "requests.jsonl"
     if not path.exists():
-        raise HarnessError(f"{path}: there are no records, only what was published of the run")
+        raise _without_records(folder)
     damaged: list[int] = []
     rows = _rows(run, read_requests(path, damaged), read_marks(folder / "processes.jsonl"))
     temporary = to.with_name(f"{to.name}.new")
@@ -58,6 +60,22 @@ def export(folder: Path, to: Path) -> Exported:
         temporary.unlink(missing_ok=True)
         raise HarnessError(f"{to}: cannot be written ({error.strerror or error})") from None
     return Exported(written, len(damaged))
+
+
+def _without_records(folder: Path) -> HarnessError:
+    if (folder / PACKED).exists():
+        return HarnessError(
+            f"{folder}: the records are packed, in {PACKED}", next_step=f"gunzip --keep {folder / PACKED}"
+        )
+    if is_published(folder):
+        return HarnessError(
+            f"{folder}: only what was published of the run is here, and no records",
+            next_step="Export the run's own directory; `harness publish --records` files its records, too.",
+        )
+    return HarnessError(
+        f"{folder}: requests.jsonl is missing: the run's directory is not whole",
+        next_step="Take it from a copy of the directory, such as a CI artifact; no other file holds the records.",
+    )
 
 
 def columns() -> dict[str, str]:

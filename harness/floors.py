@@ -4,7 +4,7 @@ import datetime
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -179,22 +179,38 @@ def unfit(floor: Floor, run: Run) -> str | None:
 
 def _usable(found: Sequence[tuple[Run, Floor | None]]) -> NoiseFloor:
     rows: dict[tuple[str, str], float] = {}
-    sources = []
+    sources: dict[str, list[str]] = {}  # and whose it is
     for run, floor in found:
         why = None if floor is None else unfit(floor, run)
         if floor is None or why is not None:
-            sources.append("assumed" if why is None else f"assumed; the one measured is of {why}")
+            source = "assumed" if why is None else f"assumed; the one measured is of {why}"
             of_run = {(metric, load): NoiseFloor().relative for metric in METRICS for load in run.scenario.loads}
         else:
-            sources.append(
+            source = (
                 f"measured A/A on {floor.machine}, {floor.date}, {floor.repeats} repeats of '{floor.server}', "
                 f"run {floor.run}; of several rows the widest, at least {100 * LEAST:g} %"
             )
             of_run = {(row.metric, row.load): max(LEAST, row.floor) for row in floor.rows}
+        sources.setdefault(source, []).append(run.machine.name)
         for key, value in of_run.items():
             rows[key] = max(value, rows.get(key, 0.0))
-    source = " and ".join(dict.fromkeys(sources)) or "assumed"
+    source = _in_words(sources)
     return NoiseFloor(source=source, rows={} if source == "assumed" else rows)
+
+
+def _in_words(sources: Mapping[str, Sequence[str]]) -> str:
+    """Where the floors are from; of several, which is of which machine."""
+    if len(sources) < 2:
+        return next(iter(sources), "assumed")
+    told = []
+    for source, machines in sources.items():
+        names = " and ".join(dict.fromkeys(machines))
+        if source.startswith("assumed"):
+            rest = source.removeprefix("assumed")
+            told.append(f"for {names} assumed to be {100 * NoiseFloor().relative:g} %{rest}")
+        else:
+            told.append(f"for {names} {source}")
+    return f"the wider of: {'; '.join(told)}"
 
 
 def date_of(run: Run) -> str:

@@ -218,4 +218,5 @@ class Comparison(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     simulated: bool = False  # of a comparison of runs: an engine's model was measured, not hardware
     sides: list[str] = []  # of a comparison of runs: the sides, baseline first, ...
     differences: list[Difference] = []  # ... and in what their manifests differ
+    checks: list[CheckResult] = []  # of a comparison of runs: what was asked of the sides
     notes: list[str] = []  # what to know of the sides before the verdicts

@@ -14,7 +14,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from harness import derive, export
 from harness.errors import HarnessError
-from harness.manifest import read_run
+from harness.manifest import read_run, write_run
+from harness.publish import publish
 from harness.records import Request, read_requests
 from harness.report import openmetrics, rows_csv
 from harness.summarize import summarize
@@ -103,10 +104,26 @@ def test_what_cannot_be_exported(run: Path, tmp_path: Path) -> None:
         with pytest.raises(HarnessError) as raised:
             export.export(run, tmp_path / "nowhere" / f"r.{suffix}")
         assert raised.value.what.startswith(f"{tmp_path / 'nowhere'}/r.{suffix}: cannot be written (")
+
+
+def test_without_records_it_is_said_where_they_went(run: Path, tmp_path: Path) -> None:
+    """Published without them, published with them packed, or lost from the run's own directory."""
+    (tmp_path / "results").mkdir()
+    for records in (False, True):
+        target, _ = publish(run, tmp_path / "results", records=records)
+        with pytest.raises(HarnessError) as raised:
+            export.export(target, tmp_path / "r.csv")
+        if records:
+            assert raised.value.what == f"{target}: the records are packed, in requests.jsonl.gz"
+            assert raised.value.next_step == f"gunzip --keep {target}/requests.jsonl.gz"
+        else:
+            assert raised.value.what == f"{target}: only what was published of the run is here, and no records"
+            assert "`harness publish --records`" in raised.value.next_step
     (run / "requests.jsonl").unlink()
     with pytest.raises(HarnessError) as raised:
         export.export(run, tmp_path / "r.csv")
-    assert raised.value.what.endswith("requests.jsonl: there are no records, only what was published of the run")
+    assert raised.value.what == f"{run}: requests.jsonl is missing: the run's directory is not whole"
+    assert raised.value.next_step.startswith("Take it from a copy of the directory")
 
 
 def test_the_command(run: Path, tmp_path: Path) -> None:
@@ -153,6 +170,22 @@ def test_openmetrics_is_read_by_prometheus_and_holds_the_summary(run: Path) -> N
     (verdict,) = summary.comparison.verdicts
     of_b = {"server": "b", "load": "x", "baseline": "a / x"}
     assert value("speedup_ratio", **of_b, verdict=verdict.word, bound="low") == verdict.low
+
+
+def test_the_status_in_openmetrics_is_that_of_the_verdict(run: Path) -> None:
+    def status() -> tuple[str, float]:
+        found = samples(openmetrics.render(summarize(run), read_run(run)))
+        ((labels, _),) = ((dict(labels), value) for (name, labels), value in found.items() if name.endswith("run_info"))
+        (valid,) = (value for (name, _), value in found.items() if name == "amd_llm_load_valid")
+        return labels["status"], valid
+
+    assert status() == ("valid", 1)
+    with (run / "requests.jsonl").open("ab") as file:
+        file.write(b'{"torn')
+    assert read_run(run).status == "valid", "as the run itself ended"
+    assert status() == ("invalid", 0)
+    write_run(run, msgspec.structs.replace(read_run(run), status="interrupted", reasons=["why"]))
+    assert status() == ("interrupted", 0)
 
 
 def test_openmetrics_escapes_what_a_scenario_may_hold(run: Path) -> None:

@@ -457,6 +457,24 @@ def test_what_no_tool_wrote_gets_one_error_that_names_the_known(tmp_path: Path) 
             import_file(tmp_path / "x.json", tmp_path)
 
 
+def test_a_line_that_is_cut_or_damaged_is_named_and_what_to_do(tmp_path: Path) -> None:
+    whole = (DATA / "aiperf/profile_export.jsonl").read_text().splitlines(keepends=True)
+    path = tmp_path / "profile_export.jsonl"
+    path.write_text("".join(whole[:-1]) + whole[-1][:100])
+    with pytest.raises(HarnessError) as caught:
+        import_file(path, tmp_path / "runs")
+    assert caught.value.what == f"{path}: line 12 of 12 is cut off: the 11 before it are whole"
+    assert caught.value.next_step.startswith("Nothing was written. Copy the file again when its tool has ended; if")
+    path.write_text("".join(whole[:4]) + "{oops}\n" + "".join(whole[5:]))
+    with pytest.raises(HarnessError, match=r"line 5 of 12 is not JSON \(.*\)$"):
+        import_file(path, tmp_path / "runs")
+    cut = (DATA / "vllm-chat.json").read_text()[:500]
+    path.write_text(cut)
+    with pytest.raises(HarnessError, match=r"neither JSON nor JSON Lines \(Input data was truncated\)"):
+        import_file(path, tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_format_that_was_asked_for_must_be_it(tmp_path: Path) -> None:
     with pytest.raises(HarnessError, match="not what aiperf writes; it looks like vllm"):
         import_file(DATA / "vllm-chat.json", tmp_path, "aiperf")

@@ -1,13 +1,16 @@
 """JUnit files, read by another program, say what the exit code says."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from junitparser import Error, Failure, JUnitXml, Skipped, TestCase
 
+from harness.cli.results import refused_as_junit
 from harness.errors import ServerError
 from harness.manifest import read_run
 from harness.plan import Cell
@@ -120,6 +123,91 @@ def test_a_comparison_of_runs() -> None:
         name.format("cannot tell"): "skipped",
     }
     assert found[name.format("slower")][1].splitlines()[0] == "slower: <because> & so on."
+
+
+def properties_of(text: str) -> dict[str, str]:
+    (suite,) = JUnitXml.fromstring(text.encode())
+    return {one.name: one.value for one in suite.properties()}  # type: ignore[no-untyped-call]
+
+
+def two_runs(folder: Path) -> None:
+    def steady(wall_s: float) -> Callable[[Cell], float]:
+        return lambda cell: wall_s + 0.01 * cell.repeat
+
+    other = msgspec.structs.replace(served_by(), version="0.30")
+    write_made_run(folder / "runs" / "old", steady(10))
+    write_made_run(folder / "runs" / "new", steady(9), served=lambda _: other)
+
+
+def test_a_comparison_of_runs_carries_the_differences_and_the_checks(tmp_path: Path) -> None:
+    two_runs(tmp_path)
+    asked = ("--check", "output_tok_s >= 1.2 * baseline", "--check", "wall <= 0.95 * baseline")
+    done = harness("compare", "old", "new", "--about", "version", "--format", "junit", *asked, cwd=tmp_path)
+    assert (done.code, done.err) == (4, ""), "a check failed"
+    found = {name.removeprefix("amd-llm-load.compare."): value for name, value in cases(done.out).items()}
+    assert {name: word for name, (word, _) in found.items()} == {
+        "checks | output_tok_s >= 1.2 * baseline": "failure",
+        "checks | wall <= 0.95 * baseline": "passed",
+        "comparison | a / x against a / x (old): wall time": "passed",
+        "comparison | b / x against b / x (old): wall time": "passed",
+    }
+    assert found["checks | wall <= 0.95 * baseline"][1] == (
+        "a / x: 9.03 s against 10.03 s of old, 0.9 times as much (the closest of 2 rows)"
+    )
+    told = properties_of(done.out)
+    assert told["differs.servers.*.version"] == f"old: {served_by().version}; new: 0.30"
+    assert (told["baseline"], told["side.1"], "method" in told) == ("old", "new", True)
+
+
+def test_checks_of_a_comparison_are_in_every_format(tmp_path: Path) -> None:
+    two_runs(tmp_path)
+    for form, said in (
+        ("terminal", "- FAILED wall <= 0.5 * baseline: a / x: 9.03 s against 10.03 s of old, 0.9 times as much"),
+        ("markdown", "- **FAILED**: `wall <= 0.5 * baseline`: a / x: 9.03 s against 10.03 s of old, 0.9 times as much"),
+        ("json", '{"check":"wall <= 0.5 * baseline","passed":false,"evidence":"a / x: 9.03 s against'),
+    ):
+        options = ("--about", "version", "--check", "wall <= 0.5 * baseline", "--format", form)
+        done = harness("compare", "old", "new", *options, cwd=tmp_path)
+        assert (done.code, said in done.out) == (4, True), done
+    fine = harness("compare", "old", "new", "--about", "version", "--check", "wall <= 1 * baseline", cwd=tmp_path)
+    assert fine.code == 0 and "- passed wall <= 1 * baseline: " in fine.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "kind", "said"),
+    [
+        (("old", "new"), 1, "HarnessError", "runs that differ in 'servers.a.version' are not compared"),
+        (("old", "gone"), 1, "HarnessError", "gone: neither a run directory nor the id of a run in runs"),
+        (("old", "bad"), 3, "RunError", "bad: an INVALID run is not compared"),
+        (("old", "new", "--check", "speedup >= 1"), 1, "HarnessError", "here the verdicts judge the speedup"),
+        (("old", "--against", "new", "--against", "bad", "--check", "wall <= 1 s"), 1, "HarnessError", "is one of 2 a"),
+        (("old", "new", "--check", "c/d: wall <= 1 s"), 1, "HarnessError", "'c' is not a server"),
+    ],
+)
+def test_a_refused_comparison_is_a_file_with_an_error(
+    arguments: tuple[str, ...], code: int, kind: str, said: str, tmp_path: Path
+) -> None:
+    two_runs(tmp_path)
+    write_made_run(tmp_path / "runs" / "bad", status="invalid", reasons=["why"])
+    done = harness("compare", *arguments, "--format", "junit", cwd=tmp_path)
+    assert done.code == code and said in done.err
+    ((name, (word, evidence)),) = cases(done.out).items()
+    assert (name, word) == ("amd-llm-load.compare.comparison | the runs can be compared", "error")
+    assert said in evidence and f'type="{kind}"' in done.out
+    assert harness("compare", *arguments, cwd=tmp_path).out == "", "people read the error"
+
+
+def test_a_defect_is_a_file_with_an_error_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ZeroDivisionError), refused_as_junit(True, "compare", "comparison", "the runs can be compared"):
+        1 / 0  # noqa: B018
+    ((word, evidence),) = cases(capsys.readouterr().out).values()
+    assert (word, evidence) == ("error", "ZeroDivisionError: division by zero")
+
+
+def test_a_refused_report_is_a_file_with_an_error(tmp_path: Path) -> None:
+    done = harness("report", "gone", "--format", "junit", cwd=tmp_path)
+    ((name, (word, _)),) = cases(done.out).items()
+    assert (done.code, name, word) == (1, "amd-llm-load.report.validity | the run is VALID", "error")
 
 
 @given(st.text(), st.text())

@@ -142,8 +142,20 @@ def test_of_two_machines_the_wider_floor_counts(tmp_path: Path) -> None:
     runs = [(tmp_path / "aa", strix), (tmp_path / "bb", other)]
     half = floor_for(runs, results)
     assert half.of("wall_s", ["x"]) == wide.rows[0].floor
-    assert half.source.startswith("measured A/A on strix") and half.source.endswith(" and assumed")
+    assert half.source == (
+        "the wider of: for strix measured A/A on strix, 2027-01-15, 5 repeats of 'b', run aa; of several rows the "
+        "widest, at least 1 %; for other assumed to be 2 %"
+    )
+    strange = msgspec.structs.replace(narrow, model="n")
+    write_floor(floor_path(results, other), strange)
+    assert floor_for(runs, results).source.endswith(
+        "; for other assumed to be 2 %; the one measured is of another model"
+    )
     write_floor(floor_path(results, other), narrow)
+    both = floor_for(runs, results).source
+    assert (
+        both.startswith("the wider of: for strix measured A/A on strix") and "; for other measured A/A on other" in both
+    )
     assert floor_for(runs, results).of("wall_s", ["x"]) == wide.rows[0].floor
     assert floor_for(runs[1:], results).of("wall_s", ["x"]) == max(0.01, narrow.rows[0].floor)
 

@@ -1,15 +1,12 @@
 """Commands that only read and write files: runs, reports, comparisons, published results."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
-
-from harness.errors import ExitCode, HarnessError
-
-if TYPE_CHECKING:
-    pass
 
 from harness.cli.common import (
     RESULTS,
@@ -24,6 +21,23 @@ from harness.cli.common import (
     end_as,
     find_baseline,
 )
+from harness.errors import ExitCode, HarnessError
+
+
+@contextmanager
+def refused_as_junit(wanted: bool, suite: str, group: str, name: str) -> Iterator[None]:
+    """What refuses a command is on its output as well: a pipeline that keeps the output has a file that says so."""
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except Exception as error:
+        if wanted:
+            from harness.report import junit
+
+            told = error if isinstance(error, HarnessError) else HarnessError(f"{type(error).__name__}: {error}")
+            print(junit.of_error(suite, told, group=group, name=name), end="")
+        raise
 
 
 @app.command(short_help="Show a run again, from its files.")
@@ -44,37 +58,40 @@ def report(
 
     With --check or --baseline the run is judged by them once more, and its directory stays as it is.
     """
-    from harness.experiment import refuse_misplaced
-    from harness.floors import adopt_floor
-    from harness.history import find_run
-    from harness.manifest import read_run
-    from harness.reference import reference_to
-    from harness.report import html, junit, markdown, openmetrics, rows_csv, terminal
-    from harness.summarize import encode_summary, summarize, write_summary
+    with refused_as_junit(output == "junit", "report", "validity", "the run is VALID"):
+        from harness.experiment import refuse_misplaced
+        from harness.floors import adopt_floor
+        from harness.history import find_run
+        from harness.manifest import read_run
+        from harness.reference import reference_to
+        from harness.report import html, junit, markdown, openmetrics, rows_csv, terminal
+        from harness.summarize import encode_summary, summarize, write_summary
 
-    folder = find_run(run_folder, runs)
-    manifest = read_run(folder)
-    adopt_floor(folder, manifest, results)
-    refuse_misplaced(checks or [], manifest.scenario)
-    base = None if baseline is None else find_baseline(baseline, runs)
-    reference = None if base is None else reference_to(base, manifest, about=about, checks=checks or [])
-    summary = summarize(folder, checks or [], reference)
-    if not checks and reference is None:
-        write_summary(folder, summary)
-    elif output == "html":
-        raise HarnessError("--format html: the page shows a run by its own checks; leave out --check and --baseline")
-    if output == "terminal":
+        folder = find_run(run_folder, runs)
+        manifest = read_run(folder)
+        adopt_floor(folder, manifest, results)
+        refuse_misplaced(checks or [], manifest.scenario)
+        base = None if baseline is None else find_baseline(baseline, runs)
+        reference = None if base is None else reference_to(base, manifest, about=about, checks=checks or [])
+        summary = summarize(folder, checks or [], reference)
         if not checks and reference is None:
-            html.write_report(folder)
-        terminal.print_report(summary, manifest, folder, console(), explain=explain)
-    elif output == "html":
-        print(html.write_report(folder))
-    elif output == "json":
-        print(encode_summary(summary))
-    else:
-        render = {"markdown": markdown, "junit": junit, "csv": rows_csv, "openmetrics": openmetrics}[output].render
-        print(render(summary, manifest), end="" if output != "markdown" else "\n")
-    end_as(summary)
+            write_summary(folder, summary)
+        elif output == "html":
+            raise HarnessError(
+                "--format html: the page shows a run by its own checks; leave out --check and --baseline"
+            )
+        if output == "terminal":
+            if not checks and reference is None:
+                html.write_report(folder)
+            terminal.print_report(summary, manifest, folder, console(), explain=explain)
+        elif output == "html":
+            print(html.write_report(folder))
+        elif output == "json":
+            print(encode_summary(summary))
+        else:
+            render = {"markdown": markdown, "junit": junit, "csv": rows_csv, "openmetrics": openmetrics}[output].render
+            print(render(summary, manifest), end="" if output != "markdown" else "\n")
+        end_as(summary)
 
 
 @app.command(short_help="Compare runs of the same work.")
@@ -94,34 +111,48 @@ def compare(
     output: Annotated[
         Literal["terminal", "markdown", "json", "junit"], typer.Option("--format", help="What to print.")
     ] = "terminal",
+    checks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--check", metavar="CHECK", help="What must hold of every side but the baseline; may be repeated."
+        ),
+    ] = None,
     runs: RunsDir = RUNS,
     results: ResultsDir = RESULTS,
 ) -> None:
     """Compare runs of the same work: a ratio with its interval and a verdict for each row.
 
-    Exit code 4 when a side is slower than the baseline.
+    Exit code 4 when a side is slower than the baseline, or a check failed.
     """
-    import msgspec
+    with refused_as_junit(output == "junit", "compare", "comparison", "the runs can be compared"):
+        import msgspec
 
-    from harness.compare import by_machine, compare_runs
-    from harness.history import find_run
-    from harness.report import junit
-    from harness.report.comparison import markdown, print_comparison
+        from harness.compare import by_machine, compare_runs
+        from harness.experiment import refuse_misplaced
+        from harness.history import find_run
+        from harness.manifest import read_run
+        from harness.report import junit
+        from harness.report.comparison import markdown, print_comparison
 
-    first = [find_run(given, runs) for given in run_folders]
-    second = [find_run(given, runs) for given in against or []]
-    if across and (second or about):
-        raise HarnessError("--across: the machines are the sides and what it is about; leave out --against and --about")
-    groups = by_machine(first) if across else [first, second] if second else [[folder] for folder in first]
-    comparison = compare_runs(groups, about=across or about, results=results)
-    if output == "terminal":
-        print_comparison(comparison, console())
-    elif output == "junit":
-        print(junit.of_comparison(comparison), end="")
-    else:
-        print(markdown(comparison) if output == "markdown" else msgspec.json.encode(comparison).decode())
-    if any(verdict.word == "slower" for verdict in comparison.verdicts):
-        raise typer.Exit(ExitCode.FAILED)
+        first = [find_run(given, runs) for given in run_folders]
+        second = [find_run(given, runs) for given in against or []]
+        if across and (second or about):
+            raise HarnessError(
+                "--across: the machines are the sides and what it is about; leave out --against and --about"
+            )
+        groups = by_machine(first) if across else [first, second] if second else [[folder] for folder in first]
+        for folder in dict.fromkeys(folder for group in groups[1:] for folder in group):
+            refuse_misplaced(checks or [], read_run(folder).scenario)
+        comparison = compare_runs(groups, about=across or about, results=results, checks=checks or [])
+        if output == "terminal":
+            print_comparison(comparison, console())
+        elif output == "junit":
+            print(junit.of_comparison(comparison), end="")
+        else:
+            print(markdown(comparison) if output == "markdown" else msgspec.json.encode(comparison).decode())
+        slower = any(verdict.word == "slower" for verdict in comparison.verdicts)
+        if slower or not all(check.passed for check in comparison.checks):
+            raise typer.Exit(ExitCode.FAILED)
 
 
 @app.command(short_help="Show in what two runs differ.")

@@ -12,6 +12,12 @@ from harness.errors import HarnessError
 from harness.records import Request
 from harness.summary import Numbers
 
+_CUT = (
+    "Copy the file again when its tool has ended; if that is all there is, the last request is lost, and removing its "
+    "line makes a file of the others."
+)
+_DAMAGED = "The file was damaged or edited; take it again from where its tool wrote it."
+
 
 class Source(Struct, frozen=True):
     """A file as read. `value`: its JSON document, or one of each line when it is JSON Lines."""
@@ -63,15 +69,31 @@ def read_source(path: Path) -> Source:
         return Source(path, digest, msgspec.json.decode(raw))
     except msgspec.DecodeError as error:
         first = error
-    try:
-        lines = [line for line in raw.splitlines() if line.strip()]
-        if not lines:
-            raise HarnessError(f"{path}: the file is empty")
-        return Source(path, digest, [msgspec.json.decode(line) for line in lines])
-    except msgspec.DecodeError:
-        raise HarnessError(
-            f"{path}: neither JSON nor JSON Lines ({first})", next_step="The file was cut or is something else."
-        ) from None
+    return Source(path, digest, _lines(path, raw, first))
+
+
+def _lines(path: Path, raw: bytes, as_json: msgspec.DecodeError) -> list[Any]:
+    """The documents of JSON Lines. Raises HarnessError that says which line is none, or that none is."""
+    lines = [(number, line) for number, line in enumerate(raw.splitlines(), start=1) if line.strip()]
+    if not lines:
+        raise HarnessError(f"{path}: the file is empty")
+    found: list[Any] = []
+    for number, line in lines:
+        try:
+            found.append(msgspec.json.decode(line))
+        except msgspec.DecodeError as error:
+            if not found or not isinstance(found[0], dict):
+                raise HarnessError(
+                    f"{path}: neither JSON nor JSON Lines ({as_json})",
+                    next_step="The file was cut or is something else.",
+                ) from None
+            cut = number == lines[-1][0] and "truncated" in str(error)
+            raise HarnessError(
+                f"{path}: line {number} of {lines[-1][0]} "
+                + (f"is cut off: the {len(found)} before it are whole" if cut else f"is not JSON ({error})"),
+                next_step=f"Nothing was written. {_CUT if cut else _DAMAGED}",
+            ) from None
+    return found
 
 
 class Node:

@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.report import differing, sentences, words
-from harness.report.markdown import escape
+from harness.report.markdown import code, escape
 from harness.report.terminal import STYLES
 from harness.summary import Comparison, Verdict
 
@@ -29,6 +29,9 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     for verdict in comparison.verdicts:
         console.print(Text(f"- {verdict.sentence}", STYLES.get(verdict.word, "")))
     console.print(Text(f"- {sentences.of_method(comparison)}", "dim"))
+    for check in comparison.checks:
+        mark = Text("- passed ", "green") if check.passed else Text("- FAILED ", "bold red")
+        console.print(mark + Text(words.one_line(f"{check.check}: {check.evidence}")))
     if comparison.sides:
         console.print()
         differing.print_differences(comparison.differences, comparison.sides, console)
@@ -42,6 +45,8 @@ def markdown(comparison: Comparison) -> str:
     banner = f"> **{words.SIMULATED}**\n\n" if comparison.simulated else ""
     noted = "".join(f"> **Mind:** {escape(words.one_line(note))}\n\n" for note in comparison.notes)
     text = f"{banner}{table}\n\n{noted}" + "\n".join(f"- {sentence}" for sentence in said)
+    for check in comparison.checks:
+        text += f"\n- {'passed' if check.passed else '**FAILED**'}: {code(check.check)}: {escape(check.evidence)}"
     return f"{text}\n\n{differing.markdown(comparison.differences, comparison.sides)}" if comparison.sides else text
 
 

@@ -16,7 +16,7 @@ from msgspec import Struct
 from harness.errors import HarnessError
 from harness.manifest import Run
 from harness.report import sentences, words
-from harness.summary import Comparison, Summary
+from harness.summary import CheckResult, Comparison, Summary
 from harness.verdicts import METRIC_WORDS
 
 NAME = "amd-llm-load"
@@ -37,10 +37,7 @@ class Case(Struct, frozen=True, kw_only=True):
 
 def render(summary: Summary, run: Run) -> str:
     """A run: is it VALID, did its checks hold, and what it found."""
-    cases = [_validity(summary, run)]
-    for result in summary.checks:
-        failed = {} if result.passed else {"outcome": "failure", "kind": "check", "message": result.evidence}
-        cases.append(Case(group="checks", name=result.check, evidence=result.evidence, **failed))  # type: ignore[arg-type]
+    cases = [_validity(summary, run), *map(_check, summary.checks)]
     if summary.comparison is not None:
         cases += _verdicts(summary.comparison, within=True)
     properties = {
@@ -61,18 +58,25 @@ def render(summary: Summary, run: Run) -> str:
 
 
 def of_comparison(comparison: Comparison) -> str:
-    """Runs against runs: one case a verdict."""
-    return _document("compare", _verdicts(comparison, within=False), {"method": sentences.of_method(comparison)})
+    """Runs against runs: one case a check and a verdict; the sides and in what they differ as properties."""
+    properties = {"method": sentences.of_method(comparison)}
+    if comparison.simulated:
+        properties["simulated"] = words.SIMULATED
+    for number, name in enumerate(comparison.sides):
+        properties["baseline" if number == 0 else f"side.{number}"] = name
+    for difference in comparison.differences:
+        named = zip(comparison.sides, difference.values, strict=True)
+        properties[f"differs.{difference.key}"] = "; ".join(f"{side}: {value}" for side, value in named)
+    cases = [*map(_check, comparison.checks), *_verdicts(comparison, within=False)]
+    return _document("compare", cases, properties)
 
 
-def of_error(scenario: str, error: HarnessError) -> str:
-    """A run that gave no summary."""
+def of_error(suite: str, error: HarnessError, *, group: str = "validity", name: str = "the run is VALID") -> str:
+    """A run that gave no summary, or another thing that could not be told."""
     detail = "\n".join(part for part in (error.what, error.detail, error.next_step) if part)
     kind = type(error).__name__
-    case = Case(
-        group="validity", name="the run is VALID", outcome="error", kind=kind, message=error.what, evidence=detail
-    )
-    return _document(scenario, [case], {})
+    case = Case(group=group, name=name, outcome="error", kind=kind, message=error.what, evidence=detail)
+    return _document(suite, [case], {})
 
 
 def write(path: Path, text: str) -> None:
@@ -98,6 +102,11 @@ def _validity(summary: Summary, run: Run) -> Case:
         message=reasons[0],
         evidence="\n".join([said, *reasons]),
     )
+
+
+def _check(result: CheckResult) -> Case:
+    failed = {} if result.passed else {"outcome": "failure", "kind": "check", "message": result.evidence}
+    return Case(group="checks", name=result.check, evidence=result.evidence, **failed)  # type: ignore[arg-type]
 
 
 def _verdicts(comparison: Comparison, *, within: bool) -> list[Case]:
@@ -146,7 +155,7 @@ def _document(
     if properties:
         listed = xml.SubElement(suite, "properties")
         for name, value in properties.items():
-            xml.SubElement(listed, "property", {"name": name, "value": _legal(value)})
+            xml.SubElement(listed, "property", {"name": _legal(name), "value": _legal(value)})
     for case in cases:
         _add(suite, case, f"{NAME}.{_legal(suite_name)}.{case.group}")
     xml.indent(root)

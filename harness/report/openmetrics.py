@@ -55,7 +55,7 @@ def _of_run(summary: Summary, run: Run) -> Iterator[Metric]:
         "model": run.scenario.model,
         "machine": run.machine.name,
         "simulated": str(summary.simulated).lower(),
-        "status": run.status,
+        "status": _status(summary, run),
     }
     info.add_sample(f"{PREFIX}_run_info", labels, 1)
     yield info
@@ -70,6 +70,13 @@ def _of_run(summary: Summary, run: Run) -> Iterator[Metric]:
     for result in summary.checks:
         checks.add_sample(checks.name, {**one, "check": result.check}, int(result.passed))
     yield checks
+
+
+def _status(summary: Summary, run: Run) -> str:
+    """How the run ended; whether it is VALID as its files show it now, as in every other report."""
+    if run.status not in ("valid", "invalid"):
+        return run.status
+    return "valid" if summary.valid else "invalid"
 
 
 def _of_rows(summary: Summary) -> Iterator[Metric]:
