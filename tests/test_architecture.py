@@ -45,10 +45,11 @@ ALLOWED = {
     },  # fmt: skip
     "workload": {"errors", "scenario", "paths"},
     "simulated": {"simulated"},
-    "machine": {"machine", "manifest", "telemetry", "errors"},
+    "machine": {"machine", "manifest", "telemetry", "errors", "fraction"},
     "telemetry": {"summary"},
-    "memory": {"memory", "machine", "errors"},
-    "failures": {"failures", "errors", "memory"},
+    "fraction": set(),
+    "memory": {"memory", "machine", "errors", "fraction"},
+    "failures": {"failures", "errors", "fraction"},
     "load": LOAD,
     "serve": {
         "serve",

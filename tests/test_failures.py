@@ -12,7 +12,7 @@ from harness.failures.explain import State, explain, scan_text
 from harness.failures.lines import is_code, plain
 from harness.failures.scan import BLOCK_BYTES, MOST_FINDINGS, explain_message, scan
 from harness.failures.table import RANKS, Rule, needle, patterns, replacements, rules
-from harness.memory.fraction import safe_from_printed, vllm_accepts
+from harness.fraction import safe_from_printed, vllm_accepts
 
 VLLM = "(EngineCore pid=9) ERROR 11-21 09:15:29 [core.py:1510] "
 SAMPLES = [(rule, sample) for rule in rules() for sample in rule.samples]

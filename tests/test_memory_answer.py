@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from harness.errors import HarnessError
+from harness.fraction import GIB, vllm_accepts
 from harness.machine.pool import Pool, pools
 from harness.memory.answer import OTHER_BYTES, Room, Wish, room_of, share, share_of
-from harness.memory.fraction import GIB, vllm_accepts
 from harness.memory.host import host_share
 from harness.memory.model import Model, read_model
 from harness.memory.words import brief, of_pool, of_room, of_share

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from harness.fraction import GIB
 from harness.memory.cache import CPU_BLOCK, capacity, layout_of
-from harness.memory.fraction import GIB
 from harness.memory.model import Geometry
 
 DATA = Path(__file__).parent / "data" / "vllm_kv_capacity.jsonl"

@@ -67,7 +67,8 @@ def safetensors(path: Path, tensors: dict[str, tuple[str, list[int], int]]) -> P
             Geometry(full_layers=2, sliding_layers=2, window=128, kv_heads=8, head_size=64),
         ),
         (
-            QWEN3 | {"model_type": "gemma2", "num_hidden_layers": 42, "sliding_window": 4096, "use_sliding_window": None},
+            QWEN3 | {"model_type": "gemma2", "num_hidden_layers": 42, "sliding_window": 4096,
+                     "use_sliding_window": None},
             Geometry(full_layers=21, sliding_layers=21, window=4096, kv_heads=8, head_size=128),
         ),
     ],

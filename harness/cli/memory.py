@@ -39,7 +39,7 @@ def memory(
     """
     from harness.machine.pool import Pool, pools
     from harness.memory.answer import Answer, Wish, room_of, share, share_of
-    from harness.memory.fraction import GIB
+    from harness.fraction import GIB
     from harness.memory.model import find_model, read_model
     from harness.memory.words import of_answer
     from harness.serve.probe import ask_image

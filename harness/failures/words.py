@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from harness.failures.table import Rule, replacements
-from harness.memory.fraction import safe_from_printed
+from harness.fraction import safe_from_printed
 
 WORKING_SEQUENCES = 64  # a sampler's warm-up with so many is small beside any model's weights
 STEP = 0.05  # of gpu_memory_utilization, where a message has no number to compute from

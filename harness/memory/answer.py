@@ -7,9 +7,9 @@ from typing import Literal
 from msgspec import Struct, structs
 
 from harness.errors import HarnessError
+from harness.fraction import GIB, HOST_BYTES, VLLM_DEFAULT, default_reserve, driver_reserve, safe_utilization
 from harness.machine.pool import Pool
 from harness.memory.cache import DTYPE_BYTES, GPU_BLOCK, Capacity, Layout, capacity, layout_of
-from harness.memory.fraction import CONTEXT_BYTES, GIB, HOST_BYTES, VLLM_DEFAULT, default_reserve, safe_utilization
 from harness.memory.model import Model
 from harness.memory.weights import weight_bytes
 
@@ -123,7 +123,7 @@ def share(
     doubts: Sequence[str] = (),
 ) -> Share:
     """The share of one pool by its bytes."""
-    reserve = default_reserve(min(free, total), gpus) + (CONTEXT_BYTES if source == "driver" else 0)
+    reserve = (driver_reserve if source == "driver" else default_reserve)(min(free, total), gpus)
     found = safe_utilization(free, total, gpus=gpus, reserve=reserve, host_available=host_available, cap=cap)
     lies = [f"{_gib(free)} of {_gib(total)} are told to be free; no more than the total counts"] if free > total else []
     return Share(

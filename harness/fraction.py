@@ -25,6 +25,11 @@ def default_reserve(free: int, gpus: int = 1) -> int:
     return max(GIB if gpus == 1 else SEVERAL_GPUS_BYTES, free // 50)
 
 
+def driver_reserve(free: int, gpus: int = 1) -> int:
+    """The same where the driver tells what is free: the runtime has not yet taken its own share."""
+    return default_reserve(free, gpus) + CONTEXT_BYTES
+
+
 def safe_utilization(
     free: int,
     total: int,
