@@ -93,6 +93,17 @@ class Fetch(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     source: str | None = None  # address of its configuration
 
 
+class Managed(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What Lemonade is to serve: it listens without a model, and is asked to install, download and load."""
+
+    model: str  # with its prefix, as in user.NAME
+    recipe: str | None = None  # None: the model's own
+    checkpoint: str | None = None  # of a model that Lemonade does not know
+    backend: str | None = None  # of the recipe; None: Lemonade's choice
+    options: dict[str, Any] = {}  # of the load
+    global_timeout_s: float = 600.0  # how long Lemonade waits for a backend, of each of two attempts
+
+
 class Serving(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a client has to know of the server; the Compose file carries it as its `x-amd-llm-load`."""
 
@@ -104,6 +115,7 @@ class Serving(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     version: str = "/version"  # where it tells its version
     fetch: Fetch | None = None
     load: LoadCall | None = None
+    lemonade: Managed | None = None
     help: str | None = None  # makes the server's program print all its options; they are checked against it
     gateway: "Serving | None" = None  # what stands in front of the server and takes the load
 

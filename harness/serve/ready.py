@@ -27,7 +27,9 @@ from harness.serve.ask import (
     server_version,
 )
 from harness.serve.compose import Fetch, Serving
-from harness.serve.logfile import LogFile
+from harness.serve.lemonade.api import Api
+from harness.serve.lemonade.bring_up import BroughtUp, bring_up
+from harness.serve.waiting import Waiting as Waiting
 
 POLL_S = 0.2
 TELL_EVERY_S = 1.0
@@ -39,15 +41,7 @@ class Ready(Struct, frozen=True):
     phases: list[Phase]  # "port open", "health", ("model", "load",) "first answer"; without a gap between them
     model: str  # id that it answers to
     version: str | None
-
-
-class Waiting(Struct, frozen=True):
-    """What the wait needs to know about the server's keeper."""
-
-    dead: Callable[[], ServerError | None]  # cheap: is called at every look
-    log: LogFile
-    timeout_s: float
-    on_progress: Callable[[str], None]
+    brought_up: BroughtUp | None = None  # by Lemonade
 
 
 def wait_ready(
@@ -83,6 +77,12 @@ def wait_ready(
         if serving.fetch is not None:
             _fetch(url, serving.fetch, session, deadline, waiting)
             done("model")
+        brought_up = None
+        if serving.lemonade is not None:
+            brought_up = bring_up(Api(url, api_key), serving.lemonade, waiting, deadline)
+            phases += brought_up.phases
+            mark += sum(phase.seconds for phase in brought_up.phases)
+            model = brought_up.model
         if serving.load is not None:
             call = serving.load
             loaded = _patient_post(url + call.path, call.body, deadline, waiting, api_key)
@@ -101,6 +101,8 @@ def wait_ready(
         except ServerError as error:
             raise waiting.dead() or error from None
         done("first answer")
+        if brought_up is not None:
+            return Ready(phases, served, brought_up.version, brought_up)
         return Ready(phases, served, server_version(url, session, serving.version))
 
 

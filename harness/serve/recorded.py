@@ -64,7 +64,7 @@ def _asked(
             props = _json(session, served.url + "/props")
             if isinstance(props.get("default_generation_settings"), dict):
                 facts, effective = _llamacpp(props, facts, effective)
-        if facts["engine"] != "simulated" and served.template in (None, "lemonade"):
+        if served.template == "lemonade" or (facts["engine"] != "simulated" and served.template is None):
             effective |= _lemonade(_json(session, served.url + "/api/v1/health"), served.model)
         if served.template == "ollama":
             effective |= ollama.loaded(_json(session, served.url + "/api/ps"), served.model)

@@ -28,6 +28,9 @@ from harness.serve.embedded import arguments_of, embedded
 from harness.serve.endpoint import Endpoint
 from harness.serve.gpu_fit import refuse_unfit
 from harness.serve.images import digest_of, ensure_image
+from harness.serve.lemonade.api import Api
+from harness.serve.lemonade.attached import attached
+from harness.serve.lemonade.running import Watch, orphans_of
 from harness.serve.logfile import LogFile
 from harness.serve.ports import is_free
 from harness.serve.preflight import check_flags
@@ -185,18 +188,23 @@ def _bring_up(
     created_s = time.monotonic() - mark - pulled_s - checked_s
     containers.follow_log(container, log)
     look = containers.watcher(container, log)
-    ready = _wait(start, url, look, log)
+    ready = _wait(start, url, look, log, container)
+    watch = None
+    if ready.brought_up is not None:
+        watch = Watch(Api(url, start.api_key), ready.model, log, container)
     container.reload()
     served_by = ServedBy(
         url=url,
         template=start.serving.template,
-        simulated=start.serving.simulated,
+        simulated=start.serving.simulated or "simulated" in (ready.version or ""),
         image=service.image,
         image_digest=digest_of(image),
         container=containers.inspected(container, start.compose, start.service),
         version=ready.version,
         model=ready.model,
         arguments=[*(start.service.entrypoint or []), *(start.service.command or [])],
+        most_at_once=ready.brought_up.most_at_once if ready.brought_up is not None else None,
+        notes=ready.brought_up.notes if ready.brought_up is not None else [],
         phases=[
             Phase(name="pull", seconds=pulled_s),
             *([Phase(name="flags", seconds=checked_s)] if start.serving.help is not None else []),
@@ -212,6 +220,8 @@ def _bring_up(
         network=containers.network_name(owner),
         network_url=f"http://{start.name}:{port.container}",
         container=container,
+        fetch_metrics=None if watch is None else watch.metrics,
+        find_problems=None if watch is None else watch.problems,
     )
 
 
@@ -262,7 +272,11 @@ def attach(
 
     Raises ServerError when its model does not answer.
     """
-    served_by = ask.attach(url, model, api_key, key_name=key_name)
+    found = attached(ask.base_url(url), model, api_key)  # Lemonade's models have two names
+    served_by = ask.attach(url, model if found is None else found.model, api_key, key_name=key_name)
+    watch = None
+    if found is not None and metrics_url is None:
+        watch = Watch(Api(served_by.url, api_key), found.model, None, None)
     parts = urlsplit(served_by.url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
     last, looked_at, misses = Look(None), time.monotonic(), 0
@@ -278,16 +292,30 @@ def attach(
         return last
 
     metrics = metrics_url or ask.metrics_url(served_by.url, api_key)
+    if found is not None:
+        served_by = found.of(served_by)
     served_by = recorded(served_by, metrics_url=metrics, api_key=api_key)
-    return Endpoint(url=served_by.url, started=served_by, look=look, metrics_url=metrics)
+    return Endpoint(
+        url=served_by.url,
+        started=served_by,
+        look=look,
+        metrics_url=metrics,
+        fetch_metrics=None if watch is None else watch.metrics,
+        find_problems=None if watch is None else watch.problems,
+    )
 
 
-def _wait(start: _Start, url: str, look: Callable[[bool], Look], log: LogFile) -> Ready:
+def _wait(
+    start: _Start, url: str, look: Callable[[bool], Look], log: LogFile, container: Container | None = None
+) -> Ready:
     def dead() -> ServerError | None:
         seen = look(False)
         return None if seen.problem is None else containers.death(seen, log)
 
-    waiting = Waiting(dead, log, start.server.startup_timeout_s, start.on_progress)
+    def orphans() -> list[str]:
+        return [] if container is None else orphans_of(container)
+
+    waiting = Waiting(dead, log, start.server.startup_timeout_s, start.on_progress, orphans)
     return wait_ready(url, start.serving, start.model, waiting, api_key=start.api_key, key_name=start.key_name)
 
 

@@ -108,13 +108,17 @@ def phases_of(measured: Sequence[Phase], log: Started, began_s: float | None = N
     What the log has takes the place of "port open", "health" and "load": each phase from the end of the one before
     to its own, the first from `began_s`, when the server's process was started (on the log's clock; None: its first
     line). "ready" is the rest, so that the sum stays what was measured. Without such lines, `measured` as it is.
+    A server that gets its engine or model first, as Lemonade does, starts the engine only after that.
     """
-    waits = [phase for phase in measured if phase.name in ("port open", "health", "load")]
+    got_by = ("install", "download", "model")
+    got = max((at + 1 for at, phase in enumerate(measured) if phase.name in got_by), default=0)
+    waits = [phase for phase in measured[got:] if phase.name in ("port open", "health", "load")]
     total_s = sum(phase.seconds for phase in waits)
     at_s = log.began_s if began_s is None else began_s
     inner: list[Phase] = []
-    if at_s is None or "weights" not in log.ends:
+    if at_s is None or not waits or "weights" not in log.ends:
         return list(measured)
+    at_s += sum(phase.seconds for phase in measured[:got] if phase.name not in ("pull", "flags", "create"))
     for name in ("process", "weights", "compile", "graphs", "warm-up"):
         end_s = log.ends.get(name)
         if end_s is None or end_s < at_s:
@@ -126,7 +130,7 @@ def phases_of(measured: Sequence[Phase], log: Started, began_s: float | None = N
         return list(measured)
     if over_s > 0:  # the process was on its way before the order to start it had come back
         inner[0] = Phase(name=inner[0].name, seconds=inner[0].seconds - over_s)
-    first = measured.index(waits[0])
+    first = measured.index(waits[0], got)
     rest = Phase(name="ready", seconds=max(0.0, -over_s))
     return [*measured[:first], *inner, rest, *measured[first + len(waits) :]]
 

@@ -1,0 +1,196 @@
+"""Lemonade's own HTTP API, as far as it takes to bring a model up and to look at it."""
+
+from typing import Any
+
+import msgspec
+import requests
+
+from harness.errors import ServerError
+from harness.serve.ask import open_session, reason
+
+PREFIX = "/api/v1"
+HEALTH_S = 30.0  # it waits for a lock, and above the pool's size for a thread
+INFO_S = 120.0  # the first call on a machine looks for its hardware
+
+
+class Api(msgspec.Struct, frozen=True):
+    """Where a Lemonade is, and the key to it. Every request has a connection of its own.
+
+    A connection that is kept occupies one of Lemonade's few threads for five more seconds.
+    """
+
+    url: str
+    key: str | None = None
+
+    def get(self, path: str, timeout_s: float = HEALTH_S) -> requests.Response:
+        """Raises requests.RequestException."""
+        with open_session(self.key) as session:
+            session.headers["Connection"] = "close"
+            return session.get(self.url + path, timeout=timeout_s, allow_redirects=False)
+
+    def post(self, path: str, body: dict[str, Any], timeout_s: float, stream: bool = False) -> requests.Response:
+        """Raises requests.RequestException."""
+        session = open_session(self.key)
+        session.headers["Connection"] = "close"
+        return session.post(self.url + path, json=body, timeout=timeout_s, allow_redirects=False, stream=stream)
+
+
+class Backend(msgspec.Struct, frozen=True):
+    """A backend of a recipe, in Lemonade's words."""
+
+    name: str
+    state: str  # installed, installable, update_required, unsupported
+    message: str
+    version: str | None
+
+
+class Running(msgspec.Struct, frozen=True):
+    """A loaded model, out of /health."""
+
+    name: str  # as listed, without a prefix
+    recipe: str
+    pid: int | None  # of the backend, inside the container
+    url: str | None  # of the backend, such as http://127.0.0.1:8001/v1: loopback inside the container
+    command: list[str]  # what was started; empty before v11.8.0
+    pinned: bool
+    watchdog_reset: bool
+    options: dict[str, Any]
+
+    @property
+    def served_name(self) -> str | None:
+        """The name that the backend knows the model by; None where it is not told."""
+        words = iter(self.command)
+        return next((next(words, None) for word in words if word == "--served-model-name"), None)
+
+
+class Health(msgspec.Struct, frozen=True):
+    version: str | None
+    loaded: list[Running]
+
+    def of(self, model: str) -> Running | None:
+        """The entry of a model by any of its names."""
+        bare = bare_name(model)
+        return next((entry for entry in self.loaded if bare_name(entry.name) == bare), None)
+
+
+def bare_name(model: str) -> str:
+    """A model's name as Lemonade lists it: `user.Tiny` is `Tiny` there."""
+    for prefix in ("user.", "extra.", "builtin."):
+        if model.startswith(prefix):
+            return model.removeprefix(prefix)
+    return model
+
+
+def health(api: Api, timeout_s: float = HEALTH_S) -> Health | None:
+    """What is loaded; None when there is no answer, or not Lemonade's."""
+    found = _json_of(api, f"{PREFIX}/health", timeout_s)
+    if not isinstance(found, dict) or not isinstance(found.get("all_models_loaded"), list):
+        return None
+    version = found.get("version")
+    entries = [_running(entry) for entry in found["all_models_loaded"] if isinstance(entry, dict)]
+    return Health(version if isinstance(version, str) else None, entries)
+
+
+def _running(entry: dict[str, Any]) -> Running:
+    pid, url, command = entry.get("pid"), entry.get("backend_url"), entry.get("launch_command")
+    return Running(
+        name=str(entry.get("model_name")),
+        recipe=str(entry.get("recipe")),
+        pid=pid if isinstance(pid, int) else None,
+        url=url if isinstance(url, str) else None,
+        command=[str(word) for word in command] if isinstance(command, list) else [],
+        pinned=entry.get("pinned") is True,
+        watchdog_reset=entry.get("watchdog_reset") is True,
+        options=dict(entry.get("recipe_options") or {}),
+    )
+
+
+class System(msgspec.Struct, frozen=True):
+    """Lemonade's view of its machine."""
+
+    threads: int | None  # of the processor
+    default_backends: dict[str, str]  # by recipe
+    backends: dict[str, list[Backend]]  # by recipe
+
+
+def system(api: Api, timeout_s: float = INFO_S) -> System | None:
+    """None for a Lemonade that does not say."""
+    found = _json_of(api, f"{PREFIX}/system-info", timeout_s)
+    if not isinstance(found, dict):
+        return None
+    recipes = {name: entry for name, entry in (found.get("recipes") or {}).items() if isinstance(entry, dict)}
+    processor = (found.get("devices") or {}).get("cpu") or {}
+    threads = processor.get("threads")
+    return System(
+        threads=threads if isinstance(threads, int) and threads > 0 else None,
+        default_backends={name: str(entry["default_backend"]) for name, entry in recipes.items()
+                          if entry.get("default_backend")},
+        backends={name: [_backend(key, value) for key, value in (entry.get("backends") or {}).items()]
+                  for name, entry in recipes.items()},
+    )  # fmt: skip
+
+
+def _backend(name: str, entry: dict[str, Any]) -> Backend:
+    version = entry.get("version")
+    return Backend(name, str(entry.get("state")), str(entry.get("message") or ""), version or None)
+
+
+class Model(msgspec.Struct, frozen=True):
+    """An entry of /models."""
+
+    recipe: str
+    checkpoint: str
+    downloaded: bool
+
+
+def find(api: Api, model: str) -> Model | ServerError:
+    """A model by its name, or why Lemonade does not have it (in its own words, which tell what it has)."""
+    refused = ""
+    for name in dict.fromkeys((model, bare_name(model))):
+        try:
+            response = api.get(f"{PREFIX}/models/{name}")
+        except requests.RequestException as error:
+            return ServerError(f"Lemonade gave no answer about '{model}': {reason(error)}")
+        found = _decoded(response)
+        if response.status_code == 200 and isinstance(found, dict) and "recipe" in found:
+            return Model(str(found["recipe"]), str(found.get("checkpoint")), found.get("downloaded") is True)
+        refused = refused or text_of(response)
+    return ServerError(f"Lemonade does not have '{model}': {refused}")
+
+
+def canonical_name(api: Api, model: str) -> str | None:
+    """The name with its prefix, as /models/ID/options gives it (since v11.7.0); None where it does not."""
+    found = _json_of(api, f"{PREFIX}/models/{model}/options", HEALTH_S)
+    name = found.get("model_name") if isinstance(found, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def global_timeout_s(api: Api) -> float | None:
+    """How long Lemonade waits for a backend, by its own configuration."""
+    found = _json_of(api, "/internal/config", HEALTH_S)
+    value = found.get("global_timeout") if isinstance(found, dict) else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def text_of(response: requests.Response) -> str:
+    """Lemonade's words in an error: {"error": {"message": ...}}, or {"error": "..."}, or whatever came."""
+    found = _decoded(response)
+    inner = found.get("error") if isinstance(found, dict) else None
+    if isinstance(inner, dict):
+        return str(inner.get("message"))[:600]
+    return str(inner)[:600] if inner else f"HTTP {response.status_code}: {response.text[:200].strip() or 'no text'}"
+
+
+def _json_of(api: Api, path: str, timeout_s: float) -> Any:
+    try:
+        response = api.get(path, timeout_s)
+    except requests.RequestException:
+        return None
+    return _decoded(response) if response.status_code == 200 else None
+
+
+def _decoded(response: requests.Response) -> Any:
+    try:
+        return msgspec.json.decode(response.content)
+    except msgspec.DecodeError:
+        return None

@@ -1,0 +1,262 @@
+"""A Lemonade that listens, made to serve one model: backend installed, model downloaded, loaded, pinned, and proven."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+import requests
+
+from harness.errors import ServerError
+from harness.failures.explain import explain
+from harness.manifest import Phase
+from harness.serve.ask import reason
+from harness.serve.compose import Managed
+from harness.serve.lemonade import api as lemonade
+from harness.serve.lemonade.api import PREFIX, Api, Backend, Running, System, bare_name, text_of
+from harness.serve.lemonade.pool import pool_size
+from harness.serve.lemonade.pull import download
+from harness.serve.waiting import Waiting
+
+POLL_S = 0.2
+TELL_EVERY_S = 1.0
+BEYOND_S = 60.0  # beyond both attempts of a load: each may take 10 s to clear up
+RETRIED = "evicting all models and retrying"
+KERNEL = (
+    "Install Linux 6.18.4 or newer, or a kernel with the fix (Ubuntu: linux-oem-24.04); the fix is there when `grep -E "
+    '"cwsr_size|ctl_stack_size" /sys/class/kfd/kfd/topology/nodes/*/properties` prints lines. Lemonade\'s page: {page}'
+)
+
+T = TypeVar("T")
+
+
+class BroughtUp(msgspec.Struct, frozen=True):
+    """A model that is loaded."""
+
+    model: str  # id to send: vLLM knows no other name
+    version: str  # of Lemonade and of its backend
+    command: list[str]  # with what the backend was started; empty before v11.8.0
+    phases: list[Phase]  # "install", "download" where there was something to do, and "load"
+    most_at_once: int | None  # requests that it serves at once
+    notes: list[str]
+
+
+def bring_up(api: Api, asked: Managed, waiting: Waiting, until: float) -> BroughtUp:
+    """Have the model loaded. `until` is on the monotonic clock; a load may take longer, as Lemonade itself allows.
+
+    Raises ServerError.
+    """
+    system = _watched(lambda: lemonade.system(api), waiting, until, "asking Lemonade for its backends")
+    known = _watched(lambda: lemonade.find(api, asked.model), waiting, until, "asking Lemonade for the model")
+    if isinstance(known, ServerError) and asked.checkpoint is None:
+        raise known
+    recipe = asked.recipe or (known.recipe if isinstance(known, lemonade.Model) else None)
+    backend = None if system is None or recipe is None else _backend(system, recipe, asked.backend)
+    phases: list[Phase] = []
+    mark = time.monotonic()
+
+    def done(name: str) -> None:
+        nonlocal mark
+        now = time.monotonic()
+        phases.append(Phase(name=name, seconds=now - mark))
+        waiting.on_progress(f"{name} after {now - mark:.1f} s")
+        mark = now
+
+    if _install(api, recipe, backend, waiting, until):
+        done("install")
+    if _download(api, asked, known, waiting, until):
+        done("download")
+    _load(api, asked, waiting, until)
+    done("load")
+    return _proven(api, asked.model, system, backend, phases, waiting)
+
+
+def _install(api: Api, recipe: str | None, backend: Backend | None, waiting: Waiting, until: float) -> bool:
+    """Have the backend installed. False when there was nothing to do."""
+    if recipe is None or backend is None or backend.state == "installed":
+        return False
+    name = f"{recipe}:{backend.name}"
+    body = {"recipe": recipe, "backend": backend.name, "stream": False}
+    left_s = max(1.0, until - time.monotonic())
+    answer = _watched(lambda: _post(api, "/install", body, left_s), waiting, until, f"installing {name}")
+    _check_installed(answer, name)
+    return True
+
+
+def _download(api: Api, asked: Managed, known: "lemonade.Model | ServerError", waiting: Waiting, until: float) -> bool:
+    if not isinstance(known, ServerError) and known.downloaded:
+        return False
+    body: dict[str, Any] = {"model_name": asked.model, "stream": True}
+    if isinstance(known, ServerError):  # not among its models: a pull with a checkpoint makes it known
+        body |= {"checkpoint": asked.checkpoint, "recipe": asked.recipe}
+    told = ["downloading the model"]
+    _watched(lambda: download(api, body, told, until), waiting, until, told)
+    return True
+
+
+def _load(api: Api, asked: Managed, waiting: Waiting, until: float) -> None:
+    limit_s = 2 * (lemonade.global_timeout_s(api) or asked.global_timeout_s) + BEYOND_S
+    body = {"model_name": asked.model, **asked.options, "pinned": True}
+    # To give up before Lemonade does would hide its reason.
+    latest = max(until, time.monotonic() + limit_s)
+    answer = _watched(lambda: _post(api, "/load", body, limit_s), waiting, latest, "loading the model")
+    if answer.status_code != 200:
+        raise _not_loaded(answer, asked.model, waiting)
+
+
+def _backend(system: System, recipe: str, wanted: str | None) -> Backend | None:
+    """The backend that a load will take; None when that is Lemonade's to decide and one is there."""
+    there = {backend.name: backend for backend in system.backends.get(recipe, [])}
+    if wanted is not None:
+        return there.get(wanted) or Backend(wanted, "unknown", "", None)
+    default = there.get(system.default_backends.get(recipe, ""))
+    if default is not None and default.state == "installed":
+        return default
+    installed = next((backend for backend in there.values() if backend.state == "installed"), None)
+    usable = next((backend for backend in there.values() if backend.state != "unsupported"), None)
+    only = next(iter(there.values())) if len(there) == 1 else None
+    if default is not None and default.state != "unsupported":
+        return default
+    return installed or usable or default or only
+
+
+def _check_installed(answer: requests.Response, name: str) -> None:
+    """Raise ServerError unless the backend is installed. A kernel that lacks the fix is a status 200 with `action`."""
+    try:
+        found = answer.json()
+    except ValueError:
+        found = {}
+    action = found.get("action") if isinstance(found, dict) else None
+    if answer.status_code == 200 and not action:
+        return
+    said = str(action) if action else text_of(answer)
+    if action or "kernel" in said:
+        raise ServerError(
+            f"Lemonade does not install {name}: this machine's Linux kernel lacks what gfx1151 needs (CWSR)",
+            next_step=KERNEL.format(page=action or "https://lemonade-server.ai/gfx1151_linux.html"),
+            detail=said,
+        )
+    raise ServerError(
+        f"Lemonade does not install {name}: {said}",
+        next_step="`harness doctor` says what this GPU can run. Where the backend is fetched by hand, set its "
+        "no_fetch_executables and offline to false for one start.",
+    )
+
+
+def _proven(
+    api: Api, model: str, system: System | None, backend: Backend | None, phases: list[Phase], waiting: Waiting
+) -> BroughtUp:
+    found = lemonade.health(api)
+    running = None if found is None else found.of(model)
+    if found is None or running is None:
+        raise ServerError(
+            f"Lemonade said that '{model}' is loaded, and its /health does not have it",
+            next_step="Look at the last lines of its log: the backend may have died at once.",
+            detail=waiting.log.tail(),
+        )
+    notes = []
+    if waiting.log.text().count(RETRIED):
+        notes.append("Lemonade needed two attempts to load the model; its log has the reason of the first")
+    return BroughtUp(
+        model=name_to_send(api, model, running),
+        version=version_in_words(found.version, running.recipe, backend),
+        command=running.command,
+        phases=phases,
+        most_at_once=most_at_once(system, found.version),
+        notes=notes,
+    )
+
+
+def name_to_send(api: Api, model: str, running: Running) -> str:
+    """The id that the backend knows. vLLM behind Lemonade serves a user's model as user.NAME only."""
+    if running.recipe != "vllm":
+        return model
+    if running.served_name is not None:
+        return running.served_name
+    name = lemonade.canonical_name(api, model) or model
+    return bare_name(name) if name.startswith("builtin.") else name
+
+
+def version_in_words(version: str | None, recipe: str, backend: Backend | None) -> str:
+    """Such as "Lemonade 11.7.0, vllm:rocm vllm0.20.1-rocm7.12.0-gfx1151"; main says the same as the last release."""
+    front = f"Lemonade {version or '(unknown version)'}"
+    if backend is None:
+        return f"{front}, {recipe}"
+    return f"{front}, {recipe}:{backend.name}" + (f" {backend.version}" if backend.version else "")
+
+
+def most_at_once(system: System | None, version: str | None) -> int | None:
+    return None if system is None or system.threads is None else pool_size(system.threads, version)
+
+
+def _not_loaded(answer: requests.Response, model: str, waiting: Waiting) -> ServerError:
+    said = text_of(answer)
+    failure = explain(f"{said}\n{waiting.log.text()}")
+    step = "Look at its last lines." if failure is None else f"{failure.cause}; {failure.fix}."
+    left = waiting.orphans()
+    if left:
+        step += f" It left {', '.join(left)}, which held GPU memory until the container was removed."
+    return ServerError(
+        f"Lemonade could not load '{model}': HTTP {answer.status_code}: {said}",
+        next_step=step,
+        detail=waiting.log.tail(),
+    )
+
+
+def _post(api: Api, path: str, body: dict[str, Any], timeout_s: float) -> requests.Response:
+    try:
+        return api.post(PREFIX + path, body, timeout_s)
+    except requests.RequestException as error:
+        raise ServerError(
+            f"Lemonade gave no answer to POST {path} ({reason(error)})", next_step="Look at its last lines."
+        ) from None
+
+
+def _watched(call: Callable[[], T], waiting: Waiting, until: float, doing: str | list[str]) -> T:
+    """The result of `call`, which runs in a thread that nobody has to wait for, while the server's life is watched.
+
+    What it is doing is shown: a text with the log's last line, or the last of a list that grows.
+    """
+    results: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            results.put(call())
+        except Exception as error:
+            results.put(error)
+
+    threading.Thread(target=work, name="lemonade", daemon=True).start()
+    begin = told_s = time.monotonic()
+    while True:
+        try:
+            result = results.get(timeout=POLL_S)
+            break
+        except queue.Empty:
+            dead = waiting.dead()
+        if dead is not None:
+            raise dead
+        now = time.monotonic()
+        if now - told_s >= TELL_EVERY_S:
+            told_s = now
+            waiting.on_progress(
+                doing[-1] if isinstance(doing, list) else f"{doing}, {now - begin:.0f} s: {waiting.log.last_line()}"
+            )
+        if now > until:
+            raise ServerError(
+                f"the server did not become ready within {waiting.timeout_s:g} s; last: {_last(doing)}",
+                next_step="If it only needs longer, raise startup_timeout_s in the scenario.",
+                detail=waiting.log.tail(),
+            )
+    if isinstance(result, requests.RequestException):
+        raise waiting.dead() or ServerError(
+            f"Lemonade gave no answer while {_last(doing)} ({reason(result)})"
+        ) from None
+    if isinstance(result, Exception):
+        raise (waiting.dead() or result) if isinstance(result, ServerError) else result
+    return result
+
+
+def _last(doing: str | list[str]) -> str:
+    return doing if isinstance(doing, str) else doing[-1]

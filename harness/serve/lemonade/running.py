@@ -1,0 +1,142 @@
+"""A loaded Lemonade under load: the numbers of the engine behind it, and what it hides from its clients.
+
+When its backend dies or hangs, Lemonade's watchdog starts it anew; a request of which nothing was sent yet is sent
+again, and its client sees one very slow success. So the backend's process is compared before and after each cell.
+"""
+
+import re
+from typing import cast
+from urllib.parse import urlsplit
+
+import requests
+from docker.models.containers import Container
+
+from harness.serve.daemon import DOCKER_ERRORS
+from harness.serve.lemonade import api as lemonade
+from harness.serve.lemonade.api import Api, Running
+from harness.serve.logfile import LogFile
+
+METRICS_S = 3.0
+OWN_METRICS_S = 1.0  # above the pool's size they wait with all else, and must not hold up the engine's
+_UNAVAILABLE = re.compile(r"\(BackendWatchdog\).*marked unavailable: (?P<reason>.+)")
+_RESET = re.compile(r"has been reset by the backend watchdog")
+
+
+class Watch:
+    """One model of one Lemonade. `container` is None where nobody can look inside."""
+
+    def __init__(self, api: Api, model: str, log: LogFile | None, container: Container | None) -> None:
+        self._api, self._model, self._log, self._container = api, model, log, container
+        self._running = self._look()
+        self._engine = self._running.url if self._running is not None else None
+        self._lines = len(self._log_lines())
+
+    def metrics(self) -> str:
+        """The engine's own metrics, then Lemonade's. Raises OSError when neither can be had."""
+        parts = [self._engine_metrics(), self._own_metrics()]
+        text = "\n".join(part for part in parts if part)
+        if not text:
+            raise OSError("neither Lemonade nor its engine gave metrics")
+        return text
+
+    def problems(self) -> list[str]:
+        """Why what was measured since the last call, or since the start, cannot be trusted."""
+        before, now, lines = self._running, self._look(), self._log_lines()
+        news, self._lines = lines[self._lines :], len(lines)
+        found = [match["reason"].strip() for line in news if (match := _UNAVAILABLE.search(line)) is not None]
+        reset = bool(found) or any(_RESET.search(line) for line in news) or (now is not None and now.watchdog_reset)
+        again = "the model was loaded again, and requests may have been sent twice without a trace"
+        problems = []
+        if reset:
+            why = f" ({found[0]})" if found else ""
+            problems.append(f"Lemonade's watchdog reset the backend during the load{why}: {again}")
+        elif before is not None and now is not None and before.pid != now.pid:
+            problems.append(
+                f"Lemonade started its backend anew during the load (process {before.pid}, then {now.pid}): {again}"
+            )
+        elif before is not None and now is None:
+            problems.append("after the load Lemonade did not have the model any more: its backend died or was unloaded")
+        self._running = now or self._running
+        return problems + [f"{name} held memory beside the server" for name in self.orphans()]
+
+    def orphans(self) -> list[str]:
+        """Engine processes in the container that lost their server, in words."""
+        return [] if self._container is None else orphans_of(self._container)
+
+    def _look(self) -> Running | None:
+        found = lemonade.health(self._api)
+        return None if found is None else found.of(self._model)
+
+    def _log_lines(self) -> list[str]:
+        return [] if self._log is None else self._log.text().splitlines()
+
+    def _engine_metrics(self) -> str:
+        text = self._read_engine()
+        if not text:  # it may have been started anew, on another port
+            found = self._look()
+            if found is not None and found.url != self._engine:
+                self._engine = found.url
+                text = self._read_engine()
+        return text
+
+    def _read_engine(self) -> str:
+        port = urlsplit(self._engine or "").port
+        if port is None:
+            return ""
+        url = f"http://127.0.0.1:{port}/metrics"
+        return fetch_inside(self._container, url) if self._container is not None else self._fetch_here(url)
+
+    def _fetch_here(self, url: str) -> str:
+        """Of a Lemonade on this machine; a stranger's port may have the same number, so the model must be its own."""
+        if urlsplit(self._api.url).hostname not in ("127.0.0.1", "localhost", "::1"):
+            return ""
+        try:
+            text = Api(url.removesuffix("/metrics")).get("/metrics", METRICS_S).text
+        except requests.RequestException:
+            return ""
+        served = self._running.served_name if self._running else None
+        return text if served is None or f'model_name="{served}"' in text else ""
+
+    def _own_metrics(self) -> str:
+        try:
+            response = self._api.get("/metrics", OWN_METRICS_S)
+        except requests.RequestException:
+            return ""
+        return response.text if response.status_code == 200 else ""
+
+
+def fetch_inside(container: Container, url: str) -> str:
+    """What a URL answers inside the container's network; empty when it does not."""
+    command = ["curl", "--silent", "--fail", "--max-time", f"{METRICS_S:g}", url]
+    try:
+        code, text = cast(tuple[int, bytes], container.exec_run(command, stderr=False))
+    except DOCKER_ERRORS:
+        return ""
+    return (text or b"").decode("utf-8", "replace") if code == 0 else ""
+
+
+def command_inside(container: Container, pid: int) -> list[str]:
+    """The command line of a process, by its number inside the container; empty when it cannot be had."""
+    try:
+        command = ["cat", f"/proc/{pid}/cmdline"]
+        code, text = cast(tuple[int, bytes], container.exec_run(command, stderr=False))
+    except DOCKER_ERRORS:
+        return []
+    return (text or b"").decode("utf-8", "replace").rstrip("\0").split("\0") if code == 0 else []
+
+
+def orphans_of(container: Container) -> list[str]:
+    """`VLLM::EngineCore` processes whose server is gone: the container's first process inherited them."""
+    try:
+        container.reload()
+        first = str(container.attrs["State"].get("Pid"))
+        rows = container.top(ps_args="-eo pid,ppid,rss,args").get("Processes") or []
+    except DOCKER_ERRORS:
+        return []
+    pids = {str(row[0]) for row in rows}
+    engines = [row for row in rows if "VLLM::EngineCor" in str(row[-1])]
+    return [
+        f"an orphaned VLLM::EngineCore (process {pid} of the host, {int(kib) / 1024:.0f} MiB)"
+        for pid, parent, kib, *_ in engines
+        if parent == first or parent not in pids
+    ]

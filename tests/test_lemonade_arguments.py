@@ -1,0 +1,165 @@
+"""What Lemonade refuses is told before it starts."""
+
+import json
+from typing import Any
+
+import pytest
+
+from harness.scenario import Load, Scenario, Server
+from harness.serve.compose import parse
+from harness.serve.document import compose_document, server_problems_of
+from harness.serve.lemonade.arguments import PROTECTED, vllm_problems
+from harness.serve.lemonade.pool import pool_size
+from tests.doubles.lemonade import arguments as double
+
+EVIL = "a\"b\\c: {'d'} # ${x} \u2028é"
+
+
+def scenario(model: str = "Tiny", **variables: Any) -> Scenario:
+    server = Server(template="lemonade", variables=variables)
+    load = Load(user="chat", requests=1)
+    return Scenario(version=1, question="q", model=model, servers={"s": server}, loads={"l": load})
+
+
+def problems(**variables: Any) -> list[str]:
+    return [text.removeprefix("$.servers.s.variables.") for text in server_problems_of(scenario(**variables), {})]
+
+
+def contents(model: str = "Tiny", **variables: Any) -> dict[str, Any]:
+    compose = parse(compose_document(scenario(model, **variables), "s", with_locust=False))
+    return {name: json.loads(config.content.replace("$$", "$")) for name, config in compose.configs.items()}
+
+
+@pytest.mark.parametrize("flag", sorted(PROTECTED))
+def test_what_lemonade_sets_itself_is_refused_with_the_reason(flag: str) -> None:
+    (problem,) = problems(vllm_args=f"--max-num-seqs 8 {flag} 1")
+    assert problem == f"vllm_args: {flag}: {PROTECTED[flag]}"
+    with pytest.raises(double.BadArgument, match="is managed by Lemonade"):
+        double.checked(f"--max-num-seqs 8 {flag} 1")
+
+
+def test_the_protected_flags_are_those_of_the_double() -> None:
+    assert set(PROTECTED) == set(double.PROTECTED)
+    assert "--no-enable-prefix-caching turns it off" in PROTECTED["--enable-prefix-caching"]
+    assert "set ctx_size" in PROTECTED["--max-model-len"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('--speculative-config \'{"method": "ngram"}\'', "Lemonade strips quotes, so JSON does not reach vLLM"),
+        ("-cc.mode=3 --x {}", "Lemonade strips quotes"),
+        ("max-num-seqs 10", "'max-num-seqs': a flag that begins with '-' is expected"),
+        ("--enforce-eager --no-enforce-eager", "--enforce-eager and --no-enforce-eager contradict each other"),
+        ("--max-num-seqs 8 --max_num_seqs=9", "--max-num-seqs: is given twice"),
+        ("--gpu-memory-utilization 0.7 --kv-cache-memory-bytes 4G", "has no say over the KV cache"),
+        ("--swap-space 4", "--swap-space: vLLM does not know it any more since 0.18.0"),
+        ("--max_model_len=4096", "--max-model-len: Lemonade sets it itself and refuses it; set ctx_size"),
+    ],
+)
+def test_what_would_fail_later_is_told_now(text: str, problem: str) -> None:
+    (found,) = vllm_problems(text)
+    assert problem in found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "--gpu-memory-utilization 0.78 --max-num-seqs 10",
+        "--kv-cache-memory-bytes 4G --no-enable-prefix-caching --no-enforce-eager",
+        "-tp 2 --max-num-batched-tokens=8192 --lora-modules a=b c=d",
+    ],
+)
+def test_what_lemonade_takes_is_let_through(text: str) -> None:
+    assert vllm_problems(text) == []
+    assert double.checked(text) == text.split()
+
+
+def test_variables_that_do_not_go_together() -> None:
+    assert problems(checkpoint="org/m") == ["recipe: is needed with 'checkpoint': vllm or llamacpp"]
+    assert "recipe: belongs to 'checkpoint'" in problems(recipe="vllm")[0]
+    assert "has no effect with the recipe llamacpp" in problems(
+        checkpoint="o/m", recipe="llamacpp", vllm_args="--max-num-seqs 8"
+    )[0]  # fmt: skip
+    assert "give vllm_args or llamacpp_args, not both" in problems(vllm_args="-tp 2", llamacpp_args="-np 8")[0]
+    assert problems(checkpoint="org/m", recipe="llamacpp", llamacpp_args="-np 8", llamacpp_backend="rocm") == []
+
+
+def test_a_model_that_lemonade_knows() -> None:
+    compose = parse(compose_document(scenario("Qwen-vLLM", vllm_args="--max-num-seqs 32"), "s", with_locust=False))
+    asked = compose.serving.lemonade
+    assert asked is not None
+    assert (asked.model, asked.recipe, asked.checkpoint) == ("Qwen-vLLM", None, None)
+    assert asked.options == {"ctx_size": 8192, "vllm_args": "--max-num-seqs 32"}
+    found = contents("Qwen-vLLM", vllm_args="--max-num-seqs 32", global_timeout=1800, offline=True)
+    assert found["user_models"] == {}
+    assert found["recipe_options"] == {"builtin.Qwen-vLLM": asked.options}
+    assert found["defaults"] == {
+        "auto_check_model_updates": False,
+        "broadcast": False,
+        "ctx_size": 8192,
+        "global_timeout": 1800,
+        "log_level": "info",
+        "max_loaded_models": 1,
+        "no_fetch_executables": False,
+        "offline": True,
+    }
+
+
+@pytest.mark.parametrize("model", ["Mine", "user.Mine"])
+def test_a_checkpoint_is_registered_under_its_canonical_name(model: str) -> None:
+    given = {"checkpoint": "org/repo", "recipe": "vllm", "ctx_size": 4096, "vllm_backend": "rocm"}
+    compose = parse(compose_document(scenario(model, **given), "s", with_locust=False))
+    asked = compose.serving.lemonade
+    assert asked is not None and (asked.model, asked.backend) == ("user.Mine", "rocm")
+    found = contents(model, **given)
+    assert found["user_models"] == {"Mine": {"checkpoint": "org/repo", "recipe": "vllm", "labels": ["chat"]}}
+    assert found["recipe_options"] == {"user.Mine": {"ctx_size": 4096, "vllm_backend": "rocm"}}
+
+
+def test_a_path_is_used_as_it_is() -> None:
+    found = contents("Mine", checkpoint="/models/m.gguf", recipe="llamacpp")
+    assert found["user_models"]["Mine"]["source"] == "local_path"
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "llamacpp_args"])
+def test_the_files_are_json_whatever_is_in_them(name: str) -> None:
+    given = {"checkpoint": "org/m", "recipe": "llamacpp"} | {name: EVIL}
+    found = contents("Mine", **given)
+    assert EVIL in (found["user_models"]["Mine"]["checkpoint"], found["recipe_options"]["user.Mine"].get(name))
+
+
+def test_the_server_waits_for_its_preparation_and_keeps_its_caches() -> None:
+    compose = parse(compose_document(scenario(watchdog=False, watchdog_grace_s=600), "s", with_locust=False))
+    assert compose.preparations == ["prepare"]
+    server, prepare = compose.server, compose.services["prepare"]
+    assert (server.user, prepare.user, server.init) == ("10001", "0", True)
+    assert server.volumes == prepare.volumes
+    environment = server.environment
+    assert environment["LEMONADE_BACKEND_WATCHDOG"] == "0"
+    assert environment["LEMONADE_BACKEND_WATCHDOG_GRACE_SECONDS"] == "600"
+    assert environment["TRITON_CACHE_DIR"].startswith("/opt/lemonade/.cache/lemonade/")
+    assert environment["VLLM_CACHE_ROOT"].startswith("/opt/lemonade/.cache/lemonade/")
+    assert [mount.target for mount in server.configs] == [environment["LEMONADE_DEFAULTS_PATH"]]
+
+
+def test_a_folder_of_the_host_keeps_its_owner() -> None:
+    given = scenario(huggingface_cache="/data/hf", lemonade_cache="/data/l", offline=True)
+    command = parse(compose_document(given, "s", with_locust=False)).services["prepare"].command
+    assert command is not None and "chown -R" not in command[0]
+
+
+@pytest.mark.parametrize(
+    ("threads", "version", "size"),
+    [
+        (2, "11.7.0", 32),
+        (8, "11.0.0", 32),
+        (32, "11.9.0", 128),
+        (64, None, 256),
+        (192, "v12.0", 256),
+        (32, "10.9.0", 8),
+    ],
+)
+def test_how_many_requests_lemonade_serves_at_once(threads: int, version: str | None, size: int) -> None:
+    assert pool_size(threads, version) == size
