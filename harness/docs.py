@@ -5,6 +5,7 @@ import json
 import re
 from typing import Any
 
+from harness.failures.page import failures_page
 from harness.machine.doctor import page
 from harness.manifest import read_run
 from harness.paths import ROOT
@@ -92,4 +93,5 @@ def doctor_page() -> str:
 if __name__ == "__main__":
     (ROOT / "README.md").write_text(readme(), encoding="utf-8")
     (ROOT / "docs" / "servers.md").write_text(servers_page(), encoding="utf-8")
+    (ROOT / "docs" / "failures.md").write_text(failures_page(), encoding="utf-8")
     (ROOT / "docs" / "doctor.md").write_text(doctor_page(), encoding="utf-8")

@@ -13,6 +13,8 @@ from harness.check_syntax import OPERATORS, UNITS
 from harness.cli import app
 from harness.docs import readme, servers_page
 from harness.errors import ExitCode
+from harness.failures.page import failures_page
+from harness.failures.table import rules
 from harness.manifest import Status, read_run
 from harness.paths import ROOT, SCENARIOS
 from harness.records import ErrorKind, Request
@@ -151,6 +153,11 @@ def test_the_page_of_servers_is_up_to_date() -> None:
     for template in templates():
         section = servers_page().split(f"\n## {template}\n")[1].split("\n## ")[0]
         assert set(variables(template)) - {"model"} <= code(section)
+
+
+def test_the_page_of_failures_is_up_to_date() -> None:
+    assert page("docs/failures.md") == failures_page(), "python -m harness.docs"
+    assert {rule.id for rule in rules()} <= code(page("docs/failures.md"))
 
 
 def test_the_table_of_the_readme_is_that_of_the_example_run() -> None:

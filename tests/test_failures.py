@@ -1,6 +1,7 @@
 """The table of failures against lines of real logs, and what it makes of whole ones."""
 
 import io
+import itertools
 import re
 from decimal import Decimal
 
@@ -352,7 +353,12 @@ def test_an_unknown_message_is_not_explained() -> None:
 def test_repeated_lines_are_one_finding_with_a_count() -> None:
     scanned = scan_text("HIP out of memory\n" * 1000)
     assert [(failure.id, failure.count, failure.number) for failure in scanned.findings] == [("mem.hip_oom", 1000, 1)]
-    many = scan_text("".join(f"failed to open GGUF file '/m/{n}.gguf'\n" for n in range(2 * MOST_FINDINGS)))
+    numbers = scan_text(
+        "".join(f"request ({n} tokens) exceeds the available context size (9 tokens)\n" for n in range(300))
+    )
+    assert [(failure.count, failure.number) for failure in numbers.findings] == [(300, 1)]
+    names = ("".join(choice) for choice in itertools.product("abcdefghijklmnopqrstuvwxyz", repeat=2))
+    many = scan_text("".join(f"failed to open GGUF file '/m/{name}.gguf'\n" for name in names))
     assert len(many.findings) == MOST_FINDINGS
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from harness import __version__
 from harness.cli import actions as actions  # importing them registers their commands, in this order
+from harness.cli import explain as explain
 from harness.cli import memory as memory
 from harness.cli import results as results
 from harness.cli.common import app as app

@@ -1,6 +1,7 @@
 """A log of any length against the table, in one pass and bounded memory: what failed, in order, with evidence."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, BinaryIO
@@ -13,7 +14,9 @@ from harness.failures.words import in_words, settings_in
 
 BLOCK_BYTES = 1 << 18
 MOST_FINDINGS = 200  # different ones; a log that repeats itself has few
+OFTEN = 100  # from then on lines that differ in numbers only are counted and not looked at
 SHOWN_CHARS = 500
+_DIGITS = re.compile(r"\d+")
 _READY = (b"Application startup complete", b"server is listening on", b"-server is ready!", b"Listening on [::]")
 _SETTINGS = (b"non-default args: ", b"--gpu-memory-utilization", b"--gpu_memory_utilization")
 
@@ -41,6 +44,7 @@ class Scanned(Struct, frozen=True, kw_only=True):
 
     lines: int
     findings: list[Failure]  # each once, in the order of the log
+    last: str = ""  # the last line that says something
 
     def cause(self) -> Failure | None:
         """The most telling one, or None; see `most_telling`."""
@@ -68,18 +72,22 @@ def scan(file: BinaryIO) -> Scanned:
     search = _Search()
     for block in _blocks(file):
         search.feed(block)
-    findings = sorted(search.found.values(), key=lambda finding: finding.number or 0)
-    return Scanned(lines=search.lines, findings=findings)
+    found = [structs.replace(failure, count=search.counts[key]) for key, failure in search.found.items()]
+    findings = sorted(found, key=lambda finding: finding.number or 0)
+    return Scanned(lines=search.lines, findings=findings, last=search.last()[:SHOWN_CHARS])
 
 
 class _Search:
     """A search that goes on from block to block."""
 
     def __init__(self) -> None:
-        self.found: dict[tuple[str, str], Failure] = {}
+        self.found: dict[tuple[str, str], Failure] = {}  # by row and cause, whatever its numbers
+        self._often: dict[bytes, tuple[str, str]] = {}  # lines without their digits that were seen again and again
+        self.counts: Counter[tuple[str, str]] = Counter()
         self.lines = 0
         self._settings: dict[str, Any] = {}
         self._before = b""  # the last line of the block before
+        self._said = b""  # the last line that is not empty
 
     def feed(self, block: bytes) -> None:
         """Search whole lines."""
@@ -95,8 +103,17 @@ class _Search:
                     self._look(raw, lines[place - 1] if place else self._before, self.lines + place + 1, maybe)
         self.lines += len(lines)
         self._before = lines[-1] if lines else b""
+        self._said = next((line for line in reversed(lines) if line.strip()), self._said)
+
+    def last(self) -> str:
+        return plain(self._said).strip()
 
     def _look(self, raw: bytes, before: bytes, number: int, maybe: list[Pattern]) -> None:
+        alike = raw.translate(None, b"0123456789")
+        often = self._often.get(alike)
+        if often is not None and not self.found[often].recovered:
+            self.counts[often] += 1
+            return
         line = plain(raw)
         if any(mark in raw for mark in _READY):
             self.found = {key: structs.replace(one, recovered=True) for key, one in self.found.items()}
@@ -105,14 +122,16 @@ class _Search:
         failure = None if is_code(line, plain(before)) else _explain(line, maybe, self._settings, number)
         if failure is None:
             return
-        key = (failure.id, failure.cause)
+        key = (failure.id, _DIGITS.sub("#", failure.cause))
         seen = self.found.get(key)
-        if seen is not None:
-            # The last of a wrapper is what one sees at the end of the log; what was said again counts anew.
-            kept = failure if seen.recovered or failure.severity == "wrapper" else seen
-            self.found[key] = structs.replace(kept, count=seen.count + 1)
-        elif len(self.found) < MOST_FINDINGS:
+        if seen is None and len(self.found) >= MOST_FINDINGS:
+            return
+        # The last of a wrapper is what one sees at the end of the log; what was said again counts anew.
+        if seen is None or seen.recovered or failure.severity == "wrapper":
             self.found[key] = failure
+        self.counts[key] += 1
+        if self.counts[key] >= OFTEN and failure.severity != "wrapper" and len(self._often) < MOST_FINDINGS:
+            self._often[alike] = key
 
 
 @cache

@@ -1,0 +1,59 @@
+"""The command that explains a log."""
+
+import gzip
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, BinaryIO, cast
+
+import typer
+
+from harness.cli.common import app, console
+from harness.errors import ExitCode, HarnessError
+
+
+@app.command(short_help="Say what failed in a log, and what to do.")
+def explain(
+    log: Annotated[
+        str, typer.Argument(metavar="LOGFILE", help="A log of vLLM, Lemonade, llama.cpp, Docker ...; - reads a pipe.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what failed in a log, from wherever it comes: cause, the line that shows it, fix and source.
+
+    Exit code 0 when a failure was recognised, 4 when none was; warnings, which good starts have as well, do not count.
+    """
+    from harness.failures.scan import scan
+    from harness.report.explained import as_data, print_explained, recognised
+
+    with _opened(log) as file:
+        scanned = scan(file)
+    if as_json:
+        import msgspec
+
+        print(msgspec.json.format(msgspec.json.encode(as_data(log, scanned)), indent=1).decode())
+    else:
+        print_explained(log, scanned, console())
+    if not recognised(scanned):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+@contextmanager
+def _opened(log: str) -> Iterator[BinaryIO]:
+    """The log, unpacked where it was packed when it was put away."""
+    if log == "-":
+        yield sys.stdin.buffer
+        return
+    path = Path(log)
+    if path.is_dir():
+        logs = sorted(path.glob("logs/*.server.log"))
+        found = "; it holds " + ", ".join(map(str, logs[:3])) + (" ..." if len(logs) > 3 else "") if logs else ""
+        raise HarnessError(f"{path} is a directory{found}", next_step="Give the log itself.")
+    with path.open("rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+        file.seek(0)
+        try:
+            yield cast(BinaryIO, gzip.GzipFile(fileobj=file)) if packed else file
+        except (EOFError, gzip.BadGzipFile) as error:
+            raise HarnessError(f"{path}: cannot be unpacked ({error})") from None
