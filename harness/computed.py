@@ -1,6 +1,11 @@
-"""What a scenario leaves to be computed (`gpu_memory_utilization: auto`): once, before the first server is started."""
+"""What a scenario leaves to be computed, once, before the first server is started: `gpu_memory_utilization: auto`.
 
+Behind Lemonade the same stands in a text: `vllm_args: --gpu-memory-utilization auto`.
+"""
+
+import re
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,8 @@ from harness.serve.template import AUTO, variables
 from harness.serve.values import parse_bytes
 
 UTILIZATION = "gpu_memory_utilization"
+ARGUMENTS = "vllm_args"  # of Lemonade, a text
+_ARGUMENT = re.compile(r"(--gpu[-_]memory[-_]utilization[= ])\s*auto(?=\s|$)")
 ON_HOST = ("vllm-cpu",)  # templates in which the flag rules the host's memory
 
 
@@ -33,7 +40,8 @@ def fill_in(experiment: Experiment, say: Callable[[str], None], root: Path = Pat
     said: dict[str, str] = {}
     known: list[tuple[Server, Share]] = []
     for name, server in experiment.scenario.servers.items():
-        if server.variables.get(UTILIZATION) != AUTO or experiment.target is not None:
+        where = _where(server)
+        if where is None or experiment.target is not None:
             servers[name] = server
             continue
         # Equal servers get equal numbers, though memory moves while it is looked at.
@@ -44,9 +52,8 @@ def fill_in(experiment: Experiment, say: Callable[[str], None], root: Path = Pat
                 f"server '{name}': {UTILIZATION} is auto, and no memory is left for vLLM ({share.formula})",
                 next_step="Stop what holds it: `harness doctor` names it.",
             )
-        given = {**server.variables, UTILIZATION: float(share.utilization)}
-        servers[name] = structs.replace(server, variables=given)
-        said[f"servers.{name}.{UTILIZATION}"] = f"{share.utilization} = {share.formula}"
+        servers[name] = _with(server, where, share.utilization)
+        said[f"servers.{name}.{where}"] = f"{share.utilization} = {share.formula}"
         say(f"server '{name}': {UTILIZATION} {share.utilization} = {share.formula}")
         for line in [*(f"doubt: {doubt}" for doubt in share.doubts), *_room(server, experiment.scenario.model, share)]:
             say(f"  {line}")
@@ -57,10 +64,24 @@ def fill_in(experiment: Experiment, say: Callable[[str], None], root: Path = Pat
     )
 
 
+def _where(server: Server) -> str | None:
+    """The variable that says `auto`: the utilization itself, or the text of arguments that has it."""
+    if server.variables.get(UTILIZATION) == AUTO:
+        return UTILIZATION
+    text = server.variables.get(ARGUMENTS)
+    return ARGUMENTS if isinstance(text, str) and _ARGUMENT.search(text) else None
+
+
+def _with(server: Server, where: str, value: Decimal) -> Server:
+    given = server.variables
+    new = float(value) if where == UTILIZATION else _ARGUMENT.sub(rf"\g<1>{value}", given[where])
+    return structs.replace(server, variables={**given, where: new})
+
+
 def foretell(experiment: Experiment, root: Path = Path("/")) -> list[str]:
     """What `fill_in` would say now, for a plan: nothing is started, and what cannot be known is a note."""
     remote = engine_host()
-    if remote is not None and any(server.variables.get(UTILIZATION) == AUTO for server in _servers(experiment)):
+    if remote is not None and any(_where(server) is not None for server in _servers(experiment)):
         return [f"note: {UTILIZATION} is auto: the runtime in the server's image is asked on {remote} before the run"]
     lines: list[str] = []
     try:
@@ -80,9 +101,10 @@ def _share(name: str, server: Server, say: Callable[[str], None], root: Path) ->
             _refuse_remote()
             limit = _value(server, "mem_limit")
             return host_share(root, limit=None if limit is None else parse_bytes(limit))
-        gpus = _value(server, "tensor_parallel_size")
+        gpus = _value(server, "tensor_parallel_size") or 1
         if engine_host() is not None:
-            given = {key: value for key, value in server.variables.items() if key not in ("image", UTILIZATION)}
+            known = variables("vllm-rocm").keys() - {"image", UTILIZATION}
+            given = {key: value for key, value in server.variables.items() if key in known}
             return share_of(ask_image(_value(server, "image"), say, given), source="container", tensor_parallel=gpus)
         return share_of(_shown(server, pools(root)), tensor_parallel=gpus)
     except HarnessError as error:
@@ -118,13 +140,13 @@ def _room(server: Server, model: str, share: Share) -> list[str]:
     try:
         cache = str(_value(server, "huggingface_cache") or "")
         environment = {"HF_HOME": cache} if cache.startswith(("/", "~")) else None
-        name = str(_value(server, "model_path") or model)
+        name = str(_value(server, "model_path") or _value(server, "checkpoint") or model)
         wish = Wish(
-            max_model_len=_value(server, "max_model_len"),
+            max_model_len=_value(server, "max_model_len") or _value(server, "ctx_size"),
             max_num_seqs=_value(server, "max_num_seqs"),
             max_num_batched_tokens=_value(server, "max_num_batched_tokens") or Wish().max_num_batched_tokens,
             tensor_parallel=share.gpus,
-            kv_cache_dtype=_value(server, "kv_cache_dtype"),
+            kv_cache_dtype=_value(server, "kv_cache_dtype") or Wish().kv_cache_dtype,
         )
         return (
             [] if server.template in ON_HOST else brief(room_of(read_model(find_model(name, environment)), share, wish))

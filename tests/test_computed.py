@@ -112,6 +112,22 @@ def test_vllm_on_the_processor_takes_the_hosts_memory(tmp_path: Path) -> None:
     assert filled(found) == {"whole": 0.87, "limited": 0.75}
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("--max-num-seqs 8 --gpu-memory-utilization auto", "--max-num-seqs 8 --gpu-memory-utilization 0.92"),
+        ("--gpu-memory-utilization=auto --max-num-seqs 8", "--gpu-memory-utilization=0.92 --max-num-seqs 8"),
+        ("--gpu-memory-utilization 0.5", "--gpu-memory-utilization 0.5"),
+    ],
+)
+def test_behind_lemonade_it_stands_in_the_arguments(tmp_path: Path, given: str, expected: str) -> None:
+    server = {"template": "lemonade", "variables": {"vllm_args": given}}
+    root = strix_halo_carve_out(tmp_path / "root")
+    found = fill_in(experiment(tmp_path, lemonade=server), lambda _line: None, root)
+    assert found.scenario.servers["lemonade"].variables == {"vllm_args": expected}
+    assert list(found.computed) == ([] if given == expected else ["servers.lemonade.vllm_args"])
+
+
 @pytest.mark.parametrize("docker_host", ["tcp://192.0.2.7:2376"])
 def test_the_memory_of_another_machine_is_not_known_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, docker_host: str
