@@ -56,6 +56,14 @@ def test_topics_findings_fixes_and_sources(tmp_path: Path) -> None:
     assert shown[-1] == "1 blocker, 19 ok. Servers on the GPU cannot be relied on until the blockers are gone."
 
 
+def test_only_the_level_has_a_colour(tmp_path: Path) -> None:
+    console = Console(width=110, force_terminal=True, color_system="standard", no_color=False)
+    with console.capture() as capture:
+        show.show(diagnose(machines.strix_halo_old_kernel(tmp_path)), console, tmp_path)
+    assert "\x1b[32m  ok       \x1b[0mLinux 6.17.8\n" in capture.get()
+    assert "\x1b[1;31m  BLOCKER  \x1b[0mLinux 6.17.8 lacks" in capture.get()
+
+
 def test_without_a_gpu_it_says_what_runs(tmp_path: Path) -> None:
     shown = lines(machines.no_gpu(tmp_path), 110)
     assert sum("BLOCKER" in line for line in shown) == 1
