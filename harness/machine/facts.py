@@ -1,12 +1,12 @@
 """What this machine is: kernel, CPU, memory and AMD GPUs, as the kernel's own files tell."""
 
-import os
 import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from harness.machine.files import meminfo, number, text
 from harness.manifest import GpuMemory, Machine
 
 # Parameters of the kernel command line that change what a GPU can do or how fast memory is.
@@ -27,15 +27,15 @@ _SETTINGS = {  # files whose content is recorded under this name
 def machine(root: Path = Path("/"), docker: str | None = None) -> Machine:
     """The facts of the machine whose /proc and /sys are under `root`; `docker` is its engine's version."""
     return Machine(
-        name=_read(root / "proc/sys/kernel/hostname") or "unknown",
-        kernel=_read(root / "proc/sys/kernel/osrelease"),
+        name=text(root / "proc/sys/kernel/hostname") or "unknown",
+        kernel=text(root / "proc/sys/kernel/osrelease"),
         cpu=_cpu(root),
         cores=_cores(root),
-        ram_bytes=_ram(root),
+        ram_bytes=meminfo(root, "MemTotal"),
         gpus=list(gpus(root)),
         kernel_parameters=_parameters(root),
         docker=docker,
-        rocm=_read(root / "opt/rocm/.info/version"),
+        rocm=text(root / "opt/rocm/.info/version"),
     )
 
 
@@ -61,16 +61,16 @@ def gpus(root: Path = Path("/")) -> Iterator[dict[str, Any]]:
         device = root / f"sys/class/drm/renderD{minor}/device"
         yield {
             "target": gfx_target(version),
-            "name": _read(node / "name") or None,
+            "name": text(node / "name") or None,
             "device_id": f"0x{properties['device_id']:04x}" if "device_id" in properties else None,
             "render_node": f"/dev/dri/renderD{minor}" if minor > 0 else None,
             "compute_units": _compute_units(properties),
             "integrated": not (device / "board_info").exists() if device.is_dir() else None,
-            "vram_bytes": _number(device / "mem_info_vram_total"),
-            "gtt_bytes": _number(device / "mem_info_gtt_total"),
-            "vbios": _read(device / "vbios_version"),
+            "vram_bytes": number(device / "mem_info_vram_total"),
+            "gtt_bytes": number(device / "mem_info_gtt_total"),
+            "vbios": text(device / "vbios_version"),
             "firmware": _firmware(device),
-            "performance_level": _read(device / "power_dpm_force_performance_level"),
+            "performance_level": text(device / "power_dpm_force_performance_level"),
             # gfx1151 hangs under load without these two; kernels from 6.18.4 on export them.
             "cwsr_sizes_known": {"cwsr_size", "ctl_stack_size"} <= properties.keys(),
         }
@@ -85,7 +85,7 @@ def gpu_memory(root: Path = Path("/")) -> list[GpuMemory]:
         if device is None:
             continue
         pools = ("vram", "gtt") if gpu["integrated"] else ("vram",)
-        used = [value for pool in pools if (value := _number(device / f"mem_info_{pool}_used")) is not None]
+        used = [value for pool in pools if (value := number(device / f"mem_info_{pool}_used")) is not None]
         total = [value for pool in pools if (value := gpu[f"{pool}_bytes"]) is not None]
         if len(used) == len(total) == len(pools):
             found.append(GpuMemory(render_node=node, used_bytes=sum(used), total_bytes=sum(total)))
@@ -100,7 +100,7 @@ def gfx_target(version: int) -> str:
 def _firmware(device: Path) -> dict[str, str]:
     """Versions of the firmware that the driver has loaded, by part of the GPU; parts without one are left out."""
     files = sorted((device / "fw_version").glob("*_fw_version"))
-    found = {file.name.removesuffix("_fw_version"): _read(file) for file in files}
+    found = {file.name.removesuffix("_fw_version"): text(file) for file in files}
     return {part: version for part, version in found.items() if version and version.strip("0x.")}
 
 
@@ -110,40 +110,22 @@ def _compute_units(properties: dict[str, int]) -> int | None:
 
 
 def _properties(path: Path) -> dict[str, int]:
-    pairs = (line.split() for line in (_read(path) or "").splitlines())
+    pairs = (line.split() for line in (text(path) or "").splitlines())
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].lstrip("-").isdigit()}
 
 
 def _cpu(root: Path) -> str | None:
-    match = re.search(r"^model name\s*:\s*(.+)$", _read(root / "proc/cpuinfo") or "", re.MULTILINE)
+    match = re.search(r"^model name\s*:\s*(.+)$", text(root / "proc/cpuinfo") or "", re.MULTILINE)
     return match[1].strip() if match else None
 
 
 def _cores(root: Path) -> int | None:
-    count = len(re.findall(r"^processor\s*:", _read(root / "proc/cpuinfo") or "", re.MULTILINE))
+    count = len(re.findall(r"^processor\s*:", text(root / "proc/cpuinfo") or "", re.MULTILINE))
     return count or None
 
 
-def _ram(root: Path) -> int | None:
-    match = re.search(r"^MemTotal:\s*(\d+) kB", _read(root / "proc/meminfo") or "", re.MULTILINE)
-    return int(match[1]) * 1024 if match else None
-
-
 def _parameters(root: Path) -> dict[str, str]:
-    words = (_read(root / "proc/cmdline") or "").split()
+    words = (text(root / "proc/cmdline") or "").split()
     found = {word.partition("=")[0]: word.partition("=")[2] for word in words if _PARAMETERS.match(word)}
-    settings = {name: _read(root / path) for name, path in _SETTINGS.items()}
+    settings = {name: text(root / path) for name, path in _SETTINGS.items()}
     return found | {name: value for name, value in settings.items() if value}
-
-
-def _number(path: Path) -> int | None:
-    text = _read(path)
-    return int(text) if text and text.isdigit() else None
-
-
-def _read(path: Path) -> str | None:
-    """A small file's text; None when it is missing or the driver refuses to answer now."""
-    try:
-        return os.fsdecode(path.read_bytes()).strip()
-    except OSError:
-        return None
