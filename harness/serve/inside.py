@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from docker.models.containers import Container
+from docker.utils.socket import frames_iter
 
 from harness.machine.sampler import INTERVAL_S, Source, root
 from harness.machine.telemetry import AMD, CGROUP_FILES, GPU_FILES, SENSORS, Reading
@@ -38,7 +39,7 @@ for d in "$r/sys/fs/cgroup" "$r/sys/fs/cgroup/memory" "$r/sys/fs/cgroup/cpuacct"
     case $f in *.stat) many="$many $d/$f" ;; *) one="$one $d/$f" ;; esac
   done
 done
-trap 'enough=1' TERM
+trap 'enough=1; kill $! 2>/dev/null' TERM
 enough=
 while :; do
   last=$enough
@@ -59,7 +60,7 @@ def inside(container: Container, interval_s: float = INTERVAL_S) -> Source:
         api = container.client.api  # type: ignore[union-attr]
         script = _script(str(root()).rstrip("/"), interval_s)
         run = api.exec_create(container.id, ["sh", "-c", script], stdout=True, stderr=False)["Id"]
-        lines = _lines(api.exec_start(run, stream=True))
+        lines = _lines(_output(api.exec_start(run, socket=True)))
         pid = next(lines, b"").removeprefix(b"pid ").decode()
         if not pid.isdigit():
             return  # there is no shell in it
@@ -110,6 +111,17 @@ def _script(where: str, interval_s: float) -> str:
         lines=shlex.quote(_LINES),
         interval=f"{interval_s:g}",
     )
+
+
+def _output(connection: Any) -> Iterator[bytes]:
+    """What comes until the shell ends; then the connection is closed, which the SDK leaves to the garbage collector."""
+    try:
+        for _, data in frames_iter(connection, tty=False):
+            yield data
+    finally:
+        with suppress(AttributeError):  # which not every kind of connection has
+            connection._response.close()
+        connection.close()
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:

@@ -1,0 +1,140 @@
+"""Telemetry of real containers: control groups of this machine, and a shell within."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import docker
+import pytest
+from docker.models.containers import Container
+from docker.types import Mount
+
+from harness.machine.sampler import Sampler
+from harness.manifest import ServedBy
+from harness.serve import Endpoint, labels
+from harness.serve.containers import Look
+from harness.serve.inside import has_shell, inside
+from harness.serve.telemetry import source_of
+from harness.telemetry import TelemetrySample, read_telemetry
+from tests.docker.conftest import Served
+from tests.fake_gpus import apu_table, device, gpu, host
+
+GPU = "renderD128"
+
+
+@pytest.fixture
+def container(client: docker.DockerClient, image: str, tmp_path: Path) -> Iterator[Container]:
+    """A container that keeps up to half a core busy, with a tree of files in place of /sys."""
+    gpu(tmp_path / "root", watts=100, gpu_metrics=apu_table())
+    host(tmp_path / "root")
+    mine = client.containers.create(
+        image,
+        entrypoint=["python", "-c"],
+        command=[
+            "import time\nwhile True:\n t = time.monotonic() + .05\n while time.monotonic() < t: pass\n time.sleep(.05)"
+        ],
+        mounts=[Mount("/root/fake", str(tmp_path / "root"), type="bind", read_only=True)],
+        labels=labels.owned(tmp_path.name, "c"),
+        user="0",
+    )
+    try:
+        mine.start()
+        mine.reload()
+        yield mine
+    finally:
+        mine.remove(force=True, v=True)
+
+
+def endpoint(container: Container) -> Endpoint:
+    url = "http://gpu-box:8000"
+    return Endpoint(url=url, started=ServedBy(url=url), look=lambda now: Look(None), container=container)
+
+
+def until(sampler: Sampler, samples: int) -> None:
+    end_s = time.monotonic() + 20
+    while sampler.samples < samples and time.monotonic() < end_s:
+        time.sleep(0.02)
+    assert sampler.samples >= samples, sampler.last_failure
+
+
+def test_files_within_a_container_that_change_while_they_are_sampled(
+    container: Container, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AMD_LLM_LOAD_TELEMETRY_ROOT", "/root/fake")
+    path = tmp_path / "telemetry.jsonl"
+    power = tmp_path / "root" / device() / "hwmon/hwmon3/power1_average"
+    with Sampler(inside(container, 0.1), "c", path) as sampler:
+        for watts in (101, 102, 103):
+            (tmp_path / "new").write_text(f"{watts}000000\n")
+            os.replace(tmp_path / "new", power)
+            if watts == 102:
+                gpu(tmp_path / "root", watts=102, gpu_metrics=apu_table(heat=7))
+            until(sampler, sampler.samples + 3)
+    assert sampler.last_failure is None
+    samples = read_telemetry(path)["c"]
+    values = [one.gpus[GPU].power_w for one in samples]
+    assert list(dict.fromkeys(values)) == [101.0, 102.0, 103.0]
+    held = [one.gpus[GPU].held_back for one in samples]
+    assert held[0] is None and held.count({"heat": 1.0}) == 1 and held[-1] == {}
+    first = samples[0]
+    assert first.gpus[GPU].temperatures_c == {"edge": 61.0, "junction": 74.5, "mem": 80.0}
+    assert first.host is not None and first.host.memory_available_bytes == 4096 * 1024
+    processes = container.top()["Processes"]
+    assert len(processes) == 1, processes  # nothing of the sampling is left
+
+
+def test_a_container_on_this_machine_is_measured_by_its_control_group(container: Container, tmp_path: Path) -> None:
+    found = local(container, tmp_path)
+    cores = [one.container.cpu_cores for one in found if one.container and one.container.cpu_cores is not None]
+    memory = [one.container.memory_bytes for one in found if one.container]
+    assert cores and 0 < cores[-1] < 1
+    assert memory[-1] is not None and 2**20 < memory[-1] < 2**28
+    assert all(one.took_s is not None for one in found)
+
+
+def test_a_container_is_measured_from_within_alike(
+    container: Container, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside = local(container, tmp_path)[-1].container
+    monkeypatch.setattr("harness.serve.telemetry.cgroup_files", lambda *_: [])  # as with an engine elsewhere
+    within = local(container, tmp_path)
+    assert all(one.took_s is None for one in within)
+    last = within[-1].container
+    assert outside is not None and last is not None
+    assert outside.memory_bytes is not None and last.memory_bytes is not None
+    assert last.memory_bytes == pytest.approx(outside.memory_bytes, rel=0.5)
+    assert last.cpu_cores is not None and 0 < last.cpu_cores < 1.5
+    assert within[-1].host is not None and within[-1].host.cpu_busy is not None
+
+
+def local(container: Container, tmp_path: Path) -> list[TelemetrySample]:
+    path = tmp_path / "telemetry.jsonl"
+    path.unlink(missing_ok=True)
+    with Sampler(source_of(endpoint(container)), "c", path) as sampler:
+        until(sampler, 3)
+    return read_telemetry(path)["c"]
+
+
+def test_a_container_that_ends_ends_the_sampling(container: Container, tmp_path: Path) -> None:
+    with Sampler(inside(container, 0.1), "c", tmp_path / "telemetry.jsonl") as sampler:
+        until(sampler, 2)
+        container.kill()
+        time.sleep(0.5)
+        begin = time.monotonic()
+    assert time.monotonic() - begin < 2
+
+
+def test_a_container_without_a_shell(container: Container) -> None:
+    assert has_shell(container)
+    container.exec_run(["sh", "-c", "rm $(command -v od)"], user="0")
+    assert not has_shell(container)
+
+
+def test_a_server_of_ours_has_its_container(served: Served, tmp_path: Path) -> None:
+    with served() as endpoint:
+        assert endpoint.container is not None
+        with Sampler(source_of(endpoint), "c", tmp_path / "telemetry.jsonl") as sampler:
+            until(sampler, 2)
+    last = read_telemetry(tmp_path / "telemetry.jsonl")["c"][-1]
+    assert last.container is not None and last.container.memory_bytes is not None
