@@ -1,5 +1,6 @@
 """The GitHub workflows: right by GitHub's schema, without common mistakes, and their steps do what they say."""
 
+import json
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ from junitparser import JUnitXml
 
 from harness.cli import app
 from harness.paths import ROOT
-from tests.command import only_run, server, write
+from tests.command import harness, only_run, server, write
 
 BIN = Path(sys.executable).parent
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -81,11 +82,14 @@ def test_who_may_start_what() -> None:
 
 
 class Runner:
-    """Does the scripts of the gate's steps in a folder, as GitHub's runner would, with `bash -e`."""
+    """Does the scripts of the gate's steps in a folder, as GitHub's runner does: `bash -e FILE`."""
 
     def __init__(self, folder: Path, **inputs: str) -> None:
         self.folder = folder
         job = read("amd-gate.yml")["jobs"]["gate"]
+        assert "defaults" not in job and not any("shell" in step for step in job["steps"]), (
+            "the shell is GitHub's default"
+        )
         self._steps = {step["name"]: step for step in job["steps"] if "run" in step}
         self._inputs = inputs
         self.outputs: dict[str, str] = {}
@@ -117,9 +121,9 @@ class Runner:
             **self._job_env,
             **{key: self._filled(value) for key, value in step.get("env", {}).items()},
         }
-        done = subprocess.run(
-            ["bash", "-e", "-c", step["run"]], cwd=self.folder, env=env, capture_output=True, text=True
-        )
+        script = self.folder / "step.sh"
+        script.write_text(step["run"])
+        done = subprocess.run(["bash", "-e", script], cwd=self.folder, env=env, capture_output=True, text=True)
         self.said = done.stdout + done.stderr
         self.outputs |= dict(line.split("=", 1) for line in output.read_text().splitlines())
         return done.returncode
@@ -151,6 +155,54 @@ def test_the_gate_without_and_with_a_published_run(tmp_path: Path) -> None:
     (suite,) = runner.junit("compare.xml")
     assert (suite.tests, suite.skipped) == (1, 1), "one repeat a side cannot tell"
     assert "cannot tell" in runner.summary.read_text()
+
+
+def published(runner: Runner) -> Path:
+    """Measure, and file the run as `harness publish` does: without records."""
+    assert runner.step("Find the last published run") == 0
+    assert runner.step("Measure") == 0, runner.said
+    done = harness("publish", str(only_run(runner.folder / "ci-runs")), cwd=runner.folder)
+    assert done.code == 0, done
+    target = runner.folder / done.out.partition(":")[0]
+    assert sorted(path.name for path in target.iterdir()) == ["report.md", "run.json", "summary.json"]
+    assert runner.step("Find the last published run") == 0
+    assert runner.outputs == {"run": str(target.relative_to(runner.folder))}
+    return target
+
+
+def test_the_gate_against_what_was_published(tmp_path: Path) -> None:
+    path = write(tmp_path, checks=["error_rate == 0"])
+    inputs = {"scenario": path.name, "checks": "", "about": "", "relative_checks": "wall <= 1000 * baseline"}
+    runner = Runner(tmp_path, **inputs)
+    target = published(runner)
+    assert runner.step("Measure") == 0, runner.said
+    assert (runner.junit("run.xml").tests, runner.junit("run.xml").failures) == (3, 0)
+    assert runner.step("Compare with the last published run") == 0, runner.said
+    (suite,) = runner.junit("compare.xml")
+    assert (suite.tests, suite.skipped) == (1, 1)
+    assert {one.name: one.value for one in suite.properties()}["baseline"] == target.name  # type: ignore[no-untyped-call]
+    assert "cannot tell: 1 against 1 run have no spread" in runner.summary.read_text()
+
+    changed = json.loads((target / "run.json").read_text())
+    changed["workload_sha256"] = "ab" * 32
+    (target / "run.json").write_text(json.dumps(changed))
+    assert runner.step("Compare with the last published run") == 1, runner.said
+    assert "runs that differ in 'workload_sha256' are not compared" in runner.said
+    (suite,) = runner.junit("compare.xml")
+    assert (suite.tests, suite.errors) == (1, 1), "refused, and yet a file that can be read"
+
+
+def test_the_gate_closes_on_a_run_slower_than_the_published_one(tmp_path: Path) -> None:
+    path = write(tmp_path, repeats=4)
+    runner = Runner(tmp_path, scenario=path.name, checks="", about="", relative_checks="")
+    target = published(runner)
+    summary = json.loads((target / "summary.json").read_text())
+    summary["rows"][0]["wall_s"] = [wall_s / 10 for wall_s in summary["rows"][0]["wall_s"]]
+    (target / "summary.json").write_text(json.dumps(summary))
+    assert runner.step("Compare with the last published run") == 4, runner.said
+    (suite,) = runner.junit("compare.xml")
+    assert (suite.tests, suite.failures) == (1, 1)
+    assert "slower: 0.1" in runner.summary.read_text()
 
 
 def test_the_gate_closes(tmp_path: Path) -> None:
