@@ -249,7 +249,7 @@ def _cell(
         started_wall_s=driven.started_wall_s,
         ended_wall_s=driven.ended_wall_s,
         served_by=endpoint.served_by,
-        problems=[*driven.problems, *endpoint.problems()],
+        problems=[*driven.problems, *endpoint.evidence(), *endpoint.problems()],
     )
 
 

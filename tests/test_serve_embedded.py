@@ -87,7 +87,9 @@ def test_a_failed_start_is_explained_at_once(tmp_path: Path) -> None:
     ):
         pass
     assert time.monotonic() - begin < 5
-    assert caught.value.detail.endswith(line)
+    shown, where = caught.value.detail.splitlines()
+    assert shown.startswith("line ") and shown.endswith(f": {line}")
+    assert where == f"the whole log: {tmp_path}/logs/c.server.log"
     assert "raise gpu_memory_utilization" in caught.value.next_step
     assert caught.value.exit_code == 2
 

@@ -15,22 +15,25 @@ class State(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     exit_code: int | None = None
     oom_killed: bool = False
-    error: str = ""  # what the Docker Engine said when it could not start the container
+    error: str = ""  # what the Docker Engine said when it could not start the container, or an API's error
 
 
 def explain(log: str | Path, state: State = State()) -> Failure | None:  # noqa: B008 - a frozen value
     """The most telling known cause, or None. `log`: its text, or its file.
 
-    A kill for memory comes first, then what Docker said, then the log: its first known cause, whatever wrappers such as
-    "Engine core initialization failed" say around it. What an exit code says comes where the log says nothing better.
+    A kill for memory comes first, then a cause in `state.error`, then the log: its first known cause, whatever wrappers
+    such as "Engine core initialization failed" say around it. An exit code is asked where the log says nothing better.
     """
     ended = _ended(state, log)
     if state.oom_killed and ended is not None:
         return ended
+    said = [structs.replace(failure, number=None) for failure in scan_text(state.error).findings]
+    if any(failure.severity == "cause" for failure in said):
+        return most_telling(said)
     found = scan_text(log).findings
     if state.exit_code is not None:  # a server does not end because it refused a request
         found = [failure for failure in found if failure.severity != "request"]
-    return scan_text(state.error).cause() or most_telling([*found, *([ended] if ended is not None else [])])
+    return most_telling([*found, *said, *([ended] if ended is not None else [])])
 
 
 def scan_text(log: str | Path) -> Scanned:

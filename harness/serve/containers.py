@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from harness.errors import ServerError
 from harness.failures.explain import State, explain
+from harness.failures.scan import Failure
 from harness.serve import labels
 from harness.serve.compose import ComposeFile, Service
 from harness.serve.daemon import DOCKER_ERRORS, docker_error
@@ -23,6 +24,7 @@ from harness.serve.values import parse_bytes, parse_device, parse_port, parse_se
 
 ENGINE_SILENT_S = 15.0
 PREPARE_S = 300  # such as changing the owner of a volume full of models
+EVIDENCE_CHARS = 300  # of a line, within a sentence
 LOOK_EVERY_S = 0.5  # a look at the container costs the engine a millisecond or two
 
 
@@ -33,6 +35,7 @@ class Look(Struct, frozen=True):
     exit_code: int | None = None
     oom_killed: bool = False
     restarts: int = 0
+    evidence: str | None = None  # once it has ended: what its log says about that, and what to do
 
 
 def prepare(client: docker.DockerClient, compose: ComposeFile, owner: dict[str, str]) -> None:
@@ -238,27 +241,41 @@ def _look(container: Container, log: LogFile) -> Look:
     code = int(state["ExitCode"])
     if state.get("Paused"):
         return Look("its container was paused from outside", None, oom_killed, restarts)
-    return Look(describe_end(code, oom_killed, str(state.get("Error") or ""), log), code, oom_killed, restarts)
+    ended = State(exit_code=code, oom_killed=oom_killed, error=str(state.get("Error") or ""))
+    return look_at_end(code, ended, log, restarts)
 
 
-def describe_end(exit_code: int, oom_killed: bool, error: str, log: LogFile) -> str:
-    """How a server ended and why, in one line."""
+def look_at_end(exit_code: int, ended: State, log: LogFile, restarts: int = 0) -> Look:
+    """How a server ended and why, in one line, with what its log has to say about it."""
     log.settle()
-    failure = explain(log.text(), State(exit_code=exit_code, oom_killed=oom_killed, error=error))
-    return f"it ended with exit code {exit_code}" + (f": {failure.cause}" if failure is not None else "")
+    failure = explain(log.path, ended)
+    problem = f"it ended with exit code {exit_code}"
+    if failure is None:
+        return Look(problem, exit_code, ended.oom_killed, restarts, f"the last line of its log: {log.last_line()}")
+    where = "its log ends with" if failure.number is None else f"line {failure.number} of its log says"
+    shown = failure.line[:EVIDENCE_CHARS] + ("..." if len(failure.line) > EVIDENCE_CHARS else "")
+    evidence = f"{where}: {shown or 'nothing'}; to solve it: {failure.fix}"
+    return Look(f"{problem}: {failure.cause}", exit_code, ended.oom_killed, restarts, evidence)
 
 
 def death(look: Look, log: LogFile) -> ServerError:
     """The error for a server that ended before it was ready."""
-    failure = explain(log.text(), State(exit_code=look.exit_code, oom_killed=look.oom_killed))
+    failure = explain(log.path, State(exit_code=look.exit_code, oom_killed=look.oom_killed))
     what = f"the server did not start; {look.problem}"
     if failure is None:
         if look.exit_code is not None:  # of a server that already worked, the last line would be any request's
             what += f": {log.last_line()}"
         return ServerError(what, next_step=f"Its log is {log.path}.", detail=log.tail())
-    tail = log.tail()
-    evidence = tail if failure.line in tail else f"{failure.line}\n[...]\n{tail}"
-    return ServerError(what, next_step=f"To solve it: {failure.fix}.", detail=evidence)
+    detail = log.tail() if failure.number is None else evidence_in(failure, log)
+    return ServerError(what, next_step=f"To solve it: {failure.fix}.", detail=detail)
+
+
+def evidence_in(failure: Failure, log: LogFile) -> str:
+    """The telling line instead of the traceback around it, and where the rest is."""
+    lines = [f"line {failure.number}: {failure.line}"]
+    if failure.wrapper is not None:
+        lines.append(f"it came through line {failure.wrapper_number}: {failure.wrapper}")
+    return "\n".join([*lines, f"the whole log: {log.path}"])
 
 
 def inspected(container: Container, compose: ComposeFile, service: Service) -> dict[str, Any]:

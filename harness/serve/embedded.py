@@ -9,8 +9,9 @@ from pathlib import Path
 
 from harness import process
 from harness.errors import ServerError
+from harness.failures.explain import State
 from harness.serve.compose import Service
-from harness.serve.containers import Look, describe_end
+from harness.serve.containers import Look, look_at_end
 from harness.serve.logfile import LogFile
 
 
@@ -60,4 +61,4 @@ def _look(child: "subprocess.Popen[bytes]", log: LogFile) -> Look:
     code = child.poll()
     if code is None:
         return Look(None)
-    return Look(describe_end(code, False, "", log), code)
+    return look_at_end(code, State(exit_code=code), log)

@@ -39,6 +39,11 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
         """Why what was measured since the last call cannot be trusted, as far as the server lives to tell."""
         return [] if self.find_problems is None or self.check_alive() is not None else self.find_problems()
 
+    def evidence(self) -> list[str]:
+        """Once it has died: what its log says about that."""
+        seen = self.look(False)
+        return [] if seen.problem is None or seen.evidence is None else [seen.evidence]
+
     def check_alive(self) -> str | None:
         """None while the server lives, else what happened to it. Cheap: made to be asked all the time."""
         return self.look(False).problem

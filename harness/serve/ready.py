@@ -10,7 +10,7 @@ import requests
 from msgspec import Struct
 
 from harness.errors import ServerError
-from harness.failures.explain import explain
+from harness.failures.explain import State, explain
 from harness.manifest import Phase
 from harness.serve import localai, ollama
 from harness.serve.ask import (
@@ -27,6 +27,7 @@ from harness.serve.ask import (
     server_version,
 )
 from harness.serve.compose import Fetch, Serving
+from harness.serve.containers import evidence_in
 from harness.serve.lemonade.api import Api
 from harness.serve.lemonade.bring_up import BroughtUp, bring_up
 from harness.serve.waiting import Waiting as Waiting
@@ -152,22 +153,22 @@ def _poll(
 
 
 def _not_ready(url: str, seen: str, waiting: Waiting) -> ServerError:
-    failure = explain(waiting.log.text())
+    failure = explain(waiting.log.path)
     hint = f" Its log has a hint: {failure.cause}; {failure.fix}." if failure is not None else ""
     return ServerError(
         f"the server did not become ready within {waiting.timeout_s:g} s; last seen at GET {url}: {seen}",
         next_step="Look at its last lines; if it only needs longer, raise startup_timeout_s in the scenario." + hint,
-        detail=waiting.log.tail(),
+        detail=waiting.log.tail() if failure is None else evidence_in(failure, waiting.log),
     )
 
 
 def _not_loaded(response: requests.Response, model: str, waiting: Waiting) -> ServerError:
     said = message(response)
-    failure = explain(f"{said}\n{waiting.log.text()}")
+    failure = explain(waiting.log.path, State(error=said))
     return ServerError(
         f"the server could not load '{model}': HTTP {response.status_code}: {said}",
         next_step=f"{failure.cause}; {failure.fix}." if failure is not None else "Look at its last lines.",
-        detail=waiting.log.tail(),
+        detail=waiting.log.tail() if failure is None or failure.number is None else evidence_in(failure, waiting.log),
     )
 
 
