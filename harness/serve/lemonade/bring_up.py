@@ -10,7 +10,7 @@ import msgspec
 import requests
 
 from harness.errors import ServerError
-from harness.failures.explain import explain
+from harness.failures.explain import State, explain
 from harness.manifest import Phase
 from harness.serve.ask import reason
 from harness.serve.compose import Managed
@@ -193,7 +193,7 @@ def most_at_once(system: System | None, version: str | None) -> int | None:
 
 def _not_loaded(answer: requests.Response, model: str, waiting: Waiting) -> ServerError:
     said = text_of(answer)
-    failure = explain(f"{said}\n{waiting.log.text()}")
+    failure = explain(waiting.log.path, State(error=said))
     step = "Look at its last lines." if failure is None else f"{failure.cause}; {failure.fix}."
     left = waiting.orphans()
     if left:
