@@ -137,8 +137,9 @@ def test_the_harness_itself_costs_little_time(batching: Timed, say: Say) -> None
         for phase in ("warmup", "measured")
     )
     phases = {phase.name: phase.seconds for phase in ran.manifest.cells[0].served_by.phases}
-    assert list(phases) == ["pull", "flags", "create", "port open", "health", "first answer"]
-    engine = phases["port open"] + phases["health"] + phases["first answer"]
+    by_log = ["process", "weights", "warm-up", "ready"]
+    assert list(phases) == ["pull", "flags", "create", *by_log, "first answer"]
+    engine = sum(phases[name] for name in by_log) + phases["first answer"]
     command = ran.manifest.started_wall_s - batching.began_wall_s
     ready = command + sum(phases.values())
     say(
@@ -148,3 +149,23 @@ def test_the_harness_itself_costs_little_time(batching: Timed, say: Say) -> None
         f"load generator {first - ready:.2f} s)"
     )
     assert 0 < first - engine < 10
+
+
+def test_the_start_is_recorded_with_what_vllm_says(batching: Timed, say: Say) -> None:
+    cells = {cell.id: cell.served_by for cell in batching.ran.manifest.cells}
+    ten, two = (cells[f"r1-seqs-{most}-one-at-a-time"] for most in (10, 2))
+    for served in (ten, two):
+        known, phases = served.startup, {phase.name: phase.seconds for phase in served.phases}
+        assert known is not None
+        assert (known.engine, known.version, known.architecture) == ("vllm", served.version, "Qwen3ForCausalLM")
+        assert (known.max_model_len, known.kv_cache_gib, known.compile_s) == (2048, 1.0, None)  # no compiling: eager
+        assert known.kv_cache_tokens is not None and known.max_concurrency is not None
+        assert known.max_concurrency == pytest.approx(known.kv_cache_tokens / 2048, rel=0.001)
+        assert known.kv_cache_blocks is not None and known.kv_block_size is not None
+        assert known.kv_cache_blocks * known.kv_block_size == known.kv_cache_tokens  # metrics and log agree
+        assert known.weights_s is not None and known.weights_s <= phases["weights"] + 0.1
+        assert known.init_engine_s is not None and known.init_engine_s <= phases["warm-up"] + 0.1
+        assert phases["process"] > phases["weights"]
+        assert (served.effective["enforce_eager"], served.effective["dtype"]) == (True, "bfloat16")
+    assert (ten.effective["max_num_seqs"], two.effective["max_num_seqs"]) == (10, 2)
+    say("start of real vLLM: " + ", ".join(f"{phase.name} {phase.seconds:.2f} s" for phase in ten.phases))
