@@ -66,15 +66,13 @@ class Server:
     """paced_server on a core of its own."""
 
     def __init__(self, schedule: Schedule, folder: Path, core: int) -> None:
-        program = folder / "paced_server"
-        if not program.exists():
-            subprocess.run(["cc", "-O2", "-o", program, HERE / "paced_server.c"], check=True)
+        program = _compiled("paced_server", folder)
         self.log = folder / f"sent-{time.monotonic_ns()}.txt"
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         arguments = [str(number) for number in (schedule.ttft_ms, schedule.gap_ms, schedule.chunks, schedule.tick_ms)]
-        command = ["taskset", "-c", str(core), program, str(self.port), *arguments, self.log]
-        self._child = subprocess.Popen([*_first_in_line(), *command], stderr=subprocess.PIPE, text=True)
+        command = [*_alone(core, 50), str(program), str(self.port), *arguments, str(self.log)]
+        self._child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         while is_free(self.port):
             time.sleep(0.02)
 
@@ -94,25 +92,28 @@ class Server:
         return sent
 
 
-def _first_in_line() -> list[str]:
-    """The server must be on time: before everything else on its core, where that is allowed."""
-    allowed = shutil.which("chrt") and subprocess.run(["chrt", "-f", "50", "true"], capture_output=True).returncode == 0
-    return ["chrt", "-f", "50"] if allowed else []
+def _alone(core: int, priority: int | None) -> list[str]:
+    """The start of a command that runs on this core; with a priority, before everything else there, where allowed."""
+    pinned = ["taskset", "-c", str(core)]
+    if priority is None or shutil.which("chrt") is None:
+        return pinned
+    first = ["chrt", "-f", str(priority)]
+    return [*first, *pinned] if subprocess.run([*first, "true"], capture_output=True).returncode == 0 else pinned
 
 
-def ours(server: Server, users: int, folder: Path, core: int, schedule: Schedule, processes: int = 1) -> Reading:
+def ours(server: Server, users: int, folder: Path, start: list[str], schedule: Schedule, processes: int = 1) -> Reading:
     """The batch user class that ships, as `harness run` starts it."""
     folder.mkdir()
     load = Load(user="batch", users=users, processes=processes, requests=users * ROUNDS, output_tokens=schedule.chunks)
     job = Job(
         cell="c", load_name="batch", load=load, model="paced", prompts=Prompts(tokens=50), seed=1, salt=None,
-        warmup=Warmup(requests=users), requests_path=str(folder / "requests.jsonl"),
+        warmup=Warmup(requests=0), requests_path=str(folder / "requests.jsonl"),
         processes_path=str(folder / "processes.jsonl"), tickets_path=str(folder / "tickets"),
     )  # fmt: skip
     write_job(job, folder / "job.json")
     arguments = locust_arguments(job, folder / "job.json", LOCUSTFILES / "batch.py", server.url)
     with (folder / "log").open("wb") as log:
-        command = ["taskset", "-c", str(core), sys.executable, "-m", "locust", *arguments]
+        command = [*start, sys.executable, "-m", "locust", *arguments]
         done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT)
     if done.returncode != 0:
         raise SystemExit((folder / "log").read_text()[-2000:])
@@ -126,9 +127,7 @@ def _reading(folder: Path, server: Server, users: int, schedule: Schedule) -> Re
     assert len(records) == users * ROUNDS, [record.message for record in every if record.error][:3]
     sent = server.sent_s()
     ttft_ms = np.array([record.chunks_s[0] for record in records]) * 1000 - schedule.ttft_ms
-    errors = np.concatenate(
-        [np.array(record.chunks_s) + record.sent_s - sent[record.id] for record in records]
-    )
+    errors = np.concatenate([np.array(record.chunks_s) + record.sent_s - sent[record.id] for record in records])
     began, ended = _span(records)
     marks = [mark for mark in read_marks(folder / "processes.jsonl") if mark.event == "end"]
     coalesced = sum(record.coalesced for record in records)
@@ -144,6 +143,25 @@ def _reading(folder: Path, server: Server, users: int, schedule: Schedule) -> Re
     )
 
 
+def in_c(server: Server, users: int, folder: Path, start: list[str], schedule: Schedule) -> Reading:
+    """paced_client: the least that reading these streams costs."""
+    program = _compiled("paced_client", folder.parent)
+    command = [*start, str(program), str(server.port), str(users), str(ROUNDS)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True)
+    server.stop()
+    told = msgspec.json.decode(said.stdout)
+    load = ROUNDS * schedule.e2e_s / told["took_s"]
+    ttft_ms = (told["ttft_p50_ms"] - schedule.ttft_ms, told["ttft_p99_ms"] - schedule.ttft_ms)
+    return Reading("C, nothing parsed", users, ttft_ms, None, load, told["cpu_us"])
+
+
+def _compiled(name: str, folder: Path) -> Path:
+    program = folder / name
+    if not program.exists():
+        subprocess.run(["cc", "-O2", "-o", program, HERE / f"{name}.c"], check=True)
+    return program
+
+
 def _span(records: list[Request]) -> tuple[float, float]:
     return min(r.sent_s for r in records), max(r.sent_s + r.ended_s for r in records)
 
@@ -155,19 +173,26 @@ def main() -> None:
     parser.add_argument("--lockstep", action="store_true", help="all streams tick together, as an engine's batch does")
     parser.add_argument("--server-core", type=int, default=1)
     parser.add_argument("--client-core", type=int, default=0)
+    parser.add_argument("--realtime", action="store_true", help="clients, too, run before all else (a busy machine)")
     options = parser.parse_args()
+    start = _alone(options.client_core, 40 if options.realtime else None)
     schedule = Schedule(tick_ms=20.0 if options.lockstep else 0.0)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {schedule}")
     print(f"{'tool':28} {'users':>6} {'TTFT err p50/p99, ms':>22} {'chunk err p99':>14} {'load':>7} {'us/chunk':>9}")
     with tempfile.TemporaryDirectory() as name:
         for repeat in range(options.repeats):
             for users in options.users:
-                server = Server(schedule, Path(name), options.server_core)
-                read = ours(server, users, Path(name) / f"{users}-{repeat}", options.client_core, schedule)
-                ttft = f"{read.ttft_ms[0]:+.2f} / {read.ttft_ms[1]:+.2f}"
-                chunk = "-" if read.chunk_ms is None else f"{read.chunk_ms:.3f}"
-                cpu = "-" if read.cpu_us is None else f"{read.cpu_us:.1f}"
-                print(f"{read.tool:28} {users:6} {ttft:>22} {chunk:>14} {read.load:7.1%} {cpu:>9}  {read.note}", flush=True)
+                for client in (in_c, ours):  # interleaved: what else the machine does falls on both
+                    server = Server(schedule, Path(name), options.server_core)
+                    folder = Path(name) / f"{client.__name__}-{users}-{repeat}"
+                    show(client(server, users, folder, start, schedule))
+
+
+def show(read: Reading) -> None:
+    ttft = f"{read.ttft_ms[0]:+.2f} / {read.ttft_ms[1]:+.2f}"
+    chunk = "-" if read.chunk_ms is None else f"{read.chunk_ms:.3f}"
+    cpu = "-" if read.cpu_us is None else f"{read.cpu_us:.1f}"
+    print(f"{read.tool:28} {read.users:6} {ttft:>22} {chunk:>14} {read.load:7.1%} {cpu:>9}  {read.note}", flush=True)
 
 
 if __name__ == "__main__":

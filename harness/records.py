@@ -84,7 +84,7 @@ class ProcessMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     # Highest share of one core over any 5 s from the first measured request on; over the time from there to the end
     # where that is between 1 and 5 s (end only). A lifetime's mean would hide a few seconds of saturation.
     cpu_most: float | None = None
-    read_lag_p99_s: float | None = None  # p99 of a chunk's wait in the socket before it was read, to 10 % (end only)
+    read_lag_p99_s: float | None = None  # p99 of the wait of bytes in the socket before they were read (end only)
 
 
 def read_requests(path: Path, damaged: list[int] | None = None) -> Iterator[Request]:

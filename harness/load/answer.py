@@ -5,7 +5,7 @@ Knows the OpenAI API's chat completions and completions, streamed or not, as vLL
 
 import json
 import re
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -112,8 +112,41 @@ def _unframed(raw: bytes, answer: Answer) -> None:
         answer.fail("stream_error", f"{words} (sent outside of an event)")
 
 
+class _Delta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    content: str
+    role: str | None = None
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    delta: _Delta
+    finish_reason: None = None
+
+
+class _Plain(msgspec.Struct, frozen=True):
+    """An event that carries visible text and nothing else of interest."""
+
+    choices: tuple[_Choice]
+    object: Literal["chat.completion.chunk"]
+    usage: None = None
+    error: None = None
+
+
+_plain = msgspec.json.Decoder(_Plain)
+
+
 def _take_event(event: Event, number: int, at_s: float, answer: Answer) -> bool:
     """Note what one event says. True when it carries generated tokens."""
+    if event.type == "message":
+        try:
+            text = _plain.decode(event.data).choices[0].delta.content
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            text = ""  # anything else: looked at more closely
+        if text:
+            answer.generated = True
+            answer.text += text
+            if answer.first_visible_s is None:
+                answer.first_visible_s = at_s
+            return True
     try:
         body = _decode(event.data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

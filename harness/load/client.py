@@ -61,7 +61,13 @@ class Client:
     """One connection to one server, opened when needed and kept; for one request at a time."""
 
     def __init__(
-        self, target: Target, clock: KernelClock, reader: Reader, *, timeout_s: float, headers: Mapping[str, str] | None = None
+        self,
+        target: Target,
+        clock: KernelClock,
+        reader: Reader,
+        *,
+        timeout_s: float,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self._target = target
         self._clock = clock
@@ -150,7 +156,11 @@ class Client:
 
     def _collect(self, sock: socket.socket, collector: Collector) -> None:
         exchange = collector.exchange
-        said, said_ns = 0, time.monotonic_ns()  # pings keep a connection open, but they do not keep us waiting
+        said, said_read, said_ns = (
+            0,
+            -1,
+            time.monotonic_ns(),
+        )  # pings keep a connection open, but they do not keep us waiting
         with contextlib.closing(self._inbox(sock, exchange)) as inbox:
             try:
                 while not exchange.complete:
@@ -161,7 +171,9 @@ class Client:
                     for data in inbox.pieces(left_s):
                         collector.take(data)
                         if collector.said != said:
-                            said, said_ns = collector.said, exchange.arrivals[collector.reads - 1][0]
+                            said, said_read = collector.said, collector.reads - 1
+                    if said_read >= 0:
+                        said_ns = exchange.arrivals[said_read][0]
                     inbox.quiet = collector.waits_for_end
             except (gevent.GreenletExit, gevent.Timeout):
                 for data in inbox.rest():  # cut: what has come by now has come

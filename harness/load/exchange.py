@@ -110,12 +110,13 @@ class Collector:
 
     def on_body(self, data: bytes) -> None:
         self.exchange.body.append((self.reads - 1, data))
-        if b"data:" in self._tail[-4:] + data or not self.exchange.is_stream:
+        tail, self._tail = self._tail, data[-_TAIL_BYTES:]
+        if b"data:" in data or b"data:" in tail[-4:] + data[:4] or not self.exchange.is_stream:
             self.said += 1
-        window = self._tail + data
-        self._tail = window[-_TAIL_BYTES:]
-        if b"[DONE]" in window and _DONE.search(window):
+        if (b"[DONE]" in data or b"[" in tail) and _DONE.search(tail + data):
             self.done = True
+        if len(data) < _TAIL_BYTES:
+            self._tail = (tail + data)[-_TAIL_BYTES:]
 
     def on_message_complete(self) -> None:
         if self._informational:

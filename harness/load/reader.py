@@ -2,15 +2,15 @@
 
 What the bytes mean is worked out later, by the greenlet of the user whose answer they are. It sleeps meanwhile: no
 switch of greenlets, no parsing and no JSON for a chunk. That reading is late does not matter, as the kernel has stamped
-the bytes when they came; what does matter is that two chunks of a stream are not fetched by one read, so a busy process
-looks at its sockets each 2 ms. (The pattern of the kernel's own NAPI: interrupts while it is quiet, polling under load.)
+the bytes when they came; what does matter is that two chunks of a stream are not fetched by one read: a busy process
+looks at its sockets each 2 ms, and a quiet one when they are readable (as NAPI does in the kernel).
 """
 
 import select
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import gevent
 from gevent import monkey, socket
@@ -25,6 +25,8 @@ _MOST_BYTES = 16_384  # of a stream that nobody has looked into
 _LOOK_S = 1.0  # a stream is looked into at least this often
 _SHORT = 16  # bytes of a read that may be the second half of a mark
 _NO_STAMP = -(2**31)
+
+_How = Literal["asleep", "when readable", "by the clock"]  # when the sockets are looked at next
 
 
 class Arrivals:
@@ -105,9 +107,9 @@ class Reader:
         self._inboxes: dict[int, _Shared] = {}
         loop: Any = gevent.get_hub().loop
         self._readable = loop.io(self._poll.fileno(), 1)
-        self._pause = loop.timer(_PAUSE_S)
+        self._pause = loop.timer(_PAUSE_S, _PAUSE_S)
         self._drained_ns = 0
-        self._watching = False
+        self._how: _How = "asleep"
 
     def close(self) -> None:
         self._readable.stop()
@@ -122,7 +124,8 @@ class Reader:
         inbox = _Shared(self, raw.fileno(), raw.recvmsg, arrivals)
         self._inboxes[inbox.descriptor] = inbox
         self._poll.register(inbox.descriptor, select.EPOLLIN)
-        self._watch()
+        if self._how == "asleep":
+            self._go("when readable")
         return inbox
 
     def forget(self, descriptor: int) -> None:
@@ -135,25 +138,34 @@ class Reader:
         if self._inboxes and time.monotonic_ns() - self._drained_ns > _PAUSE_S * 1e9:
             self._drain()
 
-    def _watch(self) -> None:
-        if not self._watching and self._inboxes:
-            self._watching = True
-            self._readable.start(self._on_readable)
+    def _look(self) -> None:
+        """In the hub, when a socket is readable or a pause is over: must neither block nor switch."""
+        since_ns = self._drained_ns
+        busy = self._drain() * _BUSY_NS > self._drained_ns - since_ns
+        if not self._inboxes:
+            self._go("asleep")
+        else:
+            self._go("by the clock" if busy else "when readable")
 
-    def _on_readable(self) -> None:
-        """In the hub: must neither block nor switch."""
-        before_ns = self._drained_ns
-        self._drain()
-        if self._drained_ns - before_ns < _BUSY_NS or not self._inboxes:
+    def _go(self, how: _How) -> None:
+        if how == self._how:
+            return
+        if self._how == "when readable":
             self._readable.stop()
-            self._watching = False
-            if self._inboxes:
-                self._pause.start(self._watch)
+        elif self._how == "by the clock":
+            self._pause.stop()
+        if how == "when readable":
+            self._readable.start(self._look)
+        elif how == "by the clock":
+            self._pause.again(self._look)  # libev starts a stopped timer with what was left of it
+        self._how = how
 
-    def _drain(self) -> None:
+    def _drain(self) -> int:
+        """Read what is there; the number of reads."""
         inboxes, clock = self._inboxes, self._clock
         self._drained_ns = clock.look()
-        for descriptor, _ in self._poll.poll(0):
+        ready = self._poll.poll(0)
+        for descriptor, _ in ready:
             inbox = inboxes[descriptor]
             try:
                 data, control, _, _ = inbox.receive(_READ_BYTES, CONTROL_BYTES)
@@ -163,8 +175,14 @@ class Reader:
                 inbox.broke(error)
                 continue
             if data:
-                inbox.arrivals.append(clock.now_ns, clock.stamp_ns(control))
+                stamp_ns = clock.stamp_ns(control)
+                if (
+                    stamp_ns is not None and stamp_ns > clock.now_ns
+                ):  # it came after the last look, while others were read
+                    clock.look()
+                inbox.arrivals.append(clock.now_ns, stamp_ns)
             inbox.add(data)
+        return len(ready)
 
 
 class _Shared:
