@@ -219,11 +219,11 @@ def _watched(call: Callable[[], T], waiting: Waiting, until: float, doing: str |
 
     What it is doing is shown: a text with the log's last line, or the last of a list that grows.
     """
-    results: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
+    results: queue.SimpleQueue[tuple[T] | Exception] = queue.SimpleQueue()
 
     def work() -> None:
         try:
-            results.put(call())
+            results.put((call(),))
         except Exception as error:
             results.put(error)
 
@@ -255,7 +255,7 @@ def _watched(call: Callable[[], T], waiting: Waiting, until: float, doing: str |
         ) from None
     if isinstance(result, Exception):
         raise (waiting.dead() or result) if isinstance(result, ServerError) else result
-    return result
+    return result[0]
 
 
 def _last(doing: str | list[str]) -> str:

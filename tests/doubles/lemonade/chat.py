@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.doubles.lemonade.bodies import Refused, error
 from tests.doubles.lemonade.router import Loaded, Router
-from tests.doubles.lemonade.watch import Died, error_event, pieces, reset_event
+from tests.doubles.lemonade.watch import Died, answered, error_event, pieces, reset_event
 
 MOST_TOKENS = 8192  # above it the prompt is counted first
 
@@ -56,7 +56,7 @@ def _streamed(router: Router, loaded: Loaded, path: str, asked: dict[str, Any]) 
     connection = backend.connect()
     backend.busy += 1
     try:
-        response = _send(connection, loaded, path, asked)
+        response = yield from answered(router.settings, backend, lambda: _send(connection, loaded, path, asked))
         if response.status != 200:
             yield error_event(response.status, json.loads(response.read()))
             return

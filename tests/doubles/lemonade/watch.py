@@ -5,7 +5,7 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from tests.doubles.lemonade.backend import Backend
@@ -39,6 +39,24 @@ def reset_event(backend: Backend, reason: str) -> bytes:
     return b"data: " + json.dumps(found, sort_keys=True).encode() + b"\n\n"
 
 
+def answered(
+    settings: Settings, backend: Backend, send: Callable[[], http.client.HTTPResponse]
+) -> Generator[bytes, None, http.client.HTTPResponse]:
+    """The backend's response, whose headers may take their time: pings until then. Raises Died."""
+    got: queue.SimpleQueue[http.client.HTTPResponse | Exception] = queue.SimpleQueue()
+    threading.Thread(target=_put, args=(send, got), daemon=True).start()
+    begin = time.monotonic()
+    while True:
+        try:
+            found = got.get(timeout=PING_S)
+            break
+        except queue.Empty:
+            yield from _silence(settings, backend, begin, sent=False)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
 def pieces(settings: Settings, backend: Backend, response: http.client.HTTPResponse) -> Iterator[bytes]:
     """The backend's events, and pings while it is silent. Raises Died."""
     arrived: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -48,11 +66,7 @@ def pieces(settings: Settings, backend: Backend, response: http.client.HTTPRespo
         try:
             piece = arrived.get(timeout=PING_S)
         except queue.Empty:
-            if settings.behaviour.pings:
-                yield b": ping\n\n"
-            grace_s = settings.watchdog_grace_s
-            if grace_s is not None and time.monotonic() - heard > grace_s and _hangs(settings, backend):
-                raise Died("backend stopped answering health checks during streaming request", sent) from None
+            yield from _silence(settings, backend, heard, sent)
             continue
         if piece is None:
             if not ended:
@@ -61,6 +75,24 @@ def pieces(settings: Settings, backend: Backend, response: http.client.HTTPRespo
         heard, sent = time.monotonic(), True
         ended = ended or piece.startswith(b"data: [DONE]")
         yield piece
+
+
+def _silence(settings: Settings, backend: Backend, heard: float, sent: bool) -> Iterator[bytes]:
+    if settings.behaviour.pings:
+        yield b": ping\n\n"
+    grace_s = settings.watchdog_grace_s
+    if grace_s is not None and time.monotonic() - heard > grace_s and _hangs(settings, backend):
+        raise Died("backend stopped answering health checks during streaming request", sent)
+
+
+def _put(
+    send: Callable[[], http.client.HTTPResponse],
+    into: "queue.SimpleQueue[http.client.HTTPResponse | Exception]",
+) -> None:
+    try:
+        into.put(send())
+    except Exception as error:
+        into.put(error)
 
 
 def _hangs(settings: Settings, backend: Backend) -> bool:

@@ -1,0 +1,371 @@
+"""Lemonade brought up, and watched: against the double of it, as a process."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import requests
+
+from harness.errors import ServerError
+from harness.metrics import parse
+from harness.serve.compose import Managed, Serving
+from harness.serve.lemonade.api import Api, health, system
+from harness.serve.lemonade.attached import attached
+from harness.serve.lemonade.running import Watch
+from harness.serve.logfile import LogFile
+from harness.serve.ready import Ready, Waiting, wait_ready
+from harness.serve.serve import attach
+from tests.doubles.lemonade.spawn import Spawned, spawned
+
+MINE = {
+    "Tiny": {"checkpoint": "/models/tiny", "recipe": "vllm"},
+    "Gguf": {"checkpoint": "/m.gguf", "recipe": "llamacpp"},
+}
+BUILT_IN = "Qwen3.5-0.8B-FP16-vLLM"
+
+
+class Told(list[str]):
+    """What was shown to the user."""
+
+
+@contextmanager
+def lemonade(tmp_path: Path, **given: Any) -> Iterator[Spawned]:
+    behaviour: dict[str, Any] = {"user_models": MINE, "installed": True, **given}
+    with spawned(tmp_path, **behaviour) as server:
+        yield server
+
+
+def bring_up(server: Spawned, tmp_path: Path, told: list[str] | None = None, **asked: Any) -> Ready:
+    log = LogFile(tmp_path / "server.log")
+    stop = threading.Event()
+
+    def dead() -> ServerError | None:
+        log.path.write_text("".join(server.lines))
+        return ServerError("it died") if server.process.poll() is not None else None
+
+    timeout_s = float(asked.pop("timeout_s", 30.0))
+    key = asked.pop("api_key", None)
+    managed = Managed(**({"model": "user.Tiny", "options": {"ctx_size": 4096}} | asked))
+    serving = Serving(template="lemonade", port=1, health="/live", lemonade=managed)
+    waiting = Waiting(dead, log, timeout_s, (told if told is not None else []).append)
+    try:
+        return wait_ready(server.url, serving, managed.model, waiting, api_key=key, key_name="K")
+    finally:
+        stop.set()
+
+
+def chat(server: Spawned, model: str, **more: Any) -> requests.Response:
+    body = {"model": model, "messages": [{"role": "user", "content": "Hello."}], "max_tokens": 3, **more}
+    return requests.post(server.url + "/v1/chat/completions", json=body, timeout=30)
+
+
+def loaded(server: Spawned) -> Any:
+    found = health(Api(server.url))
+    assert found is not None
+    return found.loaded[0]
+
+
+def test_a_model_is_installed_downloaded_loaded_and_proven(tmp_path: Path) -> None:
+    told: list[str] = []
+    options = {"ctx_size": 4096, "vllm_args": "--max-num-seqs 8"}
+    with lemonade(tmp_path, installed=False) as server:
+        ready = bring_up(server, tmp_path, told, model=BUILT_IN, options=options)
+        running = loaded(server)
+    assert [phase.name for phase in ready.phases] == [
+        "port open", "health", "install", "download", "load", "first answer"]  # fmt: skip
+    assert ready.model == BUILT_IN
+    assert ready.version == "Lemonade 11.7.0, vllm:rocm vllm0.20.1-rocm7.12.0-gfx1151-simulated"
+    assert ready.brought_up is not None
+    assert (ready.brought_up.notes, ready.brought_up.most_at_once) == ([], 32)
+    words = ready.brought_up.command
+    assert words[words.index("--served-model-name") + 1] == BUILT_IN
+    assert words[-2:] == ["--max-num-seqs", "8"] and "--enforce-eager" in words
+    assert running.pinned and running.options == options
+    assert any(line.startswith("install after ") for line in told)
+
+
+def test_a_model_of_the_user_is_sent_by_its_canonical_name(tmp_path: Path) -> None:
+    with lemonade(tmp_path) as server:
+        ready = bring_up(server, tmp_path, model="user.Tiny")
+        assert ready.model == "user.Tiny"
+        assert [phase.name for phase in ready.phases] == ["port open", "health", "load", "first answer"]
+        assert chat(server, "user.Tiny").status_code == 200
+        assert chat(server, "Tiny").status_code == 404  # accepted by Lemonade, unknown to its vLLM
+        assert "data: [DONE]" not in chat(server, "Tiny", stream=True).text
+
+
+def test_before_v11_8_the_name_is_asked_for(tmp_path: Path) -> None:
+    cache = tmp_path / ".cache" / "lemonade"
+    cache.mkdir(parents=True)
+    (cache / "user_models.json").write_text('{"Tiny": {"checkpoint": "/models/tiny", "recipe": "vllm"}}')
+    with lemonade(tmp_path, config_dir=False) as server:
+        ready = bring_up(server, tmp_path, model="Tiny")
+        assert ready.brought_up is not None
+        assert (ready.brought_up.model, ready.brought_up.command) == ("user.Tiny", [])
+
+
+def test_llamacpp_behind_lemonade(tmp_path: Path) -> None:
+    options = {"ctx_size": 4096, "llamacpp_args": "-np 8"}
+    with lemonade(tmp_path) as server:
+        ready = bring_up(server, tmp_path, model="user.Gguf", options=options)
+        assert ready.version is not None and ready.version.startswith("Lemonade 11.7.0, llamacpp:vulkan ")
+        assert loaded(server).command[-2:] == ["-np", "8"]
+        watch = Watch(Api(server.url), "user.Gguf", None, None)
+        values = parse(watch.metrics())
+        assert values["generated_tokens"] >= 1 and values["running"] == 0
+
+
+def test_a_checkpoint_that_is_not_registered_is_by_its_download(tmp_path: Path) -> None:
+    with lemonade(tmp_path, user_models={}) as server:
+        ready = bring_up(server, tmp_path, model="user.New", checkpoint="org/new", recipe="vllm")
+        assert ready.model == "user.New"
+        assert "download" in [phase.name for phase in ready.phases]
+
+
+def test_a_missing_kernel_fix_is_a_200_and_no_success(tmp_path: Path) -> None:
+    with lemonade(tmp_path, installed=False, kernel_fix=False) as server, pytest.raises(ServerError) as caught:
+        bring_up(server, tmp_path)
+    assert "does not install vllm:rocm: this machine's Linux kernel lacks what gfx1151 needs (CWSR)" in str(
+        caught.value
+    )
+    assert "Linux 6.18.4" in caught.value.next_step and "gfx1151_linux.html" in caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "defaults", "said"),
+    [
+        ({"kernel_fix": False}, {"no_fetch_executables": True}, "Linux kernel lacks"),
+        ({"gpu": False}, {}, "Model 'user.Tiny' is not available on this system. Unsupported GPU"),
+        ({}, {"no_fetch_executables": True}, "Automatic backend install is disabled."),
+    ],
+)
+def test_a_backend_that_cannot_be_had(
+    tmp_path: Path, behaviour: dict[str, Any], defaults: dict[str, Any], said: str
+) -> None:
+    with (
+        lemonade(tmp_path, installed=False, defaults=defaults, **behaviour) as server,
+        pytest.raises(ServerError) as caught,
+    ):
+        bring_up(server, tmp_path)
+    assert said in str(caught.value)
+
+
+def test_a_model_that_lemonade_does_not_have_is_told_with_those_it_has(tmp_path: Path) -> None:
+    with lemonade(tmp_path) as server, pytest.raises(ServerError, match="Model 'Nope' was not found. Available models"):
+        bring_up(server, tmp_path, model="Nope")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"hub": False}, f"could not download '{BUILT_IN}': CURL error: Couldn't resolve host name"),
+        ({"defaults": {"offline": True}}, f"cannot download '{BUILT_IN}': Lemond is in offline mode"),
+    ],
+)
+def test_a_download_that_fails(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    with lemonade(tmp_path, **given) as server, pytest.raises(ServerError) as caught:
+        bring_up(server, tmp_path, model=BUILT_IN)
+    assert said in str(caught.value)
+    assert caught.value.next_step
+
+
+def test_offline_a_model_without_quantization_is_looked_up_all_the_same(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"hub": False, "downloaded": True}
+    with (
+        lemonade(tmp_path, **given) as server,
+        pytest.raises(ServerError, match="Couldn't resolve host name") as caught,
+    ):
+        bring_up(server, tmp_path, model=BUILT_IN)
+    assert "Lemonade asks the hub for the model's config.json" in caught.value.next_step
+    there = tmp_path / ".cache/huggingface/hub/models--Qwen--Qwen3.5-0.8B/snapshots/amd-llm-load"
+    there.mkdir(parents=True)
+    (there / "config.json").write_text('{"quantization_config": {"quant_method": "none"}}')  # as the template does
+    with lemonade(tmp_path, **given) as server:
+        assert bring_up(server, tmp_path, model=BUILT_IN).model == BUILT_IN
+
+
+def test_what_lemonade_manages_is_refused_by_the_load_too(tmp_path: Path) -> None:
+    options = {"ctx_size": 4096, "vllm_args": "--enable-prefix-caching"}
+    with lemonade(tmp_path) as server, pytest.raises(ServerError, match="is managed by Lemonade") as caught:
+        bring_up(server, tmp_path, options=options)
+    assert "Lemonade sets --enable-prefix-caching itself" in caught.value.next_step
+
+
+def test_the_cause_in_the_log_is_found_behind_lemonades_words(tmp_path: Path) -> None:
+    options = {"ctx_size": 4096, "vllm_args": "--gpu-memory-utilization 0.92"}
+    with lemonade(tmp_path) as server, pytest.raises(ServerError, match="vllm-server failed to start") as caught:
+        bring_up(server, tmp_path, options=options)
+    assert "asks for 88.32 GiB, but only 76.45 of 96.0 GiB were free" in caught.value.next_step
+
+
+def test_a_load_is_waited_for_longer_than_lemonades_two_attempts(tmp_path: Path) -> None:
+    with (
+        lemonade(tmp_path, never_ready=2, defaults={"global_timeout": 1}) as server,
+        pytest.raises(ServerError) as caught,
+    ):
+        bring_up(server, tmp_path, timeout_s=1.5)
+    assert "HTTP 500: Failed to load model 'user.Tiny': vllm-server failed to start within timeout" in str(caught.value)
+
+
+def test_a_second_attempt_is_noted(tmp_path: Path) -> None:
+    with lemonade(tmp_path, never_ready=1, defaults={"global_timeout": 1}) as server:
+        ready = bring_up(server, tmp_path)
+    assert ready.brought_up is not None
+    assert ready.brought_up.notes == [
+        "Lemonade needed two attempts to load the model; its log has the reason of the first"
+    ]
+
+
+def test_an_api_key(tmp_path: Path) -> None:
+    with lemonade(tmp_path, environment={"LEMONADE_API_KEY": "sesame-open"}) as server:
+        assert requests.get(server.url + "/live", timeout=5).status_code == 200
+        assert bring_up(server, tmp_path, api_key="sesame-open").model == "user.Tiny"
+        with pytest.raises(ServerError, match="Invalid or missing API key"):
+            bring_up(server, tmp_path, api_key="wrong")
+
+
+def test_a_load_in_progress_is_shown_and_a_death_ends_it(tmp_path: Path) -> None:
+    told: list[str] = []
+    with lemonade(tmp_path, load_s=30.0) as server:
+        killer = threading.Timer(2.5, server.process.kill)
+        killer.start()
+        with pytest.raises(ServerError, match="it died"):
+            bring_up(server, tmp_path, told)
+        killer.join()
+    assert any(line.startswith("loading the model, 1 s: ") for line in told)
+
+
+def test_the_numbers_are_those_of_the_engine_behind_it(tmp_path: Path) -> None:
+    with lemonade(tmp_path) as server:
+        bring_up(server, tmp_path)
+        watch = Watch(Api(server.url), "user.Tiny", None, None)
+        text = watch.metrics()
+        values = parse(text)
+        assert values["generated_tokens"] == 1.0  # the first answer's
+        assert "vllm:num_requests_running" in text and "lemonade_server_up 1" in text
+        chat(server, "user.Tiny")
+        assert parse(watch.metrics())["generated_tokens"] == 4.0
+        assert watch.problems() == []
+
+
+def test_a_backend_that_was_killed_and_loaded_again_without_a_trace_is_noticed(tmp_path: Path) -> None:
+    with lemonade(tmp_path) as server:
+        bring_up(server, tmp_path)
+        watch = Watch(Api(server.url), "user.Tiny", None, None)
+        before = loaded(server)
+        os.kill(before.pid, signal.SIGKILL)
+        answer = chat(server, "user.Tiny")
+        assert answer.status_code == 200  # the client sees one slow success
+        after = loaded(server)
+        (problem,) = watch.problems()
+        assert problem.startswith(
+            f"Lemonade started its backend anew during the load (process {before.pid}, then {after.pid})"
+        )
+        assert after.url != before.url
+        assert parse(watch.metrics())["generated_tokens"] == 3.0  # of the new one
+        assert watch.problems() == []  # the next cell begins with it
+
+
+def test_a_reset_by_the_watchdog_is_told_with_its_reason(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "server.log")
+    with lemonade(tmp_path, preset="strix-halo-qwen3.5-0.8b") as server:
+        bring_up(server, tmp_path, options={"ctx_size": 2000})
+        watch = Watch(Api(server.url), "user.Tiny", log, None)
+        body = {"model": "user.Tiny", "stream": True, "max_tokens": 400, "ignore_eos": True,
+                "messages": [{"role": "user", "content": "Hello."}]}  # fmt: skip
+        with requests.post(server.url + "/v1/chat/completions", json=body, stream=True, timeout=30) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            os.kill(loaded(server).pid, signal.SIGKILL)
+            rest = list(lines)
+        assert answer.status_code == 200 and b"data: [DONE]" not in rest
+        assert b"backend_watchdog_reset" in rest[-2]
+        log.path.write_text("".join(server.lines))
+        (problem,) = watch.problems()
+    assert problem.startswith(
+        "Lemonade's watchdog reset the backend during the load (backend process exited during streaming request)"
+    )
+
+
+def test_a_model_that_is_gone_is_told(tmp_path: Path) -> None:
+    with lemonade(tmp_path) as server:
+        bring_up(server, tmp_path)
+        watch = Watch(Api(server.url), "user.Tiny", None, None)
+        assert requests.post(server.url + "/api/v1/unload", json={}, timeout=10).status_code == 200
+        assert watch.problems() == [
+            "after the load Lemonade did not have the model any more: its backend died or was unloaded"
+        ]
+
+
+def test_above_its_pool_the_engine_does_not_see_the_load_and_is_still_read(tmp_path: Path) -> None:
+    with lemonade(tmp_path, threads=3, preset="strix-halo-qwen3.5-0.8b") as server:
+        bring_up(server, tmp_path, options={"ctx_size": 2000, "vllm_args": "--max-num-seqs 2"})
+        watch = Watch(Api(server.url), "user.Tiny", None, None)
+        more = {"max_tokens": 80, "ignore_eos": True, "stream": True}
+        users = [threading.Thread(target=chat, args=(server, "user.Tiny"), kwargs=more) for _ in range(6)]
+        for user in users:
+            user.start()
+        time.sleep(1.0)
+        begin = time.monotonic()
+        values = parse(watch.metrics())
+        assert time.monotonic() - begin < 3.0
+        assert values["running"] + values["waiting"] == 3.0  # not 6
+        for user in users:
+            user.join()
+
+
+def test_silence_is_filled_with_comments(tmp_path: Path) -> None:
+    with lemonade(tmp_path) as server:
+        bring_up(server, tmp_path)
+        process = psutil.Process(loaded(server).pid)
+        process.suspend()
+        resume = threading.Timer(1.5, process.resume)
+        resume.start()
+        text = chat(server, "user.Tiny", stream=True).text
+        resume.join()
+    assert text.startswith(": ping\n\n") and text.endswith("data: [DONE]\n\n")
+
+
+def test_a_lemonade_that_runs_already(tmp_path: Path) -> None:
+    saved = {"user.Tiny": {"ctx_size": 2048, "vllm_args": "--max-num-seqs 4"}}
+    with lemonade(tmp_path, recipe_options=saved) as server:
+        found = attached(server.url, "Tiny", None)
+        assert found is not None and (found.model, found.most_at_once) == ("user.Tiny", 32)
+        assert loaded(server).options == saved["user.Tiny"]
+        endpoint = attach(server.url, "Tiny")
+        assert endpoint.started.model == "user.Tiny"
+        assert endpoint.started.simulated  # no page takes the double's numbers for a machine's
+        assert endpoint.started.effective["launch_command"][-2:] == ["--max-num-seqs", "4"]
+        assert not isinstance(endpoint.metrics_source, str) and endpoint.metrics_source is not None
+        assert parse(endpoint.metrics_source())["generated_tokens"] >= 1
+        assert endpoint.problems() == []
+        assert attach(server.url, None).started.model == "user.Tiny"  # the only one that is loaded
+
+
+def test_what_is_no_lemonade_is_none(tmp_path: Path) -> None:
+    assert attached("http://127.0.0.1:1", "m", None) is None
+
+
+def test_lemonade_tells_its_processor(tmp_path: Path) -> None:
+    with lemonade(tmp_path) as server:
+        found = system(Api(server.url))
+    assert found is not None
+    assert found.threads == 2
+    assert {backend.name: backend.state for backend in found.backends["vllm"]} == {"rocm": "installed"}
+
+
+def test_nothing_of_the_double_is_left(tmp_path: Path) -> None:
+    with lemonade(tmp_path) as server:
+        bring_up(server, tmp_path)
+        pid = loaded(server).pid
+    with pytest.raises(psutil.NoSuchProcess):
+        psutil.Process(pid)
+    assert isinstance(server.process, subprocess.Popen)
