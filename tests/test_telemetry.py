@@ -22,6 +22,7 @@ from harness.machine import gpu_metrics
 from harness.machine.sampler import Sampler, local_source
 from harness.machine.telemetry import Meter, Reading, cgroup_files, find_files, read_now
 from harness.manifest import ServedBy, read_run
+from harness.paths import ROOT
 from harness.report import doing, openmetrics, rows_csv
 from harness.report.events import Event, events_of
 from harness.report.observed import observe
@@ -658,3 +659,11 @@ def test_whose_telemetry_can_be_had() -> None:
         assert source_of(at(url)) is not None
     for url in ("http://gpu-box:8000", "https://10.0.0.7"):
         assert source_of(at(url)) is None
+
+
+def test_every_field_of_a_sample_is_documented() -> None:
+    page = (ROOT / "docs" / "run-directory.md").read_text()
+    part = page[page.index("## A sample of telemetry") : page.index("## Versions")]
+    structs = (TelemetrySample, GpuSample, HostSample, ContainerSample)
+    fields = {name for struct in structs for name in struct.__struct_fields__}
+    assert {name for name in fields if f"`{name}`" not in part} == set()

@@ -116,7 +116,7 @@ def _script(where: str, interval_s: float) -> str:
 def _output(connection: Any) -> Iterator[bytes]:
     """What comes until the shell ends; then the connection is closed, which the SDK leaves to the garbage collector."""
     try:
-        for _, data in frames_iter(connection, tty=False):
+        for _, data in frames_iter(connection, tty=False):  # type: ignore[no-untyped-call]
             yield data
     finally:
         with suppress(AttributeError):  # which not every kind of connection has
