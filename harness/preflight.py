@@ -8,6 +8,8 @@ import msgspec
 from harness.errors import ServerError
 from harness.experiment import Experiment
 from harness.machine.doctor import Engine, Finding, device_blockers, engine_blockers
+from harness.machine.facts import gpus
+from harness.machine.targets import table, without_code
 from harness.serve import compose_document
 from harness.serve.compose import Service, parse
 from harness.serve.daemon import engine_host
@@ -47,12 +49,18 @@ def refuse_blocked(experiment: Experiment) -> None:
         )
 
 
-def notes(experiment: Experiment) -> list[str]:
-    """What this machine's files say against each server, for a plan: one line a server. No engine is asked."""
-    return [
-        f"note: server '{name}' cannot run on this machine: {'; '.join(one.fact for one in found)} (`harness doctor`)"
-        for name, found in blockers(experiment).items()
+def notes(experiment: Experiment, root: Path = Path("/")) -> list[str]:
+    """What this machine's files say against each server, for a plan. No engine is asked."""
+    found = [
+        f"note: server '{name}' cannot run on this machine: {'; '.join(one.fact for one in of_it)} (`harness doctor`)"
+        for name, of_it in blockers(experiment, root).items()
     ]
+    targets = dict.fromkeys(str(gpu["target"]) for gpu in gpus(root))
+    for name, service in _on_gpu(experiment).items():
+        if lacking := without_code(service.image, targets):
+            known = f"is known to have no code for {' and '.join(lacking)} ({table().checked})"
+            found.append(f"note: server '{name}': its image {service.image} {known}; docs/doctor.md has the table")
+    return found
 
 
 def _on_gpu(experiment: Experiment) -> dict[str, Service]:

@@ -295,8 +295,8 @@ def test_a_user_who_may_not_open_the_devices(tmp_path: Path) -> None:
     seen = found(root, user=STRANGER)
     assert levels(seen) == {"access.kfd": "warning", "access.render": "warning"}
     assert seen["access.kfd"].fact == (
-        f"this user may not open /dev/kfd: mode 0660, group {RENDER}; containers may (the engine runs as root), "
-        "servers that you start yourself may not"
+        f"this user may not open /dev/kfd: mode 0660, group {RENDER}; containers of an engine that runs as "
+        "root may, servers that you start yourself may not"
     )
     assert seen["access.kfd"].fix == "sudo usermod -aG render $USER, then log in again"
     rootless = Engine(version="28.2.2", rootless=True)
@@ -438,3 +438,14 @@ def test_the_page_lists_every_finding_and_target() -> None:
     for row in known().values():
         assert f"| `{row.id}` | {row.looks_at} | " in text
     assert all(f"| `{row.target}` | {row.family}" in text for row in table().targets)
+
+
+@pytest.mark.parametrize("garbage", [b"", b"-1\n", b"\xff\x00 garbage\n", b"999999999999999999999999\n"])
+def test_whatever_a_driver_answers_there_is_a_finding_and_no_traceback(tmp_path: Path, garbage: bytes) -> None:
+    root = machines.strix_halo_half(tmp_path)
+    machines.process(root, 201, "VLLM::EngineCor", 1, drm(3, vram_kib=2 << 20))
+    for path in sorted(path for path in root.rglob("*") if path.is_file()):
+        before = path.read_bytes()
+        path.write_bytes(garbage)
+        assert {one.topic for one in diagnose(root, ENGINE, {}, MEMBER)} >= {"gpu", "docker", "processes"}, path
+        path.write_bytes(before)

@@ -10,7 +10,10 @@ from rich.console import Console
 from harness.errors import ServerError
 from harness.experiment import Experiment, Target, prepare
 from harness.machine.doctor import Engine, User, diagnose, show
-from harness.preflight import SWITCH, blockers, refuse_blocked
+from harness.machine.targets import table, without_code
+from harness.preflight import SWITCH, blockers, notes, refuse_blocked
+from harness.serve import compose_document, variables
+from harness.serve.compose import parse
 from tests import machines
 from tests.command import harness
 from tests.command import write as write_scenario
@@ -146,6 +149,24 @@ def test_an_engine_without_room_or_without_a_gpu_is_met_too(tmp_path: Path) -> N
         "only 5 GB free for images in /var/lib/docker; ROCm images need 10 to 35 GB",
     ]
     assert blockers(experiment, root, Engine(problem="it does not run")) == {}, "the run itself says so, with its cause"
+
+
+def test_a_plan_says_when_an_image_has_no_code_for_the_gpu(tmp_path: Path) -> None:
+    experiment = scenario(tmp_path, ROCM)
+    image = variables("vllm-rocm")["image"].default
+    assert notes(experiment, machines.radeon(tmp_path / "7900", 110000, 24)) == []
+    assert notes(experiment, machines.radeon(tmp_path / "7600", 110002, 8)) == [
+        f"note: server 'vllm': its image {image} is known to have no code for gfx1102 ({table().checked}); "
+        "docs/doctor.md has the table"
+    ]
+    assert without_code("kyuz0/vllm-therock-gfx1151:stable", ["gfx1151"]) == [], "nothing is known of it"
+
+
+def test_what_is_said_of_shared_memory_is_what_the_templates_do(tmp_path: Path) -> None:
+    experiment = scenario(tmp_path, {"vllm-rocm": {"template": "vllm-rocm"}, "vllm-cpu": {"template": "vllm-cpu"}})
+    for name in experiment.scenario.servers:
+        service = parse(compose_document(experiment.scenario, name, with_locust=False)).server
+        assert (service.ipc, service.shm_size) == ("host", None)
 
 
 def test_what_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

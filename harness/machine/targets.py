@@ -1,5 +1,6 @@
 """What a gfx target is called in shops, and where it stands with each server: targets.yaml, with date and sources."""
 
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -24,6 +25,7 @@ class Server(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     title: str
     source: str
+    image: str | None = None  # the repository of its image, as far as the column speaks of one
 
 
 class Target(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -54,6 +56,15 @@ class Table(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 def table() -> Table:
     text = Path(__file__).with_name("targets.yaml").read_text(encoding="utf-8")
     return msgspec.convert(yaml.safe_load(text), Table)
+
+
+def without_code(image: str, targets: Iterable[str]) -> list[str]:
+    """Those of the targets for which an image, such as vllm/vllm-openai-rocm:v0.25.0, is known to have no code."""
+    for name, server in table().servers.items():
+        if server.image is not None and image.startswith((f"{server.image}:", f"{server.image}@")):
+            rows = {target: target_of(target) for target in targets}
+            return [target for target, row in rows.items() if row is None or row.standing(name) == "unsupported"]
+    return []
 
 
 def target_of(name: str) -> Target | None:

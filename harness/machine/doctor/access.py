@@ -88,7 +88,9 @@ def _render(root: Path, nodes: list[str], user: User | None, rootless: bool) -> 
 def _denied(root: Path, id: str, owner: str, path: Path, rootless: bool) -> Finding:
     level: Level = "blocker" if rootless else "warning"
     who = "the rootless engine, which runs as this user," if rootless else "this user"
-    rest = "" if rootless else "; containers may (the engine runs as root), servers that you start yourself may not"
+    rest = (
+        "" if rootless else "; containers of an engine that runs as root may, servers that you start yourself may not"
+    )
     group = _names(root).get(path.stat().st_gid, str(path.stat().st_gid))
     return finding(id, level, f"{who} may not open {owner}{rest}", "denied", groups=group)
 

@@ -10,6 +10,7 @@ from harness.machine.files import number, text
 from harness.machine.targets import target_of
 
 _RDNA_3_5 = ("gfx1150", "gfx1151", "gfx1152")
+_HEX = re.compile(r"(?:0x)?[0-9a-f]+", re.IGNORECASE)
 _BAD_FIRMWARE, _BAD_MES = "20251125", 0x83
 _FIRMWARE_PACKAGES = ("linux-firmware", "linux-firmware-amdgpu", "firmware-amd-graphics", "amd-gpu-firmware")
 
@@ -54,7 +55,7 @@ def _firmware(root: Path, targets: set[str]) -> Iterator[Finding]:
         return
     packages = list(_packages(root))
     bad = [package for package in packages if _BAD_FIRMWARE in package]
-    mes = [version for path in _mes_files(root) if (version := _hex(path)) is not None]
+    mes = [int(version, 16) for gpu in gpus(root) if _HEX.fullmatch(version := gpu["firmware"].get("mes", ""))]
     if _BAD_MES in mes:
         yield finding("kernel.firmware", "warning", "MES firmware 0x83 is loaded, that of linux-firmware 20251125")
     elif bad:
@@ -62,12 +63,6 @@ def _firmware(root: Path, targets: set[str]) -> Iterator[Finding]:
     elif mes or packages:
         told = [f"MES firmware {version:#x}" for version in sorted(set(mes))] + packages
         yield finding("kernel.firmware", "ok", ", ".join(told))
-
-
-def _mes_files(root: Path) -> Iterator[Path]:
-    for gpu in gpus(root):
-        if gpu["render_node"]:
-            yield root / f"sys/class/drm/{Path(gpu['render_node']).name}/device/fw_version/mes_fw_version"
 
 
 def _packages(root: Path) -> Iterator[str]:
@@ -121,10 +116,3 @@ def _power(root: Path) -> Iterator[Finding]:
     slow = {node: level for node, level in slow.items() if level in ("low", "profile_min_sclk", "profile_min_mclk")}
     for node, level in slow.items():
         yield finding("kernel.performance_level", "warning", f"{node} is held at '{level}'", node=Path(node).name)
-
-
-def _hex(path: Path) -> int | None:
-    try:
-        return int(text(path) or "", 16)
-    except ValueError:
-        return None
