@@ -14,12 +14,14 @@ import psutil
 
 from harness import process
 from harness.errors import HarnessError, RunError
+from harness.failures.scan import explain_message
 from harness.job import Job
-from harness.records import read_marks
+from harness.records import Request, read_marks
 from harness.serve.ports import free_port
 
 POLL_S = 0.2
 LOOK_S = 1.0  # between looks at the load processes
+FIRST = 5  # requests, warm-up included; when a mistake of the scenario fails them all, it fails the rest
 GRACE_S = 5.0  # for flushing records after it was asked to end
 IMPORT_S = 60.0  # for importing a locustfile
 SLOWEST_TPOT_S = 5.0  # a model slower than that is not worth waiting for
@@ -137,6 +139,9 @@ def _watch(child: Child, job: Job, alive: Callable[[], str | None], progress: Ca
         if counter.lines != before:
             last_change = now
         progress(Count(counter.lines, total, now - begin, counter.failed))
+        mistake = counter.mistake()
+        if mistake is not None:
+            return [mistake]
         if now - last_change > _patience_s(job):
             return [f"no request ended for {now - last_change:.0f} s although each may take {job.load.timeout_s:g} s"]
         time.sleep(POLL_S)
@@ -180,6 +185,8 @@ class LineCounter:
         self.offset = path.stat().st_size if path.exists() else 0
         self.lines = 0
         self.failed = 0  # records with an error
+        self._first = b""  # the first records, until they were judged
+        self._judged = False
 
     def update(self) -> None:
         if not self.path.exists():
@@ -190,6 +197,29 @@ class LineCounter:
         self.offset += len(new)
         self.lines += new.count(b"\n")
         self.failed += new.count(b',"error":"')
+        if not self._judged:
+            self._first += new
+
+    def mistake(self) -> str | None:
+        """Why the rest will fail as well, asked once: when the first requests all failed for the scenario's mistake."""
+        if self._judged or self.lines < FIRST:
+            return None
+        self._judged = True
+        lines = self._first.splitlines()[:FIRST]
+        self._first = b""
+        return scenario_mistake([msgspec.json.decode(line, type=Request) for line in lines])
+
+
+def scenario_mistake(first: list[Request]) -> str | None:
+    """Why every other request will fail as these did, where all of them were refused for what the scenario asks."""
+    causes = [explain_message(f"{one.error}: {one.message}") for one in first if one.error is not None]
+    known = [cause for cause in causes if cause is not None and cause.scenario]
+    if not known or len(known) < len(first):
+        return None
+    return (
+        f"the load was ended after {len(first)} requests, which all failed for a mistake of the scenario: "
+        f"{known[0].cause}; to solve it: {known[0].fix}"
+    )
 
 
 def tail(path: Path, lines: int = 15) -> str:

@@ -12,15 +12,18 @@ from harness.attain import SloTally
 from harness.check_syntax import Slo, slo_sets
 from harness.count import Place, tally
 from harness.errors import HarnessError
+from harness.failures.said import Said, grouped
 from harness.floors import floor_in
 from harness.manifest import CellRun, Origin, Run, read_run
 from harness.metrics import MetricsSample, read_samples, server_load
 from harness.plan import Cell, baseline_of, plan
 from harness.records import ProcessMark, read_marks
-from harness.summary import CellSummary, Numbers, Reference, Row, Summary
+from harness.summary import CellSummary, FailedRequests, Numbers, Reference, Row, Summary
 from harness.tally import Clock, Tally, numbers_of
 from harness.telemetry import TelemetrySample, machine_load, median_load, read_telemetry
 from harness.verdicts import compare_rows
+
+MOST_CAUSES = 5  # of failed requests, of each row
 
 
 def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Reference | None = None) -> Summary:
@@ -70,11 +73,35 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
         valid=not reasons,
         reasons=reasons,
         notes=notes,
+        failures=_failures(rows, tallies),
         rows=rows,
         cells=summaries,
         comparison=comparison,
         checks=checks.evaluate(asked, rows, comparison, _allowed(reference or read_reference(folder), reasons)),
     )
+
+
+def _failures(rows: list[Row], tallies: dict[str, Tally]) -> list[FailedRequests]:
+    """Why requests failed: the most frequent causes of each row."""
+    found = []
+    for row in rows:
+        said = Said()
+        for cell in row.cells:
+            said.merge(tallies[cell].said)
+        found += [
+            FailedRequests(
+                server=row.server,
+                load=row.load,
+                kind=group.kind,
+                count=group.count,
+                message=group.message,
+                id=group.id,
+                cause=group.cause,
+                fix=group.fix,
+            )
+            for group in grouped(said)[:MOST_CAUSES]
+        ]
+    return found
 
 
 def read_reference(folder: Path) -> Reference | None:

@@ -152,6 +152,19 @@ class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     machine_load: MachineLoad | None = None  # each value the median over its cells; without single GPUs
 
 
+class FailedRequests(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Measured requests of a row that failed for the same cause, explained where the table of failures knows it."""
+
+    server: str
+    load: str
+    kind: str  # of the error
+    count: int
+    message: str  # what the first of them said
+    id: str | None = None  # of the row of the table
+    cause: str | None = None
+    fix: str | None = None
+
+
 class Reference(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """baseline.json: the run that checks call the baseline, as far as they need it."""
 
@@ -179,6 +192,7 @@ class Summary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     valid: bool
     reasons: list[str]  # why it is not valid
     notes: list[str] = []
+    failures: list[FailedRequests] = []  # the most frequent causes of each row
     rows: list[Row]
     cells: list[CellSummary]
     comparison: "Comparison | None" = None  # each row against the scenario's baseline

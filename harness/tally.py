@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from harness import derive, gaps
 from harness.attain import SloTally, attained
+from harness.failures.said import Said
 from harness.gaps import Gaps
 from harness.records import ProcessMark, Request
 from harness.stats import Array, percentile
@@ -66,6 +67,7 @@ class Tally(Struct, kw_only=True):
     sent: int = 0
     succeeded: int = 0
     errors: Counter[str] = msgspec.field(default_factory=Counter)
+    said: Said = msgspec.field(default_factory=Said)  # by failed requests
     first_sent_s: float | None = None
     last_ended_s: float | None = None
     prompt_tokens: int = 0
@@ -115,6 +117,8 @@ class Tally(Struct, kw_only=True):
         _keep(self.send_lag_s, derive.send_lag_s(request))
         if request.error is not None:
             self.errors[request.error] += 1
+            if request.error != "unfinished":
+                self.said.add(request.error, request.message)
             return
         self.succeeded += 1
         inside = self.window_s is None or ended_s <= self.window_s[1]
@@ -133,6 +137,7 @@ class Tally(Struct, kw_only=True):
             setattr(self, name, choose(known, default=None))
         self.chunk_gap_s.merge(other.chunk_gap_s)
         self.slos.merge(other.slos)
+        self.said.merge(other.said)
         if other.cached_tokens is not None:
             self.cached_tokens = (self.cached_tokens or 0) + other.cached_tokens
         unbounded = self.most_tokens is None or other.most_tokens is None

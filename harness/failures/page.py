@@ -9,10 +9,10 @@ HEAD = """\
 
 <!-- Made by `python -m harness.docs`; edit harness/failures/table/*.yaml instead. -->
 
-What the harness recognises in logs, in what Docker says, in exit codes and in the errors of an API. Each failure is told
-as cause, evidence (the line of the log, with its number), fix (the flag and the value for this machine, where they
-follow from the line) and source. `harness run` does so for a server that does not start or dies and for requests that
-fail; `harness explain LOGFILE` does it for a log from elsewhere:
+What the harness recognises in logs, in what Docker says, in exit codes and in the errors of an API. Each failure is
+told as cause, evidence (the line of the log, with its number), fix (the flag and the value for this machine, where
+they follow from the line) and source. `harness run` does so for a server that does not start or dies and for requests
+that fail; `harness explain LOGFILE` does it for a log from elsewhere:
 
 ```
 docker logs vllm 2>&1 | harness explain -
@@ -21,18 +21,18 @@ dmesg | harness explain -
 docker inspect -f '{{json .State}}' vllm | harness explain -
 ```
 
-Time stamps and prefixes of Docker, Compose, journald, Lemonade (`(Process)`), vLLM (`(EngineCore pid=9) ERROR ...`) and
-llama.cpp are left out before a line is compared. Source lines of a traceback are not looked at: they name errors that did
-not happen.
+Time stamps and prefixes of Docker, Compose, journald, Lemonade (`(Process)`), vLLM (`(EngineCore pid=9) ERROR ...`)
+and llama.cpp are left out before a line is compared. Source lines of a traceback are not looked at: they name errors
+that did not happen.
 
-Which of several is the cause: a kill for memory that Docker reports, then what Docker said, then the first line of the log
-that is a cause. A **wrapper** ("Engine core initialization failed") only says that there is a cause elsewhere, and is shown
-as what the cause came through; it is the answer only where nothing else is known, after an exception that is not in the
-table. A **warning** is in good starts, too, and is never the cause. What was said before the server became ready does not
-explain how it ended. Refused requests do not, either.
+Which of several is the cause: a kill for memory that Docker reports, then what Docker said, then the first line of
+the log that is a cause. A **wrapper** ("Engine core initialization failed") only says that there is a cause
+elsewhere, and is shown as what the cause came through; it is the answer only where nothing else is known, after an
+exception that is not in the table. A **warning** is in good starts, too, and is never the cause. What was said before
+the server became ready does not explain how it ended. Refused requests do not, either.
 
-A load whose first 5 requests (warm-up included) all fail for a mistake of the **scenario** is ended at once: the rest would
-fail as well.
+A load whose first 5 requests (warm-up included) all fail for a mistake of the **scenario** is ended at once: the rest
+would fail as well.
 
 Words in capitals stand for what the line says or what is computed from it.
 """

@@ -8,7 +8,7 @@ from harness.manifest import Run
 from harness.plan import plan
 from harness.report import words
 from harness.report.table import Line
-from harness.summary import Comparison, Summary, Verdict
+from harness.summary import Comparison, FailedRequests, Summary, Verdict
 
 
 def of_row(line: Line, run: Run) -> str:
@@ -112,6 +112,20 @@ def gathered(texts: list[str], run: Run) -> list[str]:
         many[0] if len(many) == 1 else f"{many[0]} (likewise in {words.count(len(many) - 1, 'other run')})"
         for many in alike.values()
     ]
+
+
+def of_failures(summary: Summary) -> list[str]:
+    """Why requests failed: how many, the cause and what to do; what was said where the cause is not known."""
+    return [_of_failed(failed) for failed in summary.failures]
+
+
+def _of_failed(failed: FailedRequests) -> str:
+    text = f"{failed.server} / {failed.load}: {words.count(failed.count, 'request')} ({failed.kind})"
+    told = not failed.message or failed.message[-20:] in (failed.cause or "")
+    said = "" if told else f'; said was "{failed.message}"'
+    if failed.cause is None:
+        return f"{text}: nothing known of it{said}"
+    return f"{text}: {failed.cause}; to solve it: {failed.fix}{said}"
 
 
 def of_method(comparison: Comparison) -> str:
