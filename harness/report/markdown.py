@@ -24,6 +24,9 @@ def render(summary: Summary, run: Run) -> str:
     if summary.reasons or summary.notes:
         found = sentences.gathered(summary.reasons, run) + sentences.gathered(summary.notes, run)
         parts.append(_list([escape(text) for text in found]))
+    if summary.failures:
+        parts.append("**Why requests failed**")
+        parts.append(_list([escape(text) for text in sentences.of_failures(summary)]))
     if summary.checks:
         parts.append(
             _list(

@@ -40,6 +40,10 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
         _item(console, Text(words.one_line(reason)))
     for note in sentences.gathered(summary.notes, run):
         _item(console, Text(words.one_line(note), "dim"))
+    if summary.failures:
+        console.print("\nWhy requests failed", style="bold")
+        for text in sentences.of_failures(summary):
+            _item(console, Text(words.one_line(text)))
     if summary.checks:
         console.print()
         for check in summary.checks:
