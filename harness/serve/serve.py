@@ -36,7 +36,7 @@ from harness.serve.ports import is_free
 from harness.serve.preflight import check_flags
 from harness.serve.ready import Ready, Waiting, wait_ready
 from harness.serve.recorded import recorded
-from harness.serve.secrecy import secrets_in
+from harness.serve.secrecy import masked, secrets_in
 from harness.serve.values import parse_port, parse_seconds
 
 MISSES = 3  # looks in a row at a server that already ran
@@ -212,9 +212,13 @@ def _bring_up(
             *ready.phases,
         ],
     )
+    started = _recorded(start, served_by, container)
+    if watch is not None and "launch_command" not in started.effective:
+        proof = {"launch_command": masked(watch.command(), start.secrets())}
+        started = msgspec.structs.replace(started, effective=started.effective | proof)
     return Endpoint(
         url=url,
-        started=_recorded(start, served_by, container),
+        started=started,
         look=look,
         metrics_url=_metrics(start, url),
         network=containers.network_name(owner),

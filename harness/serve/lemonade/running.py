@@ -39,6 +39,13 @@ class Watch:
             raise OSError("neither Lemonade nor its engine gave metrics")
         return text
 
+    def command(self) -> list[str]:
+        """With what the backend was started: as Lemonade says it (since v11.8.0), or as its process shows it."""
+        running = self._running
+        if running is None or running.command or running.pid is None or self._container is None:
+            return running.command if running is not None else []
+        return command_inside(self._container, running.pid)
+
     def problems(self) -> list[str]:
         """Why what was measured since the last call, or since the start, cannot be trusted."""
         before, now, lines = self._running, self._look(), self._log_lines()
