@@ -132,14 +132,16 @@ def _reading(folder: Path, server: Server, users: int, schedule: Schedule) -> Re
     marks = [mark for mark in read_marks(folder / "processes.jsonl") if mark.event == "end"]
     coalesced = sum(record.coalesced for record in records)
     cpu_s = sum(mark.cpu_s or 0.0 for mark in marks)
+    unstamped = sum(record.clock == "read" for record in records)
     return Reading(
-        f"amd-llm-load ({records[0].clock})",
+        "amd-llm-load",
         users,
         (float(np.percentile(ttft_ms, 50)), float(np.percentile(ttft_ms, 99))),
         float(np.percentile(np.abs(errors), 99)) * 1000,
         len(records) / (users / schedule.e2e_s * (ended - began)),
         cpu_s / (len(every) * schedule.chunks) * 1e6,
-        f"{coalesced / len(errors):.2%} of chunks shared a read, CPU at most {max(m.cpu_most or 0 for m in marks):.0%}",
+        f"{coalesced / len(errors):.2%} of chunks shared a read, {unstamped} requests without the kernel's stamps, "
+        f"CPU at most {max(m.cpu_most or 0 for m in marks):.0%}",
     )
 
 

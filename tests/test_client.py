@@ -16,7 +16,7 @@ import pytest
 from harness.errors import HarnessError
 from harness.job import Job
 from harness.load import client as client_module
-from harness.load.answer import Answer, read_answer
+from harness.load.answer import Answer, Reading, read_answer
 from harness.load.client import Client, Target
 from harness.load.clock import KernelClock
 from harness.load.exchange import Exchange
@@ -632,10 +632,10 @@ def test_messages_that_are_no_json_leave_a_record_too(tmp_path: Path) -> None:
 
 
 def test_a_defect_of_ours_leaves_a_record_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(exchange: Exchange, secret: str | None = None) -> Answer:
+    def broken(reading: Reading) -> Answer:
         raise ZeroDivisionError("we were careless")
 
-    monkeypatch.setattr("harness.load.process.read_answer", broken)
+    monkeypatch.setattr(Reading, "finish", broken)
     record = one_record(tmp_path, answering(GOOD))
     assert (record.error, record.message, record.status) == ("client", "ZeroDivisionError: we were careless", 200)
 

@@ -5,6 +5,7 @@ Knows the OpenAI API's chat completions and completions, streamed or not, as vLL
 
 import json
 import re
+from array import array
 from typing import Any, Literal
 
 import msgspec
@@ -50,53 +51,82 @@ class Answer:
             self.message = message if len(message) <= _MESSAGE_CHARS else message[: _MESSAGE_CHARS - 3] + "..."
 
 
+class Reading:
+    """Works out what an exchange says, while it grows: the later its end is looked at, the longer is the next wait."""
+
+    def __init__(self, exchange: Exchange, secret: str | None = None) -> None:
+        """`secret` is kept out of every message."""
+        self._exchange = exchange
+        self._secret = secret
+        self._answer = Answer(None, None)
+        self._events = Parser()
+        self._count = 0
+        self._chunk_reads = array("I")
+        self._visible_read: int | None = None
+        self._done_read: int | None = None
+
+    def look(self) -> None:
+        """Take in what has come of a stream; what was taken in is let go."""
+        exchange, answer = self._exchange, self._answer
+        if exchange.status is None or not 200 <= exchange.status < 300 or not exchange.is_stream:
+            return
+        for read, data in exchange.body:
+            for event in self._events.feed(data):
+                self._count += 1
+                if answer.done:
+                    continue
+                if event.data == b"[DONE]":
+                    answer.done = True
+                    self._done_read = read
+                elif _take_event(event, self._count, answer):
+                    self._chunk_reads.append(read)
+                    if self._visible_read is None and answer.text:
+                        self._visible_read = read
+        exchange.body.clear()
+        exchange.known_stream = True
+
+    def finish(self) -> Answer:
+        """The observations in a finished or failed exchange."""
+        exchange, answer = self._exchange, self._answer
+        answer.clock, times_ns = exchange.times_ns()
+        start_ns = exchange.start_ns
+        seconds = [(time_ns - start_ns) / 1e9 for time_ns in times_ns]
+        end_ns = exchange.ended_ns if exchange.ended_ns is not None else start_ns
+        answer.ended_s = seconds[-1] if exchange.complete and seconds else (end_ns - start_ns) / 1e9
+        if exchange.headers_read is not None:
+            answer.headers_s = seconds[exchange.headers_read]
+        if exchange.status is not None and not 200 <= exchange.status < 300:
+            _refused(exchange, exchange.status, answer)
+        elif exchange.is_stream:
+            self._stream(seconds)
+        elif exchange.complete:
+            _whole(exchange, answer)
+        if exchange.failure is not None and not answer.done:
+            answer.fail(exchange.failure.kind, exchange.failure.message)
+        if self._secret and answer.message:
+            answer.message = answer.message.replace(self._secret, "[secret]")
+        return answer
+
+    def _stream(self, seconds: list[float]) -> None:
+        self.look()
+        exchange, answer, reads = self._exchange, self._answer, self._chunk_reads
+        if self._done_read is not None:
+            answer.ended_s = seconds[self._done_read]
+        answer.chunks_s = [seconds[read] for read in reads]
+        answer.first_visible_s = None if self._visible_read is None else seconds[self._visible_read]
+        answer.coalesced = len(reads) - len(set(reads))
+        _unframed(self._events.stray(), answer)
+        if not exchange.complete and not answer.done:
+            return  # the failure of the connection says more
+        if not answer.done and answer.finish is None:
+            answer.fail("truncated", f"the stream ended after {self._count} events without [DONE] or a finish reason")
+        if not answer.generated:
+            answer.fail("empty", f"a complete stream without any generated text; {_usage_words(answer)}")
+
+
 def read_answer(exchange: Exchange, secret: str | None = None) -> Answer:
-    """The observations in a finished or failed exchange. `secret` is kept out of every message."""
-    answer = Answer(None, None)
-    clock, times_ns = exchange.times_ns()
-    answer.clock = clock
-    start_ns = exchange.start_ns
-    seconds = [(time_ns - start_ns) / 1e9 for time_ns in times_ns]
-    end_ns = exchange.ended_ns if exchange.ended_ns is not None else start_ns
-    answer.ended_s = seconds[-1] if exchange.complete and seconds else (end_ns - start_ns) / 1e9
-    if exchange.headers_read is not None:
-        answer.headers_s = seconds[exchange.headers_read]
-    if exchange.status is not None and not 200 <= exchange.status < 300:
-        _refused(exchange, exchange.status, answer)
-    elif exchange.is_stream:
-        _stream(exchange, seconds, answer)
-    elif exchange.complete:
-        _whole(exchange, answer)
-    if exchange.failure is not None and not answer.done:
-        answer.fail(exchange.failure.kind, exchange.failure.message)
-    if secret and answer.message:
-        answer.message = answer.message.replace(secret, "[secret]")
-    return answer
-
-
-def _stream(exchange: Exchange, seconds: list[float], answer: Answer) -> None:
-    parser = Parser()
-    chunk_reads: list[int] = []
-    count = 0
-    for read, data in exchange.body:
-        for event in parser.feed(data):
-            count += 1
-            if answer.done:
-                continue
-            if event.data == b"[DONE]":
-                answer.done = True
-                answer.ended_s = seconds[read]
-            elif _take_event(event, count, seconds[read], answer):
-                chunk_reads.append(read)
-    answer.chunks_s = [seconds[read] for read in chunk_reads]
-    answer.coalesced = len(chunk_reads) - len(set(chunk_reads))
-    _unframed(parser.stray(), answer)
-    if not exchange.complete and not answer.done:
-        return  # the failure of the connection says more
-    if not answer.done and answer.finish is None:
-        answer.fail("truncated", f"the stream ended after {count} events without [DONE] or a finish reason")
-    if not answer.generated:
-        answer.fail("empty", f"a complete stream without any generated text; {_usage_words(answer)}")
+    """The observations in an exchange that has ended. `secret` is kept out of every message."""
+    return Reading(exchange, secret).finish()
 
 
 def _unframed(raw: bytes, answer: Answer) -> None:
@@ -134,7 +164,7 @@ class _Plain(msgspec.Struct, frozen=True):
 _plain = msgspec.json.Decoder(_Plain)
 
 
-def _take_event(event: Event, number: int, at_s: float, answer: Answer) -> bool:
+def _take_event(event: Event, number: int, answer: Answer) -> bool:
     """Note what one event says. True when it carries generated tokens."""
     if event.type == "message":
         try:
@@ -144,8 +174,6 @@ def _take_event(event: Event, number: int, at_s: float, answer: Answer) -> bool:
         if text:
             answer.generated = True
             answer.text += text
-            if answer.first_visible_s is None:
-                answer.first_visible_s = at_s
             return True
     try:
         body = _decode(event.data)
@@ -172,8 +200,6 @@ def _take_event(event: Event, number: int, at_s: float, answer: Answer) -> bool:
     for channel in _VISIBLE:
         if part.get(channel):
             answer.text += str(part[channel])
-            if answer.first_visible_s is None:
-                answer.first_visible_s = at_s
     return True
 
 

@@ -174,6 +174,8 @@ class Client:
                             said, said_read = collector.said, collector.reads - 1
                     if said_read >= 0:
                         said_ns = exchange.arrivals[said_read][0]
+                    if exchange.look is not None:
+                        exchange.look()
                     inbox.quiet = collector.waits_for_end
             except (gevent.GreenletExit, gevent.Timeout):
                 for data in inbox.rest():  # cut: what has come by now has come

@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -40,7 +41,9 @@ class Exchange:
     status: int | None = None
     headers: dict[str, str] = field(default_factory=dict)  # names in lower case
     headers_read: int | None = None  # the read that completed the headers
-    body: list[tuple[int, bytes]] = field(default_factory=list)  # (read, bytes)
+    body: list[tuple[int, bytes]] = field(default_factory=list)  # (read, bytes) that nobody has taken in yet
+    look: Callable[[], None] | None = None  # takes in what has come of the body
+    known_stream: bool = False
     complete: bool = False
     failure: Failure | None = None
     ended_ns: int | None = None  # when it was complete, or had failed
@@ -53,6 +56,8 @@ class Exchange:
     @property
     def is_stream(self) -> bool:
         """Whether what has come of the body is a stream of events."""
+        if self.known_stream:
+            return True
         if self.headers.get("content-type", "").lower().startswith("text/event-stream"):
             return True
         first = self.body[0][1].lstrip() if self.body else b""

@@ -12,7 +12,7 @@ from gevent.lock import Semaphore
 from harness import workload
 from harness.errors import HarnessError
 from harness.job import Job
-from harness.load.answer import Answer, read_answer
+from harness.load.answer import Answer, Reading
 from harness.load.client import Client, Target
 from harness.load.clock import KernelClock
 from harness.load.exchange import Exchange
@@ -85,16 +85,18 @@ class LoadProcess:
         locustfile, leaves its record before that goes on.
         """
         exchange = Exchange(id=self._id(place.ticket.index))
+        reading = Reading(exchange, self._secret)
+        exchange.look = reading.look
         answer = Answer()
         self.recorder.sending(place.ticket.phase)
         try:
             client.post("/chat/completions", self._body(messages), exchange)
-            answer = self._read(exchange)
+            answer = self._finish(reading)
         except Exception as error:
             logger.exception("defect in the load generator, recorded as error kind 'client'")
             answer = Answer("client", f"{type(error).__name__}: {error}")
         except BaseException as error:  # GreenletExit, gevent.Timeout ...: from outside, and for others to handle
-            answer = self._read(exchange)
+            answer = self._finish(reading)
             answer.fail(*_cut(error))
             raise
         finally:
@@ -125,9 +127,9 @@ class LoadProcess:
             body["ignore_eos"] = True
         return msgspec.json.encode(body)
 
-    def _read(self, exchange: Exchange) -> Answer:
+    def _finish(self, reading: Reading) -> Answer:
         try:
-            return read_answer(exchange, self._secret)
+            return reading.finish()
         except Exception as error:
             logger.exception("defect in the load generator, recorded as error kind 'client'")
             return Answer("client", f"{type(error).__name__}: {error}")
