@@ -11,6 +11,7 @@ VLLM_DEFAULT = Decimal("0.92")  # since vLLM 0.20; a larger value is only taken 
 STEP = Decimal("0.01")
 SEVERAL_GPUS_BYTES = 2 * GIB  # RCCL's buffers, allocated before vLLM looks
 CONTEXT_BYTES = GIB  # what the HIP runtime takes for itself before vLLM looks
+ENGINE_BYTES = 3 * GIB  # vLLM on the CPU: what its other processes and the files that it reads take of the same memory
 HOST_BYTES = 4 * GIB  # left to the system where the GPU's memory is the host's
 _HALF_PRINTED = Decimal("0.005")  # GiB; vLLM prints them rounded to hundredths
 

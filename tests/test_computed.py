@@ -106,10 +106,10 @@ def test_vllm_on_the_processor_takes_the_hosts_memory(tmp_path: Path) -> None:
     given = {"gpu_memory_utilization": "auto", "kv_cache_gib": None}
     servers = {
         "whole": {"template": "vllm-cpu", "variables": given},
-        "limited": {"template": "vllm-cpu", "variables": given | {"mem_limit": "4g"}},
+        "limited": {"template": "vllm-cpu", "variables": given | {"mem_limit": "8g"}},
     }
     found = fill_in(experiment(tmp_path, **servers), lambda _line: None, root)
-    assert filled(found) == {"whole": 0.87, "limited": 0.75}
+    assert filled(found) == {"whole": 0.87, "limited": 0.5}
 
 
 @pytest.mark.parametrize(

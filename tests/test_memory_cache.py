@@ -15,7 +15,14 @@ DATA = Path(__file__).parent / "data" / "vllm_kv_capacity.jsonl"
 CASES: list[dict[str, Any]] = [json.loads(line) for line in DATA.read_text().splitlines()[1:]]
 TINY = Geometry(full_layers=4, kv_heads=2, head_size=64)
 QWEN3_06B = Geometry(full_layers=28, kv_heads=8, head_size=128)
-# vLLM 0.32.0 on a CPU: 1 GiB for the KV cache, then 100 MiB for a model that needs more.
+QWEN3_100M = Geometry(full_layers=14, kv_heads=4, head_size=64)
+# vLLM 0.32.0 on a CPU with --gpu-memory-utilization 0.5 in a container of 8 GiB.
+AUTO = (
+    "Auto set (3.22/8.0) GiB for KV cache on node 0, with 4.0 GiB requested memory for the worker. 0.78 GiB memory was "
+    "consumed by non-kv usages.",
+    "CPU KV cache size: 240,896 tokens, Maximum concurrency for 2,048 tokens per request: 117.62x",
+)
+# The same: 1 GiB for the KV cache, then 100 MiB for a model that needs more.
 STARTED = (
     "(EngineCore pid=664) INFO 11-21 08:48:03 [kv_cache_utils.py:2327] CPU KV cache size: 524,288 tokens, "
     "Maximum concurrency for 2,048 tokens per request: 256.00x"
@@ -45,6 +52,16 @@ def test_a_line_of_a_start() -> None:
     found = capacity(layout_of(TINY, 2, block=CPU_BLOCK), GIB, 2048)
     said = f"KV cache size: {found.tokens:,} tokens, Maximum concurrency for 2,048 tokens per request: "
     assert said + f"{found.concurrency:.2f}x" in STARTED
+
+
+def test_lines_of_a_start_by_a_share() -> None:
+    gib = float(AUTO[0].partition("(")[2].partition("/")[0])
+    tokens, concurrency = re.findall(r"size: ([\d,]+) .*: ([\d.]+)x", AUTO[1])[0]
+    least, most = (
+        capacity(layout_of(QWEN3_100M, 2, block=CPU_BLOCK), int(g * GIB), 2048) for g in (gib - 0.005, gib + 0.005)
+    )
+    assert least.tokens <= int(tokens.replace(",", "")) <= most.tokens
+    assert least.concurrency <= float(concurrency) <= most.concurrency
 
 
 def test_a_line_of_a_refusal() -> None:

@@ -7,7 +7,15 @@ from typing import Literal
 from msgspec import Struct, structs
 
 from harness.errors import HarnessError
-from harness.fraction import GIB, HOST_BYTES, VLLM_DEFAULT, default_reserve, driver_reserve, safe_utilization
+from harness.fraction import (
+    ENGINE_BYTES,
+    GIB,
+    HOST_BYTES,
+    VLLM_DEFAULT,
+    default_reserve,
+    driver_reserve,
+    safe_utilization,
+)
 from harness.machine.pool import Pool
 from harness.memory.cache import DTYPE_BYTES, GPU_BLOCK, Capacity, Layout, capacity, layout_of
 from harness.memory.model import Model
@@ -123,7 +131,7 @@ def share(
     doubts: Sequence[str] = (),
 ) -> Share:
     """The share of one pool by its bytes."""
-    reserve = (driver_reserve if source == "driver" else default_reserve)(min(free, total), gpus)
+    reserve = _reserve(source, min(free, total), gpus)
     found = safe_utilization(free, total, gpus=gpus, reserve=reserve, host_available=host_available, cap=cap)
     lies = [f"{_gib(free)} of {_gib(total)} are told to be free; no more than the total counts"] if free > total else []
     return Share(
@@ -137,6 +145,12 @@ def share(
         formula=_formula(free, total, reserve, host_available, found, cap),
         doubts=[*lies, *doubts],
     )
+
+
+def _reserve(source: Source, free: int, gpus: int) -> int:
+    if source == "driver":
+        return driver_reserve(free, gpus)
+    return default_reserve(free, gpus) + (ENGINE_BYTES if source == "host" else 0)
 
 
 def _formula(free: int, total: int, reserve: int, host: int | None, found: Decimal | None, cap: Decimal) -> str:
