@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from harness.failures.explain import State, explain, scan_text
 from harness.failures.lines import is_code, plain
+from harness.failures.said import MOST_MESSAGES, Said, grouped
 from harness.failures.scan import BLOCK_BYTES, MOST_FINDINGS, explain_message, scan
 from harness.failures.table import RANKS, Rule, needle, patterns, replacements, rules
 from harness.fraction import safe_from_printed, vllm_accepts
@@ -385,3 +386,32 @@ def test_the_number_of_a_line_is_right_across_blocks() -> None:
     scanned = scan_text(log)
     assert scanned.lines == before + 4
     assert [(failure.id, failure.number) for failure in scanned.findings] == [("mem.hip_oom", before + 3)]
+
+
+def test_messages_that_mean_the_same_are_one_group() -> None:
+    said, more = Said(), Said()
+    for prompt in range(2049, 2079):
+        said.add("http", f"status 400: This model's maximum context length is 2048 tokens. However, your prompt contains "
+                 f"at least {prompt} input tokens")  # fmt: skip
+    said.add("disconnect", "the server closed the connection before it answered")
+    more.add("disconnect", "connection reset by peer before the response was complete", count=2)
+    more.add("client", "it is our own fault")
+    said.merge(more)
+    groups = grouped(said)
+    assert [(group.id, group.kind, group.count) for group in groups] == [
+        ("req.context", "http", 30),
+        ("req.disconnected", "disconnect", 3),
+        (None, "client", 1),
+    ]
+    assert groups[0].message.endswith("at least 2049 input tokens")
+    assert groups[0].cause == "a request does not fit into the server's context (of 2048 tokens, prompt 2049)"
+    assert (groups[2].cause, groups[2].fix) == (None, None)
+
+
+def test_different_messages_without_end_take_no_memory() -> None:
+    said = Said()
+    names = ("".join(choice) for choice in itertools.product("abcdefghijklmnopqrstuvwxyz", repeat=2))
+    for name in names:
+        said.add("http", f"status 418: {name}")
+    assert len(said.counts) == MOST_MESSAGES + 1
+    assert said.counts["http", "other messages"] == 26 * 26 - MOST_MESSAGES

@@ -1,0 +1,172 @@
+"""`harness explain` as a person calls it, and what a run says of requests that fail."""
+
+import gzip
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from harness.drive import FIRST, scenario_mistake
+from harness.manifest import read_run
+from harness.records import Request, read_requests
+from tests.command import HARNESS, harness, only_run, server, write
+
+FAILED = """\
+2026-11-21T09:15:01.000000000Z (APIServer pid=1) WARNING 11-21 09:15:01 [system_utils.py:255] Found ulimit of 20000 and \
+failed to automatically increase with error x
+2026-11-21T09:15:29.000000000Z (EngineCore pid=9) ERROR 11-21 09:15:29 [core.py:1510] Traceback (most recent call last):
+2026-11-21T09:15:29.000000000Z (EngineCore pid=9) ERROR 11-21 09:15:29 [core.py:1510]   File "/x.py", line 3, in f
+2026-11-21T09:15:29.000000000Z (EngineCore pid=9) ERROR 11-21 09:15:29 [core.py:1510]     except OutOfMemoryError:
+2026-11-21T09:15:29.000000000Z \x1b[31m(EngineCore pid=9)\x1b[0m ERROR 11-21 09:15:29 [core.py:1510] ValueError: Free \
+memory on device cuda:0 (76.45/96.0 GiB) on startup is less than desired GPU memory utilization (0.92, 88.32 GiB). Decr
+2026-11-21T09:15:30.000000000Z RuntimeError: Engine core initialization failed. See root cause above.
+"""
+
+
+def test_a_log_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "vllm.log").write_text(FAILED)
+    done = harness("explain", "vllm.log", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    lines = [" ".join(line.split()) for line in done.out.splitlines()]
+    assert lines[0] == "vllm.log: 6 lines"
+    assert lines[2].startswith("cause gpu_memory_utilization 0.92 asks for 88.32 GiB, but only 76.45 of 96.0 GiB were")
+    assert lines[3].startswith("line 5 ValueError: Free memory on device cuda:0 (76.45/96.0 GiB)")
+    text = " ".join(lines)
+    assert "came through line 6: RuntimeError: Engine core initialization failed." in text
+    assert "fix set gpu_memory_utilization lower (to 0.78 or less)" in text
+    assert "known from vLLM, vllm/v1/worker/utils.py, request_memory [mem.free_lt_util, start]" in text
+    assert "warnings, which starts that went well have, too: line 1 the server may open 20000 files" in text
+
+
+def test_for_programs(tmp_path: Path) -> None:
+    (tmp_path / "vllm.log").write_text(FAILED)
+    done = harness("explain", "--json", "vllm.log", cwd=tmp_path)
+    told = json.loads(done.out)
+    assert (done.code, told["lines"], told["recognised"]) == (0, 6, True)
+    assert (told["cause"]["id"], told["cause"]["number"], told["cause"]["wrapper_number"]) == ("mem.free_lt_util", 5, 6)
+    assert [one["id"] for one in told["findings"]] == ["mem.free_lt_util", "engine.init_failed"]
+    assert [one["id"] for one in told["warnings"]] == ["host.ulimit"]
+
+
+def test_a_pipe_and_a_packed_file(tmp_path: Path) -> None:
+    (tmp_path / "vllm.log.1.gz").write_bytes(gzip.compress(FAILED.encode()))
+    packed = harness("explain", "vllm.log.1.gz", "--json", cwd=tmp_path)
+    assert json.loads(packed.out)["cause"]["id"] == "mem.free_lt_util"
+    piped = subprocess.run([HARNESS, "explain", "-"], input=FAILED, capture_output=True, text=True, timeout=60)
+    assert (piped.returncode, piped.stderr) == (0, "")
+    assert piped.stdout.startswith("the standard input: 6 lines\n")
+
+
+def test_what_docker_inspect_says(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text('{"Status":"exited","OOMKilled":true,"ExitCode":137}\n')
+    done = harness("explain", "state.json", cwd=tmp_path)
+    assert done.code == 0 and "the container's memory limit was reached" in done.out
+
+
+@pytest.mark.parametrize("text", ["", "all is well\n", "Found ulimit of 20000 and failed to automatically increase\n"])
+def test_nothing_recognised_has_an_exit_code_and_a_next_step(tmp_path: Path, text: str) -> None:
+    (tmp_path / "some.log").write_text(text)
+    done = harness("explain", "some.log", cwd=tmp_path)
+    assert (done.code, done.err) == (4, "")
+    assert "No failure that the table knows is in this log." in done.out
+    assert "dmesg | harness explain -" in done.out
+    assert json.loads(harness("explain", "some.log", "--json", cwd=tmp_path).out)["cause"] is None
+
+
+def test_an_unknown_exception_is_shown_and_not_recognised(tmp_path: Path) -> None:
+    (tmp_path / "some.log").write_text("INFO x\nKeyError: 'model.layers.0'\n")
+    done = harness("explain", "some.log", cwd=tmp_path)
+    assert done.code == 4
+    assert "it raised an exception that is not in the table: KeyError: 'model.layers.0'" in done.out
+
+
+def test_what_is_no_log(tmp_path: Path) -> None:
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "logs" / "r1-a-b.server.log").touch()
+    missing = harness("explain", "none.log", cwd=tmp_path)
+    assert (missing.code, missing.err) == (1, "error: none.log: No such file or directory\n")
+    folder = harness("explain", "run", cwd=tmp_path)
+    assert (folder.code, folder.err.splitlines()[0]) == (
+        1, "error: run is a directory; it holds run/logs/r1-a-b.server.log",
+    )  # fmt: skip
+    (tmp_path / "torn.gz").write_bytes(gzip.compress(FAILED.encode())[:-20])
+    torn = harness("explain", "torn.gz", cwd=tmp_path)
+    assert torn.code == 1 and torn.err.startswith("error: torn.gz: cannot be unpacked")
+
+
+def test_a_long_log_takes_seconds(tmp_path: Path) -> None:
+    line = '(APIServer pid=1) INFO:     127.0.0.1:40000 - "POST /v1/chat/completions HTTP/1.1" 200 OK\n'
+    with (tmp_path / "long.log").open("w") as file:
+        for _ in range(20):
+            file.write(line * 11_000)  # a megabyte
+        file.write("torch.OutOfMemoryError: HIP out of memory.\n")
+    began = time.process_time()
+    done = harness("explain", "long.log", "--json", cwd=tmp_path)
+    assert json.loads(done.out)["cause"]["number"] == 220_001
+    assert time.process_time() - began < 5
+
+
+def failing(message: str, count: int = FIRST) -> list[Request]:
+    made = Request(
+        id="a", cell="c", load="l", user_class="u", index=0, user=0, process=1, phase="warmup", sent_s=0.0, ended_s=0.1,
+        error="http", message=message,
+    )  # fmt: skip
+    return [made] * count
+
+
+def test_the_rule_that_ends_a_load() -> None:
+    wrong = "status 404: NotFoundError 404: The model `nope` does not exist."
+    said = scenario_mistake(failing(wrong))
+    assert said is not None
+    assert said.startswith(
+        "the load was ended after 5 requests, which all failed for a mistake of the scenario: the server has no model "
+        "named nope; to solve it: set `model` to the id that its /v1/models names"
+    )
+    good = msgspec.structs.replace(failing(wrong)[0], error=None, message=None)
+    assert scenario_mistake([*failing(wrong, 4), good]) is None, "one that succeeded is enough to go on"
+    assert scenario_mistake(failing("status 500: boom")) is None
+    assert scenario_mistake([*failing(wrong, 4), *failing("status 500: boom", 1)]) is None
+
+
+def test_requests_that_do_not_fit_end_the_load_at_once(tmp_path: Path) -> None:
+    loads = {"burst": {"user": "batch", "batch_size": 5, "requests": 10_000, "output_tokens": 5000}}
+    path = write(tmp_path, loads=loads, repeats=2, servers={"one": server("--max-model-len", "2048")})
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
+    run = only_run(tmp_path / "runs")
+    assert done.code == 3
+    assert len(list(read_requests(run / "requests.jsonl"))) < 2_000
+    manifest = read_run(run)
+    assert [len(cell.problems) for cell in manifest.cells] == [1, 1]
+    assert (
+        manifest.cells[0]
+        .problems[0]
+        .startswith(
+            "the load was ended after 5 requests, which all failed for a mistake of the scenario: "
+            "a request does not fit into the server's context (of 2048 tokens, answer 5000); to solve it: "
+        )
+    )
+    assert "Why requests failed" in done.out
+    assert "(http): a request does not fit into the server's context" in " ".join(done.out.split())
+    markdown = harness("report", run.name, "--runs", "runs", "--format", "markdown", cwd=tmp_path).out
+    assert "**Why requests failed**\n\n- one / burst: " in markdown
+    page = (run / "report.html").read_text()
+    assert "What they mean" in page and "one / burst: " in page
+
+
+def test_failed_requests_are_explained_with_counts(tmp_path: Path) -> None:
+    loads = {"burst": {"user": "batch", "batch_size": 4, "requests": 12, "output_tokens": 5}}
+    path = write(tmp_path, loads=loads, warmup={"requests": 0}, servers={"one": server("--fault", "500-html@2")})
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
+    summary = json.loads((only_run(tmp_path / "runs") / "summary.json").read_text())
+    print(done.out, summary["failures"])
+    (failed,) = summary["failures"]
+    assert (failed["server"], failed["load"], failed["kind"], failed["id"]) == (
+        "one",
+        "burst",
+        "http",
+        "req.server_error",
+    )
+    assert failed["count"] == sum(summary["rows"][0]["pooled"]["errors"].values())
