@@ -1,5 +1,7 @@
 """What `harness check` shows: the plan of a scenario and how long it will take, without running anything."""
 
+import os
+
 from rich.console import Console
 from rich.table import Table
 
@@ -7,6 +9,8 @@ from harness.experiment import Experiment
 from harness.plan import baseline_of, plan
 from harness.progress import duration
 from harness.scenario import Load, Scenario, warmup_of
+from harness.serve.daemon import engine_host
+from harness.serve.lemonade.hints import hints
 from harness.stats import ALPHA, repeats_to_reach_p
 
 # For a fixed amount of work the time depends on the server, which is not known before the run.
@@ -51,6 +55,8 @@ def show_plan(experiment: Experiment, console: Console) -> None:
             markup=False,
             highlight=False,
         )
+    for hint in hints(scenario, os.cpu_count() if engine_host() is None else None):
+        console.print(f"note: {hint}", markup=False, highlight=False)
 
 
 def work(load: Load) -> str:

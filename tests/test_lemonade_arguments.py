@@ -3,12 +3,14 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from harness.scenario import Load, Scenario, Server
 from harness.serve.compose import parse
 from harness.serve.document import compose_document, server_problems_of
 from harness.serve.lemonade.arguments import PROTECTED, vllm_problems
+from harness.serve.lemonade.hints import hints
 from harness.serve.lemonade.pool import pool_size
 from tests.doubles.lemonade import arguments as double
 
@@ -148,6 +150,27 @@ def test_a_folder_of_the_host_keeps_its_owner() -> None:
     given = scenario(huggingface_cache="/data/hf", lemonade_cache="/data/l", offline=True)
     command = parse(compose_document(given, "s", with_locust=False)).services["prepare"].command
     assert command is not None and "chown -R" not in command[0]
+
+
+def hints_of(load: Load, threads: int | None = 8, **variables: Any) -> list[str]:
+    return hints(msgspec.structs.replace(scenario(**variables), loads={"l": load}), threads)
+
+
+def test_a_load_above_the_pool_is_told_before() -> None:
+    load = Load(user="batch", users=2, batch_size=20, requests=80)
+    assert hints_of(load) == [
+        "s under l: 40 requests will be in flight, and Lemonade serves 32 at once on this machine: "
+        "above that its own queue is measured, not the engine's"
+    ]
+    assert hints_of(load, threads=16) == hints_of(load, threads=None) == []
+    assert "serves 8 at once" in hints_of(load, image="ghcr.io/lemonade-sdk/lemonade-server:v10.9.0")[0]
+    assert "serves 256 at once at most" in hints_of(Load(user="chat", users=300, requests=1), threads=None)[0]
+
+
+def test_long_answers_are_told_before() -> None:
+    assert "count each prompt first" in hints_of(Load(user="chat", requests=1, output_tokens=8193), ctx_size=32768)[0]
+    assert "every request will fail" in hints_of(Load(user="chat", requests=1, output_tokens=8192))[0]
+    assert hints_of(Load(user="chat", requests=1, output_tokens=8192), ctx_size=32768) == []
 
 
 @pytest.mark.parametrize(

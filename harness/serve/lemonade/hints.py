@@ -1,0 +1,46 @@
+"""What a scenario should know of Lemonade before it runs, and what is no mistake."""
+
+from harness.scenario import Load, Scenario, Server, at_once
+from harness.serve.lemonade.arguments import MOST_TOKENS
+from harness.serve.lemonade.pool import MOST, pool_size
+from harness.serve.template import variables
+
+
+def hints(scenario: Scenario, threads: int | None) -> list[str]:
+    """Sentences for `harness check`; `threads` of the processor that Lemonade will run on, None where not known."""
+    servers = {name: server for name, server in scenario.servers.items() if server.template == "lemonade"}
+    return [
+        hint
+        for name, server in servers.items()
+        for load_name, load in scenario.loads.items()
+        for hint in _of(f"{name} under {load_name}", server, load, threads)
+    ]
+
+
+def _of(where: str, server: Server, load: Load, threads: int | None) -> list[str]:
+    found = []
+    size = MOST if threads is None else pool_size(threads, _version(server))
+    if at_once(load) > size:
+        found.append(
+            f"{where}: {at_once(load):,} requests will be in flight, and Lemonade serves {size} at once"
+            f"{' at most' if threads is None else ' on this machine'}: above that its own queue is measured, "
+            "not the engine's"
+        )
+    ctx_size = server.variables.get("ctx_size", variables("lemonade")["ctx_size"].default)
+    if isinstance(ctx_size, int) and load.output_tokens >= ctx_size:
+        found.append(
+            f"{where}: answers of {load.output_tokens:,} tokens do not fit into the ctx_size of {ctx_size:,}: "
+            "every request will fail"
+        )
+    elif load.output_tokens > MOST_TOKENS:
+        found.append(
+            f"{where}: for answers of more than {MOST_TOKENS:,} tokens Lemonade has vLLM count each prompt first, "
+            "which is measured with it"
+        )
+    return found
+
+
+def _version(server: Server) -> str | None:
+    image = str(server.variables.get("image", variables("lemonade")["image"].default))
+    tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
+    return tag or None
