@@ -13,6 +13,7 @@ from harness.records import ProcessMark
 from harness.scenario import Load, at_once
 from harness.summary import MachineLoad, Numbers, ServerLoad
 from harness.tally import Tally
+from harness.telemetry import MOST_GAP_S
 
 MOST_TOKEN_DIFFERENCE = 0.01
 MOST_SEND_LAG_S = 0.010
@@ -222,6 +223,15 @@ def _front(evidence: Evidence) -> list[str]:
             f"{served.most_at_once} at once: above that its own queue was measured, not the engine's"
         )
     return notes
+
+
+def _unseen(load: MachineLoad | None) -> list[str]:
+    if load is None or load.gap_most_s < MOST_GAP_S:
+        return []
+    return [
+        f"the machine was not looked at for {load.gap_most_s:.1f} s of the measured time (reading its files took up to "
+        f"{load.took_most_s or 0.0:.1f} s): the energy is not known"
+    ]
 
 
 def _energy(load: MachineLoad | None) -> list[str]:

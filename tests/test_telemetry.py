@@ -515,7 +515,7 @@ def test_a_run_on_a_machine_with_a_busy_gpu(tmp_path: Path) -> None:
     assert samples[0].wall_s < read_run(run).cells[0].started_wall_s + 0.5
     page = (run / "report.html").read_text()
     assert "What the machine did" in page and "Energy per output token" in page
-    assert "The machine under one / burst" in done.out and "Power, mean and most: 120 W, 120 W" in done.out
+    assert "The machine under one / burst" in done.out and "Power, mean and most: 120 W, 120 W\n" in done.out
 
 
 # What reports show of it
@@ -589,6 +589,26 @@ def test_energy_that_the_counter_does_not_bear_out_is_noted() -> None:
         "the energy is 1,000 J by the power readings and 800 J by the GPUs' own counters: they differ by more than 10%"
     ]
     assert validity._energy(msgspec.structs.replace(load, counted_energy_j=930.0)) == []
+
+
+def test_a_machine_that_nobody_looked_at_for_long_is_noted() -> None:
+    load = MachineLoad(samples=9, gap_most_s=7.25, took_most_s=6.2)
+    assert validity._unseen(load) == [
+        "the machine was not looked at for 7.2 s of the measured time (reading its files took up to 6.2 s): "
+        "the energy is not known"
+    ]
+    assert validity._unseen(msgspec.structs.replace(load, gap_most_s=1.4)) == []
+    assert validity._unseen(None) == []
+
+
+def test_the_table_says_whose_power_it_is_and_how_well_it_was_looked_at(watched: Path) -> None:
+    summary = read_summary(watched)
+    table = doing.doing(summary)
+    texts = dict(zip([column.key for column in table.columns], table.rows[0][2], strict=True))
+    assert texts["power"].endswith(" W (package)") and texts["memory"] == "39.0 GiB"
+    assert texts["container"] == "1.25 cores, 3.0 GiB"
+    samples = sum(cell.machine_load.samples for cell in summary.cells if cell.machine_load is not None)
+    assert table.sampling == f"{samples} samples in 6 runs, at most 0.5 s apart; reading one took 2.1 ms at most"
 
 
 def test_exports_for_programs(watched: Path) -> None:

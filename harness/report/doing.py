@@ -25,6 +25,7 @@ class Doing(Struct, frozen=True):
 
     columns: list[Column]
     rows: list[tuple[str, str, list[str]]]  # server, load, texts
+    sampling: str = ""  # how well it was looked at
 
 
 class GpuLine(Struct, frozen=True):
@@ -39,8 +40,20 @@ def doing(summary: Summary) -> Doing:
     """The rows of a summary of which anything was sampled, each the median over its runs."""
     rows = [(row.server, row.load, row.machine_load) for row in summary.rows if row.machine_load is not None]
     shown = [column for column in COLUMNS if any(column.text(load) is not None for _, _, load in rows)]
+    texts = [(server, load, [column.text(did) or words.NOTHING for column in shown]) for server, load, did in rows]
     return Doing(
-        shown, [(server, load, [column.text(did) or words.NOTHING for column in shown]) for server, load, did in rows]
+        shown, texts, _sampling([cell.machine_load for cell in summary.cells if cell.machine_load is not None])
+    )
+
+
+def _sampling(loads: list[MachineLoad]) -> str:
+    if not loads:
+        return ""
+    took = max((load.took_most_s for load in loads if load.took_most_s is not None), default=None)
+    return (
+        f"{words.count(sum(load.samples for load in loads), 'sample')} in {words.count(len(loads), 'run')}, "
+        f"at most {max(load.gap_most_s for load in loads):.1f} s apart"
+        + ("" if took is None else f"; reading one took {1000 * took:.1f} ms at most")
     )
 
 
@@ -71,7 +84,7 @@ def _of_gpu(gpu: GpuLoad) -> list[str]:
         _gib(gpu.gtt_most_bytes),
         _unit(gpu.power_mean_w, "W"),
         _unit(gpu.power_most_w, "W"),
-        _unit(gpu.energy_j, "J"),
+        _energy(gpu),
         _unit(gpu.clock_mean_mhz, "MHz", 0),
         _unit(gpu.clock_least_mhz, "MHz", 0),
         None if hottest is None else f"{hottest[0]:.0f} °C ({hottest[1]})",
@@ -79,6 +92,12 @@ def _of_gpu(gpu: GpuLoad) -> list[str]:
         _unit(gpu.limited_s, "s"),
     ]
     return [text or words.NOTHING for text in found]
+
+
+def _energy(gpu: GpuLoad) -> str | None:
+    """By the readings of power, and by the GPU's own counter where it has one."""
+    known, counted = _unit(gpu.energy_j, "J", 0), _unit(gpu.counted_energy_j, "J", 0)
+    return known if counted is None else f"{known or words.NOTHING} ({counted} by its counter)"
 
 
 def _percent(value: float | None) -> str | None:
@@ -101,6 +120,11 @@ def _of(mean: str | None, most: str | None) -> str | None:
     return None if mean is None and most is None else f"{mean or words.NOTHING}, {most or words.NOTHING}"
 
 
+def _power(did: MachineLoad) -> str | None:
+    text = _of(_unit(did.power_mean_w, "W", 0), _unit(did.power_most_w, "W", 0))
+    return f"{text} (package)" if text is not None and did.package else text
+
+
 COLUMNS = (
     Column(
         key="energy_per_token",
@@ -115,7 +139,7 @@ COLUMNS = (
         title="Power, mean and most",
         explanation="Of the GPUs that served together, as their driver tells it.",
         formula="hwmon power1_average, else power1_input",
-        text=lambda did: _of(_unit(did.power_mean_w, "W", 0), _unit(did.power_most_w, "W", 0)),
+        text=_power,
     ),
     Column(
         key="busy",

@@ -99,6 +99,7 @@ def _of_rows(summary: Summary) -> Iterator[Metric]:
                 gauge.add_sample(gauge.name, labels, value)
         yield gauge
     yield from _of_slos(labelled)
+    yield from _of_machines(summary)
     for name, explanation in LATENCIES.items():
         family = Metric(f"{PREFIX}_{name}_seconds", f"{explanation} of successful requests", "summary", "seconds")
         for labels, numbers in labelled:
@@ -106,7 +107,6 @@ def _of_rows(summary: Summary) -> Iterator[Metric]:
         yield family
 
 
-    yield from _of_machines(summary)
 def _of_slos(labelled: list[tuple[dict[str, str], Numbers]]) -> Iterator[Metric]:
     attainment = _gauge("attainment_ratio", "Requests that met every SLO / sent", "ratio")
     goodput = _gauge("goodput_requests_per_second", "Requests that met every SLO / s, median over runs")
@@ -118,13 +118,6 @@ def _of_slos(labelled: list[tuple[dict[str, str], Numbers]]) -> Iterator[Metric]
     yield from (attainment, goodput)
 
 
-def _add_quantiles(family: Metric, labels: dict[str, str], sample: Distribution) -> None:
-    if sample.mean is None:
-        return
-    for name, quantile in QUANTILES.items():
-        if (value := getattr(sample, name)) is not None:
-            family.add_sample(family.name, {**labels, "quantile": quantile}, value)
-    family.add_sample(f"{family.name}_count", labels, sample.n)
 def _of_machines(summary: Summary) -> Iterator[Metric]:
     for _, field, name, unit, factor in VALUES:
         gauge = _gauge(f"{name}_{unit}", f"{name.replace('_', ' ').capitalize()}, median over runs", unit)
@@ -134,6 +127,13 @@ def _of_machines(summary: Summary) -> Iterator[Metric]:
         yield gauge
 
 
+def _add_quantiles(family: Metric, labels: dict[str, str], sample: Distribution) -> None:
+    if sample.mean is None:
+        return
+    for name, quantile in QUANTILES.items():
+        if (value := getattr(sample, name)) is not None:
+            family.add_sample(family.name, {**labels, "quantile": quantile}, value)
+    family.add_sample(f"{family.name}_count", labels, sample.n)
     family.add_sample(f"{family.name}_sum", labels, sample.mean * sample.n)
 
 

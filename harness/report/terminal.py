@@ -113,6 +113,7 @@ def _machine(table: Doing, console: Console) -> None:
             _item(console, Text(f"{column.title}: ") + Text(text, "bold"))
     if table.rows:
         console.print()
+        _item(console, Text(f"Sampled: {table.sampling}"))
     for column in table.columns:
         _item(console, Text(f"{column.title}: ", "bold") + Text(f"{column.explanation} [{column.formula}]"))
 
