@@ -273,6 +273,13 @@ def test_the_command_says_by_its_exit_code_that_it_does_not_fit(tmp_path: Path) 
     assert (full.code, full.out.splitlines()[0][:27]) == (4, "nothing is left for vLLM: s")
 
 
+@pytest.mark.parametrize("given", [("1", "0"), ("inf", "3"), ("1", "inf")])
+def test_sizes_that_are_none(tmp_path: Path, given: tuple[str, str]) -> None:
+    done = harness("memory", "--free", given[0], "--total", given[1], cwd=tmp_path)
+    assert (done.code, done.out) == (1, "")
+    assert "two sizes in GiB are expected" in done.err
+
+
 @pytest.mark.parametrize("given", [["--free", "3"], ["--total", "3"], ["--free", "1", "--total", "3", "--image", "x"]])
 def test_half_a_question(tmp_path: Path, given: list[str]) -> None:
     done = harness("memory", *given, cwd=tmp_path)

@@ -1,15 +1,20 @@
 """The command that answers the memory question before a start."""
 
+import math
 import sys
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from harness.cli.common import app, console
 from harness.errors import ExitCode, HarnessError
+
+if TYPE_CHECKING:
+    from harness.machine.pool import Pool
+    from harness.memory.answer import Share
 
 
 @app.command(short_help="The largest safe gpu_memory_utilization, and the KV cache that it leaves.")
@@ -37,15 +42,10 @@ def memory(
 
     Exit code 4 when the model does not fit, or when nothing is left.
     """
-    from harness.machine.pool import Pool, pools
-    from harness.memory.answer import Answer, Wish, room_of, share, share_of
-    from harness.fraction import GIB
+    from harness.memory.answer import Answer, Wish, room_of
     from harness.memory.model import find_model, read_model
     from harness.memory.words import of_answer
-    from harness.serve.probe import ask_image
 
-    if (free is None) != (total is None) or (free is not None and image is not None):
-        raise HarnessError("--free and --total belong together, and not to --image", next_step="Give both, or neither.")
     read = None if model is None else read_model(find_model(model), model)
     wish = Wish(
         max_model_len=max_model_len,
@@ -53,21 +53,42 @@ def memory(
         tensor_parallel=tensor_parallel,
         kv_cache_dtype=kv_cache_dtype,
     )
-    found: list[Pool] = []
-    answer = None
-    if free is not None and total is not None:
-        sizes = [int(Decimal(str(size)) * GIB) for size in (free, total)]
-        answer = share(sizes[0], sizes[1], source="given", gpus=tensor_parallel)
+    pools: list[Pool] = []
+    share: Share | None
+    if free is not None or total is not None:
+        share = _given(free, total, image, tensor_parallel)
     else:
-        found = pools(root) if image is None else ask_image(image, lambda line: print(line, file=sys.stderr))
-        if found or read is None:  # without a GPU, what a model needs can be told all the same
-            source: Literal["driver", "container"] = "driver" if image is None else "container"
-            answer = share_of(found, source=source, tensor_parallel=tensor_parallel)
-    room = None if read is None else room_of(read, answer, wish)
-    everything = Answer(pools=found, share=answer, room=room)
+        pools, share = _found(image, root, tensor_parallel, needed=read is None)
+    answer = Answer(pools=pools, share=share, room=None if read is None else room_of(read, share, wish))
     if as_json:
-        print(msgspec.json.encode(everything).decode())
+        print(msgspec.json.encode(answer).decode())
     else:
-        console().print("\n".join(of_answer(everything)), markup=False, highlight=False, soft_wrap=True)
-    if (answer is not None and answer.utilization is None) or (room is not None and room.fits is False):
+        console().print("\n".join(of_answer(answer)), markup=False, highlight=False, soft_wrap=True)
+    if (share is not None and share.utilization is None) or (answer.room is not None and answer.room.fits is False):
         raise typer.Exit(ExitCode.FAILED)
+
+
+def _given(free: float | None, total: float | None, image: str | None, gpus: int) -> "Share":
+    from harness.fraction import GIB
+    from harness.memory.answer import share
+
+    if free is None or total is None or image is not None:
+        raise HarnessError("--free and --total belong together, and not to --image", next_step="Give both, or neither.")
+    if not (math.isfinite(free) and math.isfinite(total) and total > 0):
+        raise HarnessError(f"--free {free:g} --total {total:g}: two sizes in GiB are expected, as in 76.45 and 96")
+    sizes = [int(Decimal(str(size)) * GIB) for size in (free, total)]
+    return share(sizes[0], max(1, sizes[1]), source="given", gpus=gpus)
+
+
+def _found(image: str | None, root: Path, gpus: int, *, needed: bool) -> "tuple[list[Pool], Share | None]":
+    """This machine's pools and their share; no share without a GPU, where it is not needed."""
+    from harness.machine.pool import pools
+    from harness.memory.answer import share_of
+    from harness.serve.probe import ask_image
+
+    if image is not None:
+        told = ask_image(image, lambda line: print(line, file=sys.stderr))
+        return told, share_of(told, source="container", tensor_parallel=gpus)
+    found = pools(root)
+    # What a model needs can be told without a GPU.
+    return found, share_of(found, tensor_parallel=gpus) if found or needed else None

@@ -45,7 +45,7 @@ def _pool(gpu: dict[str, object], device: Path | None, limit: int | None, availa
     def number(name: str) -> int | None:
         return _number(device / f"mem_info_{name}") if device is not None else None
 
-    vram, gtt = number("vram_total"), number("gtt_total")
+    vram, gtt = number("vram_total") or None, number("gtt_total") or None
     kind: Literal["vram", "gtt"] = "gtt" if gpu["integrated"] and (gtt or 0) > (vram or 0) else "vram"
     unified = kind == "gtt"
     stated, used = (gtt, number("gtt_used")) if unified else (vram, number("vram_used"))

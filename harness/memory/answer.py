@@ -235,11 +235,11 @@ def _advice(room: Room, wish: Wish) -> list[str]:
     """What to set when it does not fit, or when it fits fewer requests than are wanted at once."""
     if room.kv_bytes is None:
         return []
-    careful, _ = room.kv_bytes
+    careful, hopeful = room.kv_bytes
     if careful <= 0:
         return [
-            "the weights and what vLLM needs besides take all of the budget: take a smaller or quantised model, "
-            "more GPUs (--tensor-parallel-size), or free memory",
+            f"the weights and what vLLM needs besides {'may ' if hopeful > 0 else ''}take all of the budget: "
+            "take a smaller or quantised model, more GPUs (--tensor-parallel-size), or free memory",
             "a little room is won by --enforce-eager (no graphs) and a smaller --max-num-batched-tokens",
         ]
     if room.capacity is None:

@@ -62,7 +62,7 @@ def find_model(name: str, environment: dict[str, str] | None = None) -> Path:
 
     Raises HarnessError that says where was looked.
     """
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # which leaves alone what is no user's home
     if path.name == "config.json":
         path = path.parent
     if (path / "config.json").is_file():
