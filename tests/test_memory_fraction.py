@@ -13,6 +13,7 @@ from harness.fraction import (
     HOST_BYTES,
     VLLM_DEFAULT,
     default_reserve,
+    driver_reserve,
     safe_from_printed,
     safe_utilization,
     vllm_accepts,
@@ -80,6 +81,16 @@ def test_printed_numbers_are_as_safe_as_bytes(free: int, total: int, off: float)
     if found is not None and free <= total:
         true_free, true_total = (int((size / 100 + off) * GIB) for size in (free, total))
         assert not refused_by_vllm(true_free, true_total, str(found))
+
+
+@given(free=SIZES, total=SIZES, taken=st.integers(0, 2 * GIB))
+def test_what_the_runtime_and_others_take_meanwhile_is_in_the_drivers_reserve(
+    free: int, total: int, taken: int
+) -> None:
+    free = min(free, total)
+    found = safe_utilization(free, total, reserve=driver_reserve(free))
+    if found is not None:
+        assert vllm_accepts(free - taken, total, found)
 
 
 def test_two_hundred_thousand_random_pairs() -> None:
