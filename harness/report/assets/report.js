@@ -76,7 +76,9 @@
 
   async function unpack(id) {
     const packed = document.getElementById(id).textContent.trim();
-    const bytes = Uint8Array.from(atob(packed), (letter) => letter.charCodeAt(0));
+    const letters = atob(packed);
+    const bytes = new Uint8Array(letters.length);
+    for (let i = 0; i < letters.length; i++) bytes[i] = letters.charCodeAt(i); // Uint8Array.from takes ten times as long
     return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
   }
 
@@ -104,6 +106,7 @@
       await show();
     }
     document.body.dataset.charts = "ready";
+    performance.mark("charts");
   }
 
   function again() {
