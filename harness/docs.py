@@ -10,7 +10,7 @@ from harness.machine.doctor import page
 from harness.manifest import read_run
 from harness.paths import ROOT
 from harness.report import markdown
-from harness.serve.template import Variable, limits, templates, variables
+from harness.serve.template import BY_THE_HARNESS, GATEWAYS, Variable, limits, templates, variables
 from harness.summarize import read_summary
 
 HEAD = """\
@@ -51,6 +51,9 @@ Ollama with its ROCm build of llama.cpp. Its model is pulled through its own API
 first request, and kept loaded. It does not know `ignore_eos`: take `output: natural` in loads that compare it.""",
     "localai": """\
 LocalAI, which installs a backend (llama.cpp for ROCm) and the model from its gallery at the first start.""",
+    "litellm": """\
+Not a server: a LiteLLM proxy in front of one, as its `gateway`. It takes the load; metrics stay those of the server.
+See [gateways](gateways.md).""",
     "locust": "Not a server: what `harness compose` puts in front of one, Locust's web UI.",
 }
 COLUMNS = "| variable | type | default | meaning |\n|---|---|---|---|\n"
@@ -59,9 +62,9 @@ COLUMNS = "| variable | type | default | meaning |\n|---|---|---|---|\n"
 def servers_page() -> str:
     """docs/servers.md."""
     parts = [HEAD]
-    for name in (*templates(), "locust"):
+    for name in (*templates(), *GATEWAYS, "locust"):
         parts.append(f"\n## {name}\n{INTRODUCTIONS[name]}\n\n{COLUMNS}")
-        parts += [_row(key, value) for key, value in variables(name).items() if key != "model"]
+        parts += [_row(key, value) for key, value in variables(name).items() if key not in BY_THE_HARNESS]
     return "".join(parts)
 
 

