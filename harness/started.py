@@ -71,10 +71,11 @@ def is_unsaid(key: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> boo
 def is_noise(key: str, values: Sequence[Any]) -> bool:
     """Whether values of a told key lie as near to each other as those of any two starts do."""
     numbers = [value for value in values if isinstance(value, int | float)]
+    phase = ".phases." in f".{key}"
     if not is_told(key) or len(numbers) != len(values):
-        return False
+        return phase and is_told(key)  # phases that one side's log does not tell apart are in another one's
     apart, most = max(numbers) - min(numbers), max(map(abs, numbers))
-    if ".phases." in f".{key}" or key.endswith("_s"):
+    if phase or key.endswith("_s"):
         return apart <= max(_LEAST_S, _LEAST_SHARE * most)
     return apart <= _SAME_SHARE * most
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness.manifest import CellRun, Machine, Phase, Run, ServedBy, write_run
+from harness.manifest import CellRun, Machine, Phase, Run, ServedBy, Startup, write_run
 from harness.plan import plan
 from harness.records import ErrorKind, ProcessMark, Request
 from harness.scenario import Load, Scenario, Server
@@ -33,6 +33,27 @@ def scenario(repeats: int = 5, requests: int = 50, servers: tuple[str, ...] = ("
     )
 
 
+# What is seen of a start from outside, and one that is told apart by the server's log.
+SEEN = [("spawn", 0.21), ("port open", 0.34), ("health", 0.12), ("first answer", 0.4)]
+BY_LOG = [
+    ("pull", 0.01), ("flags", 0.3), ("create", 0.2), ("process", 1.9), ("weights", 0.8), ("compile", 3.1),
+    ("graphs", 0.6), ("warm-up", 0.1), ("ready", 0.2), ("first answer", 0.4),
+]  # fmt: skip
+STARTUP = Startup(
+    engine="vllm",
+    version="0.32.0",
+    attention_backend="TRITON_ATTN",
+    max_model_len=8192,
+    weights_gib=7.56,
+    model_load_s=8.9,
+    compile_s=3.42,
+    compile_cache="warm",
+    kv_cache_tokens=384_976,
+    kv_cache_gib=52.87,
+    max_concurrency=46.99,
+)
+
+
 def write_run_directory(
     folder: Path,
     *,
@@ -52,7 +73,7 @@ def write_run_directory(
     now = START_S
     for number, cell in enumerate(plan(chosen)):
         started = now
-        phases = [("spawn", 0.21), ("port open", 0.34), ("health", 0.12), ("first answer", 0.4)]
+        phases = BY_LOG if cell.server == servers[-1] else SEEN
         served_by = ServedBy(
             url=f"http://127.0.0.1:{40000 + number}",
             template="simulated",
@@ -61,6 +82,8 @@ def write_run_directory(
             model=chosen.model,
             arguments=["--max-num-seqs", "4" if cell.server == servers[-1] else "256", "--seed", "42"],
             phases=[Phase(name=name, seconds=round(s * dice.uniform(0.9, 1.15), 3)) for name, s in phases],
+            startup=STARTUP,
+            effective={"max_num_seqs": 4 if cell.server == servers[-1] else 256, "note": HOSTILE},
         )
         now += 1.2
         at_once = chosen.loads[cell.load].batch_size or 1

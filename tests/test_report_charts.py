@@ -210,7 +210,10 @@ def test_single_requests_show_failures(folder: Path, run: Run) -> None:
 
 def test_what_differs_between_the_servers(run: Run) -> None:
     found = {one.key: one.values for one in server_differences(run)}
-    assert found == {"arguments": ["--max-num-seqs 256", "--max-num-seqs 4"]}
+    assert found == {
+        "arguments": ["--max-num-seqs 256", "--max-num-seqs 4"],
+        "effective.max_num_seqs": ["256", "4"],
+    }
     unfinished = msgspec.structs.replace(run, cells=[one for one in run.cells if one.server == "open"])
     assert server_differences(unfinished) == []
 
