@@ -230,7 +230,9 @@ def test_lemonade_rows_of_two_speeds_have_no_ratio_and_the_reason_is_given(tmp_p
     text = markdown.render(summary, run)
     assert "| flm-npu | chat-short | " in text and "25.6†" in text and "0.57" not in text and "0.58" not in text
     assert "† defined otherwise: output\\_tok\\_s of flm-npu / chat-short: mean over the runs of output tokens" in text
-    assert "0.57" not in html.write_report(folder).read_text().split("gz")[0]
+    page = html.write_report(folder).read_text()
+    assert "0.57" not in page.split("gz")[0]
+    assert page.count("Not drawn, since their tok/s is defined otherwise: flm-npu / chat-short") == 3
 
 
 def test_lemonade_says_where_it_cannot_be_told_which_speed_it_is(tmp_path: Path) -> None:

@@ -8,7 +8,20 @@ import statistics
 from harness.manifest import Run
 from harness.report import words
 from harness.report.knee import FORMULA, Knee, in_words, knee_of
-from harness.report.marks import Chart, Figure, axis, colour, line, plain, row_style, servers, symbol, whiskers
+from harness.report.marks import (
+    Chart,
+    Figure,
+    axis,
+    colour,
+    left_out,
+    line,
+    other_rates,
+    plain,
+    row_style,
+    servers,
+    symbol,
+    whiskers,
+)
 from harness.report.observed import Observed, Sample, distribution
 from harness.summary import Distribution, Row, Summary
 
@@ -16,8 +29,9 @@ from harness.summary import Distribution, Row, Summary
 def throughput(summary: Summary, run: Run) -> Chart:
     data: list[Figure] = []
     knees: list[tuple[int, str, Knee]] = []
+    others = other_rates(summary)
     for i, server in enumerate(servers(summary)):
-        rows = [row for row in by_concurrency(summary, run, server) if row.output_tok_s]
+        rows = [row for row in by_concurrency(summary, run, server) if row.output_tok_s and row not in others]
         medians = [statistics.median(row.output_tok_s) for row in rows]
         data.append(
             line(server, i, [at_once(row, run) for row in rows], medians)
@@ -40,7 +54,7 @@ def throughput(summary: Summary, run: Run) -> Chart:
         title="Throughput over concurrency",
         caption="Aggregate output tokens per second, median of the runs; whiskers from the least to the most. "
         "Ring: the knee, the least concurrency that gives 95\u00a0% of the best. Higher is better.",
-        findings=[f"{server}: {in_words(knee)}" for _, server, knee in knees],
+        findings=[f"{server}: {in_words(knee)}" for _, server, knee in knees] + left_out(others),
         formula=f"tok/s = output tokens inside the window ÷ window; {FORMULA}",
         figure={"data": data, "layout": {"xaxis": _concurrency_axis(summary, run), "yaxis": axis("tok/s")}},
         head=["Server", "Load", "At once", "Median tok/s", "Least", "Most", "Runs"],

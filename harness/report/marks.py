@@ -1,5 +1,6 @@
 """What all charts share: the noun, legends, styles, axes. Colours are names such as "@s1", the page's own."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -60,6 +61,18 @@ def servers(summary: Summary) -> list[str]:
 
 def loads(summary: Summary) -> list[str]:
     return list(dict.fromkeys(row.load for row in summary.rows))
+
+
+def other_rates(summary: Summary) -> list[Row]:
+    """The rows whose tok/s means something else than the first row's; they do not belong on one axis."""
+    meant = [row.definitions.get("output_tok_s") for row in summary.rows]
+    return [row for row, meaning in zip(summary.rows, meant, strict=True) if meaning != meant[0]]
+
+
+def left_out(rows: Sequence[Row]) -> list[str]:
+    """What a chart says of rows with other rates."""
+    names = ", ".join(f"{row.server} / {row.load}" for row in rows)
+    return [f"Not drawn, since their tok/s is defined otherwise: {names}"] if rows else []
 
 
 def server_keys(summary: Summary) -> list[Key]:

@@ -5,7 +5,7 @@ from typing import Literal
 from harness.manifest import Run
 from harness.report import words
 from harness.report.figures import at_once, by_concurrency
-from harness.report.marks import Chart, Figure, axis, colour, plain, servers, symbol
+from harness.report.marks import Chart, Figure, axis, colour, left_out, other_rates, plain, servers, symbol
 from harness.summary import Distribution, Row, Summary
 
 _HEAD = ["Server", "Load", "At once", "tok/s", "p50, ms", "p95, ms", "Requests"]
@@ -22,8 +22,10 @@ def tradeoffs(summary: Summary, run: Run) -> list[Chart]:
 def _tradeoff(summary: Summary, run: Run, field: Literal["ttft_s", "e2e_s"]) -> Chart:
     key, title, formula = _TITLES[field]
     data: list[Figure] = []
+    others = other_rates(summary)
     for i, server in enumerate(servers(summary)):
-        rows = [row for row in by_concurrency(summary, run, server) if row.pooled.output_tok_s is not None]
+        known = [row for row in by_concurrency(summary, run, server) if row.pooled.output_tok_s is not None]
+        rows = [row for row in known if row not in others]
         for name, dash in (("p50", "solid"), ("p95", "dot")):
             data += _line(rows, run, field, name, i, server, dash)
     values = [value for trace in data for value in trace["y"]]
@@ -38,6 +40,7 @@ def _tradeoff(summary: Summary, run: Run, field: Literal["ttft_s", "e2e_s"]) -> 
             "data": data,
             "layout": {"xaxis": axis("output tok/s"), "yaxis": axis("ms", values)},
         },
+        findings=left_out(others),
         head=_HEAD,
         body=[_words(row, run, getattr(row.pooled, field)) for row in summary.rows],
         empty="" if values else "No row has both a throughput and the 11 successful requests that a p50 needs.",
