@@ -1,6 +1,7 @@
 """What Lemonade refuses is told before it starts."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from harness.serve.document import compose_document, server_problems_of
 from harness.serve.lemonade.arguments import PROTECTED, vllm_problems
 from harness.serve.lemonade.hints import hints
 from harness.serve.lemonade.pool import pool_size
+from tests.command import harness
 from tests.doubles.lemonade import arguments as double
 
 EVIL = "a\"b\\c: {'d'} # ${x} \u2028é"
@@ -165,6 +167,17 @@ def test_a_load_above_the_pool_is_told_before() -> None:
     assert hints_of(load, threads=16) == hints_of(load, threads=None) == []
     assert "serves 8 at once" in hints_of(load, image="ghcr.io/lemonade-sdk/lemonade-server:v10.9.0")[0]
     assert "serves 256 at once at most" in hints_of(Load(user="chat", users=300, requests=1), threads=None)[0]
+
+
+def test_harness_check_shows_it(tmp_path: Path) -> None:
+    path = tmp_path / "s.yaml"
+    path.write_text(
+        "version: 1\nquestion: q\nmodel: m\nservers: {a: {template: lemonade}}\nrepeats: 1\n"
+        "loads: {many: {user: chat, users: 300, requests: 300}}\n"
+    )
+    done = harness("check", str(path), cwd=tmp_path)
+    assert done.code == 0
+    assert "note: a under many: 300 requests will be in flight, and Lemonade serves" in " ".join(done.out.split())
 
 
 def test_long_answers_are_told_before() -> None:

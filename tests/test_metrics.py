@@ -277,3 +277,18 @@ def test_torn_lines_are_skipped(tmp_path: Path) -> None:
     path.write_text('{"wall_s":1.0,"cell":"c","values":{"running":1.0}}\n{"wall_s":2.0,"ce')
     assert read_samples(path) == {"c": [sample(1.0, running=1.0)]}
     assert read_samples(tmp_path / "none.jsonl") == {}
+
+
+def test_the_text_may_come_from_a_function(tmp_path: Path) -> None:
+    answers: Iterator[str | Exception] = iter(["vllm:num_requests_running 3.0\n", OSError("nothing there"), "<html>"])
+
+    def fetch() -> str:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    scraper = Scraper(fetch, "c", tmp_path / "m")
+    assert [scraper.scrape_now() for _ in range(3)] == [True, False, False]
+    (sample,) = read_samples(tmp_path / "m")["c"]
+    assert (sample.values, scraper.failures) == ({"running": 3.0}, 2)

@@ -207,3 +207,14 @@ def test_the_run(tmp_path: Path) -> None:
     # The reasons of a judgement passed before are not taken over: it is passed anew.
     again = msgspec.structs.replace(run, status="invalid", reasons=["an old reason"])
     assert of_run(again, 2, [], Counter()) == Findings([], [])
+
+
+def test_a_load_above_what_a_gateway_serves_at_once_is_told() -> None:
+    cell = ran(most_at_once=32, version="Lemonade 11.9.0", notes=["two attempts"])
+    assert judge(cell=cell).notes == ["c: two attempts"]
+    load = msgspec.structs.replace(LOAD, users=17)
+    notes = judge(cell=cell, load=load).notes
+    assert notes[1] == (
+        "c: up to 34 requests were in flight, and Lemonade 11.9.0 serves 32 at once: "
+        "above that its own queue was measured, not the engine's"
+    )

@@ -278,9 +278,7 @@ def attach(
     """
     found = attached(ask.base_url(url), model, api_key)  # Lemonade's models have two names
     served_by = ask.attach(url, model if found is None else found.model, api_key, key_name=key_name)
-    watch = None
-    if found is not None and metrics_url is None:
-        watch = Watch(Api(served_by.url, api_key), found.model, None, None)
+    watch = None if found is None else Watch(Api(served_by.url, api_key), found.model, None, None)
     parts = urlsplit(served_by.url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
     last, looked_at, misses = Look(None), time.monotonic(), 0
@@ -304,7 +302,7 @@ def attach(
         started=served_by,
         look=look,
         metrics_url=metrics,
-        fetch_metrics=None if watch is None else watch.metrics,
+        fetch_metrics=None if watch is None or metrics_url is not None else watch.metrics,
         find_problems=None if watch is None else watch.problems,
     )
 

@@ -19,8 +19,22 @@ from harness.serve.sweep import sweep
 
 BASE = "amd-llm-load-test/base:py311"
 IMAGE = "amd-llm-load-test/suite:local"
+PLUGIN = Path(os.environ.get("HARNESS_TEST_CACHE") or ROOT / ".cache/engines") / "docker-config"
 
 Served = Callable[..., AbstractContextManager[Endpoint]]
+
+
+@pytest.fixture(scope="session")
+def compose_environment() -> dict[str, str]:
+    """The environment in which `docker compose` is there: the tests' own plugin, else the machine's."""
+    candidates = [{**os.environ, "DOCKER_CONFIG": str(PLUGIN.absolute())}, dict(os.environ)]
+    for environment in candidates:
+        if subprocess.run(["docker", "compose", "version"], capture_output=True, env=environment).returncode == 0:
+            return environment
+    reason = "Docker Compose is not installed: run tests/engines/setup compose-plugin"
+    if os.environ.get("CI"):
+        pytest.fail(reason)
+    pytest.skip(reason)
 
 
 @pytest.fixture

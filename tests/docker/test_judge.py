@@ -10,13 +10,11 @@ from typing import Any
 import pytest
 import requests
 
-from harness.paths import ROOT
 from harness.scenario import Load, Server
 from harness.serve import compose_document, templates, variables
 from harness.serve.compose import parse
 from tests.docker.conftest import scenario
 
-PLUGIN = Path(os.environ.get("HARNESS_TEST_CACHE") or ROOT / ".cache/engines") / "docker-config"
 ODD = "a \"b\" 'c' # d: {e} [f] & * ! | > % @ ` \\ \n \t é 漢"
 GIVEN: dict[str, dict[str, Any]] = {
     "vllm-rocm": {"shm_size": "16g", "entrypoint": ["vllm", "serve"], "volumes": ["/a:/b:ro", "weights:/w"]},
@@ -25,19 +23,6 @@ GIVEN: dict[str, dict[str, Any]] = {
     "lemonade": {"vllm_args": "--max-num-seqs 32", "llamacpp_backend": "rocm"},
     "simulated": {"ipc": "shareable", "devices": ["/dev/null:/dev/kfd"], "groups": [44]},
 }
-
-
-@pytest.fixture(scope="module")
-def compose_environment() -> dict[str, str]:
-    """The environment in which `docker compose` is there: the tests' own plugin, else the machine's."""
-    candidates = [{**os.environ, "DOCKER_CONFIG": str(PLUGIN.absolute())}, dict(os.environ)]
-    for environment in candidates:
-        if subprocess.run(["docker", "compose", "version"], capture_output=True, env=environment).returncode == 0:
-            return environment
-    reason = "Docker Compose is not installed: run tests/engines/setup compose-plugin"
-    if os.environ.get("CI"):
-        pytest.fail(reason)
-    pytest.skip(reason)
 
 
 def judged(text: str, environment: dict[str, str], folder: Path) -> dict[str, Any]:
@@ -85,7 +70,8 @@ def test_compose_accepts_the_load_generator_beside_it(
 ) -> None:
     text = compose_document(scenario(Server(template=template)), "s")
     found = judged(text, compose_environment, tmp_path)
-    assert set(found["services"]) == {"server", "locust"}
+    alone = parse(compose_document(scenario(Server(template=template)), "s", with_locust=False))
+    assert set(found["services"]) == {"server", "locust", *alone.preparations}
     assert found["services"]["locust"]["ports"][0]["published"] == "8089"
     assert found["services"]["locust"]["depends_on"]["server"]["condition"] == "service_healthy"
 

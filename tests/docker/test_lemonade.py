@@ -20,8 +20,9 @@ from harness.manifest import read_run
 from harness.metrics import parse, read_samples
 from harness.paths import ROOT
 from harness.scenario import Load, Scenario, Server
-from harness.serve import Endpoint, serve
+from harness.serve import Endpoint, compose_document, serve
 from harness.serve.lemonade.running import orphans_of
+from harness.serve.ports import free_port
 from harness.serve.sweep import sweep
 from harness.summarize import read_summary
 from tests.command import harness
@@ -235,3 +236,25 @@ def test_a_reset_in_mid_load_makes_the_run_invalid(variables: Variables, tmp_pat
         source = endpoint.metrics_source
         assert source is not None and not isinstance(source, str)
         assert parse(source())["generated_tokens"] >= 300  # of the new engine, on another port
+
+
+def test_compose_brings_the_same_up(variables: Variables, compose_environment: dict[str, str], tmp_path: Path) -> None:
+    """`docker compose up` on the printed file: prepared, configured, and loaded by the first request."""
+    given = variables({"downloaded": True}, checkpoint="org/tiny", recipe="vllm", host_port=free_port(), ctx_size=4000)
+    text = compose_document(scenario(given), "s", with_locust=False)
+    (tmp_path / "compose.yaml").write_text(text)
+    url = f"http://127.0.0.1:{given['host_port']}"
+    command = ["docker", "compose", "--project-name", f"t{os.getpid()}", "--file", str(tmp_path / "compose.yaml")]
+    try:
+        up = subprocess.run([*command, "up", "--wait", "--wait-timeout", "90"], capture_output=True, text=True,
+                            env=compose_environment)  # fmt: skip
+        logs = subprocess.run([*command, "logs"], capture_output=True, text=True, env=compose_environment).stdout
+        # It waits for `prepare` as well, which ends well: older versions of Compose call that a failure.
+        assert requests.get(url + "/live", timeout=10).json() == {"status": "ok"}, up.stderr + logs
+        assert requests.get(url + "/internal/config", timeout=10).json()["ctx_size"] == 4000
+        body = {"model": "user.Tiny", "messages": [{"role": "user", "content": "Hi."}], "max_tokens": 2}
+        assert requests.post(url + "/v1/chat/completions", json=body, timeout=60).status_code == 200
+        entry = requests.get(url + "/api/v1/health", timeout=10).json()["all_models_loaded"][0]
+        assert entry["recipe_options"] == {"ctx_size": 4000}
+    finally:
+        subprocess.run([*command, "down", "--timeout", "3"], capture_output=True, env=compose_environment)

@@ -81,7 +81,12 @@ def _install(api: Api, recipe: str | None, backend: Backend | None, waiting: Wai
     body = {"recipe": recipe, "backend": backend.name, "stream": False}
     left_s = max(1.0, until - time.monotonic())
     answer = _watched(lambda: _post(api, "/install", body, left_s), waiting, until, f"installing {name}")
-    _check_installed(answer, name)
+    try:
+        _check_installed(answer, name)
+    except ServerError:
+        if backend.state == "update_required":  # the older one is there, and the load will say whether it does
+            return False
+        raise
     return True
 
 

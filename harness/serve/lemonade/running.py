@@ -13,7 +13,7 @@ from docker.models.containers import Container
 
 from harness.serve.daemon import DOCKER_ERRORS
 from harness.serve.lemonade import api as lemonade
-from harness.serve.lemonade.api import Api, Running
+from harness.serve.lemonade.api import HEALTH_S, Api, Running
 from harness.serve.logfile import LogFile
 
 METRICS_S = 3.0
@@ -70,8 +70,8 @@ class Watch:
         """Engine processes in the container that lost their server, in words."""
         return [] if self._container is None else orphans_of(self._container)
 
-    def _look(self) -> Running | None:
-        found = lemonade.health(self._api)
+    def _look(self, timeout_s: float = HEALTH_S) -> Running | None:
+        found = lemonade.health(self._api, timeout_s)
         return None if found is None else found.of(self._model)
 
     def _log_lines(self) -> list[str]:
@@ -80,7 +80,7 @@ class Watch:
     def _engine_metrics(self) -> str:
         text = self._read_engine()
         if not text:  # it may have been started anew, on another port
-            found = self._look()
+            found = self._look(METRICS_S)
             if found is not None and found.url != self._engine:
                 self._engine = found.url
                 text = self._read_engine()
