@@ -15,11 +15,11 @@ from harness.records import Request, read_requests
 from tests.command import HARNESS, harness, only_run, server, write
 
 FAILED = """\
-2026-11-21T09:15:01.000000000Z (APIServer pid=1) WARNING 11-21 09:15:01 [system_utils.py:255] Found ulimit of 20000 and \
+2026-11-21T09:15:01.0000Z (APIServer pid=1) WARNING 11-21 09:15:01 [system_utils.py:255] Found ulimit of 20000 and \
 failed to automatically increase with error x
-2026-11-21T09:15:29.000000000Z (EngineCore pid=9) ERROR 11-21 09:15:29 [core.py:1510] Traceback (most recent call last):
-2026-11-21T09:15:29.000000000Z (EngineCore pid=9) ERROR 11-21 09:15:29 [core.py:1510]   File "/x.py", line 3, in f
-2026-11-21T09:15:29.000000000Z (EngineCore pid=9) ERROR 11-21 09:15:29 [core.py:1510]     except OutOfMemoryError:
+2026-11-21T09:15:29.0000Z (EngineCore pid=9) ERROR 11-21 09:15:29 [core.py:1510] Traceback (most recent call last):
+2026-11-21T09:15:29.0000Z (EngineCore pid=9) ERROR 11-21 09:15:29 [core.py:1510]   File "/x.py", line 3, in f
+2026-11-21T09:15:29.0000Z (EngineCore pid=9) ERROR 11-21 09:15:29 [core.py:1510]     except OutOfMemoryError:
 2026-11-21T09:15:29.000000000Z \x1b[31m(EngineCore pid=9)\x1b[0m ERROR 11-21 09:15:29 [core.py:1510] ValueError: Free \
 memory on device cuda:0 (76.45/96.0 GiB) on startup is less than desired GPU memory utilization (0.92, 88.32 GiB). Decr
 2026-11-21T09:15:30.000000000Z RuntimeError: Engine core initialization failed. See root cause above.

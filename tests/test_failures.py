@@ -391,8 +391,8 @@ def test_the_number_of_a_line_is_right_across_blocks() -> None:
 def test_messages_that_mean_the_same_are_one_group() -> None:
     said, more = Said(), Said()
     for prompt in range(2049, 2079):
-        said.add("http", f"status 400: This model's maximum context length is 2048 tokens. However, your prompt contains "
-                 f"at least {prompt} input tokens")  # fmt: skip
+        end = f"However, your prompt contains at least {prompt} input tokens"
+        said.add("http", f"status 400: This model's maximum context length is 2048 tokens. {end}")
     said.add("disconnect", "the server closed the connection before it answered")
     more.add("disconnect", "connection reset by peer before the response was complete", count=2)
     more.add("client", "it is our own fault")

@@ -1,0 +1,121 @@
+"""What the real Docker Engine says when a container cannot be made or dies: the row of the table and its value."""
+
+import os
+import socket
+import time
+from typing import Any
+
+import docker
+import pytest
+from docker.errors import APIError
+
+from harness.failures.explain import State, explain
+from harness.failures.scan import Failure
+from harness.serve import labels
+from tests.docker.conftest import BASE
+
+OWNER = {labels.RUN: f"failures-{os.getpid()}", labels.CELL: "c"}
+HOG = "data = []\nwhile True: data.append(bytearray(8 << 20))"
+
+
+def refused(client: docker.DockerClient, **arguments: Any) -> Failure:
+    """What the engine says of a container that it does not start, explained."""
+    container = None
+    try:
+        with pytest.raises(APIError) as caught:
+            container = client.containers.create(BASE, ["python3", "-c", "pass"], labels=OWNER, **arguments)
+            container.start()
+    finally:
+        if container is not None:
+            container.remove(force=True)
+    failure = explain("", State(error=str(caught.value.explanation)))
+    assert failure is not None, caught.value.explanation
+    return failure
+
+
+def test_a_missing_device(client: docker.DockerClient) -> None:
+    failure = refused(client, devices=["/dev/kfd-of-nobody:/dev/kfd"])
+    assert (failure.id, failure.cause) == ("gpu.no_kfd", "the engine's host has no /dev/kfd-of-nobody")
+
+
+def test_an_unknown_group(client: docker.DockerClient) -> None:
+    failure = refused(client, group_add=["rendering"])
+    assert failure.id == "gpu.group_name"
+    assert failure.cause == "the image has no group named rendering; names are looked up inside the image"
+
+
+def test_a_port_in_use(client: docker.DockerClient) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        failure = refused(client, ports={"80/tcp": ("127.0.0.1", port)})
+    assert (failure.id, failure.cause) == ("net.port", f"the port 127.0.0.1:{port} is in use already")
+
+
+def test_a_missing_program(client: docker.DockerClient) -> None:
+    failure = refused(client, entrypoint=["vllm-of-nobody", "serve"])
+    assert (failure.id, failure.cause) == ("docker.no_program", "the image has no program vllm-of-nobody")
+
+
+def test_a_missing_folder(client: docker.DockerClient) -> None:
+    mount = docker.types.Mount("/models", "/no/such/folder", type="bind")
+    failure = refused(client, mounts=[mount])
+    assert (failure.id, failure.cause) == ("docker.no_folder", "the host has no folder /no/such/folder to mount")
+
+
+def test_an_unknown_runtime(client: docker.DockerClient) -> None:
+    failure = refused(client, runtime="nvidia-of-nobody")
+    assert failure.id == "docker.no_runtime" and "nvidia-of-nobody" in failure.cause
+
+
+def ended(client: docker.DockerClient, program: str, **arguments: Any) -> tuple[dict[str, Any], str]:
+    """The state and the log of a container that ran to its end."""
+    container = client.containers.run(BASE, ["python3", "-c", program], labels=OWNER, detach=True, **arguments)
+    try:
+        container.wait(timeout=60)
+        container.reload()
+        state: dict[str, Any] = container.attrs["State"]
+        return state, container.logs().decode()
+    finally:
+        container.remove(force=True)
+
+
+def test_a_kill_for_memory(client: docker.DockerClient) -> None:
+    state, log = ended(client, HOG, mem_limit="64m", memswap_limit="64m")
+    known = State(exit_code=state["ExitCode"], oom_killed=state["OOMKilled"], error=state["Error"])
+    failure = explain(log, known)
+    assert failure is not None and (failure.id, state["ExitCode"]) == ("mem.container_oom", 137)
+
+
+def test_a_child_that_is_killed_for_memory_is_told_from_its_parent_s_words(client: docker.DockerClient) -> None:
+    """As with vLLM: the engine process is killed, and its parent ends with a code of its own."""
+    parent = (
+        "import subprocess, sys\n"
+        f"code = subprocess.call([sys.executable, '-c', {HOG!r}])\n"
+        "print('RuntimeError: Engine core process EngineCore died unexpectedly.')\nsys.exit(1)"
+    )
+    state, log = ended(client, parent, mem_limit="64m", memswap_limit="64m")
+    failure = explain(log, State(exit_code=state["ExitCode"], oom_killed=state["OOMKilled"]))
+    assert state["ExitCode"] == 1
+    assert failure is not None
+    assert failure.id == ("mem.container_oom" if state["OOMKilled"] else "engine.killed")
+
+
+def test_a_full_shared_memory(client: docker.DockerClient) -> None:
+    state, log = ended(client, "open('/dev/shm/psm_1', 'wb').write(bytes(8 << 20))", shm_size="1m")
+    failure = explain(log, State(exit_code=state["ExitCode"]))
+    assert failure is not None and state["ExitCode"] == 1
+    assert failure.id == "disk.full" and "/dev/shm" in failure.fix, "Python names no file: it may be either"
+
+
+def test_a_kill_from_outside(client: docker.DockerClient) -> None:
+    container = client.containers.run(BASE, ["python3", "-c", "import time; time.sleep(60)"], labels=OWNER, detach=True)
+    try:
+        time.sleep(0.2)
+        container.kill()
+        container.wait(timeout=20)
+        container.reload()
+        state = container.attrs["State"]
+    finally:
+        container.remove(force=True)
+    failure = explain("", State(exit_code=state["ExitCode"], oom_killed=state["OOMKilled"]))
+    assert failure is not None and failure.id == "container.killed"

@@ -1,0 +1,119 @@
+"""What real servers say when they fail, explained: the row of the table and the value in its fix."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from harness.errors import ExitCode
+from harness.failures.explain import State, explain, scan_text
+from harness.failures.scan import Failure
+from tests.engines.paths import BASE_IMAGE, QWEN3_4M, VLLM_VENV
+from tests.real.conftest import Say
+from tests.real.parts import left_behind, llamacpp, run, write_scenario
+
+CASES = ("flags", "fraction", "kv-cache", "context")
+HERE = Path(__file__).parent
+LOADS = {"bursts": {"user": "batch", "batch_size": 5, "requests": 2000, "output_tokens": 16}}
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    """What the real vLLM says of each case. About 20 s of CPU time, most of it for one import."""
+    command = [
+        "docker", "run", "--rm", "--init", "--network=none", "--shm-size=1g", "--security-opt=seccomp=unconfined",
+        "--cap-add=SYS_NICE", f"--volume={VLLM_VENV}:{VLLM_VENV}:ro", f"--volume={QWEN3_4M}:/models/tiny:ro",
+        f"--volume={HERE}:/tests:ro", "--env=HF_HUB_OFFLINE=1", "--env=VLLM_NO_USAGE_STATS=1",
+        "--env=VLLM_ENABLE_V1_MULTIPROCESSING=0", "--env=VLLM_LOGGING_COLOR=0", BASE_IMAGE,
+        str(VLLM_VENV / "bin" / "python"), "/tests/refused_starts.py", "/models/tiny", *CASES,
+    ]  # fmt: skip
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280)
+    parts = re.split(r"^== (\S+)\n", done.stdout, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def cause_of(text: str, say: Say) -> Failure:
+    failure = explain(text)
+    assert failure is not None, text
+    say(f"{failure.id}: {failure.cause}\n  line {failure.number}: {failure.line}\n  fix: {failure.fix}")
+    return failure
+
+
+@pytest.mark.timeout(300)
+def test_memory_fraction_too_high(said: dict[str, str], say: Say) -> None:
+    failure = cause_of(said["fraction"], say)
+    assert failure.id == "mem.free_lt_util"
+    free, total = map(float, re.findall(r"\(([\d.]+)/([\d.]+) GiB\)", failure.line)[0])
+    (safe,) = re.findall(r"\(to ([\d.]+) or less\)", failure.fix)
+    assert 0 < float(safe) * total < min(free, total), "vLLM would start with it"
+    assert float(safe) == 0.92 or (float(safe) + 0.01) * total > min(free, total) - max(1.0, free / 50) - 0.1
+
+
+@pytest.mark.timeout(300)
+def test_kv_cache_too_small(said: dict[str, str], say: Say) -> None:
+    failure = cause_of(said["kv-cache"], say)
+    assert failure.id == "mem.kv_lt_one_request"
+    (most,) = re.findall(r"estimated maximum model length is (\d+)", failure.line)
+    assert 0 < int(most) < 4096
+    assert failure.cause.startswith("one request of max_model_len 4096 needs 0.01 GiB of KV cache")
+    assert failure.fix.startswith(f"set max_model_len to {most} or less")
+
+
+@pytest.mark.timeout(300)
+def test_removed_flags(said: dict[str, str], say: Say) -> None:
+    assert "exit code 2" in said["flags"]
+    failure = cause_of(said["flags"], say)
+    assert failure.id == "cli.unknown_flag"
+    assert failure.cause == "the server does not know the argument: --swap-space 16 --disable-log-requests"
+    assert failure.fix.startswith("--swap-space is gone since vLLM 0.18: nothing replaces it")
+    assert "--disable-log-requests is gone since vLLM 0.17: leave it out" in failure.fix
+
+
+@pytest.mark.timeout(300)
+def test_context_above_the_model(said: dict[str, str], say: Say) -> None:
+    failure = cause_of(said["context"], say)
+    assert failure.id == "cli.maxlen"
+    assert failure.fix == "set max_model_len to 4096 or less"
+    assert failure.wrapper is not None and "1 validation error for ModelConfig" in failure.wrapper
+
+
+def test_requests_that_do_not_fit_a_real_server_end_the_load(tmp_path: Path, say: Say) -> None:
+    server = llamacpp(ctx_size=2560)  # shared by ten: 256 tokens for each
+    ran = run(write_scenario(tmp_path, "narrow", model="tiny", servers={"s": server}, loads=LOADS,
+                             prompts={"tokens": 600}))  # fmt: skip
+    say(ran.said + ran.error)
+    assert ran.code == ExitCode.INVALID
+    assert 5 <= len(ran.records) < 1000
+    problem = ran.manifest.cells[0].problems[0]
+    assert problem.startswith("the load was ended after 5 requests, which all failed for a mistake of the scenario: ")
+    assert "a request does not fit into the server's context (of 256 tokens, prompt " in problem
+    assert left_behind(ran.folder) == []
+
+
+def test_a_port_that_llamacpp_cannot_have(say: Say) -> None:
+    from tests.engines.paths import LLAMA_SERVER, LLAMACPP_VENV, TINY_GGUF
+
+    inner = (
+        "import socket, subprocess, sys; s = socket.create_server(('127.0.0.1', 8123)); "
+        "sys.exit(subprocess.call(sys.argv[1:]))"
+    )
+    command = [
+        "docker", "run", "--rm", "--init", f"--volume={LLAMACPP_VENV}:{LLAMACPP_VENV}:ro",
+        f"--volume={TINY_GGUF}:/models/tiny.gguf:ro", BASE_IMAGE, "python3", "-c", inner,
+        str(LLAMA_SERVER), "-m", "/models/tiny.gguf", "--host", "127.0.0.1", "--port", "8123",
+    ]  # fmt: skip
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
+    assert done.returncode != 0
+    failure = explain(done.stdout, State(exit_code=done.returncode))
+    assert failure is not None, done.stdout
+    say(f"{failure.id}: {failure.line}")
+    assert (failure.id, failure.cause) == ("net.port", "the port 8123 is in use already")
+
+
+def test_a_good_start_of_llamacpp_has_no_cause(tmp_path: Path) -> None:
+    loads = {"bursts": {"user": "batch", "batch_size": 5, "requests": 10, "output_tokens": 16}}
+    ran = run(write_scenario(tmp_path, "good", model="tiny", servers={"s": llamacpp()}, loads=loads))
+    assert ran.code == ExitCode.OK
+    scanned = scan_text(ran.folder / "logs" / "r1-s-bursts.server.log")
+    assert scanned.lines > 10 and scanned.cause() is None
