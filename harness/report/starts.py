@@ -2,11 +2,12 @@
 
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 from harness import started
 from harness.manifest import Run, ServedBy
 from harness.report import words
-from harness.report.marks import Chart, colour, plain
+from harness.report.marks import COLOURS, Chart, colour, plain
 
 MEANS = {
     "pull": "the image, where it was not on the machine yet",
@@ -34,7 +35,7 @@ def startup(run: Run) -> Chart:
     """How long each server took to start, phase by phase, median over its starts."""
     starts = starts_of(run)
     order = _order([[phase.name for phase in served.phases] for served in _all(starts)])
-    data = []
+    data: list[dict[str, Any]] = []
     for i, name in enumerate(order):
         having = [server for server in starts if _seconds(starts[server], name)]
         data.append(
@@ -44,7 +45,7 @@ def startup(run: Run) -> Chart:
                 "name": plain(name),
                 "y": having,
                 "x": [round(statistics.median(_seconds(starts[server], name)), 3) for server in having],
-                "marker": {"color": f"@{colour(i)}", "line": {"color": "@card", "width": 1.5}},
+                "marker": {"color": f"@{colour(i)}", "line": {"color": "@card", "width": 1.5}, **_pattern(i)},
                 "hovertemplate": "%{fullData.name}: <b>%{x:,.2f} s</b><extra>%{y}</extra>",
             }
         )
@@ -62,7 +63,12 @@ def startup(run: Run) -> Chart:
                 "height": 120 + 46 * len(starts),
                 "showlegend": True,
                 "xaxis": {"title": {"text": "seconds"}, "rangemode": "tozero"},
-                "yaxis": {"autorange": "reversed", "type": "category"},
+                "yaxis": {
+                    "autorange": "reversed",
+                    "type": "category",
+                    "categoryorder": "array",
+                    "categoryarray": list(starts),
+                },
             },
         },
         head=["Server", "Phase", "Median, s", "Least, s", "Most, s", "Starts"],
@@ -74,6 +80,11 @@ def startup(run: Run) -> Chart:
         ],
         empty="" if data else "No start was observed: the server already ran.",
     )
+
+
+def _pattern(index: int) -> dict[str, Any]:
+    """Stripes for phases beyond the number of colours, so that no two of a bar look alike."""
+    return {} if index < COLOURS else {"pattern": {"shape": "/", "fillmode": "overlay", "fgcolor": "@card", "size": 6}}
 
 
 def starts_of(run: Run) -> dict[str, list[ServedBy]]:
