@@ -151,6 +151,16 @@ def test_the_host(tmp_path: Path) -> None:
     assert sampled(meter, tmp_path, 1).host == HostSample(cpu_busy=0.75, memory_available_bytes=4096 * 1024)
 
 
+def test_no_rate_over_an_instant(tmp_path: Path) -> None:
+    meter = Meter()
+    found = []
+    for clock_s, busy, idle in ((0, 100, 300), (1, 150, 350), (1.05, 151, 350), (2, 175, 425)):
+        host(tmp_path, busy=busy, idle=idle)
+        machine = sampled(meter, tmp_path, clock_s).host
+        found.append(machine.cpu_busy if machine is not None else None)
+    assert found == [None, 0.5, None, 0.25]
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_container(tmp_path: Path, version: int) -> None:
     name, meter = "f00d" * 16, Meter()

@@ -33,6 +33,8 @@ SENSORS = (
 )  # fmt: skip
 CGROUP_FILES = ("cpu.stat", "memory.current", "cpuacct.usage", "memory.usage_in_bytes", "memory.stat")
 
+LEAST_RATE_S = 0.2  # CPU time is counted in ticks of 10 ms: over less, a rate would be noise
+
 _GPU = re.compile(r"^sys/class/drm/(renderD\d+)/device/(?:hwmon/hwmon\d+/)?([^/]+)$")
 _CURRENT_CLOCK = re.compile(rb"(\d+)\s*[Mm][Hh]z\s*\*")
 
@@ -124,7 +126,9 @@ class Meter:
         """GPUs by render node, the host, and the container where there is one."""
         files = reading.files
         passed_s = None if self._clock_s is None else reading.clock_s - self._clock_s
-        self._clock_s = reading.clock_s
+        rated = passed_s is None or passed_s >= LEAST_RATE_S
+        if rated:
+            self._clock_s = reading.clock_s
         by_gpu: dict[str, dict[str, bytes]] = defaultdict(dict)
         own: dict[str, bytes] = {}
         for path, content in files.items():
@@ -133,7 +137,7 @@ class Meter:
             elif "/cgroup/" in path:
                 own[path.rpartition("/")[2]] = content
         gpus = {name: self._gpu(name, found) for name, found in sorted(by_gpu.items())}
-        return gpus, self._host(files), self._container(own, passed_s)
+        return gpus, self._host(files, rated), self._container(own, passed_s, rated)
 
     def _gpu(self, name: str, files: Mapping[str, bytes]) -> GpuSample:
         table = gpu_metrics.parse(files.get("gpu_metrics", b""))
@@ -157,10 +161,10 @@ class Meter:
             energy_j=table.energy_j if counter is None and table is not None else counter,
         )
 
-    def _host(self, files: Files) -> HostSample | None:
+    def _host(self, files: Files, rated: bool) -> HostSample | None:
         busy = None
         line = files.get("proc/stat", b"").partition(b"\n")[0].split()
-        if line[:1] == [b"cpu"] and len(line) > 5:
+        if rated and line[:1] == [b"cpu"] and len(line) > 5:
             ticks = [int(word) for word in line[1:9]]  # what a guest used is in the first two already
             now = sum(ticks), sum(ticks) - ticks[3] - ticks[4]
             if self._cpu is not None and now[0] > self._cpu[0]:
@@ -171,13 +175,14 @@ class Meter:
             return None
         return HostSample(cpu_busy=busy, memory_available_bytes=None if available is None else available * 1024)
 
-    def _container(self, files: Mapping[str, bytes], passed_s: float | None) -> ContainerSample | None:
+    def _container(self, files: Mapping[str, bytes], passed_s: float | None, rated: bool) -> ContainerSample | None:
         micro, nano = _field(files.get("cpu.stat", b""), b"usage_usec"), _whole(files.get("cpuacct.usage"))
         used_s = micro * 1e-6 if micro is not None else None if nano is None else nano * 1e-9
         cores = None
-        if used_s is not None and self._used_s is not None and passed_s:
-            cores = max(0.0, (used_s - self._used_s) / passed_s)
-        self._used_s = used_s
+        if rated:
+            if used_s is not None and self._used_s is not None and passed_s:
+                cores = max(0.0, (used_s - self._used_s) / passed_s)
+            self._used_s = used_s
         memory = _whole(files.get("memory.current", files.get("memory.usage_in_bytes")))
         if memory is not None:
             statistics = files.get("memory.stat", b"")
