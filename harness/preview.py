@@ -5,10 +5,11 @@ import os
 from rich.console import Console
 from rich.table import Table
 
+from harness.arrivals import Schedule
 from harness.experiment import Experiment
 from harness.plan import baseline_of, plan
 from harness.progress import duration
-from harness.scenario import Load, Scenario, warmup_of
+from harness.scenario import Arrivals, Load, Scenario, taken_together, warmup_of
 from harness.serve.daemon import engine_host
 from harness.serve.lemonade.hints import hints
 from harness.stats import ALPHA, repeats_to_reach_p
@@ -64,7 +65,22 @@ def work(load: Load) -> str:
     amount = counted(load.requests, "request") if load.requests is not None else f"{load.duration_s:g} s"
     who = counted(load.users, f"{load.user} user")
     burst = f", {load.batch_size or 1} at a time" if load.user == "batch" else ""
+    if load.arrivals is not None:
+        who = f"{load.user} users arriving {course(load.arrivals)}, at most {load.users} at once"
     return f"{who}{burst}, {amount}, {counted(load.output_tokens, 'token')} each ({load.output})"
+
+
+def course(arrivals: Arrivals) -> str:
+    """The rate of an open loop in words."""
+    if arrivals.wave is not None:
+        wave = arrivals.wave
+        rate = f"{wave.least:g} to {wave.most:g} a second and back in {duration(wave.period_s)}"
+    elif arrivals.points is not None:
+        rate = ", ".join(f"{rate:g} a second from {at:g} s" for at, rate in arrivals.points)
+    else:
+        rate = f"{arrivals.rate:g} a second"
+    spread = {"even": "evenly", "poisson": "by chance", "gamma": f"in bursts ({arrivals.burstiness:g})"}
+    return f"{spread[arrivals.spacing]}, {rate}"
 
 
 def counted(number: int, what: str) -> str:
@@ -84,6 +100,9 @@ def estimate_s(scenario: Scenario) -> float:
         total += start_s + GENERATOR_START_S + load.ramp_s + (warmup.duration_s or 0.0)
         if load.duration_s is not None:
             total += load.duration_s
+        elif load.arrivals is not None:
+            arriving = -(-(load.requests or 0) // taken_together(load))
+            total += Schedule(load.arrivals, scenario.seed).at(arriving - 1) or 0.0
         else:
             requests = (load.requests or 0) + (warmup.requests or 0)
             total += requests * load.output_tokens * ASSUMED_TPOT_S / load.users

@@ -1,5 +1,6 @@
 """The scenario: what to start, how to load it, and what to find out. Format version 1, see docs/scenarios.md."""
 
+import itertools
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,6 +27,7 @@ VariableName = Annotated[
     ),
 ]
 
+_OPEN_WARMUP = 8
 TURNS = 4  # of a conversation, where nobody says how many
 USERS = ("batch", "chat")  # the user classes that ship, locustfiles/<name>.py
 
@@ -47,6 +49,25 @@ class Server(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     gateway: Gateway | None = None  # takes the load and passes it on to the server; the metrics are the server's
 
 
+class Wave(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A rate that swings as a sine, such as over a day; it begins at the least."""
+
+    least: NotNegative
+    most: Positive
+    period_s: Positive
+
+
+class Arrivals(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Open loop: people arrive by a schedule, whether the server keeps up or not. Exactly one of the first three."""
+
+    rate: Positive | None = None  # arrivals a second
+    points: list[list[NotNegative]] | None = None  # [second, rate], ascending; the last rate stays
+    wave: Wave | None = None
+    between: Literal["steps", "ramps"] = "steps"  # how the rate goes from one point to the next
+    spacing: Literal["poisson", "even", "gamma"] = "poisson"
+    burstiness: Annotated[float, Meta(gt=0, le=100)] = 1.0  # gamma: its shape; 1 is poisson, below 1 is burstier
+
+
 class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Who sends requests, how many, and how long the answers are."""
 
@@ -55,6 +76,7 @@ class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     processes: Annotated[int, Meta(ge=1, le=1024)] = 1  # Locust load processes
     requests: Count | None = None  # a fixed amount of work, in requests ...
     duration_s: Positive | None = None  # ... or a fixed time; exactly one of the two
+    arrivals: Arrivals | None = None  # open loop, with at most `users` at once; None: closed loop
     batch_size: Annotated[int, Meta(ge=1, le=100_000)] | None = None  # batch: so many at once, then wait for all
     turns: Count | None = None  # chat: turns of a conversation before a new one starts
     think_s: list[NotNegative] | None = None  # chat: [least, most], uniform; batch: pause between bursts
@@ -180,7 +202,12 @@ def _what_decodes(raw: dict[str, Any]) -> Scenario:
 
 
 def warmup_of(scenario: Scenario, load: Load) -> Warmup:
-    """A load's warm-up. By default one full wave, so that the server has met the concurrency to come."""
+    """A load's warm-up. By default one full wave, so that the server has met the concurrency to come.
+
+    In an open loop nobody knows that concurrency: a few requests have to do.
+    """
+    if load.arrivals is not None:
+        return scenario.warmup or Warmup(requests=min(load.users, _OPEN_WARMUP) * taken_together(load))
     return scenario.warmup or Warmup(requests=load.users * taken_together(load))
 
 
@@ -246,6 +273,27 @@ def _load_problems(load: Load, folder: Path) -> list[str]:
         problems.append(f"think_s: two numbers are expected, the least and the most, got {load.think_s}")
     if load.processes > load.users:
         problems.append(f"processes: {load.processes} load processes for {load.users} users; use at most one per user")
+    return problems + (_arrival_problems(load.arrivals) if load.arrivals is not None else [])
+
+
+def _arrival_problems(arrivals: Arrivals) -> list[str]:
+    problems = []
+    if [arrivals.rate, arrivals.points, arrivals.wave].count(None) != 2:
+        problems.append("arrivals: give exactly one of 'rate', 'points' and 'wave'")
+    points = arrivals.points
+    if points is not None and (
+        not points
+        or any(len(point) != 2 for point in points)
+        or points[0][0] != 0
+        or any(later[0] <= earlier[0] for earlier, later in itertools.pairwise(points))
+    ):
+        problems.append(f"arrivals.points: [second, rate] from second 0 on, ascending, are expected, got {points}")
+    elif points is not None and all(rate == 0 for _, rate in points):
+        problems.append("arrivals.points: nobody ever arrives")
+    if arrivals.wave is not None and arrivals.wave.least > arrivals.wave.most:
+        problems.append(f"arrivals.wave: least {arrivals.wave.least:g} is above most {arrivals.wave.most:g}")
+    if arrivals.burstiness != 1.0 and arrivals.spacing != "gamma":
+        problems.append("arrivals.burstiness: belongs to 'spacing: gamma'")
     return problems
 
 

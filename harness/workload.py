@@ -138,7 +138,8 @@ def workload_sha256(scenario: Scenario, folder: Path) -> str:
 
 def _shape(load: Load) -> dict[str, object]:
     keys = ("user", "users", "requests", "duration_s", "batch_size", "turns", "think_s", "output_tokens", "output")
-    return {key: getattr(load, key) for key in keys}
+    shape = {key: getattr(load, key) for key in keys}
+    return shape if load.arrivals is None else shape | {"arrivals": load.arrivals}
 
 
 _ROW_ADVICE = 'Each line is a JSON object: {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}.'

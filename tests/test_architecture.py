@@ -7,7 +7,7 @@ import pytest
 
 from harness.paths import ROOT
 
-LOAD = {"load", "workload", "job", "records", "scenario", "errors", "strict", "data"}
+LOAD = {"load", "arrivals", "workload", "job", "records", "scenario", "errors", "strict", "data"}
 READS_FILES = {
     "attain", "board", "floors", "differences", "blocks", "gaps", "count", "check_syntax", "export", "reference",
     "derive", "started", "stats", "tally", "summary", "summarize", "verdicts", "alike", "compare", "checks", "validity",
@@ -44,6 +44,7 @@ ALLOWED = {
         "tally",
     },  # fmt: skip
     "workload": {"errors", "scenario", "paths"},
+    "arrivals": {"scenario"},
     "simulated": {"simulated"},
     "machine": {"machine", "manifest", "telemetry", "errors", "fraction"},
     "telemetry": {"summary"},

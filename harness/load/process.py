@@ -10,6 +10,7 @@ import msgspec
 from gevent.lock import Semaphore
 
 from harness import workload
+from harness.arrivals import Schedule
 from harness.errors import HarnessError
 from harness.job import Job
 from harness.load.answer import Answer, Reading
@@ -148,6 +149,7 @@ class LoadProcess:
             sent_s=exchange.start_ns / 1e9,
             ended_s=answer.ended_s,
             clock=answer.clock,
+            scheduled_s=_scheduled_s(exchange, place),
             conversation=place.conversation,
             turn=place.turn,
             batch=place.batch,
@@ -185,6 +187,12 @@ class LoadProcess:
             ) from None
 
 
+def _scheduled_s(exchange: Exchange, place: Place) -> float | None:
+    """When the plan wanted it sent; the later turns of a conversation follow their answers, not a plan."""
+    due_s = place.ticket.due_s
+    return None if due_s is None or (place.turn or 1) > 1 else due_s - exchange.start_ns / 1e9
+
+
 def _cut(error: BaseException) -> tuple[ErrorKind, str]:
     """What a request has come to that was not let finish."""
     if isinstance(error, gevent.GreenletExit):
@@ -202,6 +210,7 @@ def plan_of(job: Job) -> Plan:
         warmup_requests=job.warmup.requests or 0,
         warmup_s=job.warmup.duration_s or 0.0,
         ramp_s=job.load.ramp_s,
+        schedule=None if job.load.arrivals is None else Schedule(job.load.arrivals, job.seed),
     )
 
 

@@ -13,6 +13,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from harness.arrivals import Schedule
+
 Phase = Literal["warmup", "measured"]
 _WIDTH = 256  # of the file, padded, so that a write never leaves half of an older line
 
@@ -22,6 +24,7 @@ class Ticket(msgspec.Struct, frozen=True):
 
     phase: Phase
     index: int  # measured: 0, 1, 2 ...; warm-up: -1, -2, -3 ..., so that no prompt of it comes back
+    due_s: float | None = None  # open loop: when to send it, on the monotonic clock
 
 
 class Plan(NamedTuple):
@@ -32,6 +35,7 @@ class Plan(NamedTuple):
     warmup_requests: int = 0  # warm-up before that: requests, then time
     warmup_s: float = 0.0
     ramp_s: float = 0.0  # until all users are there it is warm-up too, where there is any
+    schedule: Schedule | None = None  # open loop: when each burst or conversation begins
 
 
 class Counts(msgspec.Struct, kw_only=True):
@@ -42,6 +46,7 @@ class Counts(msgspec.Struct, kw_only=True):
     users: int = 0
     warmup_taken: int = 0
     measured_taken: int = 0
+    arrived: int = 0  # bursts or conversations that were handed out
     settled: int = 0  # taken tickets whose request has ended, in either phase
 
 
@@ -83,8 +88,15 @@ class Tickets:
                 return []
             first = counts.measured_taken
             number = most if plan.requests is None else max(0, min(most, plan.requests - first))
+            due_s = None
+            if plan.schedule is not None and number:
+                after_s = plan.schedule.at(counts.arrived)
+                if after_s is None or (plan.duration_s is not None and after_s >= plan.duration_s):
+                    return []
+                due_s = counts.measured_s + after_s
+                counts.arrived += 1
             counts.measured_taken += number
-            return [Ticket("measured", first + i) for i in range(number)]
+            return [Ticket("measured", first + i, due_s) for i in range(number)]
 
     def settle(self, number: int = 1) -> None:
         """`number` taken tickets are done with, however their requests ended."""
@@ -100,6 +112,8 @@ class Tickets:
         counts = self._look()
         if counts.settled < counts.warmup_taken + counts.measured_taken:
             return False
+        if self._plan.schedule is not None and self._plan.schedule.at(counts.arrived) is None:
+            return True  # nobody comes any more
         if self._plan.requests is not None:
             return counts.measured_taken >= self._plan.requests
         left_s = self._left_s(counts)

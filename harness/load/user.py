@@ -17,6 +17,7 @@ A locustfile of your own needs nothing else, under `locust -f` as well as in a s
 """
 
 import random
+import time
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
@@ -88,6 +89,7 @@ class LLMUser(User):
             tickets = self._process.tickets.take(most)
             if tickets:
                 self._held.update(tickets)
+                self._wait_until(tickets[0].due_s)
                 return [Work(ticket, self._process.messages(ticket)) for ticket in tickets]
             gevent.sleep(_IDLE_S)
         raise StopUser
@@ -141,6 +143,11 @@ class LLMUser(User):
     def on_stop(self) -> None:
         for client in self._clients:
             client.close()
+
+    def _wait_until(self, due_s: float | None) -> None:
+        """Open loop: until it is time. A user that comes too late sends at once, which its record tells."""
+        if due_s is not None:
+            gevent.sleep(max(0.0, due_s - time.monotonic()))
 
     def _know_model(self) -> None:
         try:

@@ -1,0 +1,119 @@
+"""Arrivals of an open loop: exact where they are exact, by their law where they are random."""
+
+import itertools
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.arrivals import Schedule, times
+from harness.scenario import Arrivals, Load, Warmup, Wave
+from harness.simulated.spawn import spawned
+from tests.test_users import end, log_of, make_job, records_of, start_job
+
+
+def first(number: int, seed: int = 1, **given: object) -> list[float]:
+    return list(itertools.islice(times(Arrivals(**given), seed), number))  # type: ignore[arg-type]
+
+
+def test_an_even_rate_is_a_ruler() -> None:
+    assert first(5, rate=4.0, spacing="even") == [0.0, 0.25, 0.5, 0.75, 1.0]
+
+
+def test_steps_and_ramps_follow_their_course() -> None:
+    steps = first(100, points=[[0, 1], [10, 4], [20, 0]], spacing="even")
+    assert steps[:10] == [float(second) for second in range(10)]
+    assert steps[10:13] == [10.0, 10.25, 10.5]
+    assert len(steps) == 50  # 10 * 1 + 10 * 4, then nobody comes any more
+    ramp = first(60, points=[[0, 0], [10, 10]], between="ramps", spacing="even")
+    # The expected number after t seconds is t^2 / 2, and 10 a second after the ramp.
+    assert ramp[:51] == pytest.approx([math.sqrt(2 * number) for number in range(51)])
+    assert ramp[51:53] == pytest.approx([10.1, 10.2])
+
+
+def test_a_pause_in_the_course_is_kept() -> None:
+    pause = first(30, points=[[0, 1], [10, 0], [20, 1]], spacing="even")
+    assert pause[:10] == [float(second) for second in range(10)]
+    assert pause[10:12] == [20.0, 21.0]
+
+
+def test_a_wave_has_its_mean_and_its_swing() -> None:
+    day = first(1000, wave=Wave(least=1, most=9, period_s=100), spacing="even")
+    assert sum(at < 100 for at in day) == 500
+    assert sum(at < 200 for at in day) == 1000
+    assert sum(40 <= at < 60 for at in day) == pytest.approx(
+        20 * (5 + 4 * math.sin(math.pi / 5) / (math.pi / 5)), abs=1
+    )
+    assert sum(at < 20 for at in day) == 40  # 5 * 20 - 400 / (2 pi) * sin(0.4 pi) = 39.5, and the one at 0
+
+
+@pytest.mark.parametrize(
+    ("spacing", "burstiness", "cv"), [("poisson", 1.0, 1.0), ("gamma", 0.25, 2.0), ("gamma", 4, 0.5)]
+)
+def test_random_gaps_have_their_mean_and_spread(spacing: str, burstiness: float, cv: float) -> None:
+    found = first(40_000, rate=5.0, spacing=spacing, burstiness=burstiness)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(found)]
+    assert statistics.fmean(gaps) == pytest.approx(0.2, rel=0.03)
+    assert statistics.stdev(gaps) / statistics.fmean(gaps) == pytest.approx(cv, rel=0.05)
+
+
+def test_the_schedule_is_a_function_of_the_seed() -> None:
+    assert first(50, seed=7, rate=3.0) == first(50, seed=7, rate=3.0) != first(50, seed=8, rate=3.0)
+    schedule = Schedule(Arrivals(rate=3.0), 7)
+    assert [schedule.at(9), schedule.at(3)] == [first(10, seed=7, rate=3.0)[9], first(10, seed=7, rate=3.0)[3]]
+    assert Schedule(Arrivals(points=[[0, 1], [2, 0]], spacing="even"), 7).at(2) is None
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 50), st.floats(0, 100)), min_size=1, max_size=6),
+    st.sampled_from(["steps", "ramps"]),
+    st.sampled_from(["poisson", "even", "gamma"]),
+)
+def test_nobody_comes_before_the_one_before(course: list[tuple[float, float]], between: str, spacing: str) -> None:
+    ends = itertools.accumulate((length for length, _ in course), initial=0.0)
+    points = [[at, rate] for at, (_, rate) in zip(ends, course, strict=False)]
+    found = first(200, points=points, between=between, spacing=spacing, burstiness=0.5 if spacing == "gamma" else 1.0)
+    assert all(earlier <= later for earlier, later in itertools.pairwise(found))
+    assert all(at >= 0 for at in found)
+
+
+def test_people_come_on_time_whether_the_server_keeps_up_or_not(tmp_path: Path) -> None:
+    """20 a second for a server that does 10: latency from the schedule grows, and nothing is left out."""
+    load = Load(user="batch", users=60, arrivals=Arrivals(rate=20.0, spacing="even"), requests=40, output_tokens=5)
+    flags = ("--preset", "instant", "--served-model-name", "m", "--step-base-s", "0.1", "--max-num-seqs", "5")
+    with spawned(*flags) as server:
+        job = make_job(tmp_path, load, Warmup(requests=0))
+        assert end(start_job(tmp_path, server.url, job)) == 0, log_of(tmp_path)
+    records = sorted(records_of(tmp_path), key=lambda record: record.index)
+    assert [record.index for record in records] == list(range(40))
+    due = [record.sent_s + (record.scheduled_s or 0.0) for record in records]
+    assert [at - due[0] for at in due] == pytest.approx([number / 20 for number in range(40)], abs=1e-6)
+    lags = [-(record.scheduled_s or 0.0) for record in records]
+    assert all(lag >= 0 for lag in lags)
+    assert statistics.median(lags) < 0.05
+    assert records[-1].chunks_s[0] > 0.5 > records[0].chunks_s[0]
+
+
+def test_too_few_users_for_the_rate_is_seen_as_lag(tmp_path: Path) -> None:
+    load = Load(user="batch", users=2, arrivals=Arrivals(rate=40.0), requests=20, output_tokens=5)
+    with spawned("--preset", "instant", "--served-model-name", "m", "--step-base-s", "0.05") as server:
+        job = make_job(tmp_path, load, Warmup(requests=0))
+        assert end(start_job(tmp_path, server.url, job)) == 0, log_of(tmp_path)
+    lags = [-(record.scheduled_s or 0.0) for record in records_of(tmp_path)]
+    assert len(lags) == 20 and max(lags) > 0.5
+
+
+def test_a_conversation_arrives_once_and_its_later_turns_follow(tmp_path: Path) -> None:
+    load = Load(user="chat", users=10, turns=2, arrivals=Arrivals(rate=10.0), duration_s=1.5, output_tokens=5)
+    with spawned("--preset", "instant", "--served-model-name", "m") as server:
+        job = make_job(tmp_path, load, Warmup(requests=0))
+        assert end(start_job(tmp_path, server.url, job)) == 0, log_of(tmp_path)
+    records = records_of(tmp_path)
+    expected = sum(at < 1.5 for at in first(100, seed=1, rate=10.0))
+    starts = [record for record in records if record.turn == 1]
+    assert {record.scheduled_s is None for record in starts} == {False}
+    assert {record.scheduled_s for record in records if record.turn == 2} == {None}
+    assert len(starts) == expected
