@@ -126,11 +126,12 @@ class _Search:
         seen = self.found.get(key)
         if seen is None and len(self.found) >= MOST_FINDINGS:
             return
-        # The last of a wrapper is what one sees at the end of the log; what was said again counts anew.
-        if seen is None or seen.recovered or failure.severity == "wrapper":
+        # What a failed start ends with is what one sees of the log; what was said again counts anew.
+        keeps_last = failure.severity == "wrapper" and failure.phase == "start"
+        if seen is None or seen.recovered or keeps_last:
             self.found[key] = failure
         self.counts[key] += 1
-        if self.counts[key] >= OFTEN and failure.severity != "wrapper" and len(self._often) < MOST_FINDINGS:
+        if self.counts[key] >= OFTEN and not keeps_last and len(self._often) < MOST_FINDINGS:
             self._often[alike] = key
 
 

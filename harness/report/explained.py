@@ -70,8 +70,8 @@ def _title(one: Failure) -> str:
 
 def _print(one: Failure, title: str, console: Console, style: str) -> None:
     _row(console, Text(title, style), Text(one.cause, style))
-    again = f" ({one.count:,} times)" if one.count > 1 else ""
-    _row(console, Text(f"line {one.number}{again}"), Text(one.line))
+    again = f" [{one.count:,} times]" if one.count > 1 else ""
+    _row(console, Text(f"line {one.number}"), Text(f"{one.line}{again}"))
     if one.wrapper is not None:
         _row(console, Text("came through"), Text(f"line {one.wrapper_number}: {one.wrapper}"))
     _row(console, Text("fix", "bold green"), Text(one.fix))
