@@ -2,6 +2,7 @@
 
 import re
 
+from harness.failures.removed import removed_flags
 from harness.failures.table import RANKS, Rule, replacements, rules
 
 HEAD = """\
@@ -57,9 +58,12 @@ def failures_page() -> str:
         parts.append(f"\n## {title}\n| failure | for example | cause | fix |\n|---|---|---|---|\n")
         parts += [_row(rule) for rule in mine]
     known = replacements()
-    parts.append("\n## Arguments that are gone\n| argument | not in, from | instead |\n|---|---|---|\n")
+    parts.append(
+        "\n## Arguments that vLLM no longer knows\n| argument | gone in | instead | source |\n|---|---|---|---|\n"
+    )
     parts += [
-        f"| `{flag}` | {gone.since or 'never was'} | {_cell(gone.instead)} |\n" for flag, gone in known.flags.items()
+        f"| `{flag}` | {gone.gone_in or '?'} | {_cell(gone.instead)} | {gone.source} |\n"
+        for flag, gone in removed_flags().items()
     ]
     parts.append("\n## Environment variables that vLLM no longer knows\n| variable | instead |\n|---|---|\n")
     parts += [f"| `{name}` | {_cell(instead)} |\n" for name, instead in known.variables.items()]

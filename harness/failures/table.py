@@ -48,17 +48,10 @@ class Pattern(Struct, frozen=True):
     needle: str  # plain words that a matching line holds; much cheaper to look for
 
 
-class Gone(Struct, frozen=True, forbid_unknown_fields=True):
-    """An argument that a server dropped."""
-
-    since: str | None  # None: it never was called so
-    instead: str
-
-
 class Replacements(Struct, frozen=True, forbid_unknown_fields=True):
     """gone.yaml."""
 
-    flags: dict[str, Gone]
+    names: dict[str, str]
     variables: dict[str, str]
     protected: dict[str, str]
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from harness.failures.removed import removed_flags
 from harness.failures.table import Rule, replacements
 from harness.fraction import safe_from_printed
 
@@ -74,11 +75,10 @@ def _instead(said: Mapping[str, str]) -> dict[str, str]:
     made: dict[str, str] = {}
     if "args" in said:
         flags = dict.fromkeys(re.findall(r"--?[A-Za-z][\w-]*", said["args"].replace("_", "-")))
-        dropped = [(flag, known.flags[flag]) for flag in flags if flag in known.flags]
-        made["gone"] = "".join(
-            f"{flag} {'is gone since ' + gone.since if gone.since else 'is no argument'}: {gone.instead}; "
-            for flag, gone in dropped
-        )
+        removed = removed_flags()
+        advice = [f"{flag}: {removed[flag].advice}; " for flag in flags if flag in removed]
+        advice += [f"{flag} is no argument: {known.names[flag]}; " for flag in flags if flag in known.names]
+        made["gone"] = "".join(advice)
     if "variable" in said:
         instead = known.variables.get(said["variable"])
         made["instead"] = f"; {instead}" if instead else ""

@@ -66,8 +66,8 @@ def test_removed_flags(said: dict[str, str], say: Say) -> None:
     failure = cause_of(said["flags"], say)
     assert failure.id == "cli.unknown_flag"
     assert failure.cause == "the server does not know the argument: --swap-space 16 --disable-log-requests"
-    assert failure.fix.startswith("--swap-space is gone since vLLM 0.18: nothing replaces it")
-    assert "--disable-log-requests is gone since vLLM 0.17: leave it out" in failure.fix
+    assert failure.fix.startswith("--swap-space: vLLM does not know it any more since 0.18.0: leave it out")
+    assert "--disable-log-requests: vLLM does not know it any more since 0.17.0: leave it out" in failure.fix
 
 
 @pytest.mark.timeout(300)
