@@ -15,6 +15,7 @@ from harness.failures.said import MOST_MESSAGES, Said, grouped
 from harness.failures.scan import BLOCK_BYTES, MOST_FINDINGS, explain_message, scan
 from harness.failures.table import RANKS, Rule, needle, patterns, replacements, rules
 from harness.fraction import safe_from_printed, vllm_accepts
+from harness.serve.lemonade.arguments import PROTECTED
 
 VLLM = "(EngineCore pid=9) ERROR 11-21 09:15:29 [core.py:1510] "
 SAMPLES = [(rule, sample) for rule in rules() for sample in rule.samples]
