@@ -216,7 +216,7 @@ def test_a_load_is_waited_for_longer_than_lemonades_two_attempts(tmp_path: Path)
 
 
 def test_a_second_attempt_is_noted(tmp_path: Path) -> None:
-    with lemonade(tmp_path, never_ready=1, defaults={"global_timeout": 1}) as server:
+    with lemonade(tmp_path, never_ready=1, defaults={"global_timeout": 5}) as server:
         ready = bring_up(server, tmp_path)
     assert ready.brought_up is not None
     assert ready.brought_up.notes == [

@@ -129,7 +129,7 @@ def test_settings_that_an_earlier_start_left_do_not_count(variables: Variables, 
 
 def test_an_orphaned_engine_is_named(variables: Variables, tmp_path: Path) -> None:
     behaviour = {"downloaded": True, "never_ready": 1, "orphan": True}
-    given = variables(behaviour, checkpoint="org/tiny", recipe="vllm", global_timeout=5)
+    given = variables(behaviour, checkpoint="org/tiny", recipe="vllm", global_timeout=8)
     with served(scenario(given), tmp_path) as endpoint:
         assert endpoint.container is not None
         (orphan,) = orphans_of(endpoint.container)

@@ -14,9 +14,9 @@ from docker.models.containers import Container
 from harness.serve.daemon import DOCKER_ERRORS
 from harness.serve.lemonade import api as lemonade
 from harness.serve.lemonade.api import HEALTH_S, Api, Running
+from harness.serve.lemonade.shell import FETCH_S, Shell
 from harness.serve.logfile import LogFile
 
-METRICS_S = 3.0
 OWN_METRICS_S = 1.0  # above the pool's size they wait with all else, and must not hold up the engine's
 _UNAVAILABLE = re.compile(r"\(BackendWatchdog\).*marked unavailable: (?P<reason>.+)")
 _RESET = re.compile(r"has been reset by the backend watchdog")
@@ -27,6 +27,7 @@ class Watch:
 
     def __init__(self, api: Api, model: str, log: LogFile | None, container: Container | None) -> None:
         self._api, self._model, self._log, self._container = api, model, log, container
+        self._shell = None if container is None else Shell(container)
         self._running = self._look()
         self._engine = self._running.url if self._running is not None else None
         self._lines = len(self._log_lines())
@@ -48,6 +49,8 @@ class Watch:
 
     def problems(self) -> list[str]:
         """Why what was measured since the last call, or since the start, cannot be trusted."""
+        if self._shell is not None:
+            self._shell.close()  # until the next load
         before, now, lines = self._running, self._look(), self._log_lines()
         news, self._lines = lines[self._lines :], len(lines)
         found = [match["reason"].strip() for line in news if (match := _UNAVAILABLE.search(line)) is not None]
@@ -80,7 +83,7 @@ class Watch:
     def _engine_metrics(self) -> str:
         text = self._read_engine()
         if not text:  # it may have been started anew, on another port
-            found = self._look(METRICS_S)
+            found = self._look(FETCH_S)
             if found is not None and found.url != self._engine:
                 self._engine = found.url
                 text = self._read_engine()
@@ -91,14 +94,14 @@ class Watch:
         if port is None:
             return ""
         url = f"http://127.0.0.1:{port}/metrics"
-        return fetch_inside(self._container, url) if self._container is not None else self._fetch_here(url)
+        return self._shell.fetch(url) if self._shell is not None else self._fetch_here(url)
 
     def _fetch_here(self, url: str) -> str:
         """Of a Lemonade on this machine; a stranger's port may have the same number, so the model must be its own."""
         if urlsplit(self._api.url).hostname not in ("127.0.0.1", "localhost", "::1"):
             return ""
         try:
-            text = Api(url.removesuffix("/metrics")).get("/metrics", METRICS_S).text
+            text = Api(url.removesuffix("/metrics")).get("/metrics", FETCH_S).text
         except requests.RequestException:
             return ""
         served = self._running.served_name if self._running else None
@@ -110,16 +113,6 @@ class Watch:
         except requests.RequestException:
             return ""
         return response.text if response.status_code == 200 else ""
-
-
-def fetch_inside(container: Container, url: str) -> str:
-    """What a URL answers inside the container's network; empty when it does not."""
-    command = ["curl", "--silent", "--fail", "--max-time", f"{METRICS_S:g}", url]
-    try:
-        code, text = cast(tuple[int, bytes], container.exec_run(command, stderr=False))
-    except DOCKER_ERRORS:
-        return ""
-    return (text or b"").decode("utf-8", "replace") if code == 0 else ""
 
 
 def command_inside(container: Container, pid: int) -> list[str]:
