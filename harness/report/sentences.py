@@ -132,8 +132,8 @@ def of_method(comparison: Comparison) -> str:
     """How the verdicts were reached."""
     metric = "wall time" if comparison.metric == "wall_s" else "output tokens per second"
     correction = (
-        "one comparison"
-        if comparison.comparisons == 1
+        ("no comparison could be made", "one comparison")[comparison.comparisons]
+        if comparison.comparisons < 2
         else f"{comparison.comparisons} comparisons, p-values corrected for that"
     )
     return (
