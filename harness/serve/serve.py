@@ -188,7 +188,9 @@ def _bring_up(
     created_s = time.monotonic() - mark - pulled_s - checked_s
     containers.follow_log(container, log)
     look = containers.watcher(container, log)
-    ready = _wait(start, url, look, log, container)
+    # What is asked of the server is filled in, too.
+    asking = msgspec.structs.replace(start, compose=msgspec.structs.replace(start.compose, serving=filled.serving))
+    ready = _wait(asking, url, look, log, container)
     watch = None
     if ready.brought_up is not None:
         watch = Watch(Api(url, start.api_key), ready.model, log, container)

@@ -258,3 +258,14 @@ def test_compose_brings_the_same_up(variables: Variables, compose_environment: d
         assert entry["recipe_options"] == {"ctx_size": 4000}
     finally:
         subprocess.run([*command, "down", "--timeout", "3"], capture_output=True, env=compose_environment)
+
+
+def test_a_variable_of_the_shell_is_filled_in_for_the_load(
+    variables: Variables, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOST", "7")
+    args = {"checkpoint": "org/tiny", "recipe": "vllm", "vllm_args": "--max-num-seqs ${MOST}"}
+    with served(scenario(variables({"downloaded": True}, **args)), tmp_path) as endpoint:
+        assert endpoint.served_by.effective["launch_command"][-2:] == ["--max-num-seqs", "7"]
+        options = json.loads(output(endpoint, "cat /opt/lemonade/.cache/lemonade/recipe_options.json"))
+        assert options["user.Tiny"]["vllm_args"] == "--max-num-seqs 7"
