@@ -87,7 +87,8 @@ def test_a_failed_start_is_explained_at_once(tmp_path: Path) -> None:
     ):
         pass
     assert time.monotonic() - begin < 5
-    shown, where = caught.value.detail.splitlines()
+    shown, known, where = caught.value.detail.splitlines()
+    assert known == "known from: vLLM, vllm/v1/core/kv_cache_utils.py [mem.no_cache_blocks]"
     assert shown.startswith("line ") and shown.endswith(f": {line}")
     assert where == f"the whole log: {tmp_path}/logs/c.server.log"
     assert "raise gpu_memory_utilization" in caught.value.next_step

@@ -275,7 +275,8 @@ def evidence_in(failure: Failure, log: LogFile) -> str:
     lines = [f"line {failure.number}: {failure.line}"]
     if failure.wrapper is not None:
         lines.append(f"it came through line {failure.wrapper_number}: {failure.wrapper}")
-    return "\n".join([*lines, f"the whole log: {log.path}"])
+    known = f"known from: {failure.source} [{failure.id}]"
+    return "\n".join([*lines, known, f"the whole log: {log.path}"])
 
 
 def inspected(container: Container, compose: ComposeFile, service: Service) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from harness.failures.explain import State, explain
 from harness.manifest import Phase
 from harness.serve.ask import reason
 from harness.serve.compose import Managed
+from harness.serve.containers import evidence_in
 from harness.serve.lemonade import api as lemonade
 from harness.serve.lemonade.api import PREFIX, Api, Backend, Running, System, bare_name, text_of
 from harness.serve.lemonade.pool import pool_size
@@ -206,7 +207,7 @@ def _not_loaded(answer: requests.Response, model: str, waiting: Waiting) -> Serv
     return ServerError(
         f"Lemonade could not load '{model}': HTTP {answer.status_code}: {said}",
         next_step=step,
-        detail=waiting.log.tail(),
+        detail=waiting.log.tail() if failure is None or failure.number is None else evidence_in(failure, waiting.log),
     )
 
 
