@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.scenario import Load, Scenario, Server
+from harness.scenario import Gateway, Load, Scenario, Server
 from harness.serve.compose import parse
 from harness.serve.document import compose_document, server_problems_of
 from harness.serve.lemonade.arguments import PROTECTED, vllm_problems
@@ -152,6 +152,17 @@ def test_a_folder_of_the_host_keeps_its_owner() -> None:
     given = scenario(huggingface_cache="/data/hf", lemonade_cache="/data/l", offline=True)
     command = parse(compose_document(given, "s", with_locust=False)).services["prepare"].command
     assert command is not None and "chown -R" not in command[0]
+
+
+def test_a_gateway_needs_the_name_that_vllm_knows() -> None:
+    variables = {"checkpoint": "org/m", "recipe": "vllm"}
+    server = Server(template="lemonade", variables=variables, gateway=Gateway(template="litellm"))
+    given = msgspec.structs.replace(scenario(), servers={"s": server})
+    assert server_problems_of(given, {}) == [
+        "$.servers.s.gateway: it asks for 'Tiny', and vLLM behind Lemonade knows it as 'user.Tiny' only; "
+        "write the scenario's model as user.Tiny"
+    ]
+    assert server_problems_of(msgspec.structs.replace(given, model="user.Tiny"), {}) == []
 
 
 def hints_of(load: Load, threads: int | None = 8, **variables: Any) -> list[str]:

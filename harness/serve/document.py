@@ -10,7 +10,7 @@ from harness.serve.compose import GATEWAY, SERVER, parse, read
 from harness.serve.daemon import engine_host
 from harness.serve.flags import removed_in
 from harness.serve.gpu_fit import container_problems
-from harness.serve.lemonade.arguments import variable_problems
+from harness.serve.lemonade.arguments import server_problems as lemonade_problems
 from harness.serve.merge import with_gateway
 from harness.serve.ports import free_port
 from harness.serve.template import render, server_problems, variables
@@ -24,7 +24,7 @@ def server_problems_of(scenario: Scenario, lines: dict[str, int]) -> list[str]:
     for name, server in scenario.servers.items():
         found = server_problems(server, f"$.servers.{name}")
         if server.template == "lemonade":
-            found += variable_problems(server.variables, f"$.servers.{name}.variables")
+            found += lemonade_problems(server, scenario.model, f"$.servers.{name}")
         if not found:
             compose, found = read(rendered(server, scenario.model, port=_port_inside(server)))
             found = [_in_scenario(problem, server, f"$.servers.{name}") for problem in found]

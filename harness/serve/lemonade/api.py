@@ -7,6 +7,7 @@ import requests
 
 from harness.errors import ServerError
 from harness.serve.ask import open_session, reason
+from harness.serve.lemonade.names import bare_name
 
 PREFIX = "/api/v1"
 HEALTH_S = 30.0  # it waits for a lock, and above the pool's size for a thread
@@ -71,14 +72,6 @@ class Health(msgspec.Struct, frozen=True):
         """The entry of a model by any of its names."""
         bare = bare_name(model)
         return next((entry for entry in self.loaded if bare_name(entry.name) == bare), None)
-
-
-def bare_name(model: str) -> str:
-    """A model's name as Lemonade lists it: `user.Tiny` is `Tiny` there."""
-    for prefix in ("user.", "extra.", "builtin."):
-        if model.startswith(prefix):
-            return model.removeprefix(prefix)
-    return model
 
 
 def health(api: Api, timeout_s: float = HEALTH_S) -> Health | None:

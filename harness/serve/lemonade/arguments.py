@@ -8,7 +8,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from harness.scenario import Server
 from harness.serve.flags import flags_in, removed_flags
+from harness.serve.lemonade.names import bare_name
 
 _ITSELF = "Lemonade sets it itself and refuses it"
 PROTECTED = {
@@ -24,6 +26,17 @@ _QUOTES = (
     "leave it out, or measure it with the template vllm-rocm"
 )
 MOST_TOKENS = 8192  # a request that asks for more makes Lemonade count its prompt first
+
+
+def server_problems(server: Server, model: str, path: str) -> list[str]:
+    """What is wrong with a server of the template `lemonade`; `path` such as $.servers.a."""
+    problems = variable_problems(server.variables, f"{path}.variables")
+    if server.gateway is not None and server.variables.get("checkpoint") is not None and bare_name(model) == model:
+        problems.append(
+            f"{path}.gateway: it asks for '{model}', and vLLM behind Lemonade knows it as 'user.{model}' only; "
+            f"write the scenario's model as user.{model}"
+        )
+    return problems
 
 
 def variable_problems(variables: dict[str, Any], path: str) -> list[str]:
