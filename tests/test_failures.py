@@ -413,3 +413,30 @@ def test_different_messages_without_end_take_no_memory() -> None:
         said.add("http", f"status 418: {name}")
     assert len(said.counts) == MOST_MESSAGES + 1
     assert said.counts["http", "other messages"] == 26 * 26 - MOST_MESSAGES
+
+
+LEMONADE = """\
+2026-08-20 10:00:00.100 [Info] (vLLM) Starting vllm-server on port 8001...
+2026-08-20 10:00:00.200 [Info] (WrappedServer) Waiting for vllm-server to be ready (timeout: 600s)...
+2026-08-20 10:01:00.300 [Info] (Process) (EngineCore pid=9) ERROR 08-20 10:01:00 [a.py:1] ValueError: Free memory on \
+device cuda:0 (76.45/96.0 GiB) on startup is less than desired GPU memory utilization (0.92, 88.32 GiB). Decrease
+2026-08-20 10:01:10.300 [Info] (Process) RuntimeError: Engine core initialization failed. See root cause above.
+2026-08-20 10:01:12.400 [Error] (WrappedServer) vllm-server process has terminated with exit code: 1
+2026-08-20 10:01:12.500 [Warn] (Router) Load failed with non-file-not-found error, evicting all models and retrying...
+2026-08-20 10:02:12.500 [Error] (Router) Retry also failed: vllm-server failed to start
+"""
+
+
+def test_lemonade_s_words_do_not_hide_what_its_vllm_said() -> None:
+    failure = explain(LEMONADE)
+    assert failure is not None
+    assert (failure.id, failure.number, failure.wrapper_number) == ("mem.free_lt_util", 3, 7)
+    assert failure.wrapper == "Retry also failed: vllm-server failed to start"
+    said = "Failed to load model 'user.X': vllm-server failed to start within timeout"
+    through_the_api = explain(LEMONADE, State(error=said))
+    assert through_the_api is not None and through_the_api.id == "mem.free_lt_util"
+    alone = explain("", State(error=said))
+    assert alone is not None and (alone.id, alone.number) == ("lemonade.start_timeout", None)
+    assert [failure.id for failure in scan_text(LEMONADE).findings if failure.severity == "warning"] == [
+        "lemonade.second_try"
+    ]
