@@ -41,6 +41,9 @@ The [embedded engine](simulated.md): a model of continuous batching, for machine
 it runs as a process, without Docker.""",
     "vllm-rocm": """\
 vLLM on an AMD GPU, with `/dev/kfd`, `/dev/dri`, the groups that own them, shared memory and caches in place.""",
+    "vllm-offline": """\
+Not a server: vLLM's offline engine (`LLM.chat`) given a whole cell's requests at once, as the bound that serving can come
+near; see [vLLM](vllm.md#the-offline-bound).""",
     "vllm-cpu": "vLLM on the processor: slow, real, and good for trying a scenario.",
     "llamacpp": "llama-server of llama.cpp.",
     "lemonade": """\

@@ -28,12 +28,13 @@ from harness.machine.facts import gpu_memory, machine
 from harness.machine.sampler import Sampler
 from harness.manifest import CellRun, Run, Status, write_run
 from harness.metrics import Scraper
+from harness.offline import offline_cell
 from harness.plan import Cell, plan
 from harness.preflight import refuse_blocked
 from harness.progress import Progress
 from harness.report import html
 from harness.scenario import Scenario, locustfile_of, warmup_of
-from harness.serve import Endpoint, attach, engine_version, labels, serve
+from harness.serve import Endpoint, attach, engine_version, is_offline, labels, serve
 from harness.serve.generator import ContainerChild
 from harness.serve.telemetry import source_of
 from harness.summarize import summarize, write_summary
@@ -183,6 +184,12 @@ def _cells(
         progress.cell(cells.index(first) + 1, len(cells), first, _time_left(cells[cells.index(first) :], took))
         begin = time.monotonic()
         before = [] if experiment.target else gpu_memory()
+        if experiment.target is None and is_offline(scenario.servers[first.server]):
+            for cell in together:
+                progress.cell(cells.index(cell) + 1, len(cells), cell, None)
+                cell_run = _offline(experiment, run_id, cell, folder, progress)
+                yield msgspec.structs.replace(cell_run, gpu_memory_before=before)
+            continue
         with endpoint_of(experiment, run_id, first, folder, progress) as endpoint:
             for cell in together:
                 if cell is not first:
@@ -251,6 +258,13 @@ def _cell(
         served_by=endpoint.served_by,
         problems=[*driven.problems, *endpoint.evidence(), *endpoint.problems()],
     )
+
+
+def _offline(experiment: Experiment, run_id: str, cell: Cell, folder: Path, progress: Progress) -> CellRun:
+    """A cell without a server and without a load generator: all its requests at once through vLLM's offline engine."""
+    job = make_job(experiment, cell, folder.resolve(), None, salt_words(run_id, cell.id))
+    write_job(job, folder.resolve() / "jobs" / f"{cell.id}.json")
+    return offline_cell(experiment.scenario, cell, job, run_id=run_id, folder=folder, say=progress.stage)
 
 
 def _api_key(scenario: Scenario) -> str | None:

@@ -24,7 +24,7 @@ from harness.simulated.presets import PRESETS
 from harness.strict import load_yaml
 
 EVIL = "x\"\n    privileged: true\n  other:\n    image: evil # '{{ 7 * 7 }}{% raw %}\u2028\x85\x7f\x00\ufeff: - ]}"
-NAMES = ["lemonade", "llamacpp", "localai", "ollama", "simulated", "vllm-cpu", "vllm-rocm"]
+NAMES = ["lemonade", "llamacpp", "localai", "ollama", "simulated", "vllm-cpu", "vllm-offline", "vllm-rocm"]
 
 
 def rendered(template: str, given: dict[str, Any] | None = None, model: str = "org/model") -> str:
@@ -45,7 +45,8 @@ def test_the_templates_that_ship() -> None:
 def test_every_template_works_with_its_defaults(template: str) -> None:
     compose = parse(rendered(template))
     assert compose.serving.template == template
-    assert compose.server.ports == [f"127.0.0.1:18000:{compose.serving.port}"]
+    published = [] if compose.serving.offline else [f"127.0.0.1:18000:{compose.serving.port}"]
+    assert compose.server.ports == published
     assert compose.server.init is True
     assert compose.serving.simulated is (template == "simulated")
     assert filled_in(compose, {}).server.command == compose.server.command

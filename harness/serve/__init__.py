@@ -4,6 +4,7 @@ from harness.serve.daemon import engine_version as engine_version
 from harness.serve.document import compose_document as compose_document
 from harness.serve.document import server_problems_of as server_problems_of
 from harness.serve.endpoint import Endpoint as Endpoint
+from harness.serve.offline import is_offline as is_offline
 from harness.serve.serve import attach as attach
 from harness.serve.serve import serve as serve
 from harness.serve.sweep import sweep as sweep

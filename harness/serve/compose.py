@@ -108,10 +108,11 @@ class Serving(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a client has to know of the server; the Compose file carries it as its `x-amd-llm-load`."""
 
     template: str
-    port: int  # inside the container
-    health: str
+    port: int = 0  # inside the container
+    health: str = "/"
     metrics: str | None = None
     simulated: bool = False
+    offline: bool = False  # a job over a cell's requests, which answers nobody
     version: str = "/version"  # where it tells its version
     fetch: Fetch | None = None
     load: LoadCall | None = None

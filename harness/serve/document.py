@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import msgspec
+
 from harness.errors import HarnessError
 from harness.machine.facts import device_groups
 from harness.paths import COMPOSE
@@ -31,10 +33,34 @@ def server_problems_of(scenario: Scenario, lines: dict[str, int]) -> list[str]:
             if compose is not None and compose.serving.help is not None:
                 gone = removed_in(compose.server.command or [], compose.server.image)
                 found += [f"$.servers.{name}.variables.extra_args: {problem}" for problem in gone]
+            if compose is not None and (compose.serving.help is not None or compose.serving.offline):
                 found += [f"$.servers.{name}.variables: {problem}" for problem in container_problems(compose.server)]
+            if compose is not None and compose.serving.offline:
+                found += [f"$.servers.{name}{problem}" for problem in _offline_problems(server, scenario)]
         problems += found
     located = (problem.partition(":") for problem in problems)
     return [f"{where(path, lines)}:{rest}" for path, _, rest in located]
+
+
+# What may be said of a load whose requests are all given at once; of the rest nothing but its default.
+_OFFLINE = {"user", "users", "processes", "requests", "batch_size", "think_s", "output_tokens", "output", "stream",
+            "ramp_s", "drain_s", "timeout_s"}  # fmt: skip
+
+
+def _offline_problems(server: Server, scenario: Scenario) -> list[str]:
+    """What there cannot be with a job that gets all its requests at once and answers nobody."""
+    problems = [] if server.gateway is None else [".gateway: an offline server has nobody in front of it; remove it"]
+    for name, load in scenario.loads.items():
+        fields = [field for field in msgspec.structs.fields(load) if field.name not in _OFFLINE]
+        other = [field.encode_name for field in fields if getattr(load, field.name) != field.default]
+        if load.user != "batch" or load.requests is None or not isinstance(load.output_tokens, int):
+            problems.append(
+                f".template: it takes requests that are known beforehand, so the load '{name}' would have to be "
+                "`user: batch` with a number of `requests` and one length of answers"
+            )
+        elif other:
+            problems.append(f".template: it cannot do what the load '{name}' asks for with {', '.join(other)}")
+    return problems
 
 
 def _in_scenario(problem: str, server: Server, path: str) -> str:
@@ -62,9 +88,15 @@ def compose_document(scenario: Scenario, server_name: str, with_locust: bool = T
     server = server_of(scenario, server_name)
     port = _port_inside(server)
     text = rendered(server, scenario.model, port=port)
-    published = parse_port(parse(text).server.ports[0]).host
     if not with_locust:
         return text
+    compose = parse(text)
+    if compose.serving.offline:
+        raise HarnessError(
+            f"the server '{server_name}' is an offline job, which `harness run` gives its requests",
+            next_step="Choose another of the scenario's servers with --server.",
+        )
+    published = parse_port(compose.server.ports[0]).host
     load = next((load for load in scenario.loads.values() if load.user in USERS), Load(user="chat"))
     keys = {scenario.api_key_env: f"${{{scenario.api_key_env}}}"} if scenario.api_key_env else {}
     of_locust = variables("locust")
@@ -102,7 +134,8 @@ def _by_hand(scenario: Scenario, load: Load) -> list[str]:
 
 def _port_inside(server: Server | Gateway) -> Any:
     """The port that the server or gateway opens in its container."""
-    return server.variables.get("port", variables(server.template)["port"].default)
+    declared = variables(server.template).get("port")
+    return server.variables.get("port", 0 if declared is None else declared.default)
 
 
 def rendered(server: Server, model: str, port: int | None = None, locust: dict[str, object] | None = None) -> str:

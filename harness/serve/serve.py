@@ -66,6 +66,8 @@ def serve(
     model = model or scenario.model
     text = rendered(server, model)
     compose = parse(text)
+    if compose.serving.offline:
+        raise HarnessError(f"the server '{server_name}' is an offline job, which answers nobody but `harness run`")
     (run_folder / "compose").mkdir(parents=True, exist_ok=True)
     (run_folder / "compose" / f"{server_name}.yaml").write_text(text, encoding="utf-8")
     log_path = run_folder / "logs" / f"{cell_id}.server.log"

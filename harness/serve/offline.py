@@ -1,0 +1,185 @@
+"""A server that is no server: vLLM given a whole cell's requests at once, as a job in a container."""
+
+import contextlib
+import io
+import os
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import docker
+import msgspec
+from docker.models.containers import Container
+
+from harness.errors import HarnessError, ServerError
+from harness.machine.facts import gpus
+from harness.manifest import Phase, ServedBy
+from harness.process import sigterm_interrupts
+from harness.scenario import Scenario, Server
+from harness.serve import containers, labels
+from harness.serve.compose import SERVER, ComposeFile, Config, ConfigMount, filled_in, parse
+from harness.serve.daemon import DOCKER_ERRORS, connect, docker_error, engine_host
+from harness.serve.document import rendered, server_of
+from harness.serve.gpu_fit import refuse_unfit
+from harness.serve.images import digest_of, ensure_image
+from harness.serve.logfile import LogFile
+from harness.serve.recorded import recorded
+from harness.serve.secrecy import secrets_in
+from harness.serve.values import parse_seconds
+
+SCRIPT, REQUESTS, ANSWERS = "/opt/offline/job.py", "/opt/offline/requests.jsonl", "/tmp/answers.jsonl"
+LOOK_S = 0.5
+WORKS = "[offline] "  # what the job prints once its model is loaded
+
+
+class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The first line of the answers. Times on the monotonic clock of the engine's machine."""
+
+    wall_s: float  # read together with `monotonic_s`, when the job began
+    monotonic_s: float
+    loaded_s: float  # the model was there
+    ended_s: float
+    version: str
+
+
+class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What came of one request."""
+
+    index: int
+    phase: str
+    began_s: float  # of the batch that it was part of
+    ended_s: float
+    own_end: bool  # vLLM told when this request ended; else that of the batch
+    prompt_tokens: int
+    cached_tokens: int | None
+    output_tokens: int
+    finish: str | None
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """A job that ended well."""
+
+    served_by: ServedBy
+    head: Head
+    lines: list[Line]
+
+
+def is_offline(server: Server) -> bool:
+    """Whether a scenario's server is such a job. Raises ScenarioError for one that cannot be rendered."""
+    return parse(rendered(server, "any", port=1)).serving.offline
+
+
+def run_offline(
+    scenario: Scenario,
+    server_name: str,
+    requests: bytes,
+    *,
+    run_id: str,
+    cell_id: str,
+    run_folder: Path,
+    say: Callable[[str], None],
+) -> Outcome:
+    """Give `requests` (JSON lines) to an offline server, and wait until it has answered all of them.
+
+    Writes compose/SERVER.yaml and logs/CELL.server.log. Raises ServerError when the job fails.
+    """
+    server = server_of(scenario, server_name)
+    text = rendered(server, scenario.model)
+    compose = parse(text)
+    (run_folder / "compose").mkdir(parents=True, exist_ok=True)
+    (run_folder / "compose" / f"{server_name}.yaml").write_text(text, encoding="utf-8")
+    filled = _with_files(filled_in(compose, os.environ), requests)
+    if engine_host() is None:
+        refuse_unfit(filled.server, list(gpus()))
+    hidden = secrets_in(msgspec.to_builtins(compose), os.environ)
+    log = LogFile(run_folder / "logs" / f"{cell_id}.server.log", hidden)
+    owner = labels.owned(run_id, cell_id)
+    with sigterm_interrupts(), contextlib.closing(connect()) as client, _removed(client, compose, owner, log, say):
+        mark = time.monotonic()
+        image = ensure_image(client, filled.server.image, say)
+        pulled = time.monotonic()
+        say("starting the job's container")
+        containers.prepare(client, filled, owner)
+        container = containers.start(client, filled, SERVER, owner)
+        created = time.monotonic()
+        _wait(container, log, server.startup_timeout_s, say)
+        head, lines = _answers(container)
+        container.reload()
+        # The job's clock is this machine's only where the engine is; durations are good anywhere.
+        phases = [
+            Phase(name="pull", seconds=pulled - mark),
+            Phase(name="create", seconds=created - pulled),
+            Phase(name="load", seconds=head.loaded_s - head.monotonic_s),
+        ]
+        served_by = ServedBy(
+            url="none: offline",
+            template=server.template,
+            image=filled.server.image,
+            image_digest=digest_of(image),
+            container=containers.inspected(container, compose, compose.server),
+            version=head.version,
+            model=scenario.model,
+            arguments=[*(compose.server.entrypoint or []), *(compose.server.command or [])],
+            phases=phases,
+        )
+        served_by = recorded(served_by, log.path, secrets=hidden, container=container)
+        return Outcome(served_by=served_by, head=head, lines=lines)
+
+
+def _with_files(filled: ComposeFile, requests: bytes) -> ComposeFile:
+    """The job's script and its requests as files of the container; they reach a remote engine, too."""
+    files = {SCRIPT: Path(__file__).with_name("offline_job.py").read_text("utf-8"), REQUESTS: requests.decode()}
+    mounts = [ConfigMount(source=path, target=path) for path in files]
+    service = msgspec.structs.replace(filled.server, configs=[*filled.server.configs, *mounts])
+    configs = filled.configs | {path: Config(content=content) for path, content in files.items()}
+    return msgspec.structs.replace(filled, services=filled.services | {SERVER: service}, configs=configs)
+
+
+@contextlib.contextmanager
+def _removed(
+    client: docker.DockerClient, compose: ComposeFile, owner: dict[str, str], log: LogFile, say: Callable[[str], None]
+) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        say("taking the job down")
+        containers.remove(client, owner, parse_seconds(compose.server.stop_grace_period))
+        log.settle()
+
+
+def _wait(container: Container, log: LogFile, loading_s: float, say: Callable[[str], None]) -> None:
+    """Until the job has ended well. How long it may load is limited; how long it works is not."""
+    containers.follow_log(container, log)
+    look = containers.watcher(container, log)
+    deadline = time.monotonic() + loading_s
+    works = False
+    while (seen := look(False)).problem is None:
+        works = works or WORKS in log.text(65_536)
+        if not works and time.monotonic() > deadline:
+            raise ServerError(
+                f"the offline job had not loaded its model within {loading_s:g} s",
+                next_step="Look at its last lines; if it only needs longer, raise startup_timeout_s in the scenario.",
+                detail=log.tail(),
+            )
+        say(f"offline: {log.last_line()}")
+        time.sleep(LOOK_S)
+    if seen.exit_code != 0 or seen.oom_killed:
+        log.settle()
+        raise containers.death(seen, log)
+
+
+def _answers(container: Container) -> tuple[Head, list[Line]]:
+    try:
+        blocks, _ = container.get_archive(ANSWERS)
+    except DOCKER_ERRORS as error:
+        raise docker_error("the answers of the offline job cannot be read", error) from None
+    with tarfile.open(fileobj=io.BytesIO(b"".join(blocks))) as tar:
+        file = tar.extractfile(tar.getmembers()[0])
+        raw = b"" if file is None else file.read()
+    try:
+        first, *rest = raw.splitlines()
+        decoder = msgspec.json.Decoder(Line)
+        return msgspec.json.decode(first, type=Head), [decoder.decode(line) for line in rest]
+    except (ValueError, msgspec.DecodeError) as error:
+        raise HarnessError(f"the answers of the offline job cannot be read ({error})") from None

@@ -1,0 +1,103 @@
+"""An offline job in a real container, with a double of vLLM in an image with Python."""
+
+from pathlib import Path
+from typing import Any
+
+import docker
+import msgspec
+import pytest
+
+from harness import workload
+from harness.errors import HarnessError, ServerError
+from harness.experiment import prepare
+from harness.job import read_job
+from harness.manifest import read_run
+from harness.paths import ROOT
+from harness.records import read_marks, read_requests
+from harness.scenario import Gateway, Load, Scenario, Server
+from harness.serve import compose_document, server_problems_of
+from harness.summary import Summary
+from tests.command import harness, only_run, write
+from tests.docker.conftest import BASE, remains
+
+DOUBLE = str(ROOT / "tests" / "doubles")
+
+
+def offline(**variables: Any) -> dict[str, Any]:
+    given = {
+        "image": BASE, "max_num_seqs": 4, "devices": [], "groups": [], "environment": {"PYTHONPATH": "/doubles"},
+        "volumes": [f"{DOUBLE}:/doubles:ro"], "huggingface_cache": None, "vllm_cache": None, "triton_cache": None,
+    }  # fmt: skip
+    return {"template": "vllm-offline", "variables": given | variables, "startup_timeout_s": 60}
+
+
+BURSTS = {"bursts": {"user": "batch", "batch_size": 5, "requests": 10, "output_tokens": 7}}
+
+
+def test_a_run_compares_serving_with_the_offline_bound(client: docker.DockerClient, tmp_path: Path) -> None:
+    serving = {"template": "simulated", "container": False, "variables": {"preset": "instant"}}
+    path = write(tmp_path, servers={"serving": serving, "offline": offline()}, loads=BURSTS, prompts={"tokens": 8})
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path, timeout_s=120)
+    assert (done.code, done.err) == (0, "")
+    folder = only_run(tmp_path / "runs")
+    manifest = read_run(folder)
+    assert (manifest.status, manifest.reasons) == ("valid", [])
+    of_job = [record for record in read_requests(folder / "requests.jsonl") if record.cell == "r1-offline-bursts"]
+    assert [record.index for record in of_job] == [-1, *range(10)]  # the scenario's warm-up is one request
+    assert {(record.error, record.output_tokens, record.finish, len(record.chunks_s)) for record in of_job} == {
+        (None, 7, "length", 0)
+    }
+    # The very prompts of the cell's sequence, salt included, reached the engine.
+    job = read_job(folder / "jobs" / "r1-offline-bursts.json")
+    asked = [workload.messages(job.prompts, job.seed, index, job.salt, []) for index in [-1, *range(10)]]
+    assert [record.prompt_tokens for record in of_job] == [len(prompt[0]["content"].split()) for prompt in asked]
+    ends = [record.ended_s for record in of_job if record.index >= 0]
+    assert ends[0] == ends[3] < ends[4] == ends[7] < ends[8]  # where vLLM tells a request's end, it counts
+    marks = [mark for mark in read_marks(folder / "processes.jsonl") if mark.cell == "r1-offline-bursts"]
+    assert [(mark.event, mark.sent, mark.recorded) for mark in marks] == [("start", None, None), ("end", 11, 11)]
+    summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=Summary)
+    (row,) = (row for row in summary.rows if row.server == "offline")
+    assert row.wall_s[0] == pytest.approx(0.15, abs=0.1)
+    served = manifest.cells[1].served_by
+    assert (served.template, served.version, served.url) == ("vllm-offline", "0.32.0", "none: offline")
+    assert served.image_digest is not None and served.arguments[0] == "python3"
+    assert "[offline] measured: 10 requests" in (folder / "logs" / "r1-offline-bursts.server.log").read_text()
+    assert remains(client, manifest.id) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "broken"}, "it ended with exit code 1"),
+        ({"model": "slow", "servers": {"offline": offline() | {"startup_timeout_s": 1}}},
+         "had not loaded its model within 1 s"),
+    ],
+)  # fmt: skip
+def test_a_job_that_fails_is_told_and_leaves_nothing(
+    client: docker.DockerClient, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    path = write(tmp_path, **({"servers": {"offline": offline()}, "loads": BURSTS} | changes))
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path, timeout_s=120)
+    assert done.code == ServerError.exit_code
+    assert words in done.err
+    folder = only_run(tmp_path / "runs")
+    assert read_run(folder).status == "failed"
+    assert remains(client, folder.name) == []
+
+
+def test_what_an_offline_server_cannot_be_is_said_with_the_scenario(tmp_path: Path) -> None:
+    server = Server(template="vllm-offline", gateway=Gateway(template="litellm"))
+    loads = {
+        "chats": Load(user="chat", requests=4),
+        "timed": Load(user="batch", duration_s=5),
+        "turns": Load(user="batch", requests=5, turns=3),
+    }
+    scenario = Scenario(version=1, question="q", model="m", servers={"s": server}, loads=loads)
+    problems = "\n".join(server_problems_of(scenario, {}))
+    assert "$.servers.s.gateway: an offline server has nobody in front of it" in problems
+    assert "so the load 'chats' would have to be" in problems and "so the load 'timed' would have to be" in problems
+    assert "it cannot do what the load 'turns' asks for with turns" in problems
+    path = write(tmp_path, servers={"offline": offline()}, loads=BURSTS)
+    good = prepare(path).scenario
+    with pytest.raises(HarnessError, match="the server 'offline' is an offline job"):
+        compose_document(good, "offline")
