@@ -9,8 +9,17 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 from harness.scenario import Arrivals
+
+
+class Due(Protocol):
+    """When each arrival of a load is due."""
+
+    def at(self, number: int) -> float | None:
+        """Seconds after the start; None when that many never come."""
+        ...
 
 
 class Schedule:

@@ -12,6 +12,7 @@ from harness.drive import check_locustfile
 from harness.errors import HarnessError, ScenarioError, did_you_mean
 from harness.scenario import USERS, Baseline, Scenario, Server, read_scenario
 from harness.serve import server_problems_of
+from harness.traces.replay import replay_of
 from harness.workload import read_rows
 
 RUNNING_SERVER = "running"  # the name of the server given with --url
@@ -64,6 +65,7 @@ def prepare(
         scenario = _on_running_server(scenario)
     if scenario.prompts.file:
         read_rows(path.parent / scenario.prompts.file)
+    scenario = _with_traces(scenario, path.resolve().parent)
     for user in sorted({load.user for load in scenario.loads.values()} - set(USERS)):
         # A container has packages of its own: only there can be seen whether the file can be imported.
         check_locustfile((path.resolve().parent / user).resolve(), try_it=scenario.generator == "process")
@@ -73,6 +75,17 @@ def prepare(
             next_step=f"export {scenario.api_key_env}=... before the run; the key is never written anywhere.",
         )
     return Experiment(path, scenario, target)
+
+
+def _with_traces(scenario: Scenario, folder: Path) -> Scenario:
+    """The scenario with the number of requests that each trace has in its window. Raises HarnessError."""
+    loads = {
+        name: load
+        if load.trace is None
+        else msgspec.structs.replace(load, requests=len(replay_of(folder / load.trace.file, load.trace)))
+        for name, load in scenario.loads.items()
+    }
+    return msgspec.structs.replace(scenario, loads=loads)
 
 
 def refuse_misplaced(checks: Sequence[str], scenario: Scenario) -> None:

@@ -17,6 +17,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     model: str
     prompts: Prompts
     prompt_file: str | None = None
+    trace_file: str | None = None
     seed: int
     salt: str | None = None  # words put before each prompt; None: nothing
     warmup: Warmup

@@ -292,7 +292,7 @@ def generator(
 def make_job(experiment: Experiment, cell: Cell, folder: Path, model: str | None, salt: str) -> Job:
     """The job of a cell; `folder` is the run directory as the load processes see it."""
     scenario = experiment.scenario
-    prompts = scenario.prompts
+    prompts, trace = scenario.prompts, scenario.loads[cell.load].trace
     return Job(
         run=folder.name[-4:],  # the random part of its id
         cell=cell.id,
@@ -301,6 +301,7 @@ def make_job(experiment: Experiment, cell: Cell, folder: Path, model: str | None
         model=model or scenario.model,
         prompts=prompts,
         prompt_file=str(experiment.folder / prompts.file) if prompts.file else None,
+        trace_file=str((experiment.folder / trace.file).resolve()) if trace is not None else None,
         seed=scenario.seed,
         salt=salt if prompts.salt else None,
         warmup=warmup_of(scenario, scenario.loads[cell.load]),

@@ -68,6 +68,19 @@ class Arrivals(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     burstiness: Annotated[float, Meta(gt=0, le=100)] = 1.0  # gamma: its shape; 1 is poisson, below 1 is burstier
 
 
+class Trace(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Open loop by a trace of real traffic: its rows say when, and how long prompt and answer are. See docs/traces.md."""
+
+    file: str  # relative to the scenario
+    format: Literal["burstgpt", "mooncake", "azure", "requests"] | None = None  # None: seen by its first line
+    speed: Positive = 1.0  # 2: twice as many requests a second as the trace had
+    from_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0  # window: seconds of the trace after its first row
+    to_s: Annotated[float, Meta(gt=0, le=1e9)] | None = None  # the row at this second is not in it; None: all
+    most: Count | None = None  # of the window only so many rows
+    block_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] = 512  # mooncake: what one of its hash_ids stands for
+    cell: str | None = None  # requests: the cell whose requests are meant, where the file has several
+
+
 class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Who sends requests, how many, and how long the answers are."""
 
@@ -77,6 +90,7 @@ class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     requests: Count | None = None  # a fixed amount of work, in requests ...
     duration_s: Positive | None = None  # ... or a fixed time; exactly one of the two
     arrivals: Arrivals | None = None  # open loop, with at most `users` at once; None: closed loop
+    trace: Trace | None = None  # open loop by a trace, which also says how many requests; likewise
     batch_size: Annotated[int, Meta(ge=1, le=100_000)] | None = None  # batch: so many at once, then wait for all
     turns: Count | None = None  # chat: turns of a conversation before a new one starts
     think_s: list[NotNegative] | None = None  # chat: [least, most], uniform; batch: pause between bursts
@@ -206,9 +220,14 @@ def warmup_of(scenario: Scenario, load: Load) -> Warmup:
 
     In an open loop nobody knows that concurrency: a few requests have to do.
     """
-    if load.arrivals is not None:
+    if is_open(load):
         return scenario.warmup or Warmup(requests=min(load.users, _OPEN_WARMUP) * taken_together(load))
     return scenario.warmup or Warmup(requests=load.users * taken_together(load))
+
+
+def is_open(load: Load) -> bool:
+    """Whether people come by a schedule, and not when an answer has come."""
+    return load.arrivals is not None or load.trace is not None
 
 
 def taken_together(load: Load) -> int:
@@ -255,7 +274,7 @@ def _contradictions(scenario: Scenario, folder: Path, known: dict[str, list[str]
 
 def _load_problems(load: Load, folder: Path) -> list[str]:
     problems = []
-    if (load.requests is None) == (load.duration_s is None):
+    if load.trace is None and (load.requests is None) == (load.duration_s is None):
         problems.append("requests: give exactly one of 'requests' and 'duration_s'")
     if load.user not in USERS:
         if not load.user.endswith(".py"):
@@ -273,7 +292,23 @@ def _load_problems(load: Load, folder: Path) -> list[str]:
         problems.append(f"think_s: two numbers are expected, the least and the most, got {load.think_s}")
     if load.processes > load.users:
         problems.append(f"processes: {load.processes} load processes for {load.users} users; use at most one per user")
+    problems += _trace_problems(load, load.trace, folder) if load.trace is not None else []
     return problems + (_arrival_problems(load.arrivals) if load.arrivals is not None else [])
+
+
+def _trace_problems(load: Load, trace: Trace, folder: Path) -> list[str]:
+    problems = []
+    for key in ("requests", "duration_s", "arrivals"):
+        if getattr(load, key) is not None:
+            advice = "" if key == "arrivals" else "; its window (from_s, to_s) and 'most' say how much"
+            problems.append(f"{key}: a trace says itself what is sent and when; remove it{advice}")
+    if load.user == "chat" or (load.batch_size or 1) > 1:
+        problems.append("trace: each of its rows is one request; use 'user: batch' without 'batch_size'")
+    if not (folder / trace.file).is_file():
+        problems.append(f"trace.file: there is no file {trace.file} beside the scenario")
+    if trace.to_s is not None and trace.to_s <= trace.from_s:
+        problems.append(f"trace.to_s: the window from {trace.from_s:g} to {trace.to_s:g} s is empty")
+    return problems
 
 
 def _arrival_problems(arrivals: Arrivals) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 
 from harness.paths import ROOT
 
-LOAD = {"load", "arrivals", "workload", "job", "records", "scenario", "errors", "strict", "data"}
+LOAD = {"load", "arrivals", "workload", "job", "records", "scenario", "errors", "strict", "data", "traces"}
 READS_FILES = {
     "attain", "board", "floors", "differences", "blocks", "gaps", "count", "check_syntax", "export", "reference",
     "derive", "started", "stats", "tally", "summary", "summarize", "verdicts", "alike", "compare", "checks", "validity",
@@ -43,7 +43,8 @@ ALLOWED = {
         "summarize",
         "tally",
     },  # fmt: skip
-    "workload": {"errors", "scenario", "paths"},
+    "workload": {"errors", "scenario", "paths", "traces"},
+    "traces": {"traces", "errors", "records", "scenario"},
     "arrivals": {"scenario"},
     "simulated": {"simulated"},
     "machine": {"machine", "manifest", "telemetry", "errors", "fraction"},

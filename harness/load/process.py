@@ -21,6 +21,7 @@ from harness.load.reader import Reader
 from harness.load.recorder import Recorder
 from harness.load.tickets import Plan, Ticket, Tickets
 from harness.records import ErrorKind, Request
+from harness.traces.replay import Replay, replay_of
 from harness.workload import Message
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class LoadProcess:
         self.by_hand = not job.load_name
         self._target = Target.of(host)
         self._rows = workload.read_rows(job.prompt_file) if job.prompt_file else []
+        self._replay = _replay(job)
         self._secret = _secret(job.api_key_env)
         self._model = job.model
         self._asking_for_model = Semaphore()
@@ -67,7 +69,9 @@ class LoadProcess:
         return Client(self._target, self._clock, self._reader, timeout_s=self.job.load.timeout_s, headers=headers)
 
     def messages(self, ticket: Ticket) -> list[Message]:
-        """The messages of a place in the seeded sequence."""
+        """The messages of a place in the seeded sequence. Those of the warm-up are no part of a trace."""
+        if self._replay is not None and ticket.index >= 0:
+            return workload.trace_messages(self._replay, self.job.seed, ticket.index, self.job.salt)
         return workload.messages(self.job.prompts, self.job.seed, ticket.index, self.job.salt, self._rows)
 
     def model(self) -> str:
@@ -91,7 +95,7 @@ class LoadProcess:
         answer = Answer()
         self.recorder.sending(place.ticket.phase)
         try:
-            client.post("/chat/completions", self._body(messages), exchange)
+            client.post("/chat/completions", self._body(messages, self._asked(place.ticket)), exchange)
             answer = self._finish(reading)
         except Exception as error:
             logger.exception("defect in the load generator, recorded as error kind 'client'")
@@ -113,12 +117,18 @@ class LoadProcess:
         place = str(index) if index >= 0 else f"w{-index}"
         return "-".join(part for part in (self.job.run, self.job.cell, place) if part)
 
-    def _body(self, messages: Sequence[Message]) -> bytes:
+    def _asked(self, ticket: Ticket) -> int:
+        """How many tokens the answer is to have, or at most."""
+        if self._replay is not None and ticket.index >= 0:
+            return self._replay.output_tokens[ticket.index]
+        return self.job.load.output_tokens
+
+    def _body(self, messages: Sequence[Message], asked_tokens: int) -> bytes:
         load = self.job.load
         body: dict[str, object] = {
             "model": self.model(),
             "messages": messages,
-            "max_tokens": load.output_tokens,
+            "max_tokens": asked_tokens,
             "temperature": 0,  # the same choices on both sides of a comparison
             "stream": load.stream,
         }
@@ -159,7 +169,7 @@ class LoadProcess:
             chunks_s=answer.chunks_s,
             first_visible_s=answer.first_visible_s,
             coalesced=answer.coalesced,
-            asked_tokens=load.output_tokens,
+            asked_tokens=self._asked(place.ticket),
             fixed_length=load.output == "fixed",
             prompt_tokens=answer.prompt_tokens,
             output_tokens=answer.output_tokens,
@@ -210,8 +220,15 @@ def plan_of(job: Job) -> Plan:
         warmup_requests=job.warmup.requests or 0,
         warmup_s=job.warmup.duration_s or 0.0,
         ramp_s=job.load.ramp_s,
-        schedule=None if job.load.arrivals is None else Schedule(job.load.arrivals, job.seed),
+        schedule=_replay(job) or (None if job.load.arrivals is None else Schedule(job.load.arrivals, job.seed)),
     )
+
+
+def _replay(job: Job) -> Replay | None:
+    """The rows of the job's trace, if it has one. Raises HarnessError."""
+    if job.load.trace is None or job.trace_file is None:
+        return None
+    return replay_of(job.trace_file, job.load.trace)
 
 
 def _secret(name: str | None) -> str | None:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from harness.arrivals import Schedule
+from harness.arrivals import Due
 
 Phase = Literal["warmup", "measured"]
 _WIDTH = 256  # of the file, padded, so that a write never leaves half of an older line
@@ -35,7 +35,7 @@ class Plan(NamedTuple):
     warmup_requests: int = 0  # warm-up before that: requests, then time
     warmup_s: float = 0.0
     ramp_s: float = 0.0  # until all users are there it is warm-up too, where there is any
-    schedule: Schedule | None = None  # open loop: when each burst or conversation begins
+    schedule: Due | None = None  # open loop: when each burst or conversation begins
 
 
 class Counts(msgspec.Struct, kw_only=True):

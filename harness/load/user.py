@@ -37,6 +37,7 @@ from harness.scenario import Load
 from harness.workload import Message
 
 _IDLE_S = 0.2
+_AHEAD_S = 0.2  # open loop: so long before it is time a prompt is made, which may take some ms
 _AFTER_NO_CONNECTION_S = 0.5  # a server that is gone must not make users spin
 
 
@@ -85,12 +86,15 @@ class LLMUser(User):
             self._process.tickets.settle(len(self._held))
             self._held.clear()
         self._know_model()
+        most = 1 if self.load.trace is not None else most  # each row of a trace has a time of its own
         while self._state != LOCUST_STATE_STOPPING:
             tickets = self._process.tickets.take(most)
             if tickets:
                 self._held.update(tickets)
+                self._wait_until(tickets[0].due_s, _AHEAD_S)
+                works = [Work(ticket, self._process.messages(ticket)) for ticket in tickets]
                 self._wait_until(tickets[0].due_s)
-                return [Work(ticket, self._process.messages(ticket)) for ticket in tickets]
+                return works
             gevent.sleep(_IDLE_S)
         raise StopUser
 
@@ -144,10 +148,10 @@ class LLMUser(User):
         for client in self._clients:
             client.close()
 
-    def _wait_until(self, due_s: float | None) -> None:
+    def _wait_until(self, due_s: float | None, ahead_s: float = 0.0) -> None:
         """Open loop: until it is time. A user that comes too late sends at once, which its record tells."""
         if due_s is not None:
-            gevent.sleep(max(0.0, due_s - time.monotonic()))
+            gevent.sleep(max(0.0, due_s - ahead_s - time.monotonic()))
 
     def _know_model(self) -> None:
         try:

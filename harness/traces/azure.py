@@ -1,0 +1,57 @@
+"""Azure LLM inference traces of 2023 and 2024: CSV with the wall clock of each request.
+
+TIMESTAMP,ContextTokens,GeneratedTokens, such as 2023-11-16 18:15:46.6805900,374,44; later files end the time with
++00:00 (https://github.com/Azure/AzurePublicDataset).
+"""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import BinaryIO
+
+from harness.scenario import Trace
+from harness.traces.row import BadLine, Row, cell, columns, count, places
+
+NAMES = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_MINUTE = len("2023-11-16 18:15")
+
+
+def matches(first: bytes) -> bool:
+    return set(NAMES) <= set(columns(first))
+
+
+def rows(file: BinaryIO, _: Trace) -> Iterator[Row]:
+    """The rows in the order of the file, in Unix time. Raises BadLine."""
+    where = places(file.readline(), NAMES)
+    minute, minute_s = b"", 0.0  # most rows are of the minute of the row before
+    for number, line in enumerate(file, start=2):
+        if not line.strip():
+            continue
+        cells = line.split(b",")
+        at, prompt, output = (cell(cells, place, number, name) for place, name in zip(where, NAMES, strict=True))
+        try:
+            if at[:_MINUTE] != minute:
+                minute_s = _unix(at[:_MINUTE])
+                minute = at[:_MINUTE]
+            at_s = minute_s + _seconds(at[_MINUTE:])
+        except ValueError:
+            raise BadLine(
+                number,
+                f"TIMESTAMP is {at.decode(errors='replace')!r}, and a time like 2023-11-16 18:15:46.68 is expected",
+            ) from None
+        yield Row(number, at_s, count(prompt, number, NAMES[1]), count(output, number, NAMES[2]))
+
+
+def _unix(minute: bytes) -> float:
+    if len(minute) < _MINUTE:
+        raise ValueError
+    return datetime.fromisoformat(minute.decode("ascii")).replace(tzinfo=UTC).timestamp()
+
+
+def _seconds(rest: bytes) -> float:
+    """`:46.6805900`, with or without a time zone, which is the same in all rows and so changes nothing."""
+    if not rest.startswith(b":"):
+        raise ValueError
+    seconds = float(rest[1:].split(b"+")[0].split(b"-")[0].rstrip(b"Z"))
+    if not 0 <= seconds < 61:
+        raise ValueError
+    return seconds

@@ -1,0 +1,56 @@
+"""Mooncake: JSON Lines with times in milliseconds and the blocks of each prompt, 512 tokens each.
+
+{"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, 2, ...]}: requests with the same ids at
+the start have the same prefix (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces).
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from harness.scenario import Trace
+from harness.traces.row import BadLine, Row
+
+
+class Line(msgspec.Struct, frozen=True):
+    """A line of the file. Other keys are ignored."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int] = []
+
+
+def matches(first: bytes) -> bool:
+    return first.lstrip().startswith(b"{") and b'"input_length"' in first and b'"timestamp"' in first
+
+
+def rows(file: BinaryIO, trace: Trace) -> Iterator[Row]:
+    """The rows in the order of the file. Raises BadLine, also where the ids do not fit the blocks' size."""
+    decode = msgspec.json.Decoder(Line).decode
+    begins = 0
+    for number, raw in enumerate(file, start=1):
+        if raw.strip():
+            try:
+                line = decode(raw)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise BadLine(number, str(error)) from None
+            ids, needed = len(line.hash_ids), -(-line.input_length // trace.block_tokens)
+            if ids and abs(ids - needed) > 1:
+                raise BadLine(
+                    number,
+                    f"{line.input_length:,} tokens in blocks of {trace.block_tokens} need {needed} hash_ids, and there "
+                    f"are {ids}; say with trace.block_tokens how large the blocks are",
+                )
+            more = begins if ids else -1
+            yield Row(number, line.timestamp / 1000, line.input_length, line.output_length, more)
+        begins += len(raw)
+
+
+def hash_ids(path: Path, begins: int) -> list[int]:
+    """The blocks of the prompt whose line begins there: they stay in the file, however long that is."""
+    with path.open("rb") as file:
+        file.seek(begins)
+        return msgspec.json.decode(file.readline(), type=Line).hash_ids

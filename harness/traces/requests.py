@@ -1,0 +1,82 @@
+"""Our own requests.jsonl: the measured requests of one cell, sent again as they were sent then.
+
+Records are written as requests end, so they are put in order here. Those of which nobody knows how long their prompt
+was, such as failed ones, come as rows without tokens.
+"""
+
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+
+from harness.records import read_marks
+from harness.scenario import Trace
+from harness.traces.row import BadLine, Row
+
+
+class Line(msgspec.Struct, frozen=True):
+    """What is needed of a record."""
+
+    cell: str
+    phase: str
+    process: int
+    sent_s: float
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    asked_tokens: int | None = None
+    fixed_length: bool = False
+    conversation: int | None = None
+
+
+def matches(first: bytes) -> bool:
+    return first.lstrip().startswith(b"{") and b'"sent_s"' in first and b'"cell"' in first
+
+
+def rows(file: BinaryIO, trace: Trace) -> Iterator[Row]:
+    """The rows in the order of sending. Raises BadLine, also for a file of several cells where none is chosen."""
+    offsets = _offsets(Path(file.name).parent / "processes.jsonl")
+    decode = msgspec.json.Decoder(Line).decode
+    chosen, others = trace.cell, set[str]()
+    numbers, at_s = array("q"), array("d")
+    prompts, outputs, conversations = array("q"), array("q"), array("q")
+    for number, raw in enumerate(file, start=1):
+        if not raw.strip():
+            continue
+        try:
+            line = decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise BadLine(number, str(error)) from None
+        if chosen is None:
+            chosen = line.cell
+        if line.cell != chosen:
+            others.add(line.cell)
+        elif line.phase == "measured":
+            numbers.append(number)
+            at_s.append(line.sent_s + offsets.get((line.cell, line.process), 0.0))
+            prompts.append(line.prompt_tokens or 0)
+            outputs.append(_output(line))
+            conversations.append(-1 if line.conversation is None else line.conversation)
+    if others and (trace.cell is None or not numbers):
+        known = sorted(others | ({chosen} if trace.cell is None and chosen is not None else set()))
+        names = ", ".join(known[:8]) + (" ..." if len(known) > 8 else "")
+        problem = "which of its cells is meant?" if trace.cell is None else f"there is no cell '{trace.cell}'."
+        raise BadLine(1, f"{problem} Say it with trace.cell: {names}")
+    for place in np.argsort(np.frombuffer(at_s, dtype=np.float64), kind="stable") if numbers else ():
+        yield Row(numbers[place], at_s[place], prompts[place], outputs[place], conversations[place])
+
+
+def _output(line: Line) -> int:
+    """What was asked for where exactly that was, else what came."""
+    known = (line.asked_tokens, line.output_tokens) if line.fixed_length else (line.output_tokens, line.asked_tokens)
+    return known[0] or known[1] or 0
+
+
+def _offsets(marks: Path) -> dict[tuple[str, int], float]:
+    """What takes the clocks of load processes to Unix time, where they ran on several machines; else nothing."""
+    starts = [mark for mark in read_marks(marks) if mark.event == "start"]
+    if len({mark.host for mark in starts}) < 2:
+        return {}
+    return {(mark.cell, mark.process): mark.wall_s - mark.monotonic_s for mark in starts}
