@@ -25,6 +25,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     requests_path: str  # requests.jsonl of the run, appended to by every process
     processes_path: str  # processes.jsonl of the run
     tickets_path: str  # the cell's shared counter: which request of the sequence comes next
+    slos: str = ""  # of a live load, for the goodput that is shown
 
 
 def write_job(job: Job, path: Path) -> None:

@@ -1,23 +1,29 @@
 """Live load: a scenario's server with Locust's web UI in front of it, until Ctrl-C."""
 
+import os
 import time
 from pathlib import Path
 
 import msgspec
 
+from harness.check_syntax import slo_sets
 from harness.computed import fill_in
 from harness.drive import GRACE_S, tail
 from harness.errors import HarnessError, RunError, ServerError
 from harness.experiment import Experiment, load_name, server_name
 from harness.job import write_job
+from harness.machine.sampler import Sampler
+from harness.metrics import Scraper
 from harness.plan import plan
 from harness.preflight import refuse_blocked
 from harness.progress import Progress
 from harness.run import begin, endpoint_of, finish, generator, make_job
 from harness.serve.ports import is_free
+from harness.serve.telemetry import source_of
 from harness.workload import salt_words
 
 UI_HOST = "127.0.0.1"
+INTERVAL_S = 1.0
 
 
 def live(
@@ -31,6 +37,7 @@ def live(
     cell_server, cell_load = server_name(experiment, server), load_name(experiment, load)
     if not is_free(port):
         raise HarnessError(f"--port: {port} is in use already", next_step="Give another, such as --port 8090.")
+    slos = next(iter(slo_sets(experiment.scenario.checks)), "")
     # The UI belongs to this host, whatever the scenario says about its measured runs.
     # The person decides what is sent and when it ends, so nothing is planned and nothing is checked.
     free = msgspec.structs.replace(experiment.scenario.loads[cell_load], requests=None, duration_s=None)
@@ -53,22 +60,29 @@ def live(
     try:
         with progress.live(), endpoint_of(experiment, manifest.id, cell, folder, progress) as endpoint:
             model, salt = endpoint.served_by.model, salt_words(manifest.id, cell.id)
-            job = make_job(experiment, cell, folder.resolve(), model, salt)
+            job = msgspec.structs.replace(make_job(experiment, cell, folder.resolve(), model, salt), slos=slos)
             job_path = folder.resolve() / "jobs" / f"{cell.id}.json"
             write_job(job, job_path)
             log_path = folder / "logs" / f"{cell.id}.locust.log"
-            child = generator(experiment, manifest.id, job, job_path, endpoint, log_path, (UI_HOST, port))()
-            try:
-                progress.line(f"server: {endpoint.url}")
-                progress.line(f"Locust: http://{UI_HOST}:{port}")
-                progress.stage("serving; Ctrl-C takes everything down")
-                while child.poll() is None:
-                    dead = endpoint.check_alive()
-                    if dead is not None:
-                        raise ServerError(f"the server died: {dead}")
-                    time.sleep(0.5)
-            finally:
-                code = child.stop(GRACE_S)
+            api_key = os.environ.get(scenario.api_key_env) if scenario.api_key_env else None
+            # Written here, and read by the page: the load processes only measure what they have sent themselves.
+            with (
+                Scraper(endpoint.metrics_source, cell.id, folder / "metrics.jsonl", INTERVAL_S, api_key=api_key),
+                Sampler(source_of(endpoint), cell.id, folder / "telemetry.jsonl"),
+            ):
+                child = generator(experiment, manifest.id, job, job_path, endpoint, log_path, (UI_HOST, port))()
+                try:
+                    progress.line(f"server: {endpoint.url}")
+                    progress.line(f"Locust: http://{UI_HOST}:{port}")
+                    progress.line(f"LLM numbers, live: the tab LLM there, and http://{UI_HOST}:{port}/llm")
+                    progress.stage("serving; Ctrl-C takes everything down")
+                    while child.poll() is None:
+                        dead = endpoint.check_alive()
+                        if dead is not None:
+                            raise ServerError(f"the server died: {dead}")
+                        time.sleep(0.5)
+                finally:
+                    code = child.stop(GRACE_S)
             raise RunError(f"Locust's web UI ended (exit code {code})", detail=tail(log_path))
     finally:
         finish(folder, manifest, "live", ["a live load, steered by hand, is not judged"])

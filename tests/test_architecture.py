@@ -7,7 +7,10 @@ import pytest
 
 from harness.paths import ROOT
 
-LOAD = {"load", "arrivals", "workload", "job", "records", "scenario", "errors", "strict", "data", "traces"}
+LOAD = {
+    "load", "arrivals", "workload", "job", "records", "scenario", "errors", "strict", "data",
+    "traces", "attain", "check_syntax", "derive", "newest",
+}  # fmt: skip
 READS_FILES = {
     "attain", "board", "floors", "differences", "blocks", "gaps", "count", "check_syntax", "export", "reference",
     "derive", "started", "stats", "tally", "summary", "summarize", "verdicts", "alike", "compare", "checks", "validity",

@@ -5,14 +5,18 @@ import tempfile
 import uuid
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from locust.argument_parser import LocustArgumentParser
 
+from harness.check_syntax import Slo, parse_check
 from harness.errors import HarnessError
 from harness.job import Job, read_job
-from harness.scenario import Load, Prompts, Warmup
+from harness.scenario import TURNS, Arrivals, Load, Prompts, Warmup
 from harness.workload import salt_words
+
+AS_PLANNED = "as in the scenario"  # what is not one number: lengths by distribution, a rate that changes
 
 
 def add_options(parser: LocustArgumentParser) -> None:
@@ -21,7 +25,7 @@ def add_options(parser: LocustArgumentParser) -> None:
     With a job, its values are the defaults, so that the form shows what will be done.
     """
     job = _job_on_command_line()
-    load, prompts = (job.load, job.prompts) if job else (Load(user="by-hand"), Prompts())
+    load, prompts = (job.load, job.prompts) if job else (Load(user="by-hand", output="natural"), Prompts())
     add = parser.add_argument
     add("--job", metavar="FILE", help="job file, written by the harness", include_in_web_ui=False)
     add("--records", metavar="FILE", help="append a record of each request to FILE", include_in_web_ui=False)
@@ -32,15 +36,30 @@ def add_options(parser: LocustArgumentParser) -> None:
         default=(job.prompt_file if job else None) or prompts.kind,
         help="synthetic, classification, or the path of a JSONL file",
     )
-    add("--prompt-tokens", type=int, default=prompts.tokens, help="synthetic prompts: length in tokens")
-    add("--output-tokens", type=int, default=load.output_tokens, help="most tokens of an answer")
+    add("--prompt-tokens", default=_tokens_text(prompts.tokens), help="synthetic prompts: length in tokens")
+    add("--system-tokens", type=int, default=prompts.system_tokens, help="tokens of a system prompt that all share")
+    add("--output-tokens", default=_tokens_text(load.output_tokens), help="most tokens of an answer")
+    add(
+        "--output",
+        choices=["fixed", "natural"],
+        default=load.output,
+        help="fixed: every answer has that length, whatever it says (ignore_eos); natural: it ends where it ends",
+    )
+    add("--stream", choices=["yes", "no"], default="yes" if load.stream else "no", help="stream the answers")
     add("--batch-size", type=int, default=load.batch_size or 1, help="batch agents: requests sent at once")
-    add("--turns", type=int, default=load.turns or 4, help="chat users: turns of a conversation")
+    add("--turns", type=int, default=load.turns or TURNS, help="chat users: turns of a conversation")
     add(
         "--think",
         default=" ".join(f"{number:g}" for number in load.think_s or []),
         help="pause in seconds, such as '1 5' (default: as the user class has it)",
     )
+    add(
+        "--arrivals",
+        default=_arrivals_text(load.arrivals),
+        help="open loop: so many begin each second, whether the server keeps up or not (default: users wait for it)",
+    )
+    add("--timeout", type=float, default=load.timeout_s, help="a request on which nothing comes for so many s failed")
+    add("--slos", default=job.slos if job else "", help="for goodput, such as 'ttft<=2s, tpot<=50ms'")
 
 
 def job_file(options: Namespace) -> Job | None:
@@ -74,23 +93,53 @@ def job_by_hand(options: Namespace) -> Job:
 
 
 def with_options(job: Job, options: Namespace) -> Job:
-    """The job as changed in the web form, without an end: there, a person ends it."""
+    """The job as changed in the web form, without an end: there, a person ends it.
+
+    Raises HarnessError for values that no scenario may have.
+    """
+    slos_of(options.slos)
     kind = options.prompts if options.prompts in ("synthetic", "classification") else "file"
-    return msgspec.structs.replace(
+    changed = msgspec.structs.replace(
         job,
         model=options.model,
-        prompts=msgspec.structs.replace(job.prompts, kind=kind, tokens=options.prompt_tokens),
+        slos=options.slos,
+        prompts=msgspec.structs.replace(
+            job.prompts,
+            kind=kind,
+            tokens=_tokens("--prompt-tokens", options.prompt_tokens, job.prompts.tokens),
+            system_tokens=options.system_tokens,
+        ),
         prompt_file=options.prompts if kind == "file" else None,
         load=msgspec.structs.replace(
             job.load,
             requests=None,
             duration_s=None,
-            output_tokens=options.output_tokens,
+            arrivals=_arrivals(options.arrivals, job.load.arrivals),
+            output_tokens=_tokens("--output-tokens", options.output_tokens, job.load.output_tokens),
+            output=options.output,
+            stream=options.stream == "yes",
             batch_size=options.batch_size,
             turns=options.turns,
             think_s=_span(options.think),
+            timeout_s=options.timeout,
         ),
     )
+    try:
+        return msgspec.convert(msgspec.to_builtins(changed), Job)
+    except msgspec.ValidationError as error:
+        raise HarnessError(f"the form: {error}") from None
+
+
+def slos_of(text: str) -> tuple[Slo, ...]:
+    """The SLOs in a text such as "ttft<=2s, tpot<=50ms"; none in an empty one. Raises HarnessError."""
+    if not text.strip():
+        return ()
+    try:
+        return parse_check(f"attainment({text}) >= 0").slos
+    except ValueError:
+        raise HarnessError(
+            f"--slos: {text!r} are no SLOs", next_step="Give some such as 'ttft<=2s, tpot<=50ms'."
+        ) from None
 
 
 def _job_on_command_line() -> Job | None:
@@ -113,3 +162,40 @@ def _span(text: str) -> list[float] | None:
     if len(numbers) > 2 or numbers[0] < 0 or numbers[-1] < numbers[0]:
         raise HarnessError(f"--think: {text!r} is not a pause", next_step="Give one such as '1 5', in seconds.")
     return [numbers[0], numbers[-1]]
+
+
+def _tokens_text(tokens: object) -> str:
+    return str(tokens) if isinstance(tokens, int) else AS_PLANNED
+
+
+def _tokens(option: str, text: str, planned: Any) -> Any:
+    """The number in the form; for a distribution that was left as it is, that."""
+    if text == AS_PLANNED and not isinstance(planned, int):
+        return planned
+    try:
+        return int(text)
+    except ValueError:
+        raise HarnessError(f"{option}: {text!r} is not a number of tokens") from None
+
+
+def _arrivals_text(arrivals: Arrivals | None) -> str:
+    if arrivals is None:
+        return ""
+    return AS_PLANNED if arrivals.rate is None else f"{arrivals.rate:g}"
+
+
+def _arrivals(text: str, planned: Arrivals | None) -> Arrivals | None:
+    """The scenario's arrivals, or its spacing at another rate; nothing: a closed loop."""
+    if not text.strip():
+        return None
+    if planned is not None and text == AS_PLANNED:
+        return planned
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate <= 1e7:
+        raise HarnessError(
+            f"--arrivals: {text!r} is not a rate", next_step="Give a number above 0, in arrivals a second, or nothing."
+        )
+    return msgspec.structs.replace(planned or Arrivals(), rate=rate, points=None, wave=None)

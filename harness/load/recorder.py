@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import gevent
@@ -32,6 +33,7 @@ class Recorder:
         """Open both files and write the start mark. Raises OSError where that is not possible."""
         self.sent = 0  # requests whose first byte was about to be written
         self.recorded = 0
+        self.watcher: Callable[[Request], None] | None = None  # of a live load: is told of each record
         self.health = Health()
         self._cell = cell
         self._pid = os.getpid()
@@ -46,6 +48,11 @@ class Recorder:
         self._write_mark("start")
         self._flusher = gevent.spawn(self._flush_regularly)
 
+    @property
+    def in_flight(self) -> int:
+        """Requests that were sent and have not ended."""
+        return self.sent - self.recorded - self._pending
+
     def sending(self, phase: Phase) -> None:
         """A request's first byte is about to be written."""
         self.sent += 1
@@ -55,8 +62,17 @@ class Recorder:
     def add(self, request: Request) -> None:
         self._lines += self._encoder.encode(request) + b"\n"
         self._pending += 1
+        if self.watcher is not None:
+            self._tell(self.watcher, request)
         if len(self._lines) >= _FLUSH_BYTES:
             self.flush()
+
+    def _tell(self, watcher: Callable[[Request], None], request: Request) -> None:
+        try:
+            watcher(request)
+        except Exception:  # of an observer: the load goes on
+            logger.exception("the live numbers end here")
+            self.watcher = None
 
     def flush(self) -> None:
         """Hand all lines to the file. On an error (disk full) they are kept and tried again."""

@@ -21,6 +21,7 @@ from locust.runners import STATE_RUNNING, STATE_SPAWNING, MasterRunner, Runner, 
 
 from harness.errors import HarnessError
 from harness.job import Job
+from harness.load.live.wire import Live, attach
 from harness.load.options import add_options, job_by_hand, job_file, with_options
 from harness.load.process import LoadProcess, plan_of
 from harness.load.recorder import Recorder
@@ -37,6 +38,7 @@ _hooks: Any = events  # they have no types
 _job: Job | None = None  # None: started by hand
 _recorder: Recorder | None = None  # None in a master
 _process: LoadProcess | None = None
+_live: Live | None = None  # None: headless
 
 
 def load_process() -> LoadProcess:
@@ -52,7 +54,7 @@ def _on_command_line(parser: LocustArgumentParser) -> None:
 
 def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     """The process has been forked and has its role."""
-    global _job, _recorder, _process
+    global _job, _recorder, _process, _live
     options = _options(environment)
     try:
         _job = job_file(options)
@@ -67,6 +69,8 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     if _job is None and not environment.stop_timeout:
         # By hand, --run-time would cut what is in flight and call it failed. Ctrl-C still cuts at once.
         environment.stop_timeout = _DRAIN_BY_HAND_S
+    if not options.headless:
+        _live = attach(environment, _recorder, _job)
     _hooks.quitting.add_listener(_on_quitting)  # the last one is called first: before the master tells its workers
     if isinstance(runner, WorkerRunner):
         runner.register_message(_CUT, _on_cut)
@@ -90,6 +94,8 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
         except (HarnessError, OSError) as error:
             give_up(environment, error)
             return
+    if _live is not None:
+        _live.begin()
     gc.collect()
     gc.freeze()  # what is here now stays: no need to look through it again in the middle of a measurement
     if _job and options.headless and not isinstance(runner, WorkerRunner):

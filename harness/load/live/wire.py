@@ -1,0 +1,119 @@
+"""Locust's events that carry the live numbers: from each request to its process, to the master, to the web UI."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import gevent
+from locust import events, stats
+from locust.env import Environment
+from locust.runners import STATE_RUNNING, STATE_SPAWNING, STATE_STOPPING, MasterRunner, WorkerRunner
+
+from harness.check_syntax import Slo
+from harness.errors import HarnessError
+from harness.job import Job
+from harness.load.live import page
+from harness.load.live.book import Book
+from harness.load.live.observed import Observed
+from harness.load.live.tally import Tally, packed, unpacked
+from harness.load.options import slos_of
+from harness.load.recorder import Recorder
+
+_EVERY_S = 1.0
+_REPORTS_S = 4  # Locust's workers report each 3 s, and may be late
+_KEY = "llm"  # of what is ours in a worker's report
+_UNDER_WAY = (STATE_SPAWNING, STATE_RUNNING, STATE_STOPPING)
+
+logger = logging.getLogger(__name__)
+
+_hooks: Any = events  # they have no types
+
+
+class Live:
+    """What a process of a load with a web UI has of it: a worker its tally, a master the book, a local runner both."""
+
+    def __init__(self, environment: Environment, recorder: Recorder | None, job: Job | None) -> None:
+        self._environment = environment
+        self._recorder = recorder
+        self._tally = Tally()
+        self._distributed = isinstance(environment.runner, MasterRunner)
+        self._book = self._new_book("")
+        self._observed = Observed(Path(job.requests_path).parent if job is not None else None)
+        if recorder is not None:
+            recorder.watcher = self._tally.add
+        if isinstance(environment.runner, WorkerRunner):
+            _hooks.report_to_master.add_listener(self._report)
+            return
+        _hooks.worker_report.add_listener(self._reported)
+        _hooks.reset_stats.add_listener(lambda **_: self._book.reset())
+        if environment.web_ui is not None:
+            page.add_to(environment.web_ui, self.facts, self.book)
+        gevent.spawn(self._keep)
+
+    def begin(self) -> None:
+        """A test starts, with what the form says now; in the web UI this happens again and again."""
+        text = str(getattr(self._environment.parsed_options, "slos", ""))
+        try:
+            slos: tuple[Slo, ...] = slos_of(text)
+        except HarnessError:  # the load is not going to start, and says why
+            slos, text = (), ""
+        self._tally = Tally(slos)
+        if self._recorder is not None:
+            self._recorder.watcher = self._tally.add
+        self._book = self._new_book(text)
+
+    def book(self) -> Book:
+        return self._book
+
+    def facts(self) -> dict[str, Any]:
+        """What is so now, besides the book."""
+        runner = self._environment.runner
+        assert runner is not None
+        return {
+            "state": runner.state,
+            "users": runner.user_count,
+            "workers": runner.worker_count if isinstance(runner, MasterRunner) else None,
+            "watched": self._observed.watched,
+            "server": self._observed.server,
+            "gpus": self._observed.gpus,
+            "host": self._observed.host,
+        }
+
+    def _new_book(self, slos: str) -> Book:
+        return Book(lag_s=_REPORTS_S if self._distributed else 0, slos=slos)
+
+    def _keep(self) -> None:
+        while True:
+            gevent.sleep(_EVERY_S)
+            runner = self._environment.runner
+            assert runner is not None
+            try:
+                if self._recorder is not None:
+                    self._book.take("here", self._tally.hand_over(self._recorder.in_flight))
+                self._observed.look()
+                if runner.state in _UNDER_WAY:
+                    self._book.tick(runner.user_count, self._observed)
+            except Exception:  # of an observer: the load goes on
+                logger.exception("the live numbers of this second are lost")
+
+    def _report(self, data: dict[str, Any], **_: Any) -> None:
+        if self._recorder is not None:
+            data[_KEY] = packed(self._tally.hand_over(self._recorder.in_flight))
+
+    def _reported(self, client_id: str, data: dict[str, Any], **_: Any) -> None:
+        given = unpacked(data.pop(_KEY, None))
+        if given is not None:
+            self._book.take(client_id, given)
+
+
+def attach(environment: Environment, recorder: Recorder | None, job: Job | None) -> Live:
+    """To be called once in each process of a load that is not headless, when it has its role."""
+    stats.bucket_response_time = three_digits
+    return Live(environment, recorder, job)
+
+
+def three_digits(response_time: float) -> int:
+    """What Locust's own percentiles are rounded to, in ms: it has two digits, which makes 104 ms 100."""
+    whole = round(response_time)
+    over = len(str(whole)) - 3
+    return whole if over <= 0 else round(whole, -over)
