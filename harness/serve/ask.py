@@ -39,12 +39,13 @@ def attach(
     with open_session(api_key) as session:
         served = patiently(lambda: find_model(base, model, session, key_name))
 
-        def answer() -> None:
+        def answer() -> str | None:
             response = _post(session, base + "/v1/chat/completions", one_token(served), timeout_s)
             check_answer(response, base, key_name)
+            return response.headers.get("x-litellm-version")  # a proxy tells it with its answers alone
 
-        patiently(answer)
-        version = server_version(base, session) or _ollama_version(base, session)
+        told = patiently(answer)
+        version = server_version(base, session) or _ollama_version(base, session) or told
         simulated = version is not None and "simulated" in version
     return ServedBy(url=base, simulated=simulated, version=version, model=served)
 

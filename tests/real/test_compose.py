@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import requests
 
-from harness.paths import ROOT
+from harness.paths import ROOT, SCENARIOS
+from harness.scenario import load_scenario
+from harness.serve import compose_document, is_offline
 from tests.engines.paths import BASE_IMAGE, DOCKER_CONFIG
 from tests.real.conftest import Say
 from tests.real.parts import docker, harness, llamacpp, vllm, wait_for, write_scenario
@@ -64,6 +66,19 @@ def test_docker_compose_accepts_what_is_printed(server: dict[str, Any], model: s
     assert found["services"]["server"]["entrypoint"] == server["variables"]["entrypoint"]
     mounted = [f"{v['source']}:{v['target']}:ro" for v in found["services"]["server"]["volumes"]]
     assert mounted == server["variables"]["volumes"]
+
+
+@pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_docker_compose_accepts_every_server_of_the_scenarios_that_ship(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "")
+    scenario = load_scenario(path)
+    served = {name: server for name, server in scenario.servers.items() if not is_offline(server)}
+    for name, server in served.items():
+        (tmp_path / "compose.yaml").write_text(compose_document(scenario, name), encoding="utf-8")
+        found = json.loads(compose(tmp_path, "config", "--format", "json"))["services"]
+        assert {"server", "locust"} | ({"gateway"} if server.gateway else set()) <= set(found)
 
 
 @contextmanager
