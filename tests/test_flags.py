@@ -7,8 +7,8 @@ import pytest
 from harness.scenario import Load, Scenario, Server
 from harness.serve.compose import Service
 from harness.serve.document import server_problems_of
+from harness.serve.flag_check import cache_path
 from harness.serve.flags import flags_in, options_of, removed_flags, removed_in, unknown_flags, version_of
-from harness.serve.preflight import cache_path
 
 HELP = """\
 usage: vllm serve [model_tag] [options]

@@ -26,6 +26,7 @@ from harness.serve.daemon import connect, engine_host
 from harness.serve.document import rendered, server_of
 from harness.serve.embedded import arguments_of, embedded
 from harness.serve.endpoint import Endpoint
+from harness.serve.flag_check import check_flags
 from harness.serve.gpu_fit import refuse_unfit
 from harness.serve.images import digest_of, ensure_image
 from harness.serve.lemonade.api import Api
@@ -33,7 +34,6 @@ from harness.serve.lemonade.attached import attached
 from harness.serve.lemonade.running import Watch, orphans_of
 from harness.serve.logfile import LogFile
 from harness.serve.ports import is_free
-from harness.serve.preflight import check_flags
 from harness.serve.ready import Ready, Waiting, wait_ready
 from harness.serve.recorded import recorded
 from harness.serve.secrecy import masked, secrets_in
