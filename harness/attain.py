@@ -27,6 +27,7 @@ class SloTally(msgspec.Struct, kw_only=True):
     met: Counter[str] = msgspec.field(default_factory=Counter)
     met_inside: Counter[str] = msgspec.field(default_factory=Counter)  # that also ended inside the window
     unknown: Counter[str] = msgspec.field(default_factory=Counter)
+    left: Counter[str] = msgspec.field(default_factory=Counter)  # abandoned before any SLO was missed
 
     def add(self, request: Request, *, inside: bool) -> None:
         """Count a successful request; others met nothing."""
@@ -36,11 +37,16 @@ class SloTally(msgspec.Struct, kw_only=True):
             self.met_inside[name] += met is True and inside
             self.unknown[name] += met is None
 
+    def add_abandoned(self, request: Request) -> None:
+        for name, slos in self.sets.items():
+            self.left[name] += not missed_before_leaving(request, slos)
+
     def merge(self, other: "SloTally") -> None:
         """Add those of another part of the file, which has the same sets."""
         self.met += other.met
         self.met_inside += other.met_inside
         self.unknown += other.unknown
+        self.left += other.left
 
 
 def meets(request: Request, slos: Sequence[Slo]) -> bool | None:
@@ -58,6 +64,20 @@ def meets(request: Request, slos: Sequence[Slo]) -> bool | None:
     return True if known else None
 
 
+def missed_before_leaving(request: Request, slos: Sequence[Slo]) -> bool:
+    """Whether an abandoned request had missed an SLO when the user left: one who leaves a slow server was not served."""
+    waited = {"ttft": derive.ttft_s, "ttfo": derive.ttfo_s}
+    for slo in slos:
+        if slo.latency == "tpot":
+            continue  # how many tokens came by then is not known
+        value = waited[slo.latency](request) if slo.latency in waited else None
+        if value is None:
+            value = request.ended_s  # it had not come by then
+        if value > slo.bound_s:
+            return True
+    return False
+
+
 def attained(
     parts: Sequence[SloTally], sent: int, window_s: float | None, cells: Sequence[Numbers] = ()
 ) -> dict[str, Attained]:
@@ -65,6 +85,7 @@ def attained(
     found: dict[str, Attained] = {}
     for name in parts[0].sets if parts else ():
         met, unknown = sum(part.met[name] for part in parts), sum(part.unknown[name] for part in parts)
+        counted = sent - sum(part.left[name] for part in parts)
         if cells:
             each = [cell.slos[name].goodput_req_s for cell in cells if name in cell.slos]
             rates = [rate for rate in each if rate is not None]
@@ -74,7 +95,7 @@ def attained(
         found[name] = Attained(
             met=met,
             unknown=unknown,
-            attainment=met / sent if sent and not unknown else None,
+            attainment=met / counted if counted and not unknown else None,
             goodput_req_s=None if unknown else goodput,
         )
     return found

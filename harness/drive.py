@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 import psutil
 
-from harness import process
+from harness import behaviour, process
 from harness.errors import HarnessError, RunError
 from harness.failures.scan import explain_message
 from harness.job import Job
@@ -171,7 +171,7 @@ def _runs(pid: int) -> bool:
 
 
 def _patience_s(job: Job) -> float:
-    think = job.load.think_s[1] if job.load.think_s else 0.0
+    think = behaviour.longest_s(job.load.think or job.load.think_s)
     # A stream that keeps sending may lawfully take longer than timeout_s, which is about silence.
     longest_s = 3 * job.load.timeout_s + SLOWEST_TPOT_S * job.load.output_tokens
     return longest_s + think + job.load.ramp_s + QUIET_S
@@ -196,7 +196,7 @@ class LineCounter:
             new = file.read()
         self.offset += len(new)
         self.lines += new.count(b"\n")
-        self.failed += new.count(b',"error":"')
+        self.failed += new.count(b',"error":"') - new.count(b',"error":"abandoned"')
         if not self._judged:
             self._first += new
 

@@ -24,6 +24,7 @@ ErrorKind = Literal[
     "truncated",  # the stream ended without [DONE] or a finish reason
     "empty",  # a complete answer without any generated text
     "unfinished",  # cut by the end of the run
+    "abandoned",  # the user left, as the load has it: neither a success nor a failure
     "client",  # a defect of ours; the message says which
     "unknown",  # imported, and the tool does not say which of these it was
 ]
@@ -46,6 +47,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     conversation: int | None = None
     turn: int | None = None
     batch: int | None = None
+    again: bool = False  # the question before, asked once more: the user wants another answer
     scheduled_s: float | None = None  # when the plan wanted it sent (negative: sent late); None in a closed loop
     resent: bool = False  # a kept connection was closing as it was sent: sent again on a new one, within this record
     connect_s: float | None = None  # duration of opening the connection, before sent_s (resent: after); None: reused

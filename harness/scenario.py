@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from harness import behaviour
+from harness.behaviour import Abandon, Agent, Pause, Rag, Share
 from harness.check_syntax import misplaced
 from harness.errors import HarnessError, ScenarioError, did_you_mean
 from harness.strict import decode, load_yaml, where
@@ -29,7 +31,7 @@ VariableName = Annotated[
 
 _OPEN_WARMUP = 8
 TURNS = 4  # of a conversation, where nobody says how many
-USERS = ("batch", "chat")  # the user classes that ship, locustfiles/<name>.py
+USERS = ("agent", "batch", "chat", "rag")  # the user classes that ship, locustfiles/<name>.py
 
 
 class Gateway(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -94,6 +96,12 @@ class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     batch_size: Annotated[int, Meta(ge=1, le=100_000)] | None = None  # batch: so many at once, then wait for all
     turns: Count | None = None  # chat: turns of a conversation before a new one starts
     think_s: list[NotNegative] | None = None  # chat: [least, most], uniform; batch: pause between bursts
+    think: Pause | None = None  # the same by another distribution
+    abandon: Abandon | None = None  # chat: now and then a user leaves before the answer is there
+    regenerate: Share = 0.0  # chat: of the questions that are asked again, word for word
+    in_flight: Annotated[int, Meta(ge=1, le=100_000)] | None = None  # batch: so many always, instead of bursts
+    agent: Agent | None = None  # agent: how it works
+    rag: Rag | None = None  # rag: the documents
     output_tokens: Tokens = 128
     output: Literal["fixed", "natural"] = "fixed"  # fixed: ignore_eos, to compare engines; natural: like people
     stream: bool = True
@@ -232,12 +240,19 @@ def is_open(load: Load) -> bool:
 
 def taken_together(load: Load) -> int:
     """How many requests a user takes at once, as far as it is known: an own locustfile does as it likes."""
-    return (load.turns or TURNS) if load.user == "chat" else (load.batch_size or 1)
+    if load.user == "chat":
+        return load.turns or TURNS
+    if load.user == "agent":
+        agent = load.agent or Agent()
+        return agent.steps * (1 + agent.sub_agents)
+    return load.batch_size or 1
 
 
 def at_once(load: Load) -> int:
     """The most requests that a load has in flight, as far as it is known: an own locustfile does as it likes."""
-    return load.users * ((load.batch_size or 1) if load.user == "batch" else 1)
+    if load.user == "agent":
+        return load.users * max(1, (load.agent or Agent()).sub_agents)
+    return load.users * ((load.in_flight or load.batch_size or 1) if load.user == "batch" else 1)
 
 
 def locustfile_of(load: Load, folder: Path, shipped: Path) -> Path:
@@ -288,8 +303,8 @@ def _load_problems(load: Load, folder: Path) -> list[str]:
         problems.append("turns: a batch agent has no conversations; remove it or use 'user: chat'")
     if load.user == "chat" and load.batch_size is not None:
         problems.append("batch_size: a chat user sends one request at a time; raise 'users' or use 'user: batch'")
-    if load.think_s is not None and (len(load.think_s) != 2 or load.think_s[0] > load.think_s[1]):
-        problems.append(f"think_s: two numbers are expected, the least and the most, got {load.think_s}")
+    problems += behaviour.problems_of(load.think, load.think_s, load.abandon)
+    problems += _not_its_own(load)
     if load.processes > load.users:
         problems.append(f"processes: {load.processes} load processes for {load.users} users; use at most one per user")
     problems += _trace_problems(load, load.trace, folder) if load.trace is not None else []
@@ -308,6 +323,33 @@ def _trace_problems(load: Load, trace: Trace, folder: Path) -> list[str]:
         problems.append(f"trace.file: there is no file {trace.file} beside the scenario")
     if trace.to_s is not None and trace.to_s <= trace.from_s:
         problems.append(f"trace.to_s: the window from {trace.from_s:g} to {trace.to_s:g} s is empty")
+    return problems
+
+
+_OF_USER = {
+    "batch_size": "batch",
+    "in_flight": "batch",
+    "turns": "chat",
+    "abandon": "chat",
+    "regenerate": "chat",
+    "agent": "agent",
+    "rag": "rag",
+}
+
+
+def _not_its_own(load: Load) -> list[str]:
+    """Keys that belong to another user class; an own locustfile may use them all."""
+    problems = [
+        f"{key}: belongs to 'user: {user}', and this is {load.user}; remove it"
+        for key, user in _OF_USER.items()
+        if load.user in USERS and load.user != user and getattr(load, key)
+    ]
+    if load.in_flight is not None and load.batch_size is not None:
+        problems.append("in_flight: give one of 'batch_size' (bursts) and 'in_flight'")
+    if load.in_flight is not None and (load.think_s or load.think):
+        problems.append("in_flight: there is no pause when so many are always under way; remove 'think'")
+    if load.in_flight is not None and load.arrivals is not None:
+        problems.append("in_flight: arrivals say when requests are sent; give one of the two")
     return problems
 
 

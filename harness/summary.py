@@ -25,11 +25,13 @@ class Distribution(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class Attained(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How many of the requests sent met every SLO of a set. Failed and unfinished ones did not."""
+    """How many of the requests sent met every SLO of a set. Failed and unfinished ones did not, nor did abandoned ones
+    that had missed one when the user left; of the others nobody knows, and they do not count.
+    """
 
     met: int
     unknown: int = 0  # successful, and a latency is not known that an SLO bounds; then neither is what follows
-    attainment: float | None = None  # met / sent
+    attainment: float | None = None  # met / (sent - abandoned before an SLO was missed)
     goodput_req_s: float | None = None  # of those met that ended inside the window / window
 
 
@@ -38,8 +40,9 @@ class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     sent: int
     succeeded: int
-    failed: int  # any error but `unfinished`
+    failed: int  # any error but `unfinished` and `abandoned`
     unfinished: int
+    abandoned: int = 0  # the user left: neither a success nor a failure
     errors: dict[str, int] = {}  # by kind
     prompt_tokens: int | None = None  # of the successful requests; None when one of them was not counted
     output_tokens: int | None = None  # likewise

@@ -138,7 +138,7 @@ def _work(evidence: Evidence) -> list[str]:
         reasons.append(f"{_count(numbers.unfinished, 'request')} of the planned work did not finish")
     rate = numbers.error_rate
     if rate is not None and rate > evidence.max_error_rate:
-        failures = {kind: number for kind, number in numbers.errors.items() if kind != "unfinished"}
+        failures = {kind: n for kind, n in numbers.errors.items() if kind not in ("unfinished", "abandoned")}
         kinds = ", ".join(f"{kind} {number:,}" for kind, number in failures.items())
         reasons.append(
             f"{numbers.failed:,} of {_count(numbers.sent, 'request')} failed "
@@ -265,6 +265,8 @@ def _notes(evidence: Evidence) -> list[str]:
             f"the server did not report the tokens of {tally.without_output_tokens:,} of "
             f"{_count(numbers.succeeded, 'request')}: tok/s is not known"
         )
+    if numbers.abandoned:
+        notes.append(f"{_count(numbers.abandoned, 'request')} were abandoned by their users: no latency has them")
     if load.requests is None and numbers.unfinished:
         notes.append(
             f"{_count(numbers.unfinished, 'request')} did not finish within drain_s ({load.drain_s:g} s) "

@@ -5,27 +5,37 @@ By hand:  locust -f locustfiles/chat.py --host http://127.0.0.1:8000 --users 10 
 
 from locust import task
 
+from harness.behaviour import chance, leaves
 from harness.load.user import LLMUser
 from harness.scenario import TURNS
 from harness.workload import Message
 
 
 class ChatUser(LLMUser):
-    """Asks, reads the answer, thinks, asks again. The history grows until a new conversation begins."""
+    """Asks, reads the answer, thinks, asks again. The history grows until a new conversation begins.
+
+    Now and then leaves before the answer is there, or is not content with it and asks the same again.
+    """
 
     think_s = (1.0, 5.0)
 
     @task
     def converse(self) -> None:
-        questions = self.take(self.load.turns or TURNS)
-        conversation = questions[0].ticket.index
-        history: list[Message] = []
-        for turn, question in enumerate(questions, start=1):
-            if history:
-                question = question.without_system()
-            answer = self.ask(question, history, conversation=conversation, turn=turn)
-            if answer.error is None:  # after a failure it goes on as if nothing had been asked
-                history += [*question.messages, {"role": "assistant", "content": answer.text}]
+        places = self.take(self.load.turns or TURNS)
+        conversation = places[0].index
+        history: list[Message] = []  # as it was before the question
+        said: list[Message] = []  # the question and its answer
+        question, again = places[0], False
+        for turn, place in enumerate(places, start=1):
+            if not again:
+                history, said = history + said, []
+                question = place.without_system() if history else place
+            asked = question.at(place)
+            leave = leaves(self.load.abandon, self.seed, place.index)
+            answer = self.ask(asked, history, conversation=conversation, turn=turn, again=again, leave=leave)
+            if answer.error is None:  # otherwise it goes on as if nothing had been asked, or answered again
+                said = [*question.messages, {"role": "assistant", "content": answer.text}]
             self.think()
             if self.over():
                 break
+            again = chance(self.seed, "regenerate", place.index) < self.load.regenerate

@@ -9,7 +9,7 @@ from harness.paths import ROOT
 
 LOAD = {
     "load", "arrivals", "workload", "job", "records", "scenario", "errors", "strict", "data",
-    "traces", "attain", "check_syntax", "derive", "newest",
+    "traces", "attain", "check_syntax", "derive", "newest", "behaviour",
 }  # fmt: skip
 READS_FILES = {
     "attain", "board", "floors", "differences", "blocks", "gaps", "count", "check_syntax", "export", "reference",

@@ -65,6 +65,11 @@ class Reading:
         self._visible_read: int | None = None
         self._done_read: int | None = None
 
+    @property
+    def chunks(self) -> int:
+        """With generated tokens, that were taken in."""
+        return len(self._chunk_reads)
+
     def look(self) -> None:
         """Take in what has come of a stream; what was taken in is let go."""
         exchange, answer = self._exchange, self._answer

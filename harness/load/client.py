@@ -176,7 +176,7 @@ class Client:
                         said_ns = exchange.arrivals[said_read][0]
                     if exchange.look is not None:
                         exchange.look()
-                    inbox.quiet = collector.waits_for_end
+                    inbox.quiet = collector.waits_for_end and not exchange.watched
             except (gevent.GreenletExit, gevent.Timeout):
                 for data in inbox.rest():  # cut: what has come by now has come
                     collector.take(data)

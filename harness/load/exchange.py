@@ -43,6 +43,7 @@ class Exchange:
     headers_read: int | None = None  # the read that completed the headers
     body: list[tuple[int, bytes]] = field(default_factory=list)  # (read, bytes) that nobody has taken in yet
     look: Callable[[], None] | None = None  # takes in what has come of the body
+    watched: bool = False  # look at each piece as it comes
     known_stream: bool = False
     complete: bool = False
     failure: Failure | None = None

@@ -11,12 +11,14 @@ from gevent.lock import Semaphore
 
 from harness import workload
 from harness.arrivals import Schedule
+from harness.behaviour import Abandon
 from harness.errors import HarnessError
 from harness.job import Job
 from harness.load.answer import Answer, Reading
 from harness.load.client import Client, Target
 from harness.load.clock import KernelClock
 from harness.load.exchange import Exchange
+from harness.load.leave import leaving
 from harness.load.reader import Reader
 from harness.load.recorder import Recorder
 from harness.load.tickets import Plan, Ticket, Tickets
@@ -36,6 +38,7 @@ class Place(NamedTuple):
     conversation: int | None = None
     turn: int | None = None
     batch: int | None = None
+    again: bool = False
 
 
 class LoadProcess:
@@ -82,7 +85,12 @@ class LoadProcess:
         return self._model
 
     def send(
-        self, client: Client, messages: Sequence[Message], place: Place, tell: Callable[[Answer], None] | None = None
+        self,
+        client: Client,
+        messages: Sequence[Message],
+        place: Place,
+        tell: Callable[[Answer], None] | None = None,
+        leave: Abandon | None = None,
     ) -> Answer:
         """Send one chat request and wait for its end. Leaves exactly one record, and calls `tell`, whatever happens.
 
@@ -95,7 +103,8 @@ class LoadProcess:
         answer = Answer()
         self.recorder.sending(place.ticket.phase)
         try:
-            client.post("/chat/completions", self._body(messages, self._asked(place.ticket)), exchange)
+            with leaving(leave, exchange, reading):
+                client.post("/chat/completions", self._body(messages, self._asked(place.ticket)), exchange)
             answer = self._finish(reading)
         except Exception as error:
             logger.exception("defect in the load generator, recorded as error kind 'client'")
@@ -163,6 +172,7 @@ class LoadProcess:
             conversation=place.conversation,
             turn=place.turn,
             batch=place.batch,
+            again=place.again,
             resent=exchange.resent,
             connect_s=None if exchange.connect_ns is None else exchange.connect_ns / 1e9,
             headers_s=answer.headers_s,

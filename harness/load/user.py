@@ -27,6 +27,8 @@ from locust.env import Environment
 from locust.exception import StopUser
 from locust.user.task import LOCUST_STATE_STOPPING
 
+from harness import behaviour
+from harness.behaviour import Abandon
 from harness.errors import HarnessError
 from harness.load.answer import Answer
 from harness.load.client import Client
@@ -46,6 +48,15 @@ class Work(NamedTuple):
 
     ticket: Ticket
     messages: list[Message]
+
+    @property
+    def index(self) -> int:
+        """Its place in the sequence: 0, 1, 2 ..., and -1, -2 ... in the warm-up."""
+        return self.ticket.index
+
+    def at(self, place: "Work") -> "Work":
+        """The same messages at another place of the sequence: a question that is asked again."""
+        return self._replace(ticket=place.ticket)
 
     def without_system(self) -> "Work":
         """For the later turns of a conversation, whose history begins with the system prompt."""
@@ -67,6 +78,7 @@ class LLMUser(User):
         self._process = load_process()
         self._clients: list[Client] = []  # idle connections
         self._held: set[Ticket] = set()  # taken, and neither sent nor given up
+        self._last = 0  # index of the request that was sent last
         self.number = self._process.tickets.user()
         self.random = random.Random(f"{self._process.job.seed}:{self.number}")
 
@@ -74,6 +86,11 @@ class LLMUser(User):
     def load(self) -> Load:
         """The load's parameters, as in the scenario or given by hand."""
         return self._process.job.load
+
+    @property
+    def seed(self) -> int:
+        """Of the scenario. With the index of a request it makes a decision the same in every run."""
+        return self._process.job.seed
 
     def take(self, most: int = 1) -> list[Work]:
         """The next requests to send: at least one, at most `most`. Once there is no more, waits for the end.
@@ -106,17 +123,22 @@ class LLMUser(User):
         conversation: int | None = None,
         turn: int | None = None,
         batch: int | None = None,
+        again: bool = False,
+        leave: Abandon | None = None,
     ) -> Answer:
         """Send one request, after `history`, and wait for its answer. A failed one has `answer.error`.
 
+        Where the user is to `leave` before the answer is there, `answer.error` is `abandoned`. `again`: it asks what
+        the one before it asked.
         Raises ValueError for one that was sent before: what the plan says is sent once, and nothing else.
         """
         if work.ticket not in self._held:
             raise ValueError(f"request {work.ticket.index} was sent already; take() another one")
         self._held.remove(work.ticket)
+        self._last = work.ticket.index
         client = self._clients.pop() if self._clients else self._process.client()
-        place = Place(work.ticket, type(self).__name__, self.number, conversation, turn, batch)
-        answer = self._process.send(client, [*history, *work.messages], place, self._tell_locust)
+        place = Place(work.ticket, type(self).__name__, self.number, conversation, turn, batch, again)
+        answer = self._process.send(client, [*history, *work.messages], place, self._tell_locust, leave)
         self._clients.append(client)
         if answer.error == "connect" or (answer.error == "disconnect" and answer.headers_s is None):
             gevent.sleep(_AFTER_NO_CONNECTION_S)
@@ -139,8 +161,11 @@ class LLMUser(User):
 
     def think(self) -> None:
         """Pause as the scenario says, or as this class does when it is used by hand; no longer than the load lasts."""
-        least, most = self.load.think_s or (self.think_s if self._process.by_hand else (0.0, 0.0))
-        pause_s = self.random.uniform(least, most)
+        pause = self.load.think or self.load.think_s or (list(self.think_s) if self._process.by_hand else [0.0, 0.0])
+        self.pause(behaviour.pause_s(pause, self.seed, "think", self._last))
+
+    def pause(self, pause_s: float) -> None:
+        """For so long, but no longer than the load lasts."""
         left_s = self._process.tickets.left_s()
         gevent.sleep(pause_s if left_s is None else max(0.0, min(pause_s, left_s)))
 
@@ -162,12 +187,14 @@ class LLMUser(User):
 
     def _tell_locust(self, answer: Answer) -> None:
         ended_s = answer.chunks_s[-1] if answer.chunks_s else answer.ended_s
+        name = self._process.job.load_name or type(self).__name__
+        failed = answer.error not in (None, "abandoned")  # to leave is part of the load, and tells no response time
         self.environment.events.request.fire(
             request_type="POST",
-            name=self._process.job.load_name or type(self).__name__,
+            name=name if answer.error != "abandoned" else f"{name} (abandoned)",
             response_time=ended_s * 1000,
             response_length=answer.output_tokens or 0,
-            exception=RequestFailed(f"{answer.error}: {answer.message}") if answer.error else None,
+            exception=RequestFailed(f"{answer.error}: {answer.message}") if failed else None,
             context={},
             response=None,
         )

@@ -157,6 +157,8 @@ def _observe(block: Block, cells: dict[str, tuple[str, str]], zero: _Zero) -> tu
             continue
         if anchor is not None:
             part.seen.add(request, row, request.sent_s + anchor - start_s)
+        if request.error == "abandoned":
+            continue
         if request.error is not None:
             _note_fault(part.faults[row].setdefault(request.error, Fault()), request)
         else:

@@ -83,7 +83,7 @@ def _of_rows(summary: Summary) -> Iterator[Metric]:
     labelled = [(_labels(summary, row), row.pooled) for row in summary.rows]
     requests = _gauge("requests", "Measured requests, by how they ended")
     for labels, numbers in labelled:
-        for outcome in ("succeeded", "failed", "unfinished"):
+        for outcome in ("succeeded", "failed", "unfinished", "abandoned"):
             requests.add_sample(requests.name, {**labels, "outcome": outcome}, getattr(numbers, outcome))
     yield requests
     values = {

@@ -32,6 +32,7 @@ def _record(line: Line) -> dict[str, str | int | float | None]:
         "succeeded": numbers.succeeded,
         "failed": numbers.failed,
         "unfinished": numbers.unfinished,
+        "abandoned": numbers.abandoned,
         "error_rate": numbers.error_rate,
         "wall_s": numbers.wall_s,
         "completion_tokens_per_run": line.tokens,
