@@ -1,0 +1,244 @@
+"""The tab and the page of a live load in a real browser: charts, themes, phone, texts that try to be code."""
+
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
+
+from harness.paths import ROOT
+from harness.serve.ports import free_port
+from tests.browser.test_report_page import browser as browser
+from tests.browser.test_report_page import complaints, keep, script
+from tests.command import going, write
+from tests.fake_gpus import gpu, host
+
+HOSTILE = "<script>document.title=1</script><img src=x onerror=document.title=1>${alert(1)}"
+CHARTS = [
+    "TTFT, ms", "TPOT, ms", "End-to-end latency, ms", "Output tokens, tok/s", "Requests, /s",
+    "Users and requests in flight", "Server's queue, requests", "KV cache in use, %",
+    "GPU busy, %", "GPU memory, GiB", "GPU power, W",
+]  # fmt: skip
+
+
+def until(found: Callable[[], Any], within_s: float = 60) -> Any:
+    deadline = time.monotonic() + within_s
+    while not (value := found()):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    return value
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of the UI of `harness live`, with an engine, and two GPUs that are files."""
+    folder = tmp_path_factory.mktemp("live")
+    host(folder / "machine")
+    gpu(folder / "machine", 128, busy=93, watts=287)
+    gpu(folder / "machine", 129, busy=12, watts=41)
+    load = {"user": "chat", "users": 4, "requests": 6, "output_tokens": 7, "turns": 2, "think_s": [0.1, 0.4]}
+    path = write(
+        folder,
+        loads={"talk": load},
+        servers={"one": {"template": "simulated", "container": False, "variables": {"preset": "instant"}}},
+        checks=["goodput(ttft<=500ms, tpot<=200ms) >= 50%"],
+    )
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/"
+    env = {"AMD_LLM_LOAD_TELEMETRY_ROOT": str(folder / "machine")}
+    with going("live", path.name, "--port", str(port), "--runs", "runs", cwd=folder, env=env) as command:
+        until(lambda: answers(url))
+        yield url
+        command.interrupt()
+        command.end()
+
+
+def screen(browser: webdriver.Chrome, *, width: int = 1280, scheme: str = "light") -> None:
+    browser.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    )
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+
+def wait(browser: webdriver.Chrome, text: str) -> Any:
+    return WebDriverWait(browser, 60).until(lambda b: script(b, text))
+
+
+def start(browser: webdriver.Chrome, live: str) -> None:
+    """Start the load with the form, unless it runs."""
+    browser.get(live)
+    wait(browser, "return document.querySelector('input[name=userCount], [role=tab]') !== null")
+    if script(browser, "return document.querySelector('[role=tab]') === null"):
+        script(browser, "[...document.querySelectorAll('button')].find((b) => /^start/i.test(b.textContent)).click()")
+    wait(browser, "return document.querySelector('[role=tab]') !== null")
+
+
+def test_the_form_proposes_the_scenario(browser: webdriver.Chrome, live: str) -> None:
+    screen(browser)
+    browser.get(live)
+    wait(browser, "return document.querySelector('input[name=userCount]') !== null")
+    # The parameters are in a part of the form that is folded at first.
+    script(browser, "document.querySelectorAll('.MuiAccordionSummary-root').forEach((e) => e.click())")
+    named = "return Object.fromEntries([...document.querySelectorAll('form [name]')].map((e) => [e.name, e.value]))"
+    values = wait(browser, named + " ?? null")
+    found = {key: values.get(key) for key in ("userCount", "outputTokens", "turns", "think", "slos", "arrivals")}
+    assert found == {
+        "userCount": "4", "outputTokens": "7", "turns": "2", "think": "0.1 0.4",
+        "slos": "ttft<=500ms, tpot<=200ms", "arrivals": "",
+    }  # fmt: skip
+    assert (values["output"], values["stream"], values["promptTokens"]) == ("fixed", "yes", "8")
+    time.sleep(0.6)
+    keep(browser, "live-form")
+    assert complaints(browser) == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_tab_has_table_and_charts(browser: webdriver.Chrome, live: str, scheme: str) -> None:
+    screen(browser, scheme=scheme)
+    start(browser, live)
+    tabs = browser.find_elements(By.CSS_SELECTOR, "[role=tab]")
+    (tab,) = [one for one in tabs if one.text == "LLM"]
+    tab.click()
+    inside = "document.querySelector('iframe')?.contentDocument"
+    wait(browser, f"return {inside}?.body?.dataset.charts === '{len(CHARTS)}'")
+    row = "return [...document.querySelectorAll('main > div tbody td, main tbody td')].map((e) => e.textContent)"
+    cells = wait(browser, f"const found = (() => {{ {row} }})(); return Number(found[1]) > 3 ? found : null")
+    assert cells[0] == "ChatUser" and cells[2] == "0" and len(cells) == 13
+    assert all(float(cell) > 0 for cell in cells[3:]), cells
+    theme = script(browser, f"return {inside}.documentElement.dataset.theme")
+    assert theme == scheme
+    time.sleep(1.0)
+    frame = browser.find_element(By.TAG_NAME, "iframe")
+    assert script(browser, f"return {inside}.body.scrollHeight") <= frame.size["height"]  # no second scroll bar
+    assert complaints(browser) == []
+    keep(browser, f"live-tab-{scheme}")
+    others = [one for one in browser.find_elements(By.CSS_SELECTOR, "[role=tab]") if one.text == "STATISTICS"]
+    others[0].click()
+    wait(browser, "return getComputedStyle(document.querySelector('iframe')).display === 'none'")
+
+
+@pytest.mark.parametrize("width", [1280, 768, 390, 320])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_of_its_own(browser: webdriver.Chrome, live: str, width: int, scheme: str) -> None:
+    screen(browser, width=width, scheme=scheme)
+    start(browser, live)
+    browser.get(f"{live}llm")
+    wait(browser, f"return document.body.dataset.charts === '{len(CHARTS)}'")
+    titles = script(browser, "return [...document.querySelectorAll('figcaption b')].map((e) => e.textContent)")
+    assert titles == CHARTS
+    assert script(browser, "return document.documentElement.scrollWidth") == script(
+        browser, "return document.documentElement.clientWidth"
+    )
+    overlaps = """
+        const over = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1.5
+            && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3;
+        return [...document.querySelectorAll("svg")].flatMap((svg) => {
+            const texts = [...svg.querySelectorAll("text")], boxes = texts.map((e) => e.getBoundingClientRect());
+            return texts.flatMap((e, i) => texts.slice(0, i).filter((_, k) => over(boxes[i], boxes[k]))
+                .map((other) => `${e.textContent} on ${other.textContent}`));
+        });
+    """
+    assert script(browser, overlaps) == []
+    background = script(browser, "return getComputedStyle(document.body).backgroundColor")
+    assert background == {"light": "rgb(250, 250, 250)", "dark": "rgb(18, 18, 18)"}[scheme]
+    keep(browser, f"live-page-{width}-{scheme}")
+    assert complaints(browser) == []
+
+
+def test_the_page_moves_on_and_its_controls_work(browser: webdriver.Chrome, live: str) -> None:
+    screen(browser)
+    start(browser, live)
+    browser.get(f"{live}llm")
+    path = "document.querySelector('.course').getAttribute('d')"
+    before = wait(browser, f"return document.body.dataset.charts && {path}")
+    wait(browser, f"return {path} !== {before!r}")
+    now = script(browser, "return document.querySelector('#classes td').textContent")
+    button = browser.find_element(By.CSS_SELECTOR, "[data-span=whole]")
+    button.send_keys(Keys.ENTER)
+    assert button.get_attribute("aria-pressed") == "true"
+    whole = script(browser, "return document.querySelector('#classes td').textContent")
+    assert int(whole) >= int(now) > 0
+    tiles = script(browser, "return [...document.querySelectorAll('.tile span')].map((e) => e.textContent)")
+    assert {"in flight", "goodput", "server: running", "renderD128: busy", "renderD129: power"} <= set(tiles)
+    assert script(browser, "return document.querySelector('#notes').textContent").endswith("requests are not counted.")
+    assert complaints(browser) == []
+
+
+class Refuses(BaseHTTPRequestHandler):
+    """Answers every request with an error that quotes code."""
+
+    def do_GET(self) -> None:
+        self._say(200, b'{"data": [{"id": "m"}]}')
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        time.sleep(0.05)
+        self._say(500, f'{{"error": {{"message": "{HOSTILE}"}}}}'.encode())
+
+    def _say(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def by_hand(*arguments: str) -> Iterator[str]:
+    """Stock Locust with a locustfile that ships; the address of its UI."""
+    port = free_port()
+    command = [sys.executable, "-m", "locust", "-f", str(ROOT / "locustfiles/chat.py"), *arguments]
+    command += ["--web-host", "127.0.0.1", "--web-port", str(port)]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        until(lambda: answers(f"http://127.0.0.1:{port}/"))
+        yield f"http://127.0.0.1:{port}/"
+    finally:
+        child.terminate()
+        child.wait(20)
+
+
+def test_what_a_server_says_is_text(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        with by_hand("--host", f"http://127.0.0.1:{server.server_port}", "--think", "0.1") as url:
+            form = urllib.parse.urlencode({"user_count": 2, "spawn_rate": 2}).encode()
+            urllib.request.urlopen(f"{url}swarm", data=form).close()
+            screen(browser)
+            browser.get(f"{url}llm")
+            shown = wait(browser, "return document.querySelector('#failures td.text')?.textContent")
+            assert shown == f"status 500: error: {HOSTILE}"
+            assert script(browser, "return document.querySelectorAll('#failures script, #failures img').length") == 0
+            assert script(browser, "return document.title") == "LLM load, live"
+            notes = script(browser, "return document.querySelector('#notes').textContent")
+            assert notes.startswith("Only the load's own numbers")
+            keep(browser, "live-hostile")
+            assert complaints(browser) == []
+            browser.get(f"{url}?tab=failures")
+            wait(browser, "return document.body.textContent.includes('status 500')")
+            assert script(browser, "return document.title") != "1"
+        server.shutdown()
