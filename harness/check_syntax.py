@@ -40,8 +40,12 @@ UNITS: dict[str, dict[str, float]] = {
 }
 JUDGED_BY_SLOS = ("attainment", "goodput")
 BASELINE = "baseline"
+    "input_tok_s": _PLAIN,
+    "valid_share": _SHARE,
+    "right_share": _SHARE,
 _NAME = r"[a-z0-9][a-z0-9-]{0,39}"
 _NUMBER = r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?"
+OF_ANSWERS = ("valid_share", "right_share")
 
 
 class Slo(Struct, frozen=True, kw_only=True):
@@ -123,6 +127,8 @@ def parse_check(text: str) -> Check:
     if metric == "attainment" and not relative and bound > 1:
         raise reader.wrong(f"a share of all requests is at most 1; for requests a second write goodput with '{_RATE}'")
     return Check(
+    if metric in OF_ANSWERS and not relative and bound > 1:
+        raise reader.wrong("a share of all answers is at most 1")
         text=text.strip(),
         server=server,
         load=load,

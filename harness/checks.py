@@ -7,6 +7,7 @@ from msgspec import Struct
 from harness.check_syntax import (
     JUDGED_BY_SLOS,
     LATENCIES,
+    OF_ANSWERS,
     OPERATORS,
     STATISTICS,
     UNITS,
@@ -123,9 +124,9 @@ def _fields(check: Check) -> list[str]:
         return [LATENCIES[latency], *(["percentiles"] if statistic in NEEDED else [])]
     if check.metric in JUDGED_BY_SLOS:
         return list(dict.fromkeys(LATENCIES[slo.latency] for slo in check.slos))
-    return {"wall": ["wall_s"], "output_tok_s": ["output_tok_s"], "requests_per_s": ["requests_per_s"]}.get(
-        check.metric, []
-    )
+    if check.metric == "wall":
+        return ["wall_s"]
+    return [check.metric] if check.metric in ("output_tok_s", "input_tok_s", "requests_per_s") else []
 
 
 def _value(check: Check, row: Row, comparison: Comparison | None) -> tuple[float | None, str]:
@@ -136,6 +137,10 @@ def _value(check: Check, row: Row, comparison: Comparison | None) -> tuple[float
         return _latency(getattr(numbers, LATENCIES[latency]), latency, statistic)
     if metric in JUDGED_BY_SLOS:
         return _attained(check, row)
+    if metric in OF_ANSWERS:
+        return _of_answers(metric, row)
+    if metric == "input_tok_s":
+        return numbers.input_tok_s, "not known: the server has to report the prompt tokens of every answer"
     if metric == "speedup":
         return _speedup(row, comparison)
     if metric == "error_rate":
@@ -146,6 +151,13 @@ def _value(check: Check, row: Row, comparison: Comparison | None) -> tuple[float
         why = row.missing.get("output_tok_s", "the server has to report the tokens of every answer")
         return numbers.output_tok_s, f"not known: {why}"
     return numbers.requests_per_s, "not known: no request was measured"
+
+
+def _of_answers(metric: str, row: Row) -> tuple[float | None, str]:
+    answers = row.pooled.answers
+    if answers is None:
+        return None, "no answer was judged; the load needs an 'answer', and requests that succeed"
+    return getattr(answers, metric), "nobody knows which answers are right; 'prompts.kind: classification' has labels"
 
 
 def _latency(sample: Distribution, latency: str, statistic: str) -> tuple[float | None, str]:
@@ -211,6 +223,11 @@ def _shown(check: Check, value: float) -> str:
 
 def _counted(check: Check, row: Row) -> str:
     """What a share was counted from."""
+    answers = row.pooled.answers
+    if check.metric in OF_ANSWERS and answers is not None:
+        valid = check.metric == "valid_share"
+        right = f", {answers.right or 0:,} of {answers.labelled:,}"
+        return f", {answers.valid:,} of {answers.checked:,}" if valid else right
     if check.metric != "attainment":
         return ""
     return f", {row.pooled.slos[slos_key(check.slos)].met:,} of {row.pooled.sent:,} sent met every SLO"

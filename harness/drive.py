@@ -16,6 +16,7 @@ from harness import behaviour, process
 from harness.errors import HarnessError, RunError
 from harness.failures.scan import explain_message
 from harness.job import Job
+from harness.lengths import most_of
 from harness.records import Request, read_marks
 from harness.serve.ports import free_port
 
@@ -173,7 +174,7 @@ def _runs(pid: int) -> bool:
 def _patience_s(job: Job) -> float:
     think = behaviour.longest_s(job.load.think or job.load.think_s)
     # A stream that keeps sending may lawfully take longer than timeout_s, which is about silence.
-    longest_s = 3 * job.load.timeout_s + SLOWEST_TPOT_S * job.load.output_tokens
+    longest_s = 3 * job.load.timeout_s + SLOWEST_TPOT_S * most_of(job.load.output_tokens, pairs=job.output_lengths)
     return longest_s + think + job.load.ramp_s + QUIET_S
 
 

@@ -13,7 +13,7 @@ from harness.errors import HarnessError, ScenarioError, did_you_mean
 from harness.scenario import USERS, Baseline, Scenario, Server, read_scenario
 from harness.serve import server_problems_of
 from harness.traces.replay import replay_of
-from harness.workload import read_rows
+from harness.workload import local_words, pairs_of, read_rows
 
 RUNNING_SERVER = "running"  # the name of the server given with --url
 
@@ -65,6 +65,9 @@ def prepare(
         scenario = _on_running_server(scenario)
     if scenario.prompts.file:
         read_rows(path.parent / scenario.prompts.file)
+    for lengths in (scenario.prompts.tokens, *(load.output_tokens for load in scenario.loads.values())):
+        pairs_of(lengths, path.parent)
+    local_words(scenario.prompts, path.parent)
     scenario = _with_traces(scenario, path.resolve().parent)
     for user in sorted({load.user for load in scenario.loads.values()} - set(USERS)):
         # A container has packages of its own: only there can be seen whether the file can be imported.

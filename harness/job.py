@@ -18,6 +18,9 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     prompts: Prompts
     prompt_file: str | None = None
     trace_file: str | None = None
+    prompt_lengths: list[tuple[int, int]] = []  # where a file of lengths says them: its lines
+    output_lengths: list[tuple[int, int]] = []
+    words: list[str] = []  # those that are one token each, where tokens are counted; else all of them
     seed: int
     salt: str | None = None  # words put before each prompt; None: nothing
     warmup: Warmup

@@ -55,7 +55,9 @@ def requests_of(job: Job) -> bytes:
         {
             "index": index,
             "phase": "warmup" if index < 0 else "measured",
-            "messages": workload.messages(job.prompts, job.seed, index, job.salt, rows),
+            "messages": workload.messages(
+                job.prompts, job.seed, index, job.salt, rows, job.prompt_lengths, job.words
+            ),
             **asked,
         }
         for index in [*warmup, *range(job.load.requests or 0)]

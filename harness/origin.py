@@ -23,6 +23,7 @@ DEFINITIONS = {
     "prompt_tokens": "as the server's usage says",
     "output_tokens": "as the server's usage says",
     "output_tok_s": "output tokens as the server's usage says, generated inside the window / window",
+    "input_tok_s": "prompt tokens as the server's usage says, of requests that ended inside the window / window",
     "requests_per_s": "successful requests that ended inside the window / window",
     "wall_s": "first sent to last ended",
     "send_lag_s": "sent - scheduled",

@@ -1,15 +1,18 @@
 """What `harness check` shows: the plan of a scenario and how long it will take, without running anything."""
 
 import os
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from harness.arrivals import Schedule
 from harness.experiment import Experiment
+from harness.lengths import in_words, typical_of
 from harness.plan import baseline_of, plan
 from harness.progress import duration
-from harness.scenario import Arrivals, Load, Scenario, taken_together, warmup_of
+from harness.report import words
+from harness.scenario import Load, Scenario, taken_together, warmup_of
 from harness.serve.daemon import engine_host
 from harness.serve.lemonade.hints import hints
 from harness.stats import ALPHA, repeats_to_reach_p
@@ -105,5 +108,5 @@ def estimate_s(scenario: Scenario) -> float:
             total += Schedule(load.arrivals, scenario.seed).at(arriving - 1) or 0.0
         else:
             requests = (load.requests or 0) + (warmup.requests or 0)
-            total += requests * load.output_tokens * ASSUMED_TPOT_S / load.users
+            total += requests * typical_of(load.output_tokens) * ASSUMED_TPOT_S / load.users
     return total

@@ -57,10 +57,14 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     coalesced: int = 0  # chunks that shared a read with a later one: their times are upper bounds
     asked_tokens: int | None = None  # max_tokens of the request
     fixed_length: bool = False  # ignore_eos was asked, so output must equal asked_tokens
+    asked_prompt_tokens: int | None = None  # planned length of the prompt, without a chat template; None: not planned
     prompt_tokens: int | None = None  # the following four as the server's usage reports them
     output_tokens: int | None = None
     cached_tokens: int | None = None
     reasoning_tokens: int | None = None
+    vectors: int | None = None  # of an answer to embeddings
+    answer_valid: bool | None = None  # whether it has the form that was asked for; None: none was, or it failed
+    answer_right: bool | None = None  # whether it is the label that is known to be right
     finish: str | None = None
     status: int | None = None
     error: ErrorKind | None = None

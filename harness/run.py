@@ -39,7 +39,8 @@ from harness.serve.generator import ContainerChild
 from harness.serve.telemetry import source_of
 from harness.summarize import summarize, write_summary
 from harness.summary import Summary
-from harness.workload import salt_words, workload_sha256
+from harness.tokens import counted_words
+from harness.workload import pairs_of, salt_words, workload_sha256
 
 MEASURING_PACKAGES = ("locust", "gevent", "httptools", "msgspec", "docker", "numpy", "scipy")
 
@@ -157,7 +158,9 @@ def _versions() -> dict[str, str]:
     """What touches the measurement: packages, and a sum over our own code that sends and stamps requests."""
     own = [*sorted((paths.ROOT / "harness" / "load").glob("*.py")), *sorted(paths.LOCUSTFILES.glob("*.py"))]
     digest = hashlib.sha256()
-    for path in [*own, paths.ROOT / "harness" / "workload.py"]:
+    harness = paths.ROOT / "harness"
+    made = [*sorted((harness / "workload").glob("*.py")), harness / "lengths.py", harness / "structured.py"]
+    for path in [*own, *made]:
         digest.update(path.read_bytes())
     packages = {package: importlib.metadata.version(package) for package in MEASURING_PACKAGES}
     python = platform.python_version()
@@ -236,13 +239,16 @@ def _cell(
     experiment: Experiment, run_id: str, cell: Cell, endpoint: Endpoint, folder: Path, progress: Progress
 ) -> CellRun:
     """Load one cell's server and say what happened."""
-    job = make_job(experiment, cell, folder.resolve(), endpoint.served_by.model, salt_words(run_id, cell.id))
+    words = counted_words(experiment, run_id, cell.server, endpoint, _api_key(experiment.scenario))
+    salt = salt_words(run_id, cell.id, words)
+    job = make_job(experiment, cell, folder.resolve(), endpoint.served_by.model, salt, words)
     job_path = folder.resolve() / "jobs" / f"{cell.id}.json"
     write_job(job, job_path)
     log_path = folder / "logs" / f"{cell.id}.locust.log"
     start = generator(experiment, run_id, job, job_path, endpoint, log_path)
     interval_s = experiment.scenario.metrics_interval_s
     api_key = _api_key(experiment.scenario)
+    progress.load(job, folder)
     with (
         Scraper(endpoint.metrics_source, cell.id, folder / "metrics.jsonl", interval_s, api_key=api_key),
         Sampler(source_of(endpoint), cell.id, folder / "telemetry.jsonl"),
@@ -262,7 +268,9 @@ def _cell(
 
 def _offline(experiment: Experiment, run_id: str, cell: Cell, folder: Path, progress: Progress) -> CellRun:
     """A cell without a server and without a load generator: all its requests at once through vLLM's offline engine."""
-    job = make_job(experiment, cell, folder.resolve(), None, salt_words(run_id, cell.id))
+    words = counted_words(experiment, run_id, cell.server, None, None)
+    salt = salt_words(run_id, cell.id, words)
+    job = make_job(experiment, cell, folder.resolve(), None, salt, words)
     write_job(job, folder.resolve() / "jobs" / f"{cell.id}.json")
     return offline_cell(experiment.scenario, cell, job, run_id=run_id, folder=folder, say=progress.stage)
 
@@ -289,7 +297,9 @@ def generator(
     return lambda: LocalChild(command, log_path)
 
 
-def make_job(experiment: Experiment, cell: Cell, folder: Path, model: str | None, salt: str) -> Job:
+def make_job(
+    experiment: Experiment, cell: Cell, folder: Path, model: str | None, salt: str, words: Sequence[str] = ()
+) -> Job:
     """The job of a cell; `folder` is the run directory as the load processes see it."""
     scenario = experiment.scenario
     prompts, trace = scenario.prompts, scenario.loads[cell.load].trace
@@ -302,6 +312,9 @@ def make_job(experiment: Experiment, cell: Cell, folder: Path, model: str | None
         prompts=prompts,
         prompt_file=str(experiment.folder / prompts.file) if prompts.file else None,
         trace_file=str((experiment.folder / trace.file).resolve()) if trace is not None else None,
+        prompt_lengths=list(pairs_of(prompts.tokens, experiment.folder)),
+        output_lengths=list(pairs_of(scenario.loads[cell.load].output_tokens, experiment.folder)),
+        words=list(words),
         seed=scenario.seed,
         salt=salt if prompts.salt else None,
         warmup=warmup_of(scenario, scenario.loads[cell.load]),

@@ -6,20 +6,21 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from harness import lengths, structured
 from harness import behaviour
 from harness.behaviour import Abandon, Agent, Pause, Rag, Share
 from harness.check_syntax import misplaced
 from harness.errors import HarnessError, ScenarioError, did_you_mean
+from harness.lengths import Lengths, Positive, Tokens
 from harness.strict import decode, load_yaml, where
+from harness.structured import Structured
 
 Name = Annotated[
     str, Meta(pattern="^[a-z0-9][a-z0-9-]{0,39}$", description="lower-case letters, digits and '-', at most 40")
 ]
 # The upper bounds keep a slip of the finger from running for years.
-Positive = Annotated[float, Meta(gt=0, le=1e7)]
 NotNegative = Annotated[float, Meta(ge=0, le=1e7)]
 Count = Annotated[int, Meta(ge=1, le=10_000_000)]
-Tokens = Annotated[int, Meta(ge=1, le=1_000_000)]
 VariableName = Annotated[
     str,
     Meta(
@@ -30,6 +31,7 @@ VariableName = Annotated[
 ]
 
 _OPEN_WARMUP = 8
+SERVER_TOKENIZER = "server"  # of `prompts.tokenizer`: the tokenizer that the server has
 TURNS = 4  # of a conversation, where nobody says how many
 USERS = ("agent", "batch", "chat", "rag")  # the user classes that ship, locustfiles/<name>.py
 
@@ -102,9 +104,11 @@ class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     in_flight: Annotated[int, Meta(ge=1, le=100_000)] | None = None  # batch: so many always, instead of bursts
     agent: Agent | None = None  # agent: how it works
     rag: Rag | None = None  # rag: the documents
-    output_tokens: Tokens = 128
+    output_tokens: Tokens | Lengths = 128
     output: Literal["fixed", "natural"] = "fixed"  # fixed: ignore_eos, to compare engines; natural: like people
     stream: bool = True
+    endpoint: Literal["chat", "completions", "embeddings"] = "chat"
+    answer: Structured | None = None  # the form that answers must have; they are judged, and the share is reported
     ramp_s: NotNegative = 0.0  # all users are spawned within this time
     drain_s: NotNegative = 30.0  # how long requests in flight at the end may take to finish
     timeout_s: Positive = 300.0  # a request on which nothing arrives for so long has failed
@@ -114,7 +118,9 @@ class Prompts(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Where the prompts come from. The sequence is a function of the scenario's seed."""
 
     kind: Literal["synthetic", "file", "classification"] = "synthetic"
-    tokens: Tokens = 256  # synthetic: length of each prompt, in words of about one token
+    tokens: Tokens | Lengths = 256  # synthetic: length of each prompt, in words of about one token
+    # synthetic: whose tokens; a local tokenizer.json, or `server`: the server's own. None: a word is taken for a token
+    tokenizer: str | None = None
     file: str | None = None  # file: JSONL, a line {"prompt": "..."} or {"messages": [...]}, relative to the scenario
     system_tokens: Annotated[int, Meta(ge=0, le=1_000_000)] = 0  # length of a system prompt that all requests share
     salt: bool = True  # begin each prompt with words of its own per cell, so no earlier cell's prefix cache helps
@@ -282,7 +288,7 @@ def _contradictions(scenario: Scenario, folder: Path, known: dict[str, list[str]
     warmup = scenario.warmup
     if warmup is not None and (warmup.requests is None) == (warmup.duration_s is None):
         problems.append("$.warmup: give exactly one of 'requests' and 'duration_s'")
-    problems += _prompt_problems(scenario.prompts, folder)
+    problems += _prompt_problems(scenario.prompts, folder) + _answer_problems(scenario)
     problems += _pair_problems(scenario, servers, loads)
     return problems + _check_problems(scenario.checks, servers, loads)
 
@@ -300,8 +306,14 @@ def _load_problems(load: Load, folder: Path) -> list[str]:
         elif not (folder / load.user).is_file():
             problems.append(f"user: there is no file {load.user} beside the scenario")
     if load.user == "batch" and load.turns is not None:
+    problems += behaviour.problems_of(load.think, load.think_s, load.abandon)
         problems.append("turns: a batch agent has no conversations; remove it or use 'user: chat'")
     if load.user == "chat" and load.batch_size is not None:
+    problems += [f"output_tokens{problem}" for problem in lengths.problems_of(load.output_tokens, folder)]
+    if load.endpoint == "embeddings" and load.user == "chat":
+        problems.append("endpoint: a conversation needs answers, and embeddings are none; use 'user: batch'")
+    if load.endpoint == "embeddings" and load.answer is not None:
+        problems.append("answer: embeddings have no text to judge; remove it")
         problems.append("batch_size: a chat user sends one request at a time; raise 'users' or use 'user: batch'")
     problems += behaviour.problems_of(load.think, load.think_s, load.abandon)
     problems += _not_its_own(load)
@@ -321,6 +333,21 @@ def _trace_problems(load: Load, trace: Trace, folder: Path) -> list[str]:
         problems.append("trace: each of its rows is one request; use 'user: batch' without 'batch_size'")
     if not (folder / trace.file).is_file():
         problems.append(f"trace.file: there is no file {trace.file} beside the scenario")
+def _answer_problems(scenario: Scenario) -> list[str]:
+    problems = []
+    for name, load in scenario.loads.items():
+        form = load.answer
+        if form is None:
+            continue
+        path = f"$.loads.{name}.answer"
+        problems += [f"{path}{problem}" for problem in structured.problems_of(form)]
+        if form.choice == "auto" and scenario.prompts.kind != "classification":
+            problems.append(f"{path}.choice: 'auto' are the labels of 'prompts.kind: classification'; list the choices")
+        if load.output == "fixed":
+            problems.append(f"{path}: an answer of a form ends where the form ends; add 'output: natural' to the load")
+    return problems
+
+
     if trace.to_s is not None and trace.to_s <= trace.from_s:
         problems.append(f"trace.to_s: the window from {trace.from_s:g} to {trace.to_s:g} s is empty")
     return problems
@@ -370,6 +397,18 @@ def _arrival_problems(arrivals: Arrivals) -> list[str]:
     if arrivals.wave is not None and arrivals.wave.least > arrivals.wave.most:
         problems.append(f"arrivals.wave: least {arrivals.wave.least:g} is above most {arrivals.wave.most:g}")
     if arrivals.burstiness != 1.0 and arrivals.spacing != "gamma":
+    problems = [f"$.prompts.tokens{problem}" for problem in lengths.problems_of(prompts.tokens, folder)]
+    if prompts.tokenizer is not None and prompts.kind != "synthetic":
+        problems.append("$.prompts.tokenizer: only synthetic prompts are made to a length; remove it")
+    elif prompts.tokenizer not in (None, SERVER_TOKENIZER) and not (folder / str(prompts.tokenizer)).is_file():
+        problems.append(
+            f"$.prompts.tokenizer: there is no file {prompts.tokenizer} beside the scenario; a local tokenizer.json or "
+            f"'{SERVER_TOKENIZER}' is expected, nothing is fetched"
+        )
+    return problems + _file_problems(prompts, folder)
+
+
+def _file_problems(prompts: Prompts, folder: Path) -> list[str]:
         problems.append("arrivals.burstiness: belongs to 'spacing: gamma'")
     return problems
 

@@ -91,6 +91,10 @@ def _decode(raw: Any, type_: Any, lines: dict[str, int], problems: list[str], pa
         if raw is None:
             return None
         return _decode(raw, next(a for a in args if a is not type(None)), lines, problems, path)
+    if origin in (types.UnionType, typing.Union) and len(args) == 2 and isinstance(args[1], type):
+        # A plain value, or a mapping that says more.
+        struct = issubclass(args[1], msgspec.Struct) and isinstance(raw, dict)
+        return _decode(raw, args[1] if struct else args[0], lines, problems, path)
     if isinstance(type_, type) and issubclass(type_, msgspec.Struct) and isinstance(raw, dict):
         return _decode_struct(raw, type_, lines, problems, path)
     if origin is dict and isinstance(raw, dict) and args[1] is not Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness import checks, origin, started, validity
+from harness import answered, checks, origin, started, validity
 from harness.attain import SloTally
 from harness.check_syntax import Slo, slo_sets
 from harness.count import Place, tally
@@ -66,6 +66,7 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
     base = baseline_of(run.scenario)
     comparison = None if reasons else compare_rows(rows, (base.server, base.load), run.scenario, floor_in(folder, run))
     return Summary(
+    notes += answered.differences(rows, comparison)
         run=run.id,
         scenario=run.scenario_name,
         question=run.scenario.question,
@@ -233,6 +234,7 @@ def _cell(
         )
     )
     phases = ran.served_by.phases if ran is not None else []
+            exact_prompts=run.scenario.prompts.tokenizer is not None,
     return CellSummary(
         id=cell.id,
         server=cell.server,

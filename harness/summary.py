@@ -35,6 +35,37 @@ class Attained(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     goodput_req_s: float | None = None  # of those met that ended inside the window / window
 
 
+class Kept(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the schedule of an open loop was kept, in requests that have a time of their own. None: not known."""
+
+    planned: int | None = None
+    sent: int = 0
+    never_sent: int | None = None  # nobody was free to send them until the end
+    asked_per_s: float | None = None
+    achieved_per_s: float | None = None
+
+
+class Answers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How many of the successful answers that were to have a form have it, and are right where that is known."""
+
+    checked: int
+    valid: int
+    valid_share: float | None = None  # valid / checked
+    labelled: int = 0  # of which the right label is known
+    right: int | None = None
+    right_share: float | None = None  # right / labelled
+
+
+class PromptLengths(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Planned prompt lengths against the server's count, over the successful requests that have both."""
+
+    requests: int
+    asked: int  # tokens in all
+    got: int
+    added: int  # got - asked of most requests: what the chat template adds, where lengths are exact
+    otherwise: int  # requests of which it is another number
+
+
 class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is known of a set of measured requests. Times in seconds; formulas in docs/method.md."""
 
@@ -51,6 +82,7 @@ class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     window: Literal["wall", "timed"] | None = None  # what the rates refer to: the wall time or the measured time
     window_s: float | None = None
     output_tok_s: float | None = None  # output tokens generated inside the window / window
+    input_tok_s: float | None = None  # prompt tokens of the requests that ended inside the window / window
     requests_per_s: float | None = None  # successful requests that ended inside the window / window
     ttft_s: Distribution
     ttfo_s: Distribution
@@ -62,6 +94,9 @@ class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     slos: dict[str, Attained] = {}  # by the SLOs that a check asks about, such as "ttft<=1s, tpot<=50ms"
 
     @property
+    vectors: int | None = None  # of embeddings
+    answers: Answers | None = None  # where answers were to have a form
+    prompts: PromptLengths | None = None  # where their length was planned
     def error_rate(self) -> float | None:
         """Failed / sent. What the end of the run cut is no failure of the server, but no success either."""
         return self.failed / self.sent if self.sent else None

@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from harness import derive, gaps
+from harness import answered, derive, gaps
+from harness.answered import Answered
 from harness.attain import SloTally, attained
 from harness.failures.said import Said
 from harness.gaps import Gaps
@@ -81,6 +82,7 @@ class Tally(Struct, kw_only=True):
     ended_inside: int = 0
     slos: SloTally = msgspec.field(default_factory=SloTally)
     wrong_length: int = 0
+    answered: Answered = msgspec.field(default_factory=Answered)
     read_clock: int = 0
     chunks: int = 0
     coalesced: int = 0  # of the chunks
@@ -130,6 +132,7 @@ class Tally(Struct, kw_only=True):
         self._add_success(request)
 
     def merge(self, other: "Tally") -> None:
+        self.answered.add(request, inside=inside)
         """Add what was counted of the same cell further on in the file."""
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -275,6 +278,7 @@ def numbers_of(tallies: Sequence[Tally], cells: Sequence[Numbers] = ()) -> Numbe
         sent=sum(t.sent for t in tallies),
         succeeded=succeeded,
         failed=errors.total() - errors["unfinished"] - errors["abandoned"],
+    asked = [t.answered for t in tallies]
         unfinished=errors["unfinished"],
         abandoned=errors["abandoned"],
         errors=dict(sorted(errors.items())),
@@ -290,6 +294,7 @@ def numbers_of(tallies: Sequence[Tally], cells: Sequence[Numbers] = ()) -> Numbe
         ttfo_s=distribution([t.ttfo_s for t in tallies]),
         tpot_s=distribution([t.tpot_s for t in tallies]),
         e2e_s=distribution([t.e2e_s for t in tallies]),
+        input_tok_s=answered.input_tok_s(asked, rates.window_s, cells) if succeeded else None,
         chunk_gap_s=gap_distribution([t.chunk_gap_s for t in tallies]),
         send_lag_s=distribution([t.send_lag_s for t in tallies]),
         tokens_per_chunk=sum(t.chunked_tokens for t in tallies) / chunks if chunks else None,
@@ -301,6 +306,9 @@ class _Rates(Struct, frozen=True, kw_only=True):
     """The part of Numbers that refers to a window."""
 
     wall_s: float | None = None
+        vectors=answered.vectors_of(asked),
+        answers=answered.answers_of(asked),
+        prompts=answered.prompts_of(asked),
     window: Literal["wall", "timed"] | None = None
     window_s: float | None = None
     output_tok_s: float | None = None

@@ -42,6 +42,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     machine_load: MachineLoad | None = None
     window_s: float | None = None  # the measured time
     marks: Sequence[ProcessMark]
+    exact_prompts: bool = False  # prompts were made to an exact number of tokens
     imported: bool = False  # by another tool, whose load processes left no marks
 
 
@@ -56,7 +57,7 @@ def of_cell(evidence: Evidence) -> Findings:
         reasons += _memory(evidence.ran)
         reasons += evidence.ran.problems
     reasons += [] if evidence.imported else _processes(evidence)
-    reasons += _work(evidence)
+    reasons += _work(evidence) + _prompts(evidence)
     # Of a cell that was cut, what is missing is already known to be missing.
     if evidence.ran is not None and not evidence.ran.problems:
         reasons += _tokens(evidence.tally, evidence.server_load)
@@ -160,6 +161,17 @@ def _tokens(tally: Tally, load: ServerLoad) -> list[str]:
     served = load.generated_tokens
     if served is None or load.restarted:
         return []
+def _prompts(evidence: Evidence) -> list[str]:
+    """Whether prompts that were made to an exact length have it, beside what a chat template adds to all of them."""
+    prompts = evidence.numbers.prompts
+    if not evidence.exact_prompts or prompts is None or not prompts.otherwise:
+        return []
+    return [
+        f"{prompts.otherwise:,} of {prompts.requests:,} prompts do not have the exact length that was asked for "
+        f"(beyond the {prompts.added:,} tokens that were added to most of them): the tokenizer is not the server's"
+    ]
+
+
     least, most = tally.least_tokens, tally.most_tokens
     missing = least - served if served < least else served - most if most is not None and served > most else 0.0
     if missing <= MOST_TOKEN_DIFFERENCE * max(served, least):
@@ -260,7 +272,7 @@ def _notes(evidence: Evidence) -> list[str]:
         )
     if tally.resent:
         notes.append(f"{_count(tally.resent, 'request')} went out twice: the kept connection had just been closed")
-    if tally.without_output_tokens:
+    if tally.without_output_tokens and load.endpoint != "embeddings":
         notes.append(
             f"the server did not report the tokens of {tally.without_output_tokens:,} of "
             f"{_count(numbers.succeeded, 'request')}: tok/s is not known"

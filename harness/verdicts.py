@@ -75,16 +75,22 @@ def _refused(row: Row, against: Row, metric: str) -> str | None:
     return unlike_rows(row, against, [metric])
 
 
+def _fixed(load: Load) -> bool:
+    """Whether each request is the same work for every server: an answer of a form ends where its form does."""
+    return load.output == "fixed" or load.endpoint == "embeddings" or load.answer is not None
+
+
 def metric_of(loads: Sequence[Load]) -> str:
     """The wall time where all loads are the same fixed amount of work, else the rate of output tokens.
 
-    Of natural length the answers, and with them the work, may differ from server to server.
+    Of natural length the answers, and with them the work, may differ from server to server; structured ones do not.
     """
     work = {
         (load.user, load.requests, load.output_tokens, load.output, load.turns, load.stream, *(load.think_s or ()))
+        + (load.endpoint, repr(load.answer))
         for load in loads
     }
-    same = len(work) == 1 and all(load.requests is not None and load.output == "fixed" for load in loads)
+    same = len(work) == 1 and all(load.requests is not None and _fixed(load) for load in loads)
     return "wall_s" if same else "output_tok_s"
 
 

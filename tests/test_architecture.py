@@ -9,20 +9,23 @@ from harness.paths import ROOT
 
 LOAD = {
     "load", "arrivals", "workload", "job", "records", "scenario", "errors", "strict", "data",
-    "traces", "attain", "check_syntax", "derive", "newest", "behaviour",
+    "lengths", "structured", "traces", "attain", "check_syntax", "derive", "newest", "behaviour",
 }  # fmt: skip
 READS_FILES = {
     "attain", "board", "floors", "differences", "blocks", "gaps", "count", "check_syntax", "export", "reference",
     "derive", "started", "stats", "tally", "summary", "summarize", "verdicts", "alike", "compare", "checks", "validity",
     "report",
 }  # fmt: skip
-READERS = {"records", "manifest", "origin", "errors", "plan", "scenario", "metrics", "telemetry", "failures"}
+READERS = {"arrivals", "records", "manifest", "origin", "errors", "plan", "scenario", "metrics", "telemetry", "failures"}
 # Which of harness's own modules each room may import. Rooms not named here may import what they like, but not back.
 ALLOWED = {
     "errors": set(),
     "trust": {"errors"},
     "strict": {"errors"},
-    "scenario": {"errors", "strict", "check_syntax"},
+    "scenario": {"errors", "strict", "check_syntax", "lengths", "structured", "behaviour"},
+    "behaviour": set(),
+    "lengths": {"errors"},
+    "structured": set(),
     "check_syntax": {"summary", "errors"},
     "checks": {"check_syntax", "summary", "errors", "stats", "origin"},
     "attain": {"derive", "check_syntax", "records", "summary"},
@@ -46,7 +49,7 @@ ALLOWED = {
         "summarize",
         "tally",
     },  # fmt: skip
-    "workload": {"errors", "scenario", "paths", "traces"},
+    "workload": {"workload", "errors", "scenario", "lengths", "structured", "paths", "traces"},
     "traces": {"traces", "errors", "records", "scenario"},
     "arrivals": {"scenario"},
     "simulated": {"simulated"},

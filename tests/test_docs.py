@@ -46,9 +46,16 @@ def keys(struct: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
         if typing.get_origin(hint) is dict and _struct(typing.get_args(hint)[1]):
             yield from keys(typing.get_args(hint)[1], f"{path}.NAME.")
         elif inner := _struct(hint):
+            if {int, float, str} & _plain(hint):  # a plain value, or a mapping that says more
+                yield path
             yield from keys(inner, f"{path}.")
         else:
             yield path
+
+
+def _plain(hint: object) -> set[object]:
+    """What stands beside a struct in a union."""
+    return {getattr(one, "__origin__", one) for one in typing.get_args(hint)}
 
 
 def _struct(hint: object) -> type[msgspec.Struct] | None:

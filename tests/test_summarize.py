@@ -114,6 +114,7 @@ def test_exact_numbers_of_a_fixed_amount_of_work(tmp_path: Path) -> None:
         window="wall",
         window_s=10.0,
         output_tok_s=0.8,
+        input_tok_s=4.0,
         requests_per_s=0.2,
         ttft_s=distributed(0.5, 0.25),
         ttfo_s=distributed(0.5),

@@ -1,6 +1,7 @@
 """What the server answered: from the bytes of an exchange and their times to the observations of a Request.
 
-Knows the OpenAI API's chat completions and completions, streamed or not, as vLLM, llama.cpp and Lemonade send them.
+Knows the OpenAI API's chat completions, completions and embeddings, streamed or not, as vLLM, llama.cpp and Lemonade
+send them.
 """
 
 import json
@@ -37,6 +38,7 @@ class Answer:
         self.output_tokens: int | None = None
         self.cached_tokens: int | None = None
         self.reasoning_tokens: int | None = None
+        self.vectors: int | None = None  # of embeddings
         self.finish: str | None = None
         self.text = ""  # visible content: the next turn of a conversation needs it, no record holds it
         self.error = error
@@ -54,10 +56,11 @@ class Answer:
 class Reading:
     """Works out what an exchange says, while it grows: the later its end is looked at, the longer is the next wait."""
 
-    def __init__(self, exchange: Exchange, secret: str | None = None) -> None:
-        """`secret` is kept out of every message."""
+    def __init__(self, exchange: Exchange, secret: str | None = None, *, embeddings: bool = False) -> None:
+        """`secret` is kept out of every message; `embeddings`: vectors were asked for, not text."""
         self._exchange = exchange
         self._secret = secret
+        self._embeddings = embeddings
         self._answer = Answer(None, None)
         self._events = Parser()
         self._count = 0
@@ -105,7 +108,7 @@ class Reading:
         elif exchange.is_stream:
             self._stream(seconds)
         elif exchange.complete:
-            _whole(exchange, answer)
+            _whole(exchange, answer, embeddings=self._embeddings)
         if exchange.failure is not None and not answer.done:
             answer.fail(exchange.failure.kind, exchange.failure.message)
         if self._secret and answer.message:
@@ -208,7 +211,7 @@ def _take_event(event: Event, number: int, answer: Answer) -> bool:
     return True
 
 
-def _whole(exchange: Exchange, answer: Answer) -> None:
+def _whole(exchange: Exchange, answer: Answer, *, embeddings: bool) -> None:
     """A response in one piece: when its first token was made is not known."""
     raw = b"".join(data for _, data in exchange.body)
     try:
@@ -219,6 +222,9 @@ def _whole(exchange: Exchange, answer: Answer) -> None:
     problem = _error_in(body) if isinstance(body, dict) else None
     if problem is not None:
         answer.fail("stream_error", problem)
+        return
+    if embeddings:
+        _vectors(exchange, body, answer)
         return
     choice = _first_choice(body) if isinstance(body, dict) else None
     if choice is None:
@@ -233,6 +239,23 @@ def _whole(exchange: Exchange, answer: Answer) -> None:
     answer.text = "".join(str(part[channel]) for channel in _VISIBLE if part.get(channel))
     if not answer.generated:
         answer.fail("empty", f"a complete answer without any generated text; {_usage_words(answer)}")
+
+
+def _vectors(exchange: Exchange, body: Any, answer: Answer) -> None:
+    """The vectors of an answer to embeddings. It has no generated tokens, whatever its usage says of them."""
+    data = body.get("data") if isinstance(body, dict) else None
+    if not isinstance(data, list):
+        answer.fail("not_api", f"status {exchange.status} with JSON that has no data")
+        return
+    _usage(body, answer)
+    answer.done, answer.output_tokens = True, None
+    vectors = [one.get("embedding") if isinstance(one, dict) else None for one in data]
+    answer.vectors = len(vectors)
+    answer.generated = bool(vectors) and all(vectors)
+    if not answer.generated:
+        empty = sum(not vector for vector in vectors)
+        what = f"{empty} of {len(vectors)} vectors are empty" if vectors else "no vector"
+        answer.fail("empty", f"a complete answer with nothing in it: {what}")
 
 
 def _refused(exchange: Exchange, status: int, answer: Answer) -> None:

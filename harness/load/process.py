@@ -9,12 +9,13 @@ import gevent
 import msgspec
 from gevent.lock import Semaphore
 
-from harness import workload
+from harness import structured, workload
 from harness.arrivals import Schedule
 from harness.behaviour import Abandon
 from harness.errors import HarnessError
 from harness.job import Job
 from harness.load.answer import Answer, Reading
+from harness.load.body import PATHS, body_of
 from harness.load.client import Client, Target
 from harness.load.clock import KernelClock
 from harness.load.exchange import Exchange
@@ -23,6 +24,7 @@ from harness.load.reader import Reader
 from harness.load.recorder import Recorder
 from harness.load.tickets import Plan, Ticket, Tickets
 from harness.records import ErrorKind, Request
+from harness.structured import Judged
 from harness.traces.replay import Replay, replay_of
 from harness.workload import Message
 
@@ -92,19 +94,19 @@ class LoadProcess:
         tell: Callable[[Answer], None] | None = None,
         leave: Abandon | None = None,
     ) -> Answer:
-        """Send one chat request and wait for its end. Leaves exactly one record, and calls `tell`, whatever happens.
+        """Send one request and wait for its end. Leaves exactly one record, and calls `tell`, whatever happens.
 
         A failed request is an Answer with an error. A greenlet that is cut, by its end or by a gevent.Timeout of the
         locustfile, leaves its record before that goes on.
         """
         exchange = Exchange(id=self._id(place.ticket.index))
-        reading = Reading(exchange, self._secret)
+        reading = Reading(exchange, self._secret, embeddings=self.job.load.endpoint == "embeddings")
         exchange.look = reading.look
         answer = Answer()
         self.recorder.sending(place.ticket.phase)
         try:
             with leaving(leave, exchange, reading):
-                client.post("/chat/completions", self._body(messages, self._asked(place.ticket)), exchange)
+                client.post(PATHS[self.job.load.endpoint], self._body(messages, place.ticket), exchange)
             answer = self._finish(reading)
         except Exception as error:
             logger.exception("defect in the load generator, recorded as error kind 'client'")
@@ -171,6 +173,8 @@ class LoadProcess:
             scheduled_s=_scheduled_s(exchange, place),
             conversation=place.conversation,
             turn=place.turn,
+        judged = self._judged(answer, place.ticket)
+        embeddings = load.endpoint == "embeddings"
             batch=place.batch,
             again=place.again,
             resent=exchange.resent,
@@ -179,8 +183,9 @@ class LoadProcess:
             chunks_s=answer.chunks_s,
             first_visible_s=answer.first_visible_s,
             coalesced=answer.coalesced,
-            asked_tokens=self._asked(place.ticket),
-            fixed_length=load.output == "fixed",
+            asked_tokens=None if embeddings else self._asked(place.ticket),
+            fixed_length=load.output == "fixed" and not embeddings,
+            asked_prompt_tokens=self._asked_prompt(place),
             prompt_tokens=answer.prompt_tokens,
             output_tokens=answer.output_tokens,
             cached_tokens=answer.cached_tokens,
@@ -200,6 +205,9 @@ class LoadProcess:
         problem = str(exchange.failure) if exchange.failure else f"status {exchange.status}"
         try:
             return str(msgspec.json.decode(raw)["data"][0]["id"])
+            vectors=answer.vectors,
+            answer_valid=judged.valid,
+            answer_right=judged.right,
         except (msgspec.DecodeError, LookupError, TypeError):
             raise HarnessError(
                 f"{self._target.authority}: no model could be read from {self._target.prefix}/models ({problem})",

@@ -66,7 +66,10 @@ def throughput(summary: Summary, run: Run) -> Chart:
 def _same_work(run: Run, rows: list[Row]) -> bool:
     """Whether the loads differ in concurrency alone, so that they lie on one curve."""
     loads = [run.scenario.loads[row.load] for row in rows if row.load in run.scenario.loads]
-    kinds = {(one.user, one.output_tokens, one.output, one.stream, one.turns, *(one.think_s or ())) for one in loads}
+    kinds = {
+        (one.user, one.output_tokens, one.output, one.stream, one.turns, one.endpoint, *(one.think_s or ()))
+        for one in loads
+    }
     return len(kinds) == 1
 
 

@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from harness.manifest import Run
 from harness.report.doing import VALUES
 from harness.report.table import side
-from harness.summary import Distribution, Numbers, Row, Summary
+from harness.summary import Answers, Distribution, Numbers, Row, Summary
 
 PREFIX = "amd_llm_load"
 LATENCIES = {
@@ -90,6 +90,9 @@ def _of_rows(summary: Summary) -> Iterator[Metric]:
         "error_ratio": ("Failed and unfinished requests / sent", "ratio", [n.error_rate for _, n in labelled]),
         "wall_seconds": ("Wall time of the work, median over runs", "seconds", [n.wall_s for _, n in labelled]),
         "output_tokens_per_second": ("Output tokens / s, median over runs", "", [n.output_tok_s for _, n in labelled]),
+        "input_tokens_per_second": ("Prompt tokens / s, median over runs", "", [n.input_tok_s for _, n in labelled]),
+        "valid_answers_ratio": ("Valid answers / answers", "ratio", [_of(n.answers, "valid_share") for _, n in labelled]),
+        "right_answers_ratio": ("Right answers / answers", "ratio", [_of(n.answers, "right_share") for _, n in labelled]),
         "requests_per_second": ("Successful requests / s, median", "", [n.requests_per_s for _, n in labelled]),
     }
     for name, (explanation, unit, found) in values.items():
@@ -105,6 +108,10 @@ def _of_rows(summary: Summary) -> Iterator[Metric]:
         for labels, numbers in labelled:
             _add_quantiles(family, labels, getattr(numbers, f"{name}_s"))
         yield family
+
+
+def _of(answers: Answers | None, name: str) -> float | None:
+    return None if answers is None else getattr(answers, name)
 
 
 def _of_slos(labelled: list[tuple[dict[str, str], Numbers]]) -> Iterator[Metric]:

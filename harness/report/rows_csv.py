@@ -6,7 +6,7 @@ import io
 from harness.manifest import Run
 from harness.report.doing import VALUES
 from harness.report.table import Line, lines
-from harness.summary import Summary
+from harness.summary import Answers, PromptLengths, Summary
 
 _LATENCIES = {"ttft": "ttft_s", "ttfo": "ttfo_s", "tpot": "tpot_s", "e2e": "e2e_s", "chunk_gap": "chunk_gap_s"}
 _STATISTICS = ("mean", "p50", "p90", "p95", "p99")
@@ -42,6 +42,10 @@ def _record(line: Line) -> dict[str, str | int | float | None]:
     for name, field in _LATENCIES.items():
         sample = getattr(numbers, field)
         record |= {f"{name}_{statistic}_s": getattr(sample, statistic) for statistic in _STATISTICS}
+        "input_tok_s": numbers.input_tok_s,
+        "vectors": numbers.vectors,
+        **_answers(numbers.answers),
+        **_prompts(numbers.prompts),
     did = line.row.machine_load
     record |= {name: None if did is None else getattr(did, field) for name, field, *_ in VALUES}
     for slos, attained in numbers.slos.items():
@@ -56,4 +60,16 @@ def _record(line: Line) -> dict[str, str | int | float | None]:
         "speedup_high": verdict.high if verdict else None,
         "p": verdict.p if verdict else None,
         "verdict": verdict.word if verdict else None,
+    }
+
+
+def _answers(answers: Answers | None) -> dict[str, int | float | None]:
+    fields = ("checked", "valid", "valid_share", "labelled", "right", "right_share")
+    return {f"answers_{name}": None if answers is None else getattr(answers, name) for name in fields}
+
+
+def _prompts(prompts: PromptLengths | None) -> dict[str, int | None]:
+    return {
+        "prompt_tokens_asked": None if prompts is None else prompts.asked,
+        "prompt_tokens_got": None if prompts is None else prompts.got,
     }

@@ -78,6 +78,19 @@ def _rate(line: Line) -> str:
     return words.NOTHING if value is None else f"{words.significant(value)}{line.rate_mark}"
 
 
+def _number(value: float | None) -> str:
+    return words.NOTHING if value is None else words.significant(value)
+
+
+def _of_answers(line: Line, which: str) -> str:
+    """ "297 of 300 (99.0 %)" """
+    answers = line.row.pooled.answers
+    if answers is None:
+        return words.NOTHING
+    number, of = (answers.valid, answers.checked) if which == "valid" else (answers.right, answers.labelled)
+    return words.NOTHING if number is None or not of else f"{number:,} of {of:,} ({number / of:.1%})"
+
+
 def _errors(line: Line) -> str:
     numbers = line.row.pooled
     wrong = numbers.failed + numbers.unfinished
@@ -145,6 +158,35 @@ _NAMES_AND_WORK = (
         text=_rate,
     ),
 )
+_INPUT = Column(
+    key="input_rate",
+    title="Prompt tok/s",
+    unit="",
+    group="work",
+    explanation="Prompt tokens per second of all requests together: what a server of embeddings achieves. "
+    "Median over the repeats.",
+    formula="Σ usage.prompt_tokens of the requests that ended inside the window ÷ window",
+    text=lambda line: _number(line.row.pooled.input_tok_s),
+)
+_VALID = Column(
+    key="valid",
+    title="Valid answers",
+    unit="",
+    group="work",
+    explanation="Answers that have the form that was asked for, of the successful requests of all repeats. "
+    "A fast server whose answers are of no use has won nothing.",
+    formula="valid ÷ answers",
+    text=lambda line: _of_answers(line, "valid"),
+)
+_RIGHT = Column(
+    key="right",
+    title="Right answers",
+    unit="",
+    group="work",
+    explanation="Answers that are the label that is known to be right.",
+    formula="right ÷ answers of which the right label is known",
+    text=lambda line: _of_answers(line, "right"),
+)
 _ERRORS_AND_VERDICT = (
     Column(
         key="errors",
@@ -191,6 +233,13 @@ _MEANINGS = {
         "TPOT = (last chunk − first chunk) ÷ (output tokens − 1)",
     ),
 }
+_MEANINGS_OF_VECTORS = {
+    "e2e": (
+        "End-to-end latency",
+        "were answered within this time",
+        "E2E = last chunk, or the end of an answer in one piece − request sent",
+    )
+}
 _SHARES = {"p50": "half of the", "p90": "90 of 100", "p95": "95 of 100", "p99": "99 of 100"}
 
 
@@ -204,14 +253,24 @@ def columns(summary: Summary) -> tuple[Column, ...]:
     latencies = [_latency(name, percentile) for name in _MEANINGS for percentile in ("p50", tail)]
     timed = bool(summary.rows) and all(row.pooled.window == "timed" for row in summary.rows)
     work = [column for column in _NAMES_AND_WORK if not (timed and column.key == "wall")]
+    numbers = [row.pooled for row in summary.rows]
+    if any(one.vectors is not None for one in numbers):
+        work.append(_INPUT)
+        latencies += [_latency("e2e", percentile) for percentile in ("p50", tail)]
+    known = [one.answers for one in numbers if one.answers is not None]
+    work += [_VALID] if known else []
+    work += [_RIGHT] if any(answers.labelled for answers in known) else []
     return (*work, *latencies, *_ERRORS_AND_VERDICT)
 
 
 def _latency(name: str, percentile: str) -> Column:
-    title, outcome, formula = _MEANINGS[name]
+    title, outcome, formula = (_MEANINGS | _MEANINGS_OF_VECTORS)[name]
 
     def text(line: Line) -> str:
-        return words.percentile(line.row.pooled.ttft_s if name == "ttft" else line.row.pooled.tpot_s, percentile)
+        numbers = line.row.pooled
+        if name != "e2e" and numbers.vectors is not None:
+            return words.NOTHING  # embeddings have no first token
+        return words.percentile(getattr(numbers, f"{name}_s"), percentile)
 
     return Column(
         key=f"{name}_{percentile}",

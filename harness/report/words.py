@@ -3,7 +3,8 @@
 import re
 import unicodedata
 
-from harness.scenario import Load
+from harness.lengths import in_words
+from harness.scenario import Arrivals, Load, Trace, is_open
 from harness.summary import NEEDED, Distribution
 
 NOTHING = "–"
@@ -73,3 +74,8 @@ def _people(load: Load) -> str:
         how = "one request at a time" if size == 1 else f"{size} requests at once"
         return f"{count(load.users, 'agent')}, {how}"
     return count(load.users, "user") + f" of {load.user}"
+    if is_open(load):
+        who = {"chat": "conversations", "batch": "requests" if (load.batch_size or 1) == 1 else "bursts"}
+        more = f" of {load.batch_size} requests" if (load.batch_size or 1) > 1 else ""
+        begun = f"{who.get(load.user, load.user)}{more} begin by a schedule ({loop(load)})"
+        return f"{begun}, at most {count(load.users, 'user')} at once"

@@ -26,9 +26,11 @@ class Answer:
     """
 
     def __init__(self, http: HttpRequest, asked: wire.Asked, shape: wire.Shape, sent: Sent, faults: Active,
-                 number: int) -> None:  # fmt: skip
+                 number: int, words: list[str] | None = None, vectors: int = 0) -> None:  # fmt: skip
         self.http, self.asked, self.shape, self.sent, self.faults = http, asked, shape, sent, faults
         self.number = number
+        self.words = words  # where the answer has to have a form
+        self.vectors = vectors  # how many are the answer, in place of text
         self.last_s: float | None = None
         self.broken = False
         self._texts: list[tuple[str, str]] = []
@@ -49,7 +51,7 @@ class Answer:
         """Output token `index` (from 0). The last token of a natural end is the end mark and has no text."""
         if self.broken:
             return
-        word = "" if finish == "stop" else WORDS[output_word(self.number, index)]
+        word = "" if finish == "stop" else self.word(index)
         text = word if index == 0 or not word else " " + word
         channel = self._channel(index)
         if not self.asked.stream:
@@ -62,6 +64,12 @@ class Answer:
             self._role()
         delta = self._delta(channel, text, index)
         self._event(self.shape.chunk(delta, self._finish_name(finish)), text != "", finish is not None)
+
+    def word(self, index: int) -> str:
+        """Output token `index`: of an answer of a form the words of that, and then nothing."""
+        if self.words is not None:
+            return self.words[index] if index < len(self.words) else ""
+        return WORDS[output_word(self.number, index)]
 
     def close(self, finish: str, usage: dict[str, Any]) -> None:
         """The end of the answer: usage and `[DONE]`, or the whole body."""
@@ -172,6 +180,13 @@ class Answer:
                 await asyncio.sleep(_SPLIT_PAUSE_S)
 
     def _whole(self, finish: str, usage: dict[str, Any]) -> None:
+        if self.vectors:
+            shape, prompt = self.shape, usage.get("prompt_tokens", 0)
+            vector = [] if "empty" in self.faults else [(self.number * (i + 1) % 2001 - 1000) / 1000 for i in range(16)]
+            self._send_whole(
+                wire.embeddings_body(shape.identity, shape.created, shape.model, [vector] * self.vectors, prompt)
+            )
+            return
         message: dict[str, Any] = {}
         for channel, text in self._texts:
             if channel == "tool_calls":

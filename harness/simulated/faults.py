@@ -25,7 +25,9 @@ request header `X-Simulate-Fault: KIND[:PARAMETER][,KIND...]` strikes that reque
 | reasoning-content | tokens (4) | the same in the older field `reasoning_content` |
 | tool-call | | the answer is one tool call, its arguments in pieces |
 | no-role | | no role-only first event |
-| empty | | a completion without any content: one token, end of sequence |
+| empty | | a completion without any content: one token, end of sequence; of embeddings an empty vector |
+| wrong | | where a form of the answer is asked for: another choice than the right one |
+| invalid | | where a form of the answer is asked for: a text that does not have it |
 | exit | requests (10) | command line only: the process ends with status 1 when one more request arrives |
 | never-ready | | command line only: `/health` answers 503 for ever |
 
@@ -39,7 +41,7 @@ import msgspec
 _DEFAULTS: dict[str, float | None] = {
     "delay": 1, "429": 1, "503": 1, "500-html": None, "html": None, "cut": 3, "hang": 3, "error-event": 3,
     "lemonade-error": 0, "malformed": 3, "split": 7, "coalesce": 3, "crlf": None, "multiline": None, "ping": 0.02,
-    "no-usage": None, "reasoning": 4, "reasoning-content": 4, "tool-call": None, "no-role": None, "empty": None,
+    "no-usage": None, "reasoning": 4, "reasoning-content": 4, "tool-call": None, "no-role": None, "empty": None, "wrong": None, "invalid": None,
     "exit": 10, "never-ready": None,
 }  # fmt: skip
 KINDS = tuple(_DEFAULTS)

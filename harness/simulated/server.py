@@ -12,14 +12,14 @@ from typing import Any
 
 import msgspec
 
-from harness.simulated import wire
+from harness.simulated import forms, wire
 from harness.simulated.answer import Answer
 from harness.simulated.engine import Engine, EngineConfig, Sequence
-from harness.simulated.faults import Fault, active_faults
+from harness.simulated.faults import Active, Fault, active_faults
 from harness.simulated.http import Connection, HttpRequest
 from harness.simulated.metrics import Metrics
 from harness.simulated.sendlog import SendLog, Sent
-from harness.simulated.tokens import WORD_IDS, natural_length, output_word, prompt_hash
+from harness.simulated.tokens import natural_length, prompt_hash, token_id
 
 VERSION = "0.32.0+simulated"
 _STATS_EVERY_S = 10.0
@@ -61,6 +61,7 @@ class Server:
         self._routes: dict[tuple[str, str], Callable[[HttpRequest], None]] = {
             ("POST", "/v1/chat/completions"): lambda http: self._complete(http, chat=True),
             ("POST", "/v1/completions"): lambda http: self._complete(http, chat=False),
+            ("POST", "/v1/embeddings"): self._embed,
             ("POST", "/tokenize"): self._tokenize,
             ("GET", "/v1/models"): self._models,
             ("GET", "/health"): self._health,
@@ -123,7 +124,8 @@ class Server:
         index, last = sequence.output_tokens - 1, sequence.output_tokens >= sequence.target
         if not last:
             # the real id of the token, so that the next turn of a conversation finds its blocks
-            sequence.tokens[-1] = WORD_IDS[output_word(answer.number, index)]
+            word = answer.word(index)
+            sequence.tokens[-1] = token_id(word) if word else 0
         finish = None
         if last:
             finish = "length" if sequence.target >= answer.asked.max_tokens and "empty" not in answer.faults else "stop"
@@ -184,30 +186,65 @@ class Server:
 
     def _complete(self, http: HttpRequest, chat: bool) -> None:
         config = self.config
+        faults = self._arrived(http)
+        body = wire.parse_json(http.body)
+        asked = wire.parse_asked(body, chat, config.model, config.engine.max_model_len)
+        number = prompt_hash(asked.prompt, config.engine.seed)
+        form, words = forms.form_of(body), None
+        if form is not None:
+            text = wire.prompt_text(body, chat)
+            words = forms.words_of(form, text, number, wrong="wrong" in faults, invalid="invalid" in faults)
+        answer = self._answer(http, asked, faults, number, words=words)
+        self._later(answer, self._target(asked, number, "empty" in faults, words))
+
+    def _embed(self, http: HttpRequest) -> None:
+        """As a completion of one token, whose place the vectors take."""
+        config = self.config
+        faults = self._arrived(http)
+        asked, vectors = wire.parse_embeddings(wire.parse_json(http.body), config.model, config.engine.max_model_len)
+        number = prompt_hash(asked.prompt, config.engine.seed)
+        self._later(self._answer(http, asked, faults, number, vectors=vectors), 1)
+
+    def _arrived(self, http: HttpRequest) -> Active:
+        """Count a request; the faults that strike it."""
         self._count += 1
         if self._exit_after is not None and self._count > self._exit_after:
             log(f"fault exit: request {self._count} arrived, the process ends")
             os._exit(1)
         try:
-            faults = active_faults(config.faults, self._count, http.headers.get("x-simulate-fault", ""))
+            return active_faults(self.config.faults, self._count, http.headers.get("x-simulate-fault", ""))
         except ValueError as error:
             raise wire.BadRequest(str(error), "X-Simulate-Fault") from None
-        asked = wire.parse_asked(wire.parse_json(http.body), chat, config.model, config.engine.max_model_len)
+
+    def _answer(
+        self,
+        http: HttpRequest,
+        asked: wire.Asked,
+        faults: Active,
+        number: int,
+        *,
+        words: list[str] | None = None,
+        vectors: int = 0,
+    ) -> Answer:
         identity = http.headers.get("x-request-id") or uuid.uuid4().hex[:16]
-        shape = wire.Shape(chat, ("chatcmpl-" if chat else "cmpl-") + identity, int(time.time()), config.model)
-        number = prompt_hash(asked.prompt, config.engine.seed)
-        answer = Answer(http, asked, shape, Sent(identity, http.received_s, len(asked.prompt)), faults, number)
-        target = self._target(asked, number, "empty" in faults)
-        if "delay" in faults:
-            asyncio.get_running_loop().call_later(faults["delay"], self._begin, answer, target)
+        kind = "embd-" if vectors else "chatcmpl-" if asked.chat else "cmpl-"
+        shape = wire.Shape(asked.chat, kind + identity, int(time.time()), self.config.model)
+        sent = Sent(identity, http.received_s, len(asked.prompt))
+        return Answer(http, asked, shape, sent, faults, number, words, vectors)
+
+    def _later(self, answer: Answer, target: int) -> None:
+        if "delay" in answer.faults:
+            asyncio.get_running_loop().call_later(answer.faults["delay"], self._begin, answer, target)
         else:
             self._begin(answer, target)
 
-    def _target(self, asked: wire.Asked, number: int, empty: bool) -> int:
+    def _target(self, asked: wire.Asked, number: int, empty: bool, words: list[str] | None) -> int:
         if empty:
             return 1
         if asked.ignore_eos:
             return asked.max_tokens
+        if words is not None:
+            return min(len(words) + 1, asked.max_tokens)  # and the end mark
         natural = natural_length(number, self.config.natural_output_tokens)
         return min(max(natural, asked.min_tokens), asked.max_tokens)
 

@@ -44,6 +44,15 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return value
 
 
+def parse_embeddings(body: dict[str, Any], model: str, max_model_len: int) -> tuple[Asked, int]:
+    """Check a request for embeddings: what is to be computed, and for how many vectors."""
+    given = body.get("input")
+    texts = given if isinstance(given, list) and given and all(isinstance(one, str) for one in given) else [given]
+    as_text = " ".join(one for one in texts if isinstance(one, str))
+    rest = {"model": body.get("model"), "prompt": as_text, "max_tokens": 1, "ignore_eos": True}
+    return parse_asked(rest, False, model, max_model_len), len(texts)
+
+
 def parse_asked(body: dict[str, Any], chat: bool, model: str, max_model_len: int) -> Asked:
     """Check a completion request against the model and its context, with vLLM's texts for what is refused."""
     named = body.get("model")
@@ -111,6 +120,13 @@ def prompt_ids(body: dict[str, Any], chat: bool) -> list[int]:
     raise BadRequest("prompt must be a non-empty text, a list of token ids or a list of one text", "prompt")
 
 
+def prompt_text(body: dict[str, Any], chat: bool) -> str:
+    """All that the prompt says."""
+    if chat:
+        return "\n\n".join(text for _, text in map(_message, body["messages"]))
+    return body["prompt"] if isinstance(body["prompt"], str) else ""
+
+
 def _message(message: object) -> tuple[str, str]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise BadRequest("each message needs a role and content", "messages")
@@ -133,7 +149,7 @@ class Shape:
     """The bodies of one request's answer: its id, time and model are the same in all of them."""
 
     def __init__(self, chat: bool, identity: str, created: int, model: str) -> None:
-        self.chat = chat
+        self.chat, self.identity, self.created, self.model = chat, identity, created, model
         kind = "chat.completion" if chat else "text_completion"
         self._head = {"id": identity, "object": kind, "created": created, "model": model}
         self._chunk_head = {**self._head, "object": "chat.completion.chunk" if chat else kind}
@@ -163,6 +179,13 @@ class Shape:
         return msgspec.json.encode(
             {**self._head, "choices": [choice], "system_fingerprint": FINGERPRINT, "usage": usage}
         )
+
+
+def embeddings_body(identity: str, created: int, model: str, vectors: list[list[float]], prompt: int) -> bytes:
+    data = [{"index": index, "object": "embedding", "embedding": vector} for index, vector in enumerate(vectors)]
+    usage = {"prompt_tokens": prompt, "total_tokens": prompt, "completion_tokens": 0, "prompt_tokens_details": None}
+    head = {"id": identity, "object": "list", "created": created, "model": model}
+    return msgspec.json.encode({**head, "data": data, "usage": usage})
 
 
 def models_body(model: str, max_model_len: int, created: int) -> bytes:

@@ -1,6 +1,7 @@
 """What the requests of a trace say: texts of its lengths, in which what it shared is shared again."""
 
-from functools import lru_cache, partial
+from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import msgspec
@@ -16,9 +17,12 @@ _KEPT_TEXTS = 4096  # a block of a trace's prompts comes again and again
 _KEPT_LENGTH = 1024  # tokens; longer ones are made anew, since so many of them would fill the memory
 
 
-def trace_messages(replay: Replay, seed: int, index: int, salt: str | None) -> list[Message]:
-    """The messages of a trace's row: a prompt of its length, after the salt."""
-    prompt = prompt_of(replay, index, partial(_text, seed))
+def trace_messages(
+    replay: Replay, seed: int, index: int, salt: str | None, words: Sequence[str] = ()
+) -> list[Message]:
+    """The messages of a trace's row: a prompt of its length, after the salt; `words`: out of these alone."""
+    chosen = tuple(words)
+    prompt = prompt_of(replay, index, lambda tokens, place: _text(seed, tokens, place, chosen))
     return [{"role": "user", "content": f"{salt} {prompt}" if salt else prompt}]
 
 
@@ -33,12 +37,12 @@ def trace_digest(trace: Trace, seed: int, folder: Path) -> bytes:
     return msgspec.json.encode([taken, first])
 
 
-def _text(seed: int, tokens: int, place: str) -> str:
+def _text(seed: int, tokens: int, place: str, words: tuple[str, ...]) -> str:
     if place.startswith("block") and tokens <= _KEPT_LENGTH:
-        return _kept(tokens, seed, place)
-    return text(tokens, seed, place)
+        return _kept(tokens, seed, place, words)
+    return text(tokens, seed, place, words)
 
 
 @lru_cache(_KEPT_TEXTS)
-def _kept(tokens: int, seed: int, place: str) -> str:
-    return text(tokens, seed, place)
+def _kept(tokens: int, seed: int, place: str, words: tuple[str, ...]) -> str:
+    return text(tokens, seed, place, words)

@@ -1,5 +1,6 @@
 """What a scenario should know of Lemonade before it runs, and what is no mistake."""
 
+from harness.lengths import Lengths, most_of
 from harness.scenario import Load, Scenario, Server, at_once
 from harness.serve.lemonade.arguments import MOST_TOKENS
 from harness.serve.lemonade.pool import MOST, pool_size
@@ -27,17 +28,23 @@ def _of(where: str, server: Server, load: Load, threads: int | None) -> list[str
             "not the engine's"
         )
     ctx_size = server.variables.get("ctx_size", variables("lemonade")["ctx_size"].default)
-    if isinstance(ctx_size, int) and load.output_tokens >= ctx_size:
+    most = 0 if load.endpoint == "embeddings" else most_of(load.output_tokens)
+    if isinstance(ctx_size, int) and most >= ctx_size and not _from_file(load):
         found.append(
-            f"{where}: answers of {load.output_tokens:,} tokens do not fit into the ctx_size of {ctx_size:,}: "
+            f"{where}: answers of {most:,} tokens do not fit into the ctx_size of {ctx_size:,}: "
             "every request will fail"
         )
-    elif load.output_tokens > MOST_TOKENS:
+    elif most > MOST_TOKENS and not _from_file(load):
         found.append(
             f"{where}: for answers of more than {MOST_TOKENS:,} tokens Lemonade has vLLM count each prompt first, "
             "which is measured with it"
         )
     return found
+
+
+def _from_file(load: Load) -> bool:
+    """Whether nobody has read yet how long the answers are."""
+    return isinstance(load.output_tokens, Lengths) and load.output_tokens.file is not None
 
 
 def _version(server: Server) -> str | None:

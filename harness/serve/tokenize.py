@@ -1,0 +1,53 @@
+"""Counting tokens with the server's own tokenizer: POST /tokenize, as vLLM and llama.cpp have it.
+
+vLLM: https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html#tokenizer-api; llama.cpp: `POST /tokenize` in
+its server's README.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import requests
+
+from harness.errors import ServerError
+from harness.serve.ask import base_url, open_session
+
+TIMEOUT_S = 30.0
+_ADVICE = "Name a local tokenizer.json in prompts.tokenizer, or remove it: a word is then taken for a token."
+
+
+def counter(url: str, model: str, api_key: str | None = None) -> Callable[[str], int]:
+    """A function that has the server count the tokens of a text, without special ones.
+
+    It raises ServerError in words where the server has no such thing.
+    """
+    address = base_url(url) + "/tokenize"
+    session = open_session(api_key)
+
+    def count(text: str) -> int:
+        # Each server looks at its own two keys; `model` is for those that serve several.
+        of_vllm = _ask(session, address, {"model": model, "prompt": text, "add_special_tokens": False})
+        if isinstance(of_vllm.get("count"), int):
+            return int(of_vllm["count"])
+        tokens = _ask(session, address, {"content": text, "add_special": False}).get("tokens")
+        if not isinstance(tokens, list) or (text and not tokens):
+            raise ServerError(f"{address}: the answer has neither a count nor tokens", next_step=_ADVICE)
+        return len(tokens)
+
+    return count
+
+
+def _ask(session: requests.Session, address: str, body: dict[str, Any]) -> dict[str, Any]:
+    try:
+        response = session.post(address, json=body, timeout=TIMEOUT_S)
+        answer = response.json() if response.ok else None
+    except (requests.RequestException, ValueError) as error:
+        raise ServerError(
+            f"{address}: tokens cannot be counted ({type(error).__name__})", next_step=_ADVICE
+        ) from None
+    if not isinstance(answer, dict):
+        raise ServerError(
+            f"{address}: tokens cannot be counted, the server answers with status {response.status_code}",
+            next_step=_ADVICE,
+        )
+    return answer
