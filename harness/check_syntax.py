@@ -37,15 +37,15 @@ UNITS: dict[str, dict[str, float]] = {
     "speedup": _PLAIN,
     "attainment": _SHARE,
     "goodput": {**_SHARE, _RATE: 1.0},
-}
-JUDGED_BY_SLOS = ("attainment", "goodput")
-BASELINE = "baseline"
     "input_tok_s": _PLAIN,
     "valid_share": _SHARE,
     "right_share": _SHARE,
+}
+JUDGED_BY_SLOS = ("attainment", "goodput")
+OF_ANSWERS = ("valid_share", "right_share")
+BASELINE = "baseline"
 _NAME = r"[a-z0-9][a-z0-9-]{0,39}"
 _NUMBER = r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?"
-OF_ANSWERS = ("valid_share", "right_share")
 
 
 class Slo(Struct, frozen=True, kw_only=True):
@@ -124,11 +124,11 @@ def parse_check(text: str) -> Check:
     bound = factor if relative else float(number) / _unit(reader, metric, UNITS[metric])
     if metric == "goodput" and not relative and reader.unit != _RATE:
         metric = "attainment"
+    if metric in OF_ANSWERS and not relative and bound > 1:
+        raise reader.wrong("a share of all answers is at most 1")
     if metric == "attainment" and not relative and bound > 1:
         raise reader.wrong(f"a share of all requests is at most 1; for requests a second write goodput with '{_RATE}'")
     return Check(
-    if metric in OF_ANSWERS and not relative and bound > 1:
-        raise reader.wrong("a share of all answers is at most 1")
         text=text.strip(),
         server=server,
         load=load,

@@ -306,19 +306,19 @@ def _load_problems(load: Load, folder: Path) -> list[str]:
         elif not (folder / load.user).is_file():
             problems.append(f"user: there is no file {load.user} beside the scenario")
     if load.user == "batch" and load.turns is not None:
-    problems += behaviour.problems_of(load.think, load.think_s, load.abandon)
         problems.append("turns: a batch agent has no conversations; remove it or use 'user: chat'")
     if load.user == "chat" and load.batch_size is not None:
+        problems.append("batch_size: a chat user sends one request at a time; raise 'users' or use 'user: batch'")
+    problems += behaviour.problems_of(load.think, load.think_s, load.abandon)
+    problems += _not_its_own(load)
+    problems += behaviour.problems_of(load.think, load.think_s, load.abandon)
+    if load.processes > load.users:
+        problems.append(f"processes: {load.processes} load processes for {load.users} users; use at most one per user")
     problems += [f"output_tokens{problem}" for problem in lengths.problems_of(load.output_tokens, folder)]
     if load.endpoint == "embeddings" and load.user == "chat":
         problems.append("endpoint: a conversation needs answers, and embeddings are none; use 'user: batch'")
     if load.endpoint == "embeddings" and load.answer is not None:
         problems.append("answer: embeddings have no text to judge; remove it")
-        problems.append("batch_size: a chat user sends one request at a time; raise 'users' or use 'user: batch'")
-    problems += behaviour.problems_of(load.think, load.think_s, load.abandon)
-    problems += _not_its_own(load)
-    if load.processes > load.users:
-        problems.append(f"processes: {load.processes} load processes for {load.users} users; use at most one per user")
     problems += _trace_problems(load, load.trace, folder) if load.trace is not None else []
     return problems + (_arrival_problems(load.arrivals) if load.arrivals is not None else [])
 
@@ -333,6 +333,11 @@ def _trace_problems(load: Load, trace: Trace, folder: Path) -> list[str]:
         problems.append("trace: each of its rows is one request; use 'user: batch' without 'batch_size'")
     if not (folder / trace.file).is_file():
         problems.append(f"trace.file: there is no file {trace.file} beside the scenario")
+    if trace.to_s is not None and trace.to_s <= trace.from_s:
+        problems.append(f"trace.to_s: the window from {trace.from_s:g} to {trace.to_s:g} s is empty")
+    return problems
+
+
 def _answer_problems(scenario: Scenario) -> list[str]:
     problems = []
     for name, load in scenario.loads.items():
@@ -345,11 +350,6 @@ def _answer_problems(scenario: Scenario) -> list[str]:
             problems.append(f"{path}.choice: 'auto' are the labels of 'prompts.kind: classification'; list the choices")
         if load.output == "fixed":
             problems.append(f"{path}: an answer of a form ends where the form ends; add 'output: natural' to the load")
-    return problems
-
-
-    if trace.to_s is not None and trace.to_s <= trace.from_s:
-        problems.append(f"trace.to_s: the window from {trace.from_s:g} to {trace.to_s:g} s is empty")
     return problems
 
 
@@ -397,6 +397,11 @@ def _arrival_problems(arrivals: Arrivals) -> list[str]:
     if arrivals.wave is not None and arrivals.wave.least > arrivals.wave.most:
         problems.append(f"arrivals.wave: least {arrivals.wave.least:g} is above most {arrivals.wave.most:g}")
     if arrivals.burstiness != 1.0 and arrivals.spacing != "gamma":
+        problems.append("arrivals.burstiness: belongs to 'spacing: gamma'")
+    return problems
+
+
+def _prompt_problems(prompts: Prompts, folder: Path) -> list[str]:
     problems = [f"$.prompts.tokens{problem}" for problem in lengths.problems_of(prompts.tokens, folder)]
     if prompts.tokenizer is not None and prompts.kind != "synthetic":
         problems.append("$.prompts.tokenizer: only synthetic prompts are made to a length; remove it")
@@ -409,11 +414,6 @@ def _arrival_problems(arrivals: Arrivals) -> list[str]:
 
 
 def _file_problems(prompts: Prompts, folder: Path) -> list[str]:
-        problems.append("arrivals.burstiness: belongs to 'spacing: gamma'")
-    return problems
-
-
-def _prompt_problems(prompts: Prompts, folder: Path) -> list[str]:
     if prompts.kind != "file":
         return [] if prompts.file is None else ["$.prompts.file: is read only with 'kind: file'"]
     if prompts.file is None:

@@ -65,8 +65,8 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
     rows = _rows(run, summaries, tallies)
     base = baseline_of(run.scenario)
     comparison = None if reasons else compare_rows(rows, (base.server, base.load), run.scenario, floor_in(folder, run))
-    return Summary(
     notes += answered.differences(rows, comparison)
+    return Summary(
         run=run.id,
         scenario=run.scenario_name,
         question=run.scenario.question,
@@ -230,11 +230,11 @@ def _cell(
             machine_load=did,
             window_s=numbers.window_s,
             marks=watched.marks,
+            exact_prompts=run.scenario.prompts.tokenizer is not None,
             imported=run.origin is not None,
         )
     )
     phases = ran.served_by.phases if ran is not None else []
-            exact_prompts=run.scenario.prompts.tokenizer is not None,
     return CellSummary(
         id=cell.id,
         server=cell.server,

@@ -91,12 +91,12 @@ class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     chunk_gap_s: Distribution
     send_lag_s: Distribution
     tokens_per_chunk: float | None = None
-    slos: dict[str, Attained] = {}  # by the SLOs that a check asks about, such as "ttft<=1s, tpot<=50ms"
-
-    @property
     vectors: int | None = None  # of embeddings
     answers: Answers | None = None  # where answers were to have a form
     prompts: PromptLengths | None = None  # where their length was planned
+    slos: dict[str, Attained] = {}  # by the SLOs that a check asks about, such as "ttft<=1s, tpot<=50ms"
+
+    @property
     def error_rate(self) -> float | None:
         """Failed / sent. What the end of the run cut is no failure of the server, but no success either."""
         return self.failed / self.sent if self.sent else None

@@ -81,8 +81,8 @@ class Tally(Struct, kw_only=True):
     chunked_tokens: int = 0  # and these tokens
     ended_inside: int = 0
     slos: SloTally = msgspec.field(default_factory=SloTally)
-    wrong_length: int = 0
     answered: Answered = msgspec.field(default_factory=Answered)
+    wrong_length: int = 0
     read_clock: int = 0
     chunks: int = 0
     coalesced: int = 0  # of the chunks
@@ -129,10 +129,10 @@ class Tally(Struct, kw_only=True):
         inside = self.window_s is None or ended_s <= self.window_s[1]
         self.ended_inside += self.window_s is None
         self.slos.add(request, inside=inside)
+        self.answered.add(request, inside=inside)
         self._add_success(request)
 
     def merge(self, other: "Tally") -> None:
-        self.answered.add(request, inside=inside)
         """Add what was counted of the same cell further on in the file."""
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -273,12 +273,12 @@ def numbers_of(tallies: Sequence[Tally], cells: Sequence[Numbers] = ()) -> Numbe
     cached = [t.cached_tokens for t in tallies if t.cached_tokens is not None]
     known_prompts = succeeded and not any(t.without_prompt_tokens for t in tallies)
     known_output = succeeded and not any(t.without_output_tokens for t in tallies)
+    asked = [t.answered for t in tallies]
     rates = _rates(tallies[0]) if len(tallies) == 1 and not cells else _medians(cells)
     return Numbers(
         sent=sum(t.sent for t in tallies),
         succeeded=succeeded,
         failed=errors.total() - errors["unfinished"] - errors["abandoned"],
-    asked = [t.answered for t in tallies]
         unfinished=errors["unfinished"],
         abandoned=errors["abandoned"],
         errors=dict(sorted(errors.items())),
@@ -289,15 +289,18 @@ def numbers_of(tallies: Sequence[Tally], cells: Sequence[Numbers] = ()) -> Numbe
         window=rates.window,
         window_s=rates.window_s,
         output_tok_s=rates.output_tok_s,
+        input_tok_s=answered.input_tok_s(asked, rates.window_s, cells) if succeeded else None,
         requests_per_s=rates.requests_per_s,
         ttft_s=distribution([t.ttft_s for t in tallies]),
         ttfo_s=distribution([t.ttfo_s for t in tallies]),
         tpot_s=distribution([t.tpot_s for t in tallies]),
         e2e_s=distribution([t.e2e_s for t in tallies]),
-        input_tok_s=answered.input_tok_s(asked, rates.window_s, cells) if succeeded else None,
         chunk_gap_s=gap_distribution([t.chunk_gap_s for t in tallies]),
         send_lag_s=distribution([t.send_lag_s for t in tallies]),
         tokens_per_chunk=sum(t.chunked_tokens for t in tallies) / chunks if chunks else None,
+        vectors=answered.vectors_of(asked),
+        answers=answered.answers_of(asked),
+        prompts=answered.prompts_of(asked),
         slos=attained([t.slos for t in tallies], sum(t.sent for t in tallies), rates.window_s, cells),
     )
 
@@ -306,9 +309,6 @@ class _Rates(Struct, frozen=True, kw_only=True):
     """The part of Numbers that refers to a window."""
 
     wall_s: float | None = None
-        vectors=answered.vectors_of(asked),
-        answers=answered.answers_of(asked),
-        prompts=answered.prompts_of(asked),
     window: Literal["wall", "timed"] | None = None
     window_s: float | None = None
     output_tok_s: float | None = None

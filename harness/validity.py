@@ -156,11 +156,6 @@ def _work(evidence: Evidence) -> list[str]:
     return reasons
 
 
-def _tokens(tally: Tally, load: ServerLoad) -> list[str]:
-    """The server's counter against the tokens of all requests of the cell, warm-up included."""
-    served = load.generated_tokens
-    if served is None or load.restarted:
-        return []
 def _prompts(evidence: Evidence) -> list[str]:
     """Whether prompts that were made to an exact length have it, beside what a chat template adds to all of them."""
     prompts = evidence.numbers.prompts
@@ -172,6 +167,11 @@ def _prompts(evidence: Evidence) -> list[str]:
     ]
 
 
+def _tokens(tally: Tally, load: ServerLoad) -> list[str]:
+    """The server's counter against the tokens of all requests of the cell, warm-up included."""
+    served = load.generated_tokens
+    if served is None or load.restarted:
+        return []
     least, most = tally.least_tokens, tally.most_tokens
     missing = least - served if served < least else served - most if most is not None and served > most else 0.0
     if missing <= MOST_TOKEN_DIFFERENCE * max(served, least):

@@ -38,14 +38,14 @@ def _record(line: Line) -> dict[str, str | int | float | None]:
         "completion_tokens_per_run": line.tokens,
         "output_tok_s": numbers.output_tok_s,
         "requests_per_s": numbers.requests_per_s,
-    }
-    for name, field in _LATENCIES.items():
-        sample = getattr(numbers, field)
-        record |= {f"{name}_{statistic}_s": getattr(sample, statistic) for statistic in _STATISTICS}
         "input_tok_s": numbers.input_tok_s,
         "vectors": numbers.vectors,
         **_answers(numbers.answers),
         **_prompts(numbers.prompts),
+    }
+    for name, field in _LATENCIES.items():
+        sample = getattr(numbers, field)
+        record |= {f"{name}_{statistic}_s": getattr(sample, statistic) for statistic in _STATISTICS}
     did = line.row.machine_load
     record |= {name: None if did is None else getattr(did, field) for name, field, *_ in VALUES}
     for slos, attained in numbers.slos.items():

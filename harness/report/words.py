@@ -66,6 +66,11 @@ def load_in_words(load: Load) -> str:
 
 
 def _people(load: Load) -> str:
+    if is_open(load):
+        who = {"chat": "conversations", "batch": "requests" if (load.batch_size or 1) == 1 else "bursts"}
+        more = f" of {load.batch_size} requests" if (load.batch_size or 1) > 1 else ""
+        begun = f"{who.get(load.user, load.user)}{more} begin by a schedule ({loop(load)})"
+        return f"{begun}, at most {count(load.users, 'user')} at once"
     if load.user == "chat":
         think = f", {load.think_s[0]:g} to {load.think_s[1]:g} s of thinking" if load.think_s else ""
         return count(load.users, "chat user") + think
@@ -74,8 +79,3 @@ def _people(load: Load) -> str:
         how = "one request at a time" if size == 1 else f"{size} requests at once"
         return f"{count(load.users, 'agent')}, {how}"
     return count(load.users, "user") + f" of {load.user}"
-    if is_open(load):
-        who = {"chat": "conversations", "batch": "requests" if (load.batch_size or 1) == 1 else "bursts"}
-        more = f" of {load.batch_size} requests" if (load.batch_size or 1) > 1 else ""
-        begun = f"{who.get(load.user, load.user)}{more} begin by a schedule ({loop(load)})"
-        return f"{begun}, at most {count(load.users, 'user')} at once"
