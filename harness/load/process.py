@@ -23,7 +23,6 @@ from harness.load.leave import leaving
 from harness.load.reader import Reader
 from harness.load.recorder import Recorder
 from harness.load.tickets import Plan, Ticket, Tickets
-from harness.load.tools import Tools
 from harness.records import ErrorKind, Request
 from harness.structured import Judged
 from harness.traces.replay import Replay, replay_of
@@ -78,11 +77,8 @@ class LoadProcess:
     def messages(self, ticket: Ticket) -> list[Message]:
         """The messages of a place in the seeded sequence. Those of the warm-up are no part of a trace."""
         if self._replay is not None and ticket.index >= 0:
-            return workload.trace_messages(self._replay, self.job.seed, ticket.index, self.job.salt, self.job.words)
-        job = self.job
-        return workload.messages(
-            job.prompts, job.seed, ticket.index, job.salt, self._rows, job.prompt_lengths, job.words
-        )
+            return workload.trace_messages(self._replay, self.job.seed, ticket.index, self.job.salt)
+        return workload.messages(self.job.prompts, self.job.seed, ticket.index, self.job.salt, self._rows)
 
     def model(self) -> str:
         """The model to ask for: the job's, else the first that the server offers. Raises HarnessError."""
@@ -98,7 +94,6 @@ class LoadProcess:
         place: Place,
         tell: Callable[[Answer], None] | None = None,
         leave: Abandon | None = None,
-        tools: Tools | None = None,
     ) -> Answer:
         """Send one request and wait for its end. Leaves exactly one record, and calls `tell`, whatever happens.
 
@@ -112,7 +107,7 @@ class LoadProcess:
         self.recorder.sending(place.ticket.phase)
         try:
             with leaving(leave, exchange, reading):
-                client.post(PATHS[self.job.load.endpoint], self._body(messages, place.ticket, tools), exchange)
+                client.post("/chat/completions", self._body(messages, self._asked(place.ticket)), exchange)
             answer = self._finish(reading)
         except Exception as error:
             logger.exception("defect in the load generator, recorded as error kind 'client'")
@@ -123,7 +118,7 @@ class LoadProcess:
             raise
         finally:
             self.recorder.health.note_reads(exchange.arrivals.lags_us())
-            self.recorder.add(self._record(exchange, answer, place, tools))
+            self.recorder.add(self._record(exchange, answer, place))
             self.tickets.settle()
             if tell is not None:
                 tell(answer)
@@ -138,35 +133,22 @@ class LoadProcess:
         """How many tokens the answer is to have, or at most."""
         if self._replay is not None and ticket.index >= 0:
             return self._replay.output_tokens[ticket.index]
-        job = self.job
-        return workload.output_tokens(job.load, job.seed, ticket.index, self._rows, job.output_lengths)
+        return self.job.load.output_tokens
 
-    def _body(self, messages: Sequence[Message], ticket: Ticket, tools: Tools | None) -> bytes:
-        job, form = self.job, self.job.load.answer
-        more = {} if form is None else structured.fields_of(form, self._choices(ticket))
-        more |= {} if tools is None else tools.fields()
-        return body_of(job.load, self.model(), messages, self._asked(ticket), more)
-
-    def _choices(self, ticket: Ticket) -> list[str]:
-        form = self.job.load.answer
-        return [] if form is None else workload.choices_at(form, self.job.seed, ticket.index)
-
-    def _judged(self, answer: Answer, ticket: Ticket) -> Judged:
-        """Whether a good answer has the form that was asked for, and is right where that is known."""
-        form = self.job.load.answer
-        if form is None or answer.error is not None:
-            return Judged()
-        label = workload.label_at(self.job.prompts, self.job.seed, ticket.index)
-        return structured.judge(form, self._choices(ticket), label, answer.text)
-
-    def _asked_prompt(self, place: Place) -> int | None:
-        """How long the prompt was to be, where it is nothing but planned: later turns hold answers as well."""
-        if (place.turn or 1) > 1 or place.changed:
-            return None
-        job, index = self.job, place.ticket.index
-        if self._replay is not None and index >= 0:
-            return self._replay.prompt_tokens[index] + (workload.SALT_WORDS if job.salt else 0)
-        return workload.asked_prompt_tokens(job.prompts, job.seed, index, job.salt, job.prompt_lengths)
+    def _body(self, messages: Sequence[Message], asked_tokens: int) -> bytes:
+        load = self.job.load
+        body: dict[str, object] = {
+            "model": self.model(),
+            "messages": messages,
+            "max_tokens": asked_tokens,
+            "temperature": 0,  # the same choices on both sides of a comparison
+            "stream": load.stream,
+        }
+        if load.stream:
+            body["stream_options"] = {"include_usage": True}
+        if load.output == "fixed":
+            body["ignore_eos"] = True
+        return msgspec.json.encode(body)
 
     def _finish(self, reading: Reading) -> Answer:
         try:
@@ -175,7 +157,7 @@ class LoadProcess:
             logger.exception("defect in the load generator, recorded as error kind 'client'")
             return Answer("client", f"{type(error).__name__}: {error}")
 
-    def _record(self, exchange: Exchange, answer: Answer, place: Place, tools: Tools | None) -> Request:
+    def _record(self, exchange: Exchange, answer: Answer, place: Place) -> Request:
         load = self.job.load
         judged = self._judged(answer, place.ticket)
         embeddings = load.endpoint == "embeddings"
@@ -209,13 +191,6 @@ class LoadProcess:
             output_tokens=answer.output_tokens,
             cached_tokens=answer.cached_tokens,
             reasoning_tokens=answer.reasoning_tokens,
-            reasoning_chunks=answer.reasoning_chunks,
-            tool_chunks=answer.tool_chunks,
-            tool_calls=None if tools is None else len(answer.calls),
-            tool_calls_valid=None if tools is None else sum(tools.is_valid(call) for call in answer.calls),
-            vectors=answer.vectors,
-            answer_valid=judged.valid,
-            answer_right=judged.right,
             finish=answer.finish,
             status=exchange.status,
             error=answer.error,
