@@ -50,15 +50,13 @@ def requests_of(job: Job) -> bytes:
     """What the cell would send to a server, warm-up first, a JSON object a line."""
     rows = workload.read_rows(job.prompt_file) if job.prompt_file else []
     warmup = [-1 - number for number in range(job.warmup.requests or 0)]
-    asked = {"max_tokens": _tokens(job), "ignore_eos": job.load.output == "fixed"}
     lines = [
         {
             "index": index,
             "phase": "warmup" if index < 0 else "measured",
-            "messages": workload.messages(
-                job.prompts, job.seed, index, job.salt, rows, job.prompt_lengths, job.words
-            ),
-            **asked,
+            "messages": workload.messages(job.prompts, job.seed, index, job.salt, rows, job.prompt_lengths, job.words),
+            "max_tokens": workload.output_tokens(job.load, job.seed, index, rows, job.output_lengths),
+            "ignore_eos": job.load.output == "fixed",
         }
         for index in [*warmup, *range(job.load.requests or 0)]
     ]
@@ -70,6 +68,7 @@ def records_of(job: Job, outcome: Outcome) -> list[Request]:
     planned = (job.warmup.requests or 0) + (job.load.requests or 0)
     if len(outcome.lines) != planned:
         raise RunError(f"cell {job.cell}: {planned} requests were planned and {len(outcome.lines)} were answered")
+    rows = workload.read_rows(job.prompt_file) if job.prompt_file else []
     return [
         Request(
             id="-".join(part for part in (job.run, job.cell, str(line.index).replace("-", "w")) if part),
@@ -82,7 +81,7 @@ def records_of(job: Job, outcome: Outcome) -> list[Request]:
             phase="warmup" if line.index < 0 else "measured",
             sent_s=line.began_s,
             ended_s=line.ended_s - line.began_s,
-            asked_tokens=_tokens(job),
+            asked_tokens=workload.output_tokens(job.load, job.seed, line.index, rows, job.output_lengths),
             fixed_length=job.load.output == "fixed",
             prompt_tokens=line.prompt_tokens,
             output_tokens=line.output_tokens,
@@ -91,12 +90,6 @@ def records_of(job: Job, outcome: Outcome) -> list[Request]:
         )
         for line in outcome.lines
     ]
-
-
-def _tokens(job: Job) -> int:
-    tokens = job.load.output_tokens
-    assert isinstance(tokens, int), "refused with the scenario"
-    return tokens
 
 
 def _marks(job: Job, outcome: Outcome, number: int) -> list[ProcessMark]:

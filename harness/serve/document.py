@@ -53,10 +53,10 @@ def _offline_problems(server: Server, scenario: Scenario) -> list[str]:
     for name, load in scenario.loads.items():
         fields = [field for field in msgspec.structs.fields(load) if field.name not in _OFFLINE]
         other = [field.encode_name for field in fields if getattr(load, field.name) != field.default]
-        if load.user != "batch" or load.requests is None or not isinstance(load.output_tokens, int):
+        if load.user != "batch" or load.requests is None:
             problems.append(
                 f".template: it takes requests that are known beforehand, so the load '{name}' would have to be "
-                "`user: batch` with a number of `requests` and one length of answers"
+                "`user: batch` with a number of `requests`"
             )
         elif other:
             problems.append(f".template: it cannot do what the load '{name}' asks for with {', '.join(other)}")

@@ -85,6 +85,17 @@ def test_a_job_that_fails_is_told_and_leaves_nothing(
     assert remains(client, folder.name) == []
 
 
+def test_lengths_are_those_of_the_sequence(tmp_path: Path) -> None:
+    loads = {"bursts": BURSTS["bursts"] | {"output_tokens": {"uniform": [3, 9]}}}
+    path = write(tmp_path, servers={"offline": offline()}, loads=loads, prompts={"tokens": {"uniform": [5, 20]}})
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path, timeout_s=120)
+    assert (done.code, done.err) == (0, "")
+    records = list(read_requests(only_run(tmp_path / "runs") / "requests.jsonl"))
+    assert [record.output_tokens for record in records] == [record.asked_tokens for record in records]
+    assert len({record.asked_tokens for record in records}) > 2
+    assert len({record.prompt_tokens for record in records}) > 2
+
+
 def test_what_an_offline_server_cannot_be_is_said_with_the_scenario(tmp_path: Path) -> None:
     server = Server(template="vllm-offline", gateway=Gateway(template="litellm"))
     loads = {
