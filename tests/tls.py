@@ -23,7 +23,8 @@ def sign(folder: Path, name: str = "IP:127.0.0.1") -> Signed:
     """An authority of our own and a certificate for `name`, made by openssl."""
     folder.mkdir(parents=True, exist_ok=True)
     made = Signed(folder / "ca.pem", folder / "server.pem", folder / "server.key")
-    quiet: list[str | Path] = ["openssl", "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    quiet: list[str | Path] = ["openssl", "req", *curve, "-nodes", "-days", "2"]
     ca_key, request, extra = folder / "ca.key", folder / "server.csr", folder / "extra"
     authority: list[str | Path] = ["-x509", "-subj", "/CN=authority of a test", "-keyout", ca_key, "-out", made.ca]
     _run(*quiet, *authority, "-addext", "keyUsage=critical,keyCertSign")
