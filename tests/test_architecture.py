@@ -70,6 +70,7 @@ ALLOWED = {
         "paths",
         "process",
         "job",
+        "check_syntax",
         "trust",
     },
     **dict.fromkeys(

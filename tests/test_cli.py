@@ -173,12 +173,8 @@ def test_an_output_that_is_full(made: Path) -> None:
 @pytest.mark.parametrize("command", ["live", "run"])
 def test_live(tmp_path: Path, command: str) -> None:
     path = write(tmp_path)
-    port = free_port() if command == "live" else 8089
-    extra = ("--port", str(port)) if command == "live" else ("--ui",)
-    if command == "run":
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                pytest.skip("port 8089 is in use on this machine")
+    port = free_port()
+    extra = ("--port", str(port)) if command == "live" else ("--ui", "--ui-port", str(port))
     with going(command, path.name, *extra, "--runs", "runs", cwd=tmp_path) as live:
 
         def page() -> str:

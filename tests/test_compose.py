@@ -502,6 +502,12 @@ def test_the_document_is_the_same_at_every_call(container: bool) -> None:
     ]
 
 
+def test_the_document_has_the_web_ui_at_the_port_asked_for() -> None:
+    text = compose_document(scenario(Server(template="simulated", container=False)), "s", ui_port=9099)
+    assert yaml.safe_load(text)["services"]["locust"]["ports"] == ["127.0.0.1:9099:8089"]
+    assert "# Locust: http://127.0.0.1:9099 " in text
+
+
 def test_the_ports_of_the_document_are_those_asked_for() -> None:
     given = scenario(Server(template="simulated", variables={"port": 9000, "host_port": 9001}, container=False))
     text = compose_document(given, "s")

@@ -55,6 +55,9 @@ def run(
     ui: Annotated[
         bool, typer.Option("--ui", help="Serve Locust's web UI instead of measuring; same as `harness live`.")
     ] = False,
+    ui_port: Annotated[
+        int, typer.Option("--ui-port", min=1, max=65535, help="With --ui: port of the web UI on 127.0.0.1.")
+    ] = 8089,
     explain: Annotated[bool, typer.Option("--explain", help="Explain the columns below the table.")] = False,
 ) -> None:
     """Start the scenario's servers, load them, take everything down, and report."""
@@ -67,7 +70,7 @@ def run(
     from harness.run import run as run_experiment
 
     if ui:
-        live(scenario, url=url, ca=ca, model=model, runs=runs)
+        live(scenario, url=url, ca=ca, model=model, port=ui_port, runs=runs)
         return
     target = target_of(url, metrics_url, ca)
     experiment = experiments.prepare(scenario_path(scenario), target, model, repeats, checks or [])
@@ -143,7 +146,13 @@ def doctor(
 
 
 @app.command(short_help="Print the Compose file that would be run.")
-def compose(scenario: ScenarioArg, server: ServerOpt = None) -> None:
+def compose(
+    scenario: ScenarioArg,
+    server: ServerOpt = None,
+    ui_port: Annotated[
+        int, typer.Option("--ui-port", min=1, max=65535, help="Port of Locust's web UI on 127.0.0.1.")
+    ] = 8089,
+) -> None:
     """Print the Compose file that the harness would run, for `docker compose up`."""
     from harness import experiment as experiments
     from harness.computed import fill_in
@@ -151,7 +160,7 @@ def compose(scenario: ScenarioArg, server: ServerOpt = None) -> None:
 
     experiment = experiments.prepare(scenario_path(scenario))
     experiment = fill_in(experiment, lambda line: print(line, file=sys.stderr))
-    print(compose_document(experiment.scenario, experiments.server_name(experiment, server)), end="")
+    print(compose_document(experiment.scenario, experiments.server_name(experiment, server), ui_port=ui_port), end="")
 
 
 @app.command(short_help="Measure the noise floor of this machine.")

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from harness.check_syntax import slo_sets
 from harness.errors import HarnessError
 from harness.machine.facts import device_groups
 from harness.paths import COMPOSE
@@ -80,9 +81,10 @@ COMPOSE_HEAD = """\
 """
 
 
-def compose_document(scenario: Scenario, server_name: str, with_locust: bool = True) -> str:
+def compose_document(scenario: Scenario, server_name: str, with_locust: bool = True, ui_port: int | None = None) -> str:
     """The Compose file of a server for `docker compose up`, with Locust's web UI in front of it unless told not to.
 
+    `ui_port`: the host's port for the UI; None: the one that the template `locust` declares.
     The same at every call: the host's port is that of the container, unless the server has a host_port.
     """
     server = server_of(scenario, server_name)
@@ -103,14 +105,19 @@ def compose_document(scenario: Scenario, server_name: str, with_locust: bool = T
     head = COMPOSE_HEAD.format(
         server=server_name,
         port=published,
-        ui_port=of_locust["ui_port"].default,
+        ui_port=ui_port or of_locust["ui_port"].default,
         image=of_locust["image"].default,
     )
     return head + rendered(
         server,
         scenario.model,
         port=port,
-        locust={"locustfile": load.user, "arguments": _by_hand(scenario, load), "environment": keys},
+        locust={
+            "locustfile": load.user,
+            "arguments": _by_hand(scenario, load),
+            "environment": keys,
+            **({"ui_port": ui_port} if ui_port else {}),
+        },
     )
 
 
@@ -122,8 +129,15 @@ def _by_hand(scenario: Scenario, load: Load) -> list[str]:
         "--spawn-rate": f"{load.users / max(load.ramp_s, 1):g}",
         "--model": scenario.model,
         "--prompts": prompts.kind if prompts.kind != "file" else "synthetic",  # a file of the host is not in the image
-        "--prompt-tokens": prompts.tokens,
-        "--output-tokens": load.output_tokens,
+        # A length by distribution is a mapping, which no option of a locustfile is.
+        "--prompt-tokens": prompts.tokens if isinstance(prompts.tokens, int) else None,
+        "--output-tokens": load.output_tokens if isinstance(load.output_tokens, int) else None,
+        "--output": load.output,
+        "--stream": "yes" if load.stream else "no",
+        "--system-tokens": prompts.system_tokens or None,
+        "--arrivals": None if load.arrivals is None or load.arrivals.rate is None else f"{load.arrivals.rate:g}",
+        "--timeout": f"{load.timeout_s:g}",
+        "--slos": next(iter(slo_sets(scenario.checks)), None),
         "--batch-size": load.batch_size,
         "--turns": load.turns,
         "--think": " ".join(f"{number:g}" for number in load.think_s) if load.think_s else None,
