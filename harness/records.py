@@ -62,6 +62,10 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     output_tokens: int | None = None
     cached_tokens: int | None = None
     reasoning_tokens: int | None = None
+    reasoning_chunks: int = 0  # of chunks_s, those with nothing but reasoning
+    tool_chunks: int = 0  # and those with nothing but tool calls
+    tool_calls: int | None = None  # in the answer; None: no tools were sent
+    tool_calls_valid: int | None = None  # of these: a known tool, and arguments that it takes
     finish: str | None = None
     status: int | None = None
     error: ErrorKind | None = None

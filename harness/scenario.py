@@ -371,6 +371,10 @@ def _not_its_own(load: Load) -> list[str]:
         for key, user in _OF_USER.items()
         if load.user in USERS and load.user != user and getattr(load, key)
     ]
+    if load.user == "agent" and load.endpoint != "chat":
+        problems.append("endpoint: only chat knows tools; remove it or use 'user: batch'")
+    if load.user == "rag" and load.endpoint != "chat":
+        problems.append("endpoint: a document goes before the question as a message; remove it")
     if load.in_flight is not None and load.batch_size is not None:
         problems.append("in_flight: give one of 'batch_size' (bursts) and 'in_flight'")
     if load.in_flight is not None and (load.think_s or load.think):

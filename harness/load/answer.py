@@ -13,6 +13,7 @@ import msgspec
 
 from harness.load.exchange import Clock, Exchange
 from harness.load.sse import Event, Parser
+from harness.load.tools import Call, gather
 from harness.records import ErrorKind
 
 _MESSAGE_CHARS = 300
@@ -39,6 +40,9 @@ class Answer:
         self.output_tokens: int | None = None
         self.cached_tokens: int | None = None
         self.reasoning_tokens: int | None = None
+        self.reasoning_chunks = 0  # of the chunks, those with nothing but reasoning
+        self.tool_chunks = 0  # and those with nothing but a tool call
+        self.calls: list[Call] = []  # of tools
         self.finish: str | None = None
         self.text = ""  # visible content: the next turn of a conversation needs it, no record holds it
         self.error = error
@@ -208,7 +212,20 @@ def _take_event(event: Event, number: int, answer: Answer) -> bool:
     for channel in _VISIBLE:
         if part.get(channel):
             answer.text += str(part[channel])
+    if not any(part.get(channel) for channel in _VISIBLE):
+        _unseen(part, answer)
+    elif part.get("tool_calls"):
+        gather(answer.calls, part["tool_calls"])
     return True
+
+
+def _unseen(part: dict[str, Any], answer: Answer) -> None:
+    """Count a chunk without visible text."""
+    if any(part.get(channel) for channel in _REASONING):
+        answer.reasoning_chunks += 1
+    else:
+        answer.tool_chunks += 1
+    gather(answer.calls, part.get("tool_calls"))
 
 
 def _whole(exchange: Exchange, answer: Answer) -> None:
@@ -237,6 +254,7 @@ def _whole(exchange: Exchange, answer: Answer) -> None:
     part = message if isinstance(message, dict) else choice
     answer.generated = any(part.get(channel) for channel in _CHANNELS)
     answer.text = "".join(str(part[channel]) for channel in _VISIBLE if part.get(channel))
+    gather(answer.calls, part.get("tool_calls"))
     if not answer.generated:
         answer.fail("empty", f"a complete answer without any generated text; {_usage_words(answer)}")
 

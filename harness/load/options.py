@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from locust.argument_parser import LocustArgumentParser
 
+from harness.behaviour import Agent, Rag
 from harness.check_syntax import Slo, parse_check
 from harness.errors import HarnessError
 from harness.job import Job, read_job
@@ -47,6 +48,12 @@ def add_options(parser: LocustArgumentParser) -> None:
     )
     add("--stream", choices=["yes", "no"], default="yes" if load.stream else "no", help="stream the answers")
     add("--batch-size", type=int, default=load.batch_size or 1, help="batch agents: requests sent at once")
+    add("--in-flight", type=int, default=load.in_flight or 0, help="batch agents: always so many, instead of bursts")
+    agent, rag = load.agent or Agent(), load.rag or Rag()
+    add("--steps", type=int, default=agent.steps, help="agents with tools: model calls of a task")
+    add("--sub-agents", type=int, default=agent.sub_agents, help="agents with tools: that each task starts")
+    add("--documents", type=int, default=rag.documents, help="users of documents: how many there are")
+    add("--document-tokens", type=int, default=rag.document_tokens, help="users of documents: length of each")
     add("--turns", type=int, default=load.turns or TURNS, help="chat users: turns of a conversation")
     add(
         "--think",
@@ -119,6 +126,13 @@ def with_options(job: Job, options: Namespace) -> Job:
             output=options.output,
             stream=options.stream == "yes",
             batch_size=options.batch_size,
+            in_flight=options.in_flight or None,
+            agent=msgspec.structs.replace(
+                job.load.agent or Agent(), steps=options.steps, sub_agents=options.sub_agents
+            ),
+            rag=msgspec.structs.replace(
+                job.load.rag or Rag(), documents=options.documents, document_tokens=options.document_tokens
+            ),
             turns=options.turns,
             think_s=_span(options.think),
             timeout_s=options.timeout,

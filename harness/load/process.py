@@ -23,6 +23,7 @@ from harness.load.leave import leaving
 from harness.load.reader import Reader
 from harness.load.recorder import Recorder
 from harness.load.tickets import Plan, Ticket, Tickets
+from harness.load.tools import Tools
 from harness.records import ErrorKind, Request
 from harness.structured import Judged
 from harness.traces.replay import Replay, replay_of
@@ -94,6 +95,7 @@ class LoadProcess:
         place: Place,
         tell: Callable[[Answer], None] | None = None,
         leave: Abandon | None = None,
+        tools: Tools | None = None,
     ) -> Answer:
         """Send one request and wait for its end. Leaves exactly one record, and calls `tell`, whatever happens.
 
@@ -118,7 +120,7 @@ class LoadProcess:
             raise
         finally:
             self.recorder.health.note_reads(exchange.arrivals.lags_us())
-            self.recorder.add(self._record(exchange, answer, place))
+            self.recorder.add(self._record(exchange, answer, place, tools))
             self.tickets.settle()
             if tell is not None:
                 tell(answer)
@@ -157,7 +159,7 @@ class LoadProcess:
             logger.exception("defect in the load generator, recorded as error kind 'client'")
             return Answer("client", f"{type(error).__name__}: {error}")
 
-    def _record(self, exchange: Exchange, answer: Answer, place: Place) -> Request:
+    def _record(self, exchange: Exchange, answer: Answer, place: Place, tools: Tools | None) -> Request:
         load = self.job.load
         judged = self._judged(answer, place.ticket)
         embeddings = load.endpoint == "embeddings"
@@ -191,6 +193,10 @@ class LoadProcess:
             output_tokens=answer.output_tokens,
             cached_tokens=answer.cached_tokens,
             reasoning_tokens=answer.reasoning_tokens,
+            reasoning_chunks=answer.reasoning_chunks,
+            tool_chunks=answer.tool_chunks,
+            tool_calls=None if tools is None else len(answer.calls),
+            tool_calls_valid=None if tools is None else sum(tools.is_valid(call) for call in answer.calls),
             finish=answer.finish,
             status=exchange.status,
             error=answer.error,

@@ -18,8 +18,9 @@ A locustfile of your own needs nothing else, under `locust -f` as well as in a s
 
 import random
 import time
-from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import ClassVar, NamedTuple, TypeVar
 
 import gevent
 from locust import User
@@ -34,9 +35,12 @@ from harness.load.answer import Answer
 from harness.load.client import Client
 from harness.load.process import Place
 from harness.load.tickets import Ticket
+from harness.load.tools import Tools
 from harness.load.wiring import give_up, load_process
 from harness.scenario import Load
-from harness.workload import Message
+from harness.workload import Message, text
+
+T = TypeVar("T")
 
 _IDLE_S = 0.2
 _AHEAD_S = 0.2  # open loop: so long before it is time a prompt is made, which may take some ms
@@ -48,6 +52,7 @@ class Work(NamedTuple):
 
     ticket: Ticket
     messages: list[Message]
+    changed: bool = False  # by the user: not those of the plan alone
 
     @property
     def index(self) -> int:
@@ -57,6 +62,17 @@ class Work(NamedTuple):
     def at(self, place: "Work") -> "Work":
         """The same messages at another place of the sequence: a question that is asked again."""
         return self._replace(ticket=place.ticket)
+
+    def saying(self, messages: Sequence[Message]) -> "Work":
+        """Other messages at this place of the sequence."""
+        return self._replace(messages=list(messages), changed=True)
+
+    def about(self, text: str) -> "Work":
+        """With a text that the model is to know: behind the salt and the system prompt, before the question."""
+        first, *others = self.messages
+        if first["role"] != "system":
+            return self.saying([{"role": "system", "content": text}, first, *others])
+        return self.saying([{"role": "system", "content": f"{first['content']}\n\n{text}"}, *others])
 
     def without_system(self) -> "Work":
         """For the later turns of a conversation, whose history begins with the system prompt."""
@@ -78,6 +94,7 @@ class LLMUser(User):
         self._process = load_process()
         self._clients: list[Client] = []  # idle connections
         self._held: set[Ticket] = set()  # taken, and neither sent nor given up
+        self._under_way: list[gevent.Greenlet] = []  # requests that were begun and that nobody waits for
         self._last = 0  # index of the request that was sent last
         self.number = self._process.tickets.user()
         self.random = random.Random(f"{self._process.job.seed}:{self.number}")
@@ -91,6 +108,14 @@ class LLMUser(User):
     def seed(self) -> int:
         """Of the scenario. With the index of a request it makes a decision the same in every run."""
         return self._process.job.seed
+
+    def text(self, tokens: int, place: str) -> str:
+        """So many words that belong to a place of one's own naming, such as a document: the same in every run."""
+        return text(tokens, self.seed, place, self._process.job.words)
+
+    def shared_text(self, tokens: int, place: str) -> str:
+        """Such a text that requests begin with: behind the cell's salt, so that no earlier cell has it in a cache."""
+        return " ".join(filter(None, [self._process.job.salt, self.text(tokens, place)]))
 
     def take(self, most: int = 1) -> list[Work]:
         """The next requests to send: at least one, at most `most`. Once there is no more, waits for the end.
@@ -113,6 +138,7 @@ class LLMUser(User):
                 self._wait_until(tickets[0].due_s)
                 return works
             gevent.sleep(_IDLE_S)
+        gevent.joinall(self._under_way)
         raise StopUser
 
     def ask(
@@ -125,20 +151,47 @@ class LLMUser(User):
         batch: int | None = None,
         again: bool = False,
         leave: Abandon | None = None,
+        tools: Tools | None = None,
     ) -> Answer:
         """Send one request, after `history`, and wait for its answer. A failed one has `answer.error`.
 
         Where the user is to `leave` before the answer is there, `answer.error` is `abandoned`. `again`: it asks what
-        the one before it asked.
+        the one before it asked. `tools` are sent along, and calls of them are in `answer.calls`.
         Raises ValueError for one that was sent before: what the plan says is sent once, and nothing else.
         """
+        self._claim(work)
+        place = Place(
+            work.ticket, type(self).__name__, self.number, conversation, turn, batch, again, changed=work.changed
+        )
+        return self._send([*history, *work.messages], place, leave, tools)
+
+    def begin(self, work: Work) -> None:
+        """Send one request, and go on without its answer."""
+        self._claim(work)
+        place = Place(work.ticket, type(self).__name__, self.number, changed=work.changed)
+        self._under_way.append(gevent.spawn(self._send, work.messages, place))
+
+    def wait_until_below(self, number: int) -> None:
+        """Wait until fewer than `number` of the requests that were begun are under way."""
+        while len(self._under_way) >= number:
+            gevent.wait(self._under_way, count=1)
+            self._under_way = [one for one in self._under_way if not one.dead]
+
+    def _claim(self, work: Work) -> None:
         if work.ticket not in self._held:
             raise ValueError(f"request {work.ticket.index} was sent already; take() another one")
         self._held.remove(work.ticket)
         self._last = work.ticket.index
+
+    def _send(
+        self,
+        messages: Sequence[Message],
+        place: Place,
+        leave: Abandon | None = None,
+        tools: Tools | None = None,
+    ) -> Answer:
         client = self._clients.pop() if self._clients else self._process.client()
-        place = Place(work.ticket, type(self).__name__, self.number, conversation, turn, batch, again)
-        answer = self._process.send(client, [*history, *work.messages], place, self._tell_locust, leave)
+        answer = self._process.send(client, messages, place, self._tell_locust, leave, tools)
         self._clients.append(client)
         if answer.error == "connect" or (answer.error == "disconnect" and answer.headers_s is None):
             gevent.sleep(_AFTER_NO_CONNECTION_S)
@@ -147,12 +200,16 @@ class LLMUser(User):
     def ask_all(self, works: Sequence[Work]) -> list[Answer]:
         """Send all at once and wait for the last answer."""
         batch = works[0].ticket.index
-        asking = [gevent.spawn(self.ask, work, batch=batch) for work in works]
+        return self.at_once([partial(self.ask, work, batch=batch) for work in works])
+
+    def at_once(self, doing: Sequence[Callable[[], T]]) -> list[T]:
+        """Do several things at the same time, and wait for the last."""
+        under_way = [gevent.spawn(do) for do in doing]
         try:
-            gevent.joinall(asking)
+            gevent.joinall(under_way)
         finally:
-            gevent.killall(asking)  # cut by the end of the run: each leaves its record
-        return [one.get() for one in asking]
+            gevent.killall(under_way)  # cut by the end of the run: each request leaves its record
+        return [one.get() for one in under_way]
 
     def over(self) -> bool:
         """Whether the measured time has passed: nothing more is to be sent, and `take` gives up what was not."""
@@ -170,6 +227,7 @@ class LLMUser(User):
         gevent.sleep(pause_s if left_s is None else max(0.0, min(pause_s, left_s)))
 
     def on_stop(self) -> None:
+        gevent.killall(self._under_way)
         for client in self._clients:
             client.close()
 

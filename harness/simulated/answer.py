@@ -38,6 +38,7 @@ class Answer:
         self._held: list[bytes] = []
         self._pieces: deque[bytes | None] = deque()
         self._draining: asyncio.Task[None] | None = None
+        self._called = self._argued = False  # whether the tool call has begun
 
     def open(self) -> None:
         """Send the headers of a stream; they go out before any token exists, as vLLM does."""
@@ -54,6 +55,8 @@ class Answer:
         word = "" if finish == "stop" else self.word(index)
         text = word if index == 0 or not word else " " + word
         channel = self._channel(index)
+        if channel == "tool_calls" and self.asked.tool is not None:
+            text = self._argument(text, finish)
         if not self.asked.stream:
             self._texts.append((channel, text))
             return
@@ -103,10 +106,21 @@ class Answer:
         if channel != "tool_calls" or not text:
             return {channel if text else "content": text}
         call: dict[str, Any] = {"index": 0, "function": {"arguments": text}}
-        if index == 0:
+        if not self._called:
+            self._called = True
             call |= {"id": _TOOL["id"], "type": "function"}
-            call["function"]["name"] = _TOOL["name"]
+            call["function"]["name"] = self._tool_name()
         return {"tool_calls": [call]}
+
+    def _tool_name(self) -> str:
+        return self.asked.tool[0] if self.asked.tool else _TOOL["name"]
+
+    def _argument(self, text: str, finish: str | None) -> str:
+        """The words as the one argument of the tool that was offered: JSON once the last of them is there."""
+        assert self.asked.tool is not None
+        begin = "" if self._argued else f'{{"{self.asked.tool[1]}": "'
+        self._argued = True
+        return begin + text + ('"}' if finish is not None else "")
 
     def _finish_name(self, finish: str | None) -> str | None:
         return "tool_calls" if finish == "stop" and "tool-call" in self.faults else finish
@@ -191,7 +205,7 @@ class Answer:
         for channel, text in self._texts:
             if channel == "tool_calls":
                 arguments = message.setdefault("tool_calls", [{"id": _TOOL["id"], "type": "function", "function": {
-                    "name": _TOOL["name"], "arguments": ""}}])  # fmt: skip
+                    "name": self._tool_name(), "arguments": ""}}])  # fmt: skip
                 arguments[0]["function"]["arguments"] += text
             else:
                 message[channel] = message.get(channel, "") + text

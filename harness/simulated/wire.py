@@ -1,5 +1,6 @@
 """Request bodies in, response bodies out, in the shapes that vLLM 0.32 puts on the wire."""
 
+import json
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ class Asked(msgspec.Struct, frozen=True):
     ignore_eos: bool
     stream: bool
     include_usage: bool
+    tool: tuple[str, str] | None = None  # the first tool that may be called, and its first parameter
 
 
 def error_body(message: str, kind: str, code: int, param: str | None = None) -> bytes:
@@ -74,6 +76,7 @@ def parse_asked(body: dict[str, Any], chat: bool, model: str, max_model_len: int
         ignore_eos=bool(body.get("ignore_eos")),
         stream=bool(body.get("stream")),
         include_usage=bool(options.get("include_usage")),
+        tool=_tool(body),
     )
 
 
@@ -109,7 +112,8 @@ def prompt_ids(body: dict[str, Any], chat: bool) -> list[int]:
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise BadRequest("messages must be a list of at least one message", "messages")
-        return chat_tokens([_message(message) for message in messages])
+        tools = body.get("tools")
+        return chat_tokens([*([("tools", json.dumps(tools))] if tools else []), *map(_message, messages)])
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
         prompt = prompt[0]
@@ -133,7 +137,17 @@ def _message(message: object) -> tuple[str, str]:
     content = message.get("content")
     if isinstance(content, list):
         content = " ".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return message["role"], content if isinstance(content, str) else ""
+    calls = json.dumps(message["tool_calls"]) if message.get("tool_calls") else ""
+    return message["role"], " ".join(filter(None, [content if isinstance(content, str) else "", calls]))
+
+
+def _tool(body: dict[str, Any]) -> tuple[str, str] | None:
+    try:
+        function = body["tools"][0]["function"]
+        parameters = function.get("parameters", {}).get("properties", {})
+    except (LookupError, TypeError, AttributeError):
+        return None
+    return None if body.get("tool_choice") == "none" else (str(function.get("name")), next(iter(parameters), "text"))
 
 
 def usage_of(prompt: int, output: int, cached: int) -> dict[str, Any]:

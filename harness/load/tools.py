@@ -1,0 +1,127 @@
+"""Tools that an agent has, and the calls of them that a server answers with. What a call says goes into no record."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from harness.workload import Message
+
+_TOOLS = (
+    ("read_file", "Read a file of the workspace, from a line on.", {"path": "string", "first_line": "integer"}),
+    ("search", "Find the lines of the workspace that match a regular expression.", {"pattern": "string"}),
+    ("run_command", "Run a shell command in the workspace and return its output.", {"command": "string"}),
+    ("edit_file", "Replace a text that occurs once in a file.", {"path": "string", "old": "string", "new": "string"}),
+    ("list_files", "List the files of a folder of the workspace.", {"path": "string"}),
+    ("web_search", "Search the web and return titles and addresses.", {"query": "string"}),
+    ("fetch_page", "Fetch a web page and return its text.", {"url": "string"}),
+    ("delegate", "Give a part of the task to another agent and wait for its report.", {"task": "string"}),
+)
+
+
+class Call(msgspec.Struct):
+    """A tool call as it grows."""
+
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+class ToolMessage(Message, total=False):
+    """A message of a model that calls tools, or of a tool that was called."""
+
+    tool_calls: list[dict[str, Any]]
+    tool_call_id: str
+
+
+class Tools(NamedTuple):
+    """What is sent along with a request."""
+
+    definitions: list[dict[str, Any]]
+    choice: str  # auto, required or none
+
+    @classmethod
+    def of(cls, number: int, choice: str) -> "Tools":
+        """The first `number` of ours; there are more of the same kind where that is not enough."""
+        definitions = []
+        for place in range(number):
+            name, description, parameters = _TOOLS[place % len(_TOOLS)]
+            again = place // len(_TOOLS)
+            definitions.append(_definition(f"{name}_{again + 1}" if again else name, description, parameters))
+        return cls(definitions, choice)
+
+    def fields(self) -> dict[str, Any]:
+        """For the body of a request."""
+        return {"tools": self.definitions, "tool_choice": self.choice}
+
+    def planned(self, index: int) -> Call:
+        """The call that the plan has after request `index`, whatever the server answers."""
+        function = self.definitions[abs(index) % len(self.definitions)]["function"]
+        values = {name: 1 if kind["type"] == "integer" else "work" for name, kind in _parameters(function).items()}
+        return Call(f"call_{abs(index)}", function["name"], msgspec.json.encode(values).decode())
+
+    def is_valid(self, call: Call) -> bool:
+        """Whether it names a tool that there is, with a JSON object that has what the tool requires."""
+        known = {one["function"]["name"]: one["function"] for one in self.definitions}
+        if call.name not in known:
+            return False
+        try:
+            given = msgspec.json.decode(call.arguments or "{}")
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return False
+        return isinstance(given, dict) and set(known[call.name]["parameters"]["required"]) <= given.keys()
+
+
+def _definition(name: str, description: str, parameters: dict[str, str]) -> dict[str, Any]:
+    properties = {key: {"type": kind, "description": key.replace("_", " ")} for key, kind in parameters.items()}
+    schema = {"type": "object", "properties": properties, "required": list(parameters)[:1]}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
+
+
+def _parameters(function: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = function["parameters"]["properties"]
+    return found
+
+
+def called(text: str, call: Call) -> ToolMessage:
+    """The model's message with a call, for the history."""
+    function = {"name": call.name, "arguments": call.arguments}
+    one = {"id": call.id, "type": "function", "function": function}
+    return {"role": "assistant", "content": text, "tool_calls": [one]}
+
+
+def returned(call: Call, result: str) -> ToolMessage:
+    """What the tool returned."""
+    return {"role": "tool", "tool_call_id": call.id, "content": result}
+
+
+def gather(calls: list[Call], deltas: Any) -> None:
+    """Add the `tool_calls` of a delta, or of a whole message, to the calls of an answer."""
+    for place, delta in enumerate(deltas if isinstance(deltas, list) else []):
+        if not isinstance(delta, dict):
+            continue
+        index, function = delta.get("index", place), delta.get("function")
+        if not isinstance(index, int) or not 0 <= index <= len(calls):
+            continue
+        if index == len(calls):
+            calls.append(Call())
+        call = calls[index]
+        call.id = call.id or _text(delta.get("id"))
+        if isinstance(function, dict):
+            call.name += _text(function.get("name")) if not call.name else ""
+            arguments = function.get("arguments")
+            # Some servers send an object in place of its text.
+            call.arguments += _text(arguments) if not isinstance(arguments, dict) else _json(arguments)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _json(value: dict[str, Any]) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def valid_call(tools: Tools | None, calls: Sequence[Call]) -> Call | None:
+    """The first valid call of an answer."""
+    return next((call for call in calls if tools is not None and call.id and tools.is_valid(call)), None)
