@@ -26,6 +26,7 @@ FIRST = 5  # requests, warm-up included; when a mistake of the scenario fails th
 GRACE_S = 5.0  # for flushing records after it was asked to end
 IMPORT_S = 60.0  # for importing a locustfile
 SLOWEST_TPOT_S = 5.0  # a model slower than that is not worth waiting for
+WORKERS_S = 300  # for workers of other machines to come, which people start
 QUIET_S = 60.0  # beyond every time limit of the load: then Locust itself hangs
 _TRY_ALONE = "Correct it; it can be tried alone with `locust -f FILE --host URL`."
 
@@ -80,7 +81,10 @@ def locust_arguments(
     arguments += ["--headless"] if ui is None else ["--web-host", ui[0], "--web-port", str(ui[1])]
     arguments += ["--users", str(load.users), "--spawn-rate", f"{load.users / max(load.ramp_s, 0.001):g}"]
     arguments += ["--only-summary", "--exit-code-on-error", "0"]  # failed requests are results; verdicts come later
-    if load.processes > 1:
+    if job.workers is not None:
+        arguments += ["--master", "--master-bind-host", job.workers.bind, "--master-bind-port", str(job.workers.port)]
+        arguments += ["--expect-workers", str(job.workers.total), "--expect-workers-max-wait", str(WORKERS_S)]
+    elif load.processes > 1:
         # A port of its own, so that two harnesses on one machine do not meet.
         port = str(free_port())
         arguments += ["--processes", str(load.processes), "--master-bind-host", "127.0.0.1"]
@@ -132,7 +136,7 @@ def _watch(child: Child, job: Job, alive: Callable[[], str | None], progress: Ca
         before = counter.lines
         counter.update()
         now = time.monotonic()
-        if isinstance(child, LocalChild) and now - last_look > LOOK_S:
+        if isinstance(child, LocalChild) and job.workers is None and now - last_look > LOOK_S:
             last_look = now
             if killed_processes(job):
                 # What it held is never done, so the others would wait for it; validity names it.

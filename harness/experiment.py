@@ -13,6 +13,7 @@ from harness.errors import HarnessError, ScenarioError, did_you_mean
 from harness.scenario import USERS, Baseline, Scenario, Server, read_scenario
 from harness.serve import server_problems_of
 from harness.traces.replay import replay_of
+from harness.workers import Workers, parse_workers
 from harness.workload import local_words, pairs_of, read_rows
 
 RUNNING_SERVER = "running"  # the name of the server given with --url
@@ -32,6 +33,7 @@ class Experiment(msgspec.Struct, frozen=True):
     scenario: Scenario
     target: Target | None = None
     computed: dict[str, str] = {}  # what `auto` became and why, by its path in the scenario
+    workers: Workers | None = None  # on other machines
 
     @property
     def folder(self) -> Path:
@@ -78,6 +80,17 @@ def prepare(
             next_step=f"export {scenario.api_key_env}=... before the run; the key is never written anywhere.",
         )
     return Experiment(path, scenario, target)
+
+
+def with_workers(experiment: Experiment, given: str, bind: str | None) -> Experiment:
+    """The experiment with its load sent by other machines. Raises HarnessError where they could not."""
+    if experiment.target is None:
+        raise HarnessError(
+            "--workers needs --url: what the harness starts is published on 127.0.0.1, where no other machine reaches it",
+            next_step="Start the server where it is to run (`harness compose` prints the file; its variable `publish` is "
+            "the address) and give its --url.",
+        )
+    return msgspec.structs.replace(experiment, workers=parse_workers(given, bind, experiment.scenario.loads))
 
 
 def _with_traces(scenario: Scenario, folder: Path) -> Scenario:

@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 
 from harness.scenario import Load, Prompts, Warmup
+from harness.workers import Workers
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -29,6 +30,9 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     processes_path: str  # processes.jsonl of the run
     tickets_path: str  # the cell's shared counter: which request of the sequence comes next
     slos: str = ""  # of a live load, for the goodput that is shown
+    machine: int = 0  # whose part of the sequence this is, from 0 ...
+    machines: int = 1  # ... of so many that send it; each of them has a counter of its own
+    workers: Workers | None = None  # of the master: the machines that it waits for
 
 
 def write_job(job: Job, path: Path) -> None:

@@ -10,6 +10,7 @@ from msgspec import Struct
 from harness.errors import HarnessError
 from harness.records import FORMAT_VERSION
 from harness.scenario import Scenario
+from harness.workers import Workers
 
 Status = Literal["running", "valid", "invalid", "failed", "interrupted", "live"]
 
@@ -176,6 +177,7 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     versions: dict[str, str] = {}  # packages that touch the measurement
     git_commit: str | None = None
     computed: dict[str, str] = {}  # by path in the scenario: a value that was `auto`, and how it came about
+    workers: Workers | None = None  # machines that sent the load; None: this one
     origin: Origin | None = None  # None: measured by `harness run`
 
     @property

@@ -39,7 +39,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     user_class: str
     index: int  # place in the seeded request sequence of the cell
     user: int  # the simulated person or agent
-    process: int  # pid of the load process: its clock anchor is in processes.jsonl
+    process: int  # pid of the load process, made unique among machines: its mark has machine and clock
     phase: Literal["warmup", "measured"]
     sent_s: float  # just before the first byte is written, the first time; monotonic clock of `process`
     ended_s: float  # end of the response, or the moment of the error
@@ -84,6 +84,7 @@ class ProcessMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     host: str | None = None  # name and boot of the machine: processes of one share its monotonic clock
     cell: str
     wall_s: float
+    wall_error_s: float | None = None  # of several machines: `wall_s` is the master's clock, known to so much
     monotonic_s: float
     sent: int | None = None  # requests whose first byte was about to be written (end only)
     recorded: int | None = None  # records handed to the file (end only)

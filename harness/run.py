@@ -57,6 +57,9 @@ def run(experiment: Experiment, runs: Path, progress: Progress) -> Path:
     cells = plan(experiment.scenario)
     folder, manifest = begin(experiment, cells, runs)
     progress.line(f"Run {manifest.id}: {len(cells)} cell{'s' if len(cells) != 1 else ''}. Records go to {folder}")
+    if experiment.workers is not None:
+        who = ", ".join(experiment.workers.names) or f"{experiment.workers.machines} machines"
+        progress.line(f"Workers: {who}. On each of them: {experiment.workers.command}")
     done: list[CellRun] = []
     try:
         with progress.live():
@@ -111,6 +114,7 @@ def begin(experiment: Experiment, cells: list[Cell], runs: Path) -> tuple[Path, 
         versions=_versions(),
         git_commit=_git_commit(),
         computed=experiment.computed,
+        workers=experiment.workers,
     )
     write_run(folder, manifest)
     return folder, manifest
@@ -322,4 +326,5 @@ def make_job(
         requests_path=str(folder / "requests.jsonl"),
         processes_path=str(folder / "processes.jsonl"),
         tickets_path=str(folder / "jobs" / f"{cell.id}.tickets"),
+        workers=experiment.workers,
     )

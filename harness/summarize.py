@@ -231,6 +231,7 @@ def _cell(
             window_s=numbers.window_s,
             marks=watched.marks,
             exact_prompts=run.scenario.prompts.tokenizer is not None,
+            workers=run.workers,
             imported=run.origin is not None,
         )
     )

@@ -14,6 +14,7 @@ from harness.scenario import Load, at_once
 from harness.summary import MachineLoad, Numbers, ServerLoad
 from harness.tally import Tally
 from harness.telemetry import MOST_GAP_S
+from harness.workers import MACHINE, Workers
 
 MOST_TOKEN_DIFFERENCE = 0.01
 MOST_SEND_LAG_S = 0.010
@@ -44,6 +45,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     marks: Sequence[ProcessMark]
     exact_prompts: bool = False  # prompts were made to an exact number of tokens
     imported: bool = False  # by another tool, whose load processes left no marks
+    workers: Workers | None = None  # on other machines
 
 
 def of_cell(evidence: Evidence) -> Findings:
@@ -110,23 +112,48 @@ def _processes(evidence: Evidence) -> list[str]:
     starts = {mark.process for mark in evidence.marks if mark.event == "start"}
     ends = {mark.process: mark for mark in evidence.marks if mark.event == "end"}
     reasons = []
-    if len(starts) < evidence.load.processes:
-        reasons.append(f"{len(starts)} of {_count(evidence.load.processes, 'load process', 'es')} started")
+    planned = evidence.load.processes if evidence.workers is None else evidence.workers.total
+    if len(starts) < planned:
+        reasons.append(f"{len(starts)} of {_count(planned, 'load process', 'es')} started")
     killed = sorted(starts - ends.keys())
     if killed:
         names = ("load process {} was" if len(killed) == 1 else "load processes {} were").format(
-            ", ".join(map(str, killed))
+            ", ".join(_called(evidence, process) for process in killed)
         )
-        reasons.append(f"{names} killed: what was sent and not yet recorded is not known")
+        how = "killed" if evidence.workers is None else "lost (killed, or its link was cut)"
+        reasons.append(f"{names} {how}: what was sent and not yet recorded is not known")
     for process, mark in sorted(ends.items()):
         found = evidence.tally.by_process[process]
         if mark.sent is not None and mark.sent != found:
             reasons.append(
-                f"load process {process} sent {_count(mark.sent, 'request')} and the file has {_count(found, 'record')}"
+                f"load process {_called(evidence, process)} sent {_count(mark.sent, 'request')} and the file has "
+                f"{_count(found, 'record')}"
             )
         elif mark.recorded is not None and mark.recorded != found:
-            reasons.append(f"load process {process} wrote {_count(mark.recorded, 'record')} and the file has {found:,}")
+            reasons.append(
+                f"load process {_called(evidence, process)} wrote {_count(mark.recorded, 'record')} and the file has "
+                f"{found:,}"
+            )
     return reasons
+
+
+def _called(evidence: Evidence, process: int) -> str:
+    """A load process as people know it: of several machines with the name of its own."""
+    if evidence.workers is None:
+        return str(process)
+    hosts = [mark.host for mark in evidence.marks if mark.process == process and mark.host]
+    return f"{process % MACHINE} of {hosts[0].rpartition('-')[0] if hosts else 'an unknown machine'}"
+
+
+def _clocks(evidence: Evidence) -> list[str]:
+    """How well the clocks of several machines are joined. Latencies need no second clock."""
+    errors = [mark.wall_error_s for mark in evidence.marks if mark.wall_error_s is not None]
+    if not errors:
+        return []
+    return [
+        f"{_count(len(set(mark.host for mark in evidence.marks)), 'machine')} sent the load, their clocks joined to "
+        f"{1000 * max(errors):.1f} ms: wall time and rates may be off by so much, latencies are not"
+    ]
 
 
 def _work(evidence: Evidence) -> list[str]:
@@ -201,7 +228,7 @@ def _generator(evidence: Evidence) -> list[str]:
         share = mark.cpu_most if mark.cpu_most is not None else mark.cpu_s / lived_s if lived_s > 0 else 0.0
         if share > MOST_CPU:
             reasons.append(
-                f"load process {mark.process} used {share:.0%} of a core, more than "
+                f"load process {_called(evidence, mark.process)} used {share:.0%} of a core, more than "
                 f"{MOST_CPU:.0%}: the load generator may have been the limit; use more 'processes'"
             )
     return reasons
@@ -259,7 +286,7 @@ def _energy(load: MachineLoad | None) -> list[str]:
 
 def _notes(evidence: Evidence) -> list[str]:
     tally, numbers, load = evidence.tally, evidence.numbers, evidence.load
-    notes = _heat(evidence, invalid=False) + _energy(evidence.machine_load) + _front(evidence)
+    notes = _clocks(evidence) + _heat(evidence, invalid=False) + _energy(evidence.machine_load) + _front(evidence)
     if tally.read_clock:
         notes.append(
             f"the chunk times of {tally.read_clock:,} of {_count(numbers.succeeded, 'request')} are those of the read, "

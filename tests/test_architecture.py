@@ -8,7 +8,7 @@ import pytest
 from harness.paths import ROOT
 
 LOAD = {
-    "load", "arrivals", "workload", "job", "records", "scenario", "errors", "strict", "data",
+    "__version__", "load", "workers", "arrivals", "workload", "job", "records", "scenario", "errors", "strict", "data",
     "lengths", "structured", "traces", "attain", "check_syntax", "derive", "newest", "behaviour",
 }  # fmt: skip
 READS_FILES = {
@@ -16,7 +16,10 @@ READS_FILES = {
     "derive", "started", "stats", "tally", "summary", "summarize", "verdicts", "alike", "compare", "checks", "validity",
     "report",
 }  # fmt: skip
-READERS = {"arrivals", "records", "manifest", "origin", "errors", "plan", "scenario", "metrics", "telemetry", "failures"}
+READERS = {
+    "arrivals", "records", "manifest", "origin", "errors", "plan", "scenario", "metrics", "telemetry", "failures",
+    "workers",
+}  # fmt: skip
 # Which of harness's own modules each room may import. Rooms not named here may import what they like, but not back.
 ALLOWED = {
     "errors": set(),
@@ -31,8 +34,9 @@ ALLOWED = {
     "attain": {"derive", "check_syntax", "records", "summary"},
     "plan": {"scenario"},
     "records": set(),
-    "job": {"scenario"},
-    "manifest": {"errors", "records", "scenario"},
+    "job": {"scenario", "workers"},
+    "workers": {"errors", "scenario"},
+    "manifest": {"errors", "records", "scenario", "workers"},
     "summary": set(),
     "stats": {"errors"},
     "derive": {"records"},

@@ -13,6 +13,7 @@ from harness.cli import actions as actions  # importing them registers their com
 from harness.cli import explain as explain
 from harness.cli import memory as memory
 from harness.cli import results as results
+from harness.cli import worker as worker
 from harness.cli.common import app as app
 from harness.cli.common import mute
 from harness.errors import ExitCode, HarnessError, ScenarioError

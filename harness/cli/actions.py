@@ -50,6 +50,14 @@ def run(
     junit: Annotated[
         Path | None, typer.Option("--junit", metavar="FILE", help="Also write checks and verdicts as JUnit XML.")
     ] = None,
+    workers: Annotated[
+        str | None,
+        typer.Option("--workers", metavar="NAMES", help="With --url: machines that send the load, or how many."),
+    ] = None,
+    bind: Annotated[
+        str | None,
+        typer.Option("--bind", metavar="ADDRESS", help="With --workers: where they find this machine (port 5557)."),
+    ] = None,
     runs: RunsDir = RUNS,
     results: ResultsDir = RESULTS,
     ui: Annotated[
@@ -74,6 +82,8 @@ def run(
         return
     target = target_of(url, metrics_url, ca)
     experiment = experiments.prepare(scenario_path(scenario), target, model, repeats, checks or [])
+    if workers is not None:
+        experiment = experiments.with_workers(experiment, workers, bind)
     base = None if baseline is None else find_baseline(baseline, runs)
     with junit_of_failure(junit, scenario.stem), sigterm_interrupts():
         folder = run_experiment(experiment, runs, Progress(console()))

@@ -15,6 +15,7 @@ from harness.check_syntax import Slo, parse_check
 from harness.errors import HarnessError
 from harness.job import Job, read_job
 from harness.scenario import TURNS, Arrivals, Load, Prompts, Warmup
+from harness.workers import FROM_MASTER
 from harness.workload import salt_words
 
 AS_PLANNED = "as in the scenario"  # what is not one number: lengths by distribution, a rate that changes
@@ -71,7 +72,7 @@ def add_options(parser: LocustArgumentParser) -> None:
 
 def job_file(options: Namespace) -> Job | None:
     """The job that the harness has written, if this process was started with one. Raises HarnessError."""
-    if not options.job:
+    if not options.job or options.job == FROM_MASTER:
         return None
     try:
         return read_job(Path(options.job))

@@ -20,11 +20,13 @@ from harness.load.client import Client, Target
 from harness.load.clock import KernelClock
 from harness.load.exchange import Exchange
 from harness.load.leave import leaving
+from harness.load.part import Part
 from harness.load.reader import Reader
 from harness.load.recorder import Recorder
 from harness.load.tickets import Plan, Ticket, Tickets
 from harness.load.tools import Tools
 from harness.records import ErrorKind, Request
+from harness.scenario import taken_together
 from harness.structured import Judged
 from harness.traces.replay import Replay, replay_of
 from harness.workload import Message
@@ -170,7 +172,7 @@ class LoadProcess:
             user_class=place.user_class,
             index=place.ticket.index,
             user=place.user,
-            process=os.getpid(),
+            process=self.recorder.process,
             phase=place.ticket.phase,
             sent_s=exchange.start_ns / 1e9,
             ended_s=answer.ended_s,
@@ -243,6 +245,7 @@ def plan_of(job: Job) -> Plan:
         warmup_s=job.warmup.duration_s or 0.0,
         ramp_s=job.load.ramp_s,
         schedule=_replay(job) or (None if job.load.arrivals is None else Schedule(job.load.arrivals, job.seed)),
+        part=Part(job.machine, job.machines, taken_together(job.load)),
     )
 
 

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import gevent
 import msgspec
@@ -14,6 +15,7 @@ import msgspec
 from harness.load.health import Health
 from harness.load.tickets import Phase
 from harness.records import ProcessMark, Request
+from harness.workers import process_number
 
 _FLUSH_S = 0.2
 _FLUSH_BYTES = 65_536
@@ -23,13 +25,24 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 logger = logging.getLogger(__name__)
 
 
+class Anchor(NamedTuple):
+    """How a machine's times are joined with those of others."""
+
+    machine: int = 0
+    correction_s: float = 0.0  # to be added to its wall clock
+    error_s: float | None = None  # None: its own clock
+
+
+HERE = Anchor()
+
+
 class Recorder:
     """Appends whole lines, each batch of them in one write, so that the processes never tear each other's lines.
 
     Made after the fork. What a `kill -9` can take is at most the last 0.2 s.
     """
 
-    def __init__(self, requests_path: str, processes_path: str, cell: str) -> None:
+    def __init__(self, requests_path: str, processes_path: str, cell: str, anchor: Anchor = HERE) -> None:
         """Open both files and write the start mark. Raises OSError where that is not possible."""
         self.sent = 0  # requests whose first byte was about to be written
         self.recorded = 0
@@ -37,6 +50,8 @@ class Recorder:
         self.health = Health()
         self._cell = cell
         self._pid = os.getpid()
+        self.process = process_number(self._pid, anchor.machine)
+        self._anchor = anchor
         self._lines = bytearray()
         self._pending = 0  # records in _lines
         self._encoder = msgspec.json.Encoder()
@@ -110,10 +125,11 @@ class Recorder:
         ended = event == "end"
         mark = ProcessMark(
             event="end" if ended else "start",
-            process=self._pid,
+            process=self.process,
             host=this_host(),
             cell=self._cell,
-            wall_s=time.time(),
+            wall_s=time.time() + self._anchor.correction_s,
+            wall_error_s=self._anchor.error_s,
             monotonic_s=time.monotonic(),
             sent=self.sent if ended else None,
             recorded=self.recorded if ended else None,

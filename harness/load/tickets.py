@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from harness.arrivals import Due
+from harness.load.part import WHOLE, Part
 
 Phase = Literal["warmup", "measured"]
 _WIDTH = 256  # of the file, padded, so that a write never leaves half of an older line
@@ -36,6 +37,7 @@ class Plan(NamedTuple):
     warmup_s: float = 0.0
     ramp_s: float = 0.0  # until all users are there it is warm-up too, where there is any
     schedule: Due | None = None  # open loop: when each burst or conversation begins
+    part: Part = WHOLE  # of all the above that is this machine's to do
 
 
 class Counts(msgspec.Struct, kw_only=True):
@@ -54,7 +56,10 @@ class Tickets:
     """The counter, as one process sees it. Made after the fork: forked copies of an open file share its lock."""
 
     def __init__(self, path: str, plan: Plan) -> None:
+        self.held = False  # with a warm-up: it goes on until this is False again
         self._plan = plan
+        self._requests = None if plan.requests is None else plan.part.share(plan.requests)
+        self._warmup_requests = plan.part.share(plan.warmup_requests)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._decoder = msgspec.json.Decoder(Counts)
 
@@ -65,7 +70,7 @@ class Tickets:
         """The next user's number, from 0."""
         with self._counts() as counts:
             counts.users += 1
-            return counts.users - 1
+            return self._plan.part.turn(counts.users - 1)
 
     def take(self, most: int = 1) -> list[Ticket]:
         """The next `most` tickets, all of one phase and in order. None left: an empty list, now and ever after.
@@ -78,25 +83,25 @@ class Tickets:
         with self._counts() as counts:
             if counts.started_s is None:
                 counts.started_s = now_s
-            if self._warming_up(counts, now_s):
+            if self._warming_up(counts, now_s, held=self.held):
                 first = counts.warmup_taken
                 counts.warmup_taken += most
-                return [Ticket("warmup", -1 - (first + i)) for i in range(most)]
+                return [Ticket("warmup", -1 - plan.part.at(first + i)) for i in range(most)]
             if counts.measured_s is None:
                 counts.measured_s = now_s
             if plan.duration_s is not None and now_s >= counts.measured_s + plan.duration_s:
                 return []
             first = counts.measured_taken
-            number = most if plan.requests is None else max(0, min(most, plan.requests - first))
+            number = most if self._requests is None else max(0, min(most, self._requests - first))
             due_s = None
             if plan.schedule is not None and number:
-                after_s = plan.schedule.at(counts.arrived)
+                after_s = plan.schedule.at(plan.part.turn(counts.arrived))
                 if after_s is None or (plan.duration_s is not None and after_s >= plan.duration_s):
                     return []
                 due_s = counts.measured_s + after_s
                 counts.arrived += 1
             counts.measured_taken += number
-            return [Ticket("measured", first + i, due_s) for i in range(number)]
+            return [Ticket("measured", plan.part.at(first + i), due_s) for i in range(number)]
 
     def settle(self, number: int = 1) -> None:
         """`number` taken tickets are done with, however their requests ended."""
@@ -112,25 +117,31 @@ class Tickets:
         counts = self._look()
         if counts.settled < counts.warmup_taken + counts.measured_taken:
             return False
-        if self._plan.schedule is not None and self._plan.schedule.at(counts.arrived) is None:
+        schedule = self._plan.schedule
+        if schedule is not None and schedule.at(self._plan.part.turn(counts.arrived)) is None:
             return True  # nobody comes any more
-        if self._plan.requests is not None:
-            return counts.measured_taken >= self._plan.requests
+        if self._requests is not None:
+            return counts.measured_taken >= self._requests
         left_s = self._left_s(counts)
         return left_s is not None and left_s <= 0
+
+    def warmed_up(self) -> bool:
+        """Whether the warm-up that was planned has been handed out."""
+        return not self._warming_up(self._look(), time.monotonic(), held=False)
 
     def _left_s(self, counts: Counts) -> float | None:
         if self._plan.duration_s is None or counts.measured_s is None:
             return None
         return counts.measured_s + self._plan.duration_s - time.monotonic()
 
-    def _warming_up(self, counts: Counts, now_s: float) -> bool:
+    def _warming_up(self, counts: Counts, now_s: float, *, held: bool) -> bool:
         plan = self._plan
         if counts.measured_s is not None or not (plan.warmup_requests or plan.warmup_s):
             return False
-        assert counts.started_s is not None
+        if counts.started_s is None:
+            return True
         in_time = now_s < counts.started_s + plan.ramp_s + plan.warmup_s
-        return in_time or counts.warmup_taken < plan.warmup_requests
+        return held or in_time or counts.warmup_taken < self._warmup_requests
 
     @contextmanager
     def _counts(self) -> Iterator[Counts]:

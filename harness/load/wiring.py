@@ -22,14 +22,18 @@ from locust.runners import STATE_RUNNING, STATE_SPAWNING, MasterRunner, Runner, 
 from harness.errors import HarnessError
 from harness.job import Job
 from harness.load.live.wire import Live, attach
+from harness.load.master import Master
 from harness.load.options import add_options, job_by_hand, job_file, with_options
 from harness.load.process import LoadProcess, plan_of
-from harness.load.recorder import Recorder
+from harness.load.recorder import Anchor, Recorder
 from harness.load.tickets import Tickets
+from harness.load.worker import Worker
+from harness.workers import FROM_MASTER
 
 _WATCH_S = 0.05
 _DRAIN_BY_HAND_S = 30.0
 _CUT = "llm-cut"
+_WHEN_INTERRUPTED_S = 4.0  # less than the patience of who asks us to end
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +43,8 @@ _job: Job | None = None  # None: started by hand
 _recorder: Recorder | None = None  # None in a master
 _process: LoadProcess | None = None
 _live: Live | None = None  # None: headless
+_worker: Worker | None = None  # of a machine that gets its job from the master
+_master: Master | None = None  # of such machines
 
 
 def load_process() -> LoadProcess:
@@ -54,10 +60,16 @@ def _on_command_line(parser: LocustArgumentParser) -> None:
 
 def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     """The process has been forked and has its role."""
-    global _job, _recorder, _process, _live
+    global _job, _recorder, _process, _live, _master, _worker
     options = _options(environment)
+    if isinstance(runner, WorkerRunner) and options.job == FROM_MASTER:
+        _worker = Worker(environment, runner, _begin)
+        _let_records_be_finished()
+        return
     try:
         _job = job_file(options)
+        if isinstance(runner, MasterRunner) and _job is not None and _job.workers is not None:
+            _master = Master(environment, runner, _job, _job.workers)
         if not isinstance(runner, MasterRunner):
             job = _job or job_by_hand(options)
             _recorder = Recorder(job.requests_path, job.processes_path, job.cell if _job else "by-hand")
@@ -74,9 +86,21 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     _hooks.quitting.add_listener(_on_quitting)  # the last one is called first: before the master tells its workers
     if isinstance(runner, WorkerRunner):
         runner.register_message(_CUT, _on_cut)
+    _let_records_be_finished()
+
+
+def _let_records_be_finished() -> None:
     # Python raises KeyboardInterrupt in whatever runs, which may be the making of a record; gevent asks the hub.
     hub = gevent.get_hub()
     gevent.signal_handler(signal.SIGINT, hub.handle_system_error, KeyboardInterrupt, KeyboardInterrupt())
+
+
+def _begin(job: Job, host: str, anchor: Anchor) -> LoadProcess:
+    """The master has sent the job. Raises HarnessError, OSError."""
+    global _process
+    recorder = Recorder(job.requests_path, job.processes_path, job.cell, anchor)
+    _process = LoadProcess(job, host, recorder)
+    return _process
 
 
 def _on_test_start(environment: Environment, **_: Any) -> None:
@@ -84,6 +108,18 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
     global _process
     runner = environment.runner
     options = _options(environment)
+    if _worker is not None:
+        _settle_memory()
+        _worker.started()
+        return
+    if _master is not None:
+        try:
+            _master.hand_out()
+        except (HarnessError, OSError) as error:
+            give_up(environment, error)
+            raise gevent.GreenletExit from None  # the start of users ends here
+        gevent.spawn(_master.watch)
+        return
     if not options.headless and _recorder is not None:
         if _process is not None:
             _process.close()
@@ -96,18 +132,24 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
             return
     if _live is not None:
         _live.begin()
-    gc.collect()
-    gc.freeze()  # what is here now stays: no need to look through it again in the middle of a measurement
+    _settle_memory()
     if _job and options.headless and not isinstance(runner, WorkerRunner):
         plan = plan_of(_job)
         if plan.requests is not None or plan.duration_s is not None:
             gevent.spawn(_end_when_finished, environment, _job.load.drain_s, Tickets(_job.tickets_path, plan))
 
 
+def _settle_memory() -> None:
+    gc.collect()
+    gc.freeze()  # what is here now stays: no need to look through it again in the middle of a measurement
+
+
 def _on_quitting(environment: Environment, **_: Any) -> None:
     """Either all users have stopped already, or this is Ctrl-C or SIGTERM and they are to stop now."""
     runner = environment.runner
     environment.stop_timeout = 0
+    if _master is not None:
+        _master.end(_WHEN_INTERRUPTED_S)
     if isinstance(runner, MasterRunner) and runner.state in (STATE_SPAWNING, STATE_RUNNING):
         runner.send_message(_CUT)
     if _job is not None and environment.process_exit_code is None and runner is not None:
@@ -121,6 +163,8 @@ def _on_cut(environment: Environment, **_: Any) -> None:
 
 
 def _on_quit(exit_code: int, **_: Any) -> None:
+    if _worker is not None:
+        _worker.leave()
     if _recorder is not None:
         _recorder.close()
 

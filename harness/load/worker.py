@@ -1,0 +1,191 @@
+"""A load process on a machine of its own: told what to do by the master, it delivers its records to it.
+
+Locust's own messages start and end its users. Ours say what is sent (the job, this machine's part of it), carry the
+records, and make sure at the end that all of them have arrived. See harness/load/master.py for the other side.
+"""
+
+import logging
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gevent
+import msgspec
+import zmq
+from gevent.event import Event
+from locust.env import Environment
+from locust.runners import WorkerRunner
+
+from harness import __version__
+from harness.errors import HarnessError
+from harness.job import Job
+from harness.load.process import LoadProcess
+from harness.load.recorder import Anchor, Recorder
+from harness.load.spool import FILES, Spool
+
+HELLO, READY, WARM, FINISHED, RECORDS, DONE = (
+    f"llm-{name}" for name in ("hello", "ready", "warm", "finished", "records", "done")
+)
+ASK, JOB, GO, TAKEN, END = (f"llm-{name}" for name in ("ask", "job", "go", "taken", "end"))
+
+_HELLO_S = 1.0
+_SHIP_S = 0.2
+_AGAIN_S = 3.0  # a piece that nobody confirmed is sent again
+_WATCH_S = 0.05
+_SILENT_S = 10.0  # Locust's master answers a heartbeat each second; Locust itself waits for 60 s
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """This process as one of several machines'. `begin` makes it able to send, once the job is here."""
+
+    def __init__(self, environment: Environment, runner: WorkerRunner, begin: Callable[..., LoadProcess]) -> None:
+        self._environment = environment
+        self._runner = runner
+        self._begin = begin
+        self._process: LoadProcess | None = None
+        self._recorder: Recorder | None = None
+        self._folder: Path | None = None
+        self._spools: dict[str, Spool] = {}
+        self._heard = Event()  # the master has taken a piece
+        self._ending = False
+        self._told = False  # the job has come
+        self._shipping = True
+        for message, listener in ((ASK, self._on_ask), (JOB, self._on_job), (GO, self._on_go)):
+            runner.register_message(message, listener)
+        runner.register_message(TAKEN, self._on_taken)
+        runner.register_message(END, self._on_end, concurrent=True)
+        gevent.spawn(self._say_hello)
+        gevent.spawn(self._watch_master)
+
+    def started(self) -> None:
+        """Users are about to be spawned."""
+        gevent.spawn(self._watch_work)
+
+    def leave(self) -> None:
+        """This process ends. What has not arrived stays here, and is named."""
+        self._shipping = False
+        if self._folder is None:
+            return
+        if self._recorder is not None:
+            self._recorder.close()
+        left = sum(spool.rest() for spool in self._spools.values())
+        if left:
+            logger.error("%d bytes of records were not delivered: they are in %s", left, self._folder)
+        else:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _say_hello(self) -> None:
+        """Until the job comes: the master may not listen yet."""
+        while not self._told:
+            self._send(HELLO, {"name": socket.gethostname(), "version": __version__})
+            gevent.sleep(_HELLO_S)
+
+    def _on_ask(self, msg: Any, **_: Any) -> None:
+        self._send(READY, {"asked": msg.data["asked"], "wall_s": time.time()})
+
+    def _on_job(self, msg: Any, **_: Any) -> None:
+        if self._told:
+            return
+        self._told = True
+        data = msg.data
+        try:
+            job = self._unpacked(data["job"], data["files"])
+            anchor = Anchor(machine=job.machine, correction_s=data["correction_s"], error_s=data["error_s"])
+            self._process = self._begin(job, data["host"], anchor)
+        except (HarnessError, OSError, msgspec.DecodeError) as error:
+            said = f"{error.what}. {error.next_step}" if isinstance(error, HarnessError) else str(error)
+            self._send(READY, {"error": said.strip()})
+            return
+        self._recorder = self._process.recorder
+        self._process.tickets.held = True
+        gevent.spawn(self._ship)
+        self._send(READY, {"error": None})
+
+    def _unpacked(self, raw: bytes, files: dict[str, bytes]) -> Job:
+        """The job with paths of this machine. The folder is beyond the life of this process: see `leave`."""
+        job = msgspec.json.decode(raw, type=Job)
+        self._folder = Path(tempfile.mkdtemp(prefix=f"amd-llm-load-{job.cell}-"))
+        places: dict[str, Any] = {}
+        for field, content in files.items():
+            path = self._folder / f"{field}{Path(getattr(job, field)).suffix}"
+            path.write_bytes(content)
+            places[field] = str(path)
+        for name in FILES:
+            path = self._folder / f"{name}.jsonl"
+            self._spools[name] = Spool(path)
+            places[f"{name}_path"] = str(path)
+        places["tickets_path"] = str(self._folder / "tickets")
+        return msgspec.structs.replace(job, **places)
+
+    def _on_go(self, **_: Any) -> None:
+        """All machines are warm."""
+        if self._process is not None:
+            self._process.tickets.held = False
+
+    def _watch_work(self) -> None:
+        """Tell the master when the warm-up has been sent, and when all is done."""
+        if self._process is None:
+            return
+        tickets, drain_s = self._process.tickets, self._process.job.load.drain_s
+        while not tickets.warmed_up():
+            gevent.sleep(_WATCH_S)
+        self._send(WARM)
+        while not tickets.finished():
+            left_s = tickets.left_s()
+            if left_s is not None and left_s < -drain_s:
+                logger.info("cutting what has not finished %g s after the end", drain_s)
+                break
+            gevent.sleep(_WATCH_S)
+        self._send(FINISHED)
+
+    def _on_end(self, **_: Any) -> None:
+        """Cut what is in flight, each leaves its record; then the goodbye, and all of it to the master."""
+        if self._ending:
+            return
+        self._ending = True
+        self._environment.stop_timeout = 0
+        self._runner.stop()
+        if self._recorder is None:
+            self._send(DONE, {"sizes": {}})
+            return
+        self._recorder.close()
+        while any(spool.rest() for spool in self._spools.values()):
+            gevent.sleep(_WATCH_S)
+        self._send(DONE, {"sizes": {name: spool.size() for name, spool in self._spools.items()}})
+
+    def _ship(self) -> None:
+        while self._shipping:
+            for name, spool in self._spools.items():
+                while self._shipping and spool.rest() and (piece := spool.piece()):
+                    self._heard.clear()
+                    self._send(RECORDS, {"file": name, "offset": spool.taken, "data": piece})
+                    self._heard.wait(_AGAIN_S)
+            gevent.sleep(_SHIP_S)
+
+    def _on_taken(self, msg: Any, **_: Any) -> None:
+        spool = self._spools[msg.data["file"]]
+        spool.taken = max(spool.taken, msg.data["taken"])
+        self._heard.set()
+
+    def _watch_master(self) -> None:
+        """Nobody counts a load whose master is gone: it must not go on."""
+        while True:
+            gevent.sleep(1.0)
+            heard = self._runner.last_heartbeat_timestamp
+            if heard is not None and time.time() - heard > _SILENT_S:
+                break
+        logger.error("nothing was heard of the master for %g s: this load ends", _SILENT_S)
+        self._shipping = False
+        self._environment.stop_timeout = 0
+        self._environment.process_exit_code = 1
+        self._runner.client.socket.setsockopt(zmq.LINGER, 0)  # nobody takes what is still to be sent
+        self._runner.quit()
+
+    def _send(self, message: str, data: dict[str, Any] | None = None) -> None:
+        self._runner.send_message(message, data)

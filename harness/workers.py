@@ -1,0 +1,86 @@
+"""Load processes on other machines: which ones a run waits for, and where they find it."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+
+import msgspec
+
+from harness.errors import HarnessError
+from harness.scenario import Load
+
+PORT = 5557  # Locust's own
+FROM_MASTER = "-"  # of the option --job: the master sends it, as it sends the locustfile with `-f -`
+MACHINE = 10_000_000  # beyond every pid: what a load process is called is its machine times this, and its pid
+
+
+class Workers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The machines that send a run's load. `processes` are those of each machine, `total` those of all."""
+
+    names: list[str] = []  # of the machines; none: whichever come
+    machines: int
+    processes: int = 1
+    bind: str  # address of this machine at which they find the master
+    port: int = PORT
+
+    @property
+    def total(self) -> int:
+        return self.machines * self.processes
+
+    @property
+    def command(self) -> str:
+        """What starts a worker on its machine."""
+        more = f" --processes {self.processes}" if self.processes > 1 else ""
+        return f"harness worker --master {self.bind}:{self.port}{more}"
+
+
+def parse_workers(given: str, bind: str | None, loads: Mapping[str, Load]) -> Workers:
+    """The machines of `--workers` (names, or how many) and `--bind`. Raises HarnessError."""
+    names = [name.strip() for name in given.split(",")]
+    if bind is None:
+        raise HarnessError(
+            "--workers needs --bind: the address of this machine at which the workers find it",
+            next_step="Give one that they reach and strangers do not, such as --bind 10.0.0.1: "
+            "Locust's connection has neither a password nor encryption.",
+        )
+    host, port = parse_address("--bind", bind)
+    number = int(names[0]) if len(names) == 1 and names[0].isascii() and names[0].isdigit() else None
+    twice = [name for name, times in Counter(names).items() if times > 1]
+    if number == 0 or not all(names) or twice or (number or len(names)) > 1000:
+        raise HarnessError(
+            f"--workers: '{given}' names no machines{f' ({twice[0]} comes twice)' if twice and twice[0] else ''}",
+            next_step="Give their names, such as gen1,gen2, or how many there are. "
+            "`loads.NAME.processes` says how many processes each of them has.",
+        )
+    processes = {load.processes for load in loads.values()}
+    if len(processes) > 1:
+        raise HarnessError(
+            "--workers: the loads differ in 'processes', and a worker is started once for all of them",
+            next_step="Give each load the same number: it is that of each machine.",
+        )
+    workers = Workers(
+        names=[] if number else names, machines=number or len(names), processes=processes.pop(), bind=host, port=port
+    )
+    for name, load in loads.items():
+        if load.users % workers.total:
+            raise HarnessError(
+                f"$.loads.{name}.users: {load.users} users cannot be parted among {workers.total} load processes",
+                next_step=f"Each takes the same part of the work, so use a multiple of {workers.total}.",
+            )
+    return workers
+
+
+def process_number(pid: int, machine: int) -> int:
+    """What a load process is called in a run's files: its pid, which two machines may both have, made unique."""
+    return machine * MACHINE + pid
+
+
+def parse_address(option: str, given: str) -> tuple[str, int]:
+    """Host and port, Locust's own where none is given. Raises HarnessError."""
+    match = re.fullmatch(r"([^\s:/]+)(?::(\d{1,5}))?", given)
+    port = int(match[2]) if match and match[2] else PORT
+    if match is None or not 0 < port < 65536:
+        raise HarnessError(
+            f"{option}: '{given}' is not an address", next_step="Give one such as 10.0.0.1 or 10.0.0.1:5557."
+        )
+    return match[1], port

@@ -1,0 +1,76 @@
+"""Parts of the sequence: together they are the whole, each request once, and what belongs together stays together."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from harness.arrivals import Schedule
+from harness.load.part import Part
+from harness.load.tickets import Plan, Ticket, Tickets
+from harness.scenario import Arrivals
+
+
+@pytest.mark.parametrize(("whole", "of", "block"), list(itertools.product([0, 1, 7, 12, 97], [1, 2, 3, 8], [1, 4, 5])))
+def test_all_parts_are_the_whole_sequence_each_request_once(whole: int, of: int, block: int) -> None:
+    parts = [Part(number, of, block) for number in range(of)]
+    sent = [[part.at(place) for place in range(part.share(whole))] for part in parts]
+    assert sorted(itertools.chain(*sent)) == list(range(whole))
+    for indices in sent:
+        assert indices == sorted(indices)
+    for number, indices in enumerate(sent):
+        assert {index // block % of for index in indices} <= {number}
+
+
+def taken(tickets: Tickets, most: int) -> list[list[Ticket]]:
+    return list(iter(lambda: tickets.take(most), []))
+
+
+def test_two_machines_send_the_sequence_of_one(tmp_path: Path) -> None:
+    plan = Plan(requests=26, warmup_requests=8)
+    alone = taken(Tickets(str(tmp_path / "alone"), plan), 4)
+    machines = [taken(Tickets(str(tmp_path / f"machine{k}"), plan._replace(part=Part(k, 2, 4))), 4) for k in range(2)]
+    together = [*machines[0], *machines[1]]
+    assert sorted(alone, key=str) == sorted(together, key=str)
+    assert [[ticket.index for ticket in group] for group in machines[1]] == [
+        [-5, -6, -7, -8], [4, 5, 6, 7], [12, 13, 14, 15], [20, 21, 22, 23],
+    ]  # fmt: skip
+    assert [ticket.index for ticket in machines[0][-1]] == [24, 25]
+
+
+def test_an_open_loop_is_one_schedule_for_all_machines(tmp_path: Path) -> None:
+    schedule = Schedule(Arrivals(rate=50), 42)
+    due: list[float] = []
+    for k in range(3):
+        tickets = Tickets(str(tmp_path / f"machine{k}"), Plan(requests=20, schedule=schedule, part=Part(k, 3)))
+        groups = taken(tickets, 1)
+        first = groups[0][0].due_s
+        assert first is not None
+        due += [(ticket.due_s or 0.0) - first + (schedule.at(k) or 0.0) for (ticket,) in groups]
+        assert [ticket.index for (ticket,) in groups] == list(range(k, 20, 3))
+    assert sorted(due) == pytest.approx([schedule.at(number) for number in range(20)])
+
+
+def test_users_of_all_machines_have_numbers_of_their_own(tmp_path: Path) -> None:
+    numbers = []
+    for k in range(2):
+        tickets = Tickets(str(tmp_path / f"machine{k}"), Plan(part=Part(k, 2)))
+        numbers += [tickets.user() for _ in range(3)]
+    assert sorted(numbers) == list(range(6))
+
+
+def test_the_warm_up_goes_on_until_all_machines_are_warm(tmp_path: Path) -> None:
+    tickets = Tickets(str(tmp_path / "t"), Plan(requests=4, warmup_requests=2, part=Part(0, 2)))
+    tickets.held = True
+    assert not tickets.warmed_up()
+    assert [tickets.take()[0].phase for _ in range(3)] == ["warmup"] * 3
+    assert tickets.warmed_up()
+    tickets.held = False
+    assert tickets.take() == [Ticket("measured", 0)]
+
+
+def test_without_a_warm_up_nothing_is_held(tmp_path: Path) -> None:
+    tickets = Tickets(str(tmp_path / "t"), Plan(requests=4))
+    tickets.held = True
+    assert tickets.warmed_up()
+    assert tickets.take() == [Ticket("measured", 0)]
