@@ -20,7 +20,10 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
 }
-LATENCIES = {"ttft": "ttft_s", "ttfo": "ttfo_s", "tpot": "tpot_s", "e2e": "e2e_s", "gap": "chunk_gap_s"}
+LATENCIES = {
+    "ttft": "ttft_s", "ttfo": "ttfo_s", "tpot": "tpot_s", "e2e": "e2e_s", "gap": "chunk_gap_s",
+    "ttft_sched": "ttft_sched_s", "e2e_sched": "e2e_sched_s", "send_lag": "send_lag_s",
+}  # fmt: skip
 STATISTICS = (*NEEDED, "mean")
 OF_A_REQUEST = ("ttft", "ttfo", "tpot", "e2e")  # what an SLO may bound: latencies that a request has one of
 # Which units a metric may be written in, and how many of them make one: 95 / 100 is 0.95, and 95 * 0.01 is not.
@@ -271,7 +274,7 @@ def _unit_advice(unit: str, metric: str, known: Iterable[str]) -> str:
 def _metric_advice(metric: str) -> str:
     if not metric:
         return "such as ttft_p95, error_rate or speedup"
-    family = metric.partition("_")[0]
+    family = next((name for name in sorted(LATENCIES, reverse=True) if metric.startswith(f"{name}_")), metric)
     if family in LATENCIES:
         return f"known: {', '.join(f'{family}_{statistic}' for statistic in STATISTICS)}"
     return did_you_mean(metric, UNITS)

@@ -119,7 +119,7 @@ def _baseline_value(
 
 def _fields(check: Check) -> list[str]:
     """The fields of Numbers that a check's value is made of, as far as they have a definition."""
-    latency, _, statistic = check.metric.partition("_")
+    latency, _, statistic = check.metric.rpartition("_")
     if latency in LATENCIES:
         return [LATENCIES[latency], *(["percentiles"] if statistic in NEEDED else [])]
     if check.metric in JUDGED_BY_SLOS:
@@ -132,7 +132,7 @@ def _fields(check: Check) -> list[str]:
 def _value(check: Check, row: Row, comparison: Comparison | None) -> tuple[float | None, str]:
     """A row's value, or None and what it would need."""
     metric, numbers = check.metric, row.pooled
-    latency, _, statistic = metric.partition("_")
+    latency, _, statistic = metric.rpartition("_")
     if latency in LATENCIES and statistic in STATISTICS:
         return _latency(getattr(numbers, LATENCIES[latency]), latency, statistic)
     if metric in JUDGED_BY_SLOS:

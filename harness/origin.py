@@ -27,6 +27,8 @@ DEFINITIONS = {
     "requests_per_s": "successful requests that ended inside the window / window",
     "wall_s": "first sent to last ended",
     "send_lag_s": "sent - scheduled",
+    "ttft_sched_s": "first chunk with a generated token of any channel - scheduled",
+    "e2e_sched_s": "last chunk with a generated token - scheduled",
     "percentiles": "the least value that so many per cent do not exceed",
 }
 

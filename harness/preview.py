@@ -16,6 +16,7 @@ from harness.scenario import Load, Scenario, taken_together, warmup_of
 from harness.serve.daemon import engine_host
 from harness.serve.lemonade.hints import hints
 from harness.stats import ALPHA, repeats_to_reach_p
+from harness.traces.replay import replay_of
 
 # For a fixed amount of work the time depends on the server, which is not known before the run.
 ASSUMED_TPOT_S = 0.03
@@ -46,8 +47,9 @@ def show_plan(experiment: Experiment, console: Console) -> None:
         highlight=False,
     )
     console.print(
-        f"estimated time: {duration(estimate_s(scenario))} (assumed: {ASSUMED_TPOT_S * 1e3:.0f} ms per token, "
-        f"{ASSUMED_START_S:.0f} s per container start, no gain from batching)",
+        f"estimated time: {duration(estimate_s(scenario, experiment.folder))} "
+        f"(assumed: {ASSUMED_TPOT_S * 1e3:.0f} ms per token, {ASSUMED_START_S:.0f} s per container start, "
+        "no gain from batching)",
         markup=False,
         highlight=False,
     )
@@ -68,31 +70,28 @@ def work(load: Load) -> str:
     amount = counted(load.requests, "request") if load.requests is not None else f"{load.duration_s:g} s"
     who = counted(load.users, f"{load.user} user")
     burst = f", {load.batch_size or 1} at a time" if load.user == "batch" else ""
+    if load.trace is not None:
+        who = f"{load.user} users by the trace {words.replayed(load.trace)}, at most {load.users} at once"
+        return f"{who}, {amount} of its lengths ({load.output})"
     if load.arrivals is not None:
-        who = f"{load.user} users arriving {course(load.arrivals)}, at most {load.users} at once"
-    return f"{who}{burst}, {amount}, {counted(load.output_tokens, 'token')} each ({load.output})"
-
-
-def course(arrivals: Arrivals) -> str:
-    """The rate of an open loop in words."""
-    if arrivals.wave is not None:
-        wave = arrivals.wave
-        rate = f"{wave.least:g} to {wave.most:g} a second and back in {duration(wave.period_s)}"
-    elif arrivals.points is not None:
-        rate = ", ".join(f"{rate:g} a second from {at:g} s" for at, rate in arrivals.points)
-    else:
-        rate = f"{arrivals.rate:g} a second"
-    spread = {"even": "evenly", "poisson": "by chance", "gamma": f"in bursts ({arrivals.burstiness:g})"}
-    return f"{spread[arrivals.spacing]}, {rate}"
+        who = f"{load.user} users arriving {words.course(load.arrivals)}, at most {load.users} at once"
+    if load.endpoint == "embeddings":
+        return f"{who}{burst}, {amount}, embeddings"
+    return f"{who}{burst}, {amount}, {in_words(load.output_tokens)} each ({load.output})"
 
 
 def counted(number: int, what: str) -> str:
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
-def estimate_s(scenario: Scenario) -> float:
+def estimate_s(scenario: Scenario, folder: Path) -> float:
     """Seconds that the run may take, by the assumptions above."""
     total = 0.0
+    replays = {
+        name: replay_of(folder / load.trace.file, load.trace)
+        for name, load in scenario.loads.items()
+        if load.trace is not None
+    }
     for cell in plan(scenario):
         load = scenario.loads[cell.load]
         container = scenario.servers[cell.server].container
@@ -103,6 +102,8 @@ def estimate_s(scenario: Scenario) -> float:
         total += start_s + GENERATOR_START_S + load.ramp_s + (warmup.duration_s or 0.0)
         if load.duration_s is not None:
             total += load.duration_s
+        elif load.trace is not None:
+            total += replays[cell.load].at_s[-1]
         elif load.arrivals is not None:
             arriving = -(-(load.requests or 0) // taken_together(load))
             total += Schedule(load.arrivals, scenario.seed).at(arriving - 1) or 0.0

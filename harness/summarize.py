@@ -17,6 +17,7 @@ from harness.floors import floor_in
 from harness.manifest import CellRun, Origin, Run, read_run
 from harness.metrics import MetricsSample, read_samples, server_load
 from harness.plan import Cell, baseline_of, plan
+from harness.punctual import kept_of, kind_of
 from harness.records import ProcessMark, read_marks
 from harness.summary import CellSummary, FailedRequests, Numbers, Reference, Row, Summary
 from harness.tally import Clock, Tally, numbers_of
@@ -207,6 +208,9 @@ def _cell(
     given: Numbers | None,
 ) -> CellSummary:
     numbers = given or origin.known(numbers_of([counted]), run.origin)
+    if run.origin is None:
+        asked = kept_of(counted.punctual, run.scenario.loads[cell.load], run.scenario.seed, numbers.window_s)
+        numbers = msgspec.structs.replace(numbers, schedule=asked)
     wall_s = counted.clock.wall_s
     first, last = wall_s(counted.first_sent_s), wall_s(counted.last_ended_s)
     window = _window(counted)
@@ -257,6 +261,7 @@ def _rows(run: Run, cells: list[CellSummary], tallies: dict[str, Tally]) -> list
             mine = [cell for cell in cells if (cell.server, cell.load) == (server, load)]
             if mine:
                 row = _row(server, load, mine, tallies)
+                row = msgspec.structs.replace(row, kind="" if run.origin else kind_of(run.scenario.loads[load]))
                 # Every import is one repeat: what is known of its cell is known of its row.
                 rows.append(row if run.origin is None else _imported(row, mine[0].numbers, run.origin))
     return rows

@@ -66,6 +66,16 @@ class PromptLengths(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     otherwise: int  # requests of which it is another number
 
 
+class Kept(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the schedule of an open loop was kept, in requests that have a time of their own. None: not known."""
+
+    planned: int | None = None
+    sent: int = 0
+    never_sent: int | None = None  # nobody was free to send them until the end
+    asked_per_s: float | None = None
+    achieved_per_s: float | None = None
+
+
 class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is known of a set of measured requests. Times in seconds; formulas in docs/method.md."""
 
@@ -90,6 +100,9 @@ class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     e2e_s: Distribution
     chunk_gap_s: Distribution
     send_lag_s: Distribution
+    ttft_sched_s: Distribution = Distribution(n=0)  # from schedule; open loops only
+    e2e_sched_s: Distribution = Distribution(n=0)
+    schedule: Kept | None = None  # of an open loop
     tokens_per_chunk: float | None = None
     vectors: int | None = None  # of embeddings
     answers: Answers | None = None  # where answers were to have a form
@@ -188,6 +201,7 @@ class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     definitions: dict[str, str] = {}  # of an imported run: by field of Numbers, where it is not ours
     missing: dict[str, str] = {}  # of an imported run: by field of Numbers, why it is not known
     machine_load: MachineLoad | None = None  # each value the median over its cells; without single GPUs
+    kind: str = ""  # what decides when a request is sent: closed loop, bursts, open loop, trace
 
 
 class FailedRequests(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

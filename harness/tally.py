@@ -19,6 +19,7 @@ from harness.answered import Answered
 from harness.attain import SloTally, attained
 from harness.failures.said import Said
 from harness.gaps import Gaps
+from harness.punctual import Punctual, pooled
 from harness.records import ProcessMark, Request
 from harness.stats import Array, percentile
 from harness.summary import NEEDED, Distribution, Numbers
@@ -93,6 +94,7 @@ class Tally(Struct, kw_only=True):
     e2e_s: "array[float]" = msgspec.field(default_factory=_doubles)
     chunk_gap_s: Gaps = msgspec.field(default_factory=Gaps)
     send_lag_s: "array[float]" = msgspec.field(default_factory=_doubles)
+    punctual: Punctual = msgspec.field(default_factory=Punctual)
     # All requests, warm-up included:
     first_any_s: float | None = None
     last_any_s: float | None = None
@@ -118,6 +120,7 @@ class Tally(Struct, kw_only=True):
         self.first_sent_s = sent_s if self.first_sent_s is None else min(self.first_sent_s, sent_s)
         self.last_ended_s = ended_s if self.last_ended_s is None else max(self.last_ended_s, ended_s)
         _keep(self.send_lag_s, derive.send_lag_s(request))
+        self.punctual.add(request, sent_s)
         if request.error is not None:
             self.errors[request.error] += 1
             if request.error == "abandoned":
@@ -143,6 +146,7 @@ class Tally(Struct, kw_only=True):
             setattr(self, name, choose(known, default=None))
         self.chunk_gap_s.merge(other.chunk_gap_s)
         self.slos.merge(other.slos)
+        self.punctual.merge(other.punctual)
         self.said.merge(other.said)
         if other.cached_tokens is not None:
             self.cached_tokens = (self.cached_tokens or 0) + other.cached_tokens
@@ -297,6 +301,9 @@ def numbers_of(tallies: Sequence[Tally], cells: Sequence[Numbers] = ()) -> Numbe
         e2e_s=distribution([t.e2e_s for t in tallies]),
         chunk_gap_s=gap_distribution([t.chunk_gap_s for t in tallies]),
         send_lag_s=distribution([t.send_lag_s for t in tallies]),
+        ttft_sched_s=distribution([t.punctual.ttft_s for t in tallies]),
+        e2e_sched_s=distribution([t.punctual.e2e_s for t in tallies]),
+        schedule=pooled([cell.schedule for cell in cells]),
         tokens_per_chunk=sum(t.chunked_tokens for t in tallies) / chunks if chunks else None,
         vectors=answered.vectors_of(asked),
         answers=answered.answers_of(asked),

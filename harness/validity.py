@@ -162,6 +162,12 @@ def _work(evidence: Evidence) -> list[str]:
     reasons = []
     if load.requests is not None and numbers.sent != load.requests:
         reasons.append(f"{load.requests:,} measured requests were planned and {numbers.sent:,} were sent")
+    kept = numbers.schedule
+    if kept is not None and kept.never_sent and load.requests is None:
+        reasons.append(
+            f"{kept.never_sent:,} of the {kept.planned or 0:,} requests that were due in the measured time were never "
+            f"sent: nobody was free until its end; {_more(load)}"
+        )
     if load.requests is not None and numbers.unfinished:
         reasons.append(f"{_count(numbers.unfinished, 'request')} of the planned work did not finish")
     rate = numbers.error_rate
@@ -177,8 +183,7 @@ def _work(evidence: Evidence) -> list[str]:
     wrong = evidence.tally.wrong_length
     if wrong:
         reasons.append(
-            f"{wrong:,} of {numbers.succeeded:,} answers do not have the fixed length of "
-            f"{load.output_tokens:,} tokens that was asked for"
+            f"{wrong:,} of {numbers.succeeded:,} answers do not have the fixed length {_length(load)}"
         )
     return reasons
 
@@ -217,7 +222,7 @@ def _generator(evidence: Evidence) -> list[str]:
     if lag is not None and lag > MOST_SEND_LAG_S:
         reasons.append(
             f"half of the requests were sent {lag * 1000:.1f} ms or more behind schedule; "
-            f"at most {MOST_SEND_LAG_S * 1000:.0f} ms is allowed"
+            f"at most {MOST_SEND_LAG_S * 1000:.0f} ms is allowed; {_more(evidence.load)}"
         )
     starts = {mark.process: mark.monotonic_s for mark in evidence.marks if mark.event == "start"}
     for mark in evidence.marks:
@@ -232,6 +237,18 @@ def _generator(evidence: Evidence) -> list[str]:
                 f"{MOST_CPU:.0%}: the load generator may have been the limit; use more 'processes'"
             )
     return reasons
+
+
+def _more(load: Load) -> str:
+    """What to do when a schedule was not kept."""
+    return f"raise 'users' ({load.users:,}), who are all that can be in flight, or 'processes' ({load.processes})"
+
+
+def _length(load: Load) -> str:
+    if load.trace is not None:
+        return "of their row of the trace"
+    known = f"of {load.output_tokens:,} tokens " if isinstance(load.output_tokens, int) else ""
+    return f"{known}that was asked for"
 
 
 def _heat(evidence: Evidence, *, invalid: bool) -> list[str]:

@@ -149,7 +149,7 @@ def test_every_metric_of_a_check_is_documented() -> None:
     section = page("docs/scenarios.md").split("## Checks")[1].split("\n## ")[0]
     words = code(section)
     for metric in UNITS:
-        family, _, statistic = metric.partition("_")
+        family, _, statistic = metric.rpartition("_")
         assert metric in words or {f"{family}_", statistic} <= words, metric
     assert set(OPERATORS) <= words
     assert {unit for units in UNITS.values() for unit in units if unit} <= words

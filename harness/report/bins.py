@@ -12,6 +12,7 @@ Times = NDArray[np.float64]
 FINE_S = 0.1  # width of a bin
 MOST_FINE = 4_000_000  # bins of a cell, over four days: what a record with an absurd time falls into
 FLUSH = 100_000  # chunk times held before they are counted
+_BINS = ("tokens", "change", "due", "gone")
 
 
 class Counts:
@@ -22,6 +23,8 @@ class Counts:
         self.first_bin = 0
         self.tokens: Times = np.zeros(1024)
         self.change = np.zeros(1024, dtype=np.int64)
+        self.due = np.zeros(1024, dtype=np.int64)  # measured requests of an open loop: when each was due,
+        self.gone = np.zeros(1024, dtype=np.int64)  # and when it went out
         self.first_measured_s: float | None = None
         self.first_sent_s: float | None = None
         self.last_ended_s = 0.0
@@ -39,6 +42,9 @@ class Counts:
         self.last_ended_s = max(self.last_ended_s, ended)
         if request.phase == "measured" and (self.first_measured_s is None or sent < self.first_measured_s):
             self.first_measured_s = sent
+        if request.phase == "measured" and request.scheduled_s is not None:
+            self.due[bin_of(max(0.0, sent + request.scheduled_s))] += 1
+            self.gone[bin_of(sent)] += 1
         # Without streaming all tokens come at the end; what a failed request had been given is known by its chunks.
         arrivals = request.chunks_s or ([request.ended_s] if request.error is None else [])
         if request.output_tokens and arrivals:
@@ -60,17 +66,18 @@ class Counts:
     def trim(self) -> None:
         """Leave out the empty bins at both ends, before it goes to another process."""
         self.flush()
-        used = np.flatnonzero((self.tokens != 0) | (self.change != 0))
+        used = np.flatnonzero((self.tokens != 0) | (self.change != 0) | (self.due != 0))
         first, last = (int(used[0]), int(used[-1])) if len(used) else (0, 0)
         self.first_bin = first
-        self.tokens, self.change = self.tokens[first : last + 1].copy(), self.change[first : last + 1].copy()
+        for name in _BINS:
+            setattr(self, name, getattr(self, name)[first : last + 1].copy())
 
     def merge(self, other: "Counts") -> None:
         """Add the trimmed counts of another part of the file."""
         first, end = other.first_bin, other.first_bin + len(other.tokens)
         self._hold(max(end, bin_of(other.last_ended_s)))
-        self.tokens[first:end] += other.tokens
-        self.change[first:end] += other.change
+        for name in _BINS:
+            getattr(self, name)[first:end] += getattr(other, name)
         for name, value in (("first_measured_s", other.first_measured_s), ("first_sent_s", other.first_sent_s)):
             mine = getattr(self, name)
             if value is not None and (mine is None or value < mine):
@@ -81,8 +88,8 @@ class Counts:
         """Make room for a bin."""
         if place >= len(self.tokens):
             more = max(place + 1 - len(self.tokens), len(self.tokens))
-            self.tokens = np.pad(self.tokens, (0, more))
-            self.change = np.pad(self.change, (0, more))
+            for name in _BINS:
+                setattr(self, name, np.pad(getattr(self, name), (0, more)))
 
 
 def bin_of(at_s: float) -> int:

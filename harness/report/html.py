@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from harness.manifest import Run, ServedBy, read_run
-from harness.report import doing, figures, marks, scatter, sentences, starts, tradeoff, words
+from harness.report import doing, figures, kept, marks, scatter, sentences, starts, tradeoff, words
 from harness.report.differing_servers import server_differences
 from harness.report.events import Event, events_of
 from harness.report.forest import Forest
@@ -77,6 +77,8 @@ def render(summary: Summary, run: Run, observed: Observed) -> str:
         timelines=list(timelines),
         timeline_first=_shown_first(run, events),
         events=events,
+        kept=kept.kept(summary, run),
+        kept_columns=kept.COLUMNS,
         doing=doing.doing(summary),
         gpu_head=doing.GPU_HEAD,
         gpu_lines=doing.gpu_lines(summary),

@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection
 
 from harness.manifest import Run
-from harness.report import sentences, words
+from harness.report import kept, sentences, words
 from harness.report.table import columns, lines
 from harness.summary import Summary
 
@@ -17,6 +17,8 @@ def render(summary: Summary, run: Run) -> str:
     if summary.simulated:
         parts.append(f"> **{words.SIMULATED}**")
     parts.append(table(summary, run))
+    if lines_ := kept.kept(summary, run):
+        parts.append(_schedules(lines_))
     if summary.comparison:
         items = [escape(verdict.sentence) for verdict in summary.comparison.verdicts]
         parts.append(_list([*items, escape(sentences.of_method(summary.comparison))]))
@@ -60,6 +62,16 @@ def table(summary: Summary, run: Run, keys: Collection[str] | None = None) -> st
     rule = "|" + "|".join(":---" if column.key in LEFT else "---:" for column in shown) + "|"
     body = ["| " + " | ".join(escape(column.text(line)) for column in shown) + " |" for line in lines(summary, run)]
     return "\n".join([head, rule, *body])
+
+
+def _schedules(lines_: list[kept.Line]) -> str:
+    """How open loops kept their schedule."""
+    head = ["Server", "Load", "Schedule", *(column.title for column in kept.COLUMNS)]
+    body = [[line.server, line.load, line.course, *line.texts] for line in lines_]
+    rows = ["| " + " | ".join(escape(text) for text in row) + " |" for row in [head, *body]]
+    rows.insert(1, "|" + ":---|" * 3 + "---:|" * len(kept.COLUMNS))
+    means = _list([f"**{c.title}**: {escape(c.explanation)} {code(c.formula)}" for c in kept.COLUMNS])
+    return "\n".join(rows) + "\n\n" + _details("What they mean", means)
 
 
 def _rows_in_words(summary: Summary, run: Run) -> str:

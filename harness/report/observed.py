@@ -62,6 +62,8 @@ class Timeline(Struct, frozen=True, kw_only=True):
     at_s: list[float]  # middle of each step
     tok_s: list[float]
     in_flight: list[int]  # requests sent and not ended, the most of each step
+    asked_s: list[float] = []  # of an open loop: requests due a second, ...
+    gone_s: list[float] = []  # ... and sent a second
     server: ServerSamples
     machine: MachineSamples = field(default_factory=MachineSamples)
     failures: dict[str, Failures]  # of measured requests by kind, the earliest first
@@ -228,12 +230,16 @@ def _timeline(
     lengths = np.diff(np.append(edges, len(tokens))) * FINE_S
     rates = np.add.reduceat(tokens, edges) / lengths if len(tokens) else tokens
     middles = (low + edges) * FINE_S + lengths / 2 - zero
+    due, gone = (np.add.reduceat(bins[low:high], edges) / lengths for bins in (count.due, count.gone))
+    scheduled = bool(due.any())
     return Timeline(
         cell=name,
         step_s=group * FINE_S,
         at_s=[round(float(t), 2) for t in middles],
         tok_s=[round(float(r), 1) for r in rates],
         in_flight=[int(n) for n in np.maximum.reduceat(in_flight, edges)] if len(in_flight) else [],
+        asked_s=[round(float(r), 3) for r in due] if scheduled else [],
+        gone_s=[round(float(r), 3) for r in gone] if scheduled else [],
         server=shifted(server, count.zero_s + zero, 2 * MOST_BINS),
         machine=shifted_machine(machine, count.zero_s + zero, 2 * MOST_BINS),
         failures={

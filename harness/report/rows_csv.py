@@ -4,11 +4,15 @@ import csv
 import io
 
 from harness.manifest import Run
+from harness.report import kept
 from harness.report.doing import VALUES
 from harness.report.table import Line, lines
 from harness.summary import Answers, PromptLengths, Summary
 
-_LATENCIES = {"ttft": "ttft_s", "ttfo": "ttfo_s", "tpot": "tpot_s", "e2e": "e2e_s", "chunk_gap": "chunk_gap_s"}
+_LATENCIES = {
+    "ttft": "ttft_s", "ttfo": "ttfo_s", "tpot": "tpot_s", "e2e": "e2e_s", "chunk_gap": "chunk_gap_s",
+    "ttft_sched": "ttft_sched_s", "e2e_sched": "e2e_sched_s",
+}  # fmt: skip
 _STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 
 
@@ -46,6 +50,7 @@ def _record(line: Line) -> dict[str, str | int | float | None]:
     for name, field in _LATENCIES.items():
         sample = getattr(numbers, field)
         record |= {f"{name}_{statistic}_s": getattr(sample, statistic) for statistic in _STATISTICS}
+    record |= kept.values(line.row)
     did = line.row.machine_load
     record |= {name: None if did is None else getattr(did, field) for name, field, *_ in VALUES}
     for slos, attained in numbers.slos.items():

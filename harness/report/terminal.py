@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.manifest import Run
-from harness.report import sentences, starts, words
+from harness.report import kept, sentences, starts, words
 from harness.report.doing import Doing, doing
 from harness.report.table import Column, Line, columns, lines
 from harness.summary import Summary
@@ -25,6 +25,7 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
     for table in _tables(columns(summary), lines(summary, run), console.width):
         console.print()
         _show(console, table)
+    _schedules(summary, run, console, explain=explain)
     if explain:
         console.print()
         for column in columns(summary):
@@ -115,6 +116,18 @@ def _machine(table: Doing, console: Console) -> None:
         console.print()
         _item(console, Text(f"Sampled: {table.sampling}"))
     for column in table.columns:
+        _item(console, Text(f"{column.title}: ", "bold") + Text(f"{column.explanation} [{column.formula}]"))
+
+
+def _schedules(summary: Summary, run: Run, console: Console, *, explain: bool) -> None:
+    """How open loops kept their schedule, a block for each row; with `explain` what each number means."""
+    found = kept.kept(summary, run)
+    for line in found:
+        console.print()
+        console.print(Text(words.one_line(f"{line.server} / {line.load}: {line.course}"), "bold"))
+        shown = zip(kept.COLUMNS, line.texts, strict=True)
+        _item(console, Text("; ".join(f"{column.title} {text}" for column, text in shown)))
+    for column in kept.COLUMNS if found and explain else ():
         _item(console, Text(f"{column.title}: ", "bold") + Text(f"{column.explanation} [{column.formula}]"))
 
 

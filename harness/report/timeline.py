@@ -27,7 +27,8 @@ def figure_of(line: Timeline, events: Sequence[Event]) -> Figure:
     """Requests, tokens per second, and whatever else was recorded, over the seconds of one cell."""
     cache = [KV_CACHE[0]] if "kv_usage" in line.server.values else []
     watched = [name for name in PANELS if name in line.machine.panels]
-    others = [*cache, *(PANELS[name][0] for name in watched)]
+    arrivals = ["arrivals/s"] if line.asked_s else []
+    others = [*arrivals, *cache, *(PANELS[name][0] for name in watched)]
     heights = [_STRIP, 170, 130, *(90 for _ in others)]
     total = sum(heights) + _GAP * (len(heights) - 2)
     layout: Figure = {
@@ -54,9 +55,10 @@ def figure_of(line: Timeline, events: Sequence[Event]) -> Figure:
         "zeroline": False,
     }
     data = [_marks(events, line), *_requests(line), _tokens(line)]
-    data += [_cache(line, "y4")] if cache else []
+    data += _arrivals(line, "y4") if arrivals else []
+    data += [_cache(line, f"y{4 + len(arrivals)}")] if cache else []
     known: set[str] = set()
-    for number, name in enumerate(watched, 4 + len(cache)):
+    for number, name in enumerate(watched, 4 + len(arrivals) + len(cache)):
         data += _watched(line, name, f"y{number}", known)
     return {"data": data, "layout": layout}
 
@@ -113,6 +115,21 @@ def _tokens(line: Timeline) -> Figure:
         "type": "scatter", "mode": "lines", "name": "output tok/s", "x": line.at_s, "y": line.tok_s, "yaxis": "y3",
         "line": {"color": "@s3", "width": 1.8, "shape": "hvh"}, "hovertemplate": "%{y:,.0f} tok/s<extra></extra>",
     }  # fmt: skip
+
+
+def _arrivals(line: Timeline, place: str) -> list[Figure]:
+    """What the schedule asked for, as an area, and what was sent, as a line: where they part, it was not kept."""
+    hover = "%{y:,.2f}/s %{fullData.name}<extra></extra>"
+    return [
+        {
+            "type": "scatter", "mode": "lines", "name": "asked", "x": line.at_s, "y": line.asked_s, "yaxis": place,
+            "line": {"shape": "hvh", "width": 0}, "fill": "tozeroy", "fillcolor": "@area", "hovertemplate": hover,
+        },
+        {
+            "type": "scatter", "mode": "lines", "name": "sent", "x": line.at_s, "y": line.gone_s, "yaxis": place,
+            "line": {"color": "@s2", "width": 1.6, "shape": "hvh"}, "hovertemplate": hover,
+        },
+    ]  # fmt: skip
 
 
 def _cache(line: Timeline, place: str) -> Figure:

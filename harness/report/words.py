@@ -62,7 +62,39 @@ def load_in_words(load: Load) -> str:
     most = "" if load.output == "fixed" else "at most "
     work = "requests" if load.requests is None else count(load.requests, "request")
     time = "" if load.duration_s is None else f" for {load.duration_s:g} s"
-    return f"{_people(load)}, {work} of {most}{count(load.output_tokens, 'token')}{time}"
+    if load.endpoint == "embeddings":
+        return f"{_people(load)}, {work} for embeddings{time}"
+    length = "the trace's lengths" if load.trace is not None else f"{most}{in_words(load.output_tokens)}"
+    return f"{_people(load)}, {work} of {length}{time}"
+
+
+def course(arrivals: Arrivals) -> str:
+    """The rate of an open loop: "by chance, 4 a second"."""
+    if arrivals.wave is not None:
+        wave = arrivals.wave
+        rate = f"{wave.least:g} to {wave.most:g} a second and back in {wave.period_s:g} s"
+    elif arrivals.points is not None:
+        rate = ", ".join(f"{rate:g} a second from {at:g} s" for at, rate in arrivals.points)
+    else:
+        rate = f"{arrivals.rate:g} a second"
+    spread = {"even": "evenly", "poisson": "by chance", "gamma": f"in bursts ({arrivals.burstiness:g})"}
+    return f"{spread[arrivals.spacing]}, {rate}"
+
+
+def replayed(trace: Trace) -> str:
+    """Which part of a trace, and how fast: "day.csv from 600 s to 1200 s, at 2 times its speed"."""
+    window = [f"from {trace.from_s:g} s"] if trace.from_s else []
+    window += [f"to {trace.to_s:g} s"] if trace.to_s is not None else []
+    most = "" if trace.most is None else f", {trace.most:,} rows at most"
+    speed = "" if trace.speed == 1 else f", at {trace.speed:g} times its speed"
+    return f"{' '.join([trace.file, *window])}{most}{speed}"
+
+
+def loop(load: Load) -> str:
+    """What decides when a request is sent; nothing for those who wait for their answers."""
+    if load.trace is not None:
+        return f"trace {replayed(load.trace)}"
+    return f"open loop, {course(load.arrivals)}" if load.arrivals is not None else ""
 
 
 def _people(load: Load) -> str:

@@ -1,0 +1,183 @@
+"""Open loops: what is asked and what is achieved, what is never sent, and what is in flight at the end."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import punctual
+from harness.manifest import read_run
+from harness.punctual import Punctual, kept_of, kind_of, planned_of
+from harness.report import kept, words
+from harness.report.observed import observe
+from harness.scenario import Arrivals, Load, Trace
+from harness.summarize import read_summary
+from harness.summary import Kept
+from tests.command import harness
+from tests.made_runs import request
+
+EVEN = Arrivals(rate=10.0, spacing="even")
+
+
+def counted(*dues_and_lags: tuple[float, float]) -> Punctual:
+    found = Punctual()
+    for due_s, lag_s in dues_and_lags:
+        found.add(request(scheduled_s=-lag_s), due_s + lag_s)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("load", "kind", "planned"),
+    [
+        (Load(user="chat", requests=4), "closed loop", None),
+        (Load(user="batch", batch_size=4, requests=4), "bursts", None),
+        (Load(user="batch", requests=40, arrivals=EVEN), "open loop", 40),
+        (Load(user="batch", batch_size=4, duration_s=2.05, arrivals=EVEN), "open loop", 84),
+        (Load(user="chat", turns=3, requests=10, arrivals=EVEN), "open loop", 4),
+        (Load(user="chat", turns=3, duration_s=2.0, arrivals=EVEN), "open loop", 20),
+        (Load(user="mine.py", duration_s=2.0, arrivals=EVEN), "open loop", None),
+        (Load(user="mine.py", requests=7, trace=Trace(file="t")), "trace", 7),
+    ],
+)
+def test_what_is_planned(load: Load, kind: str, planned: int | None) -> None:
+    assert (kind_of(load), planned_of(load, 1)) == (kind, planned)
+
+
+def test_a_course_that_ends_before_the_time_plans_no_more() -> None:
+    load = Load(user="batch", duration_s=60.0, arrivals=Arrivals(points=[[0, 1], [10, 0]], spacing="even"))
+    assert planned_of(load, 1) == 10
+
+
+def test_asked_and_achieved() -> None:
+    found = counted((100.0, 0.0), (101.0, 0.5), (102.0, 2.0))
+    fixed = kept_of(found, Load(user="batch", requests=3, arrivals=EVEN), 1, 9.0)
+    assert fixed == Kept(planned=3, sent=3, never_sent=0, asked_per_s=1.0, achieved_per_s=0.5)
+    timed = kept_of(found, Load(user="batch", duration_s=0.5, arrivals=EVEN), 1, 0.5)
+    assert timed == Kept(planned=5, sent=3, never_sent=2, asked_per_s=10.0, achieved_per_s=6.0)
+    assert kept_of(found, Load(user="batch", requests=3), 1, 9.0) is None
+    single = kept_of(counted((100.0, 0.0)), Load(user="batch", requests=1, arrivals=EVEN), 1, None)
+    assert single == Kept(planned=1, sent=1, never_sent=0)
+
+
+def test_several_runs_are_pooled() -> None:
+    one = Kept(planned=5, sent=3, never_sent=2, asked_per_s=10.0, achieved_per_s=6.0)
+    two = Kept(planned=5, sent=5, never_sent=0, asked_per_s=10.0, achieved_per_s=10.0)
+    assert punctual.pooled([one, None, two]) == Kept(
+        planned=10, sent=8, never_sent=2, asked_per_s=10.0, achieved_per_s=8.0
+    )
+    assert punctual.pooled([None]) is None
+
+
+def test_from_schedule_and_from_send_part_by_the_lag() -> None:
+    found = counted((100.0, 0.25), (101.0, 0.0))
+    found.add(request(scheduled_s=-9.0, error="timeout"), 110.0)
+    found.add(request(turn=2), 111.0)
+    assert (found.sent, list(found.ttft_s), list(found.e2e_s)) == (3, [0.75, 0.5], [1.75, 1.5])
+    both = Punctual()
+    for part in (counted((101.0, 0.0)), counted((100.0, 0.25))):
+        both.merge(part)
+    assert (both.sent, both.first_due_s, both.last_sent_s) == (2, 100.0, 101.0)
+
+
+def test_schedules_in_words() -> None:
+    waves = Load(user="batch", users=9, requests=5, arrivals=Arrivals(points=[[0, 1], [60, 4]]))
+    assert words.load_in_words(waves) == (
+        "requests begin by a schedule (open loop, by chance, 1 a second from 0 s, 4 a second from 60 s), at most "
+        "9 users at once, 5 requests of 128 tokens"
+    )
+    trace = Trace(file="day.csv", from_s=60, to_s=120, speed=2, most=1000)
+    assert words.loop(Load(user="batch", trace=trace)) == (
+        "trace day.csv from 60 s to 120 s, 1,000 rows at most, at 2 times its speed"
+    )
+    assert words.loop(Load(user="batch")) == ""
+
+
+SCENARIO = """\
+version: 1
+question: What becomes of what is in flight?
+model: tiny
+servers: {a: {template: simulated, container: false, variables: {preset: instant, extra_args: [--step-base-s, "0.1"]}}}
+loads:
+  open: {user: batch, LOAD, duration_s: 1.5, output_tokens: 10}
+  shut: {user: batch, requests: 1, output_tokens: 2}
+repeats: 1
+warmup: {requests: 0}
+"""
+
+
+def run(folder: Path, load: str, checks: str = "") -> tuple[int, str, Path]:
+    (folder / "s.yaml").write_text(SCENARIO.replace("LOAD", load) + checks)
+    done = harness("run", "s.yaml", "--runs", "runs", cwd=folder)
+    assert done.err == "", done.err
+    (found,) = (folder / "runs").iterdir()
+    return done.code, done.out, found
+
+
+def row_of(folder: Path) -> Any:
+    return json.loads((folder / "summary.json").read_text())["rows"][0]
+
+
+def test_what_is_in_flight_at_the_end_counts(tmp_path: Path) -> None:
+    """15 requests of about a second each are due within 1.5 s: the last ten end after it, and none is lost."""
+    _, out, folder = run(tmp_path, "users: 40, arrivals: {rate: 10, spacing: even}")
+    row = row_of(folder)
+    numbers = row["pooled"]
+    assert (numbers["sent"], numbers["succeeded"], numbers["unfinished"]) == (15, 15, 0)
+    assert [numbers[name]["n"] for name in ("ttft_s", "e2e_s", "ttft_sched_s", "e2e_sched_s")] == [15] * 4
+    assert numbers["e2e_s"]["least"] > 0.8
+    assert numbers["requests_per_s"] * 1.5 < 10  # those that ended after the time are no part of the rate
+    assert 0 < numbers["output_tok_s"] * 1.5 < 130  # nor their tokens that came after it
+    assert numbers["window_s"] == 1.5
+    assert numbers["schedule"]["asked_per_s"] == numbers["schedule"]["achieved_per_s"] == 10.0
+    assert (numbers["schedule"]["planned"], numbers["schedule"]["never_sent"]) == (15, 0)
+    assert (row["kind"], row["load"]) == ("open loop", "open")
+    assert "a / open: open loop, evenly, 10 a second" in out
+    assert "a / shut: " not in out.split("Report:")[0].split("open loop")[0]
+
+
+def test_what_the_drain_cuts_is_counted_as_unfinished(tmp_path: Path) -> None:
+    _, out, folder = run(tmp_path, "users: 40, drain_s: 0.2, arrivals: {rate: 10, spacing: even}")
+    numbers = row_of(folder)["pooled"]
+    assert numbers["sent"] == 15
+    assert numbers["unfinished"] > 0
+    assert numbers["succeeded"] + numbers["unfinished"] == 15
+    assert numbers["e2e_s"]["n"] == numbers["e2e_sched_s"]["n"] == numbers["succeeded"]
+    assert "did not finish within drain_s (0.2 s) after the end: latencies lack the longest" in " ".join(out.split())
+
+
+def test_too_few_users_make_the_run_invalid_and_say_what_to_do(tmp_path: Path) -> None:
+    checks = (
+        "checks: ['a/open: ttft_sched_mean <= 1s', 'a/open: e2e_sched_mean >= 1s', 'a/open: send_lag_mean <= 1ms']\n"
+    )
+    code, out, folder = run(tmp_path, "users: 1, arrivals: {rate: 10, spacing: even}", checks)
+    text = " ".join(out.split())
+    assert code == 3
+    assert "of the 15 requests that were due in the measured time were never sent: nobody was free" in text
+    assert "raise 'users' (1), who are all that can be in flight, or 'processes' (1)" in text
+    row = row_of(folder)
+    assert row["pooled"]["schedule"]["never_sent"] > 10
+    assert row["pooled"]["e2e_sched_s"]["most"] > row["pooled"]["e2e_s"]["most"]
+    results = json.loads((folder / "summary.json").read_text())["checks"]
+    assert [one["passed"] for one in results][1:] == [True, False]
+    found = kept.kept(read_summary(folder), read_run(folder))
+    assert [(one.load, one.course) for one in found] == [("open", "open loop, evenly, 10 a second")]
+    assert found[0].texts[2] == f"{row['pooled']['schedule']['never_sent']} of 15"
+    shown = harness("report", str(folder), "--explain", cwd=tmp_path)
+    assert "send lag = sent − scheduled" in shown.out
+    table = harness("report", str(folder), "--format", "csv", cwd=tmp_path).out.splitlines()
+    first = dict(zip(table[0].split(","), table[1].split(","), strict=True))
+    second = dict(zip(table[0].split(","), table[2].split(","), strict=True))
+    assert (first["kind"], first["planned"], first["asked_per_s"]) == ("open loop", "15", "10.0")
+    assert (second["kind"], second["planned"], second["asked_per_s"]) == ("bursts", "", "")
+
+
+def test_the_timeline_has_asked_and_sent(tmp_path: Path) -> None:
+    _, _, folder = run(tmp_path, "users: 40, arrivals: {rate: 10, spacing: even}")
+    open_, shut = observe(folder, read_run(folder)).timelines
+    assert sum(open_.asked_s) * open_.step_s == pytest.approx(15)
+    assert sum(open_.gone_s) * open_.step_s == pytest.approx(15)
+    assert len(open_.asked_s) == len(open_.at_s)
+    assert (shut.asked_s, shut.gone_s) == ([], [])
+    page = (folder / "report.html").read_text()
+    assert "How the schedules were kept" in page

@@ -1,0 +1,334 @@
+"""Traces: what each format says, what is sent because of it, and what is refused."""
+
+import gzip
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from harness.errors import HarnessError, ScenarioError
+from harness.experiment import prepare
+from harness.records import ProcessMark, Request
+from harness.scenario import Load, Trace, Warmup
+from harness.simulated.spawn import spawned
+from harness.traces.replay import Replay, replay_of
+from harness.workload import text, trace_messages, workload_sha256
+from tests.command import harness
+from tests.made_runs import request, write_lines
+from tests.test_users import end, log_of, make_job, records_of, start_job
+
+BURSTGPT = """\
+Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
+5,ChatGPT,472,18,490,Conversation log
+45,ChatGPT,1087,0,1087,Conversation log
+45,GPT-4,417,276,693,API log
+118,GPT-4,100,27,127,Conversation log
+"""
+BURSTGPT_2 = """\
+Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type
+5.0,a-1,1.25,ChatGPT,472,18,490,Conversation log
+6.5,a-1,2,ChatGPT,500,19,519,Conversation log
+"""
+AZURE_2023 = """\
+TIMESTAMP,ContextTokens,GeneratedTokens\r
+2023-11-16 18:17:03.9799600,4808,10\r
+2023-11-16 18:17:04.0319600,110,27\r
+2023-11-16 18:18:00.0000000,7433,14\r
+"""
+AZURE_2024 = """\
+TIMESTAMP,ContextTokens,GeneratedTokens
+2024-05-10 23:59:59.500000+00:00,2162,5
+2024-05-11 00:00:00+00:00,2399,6
+"""
+MOONCAKE = """\
+{"timestamp": 0, "input_length": 60, "output_length": 5, "hash_ids": [0, 1, 2, 3]}
+{"timestamp": 300, "input_length": 70, "output_length": 4, "hash_ids": [0, 1, 2, 4, 5]}
+{"timestamp": 300, "input_length": 35, "output_length": 3, "hash_ids": [0, 7, 8]}
+{"timestamp": 1000.5, "input_length": 20, "output_length": 7}
+"""
+
+
+def replay(folder: Path, content: str, **given: Any) -> Replay:
+    path = folder / "trace"
+    path.write_text(content, newline="")
+    return Replay(path, Trace(file="trace", **given))
+
+
+def problem(folder: Path, content: str, **given: Any) -> str:
+    with pytest.raises(HarnessError) as caught:
+        replay(folder, content, **given)
+    return caught.value.what.removeprefix(str(folder / "trace"))
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "rows", "left_out"),
+    [
+        (BURSTGPT, "burstgpt", [(0.0, 472, 18), (40.0, 417, 276), (113.0, 100, 27)], 1),
+        (BURSTGPT_2, "burstgpt", [(0.0, 472, 18), (1.5, 500, 19)], 0),
+        (BURSTGPT.replace("417", '"417"'), "burstgpt", [(0.0, 472, 18), (40.0, 417, 276), (113.0, 100, 27)], 1),
+        (AZURE_2023, "azure", [(0.0, 4808, 10), (0.052, 110, 27), (56.02004, 7433, 14)], 0),
+        (AZURE_2024, "azure", [(0.0, 2162, 5), (0.5, 2399, 6)], 0),
+        ("\ufeff" + AZURE_2024, "azure", [(0.0, 2162, 5), (0.5, 2399, 6)], 0),
+        (MOONCAKE, "mooncake", [(0.0, 60, 5), (0.3, 70, 4), (0.3, 35, 3), (1.0005, 20, 7)], 0),
+    ],
+)
+def test_each_format_is_known_by_its_first_line(
+    tmp_path: Path, content: str, name: str, rows: list[tuple[float, int, int]], left_out: int
+) -> None:
+    found = replay(tmp_path, content, block_tokens=16)
+    assert found.format == name
+    assert list(zip(found.prompt_tokens, found.output_tokens, strict=True)) == [row[1:] for row in rows]
+    assert list(found.at_s) == pytest.approx([row[0] for row in rows], abs=1e-6)
+    assert found.without_tokens == left_out
+    assert (found.at(len(rows) - 1), found.at(len(rows))) == (found.at_s[-1], None)
+
+
+def test_the_window_is_of_the_trace_and_begins_the_load(tmp_path: Path) -> None:
+    lines = "".join(f"{at},m,{at + 1},1,0,log\n" for at in range(10, 30))
+    content = BURSTGPT.splitlines()[0] + "\n" + lines
+    found = replay(tmp_path, content, from_s=4.5, to_s=8, speed=2)
+    assert (list(found.at_s), list(found.prompt_tokens)) == ([0.25, 0.75, 1.25], [16, 17, 18])
+    assert list(replay(tmp_path, content, from_s=4, most=2, speed=0.5).at_s) == [0.0, 2.0]
+    assert replay(tmp_path, content + "nonsense\n", to_s=8).at_s[-1] == 7  # read no further than needed
+
+
+def test_a_row_takes_28_bytes(tmp_path: Path) -> None:
+    found = replay(tmp_path, BURSTGPT.splitlines()[0] + "\n" + "1,m,5,6,11,log\n" * 50_000)
+    columns = (found.at_s, found.prompt_tokens, found.output_tokens, found.more)
+    assert [len(column) for column in columns] == [50_000] * 4
+    assert sum(column.itemsize for column in columns) <= 28
+
+
+@pytest.mark.parametrize(
+    ("content", "given", "said"),
+    [
+        (BURSTGPT + "117,m,5,6,11,log\n", {}, ":6: its time lies 1 s before that of the row before; sort the file"),
+        (BURSTGPT + "119,m,-5,6,1,log\n", {}, ":6: a negative length: prompt of -5 tokens"),
+        (BURSTGPT + "119,m,5,-6,1,log\n", {}, ":6: a negative length: answer of -6 tokens"),
+        (BURSTGPT + "119,m,99999999,6,1,log\n", {}, ":6: prompt of 99,999,999 tokens; at most 10,000,000"),
+        (BURSTGPT + "119,m,5.5,6,11,log\n", {}, ":6: Request tokens is '5.5', and a whole number is expected"),
+        (BURSTGPT + "soon,m,5,6,11,log\n", {}, ":6: Timestamp is 'soon', and seconds are expected"),
+        (BURSTGPT + "nan,m,5,6,11,log\n", {}, ":6: nan is not a time"),
+        (BURSTGPT + "119,m\n", {}, ":6: there are 2 columns, and Request tokens would be number 3"),
+        (BURSTGPT, {"from_s": 500}, ": no row lies in the window from 500 s after the first"),
+        (BURSTGPT, {"from_s": 50, "to_s": 60}, ": no row lies in the window from 50 s to 60 s after the first"),
+        (BURSTGPT, {"format": "azure"}, ":1: the columns TIMESTAMP, ContextTokens, GeneratedTokens are missing"),
+        (BURSTGPT.splitlines()[0] + "\n", {}, ": there is no request in this trace (burstgpt)"),
+        (BURSTGPT.splitlines()[0] + "\n1,m,5,0,5,log\n", {}, ": none of the 1 rows of the window has tokens"),
+        (AZURE_2024 + "11 May,1,1\n", {}, ":4: TIMESTAMP is '11 May', and a time like 2023-11-16 18:15:46.68"),
+        (AZURE_2024 + "2024-05-11 00:00:99,1,1\n", {}, ":4: TIMESTAMP is '2024-05-11 00:00:99'"),
+        (MOONCAKE, {}, ":1: 60 tokens in blocks of 512 need 1 hash_ids, and there are 4; say with trace.block_tokens"),
+        (MOONCAKE + '{"timestamp": 2000,', {"block_tokens": 16}, ":5: Input data was truncated"),
+        (MOONCAKE + '{"timestamp": 2000, "input_length": 5}', {"block_tokens": 16}, ":5: Object missing required"),
+        ("", {}, ": the trace is empty"),
+        ("time,in,out\n1,2,3\n", {}, ":1: the format of the trace is not known: 'time,in,out'"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_its_line(
+    tmp_path: Path, content: str, given: dict[str, Any], said: str
+) -> None:
+    assert problem(tmp_path, content, **given).startswith(said)
+
+
+def test_a_packed_trace_and_one_that_is_not_there(tmp_path: Path) -> None:
+    packed = tmp_path / "trace.gz"
+    packed.write_bytes(gzip.compress(BURSTGPT.encode()))
+    with pytest.raises(HarnessError, match=r"the trace is packed"):
+        replay_of(packed, Trace(file="trace.gz"))
+    with pytest.raises(HarnessError, match=r"the trace cannot be read \(No such file or directory\)"):
+        replay_of(tmp_path / "none", Trace(file="none"))
+
+
+def test_equal_ids_are_equal_text_of_the_blocks_size(tmp_path: Path) -> None:
+    found = replay(tmp_path, MOONCAKE, block_tokens=16)
+    prompts = [trace_messages(found, 1, number, None)[0]["content"].split() for number in range(4)]
+    assert [len(prompt) for prompt in prompts] == [60, 70, 35, 20]
+    assert prompts[0][:48] == prompts[1][:48] != prompts[2][:48]
+    assert prompts[0][:16] == prompts[1][:16] == prompts[2][:16] != prompts[3][:16]
+    assert prompts[0][48:60] != prompts[1][48:60] and prompts[1][64:70] == text(6, 1, "block 5").split()
+    assert trace_messages(found, 2, 0, None) != trace_messages(found, 1, 0, None)
+    assert trace_messages(found, 1, 0, "a b c d")[0]["content"] == "a b c d " + " ".join(prompts[0])
+
+
+def test_every_row_without_blocks_has_a_text_of_its_own(tmp_path: Path) -> None:
+    found = replay(tmp_path, BURSTGPT)
+    prompts = [trace_messages(found, 1, number, None)[0]["content"].split() for number in range(3)]
+    assert [len(prompt) for prompt in prompts] == [472, 417, 100]
+    assert len({tuple(prompt[:20]) for prompt in prompts}) == 3
+
+
+def record(**changes: Any) -> Request:
+    return request(**({"cell": "r1-a-chats", "fixed_length": False, "asked_tokens": 50} | changes))
+
+
+def test_our_own_records_are_sent_as_they_were_sent(tmp_path: Path) -> None:
+    records = [
+        record(sent_s=1002.5, prompt_tokens=30, output_tokens=9, conversation=0, turn=2),
+        record(sent_s=1000.0, prompt_tokens=20, output_tokens=7, conversation=0, turn=1),
+        record(sent_s=1001.0, prompt_tokens=25, output_tokens=None, fixed_length=True, asked_tokens=12),
+        record(sent_s=1001.5, prompt_tokens=None, output_tokens=None, error="timeout"),
+        record(sent_s=990.0, phase="warmup", prompt_tokens=99),
+    ]
+    write_lines(tmp_path / "requests.jsonl", records)
+    found = Replay(tmp_path / "requests.jsonl", Trace(file="requests.jsonl"))
+    assert (found.format, found.without_tokens) == ("requests", 1)
+    rows = zip(found.at_s, found.prompt_tokens, found.output_tokens, strict=True)
+    assert list(rows) == [(0.0, 20, 7), (1.0, 25, 12), (2.5, 30, 9)]
+    first, other, second = (trace_messages(found, 1, number, None)[0]["content"] for number in range(3))
+    assert second.startswith(first + " ") and not second.startswith(other[:20])
+
+
+def test_of_several_cells_one_is_chosen(tmp_path: Path) -> None:
+    write_lines(tmp_path / "requests.jsonl", [record(), record(cell="r2-a-chats", prompt_tokens=77)])
+    with pytest.raises(
+        HarnessError, match=r"requests.jsonl:1: which of its cells is meant\? .* r1-a-chats, r2-a-chats"
+    ):
+        Replay(tmp_path / "requests.jsonl", Trace(file="x"))
+    with pytest.raises(HarnessError, match=r"there is no cell 'r3'"):
+        Replay(tmp_path / "requests.jsonl", Trace(file="x", cell="r3"))
+    assert list(Replay(tmp_path / "requests.jsonl", Trace(file="x", cell="r2-a-chats")).prompt_tokens) == [77]
+
+
+def test_records_of_two_machines_meet_on_the_wall_clock(tmp_path: Path) -> None:
+    write_lines(tmp_path / "requests.jsonl", [record(process=1, sent_s=50.0), record(process=2, sent_s=9000.0)])
+    marks = [
+        ProcessMark(event="start", process=1, host="a-1", cell="r1-a-chats", wall_s=1000.0, monotonic_s=40.0),
+        ProcessMark(event="start", process=2, host="b-2", cell="r1-a-chats", wall_s=1000.0, monotonic_s=8995.0),
+    ]
+    write_lines(tmp_path / "processes.jsonl", marks)
+    assert list(Replay(tmp_path / "requests.jsonl", Trace(file="x")).at_s) == [0.0, 5.0]
+
+
+SCENARIO = """\
+version: 1
+question: Does the trace come through?
+model: tiny
+servers: {a: {template: simulated, container: false, variables: {preset: instant}}}
+loads:
+  replay: {user: batch, users: 8, trace: {file: m.jsonl, block_tokens: 16, speed: 2}}
+repeats: 1
+"""
+
+
+def scenario(folder: Path, content: str = SCENARIO) -> Path:
+    (folder / "m.jsonl").write_text(MOONCAKE)
+    (folder / "s.yaml").write_text(content)
+    return folder / "s.yaml"
+
+
+def test_a_scenario_learns_from_its_trace_how_many_requests_it_has(tmp_path: Path) -> None:
+    assert prepare(scenario(tmp_path)).scenario.loads["replay"].requests == 4
+    done = harness("check", "s.yaml", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    assert "by the trace m.jsonl, at 2 times its speed, at most 8 at once, 4 requests of its lengths" in " ".join(
+        done.out.split()
+    )
+
+
+@pytest.mark.parametrize(
+    ("load", "said"),
+    [
+        ("user: batch, requests: 5", "loads.replay.requests (line 6): a trace says itself what is sent and when"),
+        ("user: batch, duration_s: 5", "loads.replay.duration_s (line 6): a trace says itself what is sent and when"),
+        (
+            "user: batch, arrivals: {rate: 1}",
+            "loads.replay.arrivals (line 6): a trace says itself what is sent and when",
+        ),
+        ("user: chat", "loads.replay.trace (line 6): each of its rows is one request; use 'user: batch'"),
+        (
+            "user: batch, batch_size: 2",
+            "loads.replay.trace (line 6): each of its rows is one request; use 'user: batch'",
+        ),
+    ],
+)
+def test_what_contradicts_a_trace(tmp_path: Path, load: str, said: str) -> None:
+    path = scenario(tmp_path, SCENARIO.replace("user: batch, users: 8", load))
+    with pytest.raises(ScenarioError) as caught:
+        prepare(path)
+    assert any(said in one for one in caught.value.problems), caught.value.problems
+
+
+def test_a_trace_that_is_not_there_or_has_an_empty_window(tmp_path: Path) -> None:
+    path = scenario(tmp_path, SCENARIO.replace("m.jsonl, block_tokens: 16", "none, from_s: 6, to_s: 5"))
+    with pytest.raises(ScenarioError) as caught:
+        prepare(path)
+    said = "\n".join(caught.value.problems)
+    assert "$.loads.replay.trace.file (line 6): there is no file none beside the scenario" in said
+    assert "the window from 6 to 5 s is empty" in said
+
+
+def test_the_trace_is_part_of_the_workload(tmp_path: Path) -> None:
+    def digest(content: str = SCENARIO, trace: str = MOONCAKE, name: str = "m.jsonl") -> str:
+        path = scenario(tmp_path, content.replace("m.jsonl", name))
+        (tmp_path / name).write_text(trace)
+        return workload_sha256(prepare(path).scenario, tmp_path)
+
+    whole = digest()
+    assert digest(name="renamed.jsonl") == whole
+    others = {
+        digest(trace=MOONCAKE.replace("1000.5", "1000.6")),
+        digest(SCENARIO.replace("speed: 2", "speed: 3")),
+        digest(SCENARIO.replace("speed: 2", "speed: 2, to_s: 1")),
+        digest(SCENARIO + "seed: 7\n"),
+    }
+    assert len(others | {whole}) == 5
+
+
+def test_a_trace_is_sent_on_time_and_with_its_lengths(tmp_path: Path) -> None:
+    """The whole way: four requests at their times, with their lengths, and the reuse that the trace had."""
+    scenario(tmp_path)
+    done = harness("run", "s.yaml", "--runs", "runs", "--explain", cwd=tmp_path)
+    assert done.code in (0, 3), done.err  # a starved machine may be late
+    (run,) = (tmp_path / "runs").iterdir()
+    lines = (run / "requests.jsonl").read_text().splitlines()
+    records = [one for one in map(json.loads, lines) if one["phase"] == "measured"]
+    records.sort(key=lambda one: one["index"])
+    assert [one["asked_tokens"] for one in records] == [5, 4, 3, 7]
+    assert [one["output_tokens"] for one in records] == [5, 4, 3, 7]
+    due = [one["sent_s"] + one["scheduled_s"] for one in records]
+    assert [at - due[0] for at in due] == pytest.approx([0.0, 0.15, 0.15, 0.50025], abs=1e-6)
+    salted = [one["prompt_tokens"] - length for one, length in zip(records, (60, 70, 35, 20), strict=True)]
+    assert len(set(salted)) == 1  # the salt and the chat template, the same for all
+    summary = json.loads((run / "summary.json").read_text())
+    row = summary["rows"][0]
+    assert row["kind"] == "trace"
+    assert {key: row["pooled"]["schedule"][key] for key in ("planned", "sent", "never_sent")} == {
+        "planned": 4,
+        "sent": 4,
+        "never_sent": 0,
+    }
+    assert row["pooled"]["schedule"]["asked_per_s"] == pytest.approx(3 / 0.50025)
+    assert "a / replay: trace m.jsonl, at 2 times its speed" in done.out
+    for format_ in ("markdown", "csv"):
+        shown = harness("report", str(run), "--format", format_, cwd=tmp_path)
+        assert shown.code in (0, 3)
+        assert {"markdown": "How late requests went out", "csv": "asked_per_s"}[format_] in shown.out
+    assert "How the schedules were kept" in (run / "report.html").read_text()
+
+
+def test_warm_up_is_no_part_of_the_trace(tmp_path: Path) -> None:
+    (tmp_path / "m.jsonl").write_text(MOONCAKE)
+    load = Load(user="batch", users=4, requests=4, output_tokens=2, trace=Trace(file="m.jsonl", block_tokens=16))
+    with spawned("--preset", "instant", "--served-model-name", "m") as server:
+        job = make_job(tmp_path, load, Warmup(requests=2), trace_file=str(tmp_path / "m.jsonl"))
+        assert end(start_job(tmp_path, server.url, job)) == 0, log_of(tmp_path)
+    records = sorted(records_of(tmp_path), key=lambda one: one.index)
+    assert [(one.index, one.asked_tokens) for one in records] == [(-2, 2), (-1, 2), (0, 5), (1, 4), (2, 3), (3, 7)]
+    assert [one.scheduled_s is None for one in records] == [True, True, False, False, False, False]
+
+
+def test_two_processes_share_a_trace_without_a_gap(tmp_path: Path) -> None:
+    rows = [{"timestamp": 20 * n, "input_length": 5 + n, "output_length": 1 + n % 5} for n in range(40)]
+    (tmp_path / "m.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
+    load = Load(user="batch", users=10, processes=2, requests=40, trace=Trace(file="m.jsonl"))
+    with spawned("--preset", "instant", "--served-model-name", "m") as server:
+        job = make_job(tmp_path, load, trace_file=str(tmp_path / "m.jsonl"))
+        assert end(start_job(tmp_path, server.url, job, "--processes", "2")) == 0, log_of(tmp_path)
+    records = sorted(records_of(tmp_path), key=lambda one: one.index)
+    assert [(one.index, one.asked_tokens) for one in records] == [(n, 1 + n % 5) for n in range(40)]
+    due = [one.sent_s + (one.scheduled_s or 0.0) for one in records]
+    assert [at - due[0] for at in due] == pytest.approx([0.02 * n for n in range(40)], abs=1e-6)
+    assert statistics.median(-(one.scheduled_s or 0.0) for one in records) >= 0
