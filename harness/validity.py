@@ -148,11 +148,12 @@ def _called(evidence: Evidence, process: int) -> str:
 def _clocks(evidence: Evidence) -> list[str]:
     """How well the clocks of several machines are joined. Latencies need no second clock."""
     errors = [mark.wall_error_s for mark in evidence.marks if mark.wall_error_s is not None]
-    if not errors:
+    machines = {mark.host for mark in evidence.marks}
+    if len(machines) < 2 or not errors:
         return []
     return [
-        f"{_count(len(set(mark.host for mark in evidence.marks)), 'machine')} sent the load, their clocks joined to "
-        f"{1000 * max(errors):.1f} ms: wall time and rates may be off by so much, latencies are not"
+        f"{len(machines)} machines sent the load, their clocks joined to {1000 * max(errors):.1f} ms: "
+        "wall time and rates may be off by so much, latencies are not"
     ]
 
 
