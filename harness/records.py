@@ -66,6 +66,9 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     tool_chunks: int = 0  # and those with nothing but tool calls
     tool_calls: int | None = None  # in the answer; None: no tools were sent
     tool_calls_valid: int | None = None  # of these: a known tool, and arguments that it takes
+    vectors: int | None = None  # of an answer to embeddings
+    answer_valid: bool | None = None  # whether it has the form that was asked for; None: none was, or it failed
+    answer_right: bool | None = None  # whether it is the label that is known to be right
     finish: str | None = None
     status: int | None = None
     error: ErrorKind | None = None

@@ -305,11 +305,6 @@ def _load_problems(load: Load, folder: Path) -> list[str]:
             )
         elif not (folder / load.user).is_file():
             problems.append(f"user: there is no file {load.user} beside the scenario")
-    if load.user == "batch" and load.turns is not None:
-        problems.append("turns: a batch agent has no conversations; remove it or use 'user: chat'")
-    if load.user == "chat" and load.batch_size is not None:
-        problems.append("batch_size: a chat user sends one request at a time; raise 'users' or use 'user: batch'")
-    problems += behaviour.problems_of(load.think, load.think_s, load.abandon)
     problems += _not_its_own(load)
     problems += behaviour.problems_of(load.think, load.think_s, load.abandon)
     if load.processes > load.users:

@@ -66,16 +66,6 @@ class PromptLengths(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     otherwise: int  # requests of which it is another number
 
 
-class Kept(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the schedule of an open loop was kept, in requests that have a time of their own. None: not known."""
-
-    planned: int | None = None
-    sent: int = 0
-    never_sent: int | None = None  # nobody was free to send them until the end
-    asked_per_s: float | None = None
-    achieved_per_s: float | None = None
-
-
 class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What is known of a set of measured requests. Times in seconds; formulas in docs/method.md."""
 

@@ -146,6 +146,7 @@ class Tally(Struct, kw_only=True):
             setattr(self, name, choose(known, default=None))
         self.chunk_gap_s.merge(other.chunk_gap_s)
         self.slos.merge(other.slos)
+        self.answered.merge(other.answered)
         self.punctual.merge(other.punctual)
         self.said.merge(other.said)
         if other.cached_tokens is not None:

@@ -40,6 +40,7 @@ class Answer:
         self.output_tokens: int | None = None
         self.cached_tokens: int | None = None
         self.reasoning_tokens: int | None = None
+        self.vectors: int | None = None  # of embeddings
         self.reasoning_chunks = 0  # of the chunks, those with nothing but reasoning
         self.tool_chunks = 0  # and those with nothing but a tool call
         self.calls: list[Call] = []  # of tools
@@ -228,7 +229,7 @@ def _unseen(part: dict[str, Any], answer: Answer) -> None:
     gather(answer.calls, part.get("tool_calls"))
 
 
-def _whole(exchange: Exchange, answer: Answer) -> None:
+def _whole(exchange: Exchange, answer: Answer, *, embeddings: bool) -> None:
     """A response in one piece: when its first token was made is not known."""
     raw = b"".join(data for _, data in exchange.body)
     try:

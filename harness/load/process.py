@@ -80,8 +80,11 @@ class LoadProcess:
     def messages(self, ticket: Ticket) -> list[Message]:
         """The messages of a place in the seeded sequence. Those of the warm-up are no part of a trace."""
         if self._replay is not None and ticket.index >= 0:
-            return workload.trace_messages(self._replay, self.job.seed, ticket.index, self.job.salt)
-        return workload.messages(self.job.prompts, self.job.seed, ticket.index, self.job.salt, self._rows)
+            return workload.trace_messages(self._replay, self.job.seed, ticket.index, self.job.salt, self.job.words)
+        job = self.job
+        return workload.messages(
+            job.prompts, job.seed, ticket.index, job.salt, self._rows, job.prompt_lengths, job.words
+        )
 
     def model(self) -> str:
         """The model to ask for: the job's, else the first that the server offers. Raises HarnessError."""
@@ -111,7 +114,7 @@ class LoadProcess:
         self.recorder.sending(place.ticket.phase)
         try:
             with leaving(leave, exchange, reading):
-                client.post("/chat/completions", self._body(messages, self._asked(place.ticket)), exchange)
+                client.post(PATHS[self.job.load.endpoint], self._body(messages, place.ticket, tools), exchange)
             answer = self._finish(reading)
         except Exception as error:
             logger.exception("defect in the load generator, recorded as error kind 'client'")
@@ -137,22 +140,35 @@ class LoadProcess:
         """How many tokens the answer is to have, or at most."""
         if self._replay is not None and ticket.index >= 0:
             return self._replay.output_tokens[ticket.index]
-        return self.job.load.output_tokens
+        job = self.job
+        return workload.output_tokens(job.load, job.seed, ticket.index, self._rows, job.output_lengths)
 
-    def _body(self, messages: Sequence[Message], asked_tokens: int) -> bytes:
-        load = self.job.load
-        body: dict[str, object] = {
-            "model": self.model(),
-            "messages": messages,
-            "max_tokens": asked_tokens,
-            "temperature": 0,  # the same choices on both sides of a comparison
-            "stream": load.stream,
-        }
-        if load.stream:
-            body["stream_options"] = {"include_usage": True}
-        if load.output == "fixed":
-            body["ignore_eos"] = True
-        return msgspec.json.encode(body)
+    def _body(self, messages: Sequence[Message], ticket: Ticket, tools: Tools | None) -> bytes:
+        job, form = self.job, self.job.load.answer
+        more = {} if form is None else structured.fields_of(form, self._choices(ticket))
+        more |= {} if tools is None else tools.fields()
+        return body_of(job.load, self.model(), messages, self._asked(ticket), more)
+
+    def _choices(self, ticket: Ticket) -> list[str]:
+        form = self.job.load.answer
+        return [] if form is None else workload.choices_at(form, self.job.seed, ticket.index)
+
+    def _judged(self, answer: Answer, ticket: Ticket) -> Judged:
+        """Whether a good answer has the form that was asked for, and is right where that is known."""
+        form = self.job.load.answer
+        if form is None or answer.error is not None:
+            return Judged()
+        label = workload.label_at(self.job.prompts, self.job.seed, ticket.index)
+        return structured.judge(form, self._choices(ticket), label, answer.text)
+
+    def _asked_prompt(self, place: Place) -> int | None:
+        """How long the prompt was to be, where it is nothing but planned: later turns hold answers as well."""
+        if (place.turn or 1) > 1 or place.changed:
+            return None
+        job, index = self.job, place.ticket.index
+        if self._replay is not None and index >= 0:
+            return self._replay.prompt_tokens[index] + (workload.SALT_WORDS if job.salt else 0)
+        return workload.asked_prompt_tokens(job.prompts, job.seed, index, job.salt, job.prompt_lengths)
 
     def _finish(self, reading: Reading) -> Answer:
         try:
@@ -199,6 +215,9 @@ class LoadProcess:
             tool_chunks=answer.tool_chunks,
             tool_calls=None if tools is None else len(answer.calls),
             tool_calls_valid=None if tools is None else sum(tools.is_valid(call) for call in answer.calls),
+            vectors=answer.vectors,
+            answer_valid=judged.valid,
+            answer_right=judged.right,
             finish=answer.finish,
             status=exchange.status,
             error=answer.error,
