@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from harness.arrivals import Schedule, times
 from harness.scenario import Arrivals, Load, Warmup, Wave
 from harness.simulated.spawn import spawned
-from tests.test_users import end, log_of, make_job, records_of, start_job
+from tests.load_runs import end, log_of, make_job, records_of, start_job
 
 
 def first(number: int, seed: int = 1, **given: object) -> list[float]:

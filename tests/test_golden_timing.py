@@ -14,7 +14,7 @@ import pytest
 from harness.records import Request
 from harness.scenario import Load, Warmup
 from harness.simulated.spawn import spawned
-from tests.test_users import end, log_of, make_job, records_of, start_job
+from tests.load_runs import end, log_of, make_job, records_of, start_job
 
 STREAMS = 50
 TOKENS = 100

@@ -17,8 +17,8 @@ from harness.simulated.spawn import spawned
 from harness.traces.replay import Replay, replay_of
 from harness.workload import text, trace_messages, workload_sha256
 from tests.command import harness
+from tests.load_runs import end, log_of, make_job, records_of, start_job
 from tests.made_runs import request, write_lines
-from tests.test_users import end, log_of, make_job, records_of, start_job
 
 BURSTGPT = """\
 Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type

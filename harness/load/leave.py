@@ -35,5 +35,5 @@ def leaving(how: Abandon | None, exchange: Exchange, reading: Reading) -> Iterat
         except _Left as error:
             if error is not left:
                 raise
-            when = f"after {how.after_s:g} s" if tokens is None else f"after {reading.chunks} chunks"
+            when = f"after {how.after_s:g} s" if tokens is None else f"after {tokens} chunks"
             exchange.failure = Failure("abandoned", f"the user left {when}")

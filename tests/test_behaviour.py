@@ -1,0 +1,61 @@
+"""What people decide follows from the seed and the request's place, and from nothing else."""
+
+import statistics
+from typing import Any
+
+import pytest
+
+from harness.behaviour import Abandon, Pause, chance, leaves, longest_s, pause_s, problems_of
+
+
+@pytest.mark.parametrize(
+    ("pause", "mean", "median"),
+    [
+        (Pause(mean_s=3.0, distribution="fixed"), 3.0, 3.0),
+        (Pause(mean_s=3.0, distribution="exponential", most_s=1000.0), 3.0, 2.08),
+        (Pause(mean_s=3.0, sigma=0.5, most_s=1000.0), 3.0, 2.65),
+        ([1.0, 5.0], 3.0, 3.0),
+    ],
+)
+def test_pauses_have_the_stated_distribution(pause: Pause | list[float], mean: float, median: float) -> None:
+    drawn = [pause_s(pause, 7, "think", index) for index in range(20_000)]
+    assert statistics.mean(drawn) == pytest.approx(mean, rel=0.03)
+    assert statistics.median(drawn) == pytest.approx(median, rel=0.03)
+    assert max(drawn) <= longest_s(pause)
+    assert drawn[:10] == [pause_s(pause, 7, "think", index) for index in range(10)]
+    assert pause_s(pause, 8, "think", 0) != drawn[0] or drawn[0] == 3.0
+
+
+def test_a_long_pause_is_cut() -> None:
+    assert max(pause_s(Pause(mean_s=1.0, sigma=2.0), 1, "x", index) for index in range(5000)) == 10.0
+    assert max(pause_s(Pause(mean_s=1.0, most_s=1.5), 1, "x", index) for index in range(500)) == 1.5
+    assert pause_s(Pause(mean_s=0), 1, "x", 0) == 0.0
+    assert longest_s(None) == 0.0
+
+
+def test_the_sequence_of_decisions_stays_what_it_is() -> None:
+    assert [round(chance(42, "abandon", index), 6) for index in range(3)] == pytest.approx(DECIDED)
+
+
+DECIDED = [0.773521, 0.491069, 0.893318]
+
+
+def test_as_many_leave_as_said() -> None:
+    how = Abandon(share=0.05, after_s=2.0)
+    left = [index for index in range(20_000) if leaves(how, 1, index)]
+    assert len(left) / 20_000 == pytest.approx(0.05, rel=0.1)
+    assert leaves(None, 1, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ({"think_s": [5.0, 1.0]}, "think_s"),
+        ({"think_s": [1.0, 5.0], "think": Pause(mean_s=1)}, "think"),
+        ({"abandon": Abandon(share=0.1)}, "abandon"),
+        ({"abandon": Abandon(share=0.1, after_s=1, after_tokens=1)}, "abandon"),
+    ],
+)
+def test_what_cannot_be_meant_is_said(given: dict[str, Any], key: str) -> None:
+    (problem,) = problems_of(**{"think": None, "think_s": None, "abandon": None, **given})
+    assert problem.startswith(f"{key}:")

@@ -1,0 +1,108 @@
+"""The user classes as stock Locust runs them, without a scenario: on the command line and in its web form."""
+
+import json
+import os
+import signal
+import time
+import urllib.parse
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.job import write_job
+from harness.records import read_marks, read_requests
+from harness.scenario import Load
+from harness.simulated.spawn import spawned
+from tests.load_runs import RUN_S, end, ends_of, free_port, log_of, make_job, records_of, start, wait_for_records
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[str]:
+    """2 ms per token, whatever the load."""
+    with spawned("--preset", "instant", "--served-model-name", "m") as server:
+        yield server.url
+
+
+@pytest.mark.parametrize("locustfile", ["chat", "batch"])
+def test_by_hand(tmp_path: Path, engine: str, locustfile: str) -> None:
+    options = ["--headless", "--users", "3", "--spawn-rate", "10", "--run-time", "2s", "--records", "r.jsonl"]
+    options += ["--think", "0.1 0.2", "--batch-size", "2", "--turns", "2", "--prompts", "classification"]
+    child = start(tmp_path, engine, locustfile, *options, "--output-tokens", "20", "--stop-timeout", "5")
+    assert end(child) == 0, log_of(tmp_path)
+    records = list(read_requests(tmp_path / "r.jsonl"))
+    assert len(records) > 6
+    assert [r.error for r in records] == [None] * len(records)
+    assert {(r.load, r.asked_tokens, r.fixed_length) for r in records} == {("", 20, False)}
+    assert {r.turn for r in records} == ({1, 2} if locustfile == "chat" else {None})
+    marks = read_marks(tmp_path / "r.jsonl.processes")
+    assert [(mark.event, mark.sent, mark.recorded) for mark in marks] == [
+        ("start", None, None),
+        ("end", len(records), len(records)),
+    ]
+    assert ("ChatUser" if locustfile == "chat" else "BatchAgent") in log_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--host", "http://127.0.0.1:9"], "no model could be read from /v1/models (127.0.0.1:9: connection refused"),
+        (["--think", "soon"], "--think: 'soon' is not a pause. Give one such as '1 5', in seconds."),
+        (["--prompts", "none.jsonl"], "none.jsonl: the prompts cannot be read (No such file or directory)"),
+        (["--records", "no/such/place"], "No such file or directory: 'no/such/place'"),
+        (["--job", "none.json"], "none.json: the job cannot be read"),
+        (["--api-key-env", "NOT_SET_AT_ALL"], "the environment variable NOT_SET_AT_ALL, which should hold the API key"),
+    ],
+)
+def test_what_cannot_be_done_by_hand_ends_with_a_sentence(
+    tmp_path: Path, engine: str, options: list[str], sentence: str
+) -> None:
+    assert end(start(tmp_path, engine, "chat", "--headless", "--users", "2", *options)) == 1
+    assert sentence in log_of(tmp_path)
+    assert "Traceback" not in log_of(tmp_path)
+
+
+def ask(url: str, **form: str) -> str:
+    data = urllib.parse.urlencode(form).encode() if form else None
+    with urllib.request.urlopen(url, data, timeout=10) as response:
+        text: str = response.read().decode()
+        return text
+
+
+def test_the_web_form_shows_the_job_and_changes_it(tmp_path: Path, engine: str) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    write_job(make_job(tmp_path, Load(user="batch", requests=2, batch_size=3, output_tokens=4)), tmp_path / "job.json")
+    options = ["--web-host", "127.0.0.1", "--web-port", str(port), "--job", str(tmp_path / "job.json")]
+    child = start(tmp_path, engine, "batch", *options)
+    try:
+        deadline = time.monotonic() + RUN_S
+        while "Starting web interface" not in log_of(tmp_path):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        time.sleep(0.3)
+        page = ask(url)
+        for option in ("model", "prompts", "prompt_tokens", "output_tokens", "batch_size", "turns", "think"):
+            assert f'"{option}"' in page
+        assert '"job"' not in page
+        assert json.loads(ask(f"{url}/swarm", user_count="1", spawn_rate="1", output_tokens="5"))["success"]
+        wait_for_records(tmp_path, 9)  # the job's limit of two is not the web user's
+        ask(f"{url}/stop", now="yes")
+        held = len(os.listdir(f"/proc/{child.pid}/fd"))
+        for number in range(3):
+            assert json.loads(ask(f"{url}/swarm", user_count="1", spawn_rate="1", output_tokens="5"))["success"]
+            wait_for_records(tmp_path, 12 + 3 * number)
+            ask(f"{url}/stop", now="yes")
+        # Three restarts let go of what each had; a connection of the page itself may come and go.
+        assert len(os.listdir(f"/proc/{child.pid}/fd")) < held + 3
+        child.send_signal(signal.SIGTERM)
+        end(child)
+    finally:
+        child.kill()
+        child.wait()
+    records = records_of(tmp_path)
+    assert {r.asked_tokens for r in records} == {5}
+    assert 3 in Counter(r.batch for r in records).values()
+    assert sum(mark.sent or 0 for mark in ends_of(tmp_path, 1)) == len(records)

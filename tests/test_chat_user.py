@@ -1,0 +1,209 @@
+"""People in a chat, under real Locust, against the embedded engine."""
+
+import http.server
+import itertools
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.behaviour import Abandon, Pause, chance, leaves, pause_s
+from harness.records import Request
+from harness.scenario import Load, Prompts, Warmup
+from harness.simulated.spawn import spawned
+from tests.load_runs import (
+    end,
+    ends_of,
+    log_of,
+    make_job,
+    records_of,
+    start_job,
+)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[str]:
+    """2 ms per token, whatever the load."""
+    with spawned("--preset", "instant", "--served-model-name", "m") as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def slow_engine() -> Iterator[str]:
+    """A token each 50 ms."""
+    with spawned("--preset", "instant", "--served-model-name", "m", "--step-base-s", "0.05") as server:
+        yield server.url
+
+
+def test_a_conversation_grows_by_what_was_said(tmp_path: Path, engine: str) -> None:
+    load = Load(user="chat", users=2, requests=12, turns=3, output_tokens=6, think_s=[0.0, 0.02])
+    job = make_job(tmp_path, load, prompts=Prompts(tokens=20, system_tokens=10))
+    assert end(start_job(tmp_path, engine, job)) == 0
+    records = records_of(tmp_path)
+    assert sorted(r.index for r in records) == list(range(12))
+    talks: dict[int | None, list[Request]] = {}
+    for record in sorted(records, key=lambda r: r.sent_s):
+        talks.setdefault(record.conversation, []).append(record)
+    assert sorted(talks) == [0, 3, 6, 9]  # type: ignore[type-var]
+    for number, talk in talks.items():
+        assert talk[0].index == number
+        assert [r.turn for r in talk] == list(range(1, len(talk) + 1))
+        assert len({r.user for r in talk}) == 1
+        lengths = [r.prompt_tokens or 0 for r in talk]
+        assert [b - a >= 24 for a, b in zip(lengths, lengths[1:], strict=False)] == [True] * (len(talk) - 1)
+
+
+Talks = dict[int | None, list[tuple[int, int | None]]]
+
+
+def talks_of(records: list[Request]) -> Talks:
+    """Of each conversation the index and the turn of its requests, in the order of sending."""
+    talks: Talks = {}
+    for record in sorted(records, key=lambda r: r.sent_s):
+        talks.setdefault(record.conversation, []).append((record.index, record.turn))
+    return talks
+
+
+def planned_talks(requests: int, turns: int) -> Talks:
+    spans = [range(first, min(first + turns, requests)) for first in range(0, requests, turns)]
+    return {span[0]: [(index, turn) for turn, index in enumerate(span, start=1)] for span in spans}
+
+
+@pytest.mark.parametrize("think_s", [[0.0, 0.0], [0.0, 0.15]])
+def test_conversations_do_not_depend_on_who_is_faster(tmp_path: Path, engine: str, think_s: list[float]) -> None:
+    load = Load(user="chat", users=5, requests=25, turns=3, output_tokens=4, think_s=think_s, processes=2)
+    job = make_job(tmp_path, load, Warmup(requests=4))
+    assert end(start_job(tmp_path, engine, job, "--processes", "2")) == 0, log_of(tmp_path)
+    records = records_of(tmp_path)
+    ends_of(tmp_path, 2)
+    assert len({r.process for r in records}) == 2
+    talks = talks_of(records)
+    assert talks == {-1: [(-1, 1), (-2, 2), (-3, 3)], -4: [(-4, 1), (-5, 2), (-6, 3)], **planned_talks(25, 3)}
+    assert [r.error for r in records] == [None] * 31
+
+
+@pytest.fixture(scope="module")
+def failing_engine() -> Iterator[str]:
+    """Every third request is refused."""
+    seen = itertools.count()
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            talk = [message["role"][0] + str(len(message["content"].split())) for message in asked["messages"]]
+            choice = {"message": {"content": "said"}, "finish_reason": "stop"}
+            body = json.dumps({"choices": [choice], "usage": {"prompt_tokens": len(talk)}}).encode()
+            self.send_response(500 if next(seen) % 3 == 1 else 200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_failed_turn_leaves_no_trace_and_the_conversation_goes_on(tmp_path: Path, failing_engine: str) -> None:
+    load = Load(user="chat", requests=6, turns=3, output_tokens=6, stream=False, think_s=[0.0, 0.0])
+    job = make_job(tmp_path, load, prompts=Prompts(tokens=20, system_tokens=10))
+    assert end(start_job(tmp_path, failing_engine, job)) == 0, log_of(tmp_path)
+    records = sorted(records_of(tmp_path), key=lambda r: r.sent_s)
+    assert talks_of(records) == planned_talks(6, 3)
+    assert [r.error for r in records] == [None, "http", None, None, "http", None]
+    # system, question | refused | system, question, answer, third question: the refused one is not in it
+    assert [r.prompt_tokens for r in records] == [2, None, 4, 2, None, 4]
+
+
+def test_a_timed_conversation_ends_with_the_time(tmp_path: Path, engine: str) -> None:
+    load = Load(user="chat", users=3, duration_s=1.0, turns=50, output_tokens=4, think_s=[0.1, 0.3], drain_s=30)
+    began = time.monotonic()
+    assert end(start_job(tmp_path, engine, make_job(tmp_path, load))) == 0, log_of(tmp_path)
+    assert time.monotonic() - began < 10  # no one waits for the turns that were not sent
+    records = sorted(records_of(tmp_path), key=lambda r: r.sent_s)
+    assert max(r.sent_s for r in records) - min(r.sent_s for r in records) < 1.0
+    talks = talks_of(records)
+    assert sorted(talks) == [0, 50, 100]  # type: ignore[type-var]
+    for number, talk in talks.items():
+        assert talk == planned_talks(150, 50)[number][: len(talk)]
+
+
+def test_a_long_pause_does_not_outlast_a_timed_load(tmp_path: Path, engine: str) -> None:
+    load = Load(user="chat", users=2, duration_s=0.5, output_tokens=2, think_s=[60.0, 60.0], drain_s=60)
+    began = time.monotonic()
+    assert end(start_job(tmp_path, engine, make_job(tmp_path, load))) == 0, log_of(tmp_path)
+    assert time.monotonic() - began < 10
+    assert len(records_of(tmp_path)) == 2
+
+
+def of_index(folder: Path) -> list[Request]:
+    return sorted(records_of(folder), key=lambda r: r.index)
+
+
+@pytest.mark.parametrize("how", [Abandon(share=0.4, after_tokens=3), Abandon(share=0.4, after_s=0.25)])
+def test_some_leave_before_the_answer_is_there(tmp_path: Path, slow_engine: str, how: Abandon) -> None:
+    load = Load(user="chat", users=4, requests=16, turns=4, output_tokens=12, think_s=[0.0, 0.0], abandon=how)
+    options = ["--json-file", str(tmp_path / "stats")]
+    assert end(start_job(tmp_path, slow_engine, make_job(tmp_path, load), *options)) == 0, log_of(tmp_path)
+    records = of_index(tmp_path)
+    ends_of(tmp_path, 1)
+    left = [r for r in records if leaves(how, 1, r.index)]
+    assert (
+        [r.index for r in left]
+        == [r.index for r in records if r.error == "abandoned"]
+        == [0, 3, 4, 6, 7, 8, 10, 11, 13, 15]
+    )
+    words = "the user left after 3 chunks" if how.after_tokens else "the user left after 0.25 s"
+    assert {r.message for r in left} == {words}
+    assert {(len(r.chunks_s), r.output_tokens) for r in records if r.error is None} == {(12, 12)}
+    assert all((3 if how.after_tokens else 0) <= len(r.chunks_s) < 12 for r in left)
+    # Locust's own table: no failure, and no response time that nobody waited for
+    stats = {entry["name"]: entry for entry in json.loads((tmp_path / "stats.json").read_text())}
+    assert {name: (one["num_requests"], one["num_failures"]) for name, one in stats.items()} == {
+        "b": (6, 0),
+        "b (abandoned)": (10, 0),
+    }
+
+
+def test_who_is_not_content_asks_the_same_again(tmp_path: Path, engine: str) -> None:
+    load = Load(user="chat", users=2, requests=20, turns=5, output_tokens=6, think_s=[0.0, 0.0], regenerate=0.4)
+    assert end(start_job(tmp_path, engine, make_job(tmp_path, load))) == 0, log_of(tmp_path)
+    records = of_index(tmp_path)
+    assert talks_of(records) == planned_talks(20, 5)
+    again = [r.index for r in records if r.again]
+    assert again == [index + 1 for index in range(19) if index % 5 != 4 and chance(1, "regenerate", index) < 0.4]
+    for before, after in itertools.pairwise(records):
+        if after.again:
+            assert after.prompt_tokens == before.prompt_tokens  # word for word, without its first answer
+    assert len(again) > 3
+
+
+def test_pauses_follow_from_the_seed_and_not_from_who_makes_them(tmp_path: Path, engine: str) -> None:
+    think = Pause(mean_s=0.1, distribution="exponential")
+    load = Load(user="chat", users=3, requests=12, turns=4, output_tokens=2, think=think)
+    assert end(start_job(tmp_path, engine, make_job(tmp_path, load))) == 0, log_of(tmp_path)
+    for before, after in itertools.pairwise(of_index(tmp_path)):
+        if after.turn != 1:
+            assert after.sent_s - before.sent_s >= pause_s(think, 1, "think", before.index)
+
+
+def test_reasoning_is_told_apart(tmp_path: Path) -> None:
+    load = Load(user="chat", requests=2, turns=2, output_tokens=10, think_s=[0.0, 0.0])
+    with spawned("--preset", "instant", "--served-model-name", "m", "--fault", "reasoning:4") as server:
+        assert end(start_job(tmp_path, server.url, make_job(tmp_path, load))) == 0, log_of(tmp_path)
+    first, second = of_index(tmp_path)
+    assert (first.reasoning_chunks, len(first.chunks_s)) == (4, 10)
+    assert first.first_visible_s == first.chunks_s[4]
+    # 24 words and the template's 5; then the visible 6 words alone and their 3, 24 words and their 3
+    assert (first.prompt_tokens, second.prompt_tokens) == (29, 65)
