@@ -1,0 +1,187 @@
+"""One load sent by several workers: real Locust masters and workers, the records of each delivered once."""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.errors import HarnessError
+from harness.load import spool
+from harness.load.spool import Intake, Spool
+from harness.manifest import read_run
+from harness.records import Request, read_marks, read_requests
+from harness.scenario import Load
+from harness.serve.ports import free_port
+from harness.simulated.spawn import Spawned, spawned
+from harness.workers import Workers, parse_workers, process_number
+from tests.command import Going, going, only_run, until, write
+
+CHAT = Load(user="chat", users=4, requests=8)
+
+
+def test_machines_are_named_or_counted() -> None:
+    named = parse_workers("gen1, gen2", "10.0.0.1", {"a": CHAT})
+    assert named == Workers(names=["gen1", "gen2"], machines=2, bind="10.0.0.1", port=5557)
+    assert named.command == "harness worker --master 10.0.0.1:5557"
+    counted = parse_workers("2", "10.0.0.1:6000", {"a": Load(user="chat", users=4, requests=8, processes=2)})
+    assert counted == Workers(machines=2, processes=2, bind="10.0.0.1", port=6000)
+    assert (counted.total, counted.command) == (4, "harness worker --master 10.0.0.1:6000 --processes 2")
+
+
+@pytest.mark.parametrize(
+    ("given", "bind", "loads", "said"),
+    [
+        ("gen1", None, {"a": CHAT}, "--workers needs --bind: the address of this machine at which the workers find it"),
+        ("0", "h", {"a": CHAT}, "--workers: '0' names no machines"),
+        ("a,,b", "h", {"a": CHAT}, "--workers: 'a,,b' names no machines"),
+        ("a,b,a", "h", {"a": CHAT}, "--workers: 'a,b,a' names no machines (a comes twice)"),
+        ("2", "h:0", {"a": CHAT}, "--bind: 'h:0' is not an address"),
+        ("3", "h", {"a": CHAT}, "$.loads.a.users: 4 users cannot be parted among 3 load processes"),
+        (
+            "2",
+            "h",
+            {"a": CHAT, "b": Load(user="chat", users=4, requests=8, processes=2)},
+            "--workers: the loads differ in 'processes', and a worker is started once for all of them",
+        ),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(given: str, bind: str | None, loads: dict[str, Load], said: str) -> None:
+    with pytest.raises(HarnessError) as caught:
+        parse_workers(given, bind, loads)
+    assert caught.value.what == said
+
+
+def test_pieces_are_taken_once_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spool, "PIECE", 8)
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_bytes(b"one\ntwo\nthree\na long line\nhal")
+    sender, receiver = Spool(source), Intake(target)
+    pieces = []
+    while piece := sender.piece():
+        pieces.append(piece)
+        assert receiver.take(sender.taken, piece) == receiver.take(sender.taken, piece)  # it came twice
+        assert receiver.take(sender.taken + len(piece) + 1, b"from the future\n") == receiver.taken
+        sender.taken = receiver.taken
+    assert pieces == [b"one\ntwo\n", b"three\n", b"a long line\n"]
+    assert target.read_bytes() == b"one\ntwo\nthree\na long line\n"
+    assert sender.rest() == 3
+
+
+def test_two_machines_may_have_the_same_pid() -> None:
+    assert len({process_number(7, machine) for machine in range(3)}) == 3
+    assert process_number(7, 0) == 7
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Spawned]:
+    with spawned("--preset", "instant") as found:
+        yield found
+
+
+@contextmanager
+def run_with_workers(
+    folder: Path, engine: Spawned, load: dict[str, Any], env: dict[str, str] | None = None, **more: Any
+) -> Iterator[tuple[Going, list[Going]]]:
+    """`harness run --workers 2` and two `harness worker --once`."""
+    scenario = write(folder, model="simulated", loads={"l": load}, **more)
+    address = f"127.0.0.1:{free_port()}"
+    run = ["run", str(scenario), "--url", engine.url, "--workers", "2", "--bind", address, "--runs", str(folder)]
+    with ExitStack() as stack:
+        own = {"TMPDIR": str(folder / "spool")}
+        (folder / "spool").mkdir()
+        worker = ("worker", "--master", address, "--once")
+        workers = [stack.enter_context(going(*worker, cwd=folder, env=own)) for _ in range(2)]
+        yield stack.enter_context(going(*run, cwd=folder, env=env)), workers
+
+
+def records(folder: Path) -> list[Request]:
+    return list(read_requests(only_run(folder) / "requests.jsonl"))
+
+
+def test_two_workers_send_each_request_once(tmp_path: Path, engine: Spawned) -> None:
+    load = {"user": "chat", "users": 4, "requests": 42, "turns": 4, "output_tokens": 5, "think_s": [0, 0.02]}
+    with run_with_workers(tmp_path, engine, load, warmup={"requests": 8}) as (run, workers):
+        done = run.end()
+        assert done.code == 0, done.out + done.err
+        for worker in workers:
+            assert worker.end().code == 0
+    folder = only_run(tmp_path)
+    sent = records(tmp_path)
+    measured = [one for one in sent if one.phase == "measured"]
+    assert sorted(one.index for one in measured) == list(range(42))
+    assert len({one.id for one in sent}) == len(sent)
+    for process in {one.process for one in sent}:
+        parts = {one.index // 4 % 2 for one in measured if one.process == process}
+        assert len(parts) == 1
+    assert {one.user for one in sent} == {0, 1, 2, 3}
+    starts = [mark for mark in read_marks(folder / "processes.jsonl") if mark.event == "start"]
+    assert {mark.process for mark in starts} == {one.process for one in sent}
+    assert all(mark.wall_error_s is not None and 0 < mark.wall_error_s < 0.1 for mark in starts)
+    assert read_run(folder).workers == Workers(machines=2, bind="127.0.0.1", port=read_run(folder).workers.port)  # type: ignore[union-attr]
+    assert [path.name for path in (tmp_path / "spool").glob("amd-llm-load-*")] == []
+
+
+def test_a_killed_worker_makes_the_run_invalid(tmp_path: Path, engine: Spawned) -> None:
+    load = {"user": "chat", "users": 4, "duration_s": 60, "output_tokens": 5, "think_s": [0.05, 0.05]}
+    with run_with_workers(tmp_path, engine, load) as (run, workers):
+        until(lambda: len({one.process for one in delivered(tmp_path)}) == 2, within_s=40)
+        for process in workers[0].others("locust"):
+            process.kill()
+        killed = time.monotonic()
+        done = run.end(timeout_s=30)
+        assert time.monotonic() - killed < 20
+        assert done.code == 3
+        assert [worker.end().code for worker in workers] == [1, 0]
+    manifest = read_run(only_run(tmp_path))
+    (reason,) = [reason for reason in manifest.reasons if "load process" in reason]
+    assert "was lost (killed, or its link was cut): what was sent and not yet recorded is not known" in reason
+    assert len({one.process for one in records(tmp_path)}) == 2
+
+
+def delivered(folder: Path) -> list[Request]:
+    return records(folder) if list(folder.glob("*/run.json")) else []
+
+
+def test_workers_end_when_the_master_is_gone(tmp_path: Path, engine: Spawned) -> None:
+    load = {"user": "chat", "users": 4, "duration_s": 60, "output_tokens": 5, "think_s": [0.05, 0.05]}
+    with run_with_workers(tmp_path, engine, load) as (run, workers):
+        until(lambda: len({one.process for one in delivered(tmp_path)}) == 2, within_s=40)
+        for process in run.others("locust"):
+            process.kill()
+        killed = time.monotonic()
+        assert run.end(timeout_s=30).code == 3
+        for worker in workers:
+            assert worker.end(timeout_s=40).code == 1
+        assert time.monotonic() - killed < 30
+    # What nobody has taken is still there.
+    assert len(list((tmp_path / "spool").glob("amd-llm-load-*/requests.jsonl"))) == 2
+
+
+def test_a_worker_without_the_key_is_named(tmp_path: Path, engine: Spawned, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SCALE_OUT_KEY", raising=False)
+    load = {"user": "chat", "users": 4, "requests": 8, "output_tokens": 5}
+    key = {"SCALE_OUT_KEY": "not-a-key"}
+    with run_with_workers(tmp_path, engine, load, env=key, api_key_env="SCALE_OUT_KEY") as (run, workers):
+        done = run.end()
+        assert done.code == 3, done.out + done.err
+        assert "the environment variable SCALE_OUT_KEY, which should hold the API key, is not set" in done.err
+        for worker in workers:
+            worker.process.send_signal(signal.SIGINT)
+            worker.end()
+
+
+def test_an_interrupted_run_has_all_that_was_recorded(tmp_path: Path, engine: Spawned) -> None:
+    load = {"user": "chat", "users": 4, "duration_s": 60, "output_tokens": 5, "think_s": [0.05, 0.05]}
+    with run_with_workers(tmp_path, engine, load) as (run, workers):
+        until(lambda: len({one.process for one in delivered(tmp_path)}) == 2, within_s=40)
+        run.interrupt()
+        assert run.end().code == 130
+        for worker in workers:
+            worker.end()
+    ends = [mark for mark in read_marks(only_run(tmp_path) / "processes.jsonl") if mark.event == "end"]
+    assert len(ends) == 2
+    assert sum(mark.sent or 0 for mark in ends) == len(records(tmp_path))
