@@ -20,6 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,11 +57,14 @@ class Reading(NamedTuple):
 
     tool: str
     users: int
-    ttft_ms: tuple[float, float]  # p50, p99 of the error
+    ttft_ms: tuple[float, float] | None  # p50, p99 of the error
     chunk_ms: float | None  # p99 of the error's size; None: the tool keeps no times
-    load: float  # share of what the schedule allows
+    load: float | None  # share of what the schedule allows
     cpu_us: float | None  # per chunk
     note: str = ""
+
+
+Client = Callable[["Server", int, Path, list[str], Schedule], Reading]
 
 
 class Server:
@@ -136,7 +141,7 @@ def _reading(folder: Path, server: Server, users: int, schedule: Schedule) -> Re
     return Reading(
         "amd-llm-load",
         users,
-        (float(np.percentile(ttft_ms, 50)), float(np.percentile(ttft_ms, 99))),
+        _marks(ttft_ms),
         float(np.percentile(np.abs(errors), 99)) * 1000,
         len(records) / (users / schedule.e2e_s * (ended - began)),
         cpu_s / (len(every) * schedule.chunks) * 1e6,
@@ -155,6 +160,48 @@ def in_c(server: Server, users: int, folder: Path, start: list[str], schedule: S
     load = ROUNDS * schedule.e2e_s / told["took_s"]
     ttft_ms = (told["ttft_p50_ms"] - schedule.ttft_ms, told["ttft_p99_ms"] - schedule.ttft_ms)
     return Reading("C, nothing parsed", users, ttft_ms, None, load, told["cpu_us"])
+
+
+def vllm_bench(server: Server, users: int, folder: Path, start: list[str], schedule: Schedule, program: str) -> Reading:
+    """`vllm bench serve`, which keeps at most `users` requests in flight."""
+    folder.mkdir()
+    vocabulary = folder / "tokenizer"
+    _small_tokenizer(vocabulary)
+    command = [
+        *start, program, "bench", "serve", "--backend", "openai-chat", "--base-url", server.url,
+        "--endpoint", "/v1/chat/completions", "--model", "paced", "--tokenizer", str(vocabulary),
+        "--dataset-name", "random", "--random-input-len", "50", "--random-output-len", str(schedule.chunks),
+        "--num-prompts", str(users * ROUNDS), "--max-concurrency", str(users), "--ignore-eos",
+        "--save-result", "--save-detailed", "--result-dir", str(folder), "--result-filename", "result.json",
+        "--disable-tqdm", "--ready-check-timeout-sec", "0",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    server.stop()
+    if done.returncode != 0:
+        return Reading("vllm bench serve", users, None, None, None, None, f"failed: {done.stderr.strip()[-200:]}")
+    told = msgspec.json.decode((folder / "result.json").read_bytes())
+    ttft_ms = np.array(told["ttfts"]) * 1000 - schedule.ttft_ms
+    load = told["completed"] / (users / schedule.e2e_s * told["duration"])
+    return Reading("vllm bench serve", users, _marks(ttft_ms), None, load, None)
+
+
+def _small_tokenizer(folder: Path) -> None:
+    """Something that counts words, so that nothing has to be fetched."""
+    folder.mkdir()
+    words = [f"w{number}" for number in range(1000)]
+    vocabulary = {word: number for number, word in enumerate(["[UNK]", *words])}
+    tokenizer: dict[str, Any] = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+        "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"},
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_bytes(msgspec.json.encode(tokenizer))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]", "model_max_length": 100000}
+    (folder / "tokenizer_config.json").write_bytes(msgspec.json.encode(settings))
+
+
+def _marks(errors_ms: np.ndarray[Any, Any]) -> tuple[float, float]:
+    return float(np.percentile(errors_ms, 50)), float(np.percentile(errors_ms, 99))
 
 
 def _compiled(name: str, folder: Path) -> Path:
@@ -176,25 +223,31 @@ def main() -> None:
     parser.add_argument("--server-core", type=int, default=1)
     parser.add_argument("--client-core", type=int, default=0)
     parser.add_argument("--realtime", action="store_true", help="clients, too, run before all else (a busy machine)")
+    parser.add_argument("--vllm", default=shutil.which("vllm"), metavar="PROGRAM", help="for `vllm bench serve`")
     options = parser.parse_args()
     start = _alone(options.client_core, 40 if options.realtime else None)
     schedule = Schedule(tick_ms=20.0 if options.lockstep else 0.0)
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {schedule}")
     print(f"{'tool':28} {'users':>6} {'TTFT err p50/p99, ms':>22} {'chunk err p99':>14} {'load':>7} {'us/chunk':>9}")
+    clients: dict[str, Client] = {"C": in_c, "ours": ours}
+    if options.vllm:
+        clients["vllm"] = partial(vllm_bench, program=options.vllm)
+    else:
+        print("vllm bench serve: skipped, there is no program vllm (--vllm PROGRAM)")
     with tempfile.TemporaryDirectory() as name:
         for repeat in range(options.repeats):
             for users in options.users:
-                for client in (in_c, ours):  # interleaved: what else the machine does falls on both
+                for tool, client in clients.items():  # interleaved: what else the machine does falls on all
                     server = Server(schedule, Path(name), options.server_core)
-                    folder = Path(name) / f"{client.__name__}-{users}-{repeat}"
-                    show(client(server, users, folder, start, schedule))
+                    show(client(server, users, Path(name) / f"{tool}-{users}-{repeat}", start, schedule))
 
 
 def show(read: Reading) -> None:
-    ttft = f"{read.ttft_ms[0]:+.2f} / {read.ttft_ms[1]:+.2f}"
+    ttft = "-" if read.ttft_ms is None else f"{read.ttft_ms[0]:+.2f} / {read.ttft_ms[1]:+.2f}"
+    load = "-" if read.load is None else f"{read.load:.1%}"
     chunk = "-" if read.chunk_ms is None else f"{read.chunk_ms:.3f}"
     cpu = "-" if read.cpu_us is None else f"{read.cpu_us:.1f}"
-    print(f"{read.tool:28} {read.users:6} {ttft:>22} {chunk:>14} {read.load:7.1%} {cpu:>9}  {read.note}", flush=True)
+    print(f"{read.tool:28} {read.users:6} {ttft:>22} {chunk:>14} {load:>7} {cpu:>9}  {read.note}", flush=True)
 
 
 if __name__ == "__main__":
