@@ -64,9 +64,9 @@ def add_options(parser: LocustArgumentParser) -> None:
     add(
         "--arrivals",
         default=_arrivals_text(load.arrivals),
-        help="open loop: so many begin each second, whether the server keeps up or not (default: users wait for it)",
+        help="open loop: so many begin each second; empty: users wait for answers",
     )
-    add("--timeout", type=float, default=load.timeout_s, help="a request on which nothing comes for so many s failed")
+    add("--timeout", type=float, default=load.timeout_s, help="seconds of silence after which a request has failed")
     add("--slos", default=job.slos if job else "", help="for goodput, such as 'ttft<=2s, tpot<=50ms'")
 
 

@@ -1,0 +1,326 @@
+"""The live numbers of a load: histograms, tallies, the book, the routes, with one process and with several."""
+
+import csv
+import io
+import json
+import math
+import random
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from harness.check_syntax import Slo
+from harness.load.live.book import ALL, Book
+from harness.load.live.histogram import Histogram, add, note, percentiles
+from harness.load.live.observed import Observed
+from harness.load.live.tally import HandOver, Tally, packed, unpacked
+from harness.newest import Tail
+from harness.paths import ROOT
+from harness.records import ErrorKind, Request
+from harness.serve.ports import free_port
+from tests.command import harness, write
+
+
+def request(
+    ttft: float = 0.1, tpot: float = 0.02, tokens: int = 11, error: ErrorKind | None = None, **more: Any
+) -> Request:
+    ended = ttft + tpot * (tokens - 1)
+    given = {
+        "id": "x",
+        "cell": "c",
+        "load": "l",
+        "user_class": "Chat",
+        "index": 0,
+        "user": 0,
+        "process": 1,
+        "phase": "measured",
+        "sent_s": 5.0,
+        "ended_s": ended,
+        "chunks_s": [] if error else [ttft, ended],
+        "output_tokens": None if error else tokens,
+        "error": error,
+        "message": f"it was {error}" if error else None,
+    }
+    return Request(**{**given, **more})
+
+
+def test_a_percentile_is_at_most_one_percent_off_and_processes_add_up() -> None:
+    rng = random.Random(4)
+    values = [math.exp(rng.gauss(-2, 1.5)) for _ in range(5000)]
+    whole: Histogram = {}
+    for part in range(3):
+        mine: Histogram = {}
+        for value in values[part::3]:
+            note(mine, value)
+        add(whole, mine)
+    values.sort()
+    shares = (0.5, 0.9, 0.95, 0.99)
+    for share, found in zip(shares, percentiles(whole, shares), strict=True):
+        exact = values[math.ceil(share * len(values)) - 1]
+        assert found is not None and abs(found / exact - 1) <= 0.0101
+    assert percentiles({}, (0.5, 0.99)) == [None, None]
+    assert sum(whole.values()) == 5000
+
+
+def test_a_tally_hands_everything_over_once() -> None:
+    slos = (
+        Slo(text="ttft<=150ms", latency="ttft", operator="<=", bound_s=0.15),
+        Slo(text="tpot<=30ms", latency="tpot", operator="<=", bound_s=0.03),
+    )
+    tally = Tally(slos)
+    for one in (
+        request(),
+        request(ttft=0.2),
+        request(tpot=0.04),
+        request(error="http"),
+        request(error="http", message="the last"),
+        request(error="timeout"),
+        request(phase="warmup"),
+        request(user_class="Agent", tokens=5),
+    ):
+        tally.add(one)
+    given = unpacked(packed(tally.hand_over(3)))
+    assert given is not None
+    assert (given.in_flight, given.warmup) == (3, 1)
+    assert {kind: (one.count, one.message) for kind, one in given.failures.items()} == {
+        "http": (2, "the last"),
+        "timeout": (1, "it was timeout"),
+    }
+    chat = [by_class["Chat"] for _, by_class in given.seconds if "Chat" in by_class]
+    assert (sum(one.ended for one in chat), sum(one.failed for one in chat), sum(one.met for one in chat)) == (6, 3, 1)
+    assert sum(one.tokens for one in chat) == 33
+    assert all(age in (0, 1) for age, _ in given.seconds)
+    assert tally.hand_over(0) == HandOver([], {}, 0, 0)
+
+
+def test_what_no_worker_of_ours_sent_is_left_out() -> None:
+    assert [unpacked(raw) for raw in (None, b"", b"\x93\x01\x02\x03", "text", 7)] == [None] * 5
+
+
+def test_the_book_adds_up_workers_and_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.5]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    book = Book(lag_s=4, slos="ttft<=150ms")
+    workers = {name: Tally((Slo(text="", latency="ttft", operator="<=", bound_s=0.15),)) for name in "ab"}
+    for second in range(30):
+        clock[0] = 1000.5 + second
+        for name, tally in workers.items():
+            for _ in range(5):
+                tally.add(request())
+            tally.add(request(user_class="Agent", error="http"))
+            if second % 3 == "ab".index(name):
+                book.take(name, tally.hand_over(7))
+        book.tick(12, Observed(None))
+    recent = book.recent()
+    assert list(recent) == [ALL, "Agent", "Chat"]
+    assert (recent[ALL]["ended"], recent["Chat"]["ended"], recent["Agent"]["failed"]) == (120, 100, 20)  # of 10 s
+    assert (recent[ALL]["req_s"], recent["Chat"]["tok_s"], recent["Chat"]["goodput_req_s"]) == (12.0, 110.0, 10.0)
+    assert (recent["Chat"]["attainment"], recent["Agent"]["attainment"]) == (1.0, 0.0)
+    assert recent["Chat"]["ttft_p99_s"] == pytest.approx(0.1, rel=0.0101)
+    assert recent["Agent"]["ttft_p50_s"] is None
+    assert book.in_flight() == 14
+    clock[0] += 60
+    assert book.in_flight() == 0  # workers that are silent hold nothing
+    assert [point["t"] for point in book.points] == [float(t) for t in range(0, 30, 2)]
+    book.reset()
+    assert book.whole()[ALL]["ended"] == 0
+
+
+def test_the_course_is_thinned_and_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    book, first = Book(), None
+    for second in range(6000):
+        clock[0] = float(second)
+        book.tick(1, Observed(None))
+        first = first or book.number
+    assert 600 <= len(book.points) <= 1200
+    assert book.points[0]["t"] == 0.0 and book.points[-1]["t"] >= 5990.0
+    assert (book.step_s, book.number - (first or 0)) == (8, 2)
+
+
+def test_the_newest_lines(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    tail = Tail(path)
+    assert tail.lines() == []
+    path.write_bytes(b"a\nbb\nto")
+    assert tail.lines() == [b"a", b"bb"]
+    assert tail.lines() == []
+    with path.open("ab") as file:
+        file.write(b"rn\n")
+    assert tail.lines() == [b"torn"]
+    assert Tail(path, from_end=True).lines() == []
+
+
+def test_what_the_harness_writes_beside_it(tmp_path: Path) -> None:
+    observed = Observed(tmp_path)
+    now = time.time()
+    lines = [
+        {"wall_s": now - 2, "cell": "c", "values": {"running": 3.0, "waiting": 1.0, "generated_tokens": 100.0}},
+        {"wall_s": now, "cell": "c", "values": {"running": 4.0, "kv_usage": 0.5, "generated_tokens": 160.0}},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "{torn")
+    gpus = {"renderD128": {"busy_percent": 90.0, "temperatures_c": {"edge": 60.0}, "power_w": 50.5}}
+    (tmp_path / "telemetry.jsonl").write_text(json.dumps({"wall_s": now, "cell": "c", "gpus": gpus}) + "\n")
+    observed.look()
+    assert observed.server == {"running": 4.0, "kv_usage": 0.5, "tok_s": pytest.approx(30.0, rel=0.01)}
+    assert observed.gpus == {"renderD128": {"busy_percent": 90.0, "power_w": 50.5}}
+    (tmp_path / "metrics.jsonl").write_text("")
+    late = Observed(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({**lines[0], "wall_s": now - 60}) + "\n")
+    late.look()
+    assert (late.server, late.gpus) == (None, None)  # what is old says nothing of now
+    assert Observed(None).watched is False
+
+
+# Real Locust from here on, its web UI driven by its own routes.
+
+
+def until(found: Callable[[], Any], within_s: float = 90) -> Any:
+    deadline = time.monotonic() + within_s
+    while not (value := found()):
+        assert time.monotonic() < deadline
+        time.sleep(0.3)
+    return value
+
+
+def get(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return bytes(answer.read())
+
+
+def page(url: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(get(f"{url}/llm/live.json")))
+    except OSError:
+        return {}
+
+
+@contextmanager
+def locust(engine: str, *arguments: str, log: Path) -> Iterator[str]:
+    """Stock Locust with a locustfile that ships, by hand; the address of its web UI."""
+    port = free_port()
+    command = [sys.executable, "-m", "locust", "-f", str(ROOT / "locustfiles/batch.py"), "--host", engine]
+    command += ["--web-host", "127.0.0.1", "--web-port", str(port), *arguments]
+    with log.open("wb") as out:
+        child = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+    try:
+        until(lambda: page(f"http://127.0.0.1:{port}"))
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        workers = psutil.Process(child.pid).children()
+        child.terminate()
+        child.wait(30)
+        for worker in psutil.wait_procs(workers, 5)[1]:
+            worker.kill()
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[str]:
+    port = free_port()
+    command = [sys.executable, "-m", "harness.simulated", "--port", str(port), "--preset", "instant", "--model", "m"]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def up() -> bool:
+        try:
+            return bool(get(f"http://127.0.0.1:{port}/v1/models"))
+        except OSError:
+            return False
+
+    until(up)
+    yield f"http://127.0.0.1:{port}"
+    child.terminate()
+    child.wait(10)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_by_hand(engine: str, tmp_path: Path, processes: int) -> None:
+    log = tmp_path / "log"
+    records = tmp_path / "records.jsonl"
+    given = ["--output-tokens", "5", "--think", "0.05", "--slos", "ttft<=10s", "--records", str(records)]
+    if processes > 1:
+        port = str(free_port())
+        given += ["--processes", "2", "--master-bind-host", "127.0.0.1"]
+        given += ["--master-bind-port", port, "--master-port", port]
+    with locust(engine, *given, log=log) as url:
+        if processes > 1:
+            until(lambda: page(url)["workers"] == 2)
+        form = urllib.parse.urlencode({"user_count": 4, "spawn_rate": 4, "batch_size": 2}).encode()
+        urllib.request.urlopen(f"{url}/swarm", data=form, timeout=10).close()
+        until(lambda: page(url)["whole"][ALL]["ended"] >= 20 and page(url)["now"][ALL]["req_s"])
+        running = page(url)
+        assert (running["watched"], running["server"], running["gpus"], running["users"]) == (False, None, None, 4)
+        assert running["slos"] == "ttft<=10s" and running["now"][ALL]["attainment"] == 1.0
+        assert 0 <= running["in_flight"] <= 8
+        assert list(running["whole"]) == [ALL, "BatchAgent"]
+        assert len(running["points"]) >= 1
+        urllib.request.urlopen(f"{url}/stop", data=b"", timeout=30).close()
+        until(lambda: page(url)["state"] == "stopped" and page(url)["in_flight"] == 0)
+        # Everything arrives, exactly: as many as Locust's own table has, and as there are records.
+        counted, row = until(lambda: _agreed(url, records), 30)
+        kept = [msgspec.json.decode(line, type=Request) for line in records.read_bytes().splitlines()]
+        slowest = max(one.chunks_s[-1] for one in kept) * 1000
+        assert (row["num_requests"], row["num_failures"], row["method"]) == (counted, 0, "POST")
+        assert row["max_response_time"] == pytest.approx(slowest, abs=1)  # ms, from sending to the last token
+        (ours,) = json.loads(get(f"{url}/stats/requests"))["extended_stats"]
+        assert (ours["key"], ours["data"][0]["ended"]) == ("llm", counted)
+        lines = list(csv.DictReader(io.StringIO(get(f"{url}/llm/live.csv").decode())))
+        assert {line["user_class"] for line in lines} == {ALL, "BatchAgent"}
+        assert len([line for line in lines if line["user_class"] == ALL]) == len(page(url)["points"])
+        html = get(f"{url}/").decode()
+        assert '<script src="./llm/tab.js" defer></script></body>' in html and '"extended_tabs"' in html
+        for wrong in ("/llm/nothing.js", "/llm/..%2fpage.py", "/llm/%2e%2e/wire.py"):
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                get(f"{url}{wrong}")
+            assert caught.value.code == 404
+            caught.value.close()
+    said = log.read_text()
+    assert "Traceback" not in said and "live numbers" not in said
+
+
+def _agreed(url: str, records: Path) -> tuple[int, dict[str, Any]] | None:
+    """How many requests there were, once the page, Locust's table and the records say the same."""
+    row: dict[str, Any] = json.loads(get(f"{url}/stats/requests"))["stats"][0]
+    counts = [page(url)["whole"][ALL]["ended"], row["num_requests"], len(records.read_bytes().splitlines())]
+    return (counts[0], row) if len(set(counts)) == 1 else None
+
+
+def test_values_that_no_scenario_may_have_start_nothing(engine: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with locust(engine, log=log) as url:
+        for field, value, said in (
+            ("slos", "fast", "--slos: 'fast' are no SLOs"),
+            ("arrivals", "-3", "--arrivals: '-3' is not a rate"),
+            ("output_tokens", "many", "--output-tokens: 'many' is not a number of tokens"),
+            ("output_tokens", "0", "the form: Expected `int` >= 1"),
+        ):
+            usual = {"slos": "", "arrivals": "", "output_tokens": "5"}
+            form = urllib.parse.urlencode({**usual, "user_count": 1, "spawn_rate": 1, field: value}).encode()
+            urllib.request.urlopen(f"{url}/swarm", data=form, timeout=10).close()
+            until(lambda said=said: said in log.read_text())  # type: ignore[misc]
+            until(lambda: page(url)["state"] in ("stopped", "ready"))
+        assert page(url)["whole"][ALL]["ended"] == 0
+
+
+def test_a_line_now_and_then_where_there_is_no_terminal(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        loads={"slow": {"user": "batch", "batch_size": 2, "requests": 8, "output_tokens": 40, "think_s": [1.0, 1.0]}},
+        servers={"one": {"template": "simulated", "container": False}},
+    )
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path, env={"COLUMNS": "80"})
+    told = [line for line in done.out.splitlines() if " requests, " in line and "TTFT" in line]
+    assert told, done.out
+    for word in ("TPOT ", " tok/s", "running ", "waiting ", "KV ", " left"):
+        assert word in told[0]
