@@ -10,7 +10,7 @@ from harness.load.answer import Reading
 from harness.load.exchange import Exchange, Failure
 
 
-class _Left(gevent.Timeout):  # type: ignore[misc]  # cut like any other timeout
+class _Left(gevent.Timeout):  # cut like any other timeout
     """Raised where the user waits."""
 
 

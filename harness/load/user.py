@@ -20,9 +20,10 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import gevent
+import msgspec
 from locust import User
 from locust.env import Environment
 from locust.exception import StopUser
@@ -47,7 +48,7 @@ _AHEAD_S = 0.2  # open loop: so long before it is time a prompt is made, which m
 _AFTER_NO_CONNECTION_S = 0.5  # a server that is gone must not make users spin
 
 
-class Work(NamedTuple):
+class Work(msgspec.Struct, frozen=True):
     """A request that this user is to send: its place in the sequence, and its messages."""
 
     ticket: Ticket
@@ -61,11 +62,11 @@ class Work(NamedTuple):
 
     def at(self, place: "Work") -> "Work":
         """The same messages at another place of the sequence: a question that is asked again."""
-        return self._replace(ticket=place.ticket)
+        return msgspec.structs.replace(self, ticket=place.ticket)
 
     def saying(self, messages: Sequence[Message]) -> "Work":
         """Other messages at this place of the sequence."""
-        return self._replace(messages=list(messages), changed=True)
+        return msgspec.structs.replace(self, messages=list(messages), changed=True)
 
     def about(self, text: str) -> "Work":
         """With a text that the model is to know: behind the salt and the system prompt, before the question."""
@@ -76,7 +77,9 @@ class Work(NamedTuple):
 
     def without_system(self) -> "Work":
         """For the later turns of a conversation, whose history begins with the system prompt."""
-        return self._replace(messages=[message for message in self.messages if message["role"] != "system"])
+        return msgspec.structs.replace(
+            self, messages=[message for message in self.messages if message["role"] != "system"]
+        )
 
 
 class RequestFailed(Exception):
@@ -94,7 +97,7 @@ class LLMUser(User):
         self._process = load_process()
         self._clients: list[Client] = []  # idle connections
         self._held: set[Ticket] = set()  # taken, and neither sent nor given up
-        self._under_way: list[gevent.Greenlet] = []  # requests that were begun and that nobody waits for
+        self._under_way: list[gevent.Greenlet[[], Any]] = []  # requests that were begun and that nobody waits for
         self._last = 0  # index of the request that was sent last
         self.number = self._process.tickets.user()
         self.random = random.Random(f"{self._process.job.seed}:{self.number}")
@@ -169,7 +172,7 @@ class LLMUser(User):
         """Send one request, and go on without its answer."""
         self._claim(work)
         place = Place(work.ticket, type(self).__name__, self.number, changed=work.changed)
-        self._under_way.append(gevent.spawn(self._send, work.messages, place))
+        self._under_way.append(gevent.spawn(partial(self._send, work.messages, place)))
 
     def wait_until_below(self, number: int) -> None:
         """Wait until fewer than `number` of the requests that were begun are under way."""

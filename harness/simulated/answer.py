@@ -100,7 +100,7 @@ class Answer:
         for kind, name in (("reasoning", "reasoning"), ("reasoning-content", "reasoning_content")):
             if index < self.faults.get(kind, 0):
                 return name
-        return "tool_calls" if "tool-call" in self.faults else "content"
+        return "tool_calls" if self._calls else "content"
 
     def _delta(self, channel: str, text: str, index: int) -> dict[str, Any]:
         if channel != "tool_calls" or not text:
@@ -123,7 +123,11 @@ class Answer:
         return begin + text + ('"}' if finish is not None else "")
 
     def _finish_name(self, finish: str | None) -> str | None:
-        return "tool_calls" if finish == "stop" and "tool-call" in self.faults else finish
+        return "tool_calls" if finish == "stop" and self._calls else finish
+
+    @property
+    def _calls(self) -> bool:
+        return "tool-call" in self.faults and self.asked.may_call
 
     def _break_if_due(self) -> None:
         for kind, act in _BREAKS.items():

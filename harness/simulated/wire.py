@@ -28,7 +28,8 @@ class Asked(msgspec.Struct, frozen=True):
     ignore_eos: bool
     stream: bool
     include_usage: bool
-    tool: tuple[str, str] | None = None  # the first tool that may be called, and its first parameter
+    tool: tuple[str, str] | None = None  # the first tool that was offered, and its first parameter
+    may_call: bool = True  # a tool
 
 
 def error_body(message: str, kind: str, code: int, param: str | None = None) -> bytes:
@@ -77,6 +78,7 @@ def parse_asked(body: dict[str, Any], chat: bool, model: str, max_model_len: int
         stream=bool(body.get("stream")),
         include_usage=bool(options.get("include_usage")),
         tool=_tool(body),
+        may_call=body.get("tool_choice") != "none",
     )
 
 
@@ -147,7 +149,7 @@ def _tool(body: dict[str, Any]) -> tuple[str, str] | None:
         parameters = function.get("parameters", {}).get("properties", {})
     except (LookupError, TypeError, AttributeError):
         return None
-    return None if body.get("tool_choice") == "none" else (str(function.get("name")), next(iter(parameters), "text"))
+    return (str(function.get("name")), next(iter(parameters), "text"))
 
 
 def usage_of(prompt: int, output: int, cached: int) -> dict[str, Any]:
