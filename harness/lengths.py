@@ -127,7 +127,8 @@ def read_pairs(path: Path) -> list[tuple[int, int]]:
         if not words:
             continue
         if len(words) > 2 or not all(word.isascii() and word.isdigit() and 1 <= int(word) <= _MOST for word in words):
-            problems.append(f"{path}:{number}: {line.strip()[:60]!r} is not one or two lengths of 1 to {_MOST:,} tokens")
+            shown = repr(line.strip()[:60])
+            problems.append(f"{path}:{number}: {shown} is not one or two lengths of 1 to {_MOST:,} tokens")
             continue
         found.append((int(words[0]), int(words[-1])))
     if problems:

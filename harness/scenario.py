@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from harness import lengths, structured
-from harness import behaviour
+from harness import behaviour, lengths, structured
 from harness.behaviour import Abandon, Agent, Pause, Rag, Share
 from harness.check_syntax import misplaced
 from harness.errors import HarnessError, ScenarioError, did_you_mean

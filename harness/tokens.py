@@ -8,7 +8,7 @@ from harness.serve.tokenize import counter
 from harness.workload import local_words
 from harness.workload.counted import words_of
 
-_known: dict[tuple[str, str], tuple[str, ...]] = {}  # by run and server, which has one tokenizer however often it starts
+_known: dict[tuple[str, str], tuple[str, ...]] = {}  # by run and server, however often that starts
 
 
 def counted_words(

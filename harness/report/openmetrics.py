@@ -91,8 +91,8 @@ def _of_rows(summary: Summary) -> Iterator[Metric]:
         "wall_seconds": ("Wall time of the work, median over runs", "seconds", [n.wall_s for _, n in labelled]),
         "output_tokens_per_second": ("Output tokens / s, median over runs", "", [n.output_tok_s for _, n in labelled]),
         "input_tokens_per_second": ("Prompt tokens / s, median over runs", "", [n.input_tok_s for _, n in labelled]),
-        "valid_answers_ratio": ("Valid answers / answers", "ratio", [_of(n.answers, "valid_share") for _, n in labelled]),
-        "right_answers_ratio": ("Right answers / answers", "ratio", [_of(n.answers, "right_share") for _, n in labelled]),
+        "valid_answers_ratio": ("Valid answers / all", "ratio", [_of(n.answers, "valid_share") for _, n in labelled]),
+        "right_answers_ratio": ("Right answers / all", "ratio", [_of(n.answers, "right_share") for _, n in labelled]),
         "requests_per_second": ("Successful requests / s, median", "", [n.requests_per_s for _, n in labelled]),
     }
     for name, (explanation, unit, found) in values.items():

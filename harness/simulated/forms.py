@@ -1,7 +1,7 @@
 """Answers of a form: what a request says of it, and a text that has it.
 
-A choice that holds the label of a known text of the shipped classification set is answered rightly, so that the share of
-right answers is that of the faults `wrong` and `invalid`. Everything else follows from the prompt.
+A choice that holds the label of a known text of the shipped classification set is answered rightly, so that the share
+of right answers is that of the faults `wrong` and `invalid`. Everything else follows from the prompt.
 """
 
 import json

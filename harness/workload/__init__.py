@@ -2,7 +2,6 @@
 
 from harness.workload.hash import local_words, pairs_of, workload_sha256
 from harness.workload.replayed import trace_messages
-from harness.workload.replayed import trace_messages
 from harness.workload.rows import Row, RowMessage, read_rows
 from harness.workload.sequence import (
     Message,

@@ -1,7 +1,7 @@
 """Exact token counts: which of the common words are one token each, by a local tokenizer or by the server's own.
 
-A text of such words has as many tokens as words, whatever its length: nothing has to be counted while load is sent, and
-every later request is exact as well, however many there will be. That it is so is tried on whole texts before it is used.
+A text of such words has as many tokens as words, whatever its length: nothing has to be counted while load is sent,
+and every later request is exact as well, however many there will be. That is tried on whole texts before it is used.
 """
 
 from collections.abc import Callable, Sequence

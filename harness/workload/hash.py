@@ -9,7 +9,6 @@ from harness.lengths import Lengths, Pairs, read_pairs
 from harness.scenario import SERVER_TOKENIZER, Load, Prompts, Scenario, taken_together
 from harness.workload.counted import one_token_words
 from harness.workload.replayed import trace_digest
-from harness.workload.replayed import trace_digest
 from harness.workload.rows import read_rows
 from harness.workload.sequence import messages, output_tokens
 

@@ -1,0 +1,201 @@
+"""Completions, embeddings and structured answers: on the wire, in records, summed up, in reports and checks."""
+
+import csv
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from harness.records import Request, read_requests
+from harness.simulated.spawn import Spawned, spawned
+from harness.summarize import read_summary
+from harness.summary import Answers, PromptLengths, Row, Summary
+from tests.command import SMALL, harness
+from tests.made_runs import request
+from tests.test_summarize import one_cell
+
+CHAT, EMBEDDINGS = "/v1/chat/completions", "/v1/embeddings"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Spawned]:
+    with spawned("--preset", "instant", "--model", "tiny") as it:
+        yield it
+
+
+def post(server: Spawned, path: str, body: dict[str, Any], fault: str = "") -> Any:
+    headers = {"Content-Type": "application/json", "X-Simulate-Fault": fault}
+    asked = urllib.request.Request(f"{server.url}{path}", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(asked, timeout=10) as response:
+        return json.loads(response.read())
+
+
+def said(server: Spawned, fault: str = "", **more: Any) -> str:
+    messages = [{"role": "user", "content": "one two three"}]
+    answer = post(server, CHAT, {"messages": messages, "max_tokens": 20, **more}, fault)
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    return str(answer["choices"][0]["message"]["content"])
+
+
+def test_the_embedded_engine_gives_vectors(server: Spawned) -> None:
+    answer = post(server, EMBEDDINGS, {"model": "tiny", "input": ["one two", "three"]})
+    assert [len(one["embedding"]) for one in answer["data"]] == [16, 16]
+    assert (answer["object"], answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == ("list", 3, 0)
+    assert [one["embedding"] for one in post(server, EMBEDDINGS, {"input": "x"}, "empty")["data"]] == [[]]
+
+
+def test_the_embedded_engine_answers_in_the_form_that_is_asked_for(server: Spawned) -> None:
+    schema = {"type": "object", "properties": {"label": {"enum": ["a", "b"]}, "n": {"type": "integer", "minimum": 3}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    value = json.loads(said(server, response_format=form))
+    assert value["label"] in ("a", "b") and value["n"] == 3
+    chosen = said(server, structured_outputs={"choice": ["yes", "no"]})
+    assert chosen in ("yes", "no")
+    assert said(server, "wrong", structured_outputs={"choice": ["yes", "no"]}) == {"yes": "no", "no": "yes"}[chosen]
+    assert said(server, grammar='root ::= "yes" | "no"') == chosen
+    assert said(server, "invalid", structured_outputs={"choice": ["yes", "no"]}) == "none of these"
+
+
+def run(folder: Path, **keys: Any) -> tuple[Path, Summary, list[Request]]:
+    (folder / "s.yaml").write_text(yaml.safe_dump(SMALL | keys))
+    done = harness("run", "s.yaml", "--runs", "runs", cwd=folder)
+    assert done.code in (0, 4), done.out + done.err
+    (where,) = (folder / "runs").iterdir()
+    records = [record for record in read_requests(where / "requests.jsonl") if record.phase == "measured"]
+    return where, read_summary(where), records
+
+
+def rows_of(summary: Summary) -> dict[str, Row]:
+    return {row.load: row for row in summary.rows}
+
+
+def test_every_endpoint_is_driven_and_recorded(tmp_path: Path) -> None:
+    loads = {
+        "chat": {"user": "batch", "requests": 6, "output_tokens": {"uniform": [2, 9]}},
+        "text": {"user": "batch", "requests": 6, "output_tokens": 4, "endpoint": "completions"},
+        "whole": {"user": "batch", "requests": 6, "output_tokens": 4, "endpoint": "completions", "stream": False},
+        "vectors": {"user": "batch", "requests": 6, "endpoint": "embeddings"},
+    }
+    prompts = {"tokens": {"uniform": [5, 50]}, "tokenizer": "server"}
+    where, summary, records = run(tmp_path, loads=loads, prompts=prompts, restart=False)
+    assert summary.reasons == []
+    by_load = {name: [record for record in records if record.load == name] for name in loads}
+    assert [record.error for record in records] == [None] * 24
+    assert all(record.output_tokens == record.asked_tokens for record in records if record.load != "vectors")
+    assert len({record.asked_tokens for record in by_load["chat"]}) > 1
+    assert all(len(record.chunks_s) == 4 for record in by_load["text"])
+    assert all(record.chunks_s == [] for record in by_load["whole"])
+    for record in by_load["vectors"]:
+        assert (record.vectors, record.output_tokens, record.asked_tokens, record.chunks_s) == (1, None, None, [])
+    # The template adds 5 words to a chat; the others are sent as they are.
+    rows = rows_of(summary)
+    added = {name: row.pooled.prompts.added for name, row in rows.items() if row.pooled.prompts is not None}
+    assert added == {"chat": 5, "text": 0, "whole": 0, "vectors": 0}
+    vectors = rows["vectors"].pooled
+    assert (vectors.vectors, vectors.ttft_s.n, vectors.e2e_s.n, vectors.output_tok_s) == (6, 0, 6, None)
+    assert vectors.input_tok_s == pytest.approx((vectors.prompt_tokens or 0) / (vectors.wall_s or 1))
+    table = harness("report", str(where), "--format", "markdown", cwd=tmp_path).out.splitlines()
+    cells = next(line for line in table if line.startswith("| one | vectors")).split(" | ")
+    heads = next(line for line in table if line.startswith("| Server")).split(" | ")
+    shown = dict(zip(heads, cells, strict=True))
+    assert (shown["TTFT p50, ms"], shown["TPOT p50, ms"], shown["Aggregate tok/s"]) == ("–", "–", "–")
+    assert shown["E2E p50, ms"] == "n/a (needs 11)" and float(shown["Prompt tok/s"].replace(",", "")) > 0
+
+
+def test_an_empty_vector_is_a_failure(tmp_path: Path) -> None:
+    server = {"template": "simulated", "container": False, "variables": {
+        "preset": "instant", "extra_args": ["--fault", "empty@4"]}}  # fmt: skip
+    load = {"user": "batch", "requests": 8, "endpoint": "embeddings"}
+    (tmp_path / "s.yaml").write_text(
+        yaml.safe_dump(SMALL | {"servers": {"one": server}, "loads": {"l": load}, "max_error_rate": 0.5})
+    )
+    assert harness("run", "s.yaml", "--runs", "runs", cwd=tmp_path).code == 0
+    (where,) = (tmp_path / "runs").iterdir()
+    failed = [record for record in read_requests(where / "requests.jsonl") if record.error is not None]
+    assert {(record.error, record.message) for record in failed} == {
+        ("empty", "a complete answer with nothing in it: 1 of 1 vectors are empty")
+    }
+    assert 1 <= len(failed) <= 3
+
+
+def test_a_fast_wrong_server_does_not_win(tmp_path: Path) -> None:
+    bad = {"template": "simulated", "container": False, "variables": {
+        "preset": "instant", "extra_args": ["--fault", "wrong@5", "--fault", "invalid@10"]}}  # fmt: skip
+    where, summary, records = run(
+        tmp_path,
+        servers={**SMALL["servers"], "bad": bad},
+        loads={"l": {"user": "batch", "batch_size": 5, "requests": 60, "output_tokens": 16, "output": "natural",
+                     "answer": {"choice": "auto"}}},
+        prompts={"kind": "classification"},
+        checks=["valid_share >= 0.95", "one/l: right_share == 100%"],
+    )  # fmt: skip
+    assert summary.reasons == []
+    good, other = (row.pooled.answers for row in summary.rows)
+    assert good == Answers(checked=60, valid=60, valid_share=1.0, labelled=60, right=60, right_share=1.0)
+    assert other is not None and (other.valid, other.right) == (54, 48)
+    assert [(check.passed, check.evidence) for check in summary.checks] == [
+        (False, "bad / l: 90 %, 54 of 60"),
+        (True, "one / l: 100 %, 60 of 60"),
+    ]
+    assert any(
+        note == "the answers of bad / l and one / l are not worth the same: valid are 54 of 60 (90.0%) and 60 of 60 "
+        "(100.0%); right are 48 of 60 (80.0%) and 60 of 60 (100.0%). Speed alone does not say which of the two is better"
+        for note in summary.notes
+    )
+    assert {record.answer_valid for record in records} == {True, False}
+    text = (where / "requests.jsonl").read_text()
+    assert "none of these" not in text and "billing" not in text
+    made = {form: harness("report", str(where), "--format", form, cwd=tmp_path).out for form in
+            ("markdown", "csv", "openmetrics")}  # fmt: skip
+    assert "54 of 60 (90.0%)" in made["markdown"]
+    rows = {row["server"]: row for row in csv.DictReader(made["csv"].splitlines())}
+    assert (rows["bad"]["answers_valid"], rows["bad"]["answers_right_share"]) == ("54", "0.8")
+    assert "amd_llm_load_valid_answers_ratio" in made["openmetrics"]
+    assert "54 of 60 (90.0%)" in (where / "report.html").read_text()
+
+
+@pytest.mark.parametrize("send", ["response_format", "structured_outputs", "grammar"])
+def test_each_way_of_telling_a_server_is_judged(tmp_path: Path, send: str) -> None:
+    load = {"user": "batch", "requests": 6, "output": "natural", "answer": {"choice": "auto", "send": send}}
+    _, summary, _ = run(tmp_path, loads={"l": load}, prompts={"kind": "classification"})
+    answers = summary.rows[0].pooled.answers
+    assert answers is not None and (answers.valid, answers.right) == (6, 6)
+
+
+def test_answers_are_counted_over_the_successful_requests(tmp_path: Path) -> None:
+    records = [
+        request(index=0, answer_valid=True, answer_right=True),
+        request(index=1, answer_valid=True, answer_right=False),
+        request(index=2, answer_valid=False),
+        request(index=3, error="http", answer_valid=None),
+        request(phase="warmup", answer_valid=False),
+    ]
+    numbers = one_cell(tmp_path / "run", records, max_error_rate=0.5).rows[0].pooled
+    assert numbers.answers == Answers(checked=3, valid=2, valid_share=2 / 3, labelled=2, right=1, right_share=0.5)
+
+
+def test_prompts_of_another_length_than_planned_are_counted(tmp_path: Path) -> None:
+    records = [request(index=index, asked_prompt_tokens=15, prompt_tokens=20 + (index == 3)) for index in range(4)]
+    numbers = one_cell(tmp_path / "run", records).rows[0].pooled
+    assert numbers.prompts == PromptLengths(requests=4, asked=60, got=81, added=5, otherwise=1)
+
+
+def test_what_cannot_be_meant_together_is_refused(tmp_path: Path) -> None:
+    loads = {
+        "a": {"user": "chat", "requests": 4, "endpoint": "embeddings"},
+        "b": {"user": "batch", "requests": 4, "endpoint": "embeddings", "answer": {"choice": ["a", "b"]}},
+        "c": {"user": "batch", "requests": 4, "output": "natural", "answer": {"choice": "auto"}},
+    }
+    (tmp_path / "s.yaml").write_text(yaml.safe_dump(SMALL | {"loads": loads}))
+    said = harness("check", "s.yaml", cwd=tmp_path).err
+    for part in (
+        "a conversation needs answers, and embeddings are none",
+        "embeddings have no text to judge",
+        "an answer of a form ends where the form ends; add 'output: natural'",
+        "'auto' are the labels of 'prompts.kind: classification'",
+    ):
+        assert part in " ".join(said.split())

@@ -1,0 +1,325 @@
+"""Prompts: lengths by their law, words of one token, and the files that prompts come from."""
+
+import json
+import statistics
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from harness.errors import HarnessError
+from harness.lengths import Lengths, Lognormal, in_words, length_at, most_of, problems_of, read_pairs, typical_of
+from harness.scenario import Load, Prompts, Scenario, Server, load_scenario
+from harness.workload import (
+    Row,
+    RowMessage,
+    asked_prompt_tokens,
+    messages,
+    output_tokens,
+    read_rows,
+    text,
+    workload_sha256,
+)
+from harness.workload.counted import one_token_words, words_of
+from harness.workload.words import common
+from tests.engines.paths import QWEN3_100M
+
+MANY = 20_000
+
+
+def drawn(lengths: int | Lengths, seed: int = 1, what: str = "prompt") -> list[int]:
+    return [length_at(lengths, what, seed, index) for index in range(MANY)]
+
+
+def test_a_number_and_fixed_are_the_same_everywhere() -> None:
+    assert set(drawn(128)) == set(drawn(Lengths(fixed=128))) == {128}
+
+
+def test_uniform_lengths_are_spread_evenly_from_least_to_most() -> None:
+    values = drawn(Lengths(uniform=(10, 19)))
+    assert set(values) == set(range(10, 20))
+    counts = [values.count(length) for length in range(10, 20)]
+    # Of a fair law each count has mean 2000 and standard deviation 42.
+    assert max(abs(count - MANY / 10) for count in counts) < 4 * 42.5
+
+
+@pytest.mark.parametrize(
+    "law", [Lognormal(median=200, p95=800, most=100_000), Lognormal(median=50, sigma=1, most=9999)]
+)
+def test_lognormal_lengths_have_the_median_and_the_tail_that_were_asked_for(law: Lognormal) -> None:
+    values = sorted(drawn(Lengths(lognormal=law)))
+    p95 = law.p95 if law.p95 is not None else 50 * 2.718281828**1.6448536
+    assert statistics.median(values) == pytest.approx(law.median, rel=0.03)
+    assert values[int(0.95 * MANY)] == pytest.approx(p95, rel=0.05)
+
+
+def test_lognormal_lengths_are_clamped() -> None:
+    values = drawn(Lengths(lognormal=Lognormal(median=3, sigma=5, most=40)))
+    assert (min(values), max(values)) == (1, 40)
+    assert set(drawn(Lengths(lognormal=Lognormal(median=7, sigma=0, most=40)))) == {7}
+
+
+def test_a_length_is_a_function_of_seed_and_place_alone() -> None:
+    law = Lengths(uniform=(1, 1000))
+    assert drawn(law)[:50] == [length_at(law, "prompt", 1, index) for index in range(50)]
+    assert drawn(law)[:50] != drawn(law, seed=2)[:50]
+    assert drawn(law)[:50] != drawn(law, what="output")[:50]
+    assert [length_at(law, "prompt", 42, index) for index in range(4)] == [34, 509, 230, 398]
+
+
+def test_lengths_of_a_file_come_from_its_lines_and_stay_together(tmp_path: Path) -> None:
+    (tmp_path / "lengths.txt").write_text("# prompt output\n10 1\n20,2\n\n30\n")
+    pairs = read_pairs(tmp_path / "lengths.txt")
+    assert pairs == [(10, 1), (20, 2), (30, 30)]
+    law = Lengths(file="lengths.txt")
+    seen = [tuple(length_at(law, what, 1, index, pairs) for what in ("prompt", "output")) for index in range(300)]
+    assert set(seen) == set(pairs)
+    assert all(80 < seen.count(pair) < 120 for pair in pairs)
+
+
+def test_bad_lines_of_a_file_of_lengths_are_named_together(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text("10 1\nten\n1 2 3\n0 5\n")
+    with pytest.raises(HarnessError) as caught:
+        read_pairs(path)
+    assert caught.value.what == f"{path}:2: 'ten' is not one or two lengths of 1 to 1,000,000 tokens"
+    assert [line.split(": ")[0] for line in caught.value.detail.splitlines()] == [f"{path}:3", f"{path}:4"]
+    path.write_text("# nothing\n")
+    with pytest.raises(HarnessError, match="there are no lengths in it"):
+        read_pairs(path)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "problem"),
+    [
+        (Lengths(), ": give a number, or exactly one of 'fixed', 'uniform', 'lognormal' and 'file'"),
+        (Lengths(fixed=1, file="x"), ": give a number, or exactly one of 'fixed', 'uniform', 'lognormal' and 'file'"),
+        (Lengths(uniform=(5, 2)), ".uniform: two numbers are expected, the least and the most, got [5, 2]"),
+        (Lengths(lognormal=Lognormal(median=5, most=9)), ".lognormal: give exactly one of 'p95' and 'sigma'"),
+        (Lengths(lognormal=Lognormal(median=5, p95=4, most=9)), ".lognormal.p95: 4 is below the median 5"),
+        (Lengths(lognormal=Lognormal(median=50, sigma=1, most=9)), ".lognormal.most: 9 is below the median 50"),
+        (Lengths(file="none.txt"), ".file: there is no file none.txt beside the scenario"),
+    ],
+)
+def test_a_distribution_that_cannot_be_meant_is_refused(tmp_path: Path, lengths: Lengths, problem: str) -> None:
+    assert problems_of(lengths, tmp_path) == [problem]
+
+
+def test_lengths_in_words_and_their_bounds() -> None:
+    law = Lengths(lognormal=Lognormal(median=200, sigma=1, most=2000))
+    assert [in_words(one) for one in (1, 128, Lengths(fixed=5), Lengths(uniform=(16, 64)), law, Lengths(file="x"))] == [
+        "1 token",
+        "128 tokens",
+        "5 tokens",
+        "16 to 64 tokens",
+        "about 200 tokens (lognormal, at most 2,000)",
+        "as many tokens as in x",
+    ]
+    assert [most_of(one) for one in (9, Lengths(uniform=(16, 64)), law)] == [9, 64, 2000]
+    assert most_of(Lengths(file="x"), pairs=[(1, 7), (2, 3)]) == 7
+    assert [typical_of(one) for one in (9, Lengths(uniform=(16, 64)), law)] == [9, 40, 200]
+
+
+def test_prompts_and_answers_have_the_lengths_of_their_law() -> None:
+    prompts = Prompts(tokens=Lengths(uniform=(3, 30)), system_tokens=5)
+    load = Load(user="batch", requests=1, output_tokens=Lengths(uniform=(1, 9)))
+    for index in range(-3, 50):
+        said = messages(prompts, 7, index, "a b c d", [])
+        words = sum(len(message["content"].split()) for message in said)
+        assert words == asked_prompt_tokens(prompts, 7, index, "a b c d")
+        assert output_tokens(load, 7, index) == length_at(load.output_tokens, "output", 7, index)
+    assert asked_prompt_tokens(Prompts(kind="classification"), 7, 0, None) is None
+
+
+def made(tmp_path: Path, load: dict[str, object], prompts: dict[str, object]) -> str:
+    scenario = {
+        "version": 1, "question": "?", "model": "m", "servers": {"a": {"template": "simulated"}},
+        "loads": {"l": {"user": "batch", "requests": 10, **load}}, "prompts": prompts,
+    }  # fmt: skip
+    (tmp_path / "s.yaml").write_text(json.dumps(scenario))
+    return workload_sha256(load_scenario(tmp_path / "s.yaml"), tmp_path)
+
+
+def test_the_workload_hash_has_every_length_in_it(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("5 5\n6 6\n")
+    (tmp_path / "two.txt").write_text("5 5\n6 7\n")
+    plain = {"tokens": 8}
+    hashes = [
+        made(tmp_path, {}, plain),
+        made(tmp_path, {"output_tokens": {"uniform": [1, 9]}}, plain),
+        made(tmp_path, {"output_tokens": {"uniform": [1, 10]}}, plain),
+        made(tmp_path, {"output_tokens": {"file": "one.txt"}}, plain),
+        made(tmp_path, {"output_tokens": {"file": "two.txt"}}, plain),
+        made(tmp_path, {}, {"tokens": {"uniform": [7, 9]}}),
+        made(tmp_path, {}, {"tokens": 8, "tokenizer": "server"}),
+        made(tmp_path, {"endpoint": "completions"}, plain),
+        made(tmp_path, {"output": "natural"}, plain),
+        made(tmp_path, {"output": "natural", "answer": {"choice": ["a", "b"]}}, plain),
+    ]
+    assert len(set(hashes)) == len(hashes)
+    before = Scenario(
+        version=1,
+        question="?",
+        model="m",
+        servers={"a": Server(template="simulated")},
+        loads={"l": Load(user="batch", requests=10)},
+        prompts=Prompts(tokens=8),
+    )
+    assert hashes[0] == workload_sha256(before, tmp_path)
+
+
+def test_only_words_of_one_token_are_used() -> None:
+    single = set(common()[::3])
+    asked: list[str] = []
+
+    def count(words: str) -> int:
+        asked.append(words)
+        return sum(1 if word in single else 2 for word in words.split())
+
+    words = words_of(count, "it")
+    assert set(words) == single
+    assert len(asked) < 3 * len(common())
+    assert count(text(300, 5, 9, words)) == 300
+
+
+def test_all_words_of_one_token_need_few_questions() -> None:
+    asked: list[str] = []
+
+    def count(words: str) -> int:
+        asked.append(words)
+        return len(words.split())
+
+    assert words_of(count, "it") == common()
+    assert len(asked) < len(common()) + 40
+
+
+def test_a_tokenizer_that_cannot_be_met_exactly_is_refused_in_words() -> None:
+    with pytest.raises(HarnessError, match="it: only 0 of 932 common words are one token each"):
+        words_of(lambda words: 2 * len(words.split()), "it")
+    with pytest.raises(HarnessError, match="it: a text of 64 words that are one token each has 65 tokens"):
+        words_of(
+            lambda words: len(words.split()) + (len(words.split()) == 64 and words.split()[0] != words.split()[1]), "it"
+        )
+
+
+@pytest.mark.skipif(not (QWEN3_100M / "tokenizer.json").exists(), reason="tests/engines/setup models")
+def test_a_local_tokenizer_gives_exact_counts() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    path = QWEN3_100M / "tokenizer.json"
+    words = one_token_words(path)
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    for tokens in (1, 3, 100, 1000):
+        assert len(tokenizer.encode(text(tokens, 3, tokens, words), add_special_tokens=False).ids) == tokens
+
+
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    (tmp_path / "t.json").write_text("{}")
+    with pytest.raises(HarnessError, match=r"t\.json: not a tokenizer \("):
+        one_token_words(tmp_path / "t.json")
+
+
+SHARE = [
+    {"id": "a", "conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "One?"},
+                                  {"from": "gpt", "value": "1"}, {"from": "human", "value": "Two?"}]},
+    {"id": "b", "conversations": []},
+    {"id": "c", "conversations": [{"from": "gpt", "value": "Hello"}, {"from": "user", "value": "Three?"}]},
+]  # fmt: skip
+OF_SHARE = [
+    Row(messages=[RowMessage("system", "Be brief."), RowMessage("user", "One?")]),
+    Row(messages=[RowMessage("user", "Three?")]),
+]
+
+
+@pytest.mark.parametrize("form", ["array", "pretty", "lines"])
+def test_sharegpt_conversations_are_read(tmp_path: Path, form: str) -> None:
+    lines = "\n".join(json.dumps(one) for one in SHARE)
+    path = tmp_path / "share"
+    path.write_text(lines if form == "lines" else json.dumps(SHARE, indent=2 if form == "pretty" else None))
+    assert read_rows(path) == OF_SHARE
+
+
+def batch(body: object) -> str:
+    return json.dumps({"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body})
+
+
+def test_a_batch_file_is_read_with_the_length_of_each_answer(tmp_path: Path) -> None:
+    path = tmp_path / "batch.jsonl"
+    said = [{"role": "developer", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "u"}]}]
+    path.write_text(
+        "\n".join(
+            [
+                batch({"model": "other", "messages": said, "max_tokens": 7}),
+                batch({"prompt": "p", "max_tokens": 8, "max_completion_tokens": 9}),
+                batch({"input": "e"}),
+            ]
+        )
+    )
+    rows = read_rows(path)
+    assert rows == [
+        Row(messages=[RowMessage("system", "s"), RowMessage("user", "u")], max_tokens=7),
+        Row(prompt="p", max_tokens=9),
+        Row(prompt="e"),
+    ]
+    load = Load(user="batch", requests=3, output_tokens=100)
+    assert [output_tokens(load, 1, index, rows) for index in range(4)] == [7, 9, 100, 7]
+
+
+def test_problems_of_a_prompt_file_are_told_together_up_to_a_few(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + '{"prompt": ""}\n' * 3 + batch({}) + "\n" + '{"x": 1}\n' * 3)
+    with pytest.raises(HarnessError) as caught:
+        read_rows(path)
+    assert caught.value.what == f"{path}: 7 lines cannot be used"
+    assert caught.value.detail.splitlines() == [
+        f"{path}:2: the prompt is empty",
+        f"{path}:3: the prompt is empty",
+        f"{path}:4: the prompt is empty",
+        f"{path}:5: exactly one of 'messages', 'prompt' and 'input' is expected in the body",
+        f"{path}:6: exactly one of 'prompt' and 'messages' is expected",
+        "and 2 more",
+    ]
+
+
+def test_a_bad_conversation_of_an_array_is_named_by_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "share.json"
+    path.write_text('[\n{"conversations": []},\n{"conversations":\n 3}\n]')
+    with pytest.raises(HarnessError) as caught:
+        read_rows(path)
+    assert caught.value.what == f"{path}:3: Expected `array | null`, got `int` - at `$.conversations`"
+    path.write_text("[1,")
+    with pytest.raises(HarnessError, match="Input data was truncated"):
+        read_rows(path)
+
+
+def test_a_scenario_says_what_is_wrong_with_its_lengths(tmp_path: Path) -> None:
+    text_of = (
+        "version: 1\nquestion: ?\nmodel: m\nservers: {a: {template: simulated}}\n"
+        "loads: {l: {user: batch, requests: 1, output_tokens: {lognormal: {median: 5}}}}\n"
+        "prompts: {tokens: {unifrom: [1, 2]}, tokenizer: none.json}\n"
+    )
+    (tmp_path / "s.yaml").write_text(text_of.replace("question: ?", "question: What?"))
+    with pytest.raises(HarnessError) as caught:
+        load_scenario(tmp_path / "s.yaml")
+    assert caught.value.detail.splitlines() == [
+        "$.loads.l.output_tokens.lognormal (line 5): 'most' is missing",
+        "$.prompts.tokens.unifrom (line 6): unknown key; did you mean 'uniform'?",
+    ]
+    (tmp_path / "s.yaml").write_text(
+        text_of.replace("question: ?", "question: What?")
+        .replace("{median: 5}", "{median: 5, most: 9}")
+        .replace("unifrom: [1, 2]", "uniform: [1]")
+    )
+    with pytest.raises(HarnessError) as caught:
+        load_scenario(tmp_path / "s.yaml")
+    assert caught.value.detail.splitlines() == [
+        "$.loads.l.output_tokens.lognormal (line 5): give exactly one of 'p95' and 'sigma'",
+        "$.prompts.tokens.uniform (line 6): two numbers are expected, the least and the most, got [1]",
+        "$.prompts.tokenizer (line 6): there is no file none.json beside the scenario; a local tokenizer.json or "
+        "'server' is expected, nothing is fetched",
+    ]
+
+
+def test_a_load_with_a_distribution_survives_its_job() -> None:
+    load = Load(user="batch", requests=1, output_tokens=Lengths(lognormal=Lognormal(median=5, sigma=1, most=9)))
+    assert msgspec.json.decode(msgspec.json.encode(load), type=Load) == load

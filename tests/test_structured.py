@@ -1,0 +1,119 @@
+"""Structured answers: what is sent, what is taken for valid and right, and what a scenario may ask for."""
+
+from typing import Any
+
+import pytest
+
+from harness.structured import Judged, Structured, fields_of, fits, judge, problems_of
+
+LABELS = ["billing", "delivery"]
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"label": {"enum": LABELS}, "sure": {"type": "number", "minimum": 0, "maximum": 1}},
+    "required": ["label"],
+    "additionalProperties": False,
+}
+
+
+def test_a_choice_is_sent_as_each_server_knows_it() -> None:
+    def sent(send: Any) -> dict[str, Any]:
+        return fields_of(Structured(choice="auto", send=send), LABELS)
+
+    schema = {"type": "string", "enum": LABELS}
+    assert sent("response_format") == {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    }
+    assert sent("structured_outputs") == {"structured_outputs": {"choice": LABELS}}
+    assert sent("grammar") == {"grammar": 'root ::= "billing" | "delivery"'}
+    assert sent("nothing") == {}
+
+
+def test_a_schema_is_sent_as_it_is() -> None:
+    assert fields_of(Structured(json_schema=SCHEMA, send="structured_outputs"), []) == {
+        "structured_outputs": {"json": SCHEMA}
+    }
+    sent = fields_of(Structured(json_schema=SCHEMA), [])
+    assert sent["response_format"]["json_schema"]["schema"] == SCHEMA
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "judged"),
+    [
+        ("billing", "billing", Judged(True, True)),
+        (' "billing"\n', "billing", Judged(True, True)),
+        ("delivery", "billing", Judged(True, False)),
+        ("delivery", None, Judged(True, None)),
+        ("Billing", "billing", Judged(False, False)),
+        ("billing, I think", "billing", Judged(False, False)),
+        ('"billing', "billing", Judged(False, False)),
+        ("", None, Judged(False, None)),
+    ],
+)
+def test_a_choice_is_judged(text: str, label: str | None, judged: Judged) -> None:
+    assert judge(Structured(choice="auto"), LABELS, label, text) == judged
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "judged"),
+    [
+        ('{"label": "billing", "sure": 0.5}', "billing", Judged(True, True)),
+        ('{"label": "delivery"}', "billing", Judged(True, False)),
+        ('{"label": "other"}', "billing", Judged(False, False)),
+        ('{"label": "billing", "sure": 2}', "billing", Judged(False, False)),
+        ('{"label": "billing"', "billing", Judged(False, False)),  # cut by max_tokens
+        ('{"label": "billing", "x": 1}', None, Judged(False, None)),
+    ],
+)
+def test_an_object_is_judged(text: str, label: str | None, judged: Judged) -> None:
+    assert judge(Structured(json_schema=SCHEMA), [], label, text) == judged
+
+
+@pytest.mark.parametrize(
+    ("value", "schema", "expected"),
+    [
+        (1, {"type": "integer"}, True),
+        (1.0, {"type": "integer"}, True),
+        (1.5, {"type": "integer"}, False),
+        (True, {"type": "integer"}, False),
+        (True, {"enum": [1]}, False),
+        (None, {"type": ["string", "null"]}, True),
+        ([1, 2], {"type": "array", "items": {"type": "integer"}, "maxItems": 2}, True),
+        ([1, "a"], {"items": {"type": "integer"}}, False),
+        ([], {"minItems": 1}, False),
+        ("abc", {"minLength": 4}, False),
+        ("abc", {"pattern": "^a.c$"}, True),
+        ("x", {"anyOf": [{"type": "integer"}, {"const": "x"}]}, True),
+        ("y", {"anyOf": [{"type": "integer"}, {"const": "x"}]}, False),
+        ({"a": 1}, {"additionalProperties": {"type": "string"}}, False),
+        ({}, {}, True),
+    ],
+)
+def test_a_value_fits_a_schema(value: Any, schema: dict[str, Any], expected: bool) -> None:
+    assert fits(value, schema) is expected
+
+
+@pytest.mark.parametrize(
+    ("form", "problem"),
+    [
+        (Structured(), ": give exactly one of 'choice' and 'json_schema'"),
+        (Structured(choice="auto", json_schema={}), ": give exactly one of 'choice' and 'json_schema'"),
+        (Structured(choice=["a"]), ".choice: two or more different texts are expected, got ['a']"),
+        (Structured(choice=["a", " b"]), ".choice: a text is empty, or begins or ends with a space"),
+        (Structured(json_schema={"type": "text"}), ".json_schema.type: 'text' is not a type of JSON; known: "
+         "object, array, string, integer, number, boolean, null"),
+        (Structured(json_schema={"pattern": "["}), ".json_schema.pattern: unterminated character set at position 0"),
+        (Structured(json_schema={"enum": 3}), ".json_schema.enum: 3 is not what this keyword takes"),
+    ],
+)  # fmt: skip
+def test_a_form_that_cannot_be_meant_is_refused(form: Structured, problem: str) -> None:
+    assert problems_of(form) == [problem]
+
+
+def test_a_keyword_that_is_not_checked_is_refused_wherever_it_stands() -> None:
+    schema = {"type": "object", "properties": {"a": {"items": {"oneOf": []}}, "b": 3}, "$ref": "#"}
+    assert [problem.partition(":")[0] for problem in problems_of(Structured(json_schema=schema))] == [
+        ".json_schema.$ref",
+        ".json_schema.properties.a.items.oneOf",
+        ".json_schema.properties.b",
+    ]
+    assert problems_of(Structured(json_schema=SCHEMA)) == []
