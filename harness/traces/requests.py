@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
-import numpy as np
 
 from harness.records import read_marks
 from harness.scenario import Trace
@@ -64,7 +63,7 @@ def rows(file: BinaryIO, trace: Trace) -> Iterator[Row]:
         names = ", ".join(known[:8]) + (" ..." if len(known) > 8 else "")
         problem = "which of its cells is meant?" if trace.cell is None else f"there is no cell '{trace.cell}'."
         raise BadLine(1, f"{problem} Say it with trace.cell: {names}")
-    for place in np.argsort(np.frombuffer(at_s, dtype=np.float64), kind="stable") if numbers else ():
+    for place in sorted(range(len(at_s)), key=at_s.__getitem__):  # without numpy, which the image does not have
         yield Row(numbers[place], at_s[place], prompts[place], outputs[place], conversations[place])
 
 
