@@ -132,7 +132,7 @@ def test_the_book_adds_up_workers_and_classes(monkeypatch: pytest.MonkeyPatch) -
     assert book.in_flight() == 14
     clock[0] += 60
     assert book.in_flight() == 0  # workers that are silent hold nothing
-    assert [point["t"] for point in book.points] == [float(t) for t in range(0, 30, 2)]
+    assert [point.t for point in book.points] == [float(t) for t in range(0, 30, 2)]
     book.reset()
     assert book.whole()[ALL]["ended"] == 0
 
@@ -146,7 +146,7 @@ def test_the_course_is_thinned_and_not_cut(monkeypatch: pytest.MonkeyPatch) -> N
         book.tick(1, Observed(None))
         first = first or book.number
     assert 600 <= len(book.points) <= 1200
-    assert book.points[0]["t"] == 0.0 and book.points[-1]["t"] >= 5990.0
+    assert book.points[0].t == 0.0 and book.points[-1].t >= 5990.0
     assert (book.step_s, book.number - (first or 0)) == (8, 2)
 
 

@@ -133,6 +133,11 @@ def test_the_tab_has_table_and_charts(browser: webdriver.Chrome, live: str, sche
     assert script(browser, f"return {inside}.body.scrollHeight") <= frame.size["height"]  # no second scroll bar
     assert complaints(browser) == []
     keep(browser, f"live-tab-{scheme}")
+    screen(browser, width=390, scheme=scheme)
+    time.sleep(1.0)
+    assert script(browser, f"return {inside}.documentElement.scrollWidth") <= 390
+    keep(browser, f"live-tab-phone-{scheme}")
+    screen(browser, scheme=scheme)
     others = [one for one in browser.find_elements(By.CSS_SELECTOR, "[role=tab]") if one.text == "STATISTICS"]
     others[0].click()
     wait(browser, "return getComputedStyle(document.querySelector('iframe')).display === 'none'")
@@ -180,7 +185,9 @@ def test_the_page_moves_on_and_its_controls_work(browser: webdriver.Chrome, live
     whole = script(browser, "return document.querySelector('#classes td').textContent")
     assert int(whole) >= int(now) > 0
     tiles = script(browser, "return [...document.querySelectorAll('.tile span')].map((e) => e.textContent)")
-    assert {"in flight", "goodput", "server: running", "renderD128: busy", "renderD129: power"} <= set(tiles)
+    assert {"in flight", "goodput", "server: running", "GPU renderD128", "GPU renderD129"} <= set(tiles)
+    wide = script(browser, "return [...document.querySelectorAll('.tile.wide b')].map((e) => e.textContent)")
+    assert wide == ["93 % · 8 GiB · 287 W", "12 % · 8 GiB · 41 W"]
     assert script(browser, "return document.querySelector('#notes').textContent").endswith("requests are not counted.")
     assert complaints(browser) == []
 

@@ -2,7 +2,9 @@
 
 import time
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from harness.load.live.histogram import percentiles
 from harness.load.live.observed import Observed
@@ -18,6 +20,14 @@ _SILENT_S = 10.0  # a worker that has not reported for so long is not counted an
 Numbers = dict[str, float | int | None]
 
 
+class Point(NamedTuple):
+    """Of the course. It is made JSON once: a page that is opened late asks for a thousand at once."""
+
+    t: float
+    values: dict[str, Any]
+    raw: msgspec.Raw
+
+
 class Book:
     """Of one test. `lag_s`: how late the last second may come, because workers report now and then only."""
 
@@ -25,7 +35,7 @@ class Book:
         self.slos = slos
         self.number = time.time_ns()  # tells two tests, and two steps of one, apart
         self.step_s = STEP_S
-        self.points: list[dict[str, Any]] = []
+        self.points: list[Point] = []
         self.failures: dict[str, Failures] = {}
         self.warmup = 0
         self.total: dict[str, Counted] = {}
@@ -36,6 +46,7 @@ class Book:
         self._seconds: deque[tuple[int, dict[str, Counted]]] = deque()
         self._in_flight: dict[str, tuple[float, int]] = {}
         self._due = self._began
+        self._recent: tuple[int, dict[str, Numbers]] = (-1, {})  # of the second that ends it
 
     def take(self, sender: str, given: HandOver) -> None:
         """Enter what a load process has handed over."""
@@ -70,18 +81,18 @@ class Book:
         if now < self._due:
             return
         self._due = max(self._due + self.step_s, now)
-        self.points.append(
-            {
-                "t": round(now - self._began, 1),
-                "wall_s": round(self._began_wall_s + now - self._began, 1),
-                "users": users,
-                "in_flight": self.in_flight(),
-                "classes": self.recent(),
-                "server": observed.server,
-                "gpus": observed.gpus,
-                "host": observed.host,
-            }
-        )
+        t = round(now - self._began, 1)
+        values = {
+            "t": t,
+            "wall_s": round(self._began_wall_s + now - self._began, 1),
+            "users": users,
+            "in_flight": self.in_flight(),
+            "classes": self.recent(),
+            "server": observed.server,
+            "gpus": observed.gpus,
+            "host": observed.host,
+        }
+        self.points.append(Point(t, values, msgspec.Raw(msgspec.json.encode(values))))
         if len(self.points) > MOST_POINTS:
             self.points = self.points[::2]
             self.step_s *= 2
@@ -90,14 +101,17 @@ class Book:
     def recent(self) -> dict[str, Numbers]:
         """Numbers of the last seconds: of all user classes together, then of each."""
         last = int(time.monotonic()) - self._lag_s - 1  # the current second is not over yet
+        if self._recent[0] == last:
+            return self._recent[1]
         first = last - WINDOW_S + 1
-        by_class = dict.fromkeys(self.total, Counted())
-        for second, found in list(self._seconds):
+        by_class: dict[str, Counted] = {name: Counted() for name in self.total}
+        for second, found in self._seconds:
             if first <= second <= last:
                 for name, counted in found.items():
-                    by_class[name] = _sum([by_class.get(name, Counted()), counted])
+                    by_class.setdefault(name, Counted()).add(counted)
         began = first if self._first is None else max(first, self._first)
-        return self._numbers(by_class, max(1, last - began + 1))
+        self._recent = (last, self._numbers(by_class, max(1, last - began + 1)))
+        return self._recent[1]
 
     def whole(self) -> dict[str, Numbers]:
         """The same of the whole test."""

@@ -7,10 +7,11 @@ on the page.
 import csv
 import io
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gevent
 import msgspec
 from flask import Blueprint, Response, request
 from locust.web import WebUI
@@ -19,6 +20,7 @@ from harness.load.live.book import ALL, SHARES, WINDOW_S, Book, Numbers
 from harness.load.live.histogram import RESOLUTION
 
 KEY = "llm"
+_LINES = 25  # points that are written at once
 ASSETS = Path(__file__).with_name("assets")
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 # The page needs its own files and nothing else; Locust's page may hold it in its tab.
@@ -109,7 +111,7 @@ def state(facts: dict[str, Any], book: Book, wanted: Any) -> dict[str, Any]:
         "failures": [
             {"kind": kind, "count": one.count, "message": one.message} for kind, one in sorted(book.failures.items())
         ],
-        "points": [point for point in book.points if point["t"] > after],
+        "points": [point.raw for point in book.points if point.t > after],
     }
 
 
@@ -134,18 +136,22 @@ def _row(name: str, numbers: Numbers) -> dict[str, Any]:
     return row | {"user_class": name, "req_s": row["reqS"], "tok_s": row["tokS"]}
 
 
-def as_csv(book: Book) -> str:
-    """The course: a line for each time and user class; those of `all` have the server and the machine as well."""
+def as_csv(book: Book) -> Iterator[str]:
+    """The course: a line for each time and user class; those of `all` have the server and the machine as well.
+
+    In parts, between which others have their turn.
+    """
     latencies = [f"{name}_p{share * 100:g}_s" for name in ("ttft", "tpot", "e2e") for share in SHARES]
     of_class = ["ended", "failed", "tokens", "req_s", "tok_s", "goodput_req_s", "attainment", *latencies]
     of_server = ["running", "waiting", "kv_usage", "preemptions", "tok_s"]
     of_gpu = ["busy_percent", "vram_used_bytes", "gtt_used_bytes", "power_w"]
-    gpus = sorted({name for point in book.points for name in point["gpus"] or {}})
+    points = [point.values for point in book.points]
+    gpus = sorted({name for point in points for name in point["gpus"] or {}})
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     heads = [f"server_{key}" for key in of_server] + [f"{gpu}_{key}" for gpu in gpus for key in of_gpu]
     table.writerow(["wall_s", "t_s", "user_class", *of_class, "users", "in_flight", *heads])
-    for point in book.points:
+    for count, point in enumerate(points, start=1):
         for name, numbers in point["classes"].items():
             line = [point["wall_s"], point["t"], name, *(numbers[key] for key in of_class)]
             if name == ALL:
@@ -153,7 +159,12 @@ def as_csv(book: Book) -> str:
                 line += [point["users"], point["in_flight"], *(server.get(key) for key in of_server)]
                 line += [found.get(gpu, {}).get(key) for gpu in gpus for key in of_gpu]
             table.writerow(line + [None] * (len(of_class) + 5 + len(heads) - len(line)))
-    return text.getvalue()
+        if count % _LINES == 0:
+            yield text.getvalue()
+            text.seek(0)
+            text.truncate()
+            gevent.sleep(0)
+    yield text.getvalue()
 
 
 def _asset(name: str) -> Response:

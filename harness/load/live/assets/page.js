@@ -74,8 +74,8 @@
 
   function tiles() {
     const n = last.now.all, server = last.server, made = [];
-    const tile = (title, value, unit, bad) => {
-      const box = element("div", undefined, bad ? "tile bad" : "tile"), name = element("span", title), big = element("b", value);
+    const tile = (title, value, unit, bad, kind) => {
+      const box = element("div", undefined, ["tile", bad ? "bad" : "", kind].join(" ")), name = element("span", title), big = element("b", value);
       if (unit && value !== "–") big.append(element("small", ` ${unit}`));
       box.append(name, big);
       made.push(box);
@@ -94,10 +94,9 @@
       if (known(server.kv_usage)) tile("server: KV cache", number(server.kv_usage * 100), "%");
     }
     for (const [name, gpu] of Object.entries(last.gpus || {})) {
-      const memory = memoryOf(gpu);
-      if (known(gpu.busy_percent)) tile(`${name}: busy`, number(gpu.busy_percent), "%");
-      if (known(memory)) tile(`${name}: memory`, number(memory), "GiB");
-      if (known(gpu.power_w)) tile(`${name}: power`, number(gpu.power_w), "W");
+      const memory = memoryOf(gpu), parts = [[gpu.busy_percent, "%"], [memory, "GiB"], [gpu.power_w, "W"]];
+      const said = parts.filter(([value]) => known(value)).map(([value, unit]) => `${number(value)} ${unit}`);
+      if (said.length) tile(`GPU ${name}`, said.join(" · "), "", false, "wide");
     }
     $("tiles").replaceChildren(...made);
   }
