@@ -12,6 +12,8 @@ from harness.load.user import LLMUser
 class RagUser(LLMUser):
     """Asks one question about a document, reads the answer, thinks. Some documents are asked about more than others."""
 
+    think_s = (1.0, 5.0)
+
     @task
     def look_up(self) -> None:
         rag = self.load.rag or Rag()

@@ -26,9 +26,13 @@ def engine() -> Iterator[str]:
         yield server.url
 
 
-@pytest.mark.parametrize("locustfile", ["chat", "batch"])
+CLASSES = {"agent": "ToolAgent", "batch": "BatchAgent", "chat": "ChatUser", "rag": "RagUser"}
+
+
+@pytest.mark.parametrize("locustfile", CLASSES)
 def test_by_hand(tmp_path: Path, engine: str, locustfile: str) -> None:
     options = ["--headless", "--users", "3", "--spawn-rate", "10", "--run-time", "2s", "--records", "r.jsonl"]
+    options += ["--steps", "2", "--sub-agents", "1", "--documents", "2", "--document-tokens", "50"]
     options += ["--think", "0.1 0.2", "--batch-size", "2", "--turns", "2", "--prompts", "classification"]
     child = start(tmp_path, engine, locustfile, *options, "--output-tokens", "20", "--stop-timeout", "5")
     assert end(child) == 0, log_of(tmp_path)
@@ -36,13 +40,14 @@ def test_by_hand(tmp_path: Path, engine: str, locustfile: str) -> None:
     assert len(records) > 6
     assert [r.error for r in records] == [None] * len(records)
     assert {(r.load, r.asked_tokens, r.fixed_length) for r in records} == {("", 20, False)}
-    assert {r.turn for r in records} == ({1, 2} if locustfile == "chat" else {None})
+    assert {r.turn for r in records} == ({1, 2} if locustfile in ("agent", "chat") else {None})
+    assert {r.tool_calls for r in records} == ({0} if locustfile == "agent" else {None})
     marks = read_marks(tmp_path / "r.jsonl.processes")
     assert [(mark.event, mark.sent, mark.recorded) for mark in marks] == [
         ("start", None, None),
         ("end", len(records), len(records)),
     ]
-    assert ("ChatUser" if locustfile == "chat" else "BatchAgent") in log_of(tmp_path)
+    assert CLASSES[locustfile] in log_of(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ request header `X-Simulate-Fault: KIND[:PARAMETER][,KIND...]` strikes that reque
 | no-usage | | no usage in the answer, though asked for |
 | reasoning | tokens (4) | the first tokens arrive as `reasoning`, as vLLM does today |
 | reasoning-content | tokens (4) | the same in the older field `reasoning_content` |
-| tool-call | | the answer is one call of the first tool that was offered, its arguments in pieces; of none, it is no JSON |
+| tool-call | | the answer is one call of the first tool that is offered, its arguments in pieces |
 | no-role | | no role-only first event |
 | empty | | a completion without any content: one token, end of sequence; of embeddings an empty vector |
 | wrong | | where a form of the answer is asked for: another choice than the right one |
