@@ -309,8 +309,10 @@ def _load_problems(load: Load, folder: Path) -> list[str]:
     if load.processes > load.users:
         problems.append(f"processes: {load.processes} load processes for {load.users} users; use at most one per user")
     problems += [f"output_tokens{problem}" for problem in lengths.problems_of(load.output_tokens, folder)]
-    if load.endpoint == "embeddings" and load.user == "chat":
+    if load.endpoint == "embeddings" and load.user in ("chat", "agent"):
         problems.append("endpoint: a conversation needs answers, and embeddings are none; use 'user: batch'")
+    if load.endpoint == "completions" and load.user == "agent":
+        problems.append("endpoint: tools are called in chats only; remove it or use 'user: batch'")
     if load.endpoint == "embeddings" and load.answer is not None:
         problems.append("answer: embeddings have no text to judge; remove it")
     problems += _trace_problems(load, load.trace, folder) if load.trace is not None else []

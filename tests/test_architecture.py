@@ -14,7 +14,7 @@ LOAD = {
 READS_FILES = {
     "attain", "board", "floors", "differences", "blocks", "gaps", "count", "check_syntax", "export", "reference",
     "derive", "started", "stats", "tally", "summary", "summarize", "verdicts", "alike", "compare", "checks", "validity",
-    "report", "punctual",
+    "report", "answered", "punctual",
 }  # fmt: skip
 READERS = {
     "arrivals", "records", "manifest", "origin", "errors", "plan", "scenario", "metrics", "telemetry", "failures",
@@ -76,6 +76,7 @@ ALLOWED = {
         "job",
         "check_syntax",
         "trust",
+        "lengths",
     },
     **dict.fromkeys(
         READS_FILES - {"derive", "stats", "summary", "checks", "check_syntax", "attain"}, READS_FILES | READERS

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from harness.records import Request, read_requests
+from harness.scenario import Prompts
 from harness.simulated.spawn import Spawned, spawned
 from harness.summarize import read_summary
 from harness.summary import Answers, PromptLengths, Row, Summary
@@ -61,7 +62,7 @@ def test_the_embedded_engine_answers_in_the_form_that_is_asked_for(server: Spawn
 
 
 def run(folder: Path, **keys: Any) -> tuple[Path, Summary, list[Request]]:
-    (folder / "s.yaml").write_text(yaml.safe_dump(SMALL | keys))
+    (folder / "s.yaml").write_text(yaml.safe_dump(SMALL | keys, sort_keys=False))
     done = harness("run", "s.yaml", "--runs", "runs", cwd=folder)
     assert done.code in (0, 4), done.out + done.err
     (where,) = (folder / "runs").iterdir()
@@ -199,3 +200,12 @@ def test_what_cannot_be_meant_together_is_refused(tmp_path: Path) -> None:
         "'auto' are the labels of 'prompts.kind: classification'",
     ):
         assert part in " ".join(said.split())
+
+
+def test_exact_lengths_that_are_not_exact_make_the_run_invalid(tmp_path: Path) -> None:
+    records = [request(index=index, asked_prompt_tokens=15, prompt_tokens=20 + (index == 3)) for index in range(4)]
+    summary = one_cell(tmp_path / "run", records, prompts=Prompts(tokens=15, tokenizer="server"))
+    assert summary.reasons == [
+        "r1-a-x: 1 of 4 prompts do not have the exact length that was asked for (beyond the 5 tokens that were added to "
+        "most of them): the tokenizer is not the server's"
+    ]

@@ -42,9 +42,7 @@ def _ask(session: requests.Session, address: str, body: dict[str, Any]) -> dict[
         response = session.post(address, json=body, timeout=TIMEOUT_S)
         answer = response.json() if response.ok else None
     except (requests.RequestException, ValueError) as error:
-        raise ServerError(
-            f"{address}: tokens cannot be counted ({type(error).__name__})", next_step=_ADVICE
-        ) from None
+        raise ServerError(f"{address}: tokens cannot be counted ({type(error).__name__})", next_step=_ADVICE) from None
     if not isinstance(answer, dict):
         raise ServerError(
             f"{address}: tokens cannot be counted, the server answers with status {response.status_code}",

@@ -17,9 +17,7 @@ _KEPT_TEXTS = 4096  # a block of a trace's prompts comes again and again
 _KEPT_LENGTH = 1024  # tokens; longer ones are made anew, since so many of them would fill the memory
 
 
-def trace_messages(
-    replay: Replay, seed: int, index: int, salt: str | None, words: Sequence[str] = ()
-) -> list[Message]:
+def trace_messages(replay: Replay, seed: int, index: int, salt: str | None, words: Sequence[str] = ()) -> list[Message]:
     """The messages of a trace's row: a prompt of its length, after the salt; `words`: out of these alone."""
     chosen = tuple(words)
     prompt = prompt_of(replay, index, lambda tokens, place: _text(seed, tokens, place, chosen))
