@@ -121,8 +121,20 @@ def table(glance: Glance, width: int) -> Group:
         kinds = ", ".join(f"{count} {kind}" for kind, count in glance.failed.items())
         lines.append(Text(f"failed: {kinds}", style="red"))
     if glance.gpus:
-        lines.append(Text("   ".join(_gpu_words(glance))))
+        lines += [Text(line) for line in _filled(_gpu_words(glance), width - 2)]
     return Group(*lines)
+
+
+def _filled(parts: list[str], width: int) -> list[str]:
+    """As many parts on a line as fit, none of them broken."""
+    lines = [""]
+    for part in parts:
+        longer = f"{lines[-1]}   {part}" if lines[-1] else part
+        if len(longer) <= width or not lines[-1]:
+            lines[-1] = longer
+        else:
+            lines.append(part)
+    return lines
 
 
 def _two_rows(values: dict[str, str], server: dict[str, str]) -> Table:
@@ -170,7 +182,10 @@ def _gpu_words(glance: Glance) -> list[str]:
 
 
 def _ms(latency_s: tuple[float, float] | None, which: int) -> str:
-    return "–" if latency_s is None else f"{_number(latency_s[which] * 1000)} ms"
+    if latency_s is None:
+        return "–"
+    value_s = latency_s[which]
+    return f"{_number(value_s)} s" if value_s >= 10 else f"{_number(value_s * 1000)} ms"
 
 
 def _whole(value: float | None) -> str:

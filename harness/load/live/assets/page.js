@@ -80,7 +80,7 @@
       box.append(name, big);
       made.push(box);
     };
-    tile("in flight", String(last.in_flight), `of ${last.users} users`);
+    tile("in flight", String(last.in_flight), `by ${last.users} ${last.users === 1 ? "user" : "users"}`);
     tile("TTFT p50", ms(n.ttft_p50_s), "ms");
     tile("TTFT p95", ms(n.ttft_p95_s), "ms");
     tile("TPOT p50", ms(n.tpot_p50_s), "ms");
@@ -107,7 +107,7 @@
 
   function notes() {
     const found = [];
-    if (!last.watched) found.push("Only the load's own numbers: a locustfile started by hand knows nothing of the server's queue or the GPU. `harness live SCENARIO` does.");
+    if (!last.watched) found.push("Only the load's own numbers: a locustfile started by hand knows nothing of the server's queue or the GPU; harness live does.");
     else {
       if (!last.server) found.push("The server gives no metrics at the moment: its queue and KV cache are not known.");
       if (!last.gpus) found.push("No AMD GPU is read on this machine.");
@@ -250,7 +250,7 @@
   function show() {
     document.querySelector("[data-span=now]").textContent = `last ${last.window_s} s`;
     const state = { ready: "not started", spawning: "ramping up", running: "running", stopping: "stopping", stopped: "stopped" };
-    $("state").textContent = [state[last.state] || last.state, `${last.users} users`,
+    $("state").textContent = [state[last.state] || last.state, `${last.users} ${last.users === 1 ? "user" : "users"}`,
       known(last.workers) ? `${last.workers} load processes` : ""].filter(Boolean).join(", ");
     $("state").className = "";
     notes(); tiles(); table(); failures(); classes(); charts();

@@ -1,0 +1,179 @@
+"""What the terminal shows of a cell while it runs."""
+
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from harness.drive import Count
+from harness.glance import Glance, Gpu, Watch
+from harness.job import Job
+from harness.plan import Cell
+from harness.progress import Progress, duration, in_words, table
+from harness.records import Request
+from harness.scenario import Load, Prompts, Warmup
+
+CELL = "r1-one-burst"
+FULL = Glance(
+    done=40,
+    planned=100,
+    failed={"timeout": 2, "http": 1},
+    ttft_s=(12.3456, 123.4),
+    tpot_s=(0.0375, 0.1),
+    tok_s=12345.0,
+    req_s=14.25,
+    in_flight=1000,
+    running=256.0,
+    waiting=744.0,
+    kv_usage=1.0,
+    gpus=[
+        Gpu(name=f"renderD{128 + number}", busy_percent=99.0, memory_bytes=185 * 2**30, power_w=749.6)
+        for number in range(8)
+    ],
+    left_s=125.0,
+)
+
+
+def job(folder: Path, user: str = "batch", **load: Any) -> Job:
+    return Job(
+        cell=CELL,
+        load_name="burst",
+        load=Load(user=user, users=2, **load),
+        model="m",
+        prompts=Prompts(),
+        seed=1,
+        warmup=Warmup(requests=1),
+        requests_path=str(folder / "requests.jsonl"),
+        processes_path=str(folder / "processes.jsonl"),
+        tickets_path=str(folder / "tickets"),
+    )
+
+
+def record(index: int, cell: str = CELL, **more: Any) -> bytes:
+    given = {
+        "id": str(index),
+        "cell": cell,
+        "load": "burst",
+        "user_class": "BatchAgent",
+        "index": index,
+        "user": 0,
+        "process": 1,
+        "phase": "measured",
+        "sent_s": 1.0,
+        "ended_s": 1.0,
+        "chunks_s": [0.1 * (index + 1), 0.1 * (index + 1) + 0.2],
+        "output_tokens": 11,
+    }
+    return msgspec.json.encode(Request(**{**given, **more})) + b"\n"
+
+
+def append(path: Path, *lines: bytes) -> None:
+    with path.open("ab") as file:
+        file.write(b"".join(lines))
+
+
+def test_a_glance_says_what_the_files_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    requests = tmp_path / "requests.jsonl"
+    append(requests, record(0), record(1))  # of before
+    watch = Watch(job(tmp_path, batch_size=3, requests=20), tmp_path)
+    assert watch.look() == Glance(planned=20)
+    counts = {"warmup_taken": 1, "measured_taken": 7, "settled": 5}
+    (tmp_path / "tickets").write_text(json.dumps(counts))
+    append(requests, record(-1, phase="warmup"), *(record(index) for index in range(4)), record(4, "r1-other-cell"))
+    append(requests, record(5, error="timeout", chunks_s=[]), record(6)[:30])
+    values = {"running": 3.0, "waiting": 2.0, "kv_usage": 0.25}
+    append(
+        tmp_path / "metrics.jsonl", msgspec.json.encode({"wall_s": time.time(), "cell": CELL, "values": values}) + b"\n"
+    )
+    gpu = {"busy_percent": 50.0, "vram_used_bytes": 1, "gtt_used_bytes": 2, "package": True}
+    append(
+        tmp_path / "telemetry.jsonl",
+        msgspec.json.encode({"wall_s": time.time(), "cell": CELL, "gpus": {"renderD128": gpu}}) + b"\n",
+    )
+    clock[0] = 104.0
+    found = watch.look()
+    assert (found.done, found.warmup, found.failed, found.in_flight) == (5, 1, {"timeout": 1}, 3)
+    assert found.ttft_s == pytest.approx((0.25, 0.385)) and found.tpot_s == pytest.approx((0.02, 0.02))
+    assert (found.running, found.waiting, found.kv_usage) == (3.0, 2.0, 0.25)
+    assert found.gpus == [Gpu(name="renderD128", busy_percent=50.0, memory_bytes=3)]
+    # The first was sent a second before it was seen to have ended.
+    assert (found.req_s, found.tok_s, found.left_s) == (5.0, 44.0, 3.0)
+    monkeypatch.setattr(time, "time", lambda: 1e12)
+    clock[0] = 130.0
+    late = watch.look()
+    assert (late.running, late.gpus, late.req_s, late.done) == (None, [], 0.0, 5)  # what is old is not shown
+
+
+def test_a_timed_load_has_its_time_left_and_chats_have_no_tickets_to_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    watch = Watch(job(tmp_path, "chat", duration_s=60.0), tmp_path)
+    append(tmp_path / "requests.jsonl", record(0))
+    (tmp_path / "tickets").write_text('{"warmup_taken": 0, "measured_taken": 7, "settled": 5}')
+    found = watch.look()
+    assert (found.left_s, found.in_flight, found.planned) == (59.0, None, None)
+    clock[0] = 1000.0
+    assert watch.look().left_s == 0.0
+
+
+@pytest.mark.parametrize(("width", "lines"), [(80, 9), (120, 6)])
+def test_the_table_fits_the_terminal(width: int, lines: int) -> None:
+    out = io.StringIO()
+    Console(file=out, width=width - 2).print(table(FULL, width))
+    shown = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert max(len(line) for line in shown) <= width - 2
+    assert len(shown) == lines
+    text = "\n".join(shown)
+    assert text.count(" 99 % 185.0 GiB 750 W") == 8  # none is broken
+    for word in (
+        "12.3 s",
+        "123 s",
+        "37.5 ms",
+        "12345",
+        "1000",
+        "256",
+        "744",
+        "100%",
+        "2 timeout, 1 http",
+        "renderD135",
+    ):
+        assert word in text, text
+
+
+def test_a_line_says_what_is_known() -> None:
+    assert in_words(Glance()) == []
+    assert in_words(Glance(ttft_s=(0.1, 0.2), waiting=0.0, left_s=3.0)) == [
+        "TTFT 100 ms (p95 200 ms)",
+        "waiting 0",
+        "3 s left",
+    ]
+    assert ", ".join(in_words(FULL)).startswith("TTFT 12.3 s (p95 123 s), TPOT 37.5 ms (p95 100 ms), 12345 tok/s")
+    assert [duration(seconds) for seconds in (5.4, 200, 7500)] == ["5 s", "3 min 20 s", "2 h 5 min"]
+
+
+def test_in_a_terminal_the_table_is_rewritten_and_gone_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.progress.LOOK_EVERY_S", 0.0)
+    out = io.StringIO()
+    progress = Progress(Console(file=out, force_terminal=True, width=120, color_system=None))
+    with progress.live():
+        progress.cell(1, 2, Cell(id=CELL, server="[one]", load="burst", repeat=1), None)
+        progress.load(job(tmp_path, requests=4), tmp_path)
+        append(tmp_path / "requests.jsonl", *(record(index) for index in range(3)))
+        progress.count(Count(3, 4, 2.0))
+        time.sleep(0.5)
+        progress.line("said meanwhile")
+    shown = out.getvalue()
+    assert "[1/2] [one] / burst, repeat 1: 3 of 4 requests, 2 s" in shown  # brackets are no markup
+    assert "TTFT p50" in shown and "200 ms" in shown
+    assert "said meanwhile\n" in shown
