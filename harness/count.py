@@ -28,6 +28,7 @@ class Place(Struct, frozen=True):
 
     clock: Clock
     duration_s: float | None = None  # of a timed load
+    first_due_s: float | None = None  # of an open loop of fixed time: when the first is due after that began
     ended_wall_s: float | None = None  # when the cell was over, if it came to its end
     row: str | None = None  # the cells that are pooled with it have the same
     slos: dict[str, tuple[Slo, ...]] = {}  # sets of SLOs to count
@@ -40,12 +41,13 @@ class _Head(Struct):
     process: int
     phase: str
     sent_s: float
+    scheduled_s: float | None = None
 
 
 class _Look(Struct):
     """What a first look at a block finds."""
 
-    starts: dict[str, float] = {}  # of timed cells: the first measured request
+    starts: dict[str, float] = {}  # of timed cells: the first measured request, or the start of the schedule
     samples: dict[str, Sample] = {}
 
 
@@ -119,8 +121,11 @@ def _look(block: Block, places: dict[str, Place], sampling: bool) -> _Look:
             if timed:
                 head = decode_head(line)
                 if head.phase == "measured" and head.cell in timed:
-                    sent_s = head.sent_s + timed[head.cell].clock.offset_s(head.process)
-                    look.starts[head.cell] = min(sent_s, look.starts.get(head.cell, sent_s))
+                    start_s = head.sent_s + timed[head.cell].clock.offset_s(head.process)
+                    first_due_s = timed[head.cell].first_due_s
+                    if head.scheduled_s is not None and first_due_s is not None:
+                        start_s += head.scheduled_s - first_due_s  # of the first that was due; it is the least of all
+                    look.starts[head.cell] = min(start_s, look.starts.get(head.cell, start_s))
         except msgspec.DecodeError:
             continue
     return look
@@ -174,7 +179,8 @@ def _all_found(tallies: dict[str, Tally], places: dict[str, Place]) -> bool:
 def _windows(starts: dict[str, float], places: dict[str, Place]) -> dict[str, tuple[float, float]]:
     """The measured time of each timed cell: from its first measured request on, as long as the load asks for.
 
-    It is shorter where the cell was over before.
+    That of an open loop begins with its schedule, in which the first may be due later. It is shorter where the cell was
+    over before.
     """
     windows = {}
     for cell, start in starts.items():

@@ -78,6 +78,11 @@ class Punctual(msgspec.Struct, kw_only=True):
         self.last_sent_s = max((v for v in (self.last_sent_s, last_sent_s) if v is not None), default=None)
 
 
+def first_due_of(load: Load, seed: int) -> float | None:
+    """When the first is due after the start of an open loop's measured time; None of others."""
+    return None if load.arrivals is None else Schedule(load.arrivals, seed).at(0)
+
+
 def kept_of(counted: Punctual, load: Load, seed: int, window_s: float | None) -> Kept | None:
     """How one cell kept its schedule; None of a closed loop. `window_s`: the measured time of a timed load."""
     kind = kind_of(load)

@@ -17,7 +17,7 @@ from harness.floors import floor_in
 from harness.manifest import CellRun, Origin, Run, read_run
 from harness.metrics import MetricsSample, read_samples, server_load
 from harness.plan import Cell, baseline_of, plan
-from harness.punctual import kept_of, kind_of
+from harness.punctual import first_due_of, kept_of, kind_of
 from harness.records import ProcessMark, read_marks
 from harness.summary import CellSummary, FailedRequests, Numbers, Reference, Row, Summary
 from harness.tally import Clock, Tally, numbers_of
@@ -166,7 +166,8 @@ def _place(run: Run, cell: Cell, marks: list[ProcessMark], slos: dict[str, tuple
     load = run.scenario.loads.get(cell.load)
     ended = next((ran.ended_wall_s for ran in run.cells if ran.id == cell.id), None)
     duration_s = None if load is None else load.duration_s
-    return Place(Clock(marks), duration_s, ended, row=f"{cell.server} {cell.load}", slos=slos)
+    first_due_s = None if load is None or run.origin else first_due_of(load, run.scenario.seed)
+    return Place(Clock(marks), duration_s, first_due_s, ended, row=f"{cell.server} {cell.load}", slos=slos)
 
 
 def _unchecked(cells: list[CellSummary]) -> list[str]:

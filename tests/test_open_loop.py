@@ -1,12 +1,14 @@
 """Open loops: what is asked and what is achieved, what is never sent, and what is in flight at the end."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness import punctual
+from harness.count import Place, tally
 from harness.manifest import read_run
 from harness.punctual import Punctual, kept_of, kind_of, planned_of
 from harness.report import kept, words
@@ -14,8 +16,9 @@ from harness.report.observed import observe
 from harness.scenario import Arrivals, Load, Trace
 from harness.summarize import read_summary
 from harness.summary import Kept
+from harness.tally import Clock
 from tests.command import harness
-from tests.made_runs import request
+from tests.made_runs import request, write_lines
 
 EVEN = Arrivals(rate=10.0, spacing="even")
 
@@ -164,7 +167,7 @@ def test_too_few_users_make_the_run_invalid_and_say_what_to_do(tmp_path: Path) -
     assert [(one.load, one.course) for one in found] == [("open", "open loop, evenly, 10 a second")]
     assert found[0].texts[2] == f"{row['pooled']['schedule']['never_sent']} of 15"
     shown = harness("report", str(folder), "--explain", cwd=tmp_path)
-    assert "send lag = sent − scheduled" in shown.out
+    assert "send lag = sent − scheduled; p50" in shown.out
     table = harness("report", str(folder), "--format", "csv", cwd=tmp_path).out.splitlines()
     first = dict(zip(table[0].split(","), table[1].split(","), strict=True))
     second = dict(zip(table[0].split(","), table[2].split(","), strict=True))
@@ -181,3 +184,15 @@ def test_the_timeline_has_asked_and_sent(tmp_path: Path) -> None:
     assert (shut.asked_s, shut.gone_s) == ([], [])
     page = (folder / "report.html").read_text()
     assert "How the schedules were kept" in page
+
+
+def test_the_time_of_an_open_loop_begins_with_its_schedule(tmp_path: Path) -> None:
+    """The first of a random schedule is due later; the measured time has begun by then."""
+    sent = [(1003.01, -0.01), (1005.5, 0.0), (1004.5, -0.5)]
+    records = [request(sent_s=at, scheduled_s=lag) for at, lag in sent]
+    write_lines(tmp_path / "requests.jsonl", records)
+    place = Place(Clock([]), duration_s=10.0, first_due_s=3.0)
+    (found,) = tally(tmp_path / "requests.jsonl", {"r1-a-x": place}, [], Counter()).values()
+    assert found.window_s == pytest.approx((1000.0, 1010.0))
+    closed = tally(tmp_path / "requests.jsonl", {"r1-a-x": Place(Clock([]), duration_s=10.0)}, [], Counter())
+    assert closed["r1-a-x"].window_s == pytest.approx((1003.01, 1013.01))

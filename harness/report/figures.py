@@ -15,6 +15,7 @@ from harness.report.marks import (
     colour,
     left_out,
     line,
+    open_loops,
     other_rates,
     plain,
     row_style,
@@ -54,12 +55,12 @@ def throughput(summary: Summary, run: Run) -> Chart:
         title="Throughput over concurrency",
         caption="Aggregate output tokens per second, median of the runs; whiskers from the least to the most. "
         "Ring: the knee, the least concurrency that gives 95\u00a0% of the best. Higher is better.",
-        findings=[f"{server}: {in_words(knee)}" for _, server, knee in knees] + left_out(others),
+        findings=[f"{server}: {in_words(knee)}" for _, server, knee in knees] + left_out(others) + open_loops(summary),
         formula=f"tok/s = output tokens inside the window ÷ window; {FORMULA}",
         figure={"data": data, "layout": {"xaxis": _concurrency_axis(summary, run), "yaxis": axis("tok/s")}},
         head=["Server", "Load", "At once", "Median tok/s", "Least", "Most", "Runs"],
         body=body,
-        empty="" if any(row.output_tok_s for row in summary.rows) else "No valid run gave a throughput.",
+        empty="" if any(trace["x"] for trace in data) else _without_closed(summary, "No valid run gave a throughput."),
     )
 
 
@@ -113,8 +114,15 @@ def first_token(summary: Summary, run: Run) -> Chart:
             ]
             for row in summary.rows
         ],
-        empty="" if values else "No row has the 11 successful requests that a p50 needs.",
+        findings=open_loops(summary),
+        empty="" if values else _without_closed(summary, "No row has the 11 successful requests that a p50 needs."),
     )
+
+
+def _without_closed(summary: Summary, otherwise: str) -> str:
+    """Why there is nothing to draw."""
+    only_open = all(row.pooled.schedule is not None for row in summary.rows)
+    return "All loads are open loops, which have no concurrency of their own." if only_open else otherwise
 
 
 def _first_token_lines(summary: Summary, run: Run, rows: list[Row], index: int, server: str) -> list[Figure]:
@@ -201,7 +209,9 @@ def _curve(summary: Summary, row: Row, observed: Observed, field: str) -> Figure
 
 
 def by_concurrency(summary: Summary, run: Run, server: str) -> list[Row]:
-    return sorted((row for row in summary.rows if row.server == server), key=lambda row: at_once(row, run))
+    """The rows that have a concurrency: in an open loop the server's speed decides how many are in flight."""
+    closed = (row for row in summary.rows if row.server == server and row.pooled.schedule is None)
+    return sorted(closed, key=lambda row: at_once(row, run))
 
 
 def at_once(row: Row, run: Run) -> int:
@@ -210,7 +220,7 @@ def at_once(row: Row, run: Run) -> int:
 
 
 def _concurrency_axis(summary: Summary, run: Run) -> Figure:
-    values = sorted({at_once(row, run) for row in summary.rows})
+    values = sorted({at_once(row, run) for row in summary.rows if row.pooled.schedule is None})
     people = {load.user for row in summary.rows if (load := run.scenario.loads.get(row.load))}
     title = "chat users" if people == {"chat"} else "requests at once"
     marked: Figure = {"title": {"text": title}, "tickvals": values, "ticktext": [f"{v:,}" for v in values]}

@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from harness.manifest import Run
 from harness.report import words
-from harness.summary import Distribution, Kept, Numbers, Row, Summary
+from harness.summary import Kept, Numbers, Row, Summary
 
 
 class Column(Struct, frozen=True, kw_only=True):
@@ -74,19 +74,22 @@ def _never(_: Numbers, found: Kept) -> str:
     return f"{found.never_sent:,} of {found.planned:,}" if found.never_sent else "0"
 
 
-def _ms(sample: Distribution, name: str) -> str:
-    text = words.percentile(sample, name)
-    return text if text.startswith("n/a") else f"{text} ms"
+def _ms(*values_s: float | None) -> list[str]:
+    """Times in milliseconds, "n/a" for what the sample does not carry."""
+    return ["n/a" if value is None else words.milliseconds(value) for value in values_s]
 
 
 def _lag(numbers: Numbers, _: Kept) -> str:
     lag = numbers.send_lag_s
-    most = words.NOTHING if lag.most is None else f"{words.milliseconds(lag.most)} ms"
-    return f"{_ms(lag, 'p50')}, {_ms(lag, 'p99')}, {most}"
+    return f"{', '.join(_ms(lag.p50, lag.p99, lag.most))} ms"
 
 
 def _both(sent: str, scheduled: str, name: str) -> Callable[[Numbers, Kept], str]:
-    return lambda numbers, _: f"{_ms(getattr(numbers, sent), name)}, {_ms(getattr(numbers, scheduled), name)}"
+    def text(numbers: Numbers, _: Kept) -> str:
+        both = _ms(*(getattr(getattr(numbers, sample), name) for sample in (sent, scheduled)))
+        return "n/a" if set(both) == {"n/a"} else f"{' → '.join(both)} ms"
+
+    return text
 
 
 COLUMNS = (
@@ -116,15 +119,15 @@ COLUMNS = (
         title="send lag p50, p99, most",
         explanation="How late requests went out. A median above 10 ms makes the run INVALID: the load generator was "
         "the limit, which needs more users or processes.",
-        formula="send lag = sent − scheduled",
+        formula="send lag = sent − scheduled; p50 needs 11 requests, p99 662",
         text=_lag,
     ),
     *(
         Column(
             key=f"{key}_{name}",
-            title=f"{title} {name} from send, from schedule",
-            explanation=f"{title} from the moment of sending, and from that at which the schedule wanted it sent: "
-            "what somebody who came on time waited.",
+            title=f"{title} {name}",
+            explanation=f"{title} from send → from schedule. The second counts from the moment at which the schedule "
+            "wanted it sent: what somebody who came on time waited.",
             formula=f"{title} from schedule = {what} − scheduled",
             text=_both(f"{key}_s", f"{key}_sched_s", name),
         )

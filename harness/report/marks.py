@@ -75,6 +75,12 @@ def left_out(rows: Sequence[Row]) -> list[str]:
     return [f"Not drawn, since their tok/s is defined otherwise: {names}"] if rows else []
 
 
+def open_loops(summary: Summary) -> list[str]:
+    """What a chart over concurrency says of open loops."""
+    names = ", ".join(f"{row.server} / {row.load}" for row in summary.rows if row.pooled.schedule is not None)
+    return [f"Not drawn, since an open loop has no concurrency of its own: {names}"] if names else []
+
+
 def server_keys(summary: Summary) -> list[Key]:
     return [Key(name=name, colour=colour(i)) for i, name in enumerate(servers(summary))]
 

@@ -5,7 +5,7 @@ from typing import Literal
 from harness.manifest import Run
 from harness.report import words
 from harness.report.figures import at_once, by_concurrency
-from harness.report.marks import Chart, Figure, axis, colour, left_out, other_rates, plain, servers, symbol
+from harness.report.marks import Chart, Figure, axis, colour, left_out, open_loops, other_rates, plain, servers, symbol
 from harness.summary import Distribution, Row, Summary
 
 _HEAD = ["Server", "Load", "At once", "tok/s", "p50, ms", "p95, ms", "Requests"]
@@ -40,7 +40,7 @@ def _tradeoff(summary: Summary, run: Run, field: Literal["ttft_s", "e2e_s"]) -> 
             "data": data,
             "layout": {"xaxis": axis("output tok/s"), "yaxis": axis("ms", values)},
         },
-        findings=left_out(others),
+        findings=left_out(others) + open_loops(summary),
         head=_HEAD,
         body=[_words(row, run, getattr(row.pooled, field)) for row in summary.rows],
         empty="" if values else "No row has both a throughput and the 11 successful requests that a p50 needs.",
