@@ -508,6 +508,19 @@ def test_the_document_has_the_web_ui_at_the_port_asked_for() -> None:
     assert "# Locust: http://127.0.0.1:9099 " in text
 
 
+def test_the_document_has_workers_beside_the_web_ui() -> None:
+    given = scenario(Server(template="simulated"))
+    raw = yaml.safe_load(compose_document(given, "s", workers=2))
+    assert list(raw["services"]) == ["server", "locust", "worker"]
+    master, worker = raw["services"]["locust"], raw["services"]["worker"]
+    assert master["command"][5] == "--master"
+    assert worker["command"][:2] == master["command"][:2]
+    assert worker["command"][3:] == ["--worker", "--master-host", "locust"]
+    assert worker["deploy"] == {"replicas": 2}
+    assert "ports" not in worker
+    assert "--master" not in yaml.safe_load(compose_document(given, "s"))["services"]["locust"]["command"]
+
+
 def test_the_ports_of_the_document_are_those_asked_for() -> None:
     given = scenario(Server(template="simulated", variables={"port": 9000, "host_port": 9001}, container=False))
     text = compose_document(given, "s")

@@ -162,6 +162,9 @@ def compose(
     ui_port: Annotated[
         int, typer.Option("--ui-port", min=1, max=65535, help="Port of Locust's web UI on 127.0.0.1.")
     ] = 8089,
+    workers: Annotated[
+        int, typer.Option("--workers", min=0, max=1000, help="Containers that send the load (`--scale worker=N`).")
+    ] = 0,
 ) -> None:
     """Print the Compose file that the harness would run, for `docker compose up`."""
     from harness import experiment as experiments
@@ -170,7 +173,8 @@ def compose(
 
     experiment = experiments.prepare(scenario_path(scenario))
     experiment = fill_in(experiment, lambda line: print(line, file=sys.stderr))
-    print(compose_document(experiment.scenario, experiments.server_name(experiment, server), ui_port=ui_port), end="")
+    name = experiments.server_name(experiment, server)
+    print(compose_document(experiment.scenario, name, ui_port=ui_port, workers=workers), end="")
 
 
 @app.command(short_help="Measure the noise floor of this machine.")

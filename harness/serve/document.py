@@ -81,10 +81,13 @@ COMPOSE_HEAD = """\
 """
 
 
-def compose_document(scenario: Scenario, server_name: str, with_locust: bool = True, ui_port: int | None = None) -> str:
+def compose_document(
+    scenario: Scenario, server_name: str, with_locust: bool = True, ui_port: int | None = None, workers: int = 0
+) -> str:
     """The Compose file of a server for `docker compose up`, with Locust's web UI in front of it unless told not to.
 
-    `ui_port`: the host's port for the UI; None: the one that the template `locust` declares.
+    `ui_port`: the host's port for the UI; None: the one that the template `locust` declares. `workers`: containers that
+    send the load; 0: the one with the UI does.
     The same at every call: the host's port is that of the container, unless the server has a host_port.
     """
     server = server_of(scenario, server_name)
@@ -117,6 +120,7 @@ def compose_document(scenario: Scenario, server_name: str, with_locust: bool = T
             "arguments": _by_hand(scenario, load),
             "environment": keys,
             **({"ui_port": ui_port} if ui_port else {}),
+            "workers": workers,
         },
     )
 
