@@ -70,6 +70,16 @@ def parse_workers(given: str, bind: str | None, loads: Mapping[str, Load]) -> Wo
     return workers
 
 
+def parse_part(given: str) -> tuple[int, int]:
+    """Machine and machines of `--machine K/M`. Raises HarnessError."""
+    match = re.fullmatch(r"(\d{1,4})/(\d{1,4})", given)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise HarnessError(
+            f"--machine: '{given}' is no part", next_step="Give one such as 0/2 on one machine and 1/2 on the other."
+        )
+    return int(match[1]), int(match[2])
+
+
 def process_number(pid: int, machine: int) -> int:
     """What a load process is called in a run's files: its pid, which two machines may both have, made unique."""
     return machine * MACHINE + pid

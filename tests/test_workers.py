@@ -17,7 +17,7 @@ from harness.records import Request, read_marks, read_requests
 from harness.scenario import Load
 from harness.serve.ports import free_port
 from harness.simulated.spawn import Spawned, spawned
-from harness.workers import Workers, parse_workers, process_number
+from harness.workers import Workers, parse_part, parse_workers, process_number
 from tests.command import Going, going, only_run, until, write
 
 CHAT = Load(user="chat", users=4, requests=8)
@@ -53,6 +53,14 @@ def test_what_cannot_be_meant_is_refused(given: str, bind: str | None, loads: di
     with pytest.raises(HarnessError) as caught:
         parse_workers(given, bind, loads)
     assert caught.value.what == said
+
+
+def test_a_machine_may_be_told_its_part_by_hand() -> None:
+    assert parse_part("1/4") == (1, 4)
+    for given in ("4/4", "1", "-1/4", "1/0", "a/b"):
+        with pytest.raises(HarnessError) as caught:
+            parse_part(given)
+        assert caught.value.what == f"--machine: '{given}' is no part"
 
 
 def test_pieces_are_taken_once_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

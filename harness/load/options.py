@@ -15,7 +15,7 @@ from harness.check_syntax import Slo, parse_check
 from harness.errors import HarnessError
 from harness.job import Job, read_job
 from harness.scenario import TURNS, Arrivals, Load, Prompts, Warmup
-from harness.workers import FROM_MASTER
+from harness.workers import FROM_MASTER, parse_part
 from harness.workload import salt_words
 
 AS_PLANNED = "as in the scenario"  # what is not one number: lengths by distribution, a rate that changes
@@ -31,6 +31,12 @@ def add_options(parser: LocustArgumentParser) -> None:
     add = parser.add_argument
     add("--job", metavar="FILE", help="job file, written by the harness", include_in_web_ui=False)
     add("--records", metavar="FILE", help="append a record of each request to FILE", include_in_web_ui=False)
+    add(
+        "--machine",
+        metavar="K/M",
+        help="send part K of the sequence, from 0, of M parts; other machines send the others",
+        include_in_web_ui=False,
+    )
     add("--api-key-env", metavar="NAME", help="variable that holds the server's API key", include_in_web_ui=False)
     add("--model", default=job.model if job else "", help="model to ask for (default: the first that is offered)")
     add(
@@ -75,7 +81,7 @@ def job_file(options: Namespace) -> Job | None:
     if not options.job or options.job == FROM_MASTER:
         return None
     try:
-        return read_job(Path(options.job))
+        return _with_machine(read_job(Path(options.job)), options)
     except (OSError, msgspec.DecodeError) as error:
         raise HarnessError(f"{options.job}: the job cannot be read ({error})") from None
 
@@ -97,7 +103,14 @@ def job_by_hand(options: Namespace) -> Job:
         processes_path=f"{options.records}.processes" if options.records else os.devnull,
         tickets_path=os.path.join(tempfile.gettempdir(), f"{name}.tickets"),
     )
-    return with_options(job, options)
+    return with_options(_with_machine(job, options), options)
+
+
+def _with_machine(job: Job, options: Namespace) -> Job:
+    if not getattr(options, "machine", None):
+        return job
+    machine, machines = parse_part(options.machine)
+    return msgspec.structs.replace(job, machine=machine, machines=machines)
 
 
 def with_options(job: Job, options: Namespace) -> Job:
