@@ -1,6 +1,7 @@
 """One load process: what all its users share, and the one place where a request becomes a record."""
 
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -264,8 +265,14 @@ def plan_of(job: Job) -> Plan:
         warmup_s=job.warmup.duration_s or 0.0,
         ramp_s=job.load.ramp_s,
         schedule=_replay(job) or (None if job.load.arrivals is None else Schedule(job.load.arrivals, job.seed)),
-        part=Part(job.machine, job.machines, taken_together(job.load)),
+        part=Part(job.machine, job.machines, _together(job)),
     )
+
+
+def _together(job: Job) -> int:
+    """Requests that are not parted among machines. By hand it is not known who takes them: conversations or bursts."""
+    load = job.load
+    return taken_together(load) if job.load_name else math.lcm(load.turns or 1, load.batch_size or 1)
 
 
 def _replay(job: Job) -> Replay | None:
