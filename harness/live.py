@@ -20,6 +20,7 @@ from harness.progress import Progress
 from harness.run import begin, endpoint_of, finish, generator, make_job
 from harness.serve.ports import is_free
 from harness.serve.telemetry import source_of
+from harness.tokens import counted_words
 from harness.workload import salt_words
 
 UI_HOST = "127.0.0.1"
@@ -59,12 +60,13 @@ def live(
     folder, manifest = begin(experiment, [cell], runs)
     try:
         with progress.live(), endpoint_of(experiment, manifest.id, cell, folder, progress) as endpoint:
-            model, salt = endpoint.served_by.model, salt_words(manifest.id, cell.id)
-            job = msgspec.structs.replace(make_job(experiment, cell, folder.resolve(), model, salt), slos=slos)
+            api_key = os.environ.get(scenario.api_key_env) if scenario.api_key_env else None
+            words = counted_words(experiment, manifest.id, cell.server, endpoint, api_key)
+            model, salt = endpoint.served_by.model, salt_words(manifest.id, cell.id, words)
+            job = msgspec.structs.replace(make_job(experiment, cell, folder.resolve(), model, salt, words), slos=slos)
             job_path = folder.resolve() / "jobs" / f"{cell.id}.json"
             write_job(job, job_path)
             log_path = folder / "logs" / f"{cell.id}.locust.log"
-            api_key = os.environ.get(scenario.api_key_env) if scenario.api_key_env else None
             # Written here, and read by the page: the load processes only measure what they have sent themselves.
             with (
                 Scraper(endpoint.metrics_source, cell.id, folder / "metrics.jsonl", INTERVAL_S, api_key=api_key),

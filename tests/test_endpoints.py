@@ -144,7 +144,8 @@ def test_a_fast_wrong_server_does_not_win(tmp_path: Path) -> None:
     ]
     assert any(
         note == "the answers of bad / l and one / l are not worth the same: valid are 54 of 60 (90.0%) and 60 of 60 "
-        "(100.0%); right are 48 of 60 (80.0%) and 60 of 60 (100.0%). Speed alone does not say which of the two is better"
+        "(100.0%); right are 48 of 60 (80.0%) and 60 of 60 (100.0%). Speed alone does not say which of the two is "
+        "better"
         for note in summary.notes
     )
     assert {record.answer_valid for record in records} == {True, False}
@@ -206,6 +207,6 @@ def test_exact_lengths_that_are_not_exact_make_the_run_invalid(tmp_path: Path) -
     records = [request(index=index, asked_prompt_tokens=15, prompt_tokens=20 + (index == 3)) for index in range(4)]
     summary = one_cell(tmp_path / "run", records, prompts=Prompts(tokens=15, tokenizer="server"))
     assert summary.reasons == [
-        "r1-a-x: 1 of 4 prompts do not have the exact length that was asked for (beyond the 5 tokens that were added to "
-        "most of them): the tokenizer is not the server's"
+        "r1-a-x: 1 of 4 prompts do not have the exact length that was asked for (beyond the 5 tokens that were added "
+        "to most of them): the tokenizer is not the server's"
     ]

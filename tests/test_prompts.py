@@ -143,7 +143,7 @@ def made(tmp_path: Path, load: dict[str, object], prompts: dict[str, object]) ->
 def test_the_workload_hash_has_every_length_in_it(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("5 5\n6 6\n")
     (tmp_path / "two.txt").write_text("5 5\n6 7\n")
-    plain = {"tokens": 8}
+    plain: dict[str, object] = {"tokens": 8}
     hashes = [
         made(tmp_path, {}, plain),
         made(tmp_path, {"output_tokens": {"uniform": [1, 9]}}, plain),
