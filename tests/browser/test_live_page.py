@@ -133,6 +133,14 @@ def test_the_tab_has_table_and_charts(browser: webdriver.Chrome, live: str, sche
     assert script(browser, f"return {inside}.body.scrollHeight") <= frame.size["height"]  # no second scroll bar
     assert complaints(browser) == []
     keep(browser, f"live-tab-{scheme}")
+    other = {"light": "dark", "dark": "light"}[scheme]
+    for wanted in (other, scheme):  # Locust's own button
+        script(
+            browser,
+            "[...document.querySelectorAll('header button')].filter((b) => b.querySelector('svg')).at(-1).click()",
+        )
+        wait(browser, f"return {inside}.documentElement.dataset.theme === '{wanted}'")
+    script(browser, "localStorage.removeItem('theme')")
     screen(browser, width=390, scheme=scheme)
     time.sleep(1.0)
     assert script(browser, f"return {inside}.documentElement.scrollWidth") <= 390
