@@ -99,34 +99,38 @@ def input_tok_s(parts: Sequence[Answered], window_s: float | None, cells: Sequen
 
 def differences(rows: Sequence[Row], comparison: Comparison | None) -> list[str]:
     """What a reader of a comparison must know: of two compared rows, one has more valid or more right answers."""
-    named = {f"{row.server} / {row.load}": row for row in rows}
-    notes = []
-    for verdict in comparison.verdicts if comparison is not None else []:
-        one, two = (named.get(name) for name in (verdict.side, verdict.baseline))
-        if one is None or two is None or one.pooled.answers is None or two.pooled.answers is None:
-            continue
-        parts = [
-            f"{word} are {_share(mine)} and {_share(other)}"
-            for word, mine, other in (
-                ("valid", _valid(one.pooled.answers), _valid(two.pooled.answers)),
-                ("right", _right(one.pooled.answers), _right(two.pooled.answers)),
-            )
-            if mine[1] and other[1] and mine[0] * other[1] != other[0] * mine[1]
-        ]
-        if parts:
-            notes.append(
-                f"the answers of {verdict.side} and {verdict.baseline} are not worth the same: {'; '.join(parts)}. "
-                "Speed alone does not say which of the two is better"
-            )
-    return notes
+    named = {f"{row.server} / {row.load}": row.pooled.answers for row in rows}
+    notes = [
+        difference(verdict.side, [named.get(verdict.side)], verdict.baseline, [named.get(verdict.baseline)])
+        for verdict in (comparison.verdicts if comparison is not None else [])
+    ]
+    return [note for note in notes if note is not None]
 
 
-def _valid(answers: Answers) -> tuple[int, int]:
-    return answers.valid, answers.checked
+def difference(
+    side: str, answers: Sequence[Answers | None], baseline: str, others: Sequence[Answers | None]
+) -> str | None:
+    """That the answers of two sides, each of one or more runs, are not worth the same; None: they are."""
+    pairs = {
+        "valid": (_sum(answers, "valid", "checked"), _sum(others, "valid", "checked")),
+        "right": (_sum(answers, "right", "labelled"), _sum(others, "right", "labelled")),
+    }
+    parts = [
+        f"{word} are {_share(mine)} and {_share(other)}"
+        for word, (mine, other) in pairs.items()
+        if mine[1] and other[1] and mine[0] * other[1] != other[0] * mine[1]
+    ]
+    if not parts:
+        return None
+    return (
+        f"the answers of {side} and {baseline} are not worth the same: {'; '.join(parts)}. "
+        "Speed alone does not say which of the two is better"
+    )
 
 
-def _right(answers: Answers) -> tuple[int, int]:
-    return answers.right or 0, answers.labelled
+def _sum(answers: Sequence[Answers | None], number: str, of: str) -> tuple[int, int]:
+    known = [one for one in answers if one is not None]
+    return sum(getattr(one, number) or 0 for one in known), sum(getattr(one, of) for one in known)
 
 
 def _share(counts: tuple[int, int]) -> str:

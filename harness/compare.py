@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from harness import started
+from harness import answered, started
 from harness.alike import facts_of, refuse_unlike
 from harness.check_syntax import parse_check
 from harness.checks import evaluate
@@ -17,7 +17,7 @@ from harness.floors import floor_for
 from harness.manifest import Run, read_run
 from harness.origin import refuse_other_definitions
 from harness.summarize import is_published, read_summary, summarize
-from harness.summary import CheckResult, Comparison, Reference, Summary
+from harness.summary import Answers, CheckResult, Comparison, Reference, Summary
 from harness.verdicts import NoiseFloor, Pair, metric_of, speeds, values_of, verdicts
 
 
@@ -40,6 +40,15 @@ class _Side(Struct, frozen=True):
             for found in summary.rows
             if (found.server, found.load) == row
             for value in values_of(found, metric)
+        ]
+
+    def answers(self, row: tuple[str, str]) -> list[Answers | None]:
+        """What the answers of a row were worth, run by run."""
+        return [
+            found.pooled.answers
+            for summary in self.summaries
+            for found in summary.rows
+            if (found.server, found.load) == row
         ]
 
     def rows(self) -> list[tuple[str, str]]:
@@ -91,7 +100,7 @@ def compare_runs(
         sides=[side.name for side in sides],
         differences=differences([facts_of(side.runs[0], rows) for side in sides]),
         checks=[result for side in sides[1:] for result in _checked(checks, side, sides[0], rows, len(sides) > 2)],
-        notes=_cache_notes(sides, rows),
+        notes=_cache_notes(sides, rows) + _answer_notes(sides, rows),
     )
 
 
@@ -106,6 +115,19 @@ def _cache_notes(sides: Sequence[_Side], rows: Sequence[tuple[str, str]]) -> lis
         note = started.cache_note(sizes)
         found += [f"{server}: {note}"] if note is not None else []
     return found
+
+
+def _answer_notes(sides: Sequence[_Side], rows: Sequence[tuple[str, str]]) -> list[str]:
+    """For each row whose answers on some side are not worth what they are on the baseline, that it is so."""
+    base = sides[0]
+    notes = [
+        answered.difference(
+            f"{' / '.join(row)} ({side.name})", side.answers(row), f"{' / '.join(row)} ({base.name})", base.answers(row)
+        )
+        for side in sides[1:]
+        for row in rows
+    ]
+    return [note for note in notes if note is not None]
 
 
 def by_machine(folders: Sequence[Path]) -> list[list[Path]]:
