@@ -48,6 +48,7 @@ JUDGED_BY_SLOS = ("attainment", "goodput")
 OF_ANSWERS = ("valid_share", "right_share")
 BASELINE = "baseline"
 _NAME = r"[a-z0-9][a-z0-9-]{0,39}"
+_LOAD = rf"{_NAME}(?:\.{_NAME})?"  # a part of a mix is MIX.LOAD
 _NUMBER = r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?"
 
 
@@ -105,7 +106,7 @@ def misplaced(text: str, servers: Collection[str], loads: Collection[str]) -> st
 
 def on_server(text: str, server: str) -> str:
     """The check with its selection, if it has one, moved to another server."""
-    return re.sub(rf"^\s*{_NAME}/(?={_NAME}\s*:)", f"{server}/", text)
+    return re.sub(rf"^\s*{_NAME}/(?={_LOAD}\s*:)", f"{server}/", text)
 
 
 def parse_check(text: str) -> Check:
@@ -186,7 +187,7 @@ def _selection(reader: _Reader) -> tuple[str | None, str | None]:
     if ":" not in reader.text:
         return None, None
     selection = reader.text[: reader.text.index(":")].strip()
-    match = re.fullmatch(f"({_NAME})/({_NAME})", selection)
+    match = re.fullmatch(f"({_NAME})/({_LOAD})", selection)
     if match is None:
         raise reader.wrong(f"'{selection}' is not SERVER/LOAD")
     reader.word(r"[^:]*:")

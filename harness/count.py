@@ -31,6 +31,7 @@ class Place(Struct, frozen=True):
     first_due_s: float | None = None  # of an open loop of fixed time: when the first is due after that began
     ended_wall_s: float | None = None  # when the cell was over, if it came to its end
     row: str | None = None  # the cells that are pooled with it have the same
+    mix: str | None = None  # the cells that ran at the same time have the same
     slos: dict[str, tuple[Slo, ...]] = {}  # sets of SLOs to count
 
 
@@ -102,7 +103,11 @@ def _tally(
             kept = Gaps(intervals[cell]) if cell in intervals else Gaps()
             place = places[cell]
             tallies[cell] = Tally(
-                clock=place.clock, window_s=windows.get(cell), chunk_gap_s=kept, slos=SloTally(sets=place.slos)
+                clock=place.clock,
+                window_s=windows.get(cell),
+                mixed=place.mix is not None,
+                chunk_gap_s=kept,
+                slos=SloTally(sets=place.slos),
             )
         tallies[cell].add(request)
     for counted in tallies.values():
@@ -189,4 +194,18 @@ def _windows(starts: dict[str, float], places: dict[str, Place]) -> dict[str, tu
         if place.ended_wall_s is not None and place.clock.anchor_s is not None:
             end = max(start, min(end, place.ended_wall_s - place.clock.anchor_s))
         windows[cell] = (start, end)
-    return windows
+    return windows | _together(windows, places)
+
+
+def _together(windows: dict[str, tuple[float, float]], places: dict[str, Place]) -> dict[str, tuple[float, float]]:
+    """Of the parts of a mix the time in which all of them were measured, if there is one."""
+    mixes: dict[str, list[str]] = {}
+    for cell in windows:
+        if (mix := places[cell].mix) is not None:
+            mixes.setdefault(mix, []).append(cell)
+    found: dict[str, tuple[float, float]] = {}
+    for cells in mixes.values():
+        start, end = max(windows[cell][0] for cell in cells), min(windows[cell][1] for cell in cells)
+        if start < end:
+            found |= dict.fromkeys(cells, (start, end))
+    return found

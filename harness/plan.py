@@ -2,6 +2,7 @@
 
 import msgspec
 
+from harness.mixes import mix_of
 from harness.scenario import Baseline, Scenario
 
 
@@ -28,6 +29,11 @@ def plan(scenario: Scenario) -> list[Cell]:
         ]
         cells += once if repeat % 2 else once[::-1]
     return cells
+
+
+def at_once(cell: Cell) -> tuple[int, str, str]:
+    """Cells that follow each other with the same are the parts of a mix, and run at once."""
+    return cell.repeat, cell.server, mix_of(cell.load) or cell.id
 
 
 def baseline_of(scenario: Scenario) -> Baseline:

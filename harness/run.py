@@ -11,8 +11,10 @@ import secrets
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 
@@ -20,7 +22,7 @@ import msgspec
 
 from harness import __version__, paths
 from harness.computed import fill_in
-from harness.drive import Child, LocalChild, drive, locust_arguments
+from harness.drive import Child, Count, LocalChild, drive, locust_arguments
 from harness.errors import HarnessError
 from harness.experiment import Experiment
 from harness.job import Job, write_job
@@ -29,7 +31,7 @@ from harness.machine.sampler import Sampler
 from harness.manifest import CellRun, Run, Status, write_run
 from harness.metrics import Scraper
 from harness.offline import offline_cell
-from harness.plan import Cell, plan
+from harness.plan import Cell, at_once, plan
 from harness.preflight import refuse_blocked
 from harness.progress import Progress
 from harness.report import html
@@ -185,7 +187,7 @@ def _cells(
     """Run the cells in order. One server start serves one cell, or all of a repeat when `restart` is false."""
     scenario = experiment.scenario
     took: dict[tuple[str, str], float] = {}
-    for _, group in groupby(cells, key=lambda c: c.id if scenario.restart else (c.repeat, c.server)):
+    for _, group in groupby(cells, key=lambda c: at_once(c) if scenario.restart else (c.repeat, c.server)):
         together = list(group)
         first = together[0]
         progress.cell(cells.index(first) + 1, len(cells), first, _time_left(cells[cells.index(first) :], took))
@@ -198,15 +200,16 @@ def _cells(
                 yield msgspec.structs.replace(cell_run, gpu_memory_before=before)
             continue
         with endpoint_of(experiment, run_id, first, folder, progress) as endpoint:
-            for cell in together:
+            for _, parts in groupby(together, key=at_once):
+                cell, *others = parts
                 if cell is not first:
                     if endpoint.check_alive() is not None:
                         # The cell in which it died says why; that not all planned cells ran is said of the run.
                         progress.line(f"{cell.id} is not run: its server has died")
                         continue
                     progress.cell(cells.index(cell) + 1, len(cells), cell, None)
-                cell_run = _cell(experiment, run_id, cell, endpoint, folder, progress)
-                yield msgspec.structs.replace(cell_run, gpu_memory_before=before)
+                for cell_run in _mixed(experiment, run_id, [cell, *others], endpoint, folder, progress):
+                    yield msgspec.structs.replace(cell_run, gpu_memory_before=before)
         took[first.server, first.load] = time.monotonic() - begin
 
 
@@ -239,8 +242,40 @@ def endpoint_of(
         yield endpoint
 
 
+def _mixed(
+    experiment: Experiment, run_id: str, cells: list[Cell], endpoint: Endpoint, folder: Path, progress: Progress
+) -> list[CellRun]:
+    """Run the parts of a mix at once, each with a load generator of its own; most often there is just one."""
+    if len(cells) == 1:
+        return [_cell(experiment, run_id, cells[0], endpoint, folder, progress, endpoint.check_alive)]
+    ended = threading.Event()
+    asking = threading.Lock()
+
+    def alive() -> str | None:
+        with asking:
+            return "the load was ended with the others of its mix" if ended.is_set() else endpoint.check_alive()
+
+    with ThreadPoolExecutor(len(cells)) as pool:
+        shown: list[Progress | None] = [progress, *([None] * (len(cells) - 1))]
+        running = [
+            pool.submit(_cell, experiment, run_id, cell, endpoint, folder, show, alive)
+            for cell, show in zip(cells, shown, strict=True)
+        ]
+        try:
+            return [part.result() for part in running]
+        except BaseException:
+            ended.set()  # their load generators are stopped, and what they sent is recorded
+            raise
+
+
 def _cell(
-    experiment: Experiment, run_id: str, cell: Cell, endpoint: Endpoint, folder: Path, progress: Progress
+    experiment: Experiment,
+    run_id: str,
+    cell: Cell,
+    endpoint: Endpoint,
+    folder: Path,
+    progress: Progress | None,
+    alive: Callable[[], str | None],
 ) -> CellRun:
     """Load one cell's server and say what happened."""
     words = counted_words(experiment, run_id, cell.server, endpoint, _api_key(experiment.scenario))
@@ -252,12 +287,14 @@ def _cell(
     start = generator(experiment, run_id, job, job_path, endpoint, log_path)
     interval_s = experiment.scenario.metrics_interval_s
     api_key = _api_key(experiment.scenario)
-    progress.load(job, folder)
+    if progress is not None:
+        progress.load(job, folder)
     with (
         Scraper(endpoint.metrics_source, cell.id, folder / "metrics.jsonl", interval_s, api_key=api_key),
         Sampler(source_of(endpoint), cell.id, folder / "telemetry.jsonl"),
     ):
-        driven = drive(start, job, log_path=log_path, alive=endpoint.check_alive, progress=progress.count)
+        count = _unseen if progress is None else progress.count
+        driven = drive(start, job, log_path=log_path, alive=alive, progress=count)
     return CellRun(
         id=cell.id,
         server=cell.server,
@@ -268,6 +305,10 @@ def _cell(
         served_by=endpoint.served_by,
         problems=[*driven.problems, *endpoint.evidence(), *endpoint.problems()],
     )
+
+
+def _unseen(count: Count) -> None:
+    """Of the parts of a mix one is shown."""
 
 
 def _offline(experiment: Experiment, run_id: str, cell: Cell, folder: Path, progress: Progress) -> CellRun:

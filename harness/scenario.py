@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from harness import behaviour, lengths, structured
+from harness import behaviour, lengths, mixes, structured
 from harness.behaviour import Abandon, Agent, Pause, Rag, Share
 from harness.check_syntax import misplaced
 from harness.errors import HarnessError, ScenarioError, did_you_mean
@@ -16,6 +16,13 @@ from harness.structured import Structured
 
 Name = Annotated[
     str, Meta(pattern="^[a-z0-9][a-z0-9-]{0,39}$", description="lower-case letters, digits and '-', at most 40")
+]
+LoadName = Annotated[  # with a dot: a part of a mix, as harness.mixes makes them
+    str,
+    Meta(
+        pattern=r"^[a-z0-9][a-z0-9-]{0,39}(\.[a-z0-9][a-z0-9-]{0,39})?$",
+        description="lower-case letters, digits and '-', at most 40",
+    ),
 ]
 # The upper bounds keep a slip of the finger from running for years.
 NotNegative = Annotated[float, Meta(ge=0, le=1e7)]
@@ -153,7 +160,8 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     question: str
     model: str  # as the server knows it
     servers: dict[Name, Server]
-    loads: dict[Name, Load]
+    loads: dict[LoadName, Load]
+    mixes: dict[Name, list[str]] = {}  # loads that run at once: MIX: [LOAD, LOAD]; each is a row MIX.LOAD
     prompts: Prompts = Prompts()
     repeats: Annotated[int, Meta(ge=1, le=1000)] = 5
     seed: Annotated[int, Meta(ge=0)] = 42
@@ -210,7 +218,11 @@ def read_scenario(path: Path) -> Read:
         )
     scenario = decode(raw, Scenario, lines, problems) or _what_decodes(raw)
     known = {part: list(raw[part]) for part in ("servers", "loads") if isinstance(raw.get(part), dict)}
-    for problem in _contradictions(scenario, path.parent, known):
+    wrong = mixes.problems_of(scenario)
+    known["loads"] = [*known.get("loads", []), *mixes.names(scenario)]
+    if not wrong:
+        scenario = mixes.expanded(scenario)
+    for problem in [*wrong, *_contradictions(scenario, path.parent, known)]:
         place, _, rest = problem.partition(":")
         problems.append(f"{where(place, lines)}:{rest}")
     return Read(scenario, problems, lines)

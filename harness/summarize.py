@@ -16,7 +16,8 @@ from harness.failures.said import Said, grouped
 from harness.floors import floor_in
 from harness.manifest import CellRun, Origin, Run, read_run
 from harness.metrics import MetricsSample, read_samples, server_load
-from harness.plan import Cell, baseline_of, plan
+from harness.mixes import mix_of
+from harness.plan import Cell, at_once, baseline_of, plan
 from harness.punctual import first_due_of, kept_of, kind_of
 from harness.records import ProcessMark, read_marks
 from harness.summary import CellSummary, FailedRequests, Numbers, Reference, Row, Summary
@@ -24,6 +25,7 @@ from harness.tally import Clock, Tally, numbers_of
 from harness.telemetry import TelemetrySample, machine_load, median_load, read_telemetry
 from harness.verdicts import compare_rows
 
+TOGETHER = 0.80  # of the measured time of a mix
 MOST_CAUSES = 5  # of failed requests, of each row
 
 
@@ -60,7 +62,7 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
         for name, cell in seen.items()
     ]
     found = validity.of_run(run, len(run.cells), damaged, strangers)
-    reasons = found.reasons + [problem for cell in summaries for problem in cell.problems]
+    reasons = found.reasons + _apart(run, seen, tallies) + [problem for cell in summaries for problem in cell.problems]
     notes = origin.notes(run.origin) + found.notes + started.notes(run)
     notes += [note for cell in summaries for note in cell.notes] + _unchecked(summaries)
     rows = _rows(run, summaries, tallies)
@@ -81,6 +83,27 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
         comparison=comparison,
         checks=checks.evaluate(asked, rows, comparison, _allowed(reference or read_reference(folder), reasons)),
     )
+
+
+def _apart(run: Run, cells: dict[str, Cell], tallies: dict[str, Tally]) -> list[str]:
+    """Mixes whose parts were hardly measured at the same time."""
+    mixes: dict[tuple[int, str, str], list[tuple[float, float]]] = {}
+    asked_s: dict[tuple[int, str, str], float] = {}
+    for name, cell in cells.items():
+        window = _window(tallies[name])
+        if mix_of(cell.load) is not None and window is not None:
+            mixes.setdefault(at_once(cell), []).append(window)
+            asked_s[at_once(cell)] = run.scenario.loads[cell.load].duration_s or 0.0
+    reasons = []
+    for (repeat, server, mix), windows in mixes.items():
+        longest_s = asked_s[repeat, server, mix]
+        together_s = max(0.0, min(end for _, end in windows) - max(begin for begin, _ in windows))
+        if together_s < TOGETHER * longest_s:
+            reasons.append(
+                f"r{repeat}-{server}-{mix}: its loads were measured at the same time for {together_s:.1f} of "
+                f"{longest_s:.1f} s; at least {TOGETHER:.0%} is needed"
+            )
+    return reasons
 
 
 def _failures(rows: list[Row], tallies: dict[str, Tally]) -> list[FailedRequests]:
@@ -167,7 +190,13 @@ def _place(run: Run, cell: Cell, marks: list[ProcessMark], slos: dict[str, tuple
     ended = next((ran.ended_wall_s for ran in run.cells if ran.id == cell.id), None)
     duration_s = None if load is None else load.duration_s
     first_due_s = None if load is None or run.origin else first_due_of(load, run.scenario.seed)
-    return Place(Clock(marks), duration_s, first_due_s, ended, row=f"{cell.server} {cell.load}", slos=slos)
+    row, mix = f"{cell.server} {cell.load}", _mix(cell)
+    return Place(Clock(marks), duration_s, first_due_s, ended, row=row, mix=mix, slos=slos)
+
+
+def _mix(cell: Cell) -> str | None:
+    """What the cells have in common that ran at the same time."""
+    return "-".join(map(str, at_once(cell))) if mix_of(cell.load) is not None else None
 
 
 def _unchecked(cells: list[CellSummary]) -> list[str]:
@@ -215,7 +244,8 @@ def _cell(
     wall_s = counted.clock.wall_s
     first, last = wall_s(counted.first_sent_s), wall_s(counted.last_ended_s)
     window = _window(counted)
-    tokens = None if numbers.output_tok_s is None else numbers.output_tok_s * (numbers.window_s or 0.0)
+    rate = None if mix_of(cell.load) else numbers.output_tok_s  # the energy of a mix is none of its parts' alone
+    tokens = None if rate is None else rate * (numbers.window_s or 0.0)
     did = machine_load(watched.telemetry, window, tokens)
     load = server_load(
         watched.metrics,
@@ -238,6 +268,7 @@ def _cell(
             exact_prompts=run.scenario.prompts.tokenizer is not None,
             workers=run.workers,
             imported=run.origin is not None,
+            mixed=mix_of(cell.load) is not None,
         )
     )
     phases = ran.served_by.phases if ran is not None else []

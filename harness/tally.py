@@ -66,6 +66,7 @@ class Tally(Struct, kw_only=True):
 
     clock: Clock
     window_s: tuple[float, float] | None = None  # the measured time of a timed load
+    mixed: bool = False  # only what was sent inside it was measured together with the other parts of the mix
     # Measured requests:
     sent: int = 0
     succeeded: int = 0
@@ -114,7 +115,7 @@ class Tally(Struct, kw_only=True):
         self._count_inside(request, sent_s)
         if request.error is None and self.window_s is not None:
             self.ended_inside += self.window_s[0] < ended_s <= self.window_s[1]
-        if request.phase != "measured":
+        if request.phase != "measured" or not self._together(sent_s):
             return
         self.sent += 1
         self.first_sent_s = sent_s if self.first_sent_s is None else min(self.first_sent_s, sent_s)
@@ -134,6 +135,9 @@ class Tally(Struct, kw_only=True):
         self.slos.add(request, inside=inside)
         self.answered.add(request, inside=inside)
         self._add_success(request)
+
+    def _together(self, sent_s: float) -> bool:
+        return not self.mixed or self.window_s is None or self.window_s[0] <= sent_s <= self.window_s[1]
 
     def merge(self, other: "Tally") -> None:
         """Add what was counted of the same cell further on in the file."""

@@ -44,6 +44,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     window_s: float | None = None  # the measured time
     marks: Sequence[ProcessMark]
     exact_prompts: bool = False  # prompts were made to an exact number of tokens
+    mixed: bool = False  # the server served other loads as well at that time
     imported: bool = False  # by another tool, whose load processes left no marks
     workers: Workers | None = None  # on other machines
 
@@ -61,7 +62,7 @@ def of_cell(evidence: Evidence) -> Findings:
     reasons += [] if evidence.imported else _processes(evidence)
     reasons += _work(evidence) + _prompts(evidence)
     # Of a cell that was cut, what is missing is already known to be missing.
-    if evidence.ran is not None and not evidence.ran.problems:
+    if evidence.ran is not None and not evidence.ran.problems and not evidence.mixed:
         reasons += _tokens(evidence.tally, evidence.server_load)
     reasons += _generator(evidence)
     reasons += _heat(evidence, invalid=True)

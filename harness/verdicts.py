@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from harness import stats
+from harness.mixes import alone
 from harness.origin import unlike_rows
 from harness.scenario import Load, Scenario
 from harness.stats import ALPHA, MOST_REPEATS, Ratio
@@ -43,6 +44,8 @@ def compare_rows(
 ) -> Comparison | None:
     """Every row of a run against its baseline row (server, load), and what else the scenario wants compared.
 
+    A part of a mix is compared with the same load alone.
+
     None when the baseline row is missing or alone.
     """
     base = next((row for row in rows if (row.server, row.load) == baseline), None)
@@ -61,10 +64,15 @@ def compare_rows(
             loads=(row.load, against.load),
             refused=_refused(row, against, metric),
         )
-        for row, against in [*((row, base) for row in others), *wanted]
+        for row, against in [*((row, named.get(_alone(row)) or base) for row in others), *wanted]
         if row is not None and against is not None
     ]
     return verdicts(pairs, metric, floor or NoiseFloor())
+
+
+def _alone(row: Row) -> str:
+    """What a part of a mix is compared with: the same load without the others."""
+    return f"{row.server}/{alone(row.load)}"
 
 
 def _refused(row: Row, against: Row, metric: str) -> str | None:
@@ -87,7 +95,7 @@ def metric_of(loads: Sequence[Load]) -> str:
     """
     work = {
         (load.user, load.requests, load.output_tokens, load.output, load.turns, load.stream, *(load.think_s or ()))
-        + (load.endpoint, repr(load.answer))
+        + (load.endpoint, repr((load.answer, load.agent, load.rag, load.abandon, load.regenerate)))
         for load in loads
     }
     same = len(work) == 1 and all(load.requests is not None and _fixed(load) for load in loads)

@@ -1,0 +1,129 @@
+"""Loads that run at once: how a scenario says it, how they are run, and what is counted of them."""
+
+from pathlib import Path
+
+import pytest
+
+from harness.check_syntax import misplaced, on_server, parse_check
+from harness.errors import ScenarioError
+from harness.manifest import read_run
+from harness.mixes import alone, mix_of
+from harness.plan import at_once, plan
+from harness.records import read_requests
+from harness.scenario import load_scenario
+from harness.summarize import summarize
+from harness.summary import Summary
+from harness.workload import workload_sha256
+from tests.command import harness
+
+SCENARIO = """
+version: 1
+question: What do chat users feel when a batch job runs?
+model: m
+servers:
+  sim: {template: simulated, container: false, variables: {preset: strix-halo-qwen3.5-0.8b}}
+loads:
+  chat: {user: chat, users: 2, duration_s: 5, turns: 1, output_tokens: 5}
+  job: {user: batch, in_flight: 5, duration_s: 5, output_tokens: 20}
+mixes:
+  both: [chat, job]
+prompts: {tokens: 40}
+warmup: {duration_s: 1}
+repeats: 1
+checks: ["sim/both.chat: attainment(ttft<=9s) >= 0", "sim/both.job: error_rate == 0"]
+"""
+
+
+def written(folder: Path, text: str = SCENARIO) -> Path:
+    path = folder / "mixed.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_mix_makes_a_load_of_each_of_its_parts(tmp_path: Path) -> None:
+    scenario = load_scenario(written(tmp_path))
+    assert list(scenario.loads) == ["chat", "job", "both.chat", "both.job"]
+    assert scenario.loads["both.job"] == scenario.loads["job"]
+    assert [(mix_of(name), alone(name)) for name in ("chat", "both.chat")] == [(None, None), ("both", "chat")]
+    cells = plan(scenario)
+    assert [cell.id for cell in cells] == ["r1-sim-chat", "r1-sim-job", "r1-sim-both.chat", "r1-sim-both.job"]
+    assert len({at_once(cell) for cell in cells}) == 3
+
+
+def test_a_scenario_without_mixes_has_the_workload_that_it_had(tmp_path: Path) -> None:
+    without = SCENARIO.replace("mixes:\n  both: [chat, job]\n", "").split("checks:")[0]
+    scenario = load_scenario(written(tmp_path, without))
+    mixed = load_scenario(written(tmp_path))
+    assert list(scenario.loads) == ["chat", "job"]
+    assert workload_sha256(scenario, tmp_path) != workload_sha256(mixed, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("[chat, job]", "[chat, jobs]", "'jobs' is not a load"),
+        ("[chat, job]", "[chat]", "two or more different loads are expected"),
+        ("[chat, job]", "[chat, chat]", "two or more different loads are expected"),
+        ("both: [", "chat: [", "there is a load of that name"),
+        ("5, duration_s: 5", "5, duration_s: 6", "'duration_s' and 'ramp_s' must be the same"),
+        ("5, duration_s: 5", "5, requests: 5", "a part has no 'duration_s'"),
+        ("warmup: {duration_s: 1}", "warmup: {requests: 1}", "after a warm-up of fixed time"),
+        ("  job: {", "  a.b: {", "only a part of a mix has a '.' in its name"),
+        ("both: [chat, job]", "both: [chat, job]\n  all: [both, job]", "'both' is not a load"),
+    ],
+)
+def test_what_no_mix_can_be(tmp_path: Path, old: str, new: str, words: str) -> None:
+    with pytest.raises(ScenarioError) as caught:
+        load_scenario(written(tmp_path, SCENARIO.replace(old, new)))
+    assert any(words in problem for problem in caught.value.problems)
+
+
+def test_a_check_may_be_about_a_part() -> None:
+    assert (check := parse_check("a/both.chat: ttft_p95 <= 1s")).load == "both.chat"
+    assert check.server == "a"
+    assert misplaced("a/both.chat: wall <= 1s", ["a"], ["chat", "both.chat"]) is None
+    assert on_server("a/both.chat: wall <= 1s", "url") == "url/both.chat: wall <= 1s"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixed")
+    done = harness("run", str(written(folder)), "--runs", str(folder / "runs"), cwd=folder)
+    (found,) = (folder / "runs").iterdir()
+    assert done.code in (0, 3), done.err
+    return found
+
+
+def spans(run: Path) -> dict[str, tuple[float, float]]:
+    """Of each cell the first request sent and the last."""
+    found: dict[str, tuple[float, float]] = {}
+    for request in read_requests(run / "requests.jsonl"):
+        first, last = found.get(request.cell, (request.sent_s, request.sent_s))
+        found[request.cell] = min(first, request.sent_s), max(last, request.sent_s)
+    return found
+
+
+def test_the_parts_run_at_once_and_the_others_alone(run: Path) -> None:
+    assert read_run(run).order == ["r1-sim-chat", "r1-sim-job", "r1-sim-both.chat", "r1-sim-both.job"]
+    chat, job, mixed_chat, mixed_job = spans(run).values()
+    assert chat[1] < job[0] and job[1] < min(mixed_chat[0], mixed_job[0])
+    assert min(mixed_chat[1], mixed_job[1]) - max(mixed_chat[0], mixed_job[0]) > 3
+
+
+def test_each_part_has_its_row_its_slos_and_what_it_is_compared_with(run: Path) -> None:
+    summary: Summary = summarize(run)
+    assert [row.load for row in summary.rows] == ["chat", "job", "both.chat", "both.job"]
+    numbers = {row.load: row.pooled for row in summary.rows}
+    assert all(one.succeeded and not one.failed for one in numbers.values())
+    # Both share the time in which both were measured, and nothing sent outside it counts.
+    assert numbers["both.chat"].window_s == numbers["both.job"].window_s
+    assert 0 < (numbers["both.chat"].window_s or 0) <= 5
+    assert (numbers["both.chat"].tpot_s.mean or 0) > 1.2 * (numbers["chat"].tpot_s.mean or 0)  # the interference
+    assert not any("generated tokens and the client" in reason for reason in summary.reasons)
+    assert [check.passed for check in summary.checks] == [True, True]
+    if summary.comparison is not None:
+        assert [verdict.baseline for verdict in summary.comparison.verdicts] == [
+            "sim / chat",
+            "sim / chat",
+            "sim / job",
+        ]
