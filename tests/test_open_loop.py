@@ -175,12 +175,21 @@ def test_too_few_users_make_the_run_invalid_and_say_what_to_do(tmp_path: Path) -
     assert (second["kind"], second["planned"], second["asked_per_s"]) == ("bursts", "", "")
 
 
+def edges_of(middles: list[float]) -> list[float]:
+    """Where steps begin: the first is a second long, each begins where the one before ended."""
+    edges = [middles[0] - 0.5]
+    for middle in middles[:-1]:
+        edges.append(2 * middle - edges[-1])
+    return edges
+
+
 def test_the_timeline_has_asked_and_sent(tmp_path: Path) -> None:
     _, _, folder = run(tmp_path, "users: 40, arrivals: {rate: 10, spacing: even}")
     open_, shut = observe(folder, read_run(folder)).timelines
-    assert sum(open_.asked_s) * open_.step_s == pytest.approx(15)
-    assert sum(open_.gone_s) * open_.step_s == pytest.approx(15)
-    assert len(open_.asked_s) == len(open_.at_s)
+    steps = [2 * (at - begin) for at, begin in zip(open_.arrivals_at_s, edges_of(open_.arrivals_at_s), strict=True)]
+    assert steps[0] == pytest.approx(1.0)
+    for rates in (open_.asked_s, open_.gone_s):
+        assert sum(rate * step for rate, step in zip(rates, steps, strict=True)) == pytest.approx(15, abs=0.3)
     assert (shut.asked_s, shut.gone_s) == ([], [])
     page = (folder / "report.html").read_text()
     assert "How the schedules were kept" in page

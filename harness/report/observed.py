@@ -26,6 +26,8 @@ from harness.report.watched import shifted as shifted_machine
 
 MOST_BINS = 240  # points of a timeline's line
 MOST_POINTS = 200  # points of a distribution's line
+_LEAST_ARRIVALS = 10  # fine bins of a step of arrivals: a second
+_COARSER = 3  # times as long as other steps
 EXAMPLES = 3  # messages kept for each kind of error
 
 
@@ -62,7 +64,8 @@ class Timeline(Struct, frozen=True, kw_only=True):
     at_s: list[float]  # middle of each step
     tok_s: list[float]
     in_flight: list[int]  # requests sent and not ended, the most of each step
-    asked_s: list[float] = []  # of an open loop: requests due a second, ...
+    arrivals_at_s: list[float] = []  # of an open loop: middle of each step of the following two
+    asked_s: list[float] = []  # requests due a second, ...
     gone_s: list[float] = []  # ... and sent a second
     server: ServerSamples
     machine: MachineSamples = field(default_factory=MachineSamples)
@@ -230,16 +233,16 @@ def _timeline(
     lengths = np.diff(np.append(edges, len(tokens))) * FINE_S
     rates = np.add.reduceat(tokens, edges) / lengths if len(tokens) else tokens
     middles = (low + edges) * FINE_S + lengths / 2 - zero
-    due, gone = (np.add.reduceat(bins[low:high], edges) / lengths for bins in (count.due, count.gone))
-    scheduled = bool(due.any())
+    arrivals_at, asked, gone = _arrivals(count, low, high, zero)
     return Timeline(
         cell=name,
         step_s=group * FINE_S,
         at_s=[round(float(t), 2) for t in middles],
         tok_s=[round(float(r), 1) for r in rates],
         in_flight=[int(n) for n in np.maximum.reduceat(in_flight, edges)] if len(in_flight) else [],
-        asked_s=[round(float(r), 3) for r in due] if scheduled else [],
-        gone_s=[round(float(r), 3) for r in gone] if scheduled else [],
+        arrivals_at_s=arrivals_at,
+        asked_s=asked,
+        gone_s=gone,
         server=shifted(server, count.zero_s + zero, 2 * MOST_BINS),
         machine=shifted_machine(machine, count.zero_s + zero, 2 * MOST_BINS),
         failures={
@@ -249,6 +252,21 @@ def _timeline(
         warmup_until_s=None if zero == start else round(start - zero, 2),
         ends_s=round(count.last_ended_s - zero, 2),
     )
+
+
+def _arrivals(count: Counts, low: int, high: int, zero: float) -> tuple[list[float], list[float], list[float]]:
+    """Middles of steps, requests due and sent a second in each; nothing in a closed loop. A step has some arrivals."""
+    if not count.due.any():
+        return [], [], []
+    group = max(_LEAST_ARRIVALS, _bins_per_step(_COARSER * (high - low)))
+    edges = np.arange(0, high - low, group)
+    lengths = np.diff(np.append(edges, high - low)) * FINE_S
+    middles = (low + edges) * FINE_S + lengths / 2 - zero
+    due, gone = (
+        [round(float(rate), 3) for rate in np.add.reduceat(bins[low:high], edges) / lengths]
+        for bins in (count.due, count.gone)
+    )
+    return [round(float(t), 2) for t in middles], due, gone
 
 
 def _bins_per_step(bins: int) -> int:

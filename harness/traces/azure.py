@@ -24,21 +24,29 @@ def rows(file: BinaryIO, _: Trace) -> Iterator[Row]:
     where = places(file.readline(), NAMES)
     minute, minute_s = b"", 0.0  # most rows are of the minute of the row before
     for number, line in enumerate(file, start=2):
-        if not line.strip():
-            continue
         cells = line.split(b",")
-        at, prompt, output = (cell(cells, place, number, name) for place, name in zip(where, NAMES, strict=True))
         try:
+            at = cells[where[0]]
             if at[:_MINUTE] != minute:
                 minute_s = _unix(at[:_MINUTE])
                 minute = at[:_MINUTE]
             at_s = minute_s + _seconds(at[_MINUTE:])
-        except ValueError:
-            raise BadLine(
-                number,
-                f"TIMESTAMP is {at.decode(errors='replace')!r}, and a time like 2023-11-16 18:15:46.68 is expected",
-            ) from None
-        yield Row(number, at_s, count(prompt, number, NAMES[1]), count(output, number, NAMES[2]))
+            yield Row(number, at_s, int(cells[where[1]]), int(cells[where[2]]))
+        except (ValueError, IndexError):
+            if line.strip():
+                yield _with_care(cells, number, where)
+
+
+def _with_care(cells: list[bytes], number: int, where: list[int]) -> Row:
+    """A line in quotes, or one that is wrong."""
+    at, prompt, output = (cell(cells, place, number, name) for place, name in zip(where, NAMES, strict=True))
+    try:
+        at_s = _unix(at[:_MINUTE]) + _seconds(at[_MINUTE:])
+    except ValueError:
+        shown = at.decode(errors="replace")
+        problem = f"TIMESTAMP is {shown!r}, and a time like 2023-11-16 18:15:46.68 is expected"
+        raise BadLine(number, problem) from None
+    return Row(number, at_s, count(prompt, number, NAMES[1]), count(output, number, NAMES[2]))
 
 
 def _unix(minute: bytes) -> float:
@@ -51,7 +59,8 @@ def _seconds(rest: bytes) -> float:
     """`:46.6805900`, with or without a time zone, which is the same in all rows and so changes nothing."""
     if not rest.startswith(b":"):
         raise ValueError
-    seconds = float(rest[1:].split(b"+")[0].split(b"-")[0].rstrip(b"Z"))
+    zone = max(rest.rfind(b"+"), rest.rfind(b"-"))
+    seconds = float(rest[1:] if zone < 0 else rest[1:zone]) if not rest.endswith(b"Z") else float(rest[1:-1])
     if not 0 <= seconds < 61:
         raise ValueError
     return seconds
