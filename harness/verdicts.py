@@ -88,6 +88,11 @@ def _fixed(load: Load) -> bool:
     return load.output == "fixed" or load.endpoint == "embeddings" or load.answer is not None
 
 
+def _form(load: Load) -> object:
+    """What answers are to be, however the server is told."""
+    return None if load.answer is None else (load.answer.choice, load.answer.json_schema)
+
+
 def metric_of(loads: Sequence[Load]) -> str:
     """The wall time where all loads are the same fixed amount of work, else the rate of output tokens.
 
@@ -95,7 +100,7 @@ def metric_of(loads: Sequence[Load]) -> str:
     """
     work = {
         (load.user, load.requests, load.output_tokens, load.output, load.turns, load.stream, *(load.think_s or ()))
-        + (load.endpoint, repr((load.answer, load.agent, load.rag, load.abandon, load.regenerate)))
+        + (load.endpoint, repr((_form(load), load.agent, load.rag, load.abandon, load.regenerate)))
         for load in loads
     }
     same = len(work) == 1 and all(load.requests is not None and _fixed(load) for load in loads)

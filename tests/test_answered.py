@@ -1,7 +1,10 @@
 """What answers are worth, beside their speed, where rows are compared."""
 
 from harness.answered import Answered, answers_of, difference, prompts_of
+from harness.scenario import Load
+from harness.structured import Structured
 from harness.summary import Answers, PromptLengths
+from harness.verdicts import metric_of
 from tests.made_runs import request
 
 
@@ -40,3 +43,17 @@ def test_parts_of_a_file_are_counted_as_one() -> None:
     assert answers_of([whole]) == Answers(checked=8, valid=6, valid_share=0.75, labelled=8, right=3, right_share=0.375)
     assert prompts_of([whole]) == PromptLengths(requests=8, asked=80, got=124, added=5, otherwise=1)
     assert (answers_of([Answered()]), prompts_of([Answered()])) == (None, None)
+
+
+def test_fixed_work_of_another_kind_is_compared_by_its_wall_time() -> None:
+    def load(**more: object) -> Load:
+        return Load(**({"user": "batch", "requests": 9} | more))  # type: ignore[arg-type]
+
+    told = [load(output="natural", answer=Structured(choice="auto", send=send)) for send in ("grammar", "nothing")]
+    assert metric_of(told) == "wall_s"
+    assert metric_of([load(output="natural", answer=Structured(choice=form)) for form in ("auto", ["a", "b"])]) == (
+        "output_tok_s"
+    )
+    assert metric_of([load(output="natural")]) == "output_tok_s"
+    assert metric_of([load(endpoint="embeddings", output="natural")]) == "wall_s"
+    assert metric_of([load(endpoint="embeddings"), load()]) == "output_tok_s"
