@@ -1,0 +1,70 @@
+"""The manifests of docs/kubernetes: accepted by the schemas of Kubernetes and the operator, and by Locust what they say."""
+
+import copy
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate  # type: ignore[import-untyped]
+import pytest
+import yaml
+
+from harness.paths import LOCUSTFILES, ROOT
+
+FOLDER = ROOT / "docs" / "kubernetes"
+OPERATOR = json.loads((Path(__file__).parent / "data" / "locusttest-v1.schema.json").read_text())
+
+
+def manifests() -> list[tuple[str, dict[str, Any]]]:
+    files = sorted(FOLDER.glob("*.yaml"))
+    return [(file.name, document) for file in files for document in yaml.safe_load_all(file.read_text())]
+
+
+def accept(manifest: dict[str, Any]) -> None:
+    if manifest["apiVersion"].startswith("locust.cloud/"):
+        jsonschema.validate(manifest, OPERATOR)
+    else:
+        kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_every_manifest_is_accepted() -> None:
+    kinds = {(name, manifest["kind"]) for name, manifest in manifests()}
+    assert kinds == {("locusttest.yaml", "LocustTest"), ("workers.yaml", "Secret"), ("workers.yaml", "Deployment")}
+    for _, manifest in manifests():
+        accept(manifest)
+
+
+@pytest.mark.parametrize("kind", ["LocustTest", "Deployment"])
+def test_the_validators_refuse_what_is_wrong(kind: str) -> None:
+    wrong = copy.deepcopy(next(manifest for _, manifest in manifests() if manifest["kind"] == kind))
+    wrong["spec"]["workerReplicas"] = 3
+    with pytest.raises((jsonschema.ValidationError, kubernetes_validate.ValidationError)):
+        accept(wrong)
+
+
+def locust(*arguments: str, **more: str) -> None:
+    """Locust takes these arguments; nothing is sent."""
+    command = [sys.executable, "-m", "locust", *arguments, "--list"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **more})
+    assert (done.returncode, "ChatUser" in done.stdout) == (0, True), done.stderr
+
+
+def test_locust_takes_what_the_operator_hands_it() -> None:
+    (spec,) = (manifest["spec"] for _, manifest in manifests() if manifest["kind"] == "LocustTest")
+    arguments = shlex.split(spec["args"].replace("/home/locust", str(LOCUSTFILES)))
+    for role in (["--master"], ["--worker", "--master-host", "llm-chat-master"]):  # as the operator adds them
+        locust(*role, *arguments)
+
+
+def test_locust_takes_what_the_workers_are_started_with() -> None:
+    (spec,) = (manifest["spec"] for _, manifest in manifests() if manifest["kind"] == "Deployment")
+    (container,) = spec["template"]["spec"]["containers"]
+    (script,) = container["args"]
+    words = shlex.split(script.removeprefix("while :; do ").partition(";")[0])
+    assert words == ["locust", "-f", "-", "--worker", "--master-host", "$MASTER", "--job", "-"]
+    locust("-f", str(LOCUSTFILES / "chat.py"), *words[3:])
