@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness.check_syntax import slo_sets
+from harness.check_syntax import parse_check, slos_key
 from harness.computed import fill_in
 from harness.drive import GRACE_S, tail
 from harness.errors import HarnessError, RunError, ServerError
@@ -38,7 +38,7 @@ def live(
     cell_server, cell_load = server_name(experiment, server), load_name(experiment, load)
     if not is_free(port):
         raise HarnessError(f"--port: {port} is in use already", next_step="Give another, such as --port 8090.")
-    slos = next(iter(slo_sets(experiment.scenario.checks)), "")
+    slos = slos_for(experiment.scenario.checks, cell_server, cell_load)
     # The UI belongs to this host, whatever the scenario says about its measured runs.
     # The person decides what is sent and when it ends, so nothing is planned and nothing is checked.
     free = msgspec.structs.replace(experiment.scenario.loads[cell_load], requests=None, duration_s=None)
@@ -89,3 +89,11 @@ def live(
     finally:
         finish(folder, manifest, "live", ["a live load, steered by hand, is not judged"])
         progress.line(f"What was sent is recorded: harness report {folder}")
+
+
+def slos_for(checks: list[str], server: str, load: str) -> str:
+    """The SLOs of the first check that has some for this row; "" without any."""
+    for check in map(parse_check, checks):
+        if check.slos and (check.server, check.load) in ((None, None), (server, load)):
+            return slos_key(check.slos)
+    return ""

@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from harness.check_syntax import Slo
+from harness.live import slos_for
 from harness.load.live.book import ALL, Book
 from harness.load.live.histogram import Histogram, add, note, percentiles
 from harness.load.live.observed import Observed
@@ -148,6 +149,13 @@ def test_the_course_is_thinned_and_not_cut(monkeypatch: pytest.MonkeyPatch) -> N
     assert 600 <= len(book.points) <= 1200
     assert book.points[0].t == 0.0 and book.points[-1].t >= 5990.0
     assert (book.step_s, book.number - (first or 0)) == (8, 2)
+
+
+def test_the_slos_are_those_of_the_row() -> None:
+    checks = ["error_rate == 0", "a/bulk: goodput(e2e<=9s) >= 1 req/s", "attainment(ttft<=1s, tpot<=50ms) >= 90%"]
+    assert slos_for(checks, "a", "bulk") == "e2e<=9s"
+    assert slos_for(checks, "b", "bulk") == "ttft<=1s, tpot<=50ms"
+    assert slos_for(checks[:2], "b", "bulk") == ""
 
 
 def test_the_newest_lines(tmp_path: Path) -> None:
