@@ -320,6 +320,19 @@ def test_warm_up_is_no_part_of_the_trace(tmp_path: Path) -> None:
     assert [one.scheduled_s is None for one in records] == [True, True, False, False, False, False]
 
 
+def test_the_server_finds_the_shared_prefixes_in_its_cache(tmp_path: Path) -> None:
+    (tmp_path / "m.jsonl").write_text(MOONCAKE)
+    load = Load(user="batch", users=1, requests=4, trace=Trace(file="m.jsonl", block_tokens=16, speed=100))
+    with spawned("--preset", "instant", "--served-model-name", "m") as server:
+        job = make_job(tmp_path, load, trace_file=str(tmp_path / "m.jsonl"))
+        assert end(start_job(tmp_path, server.url, job)) == 0, log_of(tmp_path)
+    cached = [one.cached_tokens or 0 for one in sorted(records_of(tmp_path), key=lambda one: one.index)]
+    # One after the other, in pages of 16 tokens that begin with the template and the salt: three blocks, one, none.
+    assert cached[0] == cached[3] == 0
+    assert 48 <= cached[1] < 64
+    assert 16 <= cached[2] < 32
+
+
 def test_two_processes_share_a_trace_without_a_gap(tmp_path: Path) -> None:
     rows = [{"timestamp": 20 * n, "input_length": 5 + n, "output_length": 1 + n % 5} for n in range(40)]
     (tmp_path / "m.jsonl").write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
