@@ -54,6 +54,15 @@ def tokens_per_chunk(request: Request) -> float | None:
     return request.output_tokens / len(request.chunks_s)
 
 
+def reasoning_tokens(request: Request) -> float | None:
+    """Output tokens that are reasoning: as the server says, else by the share of the chunks. None: it is not known."""
+    if request.reasoning_tokens is not None:
+        return float(request.reasoning_tokens)
+    if request.output_tokens is None or not request.chunks_s:
+        return None
+    return request.output_tokens * request.reasoning_chunks / len(request.chunks_s)
+
+
 def send_lag_s(request: Request) -> float | None:
     """Sent - scheduled: the load generator's delay, not the server's. None in a closed loop."""
     return None if request.scheduled_s is None else -request.scheduled_s

@@ -69,7 +69,9 @@ def work(load: Load) -> str:
     """A load in words."""
     amount = counted(load.requests, "request") if load.requests is not None else f"{load.duration_s:g} s"
     who = counted(load.users, f"{load.user} user")
-    burst = f", {load.batch_size or 1} at a time" if load.user == "batch" else ""
+    burst = f", {load.in_flight or load.batch_size or 1} at a time" if load.user == "batch" else ""
+    if load.in_flight:
+        burst = f", always {load.in_flight} in flight"
     if load.trace is not None:
         who = f"{load.user} users by the trace {words.replayed(load.trace)}, at most {load.users} at once"
         return f"{who}, {amount} of its lengths ({load.output})"

@@ -77,6 +77,9 @@ class Tally(Struct, kw_only=True):
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int | None = None
+    reasoning_tokens: float = 0.0
+    tool_calls: int | None = None  # None: no request had tools
+    tool_calls_valid: int = 0
     without_prompt_tokens: int = 0
     without_output_tokens: int = 0
     counted_chunks: int = 0  # chunks of the successful streams whose tokens are known,
@@ -155,6 +158,8 @@ class Tally(Struct, kw_only=True):
         self.said.merge(other.said)
         if other.cached_tokens is not None:
             self.cached_tokens = (self.cached_tokens or 0) + other.cached_tokens
+        if other.tool_calls is not None:
+            self.tool_calls = (self.tool_calls or 0) + other.tool_calls
         unbounded = self.most_tokens is None or other.most_tokens is None
         self.most_tokens = None if unbounded else (self.most_tokens or 0) + (other.most_tokens or 0)
 
@@ -181,6 +186,10 @@ class Tally(Struct, kw_only=True):
         self.output_tokens += request.output_tokens or 0
         if request.cached_tokens is not None:
             self.cached_tokens = (self.cached_tokens or 0) + request.cached_tokens
+        self.reasoning_tokens += derive.reasoning_tokens(request) or 0.0
+        if request.tool_calls is not None:
+            self.tool_calls = (self.tool_calls or 0) + request.tool_calls
+            self.tool_calls_valid += request.tool_calls_valid or 0
         if request.output_tokens is not None and request.chunks_s:
             self.counted_chunks += len(request.chunks_s)
             self.chunked_tokens += request.output_tokens
@@ -216,7 +225,7 @@ class Tally(Struct, kw_only=True):
 _SUMS = (
     "sent", "succeeded", "errors", "prompt_tokens", "output_tokens", "without_prompt_tokens", "without_output_tokens",
     "counted_chunks", "chunked_tokens", "ended_inside", "wrong_length", "read_clock", "chunks",
-    "coalesced", "resent", "by_process", "least_tokens",
+    "reasoning_tokens", "tool_calls_valid", "coalesced", "resent", "by_process", "least_tokens",
     "cut_chunks_inside",
 )  # fmt: skip
 _VALUES = ("ttft_s", "ttfo_s", "tpot_s", "e2e_s", "send_lag_s", "tokens_inside")
@@ -294,6 +303,9 @@ def numbers_of(tallies: Sequence[Tally], cells: Sequence[Numbers] = ()) -> Numbe
         prompt_tokens=sum(t.prompt_tokens for t in tallies) if known_prompts else None,
         output_tokens=sum(t.output_tokens for t in tallies) if known_output else None,
         cached_tokens=sum(cached) if cached else None,
+        reasoning_tokens=_reasoning(tallies) if known_output else None,
+        tool_calls=sum(called) if (called := [t.tool_calls for t in tallies if t.tool_calls is not None]) else None,
+        tool_calls_valid=sum(t.tool_calls_valid for t in tallies) if called else None,
         wall_s=rates.wall_s,
         window=rates.window,
         window_s=rates.window_s,
@@ -352,6 +364,11 @@ def _rates(one: Tally) -> _Rates:
         output_tok_s=tokens / window_s if known else None,
         requests_per_s=one.ended_inside / window_s,
     )
+
+
+def _reasoning(tallies: Sequence[Tally]) -> float | None:
+    """None where nothing was: most models do not reason, and most reports need no such number."""
+    return math.fsum(t.reasoning_tokens for t in tallies) or None
 
 
 def _cut_tokens(one: Tally) -> float:

@@ -323,6 +323,14 @@ def _notes(evidence: Evidence) -> list[str]:
             f"the server did not report the tokens of {tally.without_output_tokens:,} of "
             f"{_count(numbers.succeeded, 'request')}: tok/s is not known"
         )
+    if numbers.reasoning_tokens and numbers.output_tokens:
+        share = numbers.reasoning_tokens / numbers.output_tokens
+        notes.append(f"{share:.0%} of the {numbers.output_tokens:,} output tokens were reasoning")
+    if numbers.tool_calls is not None:
+        notes.append(
+            f"{_count(numbers.succeeded, 'answer')} held {_count(numbers.tool_calls, 'tool call')}, "
+            f"{numbers.tool_calls_valid:,} of them valid; steps without one went on as planned"
+        )
     if numbers.abandoned:
         notes.append(f"{_count(numbers.abandoned, 'request')} were abandoned by their users: no latency has them")
     if load.requests is None and numbers.unfinished:

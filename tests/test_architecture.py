@@ -18,7 +18,7 @@ READS_FILES = {
 }  # fmt: skip
 READERS = {
     "arrivals", "records", "manifest", "origin", "errors", "plan", "scenario", "metrics", "telemetry", "failures",
-    "workers", "lengths",
+    "workers", "lengths", "behaviour", "mixes",
 }  # fmt: skip
 # Which of harness's own modules each room may import. Rooms not named here may import what they like, but not back.
 ALLOWED = {

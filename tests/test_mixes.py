@@ -68,7 +68,7 @@ def test_a_scenario_without_mixes_has_the_workload_that_it_had(tmp_path: Path) -
         ("5, duration_s: 5", "5, duration_s: 6", "'duration_s' and 'ramp_s' must be the same"),
         ("5, duration_s: 5", "5, requests: 5", "a part has no 'duration_s'"),
         ("warmup: {duration_s: 1}", "warmup: {requests: 1}", "after a warm-up of fixed time"),
-        ("  job: {", "  a.b: {", "only a part of a mix has a '.' in its name"),
+        ("  job: {", "  a.b: {", "a '.' is in the names of a mix's parts only"),
         ("both: [chat, job]", "both: [chat, job]\n  all: [both, job]", "'both' is not a load"),
     ],
 )

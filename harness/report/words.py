@@ -3,6 +3,7 @@
 import re
 import unicodedata
 
+from harness.behaviour import Agent, Rag
 from harness.lengths import in_words
 from harness.scenario import Arrivals, Load, Trace, is_open
 from harness.summary import NEEDED, Distribution
@@ -105,9 +106,21 @@ def _people(load: Load) -> str:
         return f"{begun}, at most {count(load.users, 'user')} at once"
     if load.user == "chat":
         think = f", {load.think_s[0]:g} to {load.think_s[1]:g} s of thinking" if load.think_s else ""
+        if load.think is not None:
+            think = f", {load.think.mean_s:g} s of thinking on average"
         return count(load.users, "chat user") + think
     if load.user == "batch":
         size = load.batch_size or 1
         how = "one request at a time" if size == 1 else f"{size} requests at once"
+        if load.in_flight is not None:
+            how = f"always {count(load.in_flight, 'request')} in flight"
         return f"{count(load.users, 'agent')}, {how}"
+    if load.user == "agent":
+        agent = load.agent or Agent()
+        helped = f", with {count(agent.sub_agents, 'sub-agent')} each" if agent.sub_agents else ""
+        return f"{count(load.users, 'agent')} with tools{helped}, tasks of {count(agent.steps, 'step')}"
+    if load.user == "rag":
+        rag = load.rag or Rag()
+        documents = f"{count(rag.documents, 'document')} of {rag.document_tokens:,} tokens"
+        return f"{count(load.users, 'user')} who ask about {documents}"
     return count(load.users, "user") + f" of {load.user}"
