@@ -316,6 +316,7 @@ def _row(server: str, load: str, cells: list[CellSummary], tallies: dict[str, Ta
         cells=[cell.id for cell in cells],
         wall_s=[n.wall_s for n in good if n.wall_s is not None],
         output_tok_s=[n.output_tok_s for n in good if n.output_tok_s is not None],
+        input_tok_s=[n.input_tok_s for n in good if n.input_tok_s is not None],
         pooled=numbers_of([tallies[cell.id] for cell in cells], [cell.numbers for cell in cells]),
         machine_load=median_load([cell.machine_load for cell in cells]),
     )

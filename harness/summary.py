@@ -190,6 +190,7 @@ class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     cells: list[str]  # ids of the cells in it
     wall_s: list[float]  # one per valid cell
     output_tok_s: list[float]
+    input_tok_s: list[float] = []
     pooled: Numbers  # over the requests of all its cells; wall_s and rates are medians over the cells
     definitions: dict[str, str] = {}  # of an imported run: by field of Numbers, where it is not ours
     missing: dict[str, str] = {}  # of an imported run: by field of Numbers, why it is not known
@@ -249,7 +250,7 @@ class Verdict(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     side: str  # "SERVER / LOAD", or the run's name
     baseline: str
-    metric: str  # "wall_s" or "output_tok_s"
+    metric: str  # "wall_s", "output_tok_s" or "input_tok_s"
     ratio: float | None  # of speed: above 1 the side is faster than the baseline
     low: float | None  # 95 % interval of the ratio
     high: float | None

@@ -12,8 +12,8 @@ from harness.scenario import Load, Scenario
 from harness.stats import ALPHA, MOST_REPEATS, Ratio
 from harness.summary import Comparison, Row, Verdict
 
-METRIC_WORDS = {"wall_s": "wall time", "output_tok_s": "output tok/s"}
-METRICS = tuple(METRIC_WORDS)
+METRIC_WORDS = {"wall_s": "wall time", "output_tok_s": "output tok/s", "input_tok_s": "prompt tok/s"}
+METRICS = ("wall_s", "output_tok_s")  # that a noise floor is measured for
 
 
 class NoiseFloor(Struct, frozen=True):
@@ -104,7 +104,9 @@ def metric_of(loads: Sequence[Load]) -> str:
         for load in loads
     }
     same = len(work) == 1 and all(load.requests is not None and _fixed(load) for load in loads)
-    return "wall_s" if same else "output_tok_s"
+    if same:
+        return "wall_s"
+    return "input_tok_s" if all(load.endpoint == "embeddings" for load in loads) else "output_tok_s"
 
 
 def row_name(row: Row) -> str:
@@ -113,7 +115,8 @@ def row_name(row: Row) -> str:
 
 def values_of(row: Row, metric: str) -> list[float]:
     """A row's run-level values."""
-    return row.wall_s if metric == "wall_s" else row.output_tok_s
+    values: list[float] = getattr(row, metric)
+    return values
 
 
 def verdicts(pairs: Sequence[Pair], metric: str, floor: NoiseFloor) -> Comparison:
@@ -201,7 +204,7 @@ def _settle(pair: Pair, comparisons: int, floor: float) -> str:
 def _no_values(pair: Pair, metric: str) -> str:
     sides = ((pair.side, pair.side_speeds), (pair.baseline, pair.baseline_speeds))
     empty = " and ".join(name for name, values in sides if not values)
-    reason = "the server has to report the tokens of every answer" if metric == "output_tok_s" else "it has to be run"
+    reason = "it has to be run" if metric == "wall_s" else "the server has to report the tokens of every answer"
     return f"cannot tell: there is no {METRIC_WORDS[metric]} of {empty}; {reason}"
 
 

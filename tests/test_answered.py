@@ -57,3 +57,5 @@ def test_fixed_work_of_another_kind_is_compared_by_its_wall_time() -> None:
     assert metric_of([load(output="natural")]) == "output_tok_s"
     assert metric_of([load(endpoint="embeddings", output="natural")]) == "wall_s"
     assert metric_of([load(endpoint="embeddings"), load()]) == "output_tok_s"
+    timed = Load(user="batch", duration_s=9, endpoint="embeddings")
+    assert metric_of([timed, timed]) == "input_tok_s"

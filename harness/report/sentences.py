@@ -130,7 +130,8 @@ def _of_failed(failed: FailedRequests) -> str:
 
 def of_method(comparison: Comparison) -> str:
     """How the verdicts were reached."""
-    metric = "wall time" if comparison.metric == "wall_s" else "output tokens per second"
+    kinds = {"wall_s": "wall time", "input_tok_s": "prompt tokens per second"}
+    metric = kinds.get(comparison.metric, "output tokens per second")
     correction = (
         ("no comparison could be made", "one comparison")[comparison.comparisons]
         if comparison.comparisons < 2
