@@ -1,4 +1,4 @@
-"""The manifests of docs/kubernetes: accepted by the schemas of Kubernetes and of the operator, their words by Locust."""
+"""The manifests of docs/kubernetes: accepted by the schemas of Kubernetes and the operator, their words by Locust."""
 
 import copy
 import json
