@@ -61,6 +61,18 @@ def show_plan(experiment: Experiment, console: Console) -> None:
             markup=False,
             highlight=False,
         )
+    for name, load in scenario.loads.items():
+        if load.trace is not None:
+            replay = replay_of(experiment.folder / load.trace.file, load.trace)
+            left_out = (
+                f"; {counted(replay.without_tokens, 'row')} without tokens left out" if replay.without_tokens else ""
+            )
+            console.print(
+                f"note: {name}: {load.trace.file} is read as {replay.format}, its last row is due after "
+                f"{duration(replay.at_s[-1])}{left_out}",
+                markup=False,
+                highlight=False,
+            )
     for hint in hints(scenario, os.cpu_count() if engine_host() is None else None):
         console.print(f"note: {hint}", markup=False, highlight=False)
 

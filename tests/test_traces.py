@@ -223,9 +223,19 @@ def test_a_scenario_learns_from_its_trace_how_many_requests_it_has(tmp_path: Pat
     assert prepare(scenario(tmp_path)).scenario.loads["replay"].requests == 4
     done = harness("check", "s.yaml", cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
+    assert "note: replay: m.jsonl is read as mooncake, its last row is due after " in done.out
+    assert "without tokens" not in done.out
     assert "by the trace m.jsonl, at 2 times its speed, at most 8 at once, 4 requests of its lengths" in " ".join(
         done.out.split()
     )
+
+
+def test_rows_without_tokens_are_told(tmp_path: Path) -> None:
+    scenario(tmp_path, SCENARIO.replace("m.jsonl, block_tokens: 16, speed: 2", "b.csv, speed: 100"))
+    (tmp_path / "b.csv").write_text(BURSTGPT)
+    done = harness("check", "s.yaml", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    assert "b.csv is read as burstgpt" in done.out and "1 row without tokens left out" in done.out
 
 
 @pytest.mark.parametrize(
