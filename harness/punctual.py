@@ -28,7 +28,7 @@ def kind_of(load: Load) -> Kind:
         return "trace"
     if load.arrivals is not None:
         return "open loop"
-    return "bursts" if load.user == "batch" else "closed loop"
+    return "bursts" if load.user == "batch" and load.in_flight is None else "closed loop"
 
 
 def _doubles() -> "array[float]":

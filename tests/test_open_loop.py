@@ -35,6 +35,7 @@ def counted(*dues_and_lags: tuple[float, float]) -> Punctual:
     [
         (Load(user="chat", requests=4), "closed loop", None),
         (Load(user="batch", batch_size=4, requests=4), "bursts", None),
+        (Load(user="batch", in_flight=4, requests=4), "closed loop", None),
         (Load(user="batch", requests=40, arrivals=EVEN), "open loop", 40),
         (Load(user="batch", batch_size=4, duration_s=2.05, arrivals=EVEN), "open loop", 84),
         (Load(user="chat", turns=3, requests=10, arrivals=EVEN), "open loop", 4),

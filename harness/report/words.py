@@ -102,7 +102,7 @@ def _people(load: Load) -> str:
     if is_open(load):
         who = {"chat": "conversations", "batch": "requests" if (load.batch_size or 1) == 1 else "bursts"}
         more = f" of {load.batch_size} requests" if (load.batch_size or 1) > 1 else ""
-        begun = f"{who.get(load.user, load.user)}{more} begin by a schedule ({loop(load)})"
+        begun = f"{who.get(load.user, f'{load.user} users')}{more} begin by a schedule ({loop(load)})"
         return f"{begun}, at most {count(load.users, 'user')} at once"
     if load.user == "chat":
         think = f", {load.think_s[0]:g} to {load.think_s[1]:g} s of thinking" if load.think_s else ""
