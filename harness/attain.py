@@ -85,7 +85,7 @@ def attained(
     found: dict[str, Attained] = {}
     for name in parts[0].sets if parts else ():
         met, unknown = sum(part.met[name] for part in parts), sum(part.unknown[name] for part in parts)
-        counted = sent - sum(part.left[name] for part in parts)
+        left = sum(part.left[name] for part in parts)
         if cells:
             each = [cell.slos[name].goodput_req_s for cell in cells if name in cell.slos]
             rates = [rate for rate in each if rate is not None]
@@ -94,8 +94,9 @@ def attained(
             goodput = None if not window_s else sum(part.met_inside[name] for part in parts) / window_s
         found[name] = Attained(
             met=met,
+            left=left,
             unknown=unknown,
-            attainment=met / counted if counted and not unknown else None,
+            attainment=met / (sent - left) if sent > left and not unknown else None,
             goodput_req_s=None if unknown else goodput,
         )
     return found

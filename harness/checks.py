@@ -230,7 +230,9 @@ def _counted(check: Check, row: Row) -> str:
         return f", {answers.valid:,} of {answers.checked:,}" if valid else right
     if check.metric != "attainment":
         return ""
-    return f", {row.pooled.slos[slos_key(check.slos)].met:,} of {row.pooled.sent:,} sent met every SLO"
+    attained, sent = row.pooled.slos[slos_key(check.slos)], row.pooled.sent
+    left = f" ({attained.left:,} more were abandoned before one was missed)" if attained.left else ""
+    return f", {attained.met:,} of {sent - attained.left:,} sent met every SLO{left}"
 
 
 def _name(row: Row) -> str:

@@ -30,8 +30,9 @@ class Attained(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """
 
     met: int
+    left: int = 0  # abandoned before an SLO was missed
     unknown: int = 0  # successful, and a latency is not known that an SLO bounds; then neither is what follows
-    attainment: float | None = None  # met / (sent - abandoned before an SLO was missed)
+    attainment: float | None = None  # met / (sent - left)
     goodput_req_s: float | None = None  # of those met that ended inside the window / window
 
 
