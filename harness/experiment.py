@@ -12,6 +12,7 @@ from harness.drive import check_locustfile
 from harness.errors import HarnessError, ScenarioError, did_you_mean
 from harness.scenario import USERS, Baseline, Scenario, Server, read_scenario
 from harness.serve import server_problems_of
+from harness.serve.secrecy import open_secrets_in_text
 from harness.traces.replay import replay_of
 from harness.workers import Workers, parse_workers
 from harness.workload import local_words, pairs_of, read_rows
@@ -50,6 +51,7 @@ def prepare(
     """Load a scenario, apply what the command line overrides, and find every mistake that can be found early."""
     read = read_scenario(path)
     problems = read.problems if target is not None else read.problems + server_problems_of(read.scenario, read.lines)
+    problems = problems + _secrets_of(path, problems)
     if problems:
         raise ScenarioError(str(path), problems)
     scenario = read.scenario
@@ -80,6 +82,12 @@ def prepare(
             next_step=f"export {scenario.api_key_env}=... before the run; the key is never written anywhere.",
         )
     return Experiment(path, scenario, target)
+
+
+def _secrets_of(path: Path, found: Sequence[str]) -> list[str]:
+    """Secrets in any text of the file, a question or a comment, on lines of which nothing is said yet."""
+    problems = open_secrets_in_text(path.read_text(encoding="utf-8"))
+    return [problem for problem in problems if not any(problem.split(":")[0][2:] in other for other in found)]
 
 
 def with_workers(experiment: Experiment, given: str, bind: str | None) -> Experiment:

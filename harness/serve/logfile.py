@@ -5,6 +5,8 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from harness.serve.secrecy import HIDDEN, SHORTEST
+
 TAIL_LINES = 25
 LINE_CHARS = 100
 _STAMP = re.compile(r"^\d{4}-\d\d-\d\dT[\d:.]+Z ")  # put there by the Docker Engine
@@ -15,7 +17,8 @@ class LogFile:
 
     def __init__(self, path: Path, secrets: Sequence[str] = ()) -> None:
         self.path = path
-        self._secrets = [secret.encode() for secret in secrets]
+        # Longest first: one may be the beginning of another.
+        self._secrets = [text.encode() for text in sorted(secrets, key=len, reverse=True) if len(text) >= SHORTEST]
         self._thread: threading.Thread | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -63,5 +66,5 @@ class LogFile:
 
     def _clean(self, line: bytes) -> bytes:
         for secret in self._secrets:
-            line = line.replace(secret, b"***")
+            line = line.replace(secret, HIDDEN.encode())
         return line

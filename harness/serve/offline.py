@@ -115,7 +115,7 @@ def run_offline(
         served_by = ServedBy(
             url="none: offline",
             template=server.template,
-            image=filled.server.image,
+            image=compose.server.image,
             image_digest=digest_of(image),
             container=containers.inspected(container, compose, compose.server),
             version=head.version,

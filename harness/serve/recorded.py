@@ -13,7 +13,7 @@ from harness.manifest import Contents, ServedBy, Startup
 from harness.serve import ollama
 from harness.serve.ask import PROBE_TIMEOUT_S, open_session
 from harness.serve.contents import contents
-from harness.serve.secrecy import masked
+from harness.serve.secrecy import masked, without
 from harness.serve.startup import Started, moment, of_lines, phases_of, started
 
 _CACHE_INFO = "vllm:cache_config_info"
@@ -46,7 +46,11 @@ def recorded(
     hidden = [*secrets, *([api_key] if api_key else [])]
     return msgspec.structs.replace(
         served,
-        version=served.version or effective.pop("version", None) or facts.version,
+        # Filled in from the environment, or said by the server; the model's name is what requests carry, and stays.
+        image=without(served.image, hidden),
+        container=without(served.container, hidden),
+        notes=without(served.notes, hidden),
+        version=without(served.version or effective.pop("version", None) or facts.version, hidden),
         phases=phases_of(served.phases, log, _began_s(container)),
         startup=msgspec.convert(masked(msgspec.to_builtins(facts), hidden), Startup) if facts != Startup() else None,
         effective={key: value for key, value in masked(effective, hidden).items() if key != "version"},

@@ -1,25 +1,36 @@
 """Secrets stay in the shell: found where a scenario writes one out, and blacked out of what a server logs."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from harness.serve.interpolate import names_in, written
 
-_NAME = re.compile(  # of an environment variable or an argument; MAX_TOKENS and SSL_KEYFILE are no secrets
-    r"(?:KEYS?|TOKEN)$|(?:API_?KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)(?!.*(?:FILE|PATH|DIR|ENV|NAME)$)"
+_NAME = re.compile(  # of an environment variable or an argument; MAX_TOKENS, PWD and SSL_KEYFILE are no secrets
+    r"(?:KEYS?|TOKEN|CREDS?|JWT|COOKIE|USERPWD)$"
+    r"|(?:^|_)(?:AUTH|PASS|PAT|PW)$|_PWD$"
+    r"|(?:^|_)(?:HF|HUB|API|AUTH|ACCESS|GH|GITHUB|GITLAB|NPM|BEARER|REFRESH|USER|ADMIN|SECRET)_TOKENS$"
+    r"|(?:API_?KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)(?!.*(?:FILE|PATH|DIR|ENV|NAME)$)"
 )
+_SWITCHES = ("", "0", "1", "true", "false", "yes", "no", "on", "off", "none", "null")  # REQUIRE_AUTH: "true"
 _VALUE = re.compile(
     r"(?<![\w/.-])(?:hf_(?:[A-Za-z0-9]{16,}|(?=[A-Za-z]*\d)[A-Za-z0-9]{8,})"  # Hugging Face
-    r"|(?:sk-|gh[pousr]_|github_pat_|glpat-|nvapi-)(?:[\w-]{16,}|(?=[A-Za-z_-]*\d)[\w-]{8,}))"
-    r"|\bBearer\s+[\w.~+/-]{8,}"
-    r"|://[^\s/:@\0]+:[^\s/@\0]+@"  # a password in an address
+    r"|(?:sk-|gh[pousr]_|github_pat_|glpat-|nvapi-)(?:[\w-]{16,}|(?=[A-Za-z_-]*\d)[\w-]{8,})"
+    r"|(?:AKIA|ASIA)[0-9A-Z]{16}\b|AIza[\w-]{30,}|xox[abeoprs]-[\w-]{10,}"  # Amazon, Google, Slack
+    r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*"  # a JSON Web Token
+    r"|[\w.-]+:[^\s/@:\0]{4,}@(?!sha256:)[\w-]+\.[\w.-]+)"  # user:password@host
+    r"|\bBearer\s+[\w.~+/-]{8,}|\b[Aa]uthorization[:=]\s*Basic\s+[\w+/=-]{4,}"
+    r"|://[^\s/:@\0]*:[^\s/@\0]+@"  # a password in an address
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
 )
 _WORD = re.compile(r"(?:\$\{[^}]*\}|\S)+")  # an interpolation's own words belong together
+_PLAIN = re.compile(r"\w[\w.-]*")
 # In a text that holds a whole command line: `--flag value`, `--flag=value`, `NAME=value`.
 _GIVEN = re.compile(r"(?P<name>--[\w.-]+(?= )|-{0,2}[A-Za-z][\w.-]*(?==))(?P<between>[= ]\s*)(?P<value>(?!--)\S+)")
 HIDDEN = "***"
-SHORTEST = 6  # a shorter value is blacked out nowhere: it would take half the log with it
+SHORTEST = 4  # a shorter value is blacked out nowhere: it would take half the log with it
 
 
 def is_secret(name: str) -> bool:
@@ -31,7 +42,8 @@ def open_secrets(value: Any, path: str) -> list[str]:
     """Problems for what `value`, found at `path`, holds of secrets that are written out. They never show one."""
     found: dict[str, str] = {}
     for at, name, text in _in_secret_places(value, path):
-        if written(text).strip("\0'\" ") and "\0" not in written(text):
+        shown = written(text).strip("\0'\" ")
+        if shown.lower() not in _SWITCHES and "\0" not in written(text):
             found.setdefault(at, _problem(at, f" as {name}", name))
     for at, text in _texts(value, path):
         if (match := _VALUE.search(written(text))) is not None:
@@ -40,15 +52,33 @@ def open_secrets(value: Any, path: str) -> list[str]:
     return list(found.values())
 
 
+def open_secrets_in_text(text: str) -> list[str]:
+    """Problems for the lines of a file that hold what looks like a secret, comments included. They never show one."""
+    return [
+        f"$ (line {number}): a secret must not stand in the scenario, and this line has what looks like one: "
+        "the whole file is copied into each run"
+        for number, line in enumerate(text.splitlines(), start=1)
+        if _VALUE.search(written(line)) is not None
+    ]
+
+
 def secrets_in(value: Any, environment: Mapping[str, str]) -> list[str]:
-    """What `value` asks of the environment that must not be shown, longest first."""
-    names = {name for _, text in _texts(value, "$") for name in names_in(text)}
+    """What `value` got from the environment, longest first: all of it is blacked out, whatever it is called.
+
+    Left out are what is too short, and a plain word or number that stands in `value` itself, too: blacking it out
+    would hide nothing and make the log unreadable. What is a secret by its name or place is never left out for that.
+    """
+    texts = [text for _, text in _texts(value, "$")]
+    asked = {name: environment[name] for text in texts for name in names_in(text) if name in environment}
     placed = {name for _, _, text in _in_secret_places(value, "$") for name in names_in(text)}
-    asked = {name: environment[name] for name in names if name in environment}
-    hidden = {
-        text for name, text in asked.items() if is_secret(name) or name in placed or _VALUE.search(text) is not None
-    }
-    return sorted((text for text in hidden if len(text) >= SHORTEST), key=len, reverse=True)
+    known = {word for text in texts for word in _PLAIN.findall(written(text))} | set(_SWITCHES) | {"auto"}
+    hidden: set[str] = set()
+    for name, text in asked.items():
+        if text not in known or is_secret(name) or name in placed or _VALUE.search(text) is not None:
+            # As it is, as addresses and JSON write it, and line by line, as a log has it.
+            for form in (text, quote(text, safe=""), json.dumps(text)[1:-1], *text.splitlines()):
+                hidden.add(form.strip())
+    return sorted((text for text in hidden if len(text) >= SHORTEST), key=lambda text: (-len(text), text))
 
 
 def masked(value: Any, secrets: Sequence[str] = ()) -> Any:
@@ -71,10 +101,24 @@ def masked(value: Any, secrets: Sequence[str] = ()) -> Any:
     return _masked_text(value, secrets) if isinstance(value, str) else value
 
 
-def _masked_text(text: str, secrets: Sequence[str]) -> str:
+def without(value: Any, secrets: Sequence[str]) -> Any:
+    """`value` with `secrets` blacked out and all else as it is: names of variables and of flags stay."""
+    if isinstance(value, dict):
+        return {key: without(item, secrets) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without(item, secrets) for item in value]
+    return _replaced(value, secrets) if isinstance(value, str) else value
+
+
+def _replaced(text: str, secrets: Sequence[str]) -> str:
     for secret in sorted(secrets, key=len, reverse=True):
         if len(secret) >= SHORTEST:
             text = text.replace(secret, HIDDEN)
+    return text
+
+
+def _masked_text(text: str, secrets: Sequence[str]) -> str:
+    text = _replaced(text, secrets)
     text = _GIVEN.sub(lambda m: f"{m['name']}{m['between']}{HIDDEN}" if is_secret(m["name"]) else m[0], text)
     return _VALUE.sub(lambda m: f"://{HIDDEN}@" if m[0].startswith("://") else HIDDEN, text)
 

@@ -201,7 +201,7 @@ def _bring_up(
         url=url,
         template=start.serving.template,
         simulated=start.serving.simulated or "simulated" in (ready.version or ""),
-        image=service.image,
+        image=start.service.image,
         image_digest=digest_of(image),
         container=containers.inspected(container, start.compose, start.service),
         version=ready.version,

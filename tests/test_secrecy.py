@@ -1,0 +1,158 @@
+"""No secret gets into a run directory: not written out, not by way of `${NAME}`, not in a question or a comment."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.manifest import ServedBy
+from harness.serve.logfile import LogFile
+from harness.serve.recorded import recorded
+from harness.serve.secrecy import is_secret, open_secrets, open_secrets_in_text, secrets_in, without
+from tests.command import harness
+
+HUB = "hf_abcdefghijklmnopqrst"
+SCENARIO = """\
+version: 1
+question: {question}
+model: simulated/x
+servers:
+  s: {{template: simulated, container: false, variables: {{preset: instant{more}}}}}
+loads:
+  one: {{user: batch, requests: 2, output_tokens: 2}}
+repeats: 1
+"""
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["DB_PWD", "GITHUB_PAT", "BASIC_AUTH", "MY_PASS", "HF_TOKENS", "OPENAI_APIKEY", "AWS_CREDS", "SMTP_PW", "MY_JWT",
+     "proxy-auth", "CURLOPT_USERPWD", "SESSION_COOKIE", "LEMONADE_ADMIN_API_KEY", "GOOGLE_CREDENTIALS"],
+)  # fmt: skip
+def test_a_literal_under_a_secrets_name_is_refused_and_not_shown(name: str) -> None:
+    (problem,) = open_secrets({name: "hunter2hunter"}, "$.environment")
+    assert problem.startswith(f"$.environment.{name}: a secret must not stand in the scenario as {name}")
+    assert "hunter" not in problem
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["PWD", "OLDPWD", "MAX_TOKENS", "STOP_TOKENS", "output_tokens", "kv_cache_tokens", "COMPASS", "BYPASS", "PATH",
+     "AUTHOR", "MONKEY_PATCH", "TOKENIZERS_PARALLELISM", "DISPATCH", "HIP_VISIBLE_DEVICES"],
+)  # fmt: skip
+def test_what_only_sounds_like_a_secret_is_none(name: str) -> None:
+    assert not is_secret(name)
+
+
+def test_a_switch_is_no_secret() -> None:
+    assert open_secrets({"REQUIRE_AUTH": "false", "NO_API_KEY": 1, "DB_PWD": "${DB_PWD}"}, "$") == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        HUB,
+        "ghp_abcdefghijklmnopqrst",
+        "github_pat_11ABCDEFG0abcdefgh",
+        "sk-proj-abc123def456ghi7",
+        "AKIAIOSFODNN7EXAMPLE",
+        "Authorization: Bearer abcdefgh12345",
+        "Authorization: Basic dTpodW50ZXI2",
+        "postgres://me:hunter2hunter@db:5432/x",
+        "redis://:hunter2hunter@cache:6379",
+        "me:hunter2hunter@proxy.example:3128",
+        "xoxb-123456789012-abcdef",
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl",
+    ],
+)
+def test_a_value_that_looks_like_a_secret_is_refused_under_any_name(text: str) -> None:
+    (problem,) = open_secrets({"PLAIN": f"x {text}"}, "$.environment")
+    assert problem.startswith("$.environment.PLAIN: a secret must not stand in the scenario")
+    assert text.split()[-1] not in problem
+    (line,) = open_secrets_in_text(f"version: 1\n# {text}\n")
+    assert line.startswith("$ (line 2): a secret must not stand") and text.split()[-1] not in line
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["ghcr.io/org/image:v1.2@sha256:0123456789abcdef", "127.0.0.1:8000:8000", "hf.co/ggml-org/Qwen3-0.6B-GGUF:Q4_0",
+     "http://proxy:3128", "the bearer of good news", "a basic question", "/data/hf_models:/models", "Qwen/Qwen3-0.6B"],
+)  # fmt: skip
+def test_a_plain_value_passes(text: str) -> None:
+    assert open_secrets({"PLAIN": text}, "$") == []
+
+
+def test_every_value_from_the_environment_is_hidden_whatever_it_is_called() -> None:
+    asked = {
+        "command": ["--max-num-seqs", "64", "--level", "${LEVEL}", "--n=${N}", "--what=${ODD}", "${SHORT}", "${URL}"],
+        "environment": {"MYTHING": "${MYTHING}", "PROXY": "http://user:${PW}@proxy:1", "ON": "${ON}", "K": "${LINES}"},
+    }
+    environment = {
+        "LEVEL": "level",  # stands in the file as well
+        "N": "64",
+        "ODD": "an odd value",
+        "SHORT": "abc",
+        "URL": "a/b c",
+        "MYTHING": "mything-value",
+        "PW": "pass",
+        "ON": "true",
+        "LINES": "first line\nsecond line",
+        "OTHER": "not asked for",
+    }
+    assert secrets_in(asked, environment) == [
+        "first%20line%0Asecond%20line",
+        "first line\\nsecond line",
+        "first line\nsecond line",
+        "an%20odd%20value",
+        "mything-value",
+        "an odd value",
+        "second line",
+        "first line",
+        "a%2Fb%20c",
+        "a/b c",
+        "pass",
+    ]
+
+
+def test_the_log_has_none_of_them(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "a.log", ["pass", "password1", "abc"])
+    log.follow(lambda: [b"got pass", b"word1, and pass\nabc ", b"password1"])
+    log.settle()
+    assert (tmp_path / "a.log").read_text() == "got ***, and ***\nabc ***\n"
+
+
+def test_the_manifest_has_none_of_them_and_keeps_the_names() -> None:
+    container: dict[str, Any] = {
+        "Entrypoint": ["env", "X=my-own-value", "vllm"],
+        "Environment": {"HF_TOKEN": "${HF_TOKEN-}"},
+        "HostConfig": {"Mounts": [{"Source": "/secret/my-own-value", "ReadOnly": True}]},
+    }
+    served = ServedBy(url="http://127.0.0.1:9", template="ollama", version="my-own-value 1", container=container)
+    found = recorded(served, secrets=["my-own-value"])
+    assert found.version == "*** 1"
+    assert found.container == {
+        "Entrypoint": ["env", "X=***", "vllm"],
+        "Environment": {"HF_TOKEN": "${HF_TOKEN-}"},
+        "HostConfig": {"Mounts": [{"Source": "/secret/***", "ReadOnly": True}]},
+    }
+    assert without({"a": [1, None, "my-own-value"]}, ["my-own-value"]) == {"a": [1, None, "***"]}
+
+
+@pytest.mark.parametrize("with_url", [False, True])
+def test_a_secret_in_the_question_or_a_comment_is_refused(tmp_path: Path, with_url: bool) -> None:
+    (tmp_path / "s.yaml").write_text(SCENARIO.format(question=f"my token is {HUB}", more="") + f"# old: {HUB}\n")
+    words = ["run", "--url", "http://127.0.0.1:9", "--runs", "runs"] if with_url else ["check"]
+    done = harness(*words, "s.yaml", cwd=tmp_path)
+    assert done.code == 1
+    assert "$ (line 2): a secret must not stand in the scenario" in done.err
+    assert "$ (line 9): a secret must not stand in the scenario" in done.err
+    assert HUB not in done.err + done.out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_secret_is_told_of_once(tmp_path: Path) -> None:
+    text = SCENARIO.format(question="q", more=f", environment: {{A: {HUB}, DB_PWD: hunter2hunter}}")
+    (tmp_path / "s.yaml").write_text(text)
+    done = harness("check", "s.yaml", cwd=tmp_path)
+    assert "s.yaml: 2 problems" in done.err
+    assert HUB not in done.err and "hunter2" not in done.err
