@@ -27,6 +27,8 @@ GRACE_S = 5.0  # for flushing records after it was asked to end
 IMPORT_S = 60.0  # for importing a locustfile
 SLOWEST_TPOT_S = 5.0  # a model slower than that is not worth waiting for
 WORKERS_S = 300  # for workers of other machines to come, which people start
+STUCK_S = 30.0  # without a record, while the users' own code raises ...
+STUCK_EXCEPTIONS = 3  # ... so often: then it will not get better
 QUIET_S = 60.0  # beyond every time limit of the load: then Locust itself hangs
 _TRY_ALONE = "Correct it; it can be tried alone with `locust -f FILE --host URL`."
 
@@ -108,7 +110,7 @@ def drive(
     started = time.time()
     child = start()
     try:
-        problems = _watch(child, job, alive, progress)
+        problems = _watch(child, job, log_path, alive, progress)
     finally:
         # Its records are flushed when it is asked politely; what is in flight is recorded as unfinished.
         code = child.stop(GRACE_S)
@@ -124,8 +126,15 @@ def drive(
     return Driven(started, time.time(), problems)
 
 
-def _watch(child: Child, job: Job, alive: Callable[[], str | None], progress: Callable[[Count], None]) -> list[str]:
+def _watch(
+    child: Child,
+    job: Job,
+    log_path: Path,
+    alive: Callable[[], str | None],
+    progress: Callable[[Count], None],
+) -> list[str]:
     counter = LineCounter(Path(job.requests_path))
+    raised = 0  # exceptions in the log when the last record came
     begin = time.monotonic()
     total = None if job.load.requests is None else job.load.requests + (job.warmup.requests or 0)
     last_change = last_look = begin
@@ -142,7 +151,9 @@ def _watch(child: Child, job: Job, alive: Callable[[], str | None], progress: Ca
                 # What it held is never done, so the others would wait for it; validity names it.
                 return ["the load was ended because a load process had been killed"]
         if counter.lines != before:
-            last_change = now
+            last_change, raised = now, exceptions_in(log_path)
+        elif now - last_change > STUCK_S and exceptions_in(log_path) - raised >= STUCK_EXCEPTIONS:
+            return [f"no request was recorded for {STUCK_S:g} s while users raised {last_exception(log_path)}"]
         progress(Count(counter.lines, total, now - begin, counter.failed))
         mistake = counter.mistake()
         if mistake is not None:
@@ -234,6 +245,11 @@ def tail(path: Path, lines: int = 15) -> str:
     except OSError:
         return ""
     return "\n".join(text.splitlines()[-lines:])
+
+
+def exceptions_in(path: Path) -> int:
+    """How many tracebacks a log has."""
+    return path.read_bytes().count(b"\nTraceback ") if path.exists() else 0
 
 
 def last_exception(path: Path) -> str | None:

@@ -95,6 +95,25 @@ def test_a_load_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert driven.problems == ["no request ended for 1 s although each may take 0.1 s"]
 
 
+def test_users_that_only_raise_do_not_keep_a_load_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driving, "STUCK_S", 0.5)
+    program = """
+import time, traceback
+while True:
+    try:
+        None.ticket
+    except AttributeError:
+        print()
+        traceback.print_exc()
+    time.sleep(0.1)
+"""
+    driven, _ = run(tmp_path, program)
+    assert driven.problems == [
+        "no request was recorded for 0.5 s while users raised "
+        "AttributeError: 'NoneType' object has no attribute 'ticket'"
+    ]
+
+
 def test_a_generator_that_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driving, "GRACE_S", 0.3)
     program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"

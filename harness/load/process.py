@@ -125,9 +125,11 @@ class LoadProcess:
             answer.fail(*_cut(error))
             raise
         finally:
-            self.recorder.health.note_reads(exchange.arrivals.lags_us())
-            self.recorder.add(self._record(exchange, answer, place, tools))
-            self.tickets.settle()
+            try:
+                self.recorder.health.note_reads(exchange.arrivals.lags_us())
+                self.recorder.add(self._record(exchange, answer, place, tools))
+            finally:
+                self.tickets.settle()  # whatever happens: the end of the load waits for it
             if tell is not None:
                 tell(answer)
         return answer
