@@ -6,6 +6,7 @@ See `harness.report.marks` for what they share.
 import statistics
 
 from harness.manifest import Run
+from harness.mixes import mix_of
 from harness.report import words
 from harness.report.knee import FORMULA, Knee, in_words, knee_of
 from harness.report.marks import (
@@ -69,6 +70,7 @@ def _same_work(run: Run, rows: list[Row]) -> bool:
     loads = [run.scenario.loads[row.load] for row in rows if row.load in run.scenario.loads]
     kinds = {
         (one.user, one.output_tokens, one.output, one.stream, one.turns, one.endpoint, *(one.think_s or ()))
+        + (one.in_flight is None, repr((one.think, one.abandon, one.regenerate, one.agent, one.rag)))
         for one in loads
     }
     return len(kinds) == 1
@@ -209,9 +211,12 @@ def _curve(summary: Summary, row: Row, observed: Observed, field: str) -> Figure
 
 
 def by_concurrency(summary: Summary, run: Run, server: str) -> list[Row]:
-    """The rows that have a concurrency: in an open loop the server's speed decides how many are in flight."""
+    """The rows that have a concurrency: in an open loop the server's speed decides how many are in flight.
+
+    A part of a mix has others beside it, and lies on no curve of its own.
+    """
     closed = (row for row in summary.rows if row.server == server and row.pooled.schedule is None)
-    return sorted(closed, key=lambda row: at_once(row, run))
+    return sorted((row for row in closed if mix_of(row.load) is None), key=lambda row: at_once(row, run))
 
 
 def at_once(row: Row, run: Run) -> int:

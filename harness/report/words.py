@@ -5,7 +5,7 @@ import unicodedata
 
 from harness.behaviour import Agent, Rag
 from harness.lengths import in_words
-from harness.scenario import Arrivals, Load, Trace, is_open
+from harness.scenario import USERS, Arrivals, Load, Trace, at_once, is_open
 from harness.summary import NEEDED, Distribution
 
 NOTHING = "–"
@@ -55,7 +55,7 @@ def count(number: int, one: str, many: str = "") -> str:
 
 def concurrency(load: Load) -> int:
     """How many requests a load keeps in flight at most."""
-    return load.users * (load.batch_size or 1)
+    return at_once(load) if load.user in USERS else load.users * (load.batch_size or 1)
 
 
 def load_in_words(load: Load) -> str:
