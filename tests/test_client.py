@@ -21,7 +21,7 @@ from harness.load.client import Client, Target
 from harness.load.clock import KernelClock
 from harness.load.exchange import Exchange
 from harness.load.process import LoadProcess, Place
-from harness.load.reader import Arrivals, Reader
+from harness.load.reader import Arrivals, Direct, Reader
 from harness.load.recorder import Recorder
 from harness.load.tickets import Ticket
 from harness.records import Request, read_requests
@@ -589,6 +589,30 @@ def test_a_request_that_is_cut_leaves_what_it_had(tmp_path: Path) -> None:
     assert (record.error, record.message) == ("unfinished", "cut by the end of the run")
     assert (len(record.chunks_s), record.status) == (2, 200)
     assert record.chunks_s[-1] < record.ended_s < 1
+
+
+def test_a_cut_is_a_cut_when_the_connection_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An end that is found while cutting must not take the cut's place: the user would go on, and Locust never end."""
+    monkeypatch.setattr(
+        Client, "_inbox", lambda self, sock, exchange: EndsWhenCut(sock, self._clock, exchange.arrivals)
+    )
+    went_on: list[Answer] = []
+    with serving(once(CHUNKED, chunk(TOKEN), then=silence)) as url, load_process(tmp_path, url) as process:
+
+        def user() -> None:
+            went_on.append(process.send(process.client(), [{"role": "user", "content": "hi"}], place()))
+
+        sending = gevent.spawn(user)
+        gevent.sleep(0.2)
+        sending.kill()
+    assert went_on == []
+    (record,) = read_requests(tmp_path / "requests.jsonl")
+    assert (record.error, record.message) == ("unfinished", "cut by the end of the run")
+
+
+class EndsWhenCut(Direct):
+    def rest(self) -> list[bytes]:
+        return [b""]
 
 
 def test_a_timeout_of_the_locustfile_is_a_failed_request(tmp_path: Path) -> None:

@@ -178,8 +178,11 @@ class Client:
                         exchange.look()
                     inbox.quiet = collector.waits_for_end and not exchange.watched
             except (gevent.GreenletExit, gevent.Timeout):
-                for data in inbox.rest():  # cut: what has come by now has come
-                    collector.take(data)
+                # Cut: what has come by now has come. If that is the connection's end, cut is still what it is: an error
+                # raised here would take the place of the cut, and the greenlet would live on.
+                with contextlib.suppress(OSError, EOFError, httptools.HttpParserError):
+                    for data in inbox.rest():
+                        collector.take(data)
                 raise
 
     def _inbox(self, sock: socket.socket, exchange: Exchange) -> Inbox:
