@@ -193,3 +193,26 @@ def test_an_interrupted_run_has_all_that_was_recorded(tmp_path: Path, engine: Sp
     ends = [mark for mark in read_marks(only_run(tmp_path) / "processes.jsonl") if mark.event == "end"]
     assert len(ends) == 2
     assert sum(mark.sent or 0 for mark in ends) == len(records(tmp_path))
+
+
+def test_workers_serve_one_load_after_the_other(tmp_path: Path, engine: Spawned) -> None:
+    """Two machines with two processes each, two repeats: each load has a master of its own, and the workers find it."""
+    load = {"user": "batch", "users": 4, "processes": 2, "batch_size": 3, "requests": 50, "output_tokens": 5}
+    scenario = write(tmp_path, model="simulated", loads={"l": load}, repeats=2)
+    address = f"127.0.0.1:{free_port()}"
+    run = ["run", str(scenario), "--url", engine.url, "--workers", "2", "--bind", address, "--runs", str(tmp_path)]
+    with ExitStack() as stack:
+        worker = ("worker", "--master", address, "--processes", "2")
+        workers = [stack.enter_context(going(*worker, cwd=tmp_path)) for _ in range(2)]
+        done = stack.enter_context(going(*run, cwd=tmp_path)).end(timeout_s=90)
+        assert done.code == 0, done.out + done.err
+        assert f"On each of them: harness worker --master {address} --processes 2" in done.out
+        for one in workers:
+            one.interrupt()
+            assert one.end().code == 130
+            one.nothing_left()
+    measured = [one for one in records(tmp_path) if one.phase == "measured"]
+    for cell in {one.cell for one in measured}:
+        assert sorted(one.index for one in measured if one.cell == cell) == list(range(50))
+        assert len({one.process for one in measured if one.cell == cell}) == 4
+    assert len(measured) == 100

@@ -164,7 +164,9 @@ class Master:
             self._machines[msg.node_id] = _Machine(msg.node_id, msg.data["name"], msg.data["version"])
 
     def _on_ready(self, msg: Any, **_: Any) -> None:
-        machine, now, wall_s = self._machines[msg.node_id], time.monotonic(), time.time()
+        machine, now, wall_s = self._machines.get(msg.node_id), time.monotonic(), time.time()
+        if machine is None:
+            return
         if "asked" not in msg.data:
             machine.ready, machine.error = True, msg.data["error"]
             return
@@ -176,13 +178,17 @@ class Master:
             machine.error_s, machine.correction_s = error_s, wall_s - error_s - msg.data["wall_s"]
 
     def _on_warm(self, msg: Any, **_: Any) -> None:
-        self._machines[msg.node_id].warm = True
+        if machine := self._machines.get(msg.node_id):
+            machine.warm = True
 
     def _on_finished(self, msg: Any, **_: Any) -> None:
-        self._machines[msg.node_id].finished = True
+        if machine := self._machines.get(msg.node_id):
+            machine.finished = True
 
     def _on_records(self, msg: Any, **_: Any) -> None:
-        machine, data = self._machines[msg.node_id], msg.data
+        machine, data = self._machines.get(msg.node_id), msg.data
+        if machine is None or not machine.ready:  # of an earlier load, whose master is gone
+            return
         if not machine.intakes:
             paths = {name: Path(getattr(self._job, f"{name}_path")) for name in FILES}
             machine.intakes = {name: Intake(path) for name, path in paths.items()}
@@ -194,7 +200,9 @@ class Master:
         self._runner.send_message(TAKEN, {"file": data["file"], "taken": taken}, msg.node_id)
 
     def _on_done(self, msg: Any, **_: Any) -> None:
-        machine = self._machines[msg.node_id]
+        machine = self._machines.get(msg.node_id)
+        if machine is None:
+            return
         machine.done = {name: intake.taken for name, intake in machine.intakes.items()} == msg.data["sizes"]
 
 
