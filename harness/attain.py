@@ -65,7 +65,7 @@ def meets(request: Request, slos: Sequence[Slo]) -> bool | None:
 
 
 def missed_before_leaving(request: Request, slos: Sequence[Slo]) -> bool:
-    """Whether an abandoned request had missed an SLO when the user left: one who leaves a slow server was not served."""
+    """Whether an abandoned request had missed an SLO when the user left: one who leaves a slow one was not served."""
     waited = {"ttft": derive.ttft_s, "ttfo": derive.ttfo_s}
     for slo in slos:
         if slo.latency == "tpot":

@@ -165,8 +165,8 @@ def _versions() -> dict[str, str]:
     own = [*sorted((paths.ROOT / "harness" / "load").glob("*.py")), *sorted(paths.LOCUSTFILES.glob("*.py"))]
     digest = hashlib.sha256()
     harness = paths.ROOT / "harness"
-    made = [*sorted((harness / "workload").glob("*.py")), harness / "lengths.py", harness / "structured.py"]
-    for path in [*own, *made]:
+    made = [harness / f"{name}.py" for name in ("lengths", "structured", "behaviour")]
+    for path in [*own, *sorted((harness / "workload").glob("*.py")), *made]:
         digest.update(path.read_bytes())
     packages = {package: importlib.metadata.version(package) for package in MEASURING_PACKAGES}
     python = platform.python_version()

@@ -79,7 +79,7 @@ class Arrivals(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Trace(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Open loop by a trace of real traffic: its rows say when, and how long prompt and answer are. See docs/traces.md."""
+    """Open loop by a trace of real traffic: its rows say when, and how long prompt and answer are; docs/traces.md."""
 
     file: str  # relative to the scenario
     format: Literal["burstgpt", "mooncake", "azure", "requests"] | None = None  # None: seen by its first line

@@ -184,9 +184,7 @@ def _work(evidence: Evidence) -> list[str]:
         reasons.append("no measured request succeeded")
     wrong = evidence.tally.wrong_length
     if wrong:
-        reasons.append(
-            f"{wrong:,} of {numbers.succeeded:,} answers do not have the fixed length {_length(load)}"
-        )
+        reasons.append(f"{wrong:,} of {numbers.succeeded:,} answers do not have the fixed length {_length(load)}")
     return reasons
 
 
