@@ -267,6 +267,7 @@ def test_by_hand(engine: str, tmp_path: Path, processes: int) -> None:
         form = urllib.parse.urlencode({"user_count": 4, "spawn_rate": 4, "batch_size": 2}).encode()
         urllib.request.urlopen(f"{url}/swarm", data=form, timeout=10).close()
         until(lambda: page(url)["whole"][ALL]["ended"] >= 20 and page(url)["now"][ALL]["req_s"])
+        until(lambda: "BatchAgent" in page(url)["points"][-1]["classes"])
         running = page(url)
         assert (running["watched"], running["server"], running["gpus"], running["users"]) == (False, None, None, 4)
         assert running["slos"] == "ttft<=10s" and running["now"][ALL]["attainment"] == 1.0
@@ -324,11 +325,11 @@ def test_values_that_no_scenario_may_have_start_nothing(engine: str, tmp_path: P
 def test_a_line_now_and_then_where_there_is_no_terminal(tmp_path: Path) -> None:
     path = write(
         tmp_path,
-        loads={"slow": {"user": "batch", "batch_size": 2, "requests": 8, "output_tokens": 40, "think_s": [1.0, 1.0]}},
+        loads={"slow": {"user": "batch", "batch_size": 2, "requests": 14, "output_tokens": 40, "think_s": [1.0, 1.0]}},
         servers={"one": {"template": "simulated", "container": False}},
     )
     done = harness("run", path.name, "--runs", "runs", cwd=tmp_path, env={"COLUMNS": "80"})
     told = [line for line in done.out.splitlines() if " requests, " in line and "TTFT" in line]
     assert told, done.out
     for word in ("TPOT ", " tok/s", "running ", "waiting ", "KV ", " left"):
-        assert word in told[0]
+        assert word in told[-1]
