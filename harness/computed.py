@@ -13,7 +13,9 @@ from msgspec import structs
 
 from harness.errors import HarnessError
 from harness.experiment import Experiment
-from harness.machine.pool import Pool, pools
+from harness.machine.choice import Card, shown
+from harness.machine.facts import gpus as gpus_of
+from harness.machine.pool import pools
 from harness.memory.answer import Share, Wish, room_of, share_of
 from harness.memory.host import host_share
 from harness.memory.model import find_model, read_model
@@ -106,7 +108,7 @@ def _share(name: str, server: Server, say: Callable[[str], None], root: Path) ->
             known = variables("vllm-rocm").keys() - {"image", UTILIZATION}
             given = {key: value for key, value in server.variables.items() if key in known}
             return share_of(ask_image(_value(server, "image"), say, given), source="container", tensor_parallel=gpus)
-        return share_of(_shown(server, pools(root)), tensor_parallel=gpus)
+        return share_of(pools(root, _shown(server, root)), tensor_parallel=gpus)
     except HarnessError as error:
         raise type(error)(
             f"server '{name}': {UTILIZATION} is auto, and it cannot be computed: {error.what}",
@@ -120,19 +122,9 @@ def _refuse_remote() -> None:
         raise HarnessError(f"the Docker Engine is on {engine_host()}, whose memory is not known here")
 
 
-def _shown(server: Server, found: list[Pool]) -> list[Pool]:
+def _shown(server: Server, root: Path) -> list[Card]:
     """The GPUs that the container is given, in the order in which vLLM counts them."""
-    devices = [str(device).split(":")[0] for device in _value(server, "devices")]
-    nodes = [device for device in devices if device.startswith("/dev/dri/renderD")]
-    if nodes and "/dev/dri" not in devices:
-        found = [pool for pool in found if pool.render_node in nodes]
-    chosen = _value(server, "gpus")
-    if chosen is None:
-        return found
-    missing = [number for number in chosen if not str(number).isdigit() or int(number) >= len(found)]
-    if missing:
-        raise HarnessError(f"gpus names {missing[0]}, and there are {len(found)} GPUs here, counted from 0")
-    return [found[int(number)] for number in chosen]
+    return shown(list(gpus_of(root)), _value(server, "devices"), _value(server, "gpus"))
 
 
 def _room(server: Server, model: str, share: Share) -> list[str]:

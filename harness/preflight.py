@@ -5,6 +5,8 @@ from pathlib import Path
 
 import msgspec
 
+from harness.asked import SWITCH as SWITCH
+from harness.asked import refuse_impossible, shortages
 from harness.errors import ServerError
 from harness.experiment import Experiment
 from harness.machine.doctor import Engine, Finding, device_blockers, engine_blockers
@@ -15,8 +17,6 @@ from harness.serve.compose import Service, parse
 from harness.serve.daemon import engine_host
 from harness.serve.engine import engine_facts, has_images
 from harness.serve.values import parse_device
-
-SWITCH = "HARNESS_DOCTOR"  # "off" starts servers whatever the doctor says
 
 
 def blockers(experiment: Experiment, root: Path = Path("/"), engine: Engine | None = None) -> dict[str, list[Finding]]:
@@ -35,18 +35,24 @@ def blockers(experiment: Experiment, root: Path = Path("/"), engine: Engine | No
     return found
 
 
-def refuse_blocked(experiment: Experiment) -> None:
-    """Raise ServerError with what the doctor says when a server of the scenario cannot work here."""
+def refuse_blocked(experiment: Experiment, root: Path = Path("/")) -> None:
+    """Raise ServerError with what the doctor says when a server of the scenario cannot work here.
+
+    Also for memory that is not free, and HarnessError for what the GPUs here cannot do.
+    """
     services = _on_gpu(experiment)
-    if not services:
-        return
-    for name, found in blockers(experiment, engine=_engine(services)).items():
+    for name, found in (blockers(experiment, root, _engine(services)) if services else {}).items():
         first, *others = found
         raise ServerError(
             f"server '{name}' cannot run here: {first.fact}",
             detail="\n".join(f"{one.fact}; fix: {one.fix}" for one in others),
             next_step=f"{_sentence(first.fix or '')} `harness doctor` shows everything; {SWITCH}=off skips this check.",
         )
+    refuse_impossible(experiment, root)
+    for short in shortages(experiment, root):
+        if short.certain:
+            next_step = f"{short.fix} {SWITCH}=off skips this check."
+            raise ServerError(f"server '{short.server}': {short.fact}", next_step=next_step)
 
 
 def notes(experiment: Experiment, root: Path = Path("/")) -> list[str]:
@@ -60,6 +66,9 @@ def notes(experiment: Experiment, root: Path = Path("/")) -> list[str]:
         if lacking := without_code(service.image, targets):
             known = f"is known to have no code for {' and '.join(lacking)} ({table().checked})"
             found.append(f"note: server '{name}': its image {service.image} {known}; docs/doctor.md has the table")
+    for short in shortages(experiment, root):
+        refused = "; `harness run` refuses it" if short.certain else ""
+        found.append(f"note: server '{short.server}': {short.fact}{refused}\n  next: {short.fix}")
     return found
 
 

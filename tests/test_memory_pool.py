@@ -58,6 +58,7 @@ def test_an_apu_with_a_large_carve_out_allocates_from_it(tmp_path: Path) -> None
         "free_bytes": 76 * GIB,
         "unified": False,
         "host_available_bytes": None,
+        "overstated": False,
     }
     assert pools(tmp_path)[0].doubts == []
 
@@ -72,6 +73,7 @@ def test_an_apu_with_a_small_carve_out_allocates_pages_of_the_host(tmp_path: Pat
         "free_bytes": 122 * GIB,
         "unified": True,
         "host_available_bytes": 90 * GIB,
+        "overstated": False,
     }
     assert [doubt[:42] for doubt in pools(tmp_path)[0].doubts] == ["what is in use of GTT may lag behind what "]
 

@@ -122,6 +122,7 @@ def live(
 def check(scenario: ScenarioArg) -> None:
     """Validate a scenario and show its plan, without running anything."""
     from harness import experiment as experiments
+    from harness.asked import refuse_impossible
     from harness.computed import foretell
     from harness.preflight import notes
     from harness.preview import show_plan
@@ -130,6 +131,7 @@ def check(scenario: ScenarioArg) -> None:
     show_plan(experiment, console())
     for note in [*notes(experiment), *foretell(experiment)]:
         console().print(note, markup=False, highlight=False)
+    refuse_impossible(experiment)
 
 
 @app.command(short_help="Look for what stands in the way on this machine.")

@@ -1,11 +1,13 @@
 """Which memory an AMD GPU allocates from, how large it really is, and what is free of it now."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
 
+from harness.machine.choice import Card, working
 from harness.machine.facts import gpus
 
 PAGE_BYTES = 4096  # of x86-64; an APU, where pages count, is nothing else
@@ -16,17 +18,18 @@ class Pool(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     render_node: str | None  # such as /dev/dri/renderD128
     target: str  # such as gfx1151
-    kind: Literal["vram", "gtt"]
+    kind: Literal["vram", "gtt"] | None  # None: the sizes that decide are not known
     total_bytes: int | None
     used_bytes: int | None
     free_bytes: int | None  # of this pool alone: see host_available_bytes
     unified: bool  # its pages are the host's memory, which every program shares
     host_available_bytes: int | None = None  # of a unified pool: what the kernel can still give out
+    overstated: bool = False  # the driver states more than its own limit gives out, and the runtime may tell that
     doubts: list[str] = []  # why a number here may not be what the GPU's runtime will see
 
 
-def pools(root: Path = Path("/")) -> list[Pool]:
-    """The pool of each AMD GPU under `root`, in the order of the compute driver.
+def pools(root: Path = Path("/"), cards: Sequence[Card] | None = None) -> list[Pool]:
+    """The pool of each of the AMD GPUs under `root`, in the order of the compute driver; None: those that work.
 
     A card of its own has its VRAM. An APU has a carve-out (VRAM) and pages of the host (GTT), and the driver takes the
     larger one: Linux amdgpu, `apu_prefer_gtt`.
@@ -34,32 +37,37 @@ def pools(root: Path = Path("/")) -> list[Pool]:
     available = _host_available(root)
     limit = _pages_limit(root)
     found = []
-    for gpu in gpus(root):
+    for gpu in working(list(gpus(root))) if cards is None else cards:
         node = gpu["render_node"]
         device = root / f"sys/class/drm/{Path(node).name}/device" if node else None
         found.append(_pool(gpu, device, limit, available))
     return found
 
 
-def _pool(gpu: dict[str, object], device: Path | None, limit: int | None, available: int | None) -> Pool:
+def _pool(gpu: Card, device: Path | None, limit: int | None, available: int | None) -> Pool:
     def number(name: str) -> int | None:
         return _number(device / f"mem_info_{name}") if device is not None else None
 
-    vram, gtt = number("vram_total") or None, number("gtt_total") or None
-    kind: Literal["vram", "gtt"] = "gtt" if gpu["integrated"] and (gtt or 0) > (vram or 0) else "vram"
+    vram, gtt = number("vram_total"), number("gtt_total")
+    kind = _kind(gpu["integrated"], vram, gtt)
     unified = kind == "gtt"
     stated, used = (gtt, number("gtt_used")) if unified else (vram, number("vram_used"))
-    total, doubts = stated, []
-    if stated is None:
+    total, doubts, overstated = (stated or None) if kind else None, [], False
+    if kind is None:
+        doubts.append("the driver does not tell the sizes of carve-out and GTT, of which the larger counts")
+    elif total is None:
         doubts.append(f"the driver does not tell the size of its {kind.upper()}")
-    elif unified and limit is not None and limit < stated:
-        total = limit
+    elif unified and limit is not None and limit < total:
         doubts.append(
-            f"the driver states a GTT of {_gib(stated)}, but ttm.pages_limit allows {_gib(limit)}: "
+            f"the driver states a GTT of {_gib(total)}, but ttm.pages_limit allows {_gib(limit)}: "
             "programs may be told more free memory than there is in total"
         )
-    if total is not None and used is None:
+        total, overstated = limit, True
+    if total is not None and kind is not None and used is None:
         doubts.append(f"the driver does not tell how much of its {kind.upper()} is in use")
+    elif total is not None and kind is not None and used is not None and used > (stated or 0):
+        doubts.append(f"the driver tells {_gib(used)} of its {kind.upper()} in use, more than the {_gib(total)} of it")
+        used = None
     if unified:
         doubts.append("what is in use of GTT may lag behind what programs have just allocated")
         if available is None:
@@ -74,8 +82,17 @@ def _pool(gpu: dict[str, object], device: Path | None, limit: int | None, availa
         free_bytes=free,
         unified=unified,
         host_available_bytes=available if unified else None,
+        overstated=overstated,
         doubts=doubts,
     )
+
+
+def _kind(integrated: bool | None, vram: int | None, gtt: int | None) -> Literal["vram", "gtt"] | None:
+    if integrated is False:
+        return "vram"
+    if integrated is None or vram is None or gtt is None:
+        return None
+    return "gtt" if gtt > vram else "vram"
 
 
 def _host_available(root: Path) -> int | None:

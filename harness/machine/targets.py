@@ -1,5 +1,6 @@
 """What a gfx target is called in shops, and where it stands with each server: targets.yaml, with date and sources."""
 
+import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -65,6 +66,14 @@ def without_code(image: str, targets: Iterable[str]) -> list[str]:
             rows = {target: target_of(target) for target in targets}
             return [target for target, row in rows.items() if row is None or row.standing(name) == "unsupported"]
     return []
+
+
+def has_fp8(target: str) -> bool:
+    """Whether vLLM computes FP8 on this gfx target; true for one that it does not know.
+
+    As vLLM's ROCm platform has it (`supports_fp8`): CDNA and RDNA 4, not RDNA 3 and 3.5.
+    """
+    return re.match(r"gfx(10[0-3]|11)", target) is None
 
 
 def target_of(name: str) -> Target | None:

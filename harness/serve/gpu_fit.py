@@ -1,13 +1,11 @@
-"""What of a vLLM command line these GPUs, or this container, cannot do: known before the start, not after ten minutes.
-
-FP8 as vLLM's ROCm platform has it (`supports_fp8`): CDNA and RDNA 4, not RDNA 3 and 3.5.
-"""
+"""What of a vLLM command line these GPUs, or this container, cannot do, known before the start."""
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from harness.errors import HarnessError
+from harness.machine.choice import Card, shown
+from harness.machine.targets import has_fp8
 from harness.serve.compose import Service
 from harness.serve.values import parse_bytes
 
@@ -17,7 +15,7 @@ _RENDER_NODE = re.compile(r"/dev/dri/renderD\d+")
 
 def container_problems(service: Service) -> list[str]:
     """What the service's own keys rule out, wherever it is started."""
-    ranks = _ranks(service.command or [])
+    ranks = ranks_of(service.command or [])
     if ranks == 1:
         return []
     problems = []
@@ -35,45 +33,59 @@ def container_problems(service: Service) -> list[str]:
     return problems
 
 
-def refuse_unfit(service: Service, gpus: Sequence[Mapping[str, Any]]) -> None:
-    """Raise HarnessError for what the GPUs of this machine cannot do; without known GPUs nothing is said."""
-    words = service.command or []
-    targets = sorted({str(gpu["target"]) for gpu in gpus})
-    if not targets:
+def refuse_unfit(service: Service, cards: Sequence[Card], words: Sequence[str] | None = None) -> None:
+    """Raise HarnessError for what the GPUs that the service is given cannot do.
+
+    `cards`: all of this machine; without any, nothing is said, and nothing of a service that is given none. `words`:
+    vLLM's arguments, where they are not the service's command.
+    """
+    words = (service.command or []) if words is None else words
+    given = shown_to(service, cards)
+    if not given:
         return
-    ranks = _ranks(words)
-    if ranks > len(gpus):
+    ranks = ranks_of(words)
+    if ranks > len(given):
+        targets = ", ".join(sorted({str(card["target"]) for card in given}))
+        left_out = len(cards) - len(given)
         raise HarnessError(
-            f"tensor_parallel_size is {ranks}, and this machine has {len(gpus)} AMD GPU{'s' if len(gpus) > 1 else ''} "
-            f"({', '.join(targets)})",
+            f"tensor_parallel_size is {ranks}, and this machine has {len(given)} AMD "
+            f"GPU{'s' if len(given) > 1 else ''} ({targets}) for it"
+            + (f"; {left_out} more {'is' if left_out == 1 else 'are'} left out" if left_out else ""),
             next_step="Lower tensor_parallel_size.",
         )
+    lacking = ", ".join(sorted({str(card["target"]) for card in given[:ranks] if not has_fp8(str(card["target"]))}))
     for flag, names in (("quantization", ("--quantization", "-q")), ("kv_cache_dtype", ("--kv-cache-dtype",))):
         value = value_of(words, *names) or ""
-        if "fp8" in value.lower() and not all(has_fp8(target) for target in targets):
+        if "fp8" in value.lower() and lacking:
             raise HarnessError(
-                f"{flag} is {value}, and {', '.join(targets)} has no FP8",
+                f"{flag} is {value}, and {lacking} has no FP8",
                 next_step="FP8 needs CDNA (Instinct) or RDNA 4 (gfx1200, gfx1201); take a model in FP16 or AWQ"
                 + (" and kv_cache_dtype: auto." if flag == "kv_cache_dtype" else "."),
             )
 
 
-def has_fp8(target: str) -> bool:
-    """Whether vLLM computes FP8 on this gfx target; true for one that it does not know."""
-    return re.match(r"gfx(10[0-3]|11)", target) is None
+def shown_to(service: Service, cards: Sequence[Card]) -> list[Card]:
+    """The GPUs that the service is given; none where it has no device of them, or where a variable decides."""
+    if not any(device.startswith(("/dev/kfd", "/dev/dri")) for device in service.devices):
+        return []
+    visible = service.environment.get("HIP_VISIBLE_DEVICES")
+    if not cards or (visible is not None and "$" in visible):
+        return []
+    return shown(cards, service.devices, None if visible is None else visible.split(","))
 
 
 def value_of(words: Sequence[str], *names: str) -> str | None:
     """The value of an option in a command line, as `--name value` or `--name=value`; the last one counts."""
     found = None
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words, ""][1:], strict=True):
         name, equals, value = word.partition("=")
         if name.replace("_", "-") in names:
             found = value if equals else following
     return found
 
 
-def _ranks(words: Sequence[str]) -> int:
+def ranks_of(words: Sequence[str]) -> int:
+    """How many GPUs a command line of vLLM asks for."""
     value = value_of(words, "--tensor-parallel-size", "-tp")
     return int(value) if value and value.isdigit() else 1
 

@@ -1,0 +1,164 @@
+"""What servers ask of this machine is held against it before anything is pulled; the graphics unit is no second GPU."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.asked import refuse_impossible, shortages
+from harness.computed import fill_in
+from harness.errors import HarnessError, ServerError
+from harness.experiment import Experiment, Target, prepare
+from harness.machine.choice import shown, working
+from harness.machine.facts import gpus
+from harness.machine.pool import pools
+from harness.preflight import notes, refuse_blocked
+from tests.command import write
+from tests.machines import GIB, gpu, host, mi300x_eight, power, radeon, strix_halo_carve_out, strix_halo_gtt, ttm
+
+
+def experiment(folder: Path, template: str = "vllm-rocm", **variables: Any) -> Experiment:
+    load = {"user": "batch", "batch_size": 2, "requests": 4}
+    return prepare(write(folder, servers={"s": {"template": template, "variables": variables}}, loads={"one": load}))
+
+
+def seed(root: Path) -> Path:
+    """Strix Halo with 76.45 of 96 GiB free."""
+    host(root, name="halo", kernel="6.18.4", ram_gib=31, available_gib=25)
+    gpu(root, 110501, vram_gib=96, gtt_gib=15.5, vram_used_gib=96 - 76.45)
+    return power(ttm(root, 15.5))
+
+
+def unit_and_card(root: Path, version: int = 110000, vram_gib: float = 24, *, unit_first: bool = True) -> Path:
+    """The graphics unit of a desktop Ryzen, whose GTT is larger than the card's memory, beside a card."""
+    host(root, name="tower", kernel="6.14", ram_gib=126, available_gib=110)
+    gpu(root, 100306, minor=128 if unit_first else 129, units=2, vram_gib=0.5, gtt_gib=63, extra="")
+    return gpu(
+        root, version, minor=129 if unit_first else 128, units=96, vram_gib=vram_gib, gtt_gib=63, card=True, extra=""
+    )
+
+
+def test_a_share_that_vllm_will_refuse_is_refused_before_the_pull(tmp_path: Path) -> None:
+    root = seed(tmp_path / "root")
+    asks = experiment(tmp_path, gpu_memory_utilization=0.9)
+    (short,) = shortages(asks, root)
+    assert short.fact == (
+        "gpu_memory_utilization 0.9 asks for 86.40 of 96.00 GiB of /dev/dri/renderD128 (gfx1151), and 76.45 GiB are "
+        "free: vLLM refuses to start"
+    )
+    assert short.certain
+    fix = "Set gpu_memory_utilization to 0.77 or less, or to auto where the template has it, or stop what holds it."
+    assert notes(asks, root) == [f"note: server 's': {short.fact}; `harness run` refuses it\n  next: {fix}"]
+
+
+def test_a_run_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")  # memory is known without an engine
+    root = seed(tmp_path / "root")
+    with pytest.raises(ServerError, match=r"server 's': gpu_memory_utilization 0.9 asks for 86.40 of") as caught:
+        refuse_blocked(experiment(tmp_path, gpu_memory_utilization=0.9), root)
+    assert caught.value.next_step.endswith("HARNESS_DOCTOR=off skips this check.")
+    refuse_blocked(experiment(tmp_path, gpu_memory_utilization=0.78), root)
+    monkeypatch.setenv("HARNESS_DOCTOR", "off")
+    refuse_blocked(experiment(tmp_path, gpu_memory_utilization=0.9), root)
+
+
+@pytest.mark.parametrize(
+    ("template", "variables", "expected"),
+    [
+        ("vllm-rocm", {}, []),
+        ("vllm-rocm", {"gpu_memory_utilization": 0.77}, []),
+        # The driver has 76.45 GiB free, of which the runtime takes its own share before vLLM looks.
+        ("vllm-rocm", {"gpu_memory_utilization": 0.78}, [("0.78 is above what is safe now", False)]),
+        ("vllm-rocm", {"gpu_memory_utilization": None}, [("0.92 (vLLM's default) asks for 88.32 of", False)]),
+        ("vllm-rocm", {"gpu_memory_utilization": "auto"}, []),
+        ("vllm-offline", {"gpu_memory_utilization": 0.85}, [("0.85 asks for 81.60 of", True)]),
+        ("lemonade", {"vllm_args": "--gpu-memory-utilization 0.9"}, [("0.9 asks for 86.40 of", True)]),
+        ("lemonade", {"vllm_args": "--gpu-memory-utilization auto"}, []),
+        ("lemonade", {}, []),
+        ("llamacpp", {"model_path": "/m.gguf"}, []),
+        ("vllm-cpu", {}, []),
+        ("vllm-cpu", {"gpu_memory_utilization": 0.5, "kv_cache_gib": None}, []),
+        ("vllm-cpu", {"gpu_memory_utilization": 0.9, "kv_cache_gib": None}, [("0.9 asks for 27.90 of 31.00 G", True)]),
+    ],
+)
+def test_what_is_asked_and_what_is_there(
+    tmp_path: Path, template: str, variables: dict[str, Any], expected: list[tuple[str, bool]]
+) -> None:
+    found = list(shortages(experiment(tmp_path, template, **variables), seed(tmp_path / "root")))
+    told = [short.fact.removeprefix("gpu_memory_utilization ") for short in found]
+    assert [(text[: len(want)], short.certain) for text, short, (want, _) in zip(told, found, expected, strict=True)] \
+        == expected  # fmt: skip
+
+
+def test_what_is_not_known_is_not_refused(tmp_path: Path) -> None:
+    asks = experiment(tmp_path, gpu_memory_utilization=0.9)
+    assert list(shortages(asks, tmp_path / "nothing")) == []
+    (seed(tmp_path / "root") / "sys/class/drm/renderD128/device/mem_info_vram_used").unlink()
+    assert list(shortages(asks, tmp_path / "root")) == []
+    elsewhere = prepare(write(tmp_path, servers={"s": {"template": "vllm-rocm"}}), Target("http://127.0.0.1:1"))
+    assert list(shortages(elsewhere, seed(tmp_path / "full"))) == []
+
+
+def test_with_a_stated_gtt_above_its_limit_the_runtime_may_tell_more(tmp_path: Path) -> None:
+    root = ttm(strix_halo_gtt(tmp_path / "root"), 62.5)
+    (root / "sys/class/drm/renderD128/device/mem_info_gtt_used").write_text(f"{20 * GIB}\n")
+    (short,) = shortages(experiment(tmp_path, gpu_memory_utilization=0.9), root)
+    assert not short.certain
+
+
+@pytest.mark.parametrize("unit_first", [True, False])
+@pytest.mark.parametrize(("version", "vram_gib", "share"), [(110000, 24, 0.9), (120001, 32, 0.92)])
+def test_a_card_wins_over_the_graphics_unit(
+    tmp_path: Path, version: int, vram_gib: float, share: float, unit_first: bool
+) -> None:
+    root = unit_and_card(tmp_path / "root", version, vram_gib, unit_first=unit_first)
+    card = f"/dev/dri/renderD{129 if unit_first else 128}"
+    assert [pool.render_node for pool in pools(root)] == [card]
+    found = fill_in(experiment(tmp_path, gpu_memory_utilization="auto"), lambda _line: None, root)
+    assert found.scenario.servers["s"].variables["gpu_memory_utilization"] == share
+
+
+def test_what_the_server_is_given_counts(tmp_path: Path) -> None:
+    cards = list(gpus(unit_and_card(tmp_path / "root")))
+    unit, card = cards
+    assert working(cards) == [card]
+    assert working([unit]) == [unit]
+    assert shown(cards, ["/dev/kfd", "/dev/dri"]) == [card]
+    assert shown(cards, ["/dev/kfd", "/dev/dri/renderD128"]) == [unit]
+    assert shown(cards, ["/dev/kfd", "/dev/dri"], [0]) == [unit]
+    assert shown(cards, ["/dev/kfd", "/dev/dri/renderD129:/dev/dri/renderD129"], ["0"]) == [card]
+    with pytest.raises(HarnessError, match="gpus names 2, and there are 2 GPUs here, counted from 0"):
+        shown(cards, [], [2])
+
+
+@pytest.mark.parametrize(
+    ("template", "variables", "what"),
+    [
+        ("vllm-rocm", {"quantization": "fp8"}, "quantization is fp8, and gfx1151 has no FP8"),
+        ("vllm-rocm", {"kv_cache_dtype": "fp8"}, "kv_cache_dtype is fp8, and gfx1151 has no FP8"),
+        ("vllm-offline", {"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype is fp8_e5m2, and gfx1151 has no FP8"),
+        ("lemonade", {"vllm_args": "--kv-cache-dtype fp8"}, "kv_cache_dtype is fp8, and gfx1151 has no FP8"),
+        ("vllm-rocm", {"tensor_parallel_size": 2}, "tensor_parallel_size is 2, and this machine has 1 AMD GPU"),
+        ("lemonade", {"vllm_args": "--tensor-parallel-size=2"}, "tensor_parallel_size is 2, and this machine has 1"),
+    ],
+)
+def test_what_the_gpus_cannot_do_is_refused(
+    tmp_path: Path, template: str, variables: dict[str, Any], what: str
+) -> None:
+    asks = experiment(tmp_path, template, **variables)
+    with pytest.raises(HarnessError, match=f"server 's': {what}"):
+        refuse_impossible(asks, strix_halo_carve_out(tmp_path / "halo"))
+    refuse_impossible(asks, mi300x_eight(tmp_path / "eight"))
+    refuse_impossible(asks, tmp_path / "nothing")
+
+
+def test_the_graphics_unit_is_no_second_gpu_and_takes_no_fp8_away(tmp_path: Path) -> None:
+    root = unit_and_card(tmp_path / "root", 120001, 32)
+    refuse_impossible(experiment(tmp_path, kv_cache_dtype="fp8"), root)
+    with pytest.raises(HarnessError, match=r"this machine has 1 AMD GPU \(gfx1201\) for it; 1 more is left out"):
+        refuse_impossible(experiment(tmp_path, tensor_parallel_size=2), root)
+
+
+def test_vllm_on_the_processor_is_not_asked_about_gpus(tmp_path: Path) -> None:
+    root = radeon(tmp_path / "root", 110000, 24)
+    refuse_impossible(experiment(tmp_path, "vllm-cpu", extra_args=["--kv-cache-dtype", "fp8", "-tp", "2"]), root)
