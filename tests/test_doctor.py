@@ -179,9 +179,11 @@ def test_who_holds_the_memory(tmp_path: Path) -> None:
     machines.process(root, 4242, "llama-server", 4000, drm(9, vram_kib=28 << 20, gtt_kib=1 << 20))
     write(root, {"proc/4242/fdinfo/8": drm(9, vram_kib=28 << 20, gtt_kib=1 << 20)})  # the same client again
     seen = found(root)
-    assert levels(seen) == dict.fromkeys(("memory.pool", "memory.holders", "processes.engines"), "warning")
+    assert levels(seen) == dict.fromkeys(("memory.fraction", "memory.holders", "processes.engines"), "warning")
     assert seen["memory.pool"].fact == "VRAM of 96.0 GiB counts, 66.0 GiB free (the GTT of 15.5 GiB does not)"
-    assert seen["memory.pool"].fix is not None and "gpu_memory_utilization to 0.66 or less" in seen["memory.pool"].fix
+    assert seen["memory.fraction"].fix == (
+        "set gpu_memory_utilization to 0.66 or less, or to auto, or end what holds the memory"
+    )
     assert seen["memory.holders"].fact == "held by llama-server (pid 4242) 29.0 GiB, gnome-shell (pid 900) 0.3 GiB"
     assert seen["memory.holders"].fix is not None
     assert seen["memory.holders"].fix.startswith("end llama-server (pid 4242) before measuring;")
@@ -199,12 +201,14 @@ def test_host_memory_that_other_programs_use_is_not_free_for_a_gtt(tmp_path: Pat
     root = machines.strix_halo_gtt(tmp_path)
     write(root, {"proc/meminfo": f"MemTotal: {int(124.5 * GIB) // 1024} kB\nMemAvailable: {58 * GIB // 1024} kB\n"})
     seen = found(root)
-    assert levels(seen) == {"memory.pool": "warning"}
+    assert levels(seen) == {"memory.fraction": "warning"}
     assert seen["memory.pool"].fact == (
         "GTT of 116.0 GiB counts, 115.9 GiB free, of which the host can give 58.0 GiB "
         "(the carve-out of 0.5 GiB does not)"
     )
-    assert seen["memory.pool"].fix is not None and "to 0.46 or less" in seen["memory.pool"].fix
+    assert seen["memory.fraction"].fix == (
+        "set gpu_memory_utilization to 0.46 or less, or to auto, or end programs that use the host's memory"
+    )
 
 
 def test_gttsize_alone_lies(tmp_path: Path) -> None:
@@ -213,10 +217,111 @@ def test_gttsize_alone_lies(tmp_path: Path) -> None:
     )
     machines.power(machines.ttm(machines.gpu(root, 110501, vram_gib=0.5, gtt_gib=128), 62.5))
     seen = found(root)
-    assert levels(seen) == {"memory.gttsize": "warning"}
+    assert levels(seen) == dict.fromkeys(("memory.gttsize", "memory.half"), "warning")
+    assert seen["memory.gttsize"].fix == "boot with ttm.pages_limit=30670848 instead of amdgpu.gttsize (4 KiB pages)"
+    assert 117 * GIB == 30670848 * 4096, "never more than the RAM can give"
+    assert seen["memory.half"].fact == (
+        "the GPU gets 62.5 GiB of 125.0 GiB: GTT has a limit of half the RAM, the carve-out is 0.5 GiB"
+    )
     assert seen["memory.gttsize"].fact == (
         "amdgpu.gttsize=131072 promises a GTT of 128.0 GiB, but ttm.pages_limit gives out 62.5 GiB: "
         "programs see more free memory than there is"
+    )
+
+
+def test_the_largest_safe_share_is_always_told(tmp_path: Path) -> None:
+    root = machines.strix_halo_carve_out(tmp_path / "halo")
+    assert found(root)["memory.fraction"].fact == (
+        "gpu_memory_utilization is safe up to 0.92; vLLM's default of 0.92 fits"
+    )
+    machines.gpu(root, 110501, vram_gib=96, gtt_gib=15.5, vram_used_gib=96 - 76.45)
+    seen = found(root)
+    assert levels(seen) == {"memory.fraction": "warning"}
+    assert seen["memory.fraction"].fact == (
+        "gpu_memory_utilization is safe up to 0.77; vLLM's default of 0.92 does not fit"
+    )
+    assert seen["memory.fraction"].fix == "set gpu_memory_utilization to 0.77 or less, or to auto", "nobody is seen"
+    machines.gpu(root, 110501, vram_gib=96, gtt_gib=15.5, vram_used_gib=95)
+    seen = found(root)
+    assert seen["memory.fraction"].fact == (
+        "no gpu_memory_utilization is safe: nothing is left for vLLM; vLLM's default of 0.92 and the templates' 0.75 "
+        "do not fit"
+    )
+    assert seen["memory.fraction"].fix is not None and seen["memory.fraction"].fix.startswith("end what holds")
+    small = found(machines.radeon(tmp_path / "small", 110000, 1))
+    assert small["memory.fraction"].fix == "take llama.cpp with a small model: this memory is too little for vLLM"
+    close = found(machines.radeon(tmp_path / "close", 110000, 24))
+    assert close["memory.fraction"].fact == (
+        "gpu_memory_utilization is safe up to 0.90; vLLM's default of 0.92 is more, and may just start"
+    )
+
+
+def test_of_several_gpus_each_has_its_share(tmp_path: Path) -> None:
+    root = machines.mi300x_eight(tmp_path)
+    assert found(root)["memory.fraction"].fact.startswith("gpu_memory_utilization is safe up to 0.92 on each of 8 GPUs")
+    write(root, {"sys/class/drm/renderD131/device/mem_info_vram_used": f"{150 * GIB}\n"})
+    assert found(root)["memory.fraction"].fact == (
+        "gpu_memory_utilization is safe up to 0.92 on 7 GPUs, 0.20 on /dev/dri/renderD131; vLLM's default of 0.92 and "
+        "the templates' 0.75 do not fit"
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "fact"),
+    [
+        ("mem_info_vram_total", "N/A\n", "does not tell the sizes of carve-out and GTT, of which the larger counts"),
+        ("mem_info_vram_used", "N/A\n", "does not tell how much of its VRAM is in use"),
+        ("mem_info_vram_used", f"{200 * GIB}\n", "tells 200.00 GiB of its VRAM in use, more than the 96.00 GiB of it"),
+    ],
+)
+def test_memory_that_is_not_known_is_not_well(tmp_path: Path, file: str, content: str, fact: str) -> None:
+    root = machines.strix_halo_carve_out(tmp_path)
+    seen = found(write(root, {f"sys/class/drm/renderD128/device/{file}": content}))
+    assert levels(seen) == {"memory.pool": "warning"}
+    assert seen["memory.pool"].fact == f"/dev/dri/renderD128: the driver {fact}"
+    assert "memory.fraction" not in seen
+
+
+@pytest.mark.parametrize(
+    ("version", "by"),
+    [(None, "another one, such as that of amdgpu-dkms,"), ("6.12.12", "amdgpu 6.12.12 of amdgpu-dkms")],
+)
+def test_a_new_kernel_whose_driver_was_replaced(tmp_path: Path, version: str | None, by: str) -> None:
+    root = machines.strix_halo_carve_out(tmp_path)
+    machines.gpu(root, 110501, vram_gib=96, gtt_gib=15.5, extra="cwsr_size 25214976\n")
+    if version is not None:
+        write(root, {"sys/module/amdgpu/version": f"{version}\n"})
+    one = found(root)["kernel.cwsr"]
+    assert (one.level, one.fact) == (
+        "blocker",
+        "Linux 6.18.4 has the CWSR fix for gfx1151, but its driver does not tell both of cwsr_size and "
+        f"ctl_stack_size: {by} has replaced it, and ROCm crashes or hangs",
+    )
+    assert one.fix is not None and one.fix.startswith("remove the driver that has replaced the kernel's own")
+
+
+def test_the_graphics_unit_beside_a_card_is_left_alone(tmp_path: Path) -> None:
+    root = machines.radeon(tmp_path, 110000, 24)
+    machines.gpu(root, 100306, minor=129, units=2, vram_gib=0.5, gtt_gib=31)
+    seen = found(machines.ttm(root, 15))
+    assert levels(seen) == {"gpu.mixed": "warning"}
+    assert seen["memory.pool"].fact == "VRAM of 24.0 GiB counts, 23.8 GiB free"
+    assert seen["gpu.target"].fact.startswith("gfx1100 ")
+
+
+def test_a_process_left_behind_is_found_once(tmp_path: Path) -> None:
+    root = machines.strix_halo_carve_out(tmp_path)
+    machines.process(root, 4242, "VLLM::EngineCor", 1, drm(1, vram_kib=30 << 20))
+    seen = found(root)
+    assert levels(seen) == {"processes.orphans": "warning"}
+    assert seen["processes.orphans"].fact.endswith("VLLM::EngineCor (pid 4242, holds 30.0 GiB)")
+
+
+def test_a_gtt_above_the_ram_with_a_small_carve_out(tmp_path: Path) -> None:
+    root = machines.strix_halo_gtt(tmp_path)
+    machines.ttm(machines.gpu(root, 110501, vram_gib=0.5, gtt_gib=128), 128)
+    assert (
+        found(root)["memory.overcommit"].fix == "boot with ttm.pages_limit=30408704, which leaves memory to the system"
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from harness.machine import pci
+from harness.machine.choice import working
 from harness.machine.doctor.finding import Finding, finding
 from harness.machine.facts import gpus
 from harness.machine.files import text
@@ -21,7 +22,7 @@ def check(root: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
         yield _none(root)
         return
     yield finding("gpu.present", "ok", _present(root, counts))
-    for target in counts:
+    for target in dict.fromkeys(str(card["target"]) for card in working(list(gpus(root)))):
         yield _standing(target)
     if len(counts) > 1:
         many = " and ".join(f"{count} x {target}" for target, count in counts.items())

@@ -11,6 +11,8 @@ from harness.machine.targets import target_of
 
 _RDNA_3_5 = ("gfx1150", "gfx1151", "gfx1152")
 _HEX = re.compile(r"(?:0x)?[0-9a-f]+", re.IGNORECASE)
+_CWSR, _HANGS = "cwsr_size and ctl_stack_size", "ROCm crashes or hangs"
+_CWSR_SINCE = (6, 18, 4)
 _BAD_FIRMWARE, _BAD_MES = "20251125", 0x83
 _FIRMWARE_PACKAGES = ("linux-firmware", "linux-firmware-amdgpu", "firmware-amd-graphics", "amd-gpu-firmware")
 
@@ -38,10 +40,17 @@ def cwsr(root: Path) -> Iterator[Finding]:
         yield finding("kernel.cwsr", "ok", "the kernel has the CWSR fix for gfx1151 (cwsr_size and ctl_stack_size)")
     else:
         version = text(root / "proc/sys/kernel/osrelease") or "of unknown version"
+        fix = "the CWSR fix for gfx1151"
+        if tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < _CWSR_SINCE:
+            yield finding("kernel.cwsr", "blocker", f"Linux {version} lacks {fix} (no {_CWSR}): {_HANGS}", "old")
+            return
+        driver = text(root / "sys/module/amdgpu/version")  # the kernel's own driver has none
+        other = f"amdgpu {driver} of amdgpu-dkms" if driver else "another one, such as that of amdgpu-dkms,"
         fact = (
-            f"Linux {version} lacks the CWSR fix for gfx1151 (no cwsr_size and ctl_stack_size): ROCm crashes or hangs"
+            f"Linux {version} has {fix}, but its driver does not tell both of {_CWSR}: {other} has replaced it, "
+            f"and {_HANGS}"
         )
-        yield finding("kernel.cwsr", "blocker", fact)
+        yield finding("kernel.cwsr", "blocker", fact, "replaced")
 
 
 def _driver(root: Path, targets: set[str]) -> Iterator[Finding]:

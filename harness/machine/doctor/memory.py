@@ -4,41 +4,43 @@ import re
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
-from harness.fraction import driver_reserve, safe_utilization
+from harness.fraction import VLLM_DEFAULT, driver_reserve, safe_utilization, vllm_accepts
+from harness.machine.choice import Card, working
 from harness.machine.doctor.finding import Finding, finding
+from harness.machine.doctor.processes import orphans
 from harness.machine.facts import gpus
 from harness.machine.files import gib, meminfo, number, text
 from harness.machine.holders import Holder, holders
 from harness.machine.pool import PAGE_BYTES, Pool, pools
 
 GIB = 1 << 30
-NEEDED_SHARE = 0.75  # gpu_memory_utilization of the template vllm-rocm
+TEMPLATE_SHARE = Decimal("0.75")  # gpu_memory_utilization of the template vllm-rocm
 _SMALL_CARVE_OUT = 8 * GIB
 _MUCH = GIB  # held by one process
 _SHOWN = 64 << 20
 
 
 def check(root: Path) -> Iterator[Finding]:
-    """Findings about the memory of the GPUs; none without a GPU."""
-    cards, found = list(gpus(root)), pools(root)
+    """Findings about the memory of the GPUs that work; none without a GPU."""
+    cards = working(list(gpus(root)))
+    found = pools(root, cards)
     if not found:
         return
     yield _pools(found, cards)
+    yield from _fractions(root, found)
     yield from _holders(root, found)
     for pool, card in zip(found, cards, strict=True):
         if card["integrated"]:
             yield from _sizes(root, pool, card)
 
 
-def _pools(found: list[Pool], cards: list[dict[str, Any]]) -> Finding:
-    free = [(_free(pool), pool.total_bytes) for pool in found]
-    shares = [share / total for share, total in free if share is not None and total]
-    fact = _one(found[0], cards[0]) if len(found) == 1 else "; ".join(_alike(found))
-    if shares and min(shares) < NEEDED_SHARE:
-        return finding("memory.pool", "warning", fact, fraction=f"{min(map(_fraction, found)):.2f}")
-    return finding("memory.pool", "ok", fact)
+def _pools(found: list[Pool], cards: list[Card]) -> Finding:
+    unknown = [f"{pool.render_node or pool.target}: {pool.doubts[0]}" for pool in found if pool.free_bytes is None]
+    if unknown:
+        known = "; ".join(_alike([pool for pool in found if pool.free_bytes is not None]))
+        return finding("memory.pool", "warning", "; ".join([*([known] if known else []), *unknown]))
+    return finding("memory.pool", "ok", _one(found[0], cards[0]) if len(found) == 1 else "; ".join(_alike(found)))
 
 
 def _free(pool: Pool) -> int | None:
@@ -47,19 +49,56 @@ def _free(pool: Pool) -> int | None:
     return min(known) if pool.free_bytes is not None else None
 
 
-def _fraction(pool: Pool) -> Decimal:
-    """What `harness memory` computes; 0 where it finds nothing left, or does not know."""
-    if pool.free_bytes is None or pool.total_bytes is None:
-        return Decimal(0)
+def _fraction(pool: Pool) -> Decimal | None:
+    """What `harness memory` computes; None where it finds nothing left."""
+    assert pool.free_bytes is not None and pool.total_bytes is not None
     free = min(pool.free_bytes, pool.total_bytes)
     host = pool.host_available_bytes
-    found = safe_utilization(free, pool.total_bytes, reserve=driver_reserve(free), host_available=host)
-    return found or Decimal(0)
+    return safe_utilization(free, pool.total_bytes, reserve=driver_reserve(free), host_available=host)
 
 
-def _one(pool: Pool, card: dict[str, Any]) -> str:
-    if pool.total_bytes is None or pool.free_bytes is None:
-        return f"the driver does not tell how large the {pool.kind.upper()} of {pool.render_node} is or what is free"
+def _fractions(root: Path, found: list[Pool]) -> Iterator[Finding]:
+    """The largest safe share of each pool that is known, and whether what vLLM and the templates take fits."""
+    known = [pool for pool in found if pool.free_bytes is not None and pool.total_bytes is not None]
+    if not known:
+        return
+    shares = [_fraction(pool) or Decimal(0) for pool in known]
+    told, least = _shares(known, shares), min(shares)
+    default = f"vLLM's default of {VLLM_DEFAULT}"
+    if all(_accepts(pool, VLLM_DEFAULT) for pool in known):
+        fits = "fits" if least >= VLLM_DEFAULT else "is more, and may just start"
+        yield finding("memory.fraction", "ok", f"{told}; {default} {fits}")
+        return
+    neither = not all(_accepts(pool, TEMPLATE_SHARE) for pool in known)
+    told += f"; {default} and the templates' {TEMPLATE_SHARE} do not fit" if neither else f"; {default} does not fit"
+    of_host = any((pool.host_available_bytes or pool.free_bytes or 0) < (pool.free_bytes or 0) for pool in known)
+    if not least:
+        case = "full" if of_host or max(pool.used_bytes or 0 for pool in known) > _MUCH else "none"
+    else:
+        seen = sum(holder.bytes for holder in holders(root).found) > _MUCH
+        case = "host" if of_host else "held" if seen else "small"
+    yield finding("memory.fraction", "warning", told, case, fraction=least)
+
+
+def _shares(known: list[Pool], shares: list[Decimal]) -> str:
+    """The shares in words, those that are equal together."""
+    parts = []
+    for share in dict.fromkeys(shares):
+        nodes = [pool.render_node or pool.target for pool, own in zip(known, shares, strict=True) if own == share]
+        where = nodes[0] if len(nodes) == 1 else f"{'each of ' if len(nodes) == len(known) else ''}{len(nodes)} GPUs"
+        parts.append(f"{share or 'nothing'}{'' if len(known) == 1 else f' on {where}'}")
+    if not any(shares):
+        return "no gpu_memory_utilization is safe: nothing is left for vLLM"
+    return f"gpu_memory_utilization is safe up to {', '.join(parts)}"
+
+
+def _accepts(pool: Pool, share: Decimal) -> bool:
+    free, total = _free(pool), pool.total_bytes
+    return free is not None and total is not None and vllm_accepts(free, total, share)
+
+
+def _one(pool: Pool, card: Card) -> str:
+    assert pool.kind is not None and pool.total_bytes is not None and pool.free_bytes is not None
     fact = f"{pool.kind.upper()} of {gib(pool.total_bytes)} counts, {gib(pool.free_bytes)} free"
     if pool.unified and pool.host_available_bytes is not None and pool.host_available_bytes < pool.free_bytes:
         fact += f", of which the host can give {gib(pool.host_available_bytes)}"
@@ -77,12 +116,13 @@ def _alike(found: list[Pool]) -> Iterator[str]:
         free = sorted(size for pool in members if (size := _free(pool)) is not None)
         told = "unknown size" if total_bytes is None else gib(total_bytes)
         left = "unknown" if not free else gib(free[0]) if free[0] == free[-1] else f"{gib(free[0])} to {gib(free[-1])}"
-        yield f"{len(members)} x {kind.upper()} of {told}, {left} free"
+        what = "memory" if kind is None else kind.upper()
+        yield f"{f'{len(members)} x ' if len(members) > 1 else ''}{what} of {told}, {left} free"
 
 
 def _holders(root: Path, found: list[Pool]) -> Iterator[Finding]:
-    seen = holders(root)
-    shown = [holder for holder in seen.found if holder.bytes >= _SHOWN][:5]
+    seen, left_behind = holders(root), orphans(root)  # those have a finding of their own
+    shown = [holder for holder in seen.found if holder.bytes >= _SHOWN and holder.pid not in left_behind][:5]
     unseen = f"; {seen.unseen} processes of other users cannot be seen (sudo shows them)" if seen.unseen else ""
     much = [holder for holder in shown if holder.bytes >= _MUCH]
     if much:
@@ -101,38 +141,42 @@ def _list(shown: list[Holder]) -> str:
     return ", ".join(f"{holder.name} (pid {holder.pid}) {gib(holder.bytes)}" for holder in shown)
 
 
-def _sizes(root: Path, pool: Pool, card: dict[str, Any]) -> Iterator[Finding]:
+def _sizes(root: Path, pool: Pool, card: Card) -> Iterator[Finding]:
     """Settings of an APU that give less memory than there is, or more than there is."""
-    ram, vram, gtt = meminfo(root, "MemTotal"), card["vram_bytes"], card["gtt_bytes"]
+    ram, vram, stated = meminfo(root, "MemTotal"), card["vram_bytes"], card["gtt_bytes"]
+    most = None if ram is None else _most_gib(ram)
     limit = number(root / "sys/module/ttm/parameters/pages_limit")
-    parameters = text(root / "proc/cmdline") or ""
-    wanted = re.search(r"\bamdgpu\.gttsize=(\d+)", parameters)
-    if limit is not None and gtt is not None and limit * PAGE_BYTES < gtt:
+    gtt = stated if limit is None or stated is None else min(stated, limit * PAGE_BYTES)
+    if stated is not None and gtt is not None and gtt < stated:
+        wanted = re.search(r"\bamdgpu\.gttsize=(\d+)", text(root / "proc/cmdline") or "")
         asked = f"amdgpu.gttsize={wanted[1]}" if wanted else "the driver"
+        size = stated if most is None else min(stated, max(gtt, most * GIB))  # never more than there is
         yield finding(
             "memory.gttsize",
             "warning",
-            f"{asked} promises a GTT of {gib(gtt)}, but ttm.pages_limit gives out {gib(limit * PAGE_BYTES)}: "
+            f"{asked} promises a GTT of {gib(stated)}, but ttm.pages_limit gives out {gib(gtt)}: "
             "programs see more free memory than there is",
-            pages=gtt // PAGE_BYTES,
+            pages=size // PAGE_BYTES,
         )
-        return
-    if ram is None or vram is None or gtt is None or not pool.unified:
+    if ram is None or most is None or vram is None or gtt is None or not pool.unified:
         return
     if gtt > ram:
+        small = vram < _SMALL_CARVE_OUT
         yield finding(
             "memory.overcommit",
             "warning",
             f"the GTT of {gib(gtt)} counts, but the carve-out of {gib(vram)} leaves only {gib(ram)} of RAM to fill it",
+            "limit" if small else "carve-out",
             carve_out=gib(vram),
+            pages=max(0, most) * GIB // PAGE_BYTES,
         )
-    elif vram < _SMALL_CARVE_OUT and gtt < 0.55 * ram:
-        most = _most_gib(ram)
+    elif vram < _SMALL_CARVE_OUT and gtt < 0.55 * ram and gtt < most * GIB:
         yield finding(
             "memory.half",
             "warning",
             f"the GPU gets {gib(gtt)} of {gib(ram)}: "
-            f"GTT has its default size of half the RAM, the carve-out is {gib(vram)}",
+            f"GTT has {'a limit' if gtt < (stated or 0) else 'its default size'} of half the RAM, "
+            f"the carve-out is {gib(vram)}",
             pages=most * GIB // PAGE_BYTES,
             size=f"{most} GiB",
             left=gib(ram - most * GIB),

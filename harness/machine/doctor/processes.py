@@ -30,23 +30,30 @@ def check(root: Path) -> Iterator[Finding]:
     """Findings about engines that run on this machine."""
     running = {process.pid: process for process in _processes(root)}
     engines = [process for process in running.values() if _ENGINES.match(process.name)]
-    orphans = [process for process in engines if _is_orphan(process, running)]
-    held = {holder.pid: holder.bytes for holder in holders(root).found} if orphans else {}
-    if orphans:
+    left_behind = [process for process in engines if _is_orphan(process, running)]
+    held = {holder.pid: holder.bytes for holder in holders(root).found} if left_behind else {}
+    if left_behind:
         told = [
-            f"{one.name} (pid {one.pid}{f', holds {gib(held[one.pid])}' if one.pid in held else ''})" for one in orphans
+            f"{one.name} (pid {one.pid}{f', holds {gib(held[one.pid])}' if one.pid in held else ''})"
+            for one in left_behind
         ]
-        pids = " ".join(str(process.pid) for process in orphans)
+        pids = " ".join(str(process.pid) for process in left_behind)
         yield finding(
             "processes.orphans", "warning", f"left behind by a server that is gone: {', '.join(told)}", pids=pids
         )
     else:
         yield finding("processes.orphans", "ok", "no engine was left behind by a server that is gone")
-    others = [process for process in engines if process not in orphans]
+    others = [process for process in engines if process not in left_behind]
     if others:
         told = [f"{process.name} (pid {process.pid})" for process in others]
         more = f" and {len(told) - 4} more" if len(told) > 4 else ""
         yield finding("processes.engines", "warning", f"run already: {', '.join(told[:4])}{more}")
+
+
+def orphans(root: Path) -> set[int]:
+    """Pids of engine processes whose server is gone."""
+    running = {process.pid: process for process in _processes(root)}
+    return {process.pid for process in running.values() if _is_orphan(process, running)}
 
 
 def _is_orphan(process: Process, running: dict[int, Process]) -> bool:
