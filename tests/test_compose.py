@@ -23,7 +23,7 @@ from harness.serve.values import parse_bytes, parse_device, parse_port, parse_se
 from harness.simulated.presets import PRESETS
 from harness.strict import load_yaml
 
-EVIL = "x\"\n    privileged: true\n  other:\n    image: evil # '{{ 7 * 7 }}{% raw %}\u2028\x85\x7f\x00\ufeff: - ]}"
+EVIL = "x$\"\n    privileged: true\n  other:\n    image: evil # '{{ 7 * 7 }}{% raw %}\u2028\x85\x7f\x00\ufeff: - ]}"
 NAMES = ["lemonade", "llamacpp", "localai", "ollama", "simulated", "vllm-cpu", "vllm-offline", "vllm-rocm"]
 
 
@@ -78,7 +78,7 @@ def strings_of(template: str) -> list[str]:
 
 @pytest.mark.parametrize(("template", "name"), [(t, n) for t in NAMES for n in strings_of(t)])
 def test_no_text_can_inject_yaml(template: str, name: str) -> None:
-    plain = yaml.safe_load(rendered(template, {name: "plain"}))
+    plain = yaml.safe_load(rendered(template, {name: "plain$"}))
     evil = yaml.safe_load(rendered(template, {name: EVIL}))
     assert list(evil) == list(plain)
     assert list(evil["services"]) == list(plain["services"])
@@ -165,7 +165,7 @@ def test_an_undeclared_variable_is_an_error(tmp_path: Path) -> None:
         ("vllm-rocm", {"port": 99999}, "variables.port: a number from 1 to 65535 is expected, got 99999"),
         ("vllm-rocm", {"image": "An Image"}, "'An Image' is not the name of an image"),
         ("vllm-rocm", {"ipc": "hots"}, "'hots' is not an ipc mode; known: host, none, private, shareable"),
-        ("vllm-rocm", {"groups": ["two words"]}, "'two words' is not a group; give its number"),
+        ("vllm-rocm", {"groups": ["two words"]}, "'two words' is not the number of a group; `stat -c %g"),
     ],
 )
 def test_a_bad_server_is_refused_in_words(template: str, given: dict[str, Any], problem: str) -> None:
@@ -281,9 +281,9 @@ def test_a_secret_that_is_written_out_is_refused_and_not_shown(given: dict[str, 
     "given",
     [
         {"extra_args": ["--api-key", "${A}", "--hf-token=$HF_TOKEN", "--header", "Bearer ${API_KEY:?it is needed}"]},
-        {"extra_args": ["--max-num-batched-tokens", 8192, "--long-prefill-token-threshold=128", "--tokenizer", "a/b"]},
+        {"extra_args": ["--max-num-partial-prefills", 2, "--long-prefill-token-threshold=128", "--tokenizer", "a/b"]},
         {"extra_args": ["--ssl-keyfile", "/keys/a", "--api-key-file=/keys/b", "--api-key-env", "MY_KEY", "--hf-token"]},
-        {"extra_args": ["--use-key", "--other"], "volumes": ["/models/hf_transformers_cache:/models"]},
+        {"extra_args": ["--use-key", "--other"], "volumes": ["/usr/lib:/models/hf_transformers_cache"]},
         {"environment": {"HF_TOKEN": "${HF_TOKEN-}", "TOKENIZERS_PARALLELISM": "false", "HF_TOKEN_PATH": "/run/t"}},
         {"model_path": "/disk-images/sk-learn", "huggingface_cache": "hf_cache"},
     ],
@@ -431,7 +431,9 @@ def test_an_interpolated_value_is_checked_like_any_other() -> None:
     assert filled_in(compose, {"FOLDER": "/data"}).server.volumes == ["/data:/models"]
     with pytest.raises(HarnessError, match="would give the whole host"):
         filled_in(compose, {"FOLDER": "/"})
-    with pytest.raises(HarnessError, match="'other' is not declared"):
+    with pytest.raises(
+        HarnessError, match="there is no volume 'other' in this file; ..NAME. can stand for a folder only"
+    ):
         filled_in(compose, {"FOLDER": "other"})
 
 

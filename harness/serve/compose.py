@@ -9,10 +9,11 @@ from msgspec import Struct
 
 from harness.errors import HarnessError, did_you_mean
 from harness.serve.interpolate import interpolate
-from harness.serve.values import parse_bytes, parse_device, parse_port, parse_seconds, parse_volume
+from harness.serve.values import is_volume_name, parse_bytes, parse_device, parse_port, parse_seconds, parse_volume
 from harness.strict import decode, load_yaml
 
 SERVER, GATEWAY = "server", "gateway"  # names of services
+_MOST_GROUP = 2**32 - 2
 
 
 class Healthcheck(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -277,11 +278,17 @@ def _mount_problems(compose: ComposeFile, name: str, may_interpolate: bool) -> l
         source = text.split(":")[0]
         if may_interpolate and "$" in text:
             continue
-        if not source.startswith("/") and source not in compose.volumes:
-            problems.append(f"$.services.{name}.volumes: '{source}' is not declared in $.volumes")
+        # What is no name of a volume either was said already.
+        if is_volume_name(source) and source not in compose.volumes:
+            problems.append(
+                f"$.services.{name}.volumes: there is no volume '{source}' in this file; ${{NAME}} can stand for a "
+                "folder only, an absolute path"
+            )
     for mount in service.configs:
         if mount.source not in compose.configs:
-            problems.append(f"$.services.{name}.configs: '{mount.source}' is not declared in $.configs")
+            problems.append(
+                f"$.services.{name}.configs: '{mount.source}' stands nowhere under the file's own 'configs'"
+            )
         if not mount.target.startswith("/"):
             problems.append(f"$.services.{name}.configs: '{mount.target}' is not an absolute path")
     return problems
@@ -292,8 +299,9 @@ def _given(value: str | None) -> list[str]:
 
 
 def _parse_group(text: str) -> None:
-    if not text.isdigit() and re.fullmatch(r"[a-z_][a-z0-9_-]*", text) is None:
-        raise ValueError(f"'{text}' is not a group; give its number")
+    # A name would be looked up in the image, where the group has another number or none.
+    if not text.isdigit() or int(text) > _MOST_GROUP:
+        raise ValueError(f"'{text}' is not the number of a group; `stat -c %g /dev/kfd /dev/dri/render*` prints them")
 
 
 def _parse_image(text: str) -> None:

@@ -91,3 +91,10 @@ def engine_host() -> str | None:
     parts = urlsplit(os.environ.get("DOCKER_HOST", ""))
     local = parts.hostname in (None, "localhost", "127.0.0.1", "::1")
     return None if parts.scheme not in ("tcp", "ssh", "http", "https") or local else parts.hostname
+
+
+def engine_sees_these_files() -> bool:
+    """Whether a path means the same to the engine as here: not on another machine, nor where only its socket is."""
+    where = os.environ.get("DOCKER_HOST") or DEFAULT_HOST
+    # Mounted into a container, the socket is of another file system than the folder that it is in.
+    return engine_host() is None and not os.path.ismount(where.removeprefix("unix://"))

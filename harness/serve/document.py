@@ -1,5 +1,7 @@
 """The Compose file of a scenario's server: rendered, checked before anything starts, and printed to use by hand."""
 
+import shlex
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,38 +11,113 @@ from harness.errors import HarnessError
 from harness.machine.facts import device_groups
 from harness.paths import COMPOSE
 from harness.scenario import USERS, Gateway, Load, Scenario, Server
-from harness.serve.compose import GATEWAY, SERVER, parse, read
-from harness.serve.daemon import engine_host
+from harness.serve.compose import GATEWAY, SERVER, ComposeFile, parse, read
+from harness.serve.daemon import engine_host, engine_sees_these_files
 from harness.serve.flags import removed_in
 from harness.serve.gpu_fit import container_problems
 from harness.serve.lemonade.arguments import server_problems as lemonade_problems
+from harness.serve.managed import managed_flags, managed_settings
 from harness.serve.merge import with_gateway
 from harness.serve.ports import free_port
 from harness.serve.template import render, server_problems, variables
 from harness.serve.values import parse_port
+from harness.serve.vllm_rules import starts_a_shell, vllm_refuses
 from harness.strict import where
 
 
 def server_problems_of(scenario: Scenario, lines: dict[str, int]) -> list[str]:
     """Everything that is wrong with the servers, as far as it can be known unstarted; `lines` by path."""
-    problems = []
+    problems = _model_problems(scenario)
     for name, server in scenario.servers.items():
-        found = server_problems(server, f"$.servers.{name}")
+        path = f"$.servers.{name}"
+        found = server_problems(server, path)
         if server.template == "lemonade":
-            found += lemonade_problems(server, scenario.model, f"$.servers.{name}")
+            found += lemonade_problems(server, scenario.model, path)
         if not found:
-            compose, found = read(rendered(server, scenario.model, port=_port_inside(server)))
-            found = [_in_scenario(problem, server, f"$.servers.{name}") for problem in found]
-            if compose is not None and compose.serving.help is not None:
-                gone = removed_in(compose.server.command or [], compose.server.image)
-                found += [f"$.servers.{name}.variables.extra_args: {problem}" for problem in gone]
-            if compose is not None and (compose.serving.help is not None or compose.serving.offline):
-                found += [f"$.servers.{name}.variables: {problem}" for problem in container_problems(compose.server)]
-            if compose is not None and compose.serving.offline:
-                found += [f"$.servers.{name}{problem}" for problem in _offline_problems(server, scenario)]
+            found = _managed(server, scenario.model, path)
+            compose, wrong = read(rendered(server, scenario.model, port=_port_inside(server)))
+            found += [_in_scenario(problem, server, path) for problem in wrong]
+            if compose is not None:
+                found += [f"{path}.{problem}" for problem in _command_problems(server, compose)]
+                found += [f"{path}.{problem}" for problem in _folder_problems(server, compose)]
+                if compose.serving.offline:
+                    found += [f"{path}{problem}" for problem in _offline_problems(server, scenario)]
         problems += found
     located = (problem.partition(":") for problem in problems)
     return [f"{where(path, lines)}:{rest}" for path, _, rest in located]
+
+
+def _model_problems(scenario: Scenario) -> list[str]:
+    if scenario.servers and not scenario.model.strip():
+        return ["$.model: it is empty; write the name that the servers know, such as Qwen/Qwen3-0.6B"]
+    if scenario.model.startswith("-"):
+        return [f"$.model: {scenario.model!r} begins with '-', which servers take for an option of theirs"]
+    return []
+
+
+def _managed(server: Server, model: str, path: str) -> list[str]:
+    """Arguments and settings that are the template's own, of the server and of its gateway."""
+    problems = []
+    parts: list[tuple[str, str, dict[str, Any], str]] = [(SERVER, server.template, server.variables, path)]
+    if (gateway := server.gateway) is not None:
+        parts.append((GATEWAY, gateway.template, gateway.variables, f"{path}.gateway"))
+    for service, template, given, at in parts:
+        declared = [name for name in variables(template) if name != "model"]
+        settings = managed_settings(given.get("environment"), declared)
+        problems += [f"{at}.variables.environment.{problem}" for problem in settings]
+        if not given.get("extra_args"):
+            continue
+        bare = msgspec.structs.replace(server, variables={**server.variables, "extra_args": []})
+        if gateway is not None:
+            front = msgspec.structs.replace(gateway, variables={**gateway.variables, "extra_args": []})
+            bare = msgspec.structs.replace(bare, gateway=front)
+        compose, _ = read(rendered(bare, model, port=_port_inside(server)))
+        own = [] if compose is None else compose.services[service].command or []
+        again = managed_flags(template, given["extra_args"], own, declared)
+        problems += [f"{at}.variables.extra_args: {problem}" for problem in again]
+    return problems
+
+
+def _command_problems(server: Server, compose: ComposeFile) -> list[str]:
+    """What the server's program, or the image that has it, would refuse."""
+    service, serving = compose.server, compose.serving
+    problems = [f"variables.entrypoint: {problem}" for problem in starts_a_shell(server.template, service)]
+    if serving.help is None and not serving.offline:
+        return problems
+    if serving.help is not None:
+        gone = removed_in(service.command or [], service.image)
+        problems += [f"variables.extra_args: {problem}" for problem in gone]
+    wrong = [*container_problems(service), *vllm_refuses(service.command or [])]
+    return problems + [f"variables: {problem}" for problem in wrong]
+
+
+def _folder_problems(server: Server, compose: ComposeFile) -> list[str]:
+    """Folders of this machine that are to be mounted and are not there; of another machine's nothing is known."""
+    if not engine_sees_these_files():
+        return []
+    sources = dict.fromkeys(text.split(":")[0] for service in compose.services.values() for text in service.volumes)
+    missing = [source for source in sources if source.startswith("/") and "$" not in source and not _there(source)]
+    return [
+        f"variables.{_variable_with(source, server)}: there is no {source} on this machine; correct the path, or make "
+        f"the folder: mkdir -p {shlex.quote(source)}"
+        for source in missing
+    ]
+
+
+def _there(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except OSError:  # a folder that this user may not look into: the engine may
+        return True
+
+
+def _variable_with(source: str, server: Server) -> str:
+    """The variable that names a folder."""
+    for name, value in server.variables.items():
+        texts = value if isinstance(value, list) else [value]
+        if any(str(text).split(":")[0] == source for text in texts):
+            return name
+    return "volumes"
 
 
 # What may be said of a load whose requests are all given at once; of the rest nothing but its default.

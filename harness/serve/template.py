@@ -19,6 +19,7 @@ from harness.errors import HarnessError, ScenarioError, did_you_mean
 from harness.paths import COMPOSE
 from harness.scenario import Server
 from harness.serve.secrecy import open_secrets
+from harness.serve.values import parse_bytes, parse_vllm_bytes
 
 AUTO = "auto"  # of a variable with `auto`: the harness computes it before the first start
 Kind = Literal["string", "integer", "number", "boolean", "list", "mapping"]
@@ -26,6 +27,8 @@ BY_THE_HARNESS = ("model", "upstream")  # declared in the templates, filled in b
 GATEWAYS = ("litellm",)
 INCLUDED = ("locust", "volumes", *GATEWAYS)  # templates that are no server of their own
 
+_FORMATS = {"size": parse_bytes, "vllm-size": parse_vllm_bytes}
+_MOST = 2**31 - 1  # of a whole number without a limit of its own: what 32 bits hold
 _EXPECTED = {
     "string": "a text",
     "integer": "a whole number",
@@ -45,6 +48,7 @@ class Variable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min: int | float | None = None
     max: int | float | None = None
     choices: list[str] | None = None
+    format: Literal["size", "vllm-size"] | None = None  # of a text, unless `${NAME}` is in it
     auto: bool = False  # it may also be AUTO, which harness/computed.py replaces
 
     @property
@@ -115,7 +119,14 @@ def _value_problems(variable: Variable, value: Any, path: str) -> list[str]:
         return []
     if variable.choices is not None and value not in variable.choices:
         return [f"{path}: there is no '{value}'; {did_you_mean(str(value), variable.choices)}"]
+    if variable.format is not None and "$" not in value:
+        try:
+            _FORMATS[variable.format](value)
+        except ValueError as error:
+            return [f"{path}: {error}"]
     least, most = variable.min, variable.max
+    if most is None and isinstance(value, int) and abs(value) > _MOST:
+        return [f"{path}: {value} is larger than any server takes ({_MOST:,})"]
     if (least is not None and value < least) or (most is not None and value > most):
         return [f"{path}: a number {limits(variable)} is expected, got {value!r}"]
     return []

@@ -40,6 +40,19 @@ def parse_bytes(text: str) -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
+def parse_vllm_bytes(text: str) -> int:
+    """`4G` or `4096M` as vLLM reads sizes: capital letters count in powers of two, small ones in powers of ten."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)", text)
+    if match is None or (match[2] in "KMGT" and "." in match[1]) or (not match[2] and "." in match[1]):
+        raise ValueError(f"'{text}' is not a size; write it like 4G or 4096M")
+    power = "kmgt".find(match[2].lower()) + 1 if match[2] else 0
+    return int(float(match[1]) * (1000 if match[2].islower() else 1024) ** power)
+
+
+def is_volume_name(text: str) -> bool:
+    return _VOLUME_NAME.fullmatch(text) is not None
+
+
 def parse_seconds(text: str) -> float:
     """`1m30s` or `500ms` in seconds."""
     if re.fullmatch(r"(\d+(us|ms|s|m|h))+", text) is None:
@@ -71,7 +84,7 @@ def parse_volume(text: str) -> Mount:
     if source.startswith("/"):
         if posixpath.normpath("/" + source.lstrip("/")) == "/":
             raise ValueError(f"'{text}' would give the whole host to the container; name the folder that it needs")
-    elif _VOLUME_NAME.fullmatch(source) is None:
+    elif not is_volume_name(source):
         raise ValueError(f"'{text}': the source is neither an absolute path nor the name of a volume")
     return Mount(source, target, parts[2:] == ["ro"])
 

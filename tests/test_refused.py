@@ -1,0 +1,158 @@
+"""What cannot work is refused by `harness check`, with what to write instead."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.scenario import Gateway, Load, Scenario, Server
+from harness.serve import document, server_problems_of
+from harness.serve.values import parse_vllm_bytes
+
+LOAD = Load(user="batch", requests=10)
+TEMPLATE_SETS = "the template sets it already; "
+
+
+def problems(template: str, model: str = "org/model", gateway: Gateway | None = None, **given: Any) -> list[str]:
+    server = Server(template=template, variables=given, gateway=gateway)
+    asked = Scenario(version=1, question="q", model=model, servers={"s": server}, loads={"l": LOAD})
+    return [problem.removeprefix("$.servers.s.") for problem in server_problems_of(asked, {})]
+
+
+@pytest.mark.parametrize(
+    ("template", "argument", "said"),
+    [
+        ("vllm-rocm", "--port=9", f"--port: {TEMPLATE_SETS}set the variable 'port'"),
+        ("vllm-rocm", "--host", f"--host: {TEMPLATE_SETS}the server listens inside its container only"),
+        ("vllm-rocm", "--max_num_seqs=5", f"--max-num-seqs: {TEMPLATE_SETS}set the variable 'max_num_seqs'"),
+        ("vllm-rocm", "--max-num-se", f"--max-num-se (--max-num-seqs): {TEMPLATE_SETS}set the variable"),
+        ("vllm-rocm", "-tp", f"-tp (--tensor-parallel-size): {TEMPLATE_SETS}set the variable 'tensor_parallel_size'"),
+        ("vllm-rocm", "--quantization", f"--quantization: {TEMPLATE_SETS}set the variable 'quantization'"),
+        ("vllm-rocm", "--served-model-name", f"--served-model-name: {TEMPLATE_SETS}the scenario's `model`"),
+        ("vllm-rocm", "--no-enforce-eager", "--no-enforce-eager (--enforce-eager): "),
+        ("vllm-cpu", "--model", f"--model: {TEMPLATE_SETS}the scenario's `model`"),
+        ("vllm-offline", "--seed", f"--seed: {TEMPLATE_SETS}set the variable 'seed'"),
+        ("llamacpp", "-np", f"-np (--parallel): {TEMPLATE_SETS}set the variable 'parallel'"),
+        ("llamacpp", "-c", f"-c (--ctx-size): {TEMPLATE_SETS}set the variable 'ctx_size'"),
+        ("llamacpp", "--n-gpu-layers", f"--n-gpu-layers: {TEMPLATE_SETS}set the variable 'gpu_layers'"),
+        ("llamacpp", "--metrics", f"--metrics: {TEMPLATE_SETS}remove it"),
+        ("localai", "--context-size=4", f"--context-size: {TEMPLATE_SETS}set the variable 'context_size'"),
+        ("localai", "--address", f"--address: {TEMPLATE_SETS}set the variable 'port'"),
+        ("lemonade", "--no-broadcast", "--no-broadcast (--broadcast): "),
+        ("simulated", "--max-num-seqs", f"--max-num-seqs: {TEMPLATE_SETS}set the variable 'max_num_seqs'"),
+    ],
+)  # fmt: skip
+def test_what_a_template_sets_is_not_set_again(template: str, argument: str, said: str) -> None:
+    (problem,) = problems(template, extra_args=[argument, "9"])
+    assert problem.startswith(f"variables.extra_args: {said}")
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments"),
+    [
+        ("vllm-rocm", ["--trust-remote-code", "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "-O3"]),
+        ("vllm-rocm", ["--compilation-config.mode", "3", "--max-num-partial-prefills", "2"]),
+        ("llamacpp", ["--jinja", "--threads", "8", "--device", "ROCm0", "-dev", "x"]),
+        ("simulated", ["--jitter", "0.1"]),
+    ],
+)
+def test_other_arguments_pass(template: str, arguments: list[str]) -> None:
+    assert problems(template, extra_args=arguments) == []
+
+
+def test_a_gateway_s_arguments_are_looked_at_too() -> None:
+    gateway = Gateway(template="litellm", variables={"extra_args": ["--num_workers", "4", "--detailed_debug"]})
+    assert problems("vllm-rocm", gateway=gateway) == [
+        f"gateway.variables.extra_args: --num-workers: {TEMPLATE_SETS}set the variable 'num_workers'"
+    ]
+
+
+def test_a_setting_that_is_a_variable_is_not_set_in_the_environment() -> None:
+    given = {"OLLAMA_NUM_PARALLEL": 3, "OLLAMA_VULKAN": 1}
+    assert problems("ollama", environment=given) == [
+        f"variables.environment.OLLAMA_NUM_PARALLEL: {TEMPLATE_SETS}set the variable 'num_parallel'"
+    ]
+    assert problems("vllm-offline", environment={"VLLM_CPU_KVCACHE_SPACE": 1}) == []  # it has no such variable
+
+
+def test_fewer_tokens_in_a_step_than_requests() -> None:
+    (problem,) = problems("vllm-rocm", max_num_seqs=1024, max_num_batched_tokens=256)
+    assert problem.startswith("variables: max_num_batched_tokens is 256, and max_num_seqs 1024: vLLM refuses")
+    (problem,) = problems("vllm-offline", max_num_seqs=8193)  # against the template's own 8192
+    assert problem.startswith("variables: max_num_batched_tokens is 8192, and max_num_seqs 8193")
+    assert problems("vllm-rocm", max_num_seqs=256, max_num_batched_tokens=256) == []
+    assert problems("vllm-rocm", max_num_seqs=1024, max_num_batched_tokens=None) == []
+
+
+@pytest.mark.parametrize(
+    ("template", "image", "program"),
+    [
+        ("vllm-rocm", "rocm/vllm:rocm7.14.0_rdna_ubuntu24.04_py3.14_pytorch_2.11.0_vllm_0.23.0", "[vllm, serve]"),
+        ("vllm-rocm", "rocm/vllm-dev:nightly", "[vllm, serve]"),
+        ("vllm-rocm", "docker.io/kyuz0/vllm-therock-gfx1151:stable", "[vllm, serve]"),
+        ("llamacpp", "kyuz0/amd-strix-halo-toolboxes:rocm-7", "[llama-server]"),
+    ],
+)
+def test_an_image_that_starts_a_shell_needs_an_entrypoint(template: str, image: str, program: str) -> None:
+    assert problems(template, image=image) == [
+        f"variables.entrypoint: {image} starts a shell, not the server; add to the variables: entrypoint: {program}"
+    ]
+    assert problems(template, image=image, entrypoint=program.strip("[]").split(", ")) == []
+
+
+def test_the_default_images_need_none() -> None:
+    for image in ("vllm/vllm-openai-rocm:v0.25.0", "me/rocm/vllm:1", "rocm/vllm-openai"):
+        assert problems("vllm-rocm", image=image) == []
+
+
+@pytest.mark.parametrize("model", ["", " ", "-rm -rf /"])
+def test_a_model_that_can_be_none(model: str) -> None:
+    (problem,) = problems("vllm-rocm", model=model)
+    assert problem.startswith("$.model: ")
+
+
+def test_a_number_beyond_reason_and_a_size_that_is_none() -> None:
+    assert problems("vllm-rocm", max_num_seqs=10**30) == [
+        f"variables.max_num_seqs: {10**30} is larger than any server takes (2,147,483,647)"
+    ]
+    assert problems("vllm-rocm", kv_cache_memory_bytes="4 elephants") == [
+        "variables.kv_cache_memory_bytes: '4 elephants' is not a size; write it like 4G or 4096M"
+    ]
+    assert problems("vllm-rocm", kv_cache_memory_bytes="4G", mem_limit="${MEM}") == []
+    # One mistake, one sentence: nobody wrote memswap_limit.
+    assert problems("vllm-rocm", mem_limit="lots") == [
+        "variables.mem_limit: 'lots' is not a size; write it like 16g or 512m"
+    ]
+
+
+def test_sizes_as_vllm_reads_them() -> None:
+    assert [parse_vllm_bytes(text) for text in ("4G", "4g", "1.5k", "100")] == [4 << 30, 4 * 10**9, 1500, 100]
+    for text in ("1.5G", "4 G", "4GiB", "", "-1G", "G"):
+        with pytest.raises(ValueError, match="is not a size"):
+            parse_vllm_bytes(text)
+
+
+def test_groups_are_numbers() -> None:
+    (problem,) = problems("vllm-rocm", groups=["render"])
+    assert "'render' is not the number of a group; `stat -c %g /dev/kfd" in problem
+    assert problems("vllm-rocm", groups=[44, "992"]) == []
+    assert len(problems("vllm-rocm", groups=[-1])) == 1
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, missing = tmp_path / "there", tmp_path / "not there"
+    there.mkdir()
+    monkeypatch.delenv("DOCKER_HOST", raising=False)
+    monkeypatch.setattr(document, "engine_sees_these_files", lambda: True)
+    advice = f"there is no {missing} on this machine; correct the path, or make the folder: mkdir -p '{missing}'"
+    assert problems("vllm-rocm", volumes=[f"{there}:/a", f"{missing}:/b:ro", "${X}:/c"], environment={"X": "1"}) == [
+        f"variables.volumes: {advice}"
+    ]
+    assert problems("llamacpp", models=str(missing)) == [f"variables.models: {advice}"]
+    monkeypatch.setattr(document, "engine_sees_these_files", lambda: False)
+    assert problems("llamacpp", models=str(missing)) == []
+
+
+def test_another_machine_s_folders_are_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "ssh://gpu-box")
+    assert problems("llamacpp", models="/srv/models-of-that-machine") == []
