@@ -40,15 +40,16 @@ def fill_in(experiment: Experiment, say: Callable[[str], None], root: Path = Pat
     """
     servers: dict[str, Server] = {}
     said: dict[str, str] = {}
-    known: list[tuple[Server, Share]] = []
+    known: list[tuple[list[Any], Share]] = []
     for name, server in experiment.scenario.servers.items():
         where = _where(server)
         if where is None or experiment.target is not None:
             servers[name] = server
             continue
-        # Equal servers get equal numbers, though memory moves while it is looked at.
-        share = next((share for other, share in known if other == server), None) or _share(name, server, say, root)
-        known.append((server, share))
+        # Servers that are to be compared get equal numbers, though memory moves while it is looked at.
+        basis = [server.template in ON_HOST, *(_value(server, variable) for variable in _basis())]
+        share = next((share for other, share in known if other == basis), None) or _share(name, server, say, root)
+        known.append((basis, share))
         if share.utilization is None:
             raise HarnessError(
                 f"server '{name}': {UTILIZATION} is auto, and no memory is left for vLLM ({share.formula})",
@@ -64,6 +65,12 @@ def fill_in(experiment: Experiment, say: Callable[[str], None], root: Path = Pat
     return structs.replace(
         experiment, scenario=structs.replace(experiment.scenario, servers=servers), computed=experiment.computed | said
     )
+
+
+def _basis() -> list[str]:
+    """The variables that decide what is free for a server; the image where its runtime is asked."""
+    here = ["devices", "gpus", "tensor_parallel_size", "mem_limit"]
+    return here if engine_host() is None else [*here, "image", "environment"]
 
 
 def _where(server: Server) -> str | None:

@@ -12,6 +12,7 @@ from harness.experiment import Experiment, Target, prepare
 from harness.machine.choice import shown, working
 from harness.machine.facts import gpus
 from harness.machine.pool import pools
+from harness.paths import SCENARIOS
 from harness.preflight import notes, refuse_blocked
 from tests.command import write
 from tests.machines import GIB, gpu, host, mi300x_eight, power, radeon, strix_halo_carve_out, strix_halo_gtt, ttm
@@ -157,6 +158,14 @@ def test_the_graphics_unit_is_no_second_gpu_and_takes_no_fp8_away(tmp_path: Path
     refuse_impossible(experiment(tmp_path, kv_cache_dtype="fp8"), root)
     with pytest.raises(HarnessError, match=r"this machine has 1 AMD GPU \(gfx1201\) for it; 1 more is left out"):
         refuse_impossible(experiment(tmp_path, tensor_parallel_size=2), root)
+
+
+def test_the_shipped_scenario_of_amds_flags_starts_where_0_9_is_not_free(tmp_path: Path) -> None:
+    asks = prepare(SCENARIOS / "amd-flags.yaml")
+    root = seed(tmp_path / "root")
+    assert list(shortages(asks, root)) == []
+    found = fill_in(asks, lambda _line: None, root)
+    assert [server.variables["gpu_memory_utilization"] for server in found.scenario.servers.values()] == [0.77, 0.77]
 
 
 def test_vllm_on_the_processor_is_not_asked_about_gpus(tmp_path: Path) -> None:

@@ -48,16 +48,17 @@ def test_a_server_that_already_runs_is_left_alone(tmp_path: Path) -> None:
     assert fill_in(before, pytest.fail, tmp_path) is before
 
 
-def test_equal_servers_get_equal_numbers(tmp_path: Path) -> None:
+def test_servers_on_the_same_memory_get_equal_numbers(tmp_path: Path) -> None:
     root = strix_halo_carve_out(tmp_path / "root")
     used = root / "sys/class/drm/renderD128/device/mem_info_vram_used"
 
     def and_memory_moves(_line: str) -> None:
         used.write_text(f"{60 * GIB}\n")
 
-    servers = {"a": ROCM, "a-again": ROCM, "other": rocm(max_num_seqs=8)}
+    elsewhere = rocm(devices=["/dev/kfd", "/dev/dri/renderD128"])
+    servers = {"a": ROCM, "a-again": ROCM, "other-flags": rocm(max_num_seqs=8), "other": elsewhere}
     found = fill_in(experiment(tmp_path, **servers), and_memory_moves, root)
-    assert filled(found) == {"a": 0.92, "a-again": 0.92, "other": 0.35}
+    assert filled(found) == {"a": 0.92, "a-again": 0.92, "other-flags": 0.92, "other": 0.35}
 
 
 def test_pages_of_the_host(tmp_path: Path) -> None:
