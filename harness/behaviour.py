@@ -58,9 +58,7 @@ class Rag(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     documents: _Count = 20
     document_tokens: _Tokens = 2000
-    skew: Annotated[float, Meta(ge=0, le=10)] = (
-        1.0  # Zipf: the k-th is chosen 1 / k^skew as often as the first
-    )
+    skew: Annotated[float, Meta(ge=0, le=10)] = 1.0  # Zipf: the k-th is chosen 1 / k^skew as often as the first
 
 
 def chance(seed: int, what: str, index: int) -> float:

@@ -42,13 +42,13 @@ it runs as a process, without Docker.""",
     "vllm-rocm": """\
 vLLM on an AMD GPU, with `/dev/kfd`, `/dev/dri`, the groups that own them, shared memory and caches in place.""",
     "vllm-offline": """\
-Not a server: vLLM's offline engine (`LLM.chat`) given a whole cell's requests at once, as the bound that serving can come
-near; see [vLLM](vllm.md#the-offline-bound).""",
+Not a server: vLLM's offline engine (`LLM.chat`) given a whole cell's requests at once, as the bound that serving can
+come near; see [vLLM](vllm.md#the-offline-bound).""",
     "vllm-cpu": "vLLM on the processor: slow, real, and good for trying a scenario.",
     "llamacpp": "llama-server of llama.cpp.",
     "lemonade": """\
-[Lemonade Server](lemonade.md), which runs vLLM or llama.cpp behind itself. Backend and model are installed, downloaded and
-loaded before the first request.""",
+[Lemonade Server](lemonade.md), which runs vLLM or llama.cpp behind itself. Backend and model are installed, downloaded
+and loaded before the first request.""",
     "ollama": """\
 Ollama with its ROCm build of llama.cpp. Its model is pulled through its own API at the first start, loaded before the
 first request, and kept loaded. It does not know `ignore_eos`: take `output: natural` in loads that compare it.""",

@@ -94,9 +94,10 @@ def with_workers(experiment: Experiment, given: str, bind: str | None) -> Experi
     """The experiment with its load sent by other machines. Raises HarnessError where they could not."""
     if experiment.target is None:
         raise HarnessError(
-            "--workers needs --url: what the harness starts is published on 127.0.0.1, where no other machine reaches it",
-            next_step="Start the server where it is to run (`harness compose` prints the file; its variable `publish` is "
-            "the address) and give its --url.",
+            "--workers needs --url: what the harness starts is published on 127.0.0.1, where no other machine reaches "
+            "it",
+            next_step="Start the server where it is to run (`harness compose` prints the file; its variable `publish` "
+            "is the address) and give its --url.",
         )
     return msgspec.structs.replace(experiment, workers=parse_workers(given, bind, experiment.scenario.loads))
 

@@ -171,8 +171,8 @@ def test_no_count_after_a_restart() -> None:
 def test_the_send_lag() -> None:
     late = [request(index=i, scheduled_s=-0.025) for i in range(4)]
     assert reason(judge(late)) == (
-        "c: half of the requests were sent 25.0 ms or more behind schedule; at most 10 ms is allowed; raise 'users' (1), "
-        "who are all that can be in flight, or 'processes' (1)"
+        "c: half of the requests were sent 25.0 ms or more behind schedule; at most 10 ms is allowed; raise 'users' "
+        "(1), who are all that can be in flight, or 'processes' (1)"
     )
     assert judge([request(index=i, scheduled_s=-0.009) for i in range(4)]) == Findings([], [])
 

@@ -122,12 +122,13 @@ def _arrivals(line: Timeline, place: str) -> list[Figure]:
     hover = "%{y:,.2f}/s %{fullData.name}<extra></extra>"
     return [
         {
-            "type": "scatter", "mode": "lines", "name": "asked", "x": line.arrivals_at_s, "y": line.asked_s, "yaxis": place,
-            "line": {"shape": "hvh", "width": 0}, "fill": "tozeroy", "fillcolor": "@area", "hovertemplate": hover,
+            "type": "scatter", "mode": "lines", "name": "asked", "x": line.arrivals_at_s, "y": line.asked_s,
+            "yaxis": place, "line": {"shape": "hvh", "width": 0}, "fill": "tozeroy",
+            "fillcolor": "@area", "hovertemplate": hover,
         },
         {
-            "type": "scatter", "mode": "lines", "name": "sent", "x": line.arrivals_at_s, "y": line.gone_s, "yaxis": place,
-            "line": {"color": "@s2", "width": 1.6, "shape": "hvh"}, "hovertemplate": hover,
+            "type": "scatter", "mode": "lines", "name": "sent", "x": line.arrivals_at_s, "y": line.gone_s,
+            "yaxis": place, "line": {"color": "@s2", "width": 1.6, "shape": "hvh"}, "hovertemplate": hover,
         },
     ]  # fmt: skip
 

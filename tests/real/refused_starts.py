@@ -5,11 +5,12 @@
 
 import sys
 import traceback
+from typing import Any
 
 from vllm import LLM
 from vllm.entrypoints.cli.main import main
 
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "fraction": {"gpu_memory_utilization": 0.99, "max_model_len": 512},
     "kv-cache": {"kv_cache_memory_bytes": 1 << 20, "max_model_len": 4096},
     "context": {"max_model_len": 8192},
