@@ -99,7 +99,9 @@ def with_workers(experiment: Experiment, given: str, bind: str | None) -> Experi
             next_step="Start the server where it is to run (`harness compose` prints the file; its variable `publish` "
             "is the address) and give its --url.",
         )
-    return msgspec.structs.replace(experiment, workers=parse_workers(given, bind, experiment.scenario.loads))
+    workers = parse_workers(given, bind, experiment.scenario.loads)
+    workers.refuse_unusable()
+    return msgspec.structs.replace(experiment, workers=workers)
 
 
 def _with_traces(scenario: Scenario, folder: Path) -> Scenario:

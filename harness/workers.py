@@ -1,6 +1,7 @@
 """Load processes on other machines: which ones a run waits for, and where they find it."""
 
 import re
+import socket
 from collections import Counter
 from collections.abc import Mapping
 
@@ -31,7 +32,20 @@ class Workers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def command(self) -> str:
         """What starts a worker on its machine."""
         more = f" --processes {self.processes}" if self.processes > 1 else ""
-        return f"harness worker --master {self.bind}:{self.port}{more}"
+        address = "ADDRESS" if self.bind in ("0.0.0.0", "*") else self.bind  # every one that this machine has
+        return f"harness worker --master {address}:{self.port}{more}"
+
+    def refuse_unusable(self) -> None:
+        """Raise HarnessError when nobody can listen there: known before a server is asked and workers are started."""
+        try:
+            with socket.socket() as trial:
+                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                trial.bind(("" if self.bind == "*" else self.bind, self.port))
+        except OSError as error:
+            raise HarnessError(
+                f"--bind: {self.bind}:{self.port} cannot be listened at ({error.strerror})",
+                next_step="Give an address of this machine, and a port that is free.",
+            ) from None
 
 
 def parse_workers(given: str, bind: str | None, loads: Mapping[str, Load]) -> Workers:

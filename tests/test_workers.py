@@ -55,6 +55,14 @@ def test_what_cannot_be_meant_is_refused(given: str, bind: str | None, loads: di
     assert caught.value.what == said
 
 
+def test_an_address_of_another_machine_is_refused_at_once() -> None:
+    with pytest.raises(HarnessError) as caught:
+        Workers(machines=2, bind="192.0.2.1").refuse_unusable()  # kept free for documentation: RFC 5737
+    assert caught.value.what == "--bind: 192.0.2.1:5557 cannot be listened at (Cannot assign requested address)"
+    Workers(machines=2, bind="127.0.0.1", port=free_port()).refuse_unusable()
+    assert Workers(machines=2, bind="0.0.0.0").command == "harness worker --master ADDRESS:5557"
+
+
 def test_a_machine_may_be_told_its_part_by_hand() -> None:
     assert parse_part("1/4") == (1, 4)
     for given in ("4/4", "1", "-1/4", "1/0", "a/b"):
