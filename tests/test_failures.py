@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from harness.failures.explain import State, explain, scan_text
 from harness.failures.lines import is_code, plain
 from harness.failures.said import MOST_MESSAGES, Said, grouped
-from harness.failures.scan import BLOCK_BYTES, MOST_FINDINGS, explain_message, scan
+from harness.failures.scan import MOST_FINDINGS, explain_message, scan
 from harness.failures.table import RANKS, Rule, needle, patterns, replacements, rules
+from harness.failures.text import BLOCK_BYTES
 from harness.fraction import safe_from_printed, vllm_accepts
 from harness.serve.lemonade.arguments import PROTECTED
 
@@ -47,8 +48,10 @@ def test_rows_are_whole() -> None:
         assert rule.samples and rule.severity in RANKS
         expressions = [re.compile(one) for one in ([rule.match] if isinstance(rule.match, str) else rule.match)]
         known = set().union(*(one.groupindex for one in expressions))
-        computed = {"safe", "more", "most", "fewer", "needed", "longer", "gone", "instead", "used", "lower"}
-        assert set(re.findall(r"(?<!\$)\{([a-z]+)\}", rule.cause + rule.fix)) <= known | computed, rule.id
+        words = rule.cause + rule.fix + rule.hopeless
+        computed = {"safe", "more", "most", "fewer", "needed", "longer", "gone", "instead", "used", "lower",
+                    "raised", "lacking", "pieces", "divisor"}  # fmt: skip
+        assert set(re.findall(r"(?<!\$)\{([a-z]+)\}", words)) <= known | computed, rule.id
 
 
 @pytest.mark.parametrize("pattern", patterns(), ids=lambda pattern: f"{pattern.rule.id}-{pattern.regex.pattern[:20]}")
@@ -95,7 +98,7 @@ def test_the_plain_words_of_an_expression(regex: str, words: str) -> None:
         (
             "ValueError: Free memory on device (0.2/96.0 GiB) on startup is less than desired GPU memory utilization "
             "(0.92, 88.32 GiB).",
-            "set gpu_memory_utilization lower, or stop what else uses this memory",
+            "0.2 GiB free are too little for any gpu_memory_utilization",
         ),
         (
             "ValueError: To serve at least one request with the model's max seq len (4096), (0.44 GiB KV cache is "

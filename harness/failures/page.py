@@ -4,6 +4,7 @@ import re
 
 from harness.failures.removed import removed_flags
 from harness.failures.table import RANKS, Rule, replacements, rules
+from harness.failures.words import IN_PIECES
 
 HEAD = """\
 # Failures
@@ -22,6 +23,9 @@ dmesg | harness explain -
 docker inspect -f '{{json .State}}' vllm | harness explain -
 ```
 
+A log in UTF-16, as PowerShell's `>` writes it, is read as well. What looks like a secret (tokens, `--api-key`,
+`Authorization`) is blacked out in what is shown, and control characters are left out.
+
 Time stamps and prefixes of Docker, Compose, journald, Lemonade (`(Process)`), vLLM (`(EngineCore pid=9) ERROR ...`)
 and llama.cpp are left out before a line is compared. Source lines of a traceback are not looked at: they name errors
 that did not happen.
@@ -29,8 +33,11 @@ that did not happen.
 Which of several is the cause: a kill for memory that Docker reports, then what Docker said, then the first line of
 the log that is a cause. A **wrapper** ("Engine core initialization failed") only says that there is a cause
 elsewhere, and is shown as what the cause came through; it is the answer only where nothing else is known, after an
-exception that is not in the table. A **warning** is in good starts, too, and is never the cause. What was said before
-the server became ready does not explain how it ended. Refused requests do not, either.
+exception that is not in the table, whatever its class is called. A **warning** is in good starts, too, and is never
+the cause. A cause that the log tells at the level WARNING comes after what is an error or was raised, and one of
+fetching the model is got over once the model is loaded. Lines of INFO and DEBUG, of access logs, and lines that quote
+a prompt are what users said, and name no failure. What was said before the server became ready does not explain how
+it ended. Refused requests do not, either.
 
 A load whose first 5 requests (warm-up included) all fail for a mistake of the **scenario** is ended at once: the rest
 would fail as well.
@@ -86,14 +93,16 @@ def _row(rule: Rule) -> str:
     shown = sample if len(sample) <= _SAMPLE_CHARS else f"{sample[:_SAMPLE_CHARS]}..."
     marks = " (scenario)" if rule.scenario else ""
     source = _link(rule.source)
+    fix = f"{rule.fix}; where no value is enough: {rule.hopeless}" if rule.hopeless else rule.fix
     return (
         f"| `{rule.id}`{marks} | <code>{_code(shown)}</code> | {_cell(_capitals(rule.cause))} "
-        f"| {_cell(_capitals(rule.fix))}. Source: {_cell(source)} |\n"
+        f"| {_cell(_capitals(fix))}. Source: {_cell(source)} |\n"
     )
 
 
 def _capitals(text: str) -> str:
     text = re.sub(r"\{(?:gone|instead)\}", "", text)  # what the tables below say
+    text = text.replace("{pieces}", f"where more was free than was asked for: {IN_PIECES.partition(': ')[2]}")
     return re.sub(r"(?<!\$)\{([a-z]+)\}", lambda name: name[1].upper(), text)
 
 

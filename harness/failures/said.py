@@ -5,6 +5,7 @@ from collections import Counter
 
 from msgspec import Struct, field
 
+from harness.failures.lines import printable
 from harness.failures.scan import Failure, explain_message
 
 MOST_MESSAGES = 100  # different ones that are kept apart
@@ -19,7 +20,7 @@ class Said(Struct):
     examples: dict[tuple[str, str], str] = {}
 
     def add(self, kind: str, message: str | None, count: int = 1) -> None:
-        text = message or ""
+        text = printable(message or "")
         self._add((kind, _NUMBERS.sub("#", text)), text, count)
 
     def merge(self, other: "Said") -> None:

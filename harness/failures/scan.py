@@ -2,23 +2,30 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, BinaryIO
 
 from msgspec import Struct, structs
 
-from harness.failures.lines import is_code, plain
+from harness.failures.hidden import hidden
+from harness.failures.lines import Line, is_code, is_quoting, parsed, plain
+from harness.failures.raised import RULE, Trace, exception_in
 from harness.failures.table import RANKS, Pattern, Phase, Severity, patterns
-from harness.failures.words import in_words, settings_in
+from harness.failures.text import blocks
+from harness.failures.words import SETTINGS, in_words, settings_in
 
-BLOCK_BYTES = 1 << 18
 MOST_FINDINGS = 200  # different ones; a log that repeats itself has few
 OFTEN = 100  # from then on lines that differ in numbers only are counted and not looked at
 SHOWN_CHARS = 500
 _DIGITS = re.compile(r"\d+")
 _READY = (b"Application startup complete", b"server is listening on", b"-server is ready!", b"Listening on [::]")
-_SETTINGS = (b"non-default args: ", b"--gpu-memory-utilization", b"--gpu_memory_utilization")
+_FETCHED = (b"oading weights took", b"odel loading took", b"model loaded", b"checkpoint shards: 100%")
+_RAISED = (b"Traceback (most recent call last)", b"ERROR")
+_SERVERS = (  # words of their logs
+    (b"WrappedServer", "Lemonade"), (b"emonade", "Lemonade"), (b"vLLM", "vLLM"), (b"vllm", "vLLM"),
+    (b"EngineCore", "vLLM"), (b"llama_", "llama.cpp"), (b"llama-server", "llama.cpp"), (b"ollama", "Ollama"),
+)  # fmt: skip
 
 
 class Failure(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -34,7 +41,8 @@ class Failure(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     wrapper: str | None = None  # the line that only says that something failed, where there is one
     wrapper_number: int | None = None
     count: int = 1  # how often it was said
-    recovered: bool = False  # the server became ready afterwards
+    recovered: bool = False  # the server became ready afterwards, or loaded what it could not fetch at first
+    hint: bool = False  # said as a warning: what is said as an error, or raised, tells more
     scenario: bool = False
     source: str
 
@@ -45,6 +53,8 @@ class Scanned(Struct, frozen=True, kw_only=True):
     lines: int
     findings: list[Failure]  # each once, in the order of the log
     last: str = ""  # the last line that says something
+    ready: int | None = None  # the line that says that the server became ready, of the last start
+    server: str | None = None  # whose log it seems to be
 
     def cause(self) -> Failure | None:
         """The most telling one, or None; see `most_telling`."""
@@ -54,12 +64,13 @@ class Scanned(Struct, frozen=True, kw_only=True):
 def most_telling(findings: Sequence[Failure]) -> Failure | None:
     """The first of the highest rank, with the wrapper that it came through.
 
-    No warning, and nothing that was said before the server became ready: it does not explain how it ended.
+    No warning, and nothing that was said before the server became ready: it does not explain how it ended. What was
+    said as a warning comes after what is an error or was raised, and before a wrapper.
     """
     known = [finding for finding in findings if finding.severity != "warning" and not finding.recovered]
     if not known:
         return None
-    first = min(known, key=lambda finding: (RANKS.index(finding.severity), finding.number or 0))
+    first = min(known, key=lambda finding: (_rank(finding), finding.number or 0))
     wrappers = [finding for finding in known if finding.severity == "wrapper"]
     if first.severity not in ("cause", "exception") or not wrappers:
         return first
@@ -67,14 +78,23 @@ def most_telling(findings: Sequence[Failure]) -> Failure | None:
     return structs.replace(first, wrapper=last.line, wrapper_number=last.number)
 
 
+def _rank(finding: Failure) -> float:
+    rank = RANKS.index(finding.severity)
+    return max(rank, RANKS.index("wrapper") - 0.5) if finding.hint else rank
+
+
 def scan(file: BinaryIO) -> Scanned:
-    """Search a log. Source lines of tracebacks are left out: they name errors that did not happen."""
+    """Search a log. Source lines of tracebacks are left out: they name errors that did not happen.
+
+    So is what users sent, and what is said at the level of INFO or below, but for rows that are told there.
+    """
     search = _Search()
-    for block in _blocks(file):
+    for block in blocks(file):
         search.feed(block)
     found = [structs.replace(failure, count=search.counts[key]) for key, failure in search.found.items()]
     findings = sorted(found, key=lambda finding: finding.number or 0)
-    return Scanned(lines=search.lines, findings=findings, last=search.last()[:SHOWN_CHARS])
+    last = hidden(search.last())[:SHOWN_CHARS]
+    return Scanned(lines=search.lines, findings=findings, last=last, ready=search.ready, server=search.server)
 
 
 class _Search:
@@ -85,6 +105,9 @@ class _Search:
         self._often: dict[bytes, tuple[str, str]] = {}  # lines without their digits that were seen again and again
         self.counts: Counter[tuple[str, str]] = Counter()
         self.lines = 0
+        self.ready: int | None = None
+        self.server: str | None = None
+        self._trace = Trace()
         self._settings: dict[str, Any] = {}
         self._before = b""  # the last line of the block before
         self._said = b""  # the last line that is not empty
@@ -92,14 +115,15 @@ class _Search:
     def feed(self, block: bytes) -> None:
         """Search whole lines."""
         words = [word for word in _words() if word in block]
+        self.server = self.server or next((name for mark, name in _SERVERS if mark in block), None)
         lines = block.split(b"\n")
         if not block.endswith(b"\n"):  # the end of the log, or of a piece of an endless line
             lines.append(b"")
         lines.pop()
-        if words:
+        if words or self._trace.open:
             maybe = [pattern for pattern in patterns() if pattern.needle.encode() in words]
             for place, raw in enumerate(lines):
-                if any(word in raw for word in words):
+                if self._trace.open or any(word in raw for word in words):
                     self._look(raw, lines[place - 1] if place else self._before, self.lines + place + 1, maybe)
         self.lines += len(lines)
         self._before = lines[-1] if lines else b""
@@ -114,52 +138,95 @@ class _Search:
         if often is not None and not self.found[often].recovered:
             self.counts[often] += 1
             return
-        line = plain(raw)
-        if any(mark in raw for mark in _READY):
-            self.found = {key: structs.replace(one, recovered=True) for key, one in self.found.items()}
-        if any(mark in raw for mark in _SETTINGS):
-            self._settings |= settings_in(line)
-        failure = None if is_code(line, plain(before)) else _explain(line, maybe, self._settings, number)
-        if failure is None:
+        line = parsed(raw)
+        if is_quoting(line):
             return
+        self._notice(raw, line.text, number)
+        if is_code(line.text, plain(before)):
+            return
+        failure = _of(line, maybe, self._settings, number)
+        if failure is None:
+            self._may_be_raised(line, number)
+            return
+        self._trace.close()
+        if failure.severity == "wrapper" and (held := self._trace.take()) is not None:
+            self._keep(_raised(*held, self._settings), raw)
+        self._keep(failure, raw)
+
+    def _notice(self, raw: bytes, line: str, number: int) -> None:
+        """What a line says of the server's way: its arguments, its model is there, it is ready."""
+        if any(mark in raw for mark in _READY):
+            self.ready = number
+            self._got_over(fetching=False)
+        elif any(mark in raw for mark in _FETCHED):
+            self._got_over(fetching=True)
+        if any(mark in raw for mark in SETTINGS):
+            self._settings |= settings_in(line)
+
+    def _got_over(self, *, fetching: bool) -> None:
+        for key, one in self.found.items():
+            if not fetching or key[0] in _fetching():
+                self.found[key] = structs.replace(one, recovered=True)
+
+    def _may_be_raised(self, line: Line, number: int) -> None:
+        """An exception of any name: what a traceback ends with, or what was logged as an error before a wrapper."""
+        raised = self._trace.feed(line, number)
+        if raised is not None:
+            self._keep(_raised(raised, number, self._settings), b"")
+
+    def _keep(self, failure: Failure, raw: bytes) -> None:
         key = (failure.id, _DIGITS.sub("#", failure.cause))
         seen = self.found.get(key)
         if seen is None and len(self.found) >= MOST_FINDINGS:
             return
         # What a failed start ends with is what one sees of the log; what was said again counts anew.
         keeps_last = failure.severity == "wrapper" and failure.phase == "start"
-        if seen is None or seen.recovered or keeps_last:
+        if seen is None or seen.recovered or keeps_last or (seen.hint and not failure.hint):
             self.found[key] = failure
         self.counts[key] += 1
-        if self.counts[key] >= OFTEN and not keeps_last and len(self._often) < MOST_FINDINGS:
-            self._often[alike] = key
+        if raw and self.counts[key] >= OFTEN and not keeps_last and len(self._often) < MOST_FINDINGS:
+            self._often[raw.translate(None, b"0123456789")] = key
 
 
 @cache
 def _words() -> tuple[bytes, ...]:
     """What a line has to hold to be looked at."""
-    return tuple(dict.fromkeys([*(pattern.needle.encode() for pattern in patterns()), *_READY, *_SETTINGS]))
+    return tuple(
+        dict.fromkeys([*(pattern.needle.encode() for pattern in patterns()), *_READY, *_FETCHED, *_RAISED, *SETTINGS])
+    )
 
 
-def _blocks(file: BinaryIO) -> Iterator[bytes]:
-    """The file in blocks of whole lines; junk without line ends comes in pieces, and needs no more memory."""
-    rest = b""
-    while block := file.read(BLOCK_BYTES):
-        whole, end, after = (rest + block).rpartition(b"\n")
-        if end:
-            yield whole + end
-        rest = after
-        if len(rest) > BLOCK_BYTES:
-            yield rest
-            rest = b""
-    if rest:
-        yield rest
+@cache
+def _fetching() -> frozenset[str]:
+    """The rows that cannot be the cause once the model is loaded."""
+    return frozenset(pattern.rule.id for pattern in patterns() if pattern.rule.fetching)
 
 
 def explain_message(message: str) -> Failure | None:
     """What an API's error means: `message` is `KIND: what it said`, as in a record."""
     line = plain(message.replace("\n", " ").encode())
     return _explain(line, patterns(), {}, None)
+
+
+def _of(line: Line, maybe: Iterable[Pattern], settings: dict[str, Any], number: int | None) -> Failure | None:
+    """What a line of a log says, as far as its level allows it."""
+    failure = _explain(line.text, maybe, settings, number)
+    if failure is None or (line.level == "chatter" and failure.severity != "warning" and failure.id not in _chatter()):
+        return None
+    return structs.replace(failure, hint=True) if line.level == "warning" else failure
+
+
+@cache
+def _chatter() -> frozenset[str]:
+    return frozenset(pattern.rule.id for pattern in patterns() if pattern.rule.chatter)
+
+
+def _raised(line: str, number: int, settings: dict[str, Any]) -> Failure:
+    """An exception that no row knows."""
+    pattern = next(pattern for pattern in patterns() if pattern.rule.id == RULE)
+    match = exception_in(line)
+    assert match is not None
+    return _failure(pattern, match, line, settings, number)
 
 
 def _explain(line: str, maybe: Iterable[Pattern], settings: dict[str, Any], number: int | None) -> Failure | None:
@@ -175,9 +242,11 @@ def _failure(
 ) -> Failure:
     rule = pattern.rule
     cause, fix = in_words(rule, match, settings)
+    line = hidden(line)
     shown = line.strip()
     if len(shown) > SHOWN_CHARS:  # the part around what was found
-        begin = max(0, min(match.start() - 60, len(line) - SHOWN_CHARS))
+        found = pattern.regex.search(line)
+        begin = max(0, min((found.start() if found else 0) - 60, len(line) - SHOWN_CHARS))
         shown = ("..." if begin else "") + line[begin : begin + SHOWN_CHARS].strip() + "..."
     return Failure(
         id=rule.id,

@@ -33,10 +33,13 @@ class Rule(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     where: Where
     severity: Severity = "cause"
     scenario: bool = False  # of a request: all alike will be refused as well, because the scenario is wrong
+    fetching: bool = False  # of fetching the model: got over once it is loaded
+    chatter: bool = False  # told at the level of INFO, where else only users are quoted
     match: str | list[str]  # regular expressions, searched in one line without its prefix
     samples: list[str]  # lines as they were seen, each explained by this row
     cause: str
     fix: str
+    hopeless: str = ""  # the fix where no value of the variable in `fix` is enough
     source: str
 
 
