@@ -76,6 +76,76 @@ def test_nothing_recognised_has_an_exit_code_and_a_next_step(tmp_path: Path, tex
     assert json.loads(harness("explain", "some.log", "--json", cwd=tmp_path).out)["cause"] is None
 
 
+GOOD_STARTS = {
+    "vLLM": "(APIServer pid=1) INFO 11-21 08:53:41 [api.py:1] vLLM API server\nHIP out of memory\n"
+    "(APIServer pid=1) INFO:     Application startup complete.\n"
+    "Found ulimit of 20000 and failed to automatically increase\n",
+    "llama.cpp": "llama_model_loader: loaded\n0.00.100.000 I main: server is listening on http://0.0.0.0:8080\n",
+}
+
+
+@pytest.mark.parametrize("server_name", GOOD_STARTS)
+def test_a_good_start_is_said_to_be_one(tmp_path: Path, server_name: str) -> None:
+    text = GOOD_STARTS[server_name]
+    (tmp_path / "some.log").write_text(text)
+    done = harness("explain", "some.log", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    said = " ".join(done.out.split())
+    ready = next(
+        n for n, line in enumerate(text.splitlines(), start=1) if "startup complete" in line or "listen" in line
+    )
+    assert f"It started well, and the log names no failure after that. line {ready} it says that it is ready" in said
+    assert "No failure that the table knows" not in said and "DEBUG" not in said
+    assert ("got over the GPU's memory is used up" in said) == ("HIP" in text)
+    told = json.loads(harness("explain", "some.log", "--json", cwd=tmp_path).out)
+    assert (told["started"], told["cause"]) == (True, None)
+
+
+def test_a_failure_after_a_good_start_is_no_good_start(tmp_path: Path) -> None:
+    for later, code in (("HIP out of memory\n", 0), ("KeyError: 'x'\n", 4)):
+        (tmp_path / "some.log").write_text(GOOD_STARTS["vLLM"] + later)
+        done = harness("explain", "some.log", cwd=tmp_path)
+        assert done.code == code and "started well" not in done.out
+        assert json.loads(harness("explain", "some.log", "--json", cwd=tmp_path).out)["started"] is False
+
+
+def test_only_the_log_of_a_server_without_a_reason_asks_it_to_say_more(tmp_path: Path) -> None:
+    advice = {
+        "INFO 11-21 08:53:41 [api.py:1] vLLM API server\nbye\n": "(VLLM_LOGGING_LEVEL=DEBUG)",
+        "llama_model_loader: x\nbye\n": "(--verbose)",
+        "2026-08-20 10:00:00.000 [Info] (WrappedServer) x\n": "(log_level debug)",
+        "[ 12.3] usb 1-1: new device\n": None,
+        '{"Status":"running","ExitCode":0}\n': None,
+    }
+    for text, expected in advice.items():
+        (tmp_path / "some.log").write_text(text)
+        done = harness("explain", "some.log", cwd=tmp_path)
+        said = " ".join(done.out.split())
+        assert done.code == 4
+        assert ("Have the server say more" in said) == (expected is not None)
+        if expected is not None:
+            assert f"{expected} and start it again; switch that off before you measure" in said
+
+
+def test_no_secret_and_no_control_character_is_printed(tmp_path: Path) -> None:
+    raised = "KeyError: 'HF_TOKEN=plainword --api-key sk-verysecret123456 \x1b[2J\x9b31m\x85'\n"
+    log = f"{raised}{FAILED}last hf_abcdefghijk12\n"
+    name = "so\x1bme.log"
+    (tmp_path / name).write_text(log)
+    for option in ((), ("--json",)):
+        done = harness("explain", name, *option, cwd=tmp_path)
+        assert done.code == 0
+        assert not any(secret in done.out for secret in ("plainword", "verysecret", "hf_abc"))
+        assert not any(control in done.out for control in "\x1b\x9b\x85")
+
+
+def test_a_log_of_powershell(tmp_path: Path) -> None:
+    (tmp_path / "some.log").write_text(FAILED, encoding="utf-16")
+    assert json.loads(harness("explain", "some.log", "--json", cwd=tmp_path).out)["cause"]["number"] == 5
+    (tmp_path / "some.log.gz").write_bytes(gzip.compress(FAILED.encode("utf-16")))
+    assert json.loads(harness("explain", "some.log.gz", "--json", cwd=tmp_path).out)["cause"]["number"] == 5
+
+
 def test_an_unknown_exception_is_shown_and_not_recognised(tmp_path: Path) -> None:
     (tmp_path / "some.log").write_text("INFO x\nKeyError: 'model.layers.0'\n")
     done = harness("explain", "some.log", cwd=tmp_path)

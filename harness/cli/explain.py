@@ -22,10 +22,11 @@ def explain(
 ) -> None:
     """Say what failed in a log, from wherever it comes: cause, the line that shows it, fix and source.
 
-    Exit code 0 when a failure was recognised, 4 when none was; warnings, which good starts have as well, do not count.
+    Exit code 0 when the log is explained: a failure was recognised, or it is of a server that started well and names
+    none (then `--json` has `started`). 4 when it is not; warnings, which good starts have as well, do not count.
     """
     from harness.failures.scan import scan
-    from harness.report.explained import as_data, print_explained, recognised
+    from harness.report.explained import as_data, print_explained, recognised, started_well
 
     with _opened(log) as file:
         scanned = scan(file)
@@ -35,7 +36,7 @@ def explain(
         print(msgspec.json.format(msgspec.json.encode(as_data(log, scanned)), indent=1).decode())
     else:
         print_explained(log, scanned, console())
-    if not recognised(scanned):
+    if not recognised(scanned) and not started_well(scanned):
         raise typer.Exit(ExitCode.FAILED)
 
 

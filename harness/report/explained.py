@@ -7,19 +7,33 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from harness.failures.lines import printable
 from harness.failures.scan import Failure, Scanned
 
+SAY_MORE = {
+    "vLLM": "VLLM_LOGGING_LEVEL=DEBUG",
+    "Lemonade": "log_level debug",
+    "llama.cpp": "--verbose",
+    "Ollama": "OLLAMA_DEBUG=1",
+}
 UNKNOWN = (
-    "Have the server say more (vLLM: VLLM_LOGGING_LEVEL=DEBUG; Lemonade: log_level debug; llama.cpp: --verbose) and "
-    "start it again.",
     "Ask how it ended: docker inspect -f '{{json .State}}' CONTAINER | harness explain -",
     "Look for a GPU fault or a kill on the engine's host: dmesg | harness explain -",
 )
 
 
 def recognised(scanned: Scanned) -> bool:
-    """Whether a failure of the table is in the log: neither warnings alone nor exceptions that it does not know."""
-    return any(finding.severity not in ("warning", "exception") for finding in scanned.findings)
+    """Whether a failure of the table is in the log: no warning, no exception of another name, nothing got over."""
+    return any(
+        finding.severity not in ("warning", "exception") and not finding.recovered for finding in scanned.findings
+    )
+
+
+def started_well(scanned: Scanned) -> bool:
+    """Whether the server became ready and nothing after that says that it failed."""
+    return scanned.ready is not None and not any(
+        finding.severity != "warning" and not finding.recovered for finding in scanned.findings
+    )
 
 
 def as_data(name: str, scanned: Scanned) -> dict[str, Any]:
@@ -28,6 +42,7 @@ def as_data(name: str, scanned: Scanned) -> dict[str, Any]:
         "log": name,
         "lines": scanned.lines,
         "recognised": recognised(scanned),
+        "started": started_well(scanned),
         "cause": msgspec.to_builtins(scanned.cause()),
         "findings": msgspec.to_builtins([one for one in scanned.findings if one.severity != "warning"]),
         "warnings": msgspec.to_builtins([one for one in scanned.findings if one.severity == "warning"]),
@@ -41,7 +56,7 @@ def print_explained(name: str, scanned: Scanned, console: Console) -> None:
     if cause is not None and cause.wrapper is not None:
         others = [one for one in others if one.severity != "wrapper"]  # they only say that there is that cause
     warnings = [one for one in scanned.findings if one.severity == "warning"]
-    where = "the standard input" if name == "-" else name
+    where = "the standard input" if name == "-" else printable(name)
     lines = "1 line" if scanned.lines == 1 else f"{scanned.lines:,} lines"
     console.print(Text(f"{where}: {lines}", "dim"))
     if cause is not None:
@@ -54,7 +69,9 @@ def print_explained(name: str, scanned: Scanned, console: Console) -> None:
         console.print("\nwarnings, which starts that went well have, too:", style="bold")
         for one in warnings:
             _row(console, Text(f"line {one.number}"), Text(f"{one.cause}; {one.fix} [{one.id}]"))
-    if not recognised(scanned):
+    if started_well(scanned):
+        _print_started(scanned, console)
+    elif not recognised(scanned):
         _print_unknown(scanned, console)
 
 
@@ -64,7 +81,7 @@ def _same(one: Failure, cause: Failure | None) -> bool:
 
 def _title(one: Failure) -> str:
     if one.recovered:
-        return "before it became ready"
+        return "got over"  # it became ready, or loaded the model, afterwards
     return {"request": "requests", "exception": "also", "wrapper": "so it says"}.get(one.severity, "also")
 
 
@@ -90,10 +107,23 @@ def _row(console: Console, title: Text, text: Text) -> None:
         console.print(line, soft_wrap=True)
 
 
+def _print_started(scanned: Scanned, console: Console) -> None:
+    console.print("\nIt started well, and the log names no failure after that.", style="bold green")
+    _row(console, Text(f"line {scanned.ready}"), Text("it says that it is ready"))
+    if scanned.last:
+        _row(console, Text("last line"), Text(scanned.last))
+    _row(console, Text("if it ended"), Text("the log does not say why:"))
+    for step in UNKNOWN:
+        _row(console, Text("next"), Text(step))
+
+
 def _print_unknown(scanned: Scanned, console: Console) -> None:
     console.print("\nNo failure that the table knows is in this log.", style="bold")
     if scanned.last:
         _row(console, Text("last line"), Text(scanned.last))
+    if scanned.server in SAY_MORE:
+        more = f"Have the server say more ({SAY_MORE[scanned.server]}) and start it again"
+        _row(console, Text("next"), Text(f"{more}; switch that off before you measure: it slows the server down."))
     for step in UNKNOWN:
         _row(console, Text("next"), Text(step))
     _row(console, Text("the table"), Text("docs/failures.md; a line that belongs into it is welcome"))
