@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from harness.errors import ExitCode
+from harness.failures.explain import scan_text
 from tests.real.conftest import Say
 from tests.real.parts import (
     docker,
@@ -32,24 +33,28 @@ LONG = {
     "more": {"user": "batch", "batch_size": 1, "requests": 10, "output_tokens": 64},
 }
 NOT_STARTED = "error: the server did not start; it ended with exit code "
-FAILURES: dict[str, tuple[dict[str, Any], str, str]] = {
+FAILURES: dict[str, tuple[dict[str, Any], str, str, str]] = {  # server, row of the table, sentence, solution
     "vllm-bad-model-path": (
         vllm(model_path="/models/absent"),
+        "hf.not_found",
         "1: there is no model of that name on the hub, nor a folder of that name inside the container",
         "for a local model mount its folder with `volumes`",
     ),
     "vllm-hub-offline": (
         vllm(model_path="Qwen/Qwen3-0.6B"),
+        "hf.network",
         "1: the model is not in the mounted cache and the hub cannot be reached",
         "download the model into the cache first",
     ),
     "llamacpp-unknown-flag": (
         llamacpp(extra_args=["--slots-of-memory", "5"]),
+        "cli.unknown_flag",
         "2: the server does not know the argument: --slots-of-memory 5",
         "remove it from extra_args",
     ),
     "llamacpp-bad-model-path": (
         llamacpp(model_path="/models/absent.gguf"),
+        "llamacpp.model_file",
         "1: llama.cpp cannot load the model file /models/absent.gguf: No such file or directory",
         "check model_path and that its folder is mounted",
     ),
@@ -58,7 +63,7 @@ FAILURES: dict[str, tuple[dict[str, Any], str, str]] = {
 
 @pytest.mark.parametrize("case", FAILURES)
 def test_a_server_that_does_not_start_ends_in_one_sentence(case: str, tmp_path: Path, say: Say) -> None:
-    server, sentence, solution = FAILURES[case]
+    server, row, sentence, solution = FAILURES[case]
     ran = run(write_scenario(tmp_path, case, model="some", servers={"s": server}, loads=LOADS), timeout_s=120)
     say(ran.error)
     first, *evidence, last = ran.error.splitlines()
@@ -66,9 +71,12 @@ def test_a_server_that_does_not_start_ends_in_one_sentence(case: str, tmp_path: 
     assert first == NOT_STARTED + sentence
     assert last.startswith("next: ") and solution in last
     assert evidence and all(line.startswith("  | ") for line in evidence)
+    assert any(line.startswith("  | known from: ") and line.endswith(f" [{row}]") for line in evidence)
     assert (ran.manifest.status, ran.manifest.reasons) == ("failed", [first.removeprefix("error: ")])
     assert ran.records == []
-    assert (ran.folder / "logs" / "r1-s-bursts.server.log").stat().st_size > 0
+    scanned = scan_text(ran.folder / "logs" / "r1-s-bursts.server.log")
+    cause = scanned.cause()
+    assert cause is not None and (cause.id, cause.hint, scanned.ready) == (row, False, None)
     assert left_behind(ran.folder) == []
 
 
