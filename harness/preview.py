@@ -15,6 +15,7 @@ from harness.report import words
 from harness.scenario import Load, Scenario, taken_together, warmup_of
 from harness.serve.daemon import engine_host
 from harness.serve.lemonade.hints import hints
+from harness.serve.notes import notes, notes_on_comments
 from harness.stats import ALPHA, repeats_to_reach_p
 from harness.traces.replay import replay_of
 
@@ -22,6 +23,8 @@ from harness.traces.replay import replay_of
 ASSUMED_TPOT_S = 0.03
 ASSUMED_START_S = 60.0
 ASSUMED_EMBEDDED_START_S = 1.0
+COMPILING = {"vllm-rocm", "vllm-cpu", "vllm-offline", "lemonade"}
+SLOW_AT_FIRST = {*COMPILING, "llamacpp", "ollama", "localai"}
 GENERATOR_START_S = 2.0
 
 
@@ -49,7 +52,7 @@ def show_plan(experiment: Experiment, console: Console) -> None:
     console.print(
         f"estimated time: {duration(estimate_s(scenario, experiment.folder))} "
         f"(assumed: {ASSUMED_TPOT_S * 1e3:.0f} ms per token, {ASSUMED_START_S:.0f} s per container start, "
-        "no gain from batching)",
+        f"no gain from batching{_first_starts(scenario)})",
         markup=False,
         highlight=False,
     )
@@ -73,8 +76,22 @@ def show_plan(experiment: Experiment, console: Console) -> None:
                 markup=False,
                 highlight=False,
             )
-    for hint in hints(scenario, os.cpu_count() if engine_host() is None else None):
+    threads = os.cpu_count() if engine_host() is None else None
+    told = notes_on_comments(experiment.path.read_text(encoding="utf-8"))
+    for hint in [*notes(scenario), *hints(scenario, threads), *told]:
         console.print(f"note: {hint}", markup=False, highlight=False)
+
+
+def _first_starts(scenario: Scenario) -> str:
+    """What the assumption leaves out: starts that download, install and compile, which is kept for later ones."""
+    slow = {server.template for server in scenario.servers.values() if server.container} & SLOW_AT_FIRST
+    if not slow:
+        return ""
+    return (
+        "; a first start with vLLM compiles for 5 to 12 minutes more, and any first one downloads its image and model"
+        if slow & COMPILING
+        else "; a first start downloads its image and model, too"
+    )
 
 
 def work(load: Load) -> str:

@@ -78,6 +78,7 @@ ALLOWED = {
         "check_syntax",
         "trust",
         "lengths",
+        "behaviour",
     },
     **dict.fromkeys(
         READS_FILES - {"derive", "stats", "summary", "checks", "check_syntax", "attain"}, READS_FILES | READERS

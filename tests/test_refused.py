@@ -156,3 +156,43 @@ def test_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_another_machine_s_folders_are_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "ssh://gpu-box")
     assert problems("llamacpp", models="/srv/models-of-that-machine") == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "advice"),
+    [("--port 9", "--port: Lemonade sets it itself and refuses it"), ("-m x", "-m: Lemonade sets it itself"),
+     ("--ctx-size=3", "--ctx-size: Lemonade sets it itself and refuses it; set ctx_size"), ("-c 3", "set ctx_size"),
+     ("--no-jinja", "it is on already"), ("-dev ROCm0", "set llamacpp_backend")],
+)  # fmt: skip
+def test_what_lemonade_sets_for_llama_server(argument: str, advice: str) -> None:
+    given = {"recipe": "llamacpp", "checkpoint": "a/b-GGUF:Q4_K_M"}
+    (problem,) = problems("lemonade", **given, llamacpp_args=f"--parallel 10 {argument}")
+    assert problem.startswith("variables.llamacpp_args: ") and advice in problem
+    assert problems("lemonade", **given, llamacpp_args="--parallel 10 -ub 512 --threads 4") == []
+
+
+def test_lemonade_s_vllm_refuses_fewer_tokens_than_requests_too() -> None:
+    (problem,) = problems("lemonade", vllm_args="--max-num-seqs 512 --max-num-batched-tokens=256")
+    assert problem.startswith("variables.vllm_args: max_num_batched_tokens is 256, and max_num_seqs 512")
+
+
+def test_a_lemonade_too_old() -> None:
+    image = "ghcr.io/lemonade-sdk/lemonade-server"
+    for given in ({"vllm_args": "--max-num-seqs 10"}, {"recipe": "vllm", "checkpoint": "a/b"}, {}):
+        model = "m" if given else "Qwen3.5-0.8B-FP16-vLLM"
+        (problem,) = problems("lemonade", model, image=f"{image}:v11.4.9", **given)
+        assert problem.startswith(f"variables.image: {image}:v11.4.9 is older than v11.5.0, and lacks the compiler")
+        assert problems("lemonade", model, image=f"{image}:v11.5.0", **given) == []
+        assert problems("lemonade", model, image=f"{image}:edge", **given) == []
+    assert problems("lemonade", "m", image=f"{image}:v11.4.9") == []
+    (problem,) = problems("lemonade", "m", image=f"{image}:v10.8.0")
+    assert problem.startswith(f"variables.image: {image}:v10.8.0 is older than v11.0.0")
+
+
+def test_a_gateway_before_lemonade_with_llama_server_takes_either_name() -> None:
+    gateway = Gateway(template="litellm")
+    given = {"checkpoint": "a/b-GGUF:Q4_K_M", "recipe": "llamacpp"}
+    assert problems("lemonade", "Qwen3-4B", gateway, **given) == []
+    assert problems("lemonade", "user.Qwen3-4B", gateway, checkpoint="a/b", recipe="vllm") == []
+    (problem,) = problems("lemonade", "Qwen3-4B", gateway, checkpoint="a/b", recipe="vllm")
+    assert "write the scenario's model as user.Qwen3-4B" in problem

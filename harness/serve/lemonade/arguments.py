@@ -11,6 +11,7 @@ from typing import Any
 from harness.scenario import Server
 from harness.serve.flags import flags_in, removed_flags
 from harness.serve.lemonade.names import bare_name
+from harness.serve.vllm_rules import vllm_refuses
 
 _ITSELF = "Lemonade sets it itself and refuses it"
 PROTECTED = {
@@ -21,6 +22,21 @@ PROTECTED = {
     "--max-model-len": f"{_ITSELF}; set ctx_size",
     "--enable-prefix-caching": f"{_ITSELF}: prefix caching is always on; --no-enable-prefix-caching turns it off",
 }
+# llama-server's, by their short names too (llamacpp_server.cpp); checked before llama-server is started.
+_LLAMACPP = {
+    ("--model", "-m", "--hf-repo", "-hf", "--hf-file", "-mr", "-mf"): "the model is the scenario's, of the checkpoint",
+    ("--ctx-size", "-c"): "set ctx_size",
+    ("--port",): "it takes the next free one from 8001",
+    ("--device", "-dev"): "set llamacpp_backend, or HIP_VISIBLE_DEVICES in environment",
+    ("--jinja", "--no-jinja"): "it is on already",
+    ("--metrics",): "it is on already",
+    ("--mmproj", "-mm", "-mmu", "--mmproj-url", "--no-mmproj", "--mmproj-auto", "--no-mmproj-auto"): "of the model",
+    ("--model-draft", "-md", "--spec-draft-model"): "of the model",
+    ("--embeddings", "--embedding", "--reranking", "--rerank"): "it belongs to models of that kind",
+}
+LLAMACPP_PROTECTED = {flag: f"{_ITSELF}; {advice}" for flags, advice in _LLAMACPP.items() for flag in flags}
+OLDEST, OLDEST_VLLM = (11, 0, 0), (11, 5, 0)
+_VERSION = re.compile(r"v?(\d+)\.(\d+)\.(\d+)")
 _QUOTES = (
     "Lemonade strips quotes, so JSON does not reach vLLM (lemonade-sdk/lemonade#1912); "
     "leave it out, or measure it with the template vllm-rocm"
@@ -30,13 +46,36 @@ MOST_TOKENS = 8192  # a request that asks for more makes Lemonade count its prom
 
 def server_problems(server: Server, model: str, path: str) -> list[str]:
     """What is wrong with a server of the template `lemonade`; `path` such as $.servers.a."""
-    problems = variable_problems(server.variables, f"{path}.variables")
-    if server.gateway is not None and server.variables.get("checkpoint") is not None and bare_name(model) == model:
+    given = server.variables
+    problems = variable_problems(given, f"{path}.variables")
+    problems += image_problems(str(given.get("image") or ""), _is_vllm(given, model), f"{path}.variables.image")
+    # llama-server answers to any name; vLLM to its own alone.
+    named = server.gateway is not None and given.get("checkpoint") is not None and given.get("recipe") != "llamacpp"
+    if named and bare_name(model) == model:
         problems.append(
             f"{path}.gateway: it asks for '{model}', and vLLM behind Lemonade knows it as 'user.{model}' only; "
             f"write the scenario's model as user.{model}"
         )
     return problems
+
+
+def image_problems(image: str, vllm: bool, path: str) -> list[str]:
+    """What is wrong with an image whose tag tells its version."""
+    match = _VERSION.fullmatch(image.partition("@")[0].rpartition("/")[2].partition(":")[2])
+    version = tuple(int(part) for part in match.groups()) if match else OLDEST_VLLM
+    if version < OLDEST:
+        return [f"{path}: {image} is older than v11.0.0, whose API the harness speaks; take a newer one"]
+    if vllm and version < OLDEST_VLLM:
+        return [
+            f"{path}: {image} is older than v11.5.0, and lacks the compiler that vLLM's Triton calls: vLLM would not "
+            "start; take v11.5.0 or newer"
+        ]
+    return []
+
+
+def _is_vllm(variables: dict[str, Any], model: str) -> bool:
+    given = any(variables.get(name) is not None for name in ("vllm_args", "vllm_backend"))
+    return given or variables.get("recipe") == "vllm" or model.endswith("-vLLM")  # as Lemonade calls its own
 
 
 def variable_problems(variables: dict[str, Any], path: str) -> list[str]:
@@ -45,6 +84,8 @@ def variable_problems(variables: dict[str, Any], path: str) -> list[str]:
     recipe, args = variables.get("recipe"), variables.get("vllm_args")
     if isinstance(args, str):
         problems += [f"{path}.vllm_args: {problem}" for problem in vllm_problems(args)]
+    if isinstance(own := variables.get("llamacpp_args"), str):
+        problems += [f"{path}.llamacpp_args: {problem}" for problem in llamacpp_problems(own)]
     for name, of in (("vllm_args", "vllm"), ("llamacpp_args", "llamacpp"), ("llamacpp_backend", "llamacpp")):
         if variables.get(name) is not None and recipe is not None and recipe != of:
             problems.append(f"{path}.{name}: has no effect with the recipe {recipe}; remove it")
@@ -68,7 +109,13 @@ def vllm_problems(text: str) -> list[str]:
     flags = flags_in(words)
     problems = [f"{flag}: {PROTECTED[flag]}" for flag in dict.fromkeys(flags) if flag in PROTECTED]
     problems += [f"{flag}: {removed_flags()[flag].advice}" for flag in dict.fromkeys(flags) if flag in removed_flags()]
-    return problems + _contradictions(flags)
+    return problems + _contradictions(flags) + vllm_refuses(words)
+
+
+def llamacpp_problems(text: str) -> list[str]:
+    """What Lemonade would refuse in `llamacpp_args`, each with advice."""
+    flags = [word.partition("=")[0] for word in text.split() if word.startswith("-")]
+    return [f"{flag}: {LLAMACPP_PROTECTED[flag]}" for flag in dict.fromkeys(flags) if flag in LLAMACPP_PROTECTED]
 
 
 def _contradictions(flags: Sequence[str]) -> list[str]:

@@ -31,8 +31,7 @@ def _of(where: str, server: Server, load: Load, threads: int | None) -> list[str
     most = 0 if load.endpoint == "embeddings" else most_of(load.output_tokens)
     if isinstance(ctx_size, int) and most >= ctx_size and not _from_file(load):
         found.append(
-            f"{where}: answers of {most:,} tokens do not fit into the ctx_size of {ctx_size:,}: "
-            "every request will fail"
+            f"{where}: answers of {most:,} tokens do not fit into the ctx_size of {ctx_size:,}: every request will fail"
         )
     elif most > MOST_TOKENS and not _from_file(load):
         found.append(

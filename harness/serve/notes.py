@@ -1,0 +1,146 @@
+"""What a scenario should know of its servers before it runs, and what is no mistake."""
+
+import re
+from typing import Any
+
+from harness.behaviour import Agent, Rag
+from harness.failures.removed import removed_flags
+from harness.failures.table import replacements
+from harness.lengths import Lengths, most_of
+from harness.scenario import TURNS, Load, Prompts, Scenario, Server
+from harness.serve.flags import flags_in, version_of
+from harness.serve.gpu_fit import value_of
+from harness.serve.template import variables
+
+_FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+_FORCED_TARGET = (
+    "makes ROCm take the GPU for another one; images with code for yours do not need it, and wrong code crashes or "
+    "computes wrongly: leave it out"
+)
+_NO_STATS = "vLLM then has no running and waiting requests and no KV cache in its metrics, so the report has none"
+
+
+def notes(scenario: Scenario) -> list[str]:
+    """Sentences for `harness check`."""
+    found = []
+    for name, server in scenario.servers.items():
+        of_it = [*_of_environment(server), *_of_arguments(server)]
+        of_it += [f"under {load_name}: {note}" for load_name, load in scenario.loads.items()
+                  if (note := _of_length(server, load, scenario.prompts)) is not None]  # fmt: skip
+        found += [f"server '{name}'{' ' if note.startswith('under ') else ': '}{note}" for note in of_it]
+    return found
+
+
+def notes_on_comments(text: str) -> list[str]:
+    """Flags in a scenario's comments that vLLM no longer knows: what became of them, once each."""
+    found: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        for flag in _FLAG.findall(line.partition("#")[2]):
+            if (row := removed_flags().get(flag)) is not None:
+                found.setdefault(flag, f"line {number} speaks of {flag}: {row.advice}")
+    return list(found.values())
+
+
+def _of_environment(server: Server) -> list[str]:
+    given = server.variables.get("environment")
+    if not isinstance(given, dict):
+        return []
+    gone = replacements().variables
+    found = [f"{name} has no effect any more: {gone[name]}" for name in given if name in gone]
+    if "HSA_OVERRIDE_GFX_VERSION" in given:
+        found.append(f"HSA_OVERRIDE_GFX_VERSION {_FORCED_TARGET}")
+    if str(given.get("VLLM_LOGGING_LEVEL", "")).upper() == "DEBUG":
+        found.append("VLLM_LOGGING_LEVEL=DEBUG writes lines for each step, which is measured with it: leave it out")
+    return found
+
+
+def _of_arguments(server: Server) -> list[str]:
+    if not (server.template.startswith("vllm") or server.template == "lemonade"):
+        return []
+    words = _extra_args(server)
+    flags = list(dict.fromkeys(flags_in(words)))
+    found = []
+    if "--disable-log-stats" in flags and server.template != "vllm-offline":
+        found.append(f"--disable-log-stats: {_NO_STATS}")
+    image = str(_value(server, "image"))
+    if server.template != "lemonade" and version_of(image) is None:  # else it was refused already
+        rows = [removed_flags()[flag] for flag in flags if flag in removed_flags()]
+        found += [f"{row.flag}: the tag of {image} does not tell its version; {row.advice}" for row in rows]
+    return found
+
+
+def _of_length(server: Server, load: Load, prompts: Prompts) -> str | None:
+    """What the longest request has too much for the server's context, where both are known."""
+    limit, which = _context(server)
+    if limit is None or load.trace is not None or _unread(load.output_tokens) or load.endpoint == "embeddings":
+        return None
+    answer = most_of(load.output_tokens)
+    prompt = _prompt(load, prompts, answer)
+    if prompt is None or prompt + answer <= limit:
+        return None
+    if server.template == "lemonade" and answer >= _value(server, "ctx_size"):
+        return None  # harness.serve.lemonade.hints says so
+    what = "Ollama cuts such prompts short" if server.template == "ollama" else "the server refuses such requests"
+    return f"a request has up to {prompt:,} tokens of prompt and {answer:,} of answer, and {which} is {limit:,}: {what}"
+
+
+def _prompt(load: Load, prompts: Prompts, answer: int) -> int | None:
+    """Tokens of the longest prompt, without the chat template; None where nobody has read it yet."""
+    if load.user not in ("agent", "batch", "chat", "rag") or _unread(prompts.tokens):
+        return None
+    one = most_of(prompts.tokens, "prompt") if prompts.kind == "synthetic" else 0
+    match load.user:
+        case "chat":
+            turns = load.turns or TURNS
+            return prompts.system_tokens + turns * one + (turns - 1) * answer
+        case "agent":
+            agent = load.agent or Agent()
+            return prompts.system_tokens + one + (agent.steps - 1) * (answer + agent.result_tokens)
+        case "rag":
+            return prompts.system_tokens + one + (load.rag or Rag()).document_tokens
+        case _:
+            return prompts.system_tokens + one
+
+
+def _context(server: Server) -> tuple[int | None, str]:
+    """Tokens that one request may have, and what says so."""
+    match server.template:
+        case "llamacpp" | "localai":
+            name = "ctx_size" if server.template == "llamacpp" else "context_size"
+            return _shared(_value(server, name), _value(server, "parallel"), _value(server, "kv_unified"), name)
+        case "lemonade":
+            size, words = _value(server, "ctx_size"), str(server.variables.get("llamacpp_args") or "").split()
+            parallel = value_of(words, "--parallel", "-np") or ""
+            return _shared(size, int(parallel) if parallel.isdigit() else 1, "--kv-unified" in words, "ctx_size")
+        case "ollama":
+            return _number(_value(server, "context_length")), "context_length"
+        case _:
+            return _number(_value(server, "max_model_len")), "max_model_len"
+
+
+def _shared(size: Any, slots: Any, unified: Any, name: str) -> tuple[int | None, str]:
+    """A context that slots share; one of 0 is the model's own, which is not known here."""
+    size, slots = _number(size), _number(slots) or 1
+    if not size:
+        return None, name
+    return (size, name) if unified or slots == 1 else (size // slots, f"{name} / parallel ({size:,} / {slots})")
+
+
+def _extra_args(server: Server) -> list[str]:
+    given = server.variables.get("extra_args")
+    words = [str(word) for word in given] if isinstance(given, list) else []
+    return words + str(server.variables.get("vllm_args") or "").split()
+
+
+def _unread(lengths: int | Lengths) -> bool:
+    return isinstance(lengths, Lengths) and lengths.file is not None
+
+
+def _number(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _value(server: Server, name: str) -> Any:
+    """A variable of the server: as given, else its template's default, else None."""
+    declared = variables(server.template).get(name)
+    return server.variables.get(name, None if declared is None else declared.default)
