@@ -76,6 +76,7 @@ def test_nothing_recognised_has_an_exit_code_and_a_next_step(tmp_path: Path, tex
     assert json.loads(harness("explain", "some.log", "--json", cwd=tmp_path).out)["cause"] is None
 
 
+STARTS = Path(__file__).parent / "data" / "startup"
 GOOD_STARTS = {
     "vLLM": "(APIServer pid=1) INFO 11-21 08:53:41 [api.py:1] vLLM API server\nHIP out of memory\n"
     "(APIServer pid=1) INFO:     Application startup complete.\n"
@@ -99,6 +100,14 @@ def test_a_good_start_is_said_to_be_one(tmp_path: Path, server_name: str) -> Non
     assert ("got over the GPU's memory is used up" in said) == ("HIP" in text)
     told = json.loads(harness("explain", "some.log", "--json", cwd=tmp_path).out)
     assert (told["started"], told["cause"]) == (True, None)
+
+
+@pytest.mark.parametrize(
+    "name", ["llamacpp", "llamacpp-docker", "vllm-cold", "vllm-eager-docker", "lemonade-vllm-warm"]
+)
+def test_logs_of_real_starts_are_good_ones(name: str) -> None:
+    told = json.loads(harness("explain", f"{name}.txt", "--json", cwd=STARTS).out)
+    assert (told["started"], told["recognised"], told["findings"]) == (True, False, [])
 
 
 def test_a_failure_after_a_good_start_is_no_good_start(tmp_path: Path) -> None:

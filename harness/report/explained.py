@@ -112,7 +112,7 @@ def _print_started(scanned: Scanned, console: Console) -> None:
     _row(console, Text(f"line {scanned.ready}"), Text("it says that it is ready"))
     if scanned.last:
         _row(console, Text("last line"), Text(scanned.last))
-    _row(console, Text("if it ended"), Text("the log does not say why:"))
+    _row(console, Text("if it ended"), Text("the log does not say why; then:"))
     for step in UNKNOWN:
         _row(console, Text("next"), Text(step))
 

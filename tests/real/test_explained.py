@@ -116,4 +116,4 @@ def test_a_good_start_of_llamacpp_has_no_cause(tmp_path: Path) -> None:
     ran = run(write_scenario(tmp_path, "good", model="tiny", servers={"s": llamacpp()}, loads=loads))
     assert ran.code == ExitCode.OK
     scanned = scan_text(ran.folder / "logs" / "r1-s-bursts.server.log")
-    assert scanned.lines > 10 and scanned.cause() is None
+    assert scanned.lines > 10 and scanned.cause() is None and scanned.ready is not None
