@@ -7,11 +7,10 @@ their times are upper bounds; they are counted. On a busy machine the best of th
 
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
-from harness.records import Request
+from harness.calibrate import chunk_errors_s
 from harness.scenario import Load, Warmup
 from harness.simulated.spawn import spawned
 from tests.load_runs import end, log_of, make_job, records_of, start_job
@@ -20,21 +19,6 @@ STREAMS = 50
 TOKENS = 100
 P99_S = 0.002
 ATTEMPTS = 3
-
-
-def errors_s(records: list[Request], send_log: Path) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """For each chunk that had a read to itself: time in the record minus time of sending."""
-    lines = [msgspec.json.decode(line) for line in send_log.read_bytes().splitlines()[1:]]
-    sent = {line["request_id"]: line["chunks_s"] for line in lines}
-    errors: list[float] = []
-    for record in records:
-        assert record.error is None
-        assert len(record.chunks_s) == len(sent[record.id]) == TOKENS
-        alone = [mine != later for mine, later in zip(record.chunks_s, [*record.chunks_s[1:], None], strict=True)]
-        assert alone.count(False) == record.coalesced
-        pairs = zip(record.chunks_s, sent[record.id], alone, strict=True)
-        errors += [record.sent_s + mine - true for mine, true, own in pairs if own]
-    return np.array(errors)
 
 
 def attempt(folder: Path) -> tuple[float, str]:
@@ -48,7 +32,8 @@ def attempt(folder: Path) -> tuple[float, str]:
     records = [record for record in records_of(folder) if record.phase == "measured"]
     assert len(records) == 2 * STREAMS
     assert {record.clock for record in records} == {"kernel"}
-    errors = errors_s(records, send_log)
+    assert all(record.error is None and len(record.chunks_s) == TOKENS for record in records)
+    errors = chunk_errors_s(records, send_log)
     low, p50, p90, p99, high = np.percentile(errors, [0, 50, 90, 99, 100]) * 1000
     coalesced = sum(record.coalesced for record in records)
     words = f"min {low:.3f}  p50 {p50:.3f}  p90 {p90:.3f}  p99 {p99:.3f}  max {high:.3f} ms over {len(errors)} chunks"

@@ -157,6 +157,20 @@ def doctor(
         raise typer.Exit(ExitCode.FAILED)
 
 
+@app.command(short_help="How many streams this machine's load generator can be trusted for.")
+def calibrate(
+    most: Annotated[int, typer.Option("--most", min=1, max=20_000, help="Try no more streams than this.")] = 1000,
+    processes: Annotated[int, typer.Option("--processes", min=1, max=64, help="Load processes.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the readings as JSON.")] = False,
+) -> None:
+    """Hold the load generator's chunk times against the embedded engine's own, with more and more streams at once."""
+    from harness.calibration import show_readings
+    from harness.process import sigterm_interrupts
+
+    with sigterm_interrupts():
+        show_readings(console(), most, processes, as_json=as_json)
+
+
 @app.command(short_help="Print the Compose file that would be run.")
 def compose(
     scenario: ScenarioArg,

@@ -15,10 +15,10 @@ class Spawned(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def spawned(*flags: str) -> Iterator[Spawned]:
-    """`python -m harness.simulated --port 0 FLAGS`, ready; its log goes to our stderr. Ended by SIGTERM."""
+def spawned(*flags: str, quiet: bool = False) -> Iterator[Spawned]:
+    """`python -m harness.simulated --port 0 FLAGS`, ready; its log goes to our stderr, or nowhere. Ended by SIGTERM."""
     command = [sys.executable, "-m", "harness.simulated", "--port", "0", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL if quiet else None, text=True)
     assert process.stdout
     try:
         line = process.stdout.readline()

@@ -1,0 +1,83 @@
+"""`harness calibrate`: exact on made files, and once for real."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from harness.calibrate import Reading, reading_of
+from harness.calibration import in_words
+from harness.errors import RunError
+from harness.records import ProcessMark, Request
+
+
+def write(folder: Path, errors_s: list[float], *, coalesced: int = 0, error: str | None = None) -> Path:
+    """One request whose chunks were sent at 100.1, 100.2 ... and are said to have come so much later."""
+    due = [100.1 + 0.1 * number for number in range(len(errors_s))]
+    request = Request(
+        id="a", cell="c", load="l", user_class="B", index=0, user=0, process=1, phase="measured", sent_s=100.0,
+        ended_s=due[-1] - 100.0, chunks_s=[round(at + late - 100.0, 6) for at, late in zip(due, errors_s, strict=True)],
+        coalesced=coalesced, error=error,  # type: ignore[arg-type]
+    )  # fmt: skip
+    (folder / "requests.jsonl").write_bytes(msgspec.json.encode(request) + b"\n")
+    mark = ProcessMark(
+        event="end", process=1, cell="c", wall_s=0.0, monotonic_s=0.0, cpu_most=0.5, read_lag_p99_s=0.002
+    )  # fmt: skip
+    (folder / "processes.jsonl").write_bytes(msgspec.json.encode(mark) + b"\n")
+    sent = folder / "sent.jsonl"
+    line = {"request_id": "a", "received_s": 100.0, "prompt_tokens": 1, "chunks_s": due}
+    sent.write_bytes(b"{}\n" + msgspec.json.encode(line) + b"\n")
+    return sent
+
+
+def test_the_error_is_the_record_minus_what_was_sent(tmp_path: Path) -> None:
+    reading = reading_of(tmp_path, write(tmp_path, [0.001] * 9 + [0.003]), 1)
+    assert reading.error_p50_s == pytest.approx(0.001)
+    assert reading.error_p99_s == pytest.approx(0.003, rel=0.1)
+    assert reading.chunks_per_s == pytest.approx(10 / 1.0)
+    assert (reading.shared, reading.cpu_most, reading.read_lag_p99_s) == (0.0, 0.5, 0.002)
+    assert reading.trusted
+
+
+def test_a_chunk_that_shared_a_read_counts_as_shared_and_not_as_an_error(tmp_path: Path) -> None:
+    sent = write(tmp_path, [0.0, 0.1, 0.0, 0.0], coalesced=1)  # the second came with the third
+    reading = reading_of(tmp_path, sent, 1)
+    assert reading.shared == 0.25
+    assert reading.error_p99_s < 1e-9
+    assert reading.doubts == ["more than 1% of the chunks shared a read"]
+
+
+def test_failed_requests_are_no_reading(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="1 of 1 requests to the embedded engine failed"):
+        reading_of(tmp_path, write(tmp_path, [0.0], error="timeout"), 1)
+
+
+def reading(streams: int, **different: float) -> Reading:
+    usual = {"chunks_per_s": 50.0 * streams, "error_p50_s": 1e-5, "error_p99_s": 1e-4, "shared": 0.0}
+    return Reading(streams=streams, processes=1, read_lag_p99_s=None, cpu_most=None, **usual | different)
+
+
+def test_the_verdict_in_words() -> None:
+    assert in_words([reading(10), reading(50)]) == (
+        "Trusted for 50 streams at once, 2,500 chunks a second: 99 % of the chunk times are right within 0.1 ms."
+    )
+    assert in_words([reading(10), reading(50, error_p99_s=0.02)]) == (
+        "Trusted for 10 streams at once, 500 chunks a second: 99 % of the chunk times are right within 0.1 ms. "
+        "With 50: 1 % of the chunk times are off by more than 5 ms. "
+        "More `processes` in the load, or the server on another machine, give more room."
+    )
+    assert in_words([reading(10, shared=0.5)]).startswith("This machine's load generator is not to be trusted even")
+
+
+@pytest.mark.timeout(120)
+def test_the_command_measures(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "harness", "calibrate", "--most", "20", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [one["streams"] for one in found] == [10, 20][: len(found)]
+    assert found[0]["chunks_per_s"] > 100
+    assert list(tmp_path.iterdir()) == []
