@@ -30,6 +30,29 @@ def test_a_warning_does_not_outrank_an_error() -> None:
     assert cause_of(HUB, ENGINE + "KeyError: 'x'", WRAPPER).id == "engine.exception"
 
 
+@pytest.mark.parametrize(
+    ("before", "hint", "known"),
+    [
+        ("WARNING 11-21 08:53:41 [x.py:1] ", True, True),
+        ("WARNING 11-21 08:53:41 x.py:1] ", True, True),
+        ("WARNING: ", True, True),
+        ("WARNING:root:", True, True),
+        ("2026-11-21 09:15:29,123 - vllm.engine - WARNING - ", True, True),
+        ("Nov 21 10:00:00 halo vllm[12]: (EngineCore pid=9) WARNING 11-21 08:53:41 [x.py:1] ", True, True),
+        ("0.00.004.121 W ", True, True),
+        ('time=2025-10-03T13:16:39 level=WARN source=x msg="', True, True),
+        ("2026-08-20 10:00:00.000 [Warn] (Router) ", True, True),
+        ("2026-08-20 10:00:00.000 [Info] (Process) ERROR 11-21 08:53:41 [x.py:1] ", False, True),
+        ("2026-11-21 09:15:29,123 - vllm.engine - ERROR - ", False, True),
+        ("0.00.004.121 E ", False, True),
+        ("INFO:root:", False, False),
+        ('time=2025-10-03T13:16:39 level=INFO source=x msg="', False, False),
+    ],
+)
+def test_the_level_of_a_line_as_programs_write_it(before: str, hint: bool, known: bool) -> None:
+    assert [one.hint for one in scan_text(f"{before}HIP out of memory").findings] == ([hint] if known else [])
+
+
 def test_a_warning_says_more_than_a_wrapper() -> None:
     assert cause_of(HUB, WRAPPER).id == "hf.network"
     failure = cause_of(

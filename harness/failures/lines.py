@@ -22,7 +22,7 @@ _PREFIXES = re.compile(
     r"|\((?:Process)\) "
     r"|(?P<vllm>DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)? "
     r"(?:\[[^\]]+\]|[\w.]+:\d+\]) "  # vLLM
-    r"|(?P<python>DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL)(?:: *| )"  # uvicorn; Python's own
+    r"|(?:- )?(?:[\w.]+ - )?(?P<python>DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL)(?: - |:[\w.]+:|: *| )"  # Python
     r"|\d+\.\d\d\.\d{3}\.\d{3} (?P<llamacpp>[A-Z]) "  # llama.cpp
     r"|\[rank\d+\]: "  # PyTorch
     r")"
