@@ -12,6 +12,7 @@ from docker.errors import APIError, DockerException
 
 from harness.errors import ServerError
 from harness.failures.explain import State, explain
+from harness.serve.over_ssh import tunnel_to
 
 DEFAULT_HOST = "unix:///var/run/docker.sock"
 DOCKER_ERRORS = (DockerException, requests.RequestException)
@@ -19,11 +20,15 @@ DOCKER_ERRORS = (DockerException, requests.RequestException)
 
 def connect() -> docker.DockerClient:
     """A client of the Docker Engine that DOCKER_HOST names, else of this machine's. Raises ServerError."""
+    where = os.environ.get("DOCKER_HOST", "")
+    tunnel = tunnel_to(where) if where.startswith("ssh://") else None
     try:
         _knock()
-        client = docker.from_env(use_ssh_client=True, timeout=60)
+        client = docker.from_env(timeout=60) if tunnel is None else docker.DockerClient(tunnel.url, timeout=60)
         client.ping()
     except (*DOCKER_ERRORS, OSError, ValueError) as error:
+        if tunnel is not None:
+            raise _cannot_reach(where, tunnel.said() or str(error)) from None
         raise _cannot_connect(error) from None
     return client
 
@@ -66,6 +71,14 @@ def _cannot_connect(error: Exception) -> ServerError:
             next_step="Start it: sudo systemctl start docker.",
         )
     return ServerError(f"the Docker Engine at {where} cannot be used: {text}", next_step="Check DOCKER_HOST.")
+
+
+def _cannot_reach(where: str, said: str) -> ServerError:
+    return ServerError(
+        f"the Docker Engine at {where} cannot be reached over ssh: {said}",
+        next_step=f"`docker -H {where} version` has to work without a question: a key in the agent, a known host, "
+        "Docker and the right to use it over there.",
+    )
 
 
 def _user() -> str:

@@ -1,0 +1,128 @@
+"""An engine behind ssh: the user's own ssh program carries each connection, and its words are what one is told."""
+
+import contextlib
+import json
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.errors import ServerError
+from harness.serve.daemon import connect
+from harness.serve.over_ssh import Tunnel, command_to
+
+SSH = """#!{python}
+import json, os, pathlib, socket, sys, threading
+with open({asked!r}, "a") as file:
+    file.write(json.dumps(sys.argv[1:]) + "\\n")
+there = socket.socket(socket.AF_UNIX)
+there.connect({engine!r})
+def to_engine():
+    while data := os.read(0, 65536):
+        there.sendall(data)
+    there.shutdown(socket.SHUT_WR)
+threading.Thread(target=to_engine, daemon=True).start()
+while data := there.recv(65536):
+    os.write(1, data)
+"""
+REFUSES = "#!/bin/sh\necho 'ada@gpubox: Permission denied (publickey).' >&2\nexit 255\n"
+
+
+def program(folder: Path, text: str) -> Path:
+    folder.mkdir()
+    (folder / "ssh").write_text(text)
+    (folder / "ssh").chmod(0o755)
+    return folder
+
+
+@contextlib.contextmanager
+def engine(path: Path) -> Iterator[None]:
+    """What answers every request of a connection as an engine that only knows its version."""
+
+    def answer(connection: socket.socket) -> None:
+        with connection, connection.makefile("rb") as lines:
+            while head := lines.readline():
+                while lines.readline().strip():
+                    pass
+                body = json.dumps({"ApiVersion": "1.44", "Version": "28.2.2"}).encode() if b"version" in head else b"OK"
+                start = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: "
+                connection.sendall(start + str(len(body)).encode() + b"\r\n\r\n" + body)
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return
+            threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen()
+        accepting = threading.Thread(target=serve, daemon=True)
+        accepting.start()
+        yield
+        listening.shutdown(socket.SHUT_RDWR)
+        accepting.join(5)
+
+
+def test_an_engine_behind_ssh_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = tmp_path / "asked"
+    text = SSH.format(python=sys.executable, asked=str(asked), engine=str(tmp_path / "engine.sock"))
+    monkeypatch.setenv("PATH", str(program(tmp_path / "bin", text)), prepend=":")
+    monkeypatch.setenv("DOCKER_HOST", "ssh://ada@GpuBox:2222")
+    with engine(tmp_path / "engine.sock"), contextlib.closing(connect()) as client:
+        assert client.version()["Version"] == "28.2.2"
+    calls = [json.loads(line) for line in asked.read_text().splitlines()]
+    common = ["-o", "ConnectTimeout=30", "-T", "--", "GpuBox", "docker system dial-stdio"]
+    assert calls[0] == ["-l", "ada", "-p", "2222", *common]
+
+
+def test_what_ssh_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(program(tmp_path / "bin", REFUSES)), prepend=":")
+    monkeypatch.setenv("DOCKER_HOST", "ssh://ada@gpubox")
+    with pytest.raises(ServerError) as caught:
+        connect()
+    assert caught.value.what == (
+        "the Docker Engine at ssh://ada@gpubox cannot be reached over ssh: ada@gpubox: Permission denied (publickey)."
+    )
+    assert caught.value.next_step.startswith("`docker -H ssh://ada@gpubox version` has to work without a question")
+
+
+def test_without_an_ssh_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("DOCKER_HOST", "ssh://elsewhere")
+    with pytest.raises(ServerError, match="DOCKER_HOST is ssh://elsewhere, and there is no program `ssh`") as caught:
+        connect()
+    assert "openssh-client" in caught.value.next_step
+
+
+@pytest.mark.parametrize(
+    ("where", "end"),
+    [
+        ("ssh://gpubox", ["--", "gpubox", "docker system dial-stdio"]),
+        ("ssh://[fe80::1]:22", ["--", "fe80::1", "docker system dial-stdio"]),
+        ("ssh://gpubox/run/user/1000/docker.sock",
+         ["--", "gpubox", "docker --host unix:///run/user/1000/docker.sock system dial-stdio"]),
+    ],
+)  # fmt: skip
+def test_the_forms_of_an_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, end: list[str]) -> None:
+    monkeypatch.setenv("PATH", str(program(tmp_path / "bin", REFUSES)))
+    assert command_to(where)[-3:] == end
+    for wrong in ("ssh://", "ssh://gpubox:many"):
+        with pytest.raises(ServerError, match=f"DOCKER_HOST is {wrong}"):
+            command_to(wrong)
+
+
+def test_a_tunnel_ends_what_it_started() -> None:
+    tunnel = Tunnel(["cat"])
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(tunnel.url.removeprefix("unix://"))
+        client.sendall(b"x")
+        assert client.recv(1) == b"x"
+        tunnel.close()
+        assert client.recv(1) == b""
+    assert not Path(tunnel.url.removeprefix("unix://")).parent.exists()
