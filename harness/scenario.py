@@ -230,7 +230,7 @@ def read_scenario(path: Path) -> Read:
 
 def _what_decodes(raw: dict[str, Any]) -> Scenario:
     """The parts of a faulty scenario that are right by themselves, so that they can be checked further."""
-    right: dict[str, Any] = {"version": 1, "question": "", "model": ""}
+    right: dict[str, Any] = {"version": 1, "question": "", "model": "?"}  # empty ones would be problems of their own
     for key, value in raw.items():
         if key in ("servers", "loads") and isinstance(value, dict):
             type_ = Server if key == "servers" else Load

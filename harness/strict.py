@@ -114,7 +114,7 @@ def _decode(raw: Any, type_: Any, lines: dict[str, int], problems: list[str], pa
         return msgspec.convert(raw, type_)
     except msgspec.ValidationError as error:
         meta = [m for m in args if isinstance(m, msgspec.Meta)]
-        wanted = next((m.description for m in meta if m.description), str(error).split(" - at ")[0].split(", got ")[0])
+        wanted = next((m.description for m in meta if m.description), _in_words(error))
         # What was meant to be the name of a secret may be the secret.
         hidden = any((m.extra or {}).get("hidden") for m in meta)
         problems.append(f"{where(path, lines)}: {wanted}" + ("" if hidden else f", got {_shown(raw)}"))
@@ -147,8 +147,36 @@ def _decode_struct(
         values[name] = _decode(value, hints[name], lines, problems, f"{path}.{key}")
     for key, field in fields.items():
         if field.required and key not in raw:
-            problems.append(f"{where(path, lines)}: '{key}' is missing")
+            allowed = (
+                typing.get_args(hints[field.name]) if typing.get_origin(hints[field.name]) is typing.Literal else ()
+            )
+            write = f"; write {key}: {allowed[0]}" if len(allowed) == 1 else ""
+            problems.append(f"{where(path, lines)}: '{key}' is missing{write}")
     return type_(**values) if len(problems) == before else None
+
+
+# What msgspec calls the parts of a file, for those who write one.
+_KINDS = {
+    "object": "a mapping (name: value)",
+    "array": "a list",
+    "str": "a text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+}
+
+
+_BOUNDS = {"": "", ">=": " of at least ", "<=": " of at most ", ">": " above ", "<": " below "}
+
+
+def _in_words(error: msgspec.ValidationError) -> str:
+    said = str(error).split(" - at ")[0].split(", got ")[0]
+    match = re.fullmatch(r"Expected `([\w| ]+)`(?: ([<>]=?) ([\d.]+))?", said)
+    kinds = [kind for kind in match[1].split(" | ") if kind != "null"] if match else []
+    if match is None or not set(kinds) <= set(_KINDS):
+        return said
+    bound = f"{_BOUNDS[match[2] or '']}{match[3].removesuffix('.0') if match[3] else ''}"
+    return f"{' or '.join(_KINDS[kind] for kind in kinds)}{bound} is expected"
 
 
 def _shown(value: Any) -> str:

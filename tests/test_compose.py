@@ -13,8 +13,8 @@ from jinja2 import Environment, meta
 
 from harness.errors import HarnessError
 from harness.paths import COMPOSE
-from harness.scenario import Load, Scenario, Server
-from harness.serve import compose_document, server_problems_of, templates, variables
+from harness.scenario import Gateway, Load, Scenario, Server
+from harness.serve import compose_document, document, server_problems_of, templates, variables
 from harness.serve.compose import filled_in, parse
 from harness.serve.interpolate import interpolate
 from harness.serve.secrecy import secrets_in
@@ -554,3 +554,23 @@ def test_the_short_forms_of_values() -> None:
 def test_a_port_must_say_where_it_is_published(text: str) -> None:
     with pytest.raises(ValueError):
         parse_port(text)
+
+
+def test_with_a_gateway_the_load_generator_waits_for_it_and_the_head_names_both() -> None:
+    server = Server(template="vllm-cpu", gateway=Gateway(template="litellm"))
+    text = compose_document(scenario(server), "s")
+    raw = yaml.safe_load(text)
+    assert raw["services"]["locust"]["depends_on"] == {"gateway": {"condition": "service_healthy"}}
+    assert raw["services"]["locust"]["command"][3:5] == ["--host", "http://gateway:4000"]
+    head = "# Locust: http://127.0.0.1:8089   gateway: http://127.0.0.1:4000   server: http://127.0.0.1:8000"
+    assert text.splitlines()[2] == head
+
+
+def test_the_document_says_that_no_group_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document, "_groups", lambda: [])
+    told = "# group_add is empty: there is no /dev/kfd"
+    assert told in compose_document(scenario(Server(template="vllm-rocm")), "s")
+    assert told not in compose_document(scenario(Server(template="vllm-rocm", variables={"groups": [44]})), "s")
+    assert told not in compose_document(scenario(Server(template="simulated")), "s")  # it is given no GPU
+    monkeypatch.setattr(document, "_groups", lambda: [44, 992])
+    assert told not in compose_document(scenario(Server(template="vllm-rocm")), "s")

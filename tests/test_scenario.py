@@ -61,13 +61,13 @@ repeats: 0
 """
     problems = problems_of(tmp_path, text)
     assert problems == [
-        "$.model (line 4): Expected `str`, got 5",
+        "$.model (line 4): a text is expected, got 5",
         "$.servers.a.templat (line 5): unknown key; did you mean 'template'?",
         "$.servers.a (line 5): 'template' is missing",
         "$.loads.One (line 7): 'One' is not a name: lower-case letters, digits and '-', at most 40",
-        "$.loads.two.requests (line 8): Expected `int`, got 'ten'",
+        "$.loads.two.requests (line 8): a whole number is expected, got 'ten'",
         "$.loads.two.batchsize (line 8): unknown key; did you mean 'batch_size'?",
-        "$.repeats (line 9): Expected `int` >= 1, got 0",
+        "$.repeats (line 9): a whole number of at least 1 is expected, got 0",
     ]
 
 
@@ -162,10 +162,10 @@ prompts: {kind: synthetik}
 baseline: {server: b, load: three}
 """
     assert problems_of(tmp_path, text) == [
-        "$.model (line 4): Expected `str`, got 5",
+        "$.model (line 4): a text is expected, got 5",
         "$.servers.b.templat (line 5): unknown key; did you mean 'template'?",
         "$.servers.b (line 5): 'template' is missing",
-        "$.loads.two.requests (line 8): Expected `int`, got 'ten'",
+        "$.loads.two.requests (line 8): a whole number is expected, got 'ten'",
         "$.prompts.kind (line 9): expected one of synthetic, file, classification, got 'synthetik'; "
         "did you mean 'synthetic'?",
         "$.loads.one.user (line 7): 'bach' is neither a user class that ships nor a .py file; did you mean 'batch'?",
@@ -179,8 +179,11 @@ baseline: {server: b, load: three}
     [
         ("seed: 010", "$.seed (line 9): '010' is not a plain whole number; write it in digits"),
         ("seed: 1:30", "$.seed (line 9): '1:30' is not a plain whole number; write it in digits"),
-        ("repeats: 100000", "$.repeats (line 9): Expected `int` <= 1000, got 100000"),
-        ("metrics_interval_s: .inf", "$.metrics_interval_s (line 9): Expected `float` <= 10000000.0, got inf"),
+        ("repeats: 100000", "$.repeats (line 9): a whole number of at most 1000 is expected, got 100000"),
+        (
+            "metrics_interval_s: .inf",
+            "$.metrics_interval_s (line 9): a number of at most 10000000 is expected, got inf",
+        ),
         ("checks: &a [*a]", "an alias (*name) refers to what contains it"),
         (
             "api_key_env: sk-SECRET-123",
@@ -203,3 +206,22 @@ def test_more_comparisons_name_rows(tmp_path: Path) -> None:
         "$.compare[0].row (line 9): 'b/fiv' is not SERVER/LOAD; did you mean 'b/five'?",
         "$.compare[1] (line 9): 'a/one' is compared with itself",
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("question: q\n", "$ (line 1): 'version' is missing; write version: 1"),
+        ("version: 1\nservers: [1]\n", "$.servers (line 2): a mapping (name: value) is expected, got [1]"),
+        ("version: 1\nservers: {a: vllm}\n", "$.servers.a (line 2): a mapping (name: value) is expected, got 'vllm'"),
+        ("version: 1\nchecks: x\n", "$.checks (line 2): a list is expected, got 'x'"),
+        ("version: 1\nrestart: 3\n", "$.restart (line 2): true or false is expected, got 3"),
+        ("version: 1\nseed: x\n", "$.seed (line 2): a whole number is expected, got 'x'"),
+        ("version: 1\nquestion: [q]\n", "$.question (line 2): a text is expected, got ['q']"),
+    ],
+)
+def test_problems_are_told_in_the_words_of_the_file(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "s.yaml").write_text(text)
+    with pytest.raises(ScenarioError) as caught:
+        load_scenario(tmp_path / "s.yaml")
+    assert said in caught.value.problems

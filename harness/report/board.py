@@ -97,9 +97,11 @@ def metric_name(group: Group) -> str:
 
 
 def digest(entry: Entry) -> str:
-    """The beginning of the image's digest; its repository is left out."""
+    """The beginning of the image's digest, without its repository; of an image that was never in one, of its id."""
     if entry.image_digest is None:
         return words.NOTHING
+    if "@" not in entry.image_digest:
+        return f"image id {entry.image_digest.rpartition(':')[2][:_DIGEST]}"
     kind, _, sum_ = entry.image_digest.rpartition("@")[2].rpartition(":")
     return f"{kind}:{sum_[:_DIGEST]}" if kind else sum_[:_DIGEST]
 

@@ -144,17 +144,21 @@ def _offline_problems(server: Server, scenario: Scenario) -> list[str]:
 def _in_scenario(problem: str, server: Server, path: str) -> str:
     """A problem of a Compose file, said of the variable that it comes from."""
     key, _, what = problem.removeprefix("$.services.server.").partition(": ")
-    variable = "publish" if key == "ports" else key
+    variable = {"ports": "publish", "group_add": "groups"}.get(key, key)
     if variable in server.variables:
         return f"{path}.variables.{variable}: {what}"
-    return f"{path}: {problem.removeprefix('$.')}"
+    return f"{path}: {problem.removeprefix('$.').removeprefix('services.server: ')}"
 
 
 COMPOSE_HEAD = """\
 # The server '{server}' of a scenario with Locust's web UI in front of it, printed by `harness compose`.
 # Save it as compose.yaml, then: docker compose up
-# Locust: http://127.0.0.1:{ui_port}   server: http://127.0.0.1:{port}
+# Locust: http://127.0.0.1:{ui_port}   {addresses}
 # The image {image} is made by `make image`. ${{NAME}} is taken from your shell.
+"""
+_NO_GROUPS = """\
+# group_add is empty: there is no /dev/kfd and no /dev/dri here, or only root owns them. On the GPU's machine put in what
+# `stat -c %g /dev/kfd /dev/dri/render*` prints there, or set the server's variable `groups`.
 """
 
 
@@ -178,16 +182,19 @@ def compose_document(
             f"the server '{server_name}' is an offline job, which `harness run` gives its requests",
             next_step="Choose another of the scenario's servers with --server.",
         )
-    published = parse_port(compose.server.ports[0]).host
+    taking = [GATEWAY, SERVER] if GATEWAY in compose.services else [SERVER]
+    addresses = [f"{name}: {_address(compose.services[name].ports[0])}" for name in taking]
     load = next((load for load in scenario.loads.values() if load.user in USERS), Load(user="chat"))
     keys = {scenario.api_key_env: f"${{{scenario.api_key_env}}}"} if scenario.api_key_env else {}
     of_locust = variables("locust")
     head = COMPOSE_HEAD.format(
         server=server_name,
-        port=published,
+        addresses="   ".join(addresses),
         ui_port=ui_port or of_locust["ui_port"].default,
         image=of_locust["image"].default,
     )
+    if compose.server.devices and not compose.server.group_add:
+        head += _NO_GROUPS
     return head + rendered(
         server,
         scenario.model,
@@ -198,8 +205,15 @@ def compose_document(
             "environment": keys,
             **({"ui_port": ui_port} if ui_port else {}),
             "workers": workers,
+            "waits_for": taking[0],
         },
     )
+
+
+def _address(published: str) -> str:
+    port = parse_port(published)
+    host = "127.0.0.1" if port.address == "0.0.0.0" else port.address
+    return f"http://{f'[{host}]' if ':' in host else host}:{port.host}"
 
 
 def _by_hand(scenario: Scenario, load: Load) -> list[str]:
