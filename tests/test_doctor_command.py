@@ -90,6 +90,13 @@ def test_the_command_reads_another_machines_files(tmp_path: Path) -> None:
     assert done.out.startswith("tower, A Processor, 62.0 GiB RAM\n\nGPU\n  ok       gfx1100: Radeon RX 7900")
 
 
+@pytest.mark.parametrize(("root", "what"), [("none", "is not there"), ("file", "is not a folder")])
+def test_a_root_that_is_none(tmp_path: Path, root: str, what: str) -> None:
+    (tmp_path / "file").touch()
+    done = harness("doctor", "--root", root, cwd=tmp_path)
+    assert (done.code, done.out, done.err.splitlines()[0]) == (1, "", f"error: --root: {root} {what}")
+
+
 def test_an_engine_elsewhere_is_not_this_machine(tmp_path: Path) -> None:
     done = harness("doctor", "--json", cwd=tmp_path, env={"DOCKER_HOST": "tcp://gpubox.invalid:2375"})
     told = {one["id"]: one["level"] for one in json.loads(done.out)["findings"]}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from harness.errors import HarnessError
 from harness.fraction import GIB, vllm_accepts
@@ -73,8 +74,52 @@ def test_of_several_gpus_the_least_counts() -> None:
     found = share_of([pool(190, 192), pool(150, 192), pool(10, 192)], tensor_parallel=2)
     assert (found.utilization, found.gpus, found.free_bytes) == (Decimal("0.76"), 2, 150 * GIB)
     assert (
-        of_share(found)[0] == "--gpu-memory-utilization 0.76 (145.92 GiB of each of 2 GPUs, by the one that has least)"
+        of_share(found)[0] == "--gpu-memory-utilization 0.76 (145.92 GiB of each of 2 GPUs, by the one that has least: "
+        "/dev/dri/renderD128)"
     )
+
+
+def test_of_which_gpus_it_is_said(tmp_path: Path) -> None:
+    host(tmp_path, name="mi300x", kernel="6.8", ram_gib=2048, available_gib=1900)
+    for number, used in enumerate((0, 100, 150, 0)):
+        gpu(tmp_path, 90402, minor=128 + number, vram_gib=192, gtt_gib=1024, vram_used_gib=used, card=True)
+    found = pools(tmp_path)
+    assert share_of(found).doubts == [
+        "it is for the first GPU (/dev/dri/renderD128); /dev/dri/renderD130 has room for 0.20"
+    ]
+    assert share_of(found, tensor_parallel=2).doubts == [
+        "it is for the first 2 GPUs; /dev/dri/renderD130 has room for 0.20"
+    ]
+    assert share_of(found[1:], tensor_parallel=2).doubts == [
+        "it is for the first 2 GPUs; /dev/dri/renderD131 has room for 0.92"
+    ]
+    assert share_of(found, tensor_parallel=4).doubts == []
+    done = harness("memory", "--root", str(tmp_path), "--tensor-parallel", "4", cwd=tmp_path)
+    assert done.out.splitlines()[4].endswith("of each of 4 GPUs, by the one that has least: /dev/dri/renderD130)")
+
+
+def test_fp8_is_neither_advised_nor_taken_where_there_is_none(tmp_path: Path) -> None:
+    large = qwen3(tmp_path, gib=71)
+    wish = Wish(max_model_len=40960)
+    halo, instinct = (structs.replace(SEED, targets=[target]) for target in ("gfx1151", "gfx942"))
+    assert [text[:16] for text in room_of(large, halo, wish).advice] == ["a request of 40,"]
+    assert [text[:16] for text in room_of(large, instinct, wish).advice] == ["a request of 40,", "--kv-cache-dtype"]
+    with pytest.raises(HarnessError, match="--kv-cache-dtype is fp8, and gfx1151 has no FP8"):
+        room_of(large, halo, Wish(kv_cache_dtype="fp8"))
+    room_of(large, instinct, Wish(kv_cache_dtype="fp8"))
+    assert share_of(pools(strix_halo_carve_out(tmp_path / "root"))).targets == ["gfx1151"]
+
+
+def test_heads_that_cannot_be_divided(tmp_path: Path) -> None:
+    with pytest.raises(HarnessError, match="its 14 attention heads cannot be divided among 4 GPUs") as caught:
+        room_of(qwen3(tmp_path, num_attention_heads=14), SEED, Wish(tensor_parallel=4))
+    assert caught.value.next_step == "--tensor-parallel may be 1, 2, 7, 14."
+
+
+def test_no_length_beyond_the_models_own_is_advised(tmp_path: Path) -> None:
+    room = room_of(qwen3(tmp_path, gib=67), SEED, Wish(max_model_len=500000))
+    assert room.capacity is not None and 40960 < room.capacity[0].longest < 500000
+    assert room.advice[0].endswith("set --max-model-len 40960")
 
 
 def test_free_above_total_is_said() -> None:
@@ -273,11 +318,27 @@ def test_the_command_says_by_its_exit_code_that_it_does_not_fit(tmp_path: Path) 
     assert (full.code, full.out.splitlines()[0][:27]) == (4, "nothing is left for vLLM: s")
 
 
-@pytest.mark.parametrize("given", [("1", "0"), ("inf", "3"), ("1", "inf")])
+@pytest.mark.parametrize("given", [("1", "0"), ("inf", "3"), ("1", "inf"), ("1e308", "3"), ("1", "1e308")])
 def test_sizes_that_are_none(tmp_path: Path, given: tuple[str, str]) -> None:
     done = harness("memory", "--free", given[0], "--total", given[1], cwd=tmp_path)
     assert (done.code, done.out) == (1, "")
     assert "two sizes in GiB are expected" in done.err
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        (["--max-model-len", "4096"], "--max-model-len is about what a model needs, and no model is named"),
+        (["--max-num-seqs", "4"], "--max-num-seqs is about what a model needs, and no model is named"),
+        (["--kv-cache-dtype", "fp9"], "--kv-cache-dtype: 'fp9' is not known here; did you mean 'fp8'?"),
+        (["--root", "none"], "--root: none is not there"),
+        (["--root", "file"], "--root: file is not a folder"),
+    ],
+)
+def test_questions_that_cannot_be_meant(tmp_path: Path, given: list[str], what: str) -> None:
+    (tmp_path / "file").touch()
+    done = harness("memory", "--free", "76.45", "--total", "96", *given, cwd=tmp_path)
+    assert (done.code, done.out, done.err.splitlines()[0]) == (1, "", f"error: {what}")
 
 
 @pytest.mark.parametrize("given", [["--free", "3"], ["--total", "3"], ["--free", "1", "--total", "3", "--image", "x"]])

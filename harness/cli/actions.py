@@ -144,10 +144,11 @@ def doctor(
     """Look at GPU, memory, kernel, access, Docker and processes of this machine; exit code 4 with a blocker."""
     from harness.machine import doctor as doctors
     from harness.machine.doctor import show
+    from harness.machine.files import folder
     from harness.serve.engine import engine_facts
 
     # Of another machine's files, this machine's Docker Engine and shell know nothing.
-    here = root.resolve() == Path("/")
+    here = folder(root).resolve() == Path("/")
     found = doctors.diagnose(root, engine_facts() if here else None, os.environ if here else None)
     if as_json:
         print(show.as_json(found, root))

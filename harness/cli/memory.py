@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from harness.memory.answer import Share
 
 
+MOST_GIB = 1 << 20  # no machine has more, and beyond numbers lose their bytes
+
+
 @app.command(short_help="The largest safe gpu_memory_utilization, and the KV cache that it leaves.")
 def memory(
     model: Annotated[
@@ -42,10 +45,19 @@ def memory(
 
     Exit code 4 when the model does not fit, or when nothing is left.
     """
+    from harness.machine.files import folder
     from harness.memory.answer import Answer, Wish, room_of
+    from harness.memory.cache import known_dtype
     from harness.memory.model import find_model, read_model
     from harness.memory.words import of_answer
 
+    folder(root)
+    known_dtype(kv_cache_dtype)
+    of_model = {"--max-model-len": max_model_len, "--max-num-seqs": max_num_seqs}
+    if model is None and (given := [name for name, value in of_model.items() if value is not None]):
+        raise HarnessError(
+            f"{given[0]} is about what a model needs, and no model is named", next_step="Add --model, or leave it out."
+        )
     read = None if model is None else read_model(find_model(model), model)
     wish = Wish(
         max_model_len=max_model_len,
@@ -74,8 +86,11 @@ def _given(free: float | None, total: float | None, image: str | None, gpus: int
 
     if free is None or total is None or image is not None:
         raise HarnessError("--free and --total belong together, and not to --image", next_step="Give both, or neither.")
-    if not (math.isfinite(free) and math.isfinite(total) and total > 0):
-        raise HarnessError(f"--free {free:g} --total {total:g}: two sizes in GiB are expected, as in 76.45 and 96")
+    if not (math.isfinite(free) and math.isfinite(total) and free <= MOST_GIB and 0 < total <= MOST_GIB):
+        raise HarnessError(
+            f"--free {free:g} --total {total:g}: two sizes in GiB are expected, as in 76.45 and 96",
+            next_step="Take them from vLLM's line `Free memory on device (76.45/96.0 GiB)`.",
+        )
     sizes = [int(Decimal(str(size)) * GIB) for size in (free, total)]
     return share(sizes[0], max(1, sizes[1]), source="given", gpus=gpus)
 

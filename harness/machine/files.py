@@ -4,6 +4,18 @@ import os
 import re
 from pathlib import Path
 
+from harness.errors import HarnessError
+
+
+def folder(root: Path) -> Path:
+    """Another machine's files. Raises HarnessError where there is no such folder."""
+    if not root.is_dir():
+        what = "is not a folder" if root.exists() else "is not there"
+        raise HarnessError(
+            f"--root: {root} {what}", next_step="Give a folder that has another machine's /proc and /sys below it."
+        )
+    return root
+
 
 def text(path: Path) -> str | None:
     """A small file's text; None when it is missing or the driver refuses to answer now."""

@@ -17,6 +17,7 @@ from harness.fraction import (
     safe_utilization,
 )
 from harness.machine.pool import Pool
+from harness.machine.targets import has_fp8
 from harness.memory.cache import DTYPE_BYTES, GPU_BLOCK, Capacity, Layout, capacity, layout_of
 from harness.memory.model import Model
 from harness.memory.weights import weight_bytes
@@ -42,6 +43,8 @@ class Share(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     total_bytes: int
     reserve_bytes: int
     host_available_bytes: int | None = None
+    node: str | None = None  # the GPU by which it is, such as /dev/dri/renderD128
+    targets: list[str] = []  # of the GPUs that it is for; empty: not known
     formula: str  # with the numbers in it
     doubts: list[str] = []
 
@@ -100,7 +103,24 @@ def share_of(
             f"{tensor_parallel} GPUs are asked for, and there are {len(pools)}" if pools else NO_GPU,
             next_step=ELSEWHERE,
         )
-    return least([_of_pool(pool, source, tensor_parallel, cap) for pool in pools[:tensor_parallel]])
+    shares = [_of_pool(pool, source, tensor_parallel, cap) for pool in pools[:tensor_parallel]]
+    targets = list(dict.fromkeys(pool.target for pool in pools[:tensor_parallel]))
+    found = structs.replace(least(shares), targets=targets)
+    others = [pool for pool in pools[tensor_parallel:] if pool.free_bytes is not None and pool.total_bytes is not None]
+    told = _beside(found, [_of_pool(pool, source, 1, cap) for pool in others])
+    return structs.replace(found, doubts=[*found.doubts, *told])
+
+
+def _beside(found: Share, others: list[Share]) -> list[str]:
+    """For which GPUs the share is, where another one would have a different one."""
+    differing = [share for share in others if share.utilization != found.utilization]
+    if not differing:
+        return []
+    ends = sorted(differing, key=_size)
+    other = ends[0] if _size(ends[0]) < _size(found) else ends[-1]
+    first = "the first GPU" if found.gpus == 1 else f"the first {found.gpus} GPUs"
+    by = f" ({found.node})" if found.gpus == 1 and found.node is not None else ""
+    return [f"it is for {first}{by}; {other.node or 'another'} has room for {other.utilization or 'nothing'}"]
 
 
 def _of_pool(pool: Pool, source: Source, gpus: int, cap: Decimal) -> Share:
@@ -111,13 +131,18 @@ def _of_pool(pool: Pool, source: Source, gpus: int, cap: Decimal) -> Share:
             next_step=ELSEWHERE,
         )
     host = pool.host_available_bytes
-    return share(free, total, source=source, gpus=gpus, host_available=host, cap=cap, doubts=pool.doubts)
+    found = share(free, total, source=source, gpus=gpus, host_available=host, cap=cap, doubts=pool.doubts)
+    return structs.replace(found, node=pool.render_node)
 
 
 def least(shares: list[Share]) -> Share:
     """The smallest of the shares, with the doubts of all."""
     doubts = list(dict.fromkeys(doubt for one in shares for doubt in one.doubts))
-    return structs.replace(min(shares, key=lambda one: (one.utilization or 0, one.free_bytes)), doubts=doubts)
+    return structs.replace(min(shares, key=_size), doubts=doubts)
+
+
+def _size(share: Share) -> tuple[Decimal, int]:
+    return share.utilization or Decimal(0), share.free_bytes
 
 
 def share(
@@ -170,6 +195,7 @@ def room_of(model: Model, share: Share | None, wish: Wish = Wish()) -> Room:  # 
             f"{model.name}: its config.json does not tell the greatest length of a request",
             next_step="Give it: --max-model-len N.",
         )
+    _refuse(model, share, wish)
     unknown = list(model.unknown)
     weights, weights_from = weight_bytes(model.folder, quantized=model.quantized)
     if weights is None:
@@ -197,7 +223,28 @@ def room_of(model: Model, share: Share | None, wish: Wish = Wish()) -> Room:  # 
         capacity=held,
         unknown=unknown,
     )
-    return structs.replace(room, fits=_fits(room), advice=_advice(room, wish))
+    return structs.replace(room, fits=_fits(room), advice=_advice(model, room, share, wish))
+
+
+def _refuse(model: Model, share: Share | None, wish: Wish) -> None:
+    """What vLLM refuses whatever memory there is."""
+    ranks = wish.tensor_parallel
+    if model.heads is not None and model.heads % ranks:
+        even = [str(number) for number in range(1, model.heads + 1) if model.heads % number == 0]
+        raise HarnessError(
+            f"{model.name}: its {model.heads} attention heads cannot be divided among {ranks} GPUs",
+            next_step=f"--tensor-parallel may be {', '.join(even)}.",
+        )
+    lacking = _without_fp8(share)
+    if wish.kv_cache_dtype.startswith("fp8") and lacking:
+        raise HarnessError(
+            f"--kv-cache-dtype is {wish.kv_cache_dtype}, and {', '.join(lacking)} has no FP8",
+            next_step="Leave it at auto; FP8 needs CDNA (Instinct) or RDNA 4 (gfx1200, gfx1201).",
+        )
+
+
+def _without_fp8(share: Share | None) -> list[str]:
+    return [] if share is None else [target for target in share.targets if not has_fp8(target)]
 
 
 def _fits(room: Room) -> bool | None:
@@ -231,7 +278,7 @@ def _layout(model: Model, wish: Wish, unknown: list[str]) -> Layout | None:
     )
 
 
-def _advice(room: Room, wish: Wish) -> list[str]:
+def _advice(model: Model, room: Room, share: Share | None, wish: Wish) -> list[str]:
     """What to set when it does not fit, or when it fits fewer requests than are wanted at once."""
     if room.kv_bytes is None:
         return []
@@ -247,9 +294,10 @@ def _advice(room: Room, wish: Wish) -> list[str]:
     held = room.capacity[0]
     advice = []
     if not held.fits:
-        shorter = f"--max-model-len {held.longest}" if held.longest else "a smaller model"
+        longest = min(held.longest, model.longest or held.longest)
+        shorter = f"--max-model-len {longest}" if longest else "a smaller model"
         advice.append(f"a request of {room.max_model_len:,} tokens does not fit for sure: set {shorter}")
-        if wish.kv_cache_dtype == "auto":
+        if wish.kv_cache_dtype == "auto" and not _without_fp8(share):
             advice.append("--kv-cache-dtype fp8 halves the KV cache (gfx942, gfx950 and gfx120x have fp8)")
     elif room.max_num_seqs is not None and held.concurrency < room.max_num_seqs:
         each = int(room.max_model_len * held.concurrency / room.max_num_seqs)

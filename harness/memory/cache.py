@@ -6,11 +6,21 @@ and layers with a sliding window are put into groups of equal size, which share 
 
 from msgspec import Struct
 
+from harness.errors import HarnessError, did_you_mean
 from harness.memory.model import Geometry
 
 GPU_BLOCK = 16  # vLLM's default on a GPU
 CPU_BLOCK = 128
 DTYPE_BYTES = {"auto": None, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+
+
+def known_dtype(name: str) -> None:
+    """Raise HarnessError for a data type whose size is not known here."""
+    if name not in DTYPE_BYTES:
+        raise HarnessError(
+            f"--kv-cache-dtype: '{name}' is not known here; {did_you_mean(name, DTYPE_BYTES)}",
+            next_step=f"Known: {', '.join(DTYPE_BYTES)}.",
+        )
 
 
 class Layout(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -10,7 +10,8 @@ SOURCES = {
     "driver": "as the kernel's driver tells; 1 GiB of the reserve is for the runtime, which has not started yet",
     "container": "as the runtime in a container of the image tells",
     "given": "as given",
-    "host": "as the kernel tells of the host's memory",
+    "host": "as the kernel tells of the host's memory; 3 GiB of the reserve are for vLLM's processes, which have not "
+    "started yet",
 }
 
 
@@ -30,7 +31,8 @@ def of_pool(pool: Pool) -> str:
 
 def of_share(share: Share) -> list[str]:
     """The value and how it was computed, in lines."""
-    several = f" of each of {share.gpus} GPUs, by the one that has least" if share.gpus > 1 else ""
+    by = f": {share.node}" if share.node is not None else ""
+    several = f" of each of {share.gpus} GPUs, by the one that has least{by}" if share.gpus > 1 else ""
     if share.utilization is None:
         head = "nothing is left for vLLM: stop what holds the memory (`harness doctor` names it)"
     else:
