@@ -134,6 +134,15 @@ def test_what_a_driver_refuses_is_missing_and_never_0(tmp_path: Path) -> None:
     assert found.clock_mhz == 2100.0
 
 
+def test_what_cannot_be_is_not_known(tmp_path: Path) -> None:
+    gpu(tmp_path, gpu_busy_percent="65535\n", mem_info_vram_used="-4096\n", mem_info_gtt_used="-1\n")
+    (tmp_path / device() / "hwmon/hwmon3/power1_average").write_text(f"{10**20}\n")
+    found = sampled(Meter(), tmp_path, 0).gpus["renderD128"]
+    assert (found.busy_percent, found.vram_used_bytes, found.gtt_used_bytes, found.power_w) == (None,) * 4
+    (tmp_path / device() / "hwmon/hwmon3/power1_average").write_text("-5000000\n")
+    assert sampled(Meter(), tmp_path, 0).gpus["renderD128"].power_w is None
+
+
 def test_eight_gpus(tmp_path: Path) -> None:
     for number in range(8):
         gpu(tmp_path, 128 + 8 * number, watts=100 + number)

@@ -4,6 +4,7 @@ Which files there are is found once. What a driver refuses to answer (EPERM, EBU
 sample, and never 0. The same files may also come from within a container, see `harness.serve.inside`.
 """
 
+import math
 import os
 import re
 import time
@@ -33,6 +34,8 @@ SENSORS = (
 )  # fmt: skip
 CGROUP_FILES = ("cpu.stat", "memory.current", "cpuacct.usage", "memory.usage_in_bytes", "memory.stat")
 
+MOST_W = 10_000.0  # of one GPU or package; the largest Instinct takes 1,400
+MOST_BYTES = 1 << 50  # of one memory
 LEAST_RATE_S = 0.2  # CPU time is counted in ticks of 10 ms: over less, a rate would be noise
 
 _GPU = re.compile(r"^sys/class/drm/(renderD\d+)/device/(?:hwmon/hwmon\d+/)?([^/]+)$")
@@ -145,14 +148,14 @@ class Meter:
         self._tables.pop(name, None)
         if table is not None:
             self._tables[name] = table
-        counter = _scaled(files.get("energy1_input"), 1e-6)
-        power = _scaled(files.get("power1_average"), 1e-6)
+        counter = _within(_scaled(files.get("energy1_input"), 1e-6), math.inf)
+        power = _within(_scaled(files.get("power1_average"), 1e-6), MOST_W)
         return GpuSample(
-            busy_percent=_scaled(files.get("gpu_busy_percent")),
-            memory_busy_percent=_scaled(files.get("mem_busy_percent")),
-            vram_used_bytes=_whole(files.get("mem_info_vram_used")),
-            gtt_used_bytes=_whole(files.get("mem_info_gtt_used")),
-            power_w=_scaled(files.get("power1_input"), 1e-6) if power is None else power,
+            busy_percent=_within(_scaled(files.get("gpu_busy_percent")), 100),
+            memory_busy_percent=_within(_scaled(files.get("mem_busy_percent")), 100),
+            vram_used_bytes=_size(files.get("mem_info_vram_used")),
+            gtt_used_bytes=_size(files.get("mem_info_gtt_used")),
+            power_w=_within(_scaled(files.get("power1_input"), 1e-6), MOST_W) if power is None else power,
             package="board_info" not in files,  # which only cards of their own have
             temperatures_c=_temperatures(files),
             clock_mhz=_clock(files, "freq1_input", "pp_dpm_sclk"),
@@ -183,7 +186,7 @@ class Meter:
             if used_s is not None and self._used_s is not None and passed_s:
                 cores = max(0.0, (used_s - self._used_s) / passed_s)
             self._used_s = used_s
-        memory = _whole(files.get("memory.current", files.get("memory.usage_in_bytes")))
+        memory = _size(files.get("memory.current", files.get("memory.usage_in_bytes")))
         if memory is not None:
             statistics = files.get("memory.stat", b"")
             cache = _field(statistics, b"total_inactive_file")
@@ -222,6 +225,16 @@ def _field(content: bytes, name: bytes) -> int | None:
 def _scaled(content: bytes | None, factor: float = 1.0) -> float | None:
     value = _whole(content)
     return None if value is None else round(value * factor, 6)
+
+
+def _within(value: float | None, most: float) -> float | None:
+    """A driver's garbage, such as a counter read as signed, is not known rather than a number."""
+    return value if value is not None and 0 <= value <= most else None
+
+
+def _size(content: bytes | None) -> int | None:
+    value = _whole(content)
+    return value if value is not None and 0 <= value < MOST_BYTES else None
 
 
 def _whole(content: bytes | None) -> int | None:
