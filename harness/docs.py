@@ -31,8 +31,11 @@ servers:
 
 All of them are published on 127.0.0.1 unless `publish` says otherwise. A secret such as `HF_TOKEN` comes from your
 shell: write `${HF_TOKEN}` in `environment` or in an argument; the value itself is refused, and in logs it is blacked
-out. `DOCKER_HOST` is respected. A type that ends in `?` also takes `null`. `model` is the scenario's own and is not set
-here.
+out, as is every other value that came in by `${NAME}`. `DOCKER_HOST` is respected. A type that ends in `?` also takes
+`null`. `model` is the scenario's own and is not set here; what else a template sets is refused in `extra_args`.
+
+By engine: [vLLM](vllm.md), [Lemonade](lemonade.md), [llama.cpp](llamacpp.md), [Ollama and LocalAI](ollama-localai.md),
+[a server that already runs](running-server.md); in front of them, [gateways](gateways.md).
 """
 
 INTRODUCTIONS = {
@@ -45,15 +48,15 @@ vLLM on an AMD GPU, with `/dev/kfd`, `/dev/dri`, the groups that own them, share
 Not a server: vLLM's offline engine (`LLM.chat`) given a whole cell's requests at once, as the bound that serving can
 come near; see [vLLM](vllm.md#the-offline-bound).""",
     "vllm-cpu": "vLLM on the processor: slow, real, and good for trying a scenario.",
-    "llamacpp": "llama-server of llama.cpp.",
+    "llamacpp": "llama-server of [llama.cpp](llamacpp.md).",
     "lemonade": """\
 [Lemonade Server](lemonade.md), which runs vLLM or llama.cpp behind itself. Backend and model are installed, downloaded
 and loaded before the first request.""",
     "ollama": """\
-Ollama with its ROCm build of llama.cpp. Its model is pulled through its own API at the first start, loaded before the
+[Ollama](ollama-localai.md#ollama) with its ROCm build of llama.cpp. Its model is pulled through its own API at the first start, loaded before the
 first request, and kept loaded. It does not know `ignore_eos`: take `output: natural` in loads that compare it.""",
     "localai": """\
-LocalAI, which installs a backend (llama.cpp for ROCm) and the model from its gallery at the first start.""",
+[LocalAI](ollama-localai.md#localai), which installs a backend (llama.cpp for ROCm) and the model from its gallery at the first start.""",
     "litellm": """\
 Not a server: a LiteLLM proxy in front of one, as its `gateway`. It takes the load; metrics stay those of the server.
 See [gateways](gateways.md).""",

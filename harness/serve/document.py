@@ -157,8 +157,8 @@ COMPOSE_HEAD = """\
 # The image {image} is made by `make image`. ${{NAME}} is taken from your shell.
 """
 _NO_GROUPS = """\
-# group_add is empty: there is no /dev/kfd and no /dev/dri here, or only root owns them. On the GPU's machine put in what
-# `stat -c %g /dev/kfd /dev/dri/render*` prints there, or set the server's variable `groups`.
+# group_add is empty: there is no /dev/kfd and no /dev/dri here, or only root owns them. Put in what
+# `stat -c %g /dev/kfd /dev/dri/render*` prints on the GPU's machine, or set the server's variable `groups`.
 """
 
 
