@@ -165,7 +165,7 @@ def test_another_machine_s_folders_are_not_looked_for(monkeypatch: pytest.Monkey
      ("--no-jinja", "it is on already"), ("-dev ROCm0", "set llamacpp_backend")],
 )  # fmt: skip
 def test_what_lemonade_sets_for_llama_server(argument: str, advice: str) -> None:
-    given = {"recipe": "llamacpp", "checkpoint": "a/b-GGUF:Q4_K_M"}
+    given: dict[str, Any] = {"recipe": "llamacpp", "checkpoint": "a/b-GGUF:Q4_K_M"}
     (problem,) = problems("lemonade", **given, llamacpp_args=f"--parallel 10 {argument}")
     assert problem.startswith("variables.llamacpp_args: ") and advice in problem
     assert problems("lemonade", **given, llamacpp_args="--parallel 10 -ub 512 --threads 4") == []
@@ -178,7 +178,8 @@ def test_lemonade_s_vllm_refuses_fewer_tokens_than_requests_too() -> None:
 
 def test_a_lemonade_too_old() -> None:
     image = "ghcr.io/lemonade-sdk/lemonade-server"
-    for given in ({"vllm_args": "--max-num-seqs 10"}, {"recipe": "vllm", "checkpoint": "a/b"}, {}):
+    kinds: list[dict[str, Any]] = [{"vllm_args": "--max-num-seqs 10"}, {"recipe": "vllm", "checkpoint": "a/b"}, {}]
+    for given in kinds:
         model = "m" if given else "Qwen3.5-0.8B-FP16-vLLM"
         (problem,) = problems("lemonade", model, image=f"{image}:v11.4.9", **given)
         assert problem.startswith(f"variables.image: {image}:v11.4.9 is older than v11.5.0, and lacks the compiler")
@@ -191,7 +192,7 @@ def test_a_lemonade_too_old() -> None:
 
 def test_a_gateway_before_lemonade_with_llama_server_takes_either_name() -> None:
     gateway = Gateway(template="litellm")
-    given = {"checkpoint": "a/b-GGUF:Q4_K_M", "recipe": "llamacpp"}
+    given: dict[str, Any] = {"checkpoint": "a/b-GGUF:Q4_K_M", "recipe": "llamacpp"}
     assert problems("lemonade", "Qwen3-4B", gateway, **given) == []
     assert problems("lemonade", "user.Qwen3-4B", gateway, checkpoint="a/b", recipe="vllm") == []
     (problem,) = problems("lemonade", "Qwen3-4B", gateway, checkpoint="a/b", recipe="vllm")

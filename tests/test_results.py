@@ -148,6 +148,8 @@ def test_the_leaderboard_ranks_only_like_with_like(filed: Path) -> None:
     assert (best.date, best.folder) == ("2027-01-16", "strix/which/new")
     assert (best.repeats, best.errors, best.version, best.valid) == (5, 0, "0.32.0", True)
     assert boards.digest(best) == "sha256:4f2a9c4f2a9c"
+    built_here = msgspec.structs.replace(best, image_digest="sha256:" + "4f2a9c" * 10)
+    assert boards.digest(built_here) == "image id 4f2a9c4f2a9c"
 
 
 def test_an_invalid_or_damaged_entry_is_shown_and_never_ranked(filed: Path) -> None:

@@ -10,7 +10,7 @@ from tests.real.conftest import Say
 from tests.real.parts import left_behind, run, vllm, write_scenario
 
 LOADS = {"bursts": {"user": "batch", "requests": 1, "output_tokens": 4}}
-WRONG = ["--max-num-sqs", "5", "--swap-space", "16", "--num_scheduler_steps=8", "--max-num-seq", "4", "-O0"]
+WRONG = ["--max-num-sqs", "5", "--swap-space", "16", "--num_scheduler_steps=8", "--tokenizer-mod", "auto", "-O0"]
 
 
 def test_wrong_flags_are_all_named_before_the_start(tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
