@@ -7,7 +7,7 @@ import msgspec
 
 from harness.asked import SWITCH as SWITCH
 from harness.asked import refuse_impossible, shortages
-from harness.errors import ServerError
+from harness.errors import HarnessError, ServerError
 from harness.experiment import Experiment
 from harness.machine.doctor import Engine, Finding, device_blockers, engine_blockers
 from harness.machine.facts import gpus
@@ -16,6 +16,7 @@ from harness.serve import compose_document
 from harness.serve.compose import Service, parse
 from harness.serve.daemon import engine_host
 from harness.serve.engine import engine_facts, has_images
+from harness.serve.gpu_fit import shown_to
 from harness.serve.values import parse_device
 
 
@@ -61,8 +62,20 @@ def notes(experiment: Experiment, root: Path = Path("/")) -> list[str]:
         f"note: server '{name}' cannot run on this machine: {'; '.join(one.fact for one in of_it)} (`harness doctor`)"
         for name, of_it in blockers(experiment, root).items()
     ]
-    targets = dict.fromkeys(str(gpu["target"]) for gpu in gpus(root))
+    cards = list(gpus(root))
     for name, service in _on_gpu(experiment).items():
+        try:
+            given = shown_to(service, cards)
+        except HarnessError:
+            continue  # a GPU that is not there, which `refuse_impossible` refuses
+        targets = dict.fromkeys(str(card["target"]) for card in given)
+        nodes = [str(card["render_node"]) for card in given]
+        beside = [str(card["target"]) for card in cards if card not in given]
+        if beside and "HIP_VISIBLE_DEVICES" not in service.environment and "/dev/dri" in _devices(service):
+            found.append(
+                f"note: server '{name}': its container sees {', '.join(dict.fromkeys(beside))} beside "
+                f"{', '.join(targets)}; `devices: [/dev/kfd, {', '.join(nodes)}]` leaves it out"
+            )
         if lacking := without_code(service.image, targets):
             known = f"is known to have no code for {' and '.join(lacking)} ({table().checked})"
             found.append(f"note: server '{name}': its image {service.image} {known}; docs/doctor.md has the table")

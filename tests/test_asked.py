@@ -128,6 +128,12 @@ def test_what_the_server_is_given_counts(tmp_path: Path) -> None:
     assert shown(cards, ["/dev/kfd", "/dev/dri/renderD128"]) == [unit]
     assert shown(cards, ["/dev/kfd", "/dev/dri"], [0]) == [unit]
     assert shown(cards, ["/dev/kfd", "/dev/dri/renderD129:/dev/dri/renderD129"], ["0"]) == [card]
+    asks = experiment(tmp_path, gpus=[0, 7])
+    assert notes(asks, strix_halo_carve_out(tmp_path / "halo")) == []
+    with pytest.raises(HarnessError, match="server 's': gpus names 7, and there are 1 GPUs here"):
+        refuse_impossible(asks, tmp_path / "halo")
+    by_id = experiment(tmp_path, environment={"HIP_VISIBLE_DEVICES": "GPU-1f2e"}, tensor_parallel_size=1)
+    refuse_impossible(by_id, tmp_path / "halo")
     with pytest.raises(HarnessError, match="gpus names 2, and there are 2 GPUs here, counted from 0"):
         shown(cards, [], [2])
 
@@ -156,8 +162,12 @@ def test_what_the_gpus_cannot_do_is_refused(
 def test_the_graphics_unit_is_no_second_gpu_and_takes_no_fp8_away(tmp_path: Path) -> None:
     root = unit_and_card(tmp_path / "root", 120001, 32)
     refuse_impossible(experiment(tmp_path, kv_cache_dtype="fp8"), root)
-    with pytest.raises(HarnessError, match=r"this machine has 1 AMD GPU \(gfx1201\) for it; 1 more is left out"):
+    with pytest.raises(HarnessError, match=r"it is given 1 AMD GPU \(gfx1201\); 1 more is left out"):
         refuse_impossible(experiment(tmp_path, tensor_parallel_size=2), root)
+    told = "note: server 's': its container sees gfx1036 beside gfx1201"
+    assert notes(experiment(tmp_path), root) == [f"{told}; `devices: [/dev/kfd, /dev/dri/renderD129]` leaves it out"]
+    assert notes(experiment(tmp_path, devices=["/dev/kfd", "/dev/dri/renderD129"]), root) == []
+    assert notes(experiment(tmp_path, gpus=[1]), root) == []
 
 
 def test_the_shipped_scenario_of_amds_flags_starts_where_0_9_is_not_free(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def shown(cards: Sequence[Card], devices: Sequence[str] = (), numbers: Sequence[
     found = [card for card in cards if not named or card["render_node"] in nodes]
     if numbers is None:
         return found if named else working(found)
-    missing = [number for number in numbers if not str(number).isdigit() or int(number) >= len(found)]
+    missing = [number for number in numbers if not str(number).strip().isdigit() or int(number) >= len(found)]
     if missing:
         raise HarnessError(f"gpus names {missing[0]}, and there are {len(found)} GPUs here, counted from 0")
     return [found[int(number)] for number in numbers]

@@ -47,10 +47,11 @@ def refuse_unfit(service: Service, cards: Sequence[Card], words: Sequence[str] |
     if ranks > len(given):
         targets = ", ".join(sorted({str(card["target"]) for card in given}))
         left_out = len(cards) - len(given)
+        has = "this machine has" if not left_out else "it is given"
+        more = f"; {left_out} more {'is' if left_out == 1 else 'are'} left out" if left_out else ""
         raise HarnessError(
-            f"tensor_parallel_size is {ranks}, and this machine has {len(given)} AMD "
-            f"GPU{'s' if len(given) > 1 else ''} ({targets}) for it"
-            + (f"; {left_out} more {'is' if left_out == 1 else 'are'} left out" if left_out else ""),
+            f"tensor_parallel_size is {ranks}, and {has} {len(given)} AMD GPU{'s' if len(given) > 1 else ''} "
+            f"({targets}){more}",
             next_step="Lower tensor_parallel_size.",
         )
     lacking = ", ".join(sorted({str(card["target"]) for card in given[:ranks] if not has_fp8(str(card["target"]))}))
@@ -69,9 +70,10 @@ def shown_to(service: Service, cards: Sequence[Card]) -> list[Card]:
     if not any(device.startswith(("/dev/kfd", "/dev/dri")) for device in service.devices):
         return []
     visible = service.environment.get("HIP_VISIBLE_DEVICES")
-    if not cards or (visible is not None and "$" in visible):
-        return []
-    return shown(cards, service.devices, None if visible is None else visible.split(","))
+    numbers = None if visible is None else visible.split(",")
+    if not cards or not all(number.strip().isdigit() for number in numbers or []):
+        return []  # ids of GPUs, or a variable of the shell
+    return shown(cards, service.devices, numbers)
 
 
 def value_of(words: Sequence[str], *names: str) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from harness.errors import ServerError
+from harness.machine.facts import gpus
 from harness.machine.pool import Pool, pools
 from harness.scenario import Server
 from harness.serve import containers, labels
@@ -64,7 +65,7 @@ def ask_image(image: str, on_progress: Callable[[str], None], variables: dict[st
         ensure_image(client, image, on_progress)
         on_progress(f"asking the runtime in {image}")
         code, text = containers.run_once(client, asked, "ask", owner, PROBE_S)
-    of_driver = pools() if engine_host() is None else []
+    of_driver = pools(cards=list(gpus())) if engine_host() is None else []  # a runtime sees all
     told = _answer(image, code, text)
     same = [pool.target for pool in of_driver] == [gpu.target for gpu in told]
     return [_pool(gpu, number, of_driver[number] if same else None) for number, gpu in enumerate(told)]
