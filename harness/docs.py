@@ -53,10 +53,12 @@ come near; see [vLLM](vllm.md#the-offline-bound).""",
 [Lemonade Server](lemonade.md), which runs vLLM or llama.cpp behind itself. Backend and model are installed, downloaded
 and loaded before the first request.""",
     "ollama": """\
-[Ollama](ollama-localai.md#ollama) with its ROCm build of llama.cpp. Its model is pulled through its own API at the first start, loaded before the
+[Ollama](ollama-localai.md#ollama) with its ROCm build of llama.cpp. Its model is pulled through its own API at the
+first start, loaded before the
 first request, and kept loaded. It does not know `ignore_eos`: take `output: natural` in loads that compare it.""",
     "localai": """\
-[LocalAI](ollama-localai.md#localai), which installs a backend (llama.cpp for ROCm) and the model from its gallery at the first start.""",
+[LocalAI](ollama-localai.md#localai), which installs a backend (llama.cpp for ROCm) and the model from its gallery at
+the first start.""",
     "litellm": """\
 Not a server: a LiteLLM proxy in front of one, as its `gateway`. It takes the load; metrics stay those of the server.
 See [gateways](gateways.md).""",
