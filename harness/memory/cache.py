@@ -19,7 +19,7 @@ def known_dtype(name: str) -> None:
     if name not in DTYPE_BYTES:
         raise HarnessError(
             f"--kv-cache-dtype: '{name}' is not known here; {did_you_mean(name, DTYPE_BYTES)}",
-            next_step=f"Known: {', '.join(DTYPE_BYTES)}.",
+            next_step="Leave it out for the model's own.",
         )
 
 

@@ -24,7 +24,7 @@ def of_answer(answer: Answer) -> list[str]:
 
 def of_pool(pool: Pool) -> str:
     """One line on a GPU's memory."""
-    kind = "pages of the host (GTT)" if pool.unified else "VRAM"
+    kind = "memory" if pool.kind is None else "pages of the host (GTT)" if pool.unified else "VRAM"
     text = f"{pool.render_node or 'GPU'} {pool.target}: {gib(pool.free_bytes)} of {gib(pool.total_bytes)} {kind} free"
     return text + (f"; {gib(pool.host_available_bytes)} available on the host" if pool.unified else "")
 
