@@ -136,7 +136,8 @@ def test_damaged_prompts_file(tmp_path: Path) -> None:
         path,
         run(path),
         "error: some.jsonl:2: exactly one of 'prompt' and 'messages' is expected\n"
-        'next: Each line is a JSON object: {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}.\n',
+        'next: Each line is a JSON object: {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}. '
+        "Files of ShareGPT conversations and OpenAI batch files are known as well.\n",
     )
 
 
@@ -375,10 +376,12 @@ def test_server_that_exits_at_once(tmp_path: Path) -> None:
         path,
         done,
         2,
-        "the server did not start; it ended with exit code 1: RuntimeError: no memory left for it",
-        f"Its log is {log}.",
+        "the server did not start; it ended with exit code 1: it raised an exception that is not in the table: "
+        "RuntimeError: no memory left for it",
+        "To solve it: read the log around that line; search the server's issues for the message.",
     )
-    assert "  | RuntimeError: no memory left for it" in done.err.splitlines()
+    assert "  | line 4: RuntimeError: no memory left for it" in done.err.splitlines()
+    assert f"  | the whole log: {log}" in done.err.splitlines()
 
 
 def test_server_that_is_never_ready(tmp_path: Path) -> None:
