@@ -136,7 +136,6 @@ def test_a_secret_argument_reaches_the_server_and_no_file(
     ("variables", "message", "advice"),
     [
         ({"devices": ["/dev/kfd-of-nobody"]}, "the engine's host has no /dev/kfd-of-nobody", "modprobe amdgpu"),
-        ({"groups": ["render"]}, "the image has no group named render", "stat -c %g /dev/kfd"),
         ({"volumes": ["/no/such/folder:/models"]}, "the host has no folder /no/such/folder to mount", "create it"),
         ({"volumes": ["no-such-volume-of-ours:/models"]}, "there is no Docker volume no-such-volume-of-ours", "create"),
         ({"image": "127.0.0.1:9/none:v1"}, "its registry cannot be reached", "docker save 127.0.0.1:9/none:v1"),
