@@ -14,6 +14,7 @@ from harness.behaviour import Abandon, Pause, chance, leaves, pause_s
 from harness.records import Request
 from harness.scenario import Load, Prompts, Warmup
 from harness.simulated.spawn import spawned
+from harness.structured import Structured
 from tests.load_runs import (
     end,
     ends_of,
@@ -187,6 +188,25 @@ def test_who_is_not_content_asks_the_same_again(tmp_path: Path, engine: str) -> 
         if after.again:
             assert after.prompt_tokens == before.prompt_tokens  # word for word, without its first answer
     assert len(again) > 3
+
+
+def test_a_question_that_is_asked_again_is_judged_as_that_question(tmp_path: Path, engine: str) -> None:
+    load = Load(
+        user="chat",
+        users=2,
+        requests=20,
+        turns=5,
+        think_s=[0.0, 0.0],
+        regenerate=0.4,
+        output="natural",
+        output_tokens=8,
+        answer=Structured(choice="auto"),
+    )
+    job = make_job(tmp_path, load, prompts=Prompts(kind="classification"))
+    assert end(start_job(tmp_path, engine, job)) == 0, log_of(tmp_path)
+    records = of_index(tmp_path)
+    assert sum(r.again for r in records) > 3
+    assert {(r.error, r.answer_valid, r.answer_right) for r in records} == {(None, True, True)}
 
 
 def test_pauses_follow_from_the_seed_and_not_from_who_makes_them(tmp_path: Path, engine: str) -> None:

@@ -46,6 +46,12 @@ class Place(NamedTuple):
     batch: int | None = None
     again: bool = False
     changed: bool = False  # the messages are not those of the plan alone
+    asked_index: int | None = None  # whose question it asks; None: that of its own place
+
+    @property
+    def question(self) -> int:
+        """The index of the question, which says how long an answer is to be, and which one is right."""
+        return self.ticket.index if self.asked_index is None else self.asked_index
 
 
 class LoadProcess:
@@ -115,7 +121,7 @@ class LoadProcess:
         self.recorder.sending(place.ticket.phase)
         try:
             with leaving(leave, exchange, reading):
-                client.post(PATHS[self.job.load.endpoint], self._body(messages, place.ticket, tools), exchange)
+                client.post(PATHS[self.job.load.endpoint], self._body(messages, place.question, tools), exchange)
             answer = self._finish(reading)
         except Exception as error:
             logger.exception("defect in the load generator, recorded as error kind 'client'")
@@ -139,36 +145,36 @@ class LoadProcess:
         place = str(index) if index >= 0 else f"w{-index}"
         return "-".join(part for part in (self.job.run, self.job.cell, place) if part)
 
-    def _asked(self, ticket: Ticket) -> int:
+    def _asked(self, index: int) -> int:
         """How many tokens the answer is to have, or at most."""
-        if self._replay is not None and ticket.index >= 0:
-            return self._replay.output_tokens[ticket.index]
+        if self._replay is not None and index >= 0:
+            return self._replay.output_tokens[index]
         job = self.job
-        return workload.output_tokens(job.load, job.seed, ticket.index, self._rows, job.output_lengths)
+        return workload.output_tokens(job.load, job.seed, index, self._rows, job.output_lengths)
 
-    def _body(self, messages: Sequence[Message], ticket: Ticket, tools: Tools | None) -> bytes:
+    def _body(self, messages: Sequence[Message], index: int, tools: Tools | None) -> bytes:
         job, form = self.job, self.job.load.answer
-        more = {} if form is None else structured.fields_of(form, self._choices(ticket))
+        more = {} if form is None else structured.fields_of(form, self._choices(index))
         more |= {} if tools is None else tools.fields()
-        return body_of(job.load, self.model(), messages, self._asked(ticket), more)
+        return body_of(job.load, self.model(), messages, self._asked(index), more)
 
-    def _choices(self, ticket: Ticket) -> list[str]:
+    def _choices(self, index: int) -> list[str]:
         form = self.job.load.answer
-        return [] if form is None else workload.choices_at(form, self.job.seed, ticket.index)
+        return [] if form is None else workload.choices_at(form, self.job.seed, index)
 
-    def _judged(self, answer: Answer, ticket: Ticket) -> Judged:
+    def _judged(self, answer: Answer, index: int) -> Judged:
         """Whether a good answer has the form that was asked for, and is right where that is known."""
         form = self.job.load.answer
         if form is None or answer.error is not None:
             return Judged()
-        label = workload.label_at(self.job.prompts, self.job.seed, ticket.index)
-        return structured.judge(form, self._choices(ticket), label, answer.text)
+        label = workload.label_at(self.job.prompts, self.job.seed, index)
+        return structured.judge(form, self._choices(index), label, answer.text)
 
     def _asked_prompt(self, place: Place) -> int | None:
         """How long the prompt was to be, where it is nothing but planned: later turns hold answers as well."""
         if (place.turn or 1) > 1 or place.changed:
             return None
-        job, index = self.job, place.ticket.index
+        job, index = self.job, place.question
         if self._replay is not None and index >= 0:
             return self._replay.prompt_tokens[index] + (workload.SALT_WORDS if job.salt else 0)
         return workload.asked_prompt_tokens(job.prompts, job.seed, index, job.salt, job.prompt_lengths)
@@ -182,7 +188,7 @@ class LoadProcess:
 
     def _record(self, exchange: Exchange, answer: Answer, place: Place, tools: Tools | None) -> Request:
         load = self.job.load
-        judged = self._judged(answer, place.ticket)
+        judged = self._judged(answer, place.question)
         embeddings = load.endpoint == "embeddings"
         return Request(
             id=exchange.id,
@@ -207,7 +213,7 @@ class LoadProcess:
             chunks_s=answer.chunks_s,
             first_visible_s=answer.first_visible_s,
             coalesced=answer.coalesced,
-            asked_tokens=None if embeddings else self._asked(place.ticket),
+            asked_tokens=None if embeddings else self._asked(place.question),
             fixed_length=load.output == "fixed" and not embeddings,
             asked_prompt_tokens=self._asked_prompt(place),
             prompt_tokens=answer.prompt_tokens,

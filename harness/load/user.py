@@ -54,6 +54,7 @@ class Work(msgspec.Struct, frozen=True):
     ticket: Ticket
     messages: list[Message]
     changed: bool = False  # by the user: not those of the plan alone
+    asked_index: int | None = None  # whose question it asks, where that is not its own place's
 
     @property
     def index(self) -> int:
@@ -62,7 +63,8 @@ class Work(msgspec.Struct, frozen=True):
 
     def at(self, place: "Work") -> "Work":
         """The same messages at another place of the sequence: a question that is asked again."""
-        return msgspec.structs.replace(self, ticket=place.ticket)
+        asked_index = self.index if self.asked_index is None else self.asked_index
+        return msgspec.structs.replace(self, ticket=place.ticket, asked_index=asked_index)
 
     def saying(self, messages: Sequence[Message]) -> "Work":
         """Other messages at this place of the sequence."""
@@ -164,14 +166,24 @@ class LLMUser(User):
         """
         self._claim(work)
         place = Place(
-            work.ticket, type(self).__name__, self.number, conversation, turn, batch, again, changed=work.changed
+            work.ticket,
+            type(self).__name__,
+            self.number,
+            conversation,
+            turn,
+            batch,
+            again,
+            changed=work.changed,
+            asked_index=work.asked_index,
         )
         return self._send([*history, *work.messages], place, leave, tools)
 
     def begin(self, work: Work) -> None:
         """Send one request, and go on without its answer."""
         self._claim(work)
-        place = Place(work.ticket, type(self).__name__, self.number, changed=work.changed)
+        place = Place(
+            work.ticket, type(self).__name__, self.number, changed=work.changed, asked_index=work.asked_index
+        )
         self._under_way.append(gevent.spawn(partial(self._send, work.messages, place)))
 
     def wait_until_below(self, number: int) -> None:

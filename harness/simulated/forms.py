@@ -75,9 +75,9 @@ def _instance(schema: Any, label: str | None, number: int, wrong: bool, depth: i
 
 
 def _label_in(text: str) -> str | None:
-    """The label of the text of the classification set that a prompt holds."""
+    """The label of the last text of the classification set that a prompt holds: the others are of earlier turns."""
     # The question puts the text into a paragraph of its own.
-    return next((_labels()[part] for part in text.split("\n\n") if part in _labels()), None)
+    return next((_labels()[part] for part in reversed(text.split("\n\n")) if part in _labels()), None)
 
 
 @cache
