@@ -18,7 +18,7 @@ from harness.manifest import Run, read_run
 from harness.origin import refuse_other_definitions
 from harness.summarize import is_published, read_summary, summarize
 from harness.summary import Answers, CheckResult, Comparison, Reference, Summary
-from harness.verdicts import NoiseFloor, Pair, metric_of, speeds, values_of, verdicts
+from harness.verdicts import NoiseFloor, Pair, metric_of, scheduled, speeds, values_of, verdicts
 
 
 class _Side(Struct, frozen=True):
@@ -207,4 +207,5 @@ def _pair(side: _Side, base: _Side, row: tuple[str, str], metric: str, *, severa
         side_speeds=speeds(metric, side.values(row, metric)),
         baseline_speeds=speeds(metric, base.values(row, metric)),
         loads=(row[1],),
+        refused=scheduled(*(one.runs[0].scenario.loads[row[1]] for one in (side, base))),
     )

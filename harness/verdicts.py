@@ -8,7 +8,7 @@ from msgspec import Struct
 from harness import stats
 from harness.mixes import alone
 from harness.origin import unlike_rows
-from harness.scenario import Load, Scenario
+from harness.scenario import Load, Scenario, is_open
 from harness.stats import ALPHA, MOST_REPEATS, Ratio
 from harness.summary import Comparison, Row, Verdict
 
@@ -62,7 +62,7 @@ def compare_rows(
             side_speeds=speeds(metric, values_of(row, metric)),
             baseline_speeds=speeds(metric, values_of(against, metric)),
             loads=(row.load, against.load),
-            refused=_refused(row, against, metric),
+            refused=_refused(row, against, metric) or scheduled(scenario.loads[row.load], scenario.loads[against.load]),
         )
         for row, against in [*((row, named.get(_alone(row)) or base) for row in others), *wanted]
         if row is not None and against is not None
@@ -83,6 +83,13 @@ def _refused(row: Row, against: Row, metric: str) -> str | None:
     return unlike_rows(row, against, [metric])
 
 
+def scheduled(*loads: Load) -> str | None:
+    """Why loads have no ratio of throughputs: a schedule says when requests come, however fast the server is."""
+    if not any(is_open(load) for load in loads):
+        return None
+    return "the schedule sets the throughput; compare latencies from schedule, ttft_sched and e2e_sched"
+
+
 def _fixed(load: Load) -> bool:
     """Whether each request is the same work for every server: an answer of a form ends where its form does."""
     return load.output == "fixed" or load.endpoint == "embeddings" or load.answer is not None
@@ -101,6 +108,7 @@ def metric_of(loads: Sequence[Load]) -> str:
     work = {
         (load.user, load.requests, load.output_tokens, load.output, load.turns, load.stream, *(load.think_s or ()))
         + (load.endpoint, repr((_form(load), load.agent, load.rag, load.abandon, load.regenerate)))
+        + (repr((load.arrivals, load.trace, load.think)),)
         for load in loads
     }
     same = len(work) == 1 and all(load.requests is not None and _fixed(load) for load in loads)

@@ -8,15 +8,17 @@ import msgspec
 import numpy as np
 import pytest
 
+from harness.behaviour import Pause
 from harness.compare import compare_runs
 from harness.errors import ExitCode, HarnessError, RunError
 from harness.manifest import Machine, ServedBy, write_run
 from harness.plan import Cell
 from harness.records import read_requests
-from harness.scenario import Load, Scenario, Server
+from harness.scenario import Arrivals, Load, Scenario, Server
 from harness.summarize import summarize
-from harness.summary import Verdict
-from harness.verdicts import NoiseFloor, Pair, metric_of, speeds, verdicts
+from harness.summary import Row, Verdict
+from harness.tally import numbers_of
+from harness.verdicts import NoiseFloor, Pair, compare_rows, metric_of, speeds, verdicts
 from tests.made_runs import scenario, served_by, write_lines, write_made_run
 
 TIGHT = [0.996, 0.998, 1.0, 1.002, 1.004]
@@ -147,6 +149,34 @@ def test_wall_times_are_turned_round() -> None:
 )
 def test_the_metric_follows_the_work(loads: list[Load], metric: str) -> None:
     assert metric_of(loads) == metric
+
+
+OPEN = Load(user="batch", requests=5, arrivals=Arrivals(rate=2.0))
+
+
+def test_other_arrivals_or_pauses_are_other_work() -> None:
+    assert metric_of([OPEN, OPEN]) == "wall_s"
+    assert metric_of([OPEN, msgspec.structs.replace(OPEN, arrivals=Arrivals(rate=4.0))]) == "output_tok_s"
+    chat = Load(user="chat", requests=5, think=Pause(mean_s=1.0))
+    assert metric_of([chat, msgspec.structs.replace(chat, think=Pause(mean_s=2.0))]) == "output_tok_s"
+
+
+def test_a_schedule_gives_no_verdict_on_throughput() -> None:
+    def row(server: str, wall_s: float) -> Row:
+        wall = [wall_s + 0.01 * k for k in range(5)]
+        return Row(server=server, load="x", cells=[], wall_s=wall, output_tok_s=[], pooled=numbers_of([]))
+
+    rows = [row("a", 1.0), row("b", 5.0)]
+    for load, word in ((OPEN, "cannot tell"), (msgspec.structs.replace(OPEN, arrivals=None), "slower")):
+        scenario = Scenario(version=1, question="?", model="m", servers={}, loads={"x": load})
+        found = compare_rows(rows, ("a", "x"), scenario)
+        assert found is not None
+        assert found.verdicts[0].word == word
+        if load is OPEN:
+            assert found.verdicts[0].sentence == (
+                "b / x: cannot tell: the schedule sets the throughput; "
+                "compare latencies from schedule, ttft_sched and e2e_sched."
+            )
 
 
 # Across runs.
