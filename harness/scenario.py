@@ -318,6 +318,8 @@ def _load_problems(load: Load, folder: Path) -> list[str]:
             problems.append(f"user: there is no file {load.user} beside the scenario")
     problems += _not_its_own(load)
     problems += behaviour.problems_of(load.think, load.think_s, load.abandon)
+    if load.abandon is not None and load.abandon.after_tokens is not None and not load.stream:
+        problems.append("abandon.after_tokens: without 'stream' an answer comes all at once; use 'after_s'")
     if load.processes > load.users:
         problems.append(f"processes: {load.processes} load processes for {load.users} users; use at most one per user")
     problems += [f"output_tokens{problem}" for problem in lengths.problems_of(load.output_tokens, folder)]

@@ -121,6 +121,20 @@ checks: ["error_rate = 0"]
     assert problems[8].endswith("did you mean 'both'?")
 
 
+@pytest.mark.parametrize(
+    ("load", "problem"),
+    [
+        (
+            "{user: chat, requests: 1, stream: false, abandon: {share: 0.1, after_tokens: 5}}",
+            "abandon.after_tokens (line 9): without 'stream' an answer comes all at once; use 'after_s'",
+        ),
+    ],
+)
+def test_a_load_that_contradicts_itself_is_refused(tmp_path: Path, load: str, problem: str) -> None:
+    text = GOOD + f"  wrong: {load}\n"
+    assert problems_of(tmp_path, text) == [f"$.loads.wrong.{problem}"]
+
+
 def test_an_empty_prompts_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text("\n")
     text = GOOD + "prompts: {kind: file, file: prompts.jsonl}\n"
