@@ -36,6 +36,16 @@ class Schedule:
         return self._known[number] if number < len(self._known) else None
 
 
+def steady(arrivals: Arrivals) -> Arrivals:
+    """Without end at the rate that they begin with, or where nobody comes at first with the next one that is known."""
+    rate = arrivals.rate
+    if arrivals.points is not None:
+        rate = next((rate for _, rate in arrivals.points if rate > 0), None)
+    if arrivals.wave is not None:
+        rate = arrivals.wave.least or arrivals.wave.most / 2
+    return Arrivals(rate=rate, spacing=arrivals.spacing, burstiness=arrivals.burstiness)
+
+
 def times(arrivals: Arrivals, seed: int) -> Iterator[float]:
     """Seconds after the start at which somebody arrives, ascending; without end unless the rate stays at 0."""
     when = _inverse(arrivals)

@@ -105,6 +105,7 @@ def _tally(
             tallies[cell] = Tally(
                 clock=place.clock,
                 window_s=windows.get(cell),
+                scheduled=place.first_due_s is not None,
                 mixed=place.mix is not None,
                 chunk_gap_s=kept,
                 slos=SloTally(sets=place.slos),

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from harness.arrivals import Schedule
+from harness.arrivals import Schedule, steady
 from harness.experiment import Experiment
 from harness.lengths import in_words, typical_of
 from harness.plan import baseline_of, plan
@@ -131,6 +131,9 @@ def estimate_s(scenario: Scenario, folder: Path) -> float:
             start_s /= len(scenario.loads)
         warmup = warmup_of(scenario, load)
         total += start_s + GENERATOR_START_S + load.ramp_s + (warmup.duration_s or 0.0)
+        if load.arrivals is not None and warmup.requests:
+            groups = -(-warmup.requests // taken_together(load))
+            total += Schedule(steady(load.arrivals), scenario.seed).at(groups - 1) or 0.0
         if load.duration_s is not None:
             total += load.duration_s
         elif load.trace is not None:

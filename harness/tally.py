@@ -66,6 +66,7 @@ class Tally(Struct, kw_only=True):
 
     clock: Clock
     window_s: tuple[float, float] | None = None  # the measured time of a timed load
+    scheduled: bool = False  # an open loop: what its warm-up leaves over is no part of the rate that it offers
     mixed: bool = False  # only what was sent inside it was measured together with the other parts of the mix
     # Measured requests:
     sent: int = 0
@@ -115,8 +116,10 @@ class Tally(Struct, kw_only=True):
         self.last_any_s = ended_s if self.last_any_s is None else max(self.last_any_s, ended_s)
         self.by_process[request.process] += 1
         self._count_generated(request)
-        self._count_inside(request, sent_s)
-        if request.error is None and self.window_s is not None:
+        offered = request.phase == "measured" or not self.scheduled
+        if offered:
+            self._count_inside(request, sent_s)
+        if request.error is None and self.window_s is not None and offered:
             self.ended_inside += self.window_s[0] < ended_s <= self.window_s[1]
         if request.phase != "measured" or not self._together(sent_s):
             return
@@ -206,8 +209,9 @@ class Tally(Struct, kw_only=True):
         self.most_tokens = None if most < 0 or self.most_tokens is None else self.most_tokens + most
 
     def _count_inside(self, request: Request, sent_s: float) -> None:
-        """Tokens that the server generated within a timed load's window: also those that end a warm-up request,
-        since the server worked on them in that time; not those of failed requests, which are of no use to anyone.
+        """Tokens that the server generated within a timed load's window: in a closed loop also those that end a
+        warm-up request, since the server worked on them in that time; not those of failed requests, which are of no
+        use to anyone.
         """
         if self.window_s is None:
             if request.error == "abandoned" and request.phase == "measured":

@@ -3,13 +3,16 @@
 import itertools
 import math
 import statistics
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.arrivals import Schedule, times
+from harness.arrivals import Schedule, steady, times
+from harness.load.tickets import Plan, Tickets
 from harness.scenario import Arrivals, Load, Warmup, Wave
 from harness.simulated.spawn import spawned
 from tests.load_runs import end, log_of, make_job, records_of, start_job
@@ -65,6 +68,41 @@ def test_the_schedule_is_a_function_of_the_seed() -> None:
     schedule = Schedule(Arrivals(rate=3.0), 7)
     assert [schedule.at(9), schedule.at(3)] == [first(10, seed=7, rate=3.0)[9], first(10, seed=7, rate=3.0)[3]]
     assert Schedule(Arrivals(points=[[0, 1], [2, 0]], spacing="even"), 7).at(2) is None
+
+
+@pytest.mark.parametrize(
+    ("course", "rate"),
+    [
+        ({"rate": 3.0}, 3.0),
+        ({"points": [[0, 2], [9, 5]]}, 2.0),
+        ({"points": [[0, 0], [9, 5]]}, 5.0),
+        ({"wave": Wave(least=1, most=9, period_s=9)}, 1.0),
+        ({"wave": Wave(least=0, most=9, period_s=9)}, 4.5),
+    ],
+)
+def test_a_warm_up_comes_at_the_rate_of_the_beginning(course: dict[str, Any], rate: float) -> None:
+    found = steady(Arrivals(spacing="gamma", burstiness=0.5, **course))
+    assert found == Arrivals(rate=rate, spacing="gamma", burstiness=0.5)
+
+
+def test_a_warm_up_offers_what_the_load_offers(tmp_path: Path) -> None:
+    """Ten users would send ten at once; 4 a second are asked for, and the measured time begins with the last."""
+    even = Schedule(Arrivals(rate=4.0, spacing="even"), 1)
+    plan = Plan(requests=2, warmup_requests=4, schedule=even, warmup_schedule=even)
+    tickets = Tickets(str(tmp_path / "t"), plan)
+    begin_s = time.monotonic()
+    assert [ticket.index for _ in range(2) for ticket in tickets.take()] == [-1, -2]
+    while time.monotonic() < begin_s + 0.2:
+        assert all(ticket.index == -3 for ticket in tickets.take())
+        time.sleep(0.01)
+    found = []
+    while len(found) < 3 and time.monotonic() < begin_s + 5:
+        found += tickets.take()
+        time.sleep(0.01)
+    assert [ticket.index for ticket in found[-3:]] == [-4, 0, 1]
+    due = [ticket.due_s or 0.0 for ticket in found[-3:]]
+    assert due[0] == pytest.approx(begin_s + 0.75, abs=0.05)
+    assert due[1] >= due[0] and due[2] == pytest.approx(due[1] + 0.25)
 
 
 @given(

@@ -206,3 +206,13 @@ def test_the_time_of_an_open_loop_begins_with_its_schedule(tmp_path: Path) -> No
     assert found.window_s == pytest.approx((1000.0, 1010.0))
     closed = tally(tmp_path / "requests.jsonl", {"r1-a-x": Place(Clock([]), duration_s=10.0)}, [], Counter())
     assert closed["r1-a-x"].window_s == pytest.approx((1003.01, 1013.01))
+
+
+def test_the_warm_up_is_no_part_of_the_rate_of_an_open_loop(tmp_path: Path) -> None:
+    """One that ends in the measured time counts in a closed loop, where the server did it instead of others."""
+    records = [request(sent_s=999.0, phase="warmup", index=-1), request(sent_s=1000.0, scheduled_s=0.0)]
+    write_lines(tmp_path / "requests.jsonl", records)
+    for first_due_s, ended in ((0.0, 1), (None, 2)):
+        place = Place(Clock([]), duration_s=10.0, first_due_s=first_due_s)
+        (found,) = tally(tmp_path / "requests.jsonl", {"r1-a-x": place}, [], Counter()).values()
+        assert (found.ended_inside, len(found.tokens_inside)) == (ended, ended)

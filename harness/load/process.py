@@ -11,7 +11,7 @@ import msgspec
 from gevent.lock import Semaphore
 
 from harness import structured, workload
-from harness.arrivals import Schedule
+from harness.arrivals import Schedule, steady
 from harness.behaviour import Abandon
 from harness.errors import HarnessError
 from harness.job import Job
@@ -273,8 +273,14 @@ def plan_of(job: Job) -> Plan:
         warmup_s=job.warmup.duration_s or 0.0,
         ramp_s=job.load.ramp_s,
         schedule=_replay(job) or (None if job.load.arrivals is None else Schedule(job.load.arrivals, job.seed)),
+        warmup_schedule=_warmup_schedule(job),
         part=Part(job.machine, job.machines, _together(job)),
     )
+
+
+def _warmup_schedule(job: Job) -> Schedule | None:
+    """The warm-up of an open loop offers what the load begins with: all users at once would leave a queue."""
+    return None if job.load.arrivals is None else Schedule(steady(job.load.arrivals), -1 - job.seed)
 
 
 def _together(job: Job) -> int:

@@ -17,7 +17,10 @@ from harness.arrivals import Due
 from harness.load.part import WHOLE, Part
 
 Phase = Literal["warmup", "measured"]
-_WIDTH = 256  # of the file, padded, so that a write never leaves half of an older line
+_WIDTH = 320  # of the file, padded, so that a write never leaves half of an older line
+_LEAD_S = (
+    0.5  # scheduled warm-up: so long before its time a ticket is handed out, for it is not known how many there are
+)
 
 
 class Ticket(msgspec.Struct, frozen=True):
@@ -37,6 +40,7 @@ class Plan(NamedTuple):
     warmup_s: float = 0.0
     ramp_s: float = 0.0  # until all users are there it is warm-up too, where there is any
     schedule: Due | None = None  # open loop: when each burst or conversation begins
+    warmup_schedule: Due | None = None  # likewise, of the warm-up
     part: Part = WHOLE  # of all the above that is this machine's to do
 
 
@@ -48,7 +52,9 @@ class Counts(msgspec.Struct, kw_only=True):
     users: int = 0
     warmup_taken: int = 0
     measured_taken: int = 0
+    warmup_arrived: int = 0
     arrived: int = 0  # bursts or conversations that were handed out
+    warmup_due_s: float | None = None  # of the last warm-up tickets, where they are scheduled
     settled: int = 0  # taken tickets whose request has ended, in either phase
 
 
@@ -73,7 +79,8 @@ class Tickets:
             return self._plan.part.turn(counts.users - 1)
 
     def take(self, most: int = 1) -> list[Ticket]:
-        """The next `most` tickets, all of one phase and in order. None left: an empty list, now and ever after.
+        """The next `most` tickets, all of one phase and in order. None left: an empty list, now and ever after; in a
+        scheduled warm-up, until the next one is near.
 
         They are one burst or one conversation. Warm-up is never cut short, but sends some more where it has to: the
         server is to meet the concurrency to come. Only the last measured ones are cut, to the number planned.
@@ -84,11 +91,9 @@ class Tickets:
             if counts.started_s is None:
                 counts.started_s = now_s
             if self._warming_up(counts, now_s, held=self.held):
-                first = counts.warmup_taken
-                counts.warmup_taken += most
-                return [Ticket("warmup", -1 - plan.part.at(first + i)) for i in range(most)]
+                return self._take_warmup(counts, now_s, most)
             if counts.measured_s is None:
-                counts.measured_s = now_s
+                counts.measured_s = max(now_s, counts.warmup_due_s or now_s)
             if plan.duration_s is not None and now_s >= counts.measured_s + plan.duration_s:
                 return []
             first = counts.measured_taken
@@ -102,6 +107,19 @@ class Tickets:
                 counts.arrived += 1
             counts.measured_taken += number
             return [Ticket("measured", plan.part.at(first + i), due_s) for i in range(number)]
+
+    def _take_warmup(self, counts: Counts, now_s: float, most: int) -> list[Ticket]:
+        plan, due_s = self._plan, None
+        if plan.warmup_schedule is not None and counts.started_s is not None:
+            after_s = plan.warmup_schedule.at(plan.part.turn(counts.warmup_arrived))
+            due_s = now_s if after_s is None else counts.started_s + after_s
+            if due_s > now_s + _LEAD_S:
+                return []
+            counts.warmup_arrived += 1
+            counts.warmup_due_s = due_s
+        first = counts.warmup_taken
+        counts.warmup_taken += most
+        return [Ticket("warmup", -1 - plan.part.at(first + i), due_s) for i in range(most)]
 
     def settle(self, number: int = 1) -> None:
         """`number` taken tickets are done with, however their requests ended."""
