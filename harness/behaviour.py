@@ -80,9 +80,9 @@ def longest_s(pause: Pause | list[float] | None) -> float:
         return 0.0
     if isinstance(pause, list):
         return pause[1]
-    if pause.most_s is not None:
-        return pause.most_s
-    return pause.mean_s if pause.distribution == "fixed" else _LONGEST * pause.mean_s
+    if pause.distribution == "fixed":
+        return pause.mean_s if pause.most_s is None else min(pause.mean_s, pause.most_s)
+    return _LONGEST * pause.mean_s if pause.most_s is None else pause.most_s
 
 
 def _drawn_s(pause: Pause, draw: Callable[[], float]) -> float:

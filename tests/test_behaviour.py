@@ -31,6 +31,7 @@ def test_a_long_pause_is_cut() -> None:
     assert max(pause_s(Pause(mean_s=1.0, most_s=1.5), 1, "x", index) for index in range(500)) == 1.5
     assert pause_s(Pause(mean_s=3.0, distribution="fixed", most_s=1.5), 1, "x", 0) == 1.5
     assert pause_s(Pause(mean_s=0), 1, "x", 0) == 0.0
+    assert longest_s(Pause(mean_s=3.0, distribution="fixed", most_s=100.0)) == 3.0
     assert longest_s(None) == 0.0
 
 
