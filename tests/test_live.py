@@ -320,6 +320,10 @@ def test_values_that_no_scenario_may_have_start_nothing(engine: str, tmp_path: P
             until(lambda said=said: said in log.read_text())  # type: ignore[misc]
             until(lambda: page(url)["state"] in ("stopped", "ready"))
         assert page(url)["whole"][ALL]["ended"] == 0
+        form = urllib.parse.urlencode({**usual, "user_count": 1, "spawn_rate": 1}).encode()
+        urllib.request.urlopen(f"{url}/swarm", data=form, timeout=10).close()
+        until(lambda: page(url)["whole"][ALL]["ended"])
+    assert "Traceback" not in log.read_text() and "the test cannot start" not in log.read_text()
 
 
 def test_a_line_now_and_then_where_there_is_no_terminal(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
             _process = LoadProcess(job, _host(environment), _recorder)
         except (HarnessError, OSError) as error:
             give_up(environment, error)
-            return
+            raise gevent.GreenletExit from None  # likewise
     if _live is not None:
         _live.begin()
     _settle_memory()
