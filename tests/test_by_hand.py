@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 import urllib.parse
 import urllib.request
@@ -12,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from harness.behaviour import Pause
 from harness.job import write_job
 from harness.records import read_marks, read_requests
 from harness.scenario import Load
 from harness.simulated.spawn import spawned
-from tests.load_runs import RUN_S, end, ends_of, free_port, log_of, make_job, records_of, start, wait_for_records
+from tests.load_runs import ROOT, RUN_S, end, ends_of, free_port, log_of, make_job, records_of, start, wait_for_records
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +77,29 @@ def ask(url: str, **form: str) -> str:
     with urllib.request.urlopen(url, data, timeout=10) as response:
         text: str = response.read().decode()
         return text
+
+
+# In a process of its own, since Locust changes Python's sockets as it is imported.
+FORM = """
+import sys
+from locust.argument_parser import LocustArgumentParser
+from harness.job import read_job
+from harness.load.options import add_options, with_options
+from pathlib import Path
+
+parser = LocustArgumentParser()
+add_options(parser)
+for filled_in in ("1 5", ""):
+    load = with_options(read_job(Path(sys.argv[1])), parser.parse_args(["--think", filled_in])).load
+    print(load.think_s, load.think and load.think.mean_s)
+"""
+
+
+def test_a_pause_in_the_form_takes_the_place_of_the_scenarios(tmp_path: Path) -> None:
+    write_job(make_job(tmp_path, Load(user="chat", think=Pause(mean_s=2.0))), tmp_path / "job.json")
+    command = [sys.executable, "-c", FORM, str(tmp_path / "job.json")]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=RUN_S)
+    assert found.stdout.splitlines() == ["[1.0, 5.0] None", "None 2.0"]
 
 
 def test_the_web_form_shows_the_job_and_changes_it(tmp_path: Path, engine: str) -> None:

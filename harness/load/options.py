@@ -119,6 +119,7 @@ def with_options(job: Job, options: Namespace) -> Job:
     Raises HarnessError for values that no scenario may have.
     """
     slos_of(options.slos)
+    think_s = _span(options.think)
     kind = options.prompts if options.prompts in ("synthetic", "classification") else "file"
     changed = msgspec.structs.replace(
         job,
@@ -148,7 +149,8 @@ def with_options(job: Job, options: Namespace) -> Job:
                 job.load.rag or Rag(), documents=options.documents, document_tokens=options.document_tokens
             ),
             turns=options.turns,
-            think_s=_span(options.think),
+            think_s=think_s,
+            think=job.load.think if think_s is None else None,
             timeout_s=options.timeout,
         ),
     )
