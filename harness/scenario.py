@@ -247,7 +247,8 @@ def warmup_of(scenario: Scenario, load: Load) -> Warmup:
     """
     if is_open(load):
         return scenario.warmup or Warmup(requests=min(load.users, _OPEN_WARMUP) * taken_together(load))
-    return scenario.warmup or Warmup(requests=load.users * taken_together(load))
+    # A conversation takes its turns one after the other, a steady stream more than it takes together.
+    return scenario.warmup or Warmup(requests=max(at_once(load), load.users * taken_together(load)))
 
 
 def is_open(load: Load) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from harness.errors import HarnessError, ScenarioError
 from harness.paths import SCENARIOS
 from harness.plan import baseline_of, plan
-from harness.scenario import load_scenario, warmup_of
+from harness.scenario import Load, load_scenario, warmup_of
 
 GOOD = """
 version: 1
@@ -38,6 +38,8 @@ def test_a_small_scenario_gets_the_documented_defaults(tmp_path: Path) -> None:
     assert scenario.seed == 42
     assert scenario.restart is True
     assert [warmup_of(scenario, load).requests for load in scenario.loads.values()] == [1, 5]
+    more = {"in_flight": Load(user="batch", users=3, in_flight=4), "turns": Load(user="chat", users=3, turns=5)}
+    assert [warmup_of(scenario, load).requests for load in more.values()] == [12, 15]
     assert scenario.loads["one"].output == "fixed"
     assert baseline_of(scenario).server == "a"
     assert baseline_of(scenario).load == "one"
