@@ -12,7 +12,7 @@ from harness.lengths import in_words, typical_of
 from harness.plan import baseline_of, plan
 from harness.progress import duration
 from harness.report import words
-from harness.scenario import Load, Scenario, taken_together, warmup_of
+from harness.scenario import Load, Scenario, at_once, taken_together, warmup_of
 from harness.serve.daemon import engine_host
 from harness.serve.lemonade.hints import hints
 from harness.serve.notes import notes, notes_on_comments
@@ -100,7 +100,8 @@ def work(load: Load) -> str:
     who = counted(load.users, f"{load.user} user")
     burst = f", {load.in_flight or load.batch_size or 1} at a time" if load.user == "batch" else ""
     if load.in_flight:
-        burst = f", always {load.in_flight} in flight"
+        each = f" each, {at_once(load)} in all" if load.users > 1 else ""
+        burst = f", always {load.in_flight} in flight{each}"
     if load.trace is not None:
         who = f"{load.user} users by the trace {words.replayed(load.trace)}, at most {load.users} at once"
         return f"{who}, {amount} of its lengths ({load.output})"

@@ -7,6 +7,7 @@ import pytest
 from harness.errors import HarnessError, ScenarioError
 from harness.paths import SCENARIOS
 from harness.plan import baseline_of, plan
+from harness.preview import work
 from harness.scenario import Load, load_scenario, warmup_of
 
 GOOD = """
@@ -135,6 +136,14 @@ checks: ["error_rate = 0"]
 def test_a_load_that_contradicts_itself_is_refused(tmp_path: Path, load: str, problem: str) -> None:
     text = GOOD + f"  wrong: {load}\n"
     assert problems_of(tmp_path, text) == [f"$.loads.wrong.{problem}"]
+
+
+@pytest.mark.parametrize(
+    ("users", "said"),
+    [(1, "1 batch user, always 4 in flight, "), (3, "3 batch users, always 4 in flight each, 12 in all, ")],
+)
+def test_the_plan_says_how_many_requests_are_in_flight(users: int, said: str) -> None:
+    assert work(Load(user="batch", users=users, in_flight=4, requests=9)).startswith(said)
 
 
 def test_an_empty_prompts_file_is_named(tmp_path: Path) -> None:
