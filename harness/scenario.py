@@ -340,8 +340,10 @@ def _trace_problems(load: Load, trace: Trace, folder: Path) -> list[str]:
         if getattr(load, key) is not None:
             advice = "" if key == "arrivals" else "; its window (from_s, to_s) and 'most' say how much"
             problems.append(f"{key}: a trace says itself what is sent and when; remove it{advice}")
-    if load.user == "chat" or (load.batch_size or 1) > 1:
+    if load.user in ("chat", "agent", "rag") or (load.batch_size or 1) > 1:
         problems.append("trace: each of its rows is one request; use 'user: batch' without 'batch_size'")
+    if load.in_flight is not None:
+        problems.append("in_flight: a trace says when requests are sent; remove it")
     if not (folder / trace.file).is_file():
         problems.append(f"trace.file: there is no file {trace.file} beside the scenario")
     if trace.to_s is not None and trace.to_s <= trace.from_s:

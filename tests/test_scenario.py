@@ -131,9 +131,21 @@ checks: ["error_rate = 0"]
             "{user: chat, requests: 1, stream: false, abandon: {share: 0.1, after_tokens: 5}}",
             "abandon.after_tokens (line 9): without 'stream' an answer comes all at once; use 'after_s'",
         ),
+        *(
+            (
+                f"{{user: {user}, trace: {{file: t.csv}}}}",
+                "trace (line 9): each of its rows is one request; use 'user: batch' without 'batch_size'",
+            )
+            for user in ("chat", "agent", "rag")
+        ),
+        (
+            "{user: batch, in_flight: 4, trace: {file: t.csv}}",
+            "in_flight (line 9): a trace says when requests are sent; remove it",
+        ),
     ],
 )
 def test_a_load_that_contradicts_itself_is_refused(tmp_path: Path, load: str, problem: str) -> None:
+    (tmp_path / "t.csv").write_text("")
     text = GOOD + f"  wrong: {load}\n"
     assert problems_of(tmp_path, text) == [f"$.loads.wrong.{problem}"]
 
