@@ -3,7 +3,7 @@
 Kept apart from the scenario's own rules; it knows of a scenario what is handed to it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,8 +24,13 @@ def alone(load: str) -> str | None:
 
 
 def expanded(scenario: "Scenario") -> "Scenario":
-    """With each part of each mix among the loads, behind those that run alone."""
-    parts = {f"{mix}.{load}": scenario.loads[load] for mix, loads in scenario.mixes.items() for load in loads}
+    """With each part of each mix among the loads, behind those that run alone; without parts that do not decode."""
+    parts = {
+        f"{mix}.{load}": scenario.loads[load]
+        for mix, loads in scenario.mixes.items()
+        for load in loads
+        if load in scenario.loads
+    }
     return msgspec.structs.replace(scenario, loads={**scenario.loads, **parts}) if parts else scenario
 
 
@@ -34,20 +39,20 @@ def names(scenario: "Scenario") -> list[str]:
     return [f"{mix}.{load}" for mix, loads in scenario.mixes.items() for load in loads]
 
 
-def problems_of(scenario: "Scenario") -> list[str]:
-    """What is wrong with the mixes, before they are expanded."""
+def problems_of(scenario: "Scenario", known: Collection[str]) -> list[str]:
+    """What is wrong with the mixes, before they are expanded. `known`: names of all loads, faulty ones included."""
     problems = [
         f"$.loads.{name}: a '.' is in the names of a mix's parts only" for name in scenario.loads if "." in name
     ]
     for mix, loads in scenario.mixes.items():
-        problems += [f"$.mixes.{mix}: {problem}" for problem in _problems(mix, loads, scenario.loads)]
+        problems += [f"$.mixes.{mix}: {problem}" for problem in _problems(mix, loads, scenario.loads, known)]
     if scenario.mixes and (scenario.warmup is None or scenario.warmup.duration_s is None):
         problems.append("$.mixes: their parts begin to measure together only after a warm-up of fixed time; add "
                         "'warmup: {duration_s: ...}'")  # fmt: skip
     return problems
 
 
-def _problems(mix: str, loads: list[str], known: "Mapping[str, Load]") -> list[str]:
+def _problems(mix: str, loads: list[str], right: "Mapping[str, Load]", known: Collection[str]) -> list[str]:
     if mix in known:
         return ["there is a load of that name"]
     if len(loads) < 2 or len(set(loads)) != len(loads):
@@ -55,7 +60,7 @@ def _problems(mix: str, loads: list[str], known: "Mapping[str, Load]") -> list[s
     missing = [load for load in loads if load not in known]
     if missing:
         return [f"{missing[0]!r} is not a load; parts are loads that are in the scenario by themselves, too"]
-    parts = [known[load] for load in loads]
+    parts = [right[load] for load in loads if load in right]
     if any(part.duration_s is None for part in parts):
         return ["a part has no 'duration_s'; who is finished sooner would leave the others alone"]
     if len({(part.duration_s, part.ramp_s) for part in parts}) > 1:

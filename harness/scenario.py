@@ -218,7 +218,7 @@ def read_scenario(path: Path) -> Read:
         )
     scenario = decode(raw, Scenario, lines, problems) or _what_decodes(raw)
     known = {part: list(raw[part]) for part in ("servers", "loads") if isinstance(raw.get(part), dict)}
-    wrong = mixes.problems_of(scenario)
+    wrong = mixes.problems_of(scenario, known.get("loads", []))
     known["loads"] = [*known.get("loads", []), *mixes.names(scenario)]
     if not wrong:
         scenario = mixes.expanded(scenario)

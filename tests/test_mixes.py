@@ -78,6 +78,12 @@ def test_what_no_mix_can_be(tmp_path: Path, old: str, new: str, words: str) -> N
     assert any(words in problem for problem in caught.value.problems)
 
 
+def test_a_part_with_a_wrong_key_is_a_load_all_the_same(tmp_path: Path) -> None:
+    with pytest.raises(ScenarioError) as caught:
+        load_scenario(written(tmp_path, SCENARIO.replace("turns: 1", "turn: 1")))
+    assert caught.value.problems == ["$.loads.chat.turn (line 8): unknown key; did you mean 'turns'?"]
+
+
 def test_a_check_may_be_about_a_part() -> None:
     assert (check := parse_check("a/both.chat: ttft_p95 <= 1s")).load == "both.chat"
     assert check.server == "a"
