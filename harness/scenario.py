@@ -413,6 +413,8 @@ def _arrival_problems(arrivals: Arrivals) -> list[str]:
         problems.append("arrivals.points: nobody ever arrives")
     if arrivals.wave is not None and arrivals.wave.least > arrivals.wave.most:
         problems.append(f"arrivals.wave: least {arrivals.wave.least:g} is above most {arrivals.wave.most:g}")
+    if arrivals.between != "steps" and points is None:
+        problems.append("arrivals.between: belongs to 'points'")
     if arrivals.burstiness != 1.0 and arrivals.spacing != "gamma":
         problems.append("arrivals.burstiness: belongs to 'spacing: gamma'")
     return problems

@@ -142,6 +142,14 @@ checks: ["error_rate = 0"]
             "{user: batch, in_flight: 4, trace: {file: t.csv}}",
             "in_flight (line 9): a trace says when requests are sent; remove it",
         ),
+        (
+            "{user: batch, requests: 1, arrivals: {rate: 1, between: ramps}}",
+            "arrivals.between (line 9): belongs to 'points'",
+        ),
+        (
+            "{user: batch, requests: 1, in_flight: 4, turns: 3}",
+            "turns (line 9): belongs to 'user: chat', and this is batch; remove it",
+        ),
     ],
 )
 def test_a_load_that_contradicts_itself_is_refused(tmp_path: Path, load: str, problem: str) -> None:
