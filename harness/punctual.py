@@ -1,6 +1,6 @@
 """How the schedule of an open loop was kept: counted request by request, and the numbers that follow.
 
-Only requests with a time of their own count: the first turn of a conversation, each request of a burst or of a trace.
+Only requests with a time of their own count: the first of a conversation or task, each of a burst or of a trace.
 """
 
 import statistics
@@ -17,7 +17,7 @@ from harness.records import Request
 from harness.scenario import Arrivals, Load, taken_together
 from harness.summary import Kept
 
-_KNOWN = ("batch", "chat")  # of these it is known how many requests begin with an arrival
+_KNOWN = ("batch", "chat", "agent", "rag")  # of these it is known how many requests begin with an arrival
 
 Kind = Literal["closed loop", "bursts", "open loop", "trace"]
 
@@ -126,9 +126,10 @@ def planned_of(load: Load, seed: int) -> int | None:
         return load.requests
     if load.arrivals is None or load.user not in _KNOWN:
         return None
-    together = 1 if load.user == "chat" else taken_together(load)
+    burst = load.user == "batch"  # of which each request has a time; of others only the first of what is taken
+    together = taken_together(load) if burst else 1
     if load.requests is not None:
-        return -(-load.requests // taken_together(load)) if load.user == "chat" else load.requests
+        return load.requests if burst else -(-load.requests // taken_together(load))
     return _arriving(msgspec.json.encode(load.arrivals), seed, load.duration_s or 0.0) * together
 
 

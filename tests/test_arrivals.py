@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.arrivals import Schedule, steady, times
+from harness.behaviour import Agent, Pause
 from harness.load.tickets import Plan, Tickets
 from harness.scenario import Arrivals, Load, Warmup, Wave
 from harness.simulated.spawn import spawned
@@ -155,3 +156,34 @@ def test_a_conversation_arrives_once_and_its_later_turns_follow(tmp_path: Path) 
     assert {record.scheduled_s is None for record in starts} == {False}
     assert {record.scheduled_s for record in records if record.turn == 2} == {None}
     assert len(starts) == expected
+
+
+OWN = """
+from locust import task
+from harness.load.user import LLMUser
+
+class Mixed(LLMUser):
+    @task
+    def work(self) -> None:
+        first, *others = self.take(3)
+        if first.index % 2:
+            self.ask_all([first, *others])
+        else:
+            self.ask(first)
+            self.ask_all(others)
+"""
+
+
+def test_what_follows_an_answer_has_no_time_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    agent = Agent(steps=2, sub_agents=1, tool_time=Pause(mean_s=0.01))
+    tasks = Load(user="agent", users=4, agent=agent, arrivals=Arrivals(rate=20.0), requests=8, output_tokens=2)
+    own = Load(user="own.py", users=4, arrivals=Arrivals(rate=20.0), requests=6, output_tokens=2)
+    with spawned("--preset", "instant", "--served-model-name", "m") as server:
+        for load, path, timely in ((tasks, None, [0, 4]), (own, tmp_path / "own.py", [0, 3, 4, 5])):
+            folder = tmp_path / load.user[:3]
+            folder.mkdir()
+            assert end(start_job(folder, server.url, make_job(folder, load), locustfile=path)) == 0, log_of(folder)
+            records = records_of(folder)
+            assert len(records) == load.requests
+            assert sorted(one.index for one in records if one.scheduled_s is not None) == timely

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from harness import punctual
+from harness.behaviour import Agent
 from harness.count import Place, tally
 from harness.manifest import read_run
 from harness.punctual import Punctual, kept_of, kind_of, planned_of
@@ -40,6 +41,10 @@ def counted(*dues_and_lags: tuple[float, float]) -> Punctual:
         (Load(user="batch", batch_size=4, duration_s=2.05, arrivals=EVEN), "open loop", 84),
         (Load(user="chat", turns=3, requests=10, arrivals=EVEN), "open loop", 4),
         (Load(user="chat", turns=3, duration_s=2.0, arrivals=EVEN), "open loop", 20),
+        (Load(user="rag", requests=10, arrivals=EVEN), "open loop", 10),
+        (Load(user="rag", duration_s=2.0, arrivals=EVEN), "open loop", 20),
+        (Load(user="agent", agent=Agent(steps=3, sub_agents=1), requests=13, arrivals=EVEN), "open loop", 3),
+        (Load(user="agent", agent=Agent(steps=3, sub_agents=1), duration_s=2.0, arrivals=EVEN), "open loop", 20),
         (Load(user="mine.py", duration_s=2.0, arrivals=EVEN), "open loop", None),
         (Load(user="mine.py", requests=7, trace=Trace(file="t")), "trace", 7),
     ],

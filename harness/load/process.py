@@ -46,6 +46,7 @@ class Place(NamedTuple):
     batch: int | None = None
     again: bool = False
     changed: bool = False  # the messages are not those of the plan alone
+    follows: bool = False  # an earlier one of those that were taken with it, and so has no time of its own
     asked_index: int | None = None  # whose question it asks; None: that of its own place
 
     @property
@@ -250,9 +251,9 @@ class LoadProcess:
 
 
 def _scheduled_s(exchange: Exchange, place: Place) -> float | None:
-    """When the plan wanted it sent; the later turns of a conversation follow their answers, not a plan."""
+    """When the plan wanted it sent; what follows an answer follows no plan."""
     due_s = place.ticket.due_s
-    return None if due_s is None or (place.turn or 1) > 1 else due_s - exchange.start_ns / 1e9
+    return None if due_s is None or place.follows else due_s - exchange.start_ns / 1e9
 
 
 def _cut(error: BaseException) -> tuple[ErrorKind, str]:

@@ -99,6 +99,8 @@ class LLMUser(User):
         self._process = load_process()
         self._clients: list[Client] = []  # idle connections
         self._held: set[Ticket] = set()  # taken, and neither sent nor given up
+        self._begun = False  # something of what was taken last was sent
+        self._burst: frozenset[Ticket] = frozenset()  # of these all were to be sent at the time of the first
         self._under_way: list[gevent.Greenlet[[], Any]] = []  # requests that were begun and that nobody waits for
         self._last = 0  # index of the request that was sent last
         self.number = self._process.tickets.user()
@@ -138,6 +140,7 @@ class LLMUser(User):
             tickets = self._process.tickets.take(most)
             if tickets:
                 self._held.update(tickets)
+                self._begun, self._burst = False, frozenset()
                 self._wait_until(tickets[0].due_s, _AHEAD_S)
                 works = [Work(ticket, self._process.messages(ticket)) for ticket in tickets]
                 self._wait_until(tickets[0].due_s)
@@ -164,7 +167,7 @@ class LLMUser(User):
         the one before it asked. `tools` are sent along, and calls of them are in `answer.calls`.
         Raises ValueError for one that was sent before: what the plan says is sent once, and nothing else.
         """
-        self._claim(work)
+        follows = self._claim(work)
         place = Place(
             work.ticket,
             type(self).__name__,
@@ -174,15 +177,17 @@ class LLMUser(User):
             batch,
             again,
             changed=work.changed,
+            follows=follows,
             asked_index=work.asked_index,
         )
         return self._send([*history, *work.messages], place, leave, tools)
 
     def begin(self, work: Work) -> None:
         """Send one request, and go on without its answer."""
-        self._claim(work)
+        follows = self._claim(work)
+        name = type(self).__name__
         place = Place(
-            work.ticket, type(self).__name__, self.number, changed=work.changed, asked_index=work.asked_index
+            work.ticket, name, self.number, changed=work.changed, follows=follows, asked_index=work.asked_index
         )
         self._under_way.append(gevent.spawn(partial(self._send, work.messages, place)))
 
@@ -192,11 +197,15 @@ class LLMUser(User):
             gevent.wait(self._under_way, count=1)
             self._under_way = [one for one in self._under_way if not one.dead]
 
-    def _claim(self, work: Work) -> None:
+    def _claim(self, work: Work) -> bool:
+        """Whether it follows another one that was taken with it."""
         if work.ticket not in self._held:
             raise ValueError(f"request {work.ticket.index} was sent already; take() another one")
         self._held.remove(work.ticket)
         self._last = work.ticket.index
+        follows = self._begun and work.ticket not in self._burst
+        self._begun = True
+        return follows
 
     def _send(
         self,
@@ -215,6 +224,8 @@ class LLMUser(User):
     def ask_all(self, works: Sequence[Work]) -> list[Answer]:
         """Send all at once and wait for the last answer."""
         batch = works[0].ticket.index
+        if not self._begun:
+            self._burst = frozenset(work.ticket for work in works)
         return self.at_once([partial(self.ask, work, batch=batch) for work in works])
 
     def at_once(self, doing: Sequence[Callable[[], T]]) -> list[T]:
