@@ -119,6 +119,17 @@ def test_nobody_comes_before_the_one_before(course: list[tuple[float, float]], b
     assert all(at >= 0 for at in found)
 
 
+def test_a_time_asked_for_lasts_also_when_nobody_comes_any_more(tmp_path: Path) -> None:
+    ends = Schedule(Arrivals(points=[[0, 40], [0.05, 0]], spacing="even"), 1)
+    for name, plan in (("timed", Plan(duration_s=0.4, schedule=ends)), ("counted", Plan(requests=9, schedule=ends))):
+        tickets = Tickets(str(tmp_path / name), plan)
+        assert [len(tickets.take()) for _ in range(3)] == [1, 1, 0]
+        tickets.settle(2)
+        assert tickets.finished() == (name == "counted")
+        time.sleep(0.4)
+        assert tickets.finished()
+
+
 def test_people_come_on_time_whether_the_server_keeps_up_or_not(tmp_path: Path) -> None:
     """20 a second for a server that does 10: latency from the schedule grows, and nothing is left out."""
     load = Load(user="batch", users=60, arrivals=Arrivals(rate=20.0, spacing="even"), requests=40, output_tokens=5)

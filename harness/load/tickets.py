@@ -135,7 +135,7 @@ class Tickets:
         counts = self._look()
         if counts.settled < counts.warmup_taken + counts.measured_taken:
             return False
-        schedule = self._plan.schedule
+        schedule = self._plan.schedule if self._plan.duration_s is None else None  # a time asked for is waited for
         if schedule is not None and schedule.at(self._plan.part.turn(counts.arrived)) is None:
             return True  # nobody comes any more
         if self._requests is not None:
