@@ -7,10 +7,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from harness.arrivals import Schedule
 from harness.check_syntax import misplaced, on_server
 from harness.drive import check_locustfile
 from harness.errors import HarnessError, ScenarioError, did_you_mean
-from harness.scenario import USERS, Baseline, Scenario, Server, read_scenario
+from harness.scenario import USERS, Baseline, Scenario, Server, read_scenario, taken_together
 from harness.serve import server_problems_of
 from harness.serve.secrecy import open_secrets_in_text
 from harness.traces.replay import replay_of
@@ -73,6 +74,7 @@ def prepare(
         pairs_of(lengths, path.parent)
     local_words(scenario.prompts, path.parent)
     scenario = _with_traces(scenario, path.resolve().parent)
+    _refuse_never_due(scenario)
     for user in sorted({load.user for load in scenario.loads.values()} - set(USERS)):
         # A container has packages of its own: only there can be seen whether the file can be imported.
         check_locustfile((path.resolve().parent / user).resolve(), try_it=scenario.generator == "process")
@@ -113,6 +115,20 @@ def _with_traces(scenario: Scenario, folder: Path) -> Scenario:
         for name, load in scenario.loads.items()
     }
     return msgspec.structs.replace(scenario, loads=loads)
+
+
+def _refuse_never_due(scenario: Scenario) -> None:
+    """Raise HarnessError for requests that the schedule of their open loop never brings."""
+    for name, load in scenario.loads.items():
+        points = None if load.arrivals is None else load.arrivals.points
+        if load.arrivals is None or not points or points[-1][1] > 0 or load.requests is None or load.user not in USERS:
+            continue
+        together = taken_together(load)
+        if Schedule(load.arrivals, scenario.seed).at(-(-load.requests // together) - 1) is None:
+            raise HarnessError(
+                f"$.loads.{name}.requests: {load.requests} never come: the rate of 'arrivals' stays 0 before",
+                next_step="Give fewer requests, 'duration_s' instead, or a last rate above 0.",
+            )
 
 
 def refuse_misplaced(checks: Sequence[str], scenario: Scenario) -> None:

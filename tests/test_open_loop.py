@@ -10,6 +10,8 @@ import pytest
 from harness import punctual
 from harness.behaviour import Agent
 from harness.count import Place, tally
+from harness.errors import HarnessError
+from harness.experiment import prepare
 from harness.manifest import read_run
 from harness.punctual import Punctual, kept_of, kind_of, planned_of
 from harness.report import kept, words
@@ -221,3 +223,16 @@ def test_the_warm_up_is_no_part_of_the_rate_of_an_open_loop(tmp_path: Path) -> N
         place = Place(Clock([]), duration_s=10.0, first_due_s=first_due_s)
         (found,) = tally(tmp_path / "requests.jsonl", {"r1-a-x": place}, [], Counter()).values()
         assert (found.ended_inside, len(found.tokens_inside)) == (ended, ended)
+
+
+def test_requests_that_never_come_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "s.yaml"
+    for load, come in (("user: batch", 20), ("user: chat, turns: 2", 40), ("user: batch, batch_size: 4", 80)):
+        course = "arrivals: {points: [[0, 2], [10, 0]], spacing: even}"
+        file.write_text(SCENARIO.replace("user: batch, LOAD, duration_s: 1.5", f"{load}, {course}, requests: {come}"))
+        assert prepare(file).scenario.loads["open"].requests == come
+        file.write_text(file.read_text().replace(f"requests: {come}", f"requests: {come + 1}"))
+        with pytest.raises(HarnessError) as caught:
+            prepare(file)
+        expected = f"$.loads.open.requests: {come + 1} never come: the rate of 'arrivals' stays 0 before"
+        assert str(caught.value).startswith(expected)
