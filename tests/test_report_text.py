@@ -9,6 +9,7 @@ from rich.console import Console
 
 from harness.manifest import CellRun, Machine, Run, ServedBy
 from harness.report import markdown, rows_csv, terminal
+from harness.report.table import columns, lines
 from harness.scenario import Load, Scenario, Server
 from harness.summary import (
     CellSummary,
@@ -282,6 +283,13 @@ def test_a_load_of_fixed_duration_has_a_rate_and_no_wall_time() -> None:
         "- **vllm / one**: 8 chat users, 1 to 2.5 s of thinking, requests of at most 128 tokens for 60 s. "
         "125 tokens a second in all, the baseline for the others; half of the answers began within 52.3\u00a0ms"
     ) in text
+
+
+def test_answers_in_one_piece_have_no_first_token() -> None:
+    whole = msgspec.structs.replace(numbers(10.0, MANY), ttft_s=NONE, tpot_s=NONE)
+    of = msgspec.structs.replace(summary(), rows=[row("one", whole)], comparison=None, checks=[])
+    latencies = [column for column in columns(of) if column.group == "latency" and column.unit == "ms"]
+    assert [column.text(line) for line in lines(of, run()) for column in latencies] == ["–"] * 4
 
 
 def test_a_run_that_did_not_end_says_so() -> None:

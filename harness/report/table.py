@@ -268,9 +268,10 @@ def _latency(name: str, percentile: str) -> Column:
 
     def text(line: Line) -> str:
         numbers = line.row.pooled
-        if name != "e2e" and numbers.vectors is not None:
-            return words.NOTHING  # embeddings have no first token
-        return words.percentile(getattr(numbers, f"{name}_s"), percentile)
+        sample = getattr(numbers, f"{name}_s")
+        if numbers.e2e_s.n and not sample.n:
+            return words.NOTHING  # however many there were: vectors and answers in one piece have no first token
+        return words.percentile(sample, percentile)
 
     return Column(
         key=f"{name}_{percentile}",
