@@ -146,6 +146,7 @@ def test_openmetrics_is_read_by_prometheus_and_holds_the_summary(run: Path) -> N
     summary = summarize(run)
     text = openmetrics.render(summary, read_run(run))
     assert text.endswith("# EOF\n")
+    assert "# HELP amd_llm_load_error_ratio Failed requests / sent\n" in text
     found = samples(text)
 
     def value(name: str, **labels: str) -> float | None:

@@ -87,7 +87,7 @@ def _of_rows(summary: Summary) -> Iterator[Metric]:
             requests.add_sample(requests.name, {**labels, "outcome": outcome}, getattr(numbers, outcome))
     yield requests
     values = {
-        "error_ratio": ("Failed and unfinished requests / sent", "ratio", [n.error_rate for _, n in labelled]),
+        "error_ratio": ("Failed requests / sent", "ratio", [n.error_rate for _, n in labelled]),
         "wall_seconds": ("Wall time of the work, median over runs", "seconds", [n.wall_s for _, n in labelled]),
         "output_tokens_per_second": ("Output tokens / s, median over runs", "", [n.output_tok_s for _, n in labelled]),
         "input_tokens_per_second": ("Prompt tokens / s, median over runs", "", [n.input_tok_s for _, n in labelled]),
