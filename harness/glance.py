@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter, deque
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from harness.telemetry import GpuSample
 
 RECENT_S = 10.0  # of rates
 _FRESH_S = 6.0  # older metrics and telemetry say nothing of now
+_SETTLED_S = 1.0  # before that a rate is one of single answers
 _FEWEST = 3  # requests before the time left is told by their rate
 GIB = 2**30
 
@@ -93,6 +95,7 @@ class Watch:
 
     def _take_records(self, now: float) -> None:
         ended = tokens = 0
+        first_s, last_s = inf, -inf  # sent, ended
         for line in self._requests.lines():
             try:
                 request = self._decoder.decode(line)
@@ -103,8 +106,8 @@ class Watch:
             if request.phase == "warmup":
                 self._warmup += 1
                 continue
-            if self._began is None:
-                self._began = now - request.ended_s
+            first_s = min(first_s, request.sent_s)
+            last_s = max(last_s, request.sent_s + request.ended_s)
             ended += 1
             if request.error is not None:
                 self._failed[request.error] += 1
@@ -113,6 +116,8 @@ class Watch:
             for values, value in ((self._ttft, derive.ttft_s(request)), (self._tpot, derive.tpot_s(request))):
                 if value is not None:
                     values.append(value)
+        if self._began is None and ended:
+            self._began = now - (last_s - first_s)  # the clock of the records may be another machine's
         self._done += ended
         self._recent.append((now, ended, tokens))
         while self._recent[0][0] < now - RECENT_S:
@@ -122,7 +127,9 @@ class Watch:
         """Requests and tokens of the last seconds, and how many seconds these are."""
         if self._began is None:
             return 0, 0, None
-        span_s = max(min(RECENT_S, now - self._began), 0.5)
+        span_s = min(RECENT_S, now - self._began)
+        if span_s < _SETTLED_S:
+            return 0, 0, None
         return sum(ended for _, ended, _ in self._recent), sum(tokens for _, _, tokens in self._recent), span_s
 
     def _in_flight(self) -> int | None:

@@ -111,6 +111,20 @@ def test_a_glance_says_what_the_files_say(tmp_path: Path, monkeypatch: pytest.Mo
     assert (late.running, late.gpus, late.req_s, late.done) == (None, [], 0.0, 5)  # what is old is not shown
 
 
+def test_rates_begin_with_the_first_request_and_not_before_a_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    watch = Watch(job(tmp_path, batch_size=1, requests=20), tmp_path)
+    # One after the other, 0.1 s each; the shortest time that one took is not how long it has been going on.
+    append(tmp_path / "requests.jsonl", *(record(i, sent_s=1.0 + 0.1 * i, ended_s=0.1) for i in range(5)))
+    assert (found := watch.look()).done == 5 and (found.req_s, found.tok_s) == (None, None)
+    append(tmp_path / "requests.jsonl", *(record(i, sent_s=1.0 + 0.1 * i, ended_s=0.1) for i in range(5, 15)))
+    clock[0] = 101.0
+    assert ((found := watch.look()).req_s, found.tok_s) == pytest.approx((10.0, 110.0))
+
+
 def test_a_timed_load_has_its_time_left_and_chats_have_no_tickets_to_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
