@@ -70,7 +70,9 @@ def tally(path: Path, places: dict[str, Place], damaged: list[int], strangers: C
             intervals = _intervals(look.samples, places, widened)
             lines, unknown = [], Counter[str]()
             tallies = {}
-            for part, others, read in run(partial(_tally, places=places, windows=windows, intervals=intervals)):
+            for part, others, read in run(
+                partial(_tally, places=places, starts=look.starts, windows=windows, intervals=intervals)
+            ):
                 lines.append(read)
                 unknown += others
                 for cell, counted in part.items():
@@ -88,6 +90,7 @@ def tally(path: Path, places: dict[str, Place], damaged: list[int], strangers: C
 def _tally(
     block: Block,
     places: dict[str, Place],
+    starts: dict[str, float],
     windows: dict[str, tuple[float, float]],
     intervals: dict[str, list[Interval]],
 ) -> tuple[dict[str, Tally], Counter[str], Lines]:
@@ -105,6 +108,7 @@ def _tally(
             tallies[cell] = Tally(
                 clock=place.clock,
                 window_s=windows.get(cell),
+                begun_s=starts.get(cell),
                 scheduled=place.first_due_s is not None,
                 mixed=place.mix is not None,
                 chunk_gap_s=kept,

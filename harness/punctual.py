@@ -83,14 +83,19 @@ def first_due_of(load: Load, seed: int) -> float | None:
     return None if load.arrivals is None else Schedule(load.arrivals, seed).at(0)
 
 
-def kept_of(counted: Punctual, load: Load, seed: int, window_s: float | None) -> Kept | None:
-    """How one cell kept its schedule; None of a closed loop. `window_s`: the measured time of a timed load."""
+def kept_of(
+    counted: Punctual, load: Load, seed: int, window_s: float | None, part_s: tuple[float, float] | None = None
+) -> Kept | None:
+    """How one cell kept its schedule; None of a closed loop. `window_s`: the measured time of a timed load; `part_s`:
+    the part of it that counts, of one in a mix.
+    """
     kind = kind_of(load)
     if kind not in ("open loop", "trace"):
         return None
-    planned = planned_of(load, seed)
+    planned = planned_of(load, seed, part_s)
     if load.duration_s is not None:
-        asked = None if planned is None else planned / load.duration_s
+        over_s = load.duration_s if part_s is None else part_s[1] - part_s[0]
+        asked = None if planned is None else planned / over_s
         achieved = counted.sent / window_s if window_s else None
     else:
         asked = _rate(counted.sent, counted.first_due_s, counted.last_due_s)
@@ -120,7 +125,7 @@ def pooled(cells: Sequence[Kept | None]) -> Kept | None:
     )
 
 
-def planned_of(load: Load, seed: int) -> int | None:
+def planned_of(load: Load, seed: int, part_s: tuple[float, float] | None = None) -> int | None:
     """How many requests have a time of their own by plan. None: other users group them as they like."""
     if load.trace is not None:
         return load.requests
@@ -130,7 +135,10 @@ def planned_of(load: Load, seed: int) -> int | None:
     together = taken_together(load) if burst else 1
     if load.requests is not None:
         return load.requests if burst else -(-load.requests // taken_together(load))
-    return _arriving(msgspec.json.encode(load.arrivals), seed, load.duration_s or 0.0) * together
+    whole_s = load.duration_s or 0.0
+    low_s, high_s = (0.0, whole_s) if part_s is None else (part_s[0], min(part_s[1], whole_s))
+    arrivals = msgspec.json.encode(load.arrivals)
+    return (_arriving(arrivals, seed, high_s) - _arriving(arrivals, seed, low_s)) * together
 
 
 @lru_cache(maxsize=16)

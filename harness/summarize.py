@@ -239,7 +239,9 @@ def _cell(
 ) -> CellSummary:
     numbers = given or origin.known(numbers_of([counted]), run.origin)
     if run.origin is None:
-        asked = kept_of(counted.punctual, run.scenario.loads[cell.load], run.scenario.seed, numbers.window_s)
+        asked = kept_of(
+            counted.punctual, run.scenario.loads[cell.load], run.scenario.seed, numbers.window_s, counted.part_s()
+        )
         numbers = msgspec.structs.replace(numbers, schedule=asked)
     wall_s = counted.clock.wall_s
     first, last = wall_s(counted.first_sent_s), wall_s(counted.last_ended_s)

@@ -67,7 +67,8 @@ class Tally(Struct, kw_only=True):
     clock: Clock
     window_s: tuple[float, float] | None = None  # the measured time of a timed load
     scheduled: bool = False  # an open loop: what its warm-up leaves over is no part of the rate that it offers
-    mixed: bool = False  # only what was sent inside it was measured together with the other parts of the mix
+    begun_s: float | None = None  # of a timed load: when its own measured time began
+    mixed: bool = False  # only what was due or sent inside it was measured together with the other parts of the mix
     # Measured requests:
     sent: int = 0
     succeeded: int = 0
@@ -121,7 +122,7 @@ class Tally(Struct, kw_only=True):
             self._count_inside(request, sent_s)
         if request.error is None and self.window_s is not None and offered:
             self.ended_inside += self.window_s[0] < ended_s <= self.window_s[1]
-        if request.phase != "measured" or not self._together(sent_s):
+        if request.phase != "measured" or not self._together(sent_s + (request.scheduled_s or 0.0)):
             return
         self.sent += 1
         self.first_sent_s = sent_s if self.first_sent_s is None else min(self.first_sent_s, sent_s)
@@ -142,8 +143,15 @@ class Tally(Struct, kw_only=True):
         self.answered.add(request, inside=inside)
         self._add_success(request)
 
-    def _together(self, sent_s: float) -> bool:
-        return not self.mixed or self.window_s is None or self.window_s[0] <= sent_s <= self.window_s[1]
+    def _together(self, at_s: float) -> bool:
+        """By the time it was due, where it has one: so it is known how many there were to be."""
+        return not self.mixed or self.window_s is None or self.window_s[0] <= at_s <= self.window_s[1]
+
+    def part_s(self) -> tuple[float, float] | None:
+        """Of a part of a mix: the common window, in seconds after the start of its own measured time."""
+        if not self.mixed or self.window_s is None or self.begun_s is None:
+            return None
+        return self.window_s[0] - self.begun_s, self.window_s[1] - self.begun_s
 
     def merge(self, other: "Tally") -> None:
         """Add what was counted of the same cell further on in the file."""

@@ -236,3 +236,20 @@ def test_requests_that_never_come_are_refused(tmp_path: Path) -> None:
             prepare(file)
         expected = f"$.loads.open.requests: {come + 1} never come: the rate of 'arrivals' stays 0 before"
         assert str(caught.value).startswith(expected)
+
+
+def test_of_a_part_of_a_mix_only_the_common_time_is_planned(tmp_path: Path) -> None:
+    """Ten a second for 4 s, of which the other part was measured from second 1.05 to 3.05 only."""
+    opened = [request(sent_s=1000 + k / 10 + 0.06, scheduled_s=-0.06, index=k) for k in range(40)]
+    other = [request(cell="r1-a-y", sent_s=1001.05)]
+    write_lines(tmp_path / "requests.jsonl", [*opened, *other])
+    places = {
+        "r1-a-x": Place(Clock([]), duration_s=4.0, first_due_s=0.0, mix="m"),
+        "r1-a-y": Place(Clock([]), duration_s=2.0, mix="m"),
+    }
+    found = tally(tmp_path / "requests.jsonl", places, [], Counter())["r1-a-x"]
+    assert found.part_s() == pytest.approx((1.05, 3.05))
+    kept_there = kept_of(found.punctual, Load(user="batch", duration_s=4.0, arrivals=EVEN), 1, 2.0, found.part_s())
+    assert kept_there is not None
+    assert (kept_there.planned, kept_there.sent, kept_there.never_sent) == (20, 20, 0)
+    assert kept_there.asked_per_s == pytest.approx(10.0)
