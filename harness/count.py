@@ -30,6 +30,7 @@ class Place(Struct, frozen=True):
     duration_s: float | None = None  # of a timed load
     first_due_s: float | None = None  # of an open loop of fixed time: when the first is due after that began
     ended_wall_s: float | None = None  # when the cell was over, if it came to its end
+    interrupted: bool = False  # it did not: it was over with the last of its records
     row: str | None = None  # the cells that are pooled with it have the same
     mix: str | None = None  # the cells that ran at the same time have the same
     slos: dict[str, tuple[Slo, ...]] = {}  # sets of SLOs to count
@@ -42,6 +43,7 @@ class _Head(Struct):
     process: int
     phase: str
     sent_s: float
+    ended_s: float
     scheduled_s: float | None = None
 
 
@@ -49,6 +51,7 @@ class _Look(Struct):
     """What a first look at a block finds."""
 
     starts: dict[str, float] = {}  # of timed cells: the first measured request, or the start of the schedule
+    ends: dict[str, float] = {}  # of interrupted timed cells: of their last record
     samples: dict[str, Sample] = {}
 
 
@@ -65,7 +68,7 @@ def tally(path: Path, places: dict[str, Place], damaged: list[int], strangers: C
         if long or any(place.duration_s is not None for place in places.values()):
             for found in run(partial(_look, places=places, sampling=long)):
                 _merge_looks(look, found)
-        windows = _windows(look.starts, places)
+        windows = _windows(look, places)
         for widened in _WIDENED if long else (math.inf,):
             intervals = _intervals(look.samples, places, widened)
             lines, unknown = [], Counter[str]()
@@ -130,9 +133,13 @@ def _look(block: Block, places: dict[str, Place], sampling: bool) -> _Look:
                 _sample(look, decode(line), number // _SAMPLED)
             if timed:
                 head = decode_head(line)
-                if head.phase == "measured" and head.cell in timed:
-                    start_s = head.sent_s + timed[head.cell].clock.offset_s(head.process)
-                    first_due_s = timed[head.cell].first_due_s
+                place = timed.get(head.cell)
+                if head.phase == "measured" and place is not None:
+                    start_s = head.sent_s + place.clock.offset_s(head.process)
+                    if place.interrupted:
+                        end_s = start_s + head.ended_s
+                        look.ends[head.cell] = max(end_s, look.ends.get(head.cell, end_s))
+                    first_due_s = place.first_due_s
                     if head.scheduled_s is not None and first_due_s is not None:
                         start_s += head.scheduled_s - first_due_s  # of the first that was due; it is the least of all
                     look.starts[head.cell] = min(start_s, look.starts.get(head.cell, start_s))
@@ -151,6 +158,8 @@ def _sample(look: _Look, request: Request, turn: int) -> None:
 def _merge_looks(look: _Look, other: _Look) -> None:
     for cell, start in other.starts.items():
         look.starts[cell] = min(start, look.starts.get(cell, start))
+    for cell, end in other.ends.items():
+        look.ends[cell] = max(end, look.ends.get(cell, end))
     for cell, sample in other.samples.items():
         look.samples.setdefault(cell, Sample()).merge(sample)
 
@@ -186,18 +195,19 @@ def _all_found(tallies: dict[str, Tally], places: dict[str, Place]) -> bool:
     return True
 
 
-def _windows(starts: dict[str, float], places: dict[str, Place]) -> dict[str, tuple[float, float]]:
+def _windows(look: _Look, places: dict[str, Place]) -> dict[str, tuple[float, float]]:
     """The measured time of each timed cell: from its first measured request on, as long as the load asks for.
 
     That of an open loop begins with its schedule, in which the first may be due later. It is shorter where the cell was
     over before.
     """
     windows = {}
-    for cell, start in starts.items():
+    for cell, start in look.starts.items():
         place = places[cell]
         end = start + (place.duration_s or 0.0)
         if place.ended_wall_s is not None and place.clock.anchor_s is not None:
             end = max(start, min(end, place.ended_wall_s - place.clock.anchor_s))
+        end = min(end, max(start, look.ends.get(cell, end)))
         windows[cell] = (start, end)
     return windows | _together(windows, places)
 

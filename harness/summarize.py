@@ -191,7 +191,7 @@ def _place(run: Run, cell: Cell, marks: list[ProcessMark], slos: dict[str, tuple
     duration_s = None if load is None else load.duration_s
     first_due_s = None if load is None or run.origin else first_due_of(load, run.scenario.seed)
     row, mix = f"{cell.server} {cell.load}", _mix(cell)
-    return Place(Clock(marks), duration_s, first_due_s, ended, row=row, mix=mix, slos=slos)
+    return Place(Clock(marks), duration_s, first_due_s, ended, ended is None, row=row, mix=mix, slos=slos)
 
 
 def _mix(cell: Cell) -> str | None:

@@ -253,3 +253,11 @@ def test_of_a_part_of_a_mix_only_the_common_time_is_planned(tmp_path: Path) -> N
     assert kept_there is not None
     assert (kept_there.planned, kept_there.sent, kept_there.never_sent) == (20, 20, 0)
     assert kept_there.asked_per_s == pytest.approx(10.0)
+
+
+def test_the_window_of_an_interrupted_cell_ends_with_its_last_record(tmp_path: Path) -> None:
+    write_lines(tmp_path / "requests.jsonl", [request(sent_s=1000.0 + k, ended_s=1.5, index=k) for k in range(4)])
+    for interrupted, end in ((True, 1004.5), (False, 1060.0)):
+        place = Place(Clock([]), duration_s=60.0, interrupted=interrupted)
+        (found,) = tally(tmp_path / "requests.jsonl", {"r1-a-x": place}, [], Counter()).values()
+        assert found.window_s == pytest.approx((1000.0, end))
