@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from harness.arrivals import Schedule, steady, times
 from harness.behaviour import Agent, Pause
-from harness.load.tickets import Plan, Tickets
+from harness.load.tickets import Plan, Ticket, Tickets
 from harness.scenario import Arrivals, Load, Warmup, Wave
 from harness.simulated.spawn import spawned
 from tests.load_runs import end, log_of, make_job, records_of, start_job
@@ -96,7 +96,7 @@ def test_a_warm_up_offers_what_the_load_offers(tmp_path: Path) -> None:
     while time.monotonic() < begin_s + 0.2:
         assert all(ticket.index == -3 for ticket in tickets.take())
         time.sleep(0.01)
-    found = []
+    found: list[Ticket] = []
     while len(found) < 3 and time.monotonic() < begin_s + 5:
         found += tickets.take()
         time.sleep(0.01)
