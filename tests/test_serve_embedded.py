@@ -34,7 +34,8 @@ def served(folder: Path, timeout_s: float = 20.0, **variables: Any) -> Iterator[
 
 def engine_of(endpoint: Endpoint) -> psutil.Process:
     port = endpoint.url.rsplit(":", 1)[1]
-    found = [child for child in psutil.Process().children() if port in child.cmdline()]
+    living = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    found = [child for child in living if port in child.cmdline()]
     assert len(found) == 1
     return found[0]
 
