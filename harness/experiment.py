@@ -11,7 +11,8 @@ from harness.arrivals import Schedule
 from harness.check_syntax import misplaced, on_server
 from harness.drive import check_locustfile
 from harness.errors import HarnessError, ScenarioError, did_you_mean
-from harness.scenario import USERS, Baseline, Scenario, Server, read_scenario, taken_together
+from harness.scenario import USERS, Baseline, Scenario, Server, taken_together
+from harness.scenario_file import read_scenario
 from harness.serve import server_problems_of
 from harness.serve.secrecy import open_secrets_in_text
 from harness.traces.replay import replay_of

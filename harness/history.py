@@ -11,7 +11,7 @@ from rich.text import Text
 from harness.errors import HarnessError
 from harness.manifest import read_run
 from harness.paths import ROOT, SCENARIOS
-from harness.scenario import load_scenario
+from harness.scenario_file import load_scenario
 from harness.serve.labels import owner_is_gone
 
 

@@ -25,6 +25,7 @@ import msgspec
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
+from harness.samples import samples_by_cell
 from harness.summary import ServerLoad
 from harness.trust import authorities
 
@@ -167,18 +168,7 @@ class Scraper:
 
 def read_samples(path: Path) -> dict[str, list[MetricsSample]]:
     """The samples of a metrics.jsonl by cell, in the order of the file; a torn line is skipped."""
-    by_cell: dict[str, list[MetricsSample]] = defaultdict(list)
-    if not path.exists():
-        return by_cell
-    decoder = msgspec.json.Decoder(MetricsSample)
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                sample = decoder.decode(line)
-            except msgspec.DecodeError:
-                continue
-            by_cell[sample.cell].append(sample)
-    return by_cell
+    return samples_by_cell(path, MetricsSample)
 
 
 def server_load(

@@ -5,12 +5,12 @@ Samples are taken by `harness.machine.telemetry`. What was not read, or could no
 
 import itertools
 import statistics
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
+from harness.samples import samples_by_cell
 from harness.summary import GpuLoad, MachineLoad
 
 FEWEST = 5  # samples inside the window that a mean or an integral needs
@@ -69,18 +69,7 @@ class TelemetrySample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
 
 def read_telemetry(path: Path) -> dict[str, list[TelemetrySample]]:
     """The samples of a telemetry.jsonl by cell, in the order of the file; a torn line is skipped."""
-    by_cell: dict[str, list[TelemetrySample]] = defaultdict(list)
-    if not path.exists():
-        return by_cell
-    decoder = msgspec.json.Decoder(TelemetrySample)
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                sample = decoder.decode(line)
-            except msgspec.DecodeError:
-                continue
-            by_cell[sample.cell].append(sample)
-    return by_cell
+    return samples_by_cell(path, TelemetrySample)
 
 
 def machine_load(samples: Sequence[TelemetrySample], window: Span | None, tokens: float | None) -> MachineLoad | None:

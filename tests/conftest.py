@@ -9,6 +9,7 @@ import docker
 import pytest
 from docker.errors import DockerException
 
+from harness.simulated.spawn import spawned
 from tests.engines.paths import missing
 
 HERE = Path(__file__).parent
@@ -65,3 +66,17 @@ def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     yield
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[str]:
+    """The embedded engine: 2 ms per token, whatever the load."""
+    with spawned("--preset", "instant", "--served-model-name", "m") as server:
+        yield server.url
+
+
+@pytest.fixture(scope="module")
+def slow_engine() -> Iterator[str]:
+    """The embedded engine: a token each 50 ms."""
+    with spawned("--preset", "instant", "--served-model-name", "m", "--step-base-s", "0.05") as server:
+        yield server.url

@@ -1,20 +1,10 @@
 """Batch agents under real Locust, against the embedded engine."""
 
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from harness.scenario import Load, Warmup
 from harness.simulated.spawn import spawned
 from tests.load_runs import end, ends_of, log_of, make_job, most_in_flight, records_of, start_job
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[str]:
-    """2 ms per token, whatever the load."""
-    with spawned("--preset", "instant", "--served-model-name", "m") as server:
-        yield server.url
 
 
 def test_one_at_a_time_is_a_batch_of_one(tmp_path: Path, engine: str) -> None:

@@ -9,7 +9,6 @@ import time
 import urllib.parse
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,16 +17,7 @@ from harness.behaviour import Pause
 from harness.job import write_job
 from harness.records import read_marks, read_requests
 from harness.scenario import Load
-from harness.simulated.spawn import spawned
 from tests.load_runs import ROOT, RUN_S, end, ends_of, free_port, log_of, make_job, records_of, start, wait_for_records
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[str]:
-    """2 ms per token, whatever the load."""
-    with spawned("--preset", "instant", "--served-model-name", "m") as server:
-        yield server.url
-
 
 CLASSES = {"agent": "ToolAgent", "batch": "BatchAgent", "chat": "ChatUser", "rag": "RagUser"}
 

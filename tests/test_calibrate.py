@@ -8,8 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harness.calibrate import Reading, reading_of
-from harness.calibration import in_words
+from harness.calibrate import Reading, in_words, reading_of
 from harness.errors import RunError
 from harness.records import ProcessMark, Request
 

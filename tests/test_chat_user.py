@@ -25,20 +25,6 @@ from tests.load_runs import (
 )
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[str]:
-    """2 ms per token, whatever the load."""
-    with spawned("--preset", "instant", "--served-model-name", "m") as server:
-        yield server.url
-
-
-@pytest.fixture(scope="module")
-def slow_engine() -> Iterator[str]:
-    """A token each 50 ms."""
-    with spawned("--preset", "instant", "--served-model-name", "m", "--step-base-s", "0.05") as server:
-        yield server.url
-
-
 def test_a_conversation_grows_by_what_was_said(tmp_path: Path, engine: str) -> None:
     load = Load(user="chat", users=2, requests=12, turns=3, output_tokens=6, think_s=[0.0, 0.02])
     job = make_job(tmp_path, load, prompts=Prompts(tokens=20, system_tokens=10))

@@ -18,7 +18,8 @@ from harness.failures.table import rules
 from harness.manifest import Status, read_run
 from harness.paths import ROOT, SCENARIOS
 from harness.records import ErrorKind, Request
-from harness.scenario import Scenario, load_scenario
+from harness.scenario import Scenario
+from harness.scenario_file import load_scenario
 from harness.serve.template import templates, variables
 from harness.simulated.engine import EngineConfig
 from harness.simulated.faults import KINDS

@@ -21,8 +21,9 @@ from harness.serve.lemonade.api import Api, health, system
 from harness.serve.lemonade.attached import attached
 from harness.serve.lemonade.running import Watch
 from harness.serve.logfile import LogFile
-from harness.serve.ready import Ready, Waiting, wait_ready
+from harness.serve.ready import Ready, wait_ready
 from harness.serve.serve import attach
+from harness.serve.waiting import Waiting
 from tests.doubles.lemonade.spawn import Spawned, spawned
 
 MINE = {

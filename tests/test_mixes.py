@@ -10,7 +10,7 @@ from harness.manifest import read_run
 from harness.mixes import alone, mix_of
 from harness.plan import at_once, plan
 from harness.records import read_requests
-from harness.scenario import load_scenario
+from harness.scenario_file import load_scenario
 from harness.summarize import summarize
 from harness.summary import Summary
 from harness.workload import workload_sha256

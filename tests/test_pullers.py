@@ -14,8 +14,9 @@ from harness.serve.ask import open_session
 from harness.serve.compose import Fetch, LoadCall, Serving, parse
 from harness.serve.document import rendered
 from harness.serve.logfile import LogFile
-from harness.serve.ready import Waiting, wait_ready
+from harness.serve.ready import wait_ready
 from harness.serve.recorded import recorded
+from harness.serve.waiting import Waiting
 from tests.doubles.pullers import serving
 
 FETCH = {"ollama": ollama.fetch, "localai": localai.fetch}

@@ -8,7 +8,8 @@ from harness.errors import HarnessError, ScenarioError
 from harness.paths import SCENARIOS
 from harness.plan import baseline_of, plan
 from harness.preview import work
-from harness.scenario import Load, load_scenario, warmup_of
+from harness.scenario import Load, warmup_of
+from harness.scenario_file import load_scenario
 
 GOOD = """
 version: 1

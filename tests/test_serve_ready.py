@@ -16,7 +16,8 @@ from harness.serve.ask import base_url, find_model, open_session
 from harness.serve.compose import LoadCall, Serving
 from harness.serve.logfile import LogFile
 from harness.serve.ports import free_port
-from harness.serve.ready import Ready, Waiting, wait_ready
+from harness.serve.ready import Ready, wait_ready
+from harness.serve.waiting import Waiting
 
 Answer = tuple[int, str, str]  # status, content type, body
 MODELS: Answer = (200, "application/json", json.dumps({"data": [{"id": "one"}]}))

@@ -6,13 +6,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from harness.scenario import Load, Warmup
-from harness.simulated.spawn import spawned
 from tests.load_runs import (
     ROOT,
     end,
@@ -25,20 +23,6 @@ from tests.load_runs import (
     start_job,
     wait_for_records,
 )
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[str]:
-    """2 ms per token, whatever the load."""
-    with spawned("--preset", "instant", "--served-model-name", "m") as server:
-        yield server.url
-
-
-@pytest.fixture(scope="module")
-def slow_engine() -> Iterator[str]:
-    """A token each 50 ms."""
-    with spawned("--preset", "instant", "--served-model-name", "m", "--step-base-s", "0.05") as server:
-        yield server.url
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -165,7 +165,7 @@ def calibrate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the readings as JSON.")] = False,
 ) -> None:
     """Hold the load generator's chunk times against the embedded engine's own, with more and more streams at once."""
-    from harness.calibration import show_readings
+    from harness.calibrate import show_readings
     from harness.process import sigterm_interrupts
 
     with sigterm_interrupts():

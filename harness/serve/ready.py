@@ -1,7 +1,5 @@
 """Waiting until a server's model really answers."""
 
-import queue
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -30,9 +28,8 @@ from harness.serve.compose import Fetch, Serving
 from harness.serve.containers import evidence_in
 from harness.serve.lemonade.api import Api
 from harness.serve.lemonade.bring_up import BroughtUp, bring_up
-from harness.serve.waiting import Waiting as Waiting
+from harness.serve.waiting import POLL_S, Waiting, watched
 
-POLL_S = 0.2
 TELL_EVERY_S = 1.0
 
 
@@ -179,37 +176,18 @@ def _patient_post(
     """POST and wait for the answer as long as the deadline allows, watching that the server lives."""
     while True:
         left = max(1.0, deadline - time.monotonic())
-        answers = _in_background(url, body, left, api_key)
-        while True:
-            try:
-                answer = answers.get(timeout=POLL_S)
-                break
-            except queue.Empty:
-                dead = waiting.dead()
-            if dead is not None:
-                raise dead
-        if isinstance(answer, requests.RequestException):
-            raise waiting.dead() or _gone(url, answer, waiting)
+        try:
+            answer = watched(lambda: _post(url, body, left, api_key), waiting)  # noqa: B023 - called before the next
+        except requests.RequestException as error:
+            raise waiting.dead() or _gone(url, error, waiting) from None
         if answer.status_code not in (429, 503) or time.monotonic() > deadline:
             return answer
         time.sleep(POLL_S)
 
 
-def _in_background(
-    url: str, body: dict[str, Any], timeout_s: float, api_key: str | None
-) -> "queue.SimpleQueue[requests.Response | requests.RequestException]":
-    """POST in a thread that nobody has to wait for: an answer may take minutes, Ctrl-C must not."""
-    answers: queue.SimpleQueue[requests.Response | requests.RequestException] = queue.SimpleQueue()
-
-    def post() -> None:
-        with open_session(api_key) as session:
-            try:
-                answers.put(session.post(url, json=body, timeout=timeout_s, allow_redirects=False))
-            except requests.RequestException as error:
-                answers.put(error)
-
-    threading.Thread(target=post, name="first-answer", daemon=True).start()
-    return answers
+def _post(url: str, body: dict[str, Any], timeout_s: float, api_key: str | None) -> requests.Response:
+    with open_session(api_key) as session:
+        return session.post(url, json=body, timeout=timeout_s, allow_redirects=False)
 
 
 def _gone(url: str, error: requests.RequestException, waiting: Waiting) -> ServerError:

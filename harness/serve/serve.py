@@ -34,10 +34,11 @@ from harness.serve.lemonade.attached import attached
 from harness.serve.lemonade.running import Watch, orphans_of
 from harness.serve.logfile import LogFile
 from harness.serve.ports import is_free
-from harness.serve.ready import Ready, Waiting, wait_ready
+from harness.serve.ready import Ready, wait_ready
 from harness.serve.recorded import recorded
 from harness.serve.secrecy import masked, secrets_in
 from harness.serve.values import parse_port, parse_seconds
+from harness.serve.waiting import Waiting
 
 MISSES = 3  # looks in a row at a server that already ran
 

@@ -1,11 +1,18 @@
-"""What a wait for a server needs to know about the server's keeper."""
+"""What a wait for a server needs to know about the server's keeper, and waiting while it is watched."""
 
+import queue
+import threading
 from collections.abc import Callable
+from typing import TypeVar
 
 from msgspec import Struct
 
 from harness.errors import ServerError
 from harness.serve.logfile import LogFile
+
+POLL_S = 0.2
+
+T = TypeVar("T")
 
 
 class Waiting(Struct, frozen=True):
@@ -16,3 +23,32 @@ class Waiting(Struct, frozen=True):
     timeout_s: float
     on_progress: Callable[[str], None]
     orphans: Callable[[], list[str]] = list  # engine processes that lost their server, in words
+
+
+def watched(call: Callable[[], T], waiting: Waiting, look: Callable[[], None] = lambda: None) -> T:
+    """The result of `call`, which may take minutes; raises what it raises, and why the server died, when it does.
+
+    It runs in a thread that nobody has to wait for, so Ctrl-C ends the wait at once. `look` is called all the time and
+    may raise, too.
+    """
+    results: queue.SimpleQueue[tuple[T] | Exception] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            results.put((call(),))
+        except Exception as error:
+            results.put(error)
+
+    threading.Thread(target=work, name="waiting for the server", daemon=True).start()
+    while True:
+        try:
+            result = results.get(timeout=POLL_S)
+            break
+        except queue.Empty:
+            dead = waiting.dead()
+        if dead is not None:
+            raise dead
+        look()
+    if isinstance(result, Exception):
+        raise result
+    return result[0]

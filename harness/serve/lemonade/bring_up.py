@@ -1,7 +1,5 @@
 """A Lemonade that listens, made to serve one model: backend installed, model downloaded, loaded, pinned, and proven."""
 
-import queue
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -20,9 +18,8 @@ from harness.serve.lemonade.api import PREFIX, Api, Backend, Running, System, te
 from harness.serve.lemonade.names import bare_name
 from harness.serve.lemonade.pool import pool_size
 from harness.serve.lemonade.pull import download
-from harness.serve.waiting import Waiting
+from harness.serve.waiting import Waiting, watched
 
-POLL_S = 0.2
 TELL_EVERY_S = 1.0
 BEYOND_S = 60.0  # beyond both attempts of a load: each may take 10 s to clear up
 RETRIED = "evicting all models and retrying"
@@ -222,28 +219,14 @@ def _post(api: Api, path: str, body: dict[str, Any], timeout_s: float) -> reques
 
 
 def _watched(call: Callable[[], T], waiting: Waiting, until: float, doing: str | list[str]) -> T:
-    """The result of `call`, which runs in a thread that nobody has to wait for, while the server's life is watched.
+    """The result of `call`, while the server's life is watched.
 
     What it is doing is shown: a text with the log's last line, or the last of a list that grows.
     """
-    results: queue.SimpleQueue[tuple[T] | Exception] = queue.SimpleQueue()
-
-    def work() -> None:
-        try:
-            results.put((call(),))
-        except Exception as error:
-            results.put(error)
-
-    threading.Thread(target=work, name="lemonade", daemon=True).start()
     begin = told_s = time.monotonic()
-    while True:
-        try:
-            result = results.get(timeout=POLL_S)
-            break
-        except queue.Empty:
-            dead = waiting.dead()
-        if dead is not None:
-            raise dead
+
+    def look() -> None:
+        nonlocal told_s
         now = time.monotonic()
         if now - told_s >= TELL_EVERY_S:
             told_s = now
@@ -256,13 +239,13 @@ def _watched(call: Callable[[], T], waiting: Waiting, until: float, doing: str |
                 next_step="If it only needs longer, raise startup_timeout_s in the scenario.",
                 detail=waiting.log.tail(),
             )
-    if isinstance(result, requests.RequestException):
-        raise waiting.dead() or ServerError(
-            f"Lemonade gave no answer while {_last(doing)} ({reason(result)})"
-        ) from None
-    if isinstance(result, Exception):
-        raise (waiting.dead() or result) if isinstance(result, ServerError) else result
-    return result[0]
+
+    try:
+        return watched(call, waiting, look)
+    except requests.RequestException as error:
+        raise waiting.dead() or ServerError(f"Lemonade gave no answer while {_last(doing)} ({reason(error)})") from None
+    except ServerError as error:
+        raise waiting.dead() or error from None
 
 
 def _last(doing: str | list[str]) -> str:
