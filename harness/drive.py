@@ -1,11 +1,12 @@
 """Drive one cell: Locust as a process of its own, with stock options, watched until it ends."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +16,7 @@ import psutil
 from harness import behaviour, process
 from harness.errors import HarnessError, RunError
 from harness.failures.scan import explain_message
-from harness.job import Job
+from harness.job import SECRETS_ENV, Job
 from harness.lengths import most_of
 from harness.records import Request, read_marks
 from harness.serve.ports import free_port
@@ -61,11 +62,10 @@ class Child(Protocol):
 class LocalChild:
     """Locust as a process of this host."""
 
-    def __init__(self, command: list[str], log_path: Path) -> None:
+    def __init__(self, command: list[str], log_path: Path, secrets: Sequence[str] = ()) -> None:
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", SECRETS_ENV: json.dumps(list(secrets))}
         with log_path.open("wb") as log:
-            self._child = process.start(
-                command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"}
-            )
+            self._child = process.start(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
     def poll(self) -> int | None:
         return self._child.poll()

@@ -7,6 +7,10 @@ import msgspec
 from harness.scenario import Load, Prompts, Warmup
 from harness.workers import Workers
 
+# Of a load process: JSON list of the texts that must not get into a record, whatever a server's error says. They come
+# by the environment, as the API key does, because a job is a file.
+SECRETS_ENV = "AMD_LLM_LOAD_SECRETS"
+
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One cell's work. Paths are absolute, as the load process sees them; secrets are only named."""

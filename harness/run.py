@@ -337,9 +337,11 @@ def generator(
     locustfile = locustfile_of(job.load, experiment.folder, paths.LOCUSTFILES)
     if experiment.scenario.generator == "container":
         arguments = locust_arguments(job, job_path, locustfile, endpoint.network_url or endpoint.url)
-        return lambda: ContainerChild(run_id, job, arguments, [locustfile], endpoint.network, log_path)
+        return lambda: ContainerChild(
+            run_id, job, arguments, [locustfile], endpoint.network, log_path, endpoint.secrets
+        )
     command = [sys.executable, "-m", "locust", *locust_arguments(job, job_path, locustfile, endpoint.url, ui)]
-    return lambda: LocalChild(command, log_path)
+    return lambda: LocalChild(command, log_path, endpoint.secrets)
 
 
 def make_job(

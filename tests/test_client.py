@@ -567,6 +567,24 @@ def test_messages_are_short_and_hold_no_secret(tmp_path: Path, monkeypatch: pyte
     assert b"verysecret" not in (tmp_path / "requests.jsonl").read_bytes()
 
 
+def test_what_the_server_got_from_the_environment_is_in_no_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AMD_LLM_LOAD_SECRETS", '["the-database-password"]')
+    body = b'{"error":{"message":"%s the-database-password was refused","code":500}}' % (b"x" * 260)
+
+    def handler(connection: socket.socket, number: int) -> None:
+        read_request(connection)
+        connection.sendall(whole(body, status=b"500 Internal Server Error"))
+
+    with serving(handler) as url, load_process(tmp_path, url) as process:
+        client = process.client()
+        answer = process.send(client, [{"role": "user", "content": "hi"}], place())
+        client.close()
+    assert answer.message is not None and "x [secret]" in answer.message
+    assert b"the-database" not in (tmp_path / "requests.jsonl").read_bytes()
+
+
 @pytest.mark.parametrize("value", [None, "", "a\r\nX-Other: b"])
 def test_an_api_key_that_cannot_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
     monkeypatch.delenv("A_KEY", raising=False)

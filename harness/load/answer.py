@@ -7,6 +7,7 @@ send them.
 import json
 import re
 from array import array
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -29,7 +30,14 @@ class Answer:
     It has failed until it was read: what nobody looked at is no success.
     """
 
-    def __init__(self, error: ErrorKind | None = "client", message: str | None = "the answer was never read") -> None:
+    def __init__(
+        self,
+        error: ErrorKind | None = "client",
+        message: str | None = "the answer was never read",
+        secrets: Sequence[str] = (),
+    ) -> None:
+        """`secrets` are kept out of the message."""
+        self._secrets = secrets
         self.clock: Clock = "read"
         self.headers_s: float | None = None
         self.chunks_s: list[float] = []
@@ -55,18 +63,19 @@ class Answer:
         """Note an error; the first one noted stays."""
         if self.error is None:
             self.error = kind
+            for secret in self._secrets:  # before the message is shortened, which could leave half of one
+                message = message.replace(secret, "[secret]")
             self.message = message if len(message) <= _MESSAGE_CHARS else message[: _MESSAGE_CHARS - 3] + "..."
 
 
 class Reading:
     """Works out what an exchange says, while it grows: the later its end is looked at, the longer is the next wait."""
 
-    def __init__(self, exchange: Exchange, secret: str | None = None, *, embeddings: bool = False) -> None:
-        """`secret` is kept out of every message; `embeddings`: vectors were asked for, not text."""
+    def __init__(self, exchange: Exchange, secrets: Sequence[str] = (), *, embeddings: bool = False) -> None:
+        """`secrets` are kept out of every message; `embeddings`: vectors were asked for, not text."""
         self._exchange = exchange
-        self._secret = secret
         self._embeddings = embeddings
-        self._answer = Answer(None, None)
+        self._answer = Answer(None, None, secrets)
         self._events = Parser()
         self._count = 0
         self._chunk_reads = array("I")
@@ -116,8 +125,6 @@ class Reading:
             _whole(exchange, answer, embeddings=self._embeddings)
         if exchange.failure is not None and not answer.done:
             answer.fail(exchange.failure.kind, exchange.failure.message)
-        if self._secret and answer.message:
-            answer.message = answer.message.replace(self._secret, "[secret]")
         return answer
 
     def _stream(self, seconds: list[float]) -> None:
@@ -137,9 +144,9 @@ class Reading:
             answer.fail("empty", f"a complete stream without any generated text; {_usage_words(answer)}")
 
 
-def read_answer(exchange: Exchange, secret: str | None = None) -> Answer:
-    """The observations in an exchange that has ended. `secret` is kept out of every message."""
-    return Reading(exchange, secret).finish()
+def read_answer(exchange: Exchange) -> Answer:
+    """The observations in an exchange that has ended."""
+    return Reading(exchange).finish()
 
 
 def _unframed(raw: bytes, answer: Answer) -> None:

@@ -14,7 +14,7 @@ from harness import structured, workload
 from harness.arrivals import Schedule, steady
 from harness.behaviour import Abandon
 from harness.errors import HarnessError
-from harness.job import Job
+from harness.job import SECRETS_ENV, Job
 from harness.load.answer import Answer, Reading
 from harness.load.body import PATHS, body_of
 from harness.load.client import Client, Target
@@ -67,6 +67,8 @@ class LoadProcess:
         self._rows = workload.read_rows(job.prompt_file) if job.prompt_file else []
         self._replay = _replay(job)
         self._secret = _secret(job.api_key_env)
+        served = msgspec.json.decode(os.environ.get(SECRETS_ENV, "[]"), type=list[str])
+        self._secrets = [*([self._secret] if self._secret else []), *served]
         self._model = job.model
         self._asking_for_model = Semaphore()
         self._clock = KernelClock()
@@ -116,7 +118,7 @@ class LoadProcess:
         locustfile, leaves its record before that goes on.
         """
         exchange = Exchange(id=self._id(place.ticket.index))
-        reading = Reading(exchange, self._secret, embeddings=self.job.load.endpoint == "embeddings")
+        reading = Reading(exchange, self._secrets, embeddings=self.job.load.endpoint == "embeddings")
         exchange.look = reading.look
         answer = Answer()
         self.recorder.sending(place.ticket.phase)

@@ -16,6 +16,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     started: ServedBy  # as it was when it became ready
     look: Callable[[bool], Look]  # with true: look now, else within the last half second
     metrics_url: str | None = None
+    secrets: list[str] = []  # what the server got from the environment and may say again in an error
     fetch_metrics: Callable[[], str] | None = None  # in its place, where one address does not have them all
     find_problems: Callable[[], list[str]] | None = None  # what it hides from its clients, since the last call
     network: str | None = None  # Docker network of the server's container

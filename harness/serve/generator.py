@@ -1,8 +1,10 @@
 """The load generator in a container: the project's image, in the server's network, writing into the run directory."""
 
 import contextlib
+import json
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from docker.errors import NotFound
 from docker.types import Mount
 
 from harness.errors import ServerError
-from harness.job import Job
+from harness.job import SECRETS_ENV, Job
 from harness.paths import LOCUSTFILES
 from harness.serve import labels
 from harness.serve.containers import follow_log
@@ -26,7 +28,14 @@ class ContainerChild:
     """Locust in a container. Its files are this host's, so the engine must be this host's as well."""
 
     def __init__(
-        self, run_id: str, job: Job, arguments: list[str], files: list[Path], network: str | None, log_path: Path
+        self,
+        run_id: str,
+        job: Job,
+        arguments: list[str],
+        files: list[Path],
+        network: str | None,
+        log_path: Path,
+        secrets: Sequence[str] = (),
     ) -> None:
         """`files` are what the arguments name besides the job: locustfiles. Raises ServerError."""
         if engine_host() is not None:
@@ -38,7 +47,7 @@ class ContainerChild:
         try:
             ensure_image(self._client, IMAGE, lambda _line: None)
             self._container = self._client.containers.create(
-                IMAGE, **self._options(run_id, job, arguments, files, network)
+                IMAGE, **self._options(run_id, job, arguments, files, network, secrets)
             )
             self._container.start()
         except DOCKER_ERRORS as error:
@@ -48,7 +57,9 @@ class ContainerChild:
         self._code: int | None = None
 
     @staticmethod
-    def _options(run_id: str, job: Job, arguments: list[str], files: list[Path], network: str | None) -> dict[str, Any]:
+    def _options(
+        run_id: str, job: Job, arguments: list[str], files: list[Path], network: str | None, secrets: Sequence[str]
+    ) -> dict[str, Any]:
         folder = str(Path(job.requests_path).parent)
         mounts = [Mount(folder, folder, type="bind")]
         readable = [file for file in files if file.parent != LOCUSTFILES]
@@ -64,7 +75,11 @@ class ContainerChild:
             "mounts": mounts,
             # The run directory belongs to whoever started the harness; so must the records in it.
             "user": f"{os.getuid()}:{os.getgid()}",
-            "environment": {"HOME": "/tmp", **({key: os.environ[key]} if key else {})},
+            "environment": {
+                "HOME": "/tmp",
+                SECRETS_ENV: json.dumps(list(secrets)),
+                **({key: os.environ[key]} if key else {}),
+            },
             "hostname": socket.gethostname() if network is None else None,
             "init": True,
             "detach": True,

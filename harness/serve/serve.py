@@ -139,7 +139,8 @@ def _as_process(start: _Start) -> Iterator[Endpoint]:
             arguments=arguments_of(start.compose.server),
             phases=ready.phases,
         )
-        yield Endpoint(url=url, started=_recorded(start, served_by), look=look, metrics_url=_metrics(start, url))
+        started = _recorded(start, served_by)
+        yield Endpoint(url=url, started=started, look=look, metrics_url=_metrics(start, url), secrets=start.secrets())
 
 
 @contextlib.contextmanager
@@ -226,6 +227,7 @@ def _bring_up(
         started=started,
         look=look,
         metrics_url=_metrics(start, url),
+        secrets=start.secrets(),
         network=containers.network_name(owner),
         network_url=f"http://{start.name}:{port.container}",
         container=container,
