@@ -55,6 +55,9 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     chunks_s: list[float] = []  # one per data event that carries generated tokens of any channel
     first_visible_s: float | None = None  # first event with visible content (not reasoning)
     coalesced: int = 0  # chunks that shared a read with a later one: their times are upper bounds
+    # Of coalesced, those whose read came late, so that the client put them together and not the server; None: none are
+    # coalesced, or the reads have no stamps that would tell.
+    coalesced_late: int | None = None
     asked_tokens: int | None = None  # max_tokens of the request
     fixed_length: bool = False  # ignore_eos was asked, so output must equal asked_tokens
     asked_prompt_tokens: int | None = None  # planned length of the prompt, without a chat template; None: not planned
@@ -96,6 +99,11 @@ class ProcessMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     # where that is between 1 and 5 s (end only). A lifetime's mean would hide a few seconds of saturation.
     cpu_most: float | None = None
     read_lag_p99_s: float | None = None  # p99 of the wait of bytes in the socket before they were read (end only)
+    # How late its event loop ran what fell due 20 times a second from the first measured request on.
+    loop_lag_mean_s: float | None = None  # (end only, as the following)
+    loop_lag_p50_s: float | None = None
+    loop_lag_p99_s: float | None = None  # None: below 5 s
+    core_wait: float | None = None  # share of that time in which it could have run, and others had the cores
 
 
 def read_requests(path: Path, damaged: list[int] | None = None) -> Iterator[Request]:

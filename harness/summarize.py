@@ -20,6 +20,7 @@ from harness.mixes import mix_of
 from harness.plan import Cell, at_once, baseline_of, plan
 from harness.punctual import first_due_of, kept_of, kind_of
 from harness.records import ProcessMark, read_marks
+from harness.self_check import WORDS, limited
 from harness.summary import CellSummary, FailedRequests, Numbers, Reference, Row, Summary
 from harness.tally import Clock, Tally, numbers_of
 from harness.telemetry import TelemetrySample, machine_load, median_load, read_telemetry
@@ -285,6 +286,7 @@ def _cell(
         ready_s=sum(phase.seconds for phase in phases) if phases else None,
         problems=found.reasons,
         notes=found.notes,
+        limits=found.limits,
     )
 
 
@@ -321,4 +323,5 @@ def _row(server: str, load: str, cells: list[CellSummary], tallies: dict[str, Ta
         input_tok_s=[n.input_tok_s for n in good if n.input_tok_s is not None],
         pooled=numbers_of([tallies[cell.id] for cell in cells], [cell.numbers for cell in cells]),
         machine_load=median_load([cell.machine_load for cell in cells]),
+        client_limited=limited(list(WORDS), [limit for cell in cells for limit in cell.limits]),
     )

@@ -168,6 +168,18 @@ class MachineLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     container_memory_most_bytes: int | None = None
 
 
+class ClientLimit(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the load generator was the limit of a cell: what was measured, what is allowed, and which numbers it spoils."""
+
+    what: Literal["cpu", "send_lag", "shared_reads", "read_clock", "loop_lag"]
+    value: float
+    allowed: float  # at most
+    unit: Literal["s", "ratio"]
+    numbers: list[str]  # fields of Numbers
+    invalid: bool = False  # whether the run is INVALID for it; else all other numbers stand
+    text: str
+
+
 class CellSummary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One cell: one server under one load, once."""
 
@@ -181,6 +193,7 @@ class CellSummary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     ready_s: float | None = None  # the server's start until its first answer
     problems: list[str] = []  # why it is not valid
     notes: list[str] = []  # what a reader should know and does not make it invalid
+    limits: list[ClientLimit] = []  # each of them is a problem or a note as well
 
 
 class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -197,6 +210,7 @@ class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     missing: dict[str, str] = {}  # of an imported run: by field of Numbers, why it is not known
     machine_load: MachineLoad | None = None  # each value the median over its cells; without single GPUs
     kind: str = ""  # what decides when a request is sent: closed loop, bursts, open loop, trace
+    client_limited: list[str] = []  # fields of Numbers that the load generator limited in one of the cells
 
 
 class FailedRequests(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -93,6 +93,10 @@ class Tally(Struct, kw_only=True):
     read_clock: int = 0
     chunks: int = 0
     coalesced: int = 0  # of the chunks
+    coalesced_told: int = 0  # of these, those of which it is known whether their read was late,
+    coalesced_late: int = 0  # and those whose read was
+    first_shared: int = 0  # streams whose first chunk shared a read with the second,
+    first_shared_late: int = 0  # and some read of theirs that chunks shared was late
     resent: int = 0
     ttft_s: "array[float]" = msgspec.field(default_factory=_doubles)
     ttfo_s: "array[float]" = msgspec.field(default_factory=_doubles)
@@ -188,6 +192,11 @@ class Tally(Struct, kw_only=True):
         self.chunk_gap_s.add([] if together else request.chunks_s)
         self.chunks += len(request.chunks_s)
         self.coalesced += request.coalesced
+        self.coalesced_told += request.coalesced if request.coalesced_late is not None else 0
+        self.coalesced_late += request.coalesced_late or 0
+        if request.coalesced and request.chunks_s[0] == request.chunks_s[1]:
+            self.first_shared += 1
+            self.first_shared_late += bool(request.coalesced_late)
         self.resent += request.resent
         self.wrong_length += derive.length_is_wrong(request)
         self.read_clock += bool(request.chunks_s) and request.clock == "read"
@@ -237,7 +246,8 @@ class Tally(Struct, kw_only=True):
 _SUMS = (
     "sent", "succeeded", "errors", "prompt_tokens", "output_tokens", "without_prompt_tokens", "without_output_tokens",
     "counted_chunks", "chunked_tokens", "ended_inside", "wrong_length", "read_clock", "chunks",
-    "reasoning_tokens", "tool_calls_valid", "coalesced", "resent", "by_process", "least_tokens",
+    "reasoning_tokens", "tool_calls_valid", "coalesced", "coalesced_told", "coalesced_late", "first_shared",
+    "first_shared_late", "resent", "by_process", "least_tokens",
     "cut_chunks_inside",
 )  # fmt: skip
 _VALUES = ("ttft_s", "ttfo_s", "tpot_s", "e2e_s", "send_lag_s", "tokens_inside")

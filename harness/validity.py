@@ -11,16 +11,15 @@ from msgspec import Struct
 from harness.manifest import CellRun, Run
 from harness.records import ProcessMark
 from harness.scenario import Load, at_once
-from harness.summary import MachineLoad, Numbers, ServerLoad
+from harness.self_check import called, client_limits, more_users
+from harness.summary import ClientLimit, MachineLoad, Numbers, ServerLoad
 from harness.tally import Tally
 from harness.telemetry import MOST_GAP_S
-from harness.workers import MACHINE, Workers
+from harness.workers import Workers
 
 MOST_TOKEN_DIFFERENCE = 0.01
-MOST_SEND_LAG_S = 0.010
 MOST_FOREIGN_MEMORY = 0.25  # of a GPU; a desktop on an APU needs some
 MOST_COALESCED = 0.01
-MOST_CPU = 0.90  # of one core: a load process is one thread
 MOST_HEAT = 0.05  # of the measured time in which heat holds a GPU back
 MOST_ENERGY_DIFFERENCE = 0.10  # between power readings and a counter of the GPU
 
@@ -28,6 +27,7 @@ MOST_ENERGY_DIFFERENCE = 0.10  # between power readings and a counter of the GPU
 class Findings(Struct, frozen=True):
     reasons: list[str]
     notes: list[str]
+    limits: list[ClientLimit] = []  # where the load generator was the limit; all of them are reasons or notes as well
 
 
 class Evidence(Struct, frozen=True, kw_only=True):
@@ -64,9 +64,11 @@ def of_cell(evidence: Evidence) -> Findings:
     # Of a cell that was cut, what is missing is already known to be missing.
     if evidence.ran is not None and not evidence.ran.problems and not evidence.mixed:
         reasons += _tokens(evidence.tally, evidence.server_load)
-    reasons += _generator(evidence)
+    limits = client_limits(evidence.load, evidence.tally, evidence.numbers, evidence.marks, evidence.workers)
+    reasons += [limit.text for limit in limits if limit.invalid]
     reasons += _heat(evidence, invalid=True)
-    return Findings([f"{cell}: {text}" for text in reasons], [f"{cell}: {text}" for text in _notes(evidence)])
+    notes = [limit.text for limit in limits if not limit.invalid] + _notes(evidence, limits)
+    return Findings([f"{cell}: {text}" for text in reasons], [f"{cell}: {text}" for text in notes], limits)
 
 
 def of_run(run: Run, ran: int, damaged: Sequence[int], strangers: Counter[str]) -> Findings:
@@ -119,31 +121,19 @@ def _processes(evidence: Evidence) -> list[str]:
     killed = sorted(starts - ends.keys())
     if killed:
         names = ("load process {} was" if len(killed) == 1 else "load processes {} were").format(
-            ", ".join(_called(evidence, process) for process in killed)
+            ", ".join(called(process, evidence.marks, evidence.workers) for process in killed)
         )
         how = "killed" if evidence.workers is None else "lost (killed, or its link was cut)"
         reasons.append(f"{names} {how}: what was sent and not yet recorded is not known")
     for process, mark in sorted(ends.items()):
-        found = evidence.tally.by_process[process]
+        found, name = evidence.tally.by_process[process], called(process, evidence.marks, evidence.workers)
         if mark.sent is not None and mark.sent != found:
             reasons.append(
-                f"load process {_called(evidence, process)} sent {_count(mark.sent, 'request')} and the file has "
-                f"{_count(found, 'record')}"
+                f"load process {name} sent {_count(mark.sent, 'request')} and the file has {_count(found, 'record')}"
             )
         elif mark.recorded is not None and mark.recorded != found:
-            reasons.append(
-                f"load process {_called(evidence, process)} wrote {_count(mark.recorded, 'record')} and the file has "
-                f"{found:,}"
-            )
+            reasons.append(f"load process {name} wrote {_count(mark.recorded, 'record')} and the file has {found:,}")
     return reasons
-
-
-def _called(evidence: Evidence, process: int) -> str:
-    """A load process as people know it: of several machines with the name of its own."""
-    if evidence.workers is None:
-        return str(process)
-    hosts = [mark.host for mark in evidence.marks if mark.process == process and mark.host]
-    return f"{process % MACHINE} of {hosts[0].rpartition('-')[0] if hosts else 'an unknown machine'}"
 
 
 def _clocks(evidence: Evidence) -> list[str]:
@@ -168,7 +158,7 @@ def _work(evidence: Evidence) -> list[str]:
     if kept is not None and kept.never_sent and load.requests is None:
         reasons.append(
             f"{kept.never_sent:,} of the {kept.planned or 0:,} requests that were due in the measured time were never "
-            f"sent: nobody was free until its end; {_more(load)}"
+            f"sent: nobody was free until its end; {more_users(load)}"
         )
     if load.requests is not None and numbers.unfinished:
         reasons.append(f"{_count(numbers.unfinished, 'request')} of the planned work did not finish")
@@ -213,35 +203,6 @@ def _tokens(tally: Tally, load: ServerLoad) -> list[str]:
         f"the server counted {served:,.0f} generated tokens and the client {own}, warm-up included: "
         f"they differ by more than {MOST_TOKEN_DIFFERENCE:.0%}"
     ]
-
-
-def _generator(evidence: Evidence) -> list[str]:
-    """Whether the instrument was the limit."""
-    reasons = []
-    lag = evidence.tally.median_send_lag_s()
-    if lag is not None and lag > MOST_SEND_LAG_S:
-        reasons.append(
-            f"half of the requests were sent {lag * 1000:.1f} ms or more behind schedule; "
-            f"at most {MOST_SEND_LAG_S * 1000:.0f} ms is allowed; {_more(evidence.load)}"
-        )
-    starts = {mark.process: mark.monotonic_s for mark in evidence.marks if mark.event == "start"}
-    for mark in evidence.marks:
-        if mark.event != "end" or mark.cpu_s is None or mark.process not in starts:
-            continue
-        # Without the highest share over 5 s, the mean since the start has to do, which hides a short saturation.
-        lived_s = mark.monotonic_s - starts[mark.process]
-        share = mark.cpu_most if mark.cpu_most is not None else mark.cpu_s / lived_s if lived_s > 0 else 0.0
-        if share > MOST_CPU:
-            reasons.append(
-                f"load process {_called(evidence, mark.process)} used {share:.0%} of a core, more than "
-                f"{MOST_CPU:.0%}: the load generator may have been the limit; use more 'processes'"
-            )
-    return reasons
-
-
-def _more(load: Load) -> str:
-    """What to do when a schedule was not kept."""
-    return f"raise 'users' ({load.users:,}), who are all that can be in flight, or 'processes' ({load.processes})"
 
 
 def _length(load: Load) -> str:
@@ -301,7 +262,21 @@ def _energy(load: MachineLoad | None) -> list[str]:
     ]
 
 
-def _notes(evidence: Evidence) -> list[str]:
+def _shared_reads(tally: Tally, limits: Sequence[ClientLimit]) -> list[str]:
+    """Chunks that arrived together, where that is not what the self-check says."""
+    together = tally.coalesced - tally.coalesced_late
+    if together <= MOST_COALESCED * tally.chunks or any(limit.what == "shared_reads" for limit in limits):
+        return []
+    share = f"{together / tally.chunks:.1%} of the chunks arrived together with a later one"
+    if tally.coalesced_told < tally.coalesced:
+        return [
+            f"{share} (the server or a proxy sends several at once, or the load generator was late): their times are "
+            "upper bounds"
+        ]
+    return [f"{share} and were read in good time: the server, or what is before it, sends several at once"]
+
+
+def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> list[str]:
     tally, numbers, load = evidence.tally, evidence.numbers, evidence.load
     notes = _clocks(evidence) + _heat(evidence, invalid=False) + _energy(evidence.machine_load) + _front(evidence)
     if tally.read_clock:
@@ -309,11 +284,7 @@ def _notes(evidence: Evidence) -> list[str]:
             f"the chunk times of {tally.read_clock:,} of {_count(numbers.succeeded, 'request')} are those of the read, "
             "not of the kernel"
         )
-    if tally.coalesced > MOST_COALESCED * tally.chunks:
-        notes.append(
-            f"{tally.coalesced / tally.chunks:.1%} of the chunks arrived together with a later one (the server or "
-            "a proxy sends several at once, or the load generator was late): their times are upper bounds"
-        )
+    notes += _shared_reads(tally, limits)
     if tally.resent:
         notes.append(f"{_count(tally.resent, 'request')} went out twice: the kept connection had just been closed")
     if tally.without_output_tokens and load.endpoint != "embeddings":

@@ -14,7 +14,7 @@ LOAD = {
 READS_FILES = {
     "attain", "board", "floors", "differences", "blocks", "gaps", "count", "check_syntax", "export", "reference",
     "derive", "started", "stats", "tally", "summary", "summarize", "verdicts", "alike", "compare", "checks", "validity",
-    "report", "answered", "punctual",
+    "report", "answered", "punctual", "self_check",
 }  # fmt: skip
 READERS = {
     "arrivals", "records", "manifest", "origin", "errors", "plan", "scenario", "metrics", "telemetry", "failures",

@@ -282,3 +282,34 @@ def test_the_lag_of_reading_is_known_to_a_microsecond() -> None:
     assert health.read_lag_p99_s() == 0.0  # clocks that were read a moment apart
     health.note_reads([50] * 979 + [3000] * 19 + [70_000])
     assert health.read_lag_p99_s() == 0.003
+
+
+def test_what_fell_due_while_the_loop_stood_still_was_late_as_well() -> None:
+    health = Health()
+    health.note_loop(0.3)  # before the first measured request
+    assert (health.loop_lag_mean_s(), health.loop_lag_s(0.5)) == (None, None)
+    health.begin()
+    health.note_loop(-0.0001)
+    health.note_loop(0.12)  # also due: 50 and 100 ms later
+    assert health.loop_lag_mean_s() == pytest.approx((0.0 + 0.12 + 0.07 + 0.02) / 4)
+    assert (health.loop_lag_s(0.5), health.loop_lag_s(0.99)) == (0.02, None)
+    for _ in range(95):
+        health.note_loop(0.001)
+    assert health.loop_lag_s(0.99) is None
+    health.note_loop(0.001)
+    assert (health.loop_lag_s(0.5), health.loop_lag_s(0.99)) == (0.001, 0.07)
+
+
+def test_a_loop_that_is_held_up_is_late(tmp_path: Path) -> None:
+    one = recorder(tmp_path)
+    one.sending("measured")
+    until = time.monotonic() + 1.1
+    while time.monotonic() < until:
+        time.sleep(0.08)  # not gevent's: the whole process stands still
+        gevent.sleep(0.001)
+    one.close()
+    end = read_marks(tmp_path / "processes.jsonl")[-1]
+    assert end.loop_lag_mean_s is not None and 0.01 < end.loop_lag_mean_s < 0.1
+    assert end.loop_lag_p50_s is not None and 0.01 < end.loop_lag_p50_s < 0.1
+    assert end.loop_lag_p99_s is None
+    assert end.core_wait is not None and 0 <= end.core_wait < 1

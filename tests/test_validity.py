@@ -171,8 +171,8 @@ def test_no_count_after_a_restart() -> None:
 def test_the_send_lag() -> None:
     late = [request(index=i, scheduled_s=-0.025) for i in range(4)]
     assert reason(judge(late)) == (
-        "c: half of the requests were sent 25.0 ms or more behind schedule; at most 10 ms is allowed; raise 'users' "
-        "(1), who are all that can be in flight, or 'processes' (1)"
+        "c: client-limited: half of the requests were sent 25.0 ms or more behind schedule; at most 10 ms is allowed; "
+        "raise 'users' (1), who are all that can be in flight, or 'processes' (1)"
     )
     assert judge([request(index=i, scheduled_s=-0.009) for i in range(4)]) == Findings([], [])
 
@@ -180,8 +180,8 @@ def test_the_send_lag() -> None:
 def test_a_load_generator_at_its_limit() -> None:
     busy = both_marks("c", 7, 0.0, 10.0, sent=4, cpu_s=9.5)
     assert reason(judge(marks=busy)) == (
-        "c: load process 7 used 95% of a core, more than 90%: the load generator may have been the limit; "
-        "use more 'processes'"
+        "c: client-limited: load process 7 used 95% of a core, more than 90%; use more 'processes' (1) or machines "
+        "(--workers), or fewer streams at once"
     )
     assert judge(marks=both_marks("c", 7, 0.0, 10.0, sent=4, cpu_s=8.9)) == Findings([], [])
 

@@ -3,23 +3,34 @@
 import math
 import time
 from collections import Counter, deque
+from itertools import pairwise
+from pathlib import Path
 
+from harness.load.answer import Answer
+from harness.load.exchange import Exchange
+
+LATE_S = 0.005  # of a read: a busy process looks at its sockets each 2 ms
+TICK_S = 0.05
 _WINDOW_S = 5.0
 _LEAST_S = 1.0  # a shorter time says nothing
+_SCHEDSTAT = Path("/proc/self/schedstat")  # of the main thread, which does all the work: ns run, ns waited, ...
 
 
 class Health:
-    """CPU use over short times, and how long arrived bytes waited to be read."""
+    """CPU use over short times, how long arrived bytes waited to be read, and how late the event loop ran."""
 
     def __init__(self) -> None:
         self._used: deque[tuple[float, float]] = deque()  # (monotonic, CPU) each second of the last window
         self._most: float | None = None  # over whole windows
         self._lags: Counter[int] = Counter()
+        self._loop_lags: Counter[int] = Counter()
+        self._began: tuple[float, float | None] | None = None  # monotonic, and waited for a core so far
 
     def begin(self) -> None:
         """The first measured request is about to be sent."""
         if not self._used:
             self._used.append((time.monotonic(), time.process_time()))
+            self._began = (time.monotonic(), _waited_s())
 
     def sample(self) -> None:
         """To be called each second."""
@@ -39,19 +50,70 @@ class Health:
             return self._share()
         return self._most
 
+    def core_wait(self) -> float | None:
+        """Share of the time since the first measured request in which it waited for a core."""
+        waited_s = _waited_s()
+        if self._began is None or waited_s is None or self._began[1] is None:
+            return None
+        past_s = time.monotonic() - self._began[0]
+        return (waited_s - self._began[1]) / past_s if past_s >= _LEAST_S else None
+
     def note_reads(self, lags_us: list[int]) -> None:
         """How long the bytes of each read had been there, in microseconds."""
         self._lags.update(lags_us)
 
+    def note_loop(self, late_s: float) -> None:
+        """How much later than it was due the event loop ran something that is due each TICK_S.
+
+        What fell due while it did not run would have been late as well: it counts, or a long stop would be one of many.
+        """
+        if not self._used:
+            return
+        late_us = max(0, round(late_s * 1e6))
+        self._loop_lags.update(range(late_us, -1, -round(TICK_S * 1e6)))
+
     def read_lag_p99_s(self) -> float | None:
         """99 % of all reads came at most so long after the kernel had the bytes, to a microsecond."""
-        left = math.ceil(0.99 * self._lags.total())
-        for lag_us in sorted(self._lags):
-            left -= self._lags[lag_us]
-            if left <= 0:
-                return max(lag_us, 0) / 1e6
-        return None
+        return _percentile_s(self._lags, 0.99)
+
+    def loop_lag_s(self, share: float) -> float | None:
+        """So much of what was due ran at most so late, to a microsecond. None: too little was due to tell."""
+        return _percentile_s(self._loop_lags, share) if self._loop_lags.total() * (1 - share) >= 1 else None
+
+    def loop_lag_mean_s(self) -> float | None:
+        asked = self._loop_lags.total()
+        return sum(lag_us * number for lag_us, number in self._loop_lags.items()) / asked / 1e6 if asked else None
 
     def _share(self) -> float:
         (first_s, first_cpu_s), (last_s, last_cpu_s) = self._used[0], self._used[-1]
         return (last_cpu_s - first_cpu_s) / (last_s - first_s)
+
+
+def coalesced_late(exchange: Exchange, answer: Answer) -> int | None:
+    """How many chunks shared a read that came late. None: none shared one, or there are no stamps.
+
+    Of a read in good time the kernel had all bytes at once: the server, a proxy or the network sent them together. The
+    stamp is that of its last bytes, so that a late read may look timely, and more often so the faster the stream is.
+    """
+    if not answer.coalesced or answer.clock != "kernel":
+        return None
+    start_ns, arrivals = exchange.start_ns, exchange.arrivals
+    lags_us = {(at - start_ns) / 1e9: lag for at, lag in zip(arrivals.times_ns(), arrivals.lags_us(), strict=True)}
+    shared = [mine for mine, later in pairwise(answer.chunks_s) if mine == later]
+    return sum(lags_us[at] > LATE_S * 1e6 for at in shared)
+
+
+def _percentile_s(values_us: Counter[int], share: float) -> float | None:
+    left = math.ceil(share * values_us.total())
+    for value_us in sorted(values_us):
+        left -= values_us[value_us]
+        if left <= 0:
+            return max(value_us, 0) / 1e6
+    return None
+
+
+def _waited_s() -> float | None:
+    try:
+        return int(_SCHEDSTAT.read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):  # not Linux, or a kernel that does not count it
+        return None

@@ -20,6 +20,7 @@ from harness.load.body import PATHS, body_of
 from harness.load.client import Client, Target
 from harness.load.clock import KernelClock
 from harness.load.exchange import Exchange
+from harness.load.health import coalesced_late
 from harness.load.leave import leaving
 from harness.load.part import Part
 from harness.load.reader import Reader
@@ -216,6 +217,7 @@ class LoadProcess:
             chunks_s=answer.chunks_s,
             first_visible_s=answer.first_visible_s,
             coalesced=answer.coalesced,
+            coalesced_late=coalesced_late(exchange, answer),
             asked_tokens=None if embeddings else self._asked(place.question),
             fixed_length=load.output == "fixed" and not embeddings,
             asked_prompt_tokens=self._asked_prompt(place),

@@ -1,6 +1,7 @@
 """Records and marks to their files, which all load processes of a run share."""
 
 import hashlib
+import itertools
 import logging
 import os
 import socket
@@ -12,12 +13,13 @@ from typing import NamedTuple
 import gevent
 import msgspec
 
-from harness.load.health import Health
+from harness.load.health import TICK_S, Health
+from harness.load.later import Later
 from harness.load.tickets import Phase
 from harness.records import ProcessMark, Request
 from harness.workers import process_number
 
-_FLUSH_S = 0.2
+_FLUSH_TICKS = 4
 _FLUSH_BYTES = 65_536
 _SAMPLE_S = 1.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -39,7 +41,8 @@ HERE = Anchor()
 class Recorder:
     """Appends whole lines, each batch of them in one write, so that the processes never tear each other's lines.
 
-    Made after the fork. What a `kill -9` can take is at most the last 0.2 s.
+    Made after the fork. What a `kill -9` can take is at most the last 0.2 s, and of a process without an idle moment a
+    thousand records.
     """
 
     def __init__(self, requests_path: str, processes_path: str, cell: str, anchor: Anchor = HERE) -> None:
@@ -48,6 +51,7 @@ class Recorder:
         self.recorded = 0
         self.watcher: Callable[[Request], None] | None = None  # of a live load: is told of each record
         self.health = Health()
+        self.later = Later()  # makes the records
         self._cell = cell
         self._pid = os.getpid()
         self.process = process_number(self._pid, anchor.machine)
@@ -106,6 +110,7 @@ class Recorder:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
+        self.later.finish()
         self._flusher.kill(block=False)
         self.flush()
         self._write_mark("end")
@@ -114,9 +119,12 @@ class Recorder:
 
     def _flush_regularly(self) -> None:
         sampled = time.monotonic()
-        while True:
-            gevent.sleep(_FLUSH_S)
-            self.flush()
+        for tick in itertools.count(1):
+            due_s = time.monotonic() + TICK_S
+            gevent.sleep(TICK_S)
+            self.health.note_loop(time.monotonic() - due_s)
+            if tick % _FLUSH_TICKS == 0:
+                self.flush()
             if time.monotonic() - sampled >= _SAMPLE_S:
                 sampled = time.monotonic()
                 self.health.sample()
@@ -136,6 +144,10 @@ class Recorder:
             cpu_s=time.process_time() - self._cpu_s if ended else None,
             cpu_most=self.health.cpu_most() if ended else None,
             read_lag_p99_s=self.health.read_lag_p99_s() if ended else None,
+            loop_lag_mean_s=self.health.loop_lag_mean_s() if ended else None,
+            loop_lag_p50_s=self.health.loop_lag_s(0.5) if ended else None,
+            loop_lag_p99_s=self.health.loop_lag_s(0.99) if ended else None,
+            core_wait=self.health.core_wait() if ended else None,
         )
         os.write(self._processes, self._encoder.encode(mark) + b"\n")
 

@@ -1,0 +1,220 @@
+"""The self-check: exact on made records, and with real load processes that are starved or well."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from harness.records import ProcessMark, Request, read_marks
+from harness.scenario import Arrivals, Load, Warmup
+from harness.self_check import client_limits, in_words, limited
+from harness.simulated.spawn import spawned
+from harness.summary import ClientLimit
+from harness.tally import Clock, Tally, numbers_of
+from tests.load_runs import end, log_of, make_job, records_of, start_job, wait_for_records
+from tests.made_runs import both_marks, request
+
+LOAD = Load(user="batch", users=2, requests=4, output_tokens=11)
+MORE = "use more 'processes' (1) or machines (--workers), or fewer streams at once"
+SHARED = [0.5, 0.6, 0.8, 0.8, *[0.9 + 0.1 * i for i in range(7)]]  # the third with the fourth
+FIRST_SHARED = [0.6, 0.6, 0.7, 0.8, *[0.9 + 0.1 * i for i in range(7)]]
+
+
+def limits(records: Sequence[Request], load: Load = LOAD, **lags: float) -> list[ClientLimit]:
+    started, ended = both_marks("c", 7, 0.0, 10.0, sent=4)
+    return found([started, msgspec.structs.replace(ended, **lags)], records, load)
+
+
+def found(marks: Sequence[ProcessMark], records: Sequence[Request], load: Load) -> list[ClientLimit]:
+    tally = Tally(clock=Clock(marks))
+    for record in records:
+        tally.add(record)
+    return client_limits(load, tally, numbers_of([tally]), marks)
+
+
+def four(**changes: Any) -> list[Request]:
+    return [request(index=i, **changes) for i in range(4)]
+
+
+def test_a_load_generator_that_was_good_enough() -> None:
+    assert limits(four()) == []
+    assert limits(four(), loop_lag_mean_s=0.005, loop_lag_p50_s=0.005, loop_lag_p99_s=0.2, core_wait=0.5) == []
+
+
+def test_chunks_that_were_fetched_late() -> None:
+    [limit] = limits(four(chunks_s=SHARED, coalesced=1, coalesced_late=1))
+    assert limit == ClientLimit(
+        what="shared_reads", value=1 / 11, allowed=0.01, unit="ratio", numbers=["chunk_gap_s"],
+        text="client-limited (chunk gaps): 9.1% of the chunks were fetched late, together with a later one: their "
+        f"times are upper bounds; at most 1% is allowed; {MORE}",
+    )  # fmt: skip
+
+
+def test_first_chunks_that_were_fetched_late() -> None:
+    [limit] = limits(four(chunks_s=FIRST_SHARED, coalesced=1, coalesced_late=1), core_wait=0.25)
+    assert limit.numbers == ["ttft_s", "ttfo_s", "tpot_s", "chunk_gap_s"]
+    assert limit.text == (
+        "client-limited (TTFT, TTFO, TPOT and chunk gaps): 9.1% of the chunks and 100.0% of the first chunks were "
+        "fetched late, together with a later one: their times are upper bounds; at most 1% is allowed; others had its "
+        "core during 25% of the time: keep them from it, or send from another machine"
+    )
+
+
+def test_chunks_that_were_sent_together_are_none_of_the_clients_doing() -> None:
+    assert limits(four(chunks_s=SHARED, coalesced=1, coalesced_late=0)) == []
+    assert limits(four(chunks_s=SHARED, coalesced=1)) == []  # it is not known
+
+
+def test_where_the_loop_was_late_most_of_the_time_all_shared_reads_count() -> None:
+    [limit] = limits(four(chunks_s=SHARED, coalesced=1, coalesced_late=0), loop_lag_p50_s=0.006)
+    assert (limit.what, limit.value) == ("shared_reads", 1 / 11)
+
+
+def test_a_late_loop_spoils_times_that_are_those_of_the_read() -> None:
+    assert limits(four(clock="read"), loop_lag_p99_s=0.005) == []
+    assert limits(four(clock="read"), loop_lag_p50_s=0.005) == []
+    [limit] = limits(four(clock="read"), loop_lag_p50_s=0.006)
+    assert "and half of what was due in a load process ran 6.0 ms or more late" in limit.text
+    [limit] = limits(four(clock="read"), loop_lag_p99_s=0.0123, loop_lag_p50_s=0.006)
+    assert limit == ClientLimit(
+        what="read_clock", value=0.0123, allowed=0.005, unit="s",
+        numbers=["ttft_s", "ttfo_s", "tpot_s", "e2e_s", "chunk_gap_s"],
+        text="client-limited (TTFT, TTFO, TPOT, E2E latency and chunk gaps): chunk times are those of the read, and "
+        f"1 % of what was due in a load process ran 12.3 ms or more late; at most 5 ms is allowed; {MORE}",
+    )  # fmt: skip
+
+
+def test_a_late_loop_slows_requests_that_follow_answers() -> None:
+    assert limits(four(), loop_lag_mean_s=0.03) == []  # 2 % of 1.5 s
+    [limit] = limits(four(), loop_lag_mean_s=0.045)
+    assert limit == ClientLimit(
+        what="loop_lag", value=0.045, allowed=0.03, unit="s",
+        numbers=["wall_s", "output_tok_s", "input_tok_s", "requests_per_s"],
+        text="client-limited (wall time, tok/s, prompt tok/s and requests/s): what was due in a load process ran "
+        f"45.0 ms late on average, 3.0% of the time that a request took; at most 30.0 ms is allowed; {MORE}",
+    )  # fmt: skip
+    people = msgspec.structs.replace(LOAD, user="chat", arrivals=Arrivals(rate=1.0))
+    assert limits(four(scheduled_s=0.0), people, loop_lag_mean_s=0.045) == []  # who come by a schedule
+
+
+def test_an_old_run_says_nothing() -> None:
+    old = request(chunks_s=SHARED, coalesced=1)
+    assert old.coalesced_late is None
+    assert limits([old]) == []
+
+
+def test_in_words() -> None:
+    assert in_words([]) == ""
+    assert in_words(["ttft_s"]) == "TTFT"
+    one = ClientLimit(what="cpu", value=1.0, allowed=0.9, unit="ratio", numbers=["tpot_s", "wall_s"], text="")
+    assert limited(["wall_s", "ttft_s", "tpot_s"], [one]) == ["wall_s", "tpot_s"]
+
+
+# Real processes.
+
+Disturb = Callable[["subprocess.Popen[str]"], None]  # gets the load process when its first request has ended
+STREAMS, TOKENS, ROUNDS = 10, 50, 3
+
+
+def measured(folder: Path, flags: Sequence[str], disturb: Disturb | None = None) -> tuple[list[ClientLimit], str]:
+    """What the self-check finds of bursts of 10 streams with a token each 20 ms; and what it went by."""
+    folder.mkdir()
+    load = Load(user="batch", batch_size=STREAMS, requests=ROUNDS * STREAMS, output_tokens=TOKENS)
+    with spawned("--preset", "instant", "--served-model-name", "m", "--step-base-s", "0.02", *flags) as server:
+        process = start_job(folder, server.url, make_job(folder, load, Warmup(requests=STREAMS)))
+        if disturb is not None:
+            wait_for_records(folder, 1)
+            disturb(process)
+        assert end(process) == 0, log_of(folder)
+    records, marks = records_of(folder), read_marks(folder / "processes.jsonl")
+    chunks, shared, late = (
+        sum(values)
+        for values in zip(*((len(r.chunks_s), r.coalesced, r.coalesced_late or 0) for r in records), strict=True)
+    )
+    words = f"{chunks} chunks, {shared} shared a read, {late} of them late; {marks[-1]}"
+    print(words)
+    return found(marks, records, load), words
+
+
+def until_it_ends(process: "subprocess.Popen[str]", step: Callable[[], None]) -> None:
+    def go_on() -> None:
+        while process.poll() is None:
+            step()
+
+    threading.Thread(target=go_on, daemon=True).start()
+
+
+def stop_now_and_then(process: "subprocess.Popen[str]") -> None:
+    """As a machine does that has no time for it: 60 of 150 ms."""
+
+    def step() -> None:
+        for number, pause_s in ((signal.SIGSTOP, 0.06), (signal.SIGCONT, 0.09)):
+            process.send_signal(number)
+            time.sleep(pause_s)
+
+    until_it_ends(process, step)
+
+
+@contextmanager
+def busy(core: int) -> Iterator[None]:
+    """A neighbour that takes all of a core that it can get."""
+    neighbour = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        os.sched_setaffinity(neighbour.pid, {core})
+        yield
+    finally:
+        neighbour.kill()
+        neighbour.wait()
+
+
+def well(folder: Path, flags: Sequence[str] = ()) -> tuple[list[ClientLimit], str]:
+    """The best of three, as the machine may be busy with something else."""
+    for number in range(3):
+        limits, words = measured(folder / str(number), flags)
+        if not limits:
+            break
+    return limits, words
+
+
+@pytest.mark.timeout(180)
+def test_a_healthy_client_is_not_called_limited(tmp_path: Path) -> None:
+    assert well(tmp_path)[0] == []
+
+
+@pytest.mark.timeout(180)
+def test_an_engine_that_writes_two_chunks_at_once_does_not_make_the_client_limited(tmp_path: Path) -> None:
+    limits, words = well(tmp_path, ["--fault", "coalesce:2"])
+    assert limits == []
+    # The first event of 51 has no text: 24 pairs, and two chunks alone.
+    assert words.startswith(f"{40 * TOKENS} chunks, {40 * 24} shared a read, ")
+
+
+@pytest.mark.timeout(180)
+def test_a_client_that_is_stopped_now_and_then_is_limited(tmp_path: Path) -> None:
+    limits, words = measured(tmp_path / "a", [], stop_now_and_then)
+    assert "shared_reads" in [limit.what for limit in limits], words
+    assert "chunk_gap_s" in next(limit for limit in limits if limit.what == "shared_reads").numbers
+    assert "loop_lag_mean_s=0.0" in words
+
+
+@pytest.mark.timeout(180)
+def test_a_client_that_shares_its_core_with_somebody_busy_is_limited(tmp_path: Path) -> None:
+    core = max(os.sched_getaffinity(0))
+
+    def give_way(process: "subprocess.Popen[str]") -> None:
+        os.sched_setaffinity(process.pid, {core})
+        os.setpriority(os.PRIO_PROCESS, process.pid, 15)
+
+    with busy(core):
+        limits, words = measured(tmp_path / "a", [], give_way)
+    assert limits, words
+    assert all("others had its core during" in limit.text for limit in limits)
