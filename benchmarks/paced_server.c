@@ -1,10 +1,12 @@
 /* A server of known schedule: the truth that a load generator's readings are held against.
  *
- *   paced_server PORT TTFT_MS GAP_MS CHUNKS TICK_MS LOG
+ *   paced_server PORT TTFT_MS GAP_MS CHUNKS TICK_MS SPREAD LOG
  *
- * Answers every POST with an event stream: the headers at once, the first chunk TTFT_MS after the request was complete,
- * one more each GAP_MS, CHUNKS in all, then usage and [DONE]. With TICK_MS above 0 every chunk waits for the next tick
- * of one clock, as the streams of an engine's batch do. GET /v1/models names the model "paced".
+ * Answers every POST with an event stream: the headers at once, the first chunk TTFT_MS after the request was complete
+ * (by the kernel's stamp: many that come at once wait for nobody), one more each GAP_MS, CHUNKS in all, then usage and
+ * [DONE]. With TICK_MS above 0 every chunk waits for the next tick of one clock, as the streams of an engine's batch do.
+ * With SPREAD above 0 the first SPREAD answers are of all lengths up to CHUNKS, each as often as another: a closed loop
+ * of so many users has its ends spread evenly from then on. GET /v1/models names the model "paced".
  *
  * Each chunk's send time is kept and written to LOG at the end (SIGTERM), one line a request:
  *   ID RECEIVED_NS FIRST_SEND_NS SEND_NS... (CLOCK_MONOTONIC; differences to the one before, from the third number on)
@@ -34,8 +36,8 @@
 
 typedef struct {
     char *in;
-    int in_len, sent, slot;
-    int64_t due;
+    int in_len, sent, slot, chunks;
+    int64_t due, received;
 } Conn;
 
 typedef struct {
@@ -47,17 +49,21 @@ typedef struct {
 
 static Conn conns[MAX_FD];
 static Logged logged[MAX_REQUESTS];
-static int n_logged, epfd, timer_fd, chunks;
+static int n_logged, epfd, timer_fd, chunks, spread;
 static int64_t ttft, gap, tick;
 static int heap[MAX_FD], heap_n;
 static volatile sig_atomic_t stop;
 static uint32_t late_us[200001];
 
-static int64_t now_ns(void) {
+static int64_t ns(struct timespec t) { return t.tv_sec * 1000000000LL + t.tv_nsec; }
+
+static int64_t clock_ns(clockid_t clock) {
     struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1000000000LL + t.tv_nsec;
+    clock_gettime(clock, &t);
+    return ns(t);
 }
+
+static int64_t now_ns(void) { return clock_ns(CLOCK_MONOTONIC); }
 
 static void on_term(int sig) { (void)sig; stop = 1; }
 
@@ -84,8 +90,10 @@ static int heap_pop(void) {
 static int64_t on_tick(int64_t due) { return tick ? (due + tick - 1) / tick * tick : due; }
 
 static void drop(int fd) {
-    for (int i = 0; i < heap_n; i++)
-        if (heap[i] == fd) { conns[fd].due = INT64_MIN; break; }
+    int n = heap_n;
+    heap_n = 0;
+    for (int i = 0; i < n; i++) /* what is pushed lies never behind what is still to be read */
+        if (heap[i] != fd) heap_push(heap[i]);
     free(conns[fd].in);
     conns[fd].in = NULL;
     close(fd);
@@ -106,13 +114,13 @@ static int send_chunk(int fd) {
     sprintf(text,
             "data: {\"id\":\"chatcmpl-%s\",\"object\":\"chat.completion.chunk\",\"created\":1790000000,\"model\":\"paced\","
             "\"choices\":[{\"index\":0,\"delta\":{\"content\":\"%0*d\"},\"logprobs\":null,\"finish_reason\":%s}]}\n\n",
-            l->id, CONTENT_BYTES, c->sent, c->sent == chunks - 1 ? "\"length\"" : "null");
+            l->id, CONTENT_BYTES, c->sent, c->sent == c->chunks - 1 ? "\"length\"" : "null");
     len = chunked(out, text);
-    if (c->sent == chunks - 1) {
+    if (c->sent == c->chunks - 1) {
         sprintf(text,
                 "data: {\"id\":\"chatcmpl-%s\",\"object\":\"chat.completion.chunk\",\"created\":1790000000,\"model\":\"paced\","
                 "\"choices\":[],\"usage\":{\"prompt_tokens\":10,\"completion_tokens\":%d,\"total_tokens\":%d}}\n\ndata: [DONE]\n\n",
-                l->id, chunks, chunks + 10);
+                l->id, c->chunks, c->chunks + 10);
         len += chunked(out + len, text);
         len += sprintf(out + len, "0\r\n\r\n");
     }
@@ -120,7 +128,7 @@ static int send_chunk(int fd) {
     late_us[late < 0 ? 0 : late > 200000 ? 200000 : late]++;
     l->sends[l->n++] = at;
     if (put(fd, out, len)) return -1;
-    return ++c->sent == chunks;
+    return ++c->sent == c->chunks;
 }
 
 static void answer(int fd) {
@@ -134,7 +142,7 @@ static void answer(int fd) {
                              models || health ? "200 OK" : "404 Not Found", strlen(body), body));
         return;
     }
-    if (strstr(c->in, "\"stream\":false")) {
+    if (strstr(c->in, "\"stream\":false") || strstr(c->in, "\"stream\": false")) {
         const char *body = "{\"choices\":[{\"index\":0,\"message\":{\"role\":\"assistant\",\"content\":\"yes\"},\"finish_reason\":"
                            "\"stop\"}],\"usage\":{\"prompt_tokens\":10,\"completion_tokens\":1,\"total_tokens\":11}}";
         char out[1024];
@@ -143,12 +151,13 @@ static void answer(int fd) {
         return;
     }
     if (n_logged == MAX_REQUESTS) { fprintf(stderr, "too many requests\n"); exit(1); }
+    c->chunks = n_logged < spread ? 1 + (int64_t)n_logged * chunks / spread : chunks;
     c->slot = n_logged++;
     Logged *l = &logged[c->slot];
     char *id = strcasestr(c->in, "\nx-request-id:");
     if (!id || sscanf(id + 14, " %63[^\r\n]", l->id) != 1) sprintf(l->id, "-%d", c->slot);
-    l->sends = malloc(sizeof(int64_t) * chunks);
-    l->received = now_ns();
+    l->sends = malloc(sizeof(int64_t) * c->chunks);
+    l->received = c->received;
     const char *head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n";
     put(fd, head, strlen(head));
     c->sent = 0;
@@ -159,9 +168,16 @@ static void answer(int fd) {
 static void readable(int fd) {
     Conn *c = &conns[fd];
     for (;;) {
-        ssize_t n = recv(fd, c->in + c->in_len, IN_BYTES - 1 - c->in_len, MSG_DONTWAIT);
+        char control[64];
+        struct iovec into = {c->in + c->in_len, IN_BYTES - 1 - c->in_len};
+        struct msghdr m = {.msg_iov = &into, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control};
+        ssize_t n = recvmsg(fd, &m, MSG_DONTWAIT);
         if (n == 0 || (n < 0 && errno != EAGAIN)) { drop(fd); return; }
         if (n < 0) return;
+        struct cmsghdr *stamp = CMSG_FIRSTHDR(&m);
+        struct timespec came;
+        if (stamp) memcpy(&came, CMSG_DATA(stamp), sizeof came);
+        c->received = stamp ? ns(came) + now_ns() - clock_ns(CLOCK_REALTIME) : now_ns();
         c->in_len += n;
         c->in[c->in_len] = 0;
         char *end = strstr(c->in, "\r\n\r\n");
@@ -200,11 +216,12 @@ static void write_log(const char *path) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 7) { fprintf(stderr, "usage: %s PORT TTFT_MS GAP_MS CHUNKS TICK_MS LOG\n", argv[0]); return 1; }
+    if (argc != 8) { fprintf(stderr, "usage: %s PORT TTFT_MS GAP_MS CHUNKS TICK_MS SPREAD LOG\n", argv[0]); return 1; }
     ttft = atof(argv[2]) * 1e6;
     gap = atof(argv[3]) * 1e6;
     chunks = atoi(argv[4]);
     tick = atof(argv[5]) * 1e6;
+    spread = atoi(argv[6]);
     struct rlimit files = {MAX_FD, MAX_FD};
     setrlimit(RLIMIT_NOFILE, &files);
     signal(SIGTERM, on_term);
@@ -212,6 +229,7 @@ int main(int argc, char **argv) {
     int one = 1, listener = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0);
     struct sockaddr_in at = {.sin_family = AF_INET, .sin_port = htons(atoi(argv[1])), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     setsockopt(listener, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+    setsockopt(listener, SOL_SOCKET, SO_TIMESTAMPNS, &one, sizeof one); /* accepted sockets have it from here */
     if (bind(listener, (void *)&at, sizeof at) || listen(listener, 4096)) { perror("listen"); return 1; }
     epfd = epoll_create1(0);
     timer_fd = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK);
@@ -222,7 +240,6 @@ int main(int argc, char **argv) {
     while (!stop) {
         while (heap_n && conns[heap[0]].due <= now_ns()) {
             int fd = heap_pop();
-            if (conns[fd].due == INT64_MIN) continue; /* dropped */
             int over = send_chunk(fd);
             if (over < 0) { drop(fd); continue; }
             if (!over) { conns[fd].due = on_tick(logged[conns[fd].slot].received + ttft + conns[fd].sent * gap); heap_push(fd); }
@@ -247,6 +264,6 @@ int main(int argc, char **argv) {
             }
         }
     }
-    write_log(argv[6]);
+    write_log(argv[7]);
     return 0;
 }
