@@ -88,14 +88,14 @@ def compare_runs(
             next_step="Give servers and loads that are to be compared the same names in both scenarios.",
         )
     runs = [run for side in sides for run in side.runs]
-    metric = metric_of([runs[0].scenario.loads[load] for _, load in rows])
-    refuse_other_definitions(runs, metric, rows)
+    for row in rows:
+        refuse_other_definitions(runs, _metric(sides, row), [row])
     refuse_unlike(runs, rows, [number for number, side in enumerate(sides) for _ in side.runs], about)
-    pairs = [_pair(side, sides[0], row, metric, several=len(sides) > 2) for side in sides[1:] for row in rows]
+    pairs = [_pair(side, sides[0], row, several=len(sides) > 2) for side in sides[1:] for row in rows]
     if floor is None and results is not None:
         floor = floor_for([(folder, run) for side in sides for folder, run in side.folders()], results)
     return msgspec.structs.replace(
-        verdicts(pairs, metric, floor or NoiseFloor()),
+        verdicts(pairs, floor or NoiseFloor()),
         simulated=any(run.simulated for run in runs),
         sides=[side.name for side in sides],
         differences=differences([facts_of(side.runs[0], rows) for side in sides]),
@@ -198,12 +198,17 @@ def _side(folders: Sequence[Path], checks: Sequence[str]) -> _Side:
     return _Side(name, folders, runs, summaries)
 
 
-def _pair(side: _Side, base: _Side, row: tuple[str, str], metric: str, *, several: bool) -> Pair:
+def _metric(sides: Sequence[_Side], row: tuple[str, str]) -> str:
+    return metric_of([side.runs[0].scenario.loads[row[1]] for side in sides])
+
+
+def _pair(side: _Side, base: _Side, row: tuple[str, str], *, several: bool) -> Pair:
     """A row of one side against the same row of the baseline side; named by the run where there are several sides."""
-    name = " / ".join(row)
+    name, metric = " / ".join(row), _metric([side, base], row)
     return Pair(
         side=f"{name} ({side.name})" if several else name,
         baseline=f"{name} ({base.name})",
+        metric=metric,
         side_speeds=speeds(metric, side.values(row, metric)),
         baseline_speeds=speeds(metric, base.values(row, metric)),
         loads=(row[1],),

@@ -285,7 +285,7 @@ class Difference(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class Comparison(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A table of verdicts."""
 
-    metric: str
+    metric: str | None  # that of all verdicts; None: they have several, each its own
     comparisons: int  # how many were made, and corrected for
     noise_floor: float  # relative effect below which a difference is not believed; the widest of all rows
     noise_source: str  # "assumed" or where it was measured

@@ -33,6 +33,7 @@ class Pair(Struct, frozen=True, kw_only=True):
 
     side: str
     baseline: str
+    metric: str
     side_speeds: list[float]
     baseline_speeds: list[float]
     loads: tuple[str, ...] = ()  # of the two sides; they choose the noise floor
@@ -52,22 +53,28 @@ def compare_rows(
     others = [row for row in rows if row is not base]
     if base is None or not others:
         return None
-    metric = metric_of([scenario.loads[row.load] for row in rows])
     named = {f"{row.server}/{row.load}": row for row in rows}
     wanted = [(named.get(pair.row), named.get(pair.against)) for pair in scenario.compare]
     pairs = [
-        Pair(
-            side=row_name(row),
-            baseline=row_name(against),
-            side_speeds=speeds(metric, values_of(row, metric)),
-            baseline_speeds=speeds(metric, values_of(against, metric)),
-            loads=(row.load, against.load),
-            refused=_refused(row, against, metric) or scheduled(scenario.loads[row.load], scenario.loads[against.load]),
-        )
+        _pair(row, against, scenario)
         for row, against in [*((row, named.get(_alone(row)) or base) for row in others), *wanted]
         if row is not None and against is not None
     ]
-    return verdicts(pairs, metric, floor or NoiseFloor())
+    return verdicts(pairs, floor or NoiseFloor())
+
+
+def _pair(row: Row, against: Row, scenario: Scenario) -> Pair:
+    loads = [scenario.loads[one.load] for one in (row, against)]
+    metric = metric_of(loads)
+    return Pair(
+        side=row_name(row),
+        baseline=row_name(against),
+        metric=metric,
+        side_speeds=speeds(metric, values_of(row, metric)),
+        baseline_speeds=speeds(metric, values_of(against, metric)),
+        loads=(row.load, against.load),
+        refused=_refused(row, against, metric) or scheduled(*loads),
+    )
 
 
 def _alone(row: Row) -> str:
@@ -127,7 +134,7 @@ def values_of(row: Row, metric: str) -> list[float]:
     return values
 
 
-def verdicts(pairs: Sequence[Pair], metric: str, floor: NoiseFloor) -> Comparison:
+def verdicts(pairs: Sequence[Pair], floor: NoiseFloor) -> Comparison:
     """Judge a table of pairs, corrected for how many there are. Pairs without values are not comparisons."""
     raw = [
         stats.permutation_p(pair.side_speeds, pair.baseline_speeds)
@@ -138,13 +145,14 @@ def verdicts(pairs: Sequence[Pair], metric: str, floor: NoiseFloor) -> Compariso
     made = [p for p in raw if p is not None]
     corrected = iter(stats.holm(made))
     judged = [
-        _judge(pair, metric, None if p is None else next(corrected), len(made), floor.of(metric, pair.loads))
+        _judge(pair, None if p is None else next(corrected), len(made), floor.of(pair.metric, pair.loads))
         for pair, p in zip(pairs, raw, strict=True)
     ]
+    metrics = {pair.metric for pair in pairs}
     return Comparison(
-        metric=metric,
+        metric=metrics.pop() if len(metrics) == 1 else None,
         comparisons=len(made),
-        noise_floor=max((floor.of(metric, pair.loads) for pair in pairs), default=floor.relative),
+        noise_floor=max((floor.of(pair.metric, pair.loads) for pair in pairs), default=floor.relative),
         noise_source=floor.source,
         verdicts=judged,
     )
@@ -155,22 +163,22 @@ def speeds(metric: str, values: Sequence[float]) -> list[float]:
     return [1 / value if metric == "wall_s" else value for value in values if value > 0]
 
 
-def _judge(pair: Pair, metric: str, p: float | None, comparisons: int, floor: float) -> Verdict:
+def _judge(pair: Pair, p: float | None, comparisons: int, floor: float) -> Verdict:
     side, base = pair.side_speeds, pair.baseline_speeds
     if p is None:
-        why = f"cannot tell: {pair.refused}" if pair.refused else _no_values(pair, metric)
-        return _verdict(pair, metric, None, None, None, "cannot tell", why)
+        why = f"cannot tell: {pair.refused}" if pair.refused else _no_values(pair)
+        return _verdict(pair, None, None, None, "cannot tell", why)
     interval = stats.ratio_interval(side, base)
     ratio = stats.geometric_ratio(side, base)
     if interval is None:
         needed = stats.repeats_to_reach_p(comparisons)
         text = (
-            f"cannot tell: {len(side)} against {_runs(len(base))} have no spread to judge the difference by; "
-            f"{needed} repeats a side is the least that can decide"
+            f"cannot tell: by {METRIC_WORDS[pair.metric]}, {len(side)} against {_runs(len(base))} have no spread "
+            f"to judge the difference by; {needed} repeats a side is the least that can decide"
         )
-        return _verdict(pair, metric, ratio, None, p, "cannot tell", text)
+        return _verdict(pair, ratio, None, p, "cannot tell", text)
     word, text = _weigh(pair, interval, p, comparisons, floor)
-    return _verdict(pair, metric, ratio, interval, p, word, text)
+    return _verdict(pair, ratio, interval, p, word, text)
 
 
 def _weigh(pair: Pair, seen: Ratio, p: float, comparisons: int, floor: float) -> tuple[str, str]:
@@ -179,8 +187,9 @@ def _weigh(pair: Pair, seen: Ratio, p: float, comparisons: int, floor: float) ->
     band = math.log1p(floor)
     excludes_one = seen.low > 1 or seen.high < 1
     effect = abs(math.log(seen.ratio)) > band
+    by = f"by {METRIC_WORDS[pair.metric]}"
     bounds = f"95 % interval {_factor(seen.low)} to {_factor(seen.high)}"
-    evidence = f"({bounds}, p = {_p(p)})"
+    evidence = f"{by} ({bounds}, p = {_p(p)})"
     if p < ALPHA and excludes_one and effect:
         if seen.ratio > 1:
             return "faster", f"faster: {_factor(seen.ratio)} times as fast as {pair.baseline} {evidence}"
@@ -199,7 +208,7 @@ def _weigh(pair: Pair, seen: Ratio, p: float, comparisons: int, floor: float) ->
         why = f"the {bounds} includes 1"
     else:
         why = f"p = {_p(p)} is not below {ALPHA:g}"
-    return "cannot tell", f"cannot tell: {why}; {_settle(pair, comparisons, floor)}"
+    return "cannot tell", f"cannot tell: {by}, {why}; {_settle(pair, comparisons, floor)}"
 
 
 def _settle(pair: Pair, comparisons: int, floor: float) -> str:
@@ -209,20 +218,20 @@ def _settle(pair: Pair, comparisons: int, floor: float) -> str:
     return f"about {needed} repeats a side would settle it at this spread"
 
 
-def _no_values(pair: Pair, metric: str) -> str:
+def _no_values(pair: Pair) -> str:
     sides = ((pair.side, pair.side_speeds), (pair.baseline, pair.baseline_speeds))
     empty = " and ".join(name for name, values in sides if not values)
-    reason = "it has to be run" if metric == "wall_s" else "the server has to report the tokens of every answer"
-    return f"cannot tell: there is no {METRIC_WORDS[metric]} of {empty}; {reason}"
+    reason = "it has to be run" if pair.metric == "wall_s" else "the server has to report the tokens of every answer"
+    return f"cannot tell: there is no {METRIC_WORDS[pair.metric]} of {empty}; {reason}"
 
 
 def _verdict(
-    pair: Pair, metric: str, ratio: float | None, interval: Ratio | None, p: float | None, word: str, sentence: str
+    pair: Pair, ratio: float | None, interval: Ratio | None, p: float | None, word: str, sentence: str
 ) -> Verdict:
     return Verdict(
         side=pair.side,
         baseline=pair.baseline,
-        metric=metric,
+        metric=pair.metric,
         ratio=ratio,
         low=None if interval is None else interval.low,
         high=None if interval is None else interval.high,

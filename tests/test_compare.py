@@ -14,7 +14,9 @@ from harness.errors import ExitCode, HarnessError, RunError
 from harness.manifest import Machine, ServedBy, write_run
 from harness.plan import Cell
 from harness.records import read_requests
+from harness.report import sentences
 from harness.scenario import Arrivals, Load, Scenario, Server
+from harness.scenario import Pair as Wanted
 from harness.summarize import summarize
 from harness.summary import Row, Verdict
 from harness.tally import numbers_of
@@ -26,9 +28,9 @@ TIGHT = [0.996, 0.998, 1.0, 1.002, 1.004]
 
 def judge(side: list[float], base: list[float], floor: float = 0.02, others: int = 0) -> Verdict:
     """The verdict on one pair, in a table with `others` that say nothing."""
-    pair = Pair(side="b / x", baseline="a / x", side_speeds=side, baseline_speeds=base)
-    dull = Pair(side="d", baseline="a / x", side_speeds=TIGHT, baseline_speeds=TIGHT)
-    return verdicts([pair, *[dull] * others], "wall_s", NoiseFloor(floor, "chosen")).verdicts[0]
+    pair = Pair(side="b / x", baseline="a / x", metric="wall_s", side_speeds=side, baseline_speeds=base)
+    dull = Pair(side="d", baseline="a / x", metric="wall_s", side_speeds=TIGHT, baseline_speeds=TIGHT)
+    return verdicts([pair, *[dull] * others], NoiseFloor(floor, "chosen")).verdicts[0]
 
 
 def test_faster() -> None:
@@ -36,20 +38,26 @@ def test_faster() -> None:
     assert (verdict.word, verdict.n, verdict.metric) == ("faster", (5, 5), "wall_s")
     assert verdict.ratio == pytest.approx(1.5)
     assert verdict.p == 2 / 252
-    assert verdict.sentence == ("b / x: faster: 1.50 times as fast as a / x (95 % interval 1.49 to 1.51, p = 0.008).")
+    assert verdict.sentence == (
+        "b / x: faster: 1.50 times as fast as a / x by wall time (95 % interval 1.49 to 1.51, p = 0.008)."
+    )
 
 
 def test_slower() -> None:
     verdict = judge([0.8 * v for v in TIGHT], TIGHT, others=4)
     assert verdict.word == "slower"
     assert verdict.p == 10 / 252
-    assert verdict.sentence == ("b / x: slower: 0.80 times as fast as a / x (95 % interval 0.80 to 0.80, p = 0.040).")
+    assert verdict.sentence == (
+        "b / x: slower: 0.80 times as fast as a / x by wall time (95 % interval 0.80 to 0.80, p = 0.040)."
+    )
 
 
 def test_the_same_is_said_only_when_the_interval_lies_inside_the_floor() -> None:
     verdict = judge([1.003 * v for v in TIGHT], TIGHT)
     assert verdict.word == "same"
-    assert verdict.sentence == ("b / x: the same within ±2 % as a / x (95 % interval 0.9984 to 1.008, p = 0.21).")
+    assert verdict.sentence == (
+        "b / x: the same within ±2 % as a / x by wall time (95 % interval 0.9984 to 1.008, p = 0.21)."
+    )
     assert judge([1.003 * v for v in TIGHT], TIGHT, floor=0.005).word == "cannot tell"
 
 
@@ -60,8 +68,8 @@ def test_a_sure_difference_below_the_floor_is_not_believed() -> None:
     edge = judge([1.018 * v for v in TIGHT], TIGHT)
     assert edge.word == "cannot tell"
     assert edge.sentence == (
-        "b / x: cannot tell: a difference of 1.8 % lies within the noise floor of ±2 %, but the 95 % interval "
-        "1.013 to 1.023 does not; about 22 repeats a side would settle it at this spread."
+        "b / x: cannot tell: by wall time, a difference of 1.8 % lies within the noise floor of ±2 %, but the "
+        "95 % interval 1.013 to 1.023 does not; about 22 repeats a side would settle it at this spread."
     )
 
 
@@ -69,7 +77,7 @@ def test_three_repeats_can_never_tell() -> None:
     verdict = judge([2.0, 2.02, 1.98], [1.0, 1.01, 0.99])
     assert verdict.p == 0.1
     assert verdict.sentence == (
-        "b / x: cannot tell: 3 against 3 runs can never reach p < 0.05; "
+        "b / x: cannot tell: by wall time, 3 against 3 runs can never reach p < 0.05; "
         "about 4 repeats a side would settle it at this spread."
     )
     assert "about 6 repeats" in judge([2.0, 2.02, 1.98], [1.0, 1.01, 0.99], others=6).sentence
@@ -80,7 +88,7 @@ def test_too_wide_an_interval() -> None:
     verdict = judge([1.1 * v for v in wide], wide)
     assert verdict.word == "cannot tell"
     assert verdict.sentence == (
-        "b / x: cannot tell: the 95 % interval 0.74 to 1.64 includes 1; "
+        "b / x: cannot tell: by wall time, the 95 % interval 0.74 to 1.64 includes 1; "
         "about 65 repeats a side would settle it at this spread."
     )
     hopeless = judge([1.03 * v for v in wide], wide)
@@ -93,7 +101,7 @@ def test_correction_takes_a_verdict_away() -> None:
     verdict = judge(side, base, others=6)
     assert verdict.word == "cannot tell"
     assert verdict.sentence == (
-        "b / x: cannot tell: 5 against 5 runs can never reach p < 0.05 in 7 comparisons; "
+        "b / x: cannot tell: by wall time, 5 against 5 runs can never reach p < 0.05 in 7 comparisons; "
         "about 6 repeats a side would settle it at this spread."
     )
 
@@ -109,7 +117,7 @@ def test_one_repeat() -> None:
     verdict = judge([1.5], [1.0])
     assert (verdict.ratio, verdict.low, verdict.high, verdict.p) == (1.5, None, None, 1.0)
     assert verdict.sentence == (
-        "b / x: cannot tell: 1 against 1 run have no spread to judge the difference by; "
+        "b / x: cannot tell: by wall time, 1 against 1 run have no spread to judge the difference by; "
         "4 repeats a side is the least that can decide."
     )
 
@@ -118,8 +126,8 @@ def test_nothing_measured() -> None:
     verdict = judge([], TIGHT, others=1)
     assert (verdict.ratio, verdict.p, verdict.n) == (None, None, (0, 5))
     assert verdict.sentence == "b / x: cannot tell: there is no wall time of b / x; it has to be run."
-    pairs = [Pair(side="b", baseline="a", side_speeds=[], baseline_speeds=[])]
-    empty = verdicts(pairs, "output_tok_s", NoiseFloor())
+    pairs = [Pair(side="b", baseline="a", metric="output_tok_s", side_speeds=[], baseline_speeds=[])]
+    empty = verdicts(pairs, NoiseFloor())
     assert empty.comparisons == 0
     assert empty.verdicts[0].sentence == (
         "b: cannot tell: there is no output tok/s of b and a; the server has to report the tokens of every answer."
@@ -149,6 +157,49 @@ def test_wall_times_are_turned_round() -> None:
 )
 def test_the_metric_follows_the_work(loads: list[Load], metric: str) -> None:
     assert metric_of(loads) == metric
+
+
+def test_each_pair_has_the_metric_of_its_loads() -> None:
+    """A timed load in a scenario does not take the wall time from loads that are the same fixed work."""
+    loads = {
+        "work": Load(user="batch", requests=5),
+        "people": Load(user="chat", duration_s=5.0),
+        "vectors": Load(user="batch", duration_s=5.0, endpoint="embeddings"),
+    }
+    scenario = Scenario(
+        version=1, question="?", model="m", servers={}, loads=loads,
+        compare=[Wanted(row="b/people", against="a/people"), Wanted(row="b/vectors", against="a/vectors")],
+    )  # fmt: skip
+
+    def row(server: str, load: str, factor: float) -> Row:
+        wall = [factor * value for value in TIGHT] if load == "work" else []
+        rate = [2.0 / factor * value for value in TIGHT]
+        return Row(
+            server=server, load=load, cells=[], wall_s=wall, output_tok_s=[] if load == "vectors" else rate,
+            input_tok_s=rate, pooled=numbers_of([]),
+        )  # fmt: skip
+
+    rows = [row(server, load, factor) for server, factor in (("a", 2.0), ("b", 1.0)) for load in loads]
+    found = compare_rows(rows, ("a", "work"), scenario)
+    assert found is not None and found.metric is None
+    assert [(v.side, v.baseline, v.metric, v.word) for v in found.verdicts] == [
+        ("a / people", "a / work", "output_tok_s", "same"),
+        ("a / vectors", "a / work", "output_tok_s", "cannot tell"),
+        ("b / work", "a / work", "wall_s", "faster"),
+        ("b / people", "a / work", "output_tok_s", "faster"),
+        ("b / vectors", "a / work", "output_tok_s", "cannot tell"),
+        ("b / people", "a / people", "output_tok_s", "faster"),
+        ("b / vectors", "a / vectors", "input_tok_s", "faster"),
+    ]
+    assert [" by wall time (" in v.sentence for v in found.verdicts].count(True) == 1
+    assert sentences.of_method(found).startswith(
+        "By output tokens per second or wall time or prompt tokens per second, as each line says; 5 comparisons"
+    )
+    assert sentences.in_short(found.verdicts[2], found) == "2.00 times as fast by wall time"
+    assert sentences.in_short(found.verdicts[6], found) == "2.00 times as fast as a / vectors by prompt tok/s"
+    alone = compare_rows([row for row in rows if row.load == "work"], ("a", "work"), scenario)
+    assert alone is not None and alone.metric == "wall_s"
+    assert sentences.in_short(alone.verdicts[0], alone) == "2.00 times as fast"
 
 
 OPEN = Load(user="batch", requests=5, arrivals=Arrivals(rate=2.0))
@@ -232,6 +283,23 @@ def test_a_floor_that_is_given_is_used(tmp_path: Path) -> None:
     rows = {("wall_s", "x"): 0.05, ("output_tok_s", "x"): 0.5, ("wall_s", "y"): 0.6}
     by_row = compare_runs(groups, floor=NoiseFloor(0.01, "chosen", rows))
     assert (by_row.noise_floor, {v.word for v in by_row.verdicts}) == (0.05, {"same"})
+
+
+def test_runs_are_compared_load_by_load(tmp_path: Path) -> None:
+    loads = {
+        "x": Load(user="batch", requests=4, output_tokens=11),
+        "y": Load(user="batch", requests=4, output="natural"),
+    }
+    for name, factor in (("one", 1.0), ("two", 1.1)):
+        write_made_run(tmp_path / name, noisy(1, factor), made_of=scenario(loads=loads))
+    found = compare_runs([[tmp_path / "one"], [tmp_path / "two"]])
+    assert found.metric is None
+    assert [(v.side, v.metric, v.word) for v in found.verdicts] == [
+        ("a / x", "wall_s", "slower"),
+        ("a / y", "output_tok_s", "slower"),
+        ("b / x", "wall_s", "slower"),
+        ("b / y", "output_tok_s", "slower"),
+    ]
 
 
 def refused(tmp_path: Path, about: str | None = None, **other: Any) -> str:

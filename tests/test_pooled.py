@@ -47,8 +47,8 @@ def found(spread: float, effect: float = 1.0) -> Rates:
     runs = seen.mean(axis=3)
     ours = 0
     for base, side in runs:
-        pair = Pair(side="b", baseline="a", side_speeds=list(1 / side), baseline_speeds=list(1 / base))
-        ours += verdicts([pair], "wall_s", NO_FLOOR).verdicts[0].word in ("faster", "slower")
+        pair = Pair(side="b", baseline="a", metric="wall_s", side_speeds=list(1 / side), baseline_speeds=list(1 / base))
+        ours += verdicts([pair], NO_FLOOR).verdicts[0].word in ("faster", "slower")
     return Rates(float(np.mean(welch < ALPHA)), float(np.mean(ranks < ALPHA)), ours / PAIRS)
 
 

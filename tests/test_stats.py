@@ -149,11 +149,14 @@ def experiments(true_ratio: float, spread: float, drift: float, repeats: int = 5
     b = np.array([cell.server == "b" for cell in order])
     logs[:, b] += math.log(true_ratio)
     values = np.exp(logs)
-    return [Pair(side="b", baseline="a", side_speeds=list(row[b]), baseline_speeds=list(row[~b])) for row in values]
+    return [
+        Pair(side="b", baseline="a", metric="wall_s", side_speeds=list(row[b]), baseline_speeds=list(row[~b]))
+        for row in values
+    ]
 
 
 def words(pairs: list[Pair], floor: float) -> list[str]:
-    return [verdicts([pair], "wall_s", NoiseFloor(floor, "chosen")).verdicts[0].word for pair in pairs]
+    return [verdicts([pair], NoiseFloor(floor, "chosen")).verdicts[0].word for pair in pairs]
 
 
 @pytest.mark.parametrize(("spread", "drift"), [(0.02, 0.0), (0.05, 0.0), (0.02, 0.10), (0.05, 0.20)])
@@ -197,10 +200,12 @@ def test_many_comparisons_of_equal_servers_raise_no_more_alarms_than_one() -> No
     for logs in dice.normal(0.0, 0.03, (tables, 11, 6)):
         values = np.exp(logs)
         pairs = [
-            Pair(side=str(i), baseline="a", side_speeds=list(values[i]), baseline_speeds=list(values[0]))
+            Pair(
+                side=str(i), baseline="a", metric="wall_s", side_speeds=list(values[i]), baseline_speeds=list(values[0])
+            )
             for i in range(1, 11)
         ]
-        made = verdicts(pairs, "wall_s", NoiseFloor(1e-9, "chosen"))
+        made = verdicts(pairs, NoiseFloor(1e-9, "chosen"))
         assert made.comparisons == 10
         false += any(verdict.word in ("faster", "slower") for verdict in made.verdicts)
     assert false / tables <= 0.07  # 5 % and the scatter of 600 tables

@@ -8,8 +8,9 @@ from harness.report import differing, sentences, words
 from harness.report.markdown import code, escape
 from harness.report.terminal import STYLES
 from harness.summary import Comparison, Verdict
+from harness.verdicts import METRIC_WORDS
 
-HEADINGS = ("Side", "Baseline", "Runs", "Speed", "95 % interval", "p", "Verdict")
+HEADINGS = ("Side", "Baseline", "Runs", "By", "Speed", "95 % interval", "p", "Verdict")
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
@@ -56,6 +57,7 @@ def _cells(verdict: Verdict) -> tuple[str, ...]:
         verdict.side,
         verdict.baseline,
         f"{verdict.n[0]} : {verdict.n[1]}",
+        METRIC_WORDS[verdict.metric],
         "n/a" if verdict.ratio is None else f"{verdict.ratio:.3f}×",
         f"{verdict.low:.3f} to {verdict.high:.3f}" if known else "n/a",
         "n/a" if verdict.p is None else f"{verdict.p:.3f}",

@@ -150,7 +150,12 @@ def _of_verdicts(summary: Summary) -> Iterator[Metric]:
     speedup = _gauge("speedup_ratio", "Speed / the baseline's; bound is low, high (95 %) or middle", "ratio")
     for verdict in summary.comparison.verdicts:
         row = next(row for row in summary.rows if side(row) == verdict.side)
-        labels = {**_labels(summary, row), "baseline": verdict.baseline, "verdict": verdict.word}
+        labels = {
+            **_labels(summary, row),
+            "baseline": verdict.baseline,
+            "metric": verdict.metric,
+            "verdict": verdict.word,
+        }
         for bound, value in (("low", verdict.low), ("middle", verdict.ratio), ("high", verdict.high)):
             if value is not None:
                 speedup.add_sample(speedup.name, {**labels, "bound": bound}, value)

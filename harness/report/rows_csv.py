@@ -60,6 +60,7 @@ def _record(line: Line) -> dict[str, str | int | float | None]:
         }
     return record | {
         "baseline": int(line.baseline),
+        "speedup_by": verdict.metric if verdict else None,
         "speedup": verdict.ratio if verdict else None,
         "speedup_low": verdict.low if verdict else None,
         "speedup_high": verdict.high if verdict else None,

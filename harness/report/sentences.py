@@ -9,6 +9,7 @@ from harness.plan import plan
 from harness.report import words
 from harness.report.table import Line
 from harness.summary import Comparison, FailedRequests, Summary, Verdict
+from harness.verdicts import METRIC_WORDS
 
 
 def of_row(line: Line, run: Run) -> str:
@@ -45,11 +46,13 @@ def _against_baseline(line: Line) -> str:
     verdict = line.verdict
     if verdict is None or verdict.ratio is None:
         return ""
+    by = f"by {METRIC_WORDS[verdict.metric]}"
+    factor = f", {by} {verdict.ratio:.2f} times as fast as the baseline"
     return {
-        "faster": f", {verdict.ratio:.2f} times as fast as the baseline",
-        "slower": f", {verdict.ratio:.2f} times as fast as the baseline, so slower",
-        "same": ", the same as the baseline",
-    }.get(verdict.word, f", {verdict.ratio:.2f} times as fast as the baseline, which may be chance")
+        "faster": factor,
+        "slower": f"{factor}, so slower",
+        "same": f", {by} the same as the baseline",
+    }.get(verdict.word, f"{factor}, which may be chance")
 
 
 def of_validity(summary: Summary, run: Run) -> str:
@@ -79,6 +82,7 @@ def in_short(verdict: Verdict, comparison: Comparison) -> str:
     floor = f"±{100 * comparison.noise_floor:.2g}\u00a0%"
     # Only the baseline of all rows is shown beside them.
     against = "" if verdict.baseline == comparison.verdicts[0].baseline else f" as {verdict.baseline}"
+    against += "" if comparison.metric is not None else f" by {METRIC_WORDS[verdict.metric]}"  # else it is said above
     if verdict.word == "same":
         return f"as fast{against} within {floor}, which is noise"
     factor = f"{verdict.ratio:.2f} times as fast{against}"
@@ -128,18 +132,29 @@ def _of_failed(failed: FailedRequests) -> str:
     return f"{text}: {failed.cause}; to solve it: {failed.fix}{said}"
 
 
+def by_what(comparison: Comparison) -> str:
+    """What speed was judged by, where it is the same for all; else all there are."""
+    kinds = {
+        "wall_s": "wall time",
+        "output_tok_s": "output tokens per second",
+        "input_tok_s": "prompt tokens per second",
+    }
+    if comparison.metric is not None:
+        return kinds[comparison.metric]
+    found = dict.fromkeys(kinds[verdict.metric] for verdict in comparison.verdicts)
+    return f"{' or '.join(found)}, as each line says" if found else "no metric"
+
+
 def of_method(comparison: Comparison) -> str:
     """How the verdicts were reached."""
-    kinds = {"wall_s": "wall time", "input_tok_s": "prompt tokens per second"}
-    metric = kinds.get(comparison.metric, "output tokens per second")
     correction = (
         ("no comparison could be made", "one comparison")[comparison.comparisons]
         if comparison.comparisons < 2
         else f"{comparison.comparisons} comparisons, p-values corrected for that"
     )
     return (
-        f"By {metric}; {correction}. Differences below {100 * comparison.noise_floor:.2g}\u00a0% are not believed "
-        f"(noise floor: {comparison.noise_source})."
+        f"By {by_what(comparison)}; {correction}. Differences below {100 * comparison.noise_floor:.2g}\u00a0% "
+        f"are not believed (noise floor: {comparison.noise_source})."
     )
 
 
