@@ -136,7 +136,8 @@ def _watch(
     counter = LineCounter(Path(job.requests_path))
     raised = 0  # exceptions in the log when the last record came
     begin = time.monotonic()
-    total = None if job.load.requests is None else job.load.requests + (job.warmup.requests or 0)
+    endless = job.load.requests is None or job.warmup.until is not None
+    total = None if endless else (job.load.requests or 0) + (job.warmup.requests or 0)
     last_change = last_look = begin
     while child.poll() is None:
         dead = alive()

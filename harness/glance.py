@@ -138,7 +138,8 @@ class Watch:
         if load.user != "batch" or load.arrivals is not None:
             return None
         try:
-            counts = msgspec.json.decode(Path(self._job.tickets_path).read_bytes())
+            with Path(self._job.tickets_path).open("rb") as file:
+                counts = msgspec.json.decode(file.readline())
             out = counts["warmup_taken"] + counts["measured_taken"] - counts["settled"]
             return min(max(int(out), 0), at_once(load))
         except (OSError, msgspec.DecodeError, KeyError, TypeError):

@@ -17,6 +17,7 @@ from harness.serve.daemon import engine_host
 from harness.serve.lemonade.hints import hints
 from harness.serve.notes import notes, notes_on_comments
 from harness.stats import ALPHA, repeats_to_reach_p
+from harness.steady import WINDOWS, steadiness
 from harness.traces.replay import replay_of
 
 # For a fixed amount of work the time depends on the server, which is not known before the run.
@@ -65,6 +66,15 @@ def show_plan(experiment: Experiment, console: Console) -> None:
             highlight=False,
         )
     for name, load in scenario.loads.items():
+        warmup = warmup_of(scenario, load)
+        if warmup.until is not None:
+            rule = steadiness(load, warmup)
+            console.print(
+                f"note: {name}: the warm-up goes on until the server is steady, at least "
+                f"{counted(rule.least, 'request')} ({WINDOWS} windows of {rule.step}) and at most {duration(rule.most_s)}",
+                markup=False,
+                highlight=False,
+            )
         if load.trace is not None:
             replay = replay_of(experiment.folder / load.trace.file, load.trace)
             left_out = (
@@ -132,8 +142,9 @@ def estimate_s(scenario: Scenario, folder: Path) -> float:
             start_s /= len(scenario.loads)
         warmup = warmup_of(scenario, load)
         total += start_s + GENERATOR_START_S + load.ramp_s + (warmup.duration_s or 0.0)
-        if load.arrivals is not None and warmup.requests:
-            groups = -(-warmup.requests // taken_together(load))
+        warm = steadiness(load, warmup).least if warmup.until is not None else warmup.requests or 0
+        if load.arrivals is not None and warm:
+            groups = -(-warm // taken_together(load))
             total += Schedule(steady(load.arrivals), scenario.seed).at(groups - 1) or 0.0
         if load.duration_s is not None:
             total += load.duration_s
@@ -143,6 +154,6 @@ def estimate_s(scenario: Scenario, folder: Path) -> float:
             arriving = -(-(load.requests or 0) // taken_together(load))
             total += Schedule(load.arrivals, scenario.seed).at(arriving - 1) or 0.0
         else:
-            requests = (load.requests or 0) + (warmup.requests or 0)
+            requests = (load.requests or 0) + warm
             total += requests * typical_of(load.output_tokens) * ASSUMED_TPOT_S / load.users
     return total

@@ -92,6 +92,8 @@ class ProcessMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     wall_s: float
     wall_error_s: float | None = None  # of several machines: `wall_s` is the master's clock, known to so much
     monotonic_s: float
+    # Whether the warm-up found the server steady before its bound (end only). None: it was not to find that out.
+    steady: bool | None = None
     sent: int | None = None  # requests whose first byte was about to be written (end only)
     recorded: int | None = None  # records handed to the file (end only)
     cpu_s: float | None = None  # CPU time of the process since its start mark (end only)

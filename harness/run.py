@@ -35,7 +35,7 @@ from harness.plan import Cell, at_once, plan
 from harness.preflight import refuse_blocked
 from harness.progress import Progress
 from harness.report import html
-from harness.scenario import Scenario, locustfile_of, warmup_of
+from harness.scenario import Scenario, Warmup, locustfile_of, warmup_of, wave_of
 from harness.serve import Endpoint, attach, engine_version, is_offline, labels, serve
 from harness.serve.generator import ContainerChild
 from harness.serve.telemetry import source_of
@@ -316,6 +316,8 @@ def _offline(experiment: Experiment, run_id: str, cell: Cell, folder: Path, prog
     words = counted_words(experiment, run_id, cell.server, None, None)
     salt = salt_words(run_id, cell.id, words)
     job = make_job(experiment, cell, folder.resolve(), None, salt, words)
+    if job.warmup.until is not None:  # nothing is in flight before and after what it is given at once
+        job = msgspec.structs.replace(job, warmup=Warmup(requests=wave_of(job.load)))
     write_job(job, folder.resolve() / "jobs" / f"{cell.id}.json")
     return offline_cell(experiment.scenario, cell, job, run_id=run_id, folder=folder, say=progress.stage)
 

@@ -128,10 +128,14 @@ class Prompts(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Warmup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Work sent before the measurement, at the concurrency to come, recorded and marked. One of the two."""
+    """Work sent before the measurement, at the concurrency to come, recorded and marked. One of the first three."""
 
     requests: Annotated[int, Meta(ge=0)] | None = None
     duration_s: NotNegative | None = None
+    until: Literal["steady"] | None = None  # as long as it takes, by the rule of harness.steady
+    within: Annotated[float, Meta(gt=0, le=1)] = 0.05  # steady: how far windows may differ
+    most_s: Positive = 600.0  # steady: after that the measurement begins all the same ...
+    most_requests: Count | None = None  # ... as after so many requests
 
 
 class Baseline(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -176,10 +180,15 @@ def warmup_of(scenario: Scenario, load: Load) -> Warmup:
 
     In an open loop nobody knows that concurrency: a few requests have to do.
     """
+    return scenario.warmup or Warmup(requests=wave_of(load))
+
+
+def wave_of(load: Load) -> int:
+    """Requests of one wave: what all users take, so that the server has met the concurrency to come."""
     if is_open(load):
-        return scenario.warmup or Warmup(requests=min(load.users, _OPEN_WARMUP) * taken_together(load))
+        return min(load.users, _OPEN_WARMUP) * taken_together(load)
     # A conversation takes its turns one after the other, a steady stream more than it takes together.
-    return scenario.warmup or Warmup(requests=max(at_once(load), load.users * taken_together(load)))
+    return max(at_once(load), load.users * taken_together(load))
 
 
 def is_open(load: Load) -> bool:

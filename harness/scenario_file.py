@@ -9,7 +9,7 @@ from msgspec import Struct
 from harness import behaviour, lengths, mixes, structured
 from harness.check_syntax import misplaced
 from harness.errors import HarnessError, ScenarioError, did_you_mean
-from harness.scenario import SERVER_TOKENIZER, USERS, Arrivals, Load, Prompts, Scenario, Server, Trace
+from harness.scenario import SERVER_TOKENIZER, USERS, Arrivals, Load, Prompts, Scenario, Server, Trace, Warmup
 from harness.strict import decode, load_yaml, where
 
 
@@ -96,12 +96,24 @@ def _contradictions(scenario: Scenario, folder: Path, known: dict[str, list[str]
         problems.append(f"$.baseline.server: '{base.server}' is not a server; {did_you_mean(base.server, servers)}")
     if base is not None and base.load not in loads:
         problems.append(f"$.baseline.load: '{base.load}' is not a load; {did_you_mean(base.load, loads)}")
-    warmup = scenario.warmup
-    if warmup is not None and (warmup.requests is None) == (warmup.duration_s is None):
-        problems.append("$.warmup: give exactly one of 'requests' and 'duration_s'")
+    problems += _warmup_problems(scenario.warmup) if scenario.warmup is not None else []
     problems += _prompt_problems(scenario.prompts, folder) + _answer_problems(scenario)
     problems += _pair_problems(scenario, servers, loads)
     return problems + _check_problems(scenario.checks, servers, loads)
+
+
+def _warmup_problems(warmup: Warmup) -> list[str]:
+    problems = []
+    if [warmup.requests, warmup.duration_s, warmup.until].count(None) != 2:
+        problems.append("$.warmup: give exactly one of 'requests', 'duration_s' and 'until'")
+    if warmup.until is None:
+        default = Warmup()
+        problems += [
+            f"$.warmup.{key}: belongs to 'until: steady'"
+            for key in ("within", "most_s", "most_requests")
+            if getattr(warmup, key) != getattr(default, key)
+        ]
+    return problems
 
 
 def _load_problems(load: Load, folder: Path) -> list[str]:

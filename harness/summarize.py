@@ -25,6 +25,7 @@ from harness.summary import CellSummary, FailedRequests, Numbers, Reference, Row
 from harness.tally import Clock, Tally, numbers_of
 from harness.telemetry import TelemetrySample, machine_load, median_load, read_telemetry
 from harness.verdicts import compare_rows
+from harness.warmed import warmed
 
 TOGETHER = 0.80  # of the measured time of a mix
 MOST_CAUSES = 5  # of failed requests, of each row
@@ -284,6 +285,7 @@ def _cell(
         server_load=load,
         machine_load=did,
         ready_s=sum(phase.seconds for phase in phases) if phases else None,
+        warmup=warmed(counted, watched.marks),
         problems=found.reasons,
         notes=found.notes,
         limits=found.limits,

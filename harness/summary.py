@@ -180,6 +180,14 @@ class ClientLimit(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     text: str
 
 
+class Warmed(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The warm-up of a cell."""
+
+    requests: int
+    seconds: float | None = None  # from its first request to the first measured one
+    steady: bool | None = None  # whether it found the server steady; None: it was not to find that out
+
+
 class CellSummary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One cell: one server under one load, once."""
 
@@ -191,6 +199,7 @@ class CellSummary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     server_load: ServerLoad
     machine_load: MachineLoad | None = None  # None: nothing was sampled
     ready_s: float | None = None  # the server's start until its first answer
+    warmup: Warmed | None = None  # None: there was none
     problems: list[str] = []  # why it is not valid
     notes: list[str] = []  # what a reader should know and does not make it invalid
     limits: list[ClientLimit] = []  # each of them is a problem or a note as well

@@ -106,6 +106,7 @@ class Tally(Struct, kw_only=True):
     send_lag_s: "array[float]" = msgspec.field(default_factory=_doubles)
     punctual: Punctual = msgspec.field(default_factory=Punctual)
     # All requests, warm-up included:
+    warmup: int = 0  # of all, those of the warm-up
     first_any_s: float | None = None
     last_any_s: float | None = None
     by_process: Counter[int] = msgspec.field(default_factory=Counter)
@@ -120,6 +121,7 @@ class Tally(Struct, kw_only=True):
         self.first_any_s = sent_s if self.first_any_s is None else min(self.first_any_s, sent_s)
         self.last_any_s = ended_s if self.last_any_s is None else max(self.last_any_s, ended_s)
         self.by_process[request.process] += 1
+        self.warmup += request.phase == "warmup"
         self._count_generated(request)
         offered = request.phase == "measured" or not self.scheduled
         if offered:
@@ -248,7 +250,7 @@ _SUMS = (
     "counted_chunks", "chunked_tokens", "ended_inside", "wrong_length", "read_clock", "chunks",
     "reasoning_tokens", "tool_calls_valid", "coalesced", "coalesced_told", "coalesced_late", "first_shared",
     "first_shared_late", "resent", "by_process", "least_tokens",
-    "cut_chunks_inside",
+    "cut_chunks_inside", "warmup",
 )  # fmt: skip
 _VALUES = ("ttft_s", "ttfo_s", "tpot_s", "e2e_s", "send_lag_s", "tokens_inside")
 _ENDS = {"first_sent_s": min, "last_ended_s": max, "first_any_s": min, "last_any_s": max}

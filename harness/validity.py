@@ -15,6 +15,7 @@ from harness.self_check import called, client_limits, more_users
 from harness.summary import ClientLimit, MachineLoad, Numbers, ServerLoad
 from harness.tally import Tally
 from harness.telemetry import MOST_GAP_S
+from harness.warmed import in_words, warmed
 from harness.workers import Workers
 
 MOST_TOKEN_DIFFERENCE = 0.01
@@ -279,6 +280,7 @@ def _shared_reads(tally: Tally, limits: Sequence[ClientLimit]) -> list[str]:
 def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> list[str]:
     tally, numbers, load = evidence.tally, evidence.numbers, evidence.load
     notes = _clocks(evidence) + _heat(evidence, invalid=False) + _energy(evidence.machine_load) + _front(evidence)
+    notes += in_words(warmed(tally, evidence.marks))
     if tally.read_clock:
         notes.append(
             f"the chunk times of {tally.read_clock:,} of {_count(numbers.succeeded, 'request')} are those of the read, "

@@ -9,12 +9,12 @@ from harness.paths import ROOT
 
 LOAD = {
     "__version__", "load", "workers", "arrivals", "workload", "job", "records", "scenario", "errors", "strict", "data",
-    "lengths", "structured", "traces", "attain", "check_syntax", "derive", "newest", "behaviour",
+    "lengths", "structured", "traces", "steady", "attain", "check_syntax", "derive", "newest", "behaviour",
 }  # fmt: skip
 READS_FILES = {
     "attain", "board", "floors", "differences", "blocks", "gaps", "count", "check_syntax", "export", "reference",
     "derive", "started", "stats", "tally", "summary", "summarize", "verdicts", "alike", "compare", "checks", "validity",
-    "report", "answered", "punctual", "self_check",
+    "report", "answered", "punctual", "warmed", "self_check",
 }  # fmt: skip
 READERS = {
     "arrivals", "records", "manifest", "origin", "errors", "plan", "scenario", "metrics", "telemetry", "failures",
@@ -29,6 +29,7 @@ ALLOWED = {
     "scenario_file": {"scenario", "errors", "strict", "check_syntax", "lengths", "structured", "behaviour", "mixes"},
     "samples": set(),
     "behaviour": set(),
+    "steady": {"scenario"},
     "mixes": {"scenario"},
     "lengths": {"errors"},
     "structured": set(),

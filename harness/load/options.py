@@ -73,6 +73,11 @@ def add_options(parser: LocustArgumentParser) -> None:
         help="open loop: so many begin each second; empty: users wait for answers",
     )
     add("--timeout", type=float, default=load.timeout_s, help="seconds of silence after which a request has failed")
+    add(
+        "--warmup",
+        default=_warmup_text(job.warmup if job else None),
+        help="so many requests first, which do not count; steady: until the server answers as fast as it will",
+    )
     add("--slos", default=job.slos if job else "", help="for goodput, such as 'ttft<=2s, tpot<=50ms'")
 
 
@@ -125,6 +130,7 @@ def with_options(job: Job, options: Namespace) -> Job:
         job,
         model=options.model,
         slos=options.slos,
+        warmup=_warmup(options.warmup, job.warmup),
         prompts=msgspec.structs.replace(
             job.prompts,
             kind=kind,
@@ -206,6 +212,22 @@ def _tokens(option: str, text: str, planned: Any) -> Any:
         return int(text)
     except ValueError:
         raise HarnessError(f"{option}: {text!r} is not a number of tokens") from None
+
+
+def _warmup_text(warmup: Warmup | None) -> str:
+    if warmup is None:
+        return "0"
+    return warmup.until or (AS_PLANNED if warmup.requests is None else str(warmup.requests))
+
+
+def _warmup(text: str, planned: Warmup) -> Warmup:
+    if text == _warmup_text(planned):
+        return planned
+    if text == "steady":
+        return Warmup(until="steady")
+    if not text.isascii() or not text.isdigit():
+        raise HarnessError(f"--warmup: {text!r} is neither a number of requests nor 'steady'")
+    return Warmup(requests=int(text))
 
 
 def _arrivals_text(arrivals: Arrivals | None) -> str:

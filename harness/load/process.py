@@ -25,10 +25,11 @@ from harness.load.leave import leaving
 from harness.load.part import Part
 from harness.load.reader import Reader
 from harness.load.recorder import Recorder
-from harness.load.tickets import Plan, Ticket, Tickets
+from harness.load.tickets import Plan, Seen, Ticket, Tickets
 from harness.load.tools import Tools
 from harness.records import ErrorKind, Request
-from harness.scenario import taken_together
+from harness.scenario import Arrivals, taken_together
+from harness.steady import Steadiness, steadiness
 from harness.structured import Judged
 from harness.traces.replay import Replay, replay_of
 from harness.workload import Message
@@ -75,11 +76,13 @@ class LoadProcess:
         self._clock = KernelClock()
         self._reader = Reader(self._clock)
         self.tickets = Tickets(job.tickets_path, plan_of(job))
+        recorder.steady = self.tickets.steady
         if self.by_hand:
             os.unlink(job.tickets_path)  # of use to this process only, which has it open
 
     def close(self) -> None:
         """Let go of everything but the recorder."""
+        self.recorder.steady = None
         self.tickets.close()
         self._reader.close()
         self._clock.close()
@@ -139,7 +142,8 @@ class LoadProcess:
                 self.recorder.health.note_reads(exchange.arrivals.lags_us())
                 self.recorder.add(self._record(exchange, answer, place, tools))
             finally:
-                self.tickets.settle()  # whatever happens: the end of the load waits for it
+                # Whatever happens: the end of the load waits for it.
+                self.tickets.settle(seen=_seen(exchange, place, answer))
             if tell is not None:
                 tell(answer)
         return answer
@@ -254,6 +258,14 @@ class LoadProcess:
             ) from None
 
 
+def _seen(exchange: Exchange, place: Place, answer: Answer) -> Seen | None:
+    """What a warm-up looks at; failed requests say nothing of how fast the server is."""
+    if place.ticket.phase != "warmup" or answer.error is not None:
+        return None
+    ttft_s, e2e_s = (answer.chunks_s[0], answer.chunks_s[-1]) if answer.chunks_s else (math.nan, answer.ended_s)
+    return Seen(exchange.start_ns / 1e9, ttft_s, e2e_s / (answer.output_tokens or 1))
+
+
 def _scheduled_s(exchange: Exchange, place: Place) -> float | None:
     """When the plan wanted it sent; what follows an answer follows no plan."""
     due_s = place.ticket.due_s
@@ -276,6 +288,7 @@ def plan_of(job: Job) -> Plan:
         duration_s=job.load.duration_s,
         warmup_requests=job.warmup.requests or 0,
         warmup_s=job.warmup.duration_s or 0.0,
+        steady=_steadiness(job),
         ramp_s=job.load.ramp_s,
         schedule=_replay(job) or (None if job.load.arrivals is None else Schedule(job.load.arrivals, job.seed)),
         warmup_schedule=_warmup_schedule(job),
@@ -283,8 +296,21 @@ def plan_of(job: Job) -> Plan:
     )
 
 
+def _steadiness(job: Job) -> Steadiness | None:
+    if job.warmup.until is None:
+        return None
+    rule = steadiness(job.load, job.warmup)
+    return rule._replace(wave=-(-rule.wave // job.machines))
+
+
 def _warmup_schedule(job: Job) -> Schedule | None:
-    """The warm-up of an open loop offers what the load begins with: all users at once would leave a queue."""
+    """The warm-up of an open loop offers what the load begins with: all users at once would leave a queue.
+
+    A few requests of a trace are soon over; until the server is steady they come as often as on the mean.
+    """
+    replay = _replay(job) if job.warmup.until is not None else None
+    if replay is not None and replay.at_s[-1] > 0:
+        return Schedule(Arrivals(rate=len(replay) / replay.at_s[-1]), -1 - job.seed)
     return None if job.load.arrivals is None else Schedule(steady(job.load.arrivals), -1 - job.seed)
 
 

@@ -50,6 +50,7 @@ class Recorder:
         self.watcher: Callable[[Request], None] | None = None  # of a live load: is told of each record
         self.health = Health()
         self._cell = cell
+        self.steady: Callable[[], bool | None] | None = None  # whether the warm-up found the server steady
         self._pid = os.getpid()
         self.process = process_number(self._pid, anchor.machine)
         self._anchor = anchor
@@ -139,6 +140,7 @@ class Recorder:
             recorded=self.recorded if ended else None,
             cpu_s=time.process_time() - self._cpu_s if ended else None,
             cpu_most=self.health.cpu_most() if ended else None,
+            steady=self.steady() if ended and self.steady is not None else None,
             read_lag_p99_s=self.health.read_lag_p99_s() if ended else None,
             loop_lag_mean_s=self.health.loop_lag_mean_s() if ended else None,
             loop_lag_p50_s=self.health.loop_lag_s(0.5) if ended else None,

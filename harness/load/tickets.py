@@ -1,11 +1,13 @@
 """Which request of the sequence comes next: one small shared file for all load processes of a machine.
 
 The file holds one JSON line and is only touched under flock. The kernel gives the lock back when a process dies.
-The monotonic clock in it is the machine's, so its times mean the same to every process.
+The monotonic clock in it is the machine's, so its times mean the same to every process. Behind the line lie, of a
+warm-up that goes on until the server is steady, two doubles for each of its answers, in the order in which they ended.
 """
 
 import fcntl
 import os
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +17,11 @@ import msgspec
 
 from harness.arrivals import Due
 from harness.load.part import WHOLE, Part
+from harness.steady import Steadiness
 
 Phase = Literal["warmup", "measured"]
-_WIDTH = 320  # of the file, padded, so that a write never leaves half of an older line
+_WIDTH = 400  # of the line, padded, so that a write never leaves half of an older one
+_ANSWER = struct.Struct("<dd")
 _LEAD_S = (
     0.5  # scheduled warm-up: so long before its time a ticket is handed out, for it is not known how many there are
 )
@@ -31,6 +35,14 @@ class Ticket(msgspec.Struct, frozen=True):
     due_s: float | None = None  # open loop: when to send it, on the monotonic clock
 
 
+class Seen(NamedTuple):
+    """What a warm-up looks at of an answer."""
+
+    sent_s: float  # monotonic clock
+    ttft_s: float  # NaN: not known
+    per_token_s: float  # end-to-end latency / output tokens; of an answer whose tokens nobody counted, that of all
+
+
 class Plan(NamedTuple):
     """How much there is to do. None means without limit."""
 
@@ -38,6 +50,7 @@ class Plan(NamedTuple):
     duration_s: float | None = None  # measured time
     warmup_requests: int = 0  # warm-up before that: requests, then time
     warmup_s: float = 0.0
+    steady: Steadiness | None = None  # or until the server is steady
     ramp_s: float = 0.0  # until all users are there it is warm-up too, where there is any
     schedule: Due | None = None  # open loop: when each burst or conversation begins
     warmup_schedule: Due | None = None  # likewise, of the warm-up
@@ -56,6 +69,8 @@ class Counts(msgspec.Struct, kw_only=True):
     arrived: int = 0  # bursts or conversations that were handed out
     warmup_due_s: float | None = None  # of the last warm-up tickets, where they are scheduled
     settled: int = 0  # taken tickets whose request has ended, in either phase
+    seen: int = 0  # answers that the warm-up looked at
+    steady: bool = False  # as they say
 
 
 class Tickets:
@@ -121,10 +136,27 @@ class Tickets:
         counts.warmup_taken += most
         return [Ticket("warmup", -1 - plan.part.at(first + i), due_s) for i in range(most)]
 
-    def settle(self, number: int = 1) -> None:
-        """`number` taken tickets are done with, however their requests ended."""
+    def settle(self, number: int = 1, seen: Seen | None = None) -> None:
+        """`number` taken tickets are done with, however their requests ended. `seen`: an answer of the warm-up."""
         with self._counts() as counts:
             counts.settled += number
+            if seen is not None and self._plan.steady is not None and counts.measured_s is None:
+                self._look_at(seen, counts, self._plan.steady)
+
+    def _look_at(self, seen: Seen, counts: Counts, rule: Steadiness) -> None:
+        if counts.started_s is None or counts.steady or seen.sent_s < counts.started_s + self._plan.ramp_s:
+            return  # not the concurrency to come
+        os.pwrite(self._file, _ANSWER.pack(seen.ttft_s, seen.per_token_s), _WIDTH + counts.seen * _ANSWER.size)
+        counts.seen += 1
+        if rule.looks(counts.seen):
+            raw = os.pread(self._file, counts.seen * _ANSWER.size, _WIDTH)
+            counts.steady = rule.is_steady(list(_ANSWER.iter_unpack(raw)))
+
+    def steady(self) -> bool | None:
+        """Whether the warm-up found the server steady before its bound; None where nobody asked, or not yet known."""
+        counts = self._look()
+        known = self._plan.steady is not None and (counts.steady or counts.measured_s is not None)
+        return counts.steady if known else None
 
     def left_s(self) -> float | None:
         """Until the end of the measured time: negative after it, None while that is not known."""
@@ -154,12 +186,20 @@ class Tickets:
 
     def _warming_up(self, counts: Counts, now_s: float, *, held: bool) -> bool:
         plan = self._plan
-        if counts.measured_s is not None or not (plan.warmup_requests or plan.warmup_s):
+        if counts.measured_s is not None or not (plan.warmup_requests or plan.warmup_s or plan.steady):
             return False
         if counts.started_s is None:
             return True
+        if plan.steady is not None:
+            return held or not (counts.steady or self._is_over(plan.steady, counts, now_s))
         in_time = now_s < counts.started_s + plan.ramp_s + plan.warmup_s
         return held or in_time or counts.warmup_taken < self._warmup_requests
+
+    def _is_over(self, rule: Steadiness, counts: Counts, now_s: float) -> bool:
+        """The bound of a warm-up until the server is steady."""
+        if now_s >= (counts.started_s or 0.0) + self._plan.ramp_s + rule.most_s:
+            return True
+        return rule.most_requests is not None and counts.warmup_taken >= self._plan.part.share(rule.most_requests)
 
     @contextmanager
     def _counts(self) -> Iterator[Counts]:

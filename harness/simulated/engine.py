@@ -20,10 +20,14 @@ times `slowdown`, times a seeded normal factor of relative width `jitter`. The f
 model of a decode step (weights are read once a step, each sequence adds work; e.g. Agrawal et al., "Sarathi-Serve",
 OSDI 2024, section 3); the third is attention reading the KV cache; the fourth is compute-bound prefill. The last is a
 lump for whatever a preemption costs beyond the recompute itself; 0 unless a preset says otherwise.
+
+With `compile_s` a server is cold at first, as one that compiles kernels for what it meets: the first `compile_steps`
+steps of each shape take so much longer. A shape is the number of sequences and that of prefill tokens, each rounded up
+to a power of two.
 """
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence as Seq
 
 import msgspec
@@ -39,6 +43,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     prefill_per_token_s: float
     step_per_kv_token_s: float = 0.0
     preemption_s: float = 0.0
+    compile_s: float = 0.0  # what the first steps of each shape take longer ...
+    compile_steps: int = 1  # ... which are so many
     jitter: float = 0.0
     slowdown: float = 1.0
     seed: int = 0
@@ -56,7 +62,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
             if getattr(self, name) < 1:
                 return f"{name} must be at least 1, got {getattr(self, name)}"
         for name in ("step_base_s", "step_per_sequence_s", "prefill_per_token_s", "step_per_kv_token_s",
-                     "preemption_s", "jitter", "long_prefill_token_threshold"):  # fmt: skip
+                     "preemption_s", "compile_s", "compile_steps", "jitter",
+                     "long_prefill_token_threshold"):  # fmt: skip
             if getattr(self, name) < 0:
                 return f"{name} must not be negative, got {getattr(self, name)}"
         if self.slowdown <= 0 or self.step_base_s + self.step_per_sequence_s <= 0:
@@ -116,6 +123,7 @@ class Engine:
         self.prefix_hits = 0
         self._chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
         self._random = random.Random(config.seed)
+        self._met: Counter[tuple[int, int]] = Counter()  # steps of each shape
 
     @property
     def idle(self) -> bool:
@@ -247,4 +255,8 @@ class Engine:
         ) * config.slowdown
         if config.jitter:
             duration *= 1 + config.jitter * max(-3.0, min(3.0, self._random.gauss(0, 1)))
+        if config.compile_s:
+            shape = (len(work) - 1).bit_length(), max(0, prefill - 1).bit_length()
+            duration += config.compile_s * (self._met[shape] < config.compile_steps)
+            self._met[shape] += 1
         return Step(duration, work, prefill, preempted)

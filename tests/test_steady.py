@@ -1,0 +1,339 @@
+"""The warm-up that goes on until the server is steady: the rule by simulation, the tickets, and whole runs."""
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from harness.load.part import Part
+from harness.load.process import plan_of
+from harness.load.tickets import Plan, Seen, Tickets
+from harness.records import ProcessMark, read_requests
+from harness.scenario import Arrivals, Load, Trace, Warmup
+from harness.scenario_file import load_scenario
+from harness.simulated.engine import Engine, EngineConfig, Sequence
+from harness.simulated.spawn import spawned
+from harness.steady import Steadiness, agree
+from harness.summary import Warmed
+from harness.tally import Clock, Tally
+from harness.warmed import in_words, warmed
+from tests.command import harness
+from tests.load_runs import end, ends_of, log_of, make_job, records_of, start, start_job
+from tests.made_runs import request
+from tests.test_scenario import GOOD, problems_of, write
+
+RULE = Steadiness(wave=8, within=0.05, most_s=600.0)
+MOST = 1600
+TIMES = 200  # simulated warm-ups of each kind
+
+Server = Callable[[int], float]  # how much slower than at its best it answers request number i
+
+
+def found_after(server: Server, draw: random.Random) -> int | None:
+    """Requests until it is taken for steady; None: not within MOST."""
+    answers: list[tuple[float, float]] = []
+    for number in range(MOST):
+        slower = server(number)
+        answers.append((0.3 * slower * draw.gauss(1, 0.1), 0.02 * slower))
+        if RULE.looks(len(answers)) and RULE.is_steady(answers):
+            return len(answers)
+    return None
+
+
+def all_found(make: Callable[[random.Random], Server]) -> list[int | None]:
+    draw = random.Random(1)
+    return sorted((found_after(make(draw), draw) for _ in range(TIMES)), key=lambda found: found or math.inf)
+
+
+def jittering(width: float) -> Callable[[random.Random], Server]:
+    return lambda draw: lambda _: draw.lognormvariate(0, width)
+
+
+def cold_shapes(shapes: int, first: int) -> Callable[[random.Random], Server]:
+    """Ten times as slow for the first so many requests of each shape."""
+
+    def make(draw: random.Random) -> Server:
+        met = [0] * shapes
+
+        def slower(_: int) -> float:
+            shape = draw.randrange(shapes)
+            met[shape] += 1
+            return draw.gauss(1, 0.05) * (10 if met[shape] <= first else 1)
+
+        return slower
+
+    return make
+
+
+@pytest.mark.parametrize(("width", "at_once", "p95"), [(0.05, 184, 80), (0.2, 181, 80), (1.0, 126, 128)])
+def test_a_steady_server_is_found_steady_whatever_its_jitter(width: float, at_once: int, p95: int) -> None:
+    found = all_found(jittering(width))
+    assert None not in found
+    assert (found.count(48), found[int(0.95 * TIMES)]) == (at_once, p95)
+
+
+def test_a_rare_hiccup_costs_a_few_windows_and_no_more() -> None:
+    found = all_found(lambda draw: lambda _: 10.0 if draw.random() < 0.01 else draw.gauss(1, 0.05))
+    assert None not in found
+    assert (found[TIMES // 2], found[int(0.95 * TIMES)]) == (48, 144)
+
+
+def test_a_server_that_gets_slower_and_slower_is_never_steady() -> None:
+    found = all_found(lambda draw: lambda number: draw.gauss(1, 0.05) * (1 + 0.01 * number))
+    assert found == [None] * TIMES
+
+
+def test_what_gets_faster_slowly_is_waited_for() -> None:
+    found = all_found(lambda draw: lambda number: draw.gauss(1, 0.05) * (1 + 2 * math.exp(-number / 100)))
+    assert None not in found
+    left = [2 * math.exp(-(number or 0) / 100) for number in found]
+    assert sum(part < 0.05 for part in left) >= 0.9 * TIMES
+
+
+@pytest.mark.parametrize(("cold", "after"), [(1, 64), (16, 64), (17, 80), (40, 96)])
+def test_it_waits_for_three_windows_behind_the_last_cold_answer_and_not_longer(cold: int, after: int) -> None:
+    found = all_found(lambda draw: lambda number: draw.gauss(1, 0.05) * (5 if number < cold else 1))
+    assert found[0] == found[TIMES // 2] == after
+
+
+def test_a_few_cold_shapes_among_many_requests_are_noticed() -> None:
+    """Of eight shapes in random order the first three requests each: half of all after 24, the last after about 45."""
+    found = all_found(cold_shapes(8, 3))
+    assert None not in found
+    assert (found[10], found[TIMES // 2], found[190]) == (64, 96, 128)
+
+
+def test_windows_are_whole_waves_and_grow_with_the_warm_up() -> None:
+    assert [Steadiness(wave, 0.05, 1.0).step for wave in (1, 5, 8, 16, 25, 60)] == [16, 20, 16, 16, 25, 60]
+    assert [RULE.window(seen) for seen in (48, 96, 191, 192, 480)] == [16, 16, 16, 32, 80]
+    assert [seen for seen in range(100) if RULE.looks(seen)] == [48, 64, 80, 96]
+
+
+def test_values_that_nobody_knows_are_left_out() -> None:
+    whole = [(math.nan, 1.0 + 0.001 * (number % 3)) for number in range(48)]
+    assert RULE.is_steady(whole)
+    assert agree([[], [], []], 0.05)
+    assert not agree([[1.0, 1.0], [], [1.0, 1.0]], 0.05)
+    assert agree([[1.0, 1.0], [1.05, 1.05]], 0.05 + 1e-9)
+    assert not agree([[1.0, 1.0], [1.06, 1.06]], 0.05)
+
+
+def steady_plan(**changes: Any) -> Plan:
+    return Plan(**({"requests": 4, "steady": Steadiness(1, 0.05, 600.0)} | changes))
+
+
+def answer(tickets: Tickets, per_token_s: float = 0.01) -> str:
+    """One request; whether it was warm-up."""
+    (ticket,) = tickets.take()
+    tickets.settle(seen=Seen(10**9, 0.1, per_token_s) if ticket.phase == "warmup" else None)
+    return ticket.phase
+
+
+def test_the_tickets_change_phase_with_the_answer_that_shows_it(tmp_path: Path) -> None:
+    both = [Tickets(str(tmp_path / "t"), steady_plan()) for _ in range(2)]  # of two processes
+    phases = [answer(both[number % 2], 0.1 if number < 5 else 0.01) for number in range(64)]
+    assert phases == ["warmup"] * 64
+    assert [tickets.steady() for tickets in both] == [True, True]
+    assert [answer(both[0]) for _ in range(4)] == ["measured"] * 4
+    assert both[1].take() == []
+    assert both[1].finished()
+
+
+def test_failed_requests_show_nothing_and_the_bound_ends_it(tmp_path: Path) -> None:
+    tickets = Tickets(str(tmp_path / "t"), steady_plan(steady=Steadiness(1, 0.05, 600.0, most_requests=100)))
+    for _ in range(100):
+        assert tickets.take()[0].phase == "warmup"
+        tickets.settle()
+    assert tickets.warmed_up()
+    assert tickets.steady() is None  # nobody has asked for more yet
+    assert answer(tickets) == "measured"
+    assert tickets.steady() is False
+
+
+def test_the_bound_in_time_begins_behind_the_ramp(tmp_path: Path) -> None:
+    tickets = Tickets(str(tmp_path / "t"), steady_plan(ramp_s=0.2, steady=Steadiness(1, 0.05, 0.2)))
+    tickets.take()
+    assert not tickets.warmed_up()
+    for _ in range(50):
+        tickets.settle(seen=Seen(0.0, 0.1, 0.01))  # sent before all users were there
+    assert tickets.steady() is None
+    assert json.loads((tmp_path / "t").read_bytes().partition(b"\n")[0])["seen"] == 0
+
+
+def test_what_follows_the_line_is_not_read_as_part_of_it(tmp_path: Path) -> None:
+    tickets = Tickets(str(tmp_path / "t"), steady_plan())
+    for _ in range(10):
+        answer(tickets)
+    line, _, rest = (tmp_path / "t").read_bytes().partition(b"\n")
+    assert (json.loads(line)["seen"], len(rest)) == (10, 160)
+
+
+def test_of_several_machines_each_has_its_part_of_the_wave(tmp_path: Path) -> None:
+    load = Load(user="batch", users=10, batch_size=8, requests=100)
+    job = make_job(tmp_path, load, Warmup(until="steady", within=0.1, most_requests=500))
+    assert plan_of(job).steady == Steadiness(80, 0.1, 600.0, 500)
+    parts = plan_of(msgspec.structs.replace(job, machine=1, machines=2))
+    assert parts.steady == Steadiness(40, 0.1, 600.0, 500)
+    assert parts.part == Part(1, 2, 8)
+
+
+def test_a_trace_is_warmed_up_at_its_mean_rate(tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    rows = "\n".join(f"{number * 2},ChatGPT,10,10,20,Conversation log" for number in range(11))
+    trace.write_text(f"Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n{rows}\n")
+    load = Load(user="batch", users=10, requests=11, trace=Trace(file="t.csv"))
+    job = make_job(tmp_path, load, Warmup(until="steady"), trace_file=str(trace))
+    schedule = plan_of(job).warmup_schedule
+    assert schedule is not None
+    assert 1500 < (schedule.at(1000) or 0.0) < 2200  # 0.55 a second
+    assert plan_of(msgspec.structs.replace(job, warmup=Warmup(requests=8))).warmup_schedule is None
+
+
+@pytest.fixture(scope="module")
+def cold() -> Iterator[str]:
+    """An engine that needs 0.2 s more for the first two steps of each shape."""
+    with spawned(
+        "--model", "m", "--preset", "instant", "--compile-s", "0.2", "--compile-steps", "2", "--jitter", "0.05"
+    ) as found:
+        yield found.url
+
+
+def test_a_cold_server_is_measured_when_it_is_steady(tmp_path: Path, cold: str) -> None:
+    load = Load(user="batch", users=4, processes=2, in_flight=2, requests=40, output_tokens=20)
+    job = make_job(tmp_path, load, Warmup(until="steady"))
+    assert end(start_job(tmp_path, cold, job, "--processes", "2")) == 0
+    records = records_of(tmp_path)
+    warm = [record for record in records if record.phase == "warmup"]
+    measured = [record for record in records if record.phase == "measured"]
+    assert sorted(record.index for record in measured) == list(range(40))
+    assert sorted(record.index for record in warm) == list(range(-len(warm), 0))
+    assert 48 <= len(warm) < 200
+    assert max(record.ended_s for record in warm) > 0.2
+    begun = min(record.sent_s for record in measured)
+    ended = sorted((one.sent_s + one.ended_s, one.ended_s > 0.15) for one in warm)
+    before = [slow for at, slow in ended if at < begun]
+    assert before[:16] == [True] * 16
+    assert before[-40:] == [False] * 40  # three windows; some more answers may end in the moment of the change
+    assert len(ended) - len(before) >= 4  # undrained: others were in flight when the first measured one was sent
+    assert [mark.steady for mark in ends_of(tmp_path, 2)] == [True, True]
+
+
+def test_an_open_loop_warms_up_at_its_own_rate(tmp_path: Path, cold: str) -> None:
+    load = Load(user="batch", users=20, duration_s=1.0, output_tokens=5, arrivals=Arrivals(rate=40, spacing="even"))
+    job = make_job(tmp_path, load, Warmup(until="steady"))
+    assert end(start_job(tmp_path, cold, job)) == 0
+    warm = [record for record in records_of(tmp_path) if record.phase == "warmup"]
+    sent = sorted(record.sent_s for record in warm)
+    assert 48 <= len(warm) < 500
+    assert (len(warm) - 1) / (sent[-1] - sent[0]) == pytest.approx(40, rel=0.1)
+    assert [mark.steady for mark in ends_of(tmp_path, 1)] == [True]
+
+
+SCENARIO = """
+version: 1
+question: q
+model: m
+servers: {a: {template: simulated, container: false, variables: {preset: instant}}}
+loads: {x: {user: batch, in_flight: 4, requests: 30, output_tokens: 5}}
+repeats: 1
+"""
+
+
+def run(folder: Path, warmup: str) -> tuple[str, dict[str, Any]]:
+    done = harness("run", str(write(folder, SCENARIO + warmup)), "--runs", str(folder), cwd=folder)
+    assert done.code == 0, done.out + done.err
+    (made,) = folder.glob("*/summary.json")
+    return done.out, json.loads(made.read_bytes())
+
+
+def test_a_run_says_how_long_its_warm_up_took(tmp_path: Path) -> None:
+    out, summary = run(tmp_path, "warmup: {until: steady}\n")
+    (cell,) = summary["cells"]
+    assert cell["warmup"]["steady"] is True
+    assert cell["warmup"]["requests"] >= 48
+    words = f"the server was steady after {cell['warmup']['seconds']:.1f} s and {cell['warmup']['requests']} warm-up"
+    assert words in " ".join(out.split())
+
+
+def test_a_run_that_is_not_steady_in_time_goes_on_and_says_so(tmp_path: Path) -> None:
+    out, summary = run(tmp_path, "warmup: {until: steady, most_requests: 20}\n")
+    (cell,) = summary["cells"]
+    assert (cell["warmup"]["steady"], cell["warmup"]["requests"]) == (False, 20)
+    assert (summary["valid"], cell["numbers"]["sent"]) == (True, 30)
+    assert "the server was NOT steady after" in " ".join(out.split())
+
+
+def test_what_is_known_of_a_warm_up() -> None:
+    marks = [
+        ProcessMark(event="end", process=process, cell="c", wall_s=0.0, monotonic_s=0.0, steady=steady)
+        for process, steady in ((1, True), (2, False))
+    ]
+    counted = Tally(clock=Clock([]))
+    assert warmed(counted, marks) is None
+    for at, phase in ((1000.0, "warmup"), (1002.0, "warmup"), (1003.5, "measured")):
+        counted.add(request(sent_s=at, phase=phase))
+    assert warmed(counted, []) == Warmed(requests=2, seconds=3.5)
+    assert warmed(counted, marks[:1]) == Warmed(requests=2, seconds=3.5, steady=True)
+    assert warmed(counted, marks) == Warmed(requests=2, seconds=3.5, steady=False)
+    assert in_words(Warmed(requests=2, seconds=3.5)) == []
+    assert in_words(Warmed(requests=1, seconds=0.5, steady=True)) == [
+        "the server was steady after 0.5 s and 1 warm-up request"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("warmup", "said"),
+    [
+        ("{until: steady, requests: 4}", "$.warmup (line 9): give exactly one of 'requests', 'duration_s' and 'until'"),
+        ("{}", "$.warmup (line 9): give exactly one of 'requests', 'duration_s' and 'until'"),
+        ("{requests: 4, within: 0.1}", "$.warmup.within (line 9): belongs to 'until: steady'"),
+        ("{duration_s: 4, most_s: 10}", "$.warmup.most_s (line 9): belongs to 'until: steady'"),
+        ("{until: warm}", "$.warmup.until (line 9): expected one of steady, got 'warm'"),
+    ],
+)
+def test_what_cannot_be_meant(tmp_path: Path, warmup: str, said: str) -> None:
+    assert problems_of(tmp_path, f"{GOOD}warmup: {warmup}\n") == [said]
+
+
+def test_the_plan_tells_what_it_will_need(tmp_path: Path) -> None:
+    path = write(tmp_path, SCENARIO + "warmup: {until: steady, most_s: 90}\n")
+    assert load_scenario(path).warmup == Warmup(until="steady", most_s=90.0)
+    out = harness("check", str(path), cwd=tmp_path).out
+    assert (
+        "note: x: the warm-up goes on until the server is steady, at least 48 requests (3 windows of 16) and at most "
+        "1 min 30 s" in " ".join(out.split())
+    )
+
+
+def test_by_hand(tmp_path: Path, engine: str) -> None:
+    options = ["--headless", "--users", "2", "--run-time", "2s", "--records", "r.jsonl", "--output-tokens", "5"]
+    assert end(start(tmp_path, engine, "batch", *options, "--warmup", "steady")) == 0, log_of(tmp_path)
+    phases = [record.phase for record in read_requests(tmp_path / "r.jsonl")]
+    assert phases.count("warmup") >= 48
+    assert phases.count("measured") > 0
+    assert end(start(tmp_path, engine, "batch", *options, "--warmup", "long")) == 1
+    assert "--warmup: 'long' is neither a number of requests nor 'steady'" in log_of(tmp_path)
+
+
+def test_the_engine_is_cold_at_first() -> None:
+    engine = Engine(
+        EngineConfig(step_base_s=1.0, step_per_sequence_s=0.0, prefill_per_token_s=0.0, compile_s=5.0, compile_steps=2)
+    )
+    took = []
+    for key in range(3):
+        engine.add(Sequence(key, [key * 10 + word for word in range(8)], 3, 0.0))
+        while (step := engine.begin(0.0)) is not None:
+            took.append(step.duration_s)
+            engine.complete(step, 0.0)
+    # prefill of 8, then two of one sequence: each shape is slow twice
+    assert took == [6.0, 6.0, 6.0, 6.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_a_mark_without_it_is_read_as_before() -> None:
+    old = b'{"event":"end","process":1,"cell":"c","wall_s":1.0,"monotonic_s":1.0}'
+    assert msgspec.json.decode(old, type=ProcessMark).steady is None
