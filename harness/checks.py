@@ -76,7 +76,8 @@ def _judge(
     value, missing = _value(check, row, comparison)
     if value is None:
         return _Judged(evidence=f"{_name(row)}: {missing}")
-    bound, evidence = check.bound, f"{_name(row)}: {_shown(check, value)}{_counted(check, row)}"
+    limited = " (client-limited)" if set(_fields(check)) & set(row.client_limited) else ""
+    bound, evidence = check.bound, f"{_name(row)}: {_shown(check, value)}{_counted(check, row)}{limited}"
     if check.relative:
         base, whose = _baseline_value(check, row, rows, comparison, reference)
         if base is None:

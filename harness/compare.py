@@ -18,7 +18,7 @@ from harness.manifest import Run, read_run
 from harness.origin import refuse_other_definitions
 from harness.summarize import is_published, read_summary, summarize
 from harness.summary import Answers, CheckResult, Comparison, Reference, Summary
-from harness.verdicts import NoiseFloor, Pair, metric_of, scheduled, speeds, values_of, verdicts
+from harness.verdicts import NoiseFloor, Pair, client_limited, metric_of, scheduled, speeds, values_of, verdicts
 
 
 class _Side(Struct, frozen=True):
@@ -40,6 +40,16 @@ class _Side(Struct, frozen=True):
             for found in summary.rows
             if (found.server, found.load) == row
             for value in values_of(found, metric)
+        ]
+
+    def client_limited(self, row: tuple[str, str]) -> list[str]:
+        """What of a row the load generator limited in one of the runs."""
+        return [
+            number
+            for summary in self.summaries
+            for found in summary.rows
+            if (found.server, found.load) == row
+            for number in found.client_limited
         ]
 
     def answers(self, row: tuple[str, str]) -> list[Answers | None]:
@@ -212,5 +222,6 @@ def _pair(side: _Side, base: _Side, row: tuple[str, str], *, several: bool) -> P
         side_speeds=speeds(metric, side.values(row, metric)),
         baseline_speeds=speeds(metric, base.values(row, metric)),
         loads=(row[1],),
-        refused=scheduled(*(one.runs[0].scenario.loads[row[1]] for one in (side, base))),
+        refused=scheduled(*(one.runs[0].scenario.loads[row[1]] for one in (side, base)))
+        or client_limited(metric, [(f"{name} ({one.name})", one.client_limited(row)) for one in (side, base)]),
     )

@@ -73,7 +73,9 @@ def _pair(row: Row, against: Row, scenario: Scenario) -> Pair:
         side_speeds=speeds(metric, values_of(row, metric)),
         baseline_speeds=speeds(metric, values_of(against, metric)),
         loads=(row.load, against.load),
-        refused=_refused(row, against, metric) or scheduled(*loads),
+        refused=_refused(row, against, metric)
+        or scheduled(*loads)
+        or client_limited(metric, [(row_name(one), one.client_limited) for one in (row, against)]),
     )
 
 
@@ -95,6 +97,17 @@ def scheduled(*loads: Load) -> str | None:
     if not any(is_open(load) for load in loads):
         return None
     return "the schedule sets the throughput; compare latencies from schedule, ttft_sched and e2e_sched"
+
+
+def client_limited(metric: str, sides: Sequence[tuple[str, Sequence[str]]]) -> str | None:
+    """Why sides, each a name and what the load generator limited of it, have no ratio."""
+    names = [name for name, numbers in sides if metric in numbers]
+    if not names:
+        return None
+    return (
+        f"the client was the limit of the {METRIC_WORDS[metric]} of {' and '.join(names)}; use more 'processes' or "
+        "machines (--workers), or fewer streams at once"
+    )
 
 
 def _fixed(load: Load) -> bool:

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from harness.manifest import Run
 from harness.report.doing import VALUES
 from harness.report.table import side
+from harness.self_check import WORDS
 from harness.summary import Answers, Distribution, Numbers, Row, Summary
 
 PREFIX = "amd_llm_load"
@@ -101,6 +102,7 @@ def _of_rows(summary: Summary) -> Iterator[Metric]:
             if value is not None:
                 gauge.add_sample(gauge.name, labels, value)
         yield gauge
+    yield _of_client(summary)
     yield from _of_slos(labelled)
     yield from _of_machines(summary)
     for name, explanation in LATENCIES.items():
@@ -112,6 +114,15 @@ def _of_rows(summary: Summary) -> Iterator[Metric]:
 
 def _of(answers: Answers | None, name: str) -> float | None:
     return None if answers is None else getattr(answers, name)
+
+
+def _of_client(summary: Summary) -> Metric:
+    limited = _gauge("client_limited", "1: the load generator was the limit of this number of the row")
+    for row in summary.rows:
+        for number in WORDS:
+            labels = {**_labels(summary, row), "number": number}
+            limited.add_sample(limited.name, labels, int(number in row.client_limited))
+    return limited
 
 
 def _of_slos(labelled: list[tuple[dict[str, str], Numbers]]) -> Iterator[Metric]:

@@ -44,6 +44,7 @@ def _record(line: Line) -> dict[str, str | int | float | None]:
         "requests_per_s": numbers.requests_per_s,
         "input_tok_s": numbers.input_tok_s,
         "vectors": numbers.vectors,
+        "client_limited": " ".join(line.row.client_limited),
         **_answers(numbers.answers),
         **_prompts(numbers.prompts),
     }

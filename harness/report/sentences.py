@@ -7,7 +7,8 @@ from collections import defaultdict
 from harness.manifest import Run
 from harness.plan import plan
 from harness.report import words
-from harness.report.table import Line
+from harness.report.table import LIMITED, Line
+from harness.self_check import in_words
 from harness.summary import Comparison, FailedRequests, Summary, Verdict
 from harness.verdicts import METRIC_WORDS
 
@@ -65,9 +66,24 @@ def of_validity(summary: Summary, run: Run) -> str:
         return "LIVE: steered by hand, so it is not judged; what it recorded is shown"
     if run.status == "failed":
         return "FAILED: the run could not be carried out; what it recorded so far is shown"
+    if limited := of_client(summary):
+        return f"{'VALID' if summary.valid else 'INVALID'}, CLIENT-LIMITED: {limited}"
     if summary.valid:
         return "VALID: all conditions of a trustworthy measurement held"
     return "INVALID: these numbers must not be trusted or compared"
+
+
+def of_client(summary: Summary) -> str:
+    """Which numbers of which rows the load generator limited; empty where none are."""
+    rows: dict[str, list[str]] = defaultdict(list)
+    for row in summary.rows:
+        if row.client_limited:
+            rows[in_words(row.client_limited)].append(f"{row.server} / {row.load}")
+    if not rows:
+        return ""
+    parts = "; ".join(f"{numbers} of {', '.join(names)}" for numbers, names in rows.items())
+    rest = "all other numbers stand" if summary.valid else "none of the numbers must be trusted or compared"
+    return f"the load generator ({LIMITED}), not the server, was the limit of {parts}; {rest}"
 
 
 def after_word(verdict: Verdict) -> str:

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable
 from typing import Literal
 
+import msgspec
 from msgspec import Struct
 
 from harness.manifest import Run
@@ -11,6 +12,8 @@ from harness.origin import OTHERWISE
 from harness.plan import baseline_of
 from harness.report import words
 from harness.summary import Row, Summary, Verdict
+
+LIMITED = "‡"  # beside a number that the load generator limited in one of the row's cells
 
 
 class Line(Struct, frozen=True, kw_only=True):
@@ -260,7 +263,22 @@ def columns(summary: Summary) -> tuple[Column, ...]:
     known = [one.answers for one in numbers if one.answers is not None]
     work += [_VALID] if known else []
     work += [_RIGHT] if any(answers.labelled for answers in known) else []
-    return (*work, *latencies, *_ERRORS_AND_VERDICT)
+    return (*(_marked(column) for column in (*work, *latencies)), *_ERRORS_AND_VERDICT)
+
+
+_FIELDS = {"wall": "wall_s", "rate": "output_tok_s", "input_rate": "input_tok_s"}  # of Numbers, by column
+
+
+def _marked(column: Column) -> Column:
+    """A column whose numbers are marked where the load generator was their limit."""
+    field = _FIELDS.get(column.key, f"{column.key.partition('_')[0]}_s")
+
+    def text(line: Line) -> str:
+        shown = column.text(line)
+        limited = field in line.row.client_limited and shown != words.NOTHING and not shown.startswith("n/a")
+        return f"{shown}{LIMITED}" if limited else shown
+
+    return msgspec.structs.replace(column, text=text)
 
 
 def _latency(name: str, percentile: str) -> Column:

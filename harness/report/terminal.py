@@ -36,6 +36,7 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
     _verdicts(summary, console)
     console.print()
     style = "bold green" if summary.valid and run.status == "valid" else "bold red"
+    style = "bold yellow" if style == "bold green" and sentences.of_client(summary) else style
     console.print(Text(sentences.of_validity(summary, run), style))
     for reason in sentences.gathered(summary.reasons, run):
         _item(console, Text(words.one_line(reason)))

@@ -1,0 +1,102 @@
+"""A run whose limit was the load generator says so wherever its numbers are shown, and gives no verdict on them."""
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from rich.console import Console
+
+from harness.compare import compare_runs
+from harness.manifest import read_run
+from harness.records import read_marks
+from harness.report import junit, markdown, openmetrics, rows_csv, terminal
+from harness.summarize import encode_summary, summarize
+from tests.made_runs import scenario, write_lines, write_made_run
+
+SAID = "the load generator (‡), not the server, was the limit of {}; all other numbers stand"
+RATES = "wall time, tok/s, prompt tok/s and requests/s of b / x"
+
+
+def limited_run(folder: Path, server: str = "b", **lags: float) -> Path:
+    """Five repeats of two servers. The load process of one cell of `server` had lags."""
+    write_made_run(folder, lambda cell: 10.0 + 0.01 * cell.repeat, made_of=scenario(checks=["b/x: wall <= 20 s"]))
+    path = folder / "processes.jsonl"
+    marks = [
+        msgspec.structs.replace(mark, **lags) if mark.event == "end" and mark.cell == f"r2-{server}-x" else mark
+        for mark in read_marks(path)
+    ]
+    write_lines(path, marks)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return limited_run(tmp_path / "made", loop_lag_mean_s=0.5)
+
+
+def test_the_summary_names_cell_row_and_numbers(run: Path) -> None:
+    summary = summarize(run)
+    assert summary.valid
+    a, b = summary.rows
+    assert (a.client_limited, b.client_limited) == ([], ["wall_s", "output_tok_s", "input_tok_s", "requests_per_s"])
+    (cell,) = [cell for cell in summary.cells if cell.limits]
+    assert (cell.id, cell.limits[0].what, cell.limits[0].value) == ("r2-b-x", "loop_lag", 0.5)
+    assert [note for note in summary.notes if "client-limited" in note] == [f"r2-b-x: {cell.limits[0].text}"]
+    written: Any = json.loads(encode_summary(summary))
+    assert written["rows"][1]["client_limited"] == b.client_limited
+
+
+def test_there_is_no_verdict_on_what_the_client_limited(run: Path, tmp_path: Path) -> None:
+    summary = summarize(run)
+    assert summary.comparison is not None
+    (verdict,) = summary.comparison.verdicts
+    assert (verdict.word, verdict.ratio) == ("cannot tell", None)
+    why = "the client was the limit of the wall time of {}; use more 'processes' or machines (--workers), or fewer "
+    assert verdict.sentence == f"b / x: cannot tell: {why.format('b / x')}streams at once."
+    well = limited_run(tmp_path / "well")
+    compared = {verdict.side: verdict for verdict in compare_runs([[well], [run]]).verdicts}
+    assert compared["a / x"].word == "same"
+    assert compared["b / x"].sentence.startswith(f"b / x: cannot tell: {why.format('b / x (made)')}")
+
+
+def test_every_report_says_it(run: Path) -> None:
+    summary, manifest = summarize(run), read_run(run)
+    said = f"VALID, CLIENT-LIMITED: {SAID.format(RATES)}"
+    text = markdown.render(summary, manifest)
+    assert f"**{said}**" in text
+    assert "| b | x | 10.03 s‡ | 44 | 4.39‡ | 1,254 | " in text
+    assert "| a | x | 10.03 s | 44 | 4.39 | 1,254 | " in text
+    (check,) = summary.checks
+    assert check.evidence == "b / x: 10 s (client-limited)"
+    console = Console(record=True, width=300)
+    terminal.print_report(summary, manifest, run, console)
+    assert said in console.export_text()
+    assert f"<system-out>{said}\n" in junit.render(summary, manifest)
+
+
+def test_programs_are_told(run: Path) -> None:
+    summary, manifest = summarize(run), read_run(run)
+    rows = list(csv.DictReader(io.StringIO(rows_csv.render(summary, manifest))))
+    assert [row["client_limited"] for row in rows] == ["", "wall_s output_tok_s input_tok_s requests_per_s"]
+    families = text_string_to_metric_families(openmetrics.render(summary, manifest))  # type: ignore[no-untyped-call]
+    (family,) = [one for one in families if one.name == "amd_llm_load_client_limited"]
+    limited = {(one.labels["server"], one.labels["number"]) for one in family.samples if one.value == 1}
+    assert limited == {("b", name) for name in ("wall_s", "output_tok_s", "input_tok_s", "requests_per_s")}
+    assert len(family.samples) == 2 * 11
+
+
+def test_an_invalid_run_says_it_too(tmp_path: Path) -> None:
+    run = limited_run(tmp_path / "made", "a", cpu_most=0.97)
+    summary, manifest = summarize(run), read_run(run)
+    assert summary.reasons == [
+        "r2-a-x: client-limited: load process 103 used 97% of a core, more than 90%; use more 'processes' (1) or "
+        "machines (--workers), or fewer streams at once"
+    ]
+    assert "INVALID, CLIENT-LIMITED: the load generator (‡), not the server, was the limit of " in markdown.render(
+        summary, manifest
+    )
