@@ -10,8 +10,9 @@ TTFT err      what the client calls TTFT, minus the server's (p50, p99)
 TPOT, ITL err size of the error of a request's time per token, and of a gap between two chunks, p99
 chunk err     size of (the client's time of a chunk - the server's time of sending it), p99
 load          chunks sent, of those that the schedule allows
-us/chunk      CPU time of all the client's processes per chunk, beyond that of a run with one request for each user
-CPU           all of it, start-up included
+us/chunk      CPU time of all the client's processes per chunk, from the first request to the last chunk: start-up is
+              not counted, nor what it makes of its numbers afterwards
+core          the same, of the core that it has
 
 Other modes: --processes, --memory, --capacity (each says what it measures).
 """

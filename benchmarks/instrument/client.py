@@ -1,24 +1,63 @@
 """A load generator as a child of ours: where it runs, what it says, and the CPU time of all its processes."""
 
 import contextlib
-import ctypes
 import os
 import resource
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
+import psutil
 
 from benchmarks.instrument.server import Server
 from harness.records import Request
 
 LONGEST_S = 170.0
-_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: what a tool leaves behind becomes ours, and so does its CPU time
+LOOK_S = 0.2
 
 
 class Failed(Exception):
     """A client did not do its work; the text says how."""
+
+
+class Usage:
+    """CPU time of a client's processes, looked at now and then: starting one may take more than the whole load."""
+
+    def __init__(self, *looks: tuple[float, float]) -> None:
+        self._looks = list(looks)  # monotonic s, CPU s
+
+    def look(self, pid: int) -> None:
+        with contextlib.suppress(psutil.Error):
+            root = psutil.Process(pid)
+            self._looks.append((time.monotonic(), sum(map(_cpu_s, [root, *root.children(recursive=True)]))))
+
+    def end(self, used_s: float) -> None:
+        """All of it, when the processes have ended."""
+        self._looks.append((time.monotonic(), used_s))
+
+    def between(self, began_s: float, ended_s: float) -> float:
+        """CPU seconds between two moments."""
+        times, used = zip(*self._looks, strict=True)
+        began, ended = np.interp([began_s, ended_s], times, np.maximum.accumulate(used))
+        return float(ended - began)
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    """Its own, and that of its children that have ended."""
+    try:
+        used = process.cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(used.user + used.system + used.children_user + used.children_system)
+
+
+def _ended_children_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 class Work(NamedTuple):
@@ -28,6 +67,7 @@ class Work(NamedTuple):
     requests: int
     folder: Path  # its own, and empty
     start: list[str]  # before its command
+    usage: Usage
 
     @property
     def users(self) -> int:
@@ -35,7 +75,6 @@ class Work(NamedTuple):
 
     def run(self, command: list[str], longest_s: float = LONGEST_S, **environment: str) -> str:
         """Run a command to its end; what it wrote. Raises Failed. Nothing that it started outlives it."""
-        _adopt()
         log = self.folder / "log"
         with log.open("wb") as out:
             child = subprocess.Popen(
@@ -47,18 +86,23 @@ class Work(NamedTuple):
                 env={**os.environ, **environment},
                 start_new_session=True,
             )
+        before_s = _ended_children_s()
+        deadline = time.monotonic() + longest_s
         try:
-            code = child.wait(longest_s)
-        except subprocess.TimeoutExpired:
-            raise Failed(f"had not ended after {longest_s:g} s") from None
+            while child.poll() is None:
+                self.usage.look(child.pid)
+                if time.monotonic() > deadline:
+                    raise Failed(f"had not ended after {longest_s:g} s")
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(LOOK_S)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-            _reap(child.pid)
+            self.usage.end(_ended_children_s() - before_s)
         said = log.read_text(errors="replace")
-        if code != 0:
-            raise Failed(f"exit code {code}: {' '.join(said.split())[-300:]}")
+        if child.returncode != 0:
+            raise Failed(f"exit code {child.returncode}: {' '.join(said.split())[-300:]}")
         return said
 
 
@@ -77,20 +121,3 @@ class Said(NamedTuple):
 
 
 Client = Callable[[Work], Said]
-
-
-def cpu_s() -> float:
-    """CPU time of all children that have ended, and of theirs."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def _adopt() -> None:
-    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
-
-
-def _reap(group: int) -> None:
-    """Wait for what a child left behind in its process group."""
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            os.waitpid(-group, 0)

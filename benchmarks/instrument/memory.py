@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import psutil
 
-from benchmarks.instrument.client import Failed, Work
+from benchmarks.instrument.client import Failed, Usage, Work
 from benchmarks.instrument.modes import Place
 from benchmarks.instrument.ours import our_command
 from benchmarks.instrument.reading import Reading
@@ -45,7 +45,7 @@ def _measure(users: int, place: Place) -> Memory:
     folder = place.folder / f"memory-{users}"
     folder.mkdir()
     server = Server(SCHEDULE, users, place.folder, place.server_core)
-    _, command = our_command(Work(server, users, folder, []), 1)
+    _, command = our_command(Work(server, users, folder, [], Usage()), 1)
     with (folder / "log").open("wb") as log:
         command = [*on_core(place.client_core, None), *command]
         child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)

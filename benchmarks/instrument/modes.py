@@ -5,14 +5,13 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.instrument.client import Client, Failed, Work, cpu_s
+from benchmarks.instrument.client import Client, Failed, Usage, Work
 from benchmarks.instrument.ours import ours
 from benchmarks.instrument.reading import Reading, reading_of, show, show_head
 from benchmarks.instrument.server import Schedule, Server, on_core
 from harness.errors import HarnessError
 
 STEPS = (500, 1000, 1500, 2000, 2300, 2600, 3000, 3500, 4000)
-SMALL = 10  # users of a run whose CPU time is that of the start
 MOST_ERROR_MS = 5.0  # p99 of a chunk's time
 
 
@@ -20,8 +19,8 @@ class Place(NamedTuple):
     """Where things run."""
 
     folder: Path
-    server_core: int
-    client_core: int | None  # None: any
+    server_core: int | None
+    client_core: int | None  # None: any, as of the server
     realtime: bool
 
 
@@ -35,8 +34,7 @@ def compare(
     for _ in range(repeats):
         for count in users:
             for tool, client in clients.items():
-                small = measure(tool, client, count, 1, schedule, place, None)
-                readings.append(measure(tool, client, count, rounds, schedule, place, small))
+                readings.append(measure(tool, client, count, rounds, schedule, place))
                 show(readings[-1])
     return readings
 
@@ -44,25 +42,22 @@ def compare(
 _number = iter(range(1_000_000))
 
 
-def measure(
-    tool: str, client: Client, users: int, rounds: int, schedule: Schedule, place: Place, small: Reading | None
-) -> Reading:
-    """One client under one load. `small`: the same with a request for each user only; None: this is it."""
+def measure(tool: str, client: Client, users: int, rounds: int, schedule: Schedule, place: Place) -> Reading:
+    """One client under one load."""
     folder = place.folder / f"{tool}-{users}-{next(_number)}"
     folder.mkdir()
     server = Server(schedule, users, place.folder, place.server_core)
     start = on_core(place.client_core, 40 if place.realtime else None)
-    before = cpu_s()
+    usage = Usage()
     said, failed = None, "not one whole answer in its file"
     try:
-        said = client(Work(server, users * rounds, folder, start))
+        said = client(Work(server, users * rounds, folder, start, usage))
     except (Failed, HarnessError) as failure:
         failed = str(failure)
-    used = cpu_s() - before
     truth = server.stop()
     if said is None or not (said.whole(schedule.chunks) or said.ttft_s):
-        return Reading(tool=tool, users=users, cpu_s=used, note=f"failed: {failed}")
-    return reading_of(tool, said, truth, users, schedule, used, small)
+        return Reading(tool=tool, users=users, note=f"failed: {failed}")
+    return reading_of(tool, said, truth, users, schedule, usage)
 
 
 def processes(count: int, users: Sequence[int], repeats: int, schedule: Schedule, place: Place) -> list[Reading]:
@@ -79,8 +74,7 @@ def processes(count: int, users: Sequence[int], repeats: int, schedule: Schedule
             pair = []
             for number, client in clients.items():
                 tool = f"ours, {number} process{'es' if number > 1 else ''}"
-                small = measure(tool, client, each * number, 1, schedule, anywhere, None)
-                pair.append(measure(tool, client, each * number, 4, schedule, anywhere, small))
+                pair.append(measure(tool, client, each * number, 4, schedule, anywhere))
                 show(pair[-1])
             readings += pair
             one, several = pair
@@ -94,11 +88,10 @@ def capacity(steps: Sequence[int], place: Place) -> list[Reading]:
     """More and more streams, until 1 % of the chunk times are off by more than MOST_ERROR_MS."""
     schedule = Schedule(chunks=300)
     print(f"{schedule}. One answer for each user; the limit is a chunk error p99 of {MOST_ERROR_MS:g} ms.")
-    small = measure("ours", ours, SMALL, 1, Schedule(chunks=1), place, None)
     show_head()
     readings = []
     for streams in steps or STEPS:
-        readings.append(measure("ours, whole user class", ours, streams, 1, schedule, place, small))
+        readings.append(measure("ours, whole user class", ours, streams, 1, schedule, place))
         show(readings[-1])
         late_ms = readings[-1].server_late_p99_ms or 0.0
         print(f"    the server itself was {late_ms:.2f} ms late (p99)")

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from benchmarks.instrument.client import Said
+from benchmarks.instrument.client import Said, Usage
 from benchmarks.instrument.server import Schedule, Times, Truth
 from harness.records import Request
 
@@ -24,8 +24,8 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     chunk_p99_ms: float | None = None
     load: float | None = None  # share of what the schedule allows
     chunks_per_s: float | None = None
-    cpu_us: float | None = None  # per chunk, of all its processes, beyond the small run
-    cpu_s: float | None = None  # all of it, start-up included
+    cpu_us: float | None = None  # per chunk, of all its processes, from the first request to the last chunk
+    cpu: float | None = None  # of a core, over the same time
     chunks: int = 0  # sent by the server
     requests: int = 0
     server_late_p99_ms: float | None = None
@@ -33,15 +33,12 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
-def reading_of(
-    tool: str, said: Said, truth: Truth, users: int, schedule: Schedule, cpu_s: float, small: Reading | None
-) -> Reading:
-    """`cpu_s`: of all its processes, start-up included. `small`: the same with less to do; None: this is it."""
+def reading_of(tool: str, said: Said, truth: Truth, users: int, schedule: Schedule, usage: Usage) -> Reading:
     truth = truth.without(said.tried)
     whole = said.whole(schedule.chunks)
     ttft_ms = _ttft_error_ms(said, whole, truth, schedule)
-    sent = truth.sent.values()
-    span_s = max(float(one.chunks_s[-1]) for one in sent) - min(one.received_s for one in sent)
+    began_s, ended_s = truth.span_s
+    used_s = usage.between(began_s, ended_s)
     lost = len(truth.sent) - len(said.records)
     notes = [said.note] if said.note else []
     if said.records and lost:
@@ -55,21 +52,15 @@ def reading_of(
         itl_p99_ms=_itl_error_ms(whole, schedule),
         chunk_p99_ms=_chunk_error_ms(said.records, truth) if said.same_clock else None,
         load=truth.load(users, schedule),
-        chunks_per_s=truth.chunks / span_s,
-        cpu_us=_each_us(cpu_s, truth.chunks, small),
-        cpu_s=cpu_s,
+        chunks_per_s=truth.chunks / (ended_s - began_s),
+        cpu_us=used_s / truth.chunks * 1e6,
+        cpu=used_s / (ended_s - began_s),
         chunks=truth.chunks,
         requests=len(truth.sent),
         server_late_p99_ms=truth.late_p99_ms,
         server_cpu_s=truth.cpu_s,
         note=", ".join(notes),
     )
-
-
-def _each_us(cpu_s: float, chunks: int, small: Reading | None) -> float | None:
-    if small is None or small.cpu_s is None or chunks <= small.chunks:
-        return None
-    return (cpu_s - small.cpu_s) / (chunks - small.chunks) * 1e6
 
 
 def _ttft_error_ms(said: Said, whole: list[Request], truth: Truth, schedule: Schedule) -> tuple[float, float]:
@@ -114,7 +105,7 @@ def _marks(values: Times) -> tuple[float, float]:
 def show_head() -> None:
     print(
         f"{'tool':24} {'users':>6} {'TTFT err p50/p99, ms':>22} {'TPOT err':>9} {'ITL err':>9} {'chunk err':>9} "
-        f"{'load':>7} {'us/chunk':>9} {'CPU, s':>8}"
+        f"{'load':>7} {'us/chunk':>9} {'core':>5}"
     )
 
 
@@ -124,7 +115,7 @@ def show(read: Reading) -> None:
 
     ttft = "-" if read.ttft_p50_ms is None else f"{read.ttft_p50_ms:+.2f} / {text(read.ttft_p99_ms, '+.2f')}"
     errors = [text(value, ".3f") for value in (read.tpot_p99_ms, read.itl_p99_ms, read.chunk_p99_ms)]
-    cost = f"{text(read.load, '.1%'):>7} {text(read.cpu_us, '.1f'):>9} {text(read.cpu_s, '.1f'):>8}"
+    cost = f"{text(read.load, '.1%'):>7} {text(read.cpu_us, '.1f'):>9} {text(read.cpu, '.0%'):>5}"
     print(
         f"{read.tool:24} {read.users:6} {ttft:>22} {' '.join(f'{e:>9}' for e in errors)} {cost}  {read.note}",
         flush=True,

@@ -67,6 +67,12 @@ class Truth(NamedTuple):
     def chunks(self) -> int:
         return sum(len(one.chunks_s) for one in self.sent.values())
 
+    @property
+    def span_s(self) -> tuple[float, float]:
+        """The first request and the last chunk."""
+        sent = self.sent.values()
+        return min(one.received_s for one in sent), max(float(one.chunks_s[-1]) for one in sent)
+
     def whole(self, schedule: Schedule) -> list[Sent]:
         """The answers of full length: those that count."""
         return [one for one in self.sent.values() if len(one.chunks_s) == schedule.chunks]
@@ -77,24 +83,22 @@ class Truth(NamedTuple):
         Counted from the first request to the last chunk; where ends are spread, from the time when all users had begun
         a second answer to the last request: the start and the end of a run are no part of its steady state.
         """
-        sent = [one for one in self.sent.values() if len(one.chunks_s)]
-        if not sent:
+        if not self.sent:
             return None
-        every = np.concatenate([one.chunks_s for one in sent])
-        received = [one.received_s for one in sent]
-        began, ended = min(received), float(every.max())
+        every = np.concatenate([one.chunks_s for one in self.sent.values()])
+        began, ended = self.span_s
         if schedule.spread:
-            began, ended = began + schedule.e2e_s, max(received)
+            began, ended = began + schedule.e2e_s, max(one.received_s for one in self.sent.values())
         if ended <= began:
             return None
-        count = int(((every >= began) & (every <= ended)).sum())
+        count = int(((every > began) & (every <= ended)).sum())
         return count / (users * schedule.chunks / schedule.e2e_s * (ended - began))
 
 
 class Server:
     """paced_server while it runs."""
 
-    def __init__(self, schedule: Schedule, users: int, folder: Path, core: int) -> None:
+    def __init__(self, schedule: Schedule, users: int, folder: Path, core: int | None) -> None:
         program = compiled("paced_server", folder)
         self._log = folder / f"sent-{time.monotonic_ns()}.txt"
         self.schedule = schedule
@@ -121,7 +125,8 @@ def read_log(path: Path) -> dict[str, Sent]:
     sent = {}
     for line in path.read_text().splitlines():
         name, received, *times = line.split()
-        sent[name] = Sent(int(received) / 1e9, np.cumsum(np.array(times, dtype=np.int64)) / 1e9)
+        if times:  # else it was cut before its first chunk
+            sent[name] = Sent(int(received) / 1e9, np.cumsum(np.array(times, dtype=np.int64)) / 1e9)
     return sent
 
 

@@ -1,0 +1,82 @@
+"""The instrument's benchmark reads what others wrote, and holds it against what the server sent."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.instrument.client import Said, Usage
+from benchmarks.instrument.modes import Place, compare
+from benchmarks.instrument.neighbours import read_genai_bench, read_inference_perf
+from benchmarks.instrument.ours import in_c
+from benchmarks.instrument.reading import reading_of
+from benchmarks.instrument.server import Schedule, Sent, Truth, read_log
+from harness.paths import ROOT
+from tests.made_runs import request
+
+DATA = ROOT / "tests" / "data"
+SHORT = Schedule(ttft_ms=50, gap_ms=20, chunks=4)
+
+
+def test_what_inference_perf_wrote_is_held_against_what_the_server_sent() -> None:
+    truth = Truth(read_log(DATA / "benchmarks" / "sent.txt"), late_p99_ms=0.2, cpu_s=0.1)
+    said = Said(read_inference_perf(DATA / "benchmarks" / "inference-perf.json"))
+    assert [len(record.chunks_s) for record in said.records] == [4, 4, 4]
+    reading = reading_of(
+        "inference-perf", said, truth, 2, SHORT, Usage((26000, 1.0), (26696, 3.0), (26698, 3.4), (26699, 3.5))
+    )
+    assert (reading.requests, reading.chunks, reading.note) == (3, 12, "")
+    # Medians of three; in the first one TTFT the opening of the connection is contained.
+    assert reading.ttft_p50_ms == pytest.approx(53.8944 - 50.1738, abs=0.001)
+    assert reading.ttft_p99_ms == pytest.approx(58.3416 - 50.1933, abs=0.001)
+    assert reading.tpot_p99_ms == pytest.approx(0.078, abs=0.01)
+    assert reading.itl_p99_ms == pytest.approx(0.241, abs=0.02)
+    assert reading.cpu_us == pytest.approx(1e6 * (3.4 + 0.0436 - 3.0 - 0.2722) / 12, rel=0.01), (
+        "from 26697.361 to 26698.436"
+    )
+    assert reading.chunk_p99_ms is None
+
+
+def test_what_genai_bench_wrote_has_the_ends_of_its_answers() -> None:
+    (path,) = (DATA / "imports" / "genai-bench").glob("*_num_concurrency_*.json")
+    records = read_genai_bench(path)
+    assert len(records) == 140 and {record.output_tokens for record in records} == {8}
+    assert min(record.chunks_s[0] for record in records) == 0.0038592740002059145
+    assert max(record.chunks_s[1] for record in records) == 0.03393819499979145
+
+
+def test_the_clients_times_are_held_against_the_servers_request_by_request() -> None:
+    sent = {f"r{n}": Sent(10.0 + n, 10.0 + n + np.array([0.05, 0.07, 0.09, 0.11])) for n in range(3)}
+    late = [[0.05, 0.07, 0.09, 0.11], [0.051, 0.071, 0.091, 0.111], [0.05, 0.07, 0.092, 0.11]]
+    records = [request(id=f"r{n}", sent_s=10.0 + n, chunks_s=late[n], output_tokens=4) for n in range(3)]
+    truth = Truth(sent, 0, 0)
+    reading = reading_of("ours", Said(records, same_clock=True), truth, 1, SHORT, Usage((0, 0), (20, 1.2)))
+    assert reading.ttft_p50_ms == pytest.approx(0, abs=1e-6)
+    assert reading.chunk_p99_ms == pytest.approx(np.percentile([0] * 7 + [1] * 4 + [2], 99))
+    assert reading.itl_p99_ms == pytest.approx(2, abs=0.01)
+
+
+def test_the_load_is_that_of_the_schedule_and_of_the_steady_part_where_ends_are_spread() -> None:
+    e2e_s = SHORT.e2e_s
+    back_to_back = {str(n): Sent(n * e2e_s, n * e2e_s + np.array([0.05, 0.07, 0.09, 0.11])) for n in range(10)}
+    assert Truth(back_to_back, 0, 0).load(1, SHORT) == pytest.approx(1)
+    half = {name: one for name, one in back_to_back.items() if int(name) % 2 == 0 or name == "9"}
+    assert Truth(half, 0, 0).load(1, SHORT) == pytest.approx(0.6)
+    steady = Truth(half, 0, 0).load(1, SHORT._replace(spread=True))
+    assert steady == pytest.approx(0.5), "without the first answer's time, and up to the last request"
+
+
+def test_a_short_first_answer_is_not_counted() -> None:
+    records = [request(chunks_s=[9.0], output_tokens=1), request(chunks_s=[0.05] * 4, output_tokens=4)]
+    assert Said(records).whole(4) == records[1:]
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_the_server_keeps_its_schedule_and_the_c_client_reads_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (reading,) = compare({"C": in_c}, [4], 3, 1, SHORT._replace(spread=True), Place(tmp_path, None, None, False))
+    assert (reading.requests, reading.chunks) == (12, 1 + 2 + 3 + 4 + 8 * 4)
+    assert reading.ttft_p50_ms is not None and abs(reading.ttft_p50_ms) < 25
+    assert capsys.readouterr().out.splitlines()[-1].split()[:2] == ["C", "4"]
