@@ -305,23 +305,53 @@ def _agreed(url: str, records: Path) -> tuple[int, dict[str, Any]] | None:
     return (counts[0], row) if len(set(counts)) == 1 else None
 
 
-def test_values_that_no_scenario_may_have_start_nothing(engine: str, tmp_path: Path) -> None:
+def swarm(url: str, **form: object) -> dict[str, Any]:
+    data = urllib.parse.urlencode({"user_count": 1, "spawn_rate": 1, **form}).encode()
+    with urllib.request.urlopen(f"{url}/swarm", data=data, timeout=30) as answer:
+        return dict(json.loads(answer.read()))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_values_that_no_scenario_may_have_start_nothing(engine: str, tmp_path: Path, processes: int) -> None:
     log = tmp_path / "log"
-    with locust(engine, log=log) as url:
-        for field, value, said in (
-            ("slos", "fast", "--slos: 'fast' are no SLOs"),
-            ("arrivals", "-3", "--arrivals: '-3' is not a rate"),
-            ("output_tokens", "many", "--output-tokens: 'many' is not a number of tokens"),
-            ("output_tokens", "0", "the form: Expected `int` >= 1"),
-        ):
-            usual = {"slos": "", "arrivals": "", "output_tokens": "5"}
-            form = urllib.parse.urlencode({**usual, "user_count": 1, "spawn_rate": 1, field: value}).encode()
-            urllib.request.urlopen(f"{url}/swarm", data=form, timeout=10).close()
-            until(lambda said=said: said in log.read_text())  # type: ignore[misc]
+    given = []
+    if processes > 1:
+        port = str(free_port())
+        given = ["--processes", "2", "--master-bind-host", "127.0.0.1"]
+        given += ["--master-bind-port", port, "--master-port", port]
+    refused = [
+        ("slos", "fast", "--slos: 'fast' are no SLOs. Give some such as 'ttft<=2s, tpot<=50ms'."),
+        (
+            "arrivals",
+            "-3",
+            "--arrivals: '-3' is not a rate. Give a number above 0, in arrivals a second, or nothing.",
+        ),
+        ("output_tokens", "many", "--output-tokens: 'many' is not a number of tokens."),
+        ("output_tokens", "0", "the form: Expected `int` >= 1 - at `$.load.output_tokens`."),
+        ("steps", "a few", "--steps: 'a few' is not a whole number"),
+        ("timeout", "long", "--timeout: 'long' is not a number"),
+    ]
+    if processes == 1:  # what the load processes find out themselves
+        none = tmp_path / "none.jsonl"
+        refused += [
+            ("prompts", str(none), f"{none}: the prompts cannot be read (No such file or directory)."),
+            (
+                "host",
+                "http://127.0.0.1:9",
+                "127.0.0.1:9: no model could be read from /v1/models (127.0.0.1:9: connection refused). "
+                "Check that the server runs there, or name the model with --model.",
+            ),
+        ]
+    with locust(engine, *given, log=log) as url:
+        until(lambda: processes == 1 or page(url)["workers"] == 2)
+        for field, value, said in refused:
+            answer = swarm(url, **{field: value})
+            assert answer == {"success": False, "message": said, "host": engine}
             until(lambda: page(url)["state"] in ("stopped", "ready"))
         assert page(url)["whole"][ALL]["ended"] == 0
-        form = urllib.parse.urlencode({**usual, "user_count": 1, "spawn_rate": 1}).encode()
-        urllib.request.urlopen(f"{url}/swarm", data=form, timeout=10).close()
+        # What was refused is forgotten: this form says nothing of it.
+        assert swarm(url)["success"] is True
+        assert swarm(url, user_count=2)["success"] is True  # while it goes on
         until(lambda: page(url)["whole"][ALL]["ended"])
     assert "Traceback" not in log.read_text() and "the test cannot start" not in log.read_text()
 

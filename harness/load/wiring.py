@@ -120,13 +120,19 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
             raise gevent.GreenletExit from None  # the start of users ends here
         gevent.spawn(_master.watch)
         return
+    if not options.headless and _recorder is None:
+        try:
+            _job_of_form(options)  # the workers would find out, and nobody who looks at the form
+        except HarnessError as error:
+            give_up(environment, error)
+            raise gevent.GreenletExit from None
     if not options.headless and _recorder is not None:
         if _process is not None:
             _process.close()
             _process = None
         try:
-            job = with_options(_job, options) if _job else job_by_hand(options)
-            _process = LoadProcess(job, _host(environment), _recorder)
+            _process = LoadProcess(_job_of_form(options), _host(environment), _recorder)
+            _process.model()
         except (HarnessError, OSError) as error:
             give_up(environment, error)
             raise gevent.GreenletExit from None  # likewise
@@ -137,6 +143,11 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
         plan = plan_of(_job)
         if plan.requests is not None or plan.duration_s is not None:
             gevent.spawn(_end_when_finished, environment, _job.load.drain_s, Tickets(_job.tickets_path, plan))
+
+
+def _job_of_form(options: Namespace) -> Job:
+    """What the web form says. Raises HarnessError."""
+    return with_options(_job, options) if _job else job_by_hand(options)
 
 
 def _settle_memory() -> None:
@@ -172,6 +183,8 @@ def _on_quit(exit_code: int, **_: Any) -> None:
 def give_up(environment: Environment, error: Exception) -> None:
     """End a run that cannot go on, with one sentence in the log; the web UI stays up for another try."""
     logger.error(_sentence(error))
+    if _live is not None:
+        _live.start.refused(_sentence(error))
     assert environment.runner is not None
     if environment.web_ui is None:
         environment.process_exit_code = 1

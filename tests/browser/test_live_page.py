@@ -113,6 +113,26 @@ def test_the_form_proposes_the_scenario(browser: webdriver.Chrome, live: str) ->
     assert complaints(browser) == []
 
 
+def test_the_form_says_what_is_wrong_with_it(browser: webdriver.Chrome, live: str) -> None:
+    screen(browser)
+    browser.get(live)
+    wait(browser, "return document.querySelector('input[name=slos]') !== null")
+    script(browser, "document.querySelectorAll('.MuiAccordionSummary-root').forEach((e) => e.click())")
+    field = browser.find_element(By.CSS_SELECTOR, "input[name=slos]")
+    WebDriverWait(browser, 20).until(lambda _: field.is_displayed())
+    field.send_keys(Keys.CONTROL, "a")
+    field.send_keys("soon")
+    press = "[...document.querySelectorAll('button')].find((b) => /^start/i.test(b.textContent)).click()"
+    script(browser, press)
+    said = wait(browser, "return document.querySelector('form [role=alert]')?.textContent")
+    assert said == "--slos: 'soon' are no SLOs. Give some such as 'ttft<=2s, tpot<=50ms'."
+    assert script(browser, "return document.querySelector('[role=tab]') === null"), "the form is still there"
+    keep(browser, "live-form-refused")
+    time.sleep(1.5)
+    assert script(browser, "return document.querySelector('form [role=alert]') !== null")
+    assert complaints(browser) == []
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_tab_has_table_and_charts(browser: webdriver.Chrome, live: str, scheme: str) -> None:
     screen(browser, scheme=scheme)

@@ -12,7 +12,7 @@ from locust.runners import STATE_RUNNING, STATE_SPAWNING, STATE_STOPPING, Master
 from harness.check_syntax import Slo
 from harness.errors import HarnessError
 from harness.job import Job
-from harness.load.live import page
+from harness.load.live import page, swarm
 from harness.load.live.book import Book
 from harness.load.live.observed import Observed
 from harness.load.live.tally import Tally, packed, unpacked
@@ -38,6 +38,7 @@ class Live:
         self._tally = Tally()
         self._distributed = isinstance(environment.runner, MasterRunner)
         self._book = self._new_book("")
+        self.start = swarm.Start()
         self._observed = Observed(Path(job.requests_path).parent if job is not None else None)
         if recorder is not None:
             recorder.watcher = self._tally.add
@@ -48,6 +49,7 @@ class Live:
         _hooks.reset_stats.add_listener(lambda **_: self._book.reset())
         if environment.web_ui is not None:
             page.add_to(environment.web_ui, self.facts, self.book)
+            swarm.add_to(environment.web_ui, self.start)
         gevent.spawn(self._keep)
 
     def begin(self) -> None:
@@ -61,6 +63,7 @@ class Live:
         if self._recorder is not None:
             self._recorder.watcher = self._tally.add
         self._book = self._new_book(text)
+        self.start.began()
 
     def book(self) -> Book:
         return self._book
