@@ -72,7 +72,7 @@ def test_every_report_says_it(run: Path) -> None:
     assert "| b | x | 10.03 s‡ | 44 | 4.39‡ | 1,254 | " in text
     assert "| a | x | 10.03 s | 44 | 4.39 | 1,254 | " in text
     (check,) = summary.checks
-    assert check.evidence == "b / x: 10 s (client-limited)"
+    assert check.evidence == "b / x: 10.03 s (client-limited)"
     console = Console(record=True, width=300)
     terminal.print_report(summary, manifest, run, console)
     assert said in console.export_text()
