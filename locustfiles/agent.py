@@ -20,6 +20,8 @@ class ToolAgent(LLMUser):
     the same load, whether its model can call tools or not.
     """
 
+    endpoints = ("chat",)
+
     @task
     def work(self) -> None:
         agent = self.load.agent or Agent()

@@ -17,6 +17,7 @@ class ChatUser(LLMUser):
     Now and then leaves before the answer is there, or is not content with it and asks the same again.
     """
 
+    endpoints = ("chat", "completions")
     think_s = (1.0, 5.0)
 
     @task

@@ -12,6 +12,7 @@ from harness.load.user import LLMUser
 class RagUser(LLMUser):
     """Asks one question about a document, reads the answer, thinks. Some documents are asked about more than others."""
 
+    endpoints = ("chat",)
     think_s = (1.0, 5.0)
 
     @task

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.behaviour import Pause
+from harness.behaviour import Abandon, Pause
 from harness.job import write_job
-from harness.records import read_marks, read_requests
+from harness.records import Request, read_marks, read_requests
 from harness.scenario import Load
 from tests.load_runs import ROOT, RUN_S, end, ends_of, free_port, log_of, make_job, records_of, start, wait_for_records
 
@@ -49,6 +49,15 @@ def test_by_hand(tmp_path: Path, engine: str, locustfile: str) -> None:
         (["--host", "http://127.0.0.1:9"], "no model could be read from /v1/models (127.0.0.1:9: connection refused"),
         (["--think", "soon"], "--think: 'soon' is not a pause. Give one such as '1 5', in seconds."),
         (["--prompts", "none.jsonl"], "none.jsonl: the prompts cannot be read (No such file or directory)"),
+        (["--abandon", "5%"], "--abandon: '5%' does not say who leaves when. Give a share and a time, such as"),
+        (["--abandon", "1.2.3 after 3s"], "--abandon: '1.2.3 after 3s' does not say who leaves when."),
+        (["--abandon", "500% after 3s"], "the form: Expected `float` <= 1.0 - at `$.load.abandon.share`"),
+        (
+            ["--abandon", "5% after 9 tokens", "--stream", "no"],
+            "--abandon: without --stream an answer comes all at once",
+        ),
+        (["--regenerate", "2"], "the form: Expected `float` <= 1.0 - at `$.load.regenerate`"),
+        (["--endpoint", "embeddings"], "--endpoint: ChatUser has no use for embeddings, only for chat or completions"),
         (["--records", "no/such/place"], "No such file or directory: 'no/such/place'"),
         (["--job", "none.json"], "none.json: the job cannot be read"),
         (["--api-key-env", "NOT_SET_AT_ALL"], "the environment variable NOT_SET_AT_ALL, which should hold the API key"),
@@ -60,6 +69,30 @@ def test_what_cannot_be_done_by_hand_ends_with_a_sentence(
     assert end(start(tmp_path, engine, "chat", "--headless", "--users", "2", *options)) == 1
     assert sentence in log_of(tmp_path)
     assert "Traceback" not in log_of(tmp_path)
+
+
+def by_hand(folder: Path, engine: str, locustfile: str, *options: str) -> list[Request]:
+    common = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "2s", "--records", "r.jsonl"]
+    child = start(folder, engine, locustfile, *common, "--stop-timeout", "5", "--output-tokens", "20", *options)
+    assert end(child) == 0, log_of(folder)
+    return list(read_requests(folder / "r.jsonl"))
+
+
+def test_people_who_leave_and_ask_again_by_hand(tmp_path: Path, engine: str) -> None:
+    records = by_hand(
+        tmp_path, engine, "chat", "--abandon", "100% after 3 tokens", "--regenerate", "1", "--think", "0.1"
+    )
+    assert len(records) > 6 and {r.error for r in records} <= {None, "abandoned"}
+    assert "abandoned" in {r.error for r in records}
+    assert [r.again for r in records if r.turn == 2] == [True] * sum(r.turn == 2 for r in records)
+
+
+def test_other_endpoints_by_hand(tmp_path: Path, engine: str) -> None:
+    for endpoint in ("completions", "embeddings"):
+        (tmp_path / endpoint).mkdir()
+        records = by_hand(tmp_path / endpoint, engine, "batch", "--endpoint", endpoint, "--think", "0.1")
+        assert len(records) > 6 and {r.error for r in records} == {None}
+        assert {r.vectors for r in records} == ({1} if endpoint == "embeddings" else {None})
 
 
 def ask(url: str, **form: str) -> str:
@@ -82,14 +115,22 @@ add_options(parser)
 for filled_in in ("1 5", ""):
     load = with_options(read_job(Path(sys.argv[1])), parser.parse_args(["--think", filled_in])).load
     print(load.think_s, load.think and load.think.mean_s)
+# What the scenario has and the form has no other value for stays.
+sys.argv += ["--job", sys.argv[1]]
+parser = LocustArgumentParser()
+add_options(parser)
+load = with_options(read_job(Path(sys.argv[1])), parser.parse_args([])).load
+print(load.endpoint, load.abandon, load.regenerate)
 """
 
 
 def test_a_pause_in_the_form_takes_the_place_of_the_scenarios(tmp_path: Path) -> None:
-    write_job(make_job(tmp_path, Load(user="chat", think=Pause(mean_s=2.0))), tmp_path / "job.json")
+    leaves = Abandon(share=0.05, after_s=2.5)
+    load = Load(user="chat", think=Pause(mean_s=2.0), abandon=leaves, regenerate=0.03, endpoint="completions")
+    write_job(make_job(tmp_path, load), tmp_path / "job.json")
     command = [sys.executable, "-c", FORM, str(tmp_path / "job.json")]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=RUN_S)
-    assert found.stdout.splitlines() == ["[1.0, 5.0] None", "None 2.0"]
+    assert found.stdout.splitlines() == ["[1.0, 5.0] None", "None 2.0", f"completions {leaves} 0.03"]
 
 
 def test_the_web_form_shows_the_job_and_changes_it(tmp_path: Path, engine: str) -> None:
@@ -105,7 +146,7 @@ def test_the_web_form_shows_the_job_and_changes_it(tmp_path: Path, engine: str) 
             time.sleep(0.1)
         time.sleep(0.3)
         page = ask(url)
-        for option in ("model", "prompts", "prompt_tokens", "output_tokens", "batch_size", "turns", "think"):
+        for option in ("model", "prompts", "prompt_tokens", "output_tokens", "batch_size", "turns", "think", "abandon"):
             assert f'"{option}"' in page
         assert '"job"' not in page
         assert json.loads(ask(f"{url}/swarm", user_count="1", spawn_rate="1", output_tokens="5"))["success"]

@@ -1,6 +1,7 @@
 """What a locustfile that is started by hand can be told, on the command line or in Locust's web form."""
 
 import os
+import re
 import tempfile
 import uuid
 from argparse import ArgumentParser, Namespace
@@ -10,7 +11,7 @@ from typing import Any
 import msgspec
 from locust.argument_parser import LocustArgumentParser
 
-from harness.behaviour import Agent, Rag
+from harness.behaviour import Abandon, Agent, Rag
 from harness.check_syntax import Slo, parse_check
 from harness.errors import HarnessError
 from harness.job import Job, read_job
@@ -53,6 +54,12 @@ def add_options(parser: LocustArgumentParser) -> None:
         default=load.output,
         help="fixed: every answer has that length, whatever it says (ignore_eos); natural: it ends where it ends",
     )
+    add(
+        "--endpoint",
+        choices=["chat", "completions", "embeddings"],
+        default=load.endpoint,
+        help="what is asked: chat, completions or embeddings",
+    )
     add("--stream", choices=["yes", "no"], default="yes" if load.stream else "no", help="stream the answers")
     add("--batch-size", type=int, default=load.batch_size or 1, help="batch agents: requests sent at once")
     add("--in-flight", type=int, default=load.in_flight or 0, help="batch agents: always so many, instead of bursts")
@@ -62,6 +69,8 @@ def add_options(parser: LocustArgumentParser) -> None:
     add("--documents", type=int, default=rag.documents, help="users of documents: how many there are")
     add("--document-tokens", type=int, default=rag.document_tokens, help="users of documents: length of each")
     add("--turns", type=int, default=load.turns or TURNS, help="chat users: turns of a conversation")
+    add("--abandon", default=_abandon_text(load.abandon), help="chat users who leave: '5% after 3s', or '40 tokens'")
+    add("--regenerate", type=float, default=load.regenerate, help="chat users: share of questions that are asked again")
     add(
         "--think",
         default=" ".join(f"{number:g}" for number in load.think_s or []),
@@ -124,6 +133,9 @@ def with_options(job: Job, options: Namespace) -> Job:
     Raises HarnessError for values that no scenario may have.
     """
     slos_of(options.slos)
+    abandon = _abandon(options.abandon)
+    if abandon is not None and abandon.after_tokens is not None and options.stream == "no":
+        raise HarnessError("--abandon: without --stream an answer comes all at once", next_step="Leave after seconds.")
     think_s = _span(options.think)
     kind = options.prompts if options.prompts in ("synthetic", "classification") else "file"
     changed = msgspec.structs.replace(
@@ -145,6 +157,7 @@ def with_options(job: Job, options: Namespace) -> Job:
             arrivals=_arrivals(options.arrivals, job.load.arrivals),
             output_tokens=_tokens("--output-tokens", options.output_tokens, job.load.output_tokens),
             output=options.output,
+            endpoint=options.endpoint,
             stream=options.stream == "yes",
             batch_size=options.batch_size,
             in_flight=options.in_flight or None,
@@ -155,6 +168,8 @@ def with_options(job: Job, options: Namespace) -> Job:
                 job.load.rag or Rag(), documents=options.documents, document_tokens=options.document_tokens
             ),
             turns=options.turns,
+            abandon=abandon,
+            regenerate=options.regenerate,
             think_s=think_s,
             think=job.load.think if think_s is None else None,
             timeout_s=options.timeout,
@@ -198,6 +213,32 @@ def _span(text: str) -> list[float] | None:
     if len(numbers) > 2 or numbers[0] < 0 or numbers[-1] < numbers[0]:
         raise HarnessError(f"--think: {text!r} is not a pause", next_step="Give one such as '1 5', in seconds.")
     return [numbers[0], numbers[-1]]
+
+
+def _abandon_text(abandon: Abandon | None) -> str:
+    if abandon is None:
+        return ""
+    when = f"{abandon.after_tokens} tokens" if abandon.after_s is None else f"{abandon.after_s:g}s"
+    return f"{abandon.share:.6g} after {when}"
+
+
+def _abandon(text: str) -> Abandon | None:
+    """'5% after 3s' or '0.05 after 40 tokens'; nothing: everybody waits."""
+    if not text.strip():
+        return None
+    found = re.fullmatch(r"\s*([\d.e-]+) ?(%?) after (?:([\d.e+-]+) ?s|(\d+) ?tokens)\s*", text)
+    try:
+        share, percent, after_s, after_tokens = found.groups() if found else ("?", None, None, None)
+        return Abandon(
+            share=float(share) / (100 if percent else 1),
+            after_s=float(after_s) if after_s else None,
+            after_tokens=int(after_tokens) if after_tokens else None,
+        )
+    except ValueError:
+        raise HarnessError(
+            f"--abandon: {text!r} does not say who leaves when",
+            next_step="Give a share and a time, such as '5% after 3s', or '0.05 after 40 tokens'.",
+        ) from None
 
 
 def _tokens_text(tokens: object) -> str:

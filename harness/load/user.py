@@ -92,6 +92,7 @@ class LLMUser(User):
     """Takes requests from the shared sequence and sends them, one record and one Locust event each."""
 
     abstract = True
+    endpoints: ClassVar[tuple[str, ...]] = ("chat", "completions", "embeddings")  # that it can be used with
     think_s: ClassVar[tuple[float, float]] = (0.0, 0.0)  # least and most, where neither scenario nor user says so
 
     def __init__(self, environment: Environment) -> None:

@@ -71,7 +71,7 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
         if isinstance(runner, MasterRunner) and _job is not None and _job.workers is not None:
             _master = Master(environment, runner, _job, _job.workers)
         if not isinstance(runner, MasterRunner):
-            job = _job or job_by_hand(options)
+            job = _job or _job_of_form(environment)
             _recorder = Recorder(job.requests_path, job.processes_path, job.cell if _job else "by-hand")
             atexit.register(_recorder.close)  # whatever ends this process, if it can still run anything
             if options.headless:
@@ -122,7 +122,7 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
         return
     if not options.headless and _recorder is None:
         try:
-            _job_of_form(options)  # the workers would find out, and nobody who looks at the form
+            _job_of_form(environment)  # the workers would find out, and nobody who looks at the form
         except HarnessError as error:
             give_up(environment, error)
             raise gevent.GreenletExit from None
@@ -131,7 +131,7 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
             _process.close()
             _process = None
         try:
-            _process = LoadProcess(_job_of_form(options), _host(environment), _recorder)
+            _process = LoadProcess(_job_of_form(environment), _host(environment), _recorder)
             _process.model()
         except (HarnessError, OSError) as error:
             give_up(environment, error)
@@ -145,9 +145,17 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
             gevent.spawn(_end_when_finished, environment, _job.load.drain_s, Tickets(_job.tickets_path, plan))
 
 
-def _job_of_form(options: Namespace) -> Job:
-    """What the web form says. Raises HarnessError."""
-    return with_options(_job, options) if _job else job_by_hand(options)
+def _job_of_form(environment: Environment) -> Job:
+    """What the web form says, or by hand the command line. Raises HarnessError."""
+    options = _options(environment)
+    job = with_options(_job, options) if _job else job_by_hand(options)
+    for user in environment.user_classes:
+        endpoints = getattr(user, "endpoints", (job.load.endpoint,))
+        if job.load.endpoint not in endpoints:
+            raise HarnessError(
+                f"--endpoint: {user.__name__} has no use for {job.load.endpoint}, only for {' or '.join(endpoints)}"
+            )
+    return job
 
 
 def _settle_memory() -> None:
