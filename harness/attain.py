@@ -12,11 +12,13 @@ from harness.check_syntax import Slo
 from harness.records import Request
 from harness.summary import Attained, Numbers
 
-_OF: dict[str, Callable[[Request], float | None]] = {
+_SINCE_SENT: dict[str, Callable[[Request], float | None]] = {
     "ttft": derive.ttft_s,
     "ttfo": derive.ttfo_s,
     "tpot": derive.tpot_s,
     "e2e": derive.e2e_s,
+    "ttft_sched": derive.ttft_s,
+    "e2e_sched": derive.e2e_s,
 }
 
 
@@ -56,24 +58,29 @@ def meets(request: Request, slos: Sequence[Slo]) -> bool | None:
     """
     known = True
     for slo in slos:
-        value = _OF[slo.latency](request)
+        value = _SINCE_SENT[slo.latency](request)
         if value is None:
             known = known and slo.latency == "tpot" and request.output_tokens == 1
-        elif not (operator.le if slo.operator == "<=" else operator.lt)(value, slo.bound_s):
+        elif not (operator.le if slo.operator == "<=" else operator.lt)(value + _late_s(request, slo), slo.bound_s):
             return False
     return True if known else None
 
 
+def _late_s(request: Request, slo: Slo) -> float:
+    """What comes before sending in a latency from schedule. What has no time of its own was due when it was sent."""
+    return -(request.scheduled_s or 0.0) if slo.latency.endswith("_sched") else 0.0
+
+
 def missed_before_leaving(request: Request, slos: Sequence[Slo]) -> bool:
     """Whether an abandoned request had missed an SLO when the user left: one who leaves a slow one was not served."""
-    waited = {"ttft": derive.ttft_s, "ttfo": derive.ttfo_s}
+    waited = {"ttft": derive.ttft_s, "ttfo": derive.ttfo_s, "ttft_sched": derive.ttft_s}
     for slo in slos:
         if slo.latency == "tpot":
             continue  # how many tokens came by then is not known
         value = waited[slo.latency](request) if slo.latency in waited else None
         if value is None:
             value = request.ended_s  # it had not come by then
-        if value > slo.bound_s:
+        if value + _late_s(request, slo) > slo.bound_s:
             return True
     return False
 

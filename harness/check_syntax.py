@@ -25,7 +25,8 @@ LATENCIES = {
     "ttft_sched": "ttft_sched_s", "e2e_sched": "e2e_sched_s", "send_lag": "send_lag_s",
 }  # fmt: skip
 STATISTICS = (*NEEDED, "mean")
-OF_A_REQUEST = ("ttft", "ttfo", "tpot", "e2e")  # what an SLO may bound: latencies that a request has one of
+# What an SLO may bound: latencies that a request has one of.
+OF_A_REQUEST = ("ttft", "ttfo", "tpot", "e2e", "ttft_sched", "e2e_sched")
 # Which units a metric may be written in, and how many of them make one: 95 / 100 is 0.95, and 95 * 0.01 is not.
 _TIME = {"s": 1.0, "ms": 1000.0}
 _SHARE = {"": 1.0, "%": 100.0}

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from harness import blocks
-from harness.attain import SloTally, attained, meets
+from harness.attain import SloTally, attained, meets, missed_before_leaving
 from harness.check_syntax import parse_check
 from harness.records import Request
 from harness.scenario import Load
@@ -47,6 +47,23 @@ def streamed(first_s: float, step_s: float, **changes: Any) -> Request:
 )
 def test_a_request(one: Request, text: str, met: bool | None) -> None:
     assert meets(one, slos(text)) is met
+
+
+def test_slos_from_schedule_count_what_came_before_sending() -> None:
+    late = streamed(0.5, 0.05, scheduled_s=-0.6)  # the first token after 0.5 s, the last after 1 s
+    for text, met in (
+        ("ttft<=1s, e2e<=1s", True),
+        ("ttft_sched<=1s", False),
+        ("ttft_sched<=1.1s, e2e_sched<=1.61s", True),
+        ("e2e_sched<=1.5s", False),
+    ):
+        assert meets(late, slos(text)) is met, text
+    follows = streamed(0.5, 0.05)  # an answer, or is of a closed loop: due when it was sent
+    assert meets(follows, slos("ttft_sched<=0.5s")) is True
+    assert meets(request(chunks_s=[], scheduled_s=-0.6), slos("ttft_sched<=9s")) is None
+    left = request(error="abandoned", chunks_s=[], ended_s=1.0, scheduled_s=-0.6)
+    assert missed_before_leaving(left, slos("ttft_sched<=1.5s")) is True
+    assert missed_before_leaving(left, slos("ttft<=1.5s, e2e_sched<=1.7s")) is False
 
 
 def test_failed_and_unfinished_requests_stay_in_the_denominator(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_the_grammar(text: str, check: Check) -> None:
         (
             "goodput(ttft_p95<=1s) >= 1",
             "check 'goodput(ttft_p95<=1s) >= 1', at character 9: 'ttft_p95' is not a latency of a request; "
-            "known: ttft, ttfo, tpot, e2e",
+            "known: ttft, ttfo, tpot, e2e, ttft_sched, e2e_sched",
         ),
         (
             "goodput(ttft>=1s) >= 1",
