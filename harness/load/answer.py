@@ -8,11 +8,12 @@ import json
 import re
 from array import array
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from harness.load.exchange import Clock, Exchange
+from harness.load.form import Form
 from harness.load.sse import Event, Parser
 from harness.load.tools import Call, gather
 from harness.records import ErrorKind
@@ -53,11 +54,15 @@ class Answer:
         self.tool_chunks = 0  # and those with nothing but a tool call
         self.calls: list[Call] = []  # of tools
         self.finish: str | None = None
-        self.text = ""  # visible content: the next turn of a conversation needs it, no record holds it
+        self.texts: list[str] = []  # visible content: the next turn of a conversation needs it, no record holds it
         self.error = error
         self.message = message
         self.done = False  # [DONE] was seen
         self.generated = False  # at least one token of any channel
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
 
     def fail(self, kind: ErrorKind, message: str) -> None:
         """Note an error; the first one noted stays."""
@@ -77,6 +82,7 @@ class Reading:
         self._embeddings = embeddings
         self._answer = Answer(None, None, secrets)
         self._events = Parser()
+        self._form = Form()
         self._count = 0
         self._chunk_reads = array("I")
         self._visible_read: int | None = None
@@ -93,19 +99,33 @@ class Reading:
         if exchange.status is None or not 200 <= exchange.status < 300 or not exchange.is_stream:
             return
         for read, data in exchange.body:
-            for event in self._events.feed(data):
+            whole = self._events.idle
+            if whole and not answer.done and (text := self._form.text(data)) is not None:
                 self._count += 1
-                if answer.done:
-                    continue
-                if event.data == b"[DONE]":
-                    answer.done = True
-                    self._done_read = read
-                elif _take_event(event, self._count, answer):
-                    self._chunk_reads.append(read)
-                    if self._visible_read is None and answer.text:
-                        self._visible_read = read
+                answer.texts.append(text)
+                self._chunk_reads.append(read)
+                continue
+            events = self._events.feed(data)
+            for event in events:
+                self._take(event, read)
+            if whole and len(events) == 1 and data == b"data: %s\n\n" % events[0].data:
+                self._form.learn(data)
         exchange.body.clear()
         exchange.known_stream = True
+
+    def _take(self, event: Event, read: int) -> None:
+        """Take in an event that this read completed."""
+        answer = self._answer
+        self._count += 1
+        if answer.done:
+            return
+        if event.data == b"[DONE]":
+            answer.done = True
+            self._done_read = read
+        elif _take_event(event, self._count, answer):
+            self._chunk_reads.append(read)
+            if self._visible_read is None and answer.texts:
+                self._visible_read = read
 
     def finish(self) -> Answer:
         """The observations in a finished or failed exchange."""
@@ -162,39 +182,8 @@ def _unframed(raw: bytes, answer: Answer) -> None:
         answer.fail("stream_error", f"{words} (sent outside of an event)")
 
 
-class _Delta(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    content: str
-    role: str | None = None
-
-
-class _Choice(msgspec.Struct, frozen=True):
-    delta: _Delta
-    finish_reason: None = None
-
-
-class _Plain(msgspec.Struct, frozen=True):
-    """An event that carries visible text and nothing else of interest."""
-
-    choices: tuple[_Choice]
-    object: Literal["chat.completion.chunk"]
-    usage: None = None
-    error: None = None
-
-
-_plain = msgspec.json.Decoder(_Plain)
-
-
 def _take_event(event: Event, number: int, answer: Answer) -> bool:
     """Note what one event says. True when it carries generated tokens."""
-    if event.type == "message":
-        try:
-            text = _plain.decode(event.data).choices[0].delta.content
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            text = ""  # anything else: looked at more closely
-        if text:
-            answer.generated = True
-            answer.text += text
-            return True
     try:
         body = _decode(event.data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -219,7 +208,7 @@ def _take_event(event: Event, number: int, answer: Answer) -> bool:
     answer.generated = True
     for channel in _VISIBLE:
         if part.get(channel):
-            answer.text += str(part[channel])
+            answer.texts.append(str(part[channel]))
     if not any(part.get(channel) for channel in _VISIBLE):
         _unseen(part, answer)
     elif part.get("tool_calls"):
@@ -261,7 +250,7 @@ def _whole(exchange: Exchange, answer: Answer, *, embeddings: bool) -> None:
     message = choice.get("message")
     part = message if isinstance(message, dict) else choice
     answer.generated = any(part.get(channel) for channel in _CHANNELS)
-    answer.text = "".join(str(part[channel]) for channel in _VISIBLE if part.get(channel))
+    answer.texts = [str(part[channel]) for channel in _VISIBLE if part.get(channel)]
     gather(answer.calls, part.get("tool_calls"))
     if not answer.generated:
         answer.fail("empty", f"a complete answer without any generated text; {_usage_words(answer)}")

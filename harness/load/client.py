@@ -8,12 +8,13 @@ import contextlib
 import os
 import time
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import gevent
 import httptools
 from gevent import socket, ssl
+from gevent.lock import Semaphore
 
 from harness.errors import HarnessError
 from harness.load.clock import KernelClock, ask_for_stamps
@@ -57,6 +58,36 @@ class Target(NamedTuple):
         return f"{host}:{self.port}"
 
 
+class Known:
+    """Where a name was found: looked up once for all connections of a process."""
+
+    def __init__(self) -> None:
+        self._looking = Semaphore()
+        self._found: list[tuple[Any, ...]] = []  # as getaddrinfo says it
+
+    def connect(self, target: Target) -> socket.socket:
+        """Raises OSError."""
+        with self._looking:
+            if not self._found:
+                self._found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+        failed = OSError(f"no address of {target.host}")
+        for one in self._found:
+            sock = socket.socket(one[0], one[1])
+            try:
+                sock.settimeout(_CONNECT_TIMEOUT_S)
+                sock.connect(one[4])
+            except BaseException as error:
+                sock.close()
+                if not isinstance(error, OSError):
+                    raise
+                failed = error
+            else:
+                self._found = [one]
+                return sock
+        self._found = []  # it may have moved
+        raise failed
+
+
 class Client:
     """One connection to one server, opened when needed and kept; for one request at a time."""
 
@@ -68,10 +99,12 @@ class Client:
         *,
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
+        known: Known | None = None,
     ) -> None:
         self._target = target
         self._clock = clock
         self._reader = reader
+        self._known = Known() if known is None else known
         self._timeout_s = timeout_s
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         self._tls = ssl.create_default_context() if target.tls else None  # CAs from SSL_CERT_FILE, else the system's
@@ -156,27 +189,28 @@ class Client:
 
     def _collect(self, sock: socket.socket, collector: Collector) -> None:
         exchange = collector.exchange
-        said, said_read, said_ns = (
-            0,
-            -1,
-            time.monotonic_ns(),
-        )  # pings keep a connection open, but they do not keep us waiting
+        began_ns = time.monotonic_ns()
         with contextlib.closing(self._inbox(sock, exchange)) as inbox:
+
+            def take_in() -> None:
+                for data in inbox.rest():
+                    collector.take(data)
+                if exchange.look is not None:
+                    exchange.look()
+                if exchange.complete or collector.done:
+                    inbox.wake()
+
             try:
                 while not exchange.complete:
+                    # Pings keep a connection open, but they do not keep us waiting.
+                    said_ns = began_ns if collector.said_read is None else exchange.arrivals[collector.said_read][0]
                     patience_s = _DONE_GRACE_S if collector.done else self._timeout_s
                     left_s = patience_s - (time.monotonic_ns() - said_ns) / 1e9
                     if left_s <= 0:
                         raise TimeoutError
-                    for data in inbox.pieces(left_s):
-                        collector.take(data)
-                        if collector.said != said:
-                            said, said_read = collector.said, collector.reads - 1
-                    if said_read >= 0:
-                        said_ns = exchange.arrivals[said_read][0]
-                    if exchange.look is not None:
-                        exchange.look()
-                    inbox.quiet = collector.waits_for_end and not exchange.watched
+                    inbox.wait(left_s)
+                    take_in()
+                    inbox.in_passing = take_in if collector.waits_for_end and not exchange.watched else None
             except (gevent.GreenletExit, gevent.Timeout):
                 # Cut: what has come by now has come. If that is the connection's end, cut is still what it is: an error
                 # raised here would take the place of the cut, and the greenlet would live on.
@@ -194,7 +228,7 @@ class Client:
         began_ns = time.monotonic_ns()
         sock = None
         try:
-            sock = socket.create_connection((self._target.host, self._target.port), timeout=_CONNECT_TIMEOUT_S)
+            sock = self._known.connect(self._target)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._stamped = self._tls is None and ask_for_stamps(sock)
             if self._tls is not None:

@@ -10,8 +10,10 @@ import struct
 import time
 
 _SO_TIMESTAMPNS = 35  # asm-generic/socket.h; Python has no name for it
-_TIMESPEC = struct.Struct("@ll")
-CONTROL_BYTES = socket.CMSG_SPACE(_TIMESPEC.size) if hasattr(socket, "CMSG_SPACE") else 0
+_SOL_SOCKET = socket.SOL_SOCKET  # this and the next as names of this module, as each read looks them up
+_unpack = struct.Struct("@ll").unpack  # a timespec
+_TIMESPEC_BYTES = struct.calcsize("@ll")
+CONTROL_BYTES = socket.CMSG_SPACE(_TIMESPEC_BYTES) if hasattr(socket, "CMSG_SPACE") else 0
 
 _START_S = 0.5  # for the kernel to begin with its stamps
 _PAIR_NS = 20_000  # readings further apart than this were interrupted, and say nothing about the offset
@@ -62,9 +64,10 @@ class KernelClock:
         if self._stepped:
             return None
         for level, kind, data in control:
-            if level == socket.SOL_SOCKET and kind == _SO_TIMESTAMPNS and len(data) >= _TIMESPEC.size:
-                seconds, nanoseconds = _TIMESPEC.unpack_from(data)
-                return int(seconds * 1_000_000_000 + nanoseconds + self._offset_ns)
+            if level == _SOL_SOCKET and kind == _SO_TIMESTAMPNS and len(data) == _TIMESPEC_BYTES:
+                seconds, nanoseconds = _unpack(data)
+                stamp_ns: int = seconds * 1_000_000_000 + nanoseconds + self._offset_ns
+                return stamp_ns
         return None
 
 

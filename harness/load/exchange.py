@@ -79,10 +79,11 @@ class Collector:
         self.reads = 0  # that were looked into
         self._parser = httptools.HttpResponseParser(self)
         self.keep_alive = False
-        self.said = 0  # pieces of the body that say something: in a stream, those with data and not only comments
+        self.said_read: int | None = None  # the last that says something: in a stream, data and not only comments
         self.done = False  # [DONE] and the end of its event have been read
         self._tail = b""
         self._informational = False
+        self._between = False  # the last that the parser told is that a chunk of the body is complete
 
     def take(self, data: bytes) -> None:
         """Look into the next read; empty is the end of the connection.
@@ -90,10 +91,18 @@ class Collector:
         Raises EOFError when that is not how this body ends, httptools.HttpParserError for what is no HTTP.
         """
         self.reads += 1
-        if self.exchange.complete:
+        if self._between and (chunk := _whole_chunk(data)):  # the parser would be where it is now
+            if chunk.startswith(b"data:") and chunk.endswith(b"}\n\n") and b"[DONE]" not in chunk:  # one like most
+                self.said_read = self.reads - 1
+                self.exchange.body.append((self.said_read, chunk))
+                self._tail = b""
+            else:
+                self.on_body(chunk)
+        elif self.exchange.complete:
             self.keep_alive = False  # nobody asked for what comes now
         elif data:
             self._parser.feed_data(data)
+            self._between = self._between and data.endswith(b"\n")
         elif self._ends_with_connection():
             self.exchange.complete = True
         else:
@@ -114,17 +123,25 @@ class Collector:
             self.exchange.status = status
             self.exchange.headers_read = self.reads - 1
 
+    def on_chunk_header(self) -> None:
+        self._between = False
+
+    def on_chunk_complete(self) -> None:
+        self._between = True  # and still so after a read that has not begun the next one
+
     def on_body(self, data: bytes) -> None:
-        self.exchange.body.append((self.reads - 1, data))
+        read = self.reads - 1
+        self.exchange.body.append((read, data))
         tail, self._tail = self._tail, data[-_TAIL_BYTES:]
         if b"data:" in data or b"data:" in tail[-4:] + data[:4] or not self.exchange.is_stream:
-            self.said += 1
+            self.said_read = read
         if (b"[DONE]" in data or b"[" in tail) and _DONE.search(tail + data):
             self.done = True
         if len(data) < _TAIL_BYTES:
             self._tail = (tail + data)[-_TAIL_BYTES:]
 
     def on_message_complete(self) -> None:
+        self._between = False
         if self._informational:
             self.exchange.headers.clear()
         else:
@@ -135,3 +152,13 @@ class Collector:
         """Whether the end of the connection is how this body ends."""
         headers = self.exchange.headers
         return self.exchange.status is not None and not {"content-length", "transfer-encoding"} & headers.keys()
+
+
+def _whole_chunk(data: bytes) -> bytes:
+    """The content of one whole chunk of a body, as most servers send each event; empty for anything else."""
+    size, _, rest = data.partition(b"\r\n")
+    try:
+        length = int(size, 16)
+    except ValueError:  # an extension, or only a part
+        return b""
+    return rest[:-2] if len(rest) == length + 2 and rest.endswith(b"\r\n") else b""

@@ -4,6 +4,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import gevent
@@ -17,7 +18,7 @@ from harness.errors import HarnessError
 from harness.job import SECRETS_ENV, Job
 from harness.load.answer import Answer, Reading
 from harness.load.body import PATHS, body_of
-from harness.load.client import Client, Target
+from harness.load.client import Client, Known, Target
 from harness.load.clock import KernelClock
 from harness.load.exchange import Exchange
 from harness.load.health import coalesced_late
@@ -74,7 +75,8 @@ class LoadProcess:
         self._model = job.model
         self._asking_for_model = Semaphore()
         self._clock = KernelClock()
-        self._reader = Reader(self._clock)
+        self._reader = Reader(self._clock, recorder.later)
+        self._known = Known()
         self.tickets = Tickets(job.tickets_path, plan_of(job))
         recorder.steady = self.tickets.steady
         if self.by_hand:
@@ -82,6 +84,7 @@ class LoadProcess:
 
     def close(self) -> None:
         """Let go of everything but the recorder."""
+        self.recorder.later.finish()
         self.recorder.steady = None
         self.tickets.close()
         self._reader.close()
@@ -89,7 +92,8 @@ class LoadProcess:
 
     def client(self) -> Client:
         headers = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
-        return Client(self._target, self._clock, self._reader, timeout_s=self.job.load.timeout_s, headers=headers)
+        timeout_s = self.job.load.timeout_s
+        return Client(self._target, self._clock, self._reader, timeout_s=timeout_s, headers=headers, known=self._known)
 
     def messages(self, ticket: Ticket) -> list[Message]:
         """The messages of a place in the seeded sequence. Those of the warm-up are no part of a trace."""
@@ -119,7 +123,8 @@ class LoadProcess:
         """Send one request and wait for its end. Leaves exactly one record, and calls `tell`, whatever happens.
 
         A failed request is an Answer with an error. A greenlet that is cut, by its end or by a gevent.Timeout of the
-        locustfile, leaves its record before that goes on.
+        locustfile, leaves its record as well. Records are made when there is nothing else to do: the next request of
+        this user does not wait for it.
         """
         exchange = Exchange(id=self._id(place.ticket.index))
         reading = Reading(exchange, self._secrets, embeddings=self.job.load.endpoint == "embeddings")
@@ -138,15 +143,26 @@ class LoadProcess:
             answer.fail(*_cut(error))
             raise
         finally:
-            try:
-                self.recorder.health.note_reads(exchange.arrivals.lags_us())
-                self.recorder.add(self._record(exchange, answer, place, tools))
-            finally:
-                # Whatever happens: the end of the load waits for it.
-                self.tickets.settle(seen=_seen(exchange, place, answer))
-            if tell is not None:
-                tell(answer)
+            self.recorder.later.do(partial(self._note, exchange, answer, place, tools, tell))
         return answer
+
+    def _note(
+        self,
+        exchange: Exchange,
+        answer: Answer,
+        place: Place,
+        tools: Tools | None,
+        tell: Callable[[Answer], None] | None,
+    ) -> None:
+        """Make the record, and tell who wants to know."""
+        try:
+            self.recorder.health.note_reads(exchange.arrivals.lags_us())
+            self.recorder.add(self._record(exchange, answer, place, tools))
+        finally:
+            # Whatever happens: the end of the load waits for it.
+            self.tickets.settle(seen=_seen(exchange, place, answer))
+        if tell is not None:
+            tell(answer)
 
     def _id(self, index: int) -> str:
         """Of one request among all runs: it is looked for in the logs of servers that outlive a run."""

@@ -1,9 +1,10 @@
 """All sockets of a load process, read by one place as soon as there is time: a system call, a stamp and an append each.
 
-What the bytes mean is worked out later, by the greenlet of the user whose answer they are. It sleeps meanwhile: no
-switch of greenlets, no parsing and no JSON for a chunk. That reading is late does not matter, as the kernel has stamped
-the bytes when they came; what does matter is that two chunks of a stream are not fetched by one read: a busy process
-looks at its sockets each 2 ms, and a quiet one when they are readable (as NAPI does in the kernel).
+What the bytes mean is worked out later, some reads of a stream at once, whenever nothing else is to be done. The
+greenlet of the user whose answer they are sleeps until its end: no switch of greenlets, no parsing and no JSON for a
+chunk. That reading is late does not matter, as the kernel has stamped the bytes when they came; what does matter is
+that two chunks of a stream are not fetched by one read: a busy process looks at its sockets each 2 ms, and a quiet one
+when they are readable (as NAPI does in the kernel).
 """
 
 import select
@@ -17,14 +18,16 @@ from gevent import monkey, socket
 from gevent.event import Event
 
 from harness.load.clock import CONTROL_BYTES, KernelClock
+from harness.load.later import Later
 
 _READ_BYTES = 65_536
 _BUSY_NS = 1_000_000  # sockets that become readable at shorter distances than this are looked at by the clock ...
 _PAUSE_S = 0.002  # ... so often
-_MOST_BYTES = 16_384  # of a stream that nobody has looked into
-_LOOK_S = 1.0  # a stream is looked into at least this often
+_ENOUGH = 16  # reads of a stream that are worth a look in passing
+_MOST_BYTES = 16_384  # of a stream that nobody has looked into: its own greenlet has to, busy or not
 _SHORT = 16  # bytes of a read that may be the second half of a mark
 _NO_STAMP = -(2**31)
+_MOST_US = 2**31 - 1
 
 _How = Literal["asleep", "when readable", "by the clock"]  # when the sockets are looked at next
 
@@ -41,8 +44,9 @@ class Arrivals:
             self._times_ns.append(read_ns)
             self._lags_us.append(_NO_STAMP)
         else:
+            lag_us = (read_ns - stamp_ns) // 1000
             self._times_ns.append(stamp_ns)
-            self._lags_us.append(max(-(2**31) + 1, min(2**31 - 1, (read_ns - stamp_ns) // 1000)))
+            self._lags_us.append(lag_us if -_MOST_US < lag_us < _MOST_US else _MOST_US if lag_us > 0 else -_MOST_US)
 
     def __len__(self) -> int:
         return len(self._times_ns)
@@ -81,17 +85,23 @@ class Arrivals:
 class Inbox(Protocol):
     """What has arrived for one exchange."""
 
-    quiet: bool  # only the end is of interest: do not wake for each read
+    # Takes in what is here, in the middle of other work: must neither block nor switch. Where it is set, only the end
+    # of the answer wakes who waits.
+    in_passing: Callable[[], None] | None
 
-    def pieces(self, timeout_s: float) -> Iterator[bytes]:
-        """What was read, a piece a read; empty bytes for the end of the connection. May yield nothing after a while.
+    def wait(self, timeout_s: float) -> None:
+        """Until something has arrived, or the time is over.
 
-        Raises OSError for a connection that broke.
+        Raises OSError for a connection that broke, and what `in_passing` raised, when nothing is left to be taken in.
         """
         ...
 
+    def wake(self) -> None:
+        """Let `wait` return."""
+        ...
+
     def rest(self) -> list[bytes]:
-        """What was read and not looked into yet."""
+        """What was read and not taken in yet, a piece a read; empty bytes for the end of the connection."""
         ...
 
     def close(self) -> None: ...
@@ -100,8 +110,9 @@ class Inbox(Protocol):
 class Reader:
     """Of one process; made after the fork."""
 
-    def __init__(self, clock: KernelClock) -> None:
+    def __init__(self, clock: KernelClock, later: Later) -> None:
         self._clock = clock
+        self.later = later
         make: Callable[[], select.epoll] = monkey.get_original("select", "epoll")  # gevent takes it away
         self._poll = make()
         self._inboxes: dict[int, _Shared] = {}
@@ -163,7 +174,7 @@ class Reader:
     def _drain(self) -> int:
         """Read what is there; the number of reads."""
         inboxes, clock = self._inboxes, self._clock
-        self._drained_ns = clock.look()
+        now_ns = self._drained_ns = clock.look()
         ready = self._poll.poll(0)
         for descriptor, _ in ready:
             inbox = inboxes[descriptor]
@@ -176,11 +187,9 @@ class Reader:
                 continue
             if data:
                 stamp_ns = clock.stamp_ns(control)
-                if (
-                    stamp_ns is not None and stamp_ns > clock.now_ns
-                ):  # it came after the last look, while others were read
-                    clock.look()
-                inbox.arrivals.append(clock.now_ns, stamp_ns)
+                if stamp_ns is not None and stamp_ns > now_ns:  # it came after the last look, while others were read
+                    now_ns = clock.look()
+                inbox.arrivals.append(now_ns, stamp_ns)
             inbox.add(data)
         return len(ready)
 
@@ -188,17 +197,27 @@ class Reader:
 class _Shared:
     """The inbox of a socket that the Reader reads."""
 
-    __slots__ = ("_arrived", "_bytes", "_error", "_pieces", "_reader", "arrivals", "descriptor", "quiet", "receive")
+    __slots__ = (
+        "_arrived",
+        "_bytes",
+        "_error",
+        "_pieces",
+        "_reader",
+        "arrivals",
+        "descriptor",
+        "in_passing",
+        "receive",
+    )
 
     def __init__(self, reader: Reader, descriptor: int, receive: Any, arrivals: Arrivals) -> None:
         self.descriptor = descriptor
         self.receive = receive
         self.arrivals = arrivals
-        self.quiet = False
+        self.in_passing: Callable[[], None] | None = None
         self._reader = reader
         self._pieces: list[bytes] = []
         self._bytes = 0
-        self._error: OSError | None = None
+        self._error: Exception | None = None
         self._arrived = Event()
 
     def add(self, data: bytes) -> None:
@@ -206,56 +225,73 @@ class _Shared:
         self._bytes += len(data)
         # The end of a chunked body, of a stream that says [DONE] and stays open, or of the connection.
         if (
-            not self.quiet
+            self.in_passing is None
             or len(data) < _SHORT
             or self._bytes > _MOST_BYTES
             or data.endswith(b"\r\n\r\n")
             or b"[DONE]" in data
         ):
             self._arrived.set()
+        elif len(self._pieces) == _ENOUGH:
+            self._reader.later.do(self.pass_by)
         if not data:
             self._reader.forget(self.descriptor)  # an ended connection is readable for ever
 
-    def broke(self, error: OSError) -> None:
+    def pass_by(self) -> None:
+        """Take in what is here, unless somebody is about to."""
+        if self.in_passing is not None and self._pieces and not self._arrived.is_set():
+            try:
+                self.in_passing()
+            except Exception as error:  # it is for who waits to handle
+                self.broke(error)
+
+    def broke(self, error: Exception) -> None:
         self._error = error
         self._arrived.set()
         self._reader.forget(self.descriptor)
 
-    def pieces(self, timeout_s: float) -> Iterator[bytes]:
-        self._arrived.wait(min(timeout_s, _LOOK_S))
+    def wait(self, timeout_s: float) -> None:
+        if self._error is not None and not self._pieces:
+            raise self._error
+        self._arrived.wait(timeout_s)
         self._arrived.clear()
         self._reader.breathe()
-        yield from self.rest()
-        if self._error is not None:
-            raise self._error
+
+    def wake(self) -> None:
+        self._arrived.set()
 
     def rest(self) -> list[bytes]:
         pieces, self._pieces, self._bytes = self._pieces, [], 0
         return pieces
 
     def close(self) -> None:
+        self.in_passing = None
         self._reader.forget(self.descriptor)
 
 
 class Direct:
     """The inbox of a socket without stamps (TLS, other systems): read by the greenlet that waits for it."""
 
-    quiet = False
-
     def __init__(self, sock: socket.socket, clock: KernelClock, arrivals: Arrivals) -> None:
+        self.in_passing: Callable[[], None] | None = None
         self._socket = sock
         self._clock = clock
         self._arrivals = arrivals
+        self._pieces: list[bytes] = []
 
-    def pieces(self, timeout_s: float) -> Iterator[bytes]:
+    def wait(self, timeout_s: float) -> None:
         self._socket.settimeout(timeout_s)
         data = self._socket.recv(_READ_BYTES)
         if data:
             self._arrivals.append(self._clock.look(), None)
-        yield data
+        self._pieces.append(data)
+
+    def wake(self) -> None:
+        """Nobody else wakes it."""
 
     def rest(self) -> list[bytes]:
-        return []
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
     def close(self) -> None:
         """The socket is its owner's."""

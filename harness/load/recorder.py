@@ -14,6 +14,7 @@ import gevent
 import msgspec
 
 from harness.load.health import TICK_S, Health
+from harness.load.later import Later
 from harness.load.tickets import Phase
 from harness.records import ProcessMark, Request
 from harness.workers import process_number
@@ -40,7 +41,8 @@ HERE = Anchor()
 class Recorder:
     """Appends whole lines, each batch of them in one write, so that the processes never tear each other's lines.
 
-    Made after the fork. What a `kill -9` can take is at most the last 0.2 s.
+    Made after the fork. What a `kill -9` can take is at most the last 0.2 s, and of a process without an idle moment a
+    thousand records.
     """
 
     def __init__(self, requests_path: str, processes_path: str, cell: str, anchor: Anchor = HERE) -> None:
@@ -49,6 +51,7 @@ class Recorder:
         self.recorded = 0
         self.watcher: Callable[[Request], None] | None = None  # of a live load: is told of each record
         self.health = Health()
+        self.later = Later()  # makes the records
         self._cell = cell
         self.steady: Callable[[], bool | None] | None = None  # whether the warm-up found the server steady
         self._pid = os.getpid()
@@ -108,6 +111,7 @@ class Recorder:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
+        self.later.finish()
         self._flusher.kill(block=False)
         self.flush()
         self._write_mark("end")

@@ -26,7 +26,7 @@ class Parser:
         self._type = b""
         self._data: list[bytes] = []
         self._stray = b""
-        self._idle = False  # between two events
+        self.idle = False  # between two events
 
     def stray(self) -> bytes:
         """The beginning of what was sent outside of any field, such as an error in bare JSON; asked for at the end."""
@@ -35,11 +35,6 @@ class Parser:
 
     def feed(self, data: bytes) -> list[Event]:
         """The events that these bytes complete. An event without its closing blank line is never returned."""
-        if self._idle and data.startswith(b"data: ") and data.endswith(b"\n\n") and data.count(b"\n") == 2:
-            return [Event("message", data[6:-2])] if b"\r" not in data else self._feed(data)  # as most servers send it
-        return self._feed(data)
-
-    def _feed(self, data: bytes) -> list[Event]:
         if self._skip_lf and data:
             self._skip_lf = False
             if data.startswith(b"\n"):
@@ -58,7 +53,7 @@ class Parser:
         events: list[Event] = []
         for line in lines:
             self._line(line, events)
-        self._idle = not (self._rest or self._skip_lf or self._data or self._type)
+        self.idle = not (self._rest or self._skip_lf or self._data or self._type)
         return events
 
     def _line(self, line: bytes, events: list[Event]) -> None:

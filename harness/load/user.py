@@ -44,6 +44,7 @@ from harness.workload import Message, text
 T = TypeVar("T")
 
 _IDLE_S = 0.2
+_NONE = [0.0, 0.0]
 _AHEAD_S = 0.2  # open loop: so long before it is time a prompt is made, which may take some ms
 _AFTER_NO_CONNECTION_S = 0.5  # a server that is gone must not make users spin
 
@@ -231,6 +232,8 @@ class LLMUser(User):
 
     def at_once(self, doing: Sequence[Callable[[], T]]) -> list[T]:
         """Do several things at the same time, and wait for the last."""
+        if len(doing) == 1:
+            return [doing[0]()]
         under_way = [gevent.spawn(do) for do in doing]
         try:
             gevent.joinall(under_way)
@@ -245,7 +248,10 @@ class LLMUser(User):
 
     def think(self) -> None:
         """Pause as the scenario says, or as this class does when it is used by hand; no longer than the load lasts."""
-        pause = self.load.think or self.load.think_s or (list(self.think_s) if self._process.by_hand else [0.0, 0.0])
+        pause = self.load.think or self.load.think_s or (list(self.think_s) if self._process.by_hand else _NONE)
+        if pause == _NONE:
+            gevent.sleep(0)
+            return
         self.pause(behaviour.pause_s(pause, self.seed, "think", self._last))
 
     def pause(self, pause_s: float) -> None:
