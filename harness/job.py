@@ -1,5 +1,6 @@
 """The job: all that the load processes of one cell need to know, handed over as one JSON file."""
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -37,6 +38,13 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     machine: int = 0  # whose part of the sequence this is, from 0 ...
     machines: int = 1  # ... of so many that send it; each of them has a counter of its own
     workers: Workers | None = None  # of the master: the machines that it waits for
+
+
+def secrets_of(job: Job) -> list[str]:
+    """The texts that this process knows and no record may hold: the API key, and what the server was started with."""
+    key = os.environ.get(job.api_key_env, "").strip() if job.api_key_env else None
+    served = msgspec.json.decode(os.environ.get(SECRETS_ENV, "[]"), type=list[str])
+    return [*([key] if key else []), *served]
 
 
 def write_job(job: Job, path: Path) -> None:

@@ -1,5 +1,6 @@
 """One load sent by several workers: real Locust masters and workers, the records of each delivered once."""
 
+import json
 import signal
 import time
 from collections.abc import Iterator
@@ -7,9 +8,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from harness.errors import HarnessError
+from harness.job import SECRETS_ENV, secrets_of
 from harness.load import spool
 from harness.load.spool import Intake, Spool
 from harness.manifest import read_run
@@ -19,6 +22,8 @@ from harness.serve.ports import free_port
 from harness.simulated.spawn import Spawned, spawned
 from harness.workers import Workers, parse_part, parse_workers, process_number
 from tests.command import Going, going, only_run, until, write
+from tests.load_runs import make_job
+from tests.made_runs import request
 
 CHAT = Load(user="chat", users=4, requests=8)
 
@@ -85,6 +90,37 @@ def test_pieces_are_taken_once_and_in_order(tmp_path: Path, monkeypatch: pytest.
     assert pieces == [b"one\ntwo\n", b"three\n", b"a long line\n"]
     assert target.read_bytes() == b"one\ntwo\nthree\na long line\n"
     assert sender.rest() == 3
+
+
+def test_secrets_that_only_the_master_knows_do_not_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of the master's machine quotes in its errors what it was started with; no worker knows that."""
+    password = 'the-"database\\-password'
+    monkeypatch.setenv(SECRETS_ENV, json.dumps([password]))
+    monkeypatch.setenv("KEY_OF_THIS_TEST", " sk-of-the-api\n")
+    job = make_job(tmp_path, Load(user="batch"), api_key_env="KEY_OF_THIS_TEST")
+    assert secrets_of(job) == ["sk-of-the-api", password]
+    told = [
+        "nothing of it",
+        f"status 500: {password}, or {password}",
+        f"key sk-of-the-api, {password[:9]}...",
+        "sk-...",
+    ]
+    sent = b"".join(
+        msgspec.json.encode(request(index=i, error="http", message=one)) + b"\n" for i, one in enumerate(told)
+    )
+    source = tmp_path / "source"
+    source.write_bytes(sent)
+    sender, receiver = Spool(source), Intake(tmp_path / "requests.jsonl", secrets_of(job))
+    assert receiver.take(0, sender.piece()) == len(sent)  # as the sender counts it
+    assert [one.message for one in read_requests(tmp_path / "requests.jsonl")] == [
+        "nothing of it",
+        "status 500: [secret], or [secret]",
+        "key [secret], [secret]...",
+        "sk-...",  # what all keys begin with tells nothing
+    ]
+    clean = Intake(tmp_path / "clean.jsonl", secrets_of(job))
+    clean.take(0, line := sent.splitlines(keepends=True)[0])
+    assert (tmp_path / "clean.jsonl").read_bytes() == line
 
 
 def test_two_machines_may_have_the_same_pid() -> None:

@@ -16,7 +16,7 @@ from locust.runners import STATE_MISSING, MasterRunner
 
 from harness import __version__
 from harness.errors import HarnessError
-from harness.job import Job
+from harness.job import Job, secrets_of
 from harness.load.spool import FILES, Intake
 from harness.load.worker import ASK, DONE, END, FINISHED, GO, HELLO, JOB, READY, RECORDS, TAKEN, WARM
 from harness.workers import Workers
@@ -191,7 +191,8 @@ class Master:
             return
         if not machine.intakes:
             paths = {name: Path(getattr(self._job, f"{name}_path")) for name in FILES}
-            machine.intakes = {name: Intake(path) for name, path in paths.items()}
+            secrets = secrets_of(self._job)  # workers know the API key, and nothing of the server
+            machine.intakes = {name: Intake(path, secrets) for name, path in paths.items()}
         try:
             taken = machine.intakes[data["file"]].take(data["offset"], data["data"])
         except OSError as error:  # it comes again

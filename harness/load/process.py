@@ -15,7 +15,7 @@ from harness import structured, workload
 from harness.arrivals import Schedule, steady
 from harness.behaviour import Abandon
 from harness.errors import HarnessError
-from harness.job import SECRETS_ENV, Job
+from harness.job import Job, secrets_of
 from harness.load.answer import Answer, Reading
 from harness.load.body import PATHS, body_of
 from harness.load.client import Client, Known, Target
@@ -70,8 +70,7 @@ class LoadProcess:
         self._rows = workload.read_rows(job.prompt_file) if job.prompt_file else []
         self._replay = _replay(job)
         self._secret = _secret(job.api_key_env)
-        served = msgspec.json.decode(os.environ.get(SECRETS_ENV, "[]"), type=list[str])
-        self._secrets = [*([self._secret] if self._secret else []), *served]
+        self._secrets = secrets_of(job)
         self._model = job.model
         self._asking_for_model = Semaphore()
         self._clock = KernelClock()

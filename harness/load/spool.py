@@ -5,9 +5,16 @@ one that begins where the last one ended, and the sender goes on when it hears h
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
 PIECE = 262_144  # bytes at once, so that no message holds up Locust's own
+
+_CUT = b'..."'  # how a message ends that was shortened
+_BLACK = b"[secret]"
+_TOO_SHORT = 3  # characters, to be told from what is no secret
 
 FILES = ("requests", "processes")
 
@@ -40,16 +47,33 @@ class Spool:
 class Intake:
     """The same file where it arrives: appended to one that takes in several."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, secrets: Sequence[str] = ()) -> None:
+        """`secrets` are known here and not there, and kept out of the file."""
         self._path = path
-        self.taken = 0
+        self._secrets = [secret for secret in secrets if secret]
+        self.taken = 0  # as it was sent
 
     def take(self, offset: int, data: bytes) -> int:
         """Take a piece, unless it came before; how far the file is now. Raises OSError, having taken nothing."""
         if offset == self.taken:
-            _append(self._path, data)
+            _append(self._path, _without(data, self._secrets))
             self.taken += len(data)
         return self.taken
+
+
+def _without(lines: bytes, secrets: Sequence[str]) -> bytes:
+    """Whole lines of JSON without the secrets, and without the beginning of one that the end of a message cut off."""
+    for secret in secrets:
+        if (whole := _in_json(secret)) in lines:
+            lines = lines.replace(whole, _BLACK)
+        if _CUT in lines:
+            for length in range(len(secret) - 1, _TOO_SHORT, -1):
+                lines = lines.replace(_in_json(secret[:length]) + _CUT, _BLACK + _CUT)
+    return lines
+
+
+def _in_json(text: str) -> bytes:
+    return msgspec.json.encode(text)[1:-1]
 
 
 def _append(path: Path, data: bytes) -> None:
