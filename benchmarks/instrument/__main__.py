@@ -40,7 +40,8 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for program in ("paced_server", "paced_client"):
             compiled(program, folder)
-        clients, versions = _clients(options, folder)
+        alone = options.capacity is not None or options.memory or options.processes > 1
+        clients, versions = _clients(["ours"] if alone else options.tools, options, folder)
         about = machine() | versions
         print(", ".join(f"{key} {value}" for key, value in about.items()))
         place = modes.Place(folder, options.server_core, options.client_core, options.realtime)
@@ -56,21 +57,21 @@ def main() -> None:
         write(options.json, about, readings)
 
 
-def _clients(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Client], dict[str, str]]:
-    """The clients that are there, by name, and their versions."""
+def _clients(tools: list[str], options: argparse.Namespace, folder: Path) -> tuple[dict[str, Client], dict[str, str]]:
+    """Those of the tools that are there, by name, and their versions."""
     clients: dict[str, Client] = {"C": in_c, "ours": ours}
     versions = {"ours": harness.__version__}
     tokenizer = small_tokenizer(folder / "tokenizer")
     for name in NEIGHBOURS:
         program = getattr(options, name.replace("-", "_"))
-        if name not in options.tools:
+        if name not in tools:
             continue
         if program is None or shutil.which(program) is None:
             print(f"{name}: skipped, there is no program {program or NEIGHBOURS[name].program} (--{name} PROGRAM)")
             continue
         clients[name] = client_of(name, program, tokenizer)
         versions[name] = version_of(name, program)
-    return {name: client for name, client in clients.items() if name in options.tools}, versions
+    return {name: client for name, client in clients.items() if name in tools}, versions
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,7 +16,8 @@ import psutil
 from benchmarks.instrument.server import Server
 from harness.records import Request
 
-LONGEST_S = 170.0
+START_S = 40.0  # to start, and to make something of the numbers afterwards
+SLOWEST = 8  # times as long as the schedule
 LOOK_S = 0.2
 
 
@@ -73,8 +74,14 @@ class Work(NamedTuple):
     def users(self) -> int:
         return self.server.users
 
-    def run(self, command: list[str], longest_s: float = LONGEST_S, **environment: str) -> str:
+    @property
+    def scheduled_s(self) -> float:
+        """How long it takes with no time lost."""
+        return self.requests / self.users * self.server.schedule.e2e_s
+
+    def run(self, command: list[str], **environment: str) -> str:
         """Run a command to its end; what it wrote. Raises Failed. Nothing that it started outlives it."""
+        longest_s = START_S + SLOWEST * self.scheduled_s
         log = self.folder / "log"
         with log.open("wb") as out:
             child = subprocess.Popen(
@@ -92,7 +99,7 @@ class Work(NamedTuple):
             while child.poll() is None:
                 self.usage.look(child.pid)
                 if time.monotonic() > deadline:
-                    raise Failed(f"had not ended after {longest_s:g} s")
+                    raise Failed(f"had not ended after {longest_s:.0f} s: {_tail(log)}")
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     child.wait(LOOK_S)
         finally:
@@ -100,10 +107,13 @@ class Work(NamedTuple):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
             self.usage.end(_ended_children_s() - before_s)
-        said = log.read_text(errors="replace")
         if child.returncode != 0:
-            raise Failed(f"exit code {child.returncode}: {' '.join(said.split())[-300:]}")
-        return said
+            raise Failed(f"exit code {child.returncode}: {_tail(log)}")
+        return log.read_text(errors="replace")
+
+
+def _tail(log: Path) -> str:
+    return " ".join(log.read_text(errors="replace").split())[-300:]
 
 
 class Said(NamedTuple):
