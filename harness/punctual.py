@@ -1,6 +1,7 @@
 """How the schedule of an open loop was kept: counted request by request, and the numbers that follow.
 
-Only requests with a time of their own count: the first of a conversation or task, each of a burst or of a trace.
+Only requests with a time of their own count: the first of a conversation or task, each of a burst or of a trace. Of an
+own locustfile, which groups requests as it likes, each arrival counts once.
 """
 
 import statistics
@@ -39,6 +40,7 @@ class Punctual(msgspec.Struct, kw_only=True):
     """What was counted of one cell. Times on the cell's axis."""
 
     sent: int = 0
+    arrived: int = 0  # of these, the first of each burst
     first_due_s: float | None = None
     last_due_s: float | None = None
     first_sent_s: float | None = None
@@ -52,6 +54,7 @@ class Punctual(msgspec.Struct, kw_only=True):
             return
         due_s = sent_s + request.scheduled_s
         self.sent += 1
+        self.arrived += request.batch is None or request.batch == request.index
         self._spread(due_s, due_s, sent_s, sent_s)
         if request.error is not None:
             return
@@ -65,6 +68,7 @@ class Punctual(msgspec.Struct, kw_only=True):
     def merge(self, other: "Punctual") -> None:
         """Add what was counted of the same cell further on in the file."""
         self.sent += other.sent
+        self.arrived += other.arrived
         self._spread(other.first_due_s, other.last_due_s, other.first_sent_s, other.last_sent_s)
         self.ttft_s.extend(other.ttft_s)
         self.e2e_s.extend(other.e2e_s)
@@ -93,17 +97,18 @@ def kept_of(
     if kind not in ("open loop", "trace"):
         return None
     planned = planned_of(load, seed, part_s)
+    sent = counted.arrived if counts_arrivals(load) else counted.sent
     if load.duration_s is not None:
         over_s = load.duration_s if part_s is None else part_s[1] - part_s[0]
         asked = None if planned is None else planned / over_s
-        achieved = counted.sent / window_s if window_s else None
+        achieved = sent / window_s if window_s else None
     else:
-        asked = _rate(counted.sent, counted.first_due_s, counted.last_due_s)
-        achieved = _rate(counted.sent, counted.first_sent_s, counted.last_sent_s)
+        asked = _rate(sent, counted.first_due_s, counted.last_due_s)
+        achieved = _rate(sent, counted.first_sent_s, counted.last_sent_s)
     return Kept(
         planned=planned,
-        sent=counted.sent,
-        never_sent=None if planned is None else max(0, planned - counted.sent),
+        sent=sent,
+        never_sent=None if planned is None else max(0, planned - sent),
         asked_per_s=asked,
         achieved_per_s=achieved,
     )
@@ -125,17 +130,26 @@ def pooled(cells: Sequence[Kept | None]) -> Kept | None:
     )
 
 
+def counts_arrivals(load: Load) -> bool:
+    """Whether it is only known when somebody comes, and not how many requests begin then."""
+    return load.trace is None and load.user not in _KNOWN
+
+
 def planned_of(load: Load, seed: int, part_s: tuple[float, float] | None = None) -> int | None:
-    """How many requests have a time of their own by plan. None: other users group them as they like."""
+    """How many requests have a time of their own by plan; of an own locustfile how many arrivals are due. None: how
+    many arrivals a number of requests makes is up to it.
+    """
     if load.trace is not None:
         return load.requests
-    if load.arrivals is None or load.user not in _KNOWN:
+    if load.arrivals is None or (load.requests is not None and counts_arrivals(load)):
         return None
     burst = load.user == "batch"  # of which each request has a time; of others only the first of what is taken
     together = taken_together(load) if burst else 1
     if load.requests is not None:
         return load.requests if burst else -(-load.requests // taken_together(load))
-    whole_s = load.duration_s or 0.0
+    if load.duration_s is None:
+        return None  # steered by hand
+    whole_s = load.duration_s
     low_s, high_s = (0.0, whole_s) if part_s is None else (part_s[0], min(part_s[1], whole_s))
     arrivals = msgspec.json.encode(load.arrivals)
     return (_arriving(arrivals, seed, high_s) - _arriving(arrivals, seed, low_s)) * together

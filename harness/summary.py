@@ -37,7 +37,9 @@ class Attained(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Kept(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How the schedule of an open loop was kept, in requests that have a time of their own. None: not known."""
+    """How the schedule of an open loop was kept, in requests that have a time of their own; of an own locustfile in
+    arrivals. None: not known.
+    """
 
     planned: int | None = None
     sent: int = 0

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from harness.manifest import CellRun, Run
+from harness.punctual import counts_arrivals
 from harness.records import ProcessMark
 from harness.scenario import Load, at_once
 from harness.self_check import called, client_limits, more_users
@@ -157,8 +158,9 @@ def _work(evidence: Evidence) -> list[str]:
         reasons.append(f"{load.requests:,} measured requests were planned and {numbers.sent:,} were sent")
     kept = numbers.schedule
     if kept is not None and kept.never_sent and load.requests is None:
+        what = "arrivals" if counts_arrivals(load) else "requests"
         reasons.append(
-            f"{kept.never_sent:,} of the {kept.planned or 0:,} requests that were due in the measured time were never "
+            f"{kept.never_sent:,} of the {kept.planned or 0:,} {what} that were due in the measured time were never "
             f"sent: nobody was free until its end; {more_users(load)}"
         )
     if load.requests is not None and numbers.unfinished:

@@ -20,7 +20,7 @@ from harness.scenario import Arrivals, Load, Trace
 from harness.summarize import read_summary
 from harness.summary import Kept
 from harness.tally import Clock
-from tests.command import harness
+from tests.command import harness, only_run, write
 from tests.made_runs import request, write_lines
 
 EVEN = Arrivals(rate=10.0, spacing="even")
@@ -47,7 +47,9 @@ def counted(*dues_and_lags: tuple[float, float]) -> Punctual:
         (Load(user="rag", duration_s=2.0, arrivals=EVEN), "open loop", 20),
         (Load(user="agent", agent=Agent(steps=3, sub_agents=1), requests=13, arrivals=EVEN), "open loop", 3),
         (Load(user="agent", agent=Agent(steps=3, sub_agents=1), duration_s=2.0, arrivals=EVEN), "open loop", 20),
-        (Load(user="mine.py", duration_s=2.0, arrivals=EVEN), "open loop", None),
+        (Load(user="mine.py", duration_s=2.0, arrivals=EVEN), "open loop", 20),
+        (Load(user="mine.py", requests=40, arrivals=EVEN), "open loop", None),
+        (Load(user="chat", turns=3, arrivals=EVEN), "open loop", None),
         (Load(user="mine.py", requests=7, trace=Trace(file="t")), "trace", 7),
     ],
 )
@@ -69,6 +71,53 @@ def test_asked_and_achieved() -> None:
     assert kept_of(found, Load(user="batch", requests=3), 1, 9.0) is None
     single = kept_of(counted((100.0, 0.0)), Load(user="batch", requests=1, arrivals=EVEN), 1, None)
     assert single == Kept(planned=1, sent=1, never_sent=0)
+
+
+def test_of_an_own_locustfile_arrivals_are_counted() -> None:
+    """One of them sends bursts of three and single requests: how many begin with an arrival is up to it."""
+    found = counted((100.0, 0.0))
+    for index, batch in ((1, 1), (2, 1), (3, 1)):
+        found.add(request(index=index, batch=batch, scheduled_s=-0.5), 101.5)
+    assert (found.sent, found.arrived) == (4, 2)
+    timed = kept_of(found, Load(user="mine.py", duration_s=0.5, arrivals=EVEN), 1, 0.5)
+    assert timed == Kept(planned=5, sent=2, never_sent=3, asked_per_s=10.0, achieved_per_s=4.0)
+    fixed = kept_of(found, Load(user="mine.py", requests=4, arrivals=EVEN), 1, 9.0)
+    assert fixed == Kept(sent=2, asked_per_s=1.0, achieved_per_s=1 / 1.5)
+
+
+OWN = """
+import gevent
+from locust import task
+
+from harness.load.user import LLMUser
+
+
+class Slow(LLMUser):
+    @task
+    def work(self):
+        self.ask_all(self.take(2))
+        gevent.sleep(0.9)
+"""
+
+
+def test_an_own_locustfile_that_cannot_keep_up(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    load = {
+        "user": "mine.py",
+        "users": 1,
+        "duration_s": 2,
+        "output_tokens": 2,
+        "arrivals": {"rate": 5, "spacing": "even"},
+    }
+    path = write(tmp_path, loads={"slow": load}, repeats=1, warmup={"requests": 0})
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
+    assert done.code == 3
+    (cell,) = read_summary(only_run(tmp_path / "runs")).cells
+    assert cell.numbers.schedule == Kept(planned=10, sent=3, never_sent=7, asked_per_s=5.0, achieved_per_s=1.5)
+    assert cell.numbers.sent == 6
+    assert cell.problems[0].startswith(
+        "r1-one-slow: 7 of the 10 arrivals that were due in the measured time were never sent: "
+    )
 
 
 def test_several_runs_are_pooled() -> None:
