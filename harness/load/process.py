@@ -122,13 +122,13 @@ class LoadProcess:
         """Send one request and wait for its end. Leaves exactly one record, and calls `tell`, whatever happens.
 
         A failed request is an Answer with an error. A greenlet that is cut, by its end or by a gevent.Timeout of the
-        locustfile, leaves its record as well. Records are made when there is nothing else to do: the next request of
-        this user does not wait for it.
+        locustfile, leaves its record before that goes on. Other records are made when there is nothing else to do: the
+        next request of this user does not wait for it.
         """
         exchange = Exchange(id=self._id(place.ticket.index))
         reading = Reading(exchange, self._secrets, embeddings=self.job.load.endpoint == "embeddings")
         exchange.look = reading.look
-        answer = Answer()
+        answer, cut = Answer(), False
         self.recorder.sending(place.ticket.phase)
         try:
             with leaving(leave, exchange, reading):
@@ -138,11 +138,15 @@ class LoadProcess:
             logger.exception("defect in the load generator, recorded as error kind 'client'")
             answer = Answer("client", f"{type(error).__name__}: {error}")
         except BaseException as error:  # GreenletExit, gevent.Timeout ...: from outside, and for others to handle
-            answer = self._finish(reading)
+            answer, cut = self._finish(reading), True
             answer.fail(*_cut(error))
             raise
         finally:
-            self.recorder.later.do(partial(self._note, exchange, answer, place, tools, tell))
+            note = partial(self._note, exchange, answer, place, tools, tell)
+            if cut:
+                note()  # Locust may be about to count what there was
+            else:
+                self.recorder.later.do(note)
         return answer
 
     def _note(
