@@ -5,6 +5,7 @@ The bytes are read by `harness.load.reader`, one place for all connections; what
 """
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Mapping
@@ -26,6 +27,8 @@ _CONNECT_TIMEOUT_S = 10.0
 # A kept connection whose end arrives this soon after the request was being closed as the request was on its way: the
 # two crossed, which takes a round trip. An end that comes later is what the server did with the request.
 _CROSSED_S = 0.02
+# Until a connection is closed here that the server said it closes: who closes first keeps the local port for a minute.
+_LEAVING_S = 0.1
 _IDLE_SHARE = 0.8  # of the server's stated idle limit, so that it never closes first
 
 
@@ -248,7 +251,9 @@ class Client:
         """Keep the connection for the next request, within the limits that the server has stated."""
         headers = collector.exchange.headers
         if not collector.keep_alive:
-            self.close()
+            if self._socket is not None:
+                gevent.spawn_later(_LEAVING_S, self._socket.close)
+                self._socket = None
             return
         limits = dict(part.strip().partition("=")[::2] for part in headers.get("keep-alive", "").lower().split(","))
         with contextlib.suppress(KeyError, ValueError):
@@ -290,6 +295,8 @@ def _disconnected(error: OSError | EOFError, exchange: Exchange) -> str:
 def _words(error: OSError) -> str:
     if isinstance(error, TimeoutError):
         return f"no connection within {_CONNECT_TIMEOUT_S:g} s"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return "no free local port (or no local address that it could be reached from)"
     return str(error.strerror or error or type(error).__name__).lower()
 
 
