@@ -13,6 +13,7 @@ load          chunks sent, of those that the schedule allows
 us/chunk      CPU time of all the client's processes per chunk, from the first request to the last chunk: start-up is
               not counted, nor what it makes of its numbers afterwards
 core          the same, of the core that it has
+others        what the machine did beside the benchmark, of one core: with much of it a reading says little
 
 Other modes: --processes, --memory, --capacity (each says what it measures).
 """
@@ -20,6 +21,8 @@ Other modes: --processes, --memory, --capacity (each says what it measures).
 import argparse
 import contextlib
 import shutil
+import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -34,6 +37,7 @@ from benchmarks.instrument.server import Schedule, compiled
 
 def main() -> None:
     options = _parser().parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # what was started is ended, too
     schedule = Schedule(tick_ms=20.0 if options.lockstep else 0.0, spread=options.spread)
     with contextlib.ExitStack() as stack:
         folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="instrument-")))

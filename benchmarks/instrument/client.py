@@ -56,6 +56,22 @@ def _cpu_s(process: psutil.Process) -> float:
     return float(used.user + used.system + used.children_user + used.children_system)
 
 
+class Others:
+    """What the machine does beside the benchmark, from now on: with much of it a reading says little."""
+
+    def __init__(self) -> None:
+        self._began_s, self._other_s = time.monotonic(), self._now_s()
+
+    def share(self) -> float:
+        """Of a core; to be asked when all children have ended."""
+        return max(0.0, self._now_s() - self._other_s) / (time.monotonic() - self._began_s)
+
+    def _now_s(self) -> float:
+        every = psutil.cpu_times()
+        own = psutil.Process().cpu_times()
+        return float(sum(every) - every.idle - every.iowait - own.user - own.system - _ended_children_s())
+
+
 def _ended_children_s() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime

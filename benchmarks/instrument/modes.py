@@ -5,7 +5,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.instrument.client import Client, Failed, Usage, Work
+import msgspec
+
+from benchmarks.instrument.client import Client, Failed, Others, Usage, Work
 from benchmarks.instrument.ours import ours
 from benchmarks.instrument.reading import Reading, reading_of, show, show_head
 from benchmarks.instrument.server import Schedule, Server, on_core
@@ -46,6 +48,7 @@ def measure(tool: str, client: Client, users: int, rounds: int, schedule: Schedu
     """One client under one load."""
     folder = place.folder / f"{tool}-{users}-{next(_number)}"
     folder.mkdir()
+    others = Others()
     server = Server(schedule, users, place.folder, place.server_core)
     start = on_core(place.client_core, 40 if place.realtime else None)
     usage = Usage()
@@ -54,10 +57,11 @@ def measure(tool: str, client: Client, users: int, rounds: int, schedule: Schedu
         said = client(Work(server, users * rounds, folder, start, usage))
     except (Failed, HarnessError) as failure:
         failed = str(failure)
-    truth = server.stop()
+    finally:
+        truth = server.stop()
     if said is None or not (said.whole(schedule.chunks) or said.ttft_s):
         return Reading(tool=tool, users=users, note=f"failed: {failed}")
-    return reading_of(tool, said, truth, users, schedule, usage)
+    return msgspec.structs.replace(reading_of(tool, said, truth, users, schedule, usage), others=others.share())
 
 
 def processes(count: int, users: Sequence[int], repeats: int, schedule: Schedule, place: Place) -> list[Reading]:

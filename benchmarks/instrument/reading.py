@@ -26,6 +26,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     chunks_per_s: float | None = None
     cpu_us: float | None = None  # per chunk, of all its processes, from the first request to the last chunk
     cpu: float | None = None  # of a core, over the same time
+    others: float | None = None  # of a core, meanwhile used by what is no part of the benchmark, or taken by the host
     chunks: int = 0  # sent by the server
     requests: int = 0
     server_late_p99_ms: float | None = None
@@ -105,7 +106,7 @@ def _marks(values: Times) -> tuple[float, float]:
 def show_head() -> None:
     print(
         f"{'tool':24} {'users':>6} {'TTFT err p50/p99, ms':>22} {'TPOT err':>9} {'ITL err':>9} {'chunk err':>9} "
-        f"{'load':>7} {'us/chunk':>9} {'core':>5}"
+        f"{'load':>7} {'us/chunk':>9} {'core':>5} {'others':>6}"
     )
 
 
@@ -115,7 +116,8 @@ def show(read: Reading) -> None:
 
     ttft = "-" if read.ttft_p50_ms is None else f"{read.ttft_p50_ms:+.2f} / {text(read.ttft_p99_ms, '+.2f')}"
     errors = [text(value, ".3f") for value in (read.tpot_p99_ms, read.itl_p99_ms, read.chunk_p99_ms)]
-    cost = f"{text(read.load, '.1%'):>7} {text(read.cpu_us, '.1f'):>9} {text(read.cpu, '.0%'):>5}"
+    cost = f"{text(read.load, '.1%'):>7} {text(read.cpu_us, '.1f'):>9}"
+    cost += f" {text(read.cpu, '.0%'):>5} {text(read.others, '.0%'):>6}"
     print(
         f"{read.tool:24} {read.users:6} {ttft:>22} {' '.join(f'{e:>9}' for e in errors)} {cost}  {read.note}",
         flush=True,
