@@ -14,7 +14,7 @@ from harness.experiment import prepare
 from harness.records import ProcessMark, Request
 from harness.scenario import Load, Trace, Warmup
 from harness.simulated.spawn import spawned
-from harness.traces.replay import Replay, replay_of
+from harness.traces.replay import Beginning, Replay, replay_of
 from harness.workload import text, trace_messages, workload_sha256
 from tests.command import harness
 from tests.load_runs import end, log_of, make_job, records_of, start_job
@@ -327,7 +327,20 @@ def test_warm_up_is_no_part_of_the_trace(tmp_path: Path) -> None:
         assert end(start_job(tmp_path, server.url, job)) == 0, log_of(tmp_path)
     records = sorted(records_of(tmp_path), key=lambda one: one.index)
     assert [(one.index, one.asked_tokens) for one in records] == [(-2, 2), (-1, 2), (0, 5), (1, 4), (2, 3), (3, 7)]
-    assert [one.scheduled_s is None for one in records] == [True, True, False, False, False, False]
+    second, first = (one.sent_s + (one.scheduled_s or 0.0) for one in records[:2])
+    assert second - first == pytest.approx(1.0005 / 4, abs=1e-6)  # the second row comes later than that
+
+
+def test_the_warm_up_offers_what_the_trace_begins_with(tmp_path: Path) -> None:
+    def begins(*at_s: float) -> list[float]:
+        lines = [f'{{"timestamp": {1000 * at}, "input_length": 9, "output_length": 1}}' for at in at_s]
+        found = Beginning(replay(tmp_path, "\n".join(lines) + "\n", from_s=0.0))
+        return [found.at(number) for number in range(6)]
+
+    assert begins(5.0, 5.0, 5.0, 9.0) == [0.0, 0.0, 0.0, 3.0, 4.0, 5.0]  # a row a second on the mean
+    assert begins(0.0, 0.5, 100.0, 200.0) == [0.0, 0.5, 100.0, 150.0, 200.0, 250.0]
+    assert begins(0.0, 3600.0, 3600.0) == [0.0, 1200.0, 2400.0, 3600.0, 4800.0, 6000.0]
+    assert begins(7.0) == [0.0] * 6
 
 
 def test_the_server_finds_the_shared_prefixes_in_its_cache(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import msgspec
 from gevent.lock import Semaphore
 
 from harness import structured, workload
-from harness.arrivals import Schedule, steady
+from harness.arrivals import Due, Schedule, steady
 from harness.behaviour import Abandon
 from harness.errors import HarnessError
 from harness.job import Job, secrets_of
@@ -32,7 +32,7 @@ from harness.records import ErrorKind, Request
 from harness.scenario import Arrivals, taken_together
 from harness.steady import Steadiness, steadiness
 from harness.structured import Judged
-from harness.traces.replay import Replay, replay_of
+from harness.traces.replay import Beginning, Replay, replay_of
 from harness.workload import Message
 
 logger = logging.getLogger(__name__)
@@ -322,13 +322,15 @@ def _steadiness(job: Job) -> Steadiness | None:
     return rule._replace(wave=-(-rule.wave // job.machines))
 
 
-def _warmup_schedule(job: Job) -> Schedule | None:
+def _warmup_schedule(job: Job) -> Due | None:
     """The warm-up of an open loop offers what the load begins with: all users at once would leave a queue.
 
     A few requests of a trace are soon over; until the server is steady they come as often as on the mean.
     """
-    replay = _replay(job) if job.warmup.until is not None else None
-    if replay is not None and replay.at_s[-1] > 0:
+    replay = _replay(job)
+    if replay is not None and (job.warmup.until is None or replay.at_s[-1] <= 0):
+        return Beginning(replay)
+    if replay is not None:
         return Schedule(Arrivals(rate=len(replay) / replay.at_s[-1]), -1 - job.seed)
     return None if job.load.arrivals is None else Schedule(steady(job.load.arrivals), -1 - job.seed)
 

@@ -105,6 +105,19 @@ class Replay:
         )
 
 
+class Beginning:
+    """When requests before a trace are due: as its rows begin, and no later than they come on the mean."""
+
+    def __init__(self, replay: Replay) -> None:
+        self._at_s = replay.at_s
+        self._mean_s = (replay.at_s[-1] - replay.at_s[0]) / len(replay)
+
+    def at(self, number: int) -> float:
+        """Seconds after the start."""
+        mean_s = number * self._mean_s
+        return min(self._at_s[number] - self._at_s[0], mean_s) if number < len(self._at_s) else mean_s
+
+
 def replay_of(path: str | Path, trace: Trace) -> Replay:
     """The rows of a trace, read once per process. Raises HarnessError."""
     try:
