@@ -39,7 +39,7 @@ def client_limits(
     ends = [mark for mark in marks if mark.event == "end"]
     found = [
         *_cpu(load, marks, workers),
-        *_send_lag(load, tally),
+        *_send_lag(load, tally, marks),
         *_shared(load, tally, numbers, ends),
         *_read_late(load, tally, ends),
         *_slow(load, numbers, ends),
@@ -53,6 +53,12 @@ def called(process: int, marks: Sequence[ProcessMark], workers: Workers | None) 
         return str(process)
     hosts = [mark.host for mark in marks if mark.process == process and mark.host]
     return f"{process % MACHINE} of {hosts[0].rpartition('-')[0] if hosts else 'an unknown machine'}"
+
+
+def killed(marks: Sequence[ProcessMark]) -> list[int]:
+    """Load processes that said hello and no goodbye."""
+    starts, ends = ({mark.process for mark in marks if mark.event == event} for event in ("start", "end"))
+    return sorted(starts - ends)
 
 
 def more_users(load: Load) -> str:
@@ -91,14 +97,15 @@ def _cpu(load: Load, marks: Sequence[ProcessMark], workers: Workers | None) -> l
     return found
 
 
-def _send_lag(load: Load, tally: Tally) -> list[ClientLimit]:
+def _send_lag(load: Load, tally: Tally, marks: Sequence[ProcessMark]) -> list[ClientLimit]:
     lag_s = tally.median_send_lag_s()
     if lag_s is None or lag_s <= MOST_SEND_LAG_S:
         return []
     text = (
         f"half of the requests were sent {lag_s * 1000:.1f} ms or more behind schedule; at most "
-        f"{MOST_SEND_LAG_S * 1000:.0f} ms is allowed; {more_users(load)}"
+        f"{MOST_SEND_LAG_S * 1000:.0f} ms is allowed"
     )
+    text += "" if killed(marks) else f"; {more_users(load)}"
     return [
         ClientLimit(
             what="send_lag", value=lag_s, allowed=MOST_SEND_LAG_S, unit="s", numbers=_ALL, invalid=True, text=text

@@ -12,7 +12,7 @@ from harness.manifest import CellRun, Run
 from harness.punctual import counts_arrivals
 from harness.records import ProcessMark
 from harness.scenario import Load, at_once
-from harness.self_check import called, client_limits, more_users
+from harness.self_check import called, client_limits, killed, more_users
 from harness.summary import ClientLimit, MachineLoad, Numbers, ServerLoad
 from harness.tally import Tally
 from harness.telemetry import MOST_GAP_S
@@ -115,15 +115,15 @@ def _memory(ran: CellRun) -> list[str]:
 def _processes(evidence: Evidence) -> list[str]:
     """Load processes that did not say goodbye, and records that got lost."""
     starts = {mark.process for mark in evidence.marks if mark.event == "start"}
+    dead = killed(evidence.marks)
     ends = {mark.process: mark for mark in evidence.marks if mark.event == "end"}
     reasons = []
     planned = evidence.load.processes if evidence.workers is None else evidence.workers.total
     if len(starts) < planned:
         reasons.append(f"{len(starts)} of {_count(planned, 'load process', 'es')} started")
-    killed = sorted(starts - ends.keys())
-    if killed:
-        names = ("load process {} was" if len(killed) == 1 else "load processes {} were").format(
-            ", ".join(called(process, evidence.marks, evidence.workers) for process in killed)
+    if dead:
+        names = ("load process {} was" if len(dead) == 1 else "load processes {} were").format(
+            ", ".join(called(process, evidence.marks, evidence.workers) for process in dead)
         )
         how = "killed" if evidence.workers is None else "lost (killed, or its link was cut)"
         reasons.append(f"{names} {how}: what was sent and not yet recorded is not known")
@@ -159,9 +159,11 @@ def _work(evidence: Evidence) -> list[str]:
     kept = numbers.schedule
     if kept is not None and kept.never_sent and load.requests is None:
         what = "arrivals" if counts_arrivals(load) else "requests"
+        dead = killed(evidence.marks)
+        why = "a load process was killed" if dead else f"nobody was free until its end; {more_users(load)}"
         reasons.append(
             f"{kept.never_sent:,} of the {kept.planned or 0:,} {what} that were due in the measured time were never "
-            f"sent: nobody was free until its end; {more_users(load)}"
+            f"sent: {why}"
         )
     if load.requests is not None and numbers.unfinished:
         reasons.append(f"{_count(numbers.unfinished, 'request')} of the planned work did not finish")

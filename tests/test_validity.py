@@ -10,8 +10,8 @@ import pytest
 
 from harness.manifest import CellRun
 from harness.records import ProcessMark, Request
-from harness.scenario import Load
-from harness.summary import ServerLoad
+from harness.scenario import Arrivals, Load
+from harness.summary import Kept, ServerLoad
 from harness.tally import Clock, Tally, numbers_of
 from harness.validity import Evidence, Findings, of_cell, of_run
 from tests.made_runs import both_marks, request, scenario, served_by, write_made_run
@@ -51,6 +51,29 @@ def judge(
 def four(**changes: Any) -> list[Request]:
     """Four good requests; `changes` are made to the last."""
     return [*(request(index=i) for i in range(3)), request(index=3, **changes)]
+
+
+def test_who_was_killed_is_no_reason_for_more_users() -> None:
+    """What a killed process took is missing, and the others were late: more of them would not help."""
+    load = Load(user="batch", duration_s=10.0, arrivals=Arrivals(rate=1.0, spacing="even"), output_tokens=11)
+    late = [request(index=i, scheduled_s=-0.5) for i in range(4)]
+    other = msgspec.structs.replace(MARKS[0], process=8)
+    for marks, advised in ((MARKS, 2), ([*MARKS, other], 0)):
+        tally = Tally(clock=Clock(marks))
+        for record in late:
+            tally.add(record)
+        numbers = msgspec.structs.replace(numbers_of([tally]), schedule=Kept(planned=10, sent=4, never_sent=6))
+        found = of_cell(
+            Evidence(
+                cell="c", ran=ran(), load=load, max_error_rate=0.0, tally=tally, numbers=numbers,
+                server_load=ServerLoad(), marks=marks,
+            )
+        ).reasons  # fmt: skip
+        assert sum("raise 'users'" in one for one in found) == advised
+        never = "c: 6 of the 10 requests that were due in the measured time were never sent: "
+        (why,) = (one.removeprefix(never) for one in found if one.startswith(never))
+        assert why.startswith("a load process was killed" if not advised else "nobody was free until its end; raise")
+        assert any(one.endswith("at most 10 ms is allowed") for one in found) is not bool(advised)
 
 
 def reason(findings: Findings) -> str:
