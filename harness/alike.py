@@ -37,9 +37,9 @@ _SCENARIO = (
 _SERVER = ("startup_timeout_s",)
 _CONTAINER = ("NetworkMode", "PortBindings")
 _ALWAYS = ("workload_sha256", "simulated")  # equal in every comparison
-# Shown where it differs, and no reason to refuse: a checkout also moves when results are committed. Of the code that
-# measures, `versions` has a sum.
-_NOTED = ("git_commit",)
+# Shown where it differs, and no reason to refuse: a checkout also moves when results are committed (of the code that
+# measures, `versions` has a sum), and the load is the same however many machines send it.
+_NOTED = ("git_commit", "load_machines")
 ABSENT = "nothing"
 
 
@@ -146,6 +146,8 @@ def facts_of(run: Run, rows: Sequence[tuple[str, str]]) -> dict[str, Any]:
     _flatten("machine", msgspec.to_builtins(run.machine), facts)
     _flatten("versions", dict(run.versions), facts)
     facts["git_commit"] = run.git_commit
+    if run.origin is None:
+        facts["load_machines"] = 1 if run.workers is None else run.workers.machines
     return facts
 
 

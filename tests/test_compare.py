@@ -8,19 +8,22 @@ import msgspec
 import numpy as np
 import pytest
 
+from harness.alike import facts_of, refuse_unlike
 from harness.behaviour import Pause
 from harness.compare import compare_runs
+from harness.differences import differences
 from harness.errors import ExitCode, HarnessError, RunError
-from harness.manifest import Machine, ServedBy, write_run
+from harness.manifest import Machine, Origin, ServedBy, write_run
 from harness.plan import Cell
 from harness.records import read_requests
 from harness.report import sentences
 from harness.scenario import Arrivals, Load, Scenario, Server
 from harness.scenario import Pair as Wanted
 from harness.summarize import summarize
-from harness.summary import Row, Verdict
+from harness.summary import Difference, Row, Verdict
 from harness.tally import numbers_of
 from harness.verdicts import NoiseFloor, Pair, compare_rows, metric_of, speeds, verdicts
+from harness.workers import Workers
 from tests.made_runs import scenario, served_by, write_lines, write_made_run
 
 TIGHT = [0.996, 0.998, 1.0, 1.002, 1.004]
@@ -300,6 +303,18 @@ def test_runs_are_compared_load_by_load(tmp_path: Path) -> None:
         ("b / x", "wall_s", "slower"),
         ("b / y", "output_tok_s", "slower"),
     ]
+
+
+def test_another_number_of_machines_is_told_and_refuses_nothing(tmp_path: Path) -> None:
+    one = write_made_run(tmp_path / "one")
+    two = msgspec.structs.replace(one, id="two", workers=Workers(machines=2, bind="10.0.0.1"))
+    rows = [("a", "x"), ("b", "x")]
+    refuse_unlike([one, two], rows, [0, 1], None)
+    assert differences([facts_of(run, rows) for run in (one, two)]) == [
+        Difference(key="load_machines", values=["1", "2"])
+    ]
+    imported = msgspec.structs.replace(one, origin=Origin(tool="t", files={}, imported_wall_s=0.0, importer="1"))
+    assert "load_machines" not in facts_of(imported, rows)
 
 
 def refused(tmp_path: Path, about: str | None = None, **other: Any) -> str:

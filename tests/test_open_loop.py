@@ -194,6 +194,17 @@ def test_what_is_in_flight_at_the_end_counts(tmp_path: Path) -> None:
     assert (row["kind"], row["load"]) == ("open loop", "open")
     assert "a / open: open loop, evenly, 10 a second" in out
     assert "a / shut: " not in out.split("Report:")[0].split("open loop")[0]
+    shown = harness("report", str(folder), "--format", "openmetrics", cwd=tmp_path).out.splitlines()
+    samples = {name.partition("{")[0]: float(value) for name, _, value in (line.rpartition(" ") for line in shown)
+               if 'load="open"' in name}  # fmt: skip
+    prefix = "amd_llm_load_"
+    assert samples[f"{prefix}asked_requests_per_second"] == samples[f"{prefix}achieved_requests_per_second"] == 10.0
+    assert (samples[f"{prefix}planned_requests"], samples[f"{prefix}never_sent_requests"]) == (15, 0)
+    assert samples[f"{prefix}send_lag_seconds_count"] == samples[f"{prefix}e2e_sched_seconds_count"] == 15
+    assert not any(f"{prefix}asked" in line and 'load="shut"' in line for line in shown)
+    junit = harness("report", str(folder), "--format", "junit", cwd=tmp_path).out
+    assert 'name="schedule.a/open" value="a / open: open loop, evenly, 10 a second. asked 10/s; achieved 10/s' in junit
+    assert 'name="schedule.a/shut"' not in junit
 
 
 def test_what_the_drain_cuts_is_counted_as_unfinished(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from harness.errors import HarnessError
 from harness.manifest import Run
-from harness.report import sentences, words
+from harness.report import kept, sentences, words
 from harness.summary import CheckResult, Comparison, Summary
 from harness.verdicts import METRIC_WORDS
 
@@ -51,6 +51,8 @@ def render(summary: Summary, run: Run) -> str:
         digests = {cell.served_by.image_digest for cell in run.cells if cell.server == server} - {None}
         if digests:
             properties[f"image_digest.{server}"] = ", ".join(sorted(filter(None, digests)))
+    for line in kept.kept(summary, run):
+        properties[f"schedule.{line.server}/{line.load}"] = kept.in_words(line)
     if summary.simulated:
         properties["simulated"] = words.SIMULATED
     took_s = None if run.ended_wall_s is None else run.ended_wall_s - run.started_wall_s

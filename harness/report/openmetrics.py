@@ -23,6 +23,10 @@ LATENCIES = {
     "tpot": "Time per output token",
     "e2e": "End-to-end latency",
     "chunk_gap": "Time between neighbouring chunks",
+    "connect": "Time to open a connection, of the requests that did",
+    "ttft_sched": "Time to first token from schedule",
+    "e2e_sched": "End-to-end latency from schedule",
+    "send_lag": "Sent - scheduled",
 }
 QUANTILES = {"p50": "0.5", "p90": "0.9", "p95": "0.95", "p99": "0.99"}
 
@@ -103,6 +107,7 @@ def _of_rows(summary: Summary) -> Iterator[Metric]:
                 gauge.add_sample(gauge.name, labels, value)
         yield gauge
     yield _of_client(summary)
+    yield from _of_schedules(labelled)
     yield from _of_slos(labelled)
     yield from _of_machines(summary)
     for name, explanation in LATENCIES.items():
@@ -123,6 +128,21 @@ def _of_client(summary: Summary) -> Metric:
             labels = {**_labels(summary, row), "number": number}
             limited.add_sample(limited.name, labels, int(number in row.client_limited))
     return limited
+
+
+def _of_schedules(labelled: list[tuple[dict[str, str], Numbers]]) -> Iterator[Metric]:
+    """Of open loops."""
+    for field, name, explanation in (
+        ("asked_per_s", "asked_requests_per_second", "Requests / s that the schedule asked for, median over runs"),
+        ("achieved_per_s", "achieved_requests_per_second", "Requests / s that were sent, median over runs"),
+        ("planned", "planned_requests", "Requests that the schedule has a time for"),
+        ("never_sent", "never_sent_requests", "Of these, those that nobody was free to send until the end"),
+    ):
+        gauge = _gauge(name, explanation)
+        for labels, numbers in labelled:
+            if numbers.schedule is not None and (value := getattr(numbers.schedule, field)) is not None:
+                gauge.add_sample(gauge.name, labels, value)
+        yield gauge
 
 
 def _of_slos(labelled: list[tuple[dict[str, str], Numbers]]) -> Iterator[Metric]:
