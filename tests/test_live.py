@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from harness.check_syntax import Slo
+from harness.job import write_job
 from harness.live import slos_for
 from harness.load.live.book import ALL, Book
 from harness.load.live.histogram import Histogram, add, note, percentiles
@@ -29,8 +30,10 @@ from harness.load.live.tally import HandOver, Tally, packed, unpacked
 from harness.newest import Tail
 from harness.paths import ROOT
 from harness.records import ErrorKind, Request
+from harness.scenario import Load, Trace
 from harness.serve.ports import free_port
 from tests.command import harness, write
+from tests.load_runs import make_job
 
 
 def request(
@@ -91,9 +94,9 @@ def test_a_tally_hands_everything_over_once() -> None:
         request(user_class="Agent", tokens=5),
     ):
         tally.add(one)
-    given = unpacked(packed(tally.hand_over(3)))
+    given = unpacked(packed(tally.hand_over(3, {"Chat": 2, "Agent": 1, "Gone": 0})))
     assert given is not None
-    assert (given.in_flight, given.warmup) == (3, 1)
+    assert (given.in_flight, given.in_flight_of, given.warmup) == (3, {"Chat": 2, "Agent": 1}, 1)
     assert {kind: (one.count, one.message) for kind, one in given.failures.items()} == {
         "http": (2, "the last"),
         "timeout": (1, "it was timeout"),
@@ -121,7 +124,7 @@ def test_the_book_adds_up_workers_and_classes(monkeypatch: pytest.MonkeyPatch) -
                 tally.add(request())
             tally.add(request(user_class="Agent", error="http"))
             if second % 3 == "ab".index(name):
-                book.take(name, tally.hand_over(7))
+                book.take(name, tally.hand_over(7, {"Chat": 6, "Agent": 1}))
         book.tick(12, Observed(None))
     recent = book.recent()
     assert list(recent) == [ALL, "Agent", "Chat"]
@@ -130,9 +133,9 @@ def test_the_book_adds_up_workers_and_classes(monkeypatch: pytest.MonkeyPatch) -
     assert (recent["Chat"]["attainment"], recent["Agent"]["attainment"]) == (1.0, 0.0)
     assert recent["Chat"]["ttft_p99_s"] == pytest.approx(0.1, rel=0.0101)
     assert recent["Agent"]["ttft_p50_s"] is None
-    assert book.in_flight() == 14
+    assert (book.in_flight(), book.in_flight_of()) == (14, {"Chat": 12, "Agent": 2})
     clock[0] += 60
-    assert book.in_flight() == 0  # workers that are silent hold nothing
+    assert (book.in_flight(), book.in_flight_of()) == (0, {})  # workers that are silent hold nothing
     assert [point.t for point in book.points] == [float(t) for t in range(0, 30, 2)]
     book.reset()
     assert book.whole()[ALL]["ended"] == 0
@@ -272,6 +275,9 @@ def test_by_hand(engine: str, tmp_path: Path, processes: int) -> None:
         assert (running["watched"], running["server"], running["gpus"], running["users"]) == (False, None, None, 4)
         assert running["slos"] == "ttft<=10s" and running["now"][ALL]["attainment"] == 1.0
         assert 0 <= running["in_flight"] <= 8
+        assert until(lambda: page(url)["in_flight_of"].get("BatchAgent")) <= 8
+        (shown,) = json.loads(get(f"{url}/stats/requests"))["extended_stats"][0]["data"]
+        assert 0 <= shown["inFlight"] == shown["in_flight"] <= 8
         assert list(running["whole"]) == [ALL, "BatchAgent"]
         assert len(running["points"]) >= 1
         urllib.request.urlopen(f"{url}/stop", data=b"", timeout=30).close()
@@ -354,6 +360,25 @@ def test_values_that_no_scenario_may_have_start_nothing(engine: str, tmp_path: P
         assert swarm(url, user_count=2)["success"] is True  # while it goes on
         until(lambda: page(url)["whole"][ALL]["ended"])
     assert "Traceback" not in log.read_text() and "the test cannot start" not in log.read_text()
+
+
+def test_the_end_of_a_trace_is_told_and_a_new_start_begins_it_anew(engine: str, tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    rows = [{"timestamp": 300 * number, "input_length": 9, "output_length": 2} for number in range(4)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    load = Load(user="batch", users=4, trace=Trace(file="t.jsonl"))
+    write_job(make_job(tmp_path, load, trace_file=str(trace)), tmp_path / "job.json")
+    with locust(engine, "--job", str(tmp_path / "job.json"), log=tmp_path / "log") as url:
+        assert page(url)["trace_ended"] is False
+        for times in (1, 2):
+            assert swarm(url, user_count=4, spawn_rate=4)["success"] is True
+            until(lambda: page(url)["trace_ended"])
+            assert (page(url)["state"], page(url)["whole"][ALL]["ended"]) == ("running", 4)
+            urllib.request.urlopen(f"{url}/stop", data=b"", timeout=30).close()
+            until(lambda: page(url)["state"] == "stopped")
+            lines = (tmp_path / "requests.jsonl").read_text().splitlines()
+            assert sorted(json.loads(line)["index"] for line in lines) == sorted(times * [0, 1, 2, 3])
+    assert "Traceback" not in (tmp_path / "log").read_text()
 
 
 def test_a_line_now_and_then_where_there_is_no_terminal(tmp_path: Path) -> None:

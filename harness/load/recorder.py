@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -49,6 +50,7 @@ class Recorder:
         """Open both files and write the start mark. Raises OSError where that is not possible."""
         self.sent = 0  # requests whose first byte was about to be written
         self.recorded = 0
+        self.in_flight_of: Counter[str] = Counter()  # by user class
         self.watcher: Callable[[Request], None] | None = None  # of a live load: is told of each record
         self.health = Health()
         self.later = Later()  # makes the records

@@ -217,7 +217,12 @@ class LLMUser(User):
         tools: Tools | None = None,
     ) -> Answer:
         client = self._clients.pop() if self._clients else self._process.client()
-        answer = self._process.send(client, messages, place, self._tell_locust, leave, tools)
+        under_way = self._process.recorder.in_flight_of
+        under_way[place.user_class] += 1
+        try:
+            answer = self._process.send(client, messages, place, self._tell_locust, leave, tools)
+        finally:
+            under_way[place.user_class] -= 1
         self._clients.append(client)
         if answer.error == "connect" or (answer.error == "disconnect" and answer.headers_s is None):
             gevent.sleep(_AFTER_NO_CONNECTION_S)

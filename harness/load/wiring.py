@@ -10,6 +10,7 @@ import logging
 import signal
 import sys
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import gevent
@@ -17,7 +18,7 @@ from locust import events
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 from locust.exception import StopTest
-from locust.runners import STATE_RUNNING, STATE_SPAWNING, MasterRunner, Runner, WorkerRunner
+from locust.runners import STATE_INIT, STATE_RUNNING, STATE_SPAWNING, MasterRunner, Runner, WorkerRunner
 
 from harness.errors import HarnessError
 from harness.job import Job
@@ -120,6 +121,8 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
             raise gevent.GreenletExit from None  # the start of users ends here
         gevent.spawn(_master.watch)
         return
+    if _job is not None and _job.load.trace is not None and not (options.headless or isinstance(runner, WorkerRunner)):
+        Path(_job.tickets_path).unlink(missing_ok=True)  # a trace that has ended begins anew
     if not options.headless and _recorder is None:
         try:
             _job_of_form(environment)  # the workers would find out, and nobody who looks at the form
@@ -198,7 +201,7 @@ def give_up(environment: Environment, error: Exception) -> None:
     if environment.web_ui is None:
         environment.process_exit_code = 1
         gevent.spawn(environment.runner.quit)
-    else:
+    elif environment.runner.state != STATE_INIT:  # which has nothing to stop, and has its form still
         gevent.spawn(environment.runner.stop)
 
 

@@ -130,6 +130,8 @@ def test_the_form_says_what_is_wrong_with_it(browser: webdriver.Chrome, live: st
     keep(browser, "live-form-refused")
     time.sleep(1.5)
     assert script(browser, "return document.querySelector('form [role=alert]') !== null")
+    browser.get(live)
+    wait(browser, "return document.querySelector('input[name=slos]')?.value === 'ttft<=500ms, tpot<=200ms'")
     assert complaints(browser) == []
 
 
@@ -144,8 +146,9 @@ def test_the_tab_has_table_and_charts(browser: webdriver.Chrome, live: str, sche
     wait(browser, f"return {inside}?.body?.dataset.charts === '{len(CHARTS)}'")
     row = "return [...document.querySelectorAll('main > div tbody td, main tbody td')].map((e) => e.textContent)"
     cells = wait(browser, f"const found = (() => {{ {row} }})(); return Number(found[1]) > 3 ? found : null")
-    assert cells[0] == "ChatUser" and cells[2] == "0" and len(cells) == 13
-    assert all(float(cell) > 0 for cell in cells[3:]), cells
+    assert cells[0] == "ChatUser" and cells[2] == "0" and len(cells) == 14
+    assert 0 <= int(cells[3]) <= 4
+    assert all(float(cell) > 0 for cell in cells[4:]), cells
     theme = script(browser, f"return {inside}.documentElement.dataset.theme")
     assert theme == scheme
     time.sleep(1.0)

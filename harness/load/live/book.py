@@ -1,7 +1,7 @@
 """Where the hand-overs of all load processes meet: the last seconds, the whole test, and the course between."""
 
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import Any, NamedTuple
 
 import msgspec
@@ -44,14 +44,14 @@ class Book:
         self._began_wall_s = time.time()
         self._first: int | None = None  # second in which the first measured request ended
         self._seconds: deque[tuple[int, dict[str, Counted]]] = deque()
-        self._in_flight: dict[str, tuple[float, int]] = {}
+        self._in_flight: dict[str, tuple[float, HandOver]] = {}
         self._due = self._began
         self._recent: tuple[int, dict[str, Numbers]] = (-1, {})  # of the second that ends it
 
     def take(self, sender: str, given: HandOver) -> None:
         """Enter what a load process has handed over."""
         now = time.monotonic()
-        self._in_flight[sender] = (now, given.in_flight)
+        self._in_flight[sender] = (now, given)
         self.warmup += given.warmup
         for kind, failures in given.failures.items():
             if kind in self.failures or len(self.failures) < MOST_KINDS:
@@ -72,8 +72,18 @@ class Book:
         self._first = int(time.monotonic())
 
     def in_flight(self) -> int:
+        return sum(given.in_flight for given in self._heard())
+
+    def in_flight_of(self) -> dict[str, int]:
+        """By user class; of those that have none it has nothing."""
+        found: Counter[str] = Counter()
+        for given in self._heard():
+            found.update(given.in_flight_of)
+        return dict(found)
+
+    def _heard(self) -> list[HandOver]:
         now = time.monotonic()
-        return sum(count for at, count in self._in_flight.values() if now - at < _SILENT_S)
+        return [given for at, given in self._in_flight.values() if now - at < _SILENT_S]
 
     def tick(self, users: int, observed: Observed) -> None:
         """To be called each second: adds a point to the course when it is time."""

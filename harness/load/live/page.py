@@ -32,6 +32,7 @@ _COLUMNS = {
     "user_class": "User class",
     "ended": "# requests",
     "failed": "# fails",
+    "in_flight": "In flight",
     "req_s": "req/s",
     "tok_s": "tok/s",
     "goodput": "Goodput, req/s",
@@ -105,6 +106,7 @@ def state(facts: dict[str, Any], book: Book, wanted: Any) -> dict[str, Any]:
         "slos": book.slos,
         **facts,
         "in_flight": book.in_flight(),
+        "in_flight_of": book.in_flight_of(),
         "warmup": book.warmup,
         "now": book.recent(),
         "whole": book.whole(),
@@ -119,11 +121,14 @@ def rows(book: Book) -> list[dict[str, Any]]:
     """The tab's table: of the whole test, each user class and all together."""
     whole = book.whole()
     names = [name for name in whole if name != ALL]
-    return [_row(name, whole[name]) for name in (names if len(names) == 1 else [*names, ALL])]
+    under_way = {**book.in_flight_of(), ALL: book.in_flight()}
+    shown = names if len(names) == 1 else [*names, ALL]
+    return [_row(name, whole[name], under_way.get(name, 0)) for name in shown]
 
 
-def _row(name: str, numbers: Numbers) -> dict[str, Any]:
+def _row(name: str, numbers: Numbers, under_way: int) -> dict[str, Any]:
     row: dict[str, Any] = {"userClass": name, "name": name, "ended": numbers["ended"], "failed": numbers["failed"]}
+    row |= {"inFlight": under_way, "in_flight": under_way}
     for key, column, factor in (
         ("reqS", "req_s", 1), ("tokS", "tok_s", 1), ("goodput", "goodput_req_s", 1),
         ("ttft", "ttft_p50_s", 1000), ("ttft95", "ttft_p95_s", 1000), ("ttft99", "ttft_p99_s", 1000),

@@ -1,7 +1,7 @@
 """What a load process counts of its ended requests, second by second and by user class, until it hands it over."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -51,6 +51,7 @@ class HandOver(msgspec.Struct, array_like=True):
     failures: dict[str, Failures]
     in_flight: int
     warmup: int  # warm-up requests that ended
+    in_flight_of: dict[str, int] = {}  # by user class
 
 
 class Tally:
@@ -89,7 +90,7 @@ class Tally:
             counted.met += met is True
             counted.unknown += met is None
 
-    def hand_over(self, in_flight: int) -> HandOver:
+    def hand_over(self, in_flight: int, of: Mapping[str, int] | None = None) -> HandOver:
         """What was counted since the last call, which is forgotten here."""
         now = int(time.monotonic())
         given = HandOver(
@@ -97,6 +98,7 @@ class Tally:
             self._failures,
             in_flight,
             self._warmup,
+            {name: number for name, number in (of or {}).items() if number},
         )
         self._seconds, self._failures, self._warmup = {}, {}, 0
         return given

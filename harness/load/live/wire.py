@@ -1,5 +1,6 @@
 """Locust's events that carry the live numbers: from each request to its process, to the master, to the web UI."""
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from harness.job import Job
 from harness.load.live import page, swarm
 from harness.load.live.book import Book
 from harness.load.live.observed import Observed
-from harness.load.live.tally import Tally, packed, unpacked
+from harness.load.live.tally import HandOver, Tally, packed, unpacked
 from harness.load.options import slos_of
+from harness.load.process import plan_of
 from harness.load.recorder import Recorder
+from harness.load.tickets import Tickets
 
 _EVERY_S = 1.0
 _REPORTS_S = 4  # Locust's workers report each 3 s, and may be late
@@ -35,6 +38,8 @@ class Live:
     def __init__(self, environment: Environment, recorder: Recorder | None, job: Job | None) -> None:
         self._environment = environment
         self._recorder = recorder
+        self._job = job
+        self._trace_ended = False
         self._tally = Tally()
         self._distributed = isinstance(environment.runner, MasterRunner)
         self._book = self._new_book("")
@@ -63,6 +68,7 @@ class Live:
         if self._recorder is not None:
             self._recorder.watcher = self._tally.add
         self._book = self._new_book(text)
+        self._trace_ended = False
         self.start.began()
 
     def book(self) -> Book:
@@ -76,6 +82,7 @@ class Live:
             "state": runner.state,
             "users": runner.user_count,
             "workers": runner.worker_count if isinstance(runner, MasterRunner) else None,
+            "trace_ended": self._trace_ended,
             "watched": self._observed.watched,
             "server": self._observed.server,
             "gpus": self._observed.gpus,
@@ -92,16 +99,27 @@ class Live:
             assert runner is not None
             try:
                 if self._recorder is not None:
-                    self._book.take("here", self._tally.hand_over(self._recorder.in_flight))
+                    self._book.take("here", self._hand_over(self._recorder))
                 self._observed.look()
                 if runner.state in _UNDER_WAY:
+                    self._trace_ended = self._has_ended()
                     self._book.tick(runner.user_count, self._observed)
             except Exception:  # of an observer: the load goes on
                 logger.exception("the live numbers of this second are lost")
 
+    def _hand_over(self, recorder: Recorder) -> HandOver:
+        return self._tally.hand_over(recorder.in_flight, recorder.in_flight_of)
+
+    def _has_ended(self) -> bool:
+        """Whether a trace has no row left and all requests have ended: then nothing more comes."""
+        if self._job is None or self._job.load.trace is None:
+            return False
+        with contextlib.closing(Tickets(self._job.tickets_path, plan_of(self._job))) as tickets:
+            return tickets.finished()
+
     def _report(self, data: dict[str, Any], **_: Any) -> None:
         if self._recorder is not None:
-            data[_KEY] = packed(self._tally.hand_over(self._recorder.in_flight))
+            data[_KEY] = packed(self._hand_over(self._recorder))
 
     def _reported(self, client_id: str, data: dict[str, Any], **_: Any) -> None:
         given = unpacked(data.pop(_KEY, None))

@@ -43,7 +43,7 @@
 
   const LATENCIES = [["ttft", "TTFT"], ["tpot", "TPOT"], ["e2e", "E2E"]], SHARES = [50, 90, 95, 99];
   const COLUMNS = [
-    ["requests", (n) => String(n.ended)], ["failed", (n) => String(n.failed), (n) => n.failed > 0],
+    ["requests", (n) => String(n.ended)], ["in flight", (n, name) => String(name === "all" ? last.in_flight : last.in_flight_of[name] || 0)], ["failed", (n) => String(n.failed), (n) => n.failed > 0],
     ["req/s", (n) => number(n.req_s)], ["tok/s", (n) => number(n.tok_s)],
     ["goodput req/s", (n) => number(n.goodput_req_s)], ["in SLOs %", (n) => number(times(n.attainment, 100))],
     ...LATENCIES.flatMap(([key, title]) => SHARES.map((p) => [`${title} p${p} ms`, (n) => ms(n[`${key}_p${p}_s`])])),
@@ -61,7 +61,7 @@
       if (name === "all" && Object.keys(last[span]).length === 2) continue;
       const row = element("tr"), title = element("th", name);
       title.scope = "row";
-      row.append(title, ...COLUMNS.map(([, of, bad]) => element("td", of(numbers), bad?.(numbers) ? "bad" : "")));
+      row.append(title, ...COLUMNS.map(([, of, bad]) => element("td", of(numbers, name), bad?.(numbers) ? "bad" : "")));
       body.push(row);
     }
     $("classes").replaceChildren(head, ...body);
@@ -249,9 +249,10 @@
 
   function show() {
     document.querySelector("[data-span=now]").textContent = `last ${last.window_s} s`;
+    const ended = last.trace_ended && last.state === "running";
     const state = { ready: "not started", spawning: "ramping up", running: "running", stopping: "stopping", stopped: "stopped" };
     $("state").textContent = [state[last.state] || last.state, `${last.users} ${last.users === 1 ? "user" : "users"}`,
-      known(last.workers) ? `${last.workers} load processes` : ""].filter(Boolean).join(", ");
+      known(last.workers) ? `${last.workers} load processes` : "", ended ? "the trace has ended" : ""].filter(Boolean).join(", ");
     $("state").className = "";
     notes(); tiles(); table(); failures(); classes(); charts();
   }
