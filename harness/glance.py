@@ -4,7 +4,7 @@ import time
 from collections import Counter, deque
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,8 +15,9 @@ from harness.newest import Tail
 from harness.records import Request
 from harness.scenario import at_once
 from harness.telemetry import GpuSample
+from harness.workers import MACHINE
 
-RECENT_S = 10.0  # of rates
+RECENT_S = 10.0  # of rates, or as long as the longest answer took that ended in it
 _FRESH_S = 6.0  # older metrics and telemetry say nothing of now
 _SETTLED_S = 1.0  # before that a rate is one of single answers
 _FEWEST = 3  # requests before the time left is told by their rate
@@ -33,7 +34,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Glance(msgspec.Struct, frozen=True, kw_only=True):
-    """A cell until now. Latencies in seconds over its measured requests, exact; rates over the last 10 s."""
+    """A cell until now. Latencies in seconds over its measured requests, exact; rates of those that ended last."""
 
     done: int = 0  # measured requests that ended
     planned: int | None = None
@@ -51,6 +52,15 @@ class Glance(msgspec.Struct, frozen=True, kw_only=True):
     left_s: float | None = None
 
 
+class _Ended(NamedTuple):
+    """The measured requests that were found at one look."""
+
+    last_s: float  # when the last of them ended
+    number: int
+    tokens: int
+    longest_s: float
+
+
 class Watch:
     """Looks at one cell again and again, and reads only what is new."""
 
@@ -63,7 +73,9 @@ class Watch:
         self._tpot: list[float] = []
         self._failed: Counter[str] = Counter()
         self._done = self._warmup = 0
-        self._recent: deque[tuple[float, int, int]] = deque()  # of each look: time, requests, tokens
+        self._recent: deque[_Ended] = deque()
+        self._before_s: float | None = None  # when the last ended that are no longer in it
+        self._offset_s: dict[int, float] = {}  # of each machine's clock to ours, about
         self._began: float | None = None  # when the first measured request was sent, about
         self._server: dict[str, Any] | None = None
         self._machine: dict[str, Any] | None = None
@@ -96,6 +108,8 @@ class Watch:
     def _take_records(self, now: float) -> None:
         ended = tokens = 0
         first_s, last_s = inf, -inf  # sent, ended
+        longest_s = 0.0
+        ends: dict[int, float] = {}  # by machine
         for line in self._requests.lines():
             try:
                 request = self._decoder.decode(line)
@@ -108,6 +122,9 @@ class Watch:
                 continue
             first_s = min(first_s, request.sent_s)
             last_s = max(last_s, request.sent_s + request.ended_s)
+            longest_s = max(longest_s, request.ended_s)
+            machine = request.process // MACHINE
+            ends[machine] = max(ends.get(machine, -inf), request.sent_s + request.ended_s)
             ended += 1
             if request.error is not None:
                 self._failed[request.error] += 1
@@ -119,18 +136,30 @@ class Watch:
         if self._began is None and ended:
             self._began = now - (last_s - first_s)  # the clock of the records may be another machine's
         self._done += ended
-        self._recent.append((now, ended, tokens))
-        while self._recent[0][0] < now - RECENT_S:
-            self._recent.popleft()
+        for machine, end_s in ends.items():
+            self._offset_s.setdefault(machine, now - end_s)
+        if ended:
+            last_here_s = max(end_s + self._offset_s[machine] for machine, end_s in ends.items())
+            self._recent.append(_Ended(last_here_s, ended, tokens, longest_s))
 
     def _lately(self, now: float) -> tuple[int, int, float | None]:
-        """Requests and tokens of the last seconds, and how many seconds these are."""
+        """Requests and tokens of the last seconds, and how many seconds these are.
+
+        Answers that take long end in waves, and a window that begins or ends between two of them has one too many or
+        too few. So it lasts from the end of an answer to that of the last one, unless the next one is overdue.
+        """
         if self._began is None:
             return 0, 0, None
-        span_s = min(RECENT_S, now - self._began)
+        longest_s = max((look.longest_s for look in self._recent), default=0.0)
+        span_s = max(RECENT_S, longest_s)
+        end_s = max((look.last_s for look in self._recent), default=now)
+        end_s = now if now - end_s > longest_s else end_s
+        while self._recent and self._recent[0].last_s <= end_s - span_s:
+            self._before_s = self._recent.popleft().last_s
+        span_s = end_s - (self._began if self._before_s is None else self._before_s)
         if span_s < _SETTLED_S:
             return 0, 0, None
-        return sum(ended for _, ended, _ in self._recent), sum(tokens for _, _, tokens in self._recent), span_s
+        return sum(look.number for look in self._recent), sum(look.tokens for look in self._recent), span_s
 
     def _in_flight(self) -> int | None:
         """Of batch agents, whose tickets are sent as they are taken; of others the records do not tell."""

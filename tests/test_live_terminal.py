@@ -2,6 +2,7 @@
 
 import io
 import json
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,28 @@ def test_rates_begin_with_the_first_request_and_not_before_a_second(
     append(tmp_path / "requests.jsonl", *(record(i, sent_s=1.0 + 0.1 * i, ended_s=0.1) for i in range(5, 15)))
     clock[0] = 101.0
     assert ((found := watch.look()).req_s, found.tok_s) == pytest.approx((10.0, 110.0))
+
+
+@pytest.mark.parametrize("took_s", [0.5, 6.0, 15.0, 40.0])
+def test_rates_of_answers_that_end_in_waves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, took_s: float) -> None:
+    """Eight at once, again and again, looked at each second at most 1.3 s after they ended: 11 tokens each."""
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    watch = Watch(job(tmp_path, batch_size=8, requests=1000), tmp_path)
+    dice = random.Random(1)
+    seen, written = set[float | None](), 0
+    for _ in range(200):
+        clock[0] += 1.0 + 0.3 * dice.random()
+        waves = int((clock[0] - 100.0) / took_s)
+        for wave in range(written, waves):
+            sent_s = 5.0 + wave * took_s
+            append(tmp_path / "requests.jsonl", *(record(i, sent_s=sent_s, ended_s=took_s - 1e-6) for i in range(8)))
+        written = max(written, waves)
+        rate = watch.look().tok_s
+        seen |= {rate} if written >= 3 else set()
+    right = 8 * 11 / took_s
+    assert None not in seen
+    assert {round(one or 0.0, 3) for one in seen} == {round(right, 3)}
 
 
 def test_a_timed_load_has_its_time_left_and_chats_have_no_tickets_to_count(
