@@ -23,6 +23,7 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
 LATENCIES = {
     "ttft": "ttft_s", "ttfo": "ttfo_s", "tpot": "tpot_s", "e2e": "e2e_s", "gap": "chunk_gap_s",
     "ttft_sched": "ttft_sched_s", "e2e_sched": "e2e_sched_s", "send_lag": "send_lag_s",
+    "connect": "connect_s",
 }  # fmt: skip
 STATISTICS = (*NEEDED, "mean")
 # What an SLO may bound: latencies that a request has one of.
@@ -49,7 +50,7 @@ JUDGED_BY_SLOS = ("attainment", "goodput")
 OF_ANSWERS = ("valid_share", "right_share")
 BASELINE = "baseline"
 _NAME = r"[a-z0-9][a-z0-9-]{0,39}"
-_LOAD = rf"{_NAME}(?:\.{_NAME})?"  # a part of a mix is MIX.LOAD
+_LOAD = rf"{_NAME}(?:\.{_NAME}|@\d+(?:-\d+)?)?"  # a part of a mix is MIX.LOAD, a stage LOAD@USERS
 _NUMBER = r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?"
 
 

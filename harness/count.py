@@ -33,6 +33,7 @@ class Place(Struct, frozen=True):
     interrupted: bool = False  # it did not: it was over with the last of its records
     row: str | None = None  # the cells that are pooled with it have the same
     mix: str | None = None  # the cells that ran at the same time have the same
+    course: str | None = None  # the cells that are stages of one load have the same
     slos: dict[str, tuple[Slo, ...]] = {}  # sets of SLOs to count
 
 
@@ -100,11 +101,9 @@ def _tally(
     tallies: dict[str, Tally] = {}
     strangers: Counter[str] = Counter()
     lines = Lines()
-    for request in requests_in(block, lines):
-        cell = request.cell
-        if cell not in places:
-            strangers[cell] += 1
-            continue
+    beside = _other_stages(places)
+
+    def of(cell: str) -> Tally:
         if cell not in tallies:
             kept = Gaps(intervals[cell]) if cell in intervals else Gaps()
             place = places[cell]
@@ -117,10 +116,28 @@ def _tally(
                 chunk_gap_s=kept,
                 slos=SloTally(sets=place.slos),
             )
-        tallies[cell].add(request)
+        return tallies[cell]
+
+    for request in requests_in(block, lines):
+        cell = request.cell
+        if cell not in places:
+            strangers[cell] += 1
+            continue
+        of(cell).add(request)
+        for other in beside.get(cell, ()):
+            of(other).add_of_other_stage(request)
     for counted in tallies.values():
         counted.chunk_gap_s.flush()
     return tallies, strangers, lines
+
+
+def _other_stages(places: dict[str, Place]) -> dict[str, list[str]]:
+    """Of each cell that is a stage of a load, the other stages of it."""
+    courses: dict[str, list[str]] = {}
+    for cell, place in places.items():
+        if place.course is not None:
+            courses.setdefault(place.course, []).append(cell)
+    return {cell: [other for other in cells if other != cell] for cells in courses.values() for cell in cells}
 
 
 def _look(block: Block, places: dict[str, Place], sampling: bool) -> _Look:

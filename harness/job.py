@@ -37,6 +37,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     slos: str = ""  # of a live load, for the goodput that is shown
     machine: int = 0  # whose part of the sequence this is, from 0 ...
     machines: int = 1  # ... of so many that send it; each of them has a counter of its own
+    then: list["Job"] = []  # the further stages of a load whose number of users changes; each has a counter of its own
     workers: Workers | None = None  # of the master: the machines that it waits for
 
 

@@ -1,9 +1,12 @@
 """From a scenario to the cells of its experiment, in the order in which they run."""
 
+from itertools import groupby
+
 import msgspec
 
 from harness.mixes import mix_of
 from harness.scenario import Baseline, Scenario
+from harness.stages import staged
 
 
 class Cell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -27,13 +30,15 @@ def plan(scenario: Scenario) -> list[Cell]:
             for server in scenario.servers
             for load in scenario.loads
         ]
-        cells += once if repeat % 2 else once[::-1]
+        # The stages of a load stay in their order.
+        groups = [list(group) for _, group in groupby(once, key=lambda cell: (cell.server, staged(cell.load) or cell))]
+        cells += once if repeat % 2 else [cell for group in reversed(groups) for cell in group]
     return cells
 
 
 def at_once(cell: Cell) -> tuple[int, str, str]:
-    """Cells that follow each other with the same are the parts of a mix, and run at once."""
-    return cell.repeat, cell.server, mix_of(cell.load) or cell.id
+    """Cells that follow each other with the same run under one load generator or at once: stages, parts of a mix."""
+    return cell.repeat, cell.server, mix_of(cell.load) or staged(cell.load) or cell.id
 
 
 def baseline_of(scenario: Scenario) -> Baseline:

@@ -71,7 +71,8 @@ def show_plan(experiment: Experiment, console: Console) -> None:
             rule = steadiness(load, warmup)
             console.print(
                 f"note: {name}: the warm-up goes on until the server is steady, at least "
-                f"{counted(rule.least, 'request')} ({WINDOWS} windows of {rule.step}) and at most {duration(rule.most_s)}",
+                f"{counted(rule.least, 'request')} ({WINDOWS} windows of {rule.step}) and "
+                f"at most {duration(rule.most_s)}",
                 markup=False,
                 highlight=False,
             )

@@ -29,6 +29,7 @@ class Progress:
         self.console = console
         self.head = ""
         self.begin = time.monotonic()
+        self._place = (0, 0)  # of the cell among all
         self.last_plain = 0.0
         self._live: Live | None = None
         self._spinner = Spinner("dots", "starting")
@@ -51,6 +52,7 @@ class Progress:
 
     def cell(self, number: int, cells: int, cell: Cell, left_s: float | None) -> None:
         """The next cell begins; `left_s` is the estimate of the time for it and all that follow."""
+        self._place = number, cells
         left = "" if left_s is None else f", about {duration(left_s)} left"
         self.head = f"[{number}/{cells}] {cell.server} / {cell.load}, repeat {cell.repeat}{left}"
         self.stage("")
@@ -63,6 +65,12 @@ class Progress:
     def load(self, job: Job, folder: Path) -> None:
         """The load of the current cell begins: from now on `count` shows what its files say."""
         self._watch, self._glance, self._looked = Watch(job, folder), None, time.monotonic()
+
+    def next_stage(self, cell: Cell, job: Job, folder: Path) -> None:
+        """The next stage of the load begins, under the same load generator."""
+        number, cells = self._place
+        self.cell(number + 1, cells, cell, None)
+        self.load(job, folder)
 
     def count(self, count: Count) -> None:
         now = time.monotonic()

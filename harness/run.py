@@ -39,6 +39,7 @@ from harness.scenario import Scenario, Warmup, locustfile_of, warmup_of, wave_of
 from harness.serve import Endpoint, attach, engine_version, is_offline, labels, serve
 from harness.serve.generator import ContainerChild
 from harness.serve.telemetry import source_of
+from harness.stages import staged
 from harness.summarize import summarize, write_summary
 from harness.summary import Summary
 from harness.tokens import counted_words
@@ -210,6 +211,7 @@ def _cells(
                     progress.cell(cells.index(cell) + 1, len(cells), cell, None)
                 for cell_run in _mixed(experiment, run_id, [cell, *others], endpoint, folder, progress):
                     yield msgspec.structs.replace(cell_run, gpu_memory_before=before)
+        took |= {(cell.server, cell.load): 0.0 for cell in together}
         took[first.server, first.load] = time.monotonic() - begin
 
 
@@ -245,9 +247,12 @@ def endpoint_of(
 def _mixed(
     experiment: Experiment, run_id: str, cells: list[Cell], endpoint: Endpoint, folder: Path, progress: Progress
 ) -> list[CellRun]:
-    """Run the parts of a mix at once, each with a load generator of its own; most often there is just one."""
-    if len(cells) == 1:
-        return [_cell(experiment, run_id, cells[0], endpoint, folder, progress, endpoint.check_alive)]
+    """Run the parts of a mix at once, each with a load generator of its own; most often there is just one.
+
+    The stages of a load share one.
+    """
+    if len(cells) == 1 or staged(cells[0].load) is not None:
+        return _cell(experiment, run_id, cells, endpoint, folder, progress, endpoint.check_alive)
     ended = threading.Event()
     asking = threading.Lock()
 
@@ -258,11 +263,11 @@ def _mixed(
     with ThreadPoolExecutor(len(cells)) as pool:
         shown: list[Progress | None] = [progress, *([None] * (len(cells) - 1))]
         running = [
-            pool.submit(_cell, experiment, run_id, cell, endpoint, folder, show, alive)
+            pool.submit(_cell, experiment, run_id, [cell], endpoint, folder, show, alive)
             for cell, show in zip(cells, shown, strict=True)
         ]
         try:
-            return [part.result() for part in running]
+            return [cell_run for part in running for cell_run in part.result()]
         except BaseException:
             ended.set()  # their load generators are stopped, and what they sent is recorded
             raise
@@ -271,16 +276,20 @@ def _mixed(
 def _cell(
     experiment: Experiment,
     run_id: str,
-    cell: Cell,
+    cells: list[Cell],
     endpoint: Endpoint,
     folder: Path,
     progress: Progress | None,
     alive: Callable[[], str | None],
-) -> CellRun:
-    """Load one cell's server and say what happened."""
+) -> list[CellRun]:
+    """Load one cell's server, or those of a load's stages one after the other, and say what happened."""
+    cell = cells[0]
     words = counted_words(experiment, run_id, cell.server, endpoint, _api_key(experiment.scenario))
-    salt = salt_words(run_id, cell.id, words)
-    job = make_job(experiment, cell, folder.resolve(), endpoint.served_by.model, salt, words)
+    model = endpoint.served_by.model
+    jobs = [
+        make_job(experiment, each, folder.resolve(), model, salt_words(run_id, each.id, words), words) for each in cells
+    ]
+    job = msgspec.structs.replace(jobs[0], then=jobs[1:])
     job_path = folder.resolve() / "jobs" / f"{cell.id}.json"
     write_job(job, job_path)
     log_path = folder / "logs" / f"{cell.id}.locust.log"
@@ -290,21 +299,57 @@ def _cell(
     if progress is not None:
         progress.load(job, folder)
     with (
-        Scraper(endpoint.metrics_source, cell.id, folder / "metrics.jsonl", interval_s, api_key=api_key),
-        Sampler(source_of(endpoint), cell.id, folder / "telemetry.jsonl"),
+        Scraper(endpoint.metrics_source, cell.id, folder / "metrics.jsonl", interval_s, api_key=api_key) as scraper,
+        Sampler(source_of(endpoint), cell.id, folder / "telemetry.jsonl") as sampler,
     ):
-        count = _unseen if progress is None else progress.count
+        count: Callable[[Count], None] = _unseen if progress is None else progress.count
+        if len(jobs) > 1:
+            count = _by_stage(cells, jobs, folder, progress, (scraper, sampler))
         driven = drive(start, job, log_path=log_path, alive=alive, progress=count)
-    return CellRun(
-        id=cell.id,
-        server=cell.server,
-        load=cell.load,
-        repeat=cell.repeat,
-        started_wall_s=driven.started_wall_s,
-        ended_wall_s=driven.ended_wall_s,
-        served_by=endpoint.served_by,
-        problems=[*driven.problems, *endpoint.evidence(), *endpoint.problems()],
-    )
+    problems = [*driven.problems, *endpoint.evidence(), *endpoint.problems()]
+    return [
+        CellRun(
+            id=each.id,
+            server=each.server,
+            load=each.load,
+            repeat=each.repeat,
+            started_wall_s=driven.started_wall_s,
+            ended_wall_s=driven.ended_wall_s,
+            served_by=endpoint.served_by,
+            problems=problems,
+        )
+        for each in cells
+    ]
+
+
+def _by_stage(
+    cells: list[Cell],
+    jobs: list[Job],
+    folder: Path,
+    progress: Progress | None,
+    watchers: tuple[Scraper, Sampler],
+) -> Callable[[Count], None]:
+    """Takes the counts of a load with stages: what is read and shown is that of the stage which has begun last."""
+    now = 0
+
+    def count(count: Count) -> None:
+        nonlocal now
+        begun = [number for number, job in enumerate(jobs) if _has_begun(job)]
+        if begun and begun[-1] != now:
+            now = begun[-1]
+            for watcher in watchers:
+                watcher.cell = cells[now].id
+            if progress is not None:
+                progress.next_stage(cells[now], jobs[now], folder)
+        if progress is not None:
+            progress.count(count)
+
+    return count
+
+
+def _has_begun(job: Job) -> bool:
+    path = Path(job.tickets_path)
+    return path.exists() and path.stat().st_size > 0
 
 
 def _unseen(count: Count) -> None:

@@ -12,10 +12,10 @@ from harness.structured import Structured
 Name = Annotated[
     str, Meta(pattern="^[a-z0-9][a-z0-9-]{0,39}$", description="lower-case letters, digits and '-', at most 40")
 ]
-LoadName = Annotated[  # with a dot: a part of a mix, as harness.mixes makes them
+LoadName = Annotated[  # with a dot: a part of a mix, as harness.mixes makes them; with an @: a stage, as harness.stages
     str,
     Meta(
-        pattern=r"^[a-z0-9][a-z0-9-]{0,39}(\.[a-z0-9][a-z0-9-]{0,39})?$",
+        pattern=r"^[a-z0-9][a-z0-9-]{0,39}(\.[a-z0-9][a-z0-9-]{0,39}|@\d+(-\d+)?)?$",
         description="lower-case letters, digits and '-', at most 40",
     ),
 ]
@@ -86,11 +86,19 @@ class Trace(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     cell: str | None = None  # requests: the cell whose requests are meant, where the file has several
 
 
+class Stage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """So many users, measured for so long."""
+
+    users: Annotated[int, Meta(ge=1, le=100_000)]
+    for_s: Positive
+
+
 class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Who sends requests, how many, and how long the answers are."""
 
     user: str  # one of USERS, or the path of a locustfile of your own, relative to the scenario
     users: Annotated[int, Meta(ge=1, le=100_000)] = 1
+    stages: list[Stage] = []  # or a number that changes while the load runs; each is a row LOAD@USERS
     processes: Annotated[int, Meta(ge=1, le=1024)] = 1  # Locust load processes
     requests: Count | None = None  # a fixed amount of work, in requests ...
     duration_s: Positive | None = None  # ... or a fixed time; exactly one of the two

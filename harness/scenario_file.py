@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from harness import behaviour, lengths, mixes, structured
+from harness import behaviour, lengths, mixes, stages, structured
 from harness.check_syntax import misplaced
 from harness.errors import HarnessError, ScenarioError, did_you_mean
 from harness.scenario import SERVER_TOKENIZER, USERS, Arrivals, Load, Prompts, Scenario, Server, Trace, Warmup
@@ -55,10 +55,12 @@ def read_scenario(path: Path) -> Read:
         )
     scenario = decode(raw, Scenario, lines, problems) or _what_decodes(raw)
     known = {part: list(raw[part]) for part in ("servers", "loads") if isinstance(raw.get(part), dict)}
-    wrong = mixes.problems_of(scenario, known.get("loads", []))
+    wrong = mixes.problems_of(scenario, known.get("loads", [])) + stages.problems_of(scenario)
     known["loads"] = [*known.get("loads", []), *mixes.names(scenario)]
     if not wrong:
-        scenario = mixes.expanded(scenario)
+        whole = mixes.expanded(scenario)
+        scenario = stages.expanded(whole)
+        known["loads"] = [name for name in known["loads"] if name not in whole.loads] + list(scenario.loads)
     for problem in [*wrong, *_contradictions(scenario, path.parent, known)]:
         place, _, rest = problem.partition(":")
         problems.append(f"{where(place, lines)}:{rest}")
@@ -118,7 +120,7 @@ def _warmup_problems(warmup: Warmup) -> list[str]:
 
 def _load_problems(load: Load, folder: Path) -> list[str]:
     problems = []
-    if load.trace is None and (load.requests is None) == (load.duration_s is None):
+    if load.trace is None and not load.stages and (load.requests is None) == (load.duration_s is None):
         problems.append("requests: give exactly one of 'requests' and 'duration_s'")
     if load.user not in USERS:
         if not load.user.endswith(".py"):

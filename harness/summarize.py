@@ -21,6 +21,7 @@ from harness.plan import Cell, at_once, baseline_of, plan
 from harness.punctual import first_due_of, kept_of, kind_of
 from harness.records import ProcessMark, read_marks
 from harness.self_check import WORDS, limited
+from harness.stages import staged
 from harness.summary import CellSummary, FailedRequests, Numbers, Reference, Row, Summary
 from harness.tally import Clock, Tally, numbers_of
 from harness.telemetry import TelemetrySample, machine_load, median_load, read_telemetry
@@ -192,13 +193,18 @@ def _place(run: Run, cell: Cell, marks: list[ProcessMark], slos: dict[str, tuple
     ended = next((ran.ended_wall_s for ran in run.cells if ran.id == cell.id), None)
     duration_s = None if load is None else load.duration_s
     first_due_s = None if load is None or run.origin else first_due_of(load, run.scenario.seed)
-    row, mix = f"{cell.server} {cell.load}", _mix(cell)
-    return Place(Clock(marks), duration_s, first_due_s, ended, ended is None, row=row, mix=mix, slos=slos)
-
-
-def _mix(cell: Cell) -> str | None:
-    """What the cells have in common that ran at the same time."""
-    return "-".join(map(str, at_once(cell))) if mix_of(cell.load) is not None else None
+    row, group = f"{cell.server} {cell.load}", "-".join(map(str, at_once(cell)))
+    return Place(
+        Clock(marks),
+        duration_s,
+        first_due_s,
+        ended,
+        ended is None,
+        row=row,
+        mix=group if mix_of(cell.load) is not None else None,
+        course=group if staged(cell.load) is not None else None,
+        slos=slos,
+    )
 
 
 def _unchecked(cells: list[CellSummary]) -> list[str]:
@@ -251,8 +257,11 @@ def _cell(
     rate = None if mix_of(cell.load) else numbers.output_tok_s  # the energy of a mix is none of its parts' alone
     tokens = None if rate is None else rate * (numbers.window_s or 0.0)
     did = machine_load(watched.telemetry, window, tokens)
+    metrics = watched.metrics
+    if staged(cell.load) is not None and window is not None:  # else what other numbers of users did is among it
+        metrics = [sample for sample in metrics if window[0] <= sample.wall_s <= window[1]]
     load = server_load(
-        watched.metrics,
+        metrics,
         sent_wall_s=wall_s(counted.first_any_s),
         ended_wall_s=wall_s(counted.last_any_s),
         measured_wall_s=None if first is None or last is None else (first, last),
@@ -272,7 +281,7 @@ def _cell(
             exact_prompts=run.scenario.prompts.tokenizer is not None,
             workers=run.workers,
             imported=run.origin is not None,
-            mixed=mix_of(cell.load) is not None,
+            mixed=mix_of(cell.load) is not None or staged(cell.load) is not None,
         )
     )
     phases = ran.served_by.phases if ran is not None else []

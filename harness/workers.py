@@ -76,6 +76,11 @@ def parse_workers(given: str, bind: str | None, loads: Mapping[str, Load]) -> Wo
         names=[] if number else names, machines=number or len(names), processes=processes.pop(), bind=host, port=port
     )
     for name, load in loads.items():
+        if load.stages:
+            raise HarnessError(
+                f"$.loads.{name}.stages: several machines cannot change their number of users together",
+                next_step="Run it from one machine, with 'processes', or as loads of their own with 'users' each.",
+            )
         if load.users % workers.total:
             raise HarnessError(
                 f"$.loads.{name}.users: {load.users} users cannot be parted among {workers.total} load processes",

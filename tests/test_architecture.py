@@ -18,7 +18,7 @@ READS_FILES = {
 }  # fmt: skip
 READERS = {
     "arrivals", "records", "manifest", "origin", "errors", "plan", "scenario", "metrics", "telemetry", "failures",
-    "workers", "lengths", "behaviour", "mixes",
+    "workers", "lengths", "behaviour", "mixes", "stages",
 }  # fmt: skip
 # Which of harness's own modules each room may import. Rooms not named here may import what they like, but not back.
 ALLOWED = {
@@ -26,17 +26,19 @@ ALLOWED = {
     "trust": {"errors"},
     "strict": {"errors"},
     "scenario": {"lengths", "structured", "behaviour"},
-    "scenario_file": {"scenario", "errors", "strict", "check_syntax", "lengths", "structured", "behaviour", "mixes"},
+    "scenario_file": {"scenario", "errors", "strict", "check_syntax", "lengths", "structured", "behaviour", "mixes",
+                      "stages"},  # fmt: skip
     "samples": set(),
     "behaviour": set(),
     "steady": {"scenario"},
     "mixes": {"scenario"},
+    "stages": {"scenario"},
     "lengths": {"errors"},
     "structured": set(),
     "check_syntax": {"summary", "errors"},
     "checks": {"check_syntax", "summary", "errors", "stats", "origin"},
     "attain": {"derive", "check_syntax", "records", "summary"},
-    "plan": {"scenario", "mixes"},
+    "plan": {"scenario", "mixes", "stages"},
     "records": set(),
     "job": {"scenario", "workers"},
     "workers": {"errors", "scenario"},

@@ -124,7 +124,7 @@ def test_values_that_nobody_knows_are_left_out() -> None:
 
 
 def steady_plan(**changes: Any) -> Plan:
-    return Plan(**({"requests": 4, "steady": Steadiness(1, 0.05, 600.0)} | changes))
+    return Plan(requests=4, steady=Steadiness(1, 0.05, 600.0))._replace(**changes)
 
 
 def answer(tickets: Tickets, per_token_s: float = 0.01) -> str:

@@ -20,13 +20,14 @@ from harness.load.answer import Answer, Reading
 from harness.load.body import PATHS, body_of
 from harness.load.client import Client, Known, Target
 from harness.load.clock import KernelClock
+from harness.load.course import Course, Stage
 from harness.load.exchange import Exchange
 from harness.load.health import coalesced_late
 from harness.load.leave import leaving
 from harness.load.part import Part
 from harness.load.reader import Reader
 from harness.load.recorder import Recorder
-from harness.load.tickets import Plan, Seen, Ticket, Tickets
+from harness.load.tickets import Plan, Seen, Ticket
 from harness.load.tools import Tools
 from harness.records import ErrorKind, Request
 from harness.scenario import Arrivals, taken_together
@@ -64,6 +65,7 @@ class LoadProcess:
     def __init__(self, job: Job, host: str, recorder: Recorder) -> None:
         """Raises HarnessError when the host, the prompt file or the API key cannot be used."""
         self.job = job
+        self._stages = [job, *job.then]  # which differ in what they are called, their salt and their users
         self.recorder = recorder
         self.by_hand = not job.load_name
         self._target = Target.of(host)
@@ -76,10 +78,11 @@ class LoadProcess:
         self._clock = KernelClock()
         self._reader = Reader(self._clock, recorder.later)
         self._known = Known()
-        self.tickets = Tickets(job.tickets_path, plan_of(job))
+        self.tickets = course_of(job)
         recorder.steady = self.tickets.steady
         if self.by_hand:
-            os.unlink(job.tickets_path)  # of use to this process only, which has it open
+            for stage in self._stages:
+                os.unlink(stage.tickets_path)  # of use to this process only, which has it open
 
     def close(self) -> None:
         """Let go of everything but the recorder."""
@@ -98,7 +101,7 @@ class LoadProcess:
         """The messages of a place in the seeded sequence. Those of the warm-up are no part of a trace."""
         if self._replay is not None and ticket.index >= 0:
             return workload.trace_messages(self._replay, self.job.seed, ticket.index, self.job.salt, self.job.words)
-        job = self.job
+        job = self._stages[ticket.stage]
         return workload.messages(
             job.prompts, job.seed, ticket.index, job.salt, self._rows, job.prompt_lengths, job.words
         )
@@ -125,11 +128,11 @@ class LoadProcess:
         locustfile, leaves its record before that goes on. Other records are made when there is nothing else to do: the
         next request of this user does not wait for it.
         """
-        exchange = Exchange(id=self._id(place.ticket.index))
+        exchange = Exchange(id=self._id(place.ticket))
         reading = Reading(exchange, self._secrets, embeddings=self.job.load.endpoint == "embeddings")
         exchange.look = reading.look
         answer, cut = Answer(), False
-        self.recorder.sending(place.ticket.phase)
+        self.recorder.sending(place.ticket.phase, place.ticket.stage)
         try:
             with leaving(leave, exchange, reading):
                 client.post(PATHS[self.job.load.endpoint], self._body(messages, place.question, tools), exchange)
@@ -160,17 +163,17 @@ class LoadProcess:
         """Make the record, and tell who wants to know."""
         try:
             self.recorder.health.note_reads(exchange.arrivals.lags_us())
-            self.recorder.add(self._record(exchange, answer, place, tools))
+            self.recorder.add(self._record(exchange, answer, place, tools), place.ticket.stage)
         finally:
             # Whatever happens: the end of the load waits for it.
-            self.tickets.settle(seen=_seen(exchange, place, answer))
+            self.tickets.settle(seen=_seen(exchange, place, answer), stage=place.ticket.stage)
         if tell is not None:
             tell(answer)
 
-    def _id(self, index: int) -> str:
+    def _id(self, ticket: Ticket) -> str:
         """Of one request among all runs: it is looked for in the logs of servers that outlive a run."""
-        place = str(index) if index >= 0 else f"w{-index}"
-        return "-".join(part for part in (self.job.run, self.job.cell, place) if part)
+        place = str(ticket.index) if ticket.index >= 0 else f"w{-ticket.index}"
+        return "-".join(part for part in (self.job.run, self._stages[ticket.stage].cell, place) if part)
 
     def _asked(self, index: int) -> int:
         """How many tokens the answer is to have, or at most."""
@@ -219,8 +222,8 @@ class LoadProcess:
         embeddings = load.endpoint == "embeddings"
         return Request(
             id=exchange.id,
-            cell=self.job.cell,
-            load=self.job.load_name,
+            cell=self._stages[place.ticket.stage].cell,
+            load=self._stages[place.ticket.stage].load_name,
             user_class=place.user_class,
             index=place.ticket.index,
             user=place.user,
@@ -316,6 +319,11 @@ def plan_of(job: Job) -> Plan:
 
 
 def _steadiness(job: Job) -> Steadiness | None:
+def course_of(job: Job) -> Course:
+    """The tickets of the job and its further stages."""
+    return Course([Stage(stage.tickets_path, plan_of(stage), stage.load.users) for stage in [job, *job.then]])
+
+
     if job.warmup.until is None:
         return None
     rule = steadiness(job.load, job.warmup)

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,16 +46,25 @@ class Recorder:
     thousand records.
     """
 
-    def __init__(self, requests_path: str, processes_path: str, cell: str, anchor: Anchor = HERE) -> None:
-        """Open both files and write the start mark. Raises OSError where that is not possible."""
+    def __init__(
+        self, requests_path: str, processes_path: str, cell: str, anchor: Anchor = HERE, then: Sequence[str] = ()
+    ) -> None:
+        """Open both files and write the start mark. Raises OSError where that is not possible.
+
+        `then`: the cells of the load's further stages. Each has marks of its own, of what was sent in it.
+        """
         self.sent = 0  # requests whose first byte was about to be written
         self.recorded = 0
         self.in_flight_of: Counter[str] = Counter()  # by user class
         self.watcher: Callable[[Request], None] | None = None  # of a live load: is told of each record
+        self.steady: Callable[[int], bool | None] | None = None  # whether a stage's warm-up found the server steady
         self.health = Health()
         self.later = Later()  # makes the records
-        self._cell = cell
-        self.steady: Callable[[], bool | None] | None = None  # whether the warm-up found the server steady
+        self._cells = [cell, *then]
+        self._stage = 0  # that is measured, or was last
+        self._sent_in = [0] * len(self._cells)
+        self._added_in = [0] * len(self._cells)
+        self._health_in: dict[int, dict[str, float | None]] = {}  # of stages that are over
         self._pid = os.getpid()
         self.process = process_number(self._pid, anchor.machine)
         self._anchor = anchor
@@ -75,13 +84,18 @@ class Recorder:
         """Requests that were sent and have not ended."""
         return self.sent - self.recorded - self._pending
 
-    def sending(self, phase: Phase) -> None:
+    def sending(self, phase: Phase, stage: int = 0) -> None:
         """A request's first byte is about to be written."""
         self.sent += 1
+        self._sent_in[stage] += 1
         if phase == "measured":
+            if stage > self._stage:
+                self._health_in[self._stage] = _health_fields(self.health)
+                self.health, self._stage = Health(), stage
             self.health.begin()
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, stage: int = 0) -> None:
+        self._added_in[stage] += 1
         self._lines += self._encoder.encode(request) + b"\n"
         self._pending += 1
         if self.watcher is not None:
@@ -133,27 +147,40 @@ class Recorder:
                 self.health.sample()
 
     def _write_mark(self, event: str) -> None:
-        ended = event == "end"
+        if event == "end":
+            self._health_in[self._stage] = _health_fields(self.health)
+        for stage, cell in enumerate(self._cells):
+            self._write_mark_of(stage, cell, ended=event == "end")
+
+    def _write_mark_of(self, stage: int, cell: str, *, ended: bool) -> None:
         mark = ProcessMark(
             event="end" if ended else "start",
             process=self.process,
             host=this_host(),
-            cell=self._cell,
+            cell=cell,
             wall_s=time.time() + self._anchor.correction_s,
             wall_error_s=self._anchor.error_s,
             monotonic_s=time.monotonic(),
-            sent=self.sent if ended else None,
-            recorded=self.recorded if ended else None,
+            steady=self.steady(stage) if ended and self.steady is not None else None,
+            sent=self._sent_in[stage] if ended else None,
+            # What could not be written is said with the last stage.
+            recorded=self._added_in[stage] - self._pending * (stage == len(self._cells) - 1) if ended else None,
             cpu_s=time.process_time() - self._cpu_s if ended else None,
-            cpu_most=self.health.cpu_most() if ended else None,
-            steady=self.steady() if ended and self.steady is not None else None,
-            read_lag_p99_s=self.health.read_lag_p99_s() if ended else None,
-            loop_lag_mean_s=self.health.loop_lag_mean_s() if ended else None,
-            loop_lag_p50_s=self.health.loop_lag_s(0.5) if ended else None,
-            loop_lag_p99_s=self.health.loop_lag_s(0.99) if ended else None,
-            core_wait=self.health.core_wait() if ended else None,
+            **self._health_in.get(stage, {}),
         )
         os.write(self._processes, self._encoder.encode(mark) + b"\n")
+
+
+def _health_fields(health: Health) -> dict[str, float | None]:
+    """Of a mark: how hard the process was at work until now."""
+    return {
+        "cpu_most": health.cpu_most(),
+        "read_lag_p99_s": health.read_lag_p99_s(),
+        "loop_lag_mean_s": health.loop_lag_mean_s(),
+        "loop_lag_p50_s": health.loop_lag_s(0.5),
+        "loop_lag_p99_s": health.loop_lag_s(0.99),
+        "core_wait": health.core_wait(),
+    }
 
 
 def this_host() -> str:

@@ -33,6 +33,7 @@ class Ticket(msgspec.Struct, frozen=True):
     phase: Phase
     index: int  # measured: 0, 1, 2 ...; warm-up: -1, -2, -3 ..., so that no prompt of it comes back
     due_s: float | None = None  # open loop: when to send it, on the monotonic clock
+    stage: int = 0  # of a load that has several
 
 
 class Seen(NamedTuple):
@@ -54,6 +55,7 @@ class Plan(NamedTuple):
     ramp_s: float = 0.0  # until all users are there it is warm-up too, where there is any
     schedule: Due | None = None  # open loop: when each burst or conversation begins
     warmup_schedule: Due | None = None  # likewise, of the warm-up
+    waits: bool = False  # the warm-up goes on until somebody says that exactly the users are there who should be
     part: Part = WHOLE  # of all the above that is this machine's to do
 
 
@@ -69,6 +71,8 @@ class Counts(msgspec.Struct, kw_only=True):
     arrived: int = 0  # bursts or conversations that were handed out
     warmup_due_s: float | None = None  # of the last warm-up tickets, where they are scheduled
     settled: int = 0  # taken tickets whose request has ended, in either phase
+    there_s: float | None = None  # where that is waited for: when exactly the users were there who should be
+    early: int = 0  # warm-up tickets taken before
     seen: int = 0  # answers that the warm-up looked at
     steady: bool = False  # as they say
 
@@ -144,7 +148,8 @@ class Tickets:
                 self._look_at(seen, counts, self._plan.steady)
 
     def _look_at(self, seen: Seen, counts: Counts, rule: Steadiness) -> None:
-        if counts.started_s is None or counts.steady or seen.sent_s < counts.started_s + self._plan.ramp_s:
+        there_s = self._there_s(counts)
+        if counts.steady or there_s is None or seen.sent_s < there_s:
             return  # not the concurrency to come
         os.pwrite(self._file, _ANSWER.pack(seen.ttft_s, seen.per_token_s), _WIDTH + counts.seen * _ANSWER.size)
         counts.seen += 1
@@ -185,21 +190,36 @@ class Tickets:
         return counts.measured_s + self._plan.duration_s - time.monotonic()
 
     def _warming_up(self, counts: Counts, now_s: float, *, held: bool) -> bool:
-        plan = self._plan
-        if counts.measured_s is not None or not (plan.warmup_requests or plan.warmup_s or plan.steady):
+        plan, there_s = self._plan, self._there_s(counts)
+        if counts.measured_s is not None:
             return False
-        if counts.started_s is None:
+        if not (plan.warmup_requests or plan.warmup_s or plan.steady):
+            return plan.waits and there_s is None
+        if there_s is None:
             return True
         if plan.steady is not None:
-            return held or not (counts.steady or self._is_over(plan.steady, counts, now_s))
-        in_time = now_s < counts.started_s + plan.ramp_s + plan.warmup_s
-        return held or in_time or counts.warmup_taken < self._warmup_requests
+            return held or not (counts.steady or self._is_over(plan.steady, counts, there_s, now_s))
+        taken = counts.warmup_taken - counts.early
+        return held or now_s < there_s + plan.warmup_s or taken < self._warmup_requests
 
-    def _is_over(self, rule: Steadiness, counts: Counts, now_s: float) -> bool:
+    def _there_s(self, counts: Counts) -> float | None:
+        """When all users were there; None: not known yet."""
+        if self._plan.waits or counts.started_s is None:
+            return counts.there_s
+        return counts.started_s + self._plan.ramp_s
+
+    def users_are_there(self) -> None:
+        """Exactly those who should be: what the plan waits for."""
+        with self._counts() as counts:
+            if counts.there_s is None:
+                counts.there_s, counts.early = time.monotonic(), counts.warmup_taken
+
+    def _is_over(self, rule: Steadiness, counts: Counts, there_s: float, now_s: float) -> bool:
         """The bound of a warm-up until the server is steady."""
-        if now_s >= (counts.started_s or 0.0) + self._plan.ramp_s + rule.most_s:
+        if now_s >= there_s + rule.most_s:
             return True
-        return rule.most_requests is not None and counts.warmup_taken >= self._plan.part.share(rule.most_requests)
+        taken = counts.warmup_taken - counts.early
+        return rule.most_requests is not None and taken >= self._plan.part.share(rule.most_requests)
 
     @contextmanager
     def _counts(self) -> Iterator[Counts]:

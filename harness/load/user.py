@@ -104,6 +104,7 @@ class LLMUser(User):
         self._begun = False  # something of what was taken last was sent
         self._burst: frozenset[Ticket] = frozenset()  # of these all were to be sent at the time of the first
         self._under_way: list[gevent.Greenlet[[], Any]] = []  # requests that were begun and that nobody waits for
+        self._stage = 0  # of the load, in which that was taken
         self._last = 0  # index of the request that was sent last
         self.number = self._process.tickets.user()
         self.random = random.Random(f"{self._process.job.seed}:{self.number}")
@@ -134,7 +135,7 @@ class LLMUser(User):
         is given up.
         """
         if self._held:
-            self._process.tickets.settle(len(self._held))
+            self._process.tickets.settle(len(self._held), stage=self._stage)
             self._held.clear()
         self._know_model()
         most = 1 if self.load.trace is not None else most  # each row of a trace has a time of its own
@@ -142,6 +143,7 @@ class LLMUser(User):
             tickets = self._process.tickets.take(most)
             if tickets:
                 self._held.update(tickets)
+                self._stage = tickets[0].stage
                 self._begun, self._burst = False, frozenset()
                 self._wait_until(tickets[0].due_s, _AHEAD_S)
                 works = [Work(ticket, self._process.messages(ticket)) for ticket in tickets]
@@ -247,9 +249,12 @@ class LLMUser(User):
         return [one.get() for one in under_way]
 
     def over(self) -> bool:
-        """Whether the measured time has passed: nothing more is to be sent, and `take` gives up what was not."""
-        left_s = self._process.tickets.left_s()
-        return left_s is not None and left_s <= 0
+        """Whether the measured time has passed: nothing more is to be sent, and `take` gives up what was not.
+
+        Of a load with stages, that of the stage in which it was taken; and whether this user is one too many now.
+        """
+        tickets = self._process.tickets
+        return tickets.over(self._stage) or (tickets.several and self._state == LOCUST_STATE_STOPPING)
 
     def think(self) -> None:
         """Pause as the scenario says, or as this class does when it is used by hand; no longer than the load lasts."""
@@ -265,6 +270,9 @@ class LLMUser(User):
         gevent.sleep(pause_s if left_s is None else max(0.0, min(pause_s, left_s)))
 
     def on_stop(self) -> None:
+        if self._held and self._process.tickets.several:  # one user too many: the stage does not wait for what he held
+            self._process.tickets.settle(len(self._held), stage=self._stage)
+            self._held.clear()
         gevent.killall(self._under_way)
         for client in self._clients:
             client.close()

@@ -10,6 +10,7 @@ import logging
 import signal
 import sys
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,23 @@ from locust.env import Environment
 from locust.exception import StopTest
 from locust.runners import STATE_INIT, STATE_RUNNING, STATE_SPAWNING, MasterRunner, Runner, WorkerRunner
 
+from harness import behaviour
 from harness.errors import HarnessError
 from harness.job import Job
+from harness.load.course import Course
 from harness.load.live.wire import Live, attach
 from harness.load.master import Master
 from harness.load.options import add_options, job_by_hand, job_file, with_options
-from harness.load.process import LoadProcess, plan_of
+from harness.load.process import LoadProcess, course_of, plan_of
 from harness.load.recorder import Anchor, Recorder
-from harness.load.tickets import Tickets
+from harness.load.shape import Stages
 from harness.load.worker import Worker
 from harness.workers import FROM_MASTER
 
 _WATCH_S = 0.05
 _DRAIN_BY_HAND_S = 30.0
 _CUT = "llm-cut"
+_COME_S = 60.0  # for users to come and to be counted
 _WHEN_INTERRUPTED_S = 4.0  # less than the patience of who asks us to end
 
 logger = logging.getLogger(__name__)
@@ -73,7 +77,8 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
             _master = Master(environment, runner, _job, _job.workers)
         if not isinstance(runner, MasterRunner):
             job = _job or _job_of_form(environment)
-            _recorder = Recorder(job.requests_path, job.processes_path, job.cell if _job else "by-hand")
+            cells = [stage.cell for stage in job.then]
+            _recorder = Recorder(job.requests_path, job.processes_path, job.cell if _job else "by-hand", then=cells)
             atexit.register(_recorder.close)  # whatever ends this process, if it can still run anything
             if options.headless:
                 _process = LoadProcess(job, _host(environment), _recorder)
@@ -145,7 +150,12 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
     if _job and options.headless and not isinstance(runner, WorkerRunner):
         plan = plan_of(_job)
         if plan.requests is not None or plan.duration_s is not None:
-            gevent.spawn(_end_when_finished, environment, _job.load.drain_s, Tickets(_job.tickets_path, plan))
+            course = course_of(_job)
+            gevent.spawn(_end_when_finished, environment, _job.load.drain_s, course)
+            if course.several:
+                # Users who are too many now end what they wait for, which is how long others wait for that.
+                environment.stop_timeout = _job.load.timeout_s
+                gevent.spawn(_follow, environment, _job, course)
 
 
 def _job_of_form(environment: Environment) -> Job:
@@ -205,7 +215,7 @@ def give_up(environment: Environment, error: Exception) -> None:
         gevent.spawn(environment.runner.stop)
 
 
-def _end_when_finished(environment: Environment, drain_s: float, tickets: Tickets) -> None:
+def _end_when_finished(environment: Environment, drain_s: float, tickets: Course) -> None:
     """Fixed work: end with its last request. Fixed time: end when what is in flight then has ended, or after drain_s.
 
     Locust's --run-time would not do: with --processes its master leaves the workers three seconds to finish.
@@ -218,8 +228,18 @@ def _end_when_finished(environment: Environment, drain_s: float, tickets: Ticket
         gevent.sleep(_WATCH_S)
     tickets.close()
     environment.stop_timeout = 0
+    if tickets.several and isinstance(environment.runner, MasterRunner):
+        environment.runner.send_message(_CUT)
     assert environment.runner is not None
     environment.runner.quit()
+
+def _follow(environment: Environment, job: Job, course: Course) -> None:
+    """The number of users follows the stages of the load."""
+    assert environment.runner is not None
+    load = job.load
+    patience_s = load.ramp_s + load.timeout_s + behaviour.longest_s(load.think or load.think_s) + _COME_S
+    Stages(course, job.load.ramp_s).follow(environment.runner, patience_s, partial(give_up, environment))
+
 
 
 def _host(environment: Environment) -> str:

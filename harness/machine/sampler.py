@@ -37,7 +37,7 @@ class Sampler:
         self.samples = 0
         self.last_failure: str | None = None
         self._source = source
-        self._cell = cell
+        self.cell = cell
         self._path = path
         self._enough = threading.Event()
         self._thread = threading.Thread(target=self._keep_sampling, name=f"telemetry of {cell}", daemon=True)
@@ -63,7 +63,7 @@ class Sampler:
                 gpus, host, container = meter.sample(reading)
                 took_s = None if reading.took_s is None else round(reading.took_s, 6)
                 sample = TelemetrySample(
-                    wall_s=reading.wall_s, cell=self._cell, took_s=took_s, gpus=gpus, host=host, container=container
+                    wall_s=reading.wall_s, cell=self.cell, took_s=took_s, gpus=gpus, host=host, container=container
                 )
                 self._append(encoder.encode(sample) + b"\n")
                 self.samples += 1

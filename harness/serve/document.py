@@ -123,6 +123,7 @@ def _variable_with(source: str, server: Server) -> str:
 # What may be said of a load whose requests are all given at once; of the rest nothing but its default.
 _OFFLINE = {"user", "users", "processes", "requests", "batch_size", "think_s", "output_tokens", "output", "stream",
             "ramp_s", "drain_s", "timeout_s"}  # fmt: skip
+_PLAIN = Load(user="batch")
 
 
 def _offline_problems(server: Server, scenario: Scenario) -> list[str]:
@@ -130,7 +131,7 @@ def _offline_problems(server: Server, scenario: Scenario) -> list[str]:
     problems = [] if server.gateway is None else [".gateway: an offline server has nobody in front of it; remove it"]
     for name, load in scenario.loads.items():
         fields = [field for field in msgspec.structs.fields(load) if field.name not in _OFFLINE]
-        other = [field.encode_name for field in fields if getattr(load, field.name) != field.default]
+        other = [one.encode_name for one in fields if getattr(load, one.name) != getattr(_PLAIN, one.name)]
         if load.user != "batch" or load.requests is None:
             problems.append(
                 f".template: it takes requests that are known beforehand, so the load '{name}' would have to be "

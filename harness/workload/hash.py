@@ -68,6 +68,6 @@ def _shape(load: Load) -> dict[str, object]:
     shape = {key: getattr(load, key) for key in keys}
     shape |= {} if load.endpoint == "chat" else {"endpoint": load.endpoint}
     shape |= {} if load.answer is None else {"answer": load.answer}
-    behaviour = ("think", "abandon", "regenerate", "in_flight", "agent", "rag")
+    behaviour = ("think", "abandon", "regenerate", "in_flight", "agent", "rag", "stages")
     shape |= {key: value for key in behaviour if (value := getattr(load, key))}
     return shape if load.arrivals is None else shape | {"arrivals": load.arrivals}

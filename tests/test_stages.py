@@ -1,0 +1,265 @@
+"""Loads whose number of users changes while they run: what is planned, who is there, and rows for each stage."""
+
+import json
+import time
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from harness.count import Place, tally
+from harness.errors import HarnessError
+from harness.load.course import Course, Stage
+from harness.load.tickets import Plan, Seen, Ticket
+from harness.manifest import read_run
+from harness.plan import plan
+from harness.records import Request, read_marks, read_requests
+from harness.scenario import Load
+from harness.scenario import Stage as Planned
+from harness.scenario_file import load_scenario
+from harness.stages import names, staged
+from harness.steady import Steadiness
+from harness.tally import Clock
+from harness.workers import parse_workers
+from harness.workload import workload_sha256
+from tests.command import going, harness
+from tests.made_runs import request, write_lines
+from tests.test_scenario import problems_of, write
+
+HEAD = """
+version: 1
+question: How many users does it hold?
+model: m
+servers: {a: {template: simulated, container: false, variables: {preset: instant}}, b: {template: vllm-rocm}}
+loads:
+  alone: {user: batch, requests: 4}
+"""
+UP = (
+    "  people: {user: chat, turns: 2, stages: [{users: 5, for_s: 30}, {users: 20, for_s: 30}, {users: 5, for_s: 10}]}\n"
+)
+
+
+def test_each_stage_is_a_load_a_cell_and_a_row_of_its_own(tmp_path: Path) -> None:
+    scenario = load_scenario(write(tmp_path, HEAD + UP + "repeats: 2\nbaseline: {server: a, load: people@5}\n"))
+    assert list(scenario.loads) == ["alone", "people@5", "people@20", "people@5-2"]
+    loads = list(scenario.loads.values())[1:]
+    assert [(load.users, load.duration_s, load.requests) for load in loads] == [
+        (5, 30.0, None), (20, 30.0, None), (5, 10.0, None),
+    ]  # fmt: skip
+    order = [cell.id for cell in plan(scenario)]
+    assert order[4:8] == ["r1-b-alone", "r1-b-people@5", "r1-b-people@20", "r1-b-people@5-2"]
+    assert order[8:12] == [
+        "r2-b-people@5",
+        "r2-b-people@20",
+        "r2-b-people@5-2",
+        "r2-b-alone",
+    ]  # not the other way round
+
+
+def test_names() -> None:
+    assert names("x", [Planned(users=users, for_s=1) for users in (2, 3, 2, 2)]) == ["x@2", "x@3", "x@2-2", "x@2-3"]
+    assert [staged(name) for name in ("x", "x@2", "x@2-2", "mix.x")] == [None, "x", "x", None]
+
+
+def test_the_order_of_the_stages_is_part_of_the_workload(tmp_path: Path) -> None:
+    def sha(stages: str) -> str:
+        path = write(tmp_path, f"{HEAD}  p: {{user: chat, stages: [{stages}]}}\n")
+        return workload_sha256(load_scenario(path), tmp_path)
+
+    low, high = "{users: 2, for_s: 9}", "{users: 4, for_s: 9}"
+    assert sha(f"{low}, {high}") == sha(f"{low}, {high}")
+    assert sha(f"{low}, {high}") != sha(f"{high}, {low}")
+
+
+@pytest.mark.parametrize(
+    ("load", "said"),
+    [
+        ("{user: chat, stages: [{users: 5, for_s: 3}]}",
+         ["$.loads.p.stages (line 8): two or more are expected; else give 'users' and 'duration_s'"]),
+        ("{user: chat, users: 3, duration_s: 4, stages: [{users: 5, for_s: 3}, {users: 6, for_s: 3}]}",
+         ["$.loads.p.duration_s (line 8): does not go with 'stages': each stage lasts for its 'for_s'; remove it",
+          "$.loads.p.users (line 8): each of the stages has its own; remove it"]),
+        ("{user: chat, arrivals: {rate: 1}, stages: [{users: 5, for_s: 3}, {users: 6, for_s: 3}]}",
+         ["$.loads.p.arrivals (line 8): does not go with 'stages': they say when requests are sent, whoever is there; "
+          "remove it"]),
+        ("{user: chat, stages: [{users: 5}, {users: 6, for_s: 3}]}",
+         ["$.loads.p.stages[0] (line 8): 'for_s' is missing"]),
+        ("{user: chat, processes: 4, stages: [{users: 5, for_s: 1}, {users: 3, for_s: 3}]}",
+         ["$.loads.p@3.processes (line 6): 4 load processes for 3 users; use at most one per user"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_meant(tmp_path: Path, load: str, said: list[str]) -> None:
+    assert problems_of(tmp_path, f"{HEAD}  p: {load}\n") == said
+
+
+def test_names_of_stages_are_not_given_by_hand_and_no_mix_has_any(tmp_path: Path) -> None:
+    text = HEAD + "  p@4: {user: chat, duration_s: 4}\n"
+    assert problems_of(tmp_path, text) == ["$.loads.p@4 (line 8): an '@' is in the names of stages only"]
+    mixed = (
+        f"{HEAD}  job: {{user: batch, duration_s: 9}}\n{UP}mixes: {{both: [job, people]}}\nwarmup: {{duration_s: 1}}\n"
+    )
+    assert any(
+        "$.mixes.both" in problem and "'people' has stages" in problem for problem in problems_of(tmp_path, mixed)
+    )
+
+
+def test_several_machines_are_refused() -> None:
+    load = Load(user="chat", users=4, duration_s=5.0, stages=[Planned(users=4, for_s=5), Planned(users=2, for_s=5)])
+    with pytest.raises(HarnessError) as caught:
+        parse_workers("2", "127.0.0.1", {"p@4": load})
+    assert caught.value.what == "$.loads.p@4.stages: several machines cannot change their number of users together"
+
+
+def course(folder: Path, *durations_s: float, **more: Any) -> Course:
+    plans = [Plan(duration_s=duration_s, warmup_requests=2)._replace(**more) for duration_s in durations_s]
+    return Course([Stage(str(folder / f"t{n}"), plan, users=n + 1) for n, plan in enumerate(plans)])
+
+
+def test_a_stage_is_measured_from_when_its_users_are_there(tmp_path: Path) -> None:
+    one, other = course(tmp_path, 0.2, 60.0), course(tmp_path, 0.2, 60.0)  # of two processes
+    assert [one.take()[0] for _ in range(5)] == [Ticket("warmup", -1 - n) for n in range(5)]
+    one.users_are_there()
+    assert [other.take()[0] for _ in range(3)] == [Ticket("warmup", -6), Ticket("warmup", -7), Ticket("measured", 0)]
+    assert (one.users(), one.left_s(), one.over(0)) == (1, None, False)
+    time.sleep(0.25)
+    assert one.over(0)
+    assert one.take(2) == [Ticket("warmup", -1, stage=1), Ticket("warmup", -2, stage=1)]
+    assert (one.users(), other.users()) == (2, 2)
+    other.users_are_there()
+    assert [one.take()[0].phase for _ in range(3)] == ["warmup", "warmup", "measured"]
+    left_s = other.left_s()
+    assert left_s is not None and 59 < left_s <= 60
+
+
+def test_without_a_warm_up_it_waits_for_the_users_all_the_same(tmp_path: Path) -> None:
+    stages = course(tmp_path, 5.0, 5.0, warmup_requests=0)
+    assert stages.take()[0].phase == "warmup"
+    stages.users_are_there()
+    assert stages.take()[0].phase == "measured"
+
+
+def test_each_stage_may_wait_until_the_server_is_steady(tmp_path: Path) -> None:
+    stages = course(tmp_path, 0.1, 9.0, warmup_requests=0, steady=Steadiness(1, 0.05, 600.0))
+    for stage in range(2):
+        early = Seen(time.monotonic(), 0.1, 0.01)
+        for _ in range(100):  # of another number of users
+            assert stages.take()[0].stage == stage
+            stages.settle(seen=early, stage=stage)
+        stages.users_are_there()
+        for _ in range(48):
+            assert stages.take() == [Ticket("warmup", stages_index(stages, tmp_path, stage), stage=stage)]
+            stages.settle(seen=Seen(time.monotonic(), 0.1, 0.01), stage=stage)
+        assert stages.take()[0].phase == "measured"
+        assert stages.steady(stage) is True
+        time.sleep(0.15)
+
+
+def stages_index(_: Course, folder: Path, stage: int) -> int:
+    return -int(json.loads((folder / f"t{stage}").read_bytes().partition(b"\n")[0])["warmup_taken"])
+
+
+def test_it_is_finished_when_all_stages_are(tmp_path: Path) -> None:
+    stages = course(tmp_path, 0.1, 0.1)
+    for stage in range(2):
+        taken = stages.take(3)
+        stages.users_are_there()
+        taken += stages.take(2) + stages.take(1)
+        assert [ticket.phase for ticket in taken] == ["warmup"] * 5 + ["measured"]
+        time.sleep(0.15)
+        assert not stages.finished()
+        stages.settle(len(taken), stage=stage)
+    assert stages.finished()
+    assert stages.take() == []
+
+
+def test_what_the_server_does_for_requests_of_the_stage_before_is_part_of_the_rate(tmp_path: Path) -> None:
+    """Eleven tokens each, the first 0.5 s after it was sent and then each 0.1 s; stages of 1.05 s."""
+    made = [
+        request(cell="r1-a-p@1", load="p@1", sent_s=1000.0),
+        request(cell="r1-a-p@2", load="p@2", sent_s=1001.08),
+        request(cell="r1-a-p@2", load="p@2", sent_s=1000.8, phase="warmup"),
+    ]
+    write_lines(tmp_path / "requests.jsonl", made)
+    places = {cell: Place(Clock([]), duration_s=1.05, course="p") for cell in ("r1-a-p@1", "r1-a-p@2")}
+    found = tally(tmp_path / "requests.jsonl", places, [], Counter())
+    one, two = found["r1-a-p@1"], found["r1-a-p@2"]
+    assert (one.sent, two.sent) == (1, 1)
+    assert (round(sum(one.tokens_inside), 6), one.ended_inside) == (6, 0)
+    # Of its own 6, of its warm-up 9, of the stage before the last 5, whose request ended in it.
+    assert (round(sum(two.tokens_inside), 6), two.ended_inside) == (6 + 9 + 5, 1)
+    apart = tally(tmp_path / "requests.jsonl", {c: Place(Clock([]), duration_s=1.05) for c in places}, [], Counter())
+    assert sum(apart["r1-a-p@2"].tokens_inside) == pytest.approx(6 + 9)
+
+
+RUN = """
+version: 1
+question: How many users does it hold?
+model: m
+servers: {a: {template: simulated, container: false, variables: {preset: instant, extra_args: [--step-base-s, "0.01"]}}}
+loads:
+  p: {user: USER, processes: N, think_s: [0, 0.1], output_tokens: 20, stages: [
+       {users: 2, for_s: 1.5}, {users: 6, for_s: 1.5}, {users: 3, for_s: 1.5}]}
+repeats: 1
+checks: ["a/p@6: error_rate == 0"]
+"""
+
+
+def users_at_once(records: list[Request]) -> int:
+    return len({record.user for record in records if record.phase == "measured"})
+
+
+@pytest.mark.parametrize(("user", "processes"), [("batch", 1), ("chat", 2)])
+def test_stages_follow_each_other_without_draining(tmp_path: Path, user: str, processes: int) -> None:
+    path = write(tmp_path, RUN.replace("USER", user).replace("N", str(processes)))
+    done = harness("run", str(path), "--runs", str(tmp_path), cwd=tmp_path)
+    assert done.code == 0, done.out + done.err
+    (folder,) = (found.parent for found in tmp_path.glob("*/run.json"))
+    cells = ["r1-a-p@2", "r1-a-p@6", "r1-a-p@3"]
+    records = list(read_requests(folder / "requests.jsonl"))
+    of = {cell: [record for record in records if record.cell == cell] for cell in cells}
+    assert [users_at_once(found) for found in of.values()] == [2, 6, 3]
+    measured = [[one for one in found if one.phase == "measured"] for found in of.values()]
+    spans = [(min(one.sent_s for one in found), max(one.sent_s for one in found)) for found in measured]
+    assert all(last - first < 1.5 for first, last in spans)
+    for (_, last), (first, _) in pairwise(spans):
+        assert first > last
+    begun = [min(one.sent_s for one in found) for found in list(of.values())[1:]]
+    over = [one for one in records for at in begun if one.sent_s < at < one.sent_s + one.ended_s]
+    assert over or user == "chat"  # the next stage begins while requests are in flight; chats may all be thinking
+    assert len({json.dumps(one.index) + one.cell for one in records}) == len(records)
+    marks = read_marks(folder / "processes.jsonl")
+    for cell in cells:
+        ends = [mark for mark in marks if mark.cell == cell and mark.event == "end"]
+        assert len(ends) == processes
+        assert sum(mark.sent or 0 for mark in ends) == sum(mark.recorded or 0 for mark in ends) == len(of[cell])
+        assert all(mark.cpu_most is not None for mark in ends)
+    summary = json.loads((folder / "summary.json").read_bytes())
+    assert (summary["valid"], summary["reasons"]) == (True, [])
+    assert [row["load"] for row in summary["rows"]] == ["p@2", "p@6", "p@3"]
+    rates = [row["pooled"]["output_tok_s"] for row in summary["rows"]]
+    assert rates[1] > 1.8 * rates[0] and rates[1] > 1.4 * rates[2]
+    assert [row["pooled"]["unfinished"] for row in summary["rows"]] == [0, 0, 0]
+    most = [cell["server_load"]["running_most"] for cell in summary["cells"]]
+    assert most[0] <= 2 and most[1] <= 6 and most[2] <= 3
+    assert [run.id for run in read_run(folder).cells] == cells
+    assert {
+        sample["cell"] for sample in map(msgspec.json.decode, (folder / "metrics.jsonl").read_bytes().splitlines())
+    } == set(cells)
+
+
+def test_an_interrupted_load_with_stages_says_goodbye(tmp_path: Path) -> None:
+    path = write(tmp_path, RUN.replace("USER", "batch").replace("N", "2").replace("for_s: 1.5", "for_s: 20"))
+    with going("run", str(path), "--runs", str(tmp_path), cwd=tmp_path) as run:
+        deadline = time.monotonic() + 30
+        while not any(found.stat().st_size for found in tmp_path.glob("*/requests.jsonl")):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        run.interrupt()
+        assert run.end().code == 130
+    (folder,) = (found.parent for found in tmp_path.glob("*/run.json"))
+    marks = read_marks(folder / "processes.jsonl")
+    assert Counter(mark.event for mark in marks) == {"start": 6, "end": 6}
+    assert sum(mark.sent or 0 for mark in marks) == len(list(read_requests(folder / "requests.jsonl")))
