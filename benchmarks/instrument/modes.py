@@ -13,7 +13,7 @@ from benchmarks.instrument.reading import Reading, reading_of, show, show_head
 from benchmarks.instrument.server import Schedule, Server, on_core
 from harness.errors import HarnessError
 
-STEPS = (500, 1000, 1500, 2000, 2300, 2600, 3000, 3500, 4000)
+STEPS = (500, 1000, 1250, 1500, 1750, 2000, 2300, 2600, 3000, 3500, 4000)
 MOST_ERROR_MS = 5.0  # p99 of a chunk's time
 
 
