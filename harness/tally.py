@@ -149,7 +149,6 @@ class Tally(Struct, kw_only=True):
         self.answered.add(request, inside=inside)
         self._add_success(request)
 
-    def _together(self, at_s: float) -> bool:
     def add_of_other_stage(self, request: Request) -> None:
         """A request of another stage of the load: what the server did for it in this one's time is in the rates."""
         sent_s = request.sent_s + self.clock.offset_s(request.process)
@@ -157,6 +156,7 @@ class Tally(Struct, kw_only=True):
         if request.error is None and self.window_s is not None:
             self.ended_inside += self.window_s[0] < sent_s + request.ended_s <= self.window_s[1]
 
+    def _together(self, at_s: float) -> bool:
         """By the time it was due, where it has one: so it is known how many there were to be."""
         return not self.mixed or self.window_s is None or self.window_s[0] <= at_s <= self.window_s[1]
 

@@ -145,7 +145,7 @@ class LoadProcess:
             answer.fail(*_cut(error))
             raise
         finally:
-            note = partial(self._note, exchange, answer, place, tools, tell)
+            note = partial(self._note, exchange, reading, answer, place, tools, tell)
             if cut:
                 note()  # Locust may be about to count what there was
             else:
@@ -155,6 +155,7 @@ class LoadProcess:
     def _note(
         self,
         exchange: Exchange,
+        reading: Reading,
         answer: Answer,
         place: Place,
         tools: Tools | None,
@@ -162,6 +163,7 @@ class LoadProcess:
     ) -> None:
         """Make the record, and tell who wants to know."""
         try:
+            reading.time()
             self.recorder.health.note_reads(exchange.arrivals.lags_us())
             self.recorder.add(self._record(exchange, answer, place, tools), place.ticket.stage)
         finally:
@@ -318,12 +320,12 @@ def plan_of(job: Job) -> Plan:
     )
 
 
-def _steadiness(job: Job) -> Steadiness | None:
 def course_of(job: Job) -> Course:
     """The tickets of the job and its further stages."""
     return Course([Stage(stage.tickets_path, plan_of(stage), stage.load.users) for stage in [job, *job.then]])
 
 
+def _steadiness(job: Job) -> Steadiness | None:
     if job.warmup.until is None:
         return None
     rule = steadiness(job.load, job.warmup)

@@ -226,12 +226,12 @@ def _end_when_finished(environment: Environment, drain_s: float, tickets: Course
             logger.info("cutting what has not finished %g s after the end", drain_s)
             break
         gevent.sleep(_WATCH_S)
-    tickets.close()
     environment.stop_timeout = 0
+    assert environment.runner is not None
     if tickets.several and isinstance(environment.runner, MasterRunner):
         environment.runner.send_message(_CUT)
-    assert environment.runner is not None
     environment.runner.quit()
+
 
 def _follow(environment: Environment, job: Job, course: Course) -> None:
     """The number of users follows the stages of the load."""
@@ -239,7 +239,6 @@ def _follow(environment: Environment, job: Job, course: Course) -> None:
     load = job.load
     patience_s = load.ramp_s + load.timeout_s + behaviour.longest_s(load.think or load.think_s) + _COME_S
     Stages(course, job.load.ramp_s).follow(environment.runner, patience_s, partial(give_up, environment))
-
 
 
 def _host(environment: Environment) -> str:
