@@ -145,7 +145,7 @@ class LoadProcess:
             answer.fail(*_cut(error))
             raise
         finally:
-            note = partial(self._note, exchange, reading, answer, place, tools, tell)
+            note = partial(self._note, exchange, answer, place, tools, tell)
             if cut:
                 note()  # Locust may be about to count what there was
             else:
@@ -155,7 +155,6 @@ class LoadProcess:
     def _note(
         self,
         exchange: Exchange,
-        reading: Reading,
         answer: Answer,
         place: Place,
         tools: Tools | None,
@@ -163,7 +162,6 @@ class LoadProcess:
     ) -> None:
         """Make the record, and tell who wants to know."""
         try:
-            reading.time()
             self.recorder.health.note_reads(exchange.arrivals.lags_us())
             self.recorder.add(self._record(exchange, answer, place, tools), place.ticket.stage)
         finally:
