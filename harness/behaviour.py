@@ -74,6 +74,13 @@ def pause_s(pause: Pause | list[float], seed: int, what: str, index: int) -> flo
     return min(_drawn_s(pause, draw), longest_s(pause))
 
 
+def pause_mean_s(pause: Pause | list[float] | None) -> float:
+    """How long a pause is on the mean, about: what cuts the longest is left out."""
+    if pause is None:
+        return 0.0
+    return sum(pause) / len(pause) if isinstance(pause, list) else pause.mean_s
+
+
 def longest_s(pause: Pause | list[float] | None) -> float:
     """The longest that a pause can be."""
     if pause is None:

@@ -3,12 +3,16 @@
 import os
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from harness.arrivals import Schedule, steady
+from harness.behaviour import Agent, pause_mean_s
 from harness.experiment import Experiment
 from harness.lengths import in_words, typical_of
+from harness.mixes import mix_of
+from harness.plan import at_once as together
 from harness.plan import baseline_of, plan
 from harness.progress import duration
 from harness.report import words
@@ -18,7 +22,7 @@ from harness.serve.lemonade.hints import hints
 from harness.serve.notes import notes, notes_on_comments
 from harness.stats import ALPHA, repeats_to_reach_p
 from harness.steady import WINDOWS, steadiness
-from harness.traces.replay import replay_of
+from harness.traces.replay import Beginning, Replay, replay_of
 
 # For a fixed amount of work the time depends on the server, which is not known before the run.
 ASSUMED_TPOT_S = 0.03
@@ -52,8 +56,8 @@ def show_plan(experiment: Experiment, console: Console) -> None:
     )
     console.print(
         f"estimated time: {duration(estimate_s(scenario, experiment.folder))} "
-        f"(assumed: {ASSUMED_TPOT_S * 1e3:.0f} ms per token, {ASSUMED_START_S:.0f} s per container start, "
-        f"no gain from batching{_first_starts(scenario)})",
+        f"(assumed: {ASSUMED_TPOT_S * 1e3:.0f} ms per token however many answers come at once, "
+        f"{ASSUMED_START_S:.0f} s per container start{_first_starts(scenario)})",
         markup=False,
         highlight=False,
     )
@@ -129,32 +133,57 @@ def counted(number: int, what: str) -> str:
 
 def estimate_s(scenario: Scenario, folder: Path) -> float:
     """Seconds that the run may take, by the assumptions above."""
-    total = 0.0
-    replays = {
-        name: replay_of(folder / load.trace.file, load.trace)
-        for name, load in scenario.loads.items()
-        if load.trace is not None
-    }
+    runs: dict[tuple[int, str, str], float] = {}
     for cell in plan(scenario):
         load = scenario.loads[cell.load]
-        container = scenario.servers[cell.server].container
-        start_s = ASSUMED_START_S if container else ASSUMED_EMBEDDED_START_S
+        start_s = ASSUMED_START_S if scenario.servers[cell.server].container else ASSUMED_EMBEDDED_START_S
         if not scenario.restart:
             start_s /= len(scenario.loads)
-        warmup = warmup_of(scenario, load)
-        total += start_s + GENERATOR_START_S + load.ramp_s + (warmup.duration_s or 0.0)
-        warm = steadiness(load, warmup).least if warmup.until is not None else warmup.requests or 0
-        if load.arrivals is not None and warm:
-            groups = -(-warm // taken_together(load))
-            total += Schedule(steady(load.arrivals), scenario.seed).at(groups - 1) or 0.0
-        if load.duration_s is not None:
-            total += load.duration_s
-        elif load.trace is not None:
-            total += replays[cell.load].at_s[-1]
-        elif load.arrivals is not None:
-            arriving = -(-(load.requests or 0) // taken_together(load))
-            total += Schedule(load.arrivals, scenario.seed).at(arriving - 1) or 0.0
-        else:
-            requests = (load.requests or 0) + warm
-            total += requests * typical_of(load.output_tokens) * ASSUMED_TPOT_S / load.users
-    return total
+        replay = None if load.trace is None else replay_of(folder / load.trace.file, load.trace)
+        start_s += GENERATOR_START_S
+        takes_s = load.ramp_s + _warmup_s(scenario, load, replay) + _work_s(scenario, load, replay)
+        before_s = runs.get(together(cell), start_s)
+        at_once_s = max(before_s, start_s + takes_s)  # parts of a mix; stages follow each other
+        runs[together(cell)] = at_once_s if mix_of(cell.load) else before_s + takes_s
+    return sum(runs.values())
+
+
+def _warmup_s(scenario: Scenario, load: Load, replay: Replay | None) -> float:
+    warmup = warmup_of(scenario, load)
+    if warmup.duration_s is not None:
+        return warmup.duration_s
+    requests = steadiness(load, warmup).least if warmup.until is not None else warmup.requests or 0
+    if not requests:
+        return 0.0
+    last = -(-requests // taken_together(load)) - 1
+    if replay is not None:
+        return Beginning(replay).at(last)
+    if load.arrivals is not None:
+        return Schedule(steady(load.arrivals), scenario.seed).at(last) or 0.0
+    return _rounds_s(load, requests)
+
+
+def _work_s(scenario: Scenario, load: Load, replay: Replay | None) -> float:
+    """The measured part, with the answers that are under way when the last request has been sent."""
+    if replay is not None:
+        return replay.at_s[-1] + replay.output_tokens[-1] * ASSUMED_TPOT_S
+    if load.duration_s is not None:
+        return load.duration_s + min(load.drain_s, _answer_s(load))
+    requests = load.requests or 0
+    if load.arrivals is None:
+        return _rounds_s(load, requests)
+    together = taken_together(load)
+    last_s = Schedule(load.arrivals, scenario.seed).at(-(-requests // together) - 1) or 0.0
+    return last_s + _rounds_s(msgspec.structs.replace(load, users=1), min(requests, together))
+
+
+def _rounds_s(load: Load, requests: int) -> float:
+    """So many requests, as many at once as the load has in flight, each round with the pause that follows it."""
+    pause_s = pause_mean_s(load.think or load.think_s)
+    if load.user == "agent":
+        pause_s = pause_mean_s((load.agent or Agent()).tool_time)  # of each step
+    return -(-requests // at_once(load)) * (_answer_s(load) + pause_s)
+
+
+def _answer_s(load: Load) -> float:
+    return 0.0 if load.endpoint == "embeddings" else typical_of(load.output_tokens) * ASSUMED_TPOT_S

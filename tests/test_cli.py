@@ -75,7 +75,8 @@ def test_check_shows_the_plan(tmp_path: Path) -> None:
         "",
         "4 cells: 2 repeats, interleaved; a fresh server for each cell (cold)",
         "order: r1-one-one r1-one-ten r2-one-ten r2-one-one",
-        "estimated time: 85 s (assumed: 30 ms per token, 60 s per container start, no gain from batching)",
+        "estimated time: 1 min 41 s (assumed: 30 ms per token however many answers come at once, "
+        "60 s per container start)",
         "note: with 1 comparison, 2 repeats can never reach p < 0.05: every verdict will be 'cannot tell'. "
         "4 repeats are the least that can decide.",
     ]

@@ -151,6 +151,11 @@ def test_schedules_in_words() -> None:
         "trace day.csv from 60 s to 120 s, 1,000 rows at most, at 2 times its speed"
     )
     assert words.loop(Load(user="batch")) == ""
+    steady = Load(user="batch", in_flight=5, requests=9)
+    assert words.load_in_words(steady) == "1 agent, always 5 requests in flight, 9 requests of 128 tokens"
+    assert words.load_in_words(Load(user="batch", users=3, in_flight=5, requests=9)) == (
+        "3 agents, always 5 requests in flight each, 15 in all, 9 requests of 128 tokens"
+    )
 
 
 SCENARIO = """\

@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from harness.behaviour import Agent, Pause
 from harness.errors import HarnessError, ScenarioError
 from harness.paths import SCENARIOS
 from harness.plan import baseline_of, plan
-from harness.preview import work
-from harness.scenario import Load, warmup_of
+from harness.preview import estimate_s, work
+from harness.scenario import Arrivals, Load, Scenario, Server, Trace, Warmup, warmup_of
 from harness.scenario_file import load_scenario
 
 GOOD = """
@@ -271,3 +273,44 @@ def test_problems_are_told_in_the_words_of_the_file(tmp_path: Path, text: str, s
     with pytest.raises(ScenarioError) as caught:
         load_scenario(tmp_path / "s.yaml")
     assert said in caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("load", "seconds"),
+    [
+        # 3 s to start the embedded engine and Locust; 100 tokens are 3 s. The warm-up is 4 requests.
+        (Load(user="batch", requests=40), 3 + 4 * 3 + 40 * 3),
+        (Load(user="batch", batch_size=4, requests=40, think_s=[1, 3]), 3 + (3 + 2) + 10 * (3 + 2)),
+        (Load(user="batch", in_flight=4, requests=40), 3 + 3 + 10 * 3),
+        (Load(user="batch", in_flight=2, users=2, requests=40), 3 + 3 + 10 * 3),
+        (Load(user="chat", users=2, turns=2, requests=40, think=Pause(mean_s=7)), 3 + 2 * 10 + 20 * 10),
+        (Load(user="agent", agent=Agent(tool_time=Pause(mean_s=2)), requests=40), 3 + 4 * 5 + 40 * 5),
+        (Load(user="batch", in_flight=4, duration_s=60), 3 + 3 + 60 + 3),
+        (Load(user="batch", users=99, requests=41, arrivals=Arrivals(rate=2, spacing="even")), 3 + 1.5 + 20 + 3),
+        (
+            Load(user="chat", turns=2, users=9, requests=40, think_s=[1, 1], arrivals=Arrivals(rate=2, spacing="even")),
+            3 + 0.5 + 9.5 + 2 * 4,
+        ),
+        (Load(user="batch", users=99, requests=3, trace=Trace(file="t.csv")), 3 + 40 + 40 + 0.6),
+        (Load(user="batch", endpoint="embeddings", requests=40), 3),
+    ],
+)
+def test_the_estimated_time_is_that_of_what_limits_the_load(tmp_path: Path, load: Load, seconds: float) -> None:
+    rows = "".join(f"{at},ChatGPT,10,20,30,Conversation log\n" for at in (0, 10, 40))
+    (tmp_path / "t.csv").write_text(f"Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n{rows}")
+    scenario = Scenario(
+        version=1, question="?", model="m", servers={"a": Server(template="simulated", container=False)},
+        loads={"x": msgspec.structs.replace(load, output_tokens=100)}, repeats=2, warmup=Warmup(requests=4),
+    )  # fmt: skip
+    assert estimate_s(scenario, tmp_path) == pytest.approx(2 * seconds)
+
+
+def test_parts_of_a_mix_are_estimated_at_once(tmp_path: Path) -> None:
+    loads = {
+        name: Load(user="batch", duration_s=seconds, output_tokens=100) for name, seconds in (("m.a", 60), ("m.b", 60))
+    }
+    scenario = Scenario(
+        version=1, question="?", model="m", servers={"a": Server(template="simulated", container=False)}, loads=loads,
+        repeats=1, warmup=Warmup(duration_s=5),
+    )  # fmt: skip
+    assert estimate_s(scenario, tmp_path) == 3 + 5 + 60 + 3

@@ -114,6 +114,7 @@ def _people(load: Load) -> str:
         how = "one request at a time" if size == 1 else f"{size} requests at once"
         if load.in_flight is not None:
             how = f"always {count(load.in_flight, 'request')} in flight"
+            how += f" each, {at_once(load):,} in all" if load.users > 1 else ""
         return f"{count(load.users, 'agent')}, {how}"
     if load.user == "agent":
         agent = load.agent or Agent()
