@@ -1,14 +1,25 @@
 """Connections: what opening them takes, servers that close them, and that they never run out."""
 
+import random
+import socket
+import ssl
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import gevent
 import msgspec
 import pytest
 
+from harness.records import Request
 from harness.scenario import Arrivals, Load
 from tests.load_runs import ROOT, make_job, records_of
+from tests.test_client import GOOD, exchanging, load_process, place, read_request, serving
+from tests.tls import Signed, sign
 
 REQUESTS = 10_000
 PORTS = 500
@@ -45,3 +56,158 @@ def test_when_ports_have_run_out_the_error_says_so(tmp_path: Path) -> None:
     in_own_network(tmp_path, Load(user="batch", users=10, requests=50, output_tokens=2), ports=4)
     said = {record.message for record in records_of(tmp_path) if record.error == "connect"}
     assert said == {"127.0.0.1:8000: no free local port (or no local address that it could be reached from)"}
+
+
+# What opening a connection takes is no part of TTFT.
+
+
+@contextmanager
+def listening(backlog: int = 10) -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0), backlog=backlog) as listener:
+        yield listener
+
+
+def url_of(listener: socket.socket, scheme: str = "http") -> str:
+    return f"{scheme}://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def answer_once(listener: socket.socket, signed: Signed | None = None, left: int = 0) -> None:
+    """Take what waits for a connection and leave it, then answer the next one that asks for something."""
+    for _ in range(left):
+        listener.accept()[0].close()
+    connection, _ = listener.accept()
+    if signed is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(signed.certificate, signed.key)
+        connection = context.wrap_socket(connection, server_side=True)
+    with connection:
+        read_request(connection)
+        connection.sendall(GOOD)
+
+
+@contextmanager
+def after(wait_s: float, what: Callable[..., None], *arguments: object) -> Iterator[None]:
+    timer = threading.Timer(wait_s, what, arguments)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
+def test_a_server_that_is_slow_to_accept_is_slow_to_answer() -> None:
+    """The kernel has opened the connection long before: that the server looks at it late is part of its TTFT."""
+    with listening() as listener, exchanging(url_of(listener)) as send, after(0.3, answer_once, listener):
+        exchange, answer = send()
+    assert answer.error is None
+    assert exchange.connect_ns is not None and exchange.connect_ns < 0.1e9
+    assert 0.25 < answer.chunks_s[0] < 0.6
+
+
+def test_a_server_whose_queue_is_full_is_slow_to_connect() -> None:
+    """No connection more fits: the kernel asks again after a second, which is in no latency."""
+    with (
+        listening(backlog=0) as listener,
+        exchanging(url_of(listener)) as send,
+        socket.create_connection(listener.getsockname()),
+        after(0.5, answer_once, listener, None, 1),
+    ):
+        exchange, answer = send()
+    assert answer.error is None
+    assert exchange.connect_ns is not None and 0.9e9 < exchange.connect_ns < 5e9
+    assert answer.chunks_s[0] < 0.3
+
+
+def test_a_slow_handshake_of_tls_is_part_of_connecting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    signed = sign(tmp_path)
+    monkeypatch.setenv("SSL_CERT_FILE", str(signed.ca))
+    with (
+        listening() as listener,
+        exchanging(url_of(listener, "https")) as send,
+        after(0.3, answer_once, listener, signed),
+    ):
+        exchange, answer = send()
+    assert (answer.error, answer.message) == (None, None)
+    assert exchange.connect_ns is not None and 0.25e9 < exchange.connect_ns < 1e9
+    assert answer.chunks_s[0] < 0.2
+
+
+# Servers that keep a connection for some requests, or for some time without one.
+
+USERS, EACH = 20, 50
+LIMIT = 10  # requests of a connection
+
+
+def keeping(idle_s: float, header: bytes) -> Callable[[socket.socket, int], None]:
+    """Closes after LIMIT requests, or after so long without one; says so or not."""
+    answer = GOOD.replace(b"Transfer-Encoding", header + b"Transfer-Encoding", 1)
+
+    def handler(connection: socket.socket, number: int) -> None:
+        for _ in range(LIMIT):
+            if not read_request(connection):
+                return
+            connection.sendall(answer)
+            connection.settimeout(idle_s)
+
+    return handler
+
+
+def sent_by_users(folder: Path, url: str, pause_s: Callable[[random.Random], float]) -> list[Request]:
+    """The records of several users that send one request after another, with pauses in between."""
+    with load_process(folder, url) as process:
+
+        def user(number: int) -> None:
+            client, chance = process.client(), random.Random(number)
+            for turn in range(EACH):
+                process.send(client, [{"role": "user", "content": "hi"}], place(number * EACH + turn))
+                gevent.sleep(pause_s(chance))
+            client.close()
+
+        gevent.joinall([gevent.spawn(user, number) for number in range(USERS)], raise_error=True)
+    return records_of(folder)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("idle_s", "header", "pause_s"),
+    [
+        # Closed just as the next request comes: at once after the tenth, or by the clock after a pause.
+        (5.0, b"", lambda chance: 0.0),
+        (0.05, b"", lambda chance: chance.choice([0.0, chance.uniform(0.045, 0.055)])),
+        (
+            1.0,
+            b"Keep-Alive: timeout=1, max=10\r\n",
+            lambda chance: chance.choice([0.0] * 9 + [chance.uniform(0.7, 1.1)]),
+        ),
+    ],
+    ids=["after requests", "after a pause", "as it says"],
+)
+def test_limits_of_kept_connections_cost_no_request(
+    tmp_path: Path, idle_s: float, header: bytes, pause_s: Callable[[random.Random], float]
+) -> None:
+    with serving(keeping(idle_s, header)) as url:
+        records = sent_by_users(tmp_path, url, pause_s)
+    assert len(records) == USERS * EACH
+    assert {(record.error, record.message) for record in records} == {(None, None)}
+    opened = sum(record.connect_s is not None for record in records)
+    print(f"{opened} connections, {sum(record.resent for record in records)} requests sent twice")
+    assert opened >= USERS * EACH / LIMIT
+
+
+@pytest.mark.timeout(120)
+def test_nor_do_they_when_the_client_is_late(tmp_path: Path) -> None:
+    """That the connection's end is seen late does not make it the server's answer to the request."""
+
+    def hold_up() -> None:
+        while True:
+            gevent.sleep(0.005)
+            time.sleep(0.04)  # not gevent's: the whole process stands still
+
+    holding = gevent.spawn(hold_up)
+    try:
+        with serving(keeping(0.05, b"")) as url:
+            records = sent_by_users(tmp_path, url, lambda chance: chance.choice([0.0, chance.uniform(0.0, 0.055)]))
+    finally:
+        holding.kill()
+    print(f"{sum(record.resent for record in records)} requests sent twice")
+    assert {(record.error, record.message) for record in records} == {(None, None)}

@@ -29,6 +29,7 @@ _CONNECT_TIMEOUT_S = 10.0
 _CROSSED_S = 0.02
 # Until a connection is closed here that the server said it closes: who closes first keeps the local port for a minute.
 _LEAVING_S = 0.1
+_TCP_CLOSE = 7  # after a reset
 _IDLE_SHARE = 0.8  # of the server's stated idle limit, so that it never closes first
 
 
@@ -169,7 +170,7 @@ class Client:
         except TimeoutError:
             raise Failure("timeout", f"no data arrived for {self._timeout_s:g} s") from None
         except (OSError, EOFError) as error:
-            crossed = sending or time.monotonic_ns() - sent_ns < _CROSSED_S * 1e9
+            crossed = sending or _was_refused(sock) or time.monotonic_ns() - sent_ns < _CROSSED_S * 1e9
             if reused and crossed and not exchange.arrivals:
                 self.close()
                 exchange.resent = True
@@ -285,6 +286,16 @@ def _has_ended(sock: socket.socket) -> bool:
     except OSError:
         return True
     return True
+
+
+def _was_refused(sock: socket.socket) -> bool:
+    """Whether the server's kernel did not take what was sent last, or threw it away unread: it never came to it,
+    however late that is noticed. Of a request that it has read a connection ends in order, with all acknowledged.
+    """
+    if not hasattr(socket, "TCP_INFO"):  # not Linux
+        return False
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 28)
+    return info[0] == _TCP_CLOSE or info[24:28] != bytes(4)  # tcpi_state, tcpi_unacked
 
 
 def _disconnected(error: OSError | EOFError, exchange: Exchange) -> str:
