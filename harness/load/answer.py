@@ -26,7 +26,8 @@ _BROKEN_OFF = ("abort", "error")  # finish reasons of answers that the server ga
 
 
 class Answer:
-    """Observations of one response. Times are seconds after the request was sent, on `clock`.
+    """Observations of one response. Times are seconds after the request was sent, on `clock`, and known when its record
+    is made.
 
     It has failed until it was read: what nobody looked at is no success.
     """
@@ -39,6 +40,7 @@ class Answer:
     ) -> None:
         """`secrets` are kept out of the message."""
         self._secrets = secrets
+        self.status: int | None = None  # None: the server has not begun to answer
         self.clock: Clock = "read"
         self.headers_s: float | None = None
         self.chunks_s: list[float] = []
@@ -128,33 +130,40 @@ class Reading:
                 self._visible_read = read
 
     def finish(self) -> Answer:
-        """The observations in a finished or failed exchange."""
+        """What a finished or failed exchange says; `time` says when."""
         exchange, answer = self._exchange, self._answer
-        answer.clock, times_ns = exchange.times_ns()
-        start_ns = exchange.start_ns
-        seconds = [(time_ns - start_ns) / 1e9 for time_ns in times_ns]
-        end_ns = exchange.ended_ns if exchange.ended_ns is not None else start_ns
-        answer.ended_s = seconds[-1] if exchange.complete and seconds else (end_ns - start_ns) / 1e9
-        if exchange.headers_read is not None:
-            answer.headers_s = seconds[exchange.headers_read]
+        answer.status = exchange.status
         if exchange.status is not None and not 200 <= exchange.status < 300:
             _refused(exchange, exchange.status, answer)
         elif exchange.is_stream:
-            self._stream(seconds)
+            self._stream()
         elif exchange.complete:
             _whole(exchange, answer, embeddings=self._embeddings)
         if exchange.failure is not None and not answer.done:
             answer.fail(exchange.failure.kind, exchange.failure.message)
         return answer
 
-    def _stream(self, seconds: list[float]) -> None:
-        self.look()
+    def time(self) -> None:
+        """The times of a finished or failed exchange, for the answer that `finish` returned. To be called once."""
         exchange, answer, reads = self._exchange, self._answer, self._chunk_reads
+        answer.clock, times_ns = exchange.times_ns()
+        start_ns = exchange.start_ns
+        end_ns = exchange.ended_ns if exchange.ended_ns is not None else start_ns
         if self._done_read is not None:
-            answer.ended_s = seconds[self._done_read]
-        answer.chunks_s = [seconds[read] for read in reads]
-        answer.first_visible_s = None if self._visible_read is None else seconds[self._visible_read]
+            end_ns = times_ns[self._done_read]
+        elif exchange.complete and times_ns:
+            end_ns = times_ns[-1]
+        answer.ended_s = (end_ns - start_ns) / 1e9
+        if exchange.headers_read is not None:
+            answer.headers_s = (times_ns[exchange.headers_read] - start_ns) / 1e9
+        answer.chunks_s = [(times_ns[read] - start_ns) / 1e9 for read in reads]
+        if self._visible_read is not None:
+            answer.first_visible_s = (times_ns[self._visible_read] - start_ns) / 1e9
         answer.coalesced = len(reads) - len(set(reads))
+
+    def _stream(self) -> None:
+        self.look()
+        exchange, answer = self._exchange, self._answer
         _unframed(self._events.stray(), answer)
         if not exchange.complete and not answer.done:
             return  # the failure of the connection says more
@@ -166,7 +175,10 @@ class Reading:
 
 def read_answer(exchange: Exchange) -> Answer:
     """The observations in an exchange that has ended."""
-    return Reading(exchange).finish()
+    reading = Reading(exchange)
+    answer = reading.finish()
+    reading.time()
+    return answer
 
 
 def _unframed(raw: bytes, answer: Answer) -> None:

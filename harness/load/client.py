@@ -189,6 +189,8 @@ class Client:
             if not collector.done:
                 raise
             exchange.complete = True  # all was said; only the connection is of no more use
+        finally:
+            collector.close()
         self._keep(collector)
 
     def _collect(self, sock: socket.socket, collector: Collector) -> None:

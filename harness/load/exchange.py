@@ -108,6 +108,10 @@ class Collector:
         else:
             raise EOFError
 
+    def close(self) -> None:
+        """Nothing more will be taken: without its parser, which knows it, it is not left to the garbage collector."""
+        del self._parser
+
     @property
     def waits_for_end(self) -> bool:
         """Whether nothing is of interest any more but how the body ends: of a stream, whatever comes in between."""

@@ -145,7 +145,8 @@ class LoadProcess:
             answer.fail(*_cut(error))
             raise
         finally:
-            note = partial(self._note, exchange, answer, place, tools, tell)
+            exchange.look = None  # it knows the exchange: no cycle is left to the garbage collector
+            note = partial(self._note, exchange, reading, answer, place, tools, tell)
             if cut:
                 note()  # Locust may be about to count what there was
             else:
@@ -155,6 +156,7 @@ class LoadProcess:
     def _note(
         self,
         exchange: Exchange,
+        reading: Reading,
         answer: Answer,
         place: Place,
         tools: Tools | None,
@@ -162,6 +164,7 @@ class LoadProcess:
     ) -> None:
         """Make the record, and tell who wants to know."""
         try:
+            reading.time()
             self.recorder.health.note_reads(exchange.arrivals.lags_us())
             self.recorder.add(self._record(exchange, answer, place, tools), place.ticket.stage)
         finally:

@@ -72,10 +72,13 @@ class Arrivals:
 
         A step of the realtime clock between arrival and read breaks this.
         """
-        if not self._times_ns or min(self._lags_us) * 1000 < -slack_ns:  # _NO_STAMP is such a lag, too
+        times_ns = self.times_ns()
+        if not times_ns or min(self._lags_us) * 1000 < -slack_ns:  # _NO_STAMP is such a lag, too
             return False
+        if times_ns[0] >= sent_ns and times_ns == sorted(times_ns):
+            return True
         most = sent_ns
-        for time_ns in self._times_ns:
+        for time_ns in times_ns:
             if time_ns < most - slack_ns:
                 return False
             most = max(most, time_ns)

@@ -226,7 +226,7 @@ class LLMUser(User):
         finally:
             under_way[place.user_class] -= 1
         self._clients.append(client)
-        if answer.error == "connect" or (answer.error == "disconnect" and answer.headers_s is None):
+        if answer.error == "connect" or (answer.error == "disconnect" and answer.status is None):
             gevent.sleep(_AFTER_NO_CONNECTION_S)
         return answer
 
