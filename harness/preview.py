@@ -46,10 +46,12 @@ def show_plan(experiment: Experiment, console: Console) -> None:
             table.add_row(f"rN-{server}-{name}", server, name, work(load), mark)
     console.print(table)
     cells = plan(scenario)
+    stages = ", one for all stages of a load" if any(load.stages for load in scenario.loads.values()) else ""
+    fresh = f"a fresh server for each cell (cold){stages}"
     order = " ".join(cell.id for cell in cells[: 2 * len(scenario.servers) * len(scenario.loads)])
     console.print(
         f"\n{counted(len(cells), 'cell')}: {counted(scenario.repeats, 'repeat')}, interleaved; "
-        f"{'a fresh server for each cell (cold)' if scenario.restart else 'one server start per repeat (warm)'}\n"
+        f"{fresh if scenario.restart else 'one server start per repeat (warm)'}\n"
         f"order: {order}{' ...' if scenario.repeats > 2 else ''}",
         markup=False,
         highlight=False,

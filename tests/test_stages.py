@@ -59,6 +59,13 @@ def test_each_stage_is_a_load_a_cell_and_a_row_of_its_own(tmp_path: Path) -> Non
     ]  # not the other way round
 
 
+def test_the_plan_says_that_stages_share_a_server(tmp_path: Path) -> None:
+    text = "version: 1\nquestion: q\nmodel: m\nservers: {a: {template: simulated, container: false}}\nloads:\n" + UP
+    out = " ".join(harness("check", str(write(tmp_path, text)), cwd=tmp_path).out.split())
+    assert "a fresh server for each cell (cold), one for all stages of a load" in out
+    assert "r1-a-people@5-2 a" not in out and "people@5-2 5 chat users, 10 s" in out
+
+
 def test_names() -> None:
     assert names("x", [Planned(users=users, for_s=1) for users in (2, 3, 2, 2)]) == ["x@2", "x@3", "x@2-2", "x@2-3"]
     assert [staged(name) for name in ("x", "x@2", "x@2-2", "mix.x")] == [None, "x", "x", None]

@@ -213,7 +213,7 @@ def test_a_cold_server_is_measured_when_it_is_steady(tmp_path: Path, cold: str) 
     measured = [record for record in records if record.phase == "measured"]
     assert sorted(record.index for record in measured) == list(range(40))
     assert sorted(record.index for record in warm) == list(range(-len(warm), 0))
-    assert 48 <= len(warm) < 200
+    assert 48 <= len(warm) < 800  # as long as shapes come that are new
     assert max(record.ended_s for record in warm) > 0.2
     begun = min(record.sent_s for record in measured)
     ended = sorted((one.sent_s + one.ended_s, one.ended_s > 0.15) for one in warm)

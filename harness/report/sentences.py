@@ -180,6 +180,7 @@ def of_load(run: Run) -> str:
         version = run.origin.version or "of unknown version"
         return f"Imported: measured by {run.origin.tool} {version}, not by this suite."
     scenario = run.scenario
-    fresh = "a fresh server for each" if scenario.restart else "warm: one server per repeat"
+    stages = ", one for all stages of a load" if any(load.stages for load in scenario.loads.values()) else ""
+    fresh = f"a fresh server for each{stages}" if scenario.restart else "warm: one server per repeat"
     repeats = words.count(scenario.repeats, "repeat")
     return f"{repeats} of every row, interleaved, {fresh}; seed {scenario.seed}."
