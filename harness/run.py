@@ -166,7 +166,7 @@ def _versions() -> dict[str, str]:
     own = [*sorted((paths.ROOT / "harness" / "load").glob("*.py")), *sorted(paths.LOCUSTFILES.glob("*.py"))]
     digest = hashlib.sha256()
     harness = paths.ROOT / "harness"
-    made = [harness / f"{name}.py" for name in ("lengths", "structured", "behaviour")]
+    made = [harness / f"{name}.py" for name in ("lengths", "structured", "behaviour", "steady")]
     for path in [*own, *sorted((harness / "workload").glob("*.py")), *made]:
         digest.update(path.read_bytes())
     packages = {package: importlib.metadata.version(package) for package in MEASURING_PACKAGES}
