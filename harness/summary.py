@@ -96,6 +96,7 @@ class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     e2e_s: Distribution
     chunk_gap_s: Distribution
     send_lag_s: Distribution
+    connect_s: Distribution = Distribution(n=0)  # of the requests that opened a connection, before they were sent
     ttft_sched_s: Distribution = Distribution(n=0)  # from schedule; open loops only
     e2e_sched_s: Distribution = Distribution(n=0)
     schedule: Kept | None = None  # of an open loop

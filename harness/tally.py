@@ -103,6 +103,7 @@ class Tally(Struct, kw_only=True):
     tpot_s: "array[float]" = msgspec.field(default_factory=_doubles)
     e2e_s: "array[float]" = msgspec.field(default_factory=_doubles)
     chunk_gap_s: Gaps = msgspec.field(default_factory=Gaps)
+    connect_s: "array[float]" = msgspec.field(default_factory=_doubles)  # of those that opened a connection
     send_lag_s: "array[float]" = msgspec.field(default_factory=_doubles)
     punctual: Punctual = msgspec.field(default_factory=Punctual)
     # All requests, warm-up included:
@@ -198,6 +199,7 @@ class Tally(Struct, kw_only=True):
         together = 0 < len(request.chunks_s) - 1 <= request.coalesced
         _keep(self.tpot_s, None if together else derive.tpot_s(request))
         _keep(self.e2e_s, derive.e2e_s(request))
+        _keep(self.connect_s, request.connect_s)
         self.chunk_gap_s.add([] if together else request.chunks_s)
         self.chunks += len(request.chunks_s)
         self.coalesced += request.coalesced
@@ -259,7 +261,7 @@ _SUMS = (
     "first_shared_late", "resent", "by_process", "least_tokens",
     "cut_chunks_inside", "warmup",
 )  # fmt: skip
-_VALUES = ("ttft_s", "ttfo_s", "tpot_s", "e2e_s", "send_lag_s", "tokens_inside")
+_VALUES = ("ttft_s", "ttfo_s", "tpot_s", "e2e_s", "connect_s", "send_lag_s", "tokens_inside")
 _ENDS = {"first_sent_s": min, "last_ended_s": max, "first_any_s": min, "last_any_s": max}
 
 
@@ -349,6 +351,7 @@ def numbers_of(tallies: Sequence[Tally], cells: Sequence[Numbers] = ()) -> Numbe
         e2e_s=distribution([t.e2e_s for t in tallies]),
         chunk_gap_s=gap_distribution([t.chunk_gap_s for t in tallies]),
         send_lag_s=distribution([t.send_lag_s for t in tallies]),
+        connect_s=distribution([t.connect_s for t in tallies]),
         ttft_sched_s=distribution([t.punctual.ttft_s for t in tallies]),
         e2e_sched_s=distribution([t.punctual.e2e_s for t in tallies]),
         schedule=pooled([cell.schedule for cell in cells]),

@@ -22,6 +22,7 @@ from harness.workers import Workers
 MOST_TOKEN_DIFFERENCE = 0.01
 MOST_FOREIGN_MEMORY = 0.25  # of a GPU; a desktop on an APU needs some
 MOST_COALESCED = 0.01
+MOST_OPENED = 0.10  # of the requests
 MOST_HEAT = 0.05  # of the measured time in which heat holds a GPU back
 MOST_ENERGY_DIFFERENCE = 0.10  # between power readings and a counter of the GPU
 
@@ -291,6 +292,13 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> list[str]:
             "not of the kernel"
         )
     notes += _shared_reads(tally, limits)
+    opened = numbers.connect_s
+    if opened.n > max(at_once(load), MOST_OPENED * numbers.succeeded) and opened.mean is not None:
+        notes.append(
+            f"{opened.n:,} of {_count(numbers.succeeded, 'request')} opened a connection of their own, which took "
+            f"{opened.mean * 1000:.2g} ms on average and {(opened.most or 0.0) * 1000:.2g} ms at most: no latency has "
+            "it, wall time and rates do"
+        )
     if tally.resent:
         notes.append(f"{_count(tally.resent, 'request')} went out twice: the kept connection had just been closed")
     if tally.without_output_tokens and load.endpoint != "embeddings":

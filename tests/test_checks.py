@@ -302,7 +302,7 @@ def test_speedup_is_that_of_the_comparison() -> None:
 
 def test_every_latency_has_every_statistic() -> None:
     assert {f"{latency}_{name}" for latency in LATENCIES for name in STATISTICS} < UNITS.keys()
-    assert len(UNITS) == 8 * 5 + 10
+    assert len(UNITS) == 9 * 5 + 10
 
 
 def judged(met: int, unknown: int = 0, goodput: float | None = 2.5, sent: int = 200) -> Row:

@@ -242,3 +242,12 @@ def test_a_load_above_what_a_gateway_serves_at_once_is_told() -> None:
         "c: up to 34 requests were in flight, and Lemonade 11.9.0 serves 32 at once: "
         "above that its own queue was measured, not the engine's"
     )
+
+
+def test_connections_that_are_not_kept_are_told() -> None:
+    assert judge(four(connect_s=0.002)).notes == []  # no more than are in flight at once
+    many = [request(index=i, connect_s=0.002 if i else 0.006) for i in range(4)]
+    assert judge(many).notes == [
+        "c: 4 of 4 requests opened a connection of their own, which took 3 ms on average and 6 ms at most: no latency "
+        "has it, wall time and rates do"
+    ]

@@ -12,6 +12,7 @@ from harness.summary import Answers, PromptLengths, Summary
 _LATENCIES = {
     "ttft": "ttft_s", "ttfo": "ttfo_s", "tpot": "tpot_s", "e2e": "e2e_s", "chunk_gap": "chunk_gap_s",
     "ttft_sched": "ttft_sched_s", "e2e_sched": "e2e_sched_s",
+    "connect": "connect_s",
 }  # fmt: skip
 _STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 
