@@ -5,9 +5,11 @@ chunk, minus that, is the error of the instrument. Engine and load generator sha
 generator do in most runs; on a machine with more cores, or with the server elsewhere, there is more room.
 """
 
+import itertools
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
+from harness.calibrated import store
 from harness.drive import locust_arguments
 from harness.errors import RunError
 from harness.job import Job, write_job
@@ -29,6 +32,8 @@ STEP_S = 0.02  # between two chunks of a stream
 CHUNKS = 50
 ROUNDS = 2  # requests of each stream
 LONGEST_S = 120.0
+ENOUGH_S = 240.0  # of trying; the next number of streams is not begun after that
+FACTOR = 1.5  # from one number of streams to the next, beyond those above
 
 MOST_ERROR_S = 0.005  # p99
 MOST_SHARED = 0.01  # of the chunks
@@ -74,17 +79,28 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-def calibrate(most: int, processes: int = 1) -> Iterator[Reading]:
-    """More and more streams, until the instrument is not to be trusted, or `most` is reached.
+def calibrate(most: int | None, processes: int = 1) -> Iterator[Reading]:
+    """More and more streams, until the instrument is not to be trusted, `most` is reached, or it has taken ENOUGH_S.
 
     Raises RunError when the load generator does not work at all.
     """
-    for streams in [*(number for number in STREAMS if number < most), most]:
+    began_s = time.monotonic()
+    for streams in _numbers(most):
         with tempfile.TemporaryDirectory(prefix="amd-llm-load-calibrate-") as folder:
             reading = _measure(streams, processes, Path(folder))
         yield reading
-        if not reading.trusted:
+        if not reading.trusted or time.monotonic() - began_s > ENOUGH_S:
             return
+
+
+def _numbers(most: int | None) -> Iterator[int]:
+    """Of streams, one after another; `most` last."""
+    further = (round(STREAMS[-1] * FACTOR**number) for number in itertools.count(1))
+    for number in itertools.chain(STREAMS, further):
+        if most is not None and number >= most:
+            yield most
+            return
+        yield number
 
 
 def _measure(streams: int, processes: int, folder: Path) -> Reading:
@@ -148,7 +164,7 @@ def chunk_errors_s(records: list[Request], sent: Path) -> "np.ndarray[tuple[int]
     return np.array(errors)
 
 
-def show_readings(console: Console, most: int, processes: int, *, as_json: bool) -> None:
+def show_readings(console: Console, most: int | None, processes: int, *, as_json: bool) -> None:
     """Measure, with a line for each reading as it comes, and say how far the instrument can be trusted."""
     readings: list[Reading] = []
     if not as_json:
@@ -166,17 +182,21 @@ def show_readings(console: Console, most: int, processes: int, *, as_json: bool)
             cells = zip(_cells(reading), _COLUMNS, strict=True)
             line = "  ".join(cell.rjust(len(column)) for cell, column in cells)
             console.print(line, markup=False, highlight=False, soft_wrap=True)
+    best = max((one for one in readings if one.trusted), key=lambda one: one.streams, default=None)
+    # What was asked to stop early has found no limit.
+    stored = best is not None and most is None and store(processes, best.streams, best.chunks_per_s) is not None
     if as_json:
         print(msgspec.json.format(msgspec.json.encode(readings), indent=1).decode())
     else:
-        console.print("\n" + in_words(readings), markup=False, highlight=False)
+        kept = " `harness run` will mind it." if stored else ""
+        console.print("\n" + in_words(readings) + kept, markup=False, highlight=False)
 
 
 def in_words(readings: list[Reading]) -> str:
     """How far the instrument can be trusted."""
     good = [reading for reading in readings if reading.trusted]
     last = readings[-1]
-    end = "" if last.trusted else f" With {last.streams}: {'; '.join(last.doubts)}."
+    end = " No more were tried." if last.trusted else f" With {last.streams}: {'; '.join(last.doubts)}."
     if not good:
         return f"This machine's load generator is not to be trusted even for few streams, or was too busy now.{end}"
     best = good[-1]

@@ -1,5 +1,6 @@
 """`harness calibrate`: exact on made files, and once for real."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -8,9 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from harness import calibrate as calibrate_module
+from harness import calibrated
 from harness.calibrate import Reading, in_words, reading_of
 from harness.errors import RunError
 from harness.records import ProcessMark, Request
+from harness.scenario import Load
+from tests.made_runs import scenario
 
 
 def write(folder: Path, errors_s: list[float], *, coalesced: int = 0, error: str | None = None) -> Path:
@@ -61,7 +66,8 @@ def reading(streams: int, **different: float) -> Reading:
 
 def test_the_verdict_in_words() -> None:
     assert in_words([reading(10), reading(50)]) == (
-        "Trusted for 50 streams at once, 2,500 chunks a second: 99 % of the chunk times are right within 0.1 ms."
+        "Trusted for 50 streams at once, 2,500 chunks a second: 99 % of the chunk times are right within 0.1 ms. "
+        "No more were tried."
     )
     assert in_words([reading(10), reading(50, error_p99_s=0.02)]) == (
         "Trusted for 10 streams at once, 500 chunks a second: 99 % of the chunk times are right within 0.1 ms. "
@@ -69,6 +75,32 @@ def test_the_verdict_in_words() -> None:
         "More `processes` in the load, or the server on another machine, give more room."
     )
     assert in_words([reading(10, shared=0.5)]).startswith("This machine's load generator is not to be trusted even")
+
+
+def numbers(most: int | None, count: int) -> list[int]:
+    return list(itertools.islice(calibrate_module._numbers(most), count))
+
+
+def test_it_goes_on_until_there_is_a_limit() -> None:
+    assert numbers(120, 99) == [10, 50, 100, 120]
+    assert numbers(100, 99) == [10, 50, 100]
+    assert numbers(None, 13)[-4:] == [2000, 3000, 4500, 6750]
+
+
+def test_what_was_found_is_held_against_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    loads = {"few": Load(user="chat", users=500, requests=1), "many": Load(user="chat", users=501, requests=1)}
+    assert calibrated.notes(scenario(loads=loads)) == []
+    assert calibrated.store(2, 10, 500.0) == tmp_path / "amd-llm-load" / "calibration" / "2.json"
+    assert calibrated.notes(scenario(loads=loads)) == []  # of another number of processes
+    path = calibrated.store(1, 500, 25_000.0)
+    (note,) = calibrated.notes(scenario(loads=loads))
+    assert note.startswith(
+        "note: load 'many' has up to 501 streams at once, and 1 load process of this machine can be "
+    )
+    assert path is not None
+    path.write_text("{}")
+    assert calibrated.notes(scenario(loads=loads)) == []
 
 
 @pytest.mark.timeout(120)

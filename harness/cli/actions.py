@@ -69,6 +69,7 @@ def run(
     explain: Annotated[bool, typer.Option("--explain", help="Explain the columns below the table.")] = False,
 ) -> None:
     """Start the scenario's servers, load them, take everything down, and report."""
+    from harness import calibrated
     from harness import experiment as experiments
     from harness.floors import adopt_floor
     from harness.manifest import read_run
@@ -85,6 +86,8 @@ def run(
     if workers is not None:
         experiment = experiments.with_workers(experiment, workers, bind)
     base = None if baseline is None else find_baseline(baseline, runs)
+    for note in [] if workers else calibrated.notes(experiment.scenario):
+        console().print(note, markup=False, highlight=False)
     with junit_of_failure(junit, scenario.stem), sigterm_interrupts():
         folder = run_experiment(experiment, runs, Progress(console()))
     adopt_floor(folder, read_run(folder), results)
@@ -121,6 +124,7 @@ def live(
 @app.command(short_help="Validate a scenario and show its plan.")
 def check(scenario: ScenarioArg) -> None:
     """Validate a scenario and show its plan, without running anything."""
+    from harness import calibrated
     from harness import experiment as experiments
     from harness.asked import refuse_impossible
     from harness.computed import foretell
@@ -129,7 +133,7 @@ def check(scenario: ScenarioArg) -> None:
 
     experiment = experiments.prepare(scenario_path(scenario))
     show_plan(experiment, console())
-    for note in [*notes(experiment), *foretell(experiment)]:
+    for note in [*notes(experiment), *foretell(experiment), *calibrated.notes(experiment.scenario)]:
         console().print(note, markup=False, highlight=False)
     refuse_impossible(experiment)
 
@@ -160,7 +164,9 @@ def doctor(
 
 @app.command(short_help="How many streams this machine's load generator can be trusted for.")
 def calibrate(
-    most: Annotated[int, typer.Option("--most", min=1, max=20_000, help="Try no more streams than this.")] = 1000,
+    most: Annotated[
+        int | None, typer.Option("--most", min=1, max=20_000, help="Try no more streams than this.")
+    ] = None,
     processes: Annotated[int, typer.Option("--processes", min=1, max=64, help="Load processes.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print the readings as JSON.")] = False,
 ) -> None:
