@@ -172,7 +172,7 @@ class MachineLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 class ClientLimit(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the load generator was the limit of a cell: what was measured, what is allowed, and which numbers it spoils."""
+    """Where the load generator was the limit of a cell: what was measured, what is allowed, what it spoils."""
 
     what: Literal["cpu", "send_lag", "shared_reads", "read_clock", "loop_lag"]
     value: float
