@@ -26,8 +26,17 @@ ALLOWED = {
     "trust": {"errors"},
     "strict": {"errors"},
     "scenario": {"lengths", "structured", "behaviour"},
-    "scenario_file": {"scenario", "errors", "strict", "check_syntax", "lengths", "structured", "behaviour", "mixes",
-                      "stages"},  # fmt: skip
+    "scenario_file": {
+        "scenario",
+        "errors",
+        "strict",
+        "check_syntax",
+        "lengths",
+        "structured",
+        "behaviour",
+        "mixes",
+        "stages",
+    },  # fmt: skip
     "samples": set(),
     "behaviour": set(),
     "steady": {"scenario"},
