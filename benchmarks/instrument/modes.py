@@ -98,7 +98,8 @@ def capacity(steps: Sequence[int], place: Place) -> list[Reading]:
         readings.append(measure("ours, whole user class", ours, streams, 1, schedule, place))
         show(readings[-1])
         late_ms = readings[-1].server_late_p99_ms or 0.0
-        print(f"    the server itself was {late_ms:.2f} ms late (p99)")
+        limit = ": it, not the client, is the limit" if late_ms >= MOST_ERROR_MS else ""
+        print(f"    the server itself was {late_ms:.2f} ms late (p99){limit}")
         if (readings[-1].chunk_p99_ms or MOST_ERROR_MS) >= MOST_ERROR_MS:
             break
     return readings
