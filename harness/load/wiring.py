@@ -174,7 +174,7 @@ def _job_of_form(environment: Environment) -> Job:
 def _settle_memory() -> None:
     gc.collect()
     gc.freeze()  # what is here now stays: no need to look through it again in the middle of a measurement
-    gc.set_threshold(10_000, 20, 100)  # a load makes no cycles: what is looked through is mostly what is under way
+    gc.set_threshold(200_000, 20, 100)  # a load makes no cycles, and a look at what is under way takes 20 ms
 
 
 def _on_quitting(environment: Environment, **_: Any) -> None:
