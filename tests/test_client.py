@@ -476,6 +476,14 @@ def test_an_end_of_the_body_soon_after_done_keeps_the_connection(monkeypatch: py
     assert connections_used(answering(*pieces, pause_s=0.003), 3) == [True, False, False]
 
 
+def test_waiting_for_the_end_of_a_body_takes_no_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_DONE_GRACE_S", 0.5)
+    with serving(once(CHUNKED, chunk(TOKEN), chunk(FINISH), chunk(DONE), then=silence)) as url, exchanging(url) as send:
+        used_s = time.process_time()
+        _, answer = send()
+        assert (answer.error, time.process_time() - used_s < 0.25) == (None, True)
+
+
 def test_a_mark_split_over_reads_is_seen() -> None:
     body = TOKEN + FINISH + DONE
     pieces = [UNTIL_CLOSED.replace(b"Connection: close\r\n", b""), *(body[i : i + 1] for i in range(len(body)))]

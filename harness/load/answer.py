@@ -19,6 +19,7 @@ from harness.load.tools import Call, gather
 from harness.records import ErrorKind
 
 _MESSAGE_CHARS = 300
+_MOST_TEXTS = 64  # that are kept apart: each of its own takes ten times the room of its letters
 _CHANNELS = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call", "text")
 _REASONING = ("reasoning_content", "reasoning")
 _VISIBLE = ("content", "text", "refusal")
@@ -114,6 +115,8 @@ class Reading:
                 self._form.learn(data)
         exchange.body.clear()
         exchange.known_stream = True
+        if len(answer.texts) > _MOST_TEXTS:
+            answer.texts = ["".join(answer.texts)]
 
     def _take(self, event: Event, read: int) -> None:
         """Take in an event that this read completed."""

@@ -203,6 +203,9 @@ class Client:
                     collector.take(data)
                 if exchange.look is not None:
                     exchange.look()
+
+            def pass_by() -> None:
+                take_in()
                 if exchange.complete or collector.done:
                     inbox.wake()
 
@@ -216,7 +219,7 @@ class Client:
                         raise TimeoutError
                     inbox.wait(left_s)
                     take_in()
-                    inbox.in_passing = take_in if collector.waits_for_end and not exchange.watched else None
+                    inbox.in_passing = pass_by if collector.waits_for_end and not exchange.watched else None
             except (gevent.GreenletExit, gevent.Timeout):
                 # Cut: what has come by now has come. If that is the connection's end, cut is still what it is: an error
                 # raised here would take the place of the cut, and the greenlet would live on.

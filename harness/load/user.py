@@ -19,7 +19,7 @@ A locustfile of your own needs nothing else, under `locust -f` as well as in a s
 import random
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, TypeVar
 
 import gevent
@@ -107,7 +107,11 @@ class LLMUser(User):
         self._stage = 0  # of the load, in which that was taken
         self._last = 0  # index of the request that was sent last
         self.number = self._process.tickets.user()
-        self.random = random.Random(f"{self._process.job.seed}:{self.number}")
+
+    @cached_property
+    def random(self) -> random.Random:
+        """For what this user decides: the same in every run."""
+        return random.Random(f"{self.seed}:{self.number}")
 
     @property
     def load(self) -> Load:
