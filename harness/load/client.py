@@ -189,6 +189,7 @@ class Client:
             if not collector.done:
                 raise
             exchange.complete = True  # all was said; only the connection is of no more use
+            self.close()
         finally:
             collector.close()
         self._keep(collector)
