@@ -56,7 +56,8 @@ def _evaluate(
     chosen = [row for row in rows if check.server is None or (row.server, row.load) == (check.server, check.load)]
     within = check.metric == "speedup" or (check.relative and reference is None)
     if within and comparison is not None and check.server is None:
-        sides = {verdict.side for verdict in _with_baseline(comparison)}  # the baseline is not compared with itself
+        base = comparison.verdicts[0].baseline if comparison.verdicts else None
+        sides = {side for side, verdict in _own(comparison).items() if verdict.baseline == base}
         chosen = [row for row in chosen if _name(row) in sides]
     if not chosen:
         return CheckResult(check=check.text, passed=False, evidence="there is no row that it applies to")
@@ -106,7 +107,7 @@ def _baseline_value(
     else:
         if comparison is None:
             return None, "there is no baseline: the run is not VALID, or has one row only; give one with --baseline RUN"
-        verdict = next((v for v in _with_baseline(comparison) if v.side == _name(row)), None)
+        verdict = _own(comparison).get(_name(row))
         if verdict is None:
             return None, "it is the baseline itself"
         whose = verdict.baseline
@@ -198,7 +199,7 @@ def requests_needed(check: Check) -> int:
 def _speedup(row: Row, comparison: Comparison | None) -> tuple[float | None, str]:
     if comparison is None:
         return None, "nothing was compared: the run is not VALID, or has one row only"
-    verdict = next((v for v in _with_baseline(comparison) if v.side == _name(row)), None)
+    verdict = _own(comparison).get(_name(row))
     if verdict is None:
         return None, "it is the baseline itself"
     if verdict.ratio is None:
@@ -208,9 +209,14 @@ def _speedup(row: Row, comparison: Comparison | None) -> tuple[float | None, str
     return verdict.ratio, ""
 
 
-def _with_baseline(comparison: Comparison) -> list[Verdict]:
-    """The verdicts against the scenario's baseline, which come first, without those of other pairs."""
-    return [verdict for verdict in comparison.verdicts if verdict.baseline == comparison.verdicts[0].baseline]
+def _own(comparison: Comparison) -> dict[str, Verdict]:
+    """The verdict of each row but the baseline, by its name: against the baseline, or of a part of a mix against the
+    same load alone. What else the scenario compares comes after these.
+    """
+    own = {verdict.side: verdict for verdict in reversed(comparison.verdicts)}
+    if comparison.verdicts:
+        own.pop(comparison.verdicts[0].baseline, None)
+    return own
 
 
 def _shown(check: Check, value: float) -> str:

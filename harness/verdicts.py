@@ -73,7 +73,8 @@ def _pair(row: Row, against: Row, scenario: Scenario) -> Pair:
         side_speeds=speeds(metric, values_of(row, metric)),
         baseline_speeds=speeds(metric, values_of(against, metric)),
         loads=(row.load, against.load),
-        refused=_refused(row, against, metric)
+        refused=unlike_work(*loads)
+        or _refused(row, against, metric)
         or scheduled(*loads)
         or client_limited(metric, [(row_name(one), one.client_limited) for one in (row, against)]),
     )
@@ -90,6 +91,12 @@ def _refused(row: Row, against: Row, metric: str) -> str | None:
         if metric in one.missing and not values_of(one, metric):
             return f"the {METRIC_WORDS[metric]} of {row_name(one)} is not known: {one.missing[metric]}"
     return unlike_rows(row, against, [metric])
+
+
+def unlike_work(*loads: Load) -> str | None:
+    """Why loads have no ratio, whatever the servers say of them."""
+    kinds = {load.endpoint == "embeddings" for load in loads}
+    return "one makes text and the other embeddings, which have no output tokens" if len(kinds) > 1 else None
 
 
 def scheduled(*loads: Load) -> str | None:

@@ -194,6 +194,9 @@ def test_each_pair_has_the_metric_of_its_loads() -> None:
         ("b / people", "a / people", "output_tok_s", "faster"),
         ("b / vectors", "a / vectors", "input_tok_s", "faster"),
     ]
+    assert found.verdicts[1].sentence == (
+        "a / vectors: cannot tell: one makes text and the other embeddings, which have no output tokens."
+    )
     assert [" by wall time (" in v.sentence for v in found.verdicts].count(True) == 1
     assert sentences.of_method(found).startswith(
         "By output tokens per second or wall time or prompt tokens per second, as each line says; 5 comparisons"

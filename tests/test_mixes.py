@@ -10,6 +10,7 @@ from harness.manifest import read_run
 from harness.mixes import alone, mix_of
 from harness.plan import at_once, plan
 from harness.records import read_requests
+from harness.report.table import lines
 from harness.scenario_file import load_scenario
 from harness.summarize import summarize
 from harness.summary import Summary
@@ -133,3 +134,6 @@ def test_each_part_has_its_row_its_slos_and_what_it_is_compared_with(run: Path) 
             "sim / chat",
             "sim / job",
         ]
+        own = lines(summary, read_run(run))
+        assert [line.against for line in own] == ["", "", "", "sim / job"]
+        assert [line.verdict is None for line in own] == [True, False, False, False]

@@ -23,6 +23,7 @@ class Line(Struct, frozen=True, kw_only=True):
     tokens: float | None  # completion tokens of a run, median over its runs
     verdict: Verdict | None
     baseline: bool
+    against: str = ""  # the verdict's other load, where that is not the run's baseline
     rate_mark: str = ""  # where the rate means something else than that of the first row
 
 
@@ -46,18 +47,21 @@ def lines(summary: Summary, run: Run) -> list[Line]:
     """The rows in the order of the summary."""
     base = baseline_of(run.scenario)
     name = f"{base.server} / {base.load}"
-    verdicts = {v.side: v for v in summary.comparison.verdicts if v.baseline == name} if summary.comparison else {}
+    # Of a row the first verdict is its own: against the baseline, or of a part of a mix against the same load alone.
+    verdicts = {v.side: v for v in reversed(summary.comparison.verdicts)} if summary.comparison else {}
     tokens = {cell.id: cell.numbers.output_tokens for cell in summary.cells}
     rates = [row.definitions.get("output_tok_s", "") for row in summary.rows]
     result = []
     for row in summary.rows:
         known = [value for value in map(tokens.get, row.cells) if value is not None]
+        verdict = None if side(row) == name else verdicts.get(side(row))
         result.append(
             Line(
                 row=row,
                 tokens=statistics.median(known) if known else None,
-                verdict=verdicts.get(side(row)),
-                baseline=(row.server, row.load) == (base.server, base.load),
+                verdict=verdict,
+                baseline=side(row) == name,
+                against="" if verdict is None or verdict.baseline == name else verdict.baseline,
                 rate_mark="" if row.definitions.get("output_tok_s", "") == rates[0] else OTHERWISE,
             )
         )
@@ -105,7 +109,8 @@ def _speedup(line: Line) -> str:
         return "1 (baseline)"
     if line.verdict is None or line.verdict.ratio is None:
         return words.NOTHING
-    return f"{line.verdict.ratio:.2f}× ({interval(line.verdict)})"
+    against = f" of {line.against}" if line.against else ""
+    return f"{line.verdict.ratio:.2f}×{against} ({interval(line.verdict)})"
 
 
 def _verdict(line: Line) -> str:
@@ -206,8 +211,8 @@ _ERRORS_AND_VERDICT = (
         title="Speedup (95 %)",
         unit="",
         group="verdict",
-        explanation="How many times as fast as the baseline, with the interval that holds the true value "
-        "in 95 of 100 experiments. The sample is the run, not the request.",
+        explanation="How many times as fast as the baseline, or, of a part of a mix, as the same load alone, with the "
+        "interval that holds the true value in 95 of 100 experiments. The sample is the run, not the request.",
         formula="speedup = wall time of the baseline ÷ wall time; for a load of fixed duration tok/s ÷ tok/s of the "
         "baseline. Geometric means over the repeats, interval by Welch’s t on logarithms",
         text=_speedup,
