@@ -208,11 +208,15 @@ def _place(run: Run, cell: Cell, marks: list[ProcessMark], slos: dict[str, tuple
 
 
 def _unchecked(cells: list[CellSummary]) -> list[str]:
-    unchecked = sum(cell.server_load.generated_tokens is None for cell in cells)
-    if not unchecked:
-        return []
-    where = "" if unchecked == len(cells) else f" in {unchecked} of {len(cells)} cells"
-    return [f"the server gave no token counter{where}: the client's count could not be checked against it"]
+    """Where the client's count of tokens was not held against the server's. Its counter knows no stages."""
+    alone = [cell for cell in cells if staged(cell.load) is None]
+    notes = []
+    if unchecked := sum(cell.server_load.generated_tokens is None for cell in alone):
+        where = "" if unchecked == len(cells) else f" in {unchecked} of {len(cells)} cells"
+        notes.append(f"the server gave no token counter{where}: the client's count could not be checked against it")
+    if len(alone) < len(cells):
+        notes.append("a server's token counter is that of all stages together: no stage's count was checked against it")
+    return notes
 
 
 def _by_cell(marks: list[ProcessMark]) -> dict[str, list[ProcessMark]]:

@@ -245,6 +245,10 @@ def test_stages_follow_each_other_without_draining(tmp_path: Path, user: str, pr
         assert all(mark.cpu_most is not None for mark in ends)
     summary = json.loads((folder / "summary.json").read_bytes())
     assert (summary["valid"], summary["reasons"]) == (True, [])
+    counter = [note for note in summary["notes"] if "token counter" in note]
+    assert counter == [
+        "a server's token counter is that of all stages together: no stage's count was checked against it"
+    ]
     assert [row["load"] for row in summary["rows"]] == ["p@2", "p@6", "p@3"]
     rates = [row["pooled"]["output_tok_s"] for row in summary["rows"]]
     assert rates[1] > 1.8 * rates[0] and rates[1] > 1.4 * rates[2]
