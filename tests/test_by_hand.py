@@ -49,14 +49,19 @@ def test_by_hand(tmp_path: Path, engine: str, locustfile: str) -> None:
         (["--host", "http://127.0.0.1:9"], "no model could be read from /v1/models (127.0.0.1:9: connection refused"),
         (["--think", "soon"], "--think: 'soon' is not a pause. Give one such as '1 5', in seconds."),
         (["--prompts", "none.jsonl"], "none.jsonl: the prompts cannot be read (No such file or directory)"),
-        (["--abandon", "5%"], "--abandon: '5%' does not say who leaves when. Give a share and a time, such as"),
+        (
+            ["--abandon", "5%"],
+            "--abandon: '5%' does not say who leaves when. "
+            "Give a share, 100% at most, and a time, such as '5% after 3s', or '0.05 after 40 tokens'.",
+        ),
         (["--abandon", "1.2.3 after 3s"], "--abandon: '1.2.3 after 3s' does not say who leaves when."),
-        (["--abandon", "500% after 3s"], "the form: Expected `float` <= 1.0 - at `$.load.abandon.share`"),
+        (["--abandon", "500% after 3s"], "--abandon: '500% after 3s' does not say who leaves when."),
         (
             ["--abandon", "5% after 9 tokens", "--stream", "no"],
             "--abandon: without --stream an answer comes all at once",
         ),
-        (["--regenerate", "2"], "the form: Expected `float` <= 1.0 - at `$.load.regenerate`"),
+        (["--regenerate", "2"], "--regenerate: 2.0 is out of range. Give a number of at most 1."),
+        (["--regenerate", "nan"], "--regenerate: nan is out of range. Give a number of at least 0."),
         (["--endpoint", "embeddings"], "--endpoint: ChatUser has no use for embeddings, only for chat or completions"),
         (["--records", "no/such/place"], "No such file or directory: 'no/such/place'"),
         (["--job", "none.json"], "none.json: the job cannot be read"),

@@ -333,7 +333,10 @@ def test_values_that_no_scenario_may_have_start_nothing(engine: str, tmp_path: P
             "--arrivals: '-3' is not a rate. Give a number above 0, in arrivals a second, or nothing.",
         ),
         ("output_tokens", "many", "--output-tokens: 'many' is not a number of tokens."),
-        ("output_tokens", "0", "the form: Expected `int` >= 1 - at `$.load.output_tokens`."),
+        ("output_tokens", "0", "--output-tokens: '0' is out of range. Give a number of at least 1."),
+        ("turns", "0", "--turns: 0 is out of range. Give a number of at least 1."),
+        ("timeout", "0", "--timeout: 0.0 is out of range. Give a number above 0."),
+        ("endpoint", "zzz", "--endpoint: 'zzz' is none of chat, completions, embeddings."),
         ("steps", "a few", "--steps: 'a few' is not a whole number"),
         ("timeout", "long", "--timeout: 'long' is not a number"),
     ]

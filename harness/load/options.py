@@ -20,6 +20,12 @@ from harness.workers import FROM_MASTER, parse_part
 from harness.workload import salt_words
 
 AS_PLANNED = "as in the scenario"  # what is not one number: lengths by distribution, a rate that changes
+_CHOICES = {
+    "output": ["fixed", "natural"],
+    "endpoint": ["chat", "completions", "embeddings"],
+    "stream": ["yes", "no"],
+}
+_BOUNDS = {">=": "of at least", "<=": "of at most", ">": "above", "<": "below"}
 
 
 def add_options(parser: LocustArgumentParser) -> None:
@@ -50,17 +56,17 @@ def add_options(parser: LocustArgumentParser) -> None:
     add("--output-tokens", default=_tokens_text(load.output_tokens), help="most tokens of an answer")
     add(
         "--output",
-        choices=["fixed", "natural"],
+        choices=_CHOICES["output"],
         default=load.output,
         help="fixed: every answer has that length, whatever it says (ignore_eos); natural: it ends where it ends",
     )
     add(
         "--endpoint",
-        choices=["chat", "completions", "embeddings"],
+        choices=_CHOICES["endpoint"],
         default=load.endpoint,
         help="what is asked: chat, completions or embeddings",
     )
-    add("--stream", choices=["yes", "no"], default="yes" if load.stream else "no", help="stream the answers")
+    add("--stream", choices=_CHOICES["stream"], default="yes" if load.stream else "no", help="stream the answers")
     add("--batch-size", type=int, default=load.batch_size or 1, help="batch agents: requests sent at once")
     add("--in-flight", type=int, default=load.in_flight or 0, help="batch agents: always so many, instead of bursts")
     agent, rag = load.agent or Agent(), load.rag or Rag()
@@ -69,7 +75,11 @@ def add_options(parser: LocustArgumentParser) -> None:
     add("--documents", type=int, default=rag.documents, help="users of documents: how many there are")
     add("--document-tokens", type=int, default=rag.document_tokens, help="users of documents: length of each")
     add("--turns", type=int, default=load.turns or TURNS, help="chat users: turns of a conversation")
-    add("--abandon", default=_abandon_text(load.abandon), help="chat users who leave: '5% after 3s', or '40 tokens'")
+    add(
+        "--abandon",
+        default=_abandon_text(load.abandon),
+        help="chat users who leave: '0.05 after 3s' or '0.05 after 40 tokens'",
+    )
     add("--regenerate", type=float, default=load.regenerate, help="chat users: share of questions that are asked again")
     add(
         "--think",
@@ -132,6 +142,9 @@ def with_options(job: Job, options: Namespace) -> Job:
 
     Raises HarnessError for values that no scenario may have.
     """
+    for name, allowed in _CHOICES.items():  # which Locust's form does not hold to
+        if getattr(options, name) not in allowed:
+            raise HarnessError(f"--{name}: {getattr(options, name)!r} is none of {', '.join(allowed)}")
     slos_of(options.slos)
     abandon = _abandon(options.abandon)
     if abandon is not None and abandon.after_tokens is not None and options.stream == "no":
@@ -178,7 +191,22 @@ def with_options(job: Job, options: Namespace) -> Job:
     try:
         return msgspec.convert(msgspec.to_builtins(changed), Job)
     except msgspec.ValidationError as error:
-        raise HarnessError(f"the form: {error}") from None
+        raise _out_of_range(options, str(error)) from None
+
+
+def _out_of_range(options: Namespace, said: str) -> HarnessError:
+    """What msgspec has said of a field, such as `$.load.timeout_s`, in words of the option that it was given by."""
+    fields = re.findall(r"[a-z_]+", said.partition(" - at ")[2])
+    names = (("prompt_tokens" if field == "tokens" else field.removesuffix("_s")) for field in reversed(fields))
+    name = next((name for name in names if hasattr(options, name)), None)
+    bound = re.search(r"([<>]=?) ([\d.]+)", said)
+    if name is None or bound is None:
+        return HarnessError(said)
+    option, number = f"--{name.replace('_', '-')}", bound[2].removesuffix(".0")
+    return HarnessError(
+        f"{option}: {getattr(options, name)!r} is out of range",
+        next_step=f"Give a number {_BOUNDS[bound[1]]} {number}.",
+    )
 
 
 def slos_of(text: str) -> tuple[Slo, ...]:
@@ -210,7 +238,7 @@ def _span(text: str) -> list[float] | None:
         numbers = [-1.0]
     if not numbers:
         return None
-    if len(numbers) > 2 or numbers[0] < 0 or numbers[-1] < numbers[0]:
+    if len(numbers) > 2 or not 0 <= numbers[0] <= numbers[-1]:
         raise HarnessError(f"--think: {text!r} is not a pause", next_step="Give one such as '1 5', in seconds.")
     return [numbers[0], numbers[-1]]
 
@@ -229,15 +257,16 @@ def _abandon(text: str) -> Abandon | None:
     found = re.fullmatch(r"\s*([\d.e-]+) ?(%?) after (?:([\d.e+-]+) ?s|(\d+) ?tokens)\s*", text)
     try:
         share, percent, after_s, after_tokens = found.groups() if found else ("?", None, None, None)
-        return Abandon(
-            share=float(share) / (100 if percent else 1),
-            after_s=float(after_s) if after_s else None,
-            after_tokens=int(after_tokens) if after_tokens else None,
-        )
+        given = {
+            "share": float(share) / (100 if percent else 1),
+            "after_s": float(after_s) if after_s else None,
+            "after_tokens": int(after_tokens) if after_tokens else None,
+        }
+        return msgspec.convert(given, Abandon)
     except ValueError:
         raise HarnessError(
             f"--abandon: {text!r} does not say who leaves when",
-            next_step="Give a share and a time, such as '5% after 3s', or '0.05 after 40 tokens'.",
+            next_step="Give a share, 100% at most, and a time, such as '5% after 3s', or '0.05 after 40 tokens'.",
         ) from None
 
 
