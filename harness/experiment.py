@@ -186,5 +186,7 @@ def load_name(experiment: Experiment, given: str | None) -> str:
 
 def _choose(experiment: Experiment, kind: str, given: str | None, known: list[str]) -> str:
     if given is not None and given not in known:
+        if any(name.startswith((f"{given}.", f"{given}@")) for name in known):  # a mix, or a load in stages
+            raise HarnessError(f"--{kind}: '{given}' is several {kind}s; take one of {', '.join(known)}")
         raise HarnessError(f"--{kind}: {experiment.path} has no {kind} '{given}'; {did_you_mean(given, known)}")
     return given or known[0]

@@ -202,3 +202,12 @@ def test_live_on_a_port_in_use(tmp_path: Path) -> None:
         done = harness("live", path.name, "--port", str(port), cwd=tmp_path)
     assert (done.code, done.out) == (1, "")
     assert done.err == f"error: --port: {port} is in use already\nnext: Give another, such as --port 8090.\n"
+
+
+def test_live_takes_one_load_and_no_mix(tmp_path: Path) -> None:
+    load = {"user": "batch", "batch_size": 1, "duration_s": 5}
+    loads, mixes = {"a": load, "b": load}, {"both": ["a", "b"]}
+    path = write(tmp_path, loads=loads, mixes=mixes, checks=[], warmup={"duration_s": 1})
+    done = harness("live", path.name, "--load", "both", cwd=tmp_path)
+    assert (done.code, done.out) == (1, "")
+    assert done.err == "error: --load: 'both' is several loads; take one of a, b, both.a, both.b\n"
