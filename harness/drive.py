@@ -18,7 +18,7 @@ from harness.errors import HarnessError, RunError
 from harness.failures.scan import explain_message
 from harness.job import SECRETS_ENV, Job
 from harness.lengths import most_of
-from harness.records import Request, read_marks
+from harness.records import CUT, Request, read_marks
 from harness.serve.ports import free_port
 
 POLL_S = 0.2
@@ -201,7 +201,7 @@ class LineCounter:
         self.path = path
         self.offset = path.stat().st_size if path.exists() else 0
         self.lines = 0
-        self.failed = 0  # records with an error
+        self.failed = 0
         self._first = b""  # the first records, until they were judged
         self._judged = False
 
@@ -213,7 +213,7 @@ class LineCounter:
             new = file.read()
         self.offset += len(new)
         self.lines += new.count(b"\n")
-        self.failed += new.count(b',"error":"') - new.count(b',"error":"abandoned"')
+        self.failed += new.count(b',"error":"') - sum(new.count(b',"error":"%b"' % kind.encode()) for kind in CUT)
         if not self._judged:
             self._first += new
 

@@ -12,7 +12,7 @@ import numpy as np
 from harness import derive
 from harness.job import Job
 from harness.newest import Tail
-from harness.records import Request
+from harness.records import CUT, Request
 from harness.scenario import at_once
 from harness.telemetry import GpuSample
 from harness.workers import MACHINE
@@ -127,7 +127,8 @@ class Watch:
             ends[machine] = max(ends.get(machine, -inf), request.sent_s + request.ended_s)
             ended += 1
             if request.error is not None:
-                self._failed[request.error] += 1
+                if request.error not in CUT:
+                    self._failed[request.error] += 1
                 continue
             tokens += request.output_tokens or 0
             for values, value in ((self._ttft, derive.ttft_s(request)), (self._tpot, derive.tpot_s(request))):

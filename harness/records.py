@@ -28,6 +28,7 @@ ErrorKind = Literal[
     "client",  # a defect of ours; the message says which
     "unknown",  # imported, and the tool does not say which of these it was
 ]
+CUT = ("unfinished", "abandoned")  # not by the server: neither failed, and what came until then was of use
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):

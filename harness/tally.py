@@ -20,12 +20,11 @@ from harness.attain import SloTally, attained
 from harness.failures.said import Said
 from harness.gaps import Gaps
 from harness.punctual import Punctual, pooled
-from harness.records import ProcessMark, Request
+from harness.records import CUT, ProcessMark, Request
 from harness.stats import Array, percentile
 from harness.summary import NEEDED, Distribution, Numbers
 
 _NO_TOKENS = ("connect", "rejected", "http", "not_api")  # the server generated nothing for these
-_CUT = ("unfinished", "abandoned")  # not by the server; what came until then was of use, or generated all the same
 
 
 class Clock:
@@ -245,12 +244,12 @@ class Tally(Struct, kw_only=True):
             if request.error == "abandoned" and request.phase == "measured":
                 self.cut_chunks_inside += len(request.chunks_s)
             return
-        if request.error not in (None, *_CUT):
+        if request.error not in (None, *CUT):
             return
         share = derive.share_inside(request, self.window_s[0] - sent_s, self.window_s[1] - sent_s)
         if request.output_tokens is not None:
             self.tokens_inside.append(request.output_tokens * share)
-        elif request.error in _CUT:
+        elif request.error in CUT:
             self.cut_chunks_inside += round(len(request.chunks_s) * share)
 
 

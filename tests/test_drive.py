@@ -23,7 +23,7 @@ from harness.drive import (
 )
 from harness.errors import HarnessError, RunError
 from harness.job import Job
-from harness.records import ProcessMark
+from harness.records import ErrorKind, ProcessMark, Request
 from harness.scenario import Load, Prompts, Warmup
 
 
@@ -157,6 +157,19 @@ def test_lines_are_counted_from_where_the_file_was(tmp_path: Path) -> None:
         file.write(" line\n")
     counter.update()
     assert counter.lines == 3
+
+
+def test_what_was_cut_or_left_did_not_fail(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    counter = LineCounter(path)
+    given: dict[str, Any] = {
+        "id": "1", "cell": "c", "load": "l", "user_class": "U", "index": 0, "user": 0, "process": 1,
+        "phase": "measured", "sent_s": 1.0, "ended_s": 1.0,
+    }  # fmt: skip
+    errors: list[ErrorKind | None] = ["unfinished", "timeout", "abandoned", None, "unfinished"]
+    path.write_bytes(b"".join(msgspec.json.encode(Request(**given, error=error)) + b"\n" for error in errors))
+    counter.update()
+    assert (counter.lines, counter.failed) == (5, 1)
 
 
 def test_the_last_exception_of_a_log(tmp_path: Path) -> None:

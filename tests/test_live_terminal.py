@@ -112,6 +112,14 @@ def test_a_glance_says_what_the_files_say(tmp_path: Path, monkeypatch: pytest.Mo
     assert (late.running, late.gpus, late.req_s, late.done) == (None, [], 0.0, 5)  # what is old is not shown
 
 
+def test_who_left_or_was_cut_did_not_fail(tmp_path: Path) -> None:
+    watch = Watch(job(tmp_path, batch_size=1, requests=20), tmp_path)
+    errors = ("abandoned", "timeout", "unfinished")
+    append(tmp_path / "requests.jsonl", *(record(i, error=error, chunks_s=[]) for i, error in enumerate(errors)))
+    found = watch.look()
+    assert (found.done, found.failed) == (3, {"timeout": 1})
+
+
 def test_rates_begin_with_the_first_request_and_not_before_a_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
