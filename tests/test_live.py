@@ -365,6 +365,35 @@ def test_values_that_no_scenario_may_have_start_nothing(engine: str, tmp_path: P
     assert "Traceback" not in log.read_text() and "the test cannot start" not in log.read_text()
 
 
+def test_a_wrong_value_while_a_test_goes_on_is_refused_and_forgotten(engine: str, tmp_path: Path) -> None:
+    none, log = tmp_path / "none.jsonl", tmp_path / "log"
+    refused: list[tuple[dict[str, object], str]] = [
+        ({"turns": 0}, "--turns: 0 is out of range. Give a number of at least 1."),
+        ({"slos": "ttft<=foo"}, "--slos: 'ttft<=foo' are no SLOs. Give some such as 'ttft<=2s, tpot<=50ms'."),
+        ({"steps": "a few"}, "--steps: 'a few' is not a whole number"),
+        ({"prompts": none}, f"{none}: the prompts cannot be read (No such file or directory)."),
+        (
+            {"batch_size": 2, "user_count": -1},
+            "Missing or invalid user_count or spawn_rate from /swarm request",
+        ),
+    ]
+    with locust(engine, "--batch-size", "1", "--think", "0.2", log=log) as url:
+        assert swarm(url, run_time="5m")["success"] is True
+        until(lambda: page(url)["whole"][ALL]["ended"])
+        for form, said in refused:
+            answer = swarm(url, **{"user_count": 3, "spawn_rate": 2, **form})
+            assert answer == {"success": False, "message": said, "host": engine}
+        assert (page(url)["state"], page(url)["users"]) == ("running", 1)
+        assert swarm(url, user_count=2, spawn_rate=2, run_time="6m")["success"] is True
+        until(lambda: page(url)["users"] == 2)
+        urllib.request.urlopen(f"{url}/stop", data=b"", timeout=30).close()
+        until(lambda: page(url)["state"] == "stopped")
+        assert swarm(url)["success"] is True
+        until(lambda: page(url)["whole"][ALL]["ended"])
+        assert page(url)["in_flight"] <= 1  # bursts of one, as before
+    assert "Traceback" not in log.read_text()
+
+
 def test_the_end_of_a_trace_is_told_and_a_new_start_begins_it_anew(engine: str, tmp_path: Path) -> None:
     trace = tmp_path / "t.jsonl"
     rows = [{"timestamp": 300 * number, "input_length": 9, "output_length": 2} for number in range(4)]

@@ -21,7 +21,7 @@ from locust.env import Environment
 from locust.exception import StopTest
 from locust.runners import STATE_INIT, STATE_RUNNING, STATE_SPAWNING, MasterRunner, Runner, WorkerRunner
 
-from harness import behaviour
+from harness import behaviour, workload
 from harness.errors import HarnessError
 from harness.job import Job
 from harness.load.course import Course
@@ -88,7 +88,7 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
         # By hand, --run-time would cut what is in flight and call it failed. Ctrl-C still cuts at once.
         environment.stop_timeout = _DRAIN_BY_HAND_S
     if not options.headless:
-        _live = attach(environment, _recorder, _job)
+        _live = attach(environment, _recorder, _job, partial(_problem, environment))
     _hooks.quitting.add_listener(_on_quitting)  # the last one is called first: before the master tells its workers
     if isinstance(runner, WorkerRunner):
         runner.register_message(_CUT, _on_cut)
@@ -158,9 +158,26 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
                 gevent.spawn(_follow, environment, _job, course)
 
 
-def _job_of_form(environment: Environment) -> Job:
+def _problem(environment: Environment, given: Namespace) -> str | None:
+    """Why no test could go on or start with these options, before any of them is taken over."""
+    now = _options(environment)
+    try:
+        job = _job_of_form(environment, given)
+        if job.prompt_file and given.prompts != now.prompts and not _elsewhere(environment):
+            workload.read_rows(job.prompt_file)
+    except HarnessError as error:
+        return _sentence(error)
+    return None
+
+
+def _elsewhere(environment: Environment) -> bool:
+    """Whether the load processes are on other machines, perhaps, which have other files and reach other hosts."""
+    return isinstance(environment.runner, MasterRunner) and not _options(environment).processes
+
+
+def _job_of_form(environment: Environment, options: Namespace | None = None) -> Job:
     """What the web form says, or by hand the command line. Raises HarnessError."""
-    options = _options(environment)
+    options = options or _options(environment)
     job = with_options(_job, options) if _job else job_by_hand(options)
     for user in environment.user_classes:
         endpoints = getattr(user, "endpoints", (job.load.endpoint,))

@@ -1,8 +1,10 @@
 """Locust's /swarm, which the web form asks: answered when the test has begun, or with the words why it has not.
 
-Locust itself answers "success" before it starts anything.
+Locust itself answers "success" before it starts anything, and takes over whatever it is given.
 """
 
+from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 from flask import Response, jsonify, request
@@ -10,7 +12,10 @@ from gevent.event import AsyncResult
 from locust.runners import STATE_RUNNING, STATE_SPAWNING
 from locust.web import WebUI
 
+from harness.errors import HarnessError
+
 _PATIENCE_S = 15.0  # for a server that is to name its model; a start that takes longer is answered as one
+_LOCUSTS_OWN = ("user_count", "spawn_rate", "user_classes", "run_time", "profile")  # which it reads in its own way
 
 
 class Start:
@@ -34,8 +39,11 @@ class Start:
         return sentence
 
 
-def add_to(web_ui: WebUI, start: Start) -> None:
-    """Answer for Locust. A form that was refused leaves the values of before."""
+def add_to(web_ui: WebUI, start: Start, problem: Callable[[Namespace], str | None]) -> None:
+    """Answer for Locust. A form that was refused leaves the values of before, also while a test goes on.
+
+    `problem` says what is wrong with the values that would be those from now on.
+    """
     app, environment = web_ui.app, web_ui.environment
     assert app is not None and environment.parsed_options is not None
     options, locusts = vars(environment.parsed_options), app.view_functions["locust.swarm"]
@@ -45,33 +53,40 @@ def add_to(web_ui: WebUI, start: Start) -> None:
         before, host = dict(options), environment.host
         runner = environment.runner
         goes_on = runner is not None and runner.state in (STATE_SPAWNING, STATE_RUNNING)
-        sentence = _no_number(options, request.form)
-        if sentence is None:
-            start.ask()
-            answer: Any = locusts()
-            if goes_on or not answer.get_json()["success"]:
-                return answer
-            sentence = start.wait()
+        try:
+            sentence = problem(_taken_over(options, request.form))
+        except HarnessError as error:
+            sentence = error.what
+        if sentence is not None:
+            return _refusal(sentence, host)
+        start.ask()
+        answer: Any = locusts()
+        success = answer.get_json()["success"]
+        if success:
+            sentence = None if goes_on else start.wait()
             if sentence is None:
                 return answer
         options.update(before)
         environment.host = host
-        return _refusal(sentence, host)
+        return _refusal(sentence, host) if sentence is not None else answer
 
     app.view_functions["locust.swarm"] = guarded(swarm)
 
 
-def _no_number(options: dict[str, Any], form: Any) -> str | None:
-    """Which value is no number where Locust would make it one, and break off."""
+def _taken_over(options: dict[str, Any], form: Any) -> Namespace:
+    """The options as they will be. Raises HarnessError for what is no number where Locust would make it one."""
+    taken = dict(options)
     for key, text in form.items():
         kind = type(options.get(key))
-        if kind in (int, float) and key not in ("user_count", "spawn_rate"):
+        if key == "host":
+            taken[key] = text.replace("<", "").replace(">", "")  # as Locust does
+        elif kind in (int, float, str) and key not in _LOCUSTS_OWN:
             try:
-                kind(text)
+                taken[key] = kind(text)
             except ValueError:
                 what = "whole number" if kind is int else "number"
-                return f"--{key.replace('_', '-')}: {text!r} is not a {what}"
-    return None
+                raise HarnessError(f"--{key.replace('_', '-')}: {text!r} is not a {what}") from None
+    return Namespace(**taken)
 
 
 def _refusal(sentence: str, host: str | None) -> Response:

@@ -2,6 +2,8 @@
 
 import contextlib
 import logging
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,13 @@ _hooks: Any = events  # they have no types
 class Live:
     """What a process of a load with a web UI has of it: a worker its tally, a master the book, a local runner both."""
 
-    def __init__(self, environment: Environment, recorder: Recorder | None, job: Job | None) -> None:
+    def __init__(
+        self,
+        environment: Environment,
+        recorder: Recorder | None,
+        job: Job | None,
+        problem: Callable[[Namespace], str | None],
+    ) -> None:
         self._environment = environment
         self._recorder = recorder
         self._job = job
@@ -54,7 +62,7 @@ class Live:
         _hooks.reset_stats.add_listener(lambda **_: self._book.reset())
         if environment.web_ui is not None:
             page.add_to(environment.web_ui, self.facts, self.book)
-            swarm.add_to(environment.web_ui, self.start)
+            swarm.add_to(environment.web_ui, self.start, problem)
         gevent.spawn(self._keep)
 
     def begin(self) -> None:
@@ -127,10 +135,15 @@ class Live:
             self._book.take(client_id, given)
 
 
-def attach(environment: Environment, recorder: Recorder | None, job: Job | None) -> Live:
-    """To be called once in each process of a load that is not headless, when it has its role."""
+def attach(
+    environment: Environment, recorder: Recorder | None, job: Job | None, problem: Callable[[Namespace], str | None]
+) -> Live:
+    """To be called once in each process of a load that is not headless, when it has its role.
+
+    `problem` says why no test could go on or start with such values; None: it could.
+    """
     stats.bucket_response_time = three_digits
-    return Live(environment, recorder, job)
+    return Live(environment, recorder, job, problem)
 
 
 def three_digits(response_time: float) -> int:
