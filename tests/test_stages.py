@@ -1,6 +1,8 @@
 """Loads whose number of users changes while they run: what is planned, who is there, and rows for each stage."""
 
 import json
+import subprocess
+import sys
 import time
 from collections import Counter
 from itertools import pairwise
@@ -259,6 +261,49 @@ def test_stages_follow_each_other_without_draining(tmp_path: Path, user: str, pr
     assert {
         sample["cell"] for sample in map(msgspec.json.decode, (folder / "metrics.jsonl").read_bytes().splitlines())
     } == set(cells)
+
+
+LEAVING = """
+import gevent
+from gevent.pool import Group
+from locust import User, task
+from locust.env import Environment
+from harness.load.user import LLMUser
+
+did = []
+
+class Person(LLMUser):
+    def __init__(self, environment):
+        User.__init__(self, environment)
+        self._process, self._held, self._clients, self._under_way = None, set(), [], []
+
+    @task
+    def work(self):
+        did.append("begun")
+        if UNDER_WAY:
+            self._under_way = [gevent.spawn(self.send)]
+        gevent.sleep(0.01)
+
+    def send(self):
+        gevent.sleep(0.1)
+        did.append("answered")
+
+person, others = Person(Environment()), Group()
+person.start(others)
+while person._state != "waiting":
+    gevent.sleep(0)
+person.stop()
+others.join()
+print(did)
+"""
+
+
+@pytest.mark.parametrize(("under_way", "did"), [(False, ["begun"]), (True, ["begun", "answered"])])
+def test_who_is_one_too_many_begins_nothing_and_ends_what_is_under_way(under_way: bool, did: list[str]) -> None:
+    """Asked to go in the pause between two tasks, which ends at that moment."""
+    code = LEAVING.replace("UNDER_WAY", str(under_way))
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ran.stdout, ran.returncode) == (f"{did}\n", 0), ran.stderr
 
 
 def test_an_interrupted_load_with_stages_says_goodbye(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ A locustfile of your own needs nothing else, under `locust -f` as well as in a s
 """
 
 import random
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
@@ -27,7 +28,7 @@ import msgspec
 from locust import User
 from locust.env import Environment
 from locust.exception import StopUser
-from locust.user.task import LOCUST_STATE_STOPPING
+from locust.user.task import LOCUST_STATE_STOPPING, LOCUST_STATE_WAITING
 
 from harness import behaviour
 from harness.behaviour import Abandon
@@ -277,9 +278,20 @@ class LLMUser(User):
         if self._held and self._process.tickets.several:  # one user too many: the stage does not wait for what he held
             self._process.tickets.settle(len(self._held), stage=self._stage)
             self._held.clear()
-        gevent.killall(self._under_way)
-        for client in self._clients:
-            client.close()
+        try:
+            if sys.exc_info()[0] is StopUser:  # he goes by himself, and is not cut
+                gevent.joinall(self._under_way)
+        finally:
+            gevent.killall(self._under_way)
+            for client in self._clients:
+                client.close()
+
+    def stop(self, force: bool = False) -> bool:
+        """As Locust's own, which kills who pauses between two tasks: he may wake before that and send once more."""
+        if force or self._state != LOCUST_STATE_WAITING:
+            return bool(super().stop(force))
+        self._state = LOCUST_STATE_STOPPING  # which is looked at after the pause
+        return all(one.dead for one in self._under_way) and bool(super().stop(force=True))
 
     def _wait_until(self, due_s: float | None, ahead_s: float = 0.0) -> None:
         """Open loop: until it is time. A user that comes too late sends at once, which its record tells."""
