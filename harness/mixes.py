@@ -61,6 +61,8 @@ def _problems(mix: str, loads: list[str], right: "Mapping[str, Load]", known: Co
     if missing:
         return [f"{missing[0]!r} is not a load; parts are loads that are in the scenario by themselves, too"]
     parts = [right[load] for load in loads if load in right]
+    if any(part.stages for part in parts):
+        return []  # harness.stages says why not
     if any(part.duration_s is None for part in parts):
         return ["a part has no 'duration_s'; who is finished sooner would leave the others alone"]
     if len({(part.duration_s, part.ramp_s) for part in parts}) > 1:

@@ -55,7 +55,7 @@ def read_scenario(path: Path) -> Read:
         )
     scenario = decode(raw, Scenario, lines, problems) or _what_decodes(raw)
     known = {part: list(raw[part]) for part in ("servers", "loads") if isinstance(raw.get(part), dict)}
-    wrong = mixes.problems_of(scenario, known.get("loads", [])) + stages.problems_of(scenario)
+    wrong = mixes.problems_of(scenario, known.get("loads", [])) + stages.problems_of(scenario, lines)
     known["loads"] = [*known.get("loads", []), *mixes.names(scenario)]
     if not wrong:
         whole = mixes.expanded(scenario)

@@ -4,7 +4,7 @@ Kept apart from the scenario's own rules; it knows of a scenario what is handed 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -42,14 +42,17 @@ def expanded(scenario: "Scenario") -> "Scenario":
     return msgspec.structs.replace(scenario, loads=loads)
 
 
-def problems_of(scenario: "Scenario") -> list[str]:
-    """What is wrong with stages, before they are expanded."""
+def problems_of(scenario: "Scenario", written: Container[str]) -> list[str]:
+    """What is wrong with stages, before they are expanded. `written`: the paths of all that the file says."""
     problems = [f"$.loads.{name}: an '@' is in the names of stages only" for name in scenario.loads if "@" in name]
     for name, load in scenario.loads.items():
         if load.stages:
             problems += [f"$.loads.{name}.{problem}" for problem in _problems(load)]
+        elif f"$.loads.{name}.stages" in written:
+            problems.append(f"$.loads.{name}.stages: it is empty; list two or more, or remove it")
     problems += [
-        f"$.mixes.{mix}: '{part}' has stages, and they begin when their users are there, not with the other loads"
+        f"$.mixes.{mix}: '{part}' has stages, which no part can have: they begin when their users are there, "
+        "not with the other loads"
         for mix, parts in scenario.mixes.items()
         for part in parts
         if part in scenario.loads and scenario.loads[part].stages

@@ -88,6 +88,8 @@ def test_the_order_of_the_stages_is_part_of_the_workload(tmp_path: Path) -> None
     [
         ("{user: chat, stages: [{users: 5, for_s: 3}]}",
          ["$.loads.p.stages (line 8): two or more are expected; else give 'users' and 'duration_s'"]),
+        ("{user: chat, duration_s: 4, stages: []}",
+         ["$.loads.p.stages (line 8): it is empty; list two or more, or remove it"]),
         ("{user: chat, users: 3, duration_s: 4, stages: [{users: 5, for_s: 3}, {users: 6, for_s: 3}]}",
          ["$.loads.p.duration_s (line 8): does not go with 'stages': each stage lasts for its 'for_s'; remove it",
           "$.loads.p.users (line 8): each of the stages has its own; remove it"]),
@@ -110,9 +112,10 @@ def test_names_of_stages_are_not_given_by_hand_and_no_mix_has_any(tmp_path: Path
     mixed = (
         f"{HEAD}  job: {{user: batch, duration_s: 9}}\n{UP}mixes: {{both: [job, people]}}\nwarmup: {{duration_s: 1}}\n"
     )
-    assert any(
-        "$.mixes.both" in problem and "'people' has stages" in problem for problem in problems_of(tmp_path, mixed)
-    )
+    assert problems_of(tmp_path, mixed) == [
+        "$.mixes.both (line 10): 'people' has stages, which no part can have: they begin when their users are there, "
+        "not with the other loads"
+    ]
 
 
 def test_several_machines_are_refused() -> None:
