@@ -5,6 +5,7 @@ import io
 import json
 import math
 import random
+import socket
 import subprocess
 import sys
 import time
@@ -317,6 +318,13 @@ def swarm(url: str, **form: object) -> dict[str, Any]:
         return dict(json.loads(answer.read()))
 
 
+UNREACHED = "does not answer (connection refused). Check that the server runs there."
+NO_MODEL = (
+    "{}: no model could be read from /nowhere/v1/models (status 404). "
+    "Check that the server runs there, or name the model with --model."
+)
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_values_that_no_scenario_may_have_start_nothing(engine: str, tmp_path: Path, processes: int) -> None:
     log = tmp_path / "log"
@@ -340,17 +348,16 @@ def test_values_that_no_scenario_may_have_start_nothing(engine: str, tmp_path: P
         ("steps", "a few", "--steps: 'a few' is not a whole number"),
         ("timeout", "long", "--timeout: 'long' is not a number"),
     ]
-    if processes == 1:  # what the load processes find out themselves
-        none = tmp_path / "none.jsonl"
-        refused += [
-            ("prompts", str(none), f"{none}: the prompts cannot be read (No such file or directory)."),
-            (
-                "host",
-                "http://127.0.0.1:9",
-                "127.0.0.1:9: no model could be read from /v1/models (127.0.0.1:9: connection refused). "
-                "Check that the server runs there, or name the model with --model.",
-            ),
-        ]
+    none = tmp_path / "none.jsonl"
+    refused.append(("prompts", str(none), f"{none}: the prompts cannot be read (No such file or directory)."))
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port_of_none = gone.getsockname()[1]
+    refused += [
+        ("host", f"http://127.0.0.1:{port_of_none}", f"127.0.0.1:{port_of_none}: {UNREACHED}"),
+        ("host", "http://127.0.0.1:99999", "host: 'http://127.0.0.1:99999' has a port that is not a number."),
+    ]
+    if processes == 1:  # what the load process finds out itself
+        refused.append(("host", f"{engine}/nowhere", NO_MODEL.format(engine.removeprefix("http://"))))
     with locust(engine, *given, log=log) as url:
         until(lambda: processes == 1 or page(url)["workers"] == 2)
         for field, value, said in refused:
@@ -363,6 +370,19 @@ def test_values_that_no_scenario_may_have_start_nothing(engine: str, tmp_path: P
         assert swarm(url, user_count=2)["success"] is True  # while it goes on
         until(lambda: page(url)["whole"][ALL]["ended"])
     assert "Traceback" not in log.read_text() and "the test cannot start" not in log.read_text()
+
+
+def test_a_host_that_does_not_answer_starts_nothing_where_the_model_is_known(engine: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    with locust(engine, "--model", "m", "--think", "0.2", log=tmp_path / "log") as url:
+        said = f"127.0.0.1:{port}: {UNREACHED}"
+        for _ in ("before", "while it goes on"):
+            answer = swarm(url, host=f"http://127.0.0.1:{port}")
+            assert answer == {"success": False, "message": said, "host": engine}
+            assert swarm(url)["success"] is True
+            until(lambda: page(url)["whole"][ALL]["ended"])
+        assert page(url)["whole"][ALL]["failed"] == 0
 
 
 def test_a_wrong_value_while_a_test_goes_on_is_refused_and_forgotten(engine: str, tmp_path: Path) -> None:

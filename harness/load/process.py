@@ -36,6 +36,8 @@ from harness.structured import Judged
 from harness.traces.replay import Beginning, Replay, replay_of
 from harness.workload import Message
 
+_REACH_S = 5.0
+
 logger = logging.getLogger(__name__)
 
 
@@ -281,6 +283,20 @@ class LoadProcess:
                 f"{self._target.authority}: no model could be read from {self._target.prefix}/models ({problem})",
                 next_step="Check that the server runs there, or name the model with --model.",
             ) from None
+
+
+def reach(host: str) -> None:
+    """Open a connection and close it again. Raises HarnessError when there is none within 5 s."""
+    target = Target.of(host)
+    try:
+        with gevent.Timeout(_REACH_S):
+            Known().connect(target).close()
+        return
+    except gevent.Timeout:
+        why = f"no connection within {_REACH_S:g} s"
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be one
+        why = str(getattr(error, "strerror", None) or error).lower()
+    raise HarnessError(f"{target.authority}: does not answer ({why})", next_step="Check that the server runs there.")
 
 
 def _seen(exchange: Exchange, place: Place, answer: Answer) -> Seen | None:

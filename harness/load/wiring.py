@@ -28,7 +28,7 @@ from harness.load.course import Course
 from harness.load.live.wire import Live, attach
 from harness.load.master import Master
 from harness.load.options import add_options, job_by_hand, job_file, with_options
-from harness.load.process import LoadProcess, course_of, plan_of
+from harness.load.process import LoadProcess, course_of, plan_of, reach
 from harness.load.recorder import Anchor, Recorder
 from harness.load.shape import Stages
 from harness.load.worker import Worker
@@ -81,7 +81,7 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
             _recorder = Recorder(job.requests_path, job.processes_path, job.cell if _job else "by-hand", then=cells)
             atexit.register(_recorder.close)  # whatever ends this process, if it can still run anything
             if options.headless:
-                _process = LoadProcess(job, _host(environment), _recorder)
+                _process = LoadProcess(job, _host(environment, environment.host), _recorder)
     except (HarnessError, OSError) as error:
         sys.exit(_sentence(error))
     if _job is None and not environment.stop_timeout:
@@ -139,7 +139,7 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
             _process.close()
             _process = None
         try:
-            _process = LoadProcess(_job_of_form(environment), _host(environment), _recorder)
+            _process = LoadProcess(_job_of_form(environment), _host(environment, environment.host), _recorder)
             _process.model()
         except (HarnessError, OSError) as error:
             give_up(environment, error)
@@ -160,11 +160,16 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
 
 def _problem(environment: Environment, given: Namespace) -> str | None:
     """Why no test could go on or start with these options, before any of them is taken over."""
-    now = _options(environment)
+    now, runner = _options(environment), environment.runner
+    goes_on = runner is not None and runner.state in (STATE_SPAWNING, STATE_RUNNING)
     try:
         job = _job_of_form(environment, given)
-        if job.prompt_file and given.prompts != now.prompts and not _elsewhere(environment):
+        if _elsewhere(environment):
+            return None
+        if job.prompt_file and given.prompts != now.prompts:
             workload.read_rows(job.prompt_file)
+        if given.host != now.host or not goes_on:  # a server under load may have no place for one more
+            reach(_host(environment, given.host))
     except HarnessError as error:
         return _sentence(error)
     return None
@@ -258,8 +263,8 @@ def _follow(environment: Environment, job: Job, course: Course) -> None:
     Stages(course, job.load.ramp_s).follow(environment.runner, patience_s, partial(give_up, environment))
 
 
-def _host(environment: Environment) -> str:
-    return environment.host or next((user.host for user in environment.user_classes if user.host), "") or ""
+def _host(environment: Environment, given: str | None) -> str:
+    return given or next((user.host for user in environment.user_classes if user.host), "") or ""
 
 
 def _options(environment: Environment) -> Namespace:
