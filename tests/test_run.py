@@ -280,7 +280,9 @@ def test_interrupted_while_the_server_starts(tmp_path: Path) -> None:
         done = command.end()
         command.nothing_left()
     assert (done.code, done.err) == (130, "interrupted; everything that was started has been taken down\n")
-    assert read_run(only_run(tmp_path / "runs")).status == "interrupted"
+    run = only_run(tmp_path / "runs")
+    assert read_run(run).status == "interrupted"
+    assert harness("report", run.name, "--runs", "runs", cwd=tmp_path).code == 3  # of its verdict
 
 
 @pytest.mark.parametrize("processes", [1, 2])
