@@ -270,6 +270,8 @@ def _cell(
         ended_wall_s=wall_s(counted.last_any_s),
         measured_wall_s=None if first is None or last is None else (first, last),
     )
+    first_due_s = None if run.origin else first_due_of(run.scenario.loads[cell.load], run.scenario.seed)
+    warmup = warmed(counted, watched.marks, first_due_s)
     found = validity.of_cell(
         validity.Evidence(
             cell=cell.id,
@@ -282,6 +284,7 @@ def _cell(
             machine_load=did,
             window_s=numbers.window_s,
             marks=watched.marks,
+            warmup=warmup,
             exact_prompts=run.scenario.prompts.tokenizer is not None,
             workers=run.workers,
             imported=run.origin is not None,
@@ -298,7 +301,7 @@ def _cell(
         server_load=load,
         machine_load=did,
         ready_s=sum(phase.seconds for phase in phases) if phases else None,
-        warmup=warmed(counted, watched.marks),
+        warmup=warmup,
         problems=found.reasons,
         notes=found.notes,
         limits=found.limits,

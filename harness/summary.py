@@ -187,7 +187,7 @@ class Warmed(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The warm-up of a cell."""
 
     requests: int
-    seconds: float | None = None  # from its first request to the first measured one
+    seconds: float | None = None  # from its first request to when the measurement began
     steady: bool | None = None  # whether it found the server steady; None: it was not to find that out
 
 

@@ -13,10 +13,10 @@ from harness.punctual import counts_arrivals
 from harness.records import ProcessMark
 from harness.scenario import Load, at_once
 from harness.self_check import called, client_limits, killed, more_users
-from harness.summary import ClientLimit, MachineLoad, Numbers, ServerLoad
+from harness.summary import ClientLimit, MachineLoad, Numbers, ServerLoad, Warmed
 from harness.tally import Tally
 from harness.telemetry import MOST_GAP_S
-from harness.warmed import in_words, warmed
+from harness.warmed import in_words
 from harness.workers import Workers
 
 MOST_TOKEN_DIFFERENCE = 0.01
@@ -48,6 +48,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     marks: Sequence[ProcessMark]
     exact_prompts: bool = False  # prompts were made to an exact number of tokens
     mixed: bool = False  # the server served other loads as well at that time
+    warmup: Warmed | None = None
     imported: bool = False  # by another tool, whose load processes left no marks
     workers: Workers | None = None  # on other machines
 
@@ -285,7 +286,7 @@ def _shared_reads(tally: Tally, limits: Sequence[ClientLimit]) -> list[str]:
 def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> list[str]:
     tally, numbers, load = evidence.tally, evidence.numbers, evidence.load
     notes = _clocks(evidence) + _heat(evidence, invalid=False) + _energy(evidence.machine_load) + _front(evidence)
-    notes += in_words(warmed(tally, evidence.marks))
+    notes += in_words(evidence.warmup)
     if tally.read_clock:
         notes.append(
             f"the chunk times of {tally.read_clock:,} of {_count(numbers.succeeded, 'request')} are those of the read, "

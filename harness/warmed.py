@@ -7,11 +7,14 @@ from harness.summary import Warmed
 from harness.tally import Tally
 
 
-def warmed(counted: Tally, marks: Iterable[ProcessMark]) -> Warmed | None:
-    """None where there was none."""
+def warmed(counted: Tally, marks: Iterable[ProcessMark], first_due_s: float | None = None) -> Warmed | None:
+    """None where there was none. `first_due_s`: of an open loop, when the first is due after the measurement began."""
     if not counted.warmup:
         return None
-    begun, measured = counted.first_any_s, counted.first_sent_s
+    begun, measured, due_s = counted.first_any_s, counted.begun_s, counted.punctual.first_due_s
+    if measured is None:
+        # At first nobody may come.
+        measured = counted.first_sent_s if first_due_s is None or due_s is None else due_s - first_due_s
     said = [mark.steady for mark in marks if mark.steady is not None]
     return Warmed(
         requests=counted.warmup,

@@ -281,6 +281,12 @@ def test_what_is_known_of_a_warm_up() -> None:
     assert warmed(counted, []) == Warmed(requests=2, seconds=3.5)
     assert warmed(counted, marks[:1]) == Warmed(requests=2, seconds=3.5, steady=True)
     assert warmed(counted, marks) == Warmed(requests=2, seconds=3.5, steady=False)
+    timed = Tally(clock=Clock([]), begun_s=1002.5)  # when its schedule began, in which nobody comes at first
+    for one in (request(sent_s=1000.0, phase="warmup"), request(sent_s=1009.0, scheduled_s=-0.5)):
+        counted.add(one)
+        timed.add(one)
+    assert warmed(timed, marks[:1], first_due_s=6.0) == Warmed(requests=1, seconds=2.5, steady=True)
+    assert warmed(counted, marks[:1], first_due_s=6.0) == Warmed(requests=3, seconds=2.5, steady=True)
     assert in_words(Warmed(requests=2, seconds=3.5)) == []
     assert in_words(Warmed(requests=1, seconds=0.5, steady=True)) == [
         "the server was steady after 0.5 s and 1 warm-up request"
