@@ -91,6 +91,8 @@ def test_a_tally_hands_everything_over_once() -> None:
         request(error="http"),
         request(error="http", message="the last"),
         request(error="timeout"),
+        request(error="abandoned"),
+        request(error="unfinished"),
         request(phase="warmup"),
         request(user_class="Agent", tokens=5),
     ):
@@ -103,7 +105,7 @@ def test_a_tally_hands_everything_over_once() -> None:
         "timeout": (1, "it was timeout"),
     }
     chat = [by_class["Chat"] for _, by_class in given.seconds if "Chat" in by_class]
-    assert (sum(one.ended for one in chat), sum(one.failed for one in chat), sum(one.met for one in chat)) == (6, 3, 1)
+    assert (sum(one.ended for one in chat), sum(one.failed for one in chat), sum(one.met for one in chat)) == (8, 3, 1)
     assert sum(one.tokens for one in chat) == 33
     assert all(age in (0, 1) for age, _ in given.seconds)
     assert tally.hand_over(0) == HandOver([], {}, 0, 0)

@@ -10,7 +10,7 @@ from harness import derive
 from harness.attain import meets
 from harness.check_syntax import Slo
 from harness.load.live.histogram import Histogram, add, note
-from harness.records import Request
+from harness.records import CUT, Request
 
 MOST_KINDS = 20
 
@@ -74,8 +74,9 @@ class Tally:
             counted = by_class[request.user_class] = Counted()
         counted.ended += 1
         if request.error is not None:
-            counted.failed += 1
-            self._fail(request.error, request.message or "")
+            if request.error not in CUT:
+                counted.failed += 1
+                self._fail(request.error, request.message or "")
             return
         counted.tokens += request.output_tokens or 0
         for histogram, value in (
