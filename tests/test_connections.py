@@ -18,8 +18,8 @@ import pytest
 
 from harness.records import Request
 from harness.scenario import Arrivals, Load
+from tests.fake_server import GOOD, exchanging, load_process, place, read_request, serving
 from tests.load_runs import ROOT, make_job, records_of
-from tests.test_client import GOOD, exchanging, load_process, place, read_request, serving
 from tests.tls import Signed, sign
 
 REQUESTS = 10_000

@@ -1,0 +1,193 @@
+"""A server in a thread that answers as a test says, and the client and load process to ask it."""
+
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from harness.job import Job
+from harness.load.answer import Answer, read_answer
+from harness.load.client import Client, Target
+from harness.load.clock import KernelClock
+from harness.load.exchange import Exchange
+from harness.load.later import Later
+from harness.load.process import LoadProcess, Place
+from harness.load.reader import Reader
+from harness.load.recorder import Recorder
+from harness.load.tickets import Ticket
+from harness.records import Request, read_requests
+from harness.scenario import Load, Prompts, Warmup
+
+Handler = Callable[[socket.socket, int], None]  # gets each connection and its number, from 0
+
+OK = b"HTTP/1.1 200 OK\r\n"
+SSE = OK + b"Content-Type: text/event-stream\r\n"
+CHUNKED = SSE + b"Transfer-Encoding: chunked\r\n\r\n"
+UNTIL_CLOSED = SSE + b"Connection: close\r\n\r\n"
+TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":"hi "},"finish_reason":null}]}\n\n'
+FINISH = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"length"}]}\n\n'
+USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2}}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def whole(body: bytes, kind: bytes = b"application/json", status: bytes = b"200 OK", more: bytes = b"") -> bytes:
+    head = b"HTTP/1.1 %s\r\nContent-Type: %s\r\nContent-Length: %d\r\n%s\r\n"
+    return head % (status, kind, len(body), more) + body
+
+
+GOOD = CHUNKED + chunk(TOKEN) + chunk(TOKEN) + chunk(FINISH) + chunk(USAGE) + chunk(DONE) + b"0\r\n\r\n"
+
+
+def read_request(connection: socket.socket) -> bytes:
+    """One request, head and body; what there was of it when the peer closes."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        piece = connection.recv(65536)
+        if not piece:
+            return data
+        data += piece
+    head, _, body = data.partition(b"\r\n\r\n")
+    length = next((int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")), 0)
+    while len(body) < length:
+        body += connection.recv(65536)
+    return head + b"\r\n\r\n" + body
+
+
+@contextmanager
+def serving(handler: Handler, tls: ssl.SSLContext | None = None) -> Iterator[str]:
+    """A server in a thread; `handler` has a connection to itself, which is closed after it."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    threads: list[threading.Thread] = []
+
+    def run(connection: socket.socket, number: int) -> None:
+        try:
+            if tls is not None:
+                connection = tls.wrap_socket(connection, server_side=True)
+            with connection:
+                handler(connection, number)
+        except OSError:
+            connection.close()
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threads.append(threading.Thread(target=run, args=(connection, len(threads)), daemon=True))
+            threads[-1].start()
+
+    acceptor = threading.Thread(target=accept, daemon=True)
+    acceptor.start()
+    try:
+        yield f"{'https' if tls else 'http'}://localhost:{listener.getsockname()[1]}"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        acceptor.join(5)
+        for thread in threads:
+            thread.join(5)
+
+
+def answering(*pieces: bytes, pause_s: float = 0.0) -> Handler:
+    """Answers every request on every connection with these pieces."""
+
+    def handler(connection: socket.socket, number: int) -> None:
+        while read_request(connection):
+            for piece in pieces:
+                connection.sendall(piece)
+                time.sleep(pause_s)
+            if b"Connection: close" in pieces[0]:
+                return
+
+    return handler
+
+
+def once(*pieces: bytes, then: Callable[[socket.socket], None] = lambda connection: None) -> Handler:
+    """Answers one request per connection, does `then`, and closes."""
+
+    def handler(connection: socket.socket, number: int) -> None:
+        read_request(connection)
+        for piece in pieces:
+            connection.sendall(piece)
+        then(connection)
+
+    return handler
+
+
+@contextmanager
+def load_process(folder: Path, url: str, api_key_env: str | None = None, **load: Any) -> Iterator[LoadProcess]:
+    job = Job(
+        run="4f1c",
+        cell="r1-a-b",
+        load_name="b",
+        load=Load(user="batch", requests=100, **load),
+        model="m",
+        prompts=Prompts(),
+        seed=1,
+        warmup=Warmup(requests=0),
+        api_key_env=api_key_env,
+        requests_path=str(folder / "requests.jsonl"),
+        processes_path=str(folder / "processes.jsonl"),
+        tickets_path=str(folder / "tickets"),
+    )
+    recorder = Recorder(job.requests_path, job.processes_path, job.cell)
+    try:
+        process = LoadProcess(job, url, recorder)
+        yield process
+        process.close()
+    finally:
+        recorder.close()
+        assert recorder.sent == recorder.recorded
+
+
+def place(index: int = 0) -> Place:
+    return Place(Ticket("measured", index), "Tester", user=0)
+
+
+def one_record(folder: Path, handler: Handler, **load: Any) -> Request:
+    """Sends one request and reads back its one record."""
+    with serving(handler) as url, load_process(folder, url, **load) as process:
+        client = process.client()
+        process.send(client, [{"role": "user", "content": "hi"}], place())
+        client.close()
+    records = list(read_requests(folder / "requests.jsonl"))
+    assert len(records) == 1
+    return records[0]
+
+
+def reset(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
+
+
+def silence(connection: socket.socket) -> None:
+    connection.settimeout(5)
+    connection.recv(1)  # until the client gives up
+
+
+@contextmanager
+def exchanging(url: str, timeout_s: float = 5.0, **headers: str) -> Iterator[Callable[[], tuple[Exchange, Answer]]]:
+    """A client, to send requests one after another on its connection."""
+    clock = KernelClock()
+    reader = Reader(clock, Later())
+    client = Client(Target.of(url), clock, reader, timeout_s=timeout_s, headers=headers)
+
+    def send() -> tuple[Exchange, Answer]:
+        exchange = Exchange(id="x")
+        client.post("/chat/completions", b'{"model":"m","stream":true,"max_tokens":4,"messages":[]}', exchange)
+        return exchange, read_answer(exchange)
+
+    try:
+        yield send
+    finally:
+        client.close()
+        reader.close()
+        clock.close()

@@ -1,0 +1,543 @@
+"""What a server, a proxy or a network can do to a request, on real sockets, and the one record that it leaves."""
+
+import socket
+import time
+from pathlib import Path
+
+import gevent
+import pytest
+
+from harness.errors import HarnessError
+from harness.load import client as client_module
+from harness.load.answer import Answer, Reading
+from harness.load.client import Client
+from harness.load.reader import Direct
+from harness.records import read_requests
+from tests.fake_server import (
+    CHUNKED,
+    DONE,
+    FINISH,
+    GOOD,
+    OK,
+    TOKEN,
+    UNTIL_CLOSED,
+    USAGE,
+    Handler,
+    answering,
+    chunk,
+    exchanging,
+    load_process,
+    once,
+    one_record,
+    place,
+    read_request,
+    reset,
+    serving,
+    silence,
+    whole,
+)
+
+
+def test_a_stream_gives_times_counts_and_finish(tmp_path: Path) -> None:
+    pieces = [CHUNKED, chunk(TOKEN), chunk(TOKEN), chunk(FINISH), chunk(USAGE), chunk(DONE), b"0\r\n\r\n"]
+    record = one_record(tmp_path, answering(*pieces, pause_s=0.03), output_tokens=2)
+    assert (record.error, record.message, record.status, record.finish) == (None, None, 200, "length")
+    assert (record.prompt_tokens, record.output_tokens, record.cached_tokens) == (3, 2, None)
+    assert (record.asked_tokens, record.fixed_length, record.coalesced) == (2, True, 0)
+    assert record.id == "4f1c-r1-a-b-0"
+    assert record.connect_s is not None
+    assert record.headers_s is not None and record.headers_s < 0.03
+    assert len(record.chunks_s) == 2
+    assert record.first_visible_s == record.chunks_s[0]
+    assert record.chunks_s[1] - record.chunks_s[0] == pytest.approx(0.03, abs=0.025)
+    assert record.ended_s - record.chunks_s[1] == pytest.approx(0.09, abs=0.05)  # at [DONE], not at the last byte
+
+
+def test_the_request_that_goes_out(tmp_path: Path) -> None:
+    seen: list[bytes] = []
+
+    def handler(connection: socket.socket, number: int) -> None:
+        seen.append(read_request(connection))
+        connection.sendall(GOOD)
+
+    assert one_record(tmp_path, handler, output_tokens=7, output="natural").error is None
+    head, _, body = seen[0].partition(b"\r\n\r\n")
+    lines = head.decode().split("\r\n")
+    assert lines[0] == "POST /v1/chat/completions HTTP/1.1"
+    assert lines[1].startswith("Host: localhost:")
+    assert lines[2:] == [
+        "Accept: text/event-stream, application/json",
+        "Accept-Encoding: identity",
+        "X-Request-Id: 4f1c-r1-a-b-0",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+    ]
+    assert body == (
+        b'{"model":"m","messages":[{"role":"user","content":"hi"}],"max_tokens":7,"temperature":0,"stream":true,'
+        b'"stream_options":{"include_usage":true}}'
+    )
+
+
+HTML = b"<html><head><title>Welcome to nginx!</title></head><body><h1>Hello</h1></body></html>"
+REASON = b'data: {"choices":[{"index":0,"delta":{"reasoning_content":"hm"},"finish_reason":null}]}\n\n'
+ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
+NULL = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":null},"finish_reason":null}]}\n\n'
+ERROR = b'data: {"error":{"message":"the model is gone","type":"internal","code":500}}\n\n'
+TOO_LONG = (
+    b'{"error":{"code":400,"message":"request (24017 tokens) exceeds the available context size (512 tokens), try '
+    b'increasing it","n_ctx":512,"status_code":400,"type":"exceed_context_size_error"}}'
+)
+
+
+def pinging(connection: socket.socket) -> None:
+    for _ in range(100):
+        connection.sendall(b": ping\n\n")
+        time.sleep(0.05)
+
+
+def finish(reason: bytes) -> bytes:
+    return b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"%s"}]}\n\n' % reason
+
+
+FAULTS: dict[str, tuple[Handler, str, str, int]] = {
+    "closed before an answer": (once(), "disconnect", "the server closed the connection before it answered", 0),
+    "cut in mid-stream": (
+        once(CHUNKED, chunk(TOKEN)),
+        "disconnect",
+        "the server closed the connection before the response was complete",
+        1,
+    ),
+    "cut inside a chunk": (
+        once(CHUNKED, chunk(TOKEN), chunk(TOKEN)[:20]),
+        "disconnect",
+        "the server closed the connection before the response was complete",
+        1,
+    ),
+    "reset": (once(CHUNKED, chunk(TOKEN), then=reset), "disconnect", "", 0),
+    "silent at once": (once(then=silence), "timeout", "no data arrived for 0.3 s", 0),
+    "silent in mid-stream": (once(CHUNKED, chunk(TOKEN), then=silence), "timeout", "no data arrived for 0.3 s", 1),
+    "pings and nothing else": (once(UNTIL_CLOSED, then=pinging), "timeout", "no data arrived for 0.3 s", 0),
+    "pings in mid-stream": (once(UNTIL_CLOSED, TOKEN, then=pinging), "timeout", "no data arrived for 0.3 s", 1),
+    "given up": (
+        once(UNTIL_CLOSED, TOKEN, finish(b"abort"), DONE),
+        "stream_error",
+        "the server ended the answer with finish reason 'abort'",
+        1,
+    ),
+    "failed inside": (
+        once(UNTIL_CLOSED, TOKEN, finish(b"error"), DONE),
+        "stream_error",
+        "the server ended the answer with finish reason 'error'",
+        1,
+    ),
+    "given up in a whole answer": (
+        once(whole(b'{"choices":[{"message":{"content":"a"},"finish_reason":"abort"}]}')),
+        "stream_error",
+        "the server ended the answer with finish reason 'abort'",
+        0,
+    ),
+    "error without data": (
+        once(UNTIL_CLOSED, TOO_LONG),
+        "stream_error",
+        "exceed_context_size_error 400: request (24017 tokens) exceeds the available context size (512 tokens), "
+        "try increasing it (sent outside of an event)",
+        0,
+    ),
+    "error without data in mid-stream": (
+        once(CHUNKED, chunk(TOKEN), chunk(b'{\n"error": {"code": 500,\n"message": "gone"}\n}\n')),
+        "stream_error",
+        "500: gone (sent outside of an event)",
+        1,
+    ),
+    "answers without data are not quoted": (
+        once(UNTIL_CLOSED, b'{"message":{"role":"assistant","content":"what the model said"}}'),
+        "truncated",
+        "the stream ended after 0 events without [DONE] or a finish reason",
+        0,
+    ),
+    "ends without done": (
+        once(UNTIL_CLOSED, TOKEN),
+        "truncated",
+        "the stream ended after 1 events without [DONE] or a finish reason",
+        1,
+    ),
+    "ends inside an event": (
+        once(UNTIL_CLOSED, TOKEN, TOKEN[:-1]),
+        "truncated",
+        "the stream ended after 1 events without [DONE] or a finish reason",
+        1,
+    ),
+    "nothing but headers": (
+        once(UNTIL_CLOSED),
+        "truncated",
+        "the stream ended after 0 events without [DONE] or a finish reason",
+        0,
+    ),
+    "no token": (
+        once(UNTIL_CLOSED, ROLE, NULL, FINISH, USAGE, DONE),
+        "empty",
+        "a complete stream without any generated text; usage reports 2 tokens",
+        0,
+    ),
+    "error event": (
+        once(CHUNKED, chunk(TOKEN), chunk(ERROR), chunk(DONE), b"0\r\n\r\n"),
+        "stream_error",
+        "internal 500: the model is gone",
+        1,
+    ),
+    "error event without done": (
+        once(UNTIL_CLOSED, b"data: " + TOO_LONG + b"\n\n"),
+        "stream_error",
+        "exceed_context_size_error 400: request (24017 tokens) exceeds the available context size (512 tokens), "
+        "try increasing it",
+        0,
+    ),
+    "error by event type": (
+        once(UNTIL_CLOSED, TOKEN, b'event: error\ndata: {"message":"out of memory"}\n\n', DONE),
+        "stream_error",
+        "an error event without a message",
+        1,
+    ),
+    "older vllm error": (
+        once(UNTIL_CLOSED, b'data: {"object":"error","message":"bad","type":"BadRequestError","code":400}\n\n', DONE),
+        "stream_error",
+        "BadRequestError 400: bad",
+        0,
+    ),
+    "error as a word": (once(UNTIL_CLOSED, b'data: {"error":"overloaded"}\n\n'), "stream_error", "overloaded", 0),
+    "error in a whole answer": (once(whole(TOO_LONG)), "stream_error", "exceed_context_size_error 400: request ", 0),
+    "malformed event": (
+        once(UNTIL_CLOSED, TOKEN, b'data: {"choices":[{"ind\n\n', TOKEN, FINISH, DONE),
+        "malformed",
+        "event 2 is not JSON: Input data was truncated",
+        2,
+    ),
+    "event that is no object": (
+        once(UNTIL_CLOSED, b"data: 3\n\n", DONE),
+        "malformed",
+        "event 1 is not a JSON object",
+        0,
+    ),
+    "html": (
+        once(whole(HTML, b"text/html")),
+        "not_api",
+        "status 200 with text/html ('Welcome to nginx! Hello') in place of an API answer",
+        0,
+    ),
+    "empty body": (once(whole(b"")), "not_api", "status 200 with an empty body in place of an API answer", 0),
+    "other json": (once(whole(b'{"hello":1}')), "not_api", "status 200 with JSON that has no choices", 0),
+    "not http": (once(b"SSH-2.0-OpenSSH_9.2\r\n"), "not_api", "the answer is not HTTP/1.1: ", 0),
+    "429": (
+        once(whole(b'{"error":{"message":"busy","type":"rate_limit"}}', status=b"429 Too Many Requests")),
+        "rejected",
+        "status 429: rate_limit: busy",
+        0,
+    ),
+    "503": (once(whole(b"", status=b"503 Unavailable")), "rejected", "status 503: an empty body", 0),
+    "500 html": (
+        once(whole(HTML, b"text/html", b"500 Oops")),
+        "http",
+        "status 500: text/html ('Welcome to nginx! Hello')",
+        0,
+    ),
+    "404 without its length": (
+        once(b"HTTP/1.1 404 Not Found\r\nConnection: close\r\n\r\n", b'{"detail":"Not Found"}'),
+        "http",
+        "status 404: Not Found",
+        0,
+    ),
+    "redirect": (
+        once(whole(b"", status=b"307 Moved", more=b"Location: https://elsewhere/v1\r\n")),
+        "http",
+        "status 307: redirect to https://elsewhere/v1, which a load test does not follow",
+        0,
+    ),
+    "no content": (once(b"HTTP/1.1 204 No Content\r\n\r\n"), "not_api", "status 204 with an empty body in place of", 0),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_fault_leaves_one_record_of_its_kind(tmp_path: Path, name: str) -> None:
+    handler, error, message, chunks = FAULTS[name]
+    record = one_record(tmp_path, handler, timeout_s=0.3)
+    assert record.error == error
+    assert (record.message or "").startswith(message)
+    assert len(record.chunks_s) >= chunks if name == "reset" else len(record.chunks_s) == chunks
+    assert 0 <= record.ended_s < 2
+
+
+STREAMS: dict[str, tuple[list[bytes], int, str]] = {
+    "no done but a finish reason": ([UNTIL_CLOSED, TOKEN, FINISH], 1, "length"),
+    "done but no finish reason": ([UNTIL_CLOSED, TOKEN, DONE], 1, ""),
+    "role and null first": ([UNTIL_CLOSED, ROLE, NULL, TOKEN, FINISH, DONE], 1, "length"),
+    "crlf": ([(TOKEN + FINISH + DONE).replace(b"\n", b"\r\n")], 1, "length"),
+    "half a surrogate pair": (
+        [UNTIL_CLOSED, TOKEN.replace(b"hi ", b"\\ud83d"), TOKEN.replace(b"hi ", b"\\ude00"), FINISH, DONE],
+        2,
+        "length",
+    ),
+    "not a number": (
+        [UNTIL_CLOSED, TOKEN.replace(b'"index":0', b'"logprob":NaN,"index":0'), FINISH, DONE],
+        1,
+        "length",
+    ),
+    "broken utf-8": ([UNTIL_CLOSED, TOKEN.replace(b"hi ", b"\xe2\x82"), FINISH, DONE], 1, "length"),
+    "pings": ([UNTIL_CLOSED, b": ping\n\n", TOKEN, b": ping\n\n", FINISH, DONE], 1, "length"),
+    "several data lines": ([UNTIL_CLOSED, TOKEN.replace(b'"index"', b'\ndata: "index"'), FINISH, DONE], 1, "length"),
+    "continue first": ([b"HTTP/1.1 100 Continue\r\n\r\n" + GOOD], 2, "length"),
+    "no content type": ([OK + b"Connection: close\r\n\r\n" + TOKEN, FINISH, DONE], 1, "length"),
+    "completions": (
+        [UNTIL_CLOSED, b'data: {"choices":[{"index":0,"text":"a","finish_reason":"stop"}]}\n\n', DONE],
+        1,
+        "stop",
+    ),
+    "broken off after done": ([CHUNKED, chunk(TOKEN), chunk(FINISH), chunk(DONE)], 1, "length"),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_streams_that_are_complete(tmp_path: Path, name: str) -> None:
+    pieces, chunks, finish = STREAMS[name]
+    if name == "crlf":
+        pieces = [UNTIL_CLOSED, *pieces]
+    record = one_record(tmp_path, once(*pieces))
+    assert (record.error, record.message) == (None, None)
+    assert (len(record.chunks_s), record.finish) == (chunks, finish or None)
+
+
+def test_half_a_character_can_be_said_again(tmp_path: Path) -> None:
+    """The next turn of a conversation sends what was said."""
+    handler = once(UNTIL_CLOSED, TOKEN.replace(b"hi ", b"a\\ud83d"), FINISH, DONE)
+    with serving(handler) as url, exchanging(url) as send:
+        assert send()[1].text.encode() == b"a?"
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\r\r", b"\n\n: bye\n\n"])
+def test_a_body_left_open_after_done_does_not_keep_us(end: bytes) -> None:
+    def handler(connection: socket.socket, number: int) -> None:
+        read_request(connection)
+        connection.sendall(CHUNKED + chunk(TOKEN) + chunk(FINISH) + chunk(b"data: [DONE]" + end))
+        silence(connection)
+
+    with serving(handler) as url, exchanging(url, timeout_s=30) as send:
+        for _ in range(3):
+            began = time.monotonic()
+            exchange, answer = send()
+            assert time.monotonic() - began < 0.5
+            assert (answer.error, answer.ended_s < 0.1) == (None, True)
+            assert exchange.connect_ns is not None  # never the one that is in the middle of a body
+
+
+def test_waiting_for_the_end_of_a_body_takes_no_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_DONE_GRACE_S", 0.5)
+    with serving(once(CHUNKED, chunk(TOKEN), chunk(FINISH), chunk(DONE), then=silence)) as url, exchanging(url) as send:
+        used_s = time.process_time()
+        _, answer = send()
+        assert (answer.error, time.process_time() - used_s < 0.25) == (None, True)
+
+
+def test_a_mark_split_over_reads_is_seen() -> None:
+    body = TOKEN + FINISH + DONE
+    pieces = [UNTIL_CLOSED.replace(b"Connection: close\r\n", b""), *(body[i : i + 1] for i in range(len(body)))]
+    with serving(once(*pieces, then=silence)) as url, exchanging(url, timeout_s=30) as send:
+        began = time.monotonic()
+        assert send()[1].error is None
+        assert time.monotonic() - began < 1
+
+
+def test_data_in_small_pieces_keeps_us_waiting() -> None:
+    pieces = [UNTIL_CLOSED, *(TOKEN[i : i + 4] for i in range(0, 24, 4)), TOKEN[24:], FINISH, DONE]
+    with serving(answering(*pieces, pause_s=0.05)) as url, exchanging(url, timeout_s=0.45) as send:
+        assert send()[1].error is None  # half a second in all, but never that long without data
+
+
+def test_a_slow_body_that_is_no_stream_keeps_us_waiting() -> None:
+    body = b'{"choices":[{"message":{"content":"hello"},"finish_reason":"stop"}]}'
+    pieces = [whole(body)[:-40], *(body[-40:][i : i + 10] for i in range(0, 40, 10))]
+    with serving(once(*pieces)) as url, exchanging(url, timeout_s=0.2) as send:
+        assert send()[1].error is None
+    with serving(answering(*pieces, pause_s=0.12)) as url, exchanging(url, timeout_s=0.2) as send:
+        assert send()[1].error is None
+
+
+def test_reasoning_is_a_token_but_not_visible(tmp_path: Path) -> None:
+    record = one_record(tmp_path, answering(UNTIL_CLOSED, REASON, REASON, TOKEN, FINISH, DONE, pause_s=0.02))
+    assert len(record.chunks_s) == 3
+    assert record.first_visible_s == record.chunks_s[2]
+
+
+def test_a_tool_call_is_a_token_but_not_visible(tmp_path: Path) -> None:
+    call = b'data: {"choices":[{"delta":{"tool_calls":[{"index":0,"function":{"arguments":"{"}}]}}]}\n\n'
+    record = one_record(tmp_path, once(UNTIL_CLOSED, call, FINISH, DONE))
+    assert (record.error, len(record.chunks_s), record.first_visible_s) == (None, 1, None)
+
+
+def test_details_of_usage(tmp_path: Path) -> None:
+    usage = (
+        b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":5,"prompt_tokens_details":'
+        b'{"cached_tokens":4},"completion_tokens_details":{"reasoning_tokens":2}}}\n\n'
+    )
+    record = one_record(tmp_path, once(UNTIL_CLOSED, TOKEN, FINISH, usage, DONE))
+    assert (record.prompt_tokens, record.output_tokens) == (9, 5)
+    assert (record.cached_tokens, record.reasoning_tokens) == (4, 2)
+
+
+def test_events_that_share_a_read_are_counted(tmp_path: Path) -> None:
+    handler = answering(UNTIL_CLOSED, TOKEN * 3, TOKEN, TOKEN * 2, FINISH + DONE, pause_s=0.05)
+    record = one_record(tmp_path, handler)
+    assert (len(record.chunks_s), record.coalesced) == (6, 3)
+    assert record.chunks_s[0] == record.chunks_s[1] == record.chunks_s[2] < record.chunks_s[3]
+
+
+def test_a_whole_answer_has_no_chunk_times(tmp_path: Path) -> None:
+    body = (
+        b'{"choices":[{"index":0,"message":{"role":"assistant","content":"hello"},"finish_reason":"stop"}],'
+        b'"usage":{"prompt_tokens":4,"completion_tokens":6}}'
+    )
+    record = one_record(tmp_path, answering(whole(body)), stream=False)
+    assert (record.error, record.chunks_s, record.first_visible_s, record.coalesced) == (None, [], None, 0)
+    assert (record.output_tokens, record.finish) == (6, "stop")
+    assert record.ended_s > 0
+
+
+def test_a_whole_answer_without_a_token_is_empty(tmp_path: Path) -> None:
+    body = b'{"choices":[{"message":{"content":""},"finish_reason":"stop"}],"usage":{"completion_tokens":1}}'
+    record = one_record(tmp_path, answering(whole(body)), stream=False)
+    assert (record.error, record.message) == (
+        "empty",
+        "a complete answer without any generated text; usage reports 1 tokens",
+    )
+
+
+def test_messages_are_short_and_hold_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", "sk-verysecret")
+    body = b'{"error":{"message":"Incorrect API key provided: sk-verysecret. %s","code":401}}' % (b"x" * 900)
+    seen: list[bytes] = []
+
+    def handler(connection: socket.socket, number: int) -> None:
+        seen.append(read_request(connection))
+        connection.sendall(whole(body, status=b"401 Unauthorized"))
+
+    with serving(handler) as url, load_process(tmp_path, url, api_key_env="A_KEY") as process:
+        client = process.client()
+        answer = process.send(client, [{"role": "user", "content": "hi"}], place())
+        client.close()
+    assert b"Authorization: Bearer sk-verysecret\r\n" in seen[0]
+    assert answer.message is not None and len(answer.message) <= 300
+    assert answer.message.startswith("status 401: 401: Incorrect API key provided: [secret]. xxx")
+    assert b"verysecret" not in (tmp_path / "requests.jsonl").read_bytes()
+
+
+def test_what_the_server_got_from_the_environment_is_in_no_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AMD_LLM_LOAD_SECRETS", '["the-database-password"]')
+    body = b'{"error":{"message":"%s the-database-password was refused","code":500}}' % (b"x" * 260)
+
+    def handler(connection: socket.socket, number: int) -> None:
+        read_request(connection)
+        connection.sendall(whole(body, status=b"500 Internal Server Error"))
+
+    with serving(handler) as url, load_process(tmp_path, url) as process:
+        client = process.client()
+        answer = process.send(client, [{"role": "user", "content": "hi"}], place())
+        client.close()
+    assert answer.message is not None and "x [secret]" in answer.message
+    assert b"the-database" not in (tmp_path / "requests.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("value", [None, "", "a\r\nX-Other: b"])
+def test_an_api_key_that_cannot_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+    monkeypatch.delenv("A_KEY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("A_KEY", value)
+    starting = load_process(tmp_path, "http://127.0.0.1:1", api_key_env="A_KEY")
+    with pytest.raises(HarnessError, match="the environment variable A_KEY"), starting:
+        pass
+
+
+def test_a_request_that_is_cut_leaves_what_it_had(tmp_path: Path) -> None:
+    handler = once(CHUNKED, chunk(TOKEN), chunk(TOKEN), then=silence)
+    with serving(handler) as url, load_process(tmp_path, url) as process:
+        client = process.client()
+        sending = gevent.spawn(process.send, client, [{"role": "user", "content": "hi"}], place())
+        gevent.sleep(0.2)
+        sending.kill()
+        assert process.tickets.take()[0].index == 0  # the place in this test took none
+    (record,) = read_requests(tmp_path / "requests.jsonl")
+    assert (record.error, record.message) == ("unfinished", "cut by the end of the run")
+    assert (len(record.chunks_s), record.status) == (2, 200)
+    assert record.chunks_s[-1] < record.ended_s < 1
+
+
+def test_a_cut_is_a_cut_when_the_connection_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An end that is found while cutting must not take the cut's place: the user would go on, and Locust never end."""
+    monkeypatch.setattr(
+        Client, "_inbox", lambda self, sock, exchange: EndsWhenCut(sock, self._clock, exchange.arrivals)
+    )
+    went_on: list[Answer] = []
+    with serving(once(CHUNKED, chunk(TOKEN), then=silence)) as url, load_process(tmp_path, url) as process:
+
+        def user() -> None:
+            went_on.append(process.send(process.client(), [{"role": "user", "content": "hi"}], place()))
+
+        sending = gevent.spawn(user)
+        gevent.sleep(0.2)
+        sending.kill()
+    assert went_on == []
+    (record,) = read_requests(tmp_path / "requests.jsonl")
+    assert (record.error, record.message) == ("unfinished", "cut by the end of the run")
+
+
+class EndsWhenCut(Direct):
+    def rest(self) -> list[bytes]:
+        return super().rest() or [b""]
+
+
+def test_a_timeout_of_the_locustfile_is_a_failed_request(tmp_path: Path) -> None:
+    handler = once(CHUNKED, chunk(TOKEN), chunk(TOKEN), then=silence)
+    told: list[str | None] = []
+    with serving(handler) as url, load_process(tmp_path, url) as process:
+        client = process.client()
+        with pytest.raises(gevent.Timeout), gevent.Timeout(0.2):
+            process.send(client, [{"role": "user", "content": "hi"}], place(), lambda answer: told.append(answer.error))
+    (record,) = read_requests(tmp_path / "requests.jsonl")
+    assert (record.error, record.message) == (
+        "timeout",
+        "cut by a gevent.Timeout of 0.2 seconds in the locustfile",
+    )
+    assert (len(record.chunks_s), record.status) == (2, 200)
+    assert 0.15 < record.ended_s < 1
+    assert told == ["timeout"]
+
+
+def test_whatever_else_cuts_a_request_fails_it(tmp_path: Path) -> None:
+    class Gone(BaseException):
+        pass
+
+    with serving(once(then=silence)) as url, load_process(tmp_path, url) as process:
+        sending = gevent.spawn(process.send, process.client(), [{"role": "user", "content": "hi"}], place())
+        gevent.sleep(0.1)
+        sending.kill(Gone)
+    (record,) = read_requests(tmp_path / "requests.jsonl")
+    assert (record.error, record.message) == ("unfinished", "cut by Gone")
+
+
+def test_an_answer_that_was_never_read_has_failed() -> None:
+    assert (Answer().error, Answer().message) == ("client", "the answer was never read")
+
+
+def test_messages_that_are_no_json_leave_a_record_too(tmp_path: Path) -> None:
+    with serving(once(GOOD)) as url, load_process(tmp_path, url) as process:
+        answer = process.send(process.client(), [{"role": "user", "content": object()}], place())  # type: ignore[typeddict-item]
+    assert answer.error == "client"
+    assert [record.error for record in read_requests(tmp_path / "requests.jsonl")] == ["client"]
+
+
+def test_a_defect_of_ours_leaves_a_record_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(reading: Reading) -> Answer:
+        raise ZeroDivisionError("we were careless")
+
+    monkeypatch.setattr(Reading, "finish", broken)
+    record = one_record(tmp_path, answering(GOOD))
+    assert (record.error, record.message, record.status) == ("client", "ZeroDivisionError: we were careless", 200)
