@@ -103,7 +103,7 @@ class ProcessMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     cpu_most: float | None = None
     read_lag_p99_s: float | None = None  # p99 of the wait of bytes in the socket before they were read (end only)
     # How late its event loop ran what fell due 20 times a second from the first measured request on.
-    loop_lag_mean_s: float | None = None  # (end only, as the following)
+    loop_lag_mean_s: float | None = None  # (end only, as the following) None: below 1 s
     loop_lag_p50_s: float | None = None
     loop_lag_p99_s: float | None = None  # None: below 5 s
     core_wait: float | None = None  # share of that time in which it could have run, and others had the cores

@@ -6,7 +6,7 @@ import gevent
 import httptools
 import pytest
 
-from harness.load.answer import read_answer
+from harness.load.answer import Answer, Reading
 from harness.load.exchange import Collector, Exchange
 from harness.load.form import Form
 from harness.load.later import Later
@@ -37,38 +37,71 @@ def chunked(data: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(data), data)
 
 
-def read_in(pieces: list[bytes]) -> Exchange:
-    """An exchange that received these reads, the end of the connection not among them."""
+def read_in(reads: list[bytes], together: int = 5, glances: bool = True) -> tuple[Exchange, Answer, list[int]]:
+    """An exchange that got these reads, some at a time, what they say, and how many each glance took in."""
     exchange = Exchange(id="x")
-    collector = Collector(exchange)
-    for piece in pieces:
-        exchange.arrivals.append(time.monotonic_ns(), None)
-        collector.take(piece)
-    return exchange
+    reading, collector, taken = Reading(exchange), Collector(exchange), []
+
+    def glance(some: list[bytes], first: int) -> int:
+        taken.append(reading.glance(some, first))
+        return taken[-1]
+
+    exchange.glance = glance if glances else None
+    for number in range(0, len(reads), together):
+        some = reads[number : number + together]
+        for _ in some:
+            exchange.arrivals.append(time.monotonic_ns(), None)
+        collector.take_all(some)
+        reading.look()
+    answer = reading.finish()
+    reading.time()
+    return exchange, answer, taken
 
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 DONE = [chunked(b"data: [DONE]\n\n"), b"0\r\n\r\n"]
 
 
+def said(answer: Answer) -> tuple[object, ...]:
+    return answer.text, answer.error, answer.message, answer.done, len(answer.chunks_s), answer.reasoning_chunks
+
+
+@pytest.mark.parametrize("channel", ["content", "reasoning_content", "reasoning"])
 @pytest.mark.parametrize("ascii_only", [False, True])
-def test_the_form_says_what_json_says(ascii_only: bool) -> None:
-    events = [event(text, ascii_only) for text in TEXTS * 2]
-    answer = read_answer(read_in([HEAD, *(chunked(one) for one in events), *DONE]))
-    assert (answer.text, answer.error) == ("".join(TEXTS * 2), None)
-    assert len(answer.chunks_s) == len(events)
+@pytest.mark.parametrize("together", [1, 2, 7, 100])
+def test_a_glance_sees_what_json_says(ascii_only: bool, channel: str, together: int) -> None:
+    texts = ["plain"] * 3 + TEXTS * 2 + ["plain"] * 3
+    events = [event(text, ascii_only).replace(b'"content"', b'"%s"' % channel.encode()) for text in texts]
+    reads = [HEAD, *(chunked(one) for one in events), *DONE]
+    exchange, answer, taken = read_in(reads, together)
+    assert said(answer) == said(read_in(reads, together, glances=False)[1])
+    assert len(answer.chunks_s) == len(set(answer.chunks_s)) == len(events)
+    assert answer.text == ("".join(texts) if channel == "content" else "")
+    assert answer.reasoning_chunks == (0 if channel == "content" else len(events))
+    assert exchange.complete and sum(taken) >= 15
+
+
+def texts_of(form: Form, *events: bytes) -> list[bytes]:
+    return form.texts([chunked(one) for one in events])
 
 
 def test_what_is_learnt_is_used_for_plain_text_only() -> None:
     form = Form()
-    assert form.text(event("one")) is None
+    assert texts_of(form, event("one")) == []
     form.learn(event("one"))
-    assert form.text(event("two")) == "two"
+    assert texts_of(form, event("two"), event("three")) == [b"two", b"three"]
     for other in ('a "quoted" one', "back\\slash", "line\nend", ""):
-        assert form.text(event(other)) is None
-    assert form.text(event("two", created=5)) is None
-    assert form.text(event("ümlaut").replace("ü".encode(), b"\xfc")) is None  # broken UTF-8 is for others to mend
-    assert form.text(event("")[:-40]) is None
+        assert texts_of(form, event("two"), event(other), event("three")) == [b"two"]
+    assert texts_of(form, event("two", created=5)) == []
+    assert texts_of(form, event("")[:-40]) == []
+
+
+def test_broken_utf8_is_for_others_to_mend() -> None:
+    broken = chunked(event("ümlaut").replace("ü".encode(), b"\xfc"))
+    reads = [HEAD, *[chunked(event("one"))] * 3, broken, *[chunked(event("two"))] * 3, *DONE]
+    answer = read_in(reads, 100)[1]
+    assert said(answer) == said(read_in(reads, glances=False)[1])
+    assert answer.text == "oneoneone\ufffdmlauttwotwotwo"
 
 
 @pytest.mark.parametrize(
@@ -80,52 +113,70 @@ def test_what_is_learnt_is_used_for_plain_text_only() -> None:
         event("x").replace(b'"index": 0', b'"index": 0, "finish_reason": "stop"'),
         event("x").replace(b"chat.completion.chunk", b"error"),
         event("x").replace(b'"index": 0', b'"message": {"content": "x"}, "index": 0'),
+        event("x")
+        .replace(b'"delta"', b'"other": {"content": "x"}, "delta"')
+        .replace(b'"content": "x"}}', b'"role": "a"}}'),
         b'data: {"choices": [{"delta": {"content": "x"}}\n\n',
     ],
 )
 def test_only_events_with_text_and_nothing_else_are_learnt_from(other: bytes) -> None:
     form = Form()
     form.learn(other)
-    assert form.text(other) is None
+    assert texts_of(form, other) == []
 
 
 def test_a_stream_whose_events_never_repeat_is_no_longer_learnt_from() -> None:
     form = Form()
     for created in range(20):
         form.learn(event("x", created=created))
-    assert form.text(event("x", created=19)) is None
-    assert form.text(event("x", created=7)) == "x"
+        assert bool(texts_of(Form(), event("x", created=created))) is False
+    assert texts_of(form, event("x", created=19)) == texts_of(form, event("x", created=7)) == []
 
 
-def test_reads_are_told_apart_however_the_body_is_cut() -> None:
+def test_a_new_form_is_learnt_as_long_as_forms_are_of_use() -> None:
+    form = Form()
+    for created in range(50):
+        form.learn(event("x", created=created))
+        assert texts_of(form, event("y", created=created)) == [b"y"]
+
+
+@pytest.mark.parametrize("together", [1, 3, 1000])
+def test_reads_are_told_apart_however_the_body_is_cut(together: int) -> None:
     """Whole chunks go past the HTTP parser, so it must be between two chunks whenever they do."""
     stream = b"".join([HEAD, *(chunked(event(text)) for text in TEXTS * 3), *DONE])
-    whole = read_answer(read_in([HEAD, *(chunked(event(text)) for text in TEXTS * 3), *DONE]))
     for size in (1, 2, 3, 7, 50, 113, 131, 1000, len(stream)):
-        exchange = read_in([stream[i : i + size] for i in range(0, len(stream), size)])
-        answer = read_answer(exchange)
-        assert (answer.text, answer.error, exchange.complete) == (whole.text, None, True)
+        exchange, answer, _ = read_in([stream[i : i + size] for i in range(0, len(stream), size)], together)
+        assert (answer.text, answer.error, exchange.complete) == ("".join(TEXTS * 3), None, True)
+
+
+KNOWN = [HEAD, *(chunked(event(text)) for text in ("one ", "two ", "three "))]
 
 
 @pytest.mark.parametrize(
-    ("odd", "body"),
+    ("odd", "rest"),
     [
-        (chunked(b"data: {}\n\n")[:-2], b"data: {}\n\n"),  # the line end of the chunk comes later
-        (b"5;name=value\r\nhello\r\n", b"hello"),
-        (b"5\r\nhel", b"hel"),
-        (b"5", None),
+        (chunked(event("four"))[:-2], b"\r\n"),
+        (chunked(event("four"))[:-1], b"\n"),
+        (chunked(event("four"))[:50], chunked(event("four"))[50:]),
+        (chunked(event("four"))[:1], chunked(event("four"))[1:]),
+        (chunked(event("four")).replace(b"\r\n", b";name=value\r\n", 1), b""),
+        (b"0" + chunked(event("four")), b""),
+        (chunked(event("four")[:30]) + chunked(event("four")[30:]), b""),
     ],
 )
-def test_what_is_not_one_whole_chunk_is_the_parsers(odd: bytes, body: bytes | None) -> None:
-    known = [HEAD, chunked(event("one")), chunked(event("two"))]
-    said = [data for _, data in read_in([*known, odd]).body]
-    assert said == [event("one"), event("two"), *([] if body is None else [body])]
+def test_what_is_not_one_whole_chunk_is_the_parsers(odd: bytes, rest: bytes) -> None:
+    for together in (1, 100):
+        reads = [*KNOWN, odd, *([rest] if rest else []), chunked(event("five")), *DONE]
+        exchange, answer, taken = read_in(reads, together)
+        assert (answer.text, answer.error, exchange.complete) == ("one two three fourfive", None, True)
+        assert sum(taken) == 2, "one opens the stream, one is learnt from, and the odd one is the parser's"
 
 
 def test_a_chunk_longer_than_it_says_is_an_error_wherever_it_stands() -> None:
-    for known in ([HEAD], [HEAD, chunked(event("one"))]):
+    longer = chunked(event("four")).replace(b"four", b"four!")
+    for reads in ([HEAD], KNOWN):
         with pytest.raises(httptools.HttpParserError):
-            read_in([*known, b"5\r\nhello!\r\n"])
+            read_in([*reads, longer, chunked(event("five"))])
 
 
 @pytest.fixture

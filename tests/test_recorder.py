@@ -291,9 +291,11 @@ def test_what_fell_due_while_the_loop_stood_still_was_late_as_well() -> None:
     health.begin()
     health.note_loop(-0.0001)
     health.note_loop(0.12)  # also due: 50 and 100 ms later
-    assert health.loop_lag_mean_s() == pytest.approx((0.0 + 0.12 + 0.07 + 0.02) / 4)
-    assert (health.loop_lag_s(0.5), health.loop_lag_s(0.99)) == (0.02, None)
-    for _ in range(95):
+    assert (health.loop_lag_mean_s(), health.loop_lag_s(0.5), health.loop_lag_s(0.99)) == (None, 0.02, None)
+    for _ in range(16):
+        health.note_loop(0.001)
+    assert health.loop_lag_mean_s() == pytest.approx((0.0 + 0.12 + 0.07 + 0.02 + 16 * 0.001) / 20)
+    for _ in range(79):
         health.note_loop(0.001)
     assert health.loop_lag_s(0.99) is None
     health.note_loop(0.001)
@@ -303,7 +305,7 @@ def test_what_fell_due_while_the_loop_stood_still_was_late_as_well() -> None:
 def test_a_loop_that_is_held_up_is_late(tmp_path: Path) -> None:
     one = recorder(tmp_path)
     one.sending("measured")
-    until = time.monotonic() + 1.1
+    until = time.monotonic() + 2.0
     while time.monotonic() < until:
         time.sleep(0.08)  # not gevent's: the whole process stands still
         gevent.sleep(0.001)

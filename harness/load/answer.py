@@ -103,11 +103,6 @@ class Reading:
             return
         for read, data in exchange.body:
             whole = self._events.idle
-            if whole and not answer.done and (text := self._form.text(data)) is not None:
-                self._count += 1
-                answer.texts.append(text)
-                self._chunk_reads.append(read)
-                continue
             events = self._events.feed(data)
             for event in events:
                 self._take(event, read)
@@ -117,6 +112,28 @@ class Reading:
         exchange.known_stream = True
         if len(answer.texts) > _MOST_TEXTS:
             answer.texts = ["".join(answer.texts)]
+
+    def glance(self, reads: list[bytes], first: int) -> int:
+        """Take in, of the next reads in the middle of a chunked body, those at the front that are each one whole chunk,
+        with an event that differs from an earlier one in its text only. Returns how many; `first` numbers the first.
+        """
+        exchange, answer = self._exchange, self._answer
+        if exchange.body:
+            self.look()
+        texts = self._form.texts(reads) if self._events.idle and not answer.done else []
+        if not texts:
+            return 0
+        try:
+            text = b"".join(texts).decode()
+        except UnicodeDecodeError:
+            return 0
+        if self._form.visible:
+            answer.texts.append(text)
+        else:
+            answer.reasoning_chunks += len(texts)
+        self._count += len(texts)
+        self._chunk_reads.extend(range(first, first + len(texts)))
+        return len(texts)
 
     def _take(self, event: Event, read: int) -> None:
         """Take in an event that this read completed."""

@@ -200,8 +200,7 @@ class Client:
         with contextlib.closing(self._inbox(sock, exchange)) as inbox:
 
             def take_in() -> None:
-                for data in inbox.rest():
-                    collector.take(data)
+                collector.take_all(inbox.rest())
                 if exchange.look is not None:
                     exchange.look()
 
@@ -225,8 +224,7 @@ class Client:
                 # Cut: what has come by now has come. If that is the connection's end, cut is still what it is: an error
                 # raised here would take the place of the cut, and the greenlet would live on.
                 with contextlib.suppress(OSError, EOFError, httptools.HttpParserError):
-                    for data in inbox.rest():
-                        collector.take(data)
+                    collector.take_all(inbox.rest())
                 raise
 
     def _inbox(self, sock: socket.socket, exchange: Exchange) -> Inbox:

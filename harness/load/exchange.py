@@ -43,6 +43,9 @@ class Exchange:
     headers_read: int | None = None  # the read that completed the headers
     body: list[tuple[int, bytes]] = field(default_factory=list)  # (read, bytes) that nobody has taken in yet
     look: Callable[[], None] | None = None  # takes in what has come of the body
+    # Takes in, of the next reads in the middle of a chunked body (the number of the first is given), those at the front
+    # that hold nothing unusual; says how many.
+    glance: Callable[[list[bytes], int], int] | None = None
     watched: bool = False  # look at each piece as it comes
     known_stream: bool = False
     complete: bool = False
@@ -85,20 +88,27 @@ class Collector:
         self._informational = False
         self._between = False  # the last that the parser told is that a chunk of the body is complete
 
+    def take_all(self, reads: list[bytes]) -> None:
+        """Look into the next reads. Raises what `take` raises."""
+        while reads:
+            glance = self.exchange.glance if self._between else None
+            known = 0 if glance is None else glance(reads, self.reads)
+            if known:  # whole chunks: the parser would be where it is now
+                self.reads += known
+                self.said_read = self.reads - 1
+                self._tail = b""
+            else:
+                known = 1
+                self.take(reads[0])
+            reads = reads[known:]
+
     def take(self, data: bytes) -> None:
         """Look into the next read; empty is the end of the connection.
 
         Raises EOFError when that is not how this body ends, httptools.HttpParserError for what is no HTTP.
         """
         self.reads += 1
-        if self._between and (chunk := _whole_chunk(data)):  # the parser would be where it is now
-            if chunk.startswith(b"data:") and chunk.endswith(b"}\n\n") and b"[DONE]" not in chunk:  # one like most
-                self.said_read = self.reads - 1
-                self.exchange.body.append((self.said_read, chunk))
-                self._tail = b""
-            else:
-                self.on_body(chunk)
-        elif self.exchange.complete:
+        if self.exchange.complete:
             self.keep_alive = False  # nobody asked for what comes now
         elif data:
             self._parser.feed_data(data)
@@ -156,13 +166,3 @@ class Collector:
         """Whether the end of the connection is how this body ends."""
         headers = self.exchange.headers
         return self.exchange.status is not None and not {"content-length", "transfer-encoding"} & headers.keys()
-
-
-def _whole_chunk(data: bytes) -> bytes:
-    """The content of one whole chunk of a body, as most servers send each event; empty for anything else."""
-    size, _, rest = data.partition(b"\r\n")
-    try:
-        length = int(size, 16)
-    except ValueError:  # an extension, or only a part
-        return b""
-    return rest[:-2] if len(rest) == length + 2 and rest.endswith(b"\r\n") else b""

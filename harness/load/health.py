@@ -81,8 +81,11 @@ class Health:
         return _percentile_s(self._loop_lags, share) if self._loop_lags.total() * (1 - share) >= 1 else None
 
     def loop_lag_mean_s(self) -> float | None:
+        """None: it ran for less than a second, of which one pause is most of the time."""
         asked = self._loop_lags.total()
-        return sum(lag_us * number for lag_us, number in self._loop_lags.items()) / asked / 1e6 if asked else None
+        if asked * TICK_S < _LEAST_S:
+            return None
+        return sum(lag_us * number for lag_us, number in self._loop_lags.items()) / asked / 1e6
 
     def _share(self) -> float:
         (first_s, first_cpu_s), (last_s, last_cpu_s) = self._used[0], self._used[-1]

@@ -24,8 +24,9 @@ _READ_BYTES = 65_536
 _BUSY_NS = 1_000_000  # sockets that become readable at shorter distances than this are looked at by the clock ...
 _PAUSE_S = 0.002  # ... so often
 _ENOUGH = 16  # reads of a stream that are worth a look in passing
-_MOST_BYTES = 16_384  # of a stream that nobody has looked into: its own greenlet has to, busy or not
+_MOST = 64  # of a stream that nobody has looked into: its own greenlet has to, busy or not
 _SHORT = 16  # bytes of a read that may be the second half of a mark
+_MARK = 32  # bytes at the end of a read that hold [DONE], the ends of its event and chunk, and those of the body
 _NO_STAMP = -(2**31)
 _MOST_US = 2**31 - 1
 
@@ -176,8 +177,8 @@ class Reader:
 
     def _drain(self) -> int:
         """Read what is there; the number of reads."""
-        inboxes, clock = self._inboxes, self._clock
-        now_ns = self._drained_ns = clock.look()
+        inboxes, now_ns, stamp_ns = self._inboxes, time.monotonic_ns, self._clock.stamp_ns
+        self._drained_ns = self._clock.look()
         ready = self._poll.poll(0)
         for descriptor, _ in ready:
             inbox = inboxes[descriptor]
@@ -188,61 +189,45 @@ class Reader:
             except OSError as error:
                 inbox.broke(error)
                 continue
-            if data:
-                stamp_ns = clock.stamp_ns(control)
-                if stamp_ns is not None and stamp_ns > now_ns:  # it came after the last look, while others were read
-                    now_ns = clock.look()
-                inbox.arrivals.append(now_ns, stamp_ns)
-            inbox.add(data)
+            inbox.add(data, now_ns(), stamp_ns(control))
         return len(ready)
 
 
 class _Shared:
     """The inbox of a socket that the Reader reads."""
 
-    __slots__ = (
-        "_arrived",
-        "_bytes",
-        "_error",
-        "_pieces",
-        "_reader",
-        "arrivals",
-        "descriptor",
-        "in_passing",
-        "receive",
-    )
+    __slots__ = ("_arrivals", "_arrived", "_error", "_got", "_reader", "descriptor", "in_passing", "receive")
 
     def __init__(self, reader: Reader, descriptor: int, receive: Any, arrivals: Arrivals) -> None:
         self.descriptor = descriptor
         self.receive = receive
-        self.arrivals = arrivals
         self.in_passing: Callable[[], None] | None = None
         self._reader = reader
-        self._pieces: list[bytes] = []
-        self._bytes = 0
+        self._arrivals = arrivals
+        self._got: list[tuple[bytes, int, int | None]] = []  # (bytes, when they were read, and stamped) of each read
         self._error: Exception | None = None
         self._arrived = Event()
 
-    def add(self, data: bytes) -> None:
-        self._pieces.append(data)
-        self._bytes += len(data)
+    def add(self, data: bytes, read_ns: int, stamp_ns: int | None) -> None:
+        got = self._got
+        got.append((data, read_ns, stamp_ns))
         # The end of a chunked body, of a stream that says [DONE] and stays open, or of the connection.
         if (
             self.in_passing is None
             or len(data) < _SHORT
-            or self._bytes > _MOST_BYTES
+            or b"[DONE]" in data[-_MARK:]
             or data.endswith(b"\r\n\r\n")
-            or b"[DONE]" in data
+            or len(got) > _MOST
         ):
             self._arrived.set()
-        elif len(self._pieces) == _ENOUGH:
+        elif len(got) == _ENOUGH:
             self._reader.later.do(self.pass_by)
         if not data:
             self._reader.forget(self.descriptor)  # an ended connection is readable for ever
 
     def pass_by(self) -> None:
         """Take in what is here, unless somebody is about to."""
-        if self.in_passing is not None and self._pieces and not self._arrived.is_set():
+        if self.in_passing is not None and self._got and not self._arrived.is_set():
             try:
                 self.in_passing()
             except Exception as error:  # it is for who waits to handle
@@ -254,7 +239,7 @@ class _Shared:
         self._reader.forget(self.descriptor)
 
     def wait(self, timeout_s: float) -> None:
-        if self._error is not None and not self._pieces:
+        if self._error is not None and not self._got:
             raise self._error
         self._arrived.wait(timeout_s)
         self._arrived.clear()
@@ -264,8 +249,11 @@ class _Shared:
         self._arrived.set()
 
     def rest(self) -> list[bytes]:
-        pieces, self._pieces, self._bytes = self._pieces, [], 0
-        return pieces
+        got, self._got = self._got, []
+        for data, read_ns, stamp_ns in got:
+            if data:
+                self._arrivals.append(read_ns, stamp_ns)
+        return [data for data, _, _ in got]
 
     def close(self) -> None:
         self.in_passing = None
