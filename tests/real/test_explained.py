@@ -21,14 +21,16 @@ LOADS = {"bursts": {"user": "batch", "batch_size": 5, "requests": 2000, "output_
 @pytest.fixture(scope="module")
 def said() -> dict[str, str]:
     """What the real vLLM says of each case. About 20 s of CPU time, most of it for one import."""
+    # One stream for both: Docker hands two on without their order.
+    both = ["sh", "-c", 'exec "$0" "$@" 2>&1']
     command = [
         "docker", "run", "--rm", "--init", "--network=none", "--shm-size=1g", "--security-opt=seccomp=unconfined",
         "--cap-add=SYS_NICE", f"--volume={VLLM_VENV}:{VLLM_VENV}:ro", f"--volume={QWEN3_4M}:/models/tiny:ro",
         f"--volume={HERE}:/tests:ro", "--env=HF_HUB_OFFLINE=1", "--env=VLLM_NO_USAGE_STATS=1",
-        "--env=VLLM_ENABLE_V1_MULTIPROCESSING=0", "--env=VLLM_LOGGING_COLOR=0", BASE_IMAGE,
+        "--env=VLLM_ENABLE_V1_MULTIPROCESSING=0", "--env=VLLM_LOGGING_COLOR=0", BASE_IMAGE, *both,
         str(VLLM_VENV / "bin" / "python"), "/tests/refused_starts.py", "/models/tiny", *CASES,
     ]  # fmt: skip
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=280)
     parts = re.split(r"^== (\S+)\n", done.stdout, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
@@ -103,7 +105,7 @@ def test_a_port_that_llamacpp_cannot_have(say: Say) -> None:
         f"--volume={TINY_GGUF}:/models/tiny.gguf:ro", BASE_IMAGE, "python3", "-c", inner,
         str(LLAMA_SERVER), "-m", "/models/tiny.gguf", "--host", "127.0.0.1", "--port", "8123",
     ]  # fmt: skip
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode != 0
     failure = explain(done.stdout, State(exit_code=done.returncode))
     assert failure is not None, done.stdout
