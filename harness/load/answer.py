@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from harness.load.exchange import Clock, Exchange
-from harness.load.form import Form
 from harness.load.sse import Event, Parser
 from harness.load.tools import Call, gather
 from harness.records import ErrorKind
@@ -85,22 +84,23 @@ class Reading:
         self._embeddings = embeddings
         self._answer = Answer(None, None, secrets)
         self._events = Parser()
-        self._form = Form()
-        self._count = 0
-        self._chunk_reads = array("I")
+        self._form = exchange.form
+        self._count = 0  # of events; those that the form took come to it
+        self._chunk_reads = array("I")  # of chunks; likewise
         self._visible_read: int | None = None
         self._done_read: int | None = None
 
     @property
     def chunks(self) -> int:
         """With generated tokens, that were taken in."""
-        return len(self._chunk_reads)
+        return len(self._chunk_reads) + self._form.events
 
     def look(self) -> None:
         """Take in what has come of a stream; what was taken in is let go."""
         exchange, answer = self._exchange, self._answer
         if exchange.status is None or not 200 <= exchange.status < 300 or not exchange.is_stream:
             return
+        self._fetch_text()
         for read, data in exchange.body:
             whole = self._events.idle
             events = self._events.feed(data)
@@ -110,30 +110,15 @@ class Reading:
                 self._form.learn(data)
         exchange.body.clear()
         exchange.known_stream = True
-        if len(answer.texts) > _MOST_TEXTS:
-            answer.texts = ["".join(answer.texts)]
+        self._form.ready = self._events.idle and not answer.done
 
-    def glance(self, reads: list[bytes], first: int) -> int:
-        """Take in, of the next reads in the middle of a chunked body, those at the front that are each one whole chunk,
-        with an event that differs from an earlier one in its text only. Returns how many; `first` numbers the first.
-        """
-        exchange, answer = self._exchange, self._answer
-        if exchange.body:
-            self.look()
-        texts = self._form.texts(reads) if self._events.idle and not answer.done else []
-        if not texts:
-            return 0
-        try:
-            text = b"".join(texts).decode()
-        except UnicodeDecodeError:
-            return 0
-        if self._form.visible:
-            answer.texts.append(text)
-        else:
-            answer.reasoning_chunks += len(texts)
-        self._count += len(texts)
-        self._chunk_reads.extend(range(first, first + len(texts)))
-        return len(texts)
+    def _fetch_text(self) -> None:
+        texts, taken = self._answer.texts, self._form.text
+        if taken:
+            texts.append(taken.decode("utf-8", "replace"))
+            taken.clear()
+        if len(texts) > _MOST_TEXTS:
+            self._answer.texts = ["".join(texts)]
 
     def _take(self, event: Event, read: int) -> None:
         """Take in an event that this read completed."""
@@ -144,7 +129,7 @@ class Reading:
         if event.data == b"[DONE]":
             answer.done = True
             self._done_read = read
-        elif _take_event(event, self._count, answer):
+        elif _take_event(event, self._count + self._form.events, answer):
             self._chunk_reads.append(read)
             if self._visible_read is None and answer.texts:
                 self._visible_read = read
@@ -153,6 +138,8 @@ class Reading:
         """What a finished or failed exchange says; `time` says when."""
         exchange, answer = self._exchange, self._answer
         answer.status = exchange.status
+        self._fetch_text()
+        answer.reasoning_chunks += self._form.hidden
         if exchange.status is not None and not 200 <= exchange.status < 300:
             _refused(exchange, exchange.status, answer)
         elif exchange.is_stream:
@@ -165,7 +152,8 @@ class Reading:
 
     def time(self) -> None:
         """The times of a finished or failed exchange, for the answer that `finish` returned. To be called once."""
-        exchange, answer, reads = self._exchange, self._answer, self._chunk_reads
+        exchange, answer = self._exchange, self._answer
+        reads = sorted([*self._chunk_reads, *set(range(exchange.reads)).difference(exchange.parsed)])
         answer.clock, times_ns = exchange.times_ns()
         start_ns = exchange.start_ns
         end_ns = exchange.ended_ns if exchange.ended_ns is not None else start_ns
@@ -188,7 +176,8 @@ class Reading:
         if not exchange.complete and not answer.done:
             return  # the failure of the connection says more
         if not answer.done and answer.finish is None:
-            answer.fail("truncated", f"the stream ended after {self._count} events without [DONE] or a finish reason")
+            events = self._count + self._form.events
+            answer.fail("truncated", f"the stream ended after {events} events without [DONE] or a finish reason")
         if not answer.generated:
             answer.fail("empty", f"a complete stream without any generated text; {_usage_words(answer)}")
 

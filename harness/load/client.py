@@ -200,12 +200,15 @@ class Client:
         with contextlib.closing(self._inbox(sock, exchange)) as inbox:
 
             def take_in() -> None:
-                collector.take_all(inbox.rest())
-                if exchange.look is not None:
-                    exchange.look()
+                collector.catch_up()
+                for data in inbox.rest():
+                    collector.take(data)
+                    if exchange.look is not None:
+                        exchange.look()
 
             def pass_by() -> None:
                 take_in()
+                inbox.form = collector.form
                 if exchange.complete or collector.done:
                     inbox.wake()
 
@@ -219,12 +222,15 @@ class Client:
                         raise TimeoutError
                     inbox.wait(left_s)
                     take_in()
-                    inbox.in_passing = pass_by if collector.waits_for_end and not exchange.watched else None
+                    if collector.waits_for_end and not exchange.watched:
+                        inbox.form, inbox.in_passing = collector.form, pass_by
             except (gevent.GreenletExit, gevent.Timeout):
                 # Cut: what has come by now has come. If that is the connection's end, cut is still what it is: an error
                 # raised here would take the place of the cut, and the greenlet would live on.
                 with contextlib.suppress(OSError, EOFError, httptools.HttpParserError):
-                    collector.take_all(inbox.rest())
+                    collector.catch_up()
+                    for data in inbox.rest():
+                        collector.take(data)
                 raise
 
     def _inbox(self, sock: socket.socket, exchange: Exchange) -> Inbox:

@@ -2,6 +2,7 @@
 
 import re
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -9,6 +10,7 @@ from typing import Literal
 import httptools
 
 from harness.load.clock import SLACK_NS
+from harness.load.form import Form
 from harness.load.reader import Arrivals
 from harness.records import ErrorKind
 
@@ -28,6 +30,10 @@ class Failure(Exception):
         self.message = message
 
 
+def _numbers() -> "array[int]":
+    return array("I")
+
+
 @dataclass(slots=True)
 class Exchange:
     """One request and what came back, filled in as it happens, so a cut leaves what there was. Monotonic ns."""
@@ -42,10 +48,9 @@ class Exchange:
     headers: dict[str, str] = field(default_factory=dict)  # names in lower case
     headers_read: int | None = None  # the read that completed the headers
     body: list[tuple[int, bytes]] = field(default_factory=list)  # (read, bytes) that nobody has taken in yet
+    parsed: "array[int]" = field(default_factory=_numbers)  # of the reads that were looked into, those by the parser
+    form: Form = field(default_factory=Form)  # that of the stream's events, which took in all the others
     look: Callable[[], None] | None = None  # takes in what has come of the body
-    # Takes in, of the next reads in the middle of a chunked body (the number of the first is given), those at the front
-    # that hold nothing unusual; says how many.
-    glance: Callable[[list[bytes], int], int] | None = None
     watched: bool = False  # look at each piece as it comes
     known_stream: bool = False
     complete: bool = False
@@ -56,6 +61,11 @@ class Exchange:
     def start_ns(self) -> int:
         """When it was sent; for one that never was, when it was begun."""
         return self.began_ns if self.sent_ns is None else self.sent_ns
+
+    @property
+    def reads(self) -> int:
+        """How many were looked into."""
+        return len(self.parsed) + self.form.events
 
     @property
     def is_stream(self) -> bool:
@@ -79,7 +89,8 @@ class Collector:
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
-        self.reads = 0  # that were looked into
+        exchange.parsed = _numbers()  # not those of an earlier try
+        self._glanced = 0  # events that the form had taken when somebody looked last
         self._parser = httptools.HttpResponseParser(self)
         self.keep_alive = False
         self.said_read: int | None = None  # the last that says something: in a stream, data and not only comments
@@ -88,33 +99,37 @@ class Collector:
         self._informational = False
         self._between = False  # the last that the parser told is that a chunk of the body is complete
 
-    def take_all(self, reads: list[bytes]) -> None:
-        """Look into the next reads. Raises what `take` raises."""
-        while reads:
-            glance = self.exchange.glance if self._between else None
-            known = 0 if glance is None else glance(reads, self.reads)
-            if known:  # whole chunks: the parser would be where it is now
-                self.reads += known
-                self.said_read = self.reads - 1
-                self._tail = b""
-            else:
-                known = 1
-                self.take(reads[0])
-            reads = reads[known:]
+    @property
+    def form(self) -> Form | None:
+        """Whoever gets the next read may offer it to this form, and need not hand over what it takes."""
+        form = self.exchange.form
+        # The parser, which is between two chunks, would be where it is now after a whole one.
+        return form if self._between and form.ready else None
+
+    def catch_up(self) -> None:
+        """Somebody may have offered reads to the form."""
+        if self.exchange.form.events > self._glanced:
+            self._glanced = self.exchange.form.events
+            self.said_read = self.exchange.reads - 1
 
     def take(self, data: bytes) -> None:
         """Look into the next read; empty is the end of the connection.
 
         Raises EOFError when that is not how this body ends, httptools.HttpParserError for what is no HTTP.
         """
-        self.reads += 1
-        if self.exchange.complete:
+        exchange = self.exchange
+        if self.form is not None and self.form.takes(data):
+            self.catch_up()
+            return
+        exchange.form.ready = False
+        exchange.parsed.append(exchange.reads)
+        if exchange.complete:
             self.keep_alive = False  # nobody asked for what comes now
         elif data:
             self._parser.feed_data(data)
             self._between = self._between and data.endswith(b"\n")
         elif self._ends_with_connection():
-            self.exchange.complete = True
+            exchange.complete = True
         else:
             raise EOFError
 
@@ -135,7 +150,7 @@ class Collector:
         self._informational = 100 <= status < 200  # such as "100 Continue": the response itself is still to come
         if not self._informational:
             self.exchange.status = status
-            self.exchange.headers_read = self.reads - 1
+            self.exchange.headers_read = self.exchange.reads - 1
 
     def on_chunk_header(self) -> None:
         self._between = False
@@ -144,7 +159,7 @@ class Collector:
         self._between = True  # and still so after a read that has not begun the next one
 
     def on_body(self, data: bytes) -> None:
-        read = self.reads - 1
+        read = self.exchange.reads - 1
         self.exchange.body.append((read, data))
         tail, self._tail = self._tail, data[-_TAIL_BYTES:]
         if b"data:" in data or b"data:" in tail[-4:] + data[:4] or not self.exchange.is_stream:

@@ -1,8 +1,7 @@
 """What the events of one stream have in common: they differ in their text, and little else."""
 
 import re
-from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Literal
 
 import msgspec
@@ -40,8 +39,14 @@ _decoder = msgspec.json.Decoder(_Plain)
 class Form:
     """The bytes before and after the text of an event that was decoded: others with these need no decoding."""
 
+    __slots__ = ("_after", "_before", "_in_vain", "_visible", "events", "hidden", "ready", "text")
+
     def __init__(self) -> None:
-        self.visible = True  # the text is content, not reasoning
+        self.ready = False  # between two events, and all before was taken in; others see to it
+        self.text = bytearray()  # content of the events that were taken, until somebody fetches it
+        self.events = 0  # that were taken
+        self.hidden = 0  # of them, with reasoning in place of content
+        self._visible = True
         self._before = b""
         self._after = b""
         self._in_vain = 0
@@ -61,26 +66,31 @@ class Form:
         except (msgspec.DecodeError, UnicodeDecodeError):
             return
         if [one for one in (delta.content, delta.reasoning_content, delta.reasoning) if one] == [text]:
-            self.visible = bool(delta.content)
-            self._before, self._after = event[: found[0].start(1)], event[found[0].end(1) :] + _END
+            self._visible = bool(delta.content)
+            self._before, self._after = event[: found[0].start(1)], _one(event[found[0].end(1) :] + _END)
 
-    def texts(self, reads: Sequence[bytes]) -> list[bytes]:
-        """Of the reads, those at the front that are each one whole chunk of a body, and that an event of this form:
-        their texts.
-        """
-        before, after, found = self._before, self._after, []
-        if not before:
-            return []
-        for read in reads:
-            size = _size(len(read))
-            text = read[len(size) + len(before) : -len(after)]
-            fits = read.startswith(size) and read.startswith(before, len(size)) and read.endswith(after)
-            if not fits or _TEXT.fullmatch(text) is None:
-                break
-            found.append(text)
-        if found:
-            self._in_vain = 0
-        return found
+    def takes(self, read: bytes) -> bool:
+        """Take a read if it is one whole chunk of a body, and that an event of this form; whether it is."""
+        before, after = self._before, self._after
+        size = _size(len(read))
+        if not (before and read.startswith(size) and read.startswith(before, len(size)) and read.endswith(after)):
+            return False
+        text = read[len(size) + len(before) : -len(after)]
+        if _TEXT.fullmatch(text) is None:
+            return False
+        if self._visible:
+            self.text += text
+        else:
+            self.hidden += 1
+        self.events += 1
+        self._in_vain = 0
+        return True
+
+
+@lru_cache(256)
+def _one(value: bytes) -> bytes:
+    """The same object for equal values: what all streams compare with stays at hand for the processor."""
+    return value
 
 
 @cache

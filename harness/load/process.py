@@ -132,7 +132,7 @@ class LoadProcess:
         """
         exchange = Exchange(id=self._id(place.ticket))
         reading = Reading(exchange, self._secrets, embeddings=self.job.load.endpoint == "embeddings")
-        exchange.look, exchange.glance = reading.look, reading.glance
+        exchange.look = reading.look
         answer, cut = Answer(), False
         self.recorder.sending(place.ticket.phase, place.ticket.stage)
         try:
@@ -147,7 +147,7 @@ class LoadProcess:
             answer.fail(*_cut(error))
             raise
         finally:
-            exchange.look = exchange.glance = None  # they know the exchange: no cycle is left to the garbage collector
+            exchange.look = None  # it knows the exchange: no cycle is left to the garbage collector
             note = partial(self._note, exchange, reading, answer, place, tools, tell)
             if cut:
                 note()  # Locust may be about to count what there was

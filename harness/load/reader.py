@@ -1,10 +1,11 @@
 """All sockets of a load process, read by one place as soon as there is time: a system call, a stamp and an append each.
 
-What the bytes mean is worked out later, some reads of a stream at once, whenever nothing else is to be done. The
-greenlet of the user whose answer they are sleeps until its end: no switch of greenlets, no parsing and no JSON for a
-chunk. That reading is late does not matter, as the kernel has stamped the bytes when they came; what does matter is
-that two chunks of a stream are not fetched by one read: a busy process looks at its sockets each 2 ms, and a quiet one
-when they are readable (as NAPI does in the kernel).
+Of a stream whose events differ in their text only, a comparison says so while the bytes are at hand, and only the text
+is kept. What other bytes mean is worked out later, whenever nothing else is to be done. The greenlet of the user whose
+answer they are sleeps until its end: no switch of greenlets, no parsing and no JSON for a chunk like most. That reading
+is late does not matter, as the kernel has stamped the bytes when they came; what does matter is that two chunks of a
+stream are not fetched by one read: a busy process looks at its sockets each 2 ms, and a quiet one when they are
+readable (as NAPI does in the kernel).
 """
 
 import select
@@ -18,13 +19,13 @@ from gevent import monkey, socket
 from gevent.event import Event
 
 from harness.load.clock import CONTROL_BYTES, KernelClock
+from harness.load.form import Form
 from harness.load.later import Later
 
 _READ_BYTES = 65_536
 _BUSY_NS = 1_000_000  # sockets that become readable at shorter distances than this are looked at by the clock ...
 _PAUSE_S = 0.002  # ... so often
-_ENOUGH = 16  # reads of a stream that are worth a look in passing
-_MOST = 64  # of a stream that nobody has looked into: its own greenlet has to, busy or not
+_MOST = 64  # reads of a stream that nobody has looked into: its own greenlet has to, busy or not
 _SHORT = 16  # bytes of a read that may be the second half of a mark
 _MARK = 32  # bytes at the end of a read that hold [DONE], the ends of its event and chunk, and those of the body
 _NO_STAMP = -(2**31)
@@ -35,6 +36,8 @@ _How = Literal["asleep", "when readable", "by the clock"]  # when the sockets ar
 
 class Arrivals:
     """When each read of an exchange was, and the kernel's stamp of its bytes: 12 bytes a read."""
+
+    __slots__ = ("_lags_us", "_times_ns")
 
     def __init__(self) -> None:
         self._times_ns = array("q")  # the stamp, else the read
@@ -89,6 +92,8 @@ class Arrivals:
 class Inbox(Protocol):
     """What has arrived for one exchange."""
 
+    # Takes in a read if it is like those before, and says whether it has. None again as soon as one was not taken.
+    form: Form | None
     # Takes in what is here, in the middle of other work: must neither block nor switch. Where it is set, only the end
     # of the answer wakes who waits.
     in_passing: Callable[[], None] | None
@@ -119,6 +124,7 @@ class Reader:
         self.later = later
         make: Callable[[], select.epoll] = monkey.get_original("select", "epoll")  # gevent takes it away
         self._poll = make()
+        self._buffer = bytearray(_READ_BYTES)  # one for all: a new one for each read would cost more than the bytes
         self._inboxes: dict[int, _Shared] = {}
         loop: Any = gevent.get_hub().loop
         self._readable = loop.io(self._poll.fileno(), 1)
@@ -136,7 +142,7 @@ class Reader:
     def open(self, sock: socket.socket, arrivals: Arrivals) -> Inbox:
         """Read a socket from now on, until the inbox is closed; it must be one that the kernel stamps."""
         raw: Any = sock._sock  # type: ignore[attr-defined]  # without gevent's waiting
-        inbox = _Shared(self, raw.fileno(), raw.recvmsg, arrivals)
+        inbox = _Shared(self, raw.fileno(), raw.recvmsg_into, arrivals)
         self._inboxes[inbox.descriptor] = inbox
         self._poll.register(inbox.descriptor, select.EPOLLIN)
         if self._how == "asleep":
@@ -178,56 +184,65 @@ class Reader:
     def _drain(self) -> int:
         """Read what is there; the number of reads."""
         inboxes, now_ns, stamp_ns = self._inboxes, time.monotonic_ns, self._clock.stamp_ns
+        buffers, view = [self._buffer], memoryview(self._buffer)
         self._drained_ns = self._clock.look()
         ready = self._poll.poll(0)
         for descriptor, _ in ready:
             inbox = inboxes[descriptor]
             try:
-                data, control, _, _ = inbox.receive(_READ_BYTES, CONTROL_BYTES)
+                size, control, _, _ = inbox.receive(buffers, CONTROL_BYTES)
             except BlockingIOError:
                 continue
             except OSError as error:
                 inbox.broke(error)
                 continue
-            inbox.add(data, now_ns(), stamp_ns(control))
+            inbox.add(bytes(view[:size]), now_ns(), stamp_ns(control))
         return len(ready)
 
 
 class _Shared:
     """The inbox of a socket that the Reader reads."""
 
-    __slots__ = ("_arrivals", "_arrived", "_error", "_got", "_reader", "descriptor", "in_passing", "receive")
+    __slots__ = (
+        "_arrivals", "_arrived", "_error", "_pieces", "_reader", "descriptor", "form", "in_passing", "receive"
+    )  # fmt: skip
 
     def __init__(self, reader: Reader, descriptor: int, receive: Any, arrivals: Arrivals) -> None:
         self.descriptor = descriptor
         self.receive = receive
+        self.form: Form | None = None
         self.in_passing: Callable[[], None] | None = None
         self._reader = reader
         self._arrivals = arrivals
-        self._got: list[tuple[bytes, int, int | None]] = []  # (bytes, when they were read, and stamped) of each read
+        self._pieces: list[bytes] = []  # a read each
         self._error: Exception | None = None
         self._arrived = Event()
 
     def add(self, data: bytes, read_ns: int, stamp_ns: int | None) -> None:
-        got = self._got
-        got.append((data, read_ns, stamp_ns))
+        if data:
+            self._arrivals.append(read_ns, stamp_ns)
+        if self.form is not None:
+            if self.form.takes(data):
+                return
+            self.form = None
+        self._pieces.append(data)
         # The end of a chunked body, of a stream that says [DONE] and stays open, or of the connection.
         if (
             self.in_passing is None
             or len(data) < _SHORT
             or b"[DONE]" in data[-_MARK:]
             or data.endswith(b"\r\n\r\n")
-            or len(got) > _MOST
+            or len(self._pieces) > _MOST
         ):
             self._arrived.set()
-        elif len(got) == _ENOUGH:
+        elif len(self._pieces) == 1:
             self._reader.later.do(self.pass_by)
         if not data:
             self._reader.forget(self.descriptor)  # an ended connection is readable for ever
 
     def pass_by(self) -> None:
         """Take in what is here, unless somebody is about to."""
-        if self.in_passing is not None and self._got and not self._arrived.is_set():
+        if self.in_passing is not None and self._pieces and not self._arrived.is_set():
             try:
                 self.in_passing()
             except Exception as error:  # it is for who waits to handle
@@ -239,7 +254,7 @@ class _Shared:
         self._reader.forget(self.descriptor)
 
     def wait(self, timeout_s: float) -> None:
-        if self._error is not None and not self._got:
+        if self._error is not None and not self._pieces:
             raise self._error
         self._arrived.wait(timeout_s)
         self._arrived.clear()
@@ -249,14 +264,11 @@ class _Shared:
         self._arrived.set()
 
     def rest(self) -> list[bytes]:
-        got, self._got = self._got, []
-        for data, read_ns, stamp_ns in got:
-            if data:
-                self._arrivals.append(read_ns, stamp_ns)
-        return [data for data, _, _ in got]
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
     def close(self) -> None:
-        self.in_passing = None
+        self.form = self.in_passing = None
         self._reader.forget(self.descriptor)
 
 
@@ -264,6 +276,7 @@ class Direct:
     """The inbox of a socket without stamps (TLS, other systems): read by the greenlet that waits for it."""
 
     def __init__(self, sock: socket.socket, clock: KernelClock, arrivals: Arrivals) -> None:
+        self.form: Form | None = None
         self.in_passing: Callable[[], None] | None = None
         self._socket = sock
         self._clock = clock
