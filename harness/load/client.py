@@ -122,30 +122,30 @@ class Client:
 
         A greenlet that is cut meanwhile (GreenletExit, gevent.Timeout) sees that raised, with the connection closed.
         """
-        self._run(self._head("POST", path, exchange.id, body), exchange)
+        self._run(self._head("POST", path, exchange.id, len(body)), body, exchange)
 
     def get(self, path: str, exchange: Exchange) -> None:
         """As `post`, for reading a page of the API."""
-        self._run(self._head("GET", path, exchange.id, b""), exchange)
+        self._run(self._head("GET", path, exchange.id), b"", exchange)
 
     def close(self) -> None:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
-    def _head(self, method: str, path: str, request_id: str, body: bytes) -> bytes:
-        length = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
+    def _head(self, method: str, path: str, request_id: str, size: int | None = None) -> bytes:
+        length = "" if size is None else f"Content-Type: application/json\r\nContent-Length: {size}\r\n"
         head = (
             f"{method} {self._target.prefix}{path} HTTP/1.1\r\nHost: {self._target.authority}\r\n"
             f"Accept: text/event-stream, application/json\r\nAccept-Encoding: identity\r\n"
             f"X-Request-Id: {request_id}\r\n{self._headers}{length}\r\n"
         )
-        return head.encode("latin-1") + body
+        return head.encode("latin-1")
 
-    def _run(self, request: bytes, exchange: Exchange) -> None:
+    def _run(self, head: bytes, body: bytes, exchange: Exchange) -> None:
         try:
-            if not self._attempt(request, exchange):
-                self._attempt(request, exchange)
+            if not self._attempt(head, body, exchange):
+                self._attempt(head, body, exchange)
         except Failure as failure:
             exchange.failure = failure
         finally:
@@ -153,7 +153,7 @@ class Client:
             if not exchange.complete:
                 self.close()
 
-    def _attempt(self, request: bytes, exchange: Exchange) -> bool:
+    def _attempt(self, head: bytes, body: bytes, exchange: Exchange) -> bool:
         """One try. False: the kept connection was closed as the request was on its way; use a new one."""
         self._drop_if_stale()
         reused = self._socket is not None
@@ -164,7 +164,7 @@ class Client:
             exchange.sent_ns = sent_ns
         sending = True
         try:
-            sock.sendall(request)
+            sock.sendall(head + body)  # in one packet where it fits, and not kept together: prompts may be long
             sending = False
             self._receive(sock, exchange)
         except TimeoutError:

@@ -15,11 +15,8 @@ class _Left(gevent.Timeout):  # cut like any other timeout
 
 
 @contextmanager
-def leaving(how: Abandon | None, exchange: Exchange, reading: Reading) -> Iterator[None]:
+def leaving(how: Abandon, exchange: Exchange, reading: Reading) -> Iterator[None]:
     """Cut what is sent inside, as `how` says; the exchange then has failed as `abandoned`."""
-    if how is None:
-        yield
-        return
     tokens, look = how.after_tokens, exchange.look
     with _Left(how.after_s) as left:
 

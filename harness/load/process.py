@@ -4,6 +4,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -136,7 +137,7 @@ class LoadProcess:
         answer, cut = Answer(), False
         self.recorder.sending(place.ticket.phase, place.ticket.stage)
         try:
-            with leaving(leave, exchange, reading):
+            with nullcontext() if leave is None else leaving(leave, exchange, reading):
                 client.post(PATHS[self.job.load.endpoint], self._body(messages, place.question, tools), exchange)
             answer = self._finish(reading)
         except Exception as error:

@@ -238,6 +238,8 @@ class LLMUser(User):
     def ask_all(self, works: Sequence[Work]) -> list[Answer]:
         """Send all at once and wait for the last answer."""
         batch = works[0].ticket.index
+        if len(works) == 1:
+            return [self.ask(works[0], batch=batch)]
         if not self._begun:
             self._burst = frozenset(work.ticket for work in works)
         return self.at_once([partial(self.ask, work, batch=batch) for work in works])
