@@ -4,6 +4,13 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 IMAGE := amd-llm-load:local
 BASE ?= python:3.11-slim
+TEST_PROCESSES ?= 3
+WITHOUT_TIERS := --ignore tests/docker --ignore tests/real --ignore tests/browser
+# First the tests that bear nothing beside them, then the others, several files at once.
+PYTEST := $(BIN)/python -m pytest
+BESIDE := --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+both = status=0; set -x; $(PYTEST) $(1) -m alone $(PYTEST_ARGS) || status=$$?; \
+	$(PYTEST) $(1) -m "not alone" $(BESIDE) $(PYTEST_ARGS) || status=$$?; exit $$status
 
 .DEFAULT_GOAL := help
 .PHONY: help demo install dev test test-fast lint format image clean
@@ -21,10 +28,10 @@ dev: $(VENV)/installed-dev ## Install what the tests need, too
 test: dev ## Run every tier of tests that this machine can carry, and say which it cannot and why
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 	tests/engines/setup-for-tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(call both,)
 
 test-fast: dev ## Run the tests that need neither Docker nor real engines nor a browser
-	$(BIN)/python -m pytest --ignore tests/docker --ignore tests/real --ignore tests/browser $(PYTEST_ARGS)
+	@$(call both,$(WITHOUT_TIERS))
 
 lint: dev ## Check style and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

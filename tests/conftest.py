@@ -36,6 +36,7 @@ def _no_browser() -> str | None:
 
 
 TIERS = {"docker": _no_docker, "real": _no_engines, "browser": _no_browser}
+ALONE = ("docker", "real")  # one Docker Engine, whose containers they count
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,6 +45,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         tier = item.path.relative_to(HERE).parts[0]
         if tier not in TIERS:
             continue
+        if tier in ALONE:
+            item.add_marker(pytest.mark.alone)
         if tier not in absent:
             absent[tier] = TIERS[tier]()
         reason = absent[tier]

@@ -8,6 +8,7 @@ import pytest
 
 from tests.command import harness, only_run, write
 
+pytestmark = pytest.mark.alone
 # Long sleeps and little work, so that a busy machine shows less than the 10 % that are to be found.
 WORK: dict[str, Any] = {
     "loads": {"burst": {"user": "batch", "batch_size": 5, "requests": 10, "output_tokens": 15}},

@@ -103,6 +103,7 @@ def test_what_was_found_is_held_against_loads(tmp_path: Path, monkeypatch: pytes
     assert calibrated.notes(scenario(loads=loads)) == []
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(120)
 def test_the_command_measures(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "harness", "calibrate", "--most", "20", "--json"]

@@ -40,6 +40,7 @@ def attempt(folder: Path) -> tuple[float, str]:
     return float(np.percentile(np.abs(errors), 99)), f"{words}, {coalesced} shared a read"
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(180)
 def test_chunk_times_agree_with_the_engines_own_log(tmp_path: Path) -> None:
     best_s = float("inf")

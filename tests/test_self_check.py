@@ -185,11 +185,13 @@ def well(folder: Path, flags: Sequence[str] = ()) -> tuple[list[ClientLimit], st
     return limits, words
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(180)
 def test_a_healthy_client_is_not_called_limited(tmp_path: Path) -> None:
     assert well(tmp_path)[0] == []
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(180)
 def test_an_engine_that_writes_two_chunks_at_once_does_not_make_the_client_limited(tmp_path: Path) -> None:
     limits, words = well(tmp_path, ["--fault", "coalesce:2"])
@@ -198,6 +200,7 @@ def test_an_engine_that_writes_two_chunks_at_once_does_not_make_the_client_limit
     assert words.startswith(f"{40 * TOKENS} chunks, {40 * 24} shared a read, ")
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(180)
 def test_a_client_that_is_stopped_now_and_then_is_limited(tmp_path: Path) -> None:
     limits, words = measured(tmp_path / "a", [], stop_now_and_then)
@@ -206,6 +209,7 @@ def test_a_client_that_is_stopped_now_and_then_is_limited(tmp_path: Path) -> Non
     assert "loop_lag_mean_s=0.0" in words
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(180)
 def test_a_client_that_shares_its_core_with_somebody_busy_is_limited(tmp_path: Path) -> None:
     core = max(os.sched_getaffinity(0))
