@@ -106,7 +106,8 @@ class Reading:
             events = self._events.feed(data)
             for event in events:
                 self._take(event, read)
-            if whole and len(events) == 1 and data == b"data: %s\n\n" % events[0].data:
+            # What comes behind the finish reason has no text.
+            if whole and len(events) == 1 and answer.finish is None and data == b"data: %s\n\n" % events[0].data:
                 self._form.learn(data)
         exchange.body.clear()
         exchange.known_stream = True

@@ -197,41 +197,43 @@ class Client:
     def _collect(self, sock: socket.socket, collector: Collector) -> None:
         exchange = collector.exchange
         began_ns = time.monotonic_ns()
-        with contextlib.closing(self._inbox(sock, exchange)) as inbox:
+        inbox = self._inbox(sock, exchange)
 
-            def take_in() -> None:
+        def take_in() -> None:
+            collector.catch_up()
+            for data in inbox.rest():
+                collector.take(data)
+                if exchange.look is not None:
+                    exchange.look()
+
+        def pass_by() -> None:
+            take_in()
+            inbox.form = collector.form
+            if exchange.complete or collector.done:
+                inbox.wake()
+
+        try:
+            while not exchange.complete:
+                # Pings keep a connection open, but they do not keep us waiting.
+                said_ns = began_ns if collector.said_read is None else exchange.arrivals[collector.said_read][0]
+                patience_s = _DONE_GRACE_S if collector.done else self._timeout_s
+                left_s = patience_s - (time.monotonic_ns() - said_ns) / 1e9
+                if left_s <= 0:
+                    raise TimeoutError
+                inbox.wait(left_s)
+                take_in()
+                if collector.waits_for_end and not exchange.watched:
+                    inbox.form, inbox.in_passing = collector.form, pass_by
+        except (gevent.GreenletExit, gevent.Timeout):
+            # Cut: what has come by now has come. If that is the connection's end, cut is still what it is: an error
+            # raised here would take the place of the cut, and the greenlet would live on.
+            with contextlib.suppress(OSError, EOFError, httptools.HttpParserError):
                 collector.catch_up()
                 for data in inbox.rest():
                     collector.take(data)
-                    if exchange.look is not None:
-                        exchange.look()
-
-            def pass_by() -> None:
-                take_in()
-                inbox.form = collector.form
-                if exchange.complete or collector.done:
-                    inbox.wake()
-
-            try:
-                while not exchange.complete:
-                    # Pings keep a connection open, but they do not keep us waiting.
-                    said_ns = began_ns if collector.said_read is None else exchange.arrivals[collector.said_read][0]
-                    patience_s = _DONE_GRACE_S if collector.done else self._timeout_s
-                    left_s = patience_s - (time.monotonic_ns() - said_ns) / 1e9
-                    if left_s <= 0:
-                        raise TimeoutError
-                    inbox.wait(left_s)
-                    take_in()
-                    if collector.waits_for_end and not exchange.watched:
-                        inbox.form, inbox.in_passing = collector.form, pass_by
-            except (gevent.GreenletExit, gevent.Timeout):
-                # Cut: what has come by now has come. If that is the connection's end, cut is still what it is: an error
-                # raised here would take the place of the cut, and the greenlet would live on.
-                with contextlib.suppress(OSError, EOFError, httptools.HttpParserError):
-                    collector.catch_up()
-                    for data in inbox.rest():
-                        collector.take(data)
-                raise
+            raise
+        finally:
+            inbox.close()
 
     def _inbox(self, sock: socket.socket, exchange: Exchange) -> Inbox:
         if self._stamped:
@@ -288,9 +290,9 @@ class Client:
 
 def _has_ended(sock: socket.socket) -> bool:
     """Whether there is an end, or anything else that no request asked for, on an idle connection."""
-    sock.settimeout(0.0)
+    raw: Any = sock._sock  # type: ignore[attr-defined]  # without gevent's waiting
     try:
-        sock.recv(1, socket.MSG_PEEK)
+        raw.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
         return False
     except OSError:
