@@ -1,3 +1,4 @@
+import itertools
 import json
 import time
 from collections.abc import Iterator
@@ -95,6 +96,31 @@ def test_what_is_learnt_is_used_for_plain_text_only() -> None:
     assert taken(form, event("two", created=5)) == ""
     assert taken(form, event("")[:-40]) == ""
     assert (form.events, form.hidden) == (10, 0)
+
+
+@pytest.mark.parametrize("channel", ["content", "reasoning"])
+def test_chunks_that_share_a_read_are_taken_together(channel: str) -> None:
+    """A client that is late must not become later by it."""
+    events = [chunked(event(f"{number} ").replace(b"content", channel.encode())) for number in range(20)]
+    reads = [HEAD, *events[:3], events[3] + events[4], events[5], b"".join(events[6:16]), *events[16:], *DONE]
+    exchange, answer, taken = read_in(reads, 1)
+    other = read_in(reads, 1, known=False)[1]
+    assert said(answer) == said(other)
+    assert answer.text == ("".join(f"{number} " for number in range(20)) if channel == "content" else "")
+    assert taken == len(reads) - len(exchange.parsed) == len(reads) - 5
+    shared = [len(list(same)) for _, same in itertools.groupby(answer.chunks_s)]
+    assert shared == [1, 1, 1, 2, 1, 10, 1, 1, 1, 1]
+    assert (answer.coalesced, other.coalesced) == (10, 10)
+
+
+@pytest.mark.parametrize("odd", [event("\n"), event("x", created=1), b": ping\n\n", b"data: [DONE]\n\n"])
+def test_of_chunks_that_share_a_read_all_must_be_like_those_before(odd: bytes) -> None:
+    plain = chunked(event("x"))
+    for together in (plain + chunked(odd), chunked(odd) + plain, plain + plain[:20], plain + b"0\r\n\r\n"):
+        form = Form()
+        form.learn(event("x"))
+        assert (form.takes(together), form.events, bytes(form.text)) == (False, 0, b"")
+        assert form.takes(plain + plain) and form.events == 2
 
 
 def test_broken_utf8_is_for_others_to_mend() -> None:

@@ -204,6 +204,7 @@ def cold() -> Iterator[str]:
         yield found.url
 
 
+@pytest.mark.alone
 def test_a_cold_server_is_measured_when_it_is_steady(tmp_path: Path, cold: str) -> None:
     load = Load(user="batch", users=4, processes=2, in_flight=2, requests=40, output_tokens=20)
     job = make_job(tmp_path, load, Warmup(until="steady"))
@@ -224,6 +225,7 @@ def test_a_cold_server_is_measured_when_it_is_steady(tmp_path: Path, cold: str) 
     assert [mark.steady for mark in ends_of(tmp_path, 2)] == [True, True]
 
 
+@pytest.mark.alone
 def test_an_open_loop_warms_up_at_its_own_rate(tmp_path: Path, cold: str) -> None:
     load = Load(user="batch", users=20, duration_s=1.0, output_tokens=5, arrivals=Arrivals(rate=40, spacing="even"))
     job = make_job(tmp_path, load, Warmup(until="steady"))

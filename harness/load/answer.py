@@ -154,7 +154,8 @@ class Reading:
     def time(self) -> None:
         """The times of a finished or failed exchange, for the answer that `finish` returned. To be called once."""
         exchange, answer = self._exchange, self._answer
-        reads = sorted([*self._chunk_reads, *set(range(exchange.reads)).difference(exchange.parsed)])
+        glanced = sorted(set(range(exchange.reads)).difference(exchange.parsed))
+        reads = sorted([*self._chunk_reads, *glanced, *(glanced[number] for number in self._form.more)])
         answer.clock, times_ns = exchange.times_ns()
         start_ns = exchange.start_ns
         end_ns = exchange.ended_ns if exchange.ended_ns is not None else start_ns

@@ -65,7 +65,7 @@ class Exchange:
     @property
     def reads(self) -> int:
         """How many were looked into."""
-        return len(self.parsed) + self.form.events
+        return len(self.parsed) + self.form.reads
 
     @property
     def is_stream(self) -> bool:
@@ -90,7 +90,7 @@ class Collector:
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
         exchange.parsed = _numbers()  # not those of an earlier try
-        self._glanced = 0  # events that the form had taken when somebody looked last
+        self._glanced = 0  # reads that the form had taken when somebody looked last
         self._parser = httptools.HttpResponseParser(self)
         self.keep_alive = False
         self.said_read: int | None = None  # the last that says something: in a stream, data and not only comments
@@ -103,13 +103,13 @@ class Collector:
     def form(self) -> Form | None:
         """Whoever gets the next read may offer it to this form, and need not hand over what it takes."""
         form = self.exchange.form
-        # The parser, which is between two chunks, would be where it is now after a whole one.
+        # The parser, which is between two chunks, would be where it is now after whole ones.
         return form if self._between and form.ready else None
 
     def catch_up(self) -> None:
         """Somebody may have offered reads to the form."""
-        if self.exchange.form.events > self._glanced:
-            self._glanced = self.exchange.form.events
+        if self.exchange.form.reads > self._glanced:
+            self._glanced = self.exchange.form.reads
             self.said_read = self.exchange.reads - 1
 
     def take(self, data: bytes) -> None:

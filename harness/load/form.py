@@ -1,6 +1,7 @@
 """What the events of one stream have in common: they differ in their text, and little else."""
 
 import re
+from array import array
 from functools import cache, lru_cache
 from typing import Literal
 
@@ -39,17 +40,23 @@ _decoder = msgspec.json.Decoder(_Plain)
 class Form:
     """The bytes before and after the text of an event that was decoded: others with these need no decoding."""
 
-    __slots__ = ("_after", "_before", "_in_vain", "_visible", "events", "hidden", "ready", "text")
+    __slots__ = ("_after", "_before", "_in_vain", "_visible", "hidden", "more", "reads", "ready", "text")
 
     def __init__(self) -> None:
         self.ready = False  # between two events, and all before was taken in; others see to it
         self.text = bytearray()  # content of the events that were taken, until somebody fetches it
-        self.events = 0  # that were taken
-        self.hidden = 0  # of them, with reasoning in place of content
+        self.reads = 0  # that were taken
+        self.more = array("I")  # the number, among these, of a read for each event but its first
+        self.hidden = 0  # of the events, those with reasoning in place of content
         self._visible = True
         self._before = b""
         self._after = b""
         self._in_vain = 0
+
+    @property
+    def events(self) -> int:
+        """That were taken."""
+        return self.reads + len(self.more)
 
     def learn(self, event: bytes) -> None:
         """Of a whole event as it was sent, "data: ...", if it is plain."""
@@ -70,21 +77,41 @@ class Form:
             self._before, self._after = event[: found[0].start(1)], _one(event[found[0].end(1) :] + _END)
 
     def takes(self, read: bytes) -> bool:
-        """Take a read if it is one whole chunk of a body, and that an event of this form; whether it is."""
-        before, after = self._before, self._after
-        size = _size(len(read))
-        if not (before and read.startswith(size) and read.startswith(before, len(size)) and read.endswith(after)):
-            return False
-        text = read[len(size) + len(before) : -len(after)]
-        if _TEXT.fullmatch(text) is None:
-            return False
+        """Take a read if it is one whole chunk of a body with an event of this form, or several such; whether it is."""
+        text, number = self._text(read), 1
+        if text is None:
+            texts = self._several(read)
+            text, number = b"".join(texts), len(texts)
+            if not number:
+                return False
+            self.more.extend([self.reads] * (number - 1))
         if self._visible:
             self.text += text
         else:
-            self.hidden += 1
-        self.events += 1
+            self.hidden += number
+        self.reads += 1
         self._in_vain = 0
         return True
+
+    def _text(self, chunk: bytes) -> bytes | None:
+        before, after = self._before, self._after
+        size = _size(len(chunk))
+        if not (before and chunk.startswith(size) and chunk.startswith(before, len(size)) and chunk.endswith(after)):
+            return None
+        text = chunk[len(size) + len(before) : -len(after)]
+        return None if _TEXT.fullmatch(text) is None else text
+
+    def _several(self, read: bytes) -> list[bytes]:
+        """The texts of a read that a late client got: chunks that came one by one. None, if there is anything else."""
+        texts: list[bytes] = []
+        if not self._before:
+            return texts
+        for chunk in read.split(self._after)[:-1]:
+            text = self._text(chunk + self._after)
+            if text is None:
+                return []
+            texts.append(text)
+        return texts if read.endswith(self._after) else []
 
 
 @lru_cache(256)
