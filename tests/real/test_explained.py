@@ -105,7 +105,7 @@ def test_a_port_that_llamacpp_cannot_have(say: Say) -> None:
         f"--volume={TINY_GGUF}:/models/tiny.gguf:ro", BASE_IMAGE, "python3", "-c", inner,
         str(LLAMA_SERVER), "-m", "/models/tiny.gguf", "--host", "127.0.0.1", "--port", "8123",
     ]  # fmt: skip
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=60)
     assert done.returncode != 0
     failure = explain(done.stdout, State(exit_code=done.returncode))
     assert failure is not None, done.stdout
