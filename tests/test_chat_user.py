@@ -60,10 +60,10 @@ def planned_talks(requests: int, turns: int) -> Talks:
 
 
 @pytest.mark.parametrize("think_s", [[0.0, 0.0], [0.0, 0.15]])
-def test_conversations_do_not_depend_on_who_is_faster(tmp_path: Path, engine: str, think_s: list[float]) -> None:
+def test_conversations_do_not_depend_on_who_is_faster(tmp_path: Path, slow_engine: str, think_s: list[float]) -> None:
     load = Load(user="chat", users=5, requests=25, turns=3, output_tokens=4, think_s=think_s, processes=2)
     job = make_job(tmp_path, load, Warmup(requests=4))
-    assert end(start_job(tmp_path, engine, job, "--processes", "2")) == 0, log_of(tmp_path)
+    assert end(start_job(tmp_path, slow_engine, job, "--processes", "2")) == 0, log_of(tmp_path)
     records = records_of(tmp_path)
     ends_of(tmp_path, 2)
     assert len({r.process for r in records}) == 2
