@@ -113,7 +113,7 @@ def test_on_a_server_that_already_runs(tmp_path: Path) -> None:
 
 
 def test_two_load_processes(tmp_path: Path) -> None:
-    load = {"user": "batch", "batch_size": 2, "requests": 40, "output_tokens": 20, "users": 2, "processes": 2}
+    load = {"user": "batch", "batch_size": 2, "requests": 40, "output_tokens": 60, "users": 2, "processes": 2}
     path = write(tmp_path, loads={"burst": load})
     done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
