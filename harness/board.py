@@ -53,6 +53,8 @@ class Entry(Struct, frozen=True, kw_only=True):
     image_digest: str | None
     version: str | None
     valid: bool
+    client_limited: list[str]  # fields of Numbers
+    ranked: bool  # a value of the server, of a valid run
     best: bool = False  # of its machine
 
 
@@ -127,7 +129,7 @@ def _group(results: Path, members: Sequence[tuple[Path, Run, Summary]]) -> Group
     entries.sort(key=lambda entry: _rank(entry, metric))
     best: dict[str, Entry] = {}
     for entry in entries:
-        if entry.valid and entry.value is not None:
+        if entry.ranked:
             best.setdefault(entry.machine, entry)
     marked = [msgspec.structs.replace(entry, best=best.get(entry.machine) is entry) for entry in entries]
     return Group(
@@ -142,16 +144,16 @@ def _group(results: Path, members: Sequence[tuple[Path, Run, Summary]]) -> Group
 
 
 def _rank(entry: Entry, metric: str) -> tuple[bool, float, str, str, str, str]:
-    """Best first; what is not valid or has no value comes last."""
-    usable = entry.valid and entry.value is not None
+    """Best first; what is not ranked comes last."""
     value = entry.value or 0.0
-    return not usable, value if metric == "wall_s" else -value, entry.machine, entry.server, entry.load, entry.run
+    return not entry.ranked, value if metric == "wall_s" else -value, entry.machine, entry.server, entry.load, entry.run
 
 
 def _entry(results: Path, folder: Path, run: Run, summary: Summary, row: Row, metric: str) -> Entry:
     values = [value for value in values_of(row, metric) if speeds(metric, [value])]
     served: ServedBy | None = next((cell.served_by for cell in run.cells if cell.server == row.server), None)
     numbers = row.pooled
+    valid = summary.valid and run.status == "valid"
     return Entry(
         machine=run.machine.name,
         server=row.server,
@@ -169,7 +171,9 @@ def _entry(results: Path, folder: Path, run: Run, summary: Summary, row: Row, me
         image=served.image if served else None,
         image_digest=served.image_digest if served else None,
         version=served.version if served else None,
-        valid=summary.valid and run.status == "valid",
+        valid=valid,
+        client_limited=row.client_limited,
+        ranked=valid and bool(values) and metric not in row.client_limited,
     )
 
 

@@ -169,6 +169,33 @@ def test_an_invalid_or_damaged_entry_is_shown_and_never_ranked(filed: Path) -> N
     assert "- not readable: " in boards.markdown(board)
 
 
+def test_what_the_client_limited_is_marked_and_never_ranked(filed: Path) -> None:
+    far = next(filed.glob("*/which/far"))
+    summary = read_summary(far)
+    limited = {"a": ["wall_s"], "b": ["wall_s", "ttft_s"]}
+    rows = [msgspec.structs.replace(row, client_limited=limited[row.server]) for row in summary.rows]
+    write_summary(far, msgspec.structs.replace(summary, rows=rows))
+    (real, model) = (board := collect(filed, RESULTS)).groups
+    assert [(e.run, e.server, e.ranked, e.best) for e in real.entries] == [
+        ("new", "b", True, True),
+        ("old", "b", True, False),
+        ("new", "a", True, False),
+        ("old", "a", True, False),
+        ("far", "b", False, False),
+        ("far", "a", False, False),
+    ]
+    text = boards.markdown(board)
+    far_b, far_a = (line.split(" | ") for line in text.splitlines() if line.endswith("| far |"))
+    assert (far_b[0], far_b[4][-1], far_b[8][-1], far_b[13]) == ("| –", "‡", "‡", "CLIENT-LIMITED")
+    assert (far_a[0], far_a[4][-1], far_a[8][-1], far_a[13]) == ("| –", "‡", far_a[8][-1], "CLIENT-LIMITED")
+    assert far_a[8][-1] != "‡"
+    assert text.count("‡ the load generator was the limit") == 1
+    page = Page()
+    page.feed(boards.html(board))
+    assert page.text.count("CLIENT-LIMITED") == 2 and page.text.count("‡ the load generator was the limit") == 1
+    assert boards.limited(model) is None
+
+
 class Page(html.parser.HTMLParser):
     """The tags of a page, its text, and whatever it would fetch."""
 

@@ -11,6 +11,7 @@ from harness.board import Board, Entry, Figure, Group
 from harness.errors import HarnessError
 from harness.report import words
 from harness.report.markdown import escape
+from harness.report.table import LIMITED
 
 RANKING = (
     "A ranking is no verdict: it says who was fastest, not whether the difference is more than chance. "
@@ -55,6 +56,10 @@ def html(board: Board) -> str:
         heading=heading,
         digest=digest,
         metric_name=metric_name,
+        rate=rate,
+        first_token=first_token,
+        validity=validity,
+        limited=limited,
         words=words,
         ranking=RANKING.replace("`", ""),
         apart=APART,
@@ -78,7 +83,35 @@ def markdown(board: Board) -> str:
 
 def value(entry: Entry, group: Group) -> str:
     """The median of a row by the group's metric, with its unit."""
-    return words.NOTHING if entry.value is None else _unit(entry.value, group)
+    return words.NOTHING if entry.value is None else _marked(_unit(entry.value, group), group.metric, entry)
+
+
+def rate(entry: Entry) -> str:
+    """The median of the output tokens a second."""
+    if entry.output_tok_s is None:
+        return words.NOTHING
+    return _marked(words.significant(entry.output_tok_s), "output_tok_s", entry)
+
+
+def first_token(entry: Entry) -> str:
+    """The p50 of TTFT in ms."""
+    return words.NOTHING if entry.ttft_p50_s is None else _marked(words.milliseconds(entry.ttft_p50_s), "ttft_s", entry)
+
+
+def validity(entry: Entry) -> str:
+    if not entry.valid:
+        return "INVALID"
+    return "VALID" if entry.ranked or entry.value is None else "CLIENT-LIMITED"
+
+
+def limited(group: Group) -> str | None:
+    """What the mark of a limited number means, where there is one."""
+    there = any(entry.client_limited for entry in group.entries)
+    return f"{LIMITED} the load generator was the limit of this number, not the server." if there else None
+
+
+def _marked(shown: str, field: str, entry: Entry) -> str:
+    return f"{shown}{LIMITED}" if field in entry.client_limited else shown
 
 
 def spread(entry: Entry, group: Group) -> str:
@@ -135,24 +168,24 @@ def _group(group: Group) -> str:
     for number, entry in enumerate(group.entries, 1):
         lines.append(
             [
-                str(number) if entry.valid else words.NOTHING,
+                str(number) if entry.ranked else words.NOTHING,
                 entry.machine,
                 entry.server,
                 entry.load,
                 value(entry, group) + (" (best of this machine)" if entry.best else ""),
                 spread(entry, group),
                 str(entry.repeats),
-                words.NOTHING if entry.output_tok_s is None else words.significant(entry.output_tok_s),
-                words.NOTHING if entry.ttft_p50_s is None else words.milliseconds(entry.ttft_p50_s),
+                rate(entry),
+                first_token(entry),
                 str(entry.errors),
                 entry.date,
                 digest(entry),
                 entry.version or words.NOTHING,
-                "VALID" if entry.valid else "INVALID",
+                validity(entry),
                 entry.run,
             ]
         )
-    return f"{text}\n\n{_table(head, lines)}"
+    return "\n\n".join([text, _table(head, lines), *filter(None, [limited(group)])])
 
 
 def _figures(figures: list[Figure]) -> str:
