@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from msgspec import Struct
 
-from harness.errors import did_you_mean
+from harness.errors import did_you_mean, which_row
 from harness.summary import NEEDED
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -102,7 +102,7 @@ def misplaced(text: str, servers: Collection[str], loads: Collection[str]) -> st
         return str(error)
     for kind, name, known in (("server", check.server, servers), ("load", check.load, loads)):
         if name is not None and name not in known:
-            return f"'{name}' is not a {kind}; {did_you_mean(name, known)}"
+            return f"'{name}' is not a {kind}; {which_row(name, known)}"
     return None
 
 

@@ -63,3 +63,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     if close:
         return f"did you mean '{close[0]}'?"
     return "known: " + ", ".join(names) if names else "none are known"
+
+
+def which_row(name: str, known: Iterable[str]) -> str:
+    """As `did_you_mean`, for loads and rows: a mix is several, LOAD.PART, and so is a load with stages, LOAD@USERS."""
+    names = list(known)
+    parts = [one for one in names if one.startswith((f"{name}.", f"{name}@"))]
+    return f"it is several: {', '.join(parts)}" if parts else did_you_mean(name, names)

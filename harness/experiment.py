@@ -10,7 +10,7 @@ import msgspec
 from harness.arrivals import Schedule
 from harness.check_syntax import misplaced, on_server
 from harness.drive import check_locustfile
-from harness.errors import HarnessError, ScenarioError, did_you_mean
+from harness.errors import HarnessError, ScenarioError, which_row
 from harness.scenario import USERS, Baseline, Scenario, Server, taken_together
 from harness.scenario_file import read_scenario
 from harness.serve import server_problems_of
@@ -186,7 +186,5 @@ def load_name(experiment: Experiment, given: str | None) -> str:
 
 def _choose(experiment: Experiment, kind: str, given: str | None, known: list[str]) -> str:
     if given is not None and given not in known:
-        if any(name.startswith((f"{given}.", f"{given}@")) for name in known):  # a mix, or a load in stages
-            raise HarnessError(f"--{kind}: '{given}' is several {kind}s; take one of {', '.join(known)}")
-        raise HarnessError(f"--{kind}: {experiment.path} has no {kind} '{given}'; {did_you_mean(given, known)}")
+        raise HarnessError(f"--{kind}: {experiment.path} has no {kind} '{given}'; {which_row(given, known)}")
     return given or known[0]

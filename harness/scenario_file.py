@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from harness import behaviour, lengths, mixes, stages, structured
 from harness.check_syntax import misplaced
-from harness.errors import HarnessError, ScenarioError, did_you_mean
+from harness.errors import HarnessError, ScenarioError, did_you_mean, which_row
 from harness.scenario import SERVER_TOKENIZER, USERS, Arrivals, Load, Prompts, Scenario, Server, Trace, Warmup
 from harness.strict import decode, load_yaml, where
 
@@ -97,7 +97,7 @@ def _contradictions(scenario: Scenario, folder: Path, known: dict[str, list[str]
     if base is not None and base.server not in servers:
         problems.append(f"$.baseline.server: '{base.server}' is not a server; {did_you_mean(base.server, servers)}")
     if base is not None and base.load not in loads:
-        problems.append(f"$.baseline.load: '{base.load}' is not a load; {did_you_mean(base.load, loads)}")
+        problems.append(f"$.baseline.load: '{base.load}' is not a load; {which_row(base.load, loads)}")
     problems += _warmup_problems(scenario.warmup) if scenario.warmup is not None else []
     problems += _prompt_problems(scenario.prompts, folder) + _answer_problems(scenario)
     problems += _pair_problems(scenario, servers, loads)
@@ -260,11 +260,11 @@ def _file_problems(prompts: Prompts, folder: Path) -> list[str]:
 
 def _pair_problems(scenario: Scenario, servers: list[str], loads: list[str]) -> list[str]:
     problems = []
-    rows = {f"{server}/{load}" for server in servers for load in loads}
+    rows = [f"{server}/{load}" for server in servers for load in loads]
     for number, pair in enumerate(scenario.compare):
         for key, row in (("row", pair.row), ("against", pair.against)):
             if row not in rows:
-                problems.append(f"$.compare[{number}].{key}: '{row}' is not SERVER/LOAD; {did_you_mean(row, rows)}")
+                problems.append(f"$.compare[{number}].{key}: '{row}' is not SERVER/LOAD; {which_row(row, rows)}")
         if pair.row == pair.against:
             problems.append(f"$.compare[{number}]: '{pair.row}' is compared with itself")
     return problems

@@ -210,4 +210,4 @@ def test_live_takes_one_load_and_no_mix(tmp_path: Path) -> None:
     path = write(tmp_path, loads=loads, mixes=mixes, checks=[], warmup={"duration_s": 1})
     done = harness("live", path.name, "--load", "both", cwd=tmp_path)
     assert (done.code, done.out) == (1, "")
-    assert done.err == "error: --load: 'both' is several loads; take one of a, b, both.a, both.b\n"
+    assert done.err == f"error: --load: {path.name} has no load 'both'; it is several: both.a, both.b\n"

@@ -118,6 +118,17 @@ def test_names_of_stages_are_not_given_by_hand_and_no_mix_has_any(tmp_path: Path
     ]
 
 
+def test_who_names_the_load_is_told_its_stages(tmp_path: Path) -> None:
+    text = f"{HEAD}{UP}baseline: {{server: a, load: people}}\nchecks: ['a/people: error_rate == 0']\n"
+    text += "compare: [{row: a/people, against: a/people@5}]\n"
+    assert problems_of(tmp_path, text) == [
+        "$.baseline.load (line 9): 'people' is not a load; it is several: people@5, people@20, people@5-2",
+        "$.compare[0].row (line 11): 'a/people' is not SERVER/LOAD; "
+        "it is several: a/people@5, a/people@20, a/people@5-2",
+        "$.checks[0] (line 10): 'people' is not a load; it is several: people@5, people@20, people@5-2",
+    ]
+
+
 def test_several_machines_are_refused() -> None:
     load = Load(user="chat", users=4, duration_s=5.0, stages=[Planned(users=4, for_s=5), Planned(users=2, for_s=5)])
     with pytest.raises(HarnessError) as caught:
