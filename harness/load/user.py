@@ -46,6 +46,7 @@ T = TypeVar("T")
 
 _IDLE_S = 0.2
 _NONE = [0.0, 0.0]
+_NOBODY: frozenset[Ticket] = frozenset()  # one for all: each would take room of its own
 _AHEAD_S = 0.2  # open loop: so long before it is time a prompt is made, which may take some ms
 _AFTER_NO_CONNECTION_S = 0.5  # a server that is gone must not make users spin
 
@@ -103,7 +104,7 @@ class LLMUser(User):
         self._clients: list[Client] = []  # idle connections
         self._held: set[Ticket] = set()  # taken, and neither sent nor given up
         self._begun = False  # something of what was taken last was sent
-        self._burst: frozenset[Ticket] = frozenset()  # of these all were to be sent at the time of the first
+        self._burst = _NOBODY  # of these all were to be sent at the time of the first
         self._under_way: list[gevent.Greenlet[[], Any]] = []  # requests that were begun and that nobody waits for
         self._stage = 0  # of the load, in which that was taken
         self._last = 0  # index of the request that was sent last
@@ -149,7 +150,7 @@ class LLMUser(User):
             if tickets:
                 self._held.update(tickets)
                 self._stage = tickets[0].stage
-                self._begun, self._burst = False, frozenset()
+                self._begun, self._burst = False, _NOBODY
                 self._wait_until(tickets[0].due_s, _AHEAD_S)
                 works = [Work(ticket, self._process.messages(ticket)) for ticket in tickets]
                 self._wait_until(tickets[0].due_s)
@@ -266,10 +267,8 @@ class LLMUser(User):
     def think(self) -> None:
         """Pause as the scenario says, or as this class does when it is used by hand; no longer than the load lasts."""
         pause = self.load.think or self.load.think_s or (list(self.think_s) if self._process.by_hand else _NONE)
-        if pause == _NONE:
-            gevent.sleep(0)
-            return
-        self.pause(behaviour.pause_s(pause, self.seed, "think", self._last))
+        if pause != _NONE:
+            self.pause(behaviour.pause_s(pause, self.seed, "think", self._last))
 
     def pause(self, pause_s: float) -> None:
         """For so long, but no longer than the load lasts."""
