@@ -18,6 +18,7 @@ from harness.errors import HarnessError, RunError
 from harness.failures.scan import explain_message
 from harness.job import SECRETS_ENV, Job
 from harness.lengths import most_of
+from harness.manifest import DIED
 from harness.records import CUT, Request, read_marks
 from harness.serve.ports import free_port
 
@@ -142,7 +143,7 @@ def _watch(
     while child.poll() is None:
         dead = alive()
         if dead is not None:
-            return [f"the server died during the load: {dead}"]
+            return [f"{DIED}: {dead}"]
         before = counter.lines
         counter.update()
         now = time.monotonic()

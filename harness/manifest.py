@@ -98,6 +98,9 @@ class GpuMemory(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     total_bytes: int
 
 
+DIED = "the server died during the load"  # begins the problem that says so
+
+
 class CellRun(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A cell of the plan that was run."""
 

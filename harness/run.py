@@ -22,13 +22,13 @@ import msgspec
 
 from harness import __version__, paths
 from harness.computed import fill_in
-from harness.drive import Child, Count, LocalChild, drive, locust_arguments
+from harness.drive import Child, Count, Driven, LocalChild, drive, locust_arguments
 from harness.errors import HarnessError
 from harness.experiment import Experiment
 from harness.job import Job, write_job
 from harness.machine.facts import gpu_memory, machine
 from harness.machine.sampler import Sampler
-from harness.manifest import CellRun, Run, Status, write_run
+from harness.manifest import DIED, CellRun, Run, Status, write_run
 from harness.metrics import Scraper
 from harness.offline import offline_cell
 from harness.plan import Cell, at_once, plan
@@ -306,7 +306,7 @@ def _cell(
         if len(jobs) > 1:
             count = _by_stage(cells, jobs, folder, progress, (scraper, sampler))
         driven = drive(start, job, log_path=log_path, alive=alive, progress=count)
-    problems = [*driven.problems, *endpoint.evidence(), *endpoint.problems()]
+    problems = [*driven.problems, *_died_unnoticed(endpoint, driven), *endpoint.evidence(), *endpoint.problems()]
     return [
         CellRun(
             id=each.id,
@@ -320,6 +320,12 @@ def _cell(
         )
         for each in cells
     ]
+
+
+def _died_unnoticed(endpoint: Endpoint, driven: Driven) -> list[str]:
+    """That the server has died since the load last looked, unless it is told already."""
+    dead = endpoint.look(True).problem
+    return [] if dead is None or any(DIED in problem for problem in driven.problems) else [f"{DIED}: {dead}"]
 
 
 def _by_stage(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from harness.manifest import CellRun, Run
+from harness.manifest import DIED, CellRun, Run
 from harness.punctual import counts_arrivals
 from harness.records import ProcessMark
 from harness.scenario import Load, at_once
@@ -95,7 +95,7 @@ def _server(ran: CellRun, load: ServerLoad) -> list[str]:
     reasons = []
     if served.oom_killed:
         reasons.append("the server was killed because memory ran out")
-    if served.exit_code is not None and not any("the server died" in problem for problem in ran.problems):
+    if served.exit_code is not None and not any(DIED in problem for problem in ran.problems):
         reasons.append(f"the server died with exit code {served.exit_code}")
     if served.restarts:
         reasons.append(f"the server was restarted {_count(served.restarts, 'time')}")

@@ -400,6 +400,18 @@ def test_server_of_someone_else_dies(tmp_path: Path) -> None:
     )
 
 
+def test_server_of_someone_else_dies_just_before_the_end(tmp_path: Path) -> None:
+    loads = {"burst": {"user": "batch", "batch_size": 1, "requests": 33, "output_tokens": 5}}
+    path = write(tmp_path, loads=loads, max_error_rate=1, warmup={"requests": 1}, checks=[])
+    with spawned("--preset", "instant", "--model", "tiny", "--fault", "exit:32") as there:
+        done = harness("run", path.name, "--url", there.url, "--runs", "runs", cwd=tmp_path)
+    run = only_run(tmp_path / "runs")
+    assert (done.code, done.err, len(records(run))) == (3, "", 34)
+    assert read_run(run).reasons == [
+        f"r1-running-burst: the server died during the load: nothing listens at {there.url} any more"
+    ]
+
+
 def test_a_reader_that_goes_away_does_not_end_a_run(tmp_path: Path) -> None:
     path = write(tmp_path)
     with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:

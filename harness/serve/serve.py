@@ -40,7 +40,9 @@ from harness.serve.secrecy import masked, secrets_in
 from harness.serve.values import parse_port, parse_seconds
 from harness.serve.waiting import Waiting
 
-MISSES = 3  # looks in a row at a server that already ran
+MISSES = 3  # looks in a row at a server that already ran, in vain ...
+_LOOK_S = 2.0  # ... which is looked at so often ...
+_AGAIN_S = 0.3  # ... and again, after a look in vain
 
 
 def _silent(_line: str) -> None:
@@ -292,12 +294,16 @@ def attach(
 
     def look(now: bool) -> Look:
         nonlocal last, looked_at, misses
-        if last.problem is None and (now or time.monotonic() - looked_at > 2.0):
+        while last.problem is None and (now or time.monotonic() - looked_at > (_AGAIN_S if misses else _LOOK_S)):
             looked_at = time.monotonic()
             # A full listen queue can refuse one connection of a server that lives.
             misses = 0 if ask.listens(host, port) else misses + 1
             if misses == MISSES:
                 last = Look(f"nothing listens at {served_by.url} any more")
+            elif not now or not misses:
+                break
+            else:
+                time.sleep(_AGAIN_S)
         return last
 
     metrics = metrics_url or ask.metrics_url(served_by.url, api_key)
