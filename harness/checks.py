@@ -163,11 +163,12 @@ def _of_answers(metric: str, row: Row) -> tuple[float | None, str]:
 
 
 def _latency(sample: Distribution, latency: str, statistic: str) -> tuple[float | None, str]:
+    one = f"an {latency}" if latency.startswith("e") else f"a {latency}"
     if statistic == "mean":
-        return sample.mean, f"no successful request has a {latency}; 1 is needed"
+        return sample.mean, f"no successful request has {one}; 1 is needed"
     needed = NEEDED[statistic]
     what = f"{sample.n:,} values are there" if latency == "gap" else f"there are {sample.n:,}"
-    return getattr(sample, statistic), f"needs {needed:,} successful requests that have a {latency}; {what}"
+    return getattr(sample, statistic), f"needs {needed:,} successful requests that have {one}; {what}"
 
 
 def _attained(check: Check, row: Row) -> tuple[float | None, str]:

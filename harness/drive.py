@@ -235,7 +235,7 @@ def scenario_mistake(first: list[Request]) -> str | None:
     if not known or len(known) < len(first):
         return None
     return (
-        f"the load was ended after {len(first)} requests, which all failed for a mistake of the scenario: "
+        f"the load was ended because its first {len(first)} requests all failed for a mistake of the scenario: "
         f"{known[0].cause}; to solve it: {known[0].fix}"
     )
 

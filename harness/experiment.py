@@ -1,7 +1,9 @@
 """A scenario made ready to run: checked against the templates, the environment and the locustfiles."""
 
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,6 +17,7 @@ from harness.scenario import USERS, Baseline, Scenario, Server, taken_together
 from harness.scenario_file import read_scenario
 from harness.serve import server_problems_of
 from harness.serve.secrecy import open_secrets_in_text
+from harness.strict import where
 from harness.traces.replay import replay_of
 from harness.workers import Workers, parse_workers
 from harness.workload import local_words, pairs_of, read_rows
@@ -54,6 +57,7 @@ def prepare(
     read = read_scenario(path)
     problems = read.problems if target is not None else read.problems + server_problems_of(read.scenario, read.lines)
     problems = problems + _secrets_of(path, problems)
+    problems = problems or _never_due(read.scenario, read.lines)
     if problems:
         raise ScenarioError(str(path), problems)
     scenario = read.scenario
@@ -69,22 +73,51 @@ def prepare(
         if target.metrics_url is not None:
             check_url("--metrics-url", target.metrics_url)
         scenario = _on_running_server(scenario)
+    _refuse_unusable(_attempts(scenario, path.parent), path, read.lines)
+    return Experiment(path, _with_traces(scenario, path.resolve().parent), target)
+
+
+def _attempts(scenario: Scenario, folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What may fail for what lies beside the scenario or around it, each with its place in the scenario."""
     if scenario.prompts.file:
-        read_rows(path.parent / scenario.prompts.file)
-    for lengths in (scenario.prompts.tokens, *(load.output_tokens for load in scenario.loads.values())):
-        pairs_of(lengths, path.parent)
-    local_words(scenario.prompts, path.parent)
-    scenario = _with_traces(scenario, path.resolve().parent)
-    _refuse_never_due(scenario)
-    for user in sorted({load.user for load in scenario.loads.values()} - set(USERS)):
-        # A container has packages of its own: only there can be seen whether the file can be imported.
-        check_locustfile((path.resolve().parent / user).resolve(), try_it=scenario.generator == "process")
-    if scenario.api_key_env and not os.environ.get(scenario.api_key_env, "").strip():
+        yield "$.prompts.file", partial(read_rows, folder / scenario.prompts.file)
+    yield "$.prompts.tokens", partial(pairs_of, scenario.prompts.tokens, folder)
+    yield "$.prompts.tokenizer", partial(local_words, scenario.prompts, folder)
+    users: set[str] = set()
+    for name, load in scenario.loads.items():
+        yield f"$.loads.{name}.output_tokens", partial(pairs_of, load.output_tokens, folder)
+        if load.trace is not None:
+            yield f"$.loads.{name}.trace", partial(replay_of, folder.resolve() / load.trace.file, load.trace)
+        if load.user not in USERS and load.user not in users:
+            users.add(load.user)
+            # A container has packages of its own: only there can be seen whether the file can be imported.
+            here = scenario.generator == "process"
+            yield f"$.loads.{name}.user", partial(check_locustfile, (folder / load.user).resolve(), try_it=here)
+    yield "$.api_key_env", partial(_refuse_unset, scenario.api_key_env)
+
+
+def _refuse_unusable(attempts: Iterable[tuple[str, Callable[[], object]]], path: Path, lines: dict[str, int]) -> None:
+    """Raise the HarnessError of the one attempt that fails; of several a ScenarioError that lists them."""
+    failed: list[tuple[str, HarnessError]] = []
+    for place, attempt in attempts:
+        try:
+            attempt()
+        except HarnessError as error:
+            failed.append((place, error))
+    if len(failed) == 1:
+        raise failed[0][1]
+    if failed:
+        told = [(place, "; ".join([error.what, *error.detail.splitlines()])) for place, error in failed]
+        problems = [f"{where(place, lines)}: {text.removeprefix(f'{place}: ')}" for place, text in told]
+        raise ScenarioError(str(path), problems)
+
+
+def _refuse_unset(name: str | None) -> None:
+    if name and not os.environ.get(name, "").strip():
         raise HarnessError(
-            f"$.api_key_env: the environment variable {scenario.api_key_env} is not set",
-            next_step=f"export {scenario.api_key_env}=... before the run; the key is never written anywhere.",
+            f"$.api_key_env: the environment variable {name} is not set",
+            next_step=f"export {name}=... before the run; the key is never written anywhere.",
         )
-    return Experiment(path, scenario, target)
 
 
 def _secrets_of(path: Path, found: Sequence[str]) -> list[str]:
@@ -118,18 +151,22 @@ def _with_traces(scenario: Scenario, folder: Path) -> Scenario:
     return msgspec.structs.replace(scenario, loads=loads)
 
 
-def _refuse_never_due(scenario: Scenario) -> None:
-    """Raise HarnessError for requests that the schedule of their open loop never brings."""
+def _never_due(scenario: Scenario, lines: dict[str, int]) -> list[str]:
+    """Requests that the schedule of their open loop never brings."""
+    problems = []
     for name, load in scenario.loads.items():
         points = None if load.arrivals is None else load.arrivals.points
         if load.arrivals is None or not points or points[-1][1] > 0 or load.requests is None or load.user not in USERS:
             continue
-        together = taken_together(load)
-        if Schedule(load.arrivals, scenario.seed).at(-(-load.requests // together) - 1) is None:
-            raise HarnessError(
-                f"$.loads.{name}.requests: {load.requests} never come: the rate of 'arrivals' stays 0 before",
-                next_step="Give fewer requests, 'duration_s' instead, or a last rate above 0.",
+        together, schedule = taken_together(load), Schedule(load.arrivals, scenario.seed)
+        if schedule.at(-(-load.requests // together) - 1) is None:
+            come = together * next(number for number in itertools.count() if schedule.at(number) is None)
+            problems.append(
+                f"{where(f'$.loads.{name}.requests', lines)}: only {come:,} of {load.requests:,} ever come: the rate "
+                f"of 'arrivals' is 0 from second {points[-1][0]:g} on; give fewer, 'duration_s' instead, or a last "
+                "rate above 0"
             )
+    return problems
 
 
 def refuse_misplaced(checks: Sequence[str], scenario: Scenario) -> None:

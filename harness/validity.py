@@ -316,7 +316,8 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> list[str]:
             f"{numbers.tool_calls_valid:,} of them valid; steps without one went on as planned"
         )
     if numbers.abandoned:
-        notes.append(f"{_count(numbers.abandoned, 'request')} were abandoned by their users: no latency has them")
+        left = "was abandoned by its user" if numbers.abandoned == 1 else "were abandoned by their users"
+        notes.append(f"{_count(numbers.abandoned, 'request')} {left}: no latency has them")
     if load.requests is None and numbers.unfinished:
         notes.append(
             f"{_count(numbers.unfinished, 'request')} did not finish within drain_s ({load.drain_s:g} s) "

@@ -36,13 +36,13 @@ class ToolAgent(LLMUser):
         new: list[Message] = []  # since the last answer: the task, or what the tool returned
         begin, step = 0, 0
         for place in places:
+            if self.over():
+                break
             if not new:
                 begin, step, history, new = place.index, 0, [], place.messages
             step += 1
             asked = place.saying(new) if step > 1 else place
             answer = self.ask(asked, history, conversation=begin, turn=step, batch=batch, tools=tools)
-            if self.over():
-                break
             parts = [of_others[first : first + agent.steps] for first in range(0, len(of_others), agent.steps)]
             self.at_once([partial(self.steps, agent, part, [], batch=begin) for part in parts])
             of_others = []

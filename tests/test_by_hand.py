@@ -43,6 +43,17 @@ def test_by_hand(tmp_path: Path, engine: str, locustfile: str) -> None:
     assert CLASSES[locustfile] in log_of(tmp_path)
 
 
+@pytest.mark.parametrize("locustfile", ["agent", "chat"])
+def test_nothing_new_is_sent_after_the_run_time(tmp_path: Path, engine: str, locustfile: str) -> None:
+    options = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "1s", "--records", "r.jsonl"]
+    options += ["--turns", "100", "--steps", "100", "--think", "0.1 60" if locustfile == "chat" else "0"]
+    child = start(tmp_path, engine, locustfile, *options, "--output-tokens", "20", "--stop-timeout", "20")
+    assert end(child) == 0, log_of(tmp_path)
+    sent = [record.sent_s for record in read_requests(tmp_path / "r.jsonl")]
+    assert len(sent) >= 2 and max(sent) - min(sent) < 5
+    assert "Not all users finished" not in log_of(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -63,7 +74,12 @@ def test_by_hand(tmp_path: Path, engine: str, locustfile: str) -> None:
         (["--regenerate", "2"], "--regenerate: 2.0 is out of range. Give a number of at most 1."),
         (["--regenerate", "nan"], "--regenerate: nan is out of range. Give a number of at least 0."),
         (["--endpoint", "embeddings"], "--endpoint: ChatUser has no use for embeddings, only for chat or completions"),
-        (["--records", "no/such/place"], "No such file or directory: 'no/such/place'"),
+        (
+            ["--records", "no/place"],
+            "--records: no/place cannot be written (No such file or directory). Name a file in",
+        ),
+        (["--in-flight", "4", "--batch-size", "2"], "--in-flight: give one of --batch-size (bursts) and --in-flight"),
+        (["--prompts", "bad.jsonl"], "bad.jsonl: 2 lines cannot be used; bad.jsonl:1: "),
         (["--job", "none.json"], "none.json: the job cannot be read"),
         (["--api-key-env", "NOT_SET_AT_ALL"], "the environment variable NOT_SET_AT_ALL, which should hold the API key"),
     ],
@@ -71,6 +87,7 @@ def test_by_hand(tmp_path: Path, engine: str, locustfile: str) -> None:
 def test_what_cannot_be_done_by_hand_ends_with_a_sentence(
     tmp_path: Path, engine: str, options: list[str], sentence: str
 ) -> None:
+    (tmp_path / "bad.jsonl").write_text("{\n[]\n")
     assert end(start(tmp_path, engine, "chat", "--headless", "--users", "2", *options)) == 1
     assert sentence in log_of(tmp_path)
     assert "Traceback" not in log_of(tmp_path)

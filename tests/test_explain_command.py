@@ -201,8 +201,8 @@ def test_the_rule_that_ends_a_load() -> None:
     said = scenario_mistake(failing(wrong))
     assert said is not None
     assert said.startswith(
-        "the load was ended after 5 requests, which all failed for a mistake of the scenario: the server has no model "
-        "named nope; to solve it: set `model` to the id that its /v1/models names"
+        "the load was ended because its first 5 requests all failed for a mistake of the scenario: "
+        "the server has no model named nope; to solve it: set `model` to the id that its /v1/models names"
     )
     good = msgspec.structs.replace(failing(wrong)[0], error=None, message=None)
     assert scenario_mistake([*failing(wrong, 4), good]) is None, "one that succeeded is enough to go on"
@@ -223,7 +223,7 @@ def test_requests_that_do_not_fit_end_the_load_at_once(tmp_path: Path) -> None:
         manifest.cells[0]
         .problems[0]
         .startswith(
-            "the load was ended after 5 requests, which all failed for a mistake of the scenario: "
+            "the load was ended because its first 5 requests all failed for a mistake of the scenario: "
             "a request does not fit into the server's context (of 2048 tokens, answer 5000); to solve it: "
         )
     )

@@ -145,6 +145,8 @@ def with_options(job: Job, options: Namespace) -> Job:
     for name, allowed in _CHOICES.items():  # which Locust's form does not hold to
         if getattr(options, name) not in allowed:
             raise HarnessError(f"--{name}: {getattr(options, name)!r} is none of {', '.join(allowed)}")
+    if options.in_flight and options.batch_size > 1:
+        raise HarnessError("--in-flight: give one of --batch-size (bursts) and --in-flight")
     slos_of(options.slos)
     abandon = _abandon(options.abandon)
     if abandon is not None and abandon.after_tokens is not None and options.stream == "no":

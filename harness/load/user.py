@@ -25,6 +25,7 @@ from typing import Any, ClassVar, TypeVar
 
 import gevent
 import msgspec
+from gevent.event import Event
 from locust import User
 from locust.env import Environment
 from locust.exception import StopUser
@@ -107,6 +108,7 @@ class LLMUser(User):
         self._burst = _NOBODY  # of these all were to be sent at the time of the first
         self._under_way: list[gevent.Greenlet[[], Any]] = []  # requests that were begun and that nobody waits for
         self._stage = 0  # of the load, in which that was taken
+        self._to_stop = Event()
         self._last = 0  # index of the request that was sent last
         self.number = self._process.tickets.user()
 
@@ -259,10 +261,10 @@ class LLMUser(User):
     def over(self) -> bool:
         """Whether the measured time has passed: nothing more is to be sent, and `take` gives up what was not.
 
-        Of a load with stages, that of the stage in which it was taken; and whether this user is one too many now.
+        Of a load with stages, that of the stage in which it was taken; and whether this user is to stop, as one of
+        too many, or because Locust's --run-time is over.
         """
-        tickets = self._process.tickets
-        return tickets.over(self._stage) or (tickets.several and self._state == LOCUST_STATE_STOPPING)
+        return self._process.tickets.over(self._stage) or self._state == LOCUST_STATE_STOPPING
 
     def think(self) -> None:
         """Pause as the scenario says, or as this class does when it is used by hand; no longer than the load lasts."""
@@ -271,9 +273,9 @@ class LLMUser(User):
             self.pause(behaviour.pause_s(pause, self.seed, "think", self._last))
 
     def pause(self, pause_s: float) -> None:
-        """For so long, but no longer than the load lasts."""
+        """For so long, but no longer than the load lasts, or than this user is to go on."""
         left_s = self._process.tickets.left_s()
-        gevent.sleep(pause_s if left_s is None else max(0.0, min(pause_s, left_s)))
+        self._to_stop.wait(pause_s if left_s is None else max(0.0, min(pause_s, left_s)))
 
     def on_stop(self) -> None:
         if self._held and self._process.tickets.several:  # one user too many: the stage does not wait for what he held
@@ -290,6 +292,7 @@ class LLMUser(User):
     def stop(self, force: bool = False) -> bool:
         """As Locust's own, which kills who pauses between two tasks: he may wake before that and send once more."""
         if force or self._state != LOCUST_STATE_WAITING:
+            self._to_stop.set()
             return bool(super().stop(force))
         self._state = LOCUST_STATE_STOPPING  # which is looked at after the pause
         return all(one.dead for one in self._under_way) and bool(super().stop(force=True))

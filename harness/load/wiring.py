@@ -78,7 +78,7 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
         if not isinstance(runner, MasterRunner):
             job = _job or _job_of_form(environment)
             cells = [stage.cell for stage in job.then]
-            _recorder = Recorder(job.requests_path, job.processes_path, job.cell if _job else "by-hand", then=cells)
+            _recorder = _recorder_of(job, cells)
             atexit.register(_recorder.close)  # whatever ends this process, if it can still run anything
             if options.headless:
                 _process = LoadProcess(job, _host(environment, environment.host), _recorder)
@@ -93,6 +93,16 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     if isinstance(runner, WorkerRunner):
         runner.register_message(_CUT, _on_cut)
     _let_records_be_finished()
+
+
+def _recorder_of(job: Job, cells: list[str]) -> Recorder:
+    try:
+        return Recorder(job.requests_path, job.processes_path, job.cell if _job else "by-hand", then=cells)
+    except OSError as error:
+        raise HarnessError(
+            f"--records: {error.filename} cannot be written ({error.strerror})",
+            next_step="Name a file in a folder that is there.",
+        ) from None
 
 
 def _let_records_be_finished() -> None:
@@ -275,7 +285,8 @@ def _options(environment: Environment) -> Namespace:
 
 def _sentence(error: Exception) -> str:
     if isinstance(error, HarnessError):
-        return f"{error.what}. {error.next_step}".strip()
+        told = "; ".join([error.what, *error.detail.splitlines()])
+        return f"{told}. {error.next_step}".strip()
     return str(error)
 
 

@@ -88,7 +88,9 @@ def test_requests_that_do_not_fit_a_real_server_end_the_load(tmp_path: Path, say
     assert ran.code == ExitCode.INVALID
     assert 5 <= len(ran.records) < 1000
     problem = ran.manifest.cells[0].problems[0]
-    assert problem.startswith("the load was ended after 5 requests, which all failed for a mistake of the scenario: ")
+    assert problem.startswith(
+        "the load was ended because its first 5 requests all failed for a mistake of the scenario: "
+    )
     assert "a request does not fit into the server's context (of 256 tokens, prompt " in problem
     assert left_behind(ran.folder) == []
 
