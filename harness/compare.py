@@ -98,6 +98,7 @@ def compare_runs(
             next_step="Give servers and loads that are to be compared the same names in both scenarios.",
         )
     runs = [run for side in sides for run in side.runs]
+    _refuse_copies(runs)
     for row in rows:
         refuse_other_definitions(runs, _metric(sides, row), [row])
     refuse_unlike(runs, rows, [number for number, side in enumerate(sides) for _ in side.runs], about)
@@ -157,8 +158,22 @@ def _refuse_repeated(groups: Sequence[Sequence[Path]]) -> None:
     seen: set[Path] = set()
     for folder in (folder.resolve() for group in groups for folder in group):
         if folder in seen:
-            raise HarnessError(f"{folder.name}: this run is given twice; a run is not compared with itself")
+            raise HarnessError(
+                f"{folder.name}: this run is given twice; a run is not compared with itself",
+                next_step="Give another run; `harness runs` lists them.",
+            )
         seen.add(folder)
+
+
+def _refuse_copies(runs: Sequence[Run]) -> None:
+    seen: set[tuple[str, float]] = set()
+    for run in runs:
+        if (run.id, run.started_wall_s) in seen:
+            raise HarnessError(
+                f"{run.id}: this run is given twice, in two folders; a run is not compared with itself",
+                next_step="Give another run; `harness runs` lists them.",
+            )
+        seen.add((run.id, run.started_wall_s))
 
 
 def _refuse_checks(groups: Sequence[Sequence[Path]], checks: Sequence[str]) -> None:

@@ -34,6 +34,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     requests_path: str  # requests.jsonl of the run, appended to by every process
     processes_path: str  # processes.jsonl of the run
     tickets_path: str  # the cell's shared counter: which request of the sequence comes next
+    simulated: bool = False  # the server is the embedded engine, which whoever watches is told
     slos: str = ""  # of a live load, for the goodput that is shown
     machine: int = 0  # whose part of the sequence this is, from 0 ...
     machines: int = 1  # ... of so many that send it; each of them has a counter of its own

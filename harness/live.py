@@ -17,6 +17,7 @@ from harness.metrics import Scraper
 from harness.plan import plan
 from harness.preflight import refuse_blocked
 from harness.progress import Progress
+from harness.report.words import SIMULATED
 from harness.run import begin, endpoint_of, finish, generator, make_job
 from harness.serve.ports import is_free
 from harness.serve.telemetry import source_of
@@ -62,8 +63,9 @@ def live(
         with progress.live(), endpoint_of(experiment, manifest.id, cell, folder, progress) as endpoint:
             api_key = os.environ.get(scenario.api_key_env) if scenario.api_key_env else None
             words = counted_words(experiment, manifest.id, cell.server, endpoint, api_key)
-            model, salt = endpoint.served_by.model, salt_words(manifest.id, cell.id, words)
-            job = msgspec.structs.replace(make_job(experiment, cell, folder.resolve(), model, salt, words), slos=slos)
+            served, salt = endpoint.served_by, salt_words(manifest.id, cell.id, words)
+            job = make_job(experiment, cell, folder.resolve(), served.model, salt, words, simulated=served.simulated)
+            job = msgspec.structs.replace(job, slos=slos)
             job_path = folder.resolve() / "jobs" / f"{cell.id}.json"
             write_job(job, job_path)
             log_path = folder / "logs" / f"{cell.id}.locust.log"
@@ -74,7 +76,7 @@ def live(
             ):
                 child = generator(experiment, manifest.id, job, job_path, endpoint, log_path, (UI_HOST, port))()
                 try:
-                    progress.line(f"server: {endpoint.url}")
+                    progress.line(f"server: {endpoint.url}" + (f" ({SIMULATED})" if served.simulated else ""))
                     progress.line(f"Locust: http://{UI_HOST}:{port}")
                     progress.line(f"LLM numbers, live: the tab LLM there, and http://{UI_HOST}:{port}/llm")
                     progress.stage("serving; Ctrl-C takes everything down")

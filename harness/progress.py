@@ -36,6 +36,7 @@ class Progress:
         self._watch: Watch | None = None
         self._glance: Glance | None = None
         self._looked = 0.0
+        self._simulated = False  # the server of the load
 
     @contextmanager
     def live(self) -> Iterator["Progress"]:
@@ -65,6 +66,7 @@ class Progress:
     def load(self, job: Job, folder: Path) -> None:
         """The load of the current cell begins: from now on `count` shows what its files say."""
         self._watch, self._glance, self._looked = Watch(job, folder), None, time.monotonic()
+        self._simulated = job.simulated
 
     def next_stage(self, cell: Cell, job: Job, folder: Path) -> None:
         """The next stage of the load begins, under the same load generator."""
@@ -80,7 +82,8 @@ class Progress:
             self._glance = self._watch.look()
         of = "" if count.total is None else f" of {count.total}"
         failed = f", {count.failed} FAILED" if count.failed else ""
-        words = f"{self.head}: {count.recorded}{of} requests{failed}, {count.elapsed_s:.0f} s"
+        simulated = " (SIMULATED)" if self._simulated else ""
+        words = f"{self.head}{simulated}: {count.recorded}{of} requests{failed}, {count.elapsed_s:.0f} s"
         glance = self._glance
         if glance is not None and self._live is None:
             words = ", ".join([words, *in_words(glance)])

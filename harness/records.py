@@ -126,15 +126,16 @@ def read_requests(path: Path, damaged: list[int] | None = None) -> Iterator[Requ
                     damaged.append(number)
 
 
-def read_marks(path: Path) -> list[ProcessMark]:
-    """The marks of a processes.jsonl; a torn last line is skipped."""
+def read_marks(path: Path, damaged: list[int] | None = None) -> list[ProcessMark]:
+    """The marks of a processes.jsonl. Lines that cannot be read go into `damaged`; a torn last line is skipped."""
     if not path.exists():
         return []
     decoder = msgspec.json.Decoder(ProcessMark)
     marks = []
-    for line in path.read_bytes().splitlines():
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         try:
             marks.append(decoder.decode(line))
-        except msgspec.DecodeError:
-            continue
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            if damaged is not None and line.endswith(b"\n"):
+                damaged.append(number)
     return marks

@@ -285,9 +285,18 @@ def _cell(
     """Load one cell's server, or those of a load's stages one after the other, and say what happened."""
     cell = cells[0]
     words = counted_words(experiment, run_id, cell.server, endpoint, _api_key(experiment.scenario))
-    model = endpoint.served_by.model
+    served, whole = endpoint.served_by, folder.resolve()
     jobs = [
-        make_job(experiment, each, folder.resolve(), model, salt_words(run_id, each.id, words), words) for each in cells
+        make_job(
+            experiment,
+            each,
+            whole,
+            served.model,
+            salt_words(run_id, each.id, words),
+            words,
+            simulated=served.simulated,
+        )
+        for each in cells
     ]
     job = msgspec.structs.replace(jobs[0], then=jobs[1:])
     job_path = folder.resolve() / "jobs" / f"{cell.id}.json"
@@ -398,7 +407,14 @@ def generator(
 
 
 def make_job(
-    experiment: Experiment, cell: Cell, folder: Path, model: str | None, salt: str, words: Sequence[str] = ()
+    experiment: Experiment,
+    cell: Cell,
+    folder: Path,
+    model: str | None,
+    salt: str,
+    words: Sequence[str] = (),
+    *,
+    simulated: bool = False,
 ) -> Job:
     """The job of a cell; `folder` is the run directory as the load processes see it."""
     scenario = experiment.scenario
@@ -419,6 +435,7 @@ def make_job(
         salt=salt if prompts.salt else None,
         warmup=warmup_of(scenario, scenario.loads[cell.load]),
         api_key_env=scenario.api_key_env,
+        simulated=simulated,
         requests_path=str(folder / "requests.jsonl"),
         processes_path=str(folder / "processes.jsonl"),
         tickets_path=str(folder / "jobs" / f"{cell.id}.tickets"),

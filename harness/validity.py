@@ -4,7 +4,7 @@ A reason makes a cell and its run INVALID. A note is what a reader should know a
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
@@ -22,6 +22,7 @@ from harness.workers import Workers
 MOST_TOKEN_DIFFERENCE = 0.01
 MOST_FOREIGN_MEMORY = 0.25  # of a GPU; a desktop on an APU needs some
 MOST_COALESCED = 0.01
+TIMELY_S = 0.005  # a read that comes later than its bytes by less counts as timely
 MOST_OPENED = 0.10  # of the requests
 MOST_HEAT = 0.05  # of the measured time in which heat holds a GPU back
 MOST_ENERGY_DIFFERENCE = 0.10  # between power readings and a counter of the GPU
@@ -75,14 +76,18 @@ def of_cell(evidence: Evidence) -> Findings:
     return Findings([f"{cell}: {text}" for text in reasons], [f"{cell}: {text}" for text in notes], limits)
 
 
-def of_run(run: Run, ran: int, damaged: Sequence[int], strangers: Counter[str]) -> Findings:
-    """Judge what concerns no single cell. `ran`: cells that came to their end; `strangers`: records by unknown cell."""
+def of_run(run: Run, ran: int, damaged: Mapping[str, Sequence[int]], strangers: Counter[str]) -> Findings:
+    """Judge what concerns no single cell.
+
+    `ran`: cells that came to their end; `damaged`: lines by file; `strangers`: records by unknown cell.
+    """
     reasons = list(run.reasons) if run.status in ("failed", "interrupted", "live") else []
     if ran < len(run.order) and run.status != "live":
         reasons.append(f"only {ran} of {len(run.order)} planned cells ran")
-    if damaged:
-        lines = ", ".join(map(str, damaged[:5])) + (" ..." if len(damaged) > 5 else "")
-        reasons.append(f"requests.jsonl: {_count(len(damaged), 'line')} cannot be read (line {lines})")
+    for file, numbers in damaged.items():
+        if numbers:
+            lines = ", ".join(map(str, numbers[:5])) + (" ..." if len(numbers) > 5 else "")
+            reasons.append(f"{file}: {_count(len(numbers), 'line')} cannot be read (line {lines})")
     reasons += [
         f"requests.jsonl: {_count(number, 'record')} of the cell '{cell}', which is not in the plan"
         for cell, number in sorted(strangers.items())
@@ -269,16 +274,22 @@ def _energy(load: MachineLoad | None) -> list[str]:
     ]
 
 
-def _shared_reads(tally: Tally, limits: Sequence[ClientLimit]) -> list[str]:
-    """Chunks that arrived together, where that is not what the self-check says."""
+def _shared_reads(tally: Tally, numbers: Numbers, limits: Sequence[ClientLimit]) -> list[str]:
+    """Chunks that arrived together, where that is not what the self-check says.
+
+    Of a stream that is faster than a read is late nobody can say who put them together: the stamp is of the last one.
+    """
     together = tally.coalesced - tally.coalesced_late
     if together <= MOST_COALESCED * tally.chunks or any(limit.what == "shared_reads" for limit in limits):
         return []
     share = f"{together / tally.chunks:.1%} of the chunks arrived together with a later one"
-    if tally.coalesced_told < tally.coalesced:
+    gap_s = numbers.chunk_gap_s.mean
+    fast = gap_s is not None and gap_s < TIMELY_S
+    if fast or tally.coalesced_told < tally.coalesced:
+        why = f"; of a chunk each {gap_s * 1000:.2g} ms nobody can tell" if fast and gap_s is not None else ""
         return [
-            f"{share} (the server or a proxy sends several at once, or the load generator was late): their times are "
-            "upper bounds"
+            f"{share} (the server or a proxy sends several at once, or the load generator was late{why}): their times "
+            "are upper bounds"
         ]
     return [f"{share} and were read in good time: the server, or what is before it, sends several at once"]
 
@@ -292,7 +303,7 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> list[str]:
             f"the chunk times of {tally.read_clock:,} of {_count(numbers.succeeded, 'request')} are those of the read, "
             "not of the kernel"
         )
-    notes += _shared_reads(tally, limits)
+    notes += _shared_reads(tally, numbers, limits)
     opened = numbers.connect_s
     if opened.n > max(at_once(load), MOST_OPENED * numbers.succeeded) and opened.mean is not None:
         notes.append(

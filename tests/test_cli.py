@@ -57,6 +57,19 @@ def test_usage_errors(tmp_path: Path, arguments: list[str], sentence: str, help_
     assert second == f"next: `{help_of} --help` shows what there is."
 
 
+def test_options_that_mean_nothing_alone_are_refused_together(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    options = ["--metrics-url", "http://127.0.0.1:1", "--bind", "1.2.3.4", "--about", "image", "--ui-port", "8090"]
+    done = harness("run", path.name, *options, cwd=tmp_path)
+    assert (done.code, done.out) == (1, "")
+    assert done.err == (
+        "error: --metrics-url http://127.0.0.1:1 needs --url; --bind 1.2.3.4 needs --workers; "
+        "--about image needs --baseline; --ui-port 8090 needs --ui\nnext: Give both, or neither.\n"
+    )
+    done = harness("report", "some", "--about", "image", cwd=tmp_path)
+    assert (done.code, done.err.splitlines()[0]) == (1, "error: --about image needs --baseline")
+
+
 def test_check_shows_the_plan(tmp_path: Path) -> None:
     loads = {
         "one": {"user": "batch", "requests": 10, "output_tokens": 20},

@@ -1,5 +1,6 @@
 """Verdicts within a run and across runs: words, sentences, refusals."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -513,5 +514,8 @@ def test_what_cannot_be_compared_at_all(tmp_path: Path) -> None:
         compare_runs([[tmp_path / "one"]])
     with pytest.raises(HarnessError, match="given twice"):
         compare_runs([[tmp_path / "one"], [tmp_path / "one"]])
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    with pytest.raises(HarnessError, match="one: this run is given twice, in two folders"):
+        compare_runs([[tmp_path / "one"], [tmp_path / "copy"]])
     with pytest.raises(HarnessError, match="not a run directory"):
         compare_runs([[tmp_path / "one"], [tmp_path / "none"]])

@@ -444,5 +444,6 @@ def test_a_line_now_and_then_where_there_is_no_terminal(tmp_path: Path) -> None:
     done = harness("run", path.name, "--runs", "runs", cwd=tmp_path, env={"COLUMNS": "80"})
     told = [line for line in done.out.splitlines() if " requests, " in line and "TTFT" in line]
     assert told, done.out
+    assert all(line.startswith("[1/1] one / slow, repeat 1 (SIMULATED): ") for line in told), told
     for word in ("TPOT ", " tok/s", "running ", "waiting ", "KV ", " left"):
         assert word in told[-1]

@@ -218,19 +218,35 @@ def test_notes_leave_a_cell_valid() -> None:
     )
 
 
+def test_who_put_chunks_together_is_told_as_far_as_it_is_known() -> None:
+    together = "c: 9.1% of the chunks arrived together with a later one"
+    for gap_s, coalesced_late, told in (
+        (0.1, 0, " and were read in good time: the server, or what is before it, sends several at once"),
+        (0.1, None, " (the server or a proxy sends several at once, or the load generator was late): their times are "
+         "upper bounds"),
+        (0.002, 0, " (the server or a proxy sends several at once, or the load generator was late; of a chunk each 2 "
+         "ms nobody can tell): their times are upper bounds"),
+    ):  # fmt: skip
+        chunks_s = [0.5 + gap_s * number for number in (0, 1, 3, 3, *range(4, 11))]
+        shared = [request(index=i, chunks_s=chunks_s, coalesced=1, coalesced_late=coalesced_late) for i in range(4)]
+        assert judge(shared) == Findings([], [together + told])
+
+
 def test_the_run(tmp_path: Path) -> None:
     run = write_made_run(tmp_path / "run", made_of=scenario(repeats=1))
-    assert of_run(run, 2, [], Counter()) == Findings([], [])
-    assert of_run(run, 1, [], Counter()).reasons == ["only 1 of 2 planned cells ran"]
-    assert of_run(run, 2, [3, 9, 10, 11, 12, 13], Counter({"z": 2})).reasons == [
+    assert of_run(run, 2, {}, Counter()) == Findings([], [])
+    assert of_run(run, 1, {}, Counter()).reasons == ["only 1 of 2 planned cells ran"]
+    damaged = {"requests.jsonl": [3, 9, 10, 11, 12, 13], "processes.jsonl": [2], "other": []}
+    assert of_run(run, 2, damaged, Counter({"z": 2})).reasons == [
         "requests.jsonl: 6 lines cannot be read (line 3, 9, 10, 11, 12 ...)",
+        "processes.jsonl: 1 line cannot be read (line 2)",
         "requests.jsonl: 2 records of the cell 'z', which is not in the plan",
     ]
     stopped = msgspec.structs.replace(run, status="interrupted", reasons=["interrupted before all cells had run"])
-    assert of_run(stopped, 2, [], Counter()).reasons == ["interrupted before all cells had run"]
+    assert of_run(stopped, 2, {}, Counter()).reasons == ["interrupted before all cells had run"]
     # The reasons of a judgement passed before are not taken over: it is passed anew.
     again = msgspec.structs.replace(run, status="invalid", reasons=["an old reason"])
-    assert of_run(again, 2, [], Counter()) == Findings([], [])
+    assert of_run(again, 2, {}, Counter()) == Findings([], [])
 
 
 def test_a_load_above_what_a_gateway_serves_at_once_is_told() -> None:

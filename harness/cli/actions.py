@@ -27,6 +27,7 @@ from harness.cli.common import (
     console,
     find_baseline,
     junit_of_failure,
+    refuse_alone,
     scenario_path,
     show,
     target_of,
@@ -64,8 +65,9 @@ def run(
         bool, typer.Option("--ui", help="Serve Locust's web UI instead of measuring; same as `harness live`.")
     ] = False,
     ui_port: Annotated[
-        int, typer.Option("--ui-port", min=1, max=65535, help="With --ui: port of the web UI on 127.0.0.1.")
-    ] = 8089,
+        int | None,
+        typer.Option("--ui-port", min=1, max=65535, help="With --ui: port of the web UI on 127.0.0.1 (default: 8089)."),
+    ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Explain the columns below the table.")] = False,
 ) -> None:
     """Start the scenario's servers, load them, take everything down, and report."""
@@ -78,8 +80,14 @@ def run(
     from harness.reference import reference_to, write_reference
     from harness.run import run as run_experiment
 
+    refuse_alone(
+        ("--metrics-url", metrics_url, "--url", url),
+        ("--bind", bind, "--workers", workers),
+        ("--about", about, "--baseline", baseline),
+        ("--ui-port", ui_port, "--ui", ui),
+    )
     if ui:
-        live(scenario, url=url, ca=ca, model=model, port=ui_port, runs=runs)
+        live(scenario, url=url, ca=ca, model=model, port=ui_port or 8089, runs=runs)
         return
     target = target_of(url, metrics_url, ca)
     experiment = experiments.prepare(scenario_path(scenario), target, model, repeats, checks or [])

@@ -92,6 +92,13 @@ def scenario_path(given: Path) -> Path:
     )
 
 
+def refuse_alone(*needs: tuple[str, object, str, object]) -> None:
+    """Raise HarnessError for options that mean nothing alone: (option, its value, the other, that one's value)."""
+    alone = [f"{option} {value} needs {other}" for option, value, other, there in needs if value and not there]
+    if alone:
+        raise HarnessError("; ".join(alone), next_step="Give both, or neither.")
+
+
 def target_of(url: str | None, metrics_url: str | None = None, ca: Path | None = None) -> "Target | None":
     """The server that already runs, given on the command line; None without --url. Raises HarnessError."""
     from harness.experiment import Target

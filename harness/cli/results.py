@@ -20,6 +20,7 @@ from harness.cli.common import (
     console,
     end_as,
     find_baseline,
+    refuse_alone,
 )
 from harness.errors import ExitCode, HarnessError
 
@@ -67,6 +68,7 @@ def report(
         from harness.report import html, junit, markdown, openmetrics, rows_csv, terminal
         from harness.summarize import encode_summary, summarize, write_summary
 
+        refuse_alone(("--about", about, "--baseline", baseline))
         folder = find_run(run_folder, runs)
         manifest = read_run(folder)
         adopt_floor(folder, manifest, results)

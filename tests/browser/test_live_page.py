@@ -149,6 +149,7 @@ def test_the_tab_has_table_and_charts(browser: webdriver.Chrome, live: str, sche
     assert cells[0] == "ChatUser" and cells[2] == "0" and len(cells) == 14
     assert 0 <= int(cells[3]) <= 4
     assert all(float(cell) > 0 for cell in cells[4:]), cells
+    assert script(browser, f"return {inside}.getElementById('notes').textContent").startswith("SIMULATED ENGINE: ")
     theme = script(browser, f"return {inside}.documentElement.dataset.theme")
     assert theme == scheme
     time.sleep(1.0)

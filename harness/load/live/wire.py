@@ -92,6 +92,7 @@ class Live:
             "workers": runner.worker_count if isinstance(runner, MasterRunner) else None,
             "trace_ended": self._trace_ended,
             "watched": self._observed.watched,
+            "simulated": self._job is not None and self._job.simulated,
             "server": self._observed.server,
             "gpus": self._observed.gpus,
             "host": self._observed.host,

@@ -107,6 +107,7 @@
 
   function notes() {
     const found = [];
+    if (last.simulated) found.push("SIMULATED ENGINE: these numbers come from a model, not from hardware.");
     if (!last.watched) found.push("Only the load's own numbers: a locustfile started by hand knows nothing of the server's queue or the GPU; harness live does.");
     else {
       if (!last.server) found.push("The server gives no metrics at the moment: its queue and KV cache are not known.");
