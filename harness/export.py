@@ -45,7 +45,9 @@ def export(folder: Path, to: Path) -> Exported:
     """
     writers = {".parquet": _write_parquet, ".csv": _write_csv}
     if to.suffix not in writers:
-        raise HarnessError(f"--to: '{to}' ends in neither .parquet nor .csv")
+        raise HarnessError(
+            f"--to: '{to}' ends in neither .parquet nor .csv", next_step="Give a name such as records.csv."
+        )
     run = read_run(folder)
     path = folder / "requests.jsonl"
     if not path.exists():

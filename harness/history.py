@@ -31,6 +31,8 @@ def find_run(given: Path, runs: Path) -> Path:
 
 def show_runs(runs: Path, console: Console) -> None:
     """One line a run, newest last."""
+    if runs.exists() and not runs.is_dir():
+        raise HarnessError(f"--runs: {runs} is not a folder", next_step="Name the folder that holds the runs.")
     table = Table(box=None, pad_edge=False)
     for column in ("run", "started", "scenario", "cells", "status"):
         table.add_column(column, no_wrap=column != "status")
@@ -46,7 +48,7 @@ def show_runs(runs: Path, console: Console) -> None:
         simulated = " (simulated)" if run.simulated else ""
         cells = f"{len(run.cells)}/{len(run.order)}"
         status = "killed" if run.status == "running" and run.owner and owner_is_gone(run.owner) else run.status
-        table.add_row(run.id, started, run.scenario_name, cells, Text(f"{status}{simulated}{reason}"))
+        table.add_row(path.parent.name, started, run.scenario_name, cells, Text(f"{status}{simulated}{reason}"))
     if paths:
         console.print(table)
     else:

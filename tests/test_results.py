@@ -272,3 +272,17 @@ def test_own_third_party_figures(tmp_path: Path) -> None:
     path.write_text("figures: [{hardware: h}]")
     with pytest.raises(HarnessError, match="cannot be read"):
         collect(tmp_path, RESULTS)
+
+
+def test_what_a_leaderboard_cannot_be_made_of_or_written_to(filed: Path, tmp_path: Path) -> None:
+    afile = tmp_path / "afile"
+    afile.write_text("")
+    for given in (afile, tmp_path / "none"):
+        done = harness("leaderboard", "--results", str(given), cwd=tmp_path)
+        assert (done.code, done.out) == (1, "")
+        assert done.err.startswith(f"error: --results: there is no folder {given}\nnext: ")
+    done = harness("leaderboard", "--results", str(filed), "--output", str(afile / "x.html"), cwd=tmp_path)
+    assert (done.code, done.err.splitlines()[0]) == (
+        1,
+        f"error: --output: {afile / 'x.html'} cannot be written (File exists)",
+    )

@@ -218,6 +218,10 @@ def leaderboard(
     from harness.paths import RESULTS as SHIPPED
     from harness.report.board import write_board
 
+    if results != RESULTS and not results.is_dir():
+        raise HarnessError(
+            f"--results: there is no folder {results}", next_step="`harness publish RUN` files a run, and makes it."
+        )
     for path in write_board(collect(results, SHIPPED), output or results / "leaderboard.html"):
         print(path)
 

@@ -26,15 +26,20 @@ _DIGEST = 12
 
 
 def write_board(board: Board, path: Path) -> list[Path]:
-    """Write the page, and Markdown of the same name beside it. Returns both paths."""
+    """Write the page, and Markdown of the same name beside it. Returns both paths. Raises HarnessError."""
     beside = path.with_suffix(".md")
     if beside == path:
         raise HarnessError(f"{path}: is the name of the Markdown beside the page", next_step="Give a name in .html.")
-    for target, text in ((path, html(board)), (beside, markdown(board))):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f"{target.name}.new")
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, target)
+    try:
+        for target, text in ((path, html(board)), (beside, markdown(board))):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            temporary = target.with_name(f"{target.name}.new")
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, target)
+    except OSError as error:
+        raise HarnessError(
+            f"--output: {path} cannot be written ({error.strerror})", next_step="Name a file in a folder of yours."
+        ) from None
     return [path, beside]
 
 
