@@ -170,13 +170,11 @@ def _never_due(scenario: Scenario, lines: dict[str, int]) -> list[str]:
 
 
 def refuse_misplaced(checks: Sequence[str], scenario: Scenario) -> None:
-    """Raise HarnessError for a check of the command line that the scenario could not have either."""
-    for text in checks:
-        problem = misplaced(text, scenario.servers, scenario.loads)
-        if problem is not None:
-            raise HarnessError(
-                f"--check '{text}': {problem}", next_step="docs/scenarios.md says how checks are written."
-            )
+    """Raise HarnessError for checks of the command line that the scenario could not have either."""
+    found = [(text, misplaced(text, scenario.servers, scenario.loads)) for text in checks]
+    problems = [f"--check '{text}': {problem}" for text, problem in found if problem is not None]
+    if problems:
+        raise HarnessError("; ".join(problems), next_step="docs/scenarios.md says how checks are written.")
 
 
 def check_url(option: str, url: str) -> None:

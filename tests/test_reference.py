@@ -121,6 +121,8 @@ def test_mistakes_are_found_before_anything_is_started(tmp_path: Path) -> None:
         "error: --check 'two/burst: wall < 1 s': 'two' is not a server; known: one\n"
         "next: docs/scenarios.md says how checks are written.\n",
     )
+    done = harness("run", path.name, "--check", "two/burst: wall < 1 s", "--check", "foo", cwd=tmp_path)
+    assert "is not a server; known: one; --check 'foo': check 'foo', at character 1: " in done.err
     done = harness("run", path.name, "--baseline", "nothing", cwd=tmp_path)
     assert (done.code, done.err.splitlines()[0]) == (
         1,

@@ -21,7 +21,7 @@ from harness.scenario import Load
 from harness.serve.ports import free_port
 from harness.simulated.spawn import Spawned, spawned
 from harness.workers import Workers, parse_part, parse_workers, process_number
-from tests.command import Going, going, only_run, until, write
+from tests.command import Going, going, harness, only_run, until, write
 from tests.load_runs import make_job
 from tests.made_runs import request
 
@@ -260,3 +260,10 @@ def test_workers_serve_one_load_after_the_other(tmp_path: Path, engine: Spawned)
         assert sorted(one.index for one in measured if one.cell == cell) == list(range(50))
         assert len({one.process for one in measured if one.cell == cell}) == 4
     assert len(measured) == 100
+
+
+def test_a_master_that_nobody_knows_is_not_waited_for(tmp_path: Path) -> None:
+    name = "x" * 64  # longer than any part of a name
+    done = harness("worker", "--master", f"{name}:5557", "--once", cwd=tmp_path)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith(f"error: --master: no machine has the name '{name}'\nnext: ")
