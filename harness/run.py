@@ -72,8 +72,14 @@ def run(experiment: Experiment, runs: Path, progress: Progress) -> Path:
                 write_run(folder, manifest)
     except BaseException as error:
         finish(folder, manifest, *_how_it_ended(error))
-        if isinstance(error, HarnessError) and (folder / "requests.jsonl").stat().st_size:
-            error.next_step = f"{error.next_step} What was measured until then: harness report {folder}".strip()
+        left = f"What was measured until then: harness report {folder}"
+        if (folder / "requests.jsonl").stat().st_size == 0:
+            raise
+        if isinstance(error, HarnessError):
+            error.next_step = f"{error.next_step} {left}".strip()
+        if isinstance(error, KeyboardInterrupt):
+            with contextlib.suppress(OSError):  # nobody reads it any more
+                progress.line(left)
         raise
     finish(folder, manifest)
     return folder

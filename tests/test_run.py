@@ -250,6 +250,7 @@ def test_interrupted(tmp_path: Path, how: signal.Signals, processes: int) -> Non
         command.nothing_left()
     assert done.code == 130
     assert done.err == "interrupted; everything that was started has been taken down\n"
+    assert done.out.endswith(f"What was measured until then: harness report runs/{run.name}\n")
     complete(run)
     manifest = read_run(run)
     assert (manifest.status, manifest.reasons) == ("interrupted", ["interrupted before all cells had run"])
