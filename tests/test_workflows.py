@@ -203,6 +203,8 @@ def test_the_gate_closes_on_a_run_slower_than_the_published_one(tmp_path: Path) 
     summary = json.loads((target / "summary.json").read_text())
     summary["rows"][0] |= {"wall_s": [wall_s / 10 for wall_s in summary["rows"][0]["wall_s"]], "client_limited": []}
     (target / "summary.json").write_text(json.dumps(summary))
+    run = json.loads((target / "run.json").read_text())
+    (target / "run.json").write_text(json.dumps(run | {"id": "before"}))  # another run, and not a copy of this one
     # This machine may have been busy beside the run, which would leave no verdict.
     marks = only_run(runner.folder / "ci-runs") / "processes.jsonl"
     write_lines(marks, [msgspec.structs.replace(one, loop_lag_mean_s=None) for one in read_marks(marks)])
