@@ -88,7 +88,6 @@ def compare_runs(
         raise HarnessError(
             "a comparison needs a baseline and at least one other run", next_step="harness compare BASELINE OTHER"
         )
-    _refuse_repeated(groups)
     _refuse_checks(groups, checks)
     sides = [_side(group, checks) for group in groups]
     rows = [row for row in sides[0].rows() if all(row in side.rows() for side in sides[1:])]
@@ -98,7 +97,7 @@ def compare_runs(
             next_step="Give servers and loads that are to be compared the same names in both scenarios.",
         )
     runs = [run for side in sides for run in side.runs]
-    _refuse_copies(runs)
+    _refuse_repeated(runs)
     for row in rows:
         refuse_other_definitions(runs, _metric(sides, row), [row])
     refuse_unlike(runs, rows, [number for number, side in enumerate(sides) for _ in side.runs], about)
@@ -154,23 +153,13 @@ def by_machine(folders: Sequence[Path]) -> list[list[Path]]:
     return list(groups.values())
 
 
-def _refuse_repeated(groups: Sequence[Sequence[Path]]) -> None:
-    seen: set[Path] = set()
-    for folder in (folder.resolve() for group in groups for folder in group):
-        if folder in seen:
-            raise HarnessError(
-                f"{folder.name}: this run is given twice; a run is not compared with itself",
-                next_step="Give another run; `harness runs` lists them.",
-            )
-        seen.add(folder)
-
-
-def _refuse_copies(runs: Sequence[Run]) -> None:
+def _refuse_repeated(runs: Sequence[Run]) -> None:
+    """The same folder twice, or a copy of it."""
     seen: set[tuple[str, float]] = set()
     for run in runs:
         if (run.id, run.started_wall_s) in seen:
             raise HarnessError(
-                f"{run.id}: this run is given twice, in two folders; a run is not compared with itself",
+                f"{run.id}: this run is given twice; a run is not compared with itself or with its copy",
                 next_step="Give another run; `harness runs` lists them.",
             )
         seen.add((run.id, run.started_wall_s))

@@ -64,7 +64,7 @@ def live(
             api_key = os.environ.get(scenario.api_key_env) if scenario.api_key_env else None
             words = counted_words(experiment, manifest.id, cell.server, endpoint, api_key)
             served, salt = endpoint.served_by, salt_words(manifest.id, cell.id, words)
-            job = make_job(experiment, cell, folder.resolve(), served.model, salt, words, simulated=served.simulated)
+            job = make_job(experiment, cell, folder.resolve(), served, salt, words)
             job = msgspec.structs.replace(job, slos=slos)
             job_path = folder.resolve() / "jobs" / f"{cell.id}.json"
             write_job(job, job_path)

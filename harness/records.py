@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 FORMAT_VERSION = 1
+LATE_READ_S = 0.005  # after the kernel had the bytes: a busy load process looks at its sockets each 2 ms
 
 ErrorKind = Literal[
     "connect",  # no connection: refused, unreachable, name not resolved

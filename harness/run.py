@@ -28,7 +28,7 @@ from harness.experiment import Experiment
 from harness.job import Job, write_job
 from harness.machine.facts import gpu_memory, machine
 from harness.machine.sampler import Sampler
-from harness.manifest import DIED, CellRun, Run, Status, write_run
+from harness.manifest import DIED, CellRun, Run, ServedBy, Status, write_run
 from harness.metrics import Scraper
 from harness.offline import offline_cell
 from harness.plan import Cell, at_once, plan
@@ -292,18 +292,7 @@ def _cell(
     cell = cells[0]
     words = counted_words(experiment, run_id, cell.server, endpoint, _api_key(experiment.scenario))
     served, whole = endpoint.served_by, folder.resolve()
-    jobs = [
-        make_job(
-            experiment,
-            each,
-            whole,
-            served.model,
-            salt_words(run_id, each.id, words),
-            words,
-            simulated=served.simulated,
-        )
-        for each in cells
-    ]
+    jobs = [make_job(experiment, each, whole, served, salt_words(run_id, each.id, words), words) for each in cells]
     job = msgspec.structs.replace(jobs[0], then=jobs[1:])
     job_path = folder.resolve() / "jobs" / f"{cell.id}.json"
     write_job(job, job_path)
@@ -413,16 +402,9 @@ def generator(
 
 
 def make_job(
-    experiment: Experiment,
-    cell: Cell,
-    folder: Path,
-    model: str | None,
-    salt: str,
-    words: Sequence[str] = (),
-    *,
-    simulated: bool = False,
+    experiment: Experiment, cell: Cell, folder: Path, served: ServedBy | None, salt: str, words: Sequence[str] = ()
 ) -> Job:
-    """The job of a cell; `folder` is the run directory as the load processes see it."""
+    """The job of a cell. `folder`: the run directory as the load processes see it; `served`: None without a server."""
     scenario = experiment.scenario
     prompts, trace = scenario.prompts, scenario.loads[cell.load].trace
     return Job(
@@ -430,7 +412,7 @@ def make_job(
         cell=cell.id,
         load_name=cell.load,
         load=scenario.loads[cell.load],
-        model=model or scenario.model,
+        model=(served and served.model) or scenario.model,
         prompts=prompts,
         prompt_file=str(experiment.folder / prompts.file) if prompts.file else None,
         trace_file=str((experiment.folder / trace.file).resolve()) if trace is not None else None,
@@ -441,7 +423,7 @@ def make_job(
         salt=salt if prompts.salt else None,
         warmup=warmup_of(scenario, scenario.loads[cell.load]),
         api_key_env=scenario.api_key_env,
-        simulated=simulated,
+        simulated=served is not None and served.simulated,
         requests_path=str(folder / "requests.jsonl"),
         processes_path=str(folder / "processes.jsonl"),
         tickets_path=str(folder / "jobs" / f"{cell.id}.tickets"),

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from harness.manifest import DIED, CellRun, Run
 from harness.punctual import counts_arrivals
-from harness.records import ProcessMark
+from harness.records import LATE_READ_S, ProcessMark
 from harness.scenario import Load, at_once
 from harness.self_check import called, client_limits, killed, more_users
 from harness.summary import ClientLimit, MachineLoad, Numbers, ServerLoad, Warmed
@@ -22,7 +22,6 @@ from harness.workers import Workers
 MOST_TOKEN_DIFFERENCE = 0.01
 MOST_FOREIGN_MEMORY = 0.25  # of a GPU; a desktop on an APU needs some
 MOST_COALESCED = 0.01
-TIMELY_S = 0.005  # a read that comes later than its bytes by less counts as timely
 MOST_OPENED = 0.10  # of the requests
 MOST_HEAT = 0.05  # of the measured time in which heat holds a GPU back
 MOST_ENERGY_DIFFERENCE = 0.10  # between power readings and a counter of the GPU
@@ -284,7 +283,7 @@ def _shared_reads(tally: Tally, numbers: Numbers, limits: Sequence[ClientLimit])
         return []
     share = f"{together / tally.chunks:.1%} of the chunks arrived together with a later one"
     gap_s = numbers.chunk_gap_s.mean
-    fast = gap_s is not None and gap_s < TIMELY_S
+    fast = gap_s is not None and gap_s < LATE_READ_S
     if fast or tally.coalesced_told < tally.coalesced:
         why = f"; of a chunk each {gap_s * 1000:.2g} ms nobody can tell" if fast and gap_s is not None else ""
         return [

@@ -34,6 +34,8 @@ from harness.cli.common import (
 )
 from harness.errors import ExitCode
 
+UI_PORT = 8089  # Locust's own
+
 
 @app.command(short_help="Start the servers, load them, take everything down, report.")
 def run(
@@ -87,7 +89,7 @@ def run(
         ("--ui-port", ui_port, "--ui", ui),
     )
     if ui:
-        live(scenario, url=url, ca=ca, model=model, port=ui_port or 8089, runs=runs)
+        live(scenario, url=url, ca=ca, model=model, port=ui_port or UI_PORT, runs=runs)
         return
     target = target_of(url, metrics_url, ca)
     experiment = experiments.prepare(scenario_path(scenario), target, model, repeats, checks or [])
@@ -114,7 +116,7 @@ def live(
     url: UrlOpt = None,
     ca: CaOpt = None,
     model: ModelOpt = None,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the web UI on 127.0.0.1.")] = 8089,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the web UI on 127.0.0.1.")] = UI_PORT,
     runs: RunsDir = RUNS,
 ) -> None:
     """Bring a scenario's server up and serve Locust's web UI for it; Ctrl-C takes everything down."""
@@ -192,7 +194,7 @@ def compose(
     server: ServerOpt = None,
     ui_port: Annotated[
         int, typer.Option("--ui-port", min=1, max=65535, help="Port of Locust's web UI on 127.0.0.1.")
-    ] = 8089,
+    ] = UI_PORT,
     workers: Annotated[
         int, typer.Option("--workers", min=0, max=1000, help="Containers that send the load (`--scale worker=N`).")
     ] = 0,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from harness.load.answer import Answer
 from harness.load.exchange import Exchange
+from harness.records import LATE_READ_S
 
-LATE_S = 0.005  # of a read: a busy process looks at its sockets each 2 ms
 TICK_S = 0.05
 _WINDOW_S = 5.0
 _LEAST_S = 1.0  # a shorter time says nothing
@@ -103,7 +103,7 @@ def coalesced_late(exchange: Exchange, answer: Answer) -> int | None:
     start_ns, arrivals = exchange.start_ns, exchange.arrivals
     lags_us = {(at - start_ns) / 1e9: lag for at, lag in zip(arrivals.times_ns(), arrivals.lags_us(), strict=True)}
     shared = [mine for mine, later in pairwise(answer.chunks_s) if mine == later]
-    return sum(lags_us[at] > LATE_S * 1e6 for at in shared)
+    return sum(lags_us[at] > LATE_READ_S * 1e6 for at in shared)
 
 
 def _percentile_s(values_us: Counter[int], share: float) -> float | None:
