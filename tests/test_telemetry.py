@@ -1,7 +1,5 @@
-"""Telemetry on trees of files that change while they are sampled, and what the samples say."""
+"""Telemetry on trees of files that change while they are sampled, the thread, and a whole run."""
 
-import csv
-import io
 import math
 import os
 import socket
@@ -11,43 +9,25 @@ import time
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from harness import validity
-from harness.machine import gpu_metrics
 from harness.machine.sampler import Sampler, local_source
 from harness.machine.telemetry import Meter, Reading, cgroup_files, find_files, read_now
 from harness.manifest import ServedBy, read_run
 from harness.paths import ROOT
-from harness.report import doing, openmetrics, rows_csv
-from harness.report.events import Event, events_of
-from harness.report.observed import observe
-from harness.report.timeline import figure_of
-from harness.report.watched import of_cell
 from harness.serve import Endpoint, inside
 from harness.serve.containers import Look
 from harness.serve.telemetry import source_of
 from harness.summarize import read_summary
-from harness.summary import MachineLoad
 from harness.telemetry import (
     ContainerSample,
     GpuSample,
     HostSample,
     TelemetrySample,
-    held_back_s,
-    integral,
-    machine_load,
-    median_load,
     read_telemetry,
 )
 from tests import command
-from tests.fake_gpus import apu_table, device, gpu, host, instinct_table, radeon_table, table, write
-from tests.report_runs import write_run_directory
-from tests.watched_runs import watch
+from tests.fake_gpus import device, gpu, host, instinct_table, write
 
 
 def sampled(meter: Meter, root: Path, clock_s: float, paths: list[str] | None = None) -> TelemetrySample:
@@ -206,76 +186,6 @@ def test_nothing_at_all(tmp_path: Path) -> None:
     assert sampled(Meter(), tmp_path, 0) == TelemetrySample(wall_s=1000.0, cell="c")
 
 
-# The driver's tables
-
-
-def held(*tables: bytes) -> list[dict[str, float] | None]:
-    before: gpu_metrics.Table | None = None
-    found = []
-    for raw in tables:
-        parsed = gpu_metrics.parse(raw)
-        assert parsed is not None
-        found.append(gpu_metrics.held_back(before, parsed))
-        before = parsed
-    return found
-
-
-@pytest.mark.parametrize(
-    ("bit", "kind"),
-    [
-        (0, "power"),
-        (7, "power"),
-        (16, "current"),
-        (23, "current"),
-        (32, "heat"),
-        (36, "heat"),
-        (45, "heat"),
-        (47, "prochot"),
-    ],
-)
-def test_a_status_says_what_limits_now(bit: int, kind: str) -> None:
-    assert held(radeon_table(1 << bit), radeon_table(0)) == [{kind: 1.0}, {}]
-    assert held(radeon_table(1 << bit | 1)) == [{kind: 1.0, "power": 1.0}]
-
-
-def test_an_instinct_counts_cycles() -> None:
-    tables = [instinct_table(1000, heat=10, power=0), instinct_table(2000, heat=260, power=1000)]
-    assert held(*tables, instinct_table(3000, heat=260, power=1000)) == [None, {"heat": 0.25, "power": 1.0}, {}]
-
-
-def test_a_counter_may_wrap() -> None:
-    assert held(instinct_table(2**32 - 500, heat=2**32 - 100), instinct_table(500, heat=400)) == [None, {"heat": 0.5}]
-
-
-def test_an_apu_counts_in_a_unit_of_its_own() -> None:
-    assert held(apu_table(), apu_table(power=3), apu_table(power=3, heat=1), apu_table(1, 3, 1)) == [
-        None, {"power": 1.0}, {"heat": 1.0}, {"prochot": 1.0},
-    ]  # fmt: skip
-
-
-def test_the_energy_counter() -> None:
-    found = gpu_metrics.parse(instinct_table(1, energy_j=1234.5))
-    assert found is not None and found.energy_j == 1234.5
-
-
-def test_what_the_driver_did_not_fill_in_is_unknown() -> None:
-    for raw in (table(1, 3, 120, {}), table(3, 0, 264, {}), table(1, 7, 2208, {})):
-        assert gpu_metrics.parse(raw) == gpu_metrics.Table()
-    assert held(table(1, 7, 2208, {}), table(1, 7, 2208, {})) == [None, None]
-
-
-@pytest.mark.parametrize(
-    "raw", [b"", b"\x01", table(1, 3, 128, {}), table(1, 9, 400, {}), table(3, 0, 256, {}), radeon_table(1)[:119]]
-)
-def test_unknown_tables_are_not_guessed_at(raw: bytes) -> None:
-    assert gpu_metrics.parse(raw) is None
-
-
-@given(st.binary(max_size=3000))
-def test_no_table_is_a_mistake_of_ours(raw: bytes) -> None:
-    gpu_metrics.parse(raw)
-
-
 def test_throttling_and_energy_of_a_sampled_gpu(tmp_path: Path) -> None:
     meter = Meter()
     gpu(tmp_path, gpu_metrics=instinct_table(1000, heat=0, energy_j=50))
@@ -287,6 +197,12 @@ def test_throttling_and_energy_of_a_sampled_gpu(tmp_path: Path) -> None:
     gpu(tmp_path, gpu_metrics=b"", hwmon__hwmon3__energy1_input="7500000\n")
     third = sampled(meter, tmp_path, 2).gpus["renderD128"]
     assert (third.held_back, third.energy_j) == (None, 7.5)
+
+
+def test_values_are_finite(tmp_path: Path) -> None:
+    gpu(tmp_path, hwmon__hwmon3__temp1_input="-40000\n")
+    found = sampled(Meter(), tmp_path, 0).gpus["renderD128"]
+    assert found.temperatures_c["edge"] == -40.0 and all(map(math.isfinite, found.temperatures_c.values()))
 
 
 # The thread
@@ -358,156 +274,6 @@ def test_a_torn_line_is_skipped(tmp_path: Path) -> None:
     assert read_telemetry(tmp_path / "none") == {}
 
 
-# What the samples say
-
-
-def test_the_integral_of_a_straight_line_is_exact() -> None:
-    series = [(float(t), 10.0 * t) for t in range(11)]
-    assert integral(series, (0.0, 10.0)) == 500.0
-    assert integral(series, (2.5, 8.5)) == pytest.approx(5 * (8.5**2 - 2.5**2))
-
-
-def test_the_integral_of_steps() -> None:
-    series = [(0.0, 100.0), (1.0, 100.0), (2.0, 200.0), (3.0, 200.0), (4.0, 0.0), (5.0, 0.0), (6.0, 0.0)]
-    assert integral(series, (0.0, 6.0)) == 100 + 150 + 200 + 100 + 0 + 0
-
-
-def test_the_edges_of_the_window() -> None:
-    series = [(float(t), 50.0) for t in range(1, 7)]
-    assert integral(series, (0.5, 6.75)) == 50 * 6.25  # the nearest value holds to the edge
-    assert integral(series, (1.5, 5.5)) is None  # 4 samples inside are too few
-    assert integral(series, (-4.0, 6.0)) is None  # nobody looked for 5 s
-    assert integral([], (0.0, 1.0)) is None
-
-
-def test_a_gap_is_not_bridged() -> None:
-    series = [(float(t), 50.0) for t in (0, 1, 2, 3, 7.9, 8, 9)]
-    assert integral(series, (0.0, 9.0)) == 450.0
-    assert integral([*series[:4], *series[5:]], (0.0, 9.0)) is None
-
-
-@given(st.lists(st.floats(0, 1000), min_size=10, max_size=30), st.floats(0.1, 3), st.floats(0.1, 3))
-def test_the_integral_lies_between_least_and_most(values: list[float], begin: float, shorter: float) -> None:
-    series = [(float(at), value) for at, value in enumerate(values)]
-    window = begin, len(values) - 1 - shorter
-    if sum(window[0] <= at <= window[1] for at, _ in series) < 5:
-        return
-    found = integral(series, window)
-    assert found is not None
-    length = window[1] - window[0]
-    assert min(values) * length - 1e-6 <= found <= max(values) * length + 1e-6
-
-
-def one(wall_s: float, took_s: float | None = 0.001, **gpus: GpuSample) -> TelemetrySample:
-    return TelemetrySample(wall_s=wall_s, cell="c", took_s=took_s, gpus=gpus)
-
-
-def test_a_cells_machine() -> None:
-    samples = [
-        one(
-            100.0 + t,
-            renderD128=GpuSample(
-                busy_percent=90.0 + t,
-                vram_used_bytes=1000 * t,
-                gtt_used_bytes=10,
-                power_w=200.0 + 10 * t,
-                temperatures_c={"edge": 50.0 + t, "junction": 60.0 + t},
-                clock_mhz=2000.0 - t,
-                energy_j=5000.0 + 200 * t,
-                held_back={"heat": 0.5, "power": 1.0} if t == 4 else {},
-            ),
-        )
-        for t in range(11)
-    ]
-    found = machine_load(samples, (102.0, 108.0), tokens=750)
-    assert found is not None
-    assert (found.samples, found.gap_most_s, found.took_most_s) == (7, 1.0, 0.001)
-    assert (found.busy_mean_percent, found.busy_most_percent) == (95.0, 98.0)
-    assert (found.power_mean_w, found.power_most_w) == (250.0, 280.0)
-    assert (found.energy_j, found.energy_per_token_j, found.counted_energy_j) == (1500.0, 2.0, 1200.0)
-    assert (found.memory_most_bytes, found.temperature_most_c) == (8010, 68.0)
-    assert (found.heat_s, found.limited_s, found.package) == (0.5, 1.0, False)
-    alone = found.gpus["renderD128"]
-    assert (alone.used, alone.vram_most_bytes, alone.gtt_most_bytes) == (True, 8000, 10)
-    assert (alone.clock_mean_mhz, alone.clock_least_mhz) == (1995.0, 1992.0)
-    assert alone.temperatures_most_c == {"edge": 58.0, "junction": 68.0}
-
-
-def test_idle_gpus_are_left_out_of_the_totals() -> None:
-    def working(watts: float) -> GpuSample:
-        return GpuSample(busy_percent=80.0, power_w=watts, vram_used_bytes=5)
-
-    idle = GpuSample(busy_percent=2.0, power_w=30.0, vram_used_bytes=7, held_back={"heat": 1.0})
-    samples = [one(float(t), renderD128=working(300), renderD129=idle, renderD130=working(200)) for t in range(7)]
-    found = machine_load(samples, (0.0, 6.0), tokens=300)
-    assert found is not None
-    assert {name: gpu.used for name, gpu in found.gpus.items()} == {
-        "renderD128": True, "renderD129": False, "renderD130": True,
-    }  # fmt: skip
-    assert (found.power_mean_w, found.energy_j, found.energy_per_token_j) == (500.0, 3000.0, 10.0)
-    assert (found.memory_most_bytes, found.heat_s) == (10, None)
-
-
-def test_a_gpu_without_power_makes_the_energy_unknown() -> None:
-    samples = [
-        one(float(t), renderD128=GpuSample(busy_percent=90, power_w=100), renderD129=GpuSample(busy_percent=90))
-        for t in range(7)
-    ]
-    found = machine_load(samples, (0.0, 6.0), tokens=300)
-    assert found is not None
-    assert (found.power_mean_w, found.power_most_w, found.energy_j, found.energy_per_token_j) == (None,) * 4
-
-
-def test_without_a_busy_gpu_there_is_no_energy_of_the_server() -> None:
-    samples = [one(float(t), renderD128=GpuSample(busy_percent=0, power_w=8)) for t in range(7)]
-    found = machine_load(samples, (0.0, 6.0), tokens=300)
-    assert found is not None
-    assert (found.energy_j, found.power_mean_w, found.gpus["renderD128"].energy_j) == (None, None, 48.0)
-
-
-def test_where_no_gpu_says_how_busy_it_is_all_count() -> None:
-    samples = [one(float(t), renderD128=GpuSample(power_w=8)) for t in range(7)]
-    found = machine_load(samples, (0.0, 6.0), tokens=None)
-    assert found is not None
-    assert (found.energy_j, found.energy_per_token_j) == (48.0, None)
-
-
-def test_no_window_and_no_samples() -> None:
-    assert machine_load([], (0.0, 1.0), 1) is None
-    assert machine_load([one(5.0)], (0.0, 1.0), 1) is None
-    assert machine_load([one(5.0)], None, 1) is None
-
-
-def test_a_counter_that_began_anew_is_not_used() -> None:
-    samples = [one(float(t), renderD128=GpuSample(energy_j=100.0 if t < 3 else 50.0)) for t in range(7)]
-    found = machine_load(samples, (1.0, 5.0), None)
-    assert found is not None and found.counted_energy_j is None
-
-
-def test_time_held_back_is_clipped_to_the_window() -> None:
-    samples = [one(float(t), renderD128=GpuSample(held_back={"heat": 1.0})) for t in range(5)]
-    assert held_back_s(samples, (0.5, 2.25), "renderD128", ("heat",)) == 1.75
-    assert held_back_s(samples, (0.5, 2.25), "renderD128", ("power",)) == 0.0
-    assert held_back_s([one(0.0), one(1.0)], (0.0, 1.0), "renderD128", ("heat",)) is None
-
-
-def test_a_rows_machine_is_the_median_of_its_cells() -> None:
-    loads = [
-        MachineLoad(samples=7, gap_most_s=1.0, energy_per_token_j=energy, memory_most_bytes=memory)
-        for energy, memory in ((2.0, 5), (4.0, 6), (None, 9))
-    ]
-    found = median_load([*loads, None])
-    assert found == MachineLoad(samples=7, gap_most_s=1.0, energy_per_token_j=3.0, memory_most_bytes=6)
-    assert median_load([None]) is None
-    assert median_load([]) is None
-
-
-def test_values_are_finite(tmp_path: Path) -> None:
-    gpu(tmp_path, hwmon__hwmon3__temp1_input="-40000\n")
-    found = sampled(Meter(), tmp_path, 0).gpus["renderD128"]
-    assert found.temperatures_c["edge"] == -40.0 and all(map(math.isfinite, found.temperatures_c.values()))
-
-
 # The whole way, with the embedded engine
 
 
@@ -535,121 +301,6 @@ def test_a_run_on_a_machine_with_a_busy_gpu(tmp_path: Path) -> None:
     page = (run / "report.html").read_text()
     assert "What the machine did" in page and "Energy per output token" in page
     assert "The machine under one / burst" in done.out and "Power, mean and most: 120 W, 120 W\n" in done.out
-
-
-# What reports show of it
-
-
-@pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("watched")
-    write_run_directory(folder, repeats=1, requests=100)
-    watch(folder)
-    return folder
-
-
-def test_the_panels_of_an_apu(watched: Path) -> None:
-    line = observe(watched, read_run(watched)).timelines[0]
-    assert {panel: list(lines) for panel, lines in line.machine.panels.items()} == {
-        "busy": ["busy"], "memory": ["VRAM", "GTT"], "power": ["power"], "temperature": ["edge"], "clock": ["GPU"],
-    }  # fmt: skip
-    figure = figure_of(line, [Event(0.0, "x")])
-    titles = [axis["title"]["text"] for key, axis in figure["layout"].items() if key.startswith("yaxis")]
-    assert titles == ["", "requests", "tok/s", "KV cache, %", "busy, %", "memory, GiB", "power, W", "°C", "clock, MHz"]
-    drawn = {trace["name"]: trace for trace in figure["data"]}
-    assert drawn["memory, GTT"]["y"][0] == 38.0 and drawn["memory, GTT"]["showlegend"]
-    assert not drawn["power"]["showlegend"]
-
-
-def test_of_several_gpus_each_has_a_line_and_one_entry_in_the_legend(tmp_path: Path) -> None:
-    write_run_directory(tmp_path, repeats=1, requests=20)
-    watch(tmp_path, gpus=3)
-    line = observe(tmp_path, read_run(tmp_path)).timelines[0]
-    assert list(line.machine.panels["temperature"]) == ["renderD128", "renderD129", "renderD130"]
-    traces = [trace for trace in figure_of(line, [Event(0.0, "x")])["data"] if trace["name"].startswith("renderD")]
-    assert len(traces) == 15
-    assert [trace["name"] for trace in traces if trace["showlegend"]] == ["renderD128", "renderD129", "renderD130"]
-
-
-def test_idle_gpus_are_not_drawn() -> None:
-    samples = [
-        one(float(t), renderD128=GpuSample(busy_percent=90.0), renderD129=GpuSample(busy_percent=0.0)) for t in range(6)
-    ]
-    found = of_cell(samples)
-    assert (found.drawn, found.left_out, list(found.panels)) == (1, 1, ["busy"])
-
-
-def test_heat_makes_a_run_invalid_and_is_an_event(tmp_path: Path) -> None:
-    write_run_directory(tmp_path, repeats=1, requests=100, servers=("only",))
-    watch(tmp_path, hot=True)
-    summary = read_summary(tmp_path)
-    found = {cell.load: (cell.problems, cell.notes) for cell in summary.cells}
-    assert not summary.valid
-    (problem,) = found["batch-5"][0]
-    assert problem.startswith("r1-only-batch-5: the GPU renderD128 was throttled by heat (or PROCHOT) during 2.0 of ")
-    assert problem.endswith(" s; at most 5% is allowed")
-    assert found["sequential"][0] == []
-    assert any(note.endswith("up to 5% is allowed") for note in found["sequential"][1])
-    line = observe(tmp_path, read_run(tmp_path)).timelines[0]
-    (event,) = [event for event in events_of(line, None, None) if event.label == "heat"]
-    assert event.bad and event.text.startswith("heat throttles the GPU renderD128, last seen at ")
-
-
-def test_a_power_limit_is_no_reason(watched: Path) -> None:
-    summary = read_summary(watched)
-    assert summary.valid
-    did = summary.cells[0].machine_load
-    assert did is not None and did.heat_s == 0.0 and did.limited_s == pytest.approx(summary.cells[0].numbers.window_s)
-
-
-def test_energy_that_the_counter_does_not_bear_out_is_noted() -> None:
-    load = MachineLoad(samples=9, gap_most_s=1.0, energy_j=1000.0, counted_energy_j=800.0)
-    assert validity._energy(load) == [
-        "the energy is 1,000 J by the power readings and 800 J by the GPUs' own counters: they differ by more than 10%"
-    ]
-    assert validity._energy(msgspec.structs.replace(load, counted_energy_j=930.0)) == []
-
-
-def test_a_machine_that_nobody_looked_at_for_long_is_noted() -> None:
-    load = MachineLoad(samples=9, gap_most_s=7.25, took_most_s=6.2)
-    assert validity._unseen(load) == [
-        "the machine was not looked at for 7.2 s of the measured time (reading its files took up to 6.2 s): "
-        "the energy is not known"
-    ]
-    assert validity._unseen(msgspec.structs.replace(load, gap_most_s=1.4)) == []
-    assert validity._unseen(None) == []
-
-
-def test_the_table_says_whose_power_it_is_and_how_well_it_was_looked_at(watched: Path) -> None:
-    summary = read_summary(watched)
-    table = doing.doing(summary)
-    texts = dict(zip([column.key for column in table.columns], table.rows[0][2], strict=True))
-    assert texts["power"].endswith(" W (package)") and texts["memory"] == "39.0 GiB"
-    assert texts["container"] == "1.25 cores, 3.0 GiB"
-    samples = sum(cell.machine_load.samples for cell in summary.cells if cell.machine_load is not None)
-    assert table.sampling == f"{samples} samples in 6 runs, at most 0.5 s apart; reading one took 2.1 ms at most"
-
-
-def test_exports_for_programs(watched: Path) -> None:
-    summary, run = read_summary(watched), read_run(watched)
-    did = summary.rows[0].machine_load
-    assert did is not None
-    row = next(csv.DictReader(io.StringIO(rows_csv.render(summary, run))))
-    assert float(row["energy_per_token_j"]) == did.energy_per_token_j
-    assert float(row["gpu_memory_most_bytes"]) == did.memory_most_bytes == 39 * 2**30
-    text = openmetrics.render(summary, run)
-    families = {family.name: family for family in text_string_to_metric_families(text)}  # type: ignore[no-untyped-call]
-    first = families["amd_llm_load_output_token_energy_joules"].samples[0]
-    assert (first.labels["server"], first.labels["load"], first.value) == ("open", "sequential", did.energy_per_token_j)
-    assert families["amd_llm_load_gpu_busy_mean_ratio"].samples[0].value == pytest.approx(0.96, abs=0.02)
-
-
-def test_a_run_without_telemetry_says_nothing_of_it(tmp_path: Path) -> None:
-    write_run_directory(tmp_path, repeats=1, requests=12)
-    summary = read_summary(tmp_path)
-    assert [row.machine_load for row in summary.rows] == [None] * 6
-    assert doing.doing(summary) == doing.Doing([], [])
-    assert "amd_llm_load_energy" not in openmetrics.render(summary, read_run(tmp_path))
 
 
 # Through a container

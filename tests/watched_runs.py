@@ -46,3 +46,8 @@ def _gpu(gpu: int, at: float, busy: float, card: bool, hot: bool) -> GpuSample:
         clock_mhz=600.0 + works * (2200 - 700 * throttled + 40 * math.sin(3 * at + gpu)),
         held_back=({"heat": 1.0} if throttled else {}) | ({"power": 1.0} if works else {}),
     )
+
+
+def one(wall_s: float, took_s: float | None = 0.001, **gpus: GpuSample) -> TelemetrySample:
+    """A sample with these GPUs and nothing else."""
+    return TelemetrySample(wall_s=wall_s, cell="c", took_s=took_s, gpus=gpus)

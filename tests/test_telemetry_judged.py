@@ -1,0 +1,152 @@
+"""What samples of a machine say of a cell and a row: energy, means, time held back."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.summary import MachineLoad
+from harness.telemetry import (
+    GpuSample,
+    held_back_s,
+    integral,
+    machine_load,
+    median_load,
+)
+from tests.watched_runs import one
+
+
+def test_the_integral_of_a_straight_line_is_exact() -> None:
+    series = [(float(t), 10.0 * t) for t in range(11)]
+    assert integral(series, (0.0, 10.0)) == 500.0
+    assert integral(series, (2.5, 8.5)) == pytest.approx(5 * (8.5**2 - 2.5**2))
+
+
+def test_the_integral_of_steps() -> None:
+    series = [(0.0, 100.0), (1.0, 100.0), (2.0, 200.0), (3.0, 200.0), (4.0, 0.0), (5.0, 0.0), (6.0, 0.0)]
+    assert integral(series, (0.0, 6.0)) == 100 + 150 + 200 + 100 + 0 + 0
+
+
+def test_the_edges_of_the_window() -> None:
+    series = [(float(t), 50.0) for t in range(1, 7)]
+    assert integral(series, (0.5, 6.75)) == 50 * 6.25  # the nearest value holds to the edge
+    assert integral(series, (1.5, 5.5)) is None  # 4 samples inside are too few
+    assert integral(series, (-4.0, 6.0)) is None  # nobody looked for 5 s
+    assert integral([], (0.0, 1.0)) is None
+
+
+def test_a_gap_is_not_bridged() -> None:
+    series = [(float(t), 50.0) for t in (0, 1, 2, 3, 7.9, 8, 9)]
+    assert integral(series, (0.0, 9.0)) == 450.0
+    assert integral([*series[:4], *series[5:]], (0.0, 9.0)) is None
+
+
+@given(st.lists(st.floats(0, 1000), min_size=10, max_size=30), st.floats(0.1, 3), st.floats(0.1, 3))
+def test_the_integral_lies_between_least_and_most(values: list[float], begin: float, shorter: float) -> None:
+    series = [(float(at), value) for at, value in enumerate(values)]
+    window = begin, len(values) - 1 - shorter
+    if sum(window[0] <= at <= window[1] for at, _ in series) < 5:
+        return
+    found = integral(series, window)
+    assert found is not None
+    length = window[1] - window[0]
+    assert min(values) * length - 1e-6 <= found <= max(values) * length + 1e-6
+
+
+def test_a_cells_machine() -> None:
+    samples = [
+        one(
+            100.0 + t,
+            renderD128=GpuSample(
+                busy_percent=90.0 + t,
+                vram_used_bytes=1000 * t,
+                gtt_used_bytes=10,
+                power_w=200.0 + 10 * t,
+                temperatures_c={"edge": 50.0 + t, "junction": 60.0 + t},
+                clock_mhz=2000.0 - t,
+                energy_j=5000.0 + 200 * t,
+                held_back={"heat": 0.5, "power": 1.0} if t == 4 else {},
+            ),
+        )
+        for t in range(11)
+    ]
+    found = machine_load(samples, (102.0, 108.0), tokens=750)
+    assert found is not None
+    assert (found.samples, found.gap_most_s, found.took_most_s) == (7, 1.0, 0.001)
+    assert (found.busy_mean_percent, found.busy_most_percent) == (95.0, 98.0)
+    assert (found.power_mean_w, found.power_most_w) == (250.0, 280.0)
+    assert (found.energy_j, found.energy_per_token_j, found.counted_energy_j) == (1500.0, 2.0, 1200.0)
+    assert (found.memory_most_bytes, found.temperature_most_c) == (8010, 68.0)
+    assert (found.heat_s, found.limited_s, found.package) == (0.5, 1.0, False)
+    alone = found.gpus["renderD128"]
+    assert (alone.used, alone.vram_most_bytes, alone.gtt_most_bytes) == (True, 8000, 10)
+    assert (alone.clock_mean_mhz, alone.clock_least_mhz) == (1995.0, 1992.0)
+    assert alone.temperatures_most_c == {"edge": 58.0, "junction": 68.0}
+
+
+def test_idle_gpus_are_left_out_of_the_totals() -> None:
+    def working(watts: float) -> GpuSample:
+        return GpuSample(busy_percent=80.0, power_w=watts, vram_used_bytes=5)
+
+    idle = GpuSample(busy_percent=2.0, power_w=30.0, vram_used_bytes=7, held_back={"heat": 1.0})
+    samples = [one(float(t), renderD128=working(300), renderD129=idle, renderD130=working(200)) for t in range(7)]
+    found = machine_load(samples, (0.0, 6.0), tokens=300)
+    assert found is not None
+    assert {name: gpu.used for name, gpu in found.gpus.items()} == {
+        "renderD128": True, "renderD129": False, "renderD130": True,
+    }  # fmt: skip
+    assert (found.power_mean_w, found.energy_j, found.energy_per_token_j) == (500.0, 3000.0, 10.0)
+    assert (found.memory_most_bytes, found.heat_s) == (10, None)
+
+
+def test_a_gpu_without_power_makes_the_energy_unknown() -> None:
+    samples = [
+        one(float(t), renderD128=GpuSample(busy_percent=90, power_w=100), renderD129=GpuSample(busy_percent=90))
+        for t in range(7)
+    ]
+    found = machine_load(samples, (0.0, 6.0), tokens=300)
+    assert found is not None
+    assert (found.power_mean_w, found.power_most_w, found.energy_j, found.energy_per_token_j) == (None,) * 4
+
+
+def test_without_a_busy_gpu_there_is_no_energy_of_the_server() -> None:
+    samples = [one(float(t), renderD128=GpuSample(busy_percent=0, power_w=8)) for t in range(7)]
+    found = machine_load(samples, (0.0, 6.0), tokens=300)
+    assert found is not None
+    assert (found.energy_j, found.power_mean_w, found.gpus["renderD128"].energy_j) == (None, None, 48.0)
+
+
+def test_where_no_gpu_says_how_busy_it_is_all_count() -> None:
+    samples = [one(float(t), renderD128=GpuSample(power_w=8)) for t in range(7)]
+    found = machine_load(samples, (0.0, 6.0), tokens=None)
+    assert found is not None
+    assert (found.energy_j, found.energy_per_token_j) == (48.0, None)
+
+
+def test_no_window_and_no_samples() -> None:
+    assert machine_load([], (0.0, 1.0), 1) is None
+    assert machine_load([one(5.0)], (0.0, 1.0), 1) is None
+    assert machine_load([one(5.0)], None, 1) is None
+
+
+def test_a_counter_that_began_anew_is_not_used() -> None:
+    samples = [one(float(t), renderD128=GpuSample(energy_j=100.0 if t < 3 else 50.0)) for t in range(7)]
+    found = machine_load(samples, (1.0, 5.0), None)
+    assert found is not None and found.counted_energy_j is None
+
+
+def test_time_held_back_is_clipped_to_the_window() -> None:
+    samples = [one(float(t), renderD128=GpuSample(held_back={"heat": 1.0})) for t in range(5)]
+    assert held_back_s(samples, (0.5, 2.25), "renderD128", ("heat",)) == 1.75
+    assert held_back_s(samples, (0.5, 2.25), "renderD128", ("power",)) == 0.0
+    assert held_back_s([one(0.0), one(1.0)], (0.0, 1.0), "renderD128", ("heat",)) is None
+
+
+def test_a_rows_machine_is_the_median_of_its_cells() -> None:
+    loads = [
+        MachineLoad(samples=7, gap_most_s=1.0, energy_per_token_j=energy, memory_most_bytes=memory)
+        for energy, memory in ((2.0, 5), (4.0, 6), (None, 9))
+    ]
+    found = median_load([*loads, None])
+    assert found == MachineLoad(samples=7, gap_most_s=1.0, energy_per_token_j=3.0, memory_most_bytes=6)
+    assert median_load([None]) is None
+    assert median_load([]) is None

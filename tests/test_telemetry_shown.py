@@ -1,0 +1,136 @@
+"""What reports show of a machine that was looked at while it was measured."""
+
+import csv
+import io
+from pathlib import Path
+
+import msgspec
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from harness import validity
+from harness.manifest import read_run
+from harness.report import doing, openmetrics, rows_csv
+from harness.report.events import Event, events_of
+from harness.report.observed import observe
+from harness.report.timeline import figure_of
+from harness.report.watched import of_cell
+from harness.summarize import read_summary
+from harness.summary import MachineLoad
+from harness.telemetry import (
+    GpuSample,
+)
+from tests.report_runs import write_run_directory
+from tests.watched_runs import one, watch
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("watched")
+    write_run_directory(folder, repeats=1, requests=100)
+    watch(folder)
+    return folder
+
+
+def test_the_panels_of_an_apu(watched: Path) -> None:
+    line = observe(watched, read_run(watched)).timelines[0]
+    assert {panel: list(lines) for panel, lines in line.machine.panels.items()} == {
+        "busy": ["busy"], "memory": ["VRAM", "GTT"], "power": ["power"], "temperature": ["edge"], "clock": ["GPU"],
+    }  # fmt: skip
+    figure = figure_of(line, [Event(0.0, "x")])
+    titles = [axis["title"]["text"] for key, axis in figure["layout"].items() if key.startswith("yaxis")]
+    assert titles == ["", "requests", "tok/s", "KV cache, %", "busy, %", "memory, GiB", "power, W", "°C", "clock, MHz"]
+    drawn = {trace["name"]: trace for trace in figure["data"]}
+    assert drawn["memory, GTT"]["y"][0] == 38.0 and drawn["memory, GTT"]["showlegend"]
+    assert not drawn["power"]["showlegend"]
+
+
+def test_of_several_gpus_each_has_a_line_and_one_entry_in_the_legend(tmp_path: Path) -> None:
+    write_run_directory(tmp_path, repeats=1, requests=20)
+    watch(tmp_path, gpus=3)
+    line = observe(tmp_path, read_run(tmp_path)).timelines[0]
+    assert list(line.machine.panels["temperature"]) == ["renderD128", "renderD129", "renderD130"]
+    traces = [trace for trace in figure_of(line, [Event(0.0, "x")])["data"] if trace["name"].startswith("renderD")]
+    assert len(traces) == 15
+    assert [trace["name"] for trace in traces if trace["showlegend"]] == ["renderD128", "renderD129", "renderD130"]
+
+
+def test_idle_gpus_are_not_drawn() -> None:
+    samples = [
+        one(float(t), renderD128=GpuSample(busy_percent=90.0), renderD129=GpuSample(busy_percent=0.0)) for t in range(6)
+    ]
+    found = of_cell(samples)
+    assert (found.drawn, found.left_out, list(found.panels)) == (1, 1, ["busy"])
+
+
+def test_heat_makes_a_run_invalid_and_is_an_event(tmp_path: Path) -> None:
+    write_run_directory(tmp_path, repeats=1, requests=100, servers=("only",))
+    watch(tmp_path, hot=True)
+    summary = read_summary(tmp_path)
+    found = {cell.load: (cell.problems, cell.notes) for cell in summary.cells}
+    assert not summary.valid
+    (problem,) = found["batch-5"][0]
+    assert problem.startswith("r1-only-batch-5: the GPU renderD128 was throttled by heat (or PROCHOT) during 2.0 of ")
+    assert problem.endswith(" s; at most 5% is allowed")
+    assert found["sequential"][0] == []
+    assert any(note.endswith("up to 5% is allowed") for note in found["sequential"][1])
+    line = observe(tmp_path, read_run(tmp_path)).timelines[0]
+    (event,) = [event for event in events_of(line, None, None) if event.label == "heat"]
+    assert event.bad and event.text.startswith("heat throttles the GPU renderD128, last seen at ")
+
+
+def test_a_power_limit_is_no_reason(watched: Path) -> None:
+    summary = read_summary(watched)
+    assert summary.valid
+    did = summary.cells[0].machine_load
+    assert did is not None and did.heat_s == 0.0 and did.limited_s == pytest.approx(summary.cells[0].numbers.window_s)
+
+
+def test_energy_that_the_counter_does_not_bear_out_is_noted() -> None:
+    load = MachineLoad(samples=9, gap_most_s=1.0, energy_j=1000.0, counted_energy_j=800.0)
+    assert validity._energy(load) == [
+        "the energy is 1,000 J by the power readings and 800 J by the GPUs' own counters: they differ by more than 10%"
+    ]
+    assert validity._energy(msgspec.structs.replace(load, counted_energy_j=930.0)) == []
+
+
+def test_a_machine_that_nobody_looked_at_for_long_is_noted() -> None:
+    load = MachineLoad(samples=9, gap_most_s=7.25, took_most_s=6.2)
+    assert validity._unseen(load) == [
+        "the machine was not looked at for 7.2 s of the measured time (reading its files took up to 6.2 s): "
+        "the energy is not known"
+    ]
+    assert validity._unseen(msgspec.structs.replace(load, gap_most_s=1.4)) == []
+    assert validity._unseen(None) == []
+
+
+def test_the_table_says_whose_power_it_is_and_how_well_it_was_looked_at(watched: Path) -> None:
+    summary = read_summary(watched)
+    table = doing.doing(summary)
+    texts = dict(zip([column.key for column in table.columns], table.rows[0][2], strict=True))
+    assert texts["power"].endswith(" W (package)") and texts["memory"] == "39.0 GiB"
+    assert texts["container"] == "1.25 cores, 3.0 GiB"
+    samples = sum(cell.machine_load.samples for cell in summary.cells if cell.machine_load is not None)
+    assert table.sampling == f"{samples} samples in 6 runs, at most 0.5 s apart; reading one took 2.1 ms at most"
+
+
+def test_exports_for_programs(watched: Path) -> None:
+    summary, run = read_summary(watched), read_run(watched)
+    did = summary.rows[0].machine_load
+    assert did is not None
+    row = next(csv.DictReader(io.StringIO(rows_csv.render(summary, run))))
+    assert float(row["energy_per_token_j"]) == did.energy_per_token_j
+    assert float(row["gpu_memory_most_bytes"]) == did.memory_most_bytes == 39 * 2**30
+    text = openmetrics.render(summary, run)
+    families = {family.name: family for family in text_string_to_metric_families(text)}  # type: ignore[no-untyped-call]
+    first = families["amd_llm_load_output_token_energy_joules"].samples[0]
+    assert (first.labels["server"], first.labels["load"], first.value) == ("open", "sequential", did.energy_per_token_j)
+    assert families["amd_llm_load_gpu_busy_mean_ratio"].samples[0].value == pytest.approx(0.96, abs=0.02)
+
+
+def test_a_run_without_telemetry_says_nothing_of_it(tmp_path: Path) -> None:
+    write_run_directory(tmp_path, repeats=1, requests=12)
+    summary = read_summary(tmp_path)
+    assert [row.machine_load for row in summary.rows] == [None] * 6
+    assert doing.doing(summary) == doing.Doing([], [])
+    assert "amd_llm_load_energy" not in openmetrics.render(summary, read_run(tmp_path))
