@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.errors import HarnessError
-from harness.manifest import CellRun, Machine, Phase, Run, ServedBy, write_run
-from harness.metrics import MetricsSample
-from harness.plan import Cell, plan
-from harness.records import ProcessMark, Request
-from harness.scenario import Load, Scenario, Server, Warmup
+from harness.rundir.manifest import CellRun, Machine, Phase, Run, ServedBy, write_run
+from harness.rundir.metrics import MetricsSample
+from harness.rundir.records import ProcessMark, Request
+from harness.scenario.plan import Cell, plan
+from harness.scenario.scenario import Load, Scenario, Server, Warmup
 
 CHUNKS = 200
 AT_ONCE = 256

@@ -7,11 +7,11 @@ from typing import Any
 
 from harness.failures.page import failures_page
 from harness.machine.doctor import page
-from harness.manifest import read_run
 from harness.paths import ROOT
 from harness.report import markdown
+from harness.rundir.manifest import read_run
 from harness.serve.template import BY_THE_HARNESS, GATEWAYS, Variable, limits, templates, variables
-from harness.summarize import read_summary
+from harness.summarize.summarize import read_summary
 
 HEAD = """\
 # Servers

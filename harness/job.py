@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness.scenario import Load, Prompts, Warmup
+from harness.scenario.scenario import Load, Prompts, Warmup
 from harness.workers import Workers
 
 # Of a load process: JSON list of the texts that must not get into a record, whatever a server's error says. They come

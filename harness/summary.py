@@ -81,7 +81,7 @@ class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     prompt_tokens: int | None = None  # of the successful requests; None when one of them was not counted
     output_tokens: int | None = None  # likewise
     cached_tokens: int | None = None  # where the server reports them
-    reasoning_tokens: float | None = None  # of the output tokens, see harness.derive; None: none were
+    reasoning_tokens: float | None = None  # of the output tokens, see harness.summarize.derive; None: none were
     tool_calls: int | None = None  # that answers held; None: no request had tools
     tool_calls_valid: int | None = None
     wall_s: float | None = None  # fixed amount of work: first sent to last ended; None for a timed load

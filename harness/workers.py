@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from harness.errors import HarnessError
-from harness.scenario import Load
+from harness.scenario.scenario import Load
 
 PORT = 5557  # Locust's own
 FROM_MASTER = "-"  # of the option --job: the master sends it, as it sends the locustfile with `-f -`

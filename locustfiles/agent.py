@@ -7,9 +7,9 @@ from functools import partial
 
 from locust import task
 
-from harness.behaviour import Agent, chance, pause_s
 from harness.load.tools import Tools, called, returned, valid_call
 from harness.load.user import LLMUser, Work
+from harness.scenario.behaviour import Agent, chance, pause_s
 from harness.workload import Message
 
 

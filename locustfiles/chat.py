@@ -5,9 +5,9 @@ By hand:  locust -f locustfiles/chat.py --host http://127.0.0.1:8000 --users 10 
 
 from locust import task
 
-from harness.behaviour import chance, leaves
 from harness.load.user import LLMUser
-from harness.scenario import TURNS
+from harness.scenario.behaviour import chance, leaves
+from harness.scenario.scenario import TURNS
 from harness.workload import Message
 
 

@@ -5,8 +5,8 @@ By hand:  locust -f locustfiles/rag.py --host http://127.0.0.1:8000 --documents 
 
 from locust import task
 
-from harness.behaviour import Rag, document_of
 from harness.load.user import LLMUser
+from harness.scenario.behaviour import Rag, document_of
 
 
 class RagUser(LLMUser):

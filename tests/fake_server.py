@@ -19,8 +19,8 @@ from harness.load.process import LoadProcess, Place
 from harness.load.reader import Reader
 from harness.load.recorder import Recorder
 from harness.load.tickets import Ticket
-from harness.records import Request, read_requests
-from harness.scenario import Load, Prompts, Warmup
+from harness.rundir.records import Request, read_requests
+from harness.scenario.scenario import Load, Prompts, Warmup
 
 Handler = Callable[[socket.socket, int], None]  # gets each connection and its number, from 0
 

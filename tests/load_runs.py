@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 
 from harness.job import Job, write_job
-from harness.records import ProcessMark, Request, read_marks, read_requests
-from harness.scenario import Load, Prompts, Warmup
+from harness.rundir.records import ProcessMark, Request, read_marks, read_requests
+from harness.scenario.scenario import Load, Prompts, Warmup
 
 ROOT = Path(__file__).parents[1]
 RUN_S = 60.0

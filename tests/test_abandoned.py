@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from harness.attain import SloTally, missed_before_leaving
-from harness.check_syntax import parse_check
-from harness.records import Request
-from harness.tally import Clock, Tally, numbers_of
+from harness.rundir.records import Request
+from harness.scenario.check_syntax import parse_check
+from harness.summarize.attain import SloTally, missed_before_leaving
+from harness.summarize.tally import Clock, Tally, numbers_of
 from tests.made_runs import request
 
 

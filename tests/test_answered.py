@@ -1,10 +1,10 @@
 """What answers are worth, beside their speed, where rows are compared."""
 
-from harness.answered import Answered, answers_of, difference, prompts_of
-from harness.scenario import Load
-from harness.structured import Structured
+from harness.judge.verdicts import metric_of
+from harness.scenario.scenario import Load
+from harness.scenario.structured import Structured
+from harness.summarize.answered import Answered, answers_of, difference, prompts_of
 from harness.summary import Answers, PromptLengths
-from harness.verdicts import metric_of
 from tests.made_runs import request
 
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.arrivals import Schedule, steady, times
-from harness.behaviour import Agent, Pause
 from harness.load.tickets import Plan, Ticket, Tickets
-from harness.scenario import Arrivals, Load, Warmup, Wave
+from harness.scenario.arrivals import Schedule, steady, times
+from harness.scenario.behaviour import Agent, Pause
+from harness.scenario.scenario import Arrivals, Load, Warmup, Wave
 from harness.simulated.spawn import spawned
 from tests.load_runs import end, log_of, make_job, records_of, start_job
 

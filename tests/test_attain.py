@@ -6,14 +6,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness import blocks
-from harness.attain import SloTally, attained, meets, missed_before_leaving
-from harness.check_syntax import parse_check
-from harness.records import Request
-from harness.scenario import Load
-from harness.summarize import summarize
+from harness.rundir import blocks
+from harness.rundir.records import Request
+from harness.scenario.check_syntax import parse_check
+from harness.scenario.scenario import Load
+from harness.summarize.attain import SloTally, attained, meets, missed_before_leaving
+from harness.summarize.summarize import summarize
+from harness.summarize.tally import numbers_of
 from harness.summary import Attained
-from harness.tally import numbers_of
 from tests.made_runs import MONOTONIC_S, request
 from tests.test_summarize import one_cell
 

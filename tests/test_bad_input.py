@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from harness.manifest import read_run
+from harness.rundir.manifest import read_run
 from harness.serve.ports import free_port
 from tests.command import Done, harness, only_run, server, write
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from harness.behaviour import Abandon, Pause, chance, leaves, longest_s, pause_s, problems_of
+from harness.scenario.behaviour import Abandon, Pause, chance, leaves, longest_s, pause_s, problems_of
 
 
 @pytest.mark.parametrize(

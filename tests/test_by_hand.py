@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.behaviour import Abandon, Pause
 from harness.job import write_job
-from harness.records import Request, read_marks, read_requests
-from harness.scenario import Load
+from harness.rundir.records import Request, read_marks, read_requests
+from harness.scenario.behaviour import Abandon, Pause
+from harness.scenario.scenario import Load
 from tests.load_runs import ROOT, RUN_S, end, ends_of, free_port, log_of, make_job, records_of, start, wait_for_records
 
 CLASSES = {"agent": "ToolAgent", "batch": "BatchAgent", "chat": "ChatUser", "rag": "RagUser"}

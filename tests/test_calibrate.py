@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harness import calibrate as calibrate_module
-from harness import calibrated
-from harness.calibrate import Reading, in_words, reading_of
 from harness.errors import RunError
-from harness.records import ProcessMark, Request
-from harness.scenario import Load
+from harness.run import calibrate as calibrate_module
+from harness.run import calibrated
+from harness.run.calibrate import Reading, in_words, reading_of
+from harness.rundir.records import ProcessMark, Request
+from harness.scenario.scenario import Load
 from tests.made_runs import scenario
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.behaviour import Abandon, Pause, chance, leaves, pause_s
-from harness.records import Request
-from harness.scenario import Load, Prompts, Warmup
+from harness.rundir.records import Request
+from harness.scenario.behaviour import Abandon, Pause, chance, leaves, pause_s
+from harness.scenario.scenario import Load, Prompts, Warmup
+from harness.scenario.structured import Structured
 from harness.simulated.spawn import spawned
-from harness.structured import Structured
 from tests.load_runs import (
     end,
     ends_of,

@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.check_syntax import (
+from harness.judge.checks import evaluate, requests_needed
+from harness.judge.stats import samples_needed
+from harness.scenario.check_syntax import (
     JUDGED_BY_SLOS,
     LATENCIES,
     OPERATORS,
@@ -17,8 +19,6 @@ from harness.check_syntax import (
     parse_check,
     slo_sets,
 )
-from harness.checks import evaluate, requests_needed
-from harness.stats import samples_needed
 from harness.summary import Attained, CheckResult, Comparison, Distribution, Numbers, Reference, Row, Verdict
 
 NONE = Distribution(n=0)

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from harness import __version__
-from harness.manifest import read_run
 from harness.paths import SCENARIOS
+from harness.rundir.manifest import read_run
 from harness.serve.ports import free_port
 from tests.command import HARNESS, going, harness, only_run, until, write
 

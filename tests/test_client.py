@@ -18,7 +18,7 @@ from harness.load.clock import KernelClock
 from harness.load.exchange import Exchange
 from harness.load.later import Later
 from harness.load.reader import Arrivals, Reader
-from harness.records import read_requests
+from harness.rundir.records import read_requests
 from harness.simulated.spawn import spawned
 from tests.fake_server import (
     CHUNKED,

@@ -11,11 +11,11 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from rich.console import Console
 
-from harness.compare import compare_runs
-from harness.manifest import read_run
-from harness.records import read_marks
+from harness.compare.compare import compare_runs
 from harness.report import junit, markdown, openmetrics, rows_csv, terminal
-from harness.summarize import encode_summary, summarize
+from harness.rundir.manifest import read_run
+from harness.rundir.records import read_marks
+from harness.summarize.summarize import encode_summary, summarize
 from tests.made_runs import scenario, write_lines, write_made_run
 
 SAID = "the load generator (‡), not the server, was the limit of {}; all other numbers stand"

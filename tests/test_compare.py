@@ -9,21 +9,21 @@ import msgspec
 import numpy as np
 import pytest
 
-from harness.alike import facts_of, refuse_unlike
-from harness.behaviour import Pause
-from harness.compare import compare_runs
-from harness.differences import differences
+from harness.compare.compare import compare_runs
+from harness.compare.differences import differences
 from harness.errors import ExitCode, HarnessError, RunError
-from harness.manifest import Machine, Origin, ServedBy, write_run
-from harness.plan import Cell
-from harness.records import read_requests
+from harness.judge.alike import facts_of, refuse_unlike
+from harness.judge.verdicts import NoiseFloor, Pair, compare_rows, metric_of, speeds, verdicts
 from harness.report import sentences
-from harness.scenario import Arrivals, Load, Scenario, Server
-from harness.scenario import Pair as Wanted
-from harness.summarize import summarize
+from harness.rundir.manifest import Machine, Origin, ServedBy, write_run
+from harness.rundir.records import read_requests
+from harness.scenario.behaviour import Pause
+from harness.scenario.plan import Cell
+from harness.scenario.scenario import Arrivals, Load, Scenario, Server
+from harness.scenario.scenario import Pair as Wanted
+from harness.summarize.summarize import summarize
+from harness.summarize.tally import numbers_of
 from harness.summary import Difference, Row, Verdict
-from harness.tally import numbers_of
-from harness.verdicts import NoiseFloor, Pair, compare_rows, metric_of, speeds, verdicts
 from harness.workers import Workers
 from tests.made_runs import scenario, served_by, write_lines, write_made_run
 

@@ -13,7 +13,8 @@ from jinja2 import Environment, meta
 
 from harness.errors import HarnessError
 from harness.paths import COMPOSE
-from harness.scenario import Gateway, Load, Scenario, Server
+from harness.scenario.scenario import Gateway, Load, Scenario, Server
+from harness.scenario.strict import load_yaml
 from harness.serve import compose_document, document, server_problems_of, templates, variables
 from harness.serve.compose import filled_in, parse
 from harness.serve.interpolate import interpolate
@@ -21,7 +22,6 @@ from harness.serve.secrecy import secrets_in
 from harness.serve.template import quote, render
 from harness.serve.values import parse_bytes, parse_device, parse_port, parse_seconds, parse_volume
 from harness.simulated.presets import PRESETS
-from harness.strict import load_yaml
 
 EVIL = "x$\"\n    privileged: true\n  other:\n    image: evil # '{{ 7 * 7 }}{% raw %}\u2028\x85\x7f\x00\ufeff: - ]}"
 NAMES = ["lemonade", "llamacpp", "localai", "ollama", "simulated", "vllm-cpu", "vllm-offline", "vllm-rocm"]

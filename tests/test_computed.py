@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from harness.computed import fill_in, foretell
 from harness.errors import HarnessError, ScenarioError
-from harness.experiment import Experiment, Target, prepare
+from harness.prepare.computed import fill_in, foretell
+from harness.prepare.experiment import Experiment, Target, prepare
 from harness.serve import compose_document
 from tests.command import harness, write
 from tests.machines import GIB, gpu, host, strix_halo_carve_out, strix_halo_gtt

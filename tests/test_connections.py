@@ -16,8 +16,8 @@ import gevent
 import msgspec
 import pytest
 
-from harness.records import Request
-from harness.scenario import Arrivals, Load
+from harness.rundir.records import Request
+from harness.scenario.scenario import Arrivals, Load
 from tests.fake_server import GOOD, exchanging, load_process, place, read_request, serving
 from tests.load_runs import ROOT, make_job, records_of
 from tests.tls import Signed, sign

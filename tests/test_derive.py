@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness import derive
+from harness.summarize import derive
 from tests.made_runs import request
 
 

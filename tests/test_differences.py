@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from harness.compare import by_machine, compare_runs
-from harness.differences import differences, differences_of
+from harness.compare.compare import by_machine, compare_runs
+from harness.compare.differences import differences, differences_of
 from harness.errors import HarnessError
-from harness.manifest import Machine, ServedBy, read_run
-from harness.plan import Cell
-from harness.publish import publish
 from harness.report.comparison import markdown
-from harness.scenario import Server
+from harness.report.publish import publish
+from harness.rundir.manifest import Machine, ServedBy, read_run
+from harness.scenario.plan import Cell
+from harness.scenario.scenario import Server
 from harness.summary import Difference
 from tests.command import harness
 from tests.made_runs import scenario, served_by, write_made_run

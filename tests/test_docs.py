@@ -9,17 +9,17 @@ import msgspec
 import pytest
 import typer
 
-from harness.check_syntax import OPERATORS, UNITS
 from harness.cli import app
 from harness.docs import readme, servers_page
 from harness.errors import ExitCode
 from harness.failures.page import failures_page
 from harness.failures.table import rules
-from harness.manifest import Status, read_run
 from harness.paths import ROOT, SCENARIOS
-from harness.records import ErrorKind, Request
-from harness.scenario import Scenario
-from harness.scenario_file import load_scenario
+from harness.rundir.manifest import Status, read_run
+from harness.rundir.records import ErrorKind, Request
+from harness.scenario.check_syntax import OPERATORS, UNITS
+from harness.scenario.file import load_scenario
+from harness.scenario.scenario import Scenario
 from harness.serve.template import templates, variables
 from harness.simulated.engine import EngineConfig
 from harness.simulated.faults import KINDS

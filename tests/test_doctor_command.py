@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 
 from harness.errors import ServerError
-from harness.experiment import Experiment, Target, prepare
 from harness.machine.doctor import Engine, User, diagnose, show
 from harness.machine.targets import table, without_code
-from harness.preflight import SWITCH, blockers, notes, refuse_blocked
+from harness.prepare.experiment import Experiment, Target, prepare
+from harness.prepare.preflight import SWITCH, blockers, notes, refuse_blocked
 from harness.serve import compose_document, variables
 from harness.serve.compose import parse
 from tests import machines

@@ -10,8 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness import drive as driving
-from harness.drive import (
+from harness.errors import HarnessError, RunError
+from harness.job import Job
+from harness.prepare import locustfile
+from harness.run import drive as driving
+from harness.run.drive import (
     Count,
     LineCounter,
     LocalChild,
@@ -21,10 +24,8 @@ from harness.drive import (
     locust_arguments,
     tail,
 )
-from harness.errors import HarnessError, RunError
-from harness.job import Job
-from harness.records import ErrorKind, ProcessMark, Request
-from harness.scenario import Load, Prompts, Warmup
+from harness.rundir.records import ErrorKind, ProcessMark, Request
+from harness.scenario.scenario import Load, Prompts, Warmup
 
 
 def job(folder: Path, **load: Any) -> Job:
@@ -188,13 +189,13 @@ def test_tail(tmp_path: Path) -> None:
 
 
 def test_an_import_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driving, "IMPORT_S", 1.5)
+    monkeypatch.setattr(locustfile, "IMPORT_S", 1.5)
     path = tmp_path / "mine.py"
     path.write_text("import time\ntime.sleep(60)\n")
     with pytest.raises(HarnessError) as caught:
-        driving.check_locustfile(path)
+        locustfile.check_locustfile(path)
     assert caught.value.what == f"{path}: the locustfile was still being imported after 1.5 s"
-    driving.check_locustfile(path, try_it=False)
+    locustfile.check_locustfile(path, try_it=False)
 
 
 def test_arguments_are_stock_locust(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from harness.records import Request, read_requests
-from harness.scenario import Prompts
+from harness.rundir.records import Request, read_requests
+from harness.scenario.scenario import Prompts
 from harness.simulated.spawn import Spawned, spawned
-from harness.summarize import read_summary
+from harness.summarize.summarize import read_summary
 from harness.summary import Answers, PromptLengths, Row, Summary
 from tests.command import SMALL, harness
 from tests.made_runs import request

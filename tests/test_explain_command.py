@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harness.drive import FIRST, scenario_mistake
-from harness.manifest import read_run
-from harness.records import Request, read_requests
+from harness.run.drive import FIRST, scenario_mistake
+from harness.rundir.manifest import read_run
+from harness.rundir.records import Request, read_requests
 from tests.command import HARNESS, harness, only_run, server, write
 
 FAILED = """\

@@ -12,13 +12,13 @@ import pyarrow.parquet
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from harness import derive, export
 from harness.errors import HarnessError
-from harness.manifest import read_run, write_run
-from harness.publish import publish
-from harness.records import Request, read_requests
-from harness.report import openmetrics, rows_csv
-from harness.summarize import summarize
+from harness.report import export, openmetrics, rows_csv
+from harness.report.publish import publish
+from harness.rundir.manifest import read_run, write_run
+from harness.rundir.records import Request, read_requests
+from harness.summarize import derive
+from harness.summarize.summarize import summarize
 from tests.command import harness
 from tests.made_runs import MONOTONIC_S, WALL_S, request, scenario, write_lines, write_made_run
 

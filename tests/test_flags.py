@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.scenario import Load, Scenario, Server
+from harness.scenario.scenario import Load, Scenario, Server
 from harness.serve.compose import Service
 from harness.serve.document import server_problems_of
 from harness.serve.flag_check import cache_path

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from harness.errors import HarnessError
-from harness.scenario import Gateway, Load, Scenario, Server
+from harness.scenario.scenario import Gateway, Load, Scenario, Server
 from harness.serve.compose import parse
 from harness.serve.document import compose_document, server_problems_of
 from harness.serve.merge import with_gateway

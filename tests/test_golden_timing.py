@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.calibrate import chunk_errors_s
-from harness.scenario import Load, Warmup
+from harness.run.calibrate import chunk_errors_s
+from harness.scenario.scenario import Load, Warmup
 from harness.simulated.spawn import spawned
 from tests.load_runs import end, log_of, make_job, records_of, start_job
 

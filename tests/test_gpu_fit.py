@@ -6,7 +6,7 @@ import pytest
 
 from harness.errors import HarnessError
 from harness.machine.targets import has_fp8
-from harness.scenario import Load, Scenario, Server
+from harness.scenario.scenario import Load, Scenario, Server
 from harness.serve.compose import Service, parse
 from harness.serve.document import rendered, server_problems_of
 from harness.serve.gpu_fit import container_problems, refuse_unfit, value_of

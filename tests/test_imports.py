@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from harness.compare import compare_runs
+from harness.compare.compare import compare_runs
 from harness.errors import HarnessError
 from harness.imports import lemonade
 from harness.imports.formats import FORMATS, read_file
 from harness.imports.source import Node, Source, last_line
 from harness.imports.write import import_file
-from harness.manifest import Run, read_run
-from harness.origin import DEFINITIONS, definition, refuse_other_definitions
 from harness.paths import ROOT
-from harness.records import Request, read_requests
 from harness.report import html, markdown
-from harness.summarize import summarize
+from harness.rundir.manifest import Run, read_run
+from harness.rundir.origin import DEFINITIONS, definition, refuse_other_definitions
+from harness.rundir.records import Request, read_requests
+from harness.summarize.summarize import summarize
 from harness.summary import Numbers, Summary
 from tests.command import harness
 from tests.made_runs import write_made_run

@@ -12,10 +12,10 @@ from junitparser import Error, Failure, JUnitXml, Skipped, TestCase
 
 from harness.cli.results import refused_as_junit
 from harness.errors import ServerError
-from harness.manifest import read_run
-from harness.plan import Cell
 from harness.report import junit
-from harness.summarize import summarize
+from harness.rundir.manifest import read_run
+from harness.scenario.plan import Cell
+from harness.summarize.summarize import summarize
 from harness.summary import Comparison, Summary, Verdict
 from tests.command import harness, server, write
 from tests.made_runs import scenario, served_by, write_made_run

@@ -15,7 +15,7 @@ import pytest
 import requests
 
 from harness.errors import ServerError
-from harness.metrics import parse
+from harness.rundir.metrics import parse
 from harness.serve.compose import Managed, Serving
 from harness.serve.lemonade.api import Api, health, system
 from harness.serve.lemonade.attached import attached

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.scenario import Gateway, Load, Scenario, Server
+from harness.scenario.scenario import Gateway, Load, Scenario, Server
 from harness.serve.compose import parse
 from harness.serve.document import compose_document, server_problems_of
 from harness.serve.lemonade.arguments import PROTECTED, vllm_problems

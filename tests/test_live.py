@@ -21,17 +21,17 @@ import msgspec
 import psutil
 import pytest
 
-from harness.check_syntax import Slo
 from harness.job import write_job
-from harness.live import slos_for
 from harness.load.live.book import ALL, Book
 from harness.load.live.histogram import Histogram, add, note, percentiles
 from harness.load.live.observed import Observed
 from harness.load.live.tally import HandOver, Tally, packed, unpacked
-from harness.newest import Tail
 from harness.paths import ROOT
-from harness.records import ErrorKind, Request
-from harness.scenario import Load, Trace
+from harness.run.live import slos_for
+from harness.rundir.newest import Tail
+from harness.rundir.records import ErrorKind, Request
+from harness.scenario.check_syntax import Slo
+from harness.scenario.scenario import Load, Trace
 from harness.serve.ports import free_port
 from tests.command import harness, write
 from tests.load_runs import make_job

@@ -11,13 +11,14 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from harness.drive import Count
-from harness.glance import Glance, Gpu, Watch
 from harness.job import Job
-from harness.plan import Cell
-from harness.progress import Progress, duration, in_words, table
-from harness.records import Request
-from harness.scenario import Load, Prompts, Warmup
+from harness.report.words import duration
+from harness.run.drive import Count
+from harness.run.glance import Glance, Gpu, Watch
+from harness.run.progress import Progress, in_words, table
+from harness.rundir.records import Request
+from harness.scenario.plan import Cell
+from harness.scenario.scenario import Load, Prompts, Warmup
 
 CELL = "r1-one-burst"
 FULL = Glance(
@@ -208,7 +209,7 @@ def test_a_line_says_what_is_known() -> None:
 def test_in_a_terminal_the_table_is_rewritten_and_gone_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.progress.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("harness.run.progress.LOOK_EVERY_S", 0.0)
     out = io.StringIO()
     progress = Progress(Console(file=out, force_terminal=True, width=120, color_system=None))
     with progress.live():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.metrics import MetricsSample, Scraper, parse, read_samples, server_load
+from harness.rundir.metrics import MetricsSample, Scraper, parse, read_samples, server_load
 from harness.summary import ServerLoad
 
 # From a vLLM 0.32 that served 86 requests, and what llama.cpp's server prints.

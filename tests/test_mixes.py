@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from harness.check_syntax import misplaced, on_server, parse_check
 from harness.errors import ScenarioError
-from harness.manifest import read_run
-from harness.mixes import alone, mix_of
-from harness.plan import at_once, plan
-from harness.records import read_requests
 from harness.report.table import lines
-from harness.scenario_file import load_scenario
-from harness.summarize import summarize
+from harness.rundir.manifest import read_run
+from harness.rundir.records import read_requests
+from harness.scenario.check_syntax import misplaced, on_server, parse_check
+from harness.scenario.file import load_scenario
+from harness.scenario.mixes import alone, mix_of
+from harness.scenario.plan import at_once, plan
+from harness.summarize.summarize import summarize
 from harness.summary import Summary
 from harness.workload import workload_sha256
 from tests.command import harness

@@ -9,14 +9,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from harness import stats
-from harness.compare import compare_runs
+from harness.compare.compare import compare_runs
 from harness.errors import HarnessError
-from harness.floors import Floor, RowFloor, adopt_floor, floor_for, floor_of, floor_path, read_floor, write_floor
-from harness.manifest import Machine, Run, read_run
-from harness.plan import Cell
-from harness.scenario import Server
-from harness.summarize import summarize
+from harness.judge import stats
+from harness.judge.floors import Floor, RowFloor, adopt_floor, floor_for, floor_of, floor_path, read_floor, write_floor
+from harness.rundir.manifest import Machine, Run, read_run
+from harness.scenario.plan import Cell
+from harness.scenario.scenario import Server
+from harness.summarize.summarize import summarize
 from tests.command import harness, only_run, server, write
 from tests.made_runs import scenario, write_made_run
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from harness.behaviour import Agent, Rag
-from harness.lengths import Lengths
-from harness.scenario import Load, Prompts, Scenario, Server
+from harness.scenario.behaviour import Agent, Rag
+from harness.scenario.lengths import Lengths
+from harness.scenario.scenario import Load, Prompts, Scenario, Server
 from harness.serve.notes import notes, notes_on_comments
 from tests.command import harness
 

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from harness import punctual
-from harness.behaviour import Agent
-from harness.count import Place, tally
 from harness.errors import HarnessError
-from harness.experiment import prepare
-from harness.manifest import read_run
-from harness.punctual import Punctual, kept_of, kind_of, planned_of
+from harness.prepare.experiment import prepare
 from harness.report import kept, words
 from harness.report.observed import observe
-from harness.scenario import Arrivals, Load, Trace
-from harness.summarize import read_summary
+from harness.rundir.manifest import read_run
+from harness.scenario.behaviour import Agent
+from harness.scenario.scenario import Arrivals, Load, Trace
+from harness.summarize import punctual
+from harness.summarize.count import Place, tally
+from harness.summarize.punctual import Punctual, kept_of, kind_of, planned_of
+from harness.summarize.summarize import read_summary
+from harness.summarize.tally import Clock
 from harness.summary import Kept
-from harness.tally import Clock
 from tests.command import harness, only_run, write
 from tests.made_runs import request, write_lines
 

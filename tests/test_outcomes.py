@@ -12,7 +12,7 @@ from harness.load import client as client_module
 from harness.load.answer import Answer, Reading
 from harness.load.client import Client
 from harness.load.reader import Direct
-from harness.records import read_requests
+from harness.rundir.records import read_requests
 from tests.fake_server import (
     CHUNKED,
     DONE,

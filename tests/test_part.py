@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.arrivals import Schedule
 from harness.load.part import Part
 from harness.load.tickets import Plan, Ticket, Tickets
-from harness.scenario import Arrivals
+from harness.scenario.arrivals import Schedule
+from harness.scenario.scenario import Arrivals
 
 
 @pytest.mark.parametrize(("whole", "of", "block"), list(itertools.product([0, 1, 7, 12, 97], [1, 2, 3, 8], [1, 4, 5])))

@@ -12,9 +12,9 @@ import pytest
 from numpy.typing import NDArray
 from scipy import stats as scipy_stats
 
+from harness.judge.stats import ALPHA
+from harness.judge.verdicts import NoiseFloor, Pair, verdicts
 from harness.paths import ROOT
-from harness.stats import ALPHA
-from harness.verdicts import NoiseFloor, Pair, verdicts
 
 METHOD = (ROOT / "docs" / "method.md").read_text(encoding="utf-8")
 PAIRS, RUNS, REQUESTS = 2000, 5, 50

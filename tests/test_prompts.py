@@ -8,9 +8,18 @@ import msgspec
 import pytest
 
 from harness.errors import HarnessError
-from harness.lengths import Lengths, Lognormal, in_words, length_at, most_of, problems_of, read_pairs, typical_of
-from harness.scenario import Load, Prompts, Scenario, Server
-from harness.scenario_file import load_scenario
+from harness.scenario.file import load_scenario
+from harness.scenario.lengths import (
+    Lengths,
+    Lognormal,
+    in_words,
+    length_at,
+    most_of,
+    problems_of,
+    read_pairs,
+    typical_of,
+)
+from harness.scenario.scenario import Load, Prompts, Scenario, Server
 from harness.workload import (
     Row,
     RowMessage,

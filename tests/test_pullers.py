@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from harness.errors import ServerError
-from harness.manifest import ServedBy
-from harness.scenario import Server
+from harness.rundir.manifest import ServedBy
+from harness.scenario.scenario import Server
 from harness.serve import attach, localai, ollama
 from harness.serve.ask import open_session
 from harness.serve.compose import Fetch, LoadCall, Serving, parse

@@ -14,7 +14,7 @@ import pytest
 from harness.load.health import Health
 from harness.load.recorder import Recorder, this_host
 from harness.load.tickets import Plan, Ticket, Tickets
-from harness.records import Request, read_marks, read_requests
+from harness.rundir.records import Request, read_marks, read_requests
 
 
 def request(number: int, process: int = 1, chunks: int = 3) -> Request:

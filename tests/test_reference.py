@@ -5,10 +5,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from harness.compare.reference import reference_to, usable_baseline, write_reference
 from harness.errors import ExitCode, RunError
-from harness.manifest import read_run
-from harness.reference import reference_to, usable_baseline, write_reference
-from harness.summarize import summarize, write_summary
+from harness.rundir.manifest import read_run
+from harness.summarize.summarize import summarize, write_summary
 from tests.command import harness, only_run, write
 from tests.made_runs import scenario, served_by, write_made_run
 

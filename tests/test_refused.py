@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from harness.scenario import Gateway, Load, Scenario, Server
+from harness.scenario.scenario import Gateway, Load, Scenario, Server
 from harness.serve import document, server_problems_of
 from harness.serve.values import parse_vllm_bytes
 

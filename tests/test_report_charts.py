@@ -5,8 +5,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harness.manifest import CellRun, Run, ServedBy, read_run
-from harness.records import Request
 from harness.report import scatter, sentences
 from harness.report.differing_servers import server_differences
 from harness.report.events import Event, events_of
@@ -17,7 +15,9 @@ from harness.report.seen import MOST_DOTS, MOST_FAILED, SLOWEST, Failures, Seen
 from harness.report.timeline import figure_of
 from harness.report.tradeoff import tradeoffs
 from harness.report.watched import MachineSamples
-from harness.summarize import read_summary
+from harness.rundir.manifest import CellRun, Run, ServedBy, read_run
+from harness.rundir.records import Request
+from harness.summarize.summarize import read_summary
 from harness.summary import Comparison, Verdict
 from tests.report_runs import write_run_directory
 

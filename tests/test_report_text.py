@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from harness.manifest import CellRun, Machine, Run, ServedBy
 from harness.report import markdown, rows_csv, terminal
 from harness.report.table import columns, lines
-from harness.scenario import Load, Scenario, Server
+from harness.rundir.manifest import CellRun, Machine, Run, ServedBy
+from harness.scenario.scenario import Load, Scenario, Server
 from harness.summary import (
     CellSummary,
     CheckResult,

@@ -8,16 +8,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harness.board import Figure, collect, read_figures
+from harness.compare.board import Figure, collect, read_figures
 from harness.errors import ExitCode, HarnessError, RunError
-from harness.floors import folder_name
-from harness.manifest import Machine, read_run, write_run
+from harness.judge.floors import folder_name
 from harness.paths import RESULTS
-from harness.plan import Cell
-from harness.publish import publish
 from harness.report import board as boards
-from harness.scenario import Server
-from harness.summarize import read_summary, summarize, write_summary
+from harness.report.publish import publish
+from harness.rundir.manifest import Machine, read_run, write_run
+from harness.scenario.plan import Cell
+from harness.scenario.scenario import Server
+from harness.summarize.summarize import read_summary, summarize, write_summary
 from tests.command import harness
 from tests.made_runs import WALL_S, scenario, served_by, write_made_run
 

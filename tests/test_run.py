@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from harness.manifest import Run, read_run
-from harness.records import Request, read_marks, read_requests
+from harness.rundir.manifest import Run, read_run
+from harness.rundir.records import Request, read_marks, read_requests
 from harness.simulated.spawn import spawned
 from tests.command import Going, going, harness, only_run, server, until, write
 

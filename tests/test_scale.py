@@ -15,16 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.make_run import make_run
-from harness import blocks, count, gaps, tally
-from harness.blocks import Lines, blocks_of, in_file, requests_in
 from harness.errors import HarnessError
-from harness.gaps import ALL, Gaps, Interval, Sample, intervals_around
-from harness.manifest import Run
+from harness.judge.stats import percentile
 from harness.report.html import write_report
-from harness.stats import percentile
-from harness.summarize import summarize, write_summary
+from harness.rundir import blocks
+from harness.rundir.blocks import Lines, blocks_of, in_file, requests_in
+from harness.rundir.manifest import Run
+from harness.summarize import count, gaps, tally
+from harness.summarize.gaps import ALL, Gaps, Interval, Sample, intervals_around
+from harness.summarize.summarize import summarize, write_summary
+from harness.summarize.tally import Tally, gap_distribution
 from harness.summary import Numbers, Summary
-from harness.tally import Tally, gap_distribution
 from tests.made_runs import request, write_lines
 
 NEVER = 2**60

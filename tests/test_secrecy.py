@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from harness.manifest import ServedBy
+from harness.rundir.manifest import ServedBy
 from harness.serve.logfile import LogFile
 from harness.serve.recorded import recorded
 from harness.serve.secrecy import is_secret, open_secrets, open_secrets_in_text, secrets_in, without

@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.records import ProcessMark, Request, read_marks
-from harness.scenario import Arrivals, Load, Warmup
-from harness.self_check import client_limits, in_words, limited
+from harness.rundir.records import ProcessMark, Request, read_marks
+from harness.scenario.scenario import Arrivals, Load, Warmup
 from harness.simulated.spawn import spawned
+from harness.summarize.self_check import client_limits, in_words, limited
+from harness.summarize.tally import Clock, Tally, numbers_of
 from harness.summary import ClientLimit
-from harness.tally import Clock, Tally, numbers_of
 from tests.load_runs import end, log_of, make_job, records_of, start_job, wait_for_records
 from tests.made_runs import both_marks, request
 

@@ -10,7 +10,7 @@ import pytest
 
 from harness.errors import HarnessError, ServerError
 from harness.paths import ROOT
-from harness.scenario import Load, Scenario, Server
+from harness.scenario.scenario import Load, Scenario, Server
 from harness.serve import engine_version, serve
 from harness.serve.daemon import connect, engine_host
 from harness.serve.images import cannot_pull

@@ -12,19 +12,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.count import Place, tally
 from harness.errors import HarnessError
 from harness.load.course import Course, Stage
 from harness.load.tickets import Plan, Seen, Ticket
-from harness.manifest import read_run
-from harness.plan import plan
-from harness.records import Request, read_marks, read_requests
-from harness.scenario import Load
-from harness.scenario import Stage as Planned
-from harness.scenario_file import load_scenario
-from harness.stages import names, staged
-from harness.steady import Steadiness
-from harness.tally import Clock
+from harness.rundir.manifest import read_run
+from harness.rundir.records import Request, read_marks, read_requests
+from harness.scenario.file import load_scenario
+from harness.scenario.plan import plan
+from harness.scenario.scenario import Load
+from harness.scenario.scenario import Stage as Planned
+from harness.scenario.stages import names, staged
+from harness.scenario.steady import Steadiness
+from harness.summarize.count import Place, tally
+from harness.summarize.tally import Clock
 from harness.workers import parse_workers
 from harness.workload import workload_sha256
 from tests.command import going, harness

@@ -9,18 +9,18 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from harness import started
-from harness.compare import compare_runs
-from harness.differences import differences_of
+from harness.compare.compare import compare_runs
+from harness.compare.differences import differences_of
 from harness.errors import HarnessError
-from harness.manifest import Contents, Machine, Phase, ServedBy, Startup, read_run
-from harness.plan import Cell
+from harness.judge import started
 from harness.report import starts
 from harness.report.comparison import markdown
 from harness.report.html import write_report
 from harness.report.terminal import print_report
-from harness.scenario import Server
-from harness.summarize import summarize, write_summary
+from harness.rundir.manifest import Contents, Machine, Phase, ServedBy, Startup, read_run
+from harness.scenario.plan import Cell
+from harness.scenario.scenario import Server
+from harness.summarize.summarize import summarize, write_summary
 from tests.made_runs import scenario, served_by, write_made_run
 
 STARTUP = Startup(

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harness.manifest import Phase, ServedBy, Startup
+from harness.rundir.manifest import Phase, ServedBy, Startup
 from harness.serve.contents import listed
 from harness.serve.recorded import cache_config, recorded
 from harness.serve.secrecy import masked

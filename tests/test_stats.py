@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from harness import stats
-from harness.plan import plan
+from harness.judge import stats
+from harness.judge.verdicts import NoiseFloor, Pair, verdicts
+from harness.scenario.plan import plan
 from harness.summary import NEEDED
-from harness.verdicts import NoiseFloor, Pair, verdicts
 from tests.made_runs import scenario
 
 

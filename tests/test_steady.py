@@ -13,15 +13,15 @@ import pytest
 from harness.load.part import Part
 from harness.load.process import plan_of
 from harness.load.tickets import Plan, Seen, Tickets
-from harness.records import ProcessMark, read_requests
-from harness.scenario import Arrivals, Load, Trace, Warmup
-from harness.scenario_file import load_scenario
+from harness.rundir.records import ProcessMark, read_requests
+from harness.scenario.file import load_scenario
+from harness.scenario.scenario import Arrivals, Load, Trace, Warmup
+from harness.scenario.steady import Steadiness, agree
 from harness.simulated.engine import Engine, EngineConfig, Sequence
 from harness.simulated.spawn import spawned
-from harness.steady import Steadiness, agree
+from harness.summarize.tally import Clock, Tally
+from harness.summarize.warmed import in_words, warmed
 from harness.summary import Warmed
-from harness.tally import Clock, Tally
-from harness.warmed import in_words, warmed
 from tests.command import harness
 from tests.load_runs import end, ends_of, log_of, make_job, records_of, start, start_job
 from tests.made_runs import request

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from harness.structured import Judged, Structured, fields_of, fits, judge, problems_of
+from harness.scenario.structured import Judged, Structured, fields_of, fits, judge, problems_of
 
 LABELS = ["billing", "delivery"]
 SCHEMA: dict[str, Any] = {

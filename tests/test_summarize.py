@@ -8,14 +8,14 @@ import msgspec
 import pytest
 
 from harness.errors import HarnessError
-from harness.manifest import read_run, write_run
-from harness.metrics import MetricsSample
-from harness.plan import Cell
-from harness.records import Request
-from harness.scenario import Load, Warmup
-from harness.summarize import encode_summary, summarize, write_summary
+from harness.rundir.manifest import read_run, write_run
+from harness.rundir.metrics import MetricsSample
+from harness.rundir.records import Request
+from harness.scenario.plan import Cell
+from harness.scenario.scenario import Load, Warmup
+from harness.summarize.summarize import encode_summary, summarize, write_summary
+from harness.summarize.tally import distribution
 from harness.summary import Distribution, Numbers, Summary
-from harness.tally import distribution
 from tests.made_runs import (
     MONOTONIC_S,
     WALL_S,

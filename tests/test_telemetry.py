@@ -13,19 +13,19 @@ import pytest
 
 from harness.machine.sampler import Sampler, local_source
 from harness.machine.telemetry import Meter, Reading, cgroup_files, find_files, read_now
-from harness.manifest import ServedBy, read_run
 from harness.paths import ROOT
-from harness.serve import Endpoint, inside
-from harness.serve.containers import Look
-from harness.serve.telemetry import source_of
-from harness.summarize import read_summary
-from harness.telemetry import (
+from harness.rundir.manifest import ServedBy, read_run
+from harness.rundir.telemetry import (
     ContainerSample,
     GpuSample,
     HostSample,
     TelemetrySample,
     read_telemetry,
 )
+from harness.serve import Endpoint, inside
+from harness.serve.containers import Look
+from harness.serve.telemetry import source_of
+from harness.summarize.summarize import read_summary
 from tests import command
 from tests.fake_gpus import device, gpu, host, instinct_table, write
 

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.summary import MachineLoad
-from harness.telemetry import (
+from harness.rundir.telemetry import (
     GpuSample,
     held_back_s,
     integral,
     machine_load,
     median_load,
 )
+from harness.summary import MachineLoad
 from tests.watched_runs import one
 
 

@@ -8,18 +8,18 @@ import msgspec
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from harness import validity
-from harness.manifest import read_run
 from harness.report import doing, openmetrics, rows_csv
 from harness.report.events import Event, events_of
 from harness.report.observed import observe
 from harness.report.timeline import figure_of
 from harness.report.watched import of_cell
-from harness.summarize import read_summary
-from harness.summary import MachineLoad
-from harness.telemetry import (
+from harness.rundir.manifest import read_run
+from harness.rundir.telemetry import (
     GpuSample,
 )
+from harness.summarize import validity
+from harness.summarize.summarize import read_summary
+from harness.summary import MachineLoad
 from tests.report_runs import write_run_directory
 from tests.watched_runs import one, watch
 

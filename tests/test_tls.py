@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from harness.errors import HarnessError, ServerError
-from harness.manifest import read_run
-from harness.metrics import read_samples
-from harness.records import read_requests
+from harness.rundir.manifest import read_run
+from harness.rundir.metrics import read_samples
+from harness.rundir.records import read_requests
 from harness.serve import attach
 from harness.trust import VARIABLE, authorities, trust
 from tests.command import harness, write

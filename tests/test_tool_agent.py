@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from harness.behaviour import Agent, Pause, chance
 from harness.load.tools import Call, Tools, called, gather, returned, valid_call
-from harness.records import Request
-from harness.scenario import Load
+from harness.rundir.records import Request
+from harness.scenario.behaviour import Agent, Pause, chance
+from harness.scenario.scenario import Load
 from harness.simulated.spawn import spawned
 from tests.load_runs import end, ends_of, log_of, make_job, records_of, start_job
 

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from harness.errors import HarnessError, ScenarioError
-from harness.experiment import prepare
-from harness.records import ProcessMark, Request
-from harness.scenario import Load, Trace, Warmup
+from harness.prepare.experiment import prepare
+from harness.rundir.records import ProcessMark, Request
+from harness.scenario.scenario import Load, Trace, Warmup
 from harness.simulated.spawn import spawned
 from harness.traces.replay import Beginning, Replay, replay_of
 from harness.workload import text, trace_messages, workload_sha256

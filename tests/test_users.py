@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.scenario import Load, Warmup
+from harness.scenario.scenario import Load, Warmup
 from tests.load_runs import (
     ROOT,
     end,

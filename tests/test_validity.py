@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.manifest import CellRun
-from harness.records import ProcessMark, Request
-from harness.scenario import Arrivals, Load
+from harness.rundir.manifest import CellRun
+from harness.rundir.records import ProcessMark, Request
+from harness.scenario.scenario import Arrivals, Load
+from harness.summarize.tally import Clock, Tally, numbers_of
+from harness.summarize.validity import Evidence, Findings, of_cell, of_run
 from harness.summary import Kept, ServerLoad
-from harness.tally import Clock, Tally, numbers_of
-from harness.validity import Evidence, Findings, of_cell, of_run
 from tests.made_runs import both_marks, request, scenario, served_by, write_made_run
 
 LOAD = Load(user="batch", batch_size=2, requests=4, output_tokens=11)

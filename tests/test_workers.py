@@ -15,9 +15,9 @@ from harness.errors import HarnessError
 from harness.job import SECRETS_ENV, secrets_of
 from harness.load import spool
 from harness.load.spool import Intake, Spool
-from harness.manifest import read_run
-from harness.records import Request, read_marks, read_requests
-from harness.scenario import Load
+from harness.rundir.manifest import read_run
+from harness.rundir.records import Request, read_marks, read_requests
+from harness.scenario.scenario import Load
 from harness.serve.ports import free_port
 from harness.simulated.spawn import Spawned, spawned
 from harness.workers import Workers, parse_part, parse_workers, process_number

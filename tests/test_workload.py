@@ -7,10 +7,10 @@ import msgspec
 import pytest
 
 import harness.data
-from harness import scenario as scenario_module
 from harness.data.make_classification import items
 from harness.errors import HarnessError
-from harness.scenario import Load, Prompts, Scenario, Server
+from harness.scenario import scenario as scenario_module
+from harness.scenario.scenario import Load, Prompts, Scenario, Server
 from harness.workload import Row, RowMessage, messages, read_rows, salt_words, text, workload_sha256
 
 DATA = Path(harness.data.__file__).parent

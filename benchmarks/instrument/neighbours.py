@@ -13,7 +13,7 @@ import msgspec
 
 from benchmarks.instrument.client import Client, Failed, Said, Work
 from harness.imports.formats import read_file
-from harness.records import Request
+from harness.rundir.records import Request
 
 PROMPT_TOKENS = 50
 

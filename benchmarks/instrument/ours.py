@@ -6,11 +6,11 @@ import msgspec
 
 from benchmarks.instrument.client import Failed, Said, Work
 from benchmarks.instrument.server import compiled
-from harness.drive import locust_arguments
 from harness.job import Job, write_job
 from harness.paths import LOCUSTFILES
-from harness.records import read_marks, read_requests
-from harness.scenario import Load, Prompts, Warmup
+from harness.run.drive import locust_arguments
+from harness.rundir.records import read_marks, read_requests
+from harness.scenario.scenario import Load, Prompts, Warmup
 
 
 def ours(work: Work, processes: int = 1) -> Said:

@@ -73,14 +73,14 @@ def run(
     explain: Annotated[bool, typer.Option("--explain", help="Explain the columns below the table.")] = False,
 ) -> None:
     """Start the scenario's servers, load them, take everything down, and report."""
-    from harness import calibrated
-    from harness import experiment as experiments
-    from harness.floors import adopt_floor
-    from harness.manifest import read_run
+    from harness.compare.reference import reference_to, write_reference
+    from harness.judge.floors import adopt_floor
+    from harness.prepare import experiment as experiments
     from harness.process import sigterm_interrupts
-    from harness.progress import Progress
-    from harness.reference import reference_to, write_reference
-    from harness.run import run as run_experiment
+    from harness.run import calibrated
+    from harness.run.progress import Progress
+    from harness.run.run import run as run_experiment
+    from harness.rundir.manifest import read_run
 
     refuse_alone(
         ("--metrics-url", metrics_url, "--url", url),
@@ -120,10 +120,10 @@ def live(
     runs: RunsDir = RUNS,
 ) -> None:
     """Bring a scenario's server up and serve Locust's web UI for it; Ctrl-C takes everything down."""
-    from harness import experiment as experiments
-    from harness import live as living
+    from harness.prepare import experiment as experiments
     from harness.process import sigterm_interrupts
-    from harness.progress import Progress
+    from harness.run import live as living
+    from harness.run.progress import Progress
 
     target = target_of(url, ca=ca)
     experiment = experiments.prepare(scenario_path(scenario), target, model)
@@ -134,12 +134,12 @@ def live(
 @app.command(short_help="Validate a scenario and show its plan.")
 def check(scenario: ScenarioArg) -> None:
     """Validate a scenario and show its plan, without running anything."""
-    from harness import calibrated
-    from harness import experiment as experiments
-    from harness.asked import refuse_impossible
-    from harness.computed import foretell
-    from harness.preflight import notes
-    from harness.preview import show_plan
+    from harness.prepare import experiment as experiments
+    from harness.prepare.asked import refuse_impossible
+    from harness.prepare.computed import foretell
+    from harness.prepare.preflight import notes
+    from harness.prepare.preview import show_plan
+    from harness.run import calibrated
 
     experiment = experiments.prepare(scenario_path(scenario))
     show_plan(experiment, console())
@@ -181,8 +181,8 @@ def calibrate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the readings as JSON.")] = False,
 ) -> None:
     """Hold the load generator's chunk times against the embedded engine's own, with more and more streams at once."""
-    from harness.calibrate import show_readings
     from harness.process import sigterm_interrupts
+    from harness.run.calibrate import show_readings
 
     with sigterm_interrupts():
         show_readings(console(), most, processes, as_json=as_json)
@@ -200,8 +200,8 @@ def compose(
     ] = 0,
 ) -> None:
     """Print the Compose file that the harness would run, for `docker compose up`."""
-    from harness import experiment as experiments
-    from harness.computed import fill_in
+    from harness.prepare import experiment as experiments
+    from harness.prepare.computed import fill_in
     from harness.serve import compose_document
 
     experiment = experiments.prepare(scenario_path(scenario))
@@ -225,11 +225,11 @@ def noise(
 
     It is used by every later run, report and comparison of the same machine and scenario.
     """
-    from harness import experiment as experiments
-    from harness import noise as noises
-    from harness.floors import read_floor
+    from harness.judge.floors import read_floor
+    from harness.prepare import experiment as experiments
     from harness.process import sigterm_interrupts
-    from harness.progress import Progress
+    from harness.run import noise as noises
+    from harness.run.progress import Progress
 
     target = target_of(url, ca=ca)
     experiment = experiments.prepare(scenario_path(scenario), target, model, repeats)
@@ -243,7 +243,7 @@ def noise(
 @app.command(short_help="List the scenarios that ship.")
 def scenarios() -> None:
     """List the scenarios that ship, each with its question."""
-    from harness.history import show_scenarios
+    from harness.cli.history import show_scenarios
 
     show_scenarios(console())
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from harness.errors import ExitCode, HarnessError, RunError, did_you_mean
 
 if TYPE_CHECKING:
-    from harness.experiment import Target
+    from harness.prepare.experiment import Target
     from harness.summary import Summary
 
 app = typer.Typer(
@@ -101,7 +101,7 @@ def refuse_alone(*needs: tuple[str, object, str, object]) -> None:
 
 def target_of(url: str | None, metrics_url: str | None = None, ca: Path | None = None) -> "Target | None":
     """The server that already runs, given on the command line; None without --url. Raises HarnessError."""
-    from harness.experiment import Target
+    from harness.prepare.experiment import Target
     from harness.trust import trust
 
     if ca is not None:
@@ -113,8 +113,8 @@ def target_of(url: str | None, metrics_url: str | None = None, ca: Path | None =
 
 def find_baseline(given: Path, runs: Path) -> Path:
     """The directory of a run that may be a baseline, before anything is measured. Raises HarnessError."""
-    from harness.history import find_run
-    from harness.reference import usable_baseline
+    from harness.cli.history import find_run
+    from harness.compare.reference import usable_baseline
 
     folder = find_run(given, runs)
     usable_baseline(folder)
@@ -138,10 +138,10 @@ def junit_of_failure(path: Path | None, scenario: str) -> Iterator[None]:
 
 def show(folder: Path, *, explain: bool = False, junit: Path | None = None) -> None:
     """Print a run's table and verdicts, write its summary and page, and end with the run's exit code."""
-    from harness.manifest import read_run
     from harness.report import html, terminal
     from harness.report import junit as junit_xml
-    from harness.summarize import summarize, write_summary
+    from harness.rundir.manifest import read_run
+    from harness.summarize.summarize import summarize, write_summary
 
     manifest, summary = read_run(folder), summarize(folder)
     full: OSError | None = None

@@ -60,13 +60,13 @@ def report(
     With --check or --baseline the run is judged by them once more, and its directory stays as it is.
     """
     with refused_as_junit(output == "junit", "report", "validity", "the run is VALID"):
-        from harness.experiment import refuse_misplaced
-        from harness.floors import adopt_floor
-        from harness.history import find_run
-        from harness.manifest import read_run
-        from harness.reference import reference_to
+        from harness.cli.history import find_run
+        from harness.compare.reference import reference_to
+        from harness.judge.floors import adopt_floor
+        from harness.prepare.experiment import refuse_misplaced
         from harness.report import html, junit, markdown, openmetrics, rows_csv, terminal
-        from harness.summarize import encode_summary, summarize, write_summary
+        from harness.rundir.manifest import read_run
+        from harness.summarize.summarize import encode_summary, summarize, write_summary
 
         refuse_alone(("--about", about, "--baseline", baseline))
         folder = find_run(run_folder, runs)
@@ -129,12 +129,12 @@ def compare(
     with refused_as_junit(output == "junit", "compare", "comparison", "the runs can be compared"):
         import msgspec
 
-        from harness.compare import by_machine, compare_runs
-        from harness.experiment import refuse_misplaced
-        from harness.history import find_run
-        from harness.manifest import read_run
+        from harness.cli.history import find_run
+        from harness.compare.compare import by_machine, compare_runs
+        from harness.prepare.experiment import refuse_misplaced
         from harness.report import junit
         from harness.report.comparison import markdown, print_comparison
+        from harness.rundir.manifest import read_run
 
         first = [find_run(given, runs) for given in run_folders]
         second = [find_run(given, runs) for given in against or []]
@@ -169,10 +169,10 @@ def diff(
     """Show in what the manifests of two runs differ; what is equal is not shown, and neither is what chance chose."""
     import msgspec
 
-    from harness.differences import differences_of
-    from harness.history import find_run
-    from harness.manifest import read_run
+    from harness.cli.history import find_run
+    from harness.compare.differences import differences_of
     from harness.report.differing import markdown, print_differences
+    from harness.rundir.manifest import read_run
 
     both = [read_run(find_run(given, runs)) for given in (one, other)]
     found, sides = differences_of(both), [run.id for run in both]
@@ -194,10 +194,10 @@ def publish(
     results: ResultsDir = RESULTS,
 ) -> None:
     """File a VALID run by machine and scenario, as plain files that are small enough for git."""
-    from harness.floors import adopt_floor
-    from harness.history import find_run
-    from harness.manifest import read_run
-    from harness.publish import publish as publish_run
+    from harness.cli.history import find_run
+    from harness.judge.floors import adopt_floor
+    from harness.report.publish import publish as publish_run
+    from harness.rundir.manifest import read_run
 
     folder = find_run(run_folder, runs)
     adopt_floor(folder, read_run(folder), results)
@@ -214,7 +214,7 @@ def leaderboard(
     results: ResultsDir = RESULTS,
 ) -> None:
     """Rank what is published: machines by scenarios, as one HTML page and as Markdown beside it."""
-    from harness.board import collect
+    from harness.compare.board import collect
     from harness.paths import RESULTS as SHIPPED
     from harness.report.board import write_board
 
@@ -233,8 +233,8 @@ def export(
     runs: RunsDir = RUNS,
 ) -> None:
     """Write a run's records for other tools: one row a request, with chunk times."""
-    from harness.export import export as export_records
-    from harness.history import find_run
+    from harness.cli.history import find_run
+    from harness.report.export import export as export_records
 
     written = export_records(find_run(run_folder, runs), to)
     print(f"{to}: {written.records:,} records")
@@ -265,6 +265,6 @@ def import_(
 @app.command(short_help="List the runs.")
 def runs(runs: RunsDir = RUNS) -> None:
     """List the runs with their scenario, verdict and when they ran."""
-    from harness.history import show_runs
+    from harness.cli.history import show_runs
 
     show_runs(runs, console())

@@ -20,8 +20,8 @@ def worker(
     It is a stock Locust worker. User class and job come from the master, so trust it; an API key does not: set its
     variable here.
     """
-    from harness.lend import lend
     from harness.process import sigterm_interrupts
+    from harness.run.lend import lend
 
     with sigterm_interrupts():
         lend(master, processes, once=once)

@@ -5,7 +5,7 @@ from typing import Any
 
 from harness.errors import HarnessError
 from harness.imports.source import EMPTY, Imported, Node, Part, Source, has, last_line, read_source
-from harness.records import ErrorKind, Request
+from harness.rundir.records import ErrorKind, Request
 
 TOOL = "aiperf"
 BESIDE = "profile_export_aiperf.json"

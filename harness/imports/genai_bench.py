@@ -7,8 +7,8 @@ from array import array
 from typing import Any
 
 from harness.imports.source import Imported, Node, Part, Source, has, read_source
+from harness.summarize.tally import distribution
 from harness.summary import Distribution, Numbers
-from harness.tally import distribution
 
 TOOL = "genai-bench"
 BESIDE = "experiment_metadata.json"

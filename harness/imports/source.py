@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from harness.errors import HarnessError
-from harness.records import Request
+from harness.rundir.records import Request
 from harness.summary import Numbers
 
 _CUT = (

@@ -6,7 +6,7 @@ from typing import Any
 
 from harness.errors import HarnessError
 from harness.imports.source import Imported, Node, Part, Source, has, last_line
-from harness.records import Request
+from harness.rundir.records import Request
 from harness.summary import NEEDED, Distribution, Numbers
 
 TOOL = "vllm bench serve"

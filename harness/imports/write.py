@@ -12,11 +12,11 @@ from harness import __version__
 from harness.errors import HarnessError
 from harness.imports.formats import read_file
 from harness.imports.source import Imported, Part, Source
-from harness.manifest import CellRun, Machine, Origin, RowOrigin, Run, ServedBy, write_run
-from harness.origin import NUMBERS_FILE
-from harness.records import Request
-from harness.scenario import Load, Scenario, Server, Warmup
-from harness.summarize import summarize, write_summary
+from harness.rundir.manifest import CellRun, Machine, Origin, RowOrigin, Run, ServedBy, write_run
+from harness.rundir.origin import NUMBERS_FILE
+from harness.rundir.records import Request
+from harness.scenario.scenario import Load, Scenario, Server, Warmup
+from harness.summarize.summarize import summarize, write_summary
 
 UNKNOWN = "unknown"  # what a name must be where the file has none
 

@@ -15,7 +15,7 @@ import msgspec
 from harness.load.exchange import Clock, Exchange
 from harness.load.sse import Event, Parser
 from harness.load.tools import Call, gather
-from harness.records import ErrorKind
+from harness.rundir.records import ErrorKind
 
 _MESSAGE_CHARS = 300
 _MOST_TEXTS = 64  # that are kept apart: each of its own takes ten times the room of its letters

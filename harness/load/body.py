@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from harness.scenario import Load
+from harness.scenario.scenario import Load
 from harness.workload import Message
 
 PATHS = {"chat": "/chat/completions", "completions": "/completions", "embeddings": "/embeddings"}

@@ -12,7 +12,7 @@ import httptools
 from harness.load.clock import SLACK_NS
 from harness.load.form import Form
 from harness.load.reader import Arrivals
-from harness.records import ErrorKind
+from harness.rundir.records import ErrorKind
 
 Clock = Literal["kernel", "read"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from harness.load.answer import Answer
 from harness.load.exchange import Exchange
-from harness.records import LATE_READ_S
+from harness.rundir.records import LATE_READ_S
 
 TICK_S = 0.05
 _WINDOW_S = 5.0

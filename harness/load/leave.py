@@ -5,9 +5,9 @@ from contextlib import contextmanager
 
 import gevent
 
-from harness.behaviour import Abandon
 from harness.load.answer import Reading
 from harness.load.exchange import Exchange, Failure
+from harness.scenario.behaviour import Abandon
 
 
 class _Left(gevent.Timeout):  # cut like any other timeout

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 from locust.argument_parser import LocustArgumentParser
 
-from harness.behaviour import Abandon, Agent, Rag
-from harness.check_syntax import Slo, parse_check
 from harness.errors import HarnessError
 from harness.job import Job, read_job
-from harness.scenario import TURNS, Arrivals, Load, Prompts, Warmup
+from harness.scenario.behaviour import Abandon, Agent, Rag
+from harness.scenario.check_syntax import Slo, parse_check
+from harness.scenario.scenario import TURNS, Arrivals, Load, Prompts, Warmup
 from harness.workers import FROM_MASTER, parse_part
 from harness.workload import salt_words
 

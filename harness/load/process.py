@@ -12,9 +12,7 @@ import gevent
 import msgspec
 from gevent.lock import Semaphore
 
-from harness import structured, workload
-from harness.arrivals import Due, Schedule, steady
-from harness.behaviour import Abandon
+from harness import workload
 from harness.errors import HarnessError
 from harness.job import Job, secrets_of
 from harness.load.answer import Answer, Reading
@@ -30,10 +28,13 @@ from harness.load.reader import Reader
 from harness.load.recorder import Recorder
 from harness.load.tickets import Plan, Seen, Ticket
 from harness.load.tools import Tools
-from harness.records import ErrorKind, Request
-from harness.scenario import Arrivals, taken_together
-from harness.steady import Steadiness, steadiness
-from harness.structured import Judged
+from harness.rundir.records import ErrorKind, Request
+from harness.scenario import structured
+from harness.scenario.arrivals import Due, Schedule, steady
+from harness.scenario.behaviour import Abandon
+from harness.scenario.scenario import Arrivals, taken_together
+from harness.scenario.steady import Steadiness, steadiness
+from harness.scenario.structured import Judged
 from harness.traces.replay import Beginning, Replay, replay_of
 from harness.workload import Message
 

@@ -17,7 +17,7 @@ import msgspec
 from harness.load.health import TICK_S, Health
 from harness.load.later import Later
 from harness.load.tickets import Phase
-from harness.records import ProcessMark, Request
+from harness.rundir.records import ProcessMark, Request
 from harness.workers import process_number
 
 _FLUSH_TICKS = 4

@@ -14,9 +14,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from harness.arrivals import Due
 from harness.load.part import WHOLE, Part
-from harness.steady import Steadiness
+from harness.scenario.arrivals import Due
+from harness.scenario.steady import Steadiness
 
 Phase = Literal["warmup", "measured"]
 _WIDTH = 400  # of the line, padded, so that a write never leaves half of an older one

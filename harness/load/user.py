@@ -31,8 +31,6 @@ from locust.env import Environment
 from locust.exception import StopUser
 from locust.user.task import LOCUST_STATE_STOPPING, LOCUST_STATE_WAITING
 
-from harness import behaviour
-from harness.behaviour import Abandon
 from harness.errors import HarnessError
 from harness.load.answer import Answer
 from harness.load.client import Client
@@ -40,7 +38,9 @@ from harness.load.process import Place
 from harness.load.tickets import Ticket
 from harness.load.tools import Tools
 from harness.load.wiring import give_up, load_process
-from harness.scenario import Load
+from harness.scenario import behaviour
+from harness.scenario.behaviour import Abandon
+from harness.scenario.scenario import Load
 from harness.workload import Message, text
 
 T = TypeVar("T")

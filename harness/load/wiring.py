@@ -21,7 +21,7 @@ from locust.env import Environment
 from locust.exception import StopTest
 from locust.runners import STATE_INIT, STATE_RUNNING, STATE_SPAWNING, MasterRunner, Runner, WorkerRunner
 
-from harness import behaviour, workload
+from harness import workload
 from harness.errors import HarnessError
 from harness.job import Job
 from harness.load.course import Course
@@ -32,6 +32,7 @@ from harness.load.process import LoadProcess, course_of, plan_of, reach
 from harness.load.recorder import Anchor, Recorder
 from harness.load.shape import Stages
 from harness.load.worker import Worker
+from harness.scenario import behaviour
 from harness.workers import FROM_MASTER
 
 _WATCH_S = 0.05

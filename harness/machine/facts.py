@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.machine.files import meminfo, number, text
-from harness.manifest import GpuMemory, Machine
+from harness.rundir.manifest import GpuMemory, Machine
 
 # Parameters of the kernel command line that change what a GPU can do or how fast memory is.
 _PARAMETERS = re.compile(

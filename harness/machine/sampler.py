@@ -10,7 +10,7 @@ from types import TracebackType
 import msgspec
 
 from harness.machine.telemetry import Meter, Reading, find_files, local_readings
-from harness.telemetry import TelemetrySample
+from harness.rundir.telemetry import TelemetrySample
 
 ROOT_VARIABLE = "AMD_LLM_LOAD_TELEMETRY_ROOT"  # instead of /, for tests on trees of files
 INTERVAL_S = 1.0

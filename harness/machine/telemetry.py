@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from harness.machine import gpu_metrics
 from harness.machine.files import text
-from harness.telemetry import ContainerSample, GpuSample, HostSample
+from harness.rundir.telemetry import ContainerSample, GpuSample, HostSample
 
 Files = Mapping[str, bytes]  # content by path below the root, without a slash in front
 

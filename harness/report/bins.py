@@ -5,7 +5,7 @@ from array import array
 import numpy as np
 from numpy.typing import NDArray
 
-from harness.records import Request
+from harness.rundir.records import Request
 
 Times = NDArray[np.float64]
 

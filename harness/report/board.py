@@ -7,7 +7,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from harness.board import Board, Entry, Figure, Group
+from harness.compare.board import Board, Entry, Figure, Group
 from harness.errors import HarnessError
 from harness.report import words
 from harness.report.markdown import escape

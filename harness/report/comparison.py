@@ -4,11 +4,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from harness.judge.verdicts import METRIC_WORDS
 from harness.report import differing, sentences, words
 from harness.report.markdown import code, escape
 from harness.report.terminal import STYLES
 from harness.summary import Comparison, Verdict
-from harness.verdicts import METRIC_WORDS
 
 HEADINGS = ("Side", "Baseline", "Runs", "By", "Speed", "95 % interval", "p", "Verdict")
 

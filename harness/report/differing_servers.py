@@ -1,8 +1,8 @@
 """In what the servers of one run differ."""
 
-from harness.alike import facts_of
-from harness.differences import differences
-from harness.manifest import Run
+from harness.compare.differences import differences
+from harness.judge.alike import facts_of
+from harness.rundir.manifest import Run
 from harness.summary import Difference
 
 _ASKED = ("template", "variables")

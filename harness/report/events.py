@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator
 
 from msgspec import Struct
 
-from harness.manifest import CellRun
 from harness.report import words
 from harness.report.observed import Timeline
 from harness.report.scraped import ServerSamples
 from harness.report.watched import MachineSamples
+from harness.rundir.manifest import CellRun
 from harness.summary import CellSummary
 
 MOST_ALIKE = 12  # about so many of one kind in a cell: what lies closer together is one

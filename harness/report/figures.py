@@ -5,8 +5,6 @@ See `harness.report.marks` for what they share.
 
 import statistics
 
-from harness.manifest import Run
-from harness.mixes import mix_of
 from harness.report import words
 from harness.report.knee import FORMULA, Knee, in_words, knee_of
 from harness.report.marks import (
@@ -25,6 +23,8 @@ from harness.report.marks import (
     whiskers,
 )
 from harness.report.observed import Observed, Sample, distribution
+from harness.rundir.manifest import Run
+from harness.scenario.mixes import mix_of
 from harness.summary import Distribution, Row, Summary
 
 

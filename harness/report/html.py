@@ -14,7 +14,6 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from harness.manifest import Run, ServedBy, read_run
 from harness.report import doing, figures, kept, marks, scatter, sentences, starts, tradeoff, words
 from harness.report.differing_servers import server_differences
 from harness.report.events import Event, events_of
@@ -22,7 +21,8 @@ from harness.report.forest import Forest
 from harness.report.observed import Observed, observe
 from harness.report.table import columns, interval, lines
 from harness.report.timeline import figure_of
-from harness.summarize import read_summary
+from harness.rundir.manifest import Run, ServedBy, read_run
+from harness.summarize.summarize import read_summary
 from harness.summary import Summary
 
 # The part of plotly.js that draws lines, dots and bars, as npm has it in plotly.js-basic-dist-min 4.1.1: the whole

@@ -14,10 +14,10 @@ from typing import Literal
 from msgspec import Struct
 
 from harness.errors import HarnessError
-from harness.manifest import Run
+from harness.judge.verdicts import METRIC_WORDS
 from harness.report import kept, sentences, words
+from harness.rundir.manifest import Run
 from harness.summary import CheckResult, Comparison, Summary
-from harness.verdicts import METRIC_WORDS
 
 NAME = "amd-llm-load"
 # Characters that XML 1.0 does not allow at all, not even escaped.

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from harness.manifest import Run
 from harness.report import words
+from harness.rundir.manifest import Run
 from harness.summary import Kept, Numbers, Row, Summary
 
 

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Collection
 
-from harness.manifest import Run
 from harness.report import kept, sentences, words
 from harness.report.table import columns, lines
+from harness.rundir.manifest import Run
 from harness.summary import Summary
 
 LEFT = ("server", "load", "verdict")

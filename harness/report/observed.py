@@ -1,7 +1,7 @@
 """What the charts need from a run's records, read once as a stream and reduced on the way.
 
-The size of the page depends on the number of rows and cells, never on the number of requests. See harness.blocks for
-how a long file is read.
+The size of the page depends on the number of rows and cells, never on the number of requests. See
+harness.rundir.blocks for how a long file is read.
 """
 
 from array import array
@@ -13,16 +13,16 @@ from pathlib import Path
 import numpy as np
 from msgspec import Struct, field
 
-from harness import derive
-from harness.blocks import Block, Lines, blocks_of, in_file, reader, requests_in
-from harness.manifest import Run
-from harness.plan import plan
-from harness.records import Request, read_marks
 from harness.report.bins import FINE_S, Counts, bin_of
 from harness.report.scraped import ServerSamples, server_samples, shifted
 from harness.report.seen import Choice, Failures, Seen
 from harness.report.watched import MachineSamples, machine_samples
 from harness.report.watched import shifted as shifted_machine
+from harness.rundir.blocks import Block, Lines, blocks_of, in_file, reader, requests_in
+from harness.rundir.manifest import Run
+from harness.rundir.records import Request, read_marks
+from harness.scenario.plan import plan
+from harness.summarize import derive
 
 MOST_BINS = 240  # points of a timeline's line
 MOST_POINTS = 200  # points of a distribution's line

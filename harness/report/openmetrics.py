@@ -10,10 +10,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from harness.manifest import Run
 from harness.report.doing import VALUES
 from harness.report.table import side
-from harness.self_check import WORDS
+from harness.rundir.manifest import Run
+from harness.summarize.self_check import WORDS
 from harness.summary import Answers, Distribution, Numbers, Row, Summary
 
 PREFIX = "amd_llm_load"

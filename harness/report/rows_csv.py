@@ -3,10 +3,10 @@
 import csv
 import io
 
-from harness.manifest import Run
 from harness.report import kept
 from harness.report.doing import VALUES
 from harness.report.table import Line, lines
+from harness.rundir.manifest import Run
 from harness.summary import Answers, PromptLengths, Summary
 
 _LATENCIES = {

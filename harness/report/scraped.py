@@ -4,7 +4,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from harness.metrics import read_samples
+from harness.rundir.metrics import read_samples
 
 # Lines of the timeline in the order in which they are drawn; a run shows those that it has.
 GAUGES = ("running", "waiting", "kv_usage")

@@ -8,8 +8,8 @@ from zlib import crc32
 
 from msgspec import Struct, structs
 
-from harness import derive
-from harness.records import Request
+from harness.rundir.records import Request
+from harness.summarize import derive
 
 MOST_DOTS = 600  # requests of a row that are drawn at most
 SLOWEST = 20  # of them those that took longest

@@ -4,13 +4,13 @@ import math
 import re
 from collections import defaultdict
 
-from harness.manifest import Run
-from harness.plan import plan
+from harness.judge.verdicts import METRIC_WORDS
 from harness.report import words
 from harness.report.table import LIMITED, Line
-from harness.self_check import in_words
+from harness.rundir.manifest import Run
+from harness.scenario.plan import plan
+from harness.summarize.self_check import in_words
 from harness.summary import Comparison, FailedRequests, Summary, Verdict
-from harness.verdicts import METRIC_WORDS
 
 
 def of_row(line: Line, run: Run) -> str:

@@ -4,10 +4,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from harness import started
-from harness.manifest import Run, ServedBy
+from harness.judge import started
 from harness.report import words
 from harness.report.marks import COLOURS, Chart, colour, plain
+from harness.rundir.manifest import Run, ServedBy
 
 MEANS = {
     "pull": "the image, where it was not on the machine yet",

@@ -7,10 +7,10 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from harness.manifest import Run
-from harness.origin import OTHERWISE
-from harness.plan import baseline_of
 from harness.report import words
+from harness.rundir.manifest import Run
+from harness.rundir.origin import OTHERWISE
+from harness.scenario.plan import baseline_of
 from harness.summary import Row, Summary, Verdict
 
 LIMITED = "‡"  # beside a number that the load generator limited in one of the row's cells

@@ -7,10 +7,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.manifest import Run
 from harness.report import kept, sentences, starts, words
 from harness.report.doing import Doing, doing
 from harness.report.table import Column, Line, columns, lines
+from harness.rundir.manifest import Run
 from harness.summary import Summary
 
 STYLES = {"faster": "green", "slower": "red", "same": "cyan", "cannot tell": "yellow", "baseline": "dim"}

@@ -2,10 +2,10 @@
 
 from typing import Literal
 
-from harness.manifest import Run
 from harness.report import words
 from harness.report.figures import at_once, by_concurrency
 from harness.report.marks import Chart, Figure, axis, colour, left_out, open_loops, other_rates, plain, servers, symbol
+from harness.rundir.manifest import Run
 from harness.summary import Distribution, Row, Summary
 
 _HEAD = ["Server", "Load", "At once", "tok/s", "p50, ms", "p95, ms", "Requests"]

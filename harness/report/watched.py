@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from harness.telemetry import GpuSample, TelemetrySample, read_telemetry, serving
+from harness.rundir.telemetry import GpuSample, TelemetrySample, read_telemetry, serving
 
 Line = list[float | None]
 MOST_GPUS = 8  # that are drawn; a ninth would have no colour of its own

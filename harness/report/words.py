@@ -3,9 +3,9 @@
 import re
 import unicodedata
 
-from harness.behaviour import Agent, Rag
-from harness.lengths import in_words
-from harness.scenario import USERS, Arrivals, Load, Trace, at_once, is_open
+from harness.scenario.behaviour import Agent, Rag
+from harness.scenario.lengths import in_words
+from harness.scenario.scenario import USERS, Arrivals, Load, Trace, at_once, is_open
 from harness.summary import NEEDED, Distribution
 
 NOTHING = "–"
@@ -32,6 +32,16 @@ def milliseconds(value_s: float) -> str:
     """A latency given in seconds, as a number of milliseconds without the unit."""
     value = value_s * 1000
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words for people: 45 s, 3 min 20 s, 2 h 5 min."""
+    whole = round(seconds)
+    if whole < 90:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def percentile(sample: Distribution, name: str) -> str:

@@ -11,7 +11,7 @@ import msgspec
 import requests
 
 from harness.errors import HarnessError, ServerError, did_you_mean
-from harness.manifest import ServedBy
+from harness.rundir.manifest import ServedBy
 from harness.trust import authorities
 
 PROBE_TIMEOUT_S = 5.0

@@ -6,7 +6,7 @@ import tarfile
 
 from docker.models.containers import Container
 
-from harness.manifest import Contents
+from harness.rundir.manifest import Contents
 from harness.serve.daemon import DOCKER_ERRORS
 from harness.serve.secrecy import masked
 

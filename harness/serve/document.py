@@ -6,11 +6,12 @@ from typing import Any
 
 import msgspec
 
-from harness.check_syntax import slo_sets
 from harness.errors import HarnessError
 from harness.machine.facts import device_groups
 from harness.paths import COMPOSE
-from harness.scenario import USERS, Gateway, Load, Scenario, Server
+from harness.scenario.check_syntax import slo_sets
+from harness.scenario.scenario import USERS, Gateway, Load, Scenario, Server
+from harness.scenario.strict import where
 from harness.serve.compose import GATEWAY, SERVER, ComposeFile, parse, read
 from harness.serve.daemon import engine_host, engine_sees_these_files
 from harness.serve.flags import removed_in
@@ -22,7 +23,6 @@ from harness.serve.ports import free_port
 from harness.serve.template import render, server_problems, variables
 from harness.serve.values import parse_port
 from harness.serve.vllm_rules import starts_a_shell, vllm_refuses
-from harness.strict import where
 
 
 def server_problems_of(scenario: Scenario, lines: dict[str, int]) -> list[str]:

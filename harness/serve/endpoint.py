@@ -5,7 +5,7 @@ from collections.abc import Callable
 import msgspec
 from docker.models.containers import Container
 
-from harness.manifest import ServedBy
+from harness.rundir.manifest import ServedBy
 from harness.serve.containers import Look
 
 

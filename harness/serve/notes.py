@@ -3,11 +3,11 @@
 import re
 from typing import Any
 
-from harness.behaviour import Agent, Rag
 from harness.failures.removed import removed_flags
 from harness.failures.table import replacements
-from harness.lengths import Lengths, most_of
-from harness.scenario import TURNS, Load, Prompts, Scenario, Server
+from harness.scenario.behaviour import Agent, Rag
+from harness.scenario.lengths import Lengths, most_of
+from harness.scenario.scenario import TURNS, Load, Prompts, Scenario, Server
 from harness.serve.flags import flags_in, version_of
 from harness.serve.gpu_fit import value_of
 from harness.serve.template import variables

@@ -14,9 +14,9 @@ from docker.models.containers import Container
 
 from harness.errors import HarnessError, ServerError
 from harness.machine.facts import gpus
-from harness.manifest import Phase, ServedBy
 from harness.process import sigterm_interrupts
-from harness.scenario import Scenario, Server
+from harness.rundir.manifest import Phase, ServedBy
+from harness.scenario.scenario import Scenario, Server
 from harness.serve import containers, labels
 from harness.serve.compose import SERVER, ComposeFile, Config, ConfigMount, filled_in, parse
 from harness.serve.daemon import DOCKER_ERRORS, connect, docker_error, engine_host

@@ -15,7 +15,7 @@ import msgspec
 from harness.errors import ServerError
 from harness.machine.facts import gpus
 from harness.machine.pool import Pool, pools
-from harness.scenario import Server
+from harness.scenario.scenario import Server
 from harness.serve import containers, labels
 from harness.serve.compose import filled_in, parse
 from harness.serve.daemon import connect, engine_host

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from harness.errors import ServerError
 from harness.failures.explain import State, explain
-from harness.manifest import Phase
+from harness.rundir.manifest import Phase
 from harness.serve import localai, ollama
 from harness.serve.ask import (
     PROBE_TIMEOUT_S,

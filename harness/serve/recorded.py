@@ -9,7 +9,7 @@ import requests
 from docker.models.containers import Container
 from prometheus_client.parser import text_string_to_metric_families
 
-from harness.manifest import Contents, ServedBy, Startup
+from harness.rundir.manifest import Contents, ServedBy, Startup
 from harness.serve import ollama
 from harness.serve.ask import PROBE_TIMEOUT_S, open_session
 from harness.serve.contents import contents

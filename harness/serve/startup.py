@@ -17,7 +17,7 @@ import msgspec
 import yaml
 from msgspec import Struct
 
-from harness.manifest import Phase, Startup
+from harness.rundir.manifest import Phase, Startup
 
 # A log is read as far as starts go; what an engine says under load comes later and is never of interest here.
 LIMIT = 4_000_000

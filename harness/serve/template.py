@@ -17,7 +17,7 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from harness.errors import HarnessError, ScenarioError, did_you_mean
 from harness.paths import COMPOSE
-from harness.scenario import Server
+from harness.scenario.scenario import Server
 from harness.serve.secrecy import open_secrets
 from harness.serve.values import parse_bytes, parse_vllm_bytes
 
@@ -49,7 +49,7 @@ class Variable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max: int | float | None = None
     choices: list[str] | None = None
     format: Literal["size", "vllm-size"] | None = None  # of a text, unless `${NAME}` is in it
-    auto: bool = False  # it may also be AUTO, which harness/computed.py replaces
+    auto: bool = False  # it may also be AUTO, which harness/prepare/computed.py replaces
 
     @property
     def required(self) -> bool:

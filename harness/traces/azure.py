@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import BinaryIO
 
-from harness.scenario import Trace
+from harness.scenario.scenario import Trace
 from harness.traces.row import BadLine, Row, cell, columns, count, places
 
 NAMES = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")

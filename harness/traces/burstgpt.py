@@ -7,7 +7,7 @@ Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type; later rele
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from harness.scenario import Trace
+from harness.scenario.scenario import Trace
 from harness.traces.row import BadLine, Row, cell, columns, count, places
 
 NAMES = ("Timestamp", "Request tokens", "Response tokens")

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from harness.scenario import Trace
+from harness.scenario.scenario import Trace
 from harness.traces.row import BadLine, Row
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from harness.errors import HarnessError
-from harness.scenario import Trace
+from harness.scenario.scenario import Trace
 from harness.traces import azure, burstgpt, mooncake, requests
 from harness.traces.row import BadLine
 

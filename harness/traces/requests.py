@@ -11,8 +11,8 @@ from typing import BinaryIO
 
 import msgspec
 
-from harness.records import read_marks
-from harness.scenario import Trace
+from harness.rundir.records import read_marks
+from harness.scenario.scenario import Trace
 from harness.traces.row import BadLine, Row
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import msgspec
 
-from harness.lengths import Lengths, Pairs, read_pairs
-from harness.scenario import SERVER_TOKENIZER, Load, Prompts, Scenario, taken_together
+from harness.scenario.lengths import Lengths, Pairs, read_pairs
+from harness.scenario.scenario import SERVER_TOKENIZER, Load, Prompts, Scenario, taken_together
 from harness.workload.counted import one_token_words
 from harness.workload.replayed import trace_digest
 from harness.workload.rows import read_rows

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness.scenario import Trace
+from harness.scenario.scenario import Trace
 from harness.traces.prompts import prompt_of
 from harness.traces.replay import Replay, replay_of, sha256_of
 from harness.workload.sequence import Message

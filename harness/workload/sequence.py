@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import TypedDict
 
-from harness.lengths import Pairs, length_at
-from harness.scenario import Load, Prompts
-from harness.structured import Structured
+from harness.scenario.lengths import Pairs, length_at
+from harness.scenario.scenario import Load, Prompts
+from harness.scenario.structured import Structured
 from harness.workload.classification import item_at, labels_of, question
 from harness.workload.rows import Row
 from harness.workload.words import SALT_WORDS, text

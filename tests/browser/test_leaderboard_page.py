@@ -9,11 +9,11 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 
-from harness.board import collect
-from harness.manifest import Machine
+from harness.compare.board import collect
 from harness.paths import RESULTS
-from harness.publish import publish
 from harness.report.board import write_board
+from harness.report.publish import publish
+from harness.rundir.manifest import Machine
 from tests.browser.test_report_page import FLAGS, complaints
 from tests.made_runs import served_by, write_made_run
 from tests.report_runs import HOSTILE

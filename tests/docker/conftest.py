@@ -12,7 +12,7 @@ import docker
 import pytest
 
 from harness.paths import ROOT
-from harness.scenario import Load, Scenario, Server
+from harness.scenario.scenario import Load, Scenario, Server
 from harness.serve import Endpoint, serve
 from harness.serve.daemon import connect
 from harness.serve.sweep import sweep

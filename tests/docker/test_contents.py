@@ -7,7 +7,7 @@ import docker
 import pytest
 from docker.models.containers import Container
 
-from harness.manifest import Contents
+from harness.rundir.manifest import Contents
 from harness.serve.contents import contents, file_in
 from tests.docker.conftest import BASE
 

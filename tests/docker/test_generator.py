@@ -7,8 +7,8 @@ from pathlib import Path
 
 import docker
 
-from harness.manifest import read_run
-from harness.records import read_marks, read_requests
+from harness.rundir.manifest import read_run
+from harness.rundir.records import read_marks, read_requests
 from tests.docker.conftest import remains
 
 SCENARIO = """

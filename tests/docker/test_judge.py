@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import requests
 
-from harness.scenario import Load, Server
+from harness.scenario.scenario import Load, Server
 from harness.serve import compose_document, templates, variables
 from harness.serve.compose import parse
 from tests.command import until

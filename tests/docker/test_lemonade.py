@@ -16,15 +16,15 @@ import requests
 import yaml
 
 from harness.errors import ServerError
-from harness.manifest import read_run
-from harness.metrics import parse, read_samples
 from harness.paths import ROOT
-from harness.scenario import Load, Scenario, Server
+from harness.rundir.manifest import read_run
+from harness.rundir.metrics import parse, read_samples
+from harness.scenario.scenario import Load, Scenario, Server
 from harness.serve import Endpoint, compose_document, serve
 from harness.serve.lemonade.running import orphans_of
 from harness.serve.ports import free_port
 from harness.serve.sweep import sweep
-from harness.summarize import read_summary
+from harness.summarize.summarize import read_summary
 from tests.command import harness
 from tests.docker.conftest import remains
 

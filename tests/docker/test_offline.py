@@ -9,12 +9,12 @@ import pytest
 
 from harness import workload
 from harness.errors import HarnessError, ServerError
-from harness.experiment import prepare
 from harness.job import read_job
-from harness.manifest import read_run
 from harness.paths import ROOT
-from harness.records import read_marks, read_requests
-from harness.scenario import Gateway, Load, Scenario, Server
+from harness.prepare.experiment import prepare
+from harness.rundir.manifest import read_run
+from harness.rundir.records import read_marks, read_requests
+from harness.scenario.scenario import Gateway, Load, Scenario, Server
 from harness.serve import compose_document, server_problems_of
 from harness.summary import Summary
 from tests.command import harness, only_run, write

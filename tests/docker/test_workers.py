@@ -17,8 +17,8 @@ import requests
 from docker.models.containers import Container
 from docker.models.networks import Network
 
-from harness.manifest import read_run
-from harness.records import read_marks, read_requests
+from harness.rundir.manifest import read_run
+from harness.rundir.records import read_marks, read_requests
 from harness.serve.ports import free_port
 from tests.command import Going, going, harness, only_run, until, write
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import yaml
 
-from harness.manifest import Run, read_run
-from harness.records import Request, read_requests
+from harness.rundir.manifest import Run, read_run
+from harness.rundir.records import Request, read_requests
 from harness.summary import Summary
 from tests.engines.paths import BASE_IMAGE, LLAMA_SERVER, LLAMACPP_VENV, QWEN3_100M, TINY_GGUF, VLLM_VENV
 

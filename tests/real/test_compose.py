@@ -12,7 +12,7 @@ import pytest
 import requests
 
 from harness.paths import ROOT, SCENARIOS
-from harness.scenario_file import load_scenario
+from harness.scenario.file import load_scenario
 from harness.serve import compose_document, is_offline
 from tests.engines.paths import BASE_IMAGE, DOCKER_CONFIG
 from tests.real.conftest import Say

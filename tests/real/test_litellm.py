@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from harness.metrics import read_samples
 from harness.paths import ROOT
-from harness.records import Request
+from harness.rundir.metrics import read_samples
+from harness.rundir.records import Request
 from tests.docker.conftest import build_image
 from tests.engines.paths import BASE_IMAGE, LITELLM_VENV
 from tests.real.conftest import Say

@@ -5,8 +5,8 @@ from statistics import median
 
 import pytest
 
-from harness.metrics import MetricsSample, read_samples
-from harness.records import Request, read_marks
+from harness.rundir.metrics import MetricsSample, read_samples
+from harness.rundir.records import Request, read_marks
 from harness.summary import CellSummary
 from tests.real.conftest import Say, Timed
 from tests.real.parts import Ran, left_behind

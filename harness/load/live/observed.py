@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from harness.newest import Tail
+from harness.rundir.newest import Tail
 
 _FRESH_S = 6.0
 _GPU = ("busy_percent", "vram_used_bytes", "gtt_used_bytes", "power_w", "package")

@@ -6,11 +6,11 @@ from typing import Any
 
 import msgspec
 
-from harness import derive
-from harness.attain import meets
-from harness.check_syntax import Slo
 from harness.load.live.histogram import Histogram, add, note
-from harness.records import CUT, Request
+from harness.rundir.records import CUT, Request
+from harness.scenario.check_syntax import Slo
+from harness.summarize import derive
+from harness.summarize.attain import meets
 
 MOST_KINDS = 20
 

@@ -12,7 +12,6 @@ from locust import events, stats
 from locust.env import Environment
 from locust.runners import STATE_RUNNING, STATE_SPAWNING, STATE_STOPPING, MasterRunner, WorkerRunner
 
-from harness.check_syntax import Slo
 from harness.errors import HarnessError
 from harness.job import Job
 from harness.load.live import page, swarm
@@ -23,6 +22,7 @@ from harness.load.options import slos_of
 from harness.load.process import plan_of
 from harness.load.recorder import Recorder
 from harness.load.tickets import Tickets
+from harness.scenario.check_syntax import Slo
 
 _EVERY_S = 1.0
 _REPORTS_S = 4  # Locust's workers report each 3 s, and may be late

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from harness.scenario import Server
+from harness.scenario.scenario import Server
 from harness.serve.flags import flags_in, removed_flags
 from harness.serve.lemonade.names import bare_name
 from harness.serve.vllm_rules import vllm_refuses

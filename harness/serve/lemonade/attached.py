@@ -4,7 +4,7 @@ import msgspec
 import requests
 
 from harness.errors import ServerError
-from harness.manifest import ServedBy
+from harness.rundir.manifest import ServedBy
 from harness.serve.ask import reason
 from harness.serve.lemonade import api as lemonade
 from harness.serve.lemonade.api import PREFIX, Api, text_of

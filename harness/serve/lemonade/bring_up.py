@@ -9,7 +9,7 @@ import requests
 
 from harness.errors import ServerError
 from harness.failures.explain import State, explain
-from harness.manifest import Phase
+from harness.rundir.manifest import Phase
 from harness.serve.ask import reason
 from harness.serve.compose import Managed
 from harness.serve.containers import evidence_in

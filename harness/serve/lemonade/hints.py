@@ -1,7 +1,7 @@
 """What a scenario should know of Lemonade before it runs, and what is no mistake."""
 
-from harness.lengths import Lengths, most_of
-from harness.scenario import Load, Scenario, Server, at_once
+from harness.scenario.lengths import Lengths, most_of
+from harness.scenario.scenario import Load, Scenario, Server, at_once
 from harness.serve.lemonade.arguments import MOST_TOKENS
 from harness.serve.lemonade.pool import MOST, pool_size
 from harness.serve.template import variables

@@ -1,0 +1,63 @@
+"""The runs and scenarios that there are."""
+
+import datetime
+import difflib
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from harness.errors import HarnessError
+from harness.paths import ROOT, SCENARIOS
+from harness.rundir.manifest import read_run
+from harness.scenario.file import load_scenario
+from harness.serve.labels import owner_is_gone
+
+
+def find_run(given: Path, runs: Path) -> Path:
+    """A run directory given by its path or by the id of a run below `runs`."""
+    for folder in (given, runs / given):
+        if (folder / "run.json").is_file():
+            return folder
+    # Only a close one is named: a list of all runs would be long, and `harness runs` has it.
+    close = difflib.get_close_matches(given.name, [path.parent.name for path in runs.glob("*/run.json")], n=1)
+    raise HarnessError(
+        f"{given}: neither a run directory nor the id of a run in {runs}"
+        + (f"; did you mean '{close[0]}'?" if close else ""),
+        next_step=f"`harness runs --runs {runs}` lists the runs.",
+    )
+
+
+def show_runs(runs: Path, console: Console) -> None:
+    """One line a run, newest last."""
+    if runs.exists() and not runs.is_dir():
+        raise HarnessError(f"--runs: {runs} is not a folder", next_step="Name the folder that holds the runs.")
+    table = Table(box=None, pad_edge=False)
+    for column in ("run", "started", "scenario", "cells", "status"):
+        table.add_column(column, no_wrap=column != "status")
+    paths = sorted(runs.glob("*/run.json"))
+    for path in paths:
+        try:
+            run = read_run(path.parent)
+        except HarnessError as error:
+            table.add_row(path.parent.name, "", "", "", Text(f"unreadable: {error.what}"))
+            continue
+        started = datetime.datetime.fromtimestamp(run.started_wall_s).strftime("%Y-%m-%d %H:%M")
+        reason = f": {run.reasons[0]}" if run.reasons else ""
+        simulated = " (simulated)" if run.simulated else ""
+        cells = f"{len(run.cells)}/{len(run.order)}"
+        status = "killed" if run.status == "running" and run.owner and owner_is_gone(run.owner) else run.status
+        table.add_row(path.parent.name, started, run.scenario_name, cells, Text(f"{status}{simulated}{reason}"))
+    if paths:
+        console.print(table)
+    else:
+        console.print(f"no runs in {runs}; `harness run scenarios/first-look.yaml` makes one", markup=False)
+
+
+def show_scenarios(console: Console) -> None:
+    """The scenarios that ship, each with its question."""
+    for path in sorted(SCENARIOS.glob("*.yaml")):
+        scenario = load_scenario(path)
+        shown = path.relative_to(ROOT)
+        console.print(f"{shown}\n  {' '.join(scenario.question.split())}", markup=False, highlight=False)

@@ -1,0 +1,232 @@
+"""Runs against runs: groups of run directories, the first of which is the baseline."""
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from harness.compare.differences import differences
+from harness.errors import HarnessError, RunError
+from harness.judge import started
+from harness.judge.alike import facts_of, refuse_unlike
+from harness.judge.checks import evaluate
+from harness.judge.floors import floor_for
+from harness.judge.verdicts import NoiseFloor, Pair, client_limited, metric_of, scheduled, speeds, values_of, verdicts
+from harness.rundir.manifest import Run, read_run
+from harness.rundir.origin import refuse_other_definitions
+from harness.scenario.check_syntax import parse_check
+from harness.summarize import answered
+from harness.summarize.summarize import is_published, read_summary, summarize
+from harness.summary import Answers, CheckResult, Comparison, Reference, Summary
+
+
+class _Side(Struct, frozen=True):
+    """One group of runs."""
+
+    name: str
+    given: Sequence[Path]
+    runs: list[Run]
+    summaries: list[Summary]
+
+    def folders(self) -> list[tuple[Path, Run]]:
+        return list(zip(self.given, self.runs, strict=True))
+
+    def values(self, row: tuple[str, str], metric: str) -> list[float]:
+        """The run-level values of a row, of all repeats of all runs in the group."""
+        return [
+            value
+            for summary in self.summaries
+            for found in summary.rows
+            if (found.server, found.load) == row
+            for value in values_of(found, metric)
+        ]
+
+    def client_limited(self, row: tuple[str, str]) -> list[str]:
+        """What of a row the load generator limited in one of the runs."""
+        return [
+            number
+            for summary in self.summaries
+            for found in summary.rows
+            if (found.server, found.load) == row
+            for number in found.client_limited
+        ]
+
+    def answers(self, row: tuple[str, str]) -> list[Answers | None]:
+        """What the answers of a row were worth, run by run."""
+        return [
+            found.pooled.answers
+            for summary in self.summaries
+            for found in summary.rows
+            if (found.server, found.load) == row
+        ]
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Rows that every run of the group has."""
+        first, *others = [[(row.server, row.load) for row in summary.rows] for summary in self.summaries]
+        return [row for row in first if all(row in other for other in others)]
+
+
+def compare_runs(
+    groups: Sequence[Sequence[Path]],
+    *,
+    about: str | None = None,
+    floor: NoiseFloor | None = None,
+    results: Path | None = None,
+    checks: Sequence[str] = (),
+) -> Comparison:
+    """Each group of run directories against the first, row by row of the same server and load.
+
+    `about` is the one manifest key in which the groups may differ. Raises HarnessError for runs that are not alike
+    or have no row in common, RunError for a run that is not VALID.
+
+    Runs are not interleaved with each other, so what changed on the machine between them falls on one side: take
+    groups of several runs in turn, and a measured noise floor: `floor`, or what is stored below `results`.
+    `checks` are held against the rows of every side but the first, which is their baseline.
+    """
+    if len(groups) < 2 or not all(groups):
+        raise HarnessError(
+            "a comparison needs a baseline and at least one other run", next_step="harness compare BASELINE OTHER"
+        )
+    _refuse_checks(groups, checks)
+    sides = [_side(group, checks) for group in groups]
+    rows = [row for row in sides[0].rows() if all(row in side.rows() for side in sides[1:])]
+    if not rows:
+        raise HarnessError(
+            "the runs have no row in common: none of their servers and loads have the same names",
+            next_step="Give servers and loads that are to be compared the same names in both scenarios.",
+        )
+    runs = [run for side in sides for run in side.runs]
+    _refuse_repeated(runs)
+    for row in rows:
+        refuse_other_definitions(runs, _metric(sides, row), [row])
+    refuse_unlike(runs, rows, [number for number, side in enumerate(sides) for _ in side.runs], about)
+    pairs = [_pair(side, sides[0], row, several=len(sides) > 2) for side in sides[1:] for row in rows]
+    if floor is None and results is not None:
+        floor = floor_for([(folder, run) for side in sides for folder, run in side.folders()], results)
+    return msgspec.structs.replace(
+        verdicts(pairs, floor or NoiseFloor()),
+        simulated=any(run.simulated for run in runs),
+        sides=[side.name for side in sides],
+        differences=differences([facts_of(side.runs[0], rows) for side in sides]),
+        checks=[result for side in sides[1:] for result in _checked(checks, side, sides[0], rows, len(sides) > 2)],
+        notes=_cache_notes(sides, rows) + _answer_notes(sides, rows),
+    )
+
+
+def _cache_notes(sides: Sequence[_Side], rows: Sequence[tuple[str, str]]) -> list[str]:
+    """For each server whose KV cache is of another size on some side, that it is."""
+    found = []
+    for server in dict.fromkeys(server for server, _ in rows):
+        sizes = {}
+        for side in sides:
+            cells = [cell.served_by for run in side.runs for cell in run.cells if cell.server == server]
+            sizes[side.name] = started.told(cells).get("startup.kv_cache_tokens")
+        note = started.cache_note(sizes)
+        found += [f"{server}: {note}"] if note is not None else []
+    return found
+
+
+def _answer_notes(sides: Sequence[_Side], rows: Sequence[tuple[str, str]]) -> list[str]:
+    """For each row whose answers on some side are not worth what they are on the baseline, that it is so."""
+    base = sides[0]
+    notes = [
+        answered.difference(
+            f"{' / '.join(row)} ({side.name})", side.answers(row), f"{' / '.join(row)} ({base.name})", base.answers(row)
+        )
+        for side in sides[1:]
+        for row in rows
+    ]
+    return [note for note in notes if note is not None]
+
+
+def by_machine(folders: Sequence[Path]) -> list[list[Path]]:
+    """Run directories grouped by the machine that they ran on, in the order given. Raises HarnessError for one."""
+    groups: dict[str, list[Path]] = {}
+    for folder in folders:
+        groups.setdefault(read_run(folder).machine.name, []).append(folder)
+    if len(groups) < 2:
+        raise HarnessError(
+            f"all runs are of one machine, {next(iter(groups), 'none')}",
+            next_step="Give runs of another one, too; `harness publish` files them so that they can be carried over.",
+        )
+    return list(groups.values())
+
+
+def _refuse_repeated(runs: Sequence[Run]) -> None:
+    """The same folder twice, or a copy of it."""
+    seen: set[tuple[str, float]] = set()
+    for run in runs:
+        if (run.id, run.started_wall_s) in seen:
+            raise HarnessError(
+                f"{run.id}: this run is given twice; a run is not compared with itself or with its copy",
+                next_step="Give another run; `harness runs` lists them.",
+            )
+        seen.add((run.id, run.started_wall_s))
+
+
+def _refuse_checks(groups: Sequence[Sequence[Path]], checks: Sequence[str]) -> None:
+    """Raise HarnessError for checks that have no meaning here: they are of one run's rows against another's."""
+    several = next((group for group in groups if len(group) > 1), None)
+    if checks and several is not None:
+        raise HarnessError(
+            f"--check: a check is of one run against another, and {several[0].name} is one of {len(several)} a side",
+            next_step="Compare single runs with checks, groups of runs by their verdicts.",
+        )
+    for text in checks:
+        with contextlib.suppress(ValueError):  # what cannot be read is a check that fails, and says why
+            if parse_check(text).metric == "speedup":
+                raise HarnessError(
+                    f"--check '{text}': here the verdicts judge the speedup",
+                    next_step="Write a margin: `output_tok_s >= 0.97 * baseline`, or `wall <= 1.03 * baseline`.",
+                )
+
+
+def _checked(
+    checks: Sequence[str], side: _Side, base: _Side, rows: Sequence[tuple[str, str]], several: bool
+) -> list[CheckResult]:
+    mine, theirs = ([row for row in one.summaries[0].rows if (row.server, row.load) in rows] for one in (side, base))
+    found = evaluate(checks, mine, None, Reference(run=base.runs[0].id, rows=theirs))
+    return [msgspec.structs.replace(one, check=f"{one.check} ({side.name})") for one in found] if several else found
+
+
+def _side(folders: Sequence[Path], checks: Sequence[str]) -> _Side:
+    runs, summaries = [], []
+    for folder in folders:
+        run = read_run(folder)
+        if run.status == "running":
+            raise RunError(
+                f"{run.id}: the run has not ended, or was killed; it is not compared", next_step="Run it again."
+            )
+        summary = read_summary(folder) if is_published(folder) else summarize(folder, checks)
+        if not summary.valid or run.status == "invalid":
+            reasons = summary.reasons or run.reasons or ["its manifest says so"]
+            raise RunError(
+                f"{run.id}: an INVALID run is not compared: {reasons[0]}",
+                next_step=f"harness report {run.id} shows all reasons.",
+                detail="\n".join(summary.reasons) if len(summary.reasons) > 1 else "",
+            )
+        runs.append(run)
+        summaries.append(summary)
+    name = runs[0].id if len(runs) == 1 else f"{runs[0].id} and {len(runs) - 1} more"
+    return _Side(name, folders, runs, summaries)
+
+
+def _metric(sides: Sequence[_Side], row: tuple[str, str]) -> str:
+    return metric_of([side.runs[0].scenario.loads[row[1]] for side in sides])
+
+
+def _pair(side: _Side, base: _Side, row: tuple[str, str], *, several: bool) -> Pair:
+    """A row of one side against the same row of the baseline side; named by the run where there are several sides."""
+    name, metric = " / ".join(row), _metric([side, base], row)
+    return Pair(
+        side=f"{name} ({side.name})" if several else name,
+        baseline=f"{name} ({base.name})",
+        metric=metric,
+        side_speeds=speeds(metric, side.values(row, metric)),
+        baseline_speeds=speeds(metric, base.values(row, metric)),
+        loads=(row[1],),
+        refused=scheduled(*(one.runs[0].scenario.loads[row[1]] for one in (side, base)))
+        or client_limited(metric, [(f"{name} ({one.name})", one.client_limited(row)) for one in (side, base)]),
+    )

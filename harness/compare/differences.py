@@ -1,0 +1,119 @@
+"""In what the manifests of some sides differ: what is equal is not shown, what is the same difference is shown once."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from harness.judge import started
+from harness.judge.alike import ABSENT, facts_of
+from harness.rundir.manifest import Run
+from harness.summary import Difference
+
+Facts = Mapping[str, Any]
+
+
+def differences_of(runs: Sequence[Run]) -> list[Difference]:
+    """In what whole runs differ, servers and loads that only some of them have included."""
+    return differences(
+        [facts_of(run, list(itertools.product(run.scenario.servers, run.scenario.loads))) for run in runs]
+    )
+
+
+def differences(sides: Sequence[Facts]) -> list[Difference]:
+    """The keys in which the sides differ, and their values in words; of lists what not all of them have."""
+    whole = [_expanded(side) for side in sides]
+    found: dict[str, list[str]] = {}
+    missing: set[str] = set()
+    for key in _in_order(whole):
+        values = [side.get(key, ABSENT) for side in whole]
+        if any(value != values[0] for value in values[1:]) and not started.is_noise(key, values):
+            part = _missing_part(key, whole)
+            if part is None:
+                found[key] = _shown(values)
+            elif part not in missing:
+                missing.add(part)
+                found[part] = [ABSENT if not _has(side, part) else "there" for side in whole]
+    servers = list(dict.fromkeys(key.split(".")[1] for side in whole for key in side if key.startswith("servers.")))
+    return [Difference(key=key, values=values) for key, values in _folded(found, servers).items()]
+
+
+def _in_order(sides: Sequence[Facts]) -> list[str]:
+    """All keys, those of one part of the manifest together also where only a later side has them."""
+    keys = list(dict.fromkeys(key for side in sides for key in side))
+    parts = list(dict.fromkeys(key.split(".")[0] for key in keys))
+    return sorted(keys, key=lambda key: parts.index(key.split(".")[0]))
+
+
+def _expanded(facts: Facts) -> dict[str, Any]:
+    """Lists of mappings, such as GPUs, key by key."""
+    result: dict[str, Any] = {}
+    for key, value in facts.items():
+        _expand(key, value, result)
+    return result
+
+
+def _expand(key: str, value: Any, into: dict[str, Any]) -> None:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _expand(f"{key}.{name}", item, into)
+    elif isinstance(value, list) and all(isinstance(item, dict) for item in value):  # none of them is nothing
+        for number, item in enumerate(value):
+            _expand(f"{key}.{number}", item, into)
+    else:
+        into[key] = value
+
+
+def _missing_part(key: str, sides: Sequence[Facts]) -> str | None:
+    """The server or load of a key where some side does not have it at all."""
+    part = ".".join(key.split(".")[:2])
+    whole = key.startswith(("servers.", "loads.")) and not all(_has(side, part) for side in sides)
+    return part if whole else None
+
+
+def _has(side: Facts, part: str) -> bool:
+    return any(key == part or key.startswith(f"{part}.") for key in side)
+
+
+def _folded(found: Mapping[str, list[str]], servers: Sequence[str]) -> dict[str, list[str]]:
+    """A difference that all servers have alike, as one of `servers.*`."""
+    result: dict[str, list[str]] = {}
+    for key, values in found.items():
+        kind, _, rest = key.partition(".")
+        server, _, name = rest.partition(".")
+        alike = [found.get(f"servers.{one}.{name}") == values for one in servers]
+        if kind == "servers" and name and server in servers and len(servers) > 1 and all(alike):
+            result[f"servers.*.{name}"] = values
+        else:
+            result[key] = values
+    return result
+
+
+def _shown(values: Sequence[Any]) -> list[str]:
+    if all(isinstance(value, list) for value in values):
+        grouped = [_grouped(value) for value in values]
+        own = [" ".join(item for item in group if not all(item in g for g in grouped)) for group in grouped]
+        if any(own):
+            return [text or ABSENT for text in own]
+    return [_text(value) for value in values]
+
+
+def _grouped(items: Sequence[Any]) -> list[str]:
+    """A command line's options, each with its value."""
+    result: list[str] = []
+    open_option = False
+    for item in map(_text, items):
+        if open_option and not item.startswith("-"):
+            result[-1] += f" {item}"
+            open_option = False
+        else:
+            result.append(item)
+            open_option = item.startswith("--") and "=" not in item
+    return result
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "unknown"
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()

@@ -1,0 +1,227 @@
+"""Only like is compared with like: what two runs' manifests must have in common."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from harness.errors import HarnessError
+from harness.judge import started
+from harness.rundir.manifest import CellRun, Run, ServedBy
+
+# What differs with one thing by nature: who compares images also gets their versions.
+FOLLOWS = {
+    "image": ("image_digest", "version", "container.Image", "contents", "startup", "effective"),
+    "image_digest": ("image", "version", "container.Image", "contents", "startup", "effective"),
+    "version": ("image", "image_digest", "container.Image", "contents", "startup", "effective"),
+    "variables": ("arguments", "container", "startup", "effective"),
+    "arguments": ("variables", "container.Cmd", "startup", "effective"),
+    "model": ("startup", "effective"),
+    # Ids of groups and names of device nodes are the machine's own; images and arguments must stay the same.
+    # What an engine chooses by itself follows from the memory that it finds.
+    "machine": ("versions", "HostConfig.GroupAdd", "HostConfig.Devices", "startup", "effective"),
+}
+# Not what is measured but how often, how long it was watched, what is asked of the numbers, and what chance chose.
+_SCENARIO = (
+    "compare",
+    "question",
+    "servers",
+    "loads",
+    "repeats",
+    "baseline",
+    "checks",
+    "max_error_rate",
+    "model",
+    "api_key_env",
+)
+_SERVER = ("startup_timeout_s",)
+_CONTAINER = ("NetworkMode", "PortBindings")
+_ALWAYS = ("workload_sha256", "simulated")  # equal in every comparison
+# Shown where it differs, and no reason to refuse: a checkout also moves when results are committed (of the code that
+# measures, `versions` has a sum), and the load is the same however many machines send it.
+_NOTED = ("git_commit", "load_machines")
+ABSENT = "nothing"
+
+
+def refuse_unlike(
+    runs: Sequence[Run], rows: Sequence[tuple[str, str]], groups: Sequence[int], about: str | None
+) -> None:
+    """Raise HarnessError, naming key and both values, unless the runs may be compared on these rows (server, load).
+
+    `groups` says to which side each run belongs. `about` is the one key that the sides may differ in: a manifest
+    key, the beginning of one (`machine`), or its end (`image_digest`). Runs of one side must agree in all.
+    """
+    facts = [facts_of(run, rows) for run in runs]
+    excused: set[str] = set()
+    for index in range(1, len(runs)):
+        first = groups.index(groups[index])
+        if index != first:
+            _refuse(runs, facts, first, index, None)
+        else:
+            excused |= _refuse(runs, facts, 0, index, about)
+    if about is not None and not excused:
+        raise HarnessError(
+            f"the runs do not differ in '{about}', which the comparison is to be about",
+            next_step=f"Leave it out, or name one of: {', '.join(_shortened(facts[0]))}.",
+        )
+
+
+def _refuse(
+    runs: Sequence[Run], facts: Sequence[Mapping[str, Any]], first: int, second: int, about: str | None
+) -> set[str]:
+    """The differing keys that `about` excuses. Raises for every other."""
+    one, other = facts[first], facts[second]
+    keys = [
+        key
+        for key in dict.fromkeys([*one, *other])
+        if key not in _NOTED and not started.is_told(key) and not started.is_unsaid(key, one, other)
+    ]
+    differing = [key for key in keys if one.get(key, ABSENT) != other.get(key, ABSENT)]
+    excused = _excused(about, differing)
+    left = [key for key in differing if key not in excused]
+    if left:
+        shown = "\n".join(
+            f"{key}: {_shown(one.get(key, ABSENT))} in {runs[first].id}, "
+            f"{_shown(other.get(key, ABSENT))} in {runs[second].id}"
+            for key in left
+        )
+        key = left[0]
+        more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+        raise HarnessError(
+            f"runs that differ in '{key}' are not compared: {_shown(one.get(key, ABSENT))} in {runs[first].id}, "
+            f"{_shown(other.get(key, ABSENT))} in {runs[second].id}{more}",
+            next_step=_advice(left, about),
+            detail=shown if len(left) > 1 else "",
+        )
+    return excused
+
+
+def _advice(differing: Sequence[str], about: str | None) -> str:
+    if any(key in _ALWAYS for key in differing):
+        return "The work must be the same, and a model of an engine is not compared with an engine."
+    if about is not None:
+        return f"A comparison is about one thing, here '{about}'; make the runs equal in everything else."
+    steps = differing[0].split(".")
+    ends = (".".join(steps[start:]) for start in reversed(range(len(steps))))
+    name = next((end for end in ends if _excused(end, differing) == set(differing)), None)
+    if name is None:
+        return "They differ in more than one thing; make them equal in all but the one that the comparison is about."
+    return f"If the comparison is about just that, say so: --about {name}"
+
+
+def _excused(about: str | None, differing: Sequence[str]) -> set[str]:
+    """The keys that a comparison about `about` allows to differ, with those that follow from them."""
+    if about is None:
+        return set()
+    direct = {key for key in differing if _is_in(about, key) and key not in _ALWAYS}
+    stems = {step for key in direct for step in key.split(".")} & FOLLOWS.keys()
+    followers = [name for stem in stems for name in FOLLOWS[stem]]
+    return direct | {key for key in differing if any(_is_in(name, key) for name in followers)}
+
+
+def _is_in(name: str, key: str) -> bool:
+    """Whether the steps of `name` are neighbouring steps of `key`."""
+    return f".{name}." in f".{key}."
+
+
+def facts_of(run: Run, rows: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """The manifest as flat keys, most telling first, for these rows (server, load). What chance chose is no fact."""
+    scenario = msgspec.to_builtins(run.scenario)
+    facts: dict[str, Any] = {
+        "workload_sha256": run.workload_sha256,
+        "simulated": run.simulated,
+        "model": run.scenario.model,
+    }
+    for load in dict.fromkeys(load for _, load in rows):
+        _flatten(f"loads.{load}", scenario["loads"][load], facts)
+    for server in dict.fromkeys(server for server, _ in rows):
+        given = {key: value for key, value in scenario["servers"][server].items() if key not in _SERVER}
+        _flatten(f"servers.{server}", given, facts)
+        cells = [cell for cell in run.cells if cell.server == server]
+        for cell in cells:
+            _add_served(f"servers.{server}", run, cell, facts)
+        for key, value in started.told([cell.served_by for cell in cells]).items():
+            facts[f"servers.{server}.{key}"] = value
+    _flatten("scenario", {key: value for key, value in scenario.items() if key not in _SCENARIO}, facts)
+    _flatten("machine", msgspec.to_builtins(run.machine), facts)
+    _flatten("versions", dict(run.versions), facts)
+    facts["git_commit"] = run.git_commit
+    if run.origin is None:
+        facts["load_machines"] = 1 if run.workers is None else run.workers.machines
+    return facts
+
+
+def _served(served: ServedBy, run: Run, cell: CellRun) -> dict[str, Any]:
+    container = dict(served.container or {})
+    if isinstance(host := container.get("HostConfig"), dict):
+        container["HostConfig"] = {key: value for key, value in host.items() if key not in _CONTAINER}
+    return {
+        "image": served.image,
+        "image_digest": served.image_digest,
+        "version": served.version,
+        "model": served.model,
+        "arguments": _without_names(_without_port(served.arguments), run.id, cell.id),
+        "container": _without_names(container, run.id, cell.id),
+        **_without_names(_without_ports(started.settings(served)), run.id, cell.id),
+    }
+
+
+def _add_served(name: str, run: Run, cell: CellRun, facts: dict[str, Any]) -> None:
+    """What really served a cell; a second cell that was served otherwise makes the value a list of both."""
+    found: dict[str, Any] = {}
+    _flatten(name, _served(cell.served_by, run, cell), found)
+    if cell.served_by.gateway is not None:
+        _flatten(f"{name}.gateway", _served(cell.served_by.gateway, run, cell), found)
+    for key, value in found.items():
+        if key not in facts:
+            facts[key] = value
+        elif facts[key] != value:
+            facts[key] = f"{_shown(facts[key])}, then {_shown(value)}"
+
+
+def _without_port(arguments: Sequence[str]) -> list[str]:
+    """Arguments without the port, which is any that was free."""
+    kept = []
+    rest = iter(arguments)
+    for argument in rest:
+        if argument == "--port":
+            next(rest, None)
+        elif not argument.startswith("--port="):
+            kept.append(argument)
+    return kept
+
+
+def _without_ports(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_ports(item) for key, item in value.items()}
+    words = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    return _without_port(value) if words else value
+
+
+def _without_names(value: Any, run: str, cell: str) -> Any:
+    if isinstance(value, str):
+        return value.replace(run, "RUN").replace(cell, "CELL")
+    if isinstance(value, list):
+        return [_without_names(item, run, cell) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_names(item, run, cell) for key, item in value.items()}
+    return value
+
+
+def _flatten(name: str, value: Any, into: dict[str, Any]) -> None:
+    """Mappings become dotted keys; lists stay values."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _flatten(f"{name}.{key}", item, into)
+    else:
+        into[name] = value
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _shortened(facts: Mapping[str, Any]) -> list[str]:
+    """The keys down to the second step, for a list that a person reads."""
+    return sorted({".".join(key.split(".")[:2]) for key in facts} - set(_ALWAYS))

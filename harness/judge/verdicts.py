@@ -1,0 +1,284 @@
+"""From run-level values to verdicts: the rules of docs/method.md, in one place."""
+
+import math
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from harness.judge import stats
+from harness.judge.stats import ALPHA, MOST_REPEATS, Ratio
+from harness.rundir.origin import unlike_rows
+from harness.scenario.mixes import alone
+from harness.scenario.scenario import Load, Scenario, is_open
+from harness.summary import Comparison, Row, Verdict
+
+METRIC_WORDS = {"wall_s": "wall time", "output_tok_s": "output tok/s", "input_tok_s": "prompt tok/s"}
+METRICS = ("wall_s", "output_tok_s")  # that a noise floor is measured for
+
+
+class NoiseFloor(Struct, frozen=True):
+    """The relative effect below which a difference is not believed."""
+
+    relative: float = 0.02
+    source: str = "assumed"
+    rows: dict[tuple[str, str], float] = {}  # by metric and load, where it was measured for them
+
+    def of(self, metric: str, loads: Sequence[str]) -> float:
+        """The floor between rows of these loads: the widest of them."""
+        return max((self.rows.get((metric, load), self.relative) for load in loads), default=self.relative)
+
+
+class Pair(Struct, frozen=True, kw_only=True):
+    """Two sides and their run-level values, as speeds: more is faster."""
+
+    side: str
+    baseline: str
+    metric: str
+    side_speeds: list[float]
+    baseline_speeds: list[float]
+    loads: tuple[str, ...] = ()  # of the two sides; they choose the noise floor
+    refused: str | None = None  # why the two have no ratio
+
+
+def compare_rows(
+    rows: Sequence[Row], baseline: tuple[str, str], scenario: Scenario, floor: NoiseFloor | None = None
+) -> Comparison | None:
+    """Every row of a run against its baseline row (server, load), and what else the scenario wants compared.
+
+    A part of a mix is compared with the same load alone.
+
+    None when the baseline row is missing or alone.
+    """
+    base = next((row for row in rows if (row.server, row.load) == baseline), None)
+    others = [row for row in rows if row is not base]
+    if base is None or not others:
+        return None
+    named = {f"{row.server}/{row.load}": row for row in rows}
+    wanted = [(named.get(pair.row), named.get(pair.against)) for pair in scenario.compare]
+    pairs = [
+        _pair(row, against, scenario)
+        for row, against in [*((row, named.get(_alone(row)) or base) for row in others), *wanted]
+        if row is not None and against is not None
+    ]
+    return verdicts(pairs, floor or NoiseFloor())
+
+
+def _pair(row: Row, against: Row, scenario: Scenario) -> Pair:
+    loads = [scenario.loads[one.load] for one in (row, against)]
+    metric = metric_of(loads)
+    return Pair(
+        side=row_name(row),
+        baseline=row_name(against),
+        metric=metric,
+        side_speeds=speeds(metric, values_of(row, metric)),
+        baseline_speeds=speeds(metric, values_of(against, metric)),
+        loads=(row.load, against.load),
+        refused=unlike_work(*loads)
+        or _refused(row, against, metric)
+        or scheduled(*loads)
+        or client_limited(metric, [(row_name(one), one.client_limited) for one in (row, against)]),
+    )
+
+
+def _alone(row: Row) -> str:
+    """What a part of a mix is compared with: the same load without the others."""
+    return f"{row.server}/{alone(row.load)}"
+
+
+def _refused(row: Row, against: Row, metric: str) -> str | None:
+    """Why two rows have no ratio. Only numbers that mean the same have one."""
+    for one in (row, against):
+        if metric in one.missing and not values_of(one, metric):
+            return f"the {METRIC_WORDS[metric]} of {row_name(one)} is not known: {one.missing[metric]}"
+    return unlike_rows(row, against, [metric])
+
+
+def unlike_work(*loads: Load) -> str | None:
+    """Why loads have no ratio, whatever the servers say of them."""
+    kinds = {load.endpoint == "embeddings" for load in loads}
+    return "one makes text and the other embeddings, which have no output tokens" if len(kinds) > 1 else None
+
+
+def scheduled(*loads: Load) -> str | None:
+    """Why loads have no ratio of throughputs: a schedule says when requests come, however fast the server is."""
+    if not any(is_open(load) for load in loads):
+        return None
+    return "the schedule sets the throughput; compare latencies from schedule, ttft_sched and e2e_sched"
+
+
+def client_limited(metric: str, sides: Sequence[tuple[str, Sequence[str]]]) -> str | None:
+    """Why sides, each a name and what the load generator limited of it, have no ratio."""
+    names = [name for name, numbers in sides if metric in numbers]
+    if not names:
+        return None
+    return (
+        f"the client was the limit of the {METRIC_WORDS[metric]} of {' and '.join(names)}; use more 'processes' or "
+        "machines (--workers), or fewer streams at once"
+    )
+
+
+def _fixed(load: Load) -> bool:
+    """Whether each request is the same work for every server: an answer of a form ends where its form does."""
+    return load.output == "fixed" or load.endpoint == "embeddings" or load.answer is not None
+
+
+def _form(load: Load) -> object:
+    """What answers are to be, however the server is told."""
+    return None if load.answer is None else (load.answer.choice, load.answer.json_schema)
+
+
+def metric_of(loads: Sequence[Load]) -> str:
+    """The wall time where all loads are the same fixed amount of work, else the rate of output tokens.
+
+    Of natural length the answers, and with them the work, may differ from server to server; structured ones do not.
+    """
+    work = {
+        (load.user, load.requests, load.output_tokens, load.output, load.turns, load.stream, *(load.think_s or ()))
+        + (load.endpoint, repr((_form(load), load.agent, load.rag, load.abandon, load.regenerate)))
+        + (repr((load.arrivals, load.trace, load.think)),)
+        for load in loads
+    }
+    same = len(work) == 1 and all(load.requests is not None and _fixed(load) for load in loads)
+    if same:
+        return "wall_s"
+    return "input_tok_s" if all(load.endpoint == "embeddings" for load in loads) else "output_tok_s"
+
+
+def row_name(row: Row) -> str:
+    return f"{row.server} / {row.load}"
+
+
+def values_of(row: Row, metric: str) -> list[float]:
+    """A row's run-level values."""
+    values: list[float] = getattr(row, metric)
+    return values
+
+
+def verdicts(pairs: Sequence[Pair], floor: NoiseFloor) -> Comparison:
+    """Judge a table of pairs, corrected for how many there are. Pairs without values are not comparisons."""
+    raw = [
+        stats.permutation_p(pair.side_speeds, pair.baseline_speeds)
+        if pair.side_speeds and pair.baseline_speeds and pair.refused is None
+        else None
+        for pair in pairs
+    ]
+    made = [p for p in raw if p is not None]
+    corrected = iter(stats.holm(made))
+    judged = [
+        _judge(pair, None if p is None else next(corrected), len(made), floor.of(pair.metric, pair.loads))
+        for pair, p in zip(pairs, raw, strict=True)
+    ]
+    metrics = {pair.metric for pair in pairs}
+    return Comparison(
+        metric=metrics.pop() if len(metrics) == 1 else None,
+        comparisons=len(made),
+        noise_floor=max((floor.of(pair.metric, pair.loads) for pair in pairs), default=floor.relative),
+        noise_source=floor.source,
+        verdicts=judged,
+    )
+
+
+def speeds(metric: str, values: Sequence[float]) -> list[float]:
+    """Run-level values as speeds: a wall time turned round, a rate as it is. A rate of zero has no ratio."""
+    return [1 / value if metric == "wall_s" else value for value in values if value > 0]
+
+
+def _judge(pair: Pair, p: float | None, comparisons: int, floor: float) -> Verdict:
+    side, base = pair.side_speeds, pair.baseline_speeds
+    if p is None:
+        why = f"cannot tell: {pair.refused}" if pair.refused else _no_values(pair)
+        return _verdict(pair, None, None, None, "cannot tell", why)
+    interval = stats.ratio_interval(side, base)
+    ratio = stats.geometric_ratio(side, base)
+    if interval is None:
+        needed = stats.repeats_to_reach_p(comparisons)
+        text = (
+            f"cannot tell: by {METRIC_WORDS[pair.metric]}, {len(side)} against {_runs(len(base))} have no spread "
+            f"to judge the difference by; {needed} repeats a side is the least that can decide"
+        )
+        return _verdict(pair, ratio, None, p, "cannot tell", text)
+    word, text = _weigh(pair, interval, p, comparisons, floor)
+    return _verdict(pair, ratio, interval, p, word, text)
+
+
+def _weigh(pair: Pair, seen: Ratio, p: float, comparisons: int, floor: float) -> tuple[str, str]:
+    """The verdict's word and sentence for two sides that have an interval."""
+    n, m = len(pair.side_speeds), len(pair.baseline_speeds)
+    band = math.log1p(floor)
+    excludes_one = seen.low > 1 or seen.high < 1
+    effect = abs(math.log(seen.ratio)) > band
+    by = f"by {METRIC_WORDS[pair.metric]}"
+    bounds = f"95 % interval {_factor(seen.low)} to {_factor(seen.high)}"
+    evidence = f"{by} ({bounds}, p = {_p(p)})"
+    if p < ALPHA and excludes_one and effect:
+        if seen.ratio > 1:
+            return "faster", f"faster: {_factor(seen.ratio)} times as fast as {pair.baseline} {evidence}"
+        return "slower", f"slower: {_factor(seen.ratio)} times as fast as {pair.baseline} {evidence}"
+    if -band < math.log(seen.low) and math.log(seen.high) < band:
+        return "same", f"the same within ±{_percent(floor)} as {pair.baseline} {evidence}"
+    smallest = stats.smallest_p(n, m) * comparisons
+    if not effect:
+        why = (
+            f"a difference of {_percent(abs(seen.ratio - 1))} lies within the noise floor of ±{_percent(floor)}, "
+            f"but the {bounds} does not"
+        )
+    elif smallest >= ALPHA:
+        why = f"{n} against {_runs(m)} can never reach p < {ALPHA:g}{_among(comparisons)}"
+    elif not excludes_one:
+        why = f"the {bounds} includes 1"
+    else:
+        why = f"p = {_p(p)} is not below {ALPHA:g}"
+    return "cannot tell", f"cannot tell: {by}, {why}; {_settle(pair, comparisons, floor)}"
+
+
+def _settle(pair: Pair, comparisons: int, floor: float) -> str:
+    needed = stats.repeats_to_settle(pair.side_speeds, pair.baseline_speeds, comparisons, floor)
+    if needed is None:
+        return f"more than {MOST_REPEATS} repeats a side would be needed at this spread"
+    return f"about {needed} repeats a side would settle it at this spread"
+
+
+def _no_values(pair: Pair) -> str:
+    sides = ((pair.side, pair.side_speeds), (pair.baseline, pair.baseline_speeds))
+    empty = " and ".join(name for name, values in sides if not values)
+    reason = "it has to be run" if pair.metric == "wall_s" else "the server has to report the tokens of every answer"
+    return f"cannot tell: there is no {METRIC_WORDS[pair.metric]} of {empty}; {reason}"
+
+
+def _verdict(
+    pair: Pair, ratio: float | None, interval: Ratio | None, p: float | None, word: str, sentence: str
+) -> Verdict:
+    return Verdict(
+        side=pair.side,
+        baseline=pair.baseline,
+        metric=pair.metric,
+        ratio=ratio,
+        low=None if interval is None else interval.low,
+        high=None if interval is None else interval.high,
+        p=p,
+        n=(len(pair.side_speeds), len(pair.baseline_speeds)),
+        word=word,
+        sentence=f"{pair.side}: {sentence}.",
+    )
+
+
+def _factor(value: float) -> str:
+    """A ratio with so many digits that its distance from 1 is seen."""
+    distance = abs(value - 1)
+    return f"{value:.4f}" if distance < 0.005 else f"{value:.3f}" if distance < 0.05 else f"{value:.2f}"
+
+
+def _percent(value: float) -> str:
+    return f"{value * 100:.2g} %"
+
+
+def _p(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.095 else f"{value:.3f}" if value >= 0.001 else f"{value:.1e}"
+
+
+def _among(comparisons: int) -> str:
+    return "" if comparisons == 1 else f" in {comparisons} comparisons"
+
+
+def _runs(number: int) -> str:
+    return f"{number} run" if number == 1 else f"{number} runs"

@@ -1,0 +1,160 @@
+"""What a scenario leaves to be computed, once, before the first server is started: `gpu_memory_utilization: auto`.
+
+Behind Lemonade the same stands in a text: `vllm_args: --gpu-memory-utilization auto`.
+"""
+
+import re
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from msgspec import structs
+
+from harness.errors import HarnessError
+from harness.machine.choice import Card, shown
+from harness.machine.facts import gpus as gpus_of
+from harness.machine.pool import pools
+from harness.memory.answer import Share, Wish, room_of, share_of
+from harness.memory.host import host_share
+from harness.memory.model import find_model, read_model
+from harness.memory.words import brief
+from harness.prepare.experiment import Experiment
+from harness.scenario.scenario import Server
+from harness.serve.daemon import engine_host
+from harness.serve.probe import ask_image
+from harness.serve.template import AUTO, variables
+from harness.serve.values import parse_bytes
+
+UTILIZATION = "gpu_memory_utilization"
+ARGUMENTS = "vllm_args"  # of Lemonade, a text
+_ARGUMENT = re.compile(r"(--gpu[-_]memory[-_]utilization[= ])\s*auto(?=\s|$)")
+ON_HOST = ("vllm-cpu",)  # templates in which the flag rules the host's memory
+
+
+def fill_in(experiment: Experiment, say: Callable[[str], None], root: Path = Path("/")) -> Experiment:
+    """The experiment with numbers in place of `auto`, and how they came about in `computed`.
+
+    All cells and repeats get the same number: that of the memory that is free now, while none of the servers runs.
+    Raises HarnessError where it cannot be known, or where nothing is left.
+    """
+    servers: dict[str, Server] = {}
+    said: dict[str, str] = {}
+    known: list[tuple[list[Any], Share]] = []
+    for name, server in experiment.scenario.servers.items():
+        where = _where(server)
+        if where is None or experiment.target is not None:
+            servers[name] = server
+            continue
+        # Servers that are to be compared get equal numbers, though memory moves while it is looked at.
+        basis = [server.template in ON_HOST, *(_value(server, variable) for variable in _basis())]
+        share = next((share for other, share in known if other == basis), None) or _share(name, server, say, root)
+        known.append((basis, share))
+        if share.utilization is None:
+            raise HarnessError(
+                f"server '{name}': {UTILIZATION} is auto, and no memory is left for vLLM ({share.formula})",
+                next_step="Stop what holds it: `harness doctor` names it.",
+            )
+        servers[name] = _with(server, where, share.utilization)
+        said[f"servers.{name}.{where}"] = f"{share.utilization} = {share.formula}"
+        say(f"server '{name}': {UTILIZATION} {share.utilization} = {share.formula}")
+        for line in [*(f"doubt: {doubt}" for doubt in share.doubts), *_room(server, experiment.scenario.model, share)]:
+            say(f"  {line}")
+    if not said:
+        return experiment
+    return structs.replace(
+        experiment, scenario=structs.replace(experiment.scenario, servers=servers), computed=experiment.computed | said
+    )
+
+
+def _basis() -> list[str]:
+    """The variables that decide what is free for a server; the image where its runtime is asked."""
+    here = ["devices", "gpus", "tensor_parallel_size", "mem_limit"]
+    return here if engine_host() is None else [*here, "image", "environment"]
+
+
+def _where(server: Server) -> str | None:
+    """The variable that says `auto`: the utilization itself, or the text of arguments that has it."""
+    if server.variables.get(UTILIZATION) == AUTO:
+        return UTILIZATION
+    text = server.variables.get(ARGUMENTS)
+    return ARGUMENTS if isinstance(text, str) and _ARGUMENT.search(text) else None
+
+
+def _with(server: Server, where: str, value: Decimal) -> Server:
+    given = server.variables
+    new = float(value) if where == UTILIZATION else _ARGUMENT.sub(rf"\g<1>{value}", given[where])
+    return structs.replace(server, variables={**given, where: new})
+
+
+def foretell(experiment: Experiment, root: Path = Path("/")) -> list[str]:
+    """What `fill_in` would say now, for a plan: nothing is started, and what cannot be known is a note."""
+    remote = engine_host()
+    if remote is not None and any(_where(server) is not None for server in _servers(experiment)):
+        return [f"note: {UTILIZATION} is auto: the runtime in the server's image is asked on {remote} before the run"]
+    lines: list[str] = []
+    try:
+        fill_in(experiment, lines.append, root)
+    except HarnessError as error:
+        return [*lines, f"note: {error.what}", f"  next: {error.next_step}"]
+    return lines
+
+
+def _servers(experiment: Experiment) -> list[Server]:
+    return [] if experiment.target is not None else list(experiment.scenario.servers.values())
+
+
+def _share(name: str, server: Server, say: Callable[[str], None], root: Path) -> Share:
+    try:
+        if server.template in ON_HOST:
+            _refuse_remote()
+            limit = _value(server, "mem_limit")
+            return host_share(root, limit=None if limit is None else parse_bytes(limit))
+        gpus = _value(server, "tensor_parallel_size") or 1
+        if engine_host() is not None:
+            known = variables("vllm-rocm").keys() - {"image", UTILIZATION}
+            given = {key: value for key, value in server.variables.items() if key in known}
+            return share_of(ask_image(_value(server, "image"), say, given), source="container", tensor_parallel=gpus)
+        return share_of(pools(root, _shown(server, root)), tensor_parallel=gpus)
+    except HarnessError as error:
+        raise type(error)(
+            f"server '{name}': {UTILIZATION} is auto, and it cannot be computed: {error.what}",
+            next_step=f"Set {UTILIZATION} to a number such as 0.75. {error.next_step}",
+            detail=error.detail,
+        ) from None
+
+
+def _refuse_remote() -> None:
+    if engine_host() is not None:
+        raise HarnessError(f"the Docker Engine is on {engine_host()}, whose memory is not known here")
+
+
+def _shown(server: Server, root: Path) -> list[Card]:
+    """The GPUs that the container is given, in the order in which vLLM counts them."""
+    return shown(list(gpus_of(root)), _value(server, "devices"), _value(server, "gpus"))
+
+
+def _room(server: Server, model: str, share: Share) -> list[str]:
+    """A line on what is left for the model, where this machine has its files."""
+    try:
+        cache = str(_value(server, "huggingface_cache") or "")
+        environment = {"HF_HOME": cache} if cache.startswith(("/", "~")) else None
+        name = str(_value(server, "model_path") or _value(server, "checkpoint") or model)
+        wish = Wish(
+            max_model_len=_value(server, "max_model_len") or _value(server, "ctx_size"),
+            max_num_seqs=_value(server, "max_num_seqs"),
+            max_num_batched_tokens=_value(server, "max_num_batched_tokens") or Wish().max_num_batched_tokens,
+            tensor_parallel=share.gpus,
+            kv_cache_dtype=_value(server, "kv_cache_dtype") or Wish().kv_cache_dtype,
+        )
+        return (
+            [] if server.template in ON_HOST else brief(room_of(read_model(find_model(name, environment)), share, wish))
+        )
+    except HarnessError:
+        return []  # its files are elsewhere, such as in a volume
+
+
+def _value(server: Server, variable: str) -> Any:
+    """A variable of the server: as given, else its template's default, else None."""
+    declared = variables(server.template).get(variable)
+    return server.variables.get(variable, None if declared is None else declared.default)

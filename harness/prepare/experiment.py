@@ -1,0 +1,225 @@
+"""A scenario made ready to run: checked against the templates, the environment and the locustfiles."""
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
+
+from harness.errors import HarnessError, ScenarioError, which_row
+from harness.prepare.locustfile import check_locustfile
+from harness.scenario.arrivals import Schedule
+from harness.scenario.check_syntax import misplaced, on_server
+from harness.scenario.file import read_scenario
+from harness.scenario.scenario import USERS, Baseline, Scenario, Server, taken_together
+from harness.scenario.strict import where
+from harness.serve import server_problems_of
+from harness.serve.secrecy import open_secrets_in_text
+from harness.traces.replay import replay_of
+from harness.workers import Workers, parse_workers
+from harness.workload import local_words, pairs_of, read_rows
+
+RUNNING_SERVER = "running"  # the name of the server given with --url
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A server that already runs, given on the command line."""
+
+    url: str
+    metrics_url: str | None = None
+
+
+class Experiment(msgspec.Struct, frozen=True):
+    """A scenario made ready to run: checked against the templates, the environment and the locustfiles."""
+
+    path: Path
+    scenario: Scenario
+    target: Target | None = None
+    computed: dict[str, str] = {}  # what `auto` became and why, by its path in the scenario
+    workers: Workers | None = None  # on other machines
+
+    @property
+    def folder(self) -> Path:
+        return self.path.resolve().parent
+
+
+def prepare(
+    path: Path,
+    target: Target | None = None,
+    model: str | None = None,
+    repeats: int | None = None,
+    checks: Sequence[str] = (),
+) -> Experiment:
+    """Load a scenario, apply what the command line overrides, and find every mistake that can be found early."""
+    read = read_scenario(path)
+    problems = read.problems if target is not None else read.problems + server_problems_of(read.scenario, read.lines)
+    problems = problems + _secrets_of(path, problems)
+    problems = problems or _never_due(read.scenario, read.lines)
+    if problems:
+        raise ScenarioError(str(path), problems)
+    scenario = read.scenario
+    if model is not None:
+        scenario = msgspec.structs.replace(scenario, model=model)
+    if repeats is not None:
+        scenario = msgspec.structs.replace(scenario, repeats=repeats)
+    if checks:
+        refuse_misplaced(checks, scenario)
+        scenario = msgspec.structs.replace(scenario, checks=[*scenario.checks, *checks])
+    if target is not None:
+        check_url("--url", target.url)
+        if target.metrics_url is not None:
+            check_url("--metrics-url", target.metrics_url)
+        scenario = _on_running_server(scenario)
+    _refuse_unusable(_attempts(scenario, path.parent), path, read.lines)
+    return Experiment(path, _with_traces(scenario, path.resolve().parent), target)
+
+
+def _attempts(scenario: Scenario, folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What may fail for what lies beside the scenario or around it, each with its place in the scenario."""
+    if scenario.prompts.file:
+        yield "$.prompts.file", partial(read_rows, folder / scenario.prompts.file)
+    yield "$.prompts.tokens", partial(pairs_of, scenario.prompts.tokens, folder)
+    yield "$.prompts.tokenizer", partial(local_words, scenario.prompts, folder)
+    users: set[str] = set()
+    for name, load in scenario.loads.items():
+        yield f"$.loads.{name}.output_tokens", partial(pairs_of, load.output_tokens, folder)
+        if load.trace is not None:
+            yield f"$.loads.{name}.trace", partial(replay_of, folder.resolve() / load.trace.file, load.trace)
+        if load.user not in USERS and load.user not in users:
+            users.add(load.user)
+            # A container has packages of its own: only there can be seen whether the file can be imported.
+            here = scenario.generator == "process"
+            yield f"$.loads.{name}.user", partial(check_locustfile, (folder / load.user).resolve(), try_it=here)
+    yield "$.api_key_env", partial(_refuse_unset, scenario.api_key_env)
+
+
+def _refuse_unusable(attempts: Iterable[tuple[str, Callable[[], object]]], path: Path, lines: dict[str, int]) -> None:
+    """Raise the HarnessError of the one attempt that fails; of several a ScenarioError that lists them."""
+    failed: list[tuple[str, HarnessError]] = []
+    for place, attempt in attempts:
+        try:
+            attempt()
+        except HarnessError as error:
+            failed.append((place, error))
+    if len(failed) == 1:
+        raise failed[0][1]
+    if failed:
+        told = [(place, "; ".join([error.what, *error.detail.splitlines()])) for place, error in failed]
+        problems = [f"{where(place, lines)}: {text.removeprefix(f'{place}: ')}" for place, text in told]
+        raise ScenarioError(str(path), problems)
+
+
+def _refuse_unset(name: str | None) -> None:
+    if name and not os.environ.get(name, "").strip():
+        raise HarnessError(
+            f"$.api_key_env: the environment variable {name} is not set",
+            next_step=f"export {name}=... before the run; the key is never written anywhere.",
+        )
+
+
+def _secrets_of(path: Path, found: Sequence[str]) -> list[str]:
+    """Secrets in any text of the file, a question or a comment, on lines of which nothing is said yet."""
+    problems = open_secrets_in_text(path.read_text(encoding="utf-8"))
+    return [problem for problem in problems if not any(problem.split(":")[0][2:] in other for other in found)]
+
+
+def with_workers(experiment: Experiment, given: str, bind: str | None) -> Experiment:
+    """The experiment with its load sent by other machines. Raises HarnessError where they could not."""
+    if experiment.target is None:
+        raise HarnessError(
+            "--workers needs --url: what the harness starts is published on 127.0.0.1, where no other machine reaches "
+            "it",
+            next_step="Start the server where it is to run (`harness compose` prints the file; its variable `publish` "
+            "is the address) and give its --url.",
+        )
+    workers = parse_workers(given, bind, experiment.scenario.loads)
+    workers.refuse_unusable()
+    return msgspec.structs.replace(experiment, workers=workers)
+
+
+def _with_traces(scenario: Scenario, folder: Path) -> Scenario:
+    """The scenario with the number of requests that each trace has in its window. Raises HarnessError."""
+    loads = {
+        name: load
+        if load.trace is None
+        else msgspec.structs.replace(load, requests=len(replay_of(folder / load.trace.file, load.trace)))
+        for name, load in scenario.loads.items()
+    }
+    return msgspec.structs.replace(scenario, loads=loads)
+
+
+def _never_due(scenario: Scenario, lines: dict[str, int]) -> list[str]:
+    """Requests that the schedule of their open loop never brings."""
+    problems = []
+    for name, load in scenario.loads.items():
+        points = None if load.arrivals is None else load.arrivals.points
+        if load.arrivals is None or not points or points[-1][1] > 0 or load.requests is None or load.user not in USERS:
+            continue
+        together, schedule = taken_together(load), Schedule(load.arrivals, scenario.seed)
+        if schedule.at(-(-load.requests // together) - 1) is None:
+            come = together * next(number for number in itertools.count() if schedule.at(number) is None)
+            problems.append(
+                f"{where(f'$.loads.{name}.requests', lines)}: only {come:,} of {load.requests:,} ever come: the rate "
+                f"of 'arrivals' is 0 from second {points[-1][0]:g} on; give fewer, 'duration_s' instead, or a last "
+                "rate above 0"
+            )
+    return problems
+
+
+def refuse_misplaced(checks: Sequence[str], scenario: Scenario) -> None:
+    """Raise HarnessError for checks of the command line that the scenario could not have either."""
+    found = [(text, misplaced(text, scenario.servers, scenario.loads)) for text in checks]
+    problems = [f"--check '{text}': {problem}" for text, problem in found if problem is not None]
+    if problems:
+        raise HarnessError("; ".join(problems), next_step="docs/scenarios.md says how checks are written.")
+
+
+def check_url(option: str, url: str) -> None:
+    """Raise HarnessError for what cannot be an address at all."""
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and url.isprintable()
+    except ValueError:  # such as a port above 65535
+        usable = False
+    if usable and (parts.username or parts.password or parts.query):
+        # Not shown: what stands there may be a secret.
+        raise HarnessError(
+            f"{option}: an address with a user, a password or a query is not taken, because it would be recorded",
+            next_step="Name the variable that holds the key in the scenario's api_key_env.",
+        )
+    if not usable or " " in url:
+        raise HarnessError(
+            f"{option}: '{url}' is not the address of a server", next_step="Write it like http://127.0.0.1:8000."
+        )
+
+
+def _on_running_server(scenario: Scenario) -> Scenario:
+    base = scenario.baseline
+    return msgspec.structs.replace(
+        scenario,
+        servers={RUNNING_SERVER: Server(template=RUNNING_SERVER)},
+        restart=False,
+        generator="process",
+        baseline=None if base is None else Baseline(server=RUNNING_SERVER, load=base.load),
+        compare=[],  # they name servers, and there is only one
+        checks=[on_server(check, RUNNING_SERVER) for check in scenario.checks],
+    )
+
+
+def server_name(experiment: Experiment, given: str | None) -> str:
+    """The server asked for, else the first. Raises HarnessError for a name that the scenario does not have."""
+    return _choose(experiment, "server", given, list(experiment.scenario.servers))
+
+
+def load_name(experiment: Experiment, given: str | None) -> str:
+    """The load asked for, else the first. Raises HarnessError for a name that the scenario does not have."""
+    return _choose(experiment, "load", given, list(experiment.scenario.loads))
+
+
+def _choose(experiment: Experiment, kind: str, given: str | None, known: list[str]) -> str:
+    if given is not None and given not in known:
+        raise HarnessError(f"--{kind}: {experiment.path} has no {kind} '{given}'; {which_row(given, known)}")
+    return given or known[0]

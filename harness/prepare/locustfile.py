@@ -1,0 +1,54 @@
+"""A mistake in a locustfile, found before a server is started."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from harness.errors import HarnessError
+
+IMPORT_S = 60.0
+_TRY_ALONE = "Correct it; it can be tried alone with `locust -f FILE --host URL`."
+
+
+def check_locustfile(path: Path, *, try_it: bool = True) -> None:
+    """Find a mistake in a locustfile before a server is started for ten minutes. Raises HarnessError.
+
+    `try_it` lets Locust import it, in a process of its own.
+    """
+    try:
+        compile(path.read_bytes(), str(path), "exec")
+    except SyntaxError as error:
+        raise HarnessError(
+            f"{path}, line {error.lineno}: syntax error in the locustfile: {error.msg}", next_step=_TRY_ALONE
+        ) from None
+    except (OSError, ValueError) as error:
+        raise HarnessError(f"{path}: the locustfile cannot be read ({error})") from None
+    if try_it:
+        _import_locustfile(path)
+
+
+def _import_locustfile(path: Path) -> None:
+    # With --job, which only a file that uses the harness's user class makes known.
+    command = [sys.executable, "-m", "locust", "-f", str(path), "--list", "--job", os.devnull]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=IMPORT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise HarnessError(
+            f"{path}: the locustfile was still being imported after {IMPORT_S:g} s", next_step=_TRY_ALONE
+        ) from None
+    said = (done.stdout + done.stderr).strip()
+    if done.returncode == 0 and not done.stdout.rstrip().endswith("Available Users:"):
+        return
+    if done.returncode == 0 or "unrecognized arguments: --job" in said:
+        raise HarnessError(
+            f"{path}: the locustfile has no user class of the harness",
+            next_step="Derive one from harness.load.user.LLMUser; docs/users.md shows how.",
+        )
+    lines = re.findall(rf'File "{re.escape(str(path))}", line (\d+)', said)
+    where = f"{path}, line {lines[-1]}" if lines else f"{path}"
+    last = said.splitlines()[-1].strip() if said else f"exit code {done.returncode}"
+    raise HarnessError(f"{where}: the locustfile cannot be imported: {last}", next_step=_TRY_ALONE)

@@ -1,0 +1,115 @@
+"""Before a long pull: can the servers of a scenario use this machine's GPU at all?"""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from harness.errors import HarnessError, ServerError
+from harness.machine.doctor import Engine, Finding, device_blockers, engine_blockers
+from harness.machine.facts import gpus
+from harness.machine.targets import table, without_code
+from harness.prepare.asked import SWITCH as SWITCH
+from harness.prepare.asked import refuse_impossible, shortages
+from harness.prepare.experiment import Experiment
+from harness.serve import compose_document
+from harness.serve.compose import Service, parse
+from harness.serve.daemon import engine_host
+from harness.serve.engine import engine_facts, has_images
+from harness.serve.gpu_fit import shown_to
+from harness.serve.values import parse_device
+
+
+def blockers(experiment: Experiment, root: Path = Path("/"), engine: Engine | None = None) -> dict[str, list[Finding]]:
+    """What stands against each server in a container that is given the GPU; servers without blockers are left out.
+
+    Nothing is known of an engine on another machine, nor of a server that already runs. `engine` None: not asked.
+    """
+    found = {}
+    for name, service in _on_gpu(experiment).items():
+        rootless = engine is not None and engine.rootless
+        of_server = list(device_blockers(root, _devices(service), rootless=rootless))
+        if engine is not None:
+            of_server += engine_blockers(root, engine)
+        if of_server:
+            found[name] = of_server
+    return found
+
+
+def refuse_blocked(experiment: Experiment, root: Path = Path("/")) -> None:
+    """Raise ServerError with what the doctor says when a server of the scenario cannot work here.
+
+    Also for memory that is not free, and HarnessError for what the GPUs here cannot do.
+    """
+    services = _on_gpu(experiment)
+    for name, found in (blockers(experiment, root, _engine(services)) if services else {}).items():
+        first, *others = found
+        raise ServerError(
+            f"server '{name}' cannot run here: {first.fact}",
+            detail="\n".join(f"{one.fact}; fix: {one.fix}" for one in others),
+            next_step=f"{_sentence(first.fix or '')} `harness doctor` shows everything; {SWITCH}=off skips this check.",
+        )
+    refuse_impossible(experiment, root)
+    for short in shortages(experiment, root):
+        if short.certain:
+            next_step = f"{short.fix} {SWITCH}=off skips this check."
+            raise ServerError(f"server '{short.server}': {short.fact}", next_step=next_step)
+
+
+def notes(experiment: Experiment, root: Path = Path("/")) -> list[str]:
+    """What this machine's files say against each server, for a plan. No engine is asked."""
+    found = [
+        f"note: server '{name}' cannot run on this machine: {'; '.join(one.fact for one in of_it)} (`harness doctor`)"
+        for name, of_it in blockers(experiment, root).items()
+    ]
+    cards = list(gpus(root))
+    for name, service in _on_gpu(experiment).items():
+        try:
+            given = shown_to(service, cards)
+        except HarnessError:
+            continue  # a GPU that is not there, which `refuse_impossible` refuses
+        targets = dict.fromkeys(str(card["target"]) for card in given)
+        nodes = [str(card["render_node"]) for card in given]
+        beside = [str(card["target"]) for card in cards if card not in given]
+        if beside and "HIP_VISIBLE_DEVICES" not in service.environment and "/dev/dri" in _devices(service):
+            found.append(
+                f"note: server '{name}': its container sees {', '.join(dict.fromkeys(beside))} beside "
+                f"{', '.join(targets)}; `devices: [/dev/kfd, {', '.join(nodes)}]` leaves it out"
+            )
+        if lacking := without_code(service.image, targets):
+            known = f"is known to have no code for {' and '.join(lacking)} ({table().checked})"
+            found.append(f"note: server '{name}': its image {service.image} {known}; docs/doctor.md has the table")
+    for short in shortages(experiment, root):
+        refused = "; `harness run` refuses it" if short.certain else ""
+        found.append(f"note: server '{short.server}': {short.fact}{refused}\n  next: {short.fix}")
+    return found
+
+
+def _on_gpu(experiment: Experiment) -> dict[str, Service]:
+    """The servers in containers of this machine that are given a GPU."""
+    if experiment.target is not None or engine_host() is not None or os.environ.get(SWITCH) == "off":
+        return {}
+    scenario, found = experiment.scenario, {}
+    for name, server in scenario.servers.items():
+        if server.container:
+            service = parse(compose_document(scenario, name, with_locust=False)).server
+            if any(device.startswith(("/dev/kfd", "/dev/dri")) for device in _devices(service)):
+                found[name] = service
+    return found
+
+
+def _devices(service: Service) -> list[str]:
+    """The device nodes of the host that it is given."""
+    return [parse_device(text)[0] for text in service.devices]
+
+
+def _engine(services: dict[str, Service]) -> Engine:
+    """The engine's facts; room for images counts only when one has to be pulled."""
+    engine = engine_facts()
+    if engine.problem is None and has_images(service.image for service in services.values()):
+        return msgspec.structs.replace(engine, free_bytes=None)
+    return engine
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."

@@ -1,0 +1,220 @@
+"""How many streams this machine's load generator can be trusted for, measured against the embedded engine.
+
+The engine writes down when it sent each chunk, on the same monotonic clock. What the load generator's records say of a
+chunk, minus that, is the error of the instrument. Engine and load generator share this machine, as server and load
+generator do in most runs; on a machine with more cores, or with the server elsewhere, there is more room.
+"""
+
+import itertools
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from rich.console import Console
+
+from harness.errors import RunError
+from harness.job import Job, write_job
+from harness.paths import LOCUSTFILES
+from harness.run.calibrated import store
+from harness.run.drive import locust_arguments
+from harness.rundir.records import Request, read_marks, read_requests
+from harness.scenario.scenario import Load, Prompts, Warmup
+from harness.simulated.sendlog import Sent
+from harness.simulated.spawn import spawned
+
+STREAMS = (10, 50, 100, 200, 350, 500, 750, 1000, 1500, 2000)
+STEP_S = 0.02  # between two chunks of a stream
+CHUNKS = 50
+ROUNDS = 2  # requests of each stream
+LONGEST_S = 120.0
+ENOUGH_S = 240.0  # of trying; the next number of streams is not begun after that
+FACTOR = 1.5  # from one number of streams to the next, beyond those above
+
+MOST_ERROR_S = 0.005  # p99
+MOST_SHARED = 0.01  # of the chunks
+MOST_CPU = 0.9
+
+_COLUMNS = (
+    "streams",
+    "chunks/s",
+    "error p50, ms",
+    "error p99, ms",
+    "shared reads",
+    "read lag p99, ms",
+    "CPU of a core",
+)
+
+
+class Reading(msgspec.Struct, frozen=True, kw_only=True):
+    """What the instrument was like at one number of streams."""
+
+    streams: int
+    processes: int
+    chunks_per_s: float
+    error_p50_s: float
+    error_p99_s: float  # of its size, over chunks that had a read to themselves
+    shared: float  # part of the chunks that shared a read with a later one: their times are upper bounds
+    read_lag_p99_s: float | None
+    cpu_most: float | None  # of a core, of the busiest load process
+
+    @property
+    def trusted(self) -> bool:
+        return not self.doubts
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why it is not to be trusted here."""
+        found = []
+        if self.error_p99_s > MOST_ERROR_S:
+            found.append(f"1 % of the chunk times are off by more than {MOST_ERROR_S * 1000:g} ms")
+        if self.shared > MOST_SHARED:
+            found.append(f"more than {MOST_SHARED:.0%} of the chunks shared a read")
+        if self.cpu_most is not None and self.cpu_most > MOST_CPU:
+            found.append(f"a load process used more than {MOST_CPU:.0%} of a core")
+        return found
+
+
+def calibrate(most: int | None, processes: int = 1) -> Iterator[Reading]:
+    """More and more streams, until the instrument is not to be trusted, `most` is reached, or it has taken ENOUGH_S.
+
+    Raises RunError when the load generator does not work at all.
+    """
+    began_s = time.monotonic()
+    for streams in _numbers(most):
+        with tempfile.TemporaryDirectory(prefix="amd-llm-load-calibrate-") as folder:
+            reading = _measure(streams, processes, Path(folder))
+        yield reading
+        if not reading.trusted or time.monotonic() - began_s > ENOUGH_S:
+            return
+
+
+def _numbers(most: int | None) -> Iterator[int]:
+    """Of streams, one after another; `most` last."""
+    further = (round(STREAMS[-1] * FACTOR**number) for number in itertools.count(1))
+    for number in itertools.chain(STREAMS, further):
+        if most is not None and number >= most:
+            yield most
+            return
+        yield number
+
+
+def _measure(streams: int, processes: int, folder: Path) -> Reading:
+    sent = folder / "sent.jsonl"
+    flags = ["--preset", "instant", "--served-model-name", "m", "--step-base-s", str(STEP_S), "--send-log", str(sent)]
+    flags += ["--max-num-seqs", str(streams)]
+    load = Load(user="batch", users=streams, processes=processes, requests=ROUNDS * streams, output_tokens=CHUNKS)
+    job = Job(
+        cell="calibrate", load_name="calibrate", load=load, model="m", prompts=Prompts(tokens=20), seed=1, salt=None,
+        warmup=Warmup(requests=streams), requests_path=str(folder / "requests.jsonl"),
+        processes_path=str(folder / "processes.jsonl"), tickets_path=str(folder / "tickets"),
+    )  # fmt: skip
+    write_job(job, folder / "job.json")
+    with spawned(*flags, quiet=True) as engine:
+        arguments = locust_arguments(job, folder / "job.json", LOCUSTFILES / "batch.py", engine.url)
+        command = [sys.executable, "-m", "locust", *arguments]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S)
+        except subprocess.TimeoutExpired:
+            raise RunError(f"{streams} streams did not end within {LONGEST_S:g} s") from None
+    if done.returncode != 0:
+        raise RunError(f"the load generator ended with exit code {done.returncode}", detail=done.stderr[-2000:])
+    return reading_of(folder, sent, streams, processes)
+
+
+def reading_of(folder: Path, sent: Path, streams: int, processes: int = 1) -> Reading:
+    """What the files of a load say, against the engine's log of what it sent."""
+    records = [one for one in read_requests(folder / "requests.jsonl") if one.phase == "measured"]
+    failed = [one for one in records if one.error is not None]
+    if failed or not records:
+        raise RunError(
+            f"{len(failed)} of {len(records)} requests to the embedded engine failed",
+            detail=f"{failed[0].error}: {failed[0].message}" if failed else "",
+        )
+    errors_s = chunk_errors_s(records, sent)
+    marks = [mark for mark in read_marks(folder / "processes.jsonl") if mark.event == "end"]
+    began, ended = min(one.sent_s for one in records), max(one.sent_s + one.ended_s for one in records)
+    chunks = sum(len(one.chunks_s) for one in records)
+    return Reading(
+        streams=streams,
+        processes=processes,
+        chunks_per_s=chunks / (ended - began),
+        error_p50_s=float(np.percentile(np.abs(errors_s), 50)),
+        error_p99_s=float(np.percentile(np.abs(errors_s), 99)),
+        shared=sum(one.coalesced for one in records) / chunks,
+        read_lag_p99_s=max((mark.read_lag_p99_s for mark in marks if mark.read_lag_p99_s is not None), default=None),
+        cpu_most=max((mark.cpu_most for mark in marks if mark.cpu_most is not None), default=None),
+    )
+
+
+def chunk_errors_s(records: list[Request], sent: Path) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+    """For each chunk that had a read to itself: time in the record minus time of sending, in seconds."""
+    decoder = msgspec.json.Decoder(Sent)
+    truth = {one.request_id: one.chunks_s for one in map(decoder.decode, sent.read_bytes().splitlines()[1:])}
+    errors: list[float] = []
+    for record in records:
+        times = record.chunks_s
+        alone = [mine != later for mine, later in zip(times, [*times[1:], None], strict=True)]
+        pairs = zip(times, truth[record.id], alone, strict=True)
+        errors += [record.sent_s + mine - true for mine, true, own in pairs if own]
+    return np.array(errors)
+
+
+def show_readings(console: Console, most: int | None, processes: int, *, as_json: bool) -> None:
+    """Measure, with a line for each reading as it comes, and say how far the instrument can be trusted."""
+    readings: list[Reading] = []
+    if not as_json:
+        who = "1 load process" if processes == 1 else f"{processes} load processes"
+        console.print(
+            f"Streams of {CHUNKS} chunks, one each {STEP_S * 1000:g} ms, from the embedded engine; {who}.\n"
+            f"{'  '.join(_COLUMNS)}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+    for reading in calibrate(most, processes):
+        readings.append(reading)
+        if not as_json:
+            cells = zip(_cells(reading), _COLUMNS, strict=True)
+            line = "  ".join(cell.rjust(len(column)) for cell, column in cells)
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    best = max((one for one in readings if one.trusted), key=lambda one: one.streams, default=None)
+    # What was asked to stop early has found no limit.
+    stored = best is not None and most is None and store(processes, best.streams, best.chunks_per_s) is not None
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(readings), indent=1).decode())
+    else:
+        kept = " `harness run` will mind it." if stored else ""
+        console.print("\n" + in_words(readings) + kept, markup=False, highlight=False)
+
+
+def in_words(readings: list[Reading]) -> str:
+    """How far the instrument can be trusted."""
+    good = [reading for reading in readings if reading.trusted]
+    last = readings[-1]
+    end = " No more were tried." if last.trusted else f" With {last.streams}: {'; '.join(last.doubts)}."
+    if not good:
+        return f"This machine's load generator is not to be trusted even for few streams, or was too busy now.{end}"
+    best = good[-1]
+    return (
+        f"Trusted for {best.streams} streams at once, {best.chunks_per_s:,.0f} chunks a second: 99 % of the chunk "
+        f"times are right within {best.error_p99_s * 1000:.2g} ms.{end}"
+        + ("" if last.trusted else " More `processes` in the load, or the server on another machine, give more room.")
+    )
+
+
+def _cells(reading: Reading) -> list[str]:
+    lag, cpu = reading.read_lag_p99_s, reading.cpu_most
+    return [
+        str(reading.streams),
+        f"{reading.chunks_per_s:,.0f}",
+        f"{reading.error_p50_s * 1000:.3f}",
+        f"{reading.error_p99_s * 1000:.3f}",
+        f"{reading.shared:.2%}",
+        "-" if lag is None else f"{lag * 1000:.1f}",
+        "-" if cpu is None else f"{cpu:.0%}",
+    ]

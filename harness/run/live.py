@@ -1,0 +1,101 @@
+"""Live load: a scenario's server with Locust's web UI in front of it, until Ctrl-C."""
+
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from harness.errors import HarnessError, RunError, ServerError
+from harness.job import write_job
+from harness.machine.sampler import Sampler
+from harness.prepare.computed import fill_in
+from harness.prepare.experiment import Experiment, load_name, server_name
+from harness.prepare.preflight import refuse_blocked
+from harness.prepare.tokens import counted_words
+from harness.report.words import SIMULATED
+from harness.run.drive import GRACE_S, tail
+from harness.run.progress import Progress
+from harness.run.run import begin, endpoint_of, finish, generator, make_job
+from harness.rundir.metrics import Scraper
+from harness.scenario.check_syntax import parse_check, slos_key
+from harness.scenario.plan import plan
+from harness.serve.ports import is_free
+from harness.serve.telemetry import source_of
+from harness.workload import salt_words
+
+UI_HOST = "127.0.0.1"
+INTERVAL_S = 1.0
+
+
+def live(
+    experiment: Experiment, server: str | None, load: str | None, port: int, runs: Path, progress: Progress
+) -> None:
+    """Serve the UI until it is ended from outside. Everything that was started is taken down then.
+
+    Users and rate are the scenario's at first, and the person's from then on. What is sent is recorded, but a load
+    steered by hand is never valid for a comparison. Raises HarnessError.
+    """
+    cell_server, cell_load = server_name(experiment, server), load_name(experiment, load)
+    if not is_free(port):
+        raise HarnessError(f"--port: {port} is in use already", next_step="Give another, such as --port 8090.")
+    slos = slos_for(experiment.scenario.checks, cell_server, cell_load)
+    # The UI belongs to this host, whatever the scenario says about its measured runs.
+    # The person decides what is sent and when it ends, so nothing is planned and nothing is checked.
+    free = msgspec.structs.replace(experiment.scenario.loads[cell_load], requests=None, duration_s=None)
+    scenario = msgspec.structs.replace(
+        experiment.scenario,
+        servers={cell_server: experiment.scenario.servers[cell_server]},
+        loads={cell_load: free},
+        baseline=None,
+        compare=[],
+        checks=[],
+        repeats=1,
+        generator="process",
+    )
+    experiment = msgspec.structs.replace(experiment, scenario=scenario)
+    refuse_blocked(experiment)
+    experiment = fill_in(experiment, progress.line)
+    scenario = experiment.scenario
+    cell = plan(scenario)[0]
+    folder, manifest = begin(experiment, [cell], runs)
+    try:
+        with progress.live(), endpoint_of(experiment, manifest.id, cell, folder, progress) as endpoint:
+            api_key = os.environ.get(scenario.api_key_env) if scenario.api_key_env else None
+            words = counted_words(experiment, manifest.id, cell.server, endpoint, api_key)
+            served, salt = endpoint.served_by, salt_words(manifest.id, cell.id, words)
+            job = make_job(experiment, cell, folder.resolve(), served, salt, words)
+            job = msgspec.structs.replace(job, slos=slos)
+            job_path = folder.resolve() / "jobs" / f"{cell.id}.json"
+            write_job(job, job_path)
+            log_path = folder / "logs" / f"{cell.id}.locust.log"
+            # Written here, and read by the page: the load processes only measure what they have sent themselves.
+            with (
+                Scraper(endpoint.metrics_source, cell.id, folder / "metrics.jsonl", INTERVAL_S, api_key=api_key),
+                Sampler(source_of(endpoint), cell.id, folder / "telemetry.jsonl"),
+            ):
+                child = generator(experiment, manifest.id, job, job_path, endpoint, log_path, (UI_HOST, port))()
+                try:
+                    progress.line(f"server: {endpoint.url}" + (f" ({SIMULATED})" if served.simulated else ""))
+                    progress.line(f"Locust: http://{UI_HOST}:{port}")
+                    progress.line(f"LLM numbers, live: the tab LLM there, and http://{UI_HOST}:{port}/llm")
+                    progress.stage("serving; Ctrl-C takes everything down")
+                    while child.poll() is None:
+                        dead = endpoint.check_alive()
+                        if dead is not None:
+                            raise ServerError(f"the server died: {dead}")
+                        time.sleep(0.5)
+                finally:
+                    code = child.stop(GRACE_S)
+            raise RunError(f"Locust's web UI ended (exit code {code})", detail=tail(log_path))
+    finally:
+        finish(folder, manifest, "live", ["a live load, steered by hand, is not judged"])
+        progress.line(f"What was sent is recorded: harness report {folder}")
+
+
+def slos_for(checks: list[str], server: str, load: str) -> str:
+    """The SLOs of the first check that has some for this row; "" without any."""
+    for check in map(parse_check, checks):
+        if check.slos and (check.server, check.load) in ((None, None), (server, load)):
+            return slos_key(check.slos)
+    return ""

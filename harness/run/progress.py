@@ -1,0 +1,210 @@
+"""What a person sees while a run goes on: a live table in a terminal, plain lines elsewhere."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from harness.job import Job
+from harness.report.words import duration
+from harness.run.drive import Count
+from harness.run.glance import GIB, Glance, Watch
+from harness.scenario.plan import Cell
+
+PLAIN_EVERY_S = 5.0
+LOOK_EVERY_S = 1.0
+NARROW = 100  # columns; below, the names of the columns are shorter
+
+
+class Progress:
+    """Shows where a run is. In a terminal a few lines are rewritten; else a line comes now and then."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.head = ""
+        self.begin = time.monotonic()
+        self._place = (0, 0)  # of the cell among all
+        self.last_plain = 0.0
+        self._live: Live | None = None
+        self._spinner = Spinner("dots", "starting")
+        self._watch: Watch | None = None
+        self._glance: Glance | None = None
+        self._looked = 0.0
+        self._simulated = False  # the server of the load
+
+    @contextmanager
+    def live(self) -> Iterator["Progress"]:
+        if not self.console.is_terminal:
+            yield self
+            return
+        with Live(self._spinner, console=self.console, refresh_per_second=5, transient=True) as self._live:
+            yield self
+        self._live = None
+
+    def line(self, text: str) -> None:
+        """A line that stays."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def cell(self, number: int, cells: int, cell: Cell, left_s: float | None) -> None:
+        """The next cell begins; `left_s` is the estimate of the time for it and all that follow."""
+        self._place = number, cells
+        left = "" if left_s is None else f", about {duration(left_s)} left"
+        self.head = f"[{number}/{cells}] {cell.server} / {cell.load}, repeat {cell.repeat}{left}"
+        self.stage("")
+
+    def stage(self, text: str) -> None:
+        """What is being done for the current cell, such as pulling an image."""
+        self._watch = self._glance = None
+        self._show(": ".join(part for part in (self.head, text) if part))
+
+    def load(self, job: Job, folder: Path) -> None:
+        """The load of the current cell begins: from now on `count` shows what its files say."""
+        self._watch, self._glance, self._looked = Watch(job, folder), None, time.monotonic()
+        self._simulated = job.simulated
+
+    def next_stage(self, cell: Cell, job: Job, folder: Path) -> None:
+        """The next stage of the load begins, under the same load generator."""
+        number, cells = self._place
+        self.cell(number + 1, cells, cell, None)
+        self.load(job, folder)
+
+    def count(self, count: Count) -> None:
+        now = time.monotonic()
+        due = self._live is not None or now - self.last_plain >= PLAIN_EVERY_S
+        if self._watch is not None and due and now - self._looked >= LOOK_EVERY_S:
+            self._looked = now
+            self._glance = self._watch.look()
+        of = "" if count.total is None else f" of {count.total}"
+        failed = f", {count.failed} FAILED" if count.failed else ""
+        simulated = " (SIMULATED)" if self._simulated else ""
+        words = f"{self.head}{simulated}: {count.recorded}{of} requests{failed}, {count.elapsed_s:.0f} s"
+        glance = self._glance
+        if glance is not None and self._live is None:
+            words = ", ".join([words, *in_words(glance)])
+        elif glance is not None and glance.left_s is not None:
+            words += f", {duration(glance.left_s)} left"
+        self._show(words, glance)
+
+    def _show(self, text: str, glance: Glance | None = None) -> None:
+        if self._live is not None:
+            self._spinner.update(text=Text(text))  # names come from files: no markup in them
+            parts: list[RenderableType] = [self._spinner]
+            if glance is not None:
+                parts.append(Padding(table(glance, self.console.width), (0, 0, 0, 2)))
+            self._live.update(Group(*parts))
+        elif time.monotonic() - self.last_plain >= PLAIN_EVERY_S:
+            self.last_plain = time.monotonic()
+            self.line(text)
+
+
+def table(glance: Glance, width: int) -> Group:
+    """What is known of the cell, for a terminal of that width: the load, the server and the GPUs."""
+    narrow = width < NARROW
+    load = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_edge=False)
+    values = {
+        "in flight": _whole(glance.in_flight),
+        "TTFT p50": _ms(glance.ttft_s, 0),
+        "p95": _ms(glance.ttft_s, 1),
+        "TPOT p50": _ms(glance.tpot_s, 0),
+        " p95": _ms(glance.tpot_s, 1),
+        "tok/s": _number(glance.tok_s),
+        "req/s": _number(glance.req_s),
+        "failed": str(sum(glance.failed.values())),
+    }
+    server = {
+        "running": _whole(glance.running),
+        "waiting": _whole(glance.waiting),
+        "KV": "–" if glance.kv_usage is None else f"{glance.kv_usage:.0%}",
+    }
+    for name in [*values, *server]:
+        load.add_column(name.strip(), justify="right", no_wrap=True)
+    load.add_row(*values.values(), *server.values(), style="bold")
+    if narrow:
+        load = _two_rows(values, server)
+    lines: list[RenderableType] = [load]
+    if glance.failed:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in glance.failed.items())
+        lines.append(Text(f"failed: {kinds}", style="red"))
+    if glance.gpus:
+        lines += [Text(line) for line in _filled(_gpu_words(glance), width - 2)]
+    return Group(*lines)
+
+
+def _filled(parts: list[str], width: int) -> list[str]:
+    """As many parts on a line as fit, none of them broken."""
+    lines = [""]
+    for part in parts:
+        longer = f"{lines[-1]}   {part}" if lines[-1] else part
+        if len(longer) <= width or not lines[-1]:
+            lines[-1] = longer
+        else:
+            lines.append(part)
+    return lines
+
+
+def _two_rows(values: dict[str, str], server: dict[str, str]) -> Table:
+    """The load above, the server below, in the columns of one table."""
+    grid = Table(box=None, padding=(0, 2, 0, 0), show_header=False, show_edge=False)
+    for _ in values:
+        grid.add_column(justify="right", no_wrap=True)
+    grid.add_row(*(name.strip() for name in values), style="dim")
+    grid.add_row(*values.values(), style="bold")
+    grid.add_row(*server, style="dim")
+    grid.add_row(*server.values(), style="bold")
+    return grid
+
+
+def in_words(glance: Glance) -> list[str]:
+    """The same for a line of a log: only what is known."""
+    words = []
+    if glance.ttft_s is not None:
+        words.append(f"TTFT {_ms(glance.ttft_s, 0)} (p95 {_ms(glance.ttft_s, 1)})")
+    if glance.tpot_s is not None:
+        words.append(f"TPOT {_ms(glance.tpot_s, 0)} (p95 {_ms(glance.tpot_s, 1)})")
+    if glance.tok_s is not None:
+        words.append(f"{_number(glance.tok_s)} tok/s")
+    for name, value in (("in flight", glance.in_flight), ("running", glance.running), ("waiting", glance.waiting)):
+        if value is not None:
+            words.append(f"{name} {_whole(value)}")
+    if glance.kv_usage is not None:
+        words.append(f"KV {glance.kv_usage:.0%}")
+    words += _gpu_words(glance)
+    if glance.left_s is not None:
+        words.append(f"{duration(glance.left_s)} left")
+    return words
+
+
+def _gpu_words(glance: Glance) -> list[str]:
+    found = []
+    for gpu in glance.gpus:
+        parts = [
+            None if gpu.busy_percent is None else f"{gpu.busy_percent:.0f} %",
+            None if gpu.memory_bytes is None else f"{gpu.memory_bytes / GIB:.1f} GiB",
+            None if gpu.power_w is None else f"{gpu.power_w:.0f} W",
+        ]
+        found.append(" ".join([gpu.name, *(part for part in parts if part is not None)]))
+    return found
+
+
+def _ms(latency_s: tuple[float, float] | None, which: int) -> str:
+    if latency_s is None:
+        return "–"
+    value_s = latency_s[which]
+    return f"{_number(value_s)} s" if value_s >= 10 else f"{_number(value_s * 1000)} ms"
+
+
+def _whole(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0f}"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,220 @@
+"""The run's manifest, run.json: written first with status `running`, after every cell, and last with the verdict."""
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from harness.errors import HarnessError
+from harness.rundir.records import FORMAT_VERSION
+from harness.scenario.scenario import Scenario
+from harness.workers import Workers
+
+Status = Literal["running", "valid", "invalid", "failed", "interrupted", "live"]
+
+
+# In the order in which a server passes them; it has those that could be told apart.
+PHASES = (
+    "pull", "flags", "create", "process", "weights", "compile", "graphs", "warm-up", "ready", "port open", "health",
+    "install", "model", "download", "load", "first answer",
+)  # fmt: skip
+
+
+class Phase(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A step of a server's start, and how long it took. They follow each other without a gap."""
+
+    name: str  # one of PHASES
+    seconds: float
+
+
+class Startup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """What an engine says of itself when it starts, in its log and its metrics. None: it did not say.
+
+    Of an engine on several GPUs, memory is that of one of them.
+    """
+
+    engine: str | None = None  # "vllm", "llama.cpp", "simulated"; behind Lemonade: what it started
+    version: str | None = None  # the engine's own
+    architecture: str | None = None  # of the model
+    max_model_len: int | None = None  # tokens that one request may have
+    attention_backend: str | None = None
+    offloaded_layers: str | None = None  # llama.cpp: how many of how many are on a GPU, such as "25/25"
+    download_s: float | None = None  # of weights that were not on this machine yet
+    weights_gib: float | None = None
+    weights_s: float | None = None  # reading them
+    model_load_s: float | None = None  # reading them and all else until the model was in memory
+    compile_s: float | None = None
+    compile_cache: Literal["cold", "warm"] | None = None  # whether anything had to be compiled anew
+    warmup_s: float | None = None  # the first run, which measures the memory that is needed
+    kv_cache_gib: float | None = None
+    kv_cache_tokens: int | None = None
+    kv_cache_blocks: int | None = None
+    kv_block_size: int | None = None  # tokens
+    max_concurrency: float | None = None  # requests of max_model_len that the KV cache holds
+    graphs_s: float | None = None
+    graphs_gib: float | None = None
+    init_engine_s: float | None = None
+
+
+class Contents(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """What an image brings along that decides about speed."""
+
+    rocm: str | None = None  # its /opt/rocm/.info/version
+    versions: dict[str, str] = {}  # its /app/versions.txt
+    environment: dict[str, str] = {}  # what it sets for GPU, engine and libraries; secrets blacked out
+
+
+class ServedBy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What really served a cell, as found out from the outside."""
+
+    url: str
+    template: str | None = None  # None: a server that already ran
+    simulated: bool = False  # every page that shows these numbers says so
+    image: str | None = None  # as asked for
+    image_digest: str | None = None  # repo digest, else image id
+    container: dict[str, Any] | None = None  # the container's configuration as inspected, without its environment
+    version: str | None = None  # as the server says
+    model: str | None = None  # model id that the server answers to
+    arguments: list[str] = []  # the server's command line
+    phases: list[Phase] = []
+    startup: Startup | None = None
+    effective: dict[str, Any] = {}  # with what it really runs, as it says itself; secrets blacked out
+    contents: Contents | None = None  # of its image
+    most_at_once: int | None = None  # requests that it serves at once; more wait before it, not before the engine
+    notes: list[str] = []  # on its start, for the reader of its numbers
+    restarts: int = 0
+    oom_killed: bool = False
+    exit_code: int | None = None  # set when it died before it was stopped
+    gateway: "ServedBy | None" = None  # what stood in front of it and took the load
+
+
+class GpuMemory(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What of a GPU's memory was in use at one moment."""
+
+    render_node: str
+    used_bytes: int
+    total_bytes: int
+
+
+DIED = "the server died during the load"  # begins the problem that says so
+
+
+class CellRun(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A cell of the plan that was run."""
+
+    id: str
+    server: str
+    load: str
+    repeat: int
+    started_wall_s: float
+    ended_wall_s: float
+    served_by: ServedBy
+    gpu_memory_before: list[GpuMemory] = []  # just before the server was started; not for one that already ran
+    problems: list[str] = []  # why this cell cannot be trusted, as seen while it ran
+
+
+class Machine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The host that ran the load (and, unless said otherwise, the server). Unknown is None."""
+
+    name: str
+    kernel: str | None = None
+    cpu: str | None = None
+    cores: int | None = None
+    ram_bytes: int | None = None
+    gpus: list[dict[str, Any]] = []
+    kernel_parameters: dict[str, str] = {}
+    docker: str | None = None
+    rocm: str | None = None  # of the host; an engine in a container brings its own
+
+
+class RowOrigin(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a tool's file means by one row's numbers, where rows of the file differ in it."""
+
+    server: str
+    load: str
+    definitions: dict[str, str] = {}  # by field of a summary's numbers
+    missing: dict[str, str] = {}  # by field of a summary's numbers: why it is not known
+
+
+class Origin(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Another tool's measurement that became this run; see docs/imports.md."""
+
+    tool: str
+    version: str | None = None  # None: its files do not say
+    files: dict[str, str]  # SHA-256 by name
+    imported_wall_s: float
+    importer: str  # version of the harness that read them
+    definitions: dict[str, str] = {}  # by field of a summary's numbers, where it is not ours
+    missing: dict[str, str] = {}  # by field of a summary's numbers: why it is not known
+    notes: list[str] = []
+    rows: list[RowOrigin] = []  # the rows that differ from the above
+
+    def definitions_of(self, server: str, load: str) -> dict[str, str]:
+        """By field of a summary's numbers, where it is not ours."""
+        own = [row.definitions for row in self.rows if (row.server, row.load) == (server, load)]
+        return self.definitions | (own[0] if own else {})
+
+    def missing_of(self, server: str, load: str) -> dict[str, str]:
+        own = [row.missing for row in self.rows if (row.server, row.load) == (server, load)]
+        return self.missing | (own[0] if own else {})
+
+
+class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """run.json."""
+
+    format_version: int = FORMAT_VERSION
+    id: str
+    status: Status
+    reasons: list[str] = []  # why it is not valid
+    started_wall_s: float
+    owner: dict[str, str] = {}  # the process that runs it: tells a run that goes on from one that was killed
+    ended_wall_s: float | None = None
+    scenario_name: str  # file name without its ending
+    scenario: Scenario  # as resolved, defaults filled in
+    workload_sha256: str
+    order: list[str] = []  # cell ids as planned
+    cells: list[CellRun] = []  # cells that ran, in that order
+    machine: Machine
+    versions: dict[str, str] = {}  # packages that touch the measurement
+    git_commit: str | None = None
+    computed: dict[str, str] = {}  # by path in the scenario: a value that was `auto`, and how it came about
+    workers: Workers | None = None  # machines that sent the load; None: this one
+    origin: Origin | None = None  # None: measured by `harness run`
+
+    @property
+    def simulated(self) -> bool:
+        return any(cell.served_by.simulated for cell in self.cells) or any(
+            server.template == "simulated" for server in self.scenario.servers.values()
+        )
+
+
+def write_run(folder: Path, run: Run) -> None:
+    """Replace run.json in one step, so that a reader never sees half of it."""
+    text = msgspec.json.format(msgspec.json.encode(run), indent=1)
+    temporary = folder / "run.json.new"
+    temporary.write_bytes(text + b"\n")
+    os.replace(temporary, folder / "run.json")
+
+
+def read_run(folder: Path) -> Run:
+    """The manifest of a run directory. Raises HarnessError that says what is wrong with it."""
+    path = folder / "run.json"
+    try:
+        raw = path.read_bytes()
+    except OSError:
+        raise HarnessError(
+            f"{folder}: not a run directory (it has no run.json)", next_step="`harness runs` lists the runs."
+        ) from None
+    try:
+        head = msgspec.json.decode(raw)
+        version = head.get("format_version") if isinstance(head, dict) else None
+        if isinstance(version, int) and version > FORMAT_VERSION:
+            raise HarnessError(
+                f"{path}: format {version} was written by a newer harness; this one reads up to {FORMAT_VERSION}",
+                next_step="Update the harness.",
+            )
+        return msgspec.json.decode(raw, type=Run)
+    except msgspec.DecodeError as error:
+        raise HarnessError(f"{path}: cannot be read ({error})", next_step="The file was changed or damaged.") from None

@@ -1,0 +1,262 @@
+"""What the machine was seen to do while a cell ran: telemetry.jsonl, one line a sample, and what the samples say.
+
+Samples are taken by `harness.machine.telemetry`. What was not read, or could not be, is None and left out of the file.
+"""
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from harness.rundir.samples import samples_by_cell
+from harness.summary import GpuLoad, MachineLoad
+
+FEWEST = 5  # samples inside the window that a mean or an integral needs
+MOST_GAP_S = 5.0  # between two samples; beyond, what happened in between is not known
+LEAST_BUSY = 5.0  # percent on average: a GPU below did not serve ...
+LEAST_PART = 0.1  # ... nor one below that part of the busiest
+
+_WHOLE = ("samples", "memory_most_bytes", "host_memory_least_bytes", "container_memory_most_bytes")
+
+Span = tuple[float, float]
+Series = list[tuple[float, float]]  # time, value
+
+
+class GpuSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """One GPU at one moment."""
+
+    busy_percent: float | None = None
+    memory_busy_percent: float | None = None
+    vram_used_bytes: int | None = None
+    gtt_used_bytes: int | None = None
+    power_w: float | None = None
+    package: bool = False  # the power is that of an APU's whole package, its CPU included
+    temperatures_c: dict[str, float] = {}  # by the driver's label: edge, junction, mem
+    clock_mhz: float | None = None
+    memory_clock_mhz: float | None = None
+    # What limited its clocks since the last sample, and for which part of that time; {}: nothing. Kinds: "heat",
+    # "prochot" (a signal from outside, such as the power supply), "power", "current".
+    held_back: dict[str, float] | None = None
+    energy_j: float | None = None  # a counter, since an unknown moment
+
+
+class HostSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """The machine that the server is on."""
+
+    cpu_busy: float | None = None  # 0 to 1 of all cores, since the last sample
+    memory_available_bytes: int | None = None
+
+
+class ContainerSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """The server's container."""
+
+    cpu_cores: float | None = None  # how many cores it kept busy since the last sample
+    memory_bytes: int | None = None  # without page cache that can be dropped, as `docker stats` counts
+
+
+class TelemetrySample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """One line of telemetry.jsonl."""
+
+    wall_s: float  # when reading began; through a container: when the reading arrived
+    cell: str
+    took_s: float | None = None  # how long reading took; None: through a container
+    gpus: dict[str, GpuSample] = {}  # by render node, such as renderD128
+    host: HostSample | None = None
+    container: ContainerSample | None = None
+
+
+def read_telemetry(path: Path) -> dict[str, list[TelemetrySample]]:
+    """The samples of a telemetry.jsonl by cell, in the order of the file; a torn line is skipped."""
+    return samples_by_cell(path, TelemetrySample)
+
+
+def machine_load(samples: Sequence[TelemetrySample], window: Span | None, tokens: float | None) -> MachineLoad | None:
+    """What a cell's samples say of the measured `window` (Unix time), in which `tokens` were generated.
+
+    None when nothing was sampled in it. Formulas are in docs/method.md.
+    """
+    inside = [one for one in samples if window is not None and window[0] <= one.wall_s <= window[1]]
+    if not inside or window is None:
+        return None
+    names = list(dict.fromkeys(name for one in samples for name in one.gpus))
+    used = serving(inside)
+    gpus = {name: _gpu(samples, inside, window, name, name in used) for name in names}
+    mine = [gpus[name] for name in names if name in used]
+    energy = _total([gpu.energy_j for gpu in mine])
+    times = [window[0], *(one.wall_s for one in inside), window[1]]
+    host = [one.host for one in inside if one.host is not None]
+    container = [one.container for one in inside if one.container is not None]
+    return MachineLoad(
+        samples=len(inside),
+        gap_most_s=max(after - before for before, after in itertools.pairwise(times)),
+        took_most_s=max((one.took_s for one in inside if one.took_s is not None), default=None),
+        gpus=gpus,
+        busy_mean_percent=_mean([gpu.busy_mean_percent for gpu in mine if gpu.busy_mean_percent is not None]),
+        busy_most_percent=max(
+            (gpu.busy_most_percent for gpu in mine if gpu.busy_most_percent is not None), default=None
+        ),
+        memory_most_bytes=max((m for one in inside if (m := _memory(one, used)) is not None), default=None),
+        power_mean_w=_total([gpu.power_mean_w for gpu in mine]),
+        power_most_w=max((power for one in inside if (power := _power(one, used)) is not None), default=None),
+        package=any(gpu.package for gpu in mine),
+        energy_j=energy,
+        energy_per_token_j=energy / tokens if energy is not None and tokens else None,
+        counted_energy_j=_total([gpu.counted_energy_j for gpu in mine]),
+        temperature_most_c=max((t for gpu in mine for t in gpu.temperatures_most_c.values()), default=None),
+        heat_s=max((gpu.heat_s for gpu in mine if gpu.heat_s is not None), default=None),
+        limited_s=max((gpu.limited_s for gpu in mine if gpu.limited_s is not None), default=None),
+        host_cpu_mean=_mean([one.cpu_busy for one in host if one.cpu_busy is not None]),
+        host_memory_least_bytes=min(
+            (one.memory_available_bytes for one in host if one.memory_available_bytes is not None), default=None
+        ),
+        container_cpu_mean_cores=_mean([one.cpu_cores for one in container if one.cpu_cores is not None]),
+        container_memory_most_bytes=max(
+            (one.memory_bytes for one in container if one.memory_bytes is not None), default=None
+        ),
+    )
+
+
+def median_load(loads: Sequence[MachineLoad | None]) -> MachineLoad | None:
+    """Each value the median over several cells, of those that know it."""
+    known = [load for load in loads if load is not None]
+    if not known:
+        return None
+
+    def median(name: str) -> float | None:
+        values = [value for load in known if (value := getattr(load, name)) is not None]
+        return statistics.median(values) if values else None
+
+    numbers = {name: median(name) for name in MachineLoad.__struct_fields__ if name not in ("gpus", "package")}
+    whole = {name: round(value) for name in _WHOLE if (value := numbers[name]) is not None}
+    found: MachineLoad = msgspec.convert(
+        {**numbers, **whole, "package": any(one.package for one in known)}, MachineLoad
+    )
+    return found
+
+
+def serving(samples: Sequence[TelemetrySample]) -> set[str]:
+    """The GPUs that worked for the server: busy for a good part of the time, or all where none says how busy it is."""
+    names = {name for one in samples for name in one.gpus}
+    busy = {
+        name: statistics.fmean(known)
+        for name in names
+        if (known := [b for one in samples if name in one.gpus and (b := one.gpus[name].busy_percent) is not None])
+    }
+    if not busy:
+        return names
+    return {name for name, mean in busy.items() if mean >= max(LEAST_BUSY, LEAST_PART * max(busy.values()))}
+
+
+def _gpu(
+    samples: Sequence[TelemetrySample], inside: Sequence[TelemetrySample], window: Span, name: str, used: bool
+) -> GpuLoad:
+    seen = [one.gpus[name] for one in inside if name in one.gpus]
+
+    def known(value: Callable[[GpuSample], float | None]) -> list[float]:
+        return [found for gpu in seen if (found := value(gpu)) is not None]
+
+    busy, power = known(lambda gpu: gpu.busy_percent), known(lambda gpu: gpu.power_w)
+    clocks = known(lambda gpu: gpu.clock_mhz)
+    vram, gtt = known(lambda gpu: gpu.vram_used_bytes), known(lambda gpu: gpu.gtt_used_bytes)
+    labels = list(dict.fromkeys(label for gpu in seen for label in gpu.temperatures_c))
+    return GpuLoad(
+        used=used,
+        busy_mean_percent=_mean(busy),
+        busy_most_percent=max(busy, default=None),
+        memory_busy_mean_percent=_mean(known(lambda gpu: gpu.memory_busy_percent)),
+        vram_most_bytes=int(max(vram)) if vram else None,
+        gtt_most_bytes=int(max(gtt)) if gtt else None,
+        power_mean_w=_mean(power),
+        power_most_w=max(power, default=None),
+        package=any(gpu.package for gpu in seen),
+        energy_j=integral(_series(samples, name, lambda gpu: gpu.power_w), window),
+        counted_energy_j=_counted(_series(samples, name, lambda gpu: gpu.energy_j), window),
+        temperatures_most_c={
+            label: max(gpu.temperatures_c[label] for gpu in seen if label in gpu.temperatures_c) for label in labels
+        },
+        clock_mean_mhz=_mean(clocks),
+        clock_least_mhz=min(clocks, default=None),
+        heat_s=held_back_s(samples, window, name, ("heat", "prochot")),
+        limited_s=held_back_s(samples, window, name, ("power", "current")),
+    )
+
+
+def integral(series: Series, window: Span) -> float | None:
+    """The integral over the window by the trapezoid rule, values between samples on straight lines.
+
+    At the edges of the window the value lies on the line to the next sample outside, and without one it is that of the
+    nearest. None with fewer than FEWEST samples inside, or where MOST_GAP_S and more are without a sample.
+    """
+    begin, end = window
+    inside = [point for point in series if begin <= point[0] <= end]
+    if len(inside) < FEWEST:
+        return None
+    points = [(begin, _at(series, begin)), *inside, (end, _at(series, end))]
+    before = max((at for at, _ in series if at < begin), default=begin)
+    after = min((at for at, _ in series if at > end), default=end)
+    times = [before, *(at for at, _ in inside), after]
+    if any(late - early >= MOST_GAP_S for early, late in itertools.pairwise(times)):
+        return None
+    return sum((late[0] - early[0]) * (early[1] + late[1]) / 2 for early, late in itertools.pairwise(points))
+
+
+def held_back_s(samples: Sequence[TelemetrySample], window: Span, name: str, kinds: Sequence[str]) -> float | None:
+    """For how long of the window one of `kinds` held a GPU back. None when that is not known of any part of it."""
+    total, known = 0.0, False
+    for before, one in itertools.pairwise(samples):
+        held = one.gpus[name].held_back if name in one.gpus else None
+        overlap = min(one.wall_s, window[1]) - max(before.wall_s, window[0])
+        if held is not None and overlap > 0:
+            known = True
+            total += overlap * max((held.get(kind, 0.0) for kind in kinds), default=0.0)
+    return total if known else None
+
+
+def _counted(series: Series, window: Span) -> float | None:
+    """By how much a counter grew in the window. None when it is not known before and after it, or began anew."""
+    if not series or series[0][0] > window[0] or series[-1][0] < window[1]:
+        return None
+    if any(late[1] < early[1] for early, late in itertools.pairwise(series)):
+        return None
+    return _at(series, window[1]) - _at(series, window[0])
+
+
+def _at(series: Series, when: float) -> float:
+    """The value at a time, on the straight line between its neighbours; outside of all samples that of the nearest."""
+    before = max((point for point in series if point[0] <= when), default=series[0])
+    after = min((point for point in series if point[0] >= when), default=series[-1])
+    if after[0] <= before[0]:
+        return before[1]
+    return before[1] + (after[1] - before[1]) * (when - before[0]) / (after[0] - before[0])
+
+
+def _series(samples: Sequence[TelemetrySample], name: str, value: Callable[[GpuSample], float | None]) -> Series:
+    return [(one.wall_s, v) for one in samples if name in one.gpus and (v := value(one.gpus[name])) is not None]
+
+
+def _memory(sample: TelemetrySample, names: set[str]) -> int | None:
+    """VRAM and GTT of these GPUs together at one moment."""
+    found = [
+        used
+        for name, gpu in sample.gpus.items()
+        if name in names
+        for used in (gpu.vram_used_bytes, gpu.gtt_used_bytes)
+        if used is not None
+    ]
+    return sum(found) if found else None
+
+
+def _power(sample: TelemetrySample, names: set[str]) -> float | None:
+    return _total([sample.gpus[name].power_w if name in sample.gpus else None for name in sorted(names)])
+
+
+def _total(values: Sequence[float | None]) -> float | None:
+    """The sum; None when there is nothing to sum up, or one part of it is not known."""
+    known = [value for value in values if value is not None]
+    return sum(known) if known and len(known) == len(values) else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None

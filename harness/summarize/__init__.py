@@ -1,0 +1,1 @@
+"""From the records of a run to its summary. Only reads files."""

@@ -1,0 +1,137 @@
+"""What the answers of a cell were worth beside their speed, and whether prompts had the length that was planned.
+
+A server that answers nonsense fast must not look better than one that answers well.
+"""
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Struct
+
+from harness.rundir.records import Request
+from harness.summary import Answers, Comparison, Numbers, PromptLengths, Row
+
+
+class Answered(Struct, kw_only=True):
+    """Counted over the successful measured requests of a cell."""
+
+    checked: int = 0  # answers that were to have a form
+    valid: int = 0  # and have it
+    labelled: int = 0  # those of which the right label is known
+    right: int = 0
+    embedded: int = 0  # answers that are vectors
+    vectors: int = 0
+    prompt_inside: int = 0  # prompt tokens of requests that ended inside the window
+    prompt_unknown: int = 0
+    asked: int = 0  # tokens of the prompts whose length was planned and counted by the server
+    got: int = 0
+    beyond: Counter[int] = msgspec.field(default_factory=Counter)  # requests by got - asked
+
+    def add(self, request: Request, *, inside: bool) -> None:
+        self.checked += request.answer_valid is not None
+        self.valid += bool(request.answer_valid)
+        self.labelled += request.answer_right is not None
+        self.right += bool(request.answer_right)
+        if request.vectors is not None:
+            self.embedded += 1
+            self.vectors += request.vectors
+        if request.prompt_tokens is None:
+            self.prompt_unknown += 1
+            return
+        self.prompt_inside += request.prompt_tokens if inside else 0
+        if request.asked_prompt_tokens is not None:
+            self.asked += request.asked_prompt_tokens
+            self.got += request.prompt_tokens
+            self.beyond[request.prompt_tokens - request.asked_prompt_tokens] += 1
+
+    def merge(self, other: "Answered") -> None:
+        for field in msgspec.structs.fields(Answered):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+
+
+def answers_of(parts: Sequence[Answered]) -> Answers | None:
+    """How many answers were valid and right; None where no form was asked for."""
+    checked, valid, labelled, right = (
+        sum(getattr(part, name) for part in parts) for name in ("checked", "valid", "labelled", "right")
+    )
+    if not checked:
+        return None
+    return Answers(
+        checked=checked,
+        valid=valid,
+        valid_share=valid / checked,
+        labelled=labelled,
+        right=right if labelled else None,
+        right_share=right / labelled if labelled else None,
+    )
+
+
+def vectors_of(parts: Sequence[Answered]) -> int | None:
+    return sum(part.vectors for part in parts) if any(part.embedded for part in parts) else None
+
+
+def prompts_of(parts: Sequence[Answered]) -> PromptLengths | None:
+    """Planned against counted prompt lengths; None where none was planned, or the server counts none."""
+    beyond = sum((part.beyond for part in parts), Counter[int]())
+    if not beyond:
+        return None
+    usual, alike = min(beyond.items(), key=lambda one: (-one[1], abs(one[0])))
+    return PromptLengths(
+        requests=beyond.total(),
+        asked=sum(part.asked for part in parts),
+        got=sum(part.got for part in parts),
+        added=usual,
+        otherwise=beyond.total() - alike,
+    )
+
+
+def input_tok_s(parts: Sequence[Answered], window_s: float | None, cells: Sequence[Numbers]) -> float | None:
+    """Prompt tokens of the requests that ended inside the window / window; of several cells the median."""
+    if cells:
+        known = [cell.input_tok_s for cell in cells if cell.input_tok_s is not None]
+        return statistics.median(known) if known else None
+    if not window_s or any(part.prompt_unknown for part in parts):
+        return None
+    return sum(part.prompt_inside for part in parts) / window_s
+
+
+def differences(rows: Sequence[Row], comparison: Comparison | None) -> list[str]:
+    """What a reader of a comparison must know: of two compared rows, one has more valid or more right answers."""
+    named = {f"{row.server} / {row.load}": row.pooled.answers for row in rows}
+    notes = [
+        difference(verdict.side, [named.get(verdict.side)], verdict.baseline, [named.get(verdict.baseline)])
+        for verdict in (comparison.verdicts if comparison is not None else [])
+    ]
+    return [note for note in notes if note is not None]
+
+
+def difference(
+    side: str, answers: Sequence[Answers | None], baseline: str, others: Sequence[Answers | None]
+) -> str | None:
+    """That the answers of two sides, each of one or more runs, are not worth the same; None: they are."""
+    pairs = {
+        "valid": (_sum(answers, "valid", "checked"), _sum(others, "valid", "checked")),
+        "right": (_sum(answers, "right", "labelled"), _sum(others, "right", "labelled")),
+    }
+    parts = [
+        f"{word} are {_share(mine)} and {_share(other)}"
+        for word, (mine, other) in pairs.items()
+        if mine[1] and other[1] and mine[0] * other[1] != other[0] * mine[1]
+    ]
+    if not parts:
+        return None
+    return (
+        f"the answers of {side} and {baseline} are not worth the same: {'; '.join(parts)}. "
+        "Speed alone does not say which of the two is better"
+    )
+
+
+def _sum(answers: Sequence[Answers | None], number: str, of: str) -> tuple[int, int]:
+    known = [one for one in answers if one is not None]
+    return sum(getattr(one, number) or 0 for one in known), sum(getattr(one, of) for one in known)
+
+
+def _share(counts: tuple[int, int]) -> str:
+    return f"{counts[0]:,} of {counts[1]:,} ({counts[0] / counts[1]:.1%})"

@@ -1,0 +1,109 @@
+"""Which requests met every SLO: counted request by request, for each set of SLOs that a check asks about."""
+
+import operator
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from harness.rundir.records import Request
+from harness.scenario.check_syntax import Slo
+from harness.summarize import derive
+from harness.summary import Attained, Numbers
+
+_SINCE_SENT: dict[str, Callable[[Request], float | None]] = {
+    "ttft": derive.ttft_s,
+    "ttfo": derive.ttfo_s,
+    "tpot": derive.tpot_s,
+    "e2e": derive.e2e_s,
+    "ttft_sched": derive.ttft_s,
+    "e2e_sched": derive.e2e_s,
+}
+
+
+class SloTally(msgspec.Struct, kw_only=True):
+    """Counts of one cell's measured requests, by the name of the set."""
+
+    sets: Mapping[str, tuple[Slo, ...]] = {}
+    met: Counter[str] = msgspec.field(default_factory=Counter)
+    met_inside: Counter[str] = msgspec.field(default_factory=Counter)  # that also ended inside the window
+    unknown: Counter[str] = msgspec.field(default_factory=Counter)
+    left: Counter[str] = msgspec.field(default_factory=Counter)  # abandoned before any SLO was missed
+
+    def add(self, request: Request, *, inside: bool) -> None:
+        """Count a successful request; others met nothing."""
+        for name, slos in self.sets.items():
+            met = meets(request, slos)
+            self.met[name] += met is True
+            self.met_inside[name] += met is True and inside
+            self.unknown[name] += met is None
+
+    def add_abandoned(self, request: Request) -> None:
+        for name, slos in self.sets.items():
+            self.left[name] += not missed_before_leaving(request, slos)
+
+    def merge(self, other: "SloTally") -> None:
+        """Add those of another part of the file, which has the same sets."""
+        self.met += other.met
+        self.met_inside += other.met_inside
+        self.unknown += other.unknown
+        self.left += other.left
+
+
+def meets(request: Request, slos: Sequence[Slo]) -> bool | None:
+    """Whether a successful request met every SLO. None: it missed none, but has a latency that is not known.
+
+    An answer of a single token has no time per further token, and misses no bound on it.
+    """
+    known = True
+    for slo in slos:
+        value = _SINCE_SENT[slo.latency](request)
+        if value is None:
+            known = known and slo.latency == "tpot" and request.output_tokens == 1
+        elif not (operator.le if slo.operator == "<=" else operator.lt)(value + _late_s(request, slo), slo.bound_s):
+            return False
+    return True if known else None
+
+
+def _late_s(request: Request, slo: Slo) -> float:
+    """What comes before sending in a latency from schedule. What has no time of its own was due when it was sent."""
+    return -(request.scheduled_s or 0.0) if slo.latency.endswith("_sched") else 0.0
+
+
+def missed_before_leaving(request: Request, slos: Sequence[Slo]) -> bool:
+    """Whether an abandoned request had missed an SLO when the user left: one who leaves a slow one was not served."""
+    waited = {"ttft": derive.ttft_s, "ttfo": derive.ttfo_s, "ttft_sched": derive.ttft_s}
+    for slo in slos:
+        if slo.latency == "tpot":
+            continue  # how many tokens came by then is not known
+        value = waited[slo.latency](request) if slo.latency in waited else None
+        if value is None:
+            value = request.ended_s  # it had not come by then
+        if value + _late_s(request, slo) > slo.bound_s:
+            return True
+    return False
+
+
+def attained(
+    parts: Sequence[SloTally], sent: int, window_s: float | None, cells: Sequence[Numbers] = ()
+) -> dict[str, Attained]:
+    """What was attained by one cell, or by several pooled: then a goodput is the median over `cells`."""
+    found: dict[str, Attained] = {}
+    for name in parts[0].sets if parts else ():
+        met, unknown = sum(part.met[name] for part in parts), sum(part.unknown[name] for part in parts)
+        left = sum(part.left[name] for part in parts)
+        if cells:
+            each = [cell.slos[name].goodput_req_s for cell in cells if name in cell.slos]
+            rates = [rate for rate in each if rate is not None]
+            goodput = statistics.median(rates) if rates else None
+        else:
+            goodput = None if not window_s else sum(part.met_inside[name] for part in parts) / window_s
+        found[name] = Attained(
+            met=met,
+            left=left,
+            unknown=unknown,
+            attainment=met / (sent - left) if sent > left and not unknown else None,
+            goodput_req_s=None if unknown else goodput,
+        )
+    return found

@@ -1,0 +1,108 @@
+"""What follows from one record. Every function takes a Request and gives None where the number is undefined.
+
+Times in seconds. Fields of a record but `sent_s` are already relative to the moment of sending.
+"""
+
+from itertools import pairwise
+
+from harness.rundir.records import Request
+
+
+def ttft_s(request: Request) -> float | None:
+    """Time to first token: first chunk - sent. A chunk of any channel counts; without streaming it is not known."""
+    return request.chunks_s[0] if request.chunks_s else None
+
+
+def ttfo_s(request: Request) -> float | None:
+    """Time to first output: first visible content - sent, for models that reason first."""
+    return request.first_visible_s
+
+
+def e2e_s(request: Request) -> float | None:
+    """End-to-end latency: last chunk - sent. A response in one piece arrives when it ends. None: it failed."""
+    if request.error is not None:
+        return None
+    return request.chunks_s[-1] if request.chunks_s else request.ended_s
+
+
+def tpot_s(request: Request) -> float | None:
+    """Time per output token: (last chunk - first chunk) / (output tokens - 1).
+
+    The first chunk is taken to hold one token. None for a single token or chunk, or when the tokens were not counted.
+    """
+    tokens, chunks = request.output_tokens, request.chunks_s
+    if tokens is None or tokens < 2 or len(chunks) < 2:
+        return None
+    return (chunks[-1] - chunks[0]) / (tokens - 1)
+
+
+def tokens_per_s(request: Request) -> float | None:
+    """What the user of this request saw: 1 / TPOT."""
+    tpot = tpot_s(request)
+    return 1 / tpot if tpot else None
+
+
+def chunk_gaps_s(request: Request) -> list[float]:
+    """Differences of neighbouring chunk times. A chunk may hold several tokens, so these are not ITL."""
+    return [later - earlier for earlier, later in pairwise(request.chunks_s)]
+
+
+def tokens_per_chunk(request: Request) -> float | None:
+    """Output tokens / chunks."""
+    if request.output_tokens is None or not request.chunks_s:
+        return None
+    return request.output_tokens / len(request.chunks_s)
+
+
+def reasoning_tokens(request: Request) -> float | None:
+    """Output tokens that are reasoning: as the server says, else by the share of the chunks. None: it is not known."""
+    if request.reasoning_tokens is not None:
+        return float(request.reasoning_tokens)
+    if request.output_tokens is None or not request.chunks_s:
+        return None
+    return request.output_tokens * request.reasoning_chunks / len(request.chunks_s)
+
+
+def send_lag_s(request: Request) -> float | None:
+    """Sent - scheduled: the load generator's delay, not the server's. None in a closed loop."""
+    return None if request.scheduled_s is None else -request.scheduled_s
+
+
+def ttft_from_schedule_s(request: Request) -> float | None:
+    """First chunk - scheduled: what a user who came on time waited. None in a closed loop."""
+    return _from_schedule(request, ttft_s(request))
+
+
+def e2e_from_schedule_s(request: Request) -> float | None:
+    """Last chunk - scheduled. None in a closed loop."""
+    return _from_schedule(request, e2e_s(request))
+
+
+def _from_schedule(request: Request, since_sent_s: float | None) -> float | None:
+    if since_sent_s is None or request.scheduled_s is None:
+        return None
+    return since_sent_s - request.scheduled_s
+
+
+def length_is_wrong(request: Request) -> bool:
+    """Whether a successful request of fixed length brought another number of tokens than asked for."""
+    if not request.fixed_length or request.error is not None or request.asked_tokens is None:
+        return False
+    if request.output_tokens is None:
+        return request.finish != "length"
+    return request.output_tokens != request.asked_tokens
+
+
+def share_inside(request: Request, start_s: float, end_s: float) -> float:
+    """The part (0 to 1) of its tokens that came within [start_s, end_s], seconds after sent.
+
+    By chunk times; a response in one piece is spread evenly over the time that it took.
+    """
+    chunks = request.chunks_s
+    if chunks:
+        if start_s <= chunks[0] and chunks[-1] <= end_s:
+            return 1.0
+        return sum(start_s <= at <= end_s for at in chunks) / len(chunks)
+    if request.ended_s <= 0:
+        return 1.0 if start_s <= 0 <= end_s else 0.0
+    return max(0.0, min(end_s, request.ended_s) - max(start_s, 0.0)) / request.ended_s

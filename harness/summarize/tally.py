@@ -1,0 +1,426 @@
+"""What each cell's summary needs of a run's records, gathered request by request, and the numbers that it gives.
+
+Latencies are kept as plain arrays of doubles, a few per request; records are not kept. For chunk gaps see
+harness.summarize.gaps.
+"""
+
+import math
+import statistics
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from harness.failures.said import Said
+from harness.judge.stats import Array, percentile
+from harness.rundir.records import CUT, ProcessMark, Request
+from harness.summarize import answered, derive, gaps
+from harness.summarize.answered import Answered
+from harness.summarize.attain import SloTally, attained
+from harness.summarize.gaps import Gaps
+from harness.summarize.punctual import Punctual, pooled
+from harness.summary import NEEDED, Distribution, Numbers
+
+_NO_TOKENS = ("connect", "rejected", "http", "not_api")  # the server generated nothing for these
+
+
+class Clock:
+    """Joins the clocks of a cell's processes: `offset_s(process)` takes its times to the cell's axis.
+
+    The axis is the monotonic clock of the process that started first. Processes of one boot of one machine share that
+    clock, containers included; only those of others are moved, by the difference of the anchors.
+    """
+
+    def __init__(self, marks: Iterable[ProcessMark]) -> None:
+        starts = [mark for mark in marks if mark.event == "start"]
+        self._anchors = {mark.process: mark.wall_s - mark.monotonic_s for mark in starts}
+        self._boots = {mark.process: _boot(mark) for mark in starts}
+        self._boot = _boot(starts[0]) if starts else None
+        self.anchor_s = starts[0].wall_s - starts[0].monotonic_s if starts else None  # axis to Unix time
+
+    def offset_s(self, process: int) -> float:
+        anchor = self._anchors.get(process)
+        if anchor is None or self.anchor_s is None or self._boots[process] == self._boot:
+            return 0.0
+        return anchor - self.anchor_s
+
+    def wall_s(self, axis_s: float | None) -> float | None:
+        return None if axis_s is None or self.anchor_s is None else axis_s + self.anchor_s
+
+
+def _boot(mark: ProcessMark) -> str | None:
+    """The boot of a machine that a process ran in: the last part of its host."""
+    return mark.host.rpartition("-")[2] if mark.host else None
+
+
+def _doubles() -> "array[float]":
+    return array("d")
+
+
+class Tally(Struct, kw_only=True):
+    """What was counted of one cell. Times on the cell's axis, see Clock."""
+
+    clock: Clock
+    window_s: tuple[float, float] | None = None  # the measured time of a timed load
+    scheduled: bool = False  # an open loop: what its warm-up leaves over is no part of the rate that it offers
+    begun_s: float | None = None  # of a timed load: when its own measured time began
+    mixed: bool = False  # only what was due or sent inside it was measured together with the other parts of the mix
+    # Measured requests:
+    sent: int = 0
+    succeeded: int = 0
+    errors: Counter[str] = msgspec.field(default_factory=Counter)
+    said: Said = msgspec.field(default_factory=Said)  # by failed requests
+    first_sent_s: float | None = None
+    last_ended_s: float | None = None
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int | None = None
+    reasoning_tokens: float = 0.0
+    tool_calls: int | None = None  # None: no request had tools
+    tool_calls_valid: int = 0
+    without_prompt_tokens: int = 0
+    without_output_tokens: int = 0
+    counted_chunks: int = 0  # chunks of the successful streams whose tokens are known,
+    chunked_tokens: int = 0  # and these tokens
+    ended_inside: int = 0
+    slos: SloTally = msgspec.field(default_factory=SloTally)
+    answered: Answered = msgspec.field(default_factory=Answered)
+    wrong_length: int = 0
+    read_clock: int = 0
+    chunks: int = 0
+    coalesced: int = 0  # of the chunks
+    coalesced_told: int = 0  # of these, those of which it is known whether their read was late,
+    coalesced_late: int = 0  # and those whose read was
+    first_shared: int = 0  # streams whose first chunk shared a read with the second,
+    first_shared_late: int = 0  # and some read of theirs that chunks shared was late
+    resent: int = 0
+    ttft_s: "array[float]" = msgspec.field(default_factory=_doubles)
+    ttfo_s: "array[float]" = msgspec.field(default_factory=_doubles)
+    tpot_s: "array[float]" = msgspec.field(default_factory=_doubles)
+    e2e_s: "array[float]" = msgspec.field(default_factory=_doubles)
+    chunk_gap_s: Gaps = msgspec.field(default_factory=Gaps)
+    connect_s: "array[float]" = msgspec.field(default_factory=_doubles)  # of those that opened a connection
+    send_lag_s: "array[float]" = msgspec.field(default_factory=_doubles)
+    punctual: Punctual = msgspec.field(default_factory=Punctual)
+    # All requests, warm-up included:
+    warmup: int = 0  # of all, those of the warm-up
+    first_any_s: float | None = None
+    last_any_s: float | None = None
+    by_process: Counter[int] = msgspec.field(default_factory=Counter)
+    least_tokens: int = 0  # what the server must have generated by the client's account ...
+    most_tokens: int | None = 0  # ... and can have; the two differ by requests that were cut. None: no bound
+    tokens_inside: "array[float]" = msgspec.field(default_factory=_doubles)  # of each request that has any
+    cut_chunks_inside: int = 0  # chunks of unfinished and abandoned requests, whose tokens nobody counted
+
+    def add(self, request: Request) -> None:
+        sent_s = request.sent_s + self.clock.offset_s(request.process)
+        ended_s = sent_s + request.ended_s
+        self.first_any_s = sent_s if self.first_any_s is None else min(self.first_any_s, sent_s)
+        self.last_any_s = ended_s if self.last_any_s is None else max(self.last_any_s, ended_s)
+        self.by_process[request.process] += 1
+        self.warmup += request.phase == "warmup"
+        self._count_generated(request)
+        offered = request.phase == "measured" or not self.scheduled
+        if offered:
+            self._count_inside(request, sent_s)
+        if request.error is None and self.window_s is not None and offered:
+            self.ended_inside += self.window_s[0] < ended_s <= self.window_s[1]
+        if request.phase != "measured" or not self._together(sent_s + (request.scheduled_s or 0.0)):
+            return
+        self.sent += 1
+        self.first_sent_s = sent_s if self.first_sent_s is None else min(self.first_sent_s, sent_s)
+        self.last_ended_s = ended_s if self.last_ended_s is None else max(self.last_ended_s, ended_s)
+        _keep(self.send_lag_s, derive.send_lag_s(request))
+        self.punctual.add(request, sent_s)
+        if request.error is not None:
+            self.errors[request.error] += 1
+            if request.error == "abandoned":
+                self.slos.add_abandoned(request)
+            elif request.error != "unfinished":
+                self.said.add(request.error, request.message)
+            return
+        self.succeeded += 1
+        inside = self.window_s is None or ended_s <= self.window_s[1]
+        self.ended_inside += self.window_s is None
+        self.slos.add(request, inside=inside)
+        self.answered.add(request, inside=inside)
+        self._add_success(request)
+
+    def add_of_other_stage(self, request: Request) -> None:
+        """A request of another stage of the load: what the server did for it in this one's time is in the rates."""
+        sent_s = request.sent_s + self.clock.offset_s(request.process)
+        self._count_inside(request, sent_s)
+        if request.error is None and self.window_s is not None:
+            self.ended_inside += self.window_s[0] < sent_s + request.ended_s <= self.window_s[1]
+
+    def _together(self, at_s: float) -> bool:
+        """By the time it was due, where it has one: so it is known how many there were to be."""
+        return not self.mixed or self.window_s is None or self.window_s[0] <= at_s <= self.window_s[1]
+
+    def part_s(self) -> tuple[float, float] | None:
+        """Of a part of a mix: the common window, in seconds after the start of its own measured time."""
+        if not self.mixed or self.window_s is None or self.begun_s is None:
+            return None
+        return self.window_s[0] - self.begun_s, self.window_s[1] - self.begun_s
+
+    def merge(self, other: "Tally") -> None:
+        """Add what was counted of the same cell further on in the file."""
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in _VALUES:
+            getattr(self, name).extend(getattr(other, name))
+        for name, choose in _ENDS.items():
+            known = [value for one in (self, other) if (value := getattr(one, name)) is not None]
+            setattr(self, name, choose(known, default=None))
+        self.chunk_gap_s.merge(other.chunk_gap_s)
+        self.slos.merge(other.slos)
+        self.answered.merge(other.answered)
+        self.punctual.merge(other.punctual)
+        self.said.merge(other.said)
+        if other.cached_tokens is not None:
+            self.cached_tokens = (self.cached_tokens or 0) + other.cached_tokens
+        if other.tool_calls is not None:
+            self.tool_calls = (self.tool_calls or 0) + other.tool_calls
+        unbounded = self.most_tokens is None or other.most_tokens is None
+        self.most_tokens = None if unbounded else (self.most_tokens or 0) + (other.most_tokens or 0)
+
+    def median_send_lag_s(self) -> float | None:
+        """Of all measured requests, however few: it judges the load generator, not the server."""
+        return statistics.median(self.send_lag_s) if self.send_lag_s else None
+
+    def _add_success(self, request: Request) -> None:
+        _keep(self.ttft_s, derive.ttft_s(request))
+        _keep(self.ttfo_s, derive.ttfo_s(request))
+        # Chunks that all came in one read say when the read was, and nothing about the time between them.
+        together = 0 < len(request.chunks_s) - 1 <= request.coalesced
+        _keep(self.tpot_s, None if together else derive.tpot_s(request))
+        _keep(self.e2e_s, derive.e2e_s(request))
+        _keep(self.connect_s, request.connect_s)
+        self.chunk_gap_s.add([] if together else request.chunks_s)
+        self.chunks += len(request.chunks_s)
+        self.coalesced += request.coalesced
+        self.coalesced_told += request.coalesced if request.coalesced_late is not None else 0
+        self.coalesced_late += request.coalesced_late or 0
+        if request.coalesced and request.chunks_s[0] == request.chunks_s[1]:
+            self.first_shared += 1
+            self.first_shared_late += bool(request.coalesced_late)
+        self.resent += request.resent
+        self.wrong_length += derive.length_is_wrong(request)
+        self.read_clock += bool(request.chunks_s) and request.clock == "read"
+        self.without_prompt_tokens += request.prompt_tokens is None
+        self.prompt_tokens += request.prompt_tokens or 0
+        self.without_output_tokens += request.output_tokens is None
+        self.output_tokens += request.output_tokens or 0
+        if request.cached_tokens is not None:
+            self.cached_tokens = (self.cached_tokens or 0) + request.cached_tokens
+        self.reasoning_tokens += derive.reasoning_tokens(request) or 0.0
+        if request.tool_calls is not None:
+            self.tool_calls = (self.tool_calls or 0) + request.tool_calls
+            self.tool_calls_valid += request.tool_calls_valid or 0
+        if request.output_tokens is not None and request.chunks_s:
+            self.counted_chunks += len(request.chunks_s)
+            self.chunked_tokens += request.output_tokens
+
+    def _count_generated(self, request: Request) -> None:
+        if request.output_tokens is not None:
+            least, most = request.output_tokens, request.output_tokens
+        elif request.error in _NO_TOKENS:
+            least, most = 0, 0
+        else:  # a chunk holds at least one token
+            least = len(request.chunks_s)
+            most = -1 if request.asked_tokens is None else max(least, request.asked_tokens)
+        self.least_tokens += least
+        self.most_tokens = None if most < 0 or self.most_tokens is None else self.most_tokens + most
+
+    def _count_inside(self, request: Request, sent_s: float) -> None:
+        """Tokens that the server generated within a timed load's window: in a closed loop also those that end a
+        warm-up request, since the server worked on them in that time; not those of failed requests, which are of no
+        use to anyone.
+        """
+        if self.window_s is None:
+            if request.error == "abandoned" and request.phase == "measured":
+                self.cut_chunks_inside += len(request.chunks_s)
+            return
+        if request.error not in (None, *CUT):
+            return
+        share = derive.share_inside(request, self.window_s[0] - sent_s, self.window_s[1] - sent_s)
+        if request.output_tokens is not None:
+            self.tokens_inside.append(request.output_tokens * share)
+        elif request.error in CUT:
+            self.cut_chunks_inside += round(len(request.chunks_s) * share)
+
+
+_SUMS = (
+    "sent", "succeeded", "errors", "prompt_tokens", "output_tokens", "without_prompt_tokens", "without_output_tokens",
+    "counted_chunks", "chunked_tokens", "ended_inside", "wrong_length", "read_clock", "chunks",
+    "reasoning_tokens", "tool_calls_valid", "coalesced", "coalesced_told", "coalesced_late", "first_shared",
+    "first_shared_late", "resent", "by_process", "least_tokens",
+    "cut_chunks_inside", "warmup",
+)  # fmt: skip
+_VALUES = ("ttft_s", "ttfo_s", "tpot_s", "e2e_s", "connect_s", "send_lag_s", "tokens_inside")
+_ENDS = {"first_sent_s": min, "last_ended_s": max, "first_any_s": min, "last_any_s": max}
+
+
+def _keep(values: "array[float]", value: float | None) -> None:
+    if value is not None:
+        values.append(value)
+
+
+def distribution(parts: Sequence["array[float]"], requests: int | None = None) -> Distribution:
+    """Statistics of a sample given in parts. `requests`: how many its values come from, when not one each."""
+    values: Array = np.sort(
+        np.concatenate([np.frombuffer(part, dtype=np.float64) for part in parts if len(part)] or [np.empty(0)])
+    )
+    n = len(values)
+    if n == 0:
+        return Distribution(n=0)
+    carried = n if requests is None else requests
+
+    def at(name: str, permille: int) -> float | None:
+        return percentile(values, permille) if carried >= NEEDED[name] else None
+
+    return Distribution(
+        n=n,
+        mean=float(values.mean()),
+        least=float(values[0]),
+        most=float(values[-1]),
+        p50=at("p50", 500),
+        p90=at("p90", 900),
+        p95=at("p95", 950),
+        p99=at("p99", 990),
+    )
+
+
+def gap_distribution(parts: Sequence[Gaps]) -> Distribution:
+    """Statistics of the chunk gaps of some cells together, whose percentiles need as many requests as any other."""
+    for part in parts:
+        part.flush()
+    known = [part for part in parts if part.n]
+    carried = sum(part.requests for part in known)
+    if all(part.whole for part in known):
+        return distribution([part.kept[0].values for part in known], carried)
+    at = {
+        name: gaps.value_at(known, permille) if carried >= NEEDED[name] else None
+        for name, permille in gaps.PERMILLES.items()
+    }
+    return Distribution(
+        n=sum(part.n for part in known),
+        mean=gaps.mean(known),
+        least=min(part.least for part in known),
+        most=max(part.most for part in known),
+        **at,
+    )
+
+
+def numbers_of(tallies: Sequence[Tally], cells: Sequence[Numbers] = ()) -> Numbers:
+    """The numbers of one cell's tally, or of several pooled: then times and rates are medians over `cells`."""
+    succeeded = sum(t.succeeded for t in tallies)
+    errors: Counter[str] = sum((t.errors for t in tallies), Counter())
+    chunks = sum(t.counted_chunks for t in tallies)
+    cached = [t.cached_tokens for t in tallies if t.cached_tokens is not None]
+    known_prompts = succeeded and not any(t.without_prompt_tokens for t in tallies)
+    known_output = succeeded and not any(t.without_output_tokens for t in tallies)
+    asked = [t.answered for t in tallies]
+    rates = _rates(tallies[0]) if len(tallies) == 1 and not cells else _medians(cells)
+    return Numbers(
+        sent=sum(t.sent for t in tallies),
+        succeeded=succeeded,
+        failed=errors.total() - errors["unfinished"] - errors["abandoned"],
+        unfinished=errors["unfinished"],
+        abandoned=errors["abandoned"],
+        errors=dict(sorted(errors.items())),
+        prompt_tokens=sum(t.prompt_tokens for t in tallies) if known_prompts else None,
+        output_tokens=sum(t.output_tokens for t in tallies) if known_output else None,
+        cached_tokens=sum(cached) if cached else None,
+        reasoning_tokens=_reasoning(tallies) if known_output else None,
+        tool_calls=sum(called) if (called := [t.tool_calls for t in tallies if t.tool_calls is not None]) else None,
+        tool_calls_valid=sum(t.tool_calls_valid for t in tallies) if called else None,
+        wall_s=rates.wall_s,
+        window=rates.window,
+        window_s=rates.window_s,
+        output_tok_s=rates.output_tok_s,
+        input_tok_s=answered.input_tok_s(asked, rates.window_s, cells) if succeeded else None,
+        requests_per_s=rates.requests_per_s,
+        ttft_s=distribution([t.ttft_s for t in tallies]),
+        ttfo_s=distribution([t.ttfo_s for t in tallies]),
+        tpot_s=distribution([t.tpot_s for t in tallies]),
+        e2e_s=distribution([t.e2e_s for t in tallies]),
+        chunk_gap_s=gap_distribution([t.chunk_gap_s for t in tallies]),
+        send_lag_s=distribution([t.send_lag_s for t in tallies]),
+        connect_s=distribution([t.connect_s for t in tallies]),
+        ttft_sched_s=distribution([t.punctual.ttft_s for t in tallies]),
+        e2e_sched_s=distribution([t.punctual.e2e_s for t in tallies]),
+        schedule=pooled([cell.schedule for cell in cells]),
+        tokens_per_chunk=sum(t.chunked_tokens for t in tallies) / chunks if chunks else None,
+        vectors=answered.vectors_of(asked),
+        answers=answered.answers_of(asked),
+        prompts=answered.prompts_of(asked),
+        slos=attained([t.slos for t in tallies], sum(t.sent for t in tallies), rates.window_s, cells),
+    )
+
+
+class _Rates(Struct, frozen=True, kw_only=True):
+    """The part of Numbers that refers to a window."""
+
+    wall_s: float | None = None
+    window: Literal["wall", "timed"] | None = None
+    window_s: float | None = None
+    output_tok_s: float | None = None
+    requests_per_s: float | None = None
+
+
+def _rates(one: Tally) -> _Rates:
+    if one.first_sent_s is None or one.last_ended_s is None:
+        return _Rates()
+    known = one.succeeded > 0 and one.without_output_tokens == 0
+    if one.window_s is None:
+        wall_s = one.last_ended_s - one.first_sent_s
+        if wall_s <= 0:
+            return _Rates()
+        return _Rates(
+            wall_s=wall_s,
+            window="wall",
+            window_s=wall_s,
+            output_tok_s=(one.output_tokens + _cut_tokens(one)) / wall_s if known else None,
+            requests_per_s=one.succeeded / wall_s,
+        )
+    window_s = one.window_s[1] - one.window_s[0]
+    if window_s <= 0:
+        return _Rates()
+    tokens = math.fsum(one.tokens_inside) + _cut_tokens(one)  # whatever the order
+    return _Rates(
+        window="timed",
+        window_s=window_s,
+        output_tok_s=tokens / window_s if known else None,
+        requests_per_s=one.ended_inside / window_s,
+    )
+
+
+def _reasoning(tallies: Sequence[Tally]) -> float | None:
+    """None where nothing was: most models do not reason, and most reports need no such number."""
+    return math.fsum(t.reasoning_tokens for t in tallies) or None
+
+
+def _cut_tokens(one: Tally) -> float:
+    """About how many tokens the requests had that were cut: by their chunks, as many tokens each as in the others."""
+    if not one.cut_chunks_inside or not one.counted_chunks:
+        return 0.0
+    return one.cut_chunks_inside * one.chunked_tokens / one.counted_chunks
+
+
+def _medians(cells: Sequence[Numbers]) -> _Rates:
+    def median(name: str) -> float | None:
+        values = [value for cell in cells if (value := getattr(cell, name)) is not None]
+        return statistics.median(values) if values else None
+
+    return _Rates(
+        wall_s=median("wall_s"),
+        window=next((cell.window for cell in cells if cell.window is not None), None),
+        window_s=median("window_s"),
+        output_tok_s=median("output_tok_s"),
+        requests_per_s=median("requests_per_s"),
+    )

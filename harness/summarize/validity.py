@@ -1,0 +1,340 @@
+"""Whether a run may be believed: the rules of docs/method.md that its files can show.
+
+A reason makes a cell and its run INVALID. A note is what a reader should know all the same. Both are sentences.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct
+
+from harness.rundir.manifest import DIED, CellRun, Run
+from harness.rundir.records import LATE_READ_S, ProcessMark
+from harness.rundir.telemetry import MOST_GAP_S
+from harness.scenario.scenario import Load, at_once
+from harness.summarize.punctual import counts_arrivals
+from harness.summarize.self_check import called, client_limits, killed, more_users
+from harness.summarize.tally import Tally
+from harness.summarize.warmed import in_words
+from harness.summary import ClientLimit, MachineLoad, Numbers, ServerLoad, Warmed
+from harness.workers import Workers
+
+MOST_TOKEN_DIFFERENCE = 0.01
+MOST_FOREIGN_MEMORY = 0.25  # of a GPU; a desktop on an APU needs some
+MOST_COALESCED = 0.01
+MOST_OPENED = 0.10  # of the requests
+MOST_HEAT = 0.05  # of the measured time in which heat holds a GPU back
+MOST_ENERGY_DIFFERENCE = 0.10  # between power readings and a counter of the GPU
+
+
+class Findings(Struct, frozen=True):
+    reasons: list[str]
+    notes: list[str]
+    limits: list[ClientLimit] = []  # where the load generator was the limit; all of them are reasons or notes as well
+
+
+class Evidence(Struct, frozen=True, kw_only=True):
+    """What is known of one cell."""
+
+    cell: str
+    ran: CellRun | None  # None: the run ended before the cell did
+    load: Load
+    max_error_rate: float
+    tally: Tally
+    numbers: Numbers
+    server_load: ServerLoad
+    machine_load: MachineLoad | None = None
+    window_s: float | None = None  # the measured time
+    marks: Sequence[ProcessMark]
+    exact_prompts: bool = False  # prompts were made to an exact number of tokens
+    mixed: bool = False  # the server served other loads as well at that time
+    warmup: Warmed | None = None
+    imported: bool = False  # by another tool, whose load processes left no marks
+    workers: Workers | None = None  # on other machines
+
+
+def of_cell(evidence: Evidence) -> Findings:
+    """Judge one cell."""
+    cell = evidence.cell
+    reasons: list[str] = []
+    if evidence.ran is None:
+        reasons.append("it did not run to its end")
+    else:
+        reasons += _server(evidence.ran, evidence.server_load)
+        reasons += _memory(evidence.ran)
+        reasons += evidence.ran.problems
+    reasons += [] if evidence.imported else _processes(evidence)
+    reasons += _work(evidence) + _prompts(evidence)
+    # Of a cell that was cut, what is missing is already known to be missing.
+    if evidence.ran is not None and not evidence.ran.problems and not evidence.mixed:
+        reasons += _tokens(evidence.tally, evidence.server_load)
+    limits = client_limits(evidence.load, evidence.tally, evidence.numbers, evidence.marks, evidence.workers)
+    reasons += [limit.text for limit in limits if limit.invalid]
+    reasons += _heat(evidence, invalid=True)
+    notes = [limit.text for limit in limits if not limit.invalid] + _notes(evidence, limits)
+    return Findings([f"{cell}: {text}" for text in reasons], [f"{cell}: {text}" for text in notes], limits)
+
+
+def of_run(run: Run, ran: int, damaged: Mapping[str, Sequence[int]], strangers: Counter[str]) -> Findings:
+    """Judge what concerns no single cell.
+
+    `ran`: cells that came to their end; `damaged`: lines by file; `strangers`: records by unknown cell.
+    """
+    reasons = list(run.reasons) if run.status in ("failed", "interrupted", "live") else []
+    if ran < len(run.order) and run.status != "live":
+        reasons.append(f"only {ran} of {len(run.order)} planned cells ran")
+    for file, numbers in damaged.items():
+        if numbers:
+            lines = ", ".join(map(str, numbers[:5])) + (" ..." if len(numbers) > 5 else "")
+            reasons.append(f"{file}: {_count(len(numbers), 'line')} cannot be read (line {lines})")
+    reasons += [
+        f"requests.jsonl: {_count(number, 'record')} of the cell '{cell}', which is not in the plan"
+        for cell, number in sorted(strangers.items())
+    ]
+    return Findings(reasons, [])
+
+
+def _server(ran: CellRun, load: ServerLoad) -> list[str]:
+    served = ran.served_by
+    reasons = []
+    if served.oom_killed:
+        reasons.append("the server was killed because memory ran out")
+    if served.exit_code is not None and not any(DIED in problem for problem in ran.problems):
+        reasons.append(f"the server died with exit code {served.exit_code}")
+    if served.restarts:
+        reasons.append(f"the server was restarted {_count(served.restarts, 'time')}")
+    elif load.restarted:
+        reasons.append("the server was restarted: its counters began anew")
+    return reasons
+
+
+def _memory(ran: CellRun) -> list[str]:
+    """Memory that somebody else held when the server was started."""
+    return [
+        f"{gpu.used_bytes / 2**30:.1f} of {gpu.total_bytes / 2**30:.1f} GiB of the memory of {gpu.render_node} "
+        f"were in use before the server started; at most {MOST_FOREIGN_MEMORY:.0%} is allowed"
+        for gpu in ran.gpu_memory_before
+        if gpu.used_bytes > MOST_FOREIGN_MEMORY * gpu.total_bytes
+    ]
+
+
+def _processes(evidence: Evidence) -> list[str]:
+    """Load processes that did not say goodbye, and records that got lost."""
+    starts = {mark.process for mark in evidence.marks if mark.event == "start"}
+    dead = killed(evidence.marks)
+    ends = {mark.process: mark for mark in evidence.marks if mark.event == "end"}
+    reasons = []
+    planned = evidence.load.processes if evidence.workers is None else evidence.workers.total
+    if len(starts) < planned:
+        reasons.append(f"{len(starts)} of {_count(planned, 'load process', 'es')} started")
+    if dead:
+        names = ("load process {} was" if len(dead) == 1 else "load processes {} were").format(
+            ", ".join(called(process, evidence.marks, evidence.workers) for process in dead)
+        )
+        how = "killed" if evidence.workers is None else "lost (killed, or its link was cut)"
+        reasons.append(f"{names} {how}: what was sent and not yet recorded is not known")
+    for process, mark in sorted(ends.items()):
+        found, name = evidence.tally.by_process[process], called(process, evidence.marks, evidence.workers)
+        if mark.sent is not None and mark.sent != found:
+            reasons.append(
+                f"load process {name} sent {_count(mark.sent, 'request')} and the file has {_count(found, 'record')}"
+            )
+        elif mark.recorded is not None and mark.recorded != found:
+            reasons.append(f"load process {name} wrote {_count(mark.recorded, 'record')} and the file has {found:,}")
+    return reasons
+
+
+def _clocks(evidence: Evidence) -> list[str]:
+    """How well the clocks of several machines are joined. Latencies need no second clock."""
+    errors = [mark.wall_error_s for mark in evidence.marks if mark.wall_error_s is not None]
+    machines = {mark.host for mark in evidence.marks}
+    if len(machines) < 2 or not errors:
+        return []
+    return [
+        f"{len(machines)} machines sent the load, their clocks joined to {1000 * max(errors):.1f} ms: "
+        "wall time and rates may be off by so much, latencies are not"
+    ]
+
+
+def _work(evidence: Evidence) -> list[str]:
+    """Whether the work that was planned was done, without more errors than allowed."""
+    numbers, load = evidence.numbers, evidence.load
+    reasons = []
+    if load.requests is not None and numbers.sent != load.requests:
+        reasons.append(f"{load.requests:,} measured requests were planned and {numbers.sent:,} were sent")
+    kept = numbers.schedule
+    if kept is not None and kept.never_sent and load.requests is None:
+        what = "arrivals" if counts_arrivals(load) else "requests"
+        dead = killed(evidence.marks)
+        why = "a load process was killed" if dead else f"nobody was free until its end; {more_users(load)}"
+        reasons.append(
+            f"{kept.never_sent:,} of the {kept.planned or 0:,} {what} that were due in the measured time were never "
+            f"sent: {why}"
+        )
+    if load.requests is not None and numbers.unfinished:
+        reasons.append(f"{_count(numbers.unfinished, 'request')} of the planned work did not finish")
+    rate = numbers.error_rate
+    if rate is not None and rate > evidence.max_error_rate:
+        failures = {kind: n for kind, n in numbers.errors.items() if kind not in ("unfinished", "abandoned")}
+        kinds = ", ".join(f"{kind} {number:,}" for kind, number in failures.items())
+        reasons.append(
+            f"{numbers.failed:,} of {_count(numbers.sent, 'request')} failed "
+            f"({kinds}): an error rate of {rate:.2%}, and at most {evidence.max_error_rate:.2%} is allowed"
+        )
+    if not numbers.succeeded:
+        reasons.append("no measured request succeeded")
+    wrong = evidence.tally.wrong_length
+    if wrong:
+        reasons.append(f"{wrong:,} of {numbers.succeeded:,} answers do not have the fixed length {_length(load)}")
+    return reasons
+
+
+def _prompts(evidence: Evidence) -> list[str]:
+    """Whether prompts that were made to an exact length have it, beside what a chat template adds to all of them."""
+    prompts = evidence.numbers.prompts
+    if not evidence.exact_prompts or prompts is None or not prompts.otherwise:
+        return []
+    return [
+        f"{prompts.otherwise:,} of {prompts.requests:,} prompts do not have the exact length that was asked for "
+        f"(beyond the {prompts.added:,} tokens that were added to most of them): the tokenizer is not the server's"
+    ]
+
+
+def _tokens(tally: Tally, load: ServerLoad) -> list[str]:
+    """The server's counter against the tokens of all requests of the cell, warm-up included."""
+    served = load.generated_tokens
+    if served is None or load.restarted:
+        return []
+    least, most = tally.least_tokens, tally.most_tokens
+    missing = least - served if served < least else served - most if most is not None and served > most else 0.0
+    if missing <= MOST_TOKEN_DIFFERENCE * max(served, least):
+        return []
+    own = f"{least:,}" if least == most else f"at least {least:,}" if most is None else f"{least:,} to {most:,}"
+    return [
+        f"the server counted {served:,.0f} generated tokens and the client {own}, warm-up included: "
+        f"they differ by more than {MOST_TOKEN_DIFFERENCE:.0%}"
+    ]
+
+
+def _length(load: Load) -> str:
+    if load.trace is not None:
+        return "of their row of the trace"
+    known = f"of {load.output_tokens:,} tokens " if isinstance(load.output_tokens, int) else ""
+    return f"{known}that was asked for"
+
+
+def _heat(evidence: Evidence, *, invalid: bool) -> list[str]:
+    """GPUs that worked for the server and were throttled: for so long that the run is not valid, or for less.
+
+    A limit of power or current is no reason: at full load it is what sets the clocks, of an APU always.
+    """
+    if evidence.machine_load is None or not evidence.window_s:
+        return []
+    allowed = f"{'at most' if invalid else 'up to'} {MOST_HEAT:.0%} is allowed"
+    return [
+        f"the GPU {name} was throttled by heat (or PROCHOT) during {gpu.heat_s:.1f} of {evidence.window_s:.1f} s; "
+        f"{allowed}"
+        for name, gpu in evidence.machine_load.gpus.items()
+        if gpu.used and gpu.heat_s and (gpu.heat_s > MOST_HEAT * evidence.window_s) == invalid
+    ]
+
+
+def _front(evidence: Evidence) -> list[str]:
+    """What stands before the engine, and how many requests it lets through at once."""
+    if evidence.ran is None:
+        return []
+    served, most = evidence.ran.served_by, at_once(evidence.load)
+    notes = list(served.notes)
+    if served.most_at_once is not None and most > served.most_at_once:
+        notes.append(
+            f"up to {most:,} requests were in flight, and {served.version or 'the server'} serves "
+            f"{served.most_at_once} at once: above that its own queue was measured, not the engine's"
+        )
+    return notes
+
+
+def _unseen(load: MachineLoad | None) -> list[str]:
+    if load is None or load.gap_most_s < MOST_GAP_S:
+        return []
+    return [
+        f"the machine was not looked at for {load.gap_most_s:.1f} s of the measured time (reading its files took up to "
+        f"{load.took_most_s or 0.0:.1f} s): the energy is not known"
+    ]
+
+
+def _energy(load: MachineLoad | None) -> list[str]:
+    if load is None or not load.energy_j or not load.counted_energy_j:
+        return []
+    if abs(load.energy_j - load.counted_energy_j) <= MOST_ENERGY_DIFFERENCE * load.counted_energy_j:
+        return []
+    return [
+        f"the energy is {load.energy_j:,.0f} J by the power readings and {load.counted_energy_j:,.0f} J by the GPUs' "
+        f"own counters: they differ by more than {MOST_ENERGY_DIFFERENCE:.0%}"
+    ]
+
+
+def _shared_reads(tally: Tally, numbers: Numbers, limits: Sequence[ClientLimit]) -> list[str]:
+    """Chunks that arrived together, where that is not what the self-check says.
+
+    Of a stream that is faster than a read is late nobody can say who put them together: the stamp is of the last one.
+    """
+    together = tally.coalesced - tally.coalesced_late
+    if together <= MOST_COALESCED * tally.chunks or any(limit.what == "shared_reads" for limit in limits):
+        return []
+    share = f"{together / tally.chunks:.1%} of the chunks arrived together with a later one"
+    gap_s = numbers.chunk_gap_s.mean
+    fast = gap_s is not None and gap_s < LATE_READ_S
+    if fast or tally.coalesced_told < tally.coalesced:
+        why = f"; of a chunk each {gap_s * 1000:.2g} ms nobody can tell" if fast and gap_s is not None else ""
+        return [
+            f"{share} (the server or a proxy sends several at once, or the load generator was late{why}): their times "
+            "are upper bounds"
+        ]
+    return [f"{share} and were read in good time: the server, or what is before it, sends several at once"]
+
+
+def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> list[str]:
+    tally, numbers, load = evidence.tally, evidence.numbers, evidence.load
+    notes = _clocks(evidence) + _heat(evidence, invalid=False) + _energy(evidence.machine_load) + _front(evidence)
+    notes += in_words(evidence.warmup)
+    if tally.read_clock:
+        notes.append(
+            f"the chunk times of {tally.read_clock:,} of {_count(numbers.succeeded, 'request')} are those of the read, "
+            "not of the kernel"
+        )
+    notes += _shared_reads(tally, numbers, limits)
+    opened = numbers.connect_s
+    if opened.n > max(at_once(load), MOST_OPENED * numbers.succeeded) and opened.mean is not None:
+        notes.append(
+            f"{opened.n:,} of {_count(numbers.succeeded, 'request')} opened a connection of their own, which took "
+            f"{opened.mean * 1000:.2g} ms on average and {(opened.most or 0.0) * 1000:.2g} ms at most: no latency has "
+            "it, wall time and rates do"
+        )
+    if tally.resent:
+        notes.append(f"{_count(tally.resent, 'request')} went out twice: the kept connection had just been closed")
+    if tally.without_output_tokens and load.endpoint != "embeddings":
+        notes.append(
+            f"the server did not report the tokens of {tally.without_output_tokens:,} of "
+            f"{_count(numbers.succeeded, 'request')}: tok/s is not known"
+        )
+    if numbers.reasoning_tokens and numbers.output_tokens:
+        share = numbers.reasoning_tokens / numbers.output_tokens
+        notes.append(f"{share:.0%} of the {numbers.output_tokens:,} output tokens were reasoning")
+    if numbers.tool_calls is not None:
+        notes.append(
+            f"{_count(numbers.succeeded, 'answer')} held {_count(numbers.tool_calls, 'tool call')}, "
+            f"{numbers.tool_calls_valid:,} of them valid; steps without one went on as planned"
+        )
+    if numbers.abandoned:
+        left = "was abandoned by its user" if numbers.abandoned == 1 else "were abandoned by their users"
+        notes.append(f"{_count(numbers.abandoned, 'request')} {left}: no latency has them")
+    if load.requests is None and numbers.unfinished:
+        notes.append(
+            f"{_count(numbers.unfinished, 'request')} did not finish within drain_s ({load.drain_s:g} s) "
+            "after the end: latencies lack the longest"
+        )
+    return notes
+
+
+def _count(number: int, one: str, plural: str = "s") -> str:
+    return f"{number:,} {one if number == 1 else one + plural}"
