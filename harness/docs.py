@@ -10,7 +10,7 @@ from harness.machine.doctor import page
 from harness.paths import ROOT
 from harness.report import markdown
 from harness.rundir.manifest import read_run
-from harness.serve.template import BY_THE_HARNESS, GATEWAYS, Variable, limits, templates, variables
+from harness.serve.compose.template import BY_THE_HARNESS, GATEWAYS, Variable, limits, templates, variables
 from harness.summarize.summarize import read_summary
 
 HEAD = """\

@@ -15,12 +15,13 @@ from harness.errors import HarnessError
 from harness.paths import COMPOSE
 from harness.scenario.scenario import Gateway, Load, Scenario, Server
 from harness.scenario.strict import load_yaml
-from harness.serve import compose_document, document, server_problems_of, templates, variables
-from harness.serve.compose import filled_in, parse
-from harness.serve.interpolate import interpolate
+from harness.serve import compose_document, server_problems_of, templates, variables
+from harness.serve.compose import document
+from harness.serve.compose.compose import filled_in, parse
+from harness.serve.compose.interpolate import interpolate
+from harness.serve.compose.template import quote, render
+from harness.serve.compose.values import parse_bytes, parse_device, parse_port, parse_seconds, parse_volume
 from harness.serve.secrecy import secrets_in
-from harness.serve.template import quote, render
-from harness.serve.values import parse_bytes, parse_device, parse_port, parse_seconds, parse_volume
 from harness.simulated.presets import PRESETS
 
 EVIL = "x$\"\n    privileged: true\n  other:\n    image: evil # '{{ 7 * 7 }}{% raw %}\u2028\x85\x7f\x00\ufeff: - ]}"

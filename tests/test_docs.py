@@ -20,7 +20,7 @@ from harness.rundir.records import ErrorKind, Request
 from harness.scenario.check_syntax import OPERATORS, UNITS
 from harness.scenario.file import load_scenario
 from harness.scenario.scenario import Scenario
-from harness.serve.template import templates, variables
+from harness.serve.compose.template import templates, variables
 from harness.simulated.engine import EngineConfig
 from harness.simulated.faults import KINDS
 from harness.simulated.presets import PRESETS

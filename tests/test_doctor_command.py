@@ -13,7 +13,7 @@ from harness.machine.targets import table, without_code
 from harness.prepare.experiment import Experiment, Target, prepare
 from harness.prepare.preflight import SWITCH, blockers, notes, refuse_blocked
 from harness.serve import compose_document, variables
-from harness.serve.compose import parse
+from harness.serve.compose.compose import parse
 from tests import machines
 from tests.command import harness
 from tests.command import write as write_scenario

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from harness.scenario.scenario import Load, Scenario, Server
-from harness.serve.compose import Service
-from harness.serve.document import server_problems_of
-from harness.serve.flag_check import cache_path
-from harness.serve.flags import flags_in, options_of, removed_flags, removed_in, unknown_flags, version_of
+from harness.serve.compose.compose import Service
+from harness.serve.compose.document import server_problems_of
+from harness.serve.vllm.flag_check import cache_path
+from harness.serve.vllm.flags import flags_in, options_of, removed_flags, removed_in, unknown_flags, version_of
 
 HELP = """\
 usage: vllm serve [model_tag] [options]

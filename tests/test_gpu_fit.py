@@ -7,9 +7,9 @@ import pytest
 from harness.errors import HarnessError
 from harness.machine.targets import has_fp8
 from harness.scenario.scenario import Load, Scenario, Server
-from harness.serve.compose import Service, parse
-from harness.serve.document import rendered, server_problems_of
-from harness.serve.gpu_fit import container_problems, refuse_unfit, value_of
+from harness.serve.compose.compose import Service, parse
+from harness.serve.compose.document import rendered, server_problems_of
+from harness.serve.vllm.gpu_fit import container_problems, refuse_unfit, value_of
 
 
 def service(**variables: Any) -> Service:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.report.knee import in_words, knee_of
+from harness.report.charts.knee import in_words, knee_of
 
 
 @pytest.mark.parametrize(

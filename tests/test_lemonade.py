@@ -16,7 +16,7 @@ import requests
 
 from harness.errors import ServerError
 from harness.rundir.metrics import parse
-from harness.serve.compose import Managed, Serving
+from harness.serve.compose.compose import Managed, Serving
 from harness.serve.lemonade.api import Api, health, system
 from harness.serve.lemonade.attached import attached
 from harness.serve.lemonade.running import Watch

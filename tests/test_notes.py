@@ -8,7 +8,7 @@ import pytest
 from harness.scenario.behaviour import Agent, Rag
 from harness.scenario.lengths import Lengths
 from harness.scenario.scenario import Load, Prompts, Scenario, Server
-from harness.serve.notes import notes, notes_on_comments
+from harness.serve.compose.notes import notes, notes_on_comments
 from tests.command import harness
 
 

@@ -10,7 +10,7 @@ import pytest
 from harness.errors import HarnessError
 from harness.prepare.experiment import prepare
 from harness.report import kept, words
-from harness.report.observed import observe
+from harness.report.charts.observed import observe
 from harness.rundir.manifest import read_run
 from harness.scenario.behaviour import Agent
 from harness.scenario.scenario import Arrivals, Load, Trace

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from harness.errors import ServerError
-from harness.serve.daemon import connect
-from harness.serve.over_ssh import Tunnel, command_to
+from harness.serve.docker.daemon import connect
+from harness.serve.docker.over_ssh import Tunnel, command_to
 
 SSH = """#!{python}
 import json, os, pathlib, socket, sys, threading

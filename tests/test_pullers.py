@@ -11,8 +11,8 @@ from harness.rundir.manifest import ServedBy
 from harness.scenario.scenario import Server
 from harness.serve import attach, localai, ollama
 from harness.serve.ask import open_session
-from harness.serve.compose import Fetch, LoadCall, Serving, parse
-from harness.serve.document import rendered
+from harness.serve.compose.compose import Fetch, LoadCall, Serving, parse
+from harness.serve.compose.document import rendered
 from harness.serve.logfile import LogFile
 from harness.serve.ready import wait_ready
 from harness.serve.recorded import recorded

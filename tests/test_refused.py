@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from harness.scenario.scenario import Gateway, Load, Scenario, Server
-from harness.serve import document, server_problems_of
-from harness.serve.values import parse_vllm_bytes
+from harness.serve import server_problems_of
+from harness.serve.compose import document
+from harness.serve.compose.values import parse_vllm_bytes
 
 LOAD = Load(user="batch", requests=10)
 TEMPLATE_SETS = "the template sets it already; "

@@ -5,16 +5,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harness.report import scatter, sentences
+from harness.report import sentences
+from harness.report.charts import scatter
+from harness.report.charts.events import Event, events_of
+from harness.report.charts.figures import throughput
+from harness.report.charts.observed import Timeline, observe
+from harness.report.charts.scraped import ServerSamples
+from harness.report.charts.seen import MOST_DOTS, MOST_FAILED, SLOWEST, Failures, Seen
+from harness.report.charts.timeline import figure_of
+from harness.report.charts.tradeoff import tradeoffs
+from harness.report.charts.watched import MachineSamples
 from harness.report.differing_servers import server_differences
-from harness.report.events import Event, events_of
-from harness.report.figures import throughput
-from harness.report.observed import Timeline, observe
-from harness.report.scraped import ServerSamples
-from harness.report.seen import MOST_DOTS, MOST_FAILED, SLOWEST, Failures, Seen
-from harness.report.timeline import figure_of
-from harness.report.tradeoff import tradeoffs
-from harness.report.watched import MachineSamples
 from harness.rundir.manifest import CellRun, Run, ServedBy, read_run
 from harness.rundir.records import Request
 from harness.summarize.summarize import read_summary

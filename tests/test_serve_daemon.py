@@ -12,12 +12,12 @@ from harness.errors import HarnessError, ServerError
 from harness.paths import ROOT
 from harness.scenario.scenario import Load, Scenario, Server
 from harness.serve import engine_version, serve
-from harness.serve.daemon import connect, engine_host
-from harness.serve.images import cannot_pull
+from harness.serve.docker.daemon import connect, engine_host
+from harness.serve.docker.images import cannot_pull
 
 CONNECT_AS_NOBODY = """
 import os
-from harness.serve.daemon import connect
+from harness.serve.docker.daemon import connect
 from harness.errors import ServerError
 if os.geteuid() == 0:
     os.setgroups([])

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from harness.serve import labels
+from harness.serve.docker import labels
 
 
 def test_we_live() -> None:
@@ -14,7 +14,7 @@ def test_we_live() -> None:
 
 
 def test_a_process_that_ended_is_gone() -> None:
-    code = "from harness.serve import labels; import json; print(json.dumps(labels.owned('r', 'c')))"
+    code = "from harness.serve.docker import labels; import json; print(json.dumps(labels.owned('r', 'c')))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     theirs = json.loads(answer.stdout)
     assert labels.owner_is_gone(theirs)

@@ -13,7 +13,7 @@ import pytest
 from harness.errors import HarnessError, ServerError
 from harness.serve import ask, attach
 from harness.serve.ask import base_url, find_model, open_session
-from harness.serve.compose import LoadCall, Serving
+from harness.serve.compose.compose import LoadCall, Serving
 from harness.serve.logfile import LogFile
 from harness.serve.ports import free_port
 from harness.serve.ready import Ready, wait_ready

@@ -13,7 +13,7 @@ from harness.compare.compare import compare_runs
 from harness.compare.differences import differences_of
 from harness.errors import HarnessError
 from harness.judge import started
-from harness.report import starts
+from harness.report.charts import starts
 from harness.report.comparison import markdown
 from harness.report.html import write_report
 from harness.report.terminal import print_report

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from harness.rundir.manifest import Phase, ServedBy, Startup
-from harness.serve.contents import listed
+from harness.serve.docker.contents import listed
 from harness.serve.recorded import cache_config, recorded
 from harness.serve.secrecy import masked
 from harness.serve.startup import moment, of_lines, phases_of, started

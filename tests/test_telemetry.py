@@ -22,8 +22,9 @@ from harness.rundir.telemetry import (
     TelemetrySample,
     read_telemetry,
 )
-from harness.serve import Endpoint, inside
-from harness.serve.containers import Look
+from harness.serve import Endpoint
+from harness.serve.docker import inside
+from harness.serve.docker.containers import Look
 from harness.serve.telemetry import source_of
 from harness.summarize.summarize import read_summary
 from tests import command

@@ -159,7 +159,7 @@ def doctor(
     from harness.machine import doctor as doctors
     from harness.machine.doctor import show
     from harness.machine.files import folder
-    from harness.serve.engine import engine_facts
+    from harness.serve.docker.engine import engine_facts
 
     # Of another machine's files, this machine's Docker Engine and shell know nothing.
     here = folder(root).resolve() == Path("/")

@@ -12,7 +12,7 @@ from harness.errors import HarnessError
 from harness.paths import ROOT, SCENARIOS
 from harness.rundir.manifest import read_run
 from harness.scenario.file import load_scenario
-from harness.serve.labels import owner_is_gone
+from harness.serve.docker.labels import owner_is_gone
 
 
 def find_run(given: Path, runs: Path) -> Path:

@@ -99,7 +99,7 @@ def _found(image: str | None, root: Path, gpus: int, *, needed: bool) -> "tuple[
     """This machine's pools and their share; no share without a GPU, where it is not needed."""
     from harness.machine.pool import pools
     from harness.memory.answer import share_of
-    from harness.serve.probe import ask_image
+    from harness.serve.docker.probe import ask_image
 
     if image is not None:
         told = ask_image(image, lambda line: print(line, file=sys.stderr))

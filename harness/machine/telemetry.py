@@ -1,7 +1,7 @@
 """Telemetry out of the kernel's own files: AMD GPUs, CPU, memory and a container's share of both.
 
 Which files there are is found once. What a driver refuses to answer (EPERM, EBUSY, ENODATA) is missing from the
-sample, and never 0. The same files may also come from within a container, see `harness.serve.inside`.
+sample, and never 0. The same files may also come from within a container, see `harness.serve.docker.inside`.
 """
 
 import math

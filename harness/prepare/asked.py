@@ -19,10 +19,10 @@ from harness.memory.host import host_share
 from harness.prepare.experiment import Experiment
 from harness.scenario.scenario import Server
 from harness.serve import compose_document
-from harness.serve.compose import Service, parse
-from harness.serve.daemon import engine_host
-from harness.serve.gpu_fit import ranks_of, refuse_unfit, shown_to, value_of
-from harness.serve.values import parse_bytes
+from harness.serve.compose.compose import Service, parse
+from harness.serve.compose.values import parse_bytes
+from harness.serve.docker.daemon import engine_host
+from harness.serve.vllm.gpu_fit import ranks_of, refuse_unfit, shown_to, value_of
 
 SWITCH = "HARNESS_DOCTOR"  # "off" starts servers whatever this machine looks like
 _DEFAULTED = ("vllm-rocm", "vllm-offline")  # without the flag, vLLM's own default counts

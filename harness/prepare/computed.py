@@ -21,10 +21,10 @@ from harness.memory.model import find_model, read_model
 from harness.memory.words import brief
 from harness.prepare.experiment import Experiment
 from harness.scenario.scenario import Server
-from harness.serve.daemon import engine_host
-from harness.serve.probe import ask_image
-from harness.serve.template import AUTO, variables
-from harness.serve.values import parse_bytes
+from harness.serve.compose.template import AUTO, variables
+from harness.serve.compose.values import parse_bytes
+from harness.serve.docker.daemon import engine_host
+from harness.serve.docker.probe import ask_image
 
 UTILIZATION = "gpu_memory_utilization"
 ARGUMENTS = "vllm_args"  # of Lemonade, a text

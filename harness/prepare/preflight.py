@@ -13,11 +13,11 @@ from harness.prepare.asked import SWITCH as SWITCH
 from harness.prepare.asked import refuse_impossible, shortages
 from harness.prepare.experiment import Experiment
 from harness.serve import compose_document
-from harness.serve.compose import Service, parse
-from harness.serve.daemon import engine_host
-from harness.serve.engine import engine_facts, has_images
-from harness.serve.gpu_fit import shown_to
-from harness.serve.values import parse_device
+from harness.serve.compose.compose import Service, parse
+from harness.serve.compose.values import parse_device
+from harness.serve.docker.daemon import engine_host
+from harness.serve.docker.engine import engine_facts, has_images
+from harness.serve.vllm.gpu_fit import shown_to
 
 
 def blockers(experiment: Experiment, root: Path = Path("/"), engine: Engine | None = None) -> dict[str, list[Finding]]:

@@ -18,9 +18,9 @@ from harness.scenario.plan import at_once as together
 from harness.scenario.plan import baseline_of, plan
 from harness.scenario.scenario import Load, Scenario, at_once, taken_together, warmup_of
 from harness.scenario.steady import WINDOWS, steadiness
-from harness.serve.daemon import engine_host
+from harness.serve.compose.notes import notes, notes_on_comments
+from harness.serve.docker.daemon import engine_host
 from harness.serve.lemonade.hints import hints
-from harness.serve.notes import notes, notes_on_comments
 from harness.traces.replay import Beginning, Replay, replay_of
 
 # For a fixed amount of work the time depends on the server, which is not known before the run.

@@ -14,13 +14,14 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from harness.report import doing, figures, kept, marks, scatter, sentences, starts, tradeoff, words
+from harness.report import doing, kept, sentences, words
+from harness.report.charts import figures, marks, scatter, starts, tradeoff
+from harness.report.charts.events import Event, events_of
+from harness.report.charts.forest import Forest
+from harness.report.charts.observed import Observed, observe
+from harness.report.charts.timeline import figure_of
 from harness.report.differing_servers import server_differences
-from harness.report.events import Event, events_of
-from harness.report.forest import Forest
-from harness.report.observed import Observed, observe
 from harness.report.table import columns, interval, lines
-from harness.report.timeline import figure_of
 from harness.rundir.manifest import Run, ServedBy, read_run
 from harness.summarize.summarize import read_summary
 from harness.summary import Summary

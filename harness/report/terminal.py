@@ -7,7 +7,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.report import kept, sentences, starts, words
+from harness.report import kept, sentences, words
+from harness.report.charts import starts
 from harness.report.doing import Doing, doing
 from harness.report.table import Column, Line, columns, lines
 from harness.rundir.manifest import Run

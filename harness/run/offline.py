@@ -16,7 +16,7 @@ from harness.rundir.manifest import CellRun
 from harness.rundir.records import ProcessMark, Request
 from harness.scenario.plan import Cell
 from harness.scenario.scenario import Scenario
-from harness.serve.offline import Outcome, run_offline
+from harness.serve.vllm.offline import Outcome, run_offline
 
 PROCESS = 1  # the job's number in its container
 

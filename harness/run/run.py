@@ -38,8 +38,9 @@ from harness.rundir.metrics import Scraper
 from harness.scenario.plan import Cell, at_once, plan
 from harness.scenario.scenario import Scenario, Warmup, locustfile_of, warmup_of, wave_of
 from harness.scenario.stages import staged
-from harness.serve import Endpoint, attach, engine_version, is_offline, labels, serve
-from harness.serve.generator import ContainerChild
+from harness.serve import Endpoint, attach, engine_version, is_offline, serve
+from harness.serve.docker import labels
+from harness.serve.docker.generator import ContainerChild
 from harness.serve.telemetry import source_of
 from harness.summarize.summarize import summarize, write_summary
 from harness.summary import Summary

@@ -10,8 +10,8 @@ from pathlib import Path
 from harness import process
 from harness.errors import ServerError
 from harness.failures.explain import State
-from harness.serve.compose import Service
-from harness.serve.containers import Look, look_at_end
+from harness.serve.compose.compose import Service
+from harness.serve.docker.containers import Look, look_at_end
 from harness.serve.logfile import LogFile
 
 

@@ -6,7 +6,7 @@ import msgspec
 from docker.models.containers import Container
 
 from harness.rundir.manifest import ServedBy
-from harness.serve.containers import Look
+from harness.serve.docker.containers import Look
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):

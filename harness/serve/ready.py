@@ -24,8 +24,8 @@ from harness.serve.ask import (
     refuse_no_api,
     server_version,
 )
-from harness.serve.compose import Fetch, Serving
-from harness.serve.containers import evidence_in
+from harness.serve.compose.compose import Fetch, Serving
+from harness.serve.docker.containers import evidence_in
 from harness.serve.lemonade.api import Api
 from harness.serve.lemonade.bring_up import BroughtUp, bring_up
 from harness.serve.waiting import POLL_S, Waiting, watched

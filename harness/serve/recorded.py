@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from harness.rundir.manifest import Contents, ServedBy, Startup
 from harness.serve import ollama
 from harness.serve.ask import PROBE_TIMEOUT_S, open_session
-from harness.serve.contents import contents
+from harness.serve.docker.contents import contents
 from harness.serve.secrecy import masked, without
 from harness.serve.startup import Started, moment, of_lines, phases_of, started
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from harness.serve.interpolate import names_in, written
+from harness.serve.compose.interpolate import names_in, written
 
 _NAME = re.compile(  # of an environment variable or an argument; MAX_TOKENS, PWD and SSL_KEYFILE are no secrets
     r"(?:KEYS?|TOKEN|CREDS?|JWT|COOKIE|USERPWD)$"

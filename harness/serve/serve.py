@@ -19,16 +19,16 @@ from harness.machine.facts import gpus
 from harness.process import sigterm_interrupts
 from harness.rundir.manifest import Phase, ServedBy
 from harness.scenario.scenario import Scenario, Server
-from harness.serve import ask, containers, labels
-from harness.serve.compose import GATEWAY, SERVER, ComposeFile, Service, Serving, filled_in, parse
-from harness.serve.containers import Look
-from harness.serve.daemon import connect, engine_host
-from harness.serve.document import rendered, server_of
+from harness.serve import ask
+from harness.serve.compose.compose import GATEWAY, SERVER, ComposeFile, Service, Serving, filled_in, parse
+from harness.serve.compose.document import rendered, server_of
+from harness.serve.compose.values import parse_port, parse_seconds
+from harness.serve.docker import containers, labels
+from harness.serve.docker.containers import Look
+from harness.serve.docker.daemon import connect, engine_host
+from harness.serve.docker.images import digest_of, ensure_image
 from harness.serve.embedded import arguments_of, embedded
 from harness.serve.endpoint import Endpoint
-from harness.serve.flag_check import check_flags
-from harness.serve.gpu_fit import refuse_unfit
-from harness.serve.images import digest_of, ensure_image
 from harness.serve.lemonade.api import Api
 from harness.serve.lemonade.attached import attached
 from harness.serve.lemonade.running import Watch, orphans_of
@@ -37,7 +37,8 @@ from harness.serve.ports import is_free
 from harness.serve.ready import Ready, wait_ready
 from harness.serve.recorded import recorded
 from harness.serve.secrecy import masked, secrets_in
-from harness.serve.values import parse_port, parse_seconds
+from harness.serve.vllm.flag_check import check_flags
+from harness.serve.vllm.gpu_fit import refuse_unfit
 from harness.serve.waiting import Waiting
 
 MISSES = 3  # looks in a row at a server that already ran, in vain ...

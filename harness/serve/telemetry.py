@@ -6,9 +6,9 @@ from urllib.parse import urlsplit
 
 from harness.machine.sampler import Source, local_source, root
 from harness.machine.telemetry import cgroup_files
-from harness.serve.daemon import engine_host
+from harness.serve.docker.daemon import engine_host
+from harness.serve.docker.inside import has_shell, inside
 from harness.serve.endpoint import Endpoint
-from harness.serve.inside import has_shell, inside
 
 
 def source_of(endpoint: Endpoint) -> Source | None:

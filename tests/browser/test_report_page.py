@@ -16,8 +16,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
+from harness.report.charts.scatter import MOST_OF_ALL
 from harness.report.html import write_report
-from harness.report.scatter import MOST_OF_ALL
 from tests.report_runs import HOSTILE, write_run_directory
 
 FLAGS = (

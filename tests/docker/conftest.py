@@ -14,8 +14,8 @@ import pytest
 from harness.paths import ROOT
 from harness.scenario.scenario import Load, Scenario, Server
 from harness.serve import Endpoint, serve
-from harness.serve.daemon import connect
-from harness.serve.sweep import sweep
+from harness.serve.docker.daemon import connect
+from harness.serve.docker.sweep import sweep
 
 BASE = "amd-llm-load-test/base:py311"
 IMAGE = "amd-llm-load-test/suite:local"

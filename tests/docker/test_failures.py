@@ -11,7 +11,7 @@ from docker.errors import APIError
 
 from harness.failures.explain import State, explain
 from harness.failures.scan import Failure
-from harness.serve import labels
+from harness.serve.docker import labels
 from tests.docker.conftest import BASE
 
 OWNER = {labels.RUN: f"failures-{os.getpid()}", labels.CELL: "c"}

@@ -6,9 +6,9 @@ import docker
 import pytest
 
 from harness.errors import ServerError
-from harness.serve import labels
-from harness.serve.compose import Service
-from harness.serve.flag_check import cache_path, check_flags
+from harness.serve.compose.compose import Service
+from harness.serve.docker import labels
+from harness.serve.vllm.flag_check import cache_path, check_flags
 from tests.docker.conftest import remains
 
 # Prints thirty options, and says with what it was called.

@@ -12,7 +12,7 @@ import requests
 
 from harness.scenario.scenario import Load, Server
 from harness.serve import compose_document, templates, variables
-from harness.serve.compose import parse
+from harness.serve.compose.compose import parse
 from tests.command import until
 from tests.docker.conftest import scenario
 
@@ -83,8 +83,8 @@ def test_compose_accepts_the_load_generator_beside_it(
 
 def test_compose_brings_the_same_server_up(image: str, compose_environment: dict[str, str], tmp_path: Path) -> None:
     """`docker compose up` on the printed file: healthy by its own health check, and the web UI answers."""
+    from harness.serve.compose.template import render
     from harness.serve.ports import free_port
-    from harness.serve.template import render
 
     ui_port = free_port()
     text = render(

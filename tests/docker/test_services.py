@@ -7,8 +7,8 @@ import docker
 import pytest
 
 from harness.errors import ServerError
-from harness.serve import containers, labels
-from harness.serve.compose import filled_in, parse
+from harness.serve.compose.compose import filled_in, parse
+from harness.serve.docker import containers, labels
 from tests.docker.conftest import remains
 
 FILE = """

@@ -11,7 +11,8 @@ import docker
 import pytest
 
 from harness.paths import ROOT
-from harness.serve import labels, sweep
+from harness.serve import sweep
+from harness.serve.docker import labels
 from tests.docker.conftest import Served, remains
 
 OWNER = """

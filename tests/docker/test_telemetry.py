@@ -13,9 +13,10 @@ from docker.types import Mount
 from harness.machine.sampler import Sampler
 from harness.rundir.manifest import ServedBy
 from harness.rundir.telemetry import TelemetrySample, read_telemetry
-from harness.serve import Endpoint, labels
-from harness.serve.containers import Look
-from harness.serve.inside import has_shell, inside
+from harness.serve import Endpoint
+from harness.serve.docker import labels
+from harness.serve.docker.containers import Look
+from harness.serve.docker.inside import has_shell, inside
 from harness.serve.telemetry import source_of
 from tests.docker.conftest import Served
 from tests.fake_gpus import apu_table, device, gpu, host

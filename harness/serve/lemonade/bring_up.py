@@ -11,8 +11,8 @@ from harness.errors import ServerError
 from harness.failures.explain import State, explain
 from harness.rundir.manifest import Phase
 from harness.serve.ask import reason
-from harness.serve.compose import Managed
-from harness.serve.containers import evidence_in
+from harness.serve.compose.compose import Managed
+from harness.serve.docker.containers import evidence_in
 from harness.serve.lemonade import api as lemonade
 from harness.serve.lemonade.api import PREFIX, Api, Backend, Running, System, text_of
 from harness.serve.lemonade.names import bare_name

@@ -2,9 +2,9 @@
 
 from harness.scenario.lengths import Lengths, most_of
 from harness.scenario.scenario import Load, Scenario, Server, at_once
+from harness.serve.compose.template import variables
 from harness.serve.lemonade.arguments import MOST_TOKENS
 from harness.serve.lemonade.pool import MOST, pool_size
-from harness.serve.template import variables
 
 
 def hints(scenario: Scenario, threads: int | None) -> list[str]:

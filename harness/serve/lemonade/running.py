@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import requests
 from docker.models.containers import Container
 
-from harness.serve.daemon import DOCKER_ERRORS
+from harness.serve.docker.daemon import DOCKER_ERRORS
 from harness.serve.lemonade import api as lemonade
 from harness.serve.lemonade.api import HEALTH_S, Api, Running
 from harness.serve.lemonade.shell import FETCH_S, Shell

@@ -10,7 +10,7 @@ from typing import Any
 
 from docker.models.containers import Container
 
-from harness.serve.daemon import DOCKER_ERRORS
+from harness.serve.docker.daemon import DOCKER_ERRORS
 
 FETCH_S = 3.0
 _BEYOND_S = 2.0  # for the way to an engine elsewhere

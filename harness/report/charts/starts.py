@@ -6,7 +6,7 @@ from typing import Any
 
 from harness.judge import started
 from harness.report import words
-from harness.report.marks import COLOURS, Chart, colour, plain
+from harness.report.charts.marks import COLOURS, Chart, colour, plain
 from harness.rundir.manifest import Run, ServedBy
 
 MEANS = {

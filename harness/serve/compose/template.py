@@ -18,8 +18,8 @@ from jinja2.sandbox import SandboxedEnvironment
 from harness.errors import HarnessError, ScenarioError, did_you_mean
 from harness.paths import COMPOSE
 from harness.scenario.scenario import Server
+from harness.serve.compose.values import parse_bytes, parse_vllm_bytes
 from harness.serve.secrecy import open_secrets
-from harness.serve.values import parse_bytes, parse_vllm_bytes
 
 AUTO = "auto"  # of a variable with `auto`: the harness computes it before the first start
 Kind = Literal["string", "integer", "number", "boolean", "list", "mapping"]

@@ -9,8 +9,15 @@ from msgspec import Struct
 
 from harness.errors import HarnessError, did_you_mean
 from harness.scenario.strict import decode, load_yaml
-from harness.serve.interpolate import interpolate
-from harness.serve.values import is_volume_name, parse_bytes, parse_device, parse_port, parse_seconds, parse_volume
+from harness.serve.compose.interpolate import interpolate
+from harness.serve.compose.values import (
+    is_volume_name,
+    parse_bytes,
+    parse_device,
+    parse_port,
+    parse_seconds,
+    parse_volume,
+)
 
 SERVER, GATEWAY = "server", "gateway"  # names of services
 _MOST_GROUP = 2**32 - 2

@@ -3,8 +3,19 @@
 from typing import Literal
 
 from harness.report import words
-from harness.report.figures import at_once, by_concurrency
-from harness.report.marks import Chart, Figure, axis, colour, left_out, open_loops, other_rates, plain, servers, symbol
+from harness.report.charts.figures import at_once, by_concurrency
+from harness.report.charts.marks import (
+    Chart,
+    Figure,
+    axis,
+    colour,
+    left_out,
+    open_loops,
+    other_rates,
+    plain,
+    servers,
+    symbol,
+)
 from harness.rundir.manifest import Run
 from harness.summary import Distribution, Row, Summary
 

@@ -15,7 +15,7 @@ from docker.utils.socket import frames_iter
 
 from harness.machine.sampler import INTERVAL_S, Source, root
 from harness.machine.telemetry import AMD, CGROUP_FILES, GPU_FILES, SENSORS, Reading
-from harness.serve.daemon import DOCKER_ERRORS
+from harness.serve.docker.daemon import DOCKER_ERRORS
 
 # Of files with many lines, the lines that count; `grep` needs one more file to say the names of all.
 _LINES = "^(cpu |MemAvailable:|usage_usec |inactive_file |total_inactive_file )"

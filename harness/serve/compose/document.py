@@ -12,17 +12,17 @@ from harness.paths import COMPOSE
 from harness.scenario.check_syntax import slo_sets
 from harness.scenario.scenario import USERS, Gateway, Load, Scenario, Server
 from harness.scenario.strict import where
-from harness.serve.compose import GATEWAY, SERVER, ComposeFile, parse, read
-from harness.serve.daemon import engine_host, engine_sees_these_files
-from harness.serve.flags import removed_in
-from harness.serve.gpu_fit import container_problems
+from harness.serve.compose.compose import GATEWAY, SERVER, ComposeFile, parse, read
+from harness.serve.compose.managed import managed_flags, managed_settings
+from harness.serve.compose.merge import with_gateway
+from harness.serve.compose.template import render, server_problems, variables
+from harness.serve.compose.values import parse_port
+from harness.serve.docker.daemon import engine_host, engine_sees_these_files
 from harness.serve.lemonade.arguments import server_problems as lemonade_problems
-from harness.serve.managed import managed_flags, managed_settings
-from harness.serve.merge import with_gateway
 from harness.serve.ports import free_port
-from harness.serve.template import render, server_problems, variables
-from harness.serve.values import parse_port
-from harness.serve.vllm_rules import starts_a_shell, vllm_refuses
+from harness.serve.vllm.flags import removed_in
+from harness.serve.vllm.gpu_fit import container_problems
+from harness.serve.vllm.rules import starts_a_shell, vllm_refuses
 
 
 def server_problems_of(scenario: Scenario, lines: dict[str, int]) -> list[str]:

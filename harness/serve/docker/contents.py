@@ -7,7 +7,7 @@ import tarfile
 from docker.models.containers import Container
 
 from harness.rundir.manifest import Contents
-from harness.serve.daemon import DOCKER_ERRORS
+from harness.serve.docker.daemon import DOCKER_ERRORS
 from harness.serve.secrecy import masked
 
 ROCM_VERSION = "/opt/rocm/.info/version"

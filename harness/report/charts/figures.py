@@ -1,13 +1,13 @@
 """The charts as plotly figures in plain data, each with a caption and a table that says the same.
 
-See `harness.report.marks` for what they share.
+See `harness.report.charts.marks` for what they share.
 """
 
 import statistics
 
 from harness.report import words
-from harness.report.knee import FORMULA, Knee, in_words, knee_of
-from harness.report.marks import (
+from harness.report.charts.knee import FORMULA, Knee, in_words, knee_of
+from harness.report.charts.marks import (
     Chart,
     Figure,
     axis,
@@ -22,7 +22,7 @@ from harness.report.marks import (
     symbol,
     whiskers,
 )
-from harness.report.observed import Observed, Sample, distribution
+from harness.report.charts.observed import Observed, Sample, distribution
 from harness.rundir.manifest import Run
 from harness.scenario.mixes import mix_of
 from harness.summary import Distribution, Row, Summary

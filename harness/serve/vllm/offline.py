@@ -17,16 +17,16 @@ from harness.machine.facts import gpus
 from harness.process import sigterm_interrupts
 from harness.rundir.manifest import Phase, ServedBy
 from harness.scenario.scenario import Scenario, Server
-from harness.serve import containers, labels
-from harness.serve.compose import SERVER, ComposeFile, Config, ConfigMount, filled_in, parse
-from harness.serve.daemon import DOCKER_ERRORS, connect, docker_error, engine_host
-from harness.serve.document import rendered, server_of
-from harness.serve.gpu_fit import refuse_unfit
-from harness.serve.images import digest_of, ensure_image
+from harness.serve.compose.compose import SERVER, ComposeFile, Config, ConfigMount, filled_in, parse
+from harness.serve.compose.document import rendered, server_of
+from harness.serve.compose.values import parse_seconds
+from harness.serve.docker import containers, labels
+from harness.serve.docker.daemon import DOCKER_ERRORS, connect, docker_error, engine_host
+from harness.serve.docker.images import digest_of, ensure_image
 from harness.serve.logfile import LogFile
 from harness.serve.recorded import recorded
 from harness.serve.secrecy import secrets_in
-from harness.serve.values import parse_seconds
+from harness.serve.vllm.gpu_fit import refuse_unfit
 
 SCRIPT, REQUESTS, ANSWERS = "/opt/offline/job.py", "/opt/offline/requests.jsonl", "/tmp/answers.jsonl"
 LOOK_S = 0.5

@@ -2,8 +2,8 @@
 
 import re
 
-from harness.serve.compose import Service
-from harness.serve.gpu_fit import value_of
+from harness.serve.compose.compose import Service
+from harness.serve.vllm.gpu_fit import value_of
 
 # Images that start a shell, by the program that the template expects of them; see docs/vllm.md.
 _SHELLS = re.compile(r"(?:docker\.io/)?(?:rocm/vllm(?:-dev)?|kyuz0/[\w.-]+)(?:[:@]|$)")

@@ -16,11 +16,11 @@ from msgspec import Struct
 from harness.errors import ServerError
 from harness.failures.explain import State, explain
 from harness.failures.scan import Failure
-from harness.serve import labels
-from harness.serve.compose import ComposeFile, Service
-from harness.serve.daemon import DOCKER_ERRORS, docker_error
+from harness.serve.compose.compose import ComposeFile, Service
+from harness.serve.compose.values import parse_bytes, parse_device, parse_port, parse_seconds, parse_volume
+from harness.serve.docker import labels
+from harness.serve.docker.daemon import DOCKER_ERRORS, docker_error
 from harness.serve.logfile import LogFile
-from harness.serve.values import parse_bytes, parse_device, parse_port, parse_seconds, parse_volume
 
 ENGINE_SILENT_S = 15.0
 PREPARE_S = 300  # such as changing the owner of a volume full of models

@@ -16,11 +16,11 @@ from harness.errors import ServerError
 from harness.machine.facts import gpus
 from harness.machine.pool import Pool, pools
 from harness.scenario.scenario import Server
-from harness.serve import containers, labels
-from harness.serve.compose import filled_in, parse
-from harness.serve.daemon import connect, engine_host
-from harness.serve.document import rendered
-from harness.serve.images import ensure_image
+from harness.serve.compose.compose import filled_in, parse
+from harness.serve.compose.document import rendered
+from harness.serve.docker import containers, labels
+from harness.serve.docker.daemon import connect, engine_host
+from harness.serve.docker.images import ensure_image
 
 PROBE_S = 180.0  # torch imports for ten seconds, from a cold disk for a minute
 PROGRAM = """

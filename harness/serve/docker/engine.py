@@ -9,8 +9,8 @@ import docker
 
 from harness.errors import ServerError
 from harness.machine.doctor import Engine
-from harness.serve import labels
-from harness.serve.daemon import DOCKER_ERRORS, connect, engine_host
+from harness.serve.docker import labels
+from harness.serve.docker.daemon import DOCKER_ERRORS, connect, engine_host
 
 _CONTAINERD = "/var/lib/containerd"  # where images are when the engine leaves them to containerd
 

@@ -12,7 +12,7 @@ from docker.errors import APIError, DockerException
 
 from harness.errors import ServerError
 from harness.failures.explain import State, explain
-from harness.serve.over_ssh import tunnel_to
+from harness.serve.docker.over_ssh import tunnel_to
 
 DEFAULT_HOST = "unix:///var/run/docker.sock"
 DOCKER_ERRORS = (DockerException, requests.RequestException)

@@ -9,7 +9,7 @@ from docker.models.images import Image
 from docker.utils import parse_repository_tag
 
 from harness.errors import ServerError
-from harness.serve.daemon import DOCKER_ERRORS, docker_error
+from harness.serve.docker.daemon import DOCKER_ERRORS, docker_error
 
 OWN_IMAGE = "amd-llm-load"  # built on the spot, never pulled
 _PROGRESS_EVERY_S = 0.5

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator
 from msgspec import Struct
 
 from harness.report import words
-from harness.report.observed import Timeline
-from harness.report.scraped import ServerSamples
-from harness.report.watched import MachineSamples
+from harness.report.charts.observed import Timeline
+from harness.report.charts.scraped import ServerSamples
+from harness.report.charts.watched import MachineSamples
 from harness.rundir.manifest import CellRun
 from harness.summary import CellSummary
 

@@ -7,7 +7,7 @@ where nobody asks. Lemonade's own protected arguments are in harness.serve.lemon
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from harness.serve.flags import flags_in
+from harness.serve.vllm.flags import flags_in
 
 SHORT = {  # of the servers' own parsers, by what they mean
     "vllm": {"-q": "--quantization", "-tp": "--tensor-parallel-size"},

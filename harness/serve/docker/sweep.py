@@ -6,8 +6,8 @@ from typing import Any
 import docker
 from docker.errors import APIError, NotFound
 
-from harness.serve import labels
-from harness.serve.daemon import DOCKER_ERRORS, connect, docker_error
+from harness.serve.docker import labels
+from harness.serve.docker.daemon import DOCKER_ERRORS, connect, docker_error
 
 
 def sweep_all(*, everything: bool = False, caches: bool = False) -> list[str]:

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from harness.report.events import Event
-from harness.report.marks import Figure, colour, plain
-from harness.report.observed import Timeline
+from harness.report.charts.events import Event
+from harness.report.charts.marks import Figure, colour, plain
+from harness.report.charts.observed import Timeline
 
 # Panels of what is beside requests and tokens: title, factor to what is shown, hover text, colour of a single line.
 # The first is the server's own gauge, the others are what its machine was seen to do.

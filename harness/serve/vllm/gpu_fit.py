@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from harness.errors import HarnessError
 from harness.machine.choice import Card, shown
 from harness.machine.targets import has_fp8
-from harness.serve.compose import Service
-from harness.serve.values import parse_bytes
+from harness.serve.compose.compose import Service
+from harness.serve.compose.values import parse_bytes
 
 LEAST_SHM = 1 << 30  # RCCL and vLLM's own queues; with Docker's 64 MB it dies as the ranks meet
 _RENDER_NODE = re.compile(r"/dev/dri/renderD\d+")

@@ -14,10 +14,10 @@ from docker.types import Mount
 from harness.errors import ServerError
 from harness.job import SECRETS_ENV, Job
 from harness.paths import LOCUSTFILES
-from harness.serve import labels
-from harness.serve.containers import follow_log
-from harness.serve.daemon import DOCKER_ERRORS, connect, docker_error, engine_host
-from harness.serve.images import ensure_image
+from harness.serve.docker import labels
+from harness.serve.docker.containers import follow_log
+from harness.serve.docker.daemon import DOCKER_ERRORS, connect, docker_error, engine_host
+from harness.serve.docker.images import ensure_image
 from harness.serve.logfile import LogFile
 
 IMAGE = os.environ.get("HARNESS_IMAGE", "amd-llm-load:local")  # `make image`

@@ -15,9 +15,9 @@ import msgspec
 from docker.models.images import Image
 
 from harness.errors import ServerError
-from harness.serve.compose import Service
-from harness.serve.containers import run_once
-from harness.serve.flags import options_of, unknown_flags
+from harness.serve.compose.compose import Service
+from harness.serve.docker.containers import run_once
+from harness.serve.vllm.flags import options_of, unknown_flags
 
 HELP_S = 180.0  # vLLM imports for ten seconds, and for a minute from a cold disk
 FEWEST = 20  # a help with fewer options is none, or of another program
