@@ -56,8 +56,8 @@ def test_there_is_no_verdict_on_what_the_client_limited(run: Path, tmp_path: Pat
     assert summary.comparison is not None
     (verdict,) = summary.comparison.verdicts
     assert (verdict.word, verdict.ratio) == ("cannot tell", None)
-    why = "the client was the limit of the wall time of {}; use more 'processes' or machines (--workers), or fewer "
-    assert verdict.sentence == f"b / x: cannot tell: {why.format('b / x')}streams at once."
+    why = "the client was the limit of the wall time of {}; by what, and what to do, "
+    assert verdict.sentence == f"b / x: cannot tell: {why.format('b / x')}stands with the validity of the run."
     well = limited_run(tmp_path / "well")
     compared = {verdict.side: verdict for verdict in compare_runs([[well], [run]]).verdicts}
     assert compared["a / x"].word == "same"

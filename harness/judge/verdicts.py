@@ -112,8 +112,8 @@ def client_limited(metric: str, sides: Sequence[tuple[str, Sequence[str]]]) -> s
     if not names:
         return None
     return (
-        f"the client was the limit of the {METRIC_WORDS[metric]} of {' and '.join(names)}; use more 'processes' or "
-        "machines (--workers), or fewer streams at once"
+        f"the client was the limit of the {METRIC_WORDS[metric]} of {' and '.join(names)}; by what, and what to do, "
+        "stands with the validity of the run"
     )
 
 
