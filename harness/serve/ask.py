@@ -12,7 +12,7 @@ import requests
 
 from harness.errors import HarnessError, ServerError, did_you_mean
 from harness.rundir.manifest import ServedBy
-from harness.trust import authorities
+from harness.trust import open_session
 
 PROBE_TIMEOUT_S = 5.0
 RETRY_S = 10.0  # one broken answer is no reason to give up a server
@@ -132,15 +132,6 @@ def listens(host: str, port: int, timeout_s: float = 2.0) -> bool:
     except OSError:
         return False
     return True
-
-
-def open_session(api_key: str | None) -> requests.Session:
-    session = requests.Session()
-    session.trust_env = False  # a proxy of the environment must not stand between us and the server
-    session.verify = authorities()
-    if api_key:
-        session.headers["Authorization"] = f"Bearer {api_key}"
-    return session
 
 
 def one_token(model: str) -> dict[str, Any]:

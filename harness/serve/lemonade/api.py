@@ -6,8 +6,9 @@ import msgspec
 import requests
 
 from harness.errors import ServerError
-from harness.serve.ask import open_session, reason
+from harness.serve.ask import reason
 from harness.serve.lemonade.names import bare_name
+from harness.trust import open_session
 
 PREFIX = "/api/v1"
 HEALTH_S = 30.0  # it waits for a lock, and above the pool's size for a thread
