@@ -1,6 +1,5 @@
 """The main table: one definition of its columns, used by every report."""
 
-import statistics
 from collections.abc import Callable
 from typing import Literal
 
@@ -11,7 +10,7 @@ from harness.report import words
 from harness.rundir.manifest import Run
 from harness.rundir.origin import OTHERWISE
 from harness.scenario.plan import baseline_of
-from harness.summary import Row, Summary, Verdict
+from harness.summary import Row, Summary, Verdict, median_of_known
 
 LIMITED = "‡"  # beside a number that the load generator limited in one of the row's cells
 
@@ -53,12 +52,11 @@ def lines(summary: Summary, run: Run) -> list[Line]:
     rates = [row.definitions.get("output_tok_s", "") for row in summary.rows]
     result = []
     for row in summary.rows:
-        known = [value for value in map(tokens.get, row.cells) if value is not None]
         verdict = None if side(row) == name else verdicts.get(side(row))
         result.append(
             Line(
                 row=row,
-                tokens=statistics.median(known) if known else None,
+                tokens=median_of_known(map(tokens.get, row.cells)),
                 verdict=verdict,
                 baseline=side(row) == name,
                 against="" if verdict is None or verdict.baseline == name else verdict.baseline,

@@ -3,7 +3,6 @@
 A server that answers nonsense fast must not look better than one that answers well.
 """
 
-import statistics
 from collections import Counter
 from collections.abc import Sequence
 
@@ -11,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from harness.rundir.records import Request
-from harness.summary import Answers, Comparison, Numbers, PromptLengths, Row
+from harness.summary import Answers, Comparison, Numbers, PromptLengths, Row, median_of_known
 
 
 class Answered(Struct, kw_only=True):
@@ -90,8 +89,7 @@ def prompts_of(parts: Sequence[Answered]) -> PromptLengths | None:
 def input_tok_s(parts: Sequence[Answered], window_s: float | None, cells: Sequence[Numbers]) -> float | None:
     """Prompt tokens of the requests that ended inside the window / window; of several cells the median."""
     if cells:
-        known = [cell.input_tok_s for cell in cells if cell.input_tok_s is not None]
-        return statistics.median(known) if known else None
+        return median_of_known(cell.input_tok_s for cell in cells)
     if not window_s or any(part.prompt_unknown for part in parts):
         return None
     return sum(part.prompt_inside for part in parts) / window_s

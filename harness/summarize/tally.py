@@ -23,7 +23,7 @@ from harness.summarize.answered import Answered
 from harness.summarize.attain import SloTally, attained
 from harness.summarize.gaps import Gaps
 from harness.summarize.punctual import Punctual, pooled
-from harness.summary import NEEDED, Distribution, Numbers
+from harness.summary import NEEDED, Distribution, Numbers, median_of_known
 
 _NO_TOKENS = ("connect", "rejected", "http", "not_api")  # the server generated nothing for these
 
@@ -414,8 +414,7 @@ def _cut_tokens(one: Tally) -> float:
 
 def _medians(cells: Sequence[Numbers]) -> _Rates:
     def median(name: str) -> float | None:
-        values = [value for cell in cells if (value := getattr(cell, name)) is not None]
-        return statistics.median(values) if values else None
+        return median_of_known(getattr(cell, name) for cell in cells)
 
     return _Rates(
         wall_s=median("wall_s"),
