@@ -22,7 +22,8 @@ from harness.serve import compose_document
 from harness.serve.compose.compose import Service, parse
 from harness.serve.compose.values import parse_bytes
 from harness.serve.docker.daemon import engine_host
-from harness.serve.vllm.gpu_fit import ranks_of, refuse_unfit, shown_to, value_of
+from harness.serve.vllm.flags import ranks_of, value_of
+from harness.serve.vllm.gpu_fit import refuse_unfit, shown_to
 
 SWITCH = "HARNESS_DOCTOR"  # "off" starts servers whatever this machine looks like
 _DEFAULTED = ("vllm-rocm", "vllm-offline")  # without the flag, vLLM's own default counts

@@ -9,8 +9,7 @@ from harness.scenario.behaviour import Agent, Rag
 from harness.scenario.lengths import Lengths, most_of
 from harness.scenario.scenario import TURNS, Load, Prompts, Scenario, Server
 from harness.serve.compose.template import variables
-from harness.serve.vllm.flags import flags_in, version_of
-from harness.serve.vllm.gpu_fit import value_of
+from harness.serve.vllm.flags import flags_in, value_of, version_of
 
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 _FORCED_TARGET = (

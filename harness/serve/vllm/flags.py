@@ -52,6 +52,34 @@ def flags_in(words: Sequence[str]) -> list[str]:
     return names
 
 
+def value_of(words: Sequence[str], *names: str) -> str | None:
+    """The value of an option in a command line, as `--name value` or `--name=value`; the last one counts."""
+    found = None
+    for word, following in zip(words, [*words, ""][1:], strict=True):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") in names:
+            found = value if equals else following
+    return found
+
+
+def ranks_of(words: Sequence[str]) -> int:
+    """How many GPUs a command line of vLLM asks for."""
+    value = value_of(words, "--tensor-parallel-size", "-tp")
+    return int(value) if value and value.isdigit() else 1
+
+
+def vllm_refuses(words: list[str]) -> list[str]:
+    """What vLLM would say no to, each with advice; `words` are its command line."""
+    seqs = value_of(words, "--max-num-seqs") or ""
+    tokens = value_of(words, "--max-num-batched-tokens") or ""
+    if seqs.isdigit() and tokens.isdigit() and int(tokens) < int(seqs):
+        return [
+            f"max_num_batched_tokens is {tokens}, and max_num_seqs {seqs}: vLLM refuses fewer tokens in a step than "
+            "requests; raise the one or lower the other"
+        ]
+    return []
+
+
 def version_of(image: str) -> tuple[int, int, int] | None:
     """The version of vLLM that an image's tag names, such as v0.25.0 or ..._vllm_0.23.0; None where it names none."""
     name, _, tag = image.partition("@")[0].rpartition(":")
