@@ -65,8 +65,9 @@ def report(
         from harness.judge.floors import adopt_floor
         from harness.prepare.experiment import refuse_misplaced
         from harness.report import html, junit, markdown, openmetrics, rows_csv, terminal
+        from harness.rundir.files import pretty_json
         from harness.rundir.manifest import read_run
-        from harness.summarize.summarize import encode_summary, summarize, write_summary
+        from harness.summarize.summarize import summarize, write_summary
 
         refuse_alone(("--about", about, "--baseline", baseline))
         folder = find_run(run_folder, runs)
@@ -89,7 +90,7 @@ def report(
         elif output == "html":
             print(html.write_report(folder))
         elif output == "json":
-            print(encode_summary(summary))
+            print(pretty_json(summary).decode(), end="")
         else:
             render = {"markdown": markdown, "junit": junit, "csv": rows_csv, "openmetrics": openmetrics}[output].render
             print(render(summary, manifest), end="" if output != "markdown" else "\n")

@@ -1,6 +1,5 @@
 """From a run directory to its Summary. Reads files only; the same files always give the same summary."""
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from harness.judge import checks, started
 from harness.judge.floors import floor_in
 from harness.judge.verdicts import compare_rows
 from harness.rundir import origin
+from harness.rundir.files import pretty_json, replace_file
 from harness.rundir.manifest import CellRun, Origin, Run, read_run
 from harness.rundir.metrics import MetricsSample, read_samples, server_load
 from harness.rundir.records import ProcessMark, read_marks
@@ -167,16 +167,8 @@ def read_summary(folder: Path) -> Summary:
         raise HarnessError(f"{path}: cannot be read ({error})", next_step="The file was changed or damaged.") from None
 
 
-def encode_summary(summary: Summary) -> str:
-    """A summary as JSON for people and programs."""
-    return msgspec.json.format(msgspec.json.encode(summary), indent=1).decode()
-
-
 def write_summary(folder: Path, summary: Summary) -> None:
-    """Replace summary.json in one step."""
-    temporary = folder / "summary.json.new"
-    temporary.write_text(encode_summary(summary) + "\n", encoding="utf-8")
-    os.replace(temporary, folder / "summary.json")
+    replace_file(folder / "summary.json", pretty_json(summary))
 
 
 def _cells(run: Run) -> dict[str, Cell]:
