@@ -7,7 +7,7 @@ from markupsafe import Markup
 from harness.compare.board import Board, Entry, Figure, Group
 from harness.errors import HarnessError
 from harness.report import words
-from harness.report.markdown import escape
+from harness.report.markdown import escape, grid
 from harness.report.page import asset, template
 from harness.report.table import LIMITED
 from harness.rundir.files import replace_file
@@ -148,7 +148,7 @@ def _matrix(board: Board) -> str:
             shown = words.NOTHING if best is None else f"{value(best, group)}: {best.server} / {best.load}, {best.date}"
             cells.append(shown)
         lines.append([name, *cells])
-    return _table(head, lines)
+    return grid(head, lines)
 
 
 def _group(group: Group) -> str:
@@ -179,15 +179,10 @@ def _group(group: Group) -> str:
                 entry.run,
             ]
         )
-    return "\n\n".join([text, _table(head, lines), *filter(None, [limited(group)])])
+    return "\n\n".join([text, grid(head, lines), *filter(None, [limited(group)])])
 
 
 def _figures(figures: list[Figure]) -> str:
     head = ["Hardware", "Model", "Setup", "Load", "Result", "Claim", "Source", "Date"]
     lines = [[f.hardware, f.model, f.setup, f.load, f.result, f.claim, f.source, f.date] for f in figures]
-    return _table(head, lines)
-
-
-def _table(head: list[str], lines: list[list[str]]) -> str:
-    rows = [list(map(escape, head)), ["---"] * len(head), *(list(map(escape, line)) for line in lines)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return grid(head, lines)

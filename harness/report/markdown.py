@@ -1,7 +1,7 @@
 """A run's report in Markdown, for a pull request or a CI summary."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 
 from harness.report import kept, sentences, words
 from harness.report.table import columns, lines
@@ -58,20 +58,24 @@ def code(text: str) -> str:
 def table(summary: Summary, run: Run, keys: Collection[str] | None = None) -> str:
     """The main table alone, or some of its columns."""
     shown = [column for column in columns(summary) if keys is None or column.key in keys]
-    head = "| " + " | ".join(column.heading for column in shown) + " |"
     rule = "|" + "|".join(":---" if column.key in LEFT else "---:" for column in shown) + "|"
-    body = ["| " + " | ".join(escape(column.text(line)) for column in shown) + " |" for line in lines(summary, run)]
-    return "\n".join([head, rule, *body])
+    body = [[column.text(line) for column in shown] for line in lines(summary, run)]
+    return grid([column.heading for column in shown], body, rule)
+
+
+def grid(head: Sequence[str], body: Iterable[Sequence[str]], rule: str = "") -> str:
+    """A table; `rule`: the line below its head, which says how columns are aligned."""
+    first, *others = ("| " + " | ".join(map(escape, row)) + " |" for row in (head, *body))
+    return "\n".join([first, rule or "| " + " | ".join("---" for _ in head) + " |", *others])
 
 
 def _schedules(lines_: list[kept.Line]) -> str:
     """How open loops kept their schedule."""
     head = ["Server", "Load", "Schedule", *(column.title for column in kept.COLUMNS)]
     body = [[line.server, line.load, line.course, *line.texts] for line in lines_]
-    rows = ["| " + " | ".join(escape(text) for text in row) + " |" for row in [head, *body]]
-    rows.insert(1, "|" + ":---|" * 3 + "---:|" * len(kept.COLUMNS))
+    rule = "|" + ":---|" * 3 + "---:|" * len(kept.COLUMNS)
     means = _list([f"**{c.title}**: {escape(c.explanation)} {code(c.formula)}" for c in kept.COLUMNS])
-    return "\n".join(rows) + "\n\n" + _details("What they mean", means)
+    return grid(head, body, rule) + "\n\n" + _details("What they mean", means)
 
 
 def _rows_in_words(summary: Summary, run: Run) -> str:

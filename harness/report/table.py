@@ -31,7 +31,7 @@ class Column(Struct, frozen=True, kw_only=True):
 
     key: str
     title: str
-    unit: str  # shown with the title; empty where the values carry it or have none
+    unit: str = ""  # shown with the title; empty where the values carry it or have none
     group: Literal["name", "work", "latency", "verdict"]
     explanation: str
     formula: str
@@ -119,7 +119,6 @@ _NAMES_AND_WORK = (
     Column(
         key="server",
         title="Server",
-        unit="",
         group="name",
         explanation="The server’s name in the scenario.",
         formula="servers.NAME",
@@ -128,7 +127,6 @@ _NAMES_AND_WORK = (
     Column(
         key="load",
         title="Load",
-        unit="",
         group="name",
         explanation="The load’s name in the scenario: who sends requests, and how many at once.",
         formula="loads.NAME",
@@ -137,7 +135,6 @@ _NAMES_AND_WORK = (
     Column(
         key="wall",
         title="Wall time",
-        unit="",
         group="work",
         explanation="How long the whole work took, from the first request sent to the last one ended. "
         "Median over the repeats; none for a load of fixed duration.",
@@ -147,7 +144,6 @@ _NAMES_AND_WORK = (
     Column(
         key="tokens",
         title="Completion tokens",
-        unit="",
         group="work",
         explanation="Tokens that the server generated in one run, by its own count. Median over the repeats.",
         formula="Σ usage.completion_tokens of the run’s successful requests",
@@ -156,7 +152,6 @@ _NAMES_AND_WORK = (
     Column(
         key="rate",
         title="Aggregate tok/s",
-        unit="",
         group="work",
         explanation="Tokens per second of all requests together: what the server achieves. Median over the repeats.",
         formula="tok/s = tokens generated inside the window ÷ window; "
@@ -167,7 +162,6 @@ _NAMES_AND_WORK = (
 _INPUT = Column(
     key="input_rate",
     title="Prompt tok/s",
-    unit="",
     group="work",
     explanation="Prompt tokens per second of all requests together: what a server of embeddings achieves. "
     "Median over the repeats.",
@@ -177,7 +171,6 @@ _INPUT = Column(
 _VALID = Column(
     key="valid",
     title="Valid answers",
-    unit="",
     group="work",
     explanation="Answers that have the form that was asked for, of the successful requests of all repeats. "
     "A fast server whose answers are of no use has won nothing.",
@@ -187,7 +180,6 @@ _VALID = Column(
 _RIGHT = Column(
     key="right",
     title="Right answers",
-    unit="",
     group="work",
     explanation="Answers that are the label that is known to be right.",
     formula="right ÷ answers of which the right label is known",
@@ -197,7 +189,6 @@ _ERRORS_AND_VERDICT = (
     Column(
         key="errors",
         title="Errors",
-        unit="",
         group="latency",
         explanation="Requests that failed or were cut by the end of the run, of all that were sent. "
         "They count here and never in a latency.",
@@ -207,7 +198,6 @@ _ERRORS_AND_VERDICT = (
     Column(
         key="speedup",
         title="Speedup (95 %)",
-        unit="",
         group="verdict",
         explanation="How many times as fast as the baseline, or, of a part of a mix, as the same load alone, with the "
         "interval that holds the true value in 95 of 100 experiments. The sample is the run, not the request.",
@@ -218,7 +208,6 @@ _ERRORS_AND_VERDICT = (
     Column(
         key="verdict",
         title="Verdict",
-        unit="",
         group="verdict",
         explanation="Faster or slower only when the corrected p is below 0.05, the interval excludes 1 and the effect "
         "exceeds the noise floor; “same” only when the interval lies inside the noise floor; else “cannot tell”.",

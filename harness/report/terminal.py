@@ -30,9 +30,9 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
     if explain:
         console.print()
         for column in columns(summary):
-            _item(console, Text(f"{column.heading}: ", "bold") + Text(f"{column.explanation} [{column.formula}]"))
+            _meaning(console, column.heading, f"{column.explanation} [{column.formula}]")
         for name, text in starts.explained(run):
-            _item(console, Text(f"{words.one_line(name)}: ", "bold") + Text(words.one_line(text)))
+            _meaning(console, words.one_line(name), words.one_line(text))
         _machine(doing(summary), console)
     _verdicts(summary, console)
     console.print()
@@ -70,7 +70,7 @@ def _tables(columns: Sequence[Column], rows: list[Line], width: int) -> list[Tab
     if all(_fits(part, rows, 1, width) for part in (work, latency)):
         return [_table(part, rows, 2 if _fits(part, rows, 2, width) else 1) for part in (work, latency)]
     number = Column(
-        key="number", title="#", unit="", group="name", explanation="The row's number.", formula="",
+        key="number", title="#", group="name", explanation="The row's number.", formula="",
         text=lambda line: str(rows.index(line) + 1),
     )  # fmt: skip
     names = [column for column in columns if column.group == "name"]
@@ -118,7 +118,7 @@ def _machine(table: Doing, console: Console) -> None:
         console.print()
         _item(console, Text(f"Sampled: {table.sampling}"))
     for column in table.columns:
-        _item(console, Text(f"{column.title}: ", "bold") + Text(f"{column.explanation} [{column.formula}]"))
+        _meaning(console, column.title, f"{column.explanation} [{column.formula}]")
 
 
 def _schedules(summary: Summary, run: Run, console: Console, *, explain: bool) -> None:
@@ -130,7 +130,7 @@ def _schedules(summary: Summary, run: Run, console: Console, *, explain: bool) -
         shown = zip(kept.COLUMNS, line.texts, strict=True)
         _item(console, Text("; ".join(f"{column.title} {text}" for column, text in shown)))
     for column in kept.COLUMNS if found and explain else ():
-        _item(console, Text(f"{column.title}: ", "bold") + Text(f"{column.explanation} [{column.formula}]"))
+        _meaning(console, column.title, f"{column.explanation} [{column.formula}]")
 
 
 def _verdicts(summary: Summary, console: Console) -> None:
@@ -140,6 +140,10 @@ def _verdicts(summary: Summary, console: Console) -> None:
     for verdict in summary.comparison.verdicts:
         _item(console, Text(words.one_line(verdict.sentence), STYLES.get(verdict.word, "")))
     _item(console, Text(sentences.of_method(summary.comparison), "dim"))
+
+
+def _meaning(console: Console, name: str, text: str) -> None:
+    _item(console, Text(f"{name}: ", "bold") + Text(text))
 
 
 def _item(console: Console, text: Text) -> None:
