@@ -5,6 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from harness.compare.differences import server_differences
 from harness.report import sentences
 from harness.report.charts import scatter
 from harness.report.charts.events import Event, events_of
@@ -15,7 +16,6 @@ from harness.report.charts.seen import MOST_DOTS, MOST_FAILED, SLOWEST, Failures
 from harness.report.charts.timeline import figure_of
 from harness.report.charts.tradeoff import tradeoffs
 from harness.report.charts.watched import MachineSamples
-from harness.report.differing_servers import server_differences
 from harness.rundir.manifest import CellRun, Run, ServedBy, read_run
 from harness.rundir.records import Request
 from harness.summarize.summarize import read_summary

@@ -12,6 +12,7 @@ from harness.rundir.manifest import Run
 from harness.summary import Difference
 
 Facts = Mapping[str, Any]
+_ASKED = ("template", "variables")
 
 
 def differences_of(runs: Sequence[Run]) -> list[Difference]:
@@ -19,6 +20,25 @@ def differences_of(runs: Sequence[Run]) -> list[Difference]:
     return differences(
         [facts_of(run, list(itertools.product(run.scenario.servers, run.scenario.loads))) for run in runs]
     )
+
+
+def server_differences(run: Run) -> list[Difference]:
+    """What is not equal between the servers, a value for each in the order of the scenario. Nothing for one server."""
+    servers = list(run.scenario.servers)
+    if len(servers) < 2:
+        return []
+    facts = [_server_facts(run, server) for server in servers]
+    ran = {cell.server for cell in run.cells}
+    if not ran.issuperset(servers):
+        # How a server ran that never did is not known; what was asked for is.
+        facts = [{key: one[key] for key in one if key.split(".")[0] in _ASKED} for one in facts]
+    return differences(facts)
+
+
+def _server_facts(run: Run, server: str) -> dict[str, object]:
+    prefix = f"servers.{server}."
+    known = facts_of(run, [(server, load) for load in run.scenario.loads])
+    return {key.removeprefix(prefix): value for key, value in known.items() if key.startswith(prefix)}
 
 
 def differences(sides: Sequence[Facts]) -> list[Difference]:

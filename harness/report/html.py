@@ -11,13 +11,13 @@ import msgspec
 import yaml
 from markupsafe import Markup
 
+from harness.compare.differences import server_differences
 from harness.report import doing, kept, sentences, words
 from harness.report.charts import figures, marks, scatter, starts, tradeoff
 from harness.report.charts.events import Event, events_of
 from harness.report.charts.forest import Forest
 from harness.report.charts.observed import Observed, observe
 from harness.report.charts.timeline import figure_of
-from harness.report.differing_servers import server_differences
 from harness.report.page import asset, template
 from harness.report.table import columns, interval, lines
 from harness.rundir.files import replace_file

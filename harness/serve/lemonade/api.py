@@ -7,7 +7,6 @@ import requests
 
 from harness.errors import ServerError
 from harness.serve.ask import reason
-from harness.serve.lemonade.names import bare_name
 from harness.trust import open_session
 
 PREFIX = "/api/v1"
@@ -188,3 +187,11 @@ def _decoded(response: requests.Response) -> Any:
         return msgspec.json.decode(response.content)
     except msgspec.DecodeError:
         return None
+
+
+def bare_name(model: str) -> str:
+    """A model's name as Lemonade lists it: it knows `Tiny` as `user.Tiny`, and so does vLLM behind it."""
+    for prefix in ("user.", "extra.", "builtin."):
+        if model.startswith(prefix):
+            return model.removeprefix(prefix)
+    return model

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.scenario.scenario import Server
-from harness.serve.lemonade.names import bare_name
+from harness.serve.lemonade.api import bare_name
 from harness.serve.vllm.flags import flags_in, removed_flags, vllm_refuses
 
 _ITSELF = "Lemonade sets it itself and refuses it"
