@@ -34,7 +34,7 @@ ALLOWED = {
     "report": {"compare", "errors", "failures", "judge", "rundir", "scenario", "summarize", "summary"},
     "imports": {"__version__", "errors", "rundir", "scenario", "summarize", "summary"},
     "load": {
-        "__version__", "errors", "job", "rundir.newest", "rundir.records", "scenario", "summarize.attain",
+        "__version__", "errors", "job", "rundir.newest", "rundir.records", "scenario", "summarize.goodput",
         "summarize.derive", "traces", "workers", "workload",
     },
     "serve": {"errors", "failures", "job", "machine", "paths", "process", "rundir", "scenario", "trust"},

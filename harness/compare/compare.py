@@ -17,7 +17,7 @@ from harness.judge.verdicts import NoiseFloor, Pair, client_limited, metric_of, 
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.origin import refuse_other_definitions
 from harness.scenario.check_syntax import parse_check
-from harness.summarize import answered
+from harness.summarize import answers
 from harness.summarize.summarize import is_published, read_summary, summarize
 from harness.summary import Answers, CheckResult, Comparison, Reference, Summary
 
@@ -132,7 +132,7 @@ def _answer_notes(sides: Sequence[_Side], rows: Sequence[tuple[str, str]]) -> li
     """For each row whose answers on some side are not worth what they are on the baseline, that it is so."""
     base = sides[0]
     notes = [
-        answered.difference(
+        answers.difference(
             f"{' / '.join(row)} ({side.name})", side.answers(row), f"{' / '.join(row)} ({base.name})", base.answers(row)
         )
         for side in sides[1:]

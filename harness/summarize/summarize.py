@@ -21,13 +21,13 @@ from harness.scenario.check_syntax import Slo, slo_sets
 from harness.scenario.mixes import mix_of
 from harness.scenario.plan import Cell, at_once, baseline_of, plan
 from harness.scenario.stages import staged
-from harness.summarize import answered, validity
-from harness.summarize.attain import SloTally
+from harness.summarize import answers, validity
 from harness.summarize.count import Place, tally
-from harness.summarize.punctual import first_due_of, kept_of, kind_of
+from harness.summarize.goodput import SloTally
+from harness.summarize.schedule import first_due_of, kept_of, kind_of
 from harness.summarize.self_check import WORDS, limited
 from harness.summarize.tally import Clock, Tally, numbers_of
-from harness.summarize.warmed import warmed
+from harness.summarize.warmup import warmed
 from harness.summary import CellSummary, FailedRequests, Numbers, Reference, Row, Summary
 
 TOGETHER = 0.80  # of the measured time of a mix
@@ -73,7 +73,7 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
     rows = _rows(run, summaries, tallies)
     base = baseline_of(run.scenario)
     comparison = None if reasons else compare_rows(rows, (base.server, base.load), run.scenario, floor_in(folder, run))
-    notes += answered.differences(rows, comparison)
+    notes += answers.differences(rows, comparison)
     return Summary(
         run=run.id,
         scenario=run.scenario_name,
@@ -246,7 +246,7 @@ def _cell(
     numbers = given or origin.known(numbers_of([counted]), run.origin)
     if run.origin is None:
         asked = kept_of(
-            counted.punctual, run.scenario.loads[cell.load], run.scenario.seed, numbers.window_s, counted.part_s()
+            counted.schedule, run.scenario.loads[cell.load], run.scenario.seed, numbers.window_s, counted.part_s()
         )
         numbers = msgspec.structs.replace(numbers, schedule=asked)
     wall_s = counted.clock.wall_s

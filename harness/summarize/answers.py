@@ -13,7 +13,7 @@ from harness.rundir.records import Request
 from harness.summary import Answers, Comparison, Numbers, PromptLengths, Row, median_of_known
 
 
-class Answered(Struct, kw_only=True):
+class AnswerTally(Struct, kw_only=True):
     """Counted over the successful measured requests of a cell."""
 
     checked: int = 0  # answers that were to have a form
@@ -45,12 +45,12 @@ class Answered(Struct, kw_only=True):
             self.got += request.prompt_tokens
             self.beyond[request.prompt_tokens - request.asked_prompt_tokens] += 1
 
-    def merge(self, other: "Answered") -> None:
-        for field in msgspec.structs.fields(Answered):
+    def merge(self, other: "AnswerTally") -> None:
+        for field in msgspec.structs.fields(AnswerTally):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
-def answers_of(parts: Sequence[Answered]) -> Answers | None:
+def answers_of(parts: Sequence[AnswerTally]) -> Answers | None:
     """How many answers were valid and right; None where no form was asked for."""
     checked, valid, labelled, right = (
         sum(getattr(part, name) for part in parts) for name in ("checked", "valid", "labelled", "right")
@@ -67,11 +67,11 @@ def answers_of(parts: Sequence[Answered]) -> Answers | None:
     )
 
 
-def vectors_of(parts: Sequence[Answered]) -> int | None:
+def vectors_of(parts: Sequence[AnswerTally]) -> int | None:
     return sum(part.vectors for part in parts) if any(part.embedded for part in parts) else None
 
 
-def prompts_of(parts: Sequence[Answered]) -> PromptLengths | None:
+def prompts_of(parts: Sequence[AnswerTally]) -> PromptLengths | None:
     """Planned against counted prompt lengths; None where none was planned, or the server counts none."""
     beyond = sum((part.beyond for part in parts), Counter[int]())
     if not beyond:
@@ -86,7 +86,7 @@ def prompts_of(parts: Sequence[Answered]) -> PromptLengths | None:
     )
 
 
-def input_tok_s(parts: Sequence[Answered], window_s: float | None, cells: Sequence[Numbers]) -> float | None:
+def input_tok_s(parts: Sequence[AnswerTally], window_s: float | None, cells: Sequence[Numbers]) -> float | None:
     """Prompt tokens of the requests that ended inside the window / window; of several cells the median."""
     if cells:
         return median_of_known(cell.input_tok_s for cell in cells)

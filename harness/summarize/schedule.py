@@ -35,7 +35,7 @@ def _doubles() -> "array[float]":
     return array("d")
 
 
-class Punctual(msgspec.Struct, kw_only=True):
+class ScheduleTally(msgspec.Struct, kw_only=True):
     """What was counted of one cell. Times on the cell's axis."""
 
     sent: int = 0
@@ -64,7 +64,7 @@ class Punctual(msgspec.Struct, kw_only=True):
             if value is not None:
                 kept.append(value)
 
-    def merge(self, other: "Punctual") -> None:
+    def merge(self, other: "ScheduleTally") -> None:
         """Add what was counted of the same cell further on in the file."""
         self.sent += other.sent
         self.arrived += other.arrived
@@ -87,7 +87,7 @@ def first_due_of(load: Load, seed: int) -> float | None:
 
 
 def kept_of(
-    counted: Punctual, load: Load, seed: int, window_s: float | None, part_s: tuple[float, float] | None = None
+    counted: ScheduleTally, load: Load, seed: int, window_s: float | None, part_s: tuple[float, float] | None = None
 ) -> Kept | None:
     """How one cell kept its schedule; None of a closed loop. `window_s`: the measured time of a timed load; `part_s`:
     the part of it that counts, of one in a mix.
