@@ -9,14 +9,13 @@ import pytest
 
 from harness.errors import HarnessError
 from harness.prepare.experiment import prepare
-from harness.report import kept, words
+from harness.report import schedules, words
 from harness.report.charts.observed import observe
 from harness.rundir.manifest import read_run
 from harness.scenario.behaviour import Agent
 from harness.scenario.scenario import Arrivals, Load, Trace
-from harness.summarize import schedule as schedules
 from harness.summarize.count import Place, tally
-from harness.summarize.schedule import ScheduleTally, kept_of, kind_of, planned_of
+from harness.summarize.schedule import ScheduleTally, kept_of, kind_of, planned_of, pooled
 from harness.summarize.summarize import read_summary
 from harness.summarize.tally import Clock
 from harness.summary import Kept
@@ -123,10 +122,8 @@ def test_an_own_locustfile_that_cannot_keep_up(tmp_path: Path) -> None:
 def test_several_runs_are_pooled() -> None:
     one = Kept(planned=5, sent=3, never_sent=2, asked_per_s=10.0, achieved_per_s=6.0)
     two = Kept(planned=5, sent=5, never_sent=0, asked_per_s=10.0, achieved_per_s=10.0)
-    assert schedules.pooled([one, None, two]) == Kept(
-        planned=10, sent=8, never_sent=2, asked_per_s=10.0, achieved_per_s=8.0
-    )
-    assert schedules.pooled([None]) is None
+    assert pooled([one, None, two]) == Kept(planned=10, sent=8, never_sent=2, asked_per_s=10.0, achieved_per_s=8.0)
+    assert pooled([None]) is None
 
 
 def test_from_schedule_and_from_send_part_by_the_lag() -> None:
@@ -236,7 +233,7 @@ def test_too_few_users_make_the_run_invalid_and_say_what_to_do(tmp_path: Path) -
     assert row["pooled"]["e2e_sched_s"]["most"] > row["pooled"]["e2e_s"]["most"]
     results = json.loads((folder / "summary.json").read_text())["checks"]
     assert [one["passed"] for one in results][1:] == [True, False]
-    found = kept.kept(read_summary(folder), read_run(folder))
+    found = schedules.lines(read_summary(folder), read_run(folder))
     assert [(one.load, one.course) for one in found] == [("open", "open loop, evenly, 10 a second")]
     assert found[0].texts[2] == f"{row['pooled']['schedule']['never_sent']} of 15"
     shown = harness("report", str(folder), "--explain", cwd=tmp_path)

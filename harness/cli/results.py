@@ -172,7 +172,7 @@ def diff(
 
     from harness.cli.history import find_run
     from harness.compare.differences import differences_of
-    from harness.report.differing import markdown, print_differences
+    from harness.report.differences import markdown, print_differences
     from harness.rundir.manifest import read_run
 
     both = [read_run(find_run(given, runs)) for given in (one, other)]

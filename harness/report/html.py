@@ -12,7 +12,7 @@ import yaml
 from markupsafe import Markup
 
 from harness.compare.differences import server_differences
-from harness.report import doing, kept, sentences, words
+from harness.report import machine_load, schedules, sentences, words
 from harness.report.charts import figures, marks, scatter, starts, tradeoff
 from harness.report.charts.events import Event, events_of
 from harness.report.charts.forest import Forest
@@ -68,11 +68,11 @@ def render(summary: Summary, run: Run, observed: Observed) -> str:
         timelines=list(timelines),
         timeline_first=_shown_first(run, events),
         events=events,
-        kept=kept.kept(summary, run),
-        kept_columns=kept.COLUMNS,
-        doing=doing.doing(summary),
-        gpu_head=doing.GPU_HEAD,
-        gpu_lines=doing.gpu_lines(summary),
+        schedules=schedules.lines(summary, run),
+        schedule_columns=schedules.COLUMNS,
+        machine=machine_load.table_of(summary),
+        gpu_head=machine_load.GPU_HEAD,
+        gpu_lines=machine_load.gpu_lines(summary),
         observed=observed,
         differences=server_differences(run),
         served=_served(run),

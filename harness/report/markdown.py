@@ -3,7 +3,7 @@
 import re
 from collections.abc import Collection, Iterable, Sequence
 
-from harness.report import kept, sentences, words
+from harness.report import schedules, sentences, words
 from harness.report.table import columns, lines
 from harness.rundir.manifest import Run
 from harness.summary import Summary
@@ -17,7 +17,7 @@ def render(summary: Summary, run: Run) -> str:
     if summary.simulated:
         parts.append(f"> **{words.SIMULATED}**")
     parts.append(table(summary, run))
-    if lines_ := kept.kept(summary, run):
+    if lines_ := schedules.lines(summary, run):
         parts.append(_schedules(lines_))
     if summary.comparison:
         items = [escape(verdict.sentence) for verdict in summary.comparison.verdicts]
@@ -69,12 +69,12 @@ def grid(head: Sequence[str], body: Iterable[Sequence[str]], rule: str = "") -> 
     return "\n".join([first, rule or "| " + " | ".join("---" for _ in head) + " |", *others])
 
 
-def _schedules(lines_: list[kept.Line]) -> str:
+def _schedules(lines_: list[schedules.Line]) -> str:
     """How open loops kept their schedule."""
-    head = ["Server", "Load", "Schedule", *(column.title for column in kept.COLUMNS)]
+    head = ["Server", "Load", "Schedule", *(column.title for column in schedules.COLUMNS)]
     body = [[line.server, line.load, line.course, *line.texts] for line in lines_]
-    rule = "|" + ":---|" * 3 + "---:|" * len(kept.COLUMNS)
-    means = _list([f"**{c.title}**: {escape(c.explanation)} {code(c.formula)}" for c in kept.COLUMNS])
+    rule = "|" + ":---|" * 3 + "---:|" * len(schedules.COLUMNS)
+    means = _list([f"**{c.title}**: {escape(c.explanation)} {code(c.formula)}" for c in schedules.COLUMNS])
     return grid(head, body, rule) + "\n\n" + _details("What they mean", means)
 
 

@@ -7,9 +7,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.report import kept, sentences, words
+from harness.report import schedules, sentences, words
 from harness.report.charts import starts
-from harness.report.doing import Doing, doing
+from harness.report.machine_load import MachineTable, table_of
 from harness.report.table import Column, Line, columns, lines
 from harness.rundir.manifest import Run
 from harness.summary import Summary
@@ -33,7 +33,7 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
             _meaning(console, column.heading, f"{column.explanation} [{column.formula}]")
         for name, text in starts.explained(run):
             _meaning(console, words.one_line(name), words.one_line(text))
-        _machine(doing(summary), console)
+        _machine(table_of(summary), console)
     _verdicts(summary, console)
     console.print()
     style = "bold green" if summary.valid and run.status == "valid" else "bold red"
@@ -107,7 +107,7 @@ def _style(column: Column, line: Line) -> str:
     return "bold red" if column.key == "errors" and column.text(line) != "0" else ""
 
 
-def _machine(table: Doing, console: Console) -> None:
+def _machine(table: MachineTable, console: Console) -> None:
     """What the machine did, a block for each row, since there are many columns; then what they mean."""
     for server, load, texts in table.rows:
         console.print()
@@ -123,13 +123,13 @@ def _machine(table: Doing, console: Console) -> None:
 
 def _schedules(summary: Summary, run: Run, console: Console, *, explain: bool) -> None:
     """How open loops kept their schedule, a block for each row; with `explain` what each number means."""
-    found = kept.kept(summary, run)
+    found = schedules.lines(summary, run)
     for line in found:
         console.print()
         console.print(Text(words.one_line(f"{line.server} / {line.load}: {line.course}"), "bold"))
-        shown = zip(kept.COLUMNS, line.texts, strict=True)
+        shown = zip(schedules.COLUMNS, line.texts, strict=True)
         _item(console, Text("; ".join(f"{column.title} {text}" for column, text in shown)))
-    for column in kept.COLUMNS if found and explain else ():
+    for column in schedules.COLUMNS if found and explain else ():
         _meaning(console, column.title, f"{column.explanation} [{column.formula}]")
 
 

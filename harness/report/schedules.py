@@ -28,7 +28,7 @@ class Line(Struct, frozen=True, kw_only=True):
     texts: list[str]
 
 
-def kept(summary: Summary, run: Run) -> list[Line]:
+def lines(summary: Summary, run: Run) -> list[Line]:
     """The rows of open loops, in the order of the summary; none in a run that has only closed ones."""
     return [
         Line(
