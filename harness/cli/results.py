@@ -62,7 +62,7 @@ def report(
     with refused_as_junit(output == "junit", "report", "validity", "the run is VALID"):
         from harness.cli.history import find_run
         from harness.compare.reference import reference_to
-        from harness.judge.floors import adopt_floor
+        from harness.judge.noise_floors import adopt_floor
         from harness.prepare.experiment import refuse_misplaced
         from harness.report import html, junit, markdown, openmetrics, rows_csv, terminal
         from harness.rundir.files import pretty_json
@@ -196,7 +196,7 @@ def publish(
 ) -> None:
     """File a VALID run by machine and scenario, as plain files that are small enough for git."""
     from harness.cli.history import find_run
-    from harness.judge.floors import adopt_floor
+    from harness.judge.noise_floors import adopt_floor
     from harness.report.publish import publish as publish_run
     from harness.rundir.manifest import read_run
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from harness.judge import started
-from harness.judge.alike import ABSENT, facts_of
+from harness.judge import server_starts
+from harness.judge.comparable import ABSENT, facts_of
 from harness.rundir.manifest import Run
 from harness.summary import Difference
 
@@ -48,7 +48,7 @@ def differences(sides: Sequence[Facts]) -> list[Difference]:
     missing: set[str] = set()
     for key in _in_order(whole):
         values = [side.get(key, ABSENT) for side in whole]
-        if any(value != values[0] for value in values[1:]) and not started.is_noise(key, values):
+        if any(value != values[0] for value in values[1:]) and not server_starts.is_noise(key, values):
             part = _missing_part(key, whole)
             if part is None:
                 found[key] = _shown(values)

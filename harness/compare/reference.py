@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.errors import HarnessError, RunError
-from harness.judge.alike import refuse_unlike
+from harness.judge.comparable import refuse_unlike
 from harness.rundir.files import pretty_json, replace_file
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.origin import DEFINITIONS, refuse_other_definitions

@@ -9,9 +9,9 @@ from harness.errors import HarnessError, ServerError
 from harness.machine.doctor import Engine, Finding, device_blockers, engine_blockers
 from harness.machine.facts import gpus
 from harness.machine.targets import table, without_code
-from harness.prepare.asked import SWITCH as SWITCH
-from harness.prepare.asked import refuse_impossible, shortages
 from harness.prepare.experiment import Experiment
+from harness.prepare.machine_fit import SWITCH as SWITCH
+from harness.prepare.machine_fit import refuse_impossible, shortages
 from harness.serve import compose_document
 from harness.serve.compose.compose import Service, parse
 from harness.serve.compose.values import parse_device

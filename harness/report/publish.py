@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from harness.errors import HarnessError, RunError
-from harness.judge.floors import floor_path, folder_name, is_noise_run
+from harness.judge.noise_floors import floor_path, folder_name, is_noise_run
 from harness.report import markdown
 from harness.rundir.files import pretty_json, replace_file
 from harness.rundir.manifest import Run, read_run

@@ -20,8 +20,8 @@ from rich.console import Console
 from harness.errors import RunError
 from harness.job import Job, write_job
 from harness.paths import LOCUSTFILES
-from harness.run.calibrated import store
 from harness.run.drive import locust_arguments
+from harness.run.trusted_streams import store
 from harness.rundir.files import pretty_json
 from harness.rundir.records import Request, read_marks, read_requests
 from harness.scenario.scenario import Load, Prompts, Warmup

@@ -25,10 +25,10 @@ from harness.errors import HarnessError
 from harness.job import Job, write_job
 from harness.machine.facts import gpu_memory, machine
 from harness.machine.sampler import Sampler
-from harness.prepare.computed import fill_in
+from harness.prepare.auto import fill_in
 from harness.prepare.experiment import Experiment
 from harness.prepare.preflight import refuse_blocked
-from harness.prepare.tokens import counted_words
+from harness.prepare.prompt_words import counted_words
 from harness.report import html
 from harness.run.drive import Child, Count, Driven, LocalChild, drive, locust_arguments
 from harness.run.offline import offline_cell

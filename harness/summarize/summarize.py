@@ -8,8 +8,8 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.failures.said import Said, grouped
-from harness.judge import checks, started
-from harness.judge.floors import floor_in
+from harness.judge import checks, server_starts
+from harness.judge.noise_floors import floor_in
 from harness.judge.verdicts import compare_rows
 from harness.rundir import origin
 from harness.rundir.files import pretty_json, replace_file
@@ -68,7 +68,7 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
     ]
     found = validity.of_run(run, len(run.cells), damaged, strangers)
     reasons = found.reasons + _apart(run, seen, tallies) + [problem for cell in summaries for problem in cell.problems]
-    notes = origin.notes(run.origin) + found.notes + started.notes(run)
+    notes = origin.notes(run.origin) + found.notes + server_starts.notes(run)
     notes += [note for cell in summaries for note in cell.notes] + _unchecked(summaries)
     rows = _rows(run, summaries, tallies)
     base = baseline_of(run.scenario)

@@ -49,7 +49,7 @@ class Variable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max: int | float | None = None
     choices: list[str] | None = None
     format: Literal["size", "vllm-size"] | None = None  # of a text, unless `${NAME}` is in it
-    auto: bool = False  # it may also be AUTO, which harness/prepare/computed.py replaces
+    auto: bool = False  # it may also be AUTO, which harness/prepare/auto.py replaces
 
     @property
     def required(self) -> bool:
