@@ -121,14 +121,18 @@ def _asked(server: Server, words: list[str]) -> tuple[Decimal | None, str]:
 
 def _vllm(experiment: Experiment) -> Iterator[tuple[str, Server, Service, list[str]]]:
     """The servers with vLLM in containers of this machine, with vLLM's arguments."""
+    for name, service in services_here(experiment):
+        server = experiment.scenario.servers[name]
+        if server.template == "lemonade":
+            yield name, server, service, str(server.variables.get("vllm_args") or "").split()
+        elif server.template.startswith("vllm-"):
+            yield name, server, service, list(service.command or [])
+
+
+def services_here(experiment: Experiment) -> Iterator[tuple[str, Service]]:
+    """The servers in containers of this machine; none where the user wants no look at it."""
     if experiment.target is not None or engine_host() is not None or os.environ.get(SWITCH) == "off":
         return
     for name, server in experiment.scenario.servers.items():
-        if not server.container:
-            continue
-        behind = server.template == "lemonade"
-        if not behind and not server.template.startswith("vllm-"):
-            continue
-        service = parse(compose_document(experiment.scenario, name, with_locust=False)).server
-        of_lemonade = str(server.variables.get("vllm_args") or "").split()
-        yield name, server, service, of_lemonade if behind else list(service.command or [])
+        if server.container:
+            yield name, parse(compose_document(experiment.scenario, name, with_locust=False)).server

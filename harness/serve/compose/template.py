@@ -79,6 +79,12 @@ def variables(template: str, folder: Path | None = None) -> dict[str, Variable]:
     return msgspec.convert(yaml.safe_load(comment), dict[str, Variable])
 
 
+def variable_of(server: Server, name: str) -> Any:
+    """A variable of a server: as given, else its template's default, else None."""
+    declared = variables(server.template).get(name)
+    return server.variables.get(name, None if declared is None else declared.default)
+
+
 def server_problems(server: Server, path: str) -> list[str]:
     """What is wrong with a scenario's server, as far as its template tells; `path` such as $.servers.a."""
     if server.template not in templates():
