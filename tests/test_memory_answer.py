@@ -9,12 +9,12 @@ import pytest
 from msgspec import structs
 
 from harness.errors import HarnessError
-from harness.fraction import GIB, vllm_accepts
 from harness.machine.pool import Pool, pools
 from harness.memory.answer import OTHER_BYTES, Room, Wish, room_of, share, share_of
 from harness.memory.host import host_share
 from harness.memory.model import Model, read_model
 from harness.memory.words import brief, of_pool, of_room, of_share
+from harness.utilization import GIB, vllm_accepts
 from tests.command import harness
 from tests.machines import gpu, host, strix_halo_carve_out, strix_halo_gtt
 from tests.test_memory_model import QWEN3, model, safetensors

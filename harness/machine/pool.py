@@ -6,9 +6,9 @@ from typing import Literal
 
 from msgspec import Struct
 
-from harness.machine.choice import Card, working
 from harness.machine.facts import gpus
 from harness.machine.files import meminfo, number
+from harness.machine.gpu_choice import Card, working
 
 PAGE_BYTES = 4096  # of x86-64; an APU, where pages count, is nothing else
 

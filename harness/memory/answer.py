@@ -7,7 +7,12 @@ from typing import Literal
 from msgspec import Struct, structs
 
 from harness.errors import HarnessError
-from harness.fraction import (
+from harness.machine.pool import Pool
+from harness.machine.targets import has_fp8
+from harness.memory.cache import DTYPE_BYTES, GPU_BLOCK, Capacity, Layout, capacity, layout_of
+from harness.memory.model import Model
+from harness.memory.weights import weight_bytes
+from harness.utilization import (
     ENGINE_BYTES,
     GIB,
     HOST_BYTES,
@@ -16,11 +21,6 @@ from harness.fraction import (
     driver_reserve,
     safe_utilization,
 )
-from harness.machine.pool import Pool
-from harness.machine.targets import has_fp8
-from harness.memory.cache import DTYPE_BYTES, GPU_BLOCK, Capacity, Layout, capacity, layout_of
-from harness.memory.model import Model
-from harness.memory.weights import weight_bytes
 
 # What vLLM needs besides weights and KV cache: the peak of activations, graphs, the runtime. Seen on Radeon and Strix
 # Halo at common settings; only its own profiling at start knows.

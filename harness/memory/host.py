@@ -5,8 +5,8 @@ from decimal import Decimal
 from pathlib import Path
 
 from harness.errors import HarnessError
-from harness.fraction import VLLM_DEFAULT
 from harness.memory.answer import Share, least, share
+from harness.utilization import VLLM_DEFAULT
 
 _FREE = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")  # what vLLM adds up
 

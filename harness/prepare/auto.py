@@ -12,8 +12,8 @@ from typing import Any
 from msgspec import structs
 
 from harness.errors import HarnessError
-from harness.machine.choice import Card, shown
 from harness.machine.facts import gpus as gpus_of
+from harness.machine.gpu_choice import Card, shown
 from harness.machine.pool import pools
 from harness.memory.answer import Share, Wish, room_of, share_of
 from harness.memory.host import host_share

@@ -11,7 +11,6 @@ from pathlib import Path
 from msgspec import Struct
 
 from harness.errors import HarnessError
-from harness.fraction import GIB, VLLM_DEFAULT, vllm_accepts
 from harness.machine.facts import gpus
 from harness.machine.pool import Pool, pools
 from harness.memory.answer import share_of
@@ -24,6 +23,7 @@ from harness.serve.compose.values import parse_bytes
 from harness.serve.docker.daemon import engine_host
 from harness.serve.vllm.flags import ranks_of, value_of
 from harness.serve.vllm.gpu_fit import refuse_unfit, shown_to
+from harness.utilization import GIB, VLLM_DEFAULT, vllm_accepts
 
 SWITCH = "HARNESS_DOCTOR"  # "off" starts servers whatever this machine looks like
 _DEFAULTED = ("vllm-rocm", "vllm-offline")  # without the flag, vLLM's own default counts

@@ -21,7 +21,7 @@ from harness.rundir.metrics import Scraper
 from harness.scenario.check_syntax import parse_check, slos_key
 from harness.scenario.plan import plan
 from harness.serve.ports import is_free
-from harness.serve.telemetry import source_of
+from harness.serve.telemetry_source import source_of
 from harness.workload import salt_words
 
 UI_HOST = "127.0.0.1"

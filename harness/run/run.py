@@ -41,7 +41,7 @@ from harness.scenario.stages import staged
 from harness.serve import Endpoint, attach, engine_version, is_offline, serve
 from harness.serve.docker import labels
 from harness.serve.docker.generator import ContainerChild
-from harness.serve.telemetry import source_of
+from harness.serve.telemetry_source import source_of
 from harness.summarize.summarize import summarize, write_summary
 from harness.summary import Summary
 from harness.workload import pairs_of, salt_words, workload_sha256

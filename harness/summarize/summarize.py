@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from harness.errors import HarnessError
-from harness.failures.said import Said, grouped
+from harness.failures.messages import Said, grouped
 from harness.judge import checks, server_starts
 from harness.judge.noise_floors import floor_in
 from harness.judge.verdicts import compare_rows

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from harness.failures.said import Said
+from harness.failures.messages import Said
 from harness.judge.stats import Array, percentile
 from harness.rundir.records import CUT, ProcessMark, Request
 from harness.summarize import answers, derive, gaps

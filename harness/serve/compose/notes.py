@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from harness.failures.removed import removed_flags
+from harness.failures.removed_flags import removed_flags
 from harness.failures.table import replacements
 from harness.scenario.behaviour import Agent, Rag
 from harness.scenario.lengths import Lengths, most_of

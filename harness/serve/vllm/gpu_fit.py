@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from harness.errors import HarnessError
-from harness.machine.choice import Card, shown
+from harness.machine.gpu_choice import Card, shown
 from harness.machine.targets import has_fp8
 from harness.serve.compose.compose import Service
 from harness.serve.compose.values import parse_bytes
