@@ -15,6 +15,7 @@ from harness.rundir.manifest import ServedBy
 from harness.trust import open_session
 
 PROBE_TIMEOUT_S = 5.0
+CONNECT_S = 2.0
 RETRY_S = 10.0  # one broken answer is no reason to give up a server
 RETRY_EVERY_S = 0.5
 
@@ -125,10 +126,10 @@ def _ollama_version(base: str, session: requests.Session) -> str | None:
     return server_version(base, session, "/api/version") if own else None
 
 
-def listens(host: str, port: int, timeout_s: float = 2.0) -> bool:
+def listens(host: str, port: int) -> bool:
     """Whether something accepts connections there."""
     try:
-        socket.create_connection((host, port), timeout_s).close()
+        socket.create_connection((host, port), CONNECT_S).close()
     except OSError:
         return False
     return True

@@ -106,9 +106,9 @@ class System(msgspec.Struct, frozen=True):
     backends: dict[str, list[Backend]]  # by recipe
 
 
-def system(api: Api, timeout_s: float = INFO_S) -> System | None:
+def system(api: Api) -> System | None:
     """None for a Lemonade that does not say."""
-    found = _json_of(api, f"{PREFIX}/system-info", timeout_s)
+    found = _json_of(api, f"{PREFIX}/system-info", INFO_S)
     if not isinstance(found, dict):
         return None
     recipes = {name: entry for name, entry in (found.get("recipes") or {}).items() if isinstance(entry, dict)}
