@@ -5,18 +5,15 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from harness.report import words
+from harness.report.table import Meaning
 from harness.summary import GpuLoad, MachineLoad, Summary
 
 GIB = 2**30
 
 
-class Column(Struct, frozen=True, kw_only=True):
+class Column(Meaning, frozen=True, kw_only=True):
     """One column of the table."""
 
-    key: str
-    title: str
-    explanation: str
-    formula: str
     text: Callable[[MachineLoad], str | None]  # None: not known
 
 

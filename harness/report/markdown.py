@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 
 from harness.report import schedules, sentences, words
-from harness.report.table import columns, lines
+from harness.report.table import Meaning, columns, lines
 from harness.rundir.manifest import Run
 from harness.summary import Summary
 
@@ -39,7 +39,7 @@ def render(summary: Summary, run: Run) -> str:
             )
         )
     parts.append(_details("Each row in words", _rows_in_words(summary, run)))
-    parts.append(_details("What the columns mean", _explanations(summary)))
+    parts.append(_details("What the columns mean", _explanations(columns(summary))))
     parts.append(f"Scenario {code(summary.scenario)}, run {code(summary.run)}. {escape(sentences.of_load(run))}")
     return "\n\n".join(parts) + "\n"
 
@@ -74,8 +74,7 @@ def _schedules(lines_: list[schedules.Line]) -> str:
     head = ["Server", "Load", "Schedule", *(column.title for column in schedules.COLUMNS)]
     body = [[line.server, line.load, line.course, *line.texts] for line in lines_]
     rule = "|" + ":---|" * 3 + "---:|" * len(schedules.COLUMNS)
-    means = _list([f"**{c.title}**: {escape(c.explanation)} {code(c.formula)}" for c in schedules.COLUMNS])
-    return grid(head, body, rule) + "\n\n" + _details("What they mean", means)
+    return grid(head, body, rule) + "\n\n" + _details("What they mean", _explanations(schedules.COLUMNS))
 
 
 def _rows_in_words(summary: Summary, run: Run) -> str:
@@ -87,8 +86,8 @@ def _rows_in_words(summary: Summary, run: Run) -> str:
     )
 
 
-def _explanations(summary: Summary) -> str:
-    return _list([f"**{c.heading}**: {escape(c.explanation)} {code(c.formula)}" for c in columns(summary)])
+def _explanations(columns: Iterable[Meaning]) -> str:
+    return _list([f"**{c.heading}**: {escape(c.explanation)} {code(c.formula)}" for c in columns])
 
 
 def _list(items: list[str]) -> str:

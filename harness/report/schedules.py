@@ -5,17 +5,14 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from harness.report import words
+from harness.report.table import Meaning
 from harness.rundir.manifest import Run
 from harness.summary import Kept, Numbers, Row, Summary
 
 
-class Column(Struct, frozen=True, kw_only=True):
+class Column(Meaning, frozen=True, kw_only=True):
     """One column of the table."""
 
-    key: str
-    title: str
-    explanation: str
-    formula: str
     text: Callable[[Numbers, Kept], str]
 
 

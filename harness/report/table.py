@@ -26,15 +26,24 @@ class Line(Struct, frozen=True, kw_only=True):
     rate_mark: str = ""  # where the rate means something else than that of the first row
 
 
-class Column(Struct, frozen=True, kw_only=True):
-    """One column: how its text is made and what it means."""
+class Meaning(Struct, frozen=True, kw_only=True):
+    """What a column of any table means."""
 
     key: str
     title: str
-    unit: str = ""  # shown with the title; empty where the values carry it or have none
-    group: Literal["name", "work", "latency", "verdict"]
     explanation: str
     formula: str
+
+    @property
+    def heading(self) -> str:
+        return self.title
+
+
+class Column(Meaning, frozen=True, kw_only=True):
+    """One column of the main table, and how its text is made."""
+
+    unit: str = ""  # shown with the title; empty where the values carry it or have none
+    group: Literal["name", "work", "latency", "verdict"]
     text: Callable[[Line], str]
 
     @property

@@ -10,7 +10,7 @@ from rich.text import Text
 from harness.report import schedules, sentences, words
 from harness.report.charts import starts
 from harness.report.machine_load import MachineTable, table_of
-from harness.report.table import Column, Line, columns, lines
+from harness.report.table import Column, Line, Meaning, columns, lines
 from harness.rundir.manifest import Run
 from harness.summary import Summary
 
@@ -30,9 +30,9 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
     if explain:
         console.print()
         for column in columns(summary):
-            _meaning(console, column.heading, f"{column.explanation} [{column.formula}]")
+            _meaning(console, column)
         for name, text in starts.explained(run):
-            _meaning(console, words.one_line(name), words.one_line(text))
+            _item(console, Text(f"{words.one_line(name)}: ", "bold") + Text(words.one_line(text)))
         _machine(table_of(summary), console)
     _verdicts(summary, console)
     console.print()
@@ -118,7 +118,7 @@ def _machine(table: MachineTable, console: Console) -> None:
         console.print()
         _item(console, Text(f"Sampled: {table.sampling}"))
     for column in table.columns:
-        _meaning(console, column.title, f"{column.explanation} [{column.formula}]")
+        _meaning(console, column)
 
 
 def _schedules(summary: Summary, run: Run, console: Console, *, explain: bool) -> None:
@@ -130,7 +130,7 @@ def _schedules(summary: Summary, run: Run, console: Console, *, explain: bool) -
         shown = zip(schedules.COLUMNS, line.texts, strict=True)
         _item(console, Text("; ".join(f"{column.title} {text}" for column, text in shown)))
     for column in schedules.COLUMNS if found and explain else ():
-        _meaning(console, column.title, f"{column.explanation} [{column.formula}]")
+        _meaning(console, column)
 
 
 def _verdicts(summary: Summary, console: Console) -> None:
@@ -142,8 +142,8 @@ def _verdicts(summary: Summary, console: Console) -> None:
     _item(console, Text(sentences.of_method(summary.comparison), "dim"))
 
 
-def _meaning(console: Console, name: str, text: str) -> None:
-    _item(console, Text(f"{name}: ", "bold") + Text(text))
+def _meaning(console: Console, column: Meaning) -> None:
+    _item(console, Text(f"{column.heading}: ", "bold") + Text(f"{column.explanation} [{column.formula}]"))
 
 
 def _item(console: Console, text: Text) -> None:

@@ -90,11 +90,7 @@ def find_model(base: str, model: str | None, session: requests.Session, key_name
     try:
         names = [str(entry["id"]) for entry in _json(response)["data"]]
     except (ValueError, KeyError, TypeError):
-        raise ServerError(
-            f"{base}/v1/models answers with something that is not a list of models",
-            next_step="Check that the address is that of an OpenAI-compatible server.",
-            detail=response.text[:500],
-        ) from None
+        raise _unlike("a list of models", response) from None
     if model is None:
         if len(names) == 1:
             return names[0]
@@ -218,22 +214,23 @@ def check_answer(response: requests.Response, base: str, key_name: str | None = 
     try:
         _json(response)["choices"][0]["message"]
     except (ValueError, KeyError, TypeError, IndexError):
-        raise ServerError(
-            f"{response.url} answers with something that is not a chat completion",
-            next_step="Check that the address is that of an OpenAI-compatible server.",
-            detail=response.text[:500],
-        ) from None
+        raise _unlike("a chat completion", response) from None
 
 
 def _json(response: requests.Response) -> Any:
     try:
         return response.json()
     except ValueError:
-        raise Passing(
-            f"{response.url} answers with something that is not JSON",
-            next_step="Check that the address is that of an OpenAI-compatible server.",
-            detail=response.text[:500],
-        ) from None
+        raise _unlike("JSON", response, Passing) from None
+
+
+def _unlike(what: str, response: requests.Response, kind: type[ServerError] = ServerError) -> ServerError:
+    """The error for an answer that is something else than it has to be."""
+    return kind(
+        f"{response.url} answers with something that is not {what}",
+        next_step="Check that the address is that of an OpenAI-compatible server.",
+        detail=response.text[:500],
+    )
 
 
 def message(response: requests.Response) -> str:
