@@ -1,11 +1,19 @@
 """What a run says in numbers: a Summary derived from its records, cell by cell and row by row."""
 
+import statistics
+from collections.abc import Iterable
 from typing import Literal
 
 from msgspec import Struct
 
 # Requests that a percentile needs at 99 % confidence; the rule is stats.samples_needed, and a test holds them equal.
 NEEDED = {"p50": 11, "p90": 64, "p95": 130, "p99": 662}
+
+
+def median_of_known(values: Iterable[float | None]) -> float | None:
+    """The median of those that are known; None where none is."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 class Distribution(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -7,6 +7,8 @@ import os
 import ssl
 from pathlib import Path
 
+import requests
+
 from harness.errors import HarnessError
 
 VARIABLE = "SSL_CERT_FILE"
@@ -16,6 +18,16 @@ def authorities() -> str | bool:
     """What `requests` takes as `verify`: the file of SSL_CERT_FILE, else the system's, else those that come with it."""
     paths = ssl.get_default_verify_paths()
     return paths.cafile or paths.capath or True
+
+
+def open_session(api_key: str | None) -> requests.Session:
+    """What asks a server for anything but load."""
+    session = requests.Session()
+    session.trust_env = False  # a proxy of the environment must not stand between us and the server
+    session.verify = authorities()
+    if api_key:
+        session.headers["Authorization"] = f"Bearer {api_key}"
+    return session
 
 
 def trust(ca: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from harness.rundir.records import Request
 from harness.scenario.check_syntax import parse_check
-from harness.summarize.attain import SloTally, missed_before_leaving
+from harness.summarize.goodput import SloTally, missed_before_leaving
 from harness.summarize.tally import Clock, Tally, numbers_of
 from tests.made_runs import request
 

@@ -11,7 +11,7 @@ import pytest
 
 from harness.errors import RunError
 from harness.run import calibrate as calibrate_module
-from harness.run import calibrated
+from harness.run import trusted_streams
 from harness.run.calibrate import Reading, in_words, reading_of
 from harness.rundir.records import ProcessMark, Request
 from harness.scenario.scenario import Load
@@ -90,17 +90,17 @@ def test_it_goes_on_until_there_is_a_limit() -> None:
 def test_what_was_found_is_held_against_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     loads = {"few": Load(user="chat", users=500, requests=1), "many": Load(user="chat", users=501, requests=1)}
-    assert calibrated.notes(scenario(loads=loads)) == []
-    assert calibrated.store(2, 10, 500.0) == tmp_path / "amd-llm-load" / "calibration" / "2.json"
-    assert calibrated.notes(scenario(loads=loads)) == []  # of another number of processes
-    path = calibrated.store(1, 500, 25_000.0)
-    (note,) = calibrated.notes(scenario(loads=loads))
+    assert trusted_streams.notes(scenario(loads=loads)) == []
+    assert trusted_streams.store(2, 10, 500.0) == tmp_path / "amd-llm-load" / "calibration" / "2.json"
+    assert trusted_streams.notes(scenario(loads=loads)) == []  # of another number of processes
+    path = trusted_streams.store(1, 500, 25_000.0)
+    (note,) = trusted_streams.notes(scenario(loads=loads))
     assert note.startswith(
         "note: load 'many' has up to 501 streams at once, and 1 load process of this machine can be "
     )
     assert path is not None
     path.write_text("{}")
-    assert calibrated.notes(scenario(loads=loads)) == []
+    assert trusted_streams.notes(scenario(loads=loads)) == []
 
 
 @pytest.mark.alone

@@ -13,9 +13,10 @@ from rich.console import Console
 
 from harness.compare.compare import compare_runs
 from harness.report import junit, markdown, openmetrics, rows_csv, terminal
+from harness.rundir.files import pretty_json
 from harness.rundir.manifest import read_run
 from harness.rundir.records import read_marks
-from harness.summarize.summarize import encode_summary, summarize
+from harness.summarize.summarize import summarize
 from tests.made_runs import scenario, write_lines, write_made_run
 
 SAID = "the load generator (‡), not the server, was the limit of {}; all other numbers stand"
@@ -47,7 +48,7 @@ def test_the_summary_names_cell_row_and_numbers(run: Path) -> None:
     (cell,) = [cell for cell in summary.cells if cell.limits]
     assert (cell.id, cell.limits[0].what, cell.limits[0].value) == ("r2-b-x", "loop_lag", 0.5)
     assert [note for note in summary.notes if "client-limited" in note] == [f"r2-b-x: {cell.limits[0].text}"]
-    written: Any = json.loads(encode_summary(summary))
+    written: Any = json.loads(pretty_json(summary))
     assert written["rows"][1]["client_limited"] == b.client_limited
 
 

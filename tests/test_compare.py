@@ -12,7 +12,7 @@ import pytest
 from harness.compare.compare import compare_runs
 from harness.compare.differences import differences
 from harness.errors import ExitCode, HarnessError, RunError
-from harness.judge.alike import facts_of, refuse_unlike
+from harness.judge.comparable import facts_of, refuse_unlike
 from harness.judge.verdicts import NoiseFloor, Pair, compare_rows, metric_of, speeds, verdicts
 from harness.report import sentences
 from harness.rundir.manifest import Machine, Origin, ServedBy, write_run

@@ -14,9 +14,6 @@ def test_a_streamed_request() -> None:
     assert derive.ttfo_s(made) == 0.5
     assert derive.e2e_s(made) == 1.25
     assert derive.tpot_s(made) == 0.25  # (1.25 - 0.25) / (5 - 1)
-    assert derive.tokens_per_s(made) == 4.0
-    assert derive.chunk_gaps_s(made) == [0.25, 0.75]
-    assert derive.tokens_per_chunk(made) == 5 / 3
     assert derive.send_lag_s(made) == 0.125
     assert derive.ttft_from_schedule_s(made) == 0.375
     assert derive.e2e_from_schedule_s(made) == 1.375
@@ -31,8 +28,6 @@ def test_what_is_undefined_is_none() -> None:
     assert derive.tpot_s(request(output_tokens=None)) is None
     assert derive.tpot_s(request(output_tokens=1, chunks_s=[0.5])) is None
     assert derive.tpot_s(request(output_tokens=8, chunks_s=[0.5])) is None  # all in one chunk: no time between
-    assert derive.tokens_per_s(request(output_tokens=1, chunks_s=[0.5])) is None
-    assert derive.tokens_per_chunk(request(output_tokens=None)) is None
 
 
 def test_a_response_in_one_piece_has_an_end_and_no_first_token() -> None:
@@ -40,8 +35,6 @@ def test_a_response_in_one_piece_has_an_end_and_no_first_token() -> None:
     assert derive.ttft_s(made) is None
     assert derive.ttft_from_schedule_s(request(chunks_s=[], scheduled_s=-1.0)) is None
     assert derive.e2e_s(made) == 1.5
-    assert derive.chunk_gaps_s(made) == []
-    assert derive.tokens_per_chunk(made) is None
 
 
 def test_a_failed_request_has_no_latency() -> None:
@@ -80,10 +73,9 @@ times = st.lists(st.floats(0.001, 1000), min_size=2, max_size=50).map(sorted)
 
 
 @given(times, st.integers(2, 500))
-def test_gaps_and_tpot_agree_with_the_time_between_first_and_last(chunks: list[float], tokens: int) -> None:
+def test_tpot_agrees_with_the_time_between_first_and_last(chunks: list[float], tokens: int) -> None:
     made = request(chunks_s=chunks, output_tokens=tokens)
     span = chunks[-1] - chunks[0]
-    assert sum(derive.chunk_gaps_s(made)) == pytest.approx(span, abs=1e-9)
     tpot = derive.tpot_s(made)
     assert tpot is not None
     assert tpot * (tokens - 1) == pytest.approx(span, abs=1e-9)

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.failures.blocks import BLOCK_BYTES
 from harness.failures.explain import State, explain, scan_text
 from harness.failures.lines import is_code, plain
-from harness.failures.said import MOST_MESSAGES, Said, grouped
+from harness.failures.messages import MOST_MESSAGES, Said, grouped
 from harness.failures.scan import MOST_FINDINGS, explain_message, scan
 from harness.failures.table import RANKS, Rule, needle, patterns, replacements, rules
-from harness.failures.text import BLOCK_BYTES
-from harness.fraction import safe_from_printed, vllm_accepts
 from harness.serve.lemonade.arguments import PROTECTED
+from harness.utilization import safe_from_printed, vllm_accepts
 
 VLLM = "(EngineCore pid=9) ERROR 11-21 09:15:29 [core.py:1510] "
 SAMPLES = [(rule, sample) for rule in rules() for sample in rule.samples]

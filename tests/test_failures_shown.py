@@ -5,11 +5,11 @@ import io
 
 import pytest
 
+from harness.failures.blocks import BLOCK_BYTES
 from harness.failures.explain import explain, scan_text
-from harness.failures.hidden import hidden
-from harness.failures.said import Said
+from harness.failures.messages import Said
+from harness.failures.redact import hidden
 from harness.failures.scan import scan
-from harness.failures.text import BLOCK_BYTES
 
 
 @pytest.mark.parametrize(

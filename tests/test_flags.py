@@ -6,7 +6,7 @@ import pytest
 
 from harness.scenario.scenario import Load, Scenario, Server
 from harness.serve.compose.compose import Service
-from harness.serve.compose.document import server_problems_of
+from harness.serve.compose.problems import server_problems_of
 from harness.serve.vllm.flag_check import cache_path
 from harness.serve.vllm.flags import flags_in, options_of, removed_flags, removed_in, unknown_flags, version_of
 

@@ -6,8 +6,9 @@ import yaml
 from harness.errors import HarnessError
 from harness.scenario.scenario import Gateway, Load, Scenario, Server
 from harness.serve.compose.compose import parse
-from harness.serve.compose.document import compose_document, server_problems_of
+from harness.serve.compose.document import compose_document
 from harness.serve.compose.merge import with_gateway
+from harness.serve.compose.problems import server_problems_of
 
 
 def scenario(**gateway: object) -> Scenario:

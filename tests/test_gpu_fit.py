@@ -8,8 +8,10 @@ from harness.errors import HarnessError
 from harness.machine.targets import has_fp8
 from harness.scenario.scenario import Load, Scenario, Server
 from harness.serve.compose.compose import Service, parse
-from harness.serve.compose.document import rendered, server_problems_of
-from harness.serve.vllm.gpu_fit import container_problems, refuse_unfit, value_of
+from harness.serve.compose.document import rendered
+from harness.serve.compose.problems import server_problems_of
+from harness.serve.vllm.flags import value_of
+from harness.serve.vllm.gpu_fit import container_problems, refuse_unfit
 
 
 def service(**variables: Any) -> Service:

@@ -9,7 +9,8 @@ import pytest
 
 from harness.scenario.scenario import Gateway, Load, Scenario, Server
 from harness.serve.compose.compose import parse
-from harness.serve.compose.document import compose_document, server_problems_of
+from harness.serve.compose.document import compose_document
+from harness.serve.compose.problems import server_problems_of
 from harness.serve.lemonade.arguments import PROTECTED, vllm_problems
 from harness.serve.lemonade.hints import hints
 from harness.serve.lemonade.pool import pool_size

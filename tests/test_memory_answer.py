@@ -9,12 +9,12 @@ import pytest
 from msgspec import structs
 
 from harness.errors import HarnessError
-from harness.fraction import GIB, vllm_accepts
 from harness.machine.pool import Pool, pools
 from harness.memory.answer import OTHER_BYTES, Room, Wish, room_of, share, share_of
 from harness.memory.host import host_share
 from harness.memory.model import Model, read_model
 from harness.memory.words import brief, of_pool, of_room, of_share
+from harness.utilization import GIB, vllm_accepts
 from tests.command import harness
 from tests.machines import gpu, host, strix_halo_carve_out, strix_halo_gtt
 from tests.test_memory_model import QWEN3, model, safetensors
@@ -56,10 +56,9 @@ def test_the_driver_knows_nothing_of_the_runtimes_own_share() -> None:
     assert (found.utilization, found.reserve_bytes - SEED.reserve_bytes) == (Decimal("0.77"), GIB)
 
 
-def test_the_cap_is_vllms_default_unless_asked_otherwise() -> None:
+def test_the_cap_is_vllms_default() -> None:
     assert share_of([pool(95.6)]).utilization == Decimal("0.92")
     assert share_of([pool(95.6)]).formula.endswith("= 0.9655, down to hundredths, at most 0.92 (vLLM's default)")
-    assert share_of([pool(95.6)], cap=Decimal(1)).utilization == Decimal("0.96")
 
 
 def test_pages_of_the_host_end_where_the_hosts_memory_ends() -> None:

@@ -12,7 +12,16 @@ import pytest
 from harness.compare.compare import compare_runs
 from harness.errors import HarnessError
 from harness.judge import stats
-from harness.judge.floors import Floor, RowFloor, adopt_floor, floor_for, floor_of, floor_path, read_floor, write_floor
+from harness.judge.noise_floors import (
+    Floor,
+    RowFloor,
+    adopt_floor,
+    floor_for,
+    floor_of,
+    floor_path,
+    read_floor,
+    write_floor,
+)
 from harness.rundir.manifest import Machine, Run, read_run
 from harness.scenario.plan import Cell
 from harness.scenario.scenario import Server

@@ -9,14 +9,13 @@ import pytest
 
 from harness.errors import HarnessError
 from harness.prepare.experiment import prepare
-from harness.report import kept, words
+from harness.report import schedules, words
 from harness.report.charts.observed import observe
 from harness.rundir.manifest import read_run
 from harness.scenario.behaviour import Agent
 from harness.scenario.scenario import Arrivals, Load, Trace
-from harness.summarize import punctual
 from harness.summarize.count import Place, tally
-from harness.summarize.punctual import Punctual, kept_of, kind_of, planned_of
+from harness.summarize.schedule import ScheduleTally, kept_of, kind_of, planned_of, pooled
 from harness.summarize.summarize import read_summary
 from harness.summarize.tally import Clock
 from harness.summary import Kept
@@ -26,8 +25,8 @@ from tests.made_runs import request, write_lines
 EVEN = Arrivals(rate=10.0, spacing="even")
 
 
-def counted(*dues_and_lags: tuple[float, float]) -> Punctual:
-    found = Punctual()
+def counted(*dues_and_lags: tuple[float, float]) -> ScheduleTally:
+    found = ScheduleTally()
     for due_s, lag_s in dues_and_lags:
         found.add(request(scheduled_s=-lag_s), due_s + lag_s)
     return found
@@ -123,10 +122,8 @@ def test_an_own_locustfile_that_cannot_keep_up(tmp_path: Path) -> None:
 def test_several_runs_are_pooled() -> None:
     one = Kept(planned=5, sent=3, never_sent=2, asked_per_s=10.0, achieved_per_s=6.0)
     two = Kept(planned=5, sent=5, never_sent=0, asked_per_s=10.0, achieved_per_s=10.0)
-    assert punctual.pooled([one, None, two]) == Kept(
-        planned=10, sent=8, never_sent=2, asked_per_s=10.0, achieved_per_s=8.0
-    )
-    assert punctual.pooled([None]) is None
+    assert pooled([one, None, two]) == Kept(planned=10, sent=8, never_sent=2, asked_per_s=10.0, achieved_per_s=8.0)
+    assert pooled([None]) is None
 
 
 def test_from_schedule_and_from_send_part_by_the_lag() -> None:
@@ -134,7 +131,7 @@ def test_from_schedule_and_from_send_part_by_the_lag() -> None:
     found.add(request(scheduled_s=-9.0, error="timeout"), 110.0)
     found.add(request(turn=2), 111.0)
     assert (found.sent, list(found.ttft_s), list(found.e2e_s)) == (3, [0.75, 0.5], [1.75, 1.5])
-    both = Punctual()
+    both = ScheduleTally()
     for part in (counted((101.0, 0.0)), counted((100.0, 0.25))):
         both.merge(part)
     assert (both.sent, both.first_due_s, both.last_sent_s) == (2, 100.0, 101.0)
@@ -236,7 +233,7 @@ def test_too_few_users_make_the_run_invalid_and_say_what_to_do(tmp_path: Path) -
     assert row["pooled"]["e2e_sched_s"]["most"] > row["pooled"]["e2e_s"]["most"]
     results = json.loads((folder / "summary.json").read_text())["checks"]
     assert [one["passed"] for one in results][1:] == [True, False]
-    found = kept.kept(read_summary(folder), read_run(folder))
+    found = schedules.lines(read_summary(folder), read_run(folder))
     assert [(one.load, one.course) for one in found] == [("open", "open loop, evenly, 10 a second")]
     assert found[0].texts[2] == f"{row['pooled']['schedule']['never_sent']} of 15"
     shown = harness("report", str(folder), "--explain", cwd=tmp_path)
@@ -314,7 +311,7 @@ def test_of_a_part_of_a_mix_only_the_common_time_is_planned(tmp_path: Path) -> N
     }
     found = tally(tmp_path / "requests.jsonl", places, [], Counter())["r1-a-x"]
     assert found.part_s() == pytest.approx((1.05, 3.05))
-    kept_there = kept_of(found.punctual, Load(user="batch", duration_s=4.0, arrivals=EVEN), 1, 2.0, found.part_s())
+    kept_there = kept_of(found.schedule, Load(user="batch", duration_s=4.0, arrivals=EVEN), 1, 2.0, found.part_s())
     assert kept_there is not None
     assert (kept_there.planned, kept_there.sent, kept_there.never_sent) == (20, 20, 0)
     assert kept_there.asked_per_s == pytest.approx(10.0)

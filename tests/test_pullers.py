@@ -10,13 +10,13 @@ from harness.errors import ServerError
 from harness.rundir.manifest import ServedBy
 from harness.scenario.scenario import Server
 from harness.serve import attach, localai, ollama
-from harness.serve.ask import open_session
 from harness.serve.compose.compose import Fetch, LoadCall, Serving, parse
 from harness.serve.compose.document import rendered
 from harness.serve.logfile import LogFile
 from harness.serve.ready import wait_ready
 from harness.serve.recorded import recorded
 from harness.serve.waiting import Waiting
+from harness.trust import open_session
 from tests.doubles.pullers import serving
 
 FETCH = {"ollama": ollama.fetch, "localai": localai.fetch}

@@ -7,7 +7,7 @@ import pytest
 
 from harness.scenario.scenario import Gateway, Load, Scenario, Server
 from harness.serve import server_problems_of
-from harness.serve.compose import document
+from harness.serve.compose import problems as problems_module
 from harness.serve.compose.values import parse_vllm_bytes
 
 LOAD = Load(user="batch", requests=10)
@@ -144,13 +144,13 @@ def test_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     there, missing = tmp_path / "there", tmp_path / "not there"
     there.mkdir()
     monkeypatch.delenv("DOCKER_HOST", raising=False)
-    monkeypatch.setattr(document, "engine_sees_these_files", lambda: True)
+    monkeypatch.setattr(problems_module, "engine_sees_these_files", lambda: True)
     advice = f"there is no {missing} on this machine; correct the path, or make the folder: mkdir -p '{missing}'"
     assert problems("vllm-rocm", volumes=[f"{there}:/a", f"{missing}:/b:ro", "${X}:/c"], environment={"X": "1"}) == [
         f"variables.volumes: {advice}"
     ]
     assert problems("llamacpp", models=str(missing)) == [f"variables.models: {advice}"]
-    monkeypatch.setattr(document, "engine_sees_these_files", lambda: False)
+    monkeypatch.setattr(problems_module, "engine_sees_these_files", lambda: False)
     assert problems("llamacpp", models=str(missing)) == []
 
 

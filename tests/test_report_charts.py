@@ -5,17 +5,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from harness.compare.differences import server_differences
 from harness.report import sentences
 from harness.report.charts import scatter
 from harness.report.charts.events import Event, events_of
 from harness.report.charts.figures import throughput
 from harness.report.charts.observed import Timeline, observe
-from harness.report.charts.scraped import ServerSamples
-from harness.report.charts.seen import MOST_DOTS, MOST_FAILED, SLOWEST, Failures, Seen
+from harness.report.charts.request_dots import MOST_DOTS, MOST_FAILED, SLOWEST, Failures, Seen
+from harness.report.charts.server_metrics import ServerSamples
+from harness.report.charts.telemetry import MachineSamples
 from harness.report.charts.timeline import figure_of
 from harness.report.charts.tradeoff import tradeoffs
-from harness.report.charts.watched import MachineSamples
-from harness.report.differing_servers import server_differences
 from harness.rundir.manifest import CellRun, Run, ServedBy, read_run
 from harness.rundir.records import Request
 from harness.summarize.summarize import read_summary

@@ -10,7 +10,7 @@ import pytest
 
 from harness.compare.board import Figure, collect, read_figures
 from harness.errors import ExitCode, HarnessError, RunError
-from harness.judge.floors import folder_name
+from harness.judge.noise_floors import folder_name
 from harness.paths import RESULTS
 from harness.report import board as boards
 from harness.report.publish import publish

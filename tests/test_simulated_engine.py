@@ -7,7 +7,7 @@ import pytest
 
 from harness.simulated.engine import Engine, EngineConfig, Sequence
 from harness.simulated.kvcache import BlockPool, block_hashes
-from harness.simulated.predict import predict_batches
+from tests.predict import predict_batches
 
 PLAIN = EngineConfig(
     step_base_s=1.0,

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from harness.simulated.predict import predict_batches
 from harness.simulated.presets import PRESETS
+from tests.predict import predict_batches
 
 STRIX = msgspec.structs.replace(PRESETS["strix-halo-qwen3.5-0.8b"], jitter=0.0)
 SHORT = [(30, 50)] * 25

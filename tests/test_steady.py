@@ -20,7 +20,7 @@ from harness.scenario.steady import Steadiness, agree
 from harness.simulated.engine import Engine, EngineConfig, Sequence
 from harness.simulated.spawn import spawned
 from harness.summarize.tally import Clock, Tally
-from harness.summarize.warmed import in_words, warmed
+from harness.summarize.warmup import in_words, warmed
 from harness.summary import Warmed
 from tests.command import harness
 from tests.load_runs import end, ends_of, log_of, make_job, records_of, start, start_job

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from harness.report import doing, openmetrics, rows_csv
+from harness.report import machine_load, openmetrics, rows_csv
 from harness.report.charts.events import Event, events_of
 from harness.report.charts.observed import observe
+from harness.report.charts.telemetry import of_cell
 from harness.report.charts.timeline import figure_of
-from harness.report.charts.watched import of_cell
 from harness.rundir.manifest import read_run
 from harness.rundir.telemetry import (
     GpuSample,
@@ -106,7 +106,7 @@ def test_a_machine_that_nobody_looked_at_for_long_is_noted() -> None:
 
 def test_the_table_says_whose_power_it_is_and_how_well_it_was_looked_at(watched: Path) -> None:
     summary = read_summary(watched)
-    table = doing.doing(summary)
+    table = machine_load.table_of(summary)
     texts = dict(zip([column.key for column in table.columns], table.rows[0][2], strict=True))
     assert texts["power"].endswith(" W (package)") and texts["memory"] == "39.0 GiB"
     assert texts["container"] == "1.25 cores, 3.0 GiB"
@@ -132,5 +132,5 @@ def test_a_run_without_telemetry_says_nothing_of_it(tmp_path: Path) -> None:
     write_run_directory(tmp_path, repeats=1, requests=12)
     summary = read_summary(tmp_path)
     assert [row.machine_load for row in summary.rows] == [None] * 6
-    assert doing.doing(summary) == doing.Doing([], [])
+    assert machine_load.table_of(summary) == machine_load.MachineTable([], [])
     assert "amd_llm_load_energy" not in openmetrics.render(summary, read_run(tmp_path))

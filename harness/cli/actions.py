@@ -3,12 +3,9 @@
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    pass
 
 from harness.cli.common import (
     RESULTS,
@@ -74,10 +71,10 @@ def run(
 ) -> None:
     """Start the scenario's servers, load them, take everything down, and report."""
     from harness.compare.reference import reference_to, write_reference
-    from harness.judge.floors import adopt_floor
+    from harness.judge.noise_floors import adopt_floor
     from harness.prepare import experiment as experiments
     from harness.process import sigterm_interrupts
-    from harness.run import calibrated
+    from harness.run import trusted_streams
     from harness.run.progress import Progress
     from harness.run.run import run as run_experiment
     from harness.rundir.manifest import read_run
@@ -96,7 +93,7 @@ def run(
     if workers is not None:
         experiment = experiments.with_workers(experiment, workers, bind)
     base = None if baseline is None else find_baseline(baseline, runs)
-    for note in [] if workers else calibrated.notes(experiment.scenario):
+    for note in [] if workers else trusted_streams.notes(experiment.scenario):
         console().print(note, markup=False, highlight=False)
     with junit_of_failure(junit, scenario.stem), sigterm_interrupts():
         folder = run_experiment(experiment, runs, Progress(console()))
@@ -135,15 +132,15 @@ def live(
 def check(scenario: ScenarioArg) -> None:
     """Validate a scenario and show its plan, without running anything."""
     from harness.prepare import experiment as experiments
-    from harness.prepare.asked import refuse_impossible
-    from harness.prepare.computed import foretell
+    from harness.prepare.auto import foretell
+    from harness.prepare.machine_fit import refuse_impossible
     from harness.prepare.preflight import notes
     from harness.prepare.preview import show_plan
-    from harness.run import calibrated
+    from harness.run import trusted_streams
 
     experiment = experiments.prepare(scenario_path(scenario))
     show_plan(experiment, console())
-    for note in [*notes(experiment), *foretell(experiment), *calibrated.notes(experiment.scenario)]:
+    for note in [*notes(experiment), *foretell(experiment), *trusted_streams.notes(experiment.scenario)]:
         console().print(note, markup=False, highlight=False)
     refuse_impossible(experiment)
 
@@ -201,7 +198,7 @@ def compose(
 ) -> None:
     """Print the Compose file that the harness would run, for `docker compose up`."""
     from harness.prepare import experiment as experiments
-    from harness.prepare.computed import fill_in
+    from harness.prepare.auto import fill_in
     from harness.serve import compose_document
 
     experiment = experiments.prepare(scenario_path(scenario))
@@ -225,7 +222,7 @@ def noise(
 
     It is used by every later run, report and comparison of the same machine and scenario.
     """
-    from harness.judge.floors import read_floor
+    from harness.judge.noise_floors import read_floor
     from harness.prepare import experiment as experiments
     from harness.process import sigterm_interrupts
     from harness.run import noise as noises

@@ -31,9 +31,9 @@ def explain(
     with _opened(log) as file:
         scanned = scan(file)
     if as_json:
-        import msgspec
+        from harness.rundir.files import pretty_json
 
-        print(msgspec.json.format(msgspec.json.encode(as_data(log, scanned)), indent=1).decode())
+        print(pretty_json(as_data(log, scanned)).decode(), end="")
     else:
         print_explained(log, scanned, console())
     if not recognised(scanned) and not started_well(scanned):

@@ -62,11 +62,12 @@ def report(
     with refused_as_junit(output == "junit", "report", "validity", "the run is VALID"):
         from harness.cli.history import find_run
         from harness.compare.reference import reference_to
-        from harness.judge.floors import adopt_floor
+        from harness.judge.noise_floors import adopt_floor
         from harness.prepare.experiment import refuse_misplaced
         from harness.report import html, junit, markdown, openmetrics, rows_csv, terminal
+        from harness.rundir.files import pretty_json
         from harness.rundir.manifest import read_run
-        from harness.summarize.summarize import encode_summary, summarize, write_summary
+        from harness.summarize.summarize import summarize, write_summary
 
         refuse_alone(("--about", about, "--baseline", baseline))
         folder = find_run(run_folder, runs)
@@ -89,7 +90,7 @@ def report(
         elif output == "html":
             print(html.write_report(folder))
         elif output == "json":
-            print(encode_summary(summary))
+            print(pretty_json(summary).decode(), end="")
         else:
             render = {"markdown": markdown, "junit": junit, "csv": rows_csv, "openmetrics": openmetrics}[output].render
             print(render(summary, manifest), end="" if output != "markdown" else "\n")
@@ -171,7 +172,7 @@ def diff(
 
     from harness.cli.history import find_run
     from harness.compare.differences import differences_of
-    from harness.report.differing import markdown, print_differences
+    from harness.report.differences import markdown, print_differences
     from harness.rundir.manifest import read_run
 
     both = [read_run(find_run(given, runs)) for given in (one, other)]
@@ -195,7 +196,7 @@ def publish(
 ) -> None:
     """File a VALID run by machine and scenario, as plain files that are small enough for git."""
     from harness.cli.history import find_run
-    from harness.judge.floors import adopt_floor
+    from harness.judge.noise_floors import adopt_floor
     from harness.report.publish import publish as publish_run
     from harness.rundir.manifest import read_run
 

@@ -21,7 +21,7 @@ def worker(
     variable here.
     """
     from harness.process import sigterm_interrupts
-    from harness.run.lend import lend
+    from harness.run.worker import lend
 
     with sigterm_interrupts():
         lend(master, processes, once=once)

@@ -10,7 +10,7 @@ import yaml
 from msgspec import Struct
 
 from harness.errors import HarnessError
-from harness.judge.floors import RESERVED, date_of
+from harness.judge.noise_floors import RESERVED, date_of
 from harness.judge.verdicts import metric_of, speeds, values_of
 from harness.rundir.manifest import Run, ServedBy, read_run
 from harness.summarize.summarize import read_summary

@@ -9,15 +9,15 @@ from msgspec import Struct
 
 from harness.compare.differences import differences
 from harness.errors import HarnessError, RunError
-from harness.judge import started
-from harness.judge.alike import facts_of, refuse_unlike
+from harness.judge import server_starts
 from harness.judge.checks import evaluate
-from harness.judge.floors import floor_for
+from harness.judge.comparable import facts_of, refuse_unlike
+from harness.judge.noise_floors import floor_for
 from harness.judge.verdicts import NoiseFloor, Pair, client_limited, metric_of, scheduled, speeds, values_of, verdicts
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.origin import refuse_other_definitions
 from harness.scenario.check_syntax import parse_check
-from harness.summarize import answered
+from harness.summarize import answers
 from harness.summarize.summarize import is_published, read_summary, summarize
 from harness.summary import Answers, CheckResult, Comparison, Reference, Summary
 
@@ -122,8 +122,8 @@ def _cache_notes(sides: Sequence[_Side], rows: Sequence[tuple[str, str]]) -> lis
         sizes = {}
         for side in sides:
             cells = [cell.served_by for run in side.runs for cell in run.cells if cell.server == server]
-            sizes[side.name] = started.told(cells).get("startup.kv_cache_tokens")
-        note = started.cache_note(sizes)
+            sizes[side.name] = server_starts.told(cells).get("startup.kv_cache_tokens")
+        note = server_starts.cache_note(sizes)
         found += [f"{server}: {note}"] if note is not None else []
     return found
 
@@ -132,7 +132,7 @@ def _answer_notes(sides: Sequence[_Side], rows: Sequence[tuple[str, str]]) -> li
     """For each row whose answers on some side are not worth what they are on the baseline, that it is so."""
     base = sides[0]
     notes = [
-        answered.difference(
+        answers.difference(
             f"{' / '.join(row)} ({side.name})", side.answers(row), f"{' / '.join(row)} ({base.name})", base.answers(row)
         )
         for side in sides[1:]

@@ -6,12 +6,13 @@ from typing import Any
 
 import msgspec
 
-from harness.judge import started
-from harness.judge.alike import ABSENT, facts_of
+from harness.judge import server_starts
+from harness.judge.comparable import ABSENT, facts_of
 from harness.rundir.manifest import Run
 from harness.summary import Difference
 
 Facts = Mapping[str, Any]
+_ASKED = ("template", "variables")
 
 
 def differences_of(runs: Sequence[Run]) -> list[Difference]:
@@ -21,6 +22,25 @@ def differences_of(runs: Sequence[Run]) -> list[Difference]:
     )
 
 
+def server_differences(run: Run) -> list[Difference]:
+    """What is not equal between the servers, a value for each in the order of the scenario. Nothing for one server."""
+    servers = list(run.scenario.servers)
+    if len(servers) < 2:
+        return []
+    facts = [_server_facts(run, server) for server in servers]
+    ran = {cell.server for cell in run.cells}
+    if not ran.issuperset(servers):
+        # How a server ran that never did is not known; what was asked for is.
+        facts = [{key: one[key] for key in one if key.split(".")[0] in _ASKED} for one in facts]
+    return differences(facts)
+
+
+def _server_facts(run: Run, server: str) -> dict[str, object]:
+    prefix = f"servers.{server}."
+    known = facts_of(run, [(server, load) for load in run.scenario.loads])
+    return {key.removeprefix(prefix): value for key, value in known.items() if key.startswith(prefix)}
+
+
 def differences(sides: Sequence[Facts]) -> list[Difference]:
     """The keys in which the sides differ, and their values in words; of lists what not all of them have."""
     whole = [_expanded(side) for side in sides]
@@ -28,7 +48,7 @@ def differences(sides: Sequence[Facts]) -> list[Difference]:
     missing: set[str] = set()
     for key in _in_order(whole):
         values = [side.get(key, ABSENT) for side in whole]
-        if any(value != values[0] for value in values[1:]) and not started.is_noise(key, values):
+        if any(value != values[0] for value in values[1:]) and not server_starts.is_noise(key, values):
             part = _missing_part(key, whole)
             if part is None:
                 found[key] = _shown(values)

@@ -1,13 +1,11 @@
 """The run that checks call the baseline: a run directory, or what was published of one."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from harness.errors import HarnessError, RunError
-from harness.judge.alike import refuse_unlike
+from harness.judge.comparable import refuse_unlike
+from harness.rundir.files import pretty_json, replace_file
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.origin import DEFINITIONS, refuse_other_definitions
 from harness.summarize.summarize import read_summary, summarize
@@ -60,9 +58,7 @@ def _refused(base: Run, run: Run, rows: Sequence[tuple[str, str]], about: str | 
 
 def write_reference(folder: Path, reference: Reference) -> None:
     """Keep what a run was compared with in its directory, so that its summary follows from its own files."""
-    temporary = folder / "baseline.json.new"
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(reference), indent=1) + b"\n")
-    os.replace(temporary, folder / "baseline.json")
+    replace_file(folder / "baseline.json", pretty_json(reference))
 
 
 def _summary(folder: Path, checks: Sequence[str]) -> Summary:

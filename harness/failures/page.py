@@ -2,7 +2,7 @@
 
 import re
 
-from harness.failures.removed import removed_flags
+from harness.failures.removed_flags import removed_flags
 from harness.failures.table import RANKS, Rule, replacements, rules
 from harness.failures.words import IN_PIECES
 

@@ -8,11 +8,11 @@ from typing import Any, BinaryIO
 
 from msgspec import Struct, structs
 
-from harness.failures.hidden import hidden
+from harness.failures.blocks import blocks
+from harness.failures.exceptions import RULE, Trace, exception_in
 from harness.failures.lines import Line, is_code, is_quoting, parsed, plain
-from harness.failures.raised import RULE, Trace, exception_in
+from harness.failures.redact import hidden
 from harness.failures.table import RANKS, Pattern, Phase, Severity, patterns
-from harness.failures.text import blocks
 from harness.failures.words import SETTINGS, in_words, settings_in
 
 MOST_FINDINGS = 200  # different ones; a log that repeats itself has few

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from harness.failures.hidden import hidden
-from harness.failures.removed import removed_flags
+from harness.failures.redact import hidden
+from harness.failures.removed_flags import removed_flags
 from harness.failures.table import Rule, replacements
-from harness.fraction import safe_from_printed
+from harness.utilization import safe_from_printed
 
 WORKING_SEQUENCES = 64  # a sampler's warm-up with so many is small beside any model's weights
 SMALLEST_CACHE_GIB = 1.0  # where no message says what is needed: with less a server serves hardly anybody

@@ -4,7 +4,19 @@ from itertools import accumulate
 from typing import Any
 
 from harness.errors import HarnessError
-from harness.imports.source import EMPTY, Imported, Node, Part, Source, has, last_line, read_source
+from harness.imports.source import (
+    EMPTY,
+    Imported,
+    Node,
+    Part,
+    Source,
+    count_at,
+    has,
+    imported_request,
+    last_line,
+    read_source,
+    text_at,
+)
 from harness.rundir.records import ErrorKind, Request
 
 TOOL = "aiperf"
@@ -44,13 +56,9 @@ def read(source: Source) -> Imported:
     zero = nodes[0].at("metadata", "request_start_ns").count()
     counted = _counted_by_server(nodes)
     load, at_once = _load(summary)
-    records = [_record(node, index, load, zero, counted) for index, node in enumerate(nodes)]
+    records = [_record(node, index, zero, counted) for index, node in enumerate(nodes)]
     measured = [record for record in records if record.phase == "measured"]
     _refuse_contradictions(summary, measured)
-    config = summary.get("input_config") if summary else None
-    model = config.get("models", "items", 0, "name") if config else None
-    url = config.get("endpoint", "urls", 0) if config else None
-    version = summary.get("aiperf_version") if summary else None
     part = Part(
         load=load,
         at_once=at_once,
@@ -62,9 +70,9 @@ def read(source: Source) -> Imported:
     whole = all(node.get("metrics", "inter_chunk_latency") for node in nodes if _streamed(node))
     return Imported(
         tool=TOOL,
-        version=version.text() if version else None,
-        model=model.text() if model else None,
-        url=url.text() if url else None,
+        version=text_at(summary, "aiperf_version"),
+        model=text_at(summary, "input_config", "models", "items", 0, "name"),
+        url=text_at(summary, "input_config", "endpoint", "urls", 0),
         parts=[part],
         work={"load": load, "prompt_tokens": sorted(_isl(node) for node in nodes), "requests": len(nodes)},
         definitions=DEFINITIONS if counted else DEFINITIONS | _RETOKENISED,
@@ -125,7 +133,7 @@ def _isl(node: Node) -> int:
     return found.count() if found else -1
 
 
-def _record(node: Node, index: int, load: str, zero: int, counted: bool) -> Request:
+def _record(node: Node, index: int, zero: int, counted: bool) -> Request:
     about = node.at("metadata")
     start = about.at("request_start_ns").count()
     phase = about.at("benchmark_phase")
@@ -146,24 +154,20 @@ def _record(node: Node, index: int, load: str, zero: int, counted: bool) -> Requ
     ended = (about.at("request_end_ns").count() - start) / 1e9
     if ended < 0:
         raise about.wrong("a request ended before it began")
-    return Request(
-        id=found.text() if (found := about.get("x_request_id")) else str(index),
-        cell="",
-        load=load,
-        user_class="imported",
+    metrics = node.get("metrics")
+    return imported_request(
+        id=found if (found := text_at(about, "x_request_id")) is not None else str(index),
         index=index,
-        user=0,
-        process=0,
         phase="measured" if _PHASES[phase.text()] == "measured" else "warmup",
         sent_s=(start - zero) / 1e9,
         ended_s=ended if chunks or latency is None else latency,
         chunks_s=chunks,
         first_visible_s=_seconds(node, "time_to_first_output_token"),
-        turn=turn.count() if (turn := about.get("turn_index")) else None,
-        prompt_tokens=_count(node, "usage_prompt_tokens" if counted else "input_sequence_length"),
-        output_tokens=_count(node, "usage_completion_tokens" if counted else "output_sequence_length"),
-        cached_tokens=_count(node, "usage_prompt_cache_read_tokens"),
-        reasoning_tokens=_count(node, "usage_reasoning_tokens"),
+        turn=count_at(about, "turn_index"),
+        prompt_tokens=count_at(metrics, "usage_prompt_tokens" if counted else "input_sequence_length", "value"),
+        output_tokens=count_at(metrics, "usage_completion_tokens" if counted else "output_sequence_length", "value"),
+        cached_tokens=count_at(metrics, "usage_prompt_cache_read_tokens", "value"),
+        reasoning_tokens=count_at(metrics, "usage_reasoning_tokens", "value"),
         status=_status(node),
         error=error,
         message=message,
@@ -200,11 +204,6 @@ def _scale(metric: Node) -> float:
 def _seconds(node: Node, name: str) -> float | None:
     metric = node.get("metrics", name)
     return metric.at("value").duration() * _scale(metric) if metric else None
-
-
-def _count(node: Node, name: str) -> int | None:
-    value = node.get("metrics", name, "value")
-    return value.count() if value else None
 
 
 def refuse_aggregate(source: Source) -> None:

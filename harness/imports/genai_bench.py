@@ -6,7 +6,7 @@ It has latencies of every request but no times of day, so a run of it has number
 from array import array
 from typing import Any
 
-from harness.imports.source import Imported, Node, Part, Source, has, read_source
+from harness.imports.source import Imported, Node, Part, Source, has, read_source, text_at
 from harness.summarize.tally import distribution
 from harness.summary import Distribution, Numbers
 
@@ -43,17 +43,14 @@ def read(source: Source) -> Imported:
     name = f"{found.at('scenario').text()}-{kind.removeprefix('num_')}-{at_once}"
     numbers = _numbers(top, found)
     ended = source.path.stat().st_mtime
-    model = about.get("model") if about else None
-    version = about.get("benchmark_version") if about else None
-    url = about.get("api_base") if about else None
     notes = ["the file has no time of day; it is taken to have been written when the run ended"]
     if about is None:
         notes.append(f"{BESIDE} was not beside the file: version and model are not known")
     return Imported(
         tool=TOOL,
-        version=version.text() if version else None,
-        model=model.text() if model else None,
-        url=url.text() if url else None,
+        version=text_at(about, "benchmark_version"),
+        model=text_at(about, "model"),
+        url=text_at(about, "api_base"),
         parts=[
             Part(
                 load=name,

@@ -4,7 +4,18 @@ from collections import Counter
 from typing import Any
 
 from harness.errors import HarnessError
-from harness.imports.source import EMPTY, Imported, Node, Part, Source, has, last_line
+from harness.imports.source import (
+    EMPTY,
+    Imported,
+    Node,
+    Part,
+    Source,
+    count_at,
+    has,
+    imported_request,
+    last_line,
+    text_at,
+)
 from harness.rundir.records import ErrorKind, Request
 
 TOOL = "guidellm"
@@ -43,13 +54,11 @@ def read(source: Source) -> Imported:
             next_step="Import reports of one run each.",
         )
     backend = benchmarks[0].get("config", "backend")
-    model = backend.get("model") if backend else None
-    url = backend.get("target") if backend else None
     return Imported(
         tool=TOOL,
         version=top.at("metadata", "guidellm_version").text(),
-        model=model.text() if model else None,
-        url=url.text() if url else None,
+        model=text_at(backend, "model"),
+        url=text_at(backend, "target"),
         parts=parts,
         work=[_work(benchmark) for benchmark in benchmarks],
         definitions=DEFINITIONS,
@@ -107,7 +116,7 @@ def _part(benchmark: Node) -> Part:
     planned = strategy.at("type_").text() in _PLANNED_STARTS
     sent = [(kind, request) for kind, request in requests if _start(request) is not None]
     sent.sort(key=lambda item: _start(item[1]) or 0.0)
-    records = [_record(request, kind, index, load, zero, planned) for index, (kind, request) in enumerate(sent)]
+    records = [_record(request, kind, index, zero, planned) for index, (kind, request) in enumerate(sent)]
     streams = strategy.get("streams") or strategy.get("max_concurrency")
     return Part(
         load=load,
@@ -125,7 +134,7 @@ def _start(request: Node) -> float | None:
     return node.number() if node else None
 
 
-def _record(request: Node, kind: ErrorKind | None, index: int, load: str, zero: float, planned: bool) -> Request:
+def _record(request: Node, kind: ErrorKind | None, index: int, zero: float, planned: bool) -> Request:
     timings = request.at("info", "timings")
     start = timings.at("request_start").number()
 
@@ -148,28 +157,18 @@ def _record(request: Node, kind: ErrorKind | None, index: int, load: str, zero: 
         chunks = chunks[:1]
     error = request.get("info", "error")
     targeted = timings.get("targeted_start")
-    return Request(
+    return imported_request(
         id=request.at("request_id").text(),
-        cell="",
-        load=load,
-        user_class="imported",
         index=index,
-        user=0,
-        process=0,
         phase="measured",
         sent_s=start - zero,
         ended_s=ended,
         scheduled_s=targeted.number() - start if targeted and planned else None,
         chunks_s=chunks,
         first_visible_s=since("first_output_token_iteration"),
-        prompt_tokens=_tokens(request, "prompt_tokens"),
-        output_tokens=_tokens(request, "output_tokens"),
-        cached_tokens=_tokens(request, "cached_tokens"),
+        prompt_tokens=count_at(request, "prompt_tokens"),
+        output_tokens=count_at(request, "output_tokens"),
+        cached_tokens=count_at(request, "cached_tokens"),
         error=kind,
         message=last_line(error.text()) if error else None,
     )
-
-
-def _tokens(request: Node, name: str) -> int | None:
-    node = request.get(name)
-    return node.count() if node else None

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,18 @@ class Node:
         return Node(self.source, self.value[step], f"{self.where}{name}")
 
 
+def text_at(node: Node | None, *steps: str | int) -> str | None:
+    """The text below, or None when it, or one on the way, is not there or null."""
+    found = node.get(*steps) if node else None
+    return found.text() if found else None
+
+
+def count_at(node: Node | None, *steps: str | int) -> int | None:
+    """The count below, likewise."""
+    found = node.get(*steps) if node else None
+    return found.count() if found else None
+
+
 def last_line(text: str) -> str:
     """The last line of an error text (of a traceback the one that says what it was), shortened."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
@@ -189,6 +202,9 @@ def has(value: Any, *keys: str) -> bool:
     """Whether a document is a mapping with all of these keys."""
     return isinstance(value, dict) and all(key in value for key in keys)
 
+
+# A record of another tool; `write` puts its cell and its load's name in.
+imported_request = partial(Request, cell="", load="", user_class="imported", user=0, process=0)
 
 NO_GAPS = "the file keeps the first and the last token's time of a request, not those between"
 NO_RECORDS = "the file has no line for each request"

@@ -5,7 +5,7 @@ from itertools import accumulate
 from typing import Any
 
 from harness.errors import HarnessError
-from harness.imports.source import Imported, Node, Part, Source, has, last_line
+from harness.imports.source import Imported, Node, Part, Source, count_at, has, imported_request, last_line
 from harness.rundir.records import Request
 from harness.summary import NEEDED, Distribution, Numbers
 
@@ -45,10 +45,9 @@ def read(source: Source) -> Imported:
     records = _records(top) if "ttfts" in source.value else []
     _refuse_contradictions(top, records)
     started, ended = _times(top)
-    concurrency = top.get("max_concurrency")
     part = Part(
         load=_load_name(top),
-        at_once=concurrency.count() if concurrency else None,
+        at_once=count_at(top, "max_concurrency"),
         planned=top.at("num_prompts").count(),
         records=records,
         numbers=None if records else _numbers(top),
@@ -102,7 +101,6 @@ def _records(top: Node) -> list[Request]:
         raise HarnessError(f"{top.source.path}: the lists are not equally long: {sizes}")
     starts = [node.number() for node in lists["start_times"]]
     zero = min(starts, default=0.0)
-    load = _load_name(top)
     records = []
     for index, start in enumerate(starts):
         error = lists["errors"][index].text()
@@ -111,14 +109,9 @@ def _records(top: Node) -> list[Request]:
         # A failed request has 0.0 for what never came.
         chunks = list(accumulate(gaps, initial=ttft)) if not error or ttft > 0 else []
         records.append(
-            Request(
+            imported_request(
                 id=str(index),
-                cell="",
-                load=load,
-                user_class="imported",
                 index=index,
-                user=0,
-                process=0,
                 phase="measured",
                 sent_s=start - zero,
                 ended_s=chunks[-1] if chunks else 0.0,

@@ -12,6 +12,7 @@ from harness import __version__
 from harness.errors import HarnessError
 from harness.imports.formats import read_file
 from harness.imports.source import Imported, Part, Source
+from harness.rundir.files import pretty_json
 from harness.rundir.manifest import CellRun, Machine, Origin, RowOrigin, Run, ServedBy, write_run
 from harness.rundir.origin import NUMBERS_FILE
 from harness.rundir.records import Request
@@ -51,8 +52,7 @@ def import_file(path: Path, runs: Path, given: str | None = None, machine: str |
                     file.write(msgspec.json.encode(_placed(record, cell, part)) + b"\n")
         numbers = {cell: part.numbers for cell, part in cells.items() if part.numbers is not None}
         if numbers:
-            text = msgspec.json.format(msgspec.json.encode(numbers), indent=1)
-            (folder / NUMBERS_FILE).write_bytes(text + b"\n")
+            (folder / NUMBERS_FILE).write_bytes(pretty_json(numbers))
         write_run(folder, run)
         summary = summarize(folder)
         write_run(

@@ -18,16 +18,16 @@ MOST_REPEATS = 100  # beyond which no number of repeats is suggested
 _DRAWS = 100_000
 
 
-def samples_needed(permille: int, confidence: float = 0.99) -> int:
-    """How many samples bound a percentile from above: the least n at which, at this confidence, at least two of
-    them lie beyond the true value, p^n + n (1 - p) p^(n - 1) <= 1 - confidence with p = permille / 1000.
+def samples_needed(permille: int) -> int:
+    """How many samples bound a percentile from above: the least n at which, at a confidence of 99 %, at least two of
+    them lie beyond the true value, p^n + n (1 - p) p^(n - 1) <= 0.01 with p = permille / 1000.
 
-    At 99 %: 11 for p50, 64 for p90, 130 for p95, 662 for p99, 6636 for p99.9. It is the rule of MLPerf's early
+    11 for p50, 64 for p90, 130 for p95, 662 for p99, 6636 for p99.9. It is the rule of MLPerf's early
     stopping with one sample beyond the bound allowed.
     """
     p = permille / 1000
     n = 1
-    while p**n + n * (1 - p) * p ** (n - 1) > 1 - confidence:
+    while p**n + n * (1 - p) * p ** (n - 1) > 0.01:
         n += 1
     return n
 
@@ -51,12 +51,12 @@ def geometric_ratio(side: Sequence[float], base: Sequence[float]) -> float:
     return math.exp(_mean_log(side) - _mean_log(base))
 
 
-def ratio_interval(side: Sequence[float], base: Sequence[float], level: float = 1 - ALPHA) -> Ratio | None:
-    """The ratio with its interval by Welch's t on logarithms. None with fewer than two values on a side."""
+def ratio_interval(side: Sequence[float], base: Sequence[float]) -> Ratio | None:
+    """The ratio with its 95 % interval by Welch's t on logarithms. None with fewer than two values on a side."""
     if len(side) < 2 or len(base) < 2:
         return None
     middle = _mean_log(side) - _mean_log(base)
-    half = _half_width(_var_log(side), len(side), _var_log(base), len(base), level)
+    half = _half_width(_var_log(side), len(side), _var_log(base), len(base), 1 - ALPHA)
     return Ratio(math.exp(middle), math.exp(middle - half), math.exp(middle + half))
 
 

@@ -1,14 +1,14 @@
 """Which memory an AMD GPU allocates from, how large it really is, and what is free of it now."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
 
-from harness.machine.choice import Card, working
 from harness.machine.facts import gpus
+from harness.machine.files import meminfo, number
+from harness.machine.gpu_choice import Card, working
 
 PAGE_BYTES = 4096  # of x86-64; an APU, where pages count, is nothing else
 
@@ -34,7 +34,7 @@ def pools(root: Path = Path("/"), cards: Sequence[Card] | None = None) -> list[P
     A card of its own has its VRAM. An APU has a carve-out (VRAM) and pages of the host (GTT), and the driver takes the
     larger one: Linux amdgpu, `apu_prefer_gtt`.
     """
-    available = _host_available(root)
+    available = meminfo(root, "MemAvailable")
     limit = _pages_limit(root)
     found = []
     for gpu in working(list(gpus(root))) if cards is None else cards:
@@ -45,13 +45,13 @@ def pools(root: Path = Path("/"), cards: Sequence[Card] | None = None) -> list[P
 
 
 def _pool(gpu: Card, device: Path | None, limit: int | None, available: int | None) -> Pool:
-    def number(name: str) -> int | None:
-        return _number(device / f"mem_info_{name}") if device is not None else None
+    def size(name: str) -> int | None:
+        return number(device / f"mem_info_{name}") if device is not None else None
 
-    vram, gtt = number("vram_total"), number("gtt_total")
+    vram, gtt = size("vram_total"), size("gtt_total")
     kind = _kind(gpu["integrated"], vram, gtt)
     unified = kind == "gtt"
-    stated, used = (gtt, number("gtt_used")) if unified else (vram, number("vram_used"))
+    stated, used = (gtt, size("gtt_used")) if unified else (vram, size("vram_used"))
     total, doubts, overstated = (stated or None) if kind else None, [], False
     if kind is None:
         doubts.append("the driver does not tell the sizes of carve-out and GTT, of which the larger counts")
@@ -95,28 +95,10 @@ def _kind(integrated: bool | None, vram: int | None, gtt: int | None) -> Literal
     return "gtt" if gtt > vram else "vram"
 
 
-def _host_available(root: Path) -> int | None:
-    match = re.search(r"^MemAvailable:\s*(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
-    return int(match[1]) * 1024 if match else None
-
-
 def _pages_limit(root: Path) -> int | None:
     """What ttm, which hands out all pages of GTT, gives at most: its limit counts, whatever amdgpu.gttsize says."""
-    pages = _number(root / "sys/module/ttm/parameters/pages_limit")
+    pages = number(root / "sys/module/ttm/parameters/pages_limit")
     return pages * PAGE_BYTES if pages else None
-
-
-def _number(path: Path) -> int | None:
-    text = _read(path)
-    return int(text) if text.isdigit() else None
-
-
-def _read(path: Path) -> str:
-    """A small file's text; empty when it is missing or the driver refuses to answer now."""
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def _gib(size: int) -> str:

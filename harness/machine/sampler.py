@@ -7,9 +7,8 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-import msgspec
-
 from harness.machine.telemetry import Meter, Reading, find_files, local_readings
+from harness.rundir.samples import append_sample
 from harness.rundir.telemetry import TelemetrySample
 
 ROOT_VARIABLE = "AMD_LLM_LOAD_TELEMETRY_ROOT"  # instead of /, for tests on trees of files
@@ -57,7 +56,6 @@ class Sampler:
     def _keep_sampling(self) -> None:
         assert self._source is not None
         meter = Meter()
-        encoder = msgspec.json.Encoder()
         try:
             for reading in self._source(self._enough):
                 gpus, host, container = meter.sample(reading)
@@ -65,14 +63,7 @@ class Sampler:
                 sample = TelemetrySample(
                     wall_s=reading.wall_s, cell=self.cell, took_s=took_s, gpus=gpus, host=host, container=container
                 )
-                self._append(encoder.encode(sample) + b"\n")
+                append_sample(self._path, sample)
                 self.samples += 1
         except Exception as failure:  # of an observer; the measurement goes on without it
             self.last_failure = f"{type(failure).__name__}: {failure}"
-
-    def _append(self, line: bytes) -> None:
-        file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(file, line)  # one write, so that a reader sees whole lines
-        finally:
-            os.close(file)

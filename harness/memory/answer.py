@@ -7,7 +7,12 @@ from typing import Literal
 from msgspec import Struct, structs
 
 from harness.errors import HarnessError
-from harness.fraction import (
+from harness.machine.pool import Pool
+from harness.machine.targets import has_fp8
+from harness.memory.cache import DTYPE_BYTES, GPU_BLOCK, Capacity, Layout, capacity, layout_of
+from harness.memory.model import Model
+from harness.memory.weights import weight_bytes
+from harness.utilization import (
     ENGINE_BYTES,
     GIB,
     HOST_BYTES,
@@ -16,11 +21,6 @@ from harness.fraction import (
     driver_reserve,
     safe_utilization,
 )
-from harness.machine.pool import Pool
-from harness.machine.targets import has_fp8
-from harness.memory.cache import DTYPE_BYTES, GPU_BLOCK, Capacity, Layout, capacity, layout_of
-from harness.memory.model import Model
-from harness.memory.weights import weight_bytes
 
 # What vLLM needs besides weights and KV cache: the peak of activations, graphs, the runtime. Seen on Radeon and Strix
 # Halo at common settings; only its own profiling at start knows.
@@ -91,9 +91,7 @@ class Wish(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     block: int = GPU_BLOCK
 
 
-def share_of(
-    pools: list[Pool], *, source: Source = "driver", tensor_parallel: int = 1, cap: Decimal = VLLM_DEFAULT
-) -> Share:
+def share_of(pools: list[Pool], *, source: Source = "driver", tensor_parallel: int = 1) -> Share:
     """The share for the first `tensor_parallel` GPUs: the least of them, as vLLM takes one number for all.
 
     Raises HarnessError where there are not so many, or where one does not tell its memory.
@@ -103,11 +101,11 @@ def share_of(
             f"{tensor_parallel} GPUs are asked for, and there are {len(pools)}" if pools else NO_GPU,
             next_step=ELSEWHERE,
         )
-    shares = [_of_pool(pool, source, tensor_parallel, cap) for pool in pools[:tensor_parallel]]
+    shares = [_of_pool(pool, source, tensor_parallel) for pool in pools[:tensor_parallel]]
     targets = list(dict.fromkeys(pool.target for pool in pools[:tensor_parallel]))
     found = structs.replace(least(shares), targets=targets)
     others = [pool for pool in pools[tensor_parallel:] if pool.free_bytes is not None and pool.total_bytes is not None]
-    told = _beside(found, [_of_pool(pool, source, 1, cap) for pool in others])
+    told = _beside(found, [_of_pool(pool, source, 1) for pool in others])
     return structs.replace(found, doubts=[*found.doubts, *told])
 
 
@@ -123,7 +121,7 @@ def _beside(found: Share, others: list[Share]) -> list[str]:
     return [f"it is for {first}{by}; {other.node or 'another'} has room for {other.utilization or 'nothing'}"]
 
 
-def _of_pool(pool: Pool, source: Source, gpus: int, cap: Decimal) -> Share:
+def _of_pool(pool: Pool, source: Source, gpus: int) -> Share:
     free, total = pool.free_bytes, pool.total_bytes
     if free is None or total is None:
         raise HarnessError(
@@ -131,7 +129,7 @@ def _of_pool(pool: Pool, source: Source, gpus: int, cap: Decimal) -> Share:
             next_step=ELSEWHERE,
         )
     host = pool.host_available_bytes
-    found = share(free, total, source=source, gpus=gpus, host_available=host, cap=cap, doubts=pool.doubts)
+    found = share(free, total, source=source, gpus=gpus, host_available=host, doubts=pool.doubts)
     return structs.replace(found, node=pool.render_node)
 
 
@@ -152,12 +150,11 @@ def share(
     source: Source,
     gpus: int = 1,
     host_available: int | None = None,
-    cap: Decimal = VLLM_DEFAULT,
     doubts: Sequence[str] = (),
 ) -> Share:
     """The share of one pool by its bytes."""
     reserve = _reserve(source, min(free, total), gpus)
-    found = safe_utilization(free, total, gpus=gpus, reserve=reserve, host_available=host_available, cap=cap)
+    found = safe_utilization(free, total, gpus=gpus, reserve=reserve, host_available=host_available)
     lies = [f"{_gib(free)} of {_gib(total)} are told to be free; no more than the total counts"] if free > total else []
     return Share(
         utilization=found,
@@ -167,7 +164,7 @@ def share(
         total_bytes=total,
         reserve_bytes=reserve,
         host_available_bytes=host_available,
-        formula=_formula(free, total, reserve, host_available, found, cap),
+        formula=_formula(free, total, reserve, host_available, found),
         doubts=[*lies, *doubts],
     )
 
@@ -178,13 +175,14 @@ def _reserve(source: Source, free: int, gpus: int) -> int:
     return default_reserve(free, gpus) + (ENGINE_BYTES if source == "host" else 0)
 
 
-def _formula(free: int, total: int, reserve: int, host: int | None, found: Decimal | None, cap: Decimal) -> str:
+def _formula(free: int, total: int, reserve: int, host: int | None, found: Decimal | None) -> str:
     usable, text = min(free, total) - reserve, f"{_gib(min(free, total))} free - {_gib(reserve)} reserve"
     if host is not None and host - HOST_BYTES < usable:
         usable, text = host - HOST_BYTES, f"{_gib(host)} available on the host - {_gib(HOST_BYTES)} left to it"
     value = Decimal(max(0, usable)) / total
     text = f"({text}) / {_gib(total)} total = {value:.4f}, down to hundredths"
-    return f"{text}, at most {cap} (vLLM's default)" if found == cap and value > cap else text
+    capped = found == VLLM_DEFAULT and value > VLLM_DEFAULT
+    return f"{text}, at most {VLLM_DEFAULT} (vLLM's default)" if capped else text
 
 
 def room_of(model: Model, share: Share | None, wish: Wish = Wish()) -> Room:  # noqa: B008 - a frozen value

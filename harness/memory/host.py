@@ -1,17 +1,15 @@
 """The host's memory as vLLM's CPU backend looks at it: there, the same flag rules a share of the host's memory."""
 
 import re
-from decimal import Decimal
 from pathlib import Path
 
 from harness.errors import HarnessError
-from harness.fraction import VLLM_DEFAULT
 from harness.memory.answer import Share, least, share
 
 _FREE = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")  # what vLLM adds up
 
 
-def host_share(root: Path = Path("/"), *, limit: int | None = None, cap: Decimal = VLLM_DEFAULT) -> Share:
+def host_share(root: Path = Path("/"), *, limit: int | None = None) -> Share:
     """The share of a memory node that is safe for vLLM on the CPU; `limit` is the container's mem_limit in bytes.
 
     Source: vllm/utils/cpu_resource_utils.py, get_memory_node_info. With several nodes, the one that has least.
@@ -31,7 +29,7 @@ def host_share(root: Path = Path("/"), *, limit: int | None = None, cap: Decimal
     if limit is not None:
         pairs = [(min(free, limit), min(total, limit)) for free, total in pairs]
     available = whole.get("MemAvailable")
-    return least([share(free, total, source="host", host_available=available, cap=cap) for free, total in pairs])
+    return least([share(free, total, source="host", host_available=available) for free, total in pairs])
 
 
 def _meminfo(path: Path) -> dict[str, int]:

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from harness.fraction import GIB
 from harness.machine.pool import Pool
 from harness.memory.answer import NO_GPU, OTHER_BYTES, Answer, Room, Share
+from harness.utilization import GIB
 
 SOURCES = {
     "driver": "as the kernel's driver tells; 1 GiB of the reserve is for the runtime, which has not started yet",

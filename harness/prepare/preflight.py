@@ -1,6 +1,5 @@
 """Before a long pull: can the servers of a scenario use this machine's GPU at all?"""
 
-import os
 from pathlib import Path
 
 import msgspec
@@ -9,13 +8,11 @@ from harness.errors import HarnessError, ServerError
 from harness.machine.doctor import Engine, Finding, device_blockers, engine_blockers
 from harness.machine.facts import gpus
 from harness.machine.targets import table, without_code
-from harness.prepare.asked import SWITCH as SWITCH
-from harness.prepare.asked import refuse_impossible, shortages
 from harness.prepare.experiment import Experiment
-from harness.serve import compose_document
-from harness.serve.compose.compose import Service, parse
+from harness.prepare.machine_fit import SWITCH as SWITCH
+from harness.prepare.machine_fit import refuse_impossible, services_here, shortages
+from harness.serve.compose.compose import Service
 from harness.serve.compose.values import parse_device
-from harness.serve.docker.daemon import engine_host
 from harness.serve.docker.engine import engine_facts, has_images
 from harness.serve.vllm.gpu_fit import shown_to
 
@@ -87,15 +84,11 @@ def notes(experiment: Experiment, root: Path = Path("/")) -> list[str]:
 
 def _on_gpu(experiment: Experiment) -> dict[str, Service]:
     """The servers in containers of this machine that are given a GPU."""
-    if experiment.target is not None or engine_host() is not None or os.environ.get(SWITCH) == "off":
-        return {}
-    scenario, found = experiment.scenario, {}
-    for name, server in scenario.servers.items():
-        if server.container:
-            service = parse(compose_document(scenario, name, with_locust=False)).server
-            if any(device.startswith(("/dev/kfd", "/dev/dri")) for device in _devices(service)):
-                found[name] = service
-    return found
+    return {
+        name: service
+        for name, service in services_here(experiment)
+        if any(device.startswith(("/dev/kfd", "/dev/dri")) for device in _devices(service))
+    }
 
 
 def _devices(service: Service) -> list[str]:

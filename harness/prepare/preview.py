@@ -1,6 +1,7 @@
 """What `harness check` shows: the plan of a scenario and how long it will take, without running anything."""
 
 import os
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,7 @@ from rich.table import Table
 from harness.judge.stats import ALPHA, repeats_to_reach_p
 from harness.prepare.experiment import Experiment
 from harness.report import words
+from harness.report.words import count
 from harness.scenario.arrivals import Schedule, steady
 from harness.scenario.behaviour import Agent, pause_mean_s
 from harness.scenario.lengths import in_words, typical_of
@@ -34,8 +36,9 @@ GENERATOR_START_S = 2.0
 
 def show_plan(experiment: Experiment, console: Console) -> None:
     scenario = experiment.scenario
+    say = partial(console.print, markup=False, highlight=False)
     base = baseline_of(scenario)
-    console.print(f"{experiment.path}: valid\n{scenario.question}\n", markup=False, highlight=False)
+    say(f"{experiment.path}: valid\n{scenario.question}\n")
     table = Table(box=None, pad_edge=False)
     for column in ("cell", "server", "load", "work", ""):
         table.add_column(column)
@@ -48,54 +51,43 @@ def show_plan(experiment: Experiment, console: Console) -> None:
     stages = ", one for all stages of a load" if any(load.stages for load in scenario.loads.values()) else ""
     fresh = f"a fresh server for each cell (cold){stages}"
     order = " ".join(cell.id for cell in cells[: 2 * len(scenario.servers) * len(scenario.loads)])
-    console.print(
-        f"\n{counted(len(cells), 'cell')}: {counted(scenario.repeats, 'repeat')}, interleaved; "
+    say(
+        f"\n{count(len(cells), 'cell')}: {count(scenario.repeats, 'repeat')}, interleaved; "
         f"{fresh if scenario.restart else 'one server start per repeat (warm)'}\n"
-        f"order: {order}{' ...' if scenario.repeats > 2 else ''}",
-        markup=False,
-        highlight=False,
+        f"order: {order}{' ...' if scenario.repeats > 2 else ''}"
     )
-    console.print(
+    say(
         f"estimated time: {words.duration(estimate_s(scenario, experiment.folder))} "
         f"(assumed: {ASSUMED_TPOT_S * 1e3:.0f} ms per token however many answers come at once, "
-        f"{ASSUMED_START_S:.0f} s per container start{_first_starts(scenario)})",
-        markup=False,
-        highlight=False,
+        f"{ASSUMED_START_S:.0f} s per container start{_first_starts(scenario)})"
     )
     comparisons = len(scenario.servers) * len(scenario.loads) - 1
     if comparisons and scenario.repeats < (needed := repeats_to_reach_p(comparisons)):
-        console.print(
-            f"note: with {counted(comparisons, 'comparison')}, {counted(scenario.repeats, 'repeat')} can never reach "
-            f"p < {ALPHA:g}: every verdict will be 'cannot tell'. {needed} repeats are the least that can decide.",
-            markup=False,
-            highlight=False,
+        say(
+            f"note: with {count(comparisons, 'comparison')}, {count(scenario.repeats, 'repeat')} can never reach "
+            f"p < {ALPHA:g}: every verdict will be 'cannot tell'. {needed} repeats are the least that can decide."
         )
     for name, load in scenario.loads.items():
         warmup = warmup_of(scenario, load)
         if warmup.until is not None:
             rule = steadiness(load, warmup)
-            console.print(
+            say(
                 f"note: {name}: the warm-up goes on until the server is steady, at least "
-                f"{counted(rule.least, 'request')} ({WINDOWS} windows of {rule.step}) and "
-                f"at most {words.duration(rule.most_s)}",
-                markup=False,
-                highlight=False,
+                f"{count(rule.least, 'request')} ({WINDOWS} windows of {rule.step}) and "
+                f"at most {words.duration(rule.most_s)}"
             )
         if load.trace is not None:
             replay = replay_of(experiment.folder / load.trace.file, load.trace)
-            left_out = (
-                f"; {counted(replay.without_tokens, 'row')} without tokens left out" if replay.without_tokens else ""
-            )
-            console.print(
+            left_out = replay.without_tokens
+            less = f"; {count(left_out, 'row')} without tokens left out" if left_out else ""
+            say(
                 f"note: {name}: {load.trace.file} is read as {replay.format}, its last row is due after "
-                f"{words.duration(replay.at_s[-1])}{left_out}",
-                markup=False,
-                highlight=False,
+                f"{words.duration(replay.at_s[-1])}{less}"
             )
     threads = os.cpu_count() if engine_host() is None else None
     told = notes_on_comments(experiment.path.read_text(encoding="utf-8"))
     for hint in [*notes(scenario), *hints(scenario, threads), *told]:
-        console.print(f"note: {hint}", markup=False, highlight=False)
+        say(f"note: {hint}")
 
 
 def _first_starts(scenario: Scenario) -> str:
@@ -112,8 +104,8 @@ def _first_starts(scenario: Scenario) -> str:
 
 def work(load: Load) -> str:
     """A load in words."""
-    amount = counted(load.requests, "request") if load.requests is not None else f"{load.duration_s:g} s"
-    who = counted(load.users, f"{load.user} user")
+    amount = count(load.requests, "request") if load.requests is not None else f"{load.duration_s:g} s"
+    who = count(load.users, f"{load.user} user")
     burst = f", {load.in_flight or load.batch_size or 1} at a time" if load.user == "batch" else ""
     if load.in_flight:
         each = f" each, {at_once(load)} in all" if load.users > 1 else ""
@@ -126,10 +118,6 @@ def work(load: Load) -> str:
     if load.endpoint == "embeddings":
         return f"{who}{burst}, {amount}, embeddings"
     return f"{who}{burst}, {amount}, {in_words(load.output_tokens)} each ({load.output})"
-
-
-def counted(number: int, what: str) -> str:
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def estimate_s(scenario: Scenario, folder: Path) -> float:

@@ -1,17 +1,16 @@
 """The leaderboard as one HTML page that needs nothing else, and as Markdown."""
 
-import os
-from importlib import resources
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from harness.compare.board import Board, Entry, Figure, Group
 from harness.errors import HarnessError
 from harness.report import words
-from harness.report.markdown import escape
+from harness.report.markdown import escape, grid
+from harness.report.page import asset, template
 from harness.report.table import LIMITED
+from harness.rundir.files import replace_file
 
 RANKING = (
     "A ranking is no verdict: it says who was fastest, not whether the difference is more than chance. "
@@ -33,9 +32,7 @@ def write_board(board: Board, path: Path) -> list[Path]:
     try:
         for target, text in ((path, html(board)), (beside, markdown(board))):
             target.parent.mkdir(parents=True, exist_ok=True)
-            temporary = target.with_name(f"{target.name}.new")
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, target)
+            replace_file(target, text.encode())
     except OSError as error:
         raise HarnessError(
             f"--output: {path} cannot be written ({error.strerror})", next_step="Name a file in a folder of yours."
@@ -44,18 +41,10 @@ def write_board(board: Board, path: Path) -> list[Path]:
 
 
 def html(board: Board) -> str:
-    """The page. Everything that comes from outside is escaped by the template and stays text."""
-    environment = Environment(
-        loader=PackageLoader("harness.report", "assets"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    style = (resources.files("harness.report") / "assets" / "report.css").read_text(encoding="utf-8")
-    return environment.get_template("leaderboard.html.j2").render(
+    """The page."""
+    return template("leaderboard.html.j2").render(
         board=board,
-        style=Markup(style),
+        style=Markup(asset("report.css")),
         value=value,
         spread=spread,
         heading=heading,
@@ -159,7 +148,7 @@ def _matrix(board: Board) -> str:
             shown = words.NOTHING if best is None else f"{value(best, group)}: {best.server} / {best.load}, {best.date}"
             cells.append(shown)
         lines.append([name, *cells])
-    return _table(head, lines)
+    return grid(head, lines)
 
 
 def _group(group: Group) -> str:
@@ -190,15 +179,10 @@ def _group(group: Group) -> str:
                 entry.run,
             ]
         )
-    return "\n\n".join([text, _table(head, lines), *filter(None, [limited(group)])])
+    return "\n\n".join([text, grid(head, lines), *filter(None, [limited(group)])])
 
 
 def _figures(figures: list[Figure]) -> str:
     head = ["Hardware", "Model", "Setup", "Load", "Result", "Claim", "Source", "Date"]
     lines = [[f.hardware, f.model, f.setup, f.load, f.result, f.claim, f.source, f.date] for f in figures]
-    return _table(head, lines)
-
-
-def _table(head: list[str], lines: list[list[str]]) -> str:
-    rows = [list(map(escape, head)), ["---"] * len(head), *(list(map(escape, line)) for line in lines)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return grid(head, lines)

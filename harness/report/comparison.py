@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.judge.verdicts import METRIC_WORDS
-from harness.report import differing, sentences, words
+from harness.report import differences, sentences, words
 from harness.report.markdown import code, escape
 from harness.report.terminal import STYLES
 from harness.summary import Comparison, Verdict
@@ -35,7 +35,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         console.print(mark + Text(words.one_line(f"{check.check}: {check.evidence}")))
     if comparison.sides:
         console.print()
-        differing.print_differences(comparison.differences, comparison.sides, console)
+        differences.print_differences(comparison.differences, comparison.sides, console)
 
 
 def markdown(comparison: Comparison) -> str:
@@ -48,7 +48,7 @@ def markdown(comparison: Comparison) -> str:
     text = f"{banner}{table}\n\n{noted}" + "\n".join(f"- {sentence}" for sentence in said)
     for check in comparison.checks:
         text += f"\n- {'passed' if check.passed else '**FAILED**'}: {code(check.check)}: {escape(check.evidence)}"
-    return f"{text}\n\n{differing.markdown(comparison.differences, comparison.sides)}" if comparison.sides else text
+    return f"{text}\n\n{differences.markdown(comparison.differences, comparison.sides)}" if comparison.sides else text
 
 
 def _cells(verdict: Verdict) -> tuple[str, ...]:

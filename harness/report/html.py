@@ -3,25 +3,24 @@
 import base64
 import gzip
 import hashlib
-import os
 from datetime import UTC, datetime
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import yaml
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from harness.report import doing, kept, sentences, words
+from harness.compare.differences import server_differences
+from harness.report import machine_load, schedules, sentences, words
 from harness.report.charts import figures, marks, scatter, starts, tradeoff
 from harness.report.charts.events import Event, events_of
 from harness.report.charts.forest import Forest
 from harness.report.charts.observed import Observed, observe
 from harness.report.charts.timeline import figure_of
-from harness.report.differing_servers import server_differences
+from harness.report.page import asset, template
 from harness.report.table import columns, interval, lines
+from harness.rundir.files import replace_file
 from harness.rundir.manifest import Run, ServedBy, read_run
 from harness.summarize.summarize import read_summary
 from harness.summary import Summary
@@ -39,30 +38,21 @@ def write_report(folder: Path) -> Path:
     run = read_run(folder)
     page = render(read_summary(folder), run, observe(folder, run))
     path = folder / "report.html"
-    temporary = folder / "report.html.new"
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, path)
+    replace_file(path, page.encode())
     return path
 
 
 def render(summary: Summary, run: Run, observed: Observed) -> str:
-    """The page. Everything that comes from outside is escaped by the template and stays text."""
-    environment = Environment(
-        loader=PackageLoader("harness.report", "assets"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"moment": _moment, "seconds": words.seconds, "ms": _ms, "number": _number, "yaml": _yaml}
-    library = _asset(LIBRARY)
-    style, theme, script = (_asset(name) for name in ("report.css", "theme.js", "report.js"))
+    """The page."""
+    report = template("report.html.j2", moment=_moment, seconds=words.seconds, ms=_ms, number=_number, yaml=_yaml)
+    library = asset(LIBRARY)
+    style, theme, script = (asset(name) for name in ("report.css", "theme.js", "report.js"))
     rows = lines(summary, run)
     charts = _charts(summary, run, observed)
     drawn = {chart.id: chart.figure for chart in charts if not chart.empty}
     events = _events(summary, run, observed)
     timelines = {line.cell: figure_of(line, events[line.cell]) for line in observed.timelines}
-    return environment.get_template("report.html.j2").render(
+    return report.render(
         summary=summary,
         run=run,
         columns=columns(summary),
@@ -78,11 +68,11 @@ def render(summary: Summary, run: Run, observed: Observed) -> str:
         timelines=list(timelines),
         timeline_first=_shown_first(run, events),
         events=events,
-        kept=kept.kept(summary, run),
-        kept_columns=kept.COLUMNS,
-        doing=doing.doing(summary),
-        gpu_head=doing.GPU_HEAD,
-        gpu_lines=doing.gpu_lines(summary),
+        schedules=schedules.lines(summary, run),
+        schedule_columns=schedules.COLUMNS,
+        machine=machine_load.table_of(summary),
+        gpu_head=machine_load.GPU_HEAD,
+        gpu_lines=machine_load.gpu_lines(summary),
         observed=observed,
         differences=server_differences(run),
         served=_served(run),
@@ -110,10 +100,6 @@ def _events(summary: Summary, run: Run, observed: Observed) -> dict[str, list[Ev
     cells = {cell.id: cell for cell in summary.cells}
     ran = {cell.id: cell for cell in run.cells}
     return {line.cell: events_of(line, cells.get(line.cell), ran.get(line.cell)) for line in observed.timelines}
-
-
-def _asset(name: str) -> str:
-    return (resources.files("harness.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _packed(data: bytes) -> str:

@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from harness.errors import HarnessError
 from harness.judge.verdicts import METRIC_WORDS
-from harness.report import kept, sentences, words
+from harness.report import schedules, sentences, words
 from harness.rundir.manifest import Run
 from harness.summary import CheckResult, Comparison, Summary
 
@@ -51,8 +51,8 @@ def render(summary: Summary, run: Run) -> str:
         digests = {cell.served_by.image_digest for cell in run.cells if cell.server == server} - {None}
         if digests:
             properties[f"image_digest.{server}"] = ", ".join(sorted(filter(None, digests)))
-    for line in kept.kept(summary, run):
-        properties[f"schedule.{line.server}/{line.load}"] = kept.in_words(line)
+    for line in schedules.lines(summary, run):
+        properties[f"schedule.{line.server}/{line.load}"] = schedules.in_words(line)
     if summary.simulated:
         properties["simulated"] = words.SIMULATED
     took_s = None if run.ended_wall_s is None else run.ended_wall_s - run.started_wall_s

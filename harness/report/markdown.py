@@ -1,10 +1,10 @@
 """A run's report in Markdown, for a pull request or a CI summary."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 
-from harness.report import kept, sentences, words
-from harness.report.table import columns, lines
+from harness.report import schedules, sentences, words
+from harness.report.table import Meaning, columns, lines
 from harness.rundir.manifest import Run
 from harness.summary import Summary
 
@@ -17,7 +17,7 @@ def render(summary: Summary, run: Run) -> str:
     if summary.simulated:
         parts.append(f"> **{words.SIMULATED}**")
     parts.append(table(summary, run))
-    if lines_ := kept.kept(summary, run):
+    if lines_ := schedules.lines(summary, run):
         parts.append(_schedules(lines_))
     if summary.comparison:
         items = [escape(verdict.sentence) for verdict in summary.comparison.verdicts]
@@ -39,7 +39,7 @@ def render(summary: Summary, run: Run) -> str:
             )
         )
     parts.append(_details("Each row in words", _rows_in_words(summary, run)))
-    parts.append(_details("What the columns mean", _explanations(summary)))
+    parts.append(_details("What the columns mean", _explanations(columns(summary))))
     parts.append(f"Scenario {code(summary.scenario)}, run {code(summary.run)}. {escape(sentences.of_load(run))}")
     return "\n\n".join(parts) + "\n"
 
@@ -58,20 +58,23 @@ def code(text: str) -> str:
 def table(summary: Summary, run: Run, keys: Collection[str] | None = None) -> str:
     """The main table alone, or some of its columns."""
     shown = [column for column in columns(summary) if keys is None or column.key in keys]
-    head = "| " + " | ".join(column.heading for column in shown) + " |"
     rule = "|" + "|".join(":---" if column.key in LEFT else "---:" for column in shown) + "|"
-    body = ["| " + " | ".join(escape(column.text(line)) for column in shown) + " |" for line in lines(summary, run)]
-    return "\n".join([head, rule, *body])
+    body = [[column.text(line) for column in shown] for line in lines(summary, run)]
+    return grid([column.heading for column in shown], body, rule)
 
 
-def _schedules(lines_: list[kept.Line]) -> str:
+def grid(head: Sequence[str], body: Iterable[Sequence[str]], rule: str = "") -> str:
+    """A table; `rule`: the line below its head, which says how columns are aligned."""
+    first, *others = ("| " + " | ".join(map(escape, row)) + " |" for row in (head, *body))
+    return "\n".join([first, rule or "| " + " | ".join("---" for _ in head) + " |", *others])
+
+
+def _schedules(lines_: list[schedules.Line]) -> str:
     """How open loops kept their schedule."""
-    head = ["Server", "Load", "Schedule", *(column.title for column in kept.COLUMNS)]
+    head = ["Server", "Load", "Schedule", *(column.title for column in schedules.COLUMNS)]
     body = [[line.server, line.load, line.course, *line.texts] for line in lines_]
-    rows = ["| " + " | ".join(escape(text) for text in row) + " |" for row in [head, *body]]
-    rows.insert(1, "|" + ":---|" * 3 + "---:|" * len(kept.COLUMNS))
-    means = _list([f"**{c.title}**: {escape(c.explanation)} {code(c.formula)}" for c in kept.COLUMNS])
-    return "\n".join(rows) + "\n\n" + _details("What they mean", means)
+    rule = "|" + ":---|" * 3 + "---:|" * len(schedules.COLUMNS)
+    return grid(head, body, rule) + "\n\n" + _details("What they mean", _explanations(schedules.COLUMNS))
 
 
 def _rows_in_words(summary: Summary, run: Run) -> str:
@@ -83,8 +86,8 @@ def _rows_in_words(summary: Summary, run: Run) -> str:
     )
 
 
-def _explanations(summary: Summary) -> str:
-    return _list([f"**{c.heading}**: {escape(c.explanation)} {code(c.formula)}" for c in columns(summary)])
+def _explanations(columns: Iterable[Meaning]) -> str:
+    return _list([f"**{c.heading}**: {escape(c.explanation)} {code(c.formula)}" for c in columns])
 
 
 def _list(items: list[str]) -> str:

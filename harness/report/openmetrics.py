@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from harness.report.doing import VALUES
+from harness.report.machine_load import VALUES
 from harness.report.table import side
 from harness.rundir.manifest import Run
 from harness.summarize.self_check import WORDS

@@ -4,13 +4,12 @@ import gzip
 import os
 from pathlib import Path
 
-import msgspec
-
 from harness.errors import HarnessError, RunError
-from harness.judge.floors import floor_path, folder_name, is_noise_run
+from harness.judge.noise_floors import floor_path, folder_name, is_noise_run
 from harness.report import markdown
+from harness.rundir.files import pretty_json, replace_file
 from harness.rundir.manifest import Run, read_run
-from harness.summarize.summarize import encode_summary, summarize
+from harness.summarize.summarize import summarize
 from harness.summary import Summary
 
 RECORDS = "requests.jsonl"
@@ -28,8 +27,8 @@ def publish(folder: Path, results: Path, *, records: bool = False) -> tuple[Path
     _refuse(run, summary, folder)
     target = floor_path(results, run).parent / folder_name(run.id)
     files = {
-        "run.json": msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n",
-        "summary.json": encode_summary(summary).encode() + b"\n",
+        "run.json": pretty_json(run),
+        "summary.json": pretty_json(summary),
         "report.md": markdown.render(summary, run).encode(),
     }
     try:
@@ -71,9 +70,7 @@ def _replace(path: Path, content: bytes) -> bool:
     """Write a file in one step unless it is so already; whether it had to be."""
     if path.exists() and path.read_bytes() == content:
         return False
-    temporary = path.with_name(f"{path.name}.new")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
+    replace_file(path, content)
     return True
 
 

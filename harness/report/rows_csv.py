@@ -3,8 +3,8 @@
 import csv
 import io
 
-from harness.report import kept
-from harness.report.doing import VALUES
+from harness.report import schedules
+from harness.report.machine_load import VALUES
 from harness.report.table import Line, lines
 from harness.rundir.manifest import Run
 from harness.summary import Answers, PromptLengths, Summary
@@ -52,7 +52,7 @@ def _record(line: Line) -> dict[str, str | int | float | None]:
     for name, field in _LATENCIES.items():
         sample = getattr(numbers, field)
         record |= {f"{name}_{statistic}_s": getattr(sample, statistic) for statistic in _STATISTICS}
-    record |= kept.values(line.row)
+    record |= schedules.values(line.row)
     did = line.row.machine_load
     record |= {name: None if did is None else getattr(did, field) for name, field, *_ in VALUES}
     for slos, attained in numbers.slos.items():

@@ -1,6 +1,5 @@
 """The main table: one definition of its columns, used by every report."""
 
-import statistics
 from collections.abc import Callable
 from typing import Literal
 
@@ -11,7 +10,7 @@ from harness.report import words
 from harness.rundir.manifest import Run
 from harness.rundir.origin import OTHERWISE
 from harness.scenario.plan import baseline_of
-from harness.summary import Row, Summary, Verdict
+from harness.summary import Row, Summary, Verdict, median_of_known
 
 LIMITED = "‡"  # beside a number that the load generator limited in one of the row's cells
 
@@ -27,15 +26,24 @@ class Line(Struct, frozen=True, kw_only=True):
     rate_mark: str = ""  # where the rate means something else than that of the first row
 
 
-class Column(Struct, frozen=True, kw_only=True):
-    """One column: how its text is made and what it means."""
+class Meaning(Struct, frozen=True, kw_only=True):
+    """What a column of any table means."""
 
     key: str
     title: str
-    unit: str  # shown with the title; empty where the values carry it or have none
-    group: Literal["name", "work", "latency", "verdict"]
     explanation: str
     formula: str
+
+    @property
+    def heading(self) -> str:
+        return self.title
+
+
+class Column(Meaning, frozen=True, kw_only=True):
+    """One column of the main table, and how its text is made."""
+
+    unit: str = ""  # shown with the title; empty where the values carry it or have none
+    group: Literal["name", "work", "latency", "verdict"]
     text: Callable[[Line], str]
 
     @property
@@ -53,12 +61,11 @@ def lines(summary: Summary, run: Run) -> list[Line]:
     rates = [row.definitions.get("output_tok_s", "") for row in summary.rows]
     result = []
     for row in summary.rows:
-        known = [value for value in map(tokens.get, row.cells) if value is not None]
         verdict = None if side(row) == name else verdicts.get(side(row))
         result.append(
             Line(
                 row=row,
-                tokens=statistics.median(known) if known else None,
+                tokens=median_of_known(map(tokens.get, row.cells)),
                 verdict=verdict,
                 baseline=side(row) == name,
                 against="" if verdict is None or verdict.baseline == name else verdict.baseline,
@@ -121,7 +128,6 @@ _NAMES_AND_WORK = (
     Column(
         key="server",
         title="Server",
-        unit="",
         group="name",
         explanation="The server’s name in the scenario.",
         formula="servers.NAME",
@@ -130,7 +136,6 @@ _NAMES_AND_WORK = (
     Column(
         key="load",
         title="Load",
-        unit="",
         group="name",
         explanation="The load’s name in the scenario: who sends requests, and how many at once.",
         formula="loads.NAME",
@@ -139,7 +144,6 @@ _NAMES_AND_WORK = (
     Column(
         key="wall",
         title="Wall time",
-        unit="",
         group="work",
         explanation="How long the whole work took, from the first request sent to the last one ended. "
         "Median over the repeats; none for a load of fixed duration.",
@@ -149,7 +153,6 @@ _NAMES_AND_WORK = (
     Column(
         key="tokens",
         title="Completion tokens",
-        unit="",
         group="work",
         explanation="Tokens that the server generated in one run, by its own count. Median over the repeats.",
         formula="Σ usage.completion_tokens of the run’s successful requests",
@@ -158,7 +161,6 @@ _NAMES_AND_WORK = (
     Column(
         key="rate",
         title="Aggregate tok/s",
-        unit="",
         group="work",
         explanation="Tokens per second of all requests together: what the server achieves. Median over the repeats.",
         formula="tok/s = tokens generated inside the window ÷ window; "
@@ -169,7 +171,6 @@ _NAMES_AND_WORK = (
 _INPUT = Column(
     key="input_rate",
     title="Prompt tok/s",
-    unit="",
     group="work",
     explanation="Prompt tokens per second of all requests together: what a server of embeddings achieves. "
     "Median over the repeats.",
@@ -179,7 +180,6 @@ _INPUT = Column(
 _VALID = Column(
     key="valid",
     title="Valid answers",
-    unit="",
     group="work",
     explanation="Answers that have the form that was asked for, of the successful requests of all repeats. "
     "A fast server whose answers are of no use has won nothing.",
@@ -189,7 +189,6 @@ _VALID = Column(
 _RIGHT = Column(
     key="right",
     title="Right answers",
-    unit="",
     group="work",
     explanation="Answers that are the label that is known to be right.",
     formula="right ÷ answers of which the right label is known",
@@ -199,7 +198,6 @@ _ERRORS_AND_VERDICT = (
     Column(
         key="errors",
         title="Errors",
-        unit="",
         group="latency",
         explanation="Requests that failed or were cut by the end of the run, of all that were sent. "
         "They count here and never in a latency.",
@@ -209,7 +207,6 @@ _ERRORS_AND_VERDICT = (
     Column(
         key="speedup",
         title="Speedup (95 %)",
-        unit="",
         group="verdict",
         explanation="How many times as fast as the baseline, or, of a part of a mix, as the same load alone, with the "
         "interval that holds the true value in 95 of 100 experiments. The sample is the run, not the request.",
@@ -220,7 +217,6 @@ _ERRORS_AND_VERDICT = (
     Column(
         key="verdict",
         title="Verdict",
-        unit="",
         group="verdict",
         explanation="Faster or slower only when the corrected p is below 0.05, the interval excludes 1 and the effect "
         "exceeds the noise floor; “same” only when the interval lies inside the noise floor; else “cannot tell”.",

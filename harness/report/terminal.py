@@ -7,10 +7,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.report import kept, sentences, words
+from harness.report import schedules, sentences, words
 from harness.report.charts import starts
-from harness.report.doing import Doing, doing
-from harness.report.table import Column, Line, columns, lines
+from harness.report.machine_load import MachineTable, table_of
+from harness.report.table import Column, Line, Meaning, columns, lines
 from harness.rundir.manifest import Run
 from harness.summary import Summary
 
@@ -30,10 +30,10 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
     if explain:
         console.print()
         for column in columns(summary):
-            _item(console, Text(f"{column.heading}: ", "bold") + Text(f"{column.explanation} [{column.formula}]"))
+            _meaning(console, column)
         for name, text in starts.explained(run):
             _item(console, Text(f"{words.one_line(name)}: ", "bold") + Text(words.one_line(text)))
-        _machine(doing(summary), console)
+        _machine(table_of(summary), console)
     _verdicts(summary, console)
     console.print()
     style = "bold green" if summary.valid and run.status == "valid" else "bold red"
@@ -70,7 +70,7 @@ def _tables(columns: Sequence[Column], rows: list[Line], width: int) -> list[Tab
     if all(_fits(part, rows, 1, width) for part in (work, latency)):
         return [_table(part, rows, 2 if _fits(part, rows, 2, width) else 1) for part in (work, latency)]
     number = Column(
-        key="number", title="#", unit="", group="name", explanation="The row's number.", formula="",
+        key="number", title="#", group="name", explanation="The row's number.", formula="",
         text=lambda line: str(rows.index(line) + 1),
     )  # fmt: skip
     names = [column for column in columns if column.group == "name"]
@@ -107,7 +107,7 @@ def _style(column: Column, line: Line) -> str:
     return "bold red" if column.key == "errors" and column.text(line) != "0" else ""
 
 
-def _machine(table: Doing, console: Console) -> None:
+def _machine(table: MachineTable, console: Console) -> None:
     """What the machine did, a block for each row, since there are many columns; then what they mean."""
     for server, load, texts in table.rows:
         console.print()
@@ -118,19 +118,19 @@ def _machine(table: Doing, console: Console) -> None:
         console.print()
         _item(console, Text(f"Sampled: {table.sampling}"))
     for column in table.columns:
-        _item(console, Text(f"{column.title}: ", "bold") + Text(f"{column.explanation} [{column.formula}]"))
+        _meaning(console, column)
 
 
 def _schedules(summary: Summary, run: Run, console: Console, *, explain: bool) -> None:
     """How open loops kept their schedule, a block for each row; with `explain` what each number means."""
-    found = kept.kept(summary, run)
+    found = schedules.lines(summary, run)
     for line in found:
         console.print()
         console.print(Text(words.one_line(f"{line.server} / {line.load}: {line.course}"), "bold"))
-        shown = zip(kept.COLUMNS, line.texts, strict=True)
+        shown = zip(schedules.COLUMNS, line.texts, strict=True)
         _item(console, Text("; ".join(f"{column.title} {text}" for column, text in shown)))
-    for column in kept.COLUMNS if found and explain else ():
-        _item(console, Text(f"{column.title}: ", "bold") + Text(f"{column.explanation} [{column.formula}]"))
+    for column in schedules.COLUMNS if found and explain else ():
+        _meaning(console, column)
 
 
 def _verdicts(summary: Summary, console: Console) -> None:
@@ -140,6 +140,10 @@ def _verdicts(summary: Summary, console: Console) -> None:
     for verdict in summary.comparison.verdicts:
         _item(console, Text(words.one_line(verdict.sentence), STYLES.get(verdict.word, "")))
     _item(console, Text(sentences.of_method(summary.comparison), "dim"))
+
+
+def _meaning(console: Console, column: Meaning) -> None:
+    _item(console, Text(f"{column.heading}: ", "bold") + Text(f"{column.explanation} [{column.formula}]"))
 
 
 def _item(console: Console, text: Text) -> None:

@@ -20,8 +20,9 @@ from rich.console import Console
 from harness.errors import RunError
 from harness.job import Job, write_job
 from harness.paths import LOCUSTFILES
-from harness.run.calibrated import store
 from harness.run.drive import locust_arguments
+from harness.run.trusted_streams import store
+from harness.rundir.files import pretty_json
 from harness.rundir.records import Request, read_marks, read_requests
 from harness.scenario.scenario import Load, Prompts, Warmup
 from harness.simulated.sendlog import Sent
@@ -186,7 +187,7 @@ def show_readings(console: Console, most: int | None, processes: int, *, as_json
     # What was asked to stop early has found no limit.
     stored = best is not None and most is None and store(processes, best.streams, best.chunks_per_s) is not None
     if as_json:
-        print(msgspec.json.format(msgspec.json.encode(readings), indent=1).decode())
+        print(pretty_json(readings).decode(), end="")
     else:
         kept = " `harness run` will mind it." if stored else ""
         console.print("\n" + in_words(readings) + kept, markup=False, highlight=False)

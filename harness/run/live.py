@@ -9,10 +9,10 @@ import msgspec
 from harness.errors import HarnessError, RunError, ServerError
 from harness.job import write_job
 from harness.machine.sampler import Sampler
-from harness.prepare.computed import fill_in
+from harness.prepare.auto import fill_in
 from harness.prepare.experiment import Experiment, load_name, server_name
 from harness.prepare.preflight import refuse_blocked
-from harness.prepare.tokens import counted_words
+from harness.prepare.prompt_words import counted_words
 from harness.report.words import SIMULATED
 from harness.run.drive import GRACE_S, tail
 from harness.run.progress import Progress
@@ -21,7 +21,7 @@ from harness.rundir.metrics import Scraper
 from harness.scenario.check_syntax import parse_check, slos_key
 from harness.scenario.plan import plan
 from harness.serve.ports import is_free
-from harness.serve.telemetry import source_of
+from harness.serve.telemetry_source import source_of
 from harness.workload import salt_words
 
 UI_HOST = "127.0.0.1"

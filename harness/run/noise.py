@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 
 from harness.errors import HarnessError, RunError
-from harness.judge.floors import AGAIN, LEAST, A, Floor, floor_of, floor_path, write_floor
+from harness.judge.noise_floors import AGAIN, LEAST, A, Floor, floor_of, floor_path, write_floor
 from harness.judge.verdicts import METRIC_WORDS
 from harness.prepare.experiment import Experiment, server_name
 from harness.run.progress import Progress

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from harness.job import Job
 from harness.report.words import duration
+from harness.run.cell_progress import GIB, Glance, Watch
 from harness.run.drive import Count
-from harness.run.glance import GIB, Glance, Watch
 from harness.scenario.plan import Cell
 
 PLAIN_EVERY_S = 5.0

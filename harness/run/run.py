@@ -25,10 +25,10 @@ from harness.errors import HarnessError
 from harness.job import Job, write_job
 from harness.machine.facts import gpu_memory, machine
 from harness.machine.sampler import Sampler
-from harness.prepare.computed import fill_in
+from harness.prepare.auto import fill_in
 from harness.prepare.experiment import Experiment
 from harness.prepare.preflight import refuse_blocked
-from harness.prepare.tokens import counted_words
+from harness.prepare.prompt_words import counted_words
 from harness.report import html
 from harness.run.drive import Child, Count, Driven, LocalChild, drive, locust_arguments
 from harness.run.offline import offline_cell
@@ -41,7 +41,7 @@ from harness.scenario.stages import staged
 from harness.serve import Endpoint, attach, engine_version, is_offline, serve
 from harness.serve.docker import labels
 from harness.serve.docker.generator import ContainerChild
-from harness.serve.telemetry import source_of
+from harness.serve.telemetry_source import source_of
 from harness.summarize.summarize import summarize, write_summary
 from harness.summary import Summary
 from harness.workload import pairs_of, salt_words, workload_sha256

@@ -1,6 +1,5 @@
 """The run's manifest, run.json: written first with status `running`, after every cell, and last with the verdict."""
 
-import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,6 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from harness.errors import HarnessError
+from harness.rundir.files import pretty_json, replace_file
 from harness.rundir.records import FORMAT_VERSION
 from harness.scenario.scenario import Scenario
 from harness.workers import Workers
@@ -191,11 +191,7 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 def write_run(folder: Path, run: Run) -> None:
-    """Replace run.json in one step, so that a reader never sees half of it."""
-    text = msgspec.json.format(msgspec.json.encode(run), indent=1)
-    temporary = folder / "run.json.new"
-    temporary.write_bytes(text + b"\n")
-    os.replace(temporary, folder / "run.json")
+    replace_file(folder / "run.json", pretty_json(run))
 
 
 def read_run(folder: Path) -> Run:

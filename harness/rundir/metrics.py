@@ -13,7 +13,6 @@ started_s           when the server's process started, Unix time
 """
 
 import itertools
-import os
 import threading
 import time
 from collections import defaultdict
@@ -25,9 +24,9 @@ import msgspec
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from harness.rundir.samples import samples_by_cell
+from harness.rundir.samples import append_sample, samples_by_cell
 from harness.summary import ServerLoad
-from harness.trust import authorities
+from harness.trust import open_session
 
 # vLLM's names of release 0.10 and later, then older ones, then llama.cpp's. The embedded engine uses vLLM's.
 NAMES = {
@@ -105,12 +104,7 @@ class Scraper:
         self.last_failure: str | None = None
         self._path = path
         self._interval_s = interval_s
-        self._session = requests.Session()
-        self._session.trust_env = False  # a proxy of the environment is not meant for a server on this machine
-        self._session.verify = authorities()
-        if api_key:
-            self._session.headers["Authorization"] = f"Bearer {api_key}"
-        self._encoder = msgspec.json.Encoder()
+        self._session = open_session(api_key)
         self._enough = threading.Event()
         self._thread = threading.Thread(target=self._keep_scraping, name=f"metrics of {cell}", daemon=True)
 
@@ -135,8 +129,7 @@ class Scraper:
         wall_s = time.time()
         try:
             values = parse(self._text())
-            line = self._encoder.encode(MetricsSample(wall_s, self.cell, values)) + b"\n"
-            self._append(line)
+            append_sample(self._path, MetricsSample(wall_s, self.cell, values))
         except (requests.RequestException, ValueError, OSError) as error:
             self.failures += 1
             self.last_failure = f"{type(error).__name__}: {error}"
@@ -151,13 +144,6 @@ class Scraper:
         response = self._session.get(self.source, timeout=min(5.0, max(1.0, self._interval_s)))
         response.raise_for_status()
         return response.text
-
-    def _append(self, line: bytes) -> None:
-        file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(file, line)  # one write, so that a reader sees whole lines
-        finally:
-            os.close(file)
 
     def _keep_scraping(self) -> None:
         due = time.monotonic() + self._interval_s

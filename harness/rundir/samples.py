@@ -1,5 +1,6 @@
 """Files of samples, such as metrics.jsonl: one line a sample, each with the cell that it belongs to."""
 
+import os
 from collections import defaultdict
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -13,6 +14,16 @@ class Sample(Protocol):
 
 
 S = TypeVar("S", bound=Sample)
+
+
+def append_sample(path: Path, sample: Sample) -> None:
+    """One more line, in one write, so that a reader sees whole lines."""
+    line = msgspec.json.encode(sample) + b"\n"
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(file, line)
+    finally:
+        os.close(file)
 
 
 def samples_by_cell(path: Path, type_: type[S]) -> dict[str, list[S]]:

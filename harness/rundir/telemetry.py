@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from harness.rundir.samples import samples_by_cell
-from harness.summary import GpuLoad, MachineLoad
+from harness.summary import GpuLoad, MachineLoad, median_of_known
 
 FEWEST = 5  # samples inside the window that a mean or an integral needs
 MOST_GAP_S = 5.0  # between two samples; beyond, what happened in between is not known
@@ -124,11 +124,8 @@ def median_load(loads: Sequence[MachineLoad | None]) -> MachineLoad | None:
     if not known:
         return None
 
-    def median(name: str) -> float | None:
-        values = [value for load in known if (value := getattr(load, name)) is not None]
-        return statistics.median(values) if values else None
-
-    numbers = {name: median(name) for name in MachineLoad.__struct_fields__ if name not in ("gpus", "package")}
+    names = [name for name in MachineLoad.__struct_fields__ if name not in ("gpus", "package")]
+    numbers = {name: median_of_known(getattr(load, name) for load in known) for name in names}
     whole = {name: round(value) for name in _WHOLE if (value := numbers[name]) is not None}
     found: MachineLoad = msgspec.convert(
         {**numbers, **whole, "package": any(one.package for one in known)}, MachineLoad

@@ -68,10 +68,10 @@ def _value(node: yaml.Node, path: str, lines: dict[str, int], problems: list[str
         constructor.dispose()
 
 
-def decode(raw: Any, type_: type[T], lines: dict[str, int], problems: list[str], path: str = "$") -> T | None:
+def decode(raw: Any, type_: type[T], lines: dict[str, int], problems: list[str]) -> T | None:
     """`raw` as a `type_`; what is wrong goes to `problems` (path, line, value, advice) and gives None."""
     before = len(problems)
-    value = _decode(raw, type_, lines, problems, path)
+    value = _decode(raw, type_, lines, problems, "$")
     return value if len(problems) == before else None
 
 

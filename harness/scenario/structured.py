@@ -59,7 +59,7 @@ def problems_of(form: Structured) -> list[str]:
     return [] if form.json_schema is None else _schema_problems(form.json_schema, ".json_schema")
 
 
-def fields_of(form: Structured, choices: Sequence[str], *, chat: bool = True) -> dict[str, Any]:
+def fields_of(form: Structured, choices: Sequence[str]) -> dict[str, Any]:
     """What is added to the body of a request. `choices`: those of this very request, where it is a choice."""
     if form.send == "nothing":
         return {}

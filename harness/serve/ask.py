@@ -12,9 +12,10 @@ import requests
 
 from harness.errors import HarnessError, ServerError, did_you_mean
 from harness.rundir.manifest import ServedBy
-from harness.trust import authorities
+from harness.trust import open_session
 
 PROBE_TIMEOUT_S = 5.0
+CONNECT_S = 2.0
 RETRY_S = 10.0  # one broken answer is no reason to give up a server
 RETRY_EVERY_S = 0.5
 
@@ -89,11 +90,7 @@ def find_model(base: str, model: str | None, session: requests.Session, key_name
     try:
         names = [str(entry["id"]) for entry in _json(response)["data"]]
     except (ValueError, KeyError, TypeError):
-        raise ServerError(
-            f"{base}/v1/models answers with something that is not a list of models",
-            next_step="Check that the address is that of an OpenAI-compatible server.",
-            detail=response.text[:500],
-        ) from None
+        raise _unlike("a list of models", response) from None
     if model is None:
         if len(names) == 1:
             return names[0]
@@ -125,22 +122,13 @@ def _ollama_version(base: str, session: requests.Session) -> str | None:
     return server_version(base, session, "/api/version") if own else None
 
 
-def listens(host: str, port: int, timeout_s: float = 2.0) -> bool:
+def listens(host: str, port: int) -> bool:
     """Whether something accepts connections there."""
     try:
-        socket.create_connection((host, port), timeout_s).close()
+        socket.create_connection((host, port), CONNECT_S).close()
     except OSError:
         return False
     return True
-
-
-def open_session(api_key: str | None) -> requests.Session:
-    session = requests.Session()
-    session.trust_env = False  # a proxy of the environment must not stand between us and the server
-    session.verify = authorities()
-    if api_key:
-        session.headers["Authorization"] = f"Bearer {api_key}"
-    return session
 
 
 def one_token(model: str) -> dict[str, Any]:
@@ -226,22 +214,23 @@ def check_answer(response: requests.Response, base: str, key_name: str | None = 
     try:
         _json(response)["choices"][0]["message"]
     except (ValueError, KeyError, TypeError, IndexError):
-        raise ServerError(
-            f"{response.url} answers with something that is not a chat completion",
-            next_step="Check that the address is that of an OpenAI-compatible server.",
-            detail=response.text[:500],
-        ) from None
+        raise _unlike("a chat completion", response) from None
 
 
 def _json(response: requests.Response) -> Any:
     try:
         return response.json()
     except ValueError:
-        raise Passing(
-            f"{response.url} answers with something that is not JSON",
-            next_step="Check that the address is that of an OpenAI-compatible server.",
-            detail=response.text[:500],
-        ) from None
+        raise _unlike("JSON", response, Passing) from None
+
+
+def _unlike(what: str, response: requests.Response, kind: type[ServerError] = ServerError) -> ServerError:
+    """The error for an answer that is something else than it has to be."""
+    return kind(
+        f"{response.url} answers with something that is not {what}",
+        next_step="Check that the address is that of an OpenAI-compatible server.",
+        detail=response.text[:500],
+    )
 
 
 def message(response: requests.Response) -> str:

@@ -18,7 +18,6 @@ from harness.serve.ask import (
     message,
     no_answer,
     one_token,
-    open_session,
     patiently,
     reason,
     refuse_no_api,
@@ -29,6 +28,7 @@ from harness.serve.docker.containers import evidence_in
 from harness.serve.lemonade.api import Api
 from harness.serve.lemonade.bring_up import BroughtUp, bring_up
 from harness.serve.waiting import POLL_S, Waiting, watched
+from harness.trust import open_session
 
 TELL_EVERY_S = 1.0
 

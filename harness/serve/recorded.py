@@ -11,10 +11,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from harness.rundir.manifest import Contents, ServedBy, Startup
 from harness.serve import ollama
-from harness.serve.ask import PROBE_TIMEOUT_S, open_session
+from harness.serve.ask import PROBE_TIMEOUT_S
 from harness.serve.docker.contents import contents
 from harness.serve.secrecy import masked, without
 from harness.serve.startup import Started, moment, of_lines, phases_of, started
+from harness.trust import open_session
 
 _CACHE_INFO = "vllm:cache_config_info"
 # Its labels, by the name of the fact or of the effective setting; vLLM writes None for what it does not know.

@@ -58,7 +58,6 @@ def serve(
     run_id: str,
     cell_id: str,
     run_folder: Path,
-    model: str | None = None,
     on_progress: Callable[[str], None] = _silent,
 ) -> Iterator[Endpoint]:
     """Start a server, wait until its model answers, and take it down at the end, however that comes.
@@ -67,8 +66,7 @@ def serve(
     Raises ServerError when it does not become ready, HarnessError for a template or variable that cannot be used.
     """
     server = server_of(scenario, server_name)
-    model = model or scenario.model
-    text = rendered(server, model)
+    text = rendered(server, scenario.model)
     compose = parse(text)
     if compose.serving.offline:
         raise HarnessError(f"the server '{server_name}' is an offline job, which answers nobody but `harness run`")
@@ -76,7 +74,7 @@ def serve(
     (run_folder / "compose" / f"{server_name}.yaml").write_text(text, encoding="utf-8")
     log_path = run_folder / "logs" / f"{cell_id}.server.log"
     api_key = os.environ.get(scenario.api_key_env) if scenario.api_key_env else None
-    started = _Start(server, compose, model, SERVER, log_path, api_key, scenario.api_key_env, on_progress)
+    started = _Start(server, compose, scenario.model, SERVER, log_path, api_key, scenario.api_key_env, on_progress)
     with sigterm_interrupts():
         if server.container:
             with _in_container(started, run_id, cell_id) as endpoint:

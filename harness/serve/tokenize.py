@@ -10,7 +10,8 @@ from typing import Any
 import requests
 
 from harness.errors import ServerError
-from harness.serve.ask import base_url, open_session
+from harness.serve.ask import base_url
+from harness.trust import open_session
 
 TIMEOUT_S = 30.0
 _ADVICE = "Name a local tokenizer.json in prompts.tokenizer, or remove it: a word is then taken for a token."

@@ -25,9 +25,6 @@ def token_id(word: str) -> int:
     return zlib.crc32(word.encode())
 
 
-WORD_IDS = tuple(token_id(word) for word in WORDS)
-
-
 def text_tokens(text: str) -> list[int]:
     return [token_id(word) for word in text.split()]
 

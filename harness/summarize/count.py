@@ -13,8 +13,8 @@ from harness.rundir.blocks import Block, Lines, blocks_of, in_file, reader, requ
 from harness.rundir.records import Request
 from harness.scenario.check_syntax import Slo
 from harness.summarize import gaps
-from harness.summarize.attain import SloTally
 from harness.summarize.gaps import Gaps, Interval, Sample
+from harness.summarize.goodput import SloTally
 from harness.summarize.tally import Clock, Tally
 
 KEEP_BYTES = 256 * 2**20  # of records; of a longer file only those chunk gaps are kept that percentiles need

@@ -3,8 +3,6 @@
 Times in seconds. Fields of a record but `sent_s` are already relative to the moment of sending.
 """
 
-from itertools import pairwise
-
 from harness.rundir.records import Request
 
 
@@ -34,24 +32,6 @@ def tpot_s(request: Request) -> float | None:
     if tokens is None or tokens < 2 or len(chunks) < 2:
         return None
     return (chunks[-1] - chunks[0]) / (tokens - 1)
-
-
-def tokens_per_s(request: Request) -> float | None:
-    """What the user of this request saw: 1 / TPOT."""
-    tpot = tpot_s(request)
-    return 1 / tpot if tpot else None
-
-
-def chunk_gaps_s(request: Request) -> list[float]:
-    """Differences of neighbouring chunk times. A chunk may hold several tokens, so these are not ITL."""
-    return [later - earlier for earlier, later in pairwise(request.chunks_s)]
-
-
-def tokens_per_chunk(request: Request) -> float | None:
-    """Output tokens / chunks."""
-    if request.output_tokens is None or not request.chunks_s:
-        return None
-    return request.output_tokens / len(request.chunks_s)
 
 
 def reasoning_tokens(request: Request) -> float | None:

@@ -1,6 +1,5 @@
 """From a run directory to its Summary. Reads files only; the same files always give the same summary."""
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,11 +7,12 @@ from pathlib import Path
 import msgspec
 
 from harness.errors import HarnessError
-from harness.failures.said import Said, grouped
-from harness.judge import checks, started
-from harness.judge.floors import floor_in
+from harness.failures.messages import Said, grouped
+from harness.judge import checks, server_starts
+from harness.judge.noise_floors import floor_in
 from harness.judge.verdicts import compare_rows
 from harness.rundir import origin
+from harness.rundir.files import pretty_json, replace_file
 from harness.rundir.manifest import CellRun, Origin, Run, read_run
 from harness.rundir.metrics import MetricsSample, read_samples, server_load
 from harness.rundir.records import ProcessMark, read_marks
@@ -21,13 +21,13 @@ from harness.scenario.check_syntax import Slo, slo_sets
 from harness.scenario.mixes import mix_of
 from harness.scenario.plan import Cell, at_once, baseline_of, plan
 from harness.scenario.stages import staged
-from harness.summarize import answered, validity
-from harness.summarize.attain import SloTally
+from harness.summarize import answers, validity
 from harness.summarize.count import Place, tally
-from harness.summarize.punctual import first_due_of, kept_of, kind_of
+from harness.summarize.goodput import SloTally
+from harness.summarize.schedule import first_due_of, kept_of, kind_of
 from harness.summarize.self_check import WORDS, limited
 from harness.summarize.tally import Clock, Tally, numbers_of
-from harness.summarize.warmed import warmed
+from harness.summarize.warmup import warmed
 from harness.summary import CellSummary, FailedRequests, Numbers, Reference, Row, Summary
 
 TOGETHER = 0.80  # of the measured time of a mix
@@ -68,12 +68,12 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
     ]
     found = validity.of_run(run, len(run.cells), damaged, strangers)
     reasons = found.reasons + _apart(run, seen, tallies) + [problem for cell in summaries for problem in cell.problems]
-    notes = origin.notes(run.origin) + found.notes + started.notes(run)
+    notes = origin.notes(run.origin) + found.notes + server_starts.notes(run)
     notes += [note for cell in summaries for note in cell.notes] + _unchecked(summaries)
     rows = _rows(run, summaries, tallies)
     base = baseline_of(run.scenario)
     comparison = None if reasons else compare_rows(rows, (base.server, base.load), run.scenario, floor_in(folder, run))
-    notes += answered.differences(rows, comparison)
+    notes += answers.differences(rows, comparison)
     return Summary(
         run=run.id,
         scenario=run.scenario_name,
@@ -167,16 +167,8 @@ def read_summary(folder: Path) -> Summary:
         raise HarnessError(f"{path}: cannot be read ({error})", next_step="The file was changed or damaged.") from None
 
 
-def encode_summary(summary: Summary) -> str:
-    """A summary as JSON for people and programs."""
-    return msgspec.json.format(msgspec.json.encode(summary), indent=1).decode()
-
-
 def write_summary(folder: Path, summary: Summary) -> None:
-    """Replace summary.json in one step."""
-    temporary = folder / "summary.json.new"
-    temporary.write_text(encode_summary(summary) + "\n", encoding="utf-8")
-    os.replace(temporary, folder / "summary.json")
+    replace_file(folder / "summary.json", pretty_json(summary))
 
 
 def _cells(run: Run) -> dict[str, Cell]:
@@ -254,7 +246,7 @@ def _cell(
     numbers = given or origin.known(numbers_of([counted]), run.origin)
     if run.origin is None:
         asked = kept_of(
-            counted.punctual, run.scenario.loads[cell.load], run.scenario.seed, numbers.window_s, counted.part_s()
+            counted.schedule, run.scenario.loads[cell.load], run.scenario.seed, numbers.window_s, counted.part_s()
         )
         numbers = msgspec.structs.replace(numbers, schedule=asked)
     wall_s = counted.clock.wall_s

@@ -15,15 +15,15 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from harness.failures.said import Said
+from harness.failures.messages import Said
 from harness.judge.stats import Array, percentile
 from harness.rundir.records import CUT, ProcessMark, Request
-from harness.summarize import answered, derive, gaps
-from harness.summarize.answered import Answered
-from harness.summarize.attain import SloTally, attained
+from harness.summarize import answers, derive, gaps
+from harness.summarize.answers import AnswerTally
 from harness.summarize.gaps import Gaps
-from harness.summarize.punctual import Punctual, pooled
-from harness.summary import NEEDED, Distribution, Numbers
+from harness.summarize.goodput import SloTally, attained
+from harness.summarize.schedule import ScheduleTally, pooled
+from harness.summary import NEEDED, Distribution, Numbers, median_of_known
 
 _NO_TOKENS = ("connect", "rejected", "http", "not_api")  # the server generated nothing for these
 
@@ -88,7 +88,7 @@ class Tally(Struct, kw_only=True):
     chunked_tokens: int = 0  # and these tokens
     ended_inside: int = 0
     slos: SloTally = msgspec.field(default_factory=SloTally)
-    answered: Answered = msgspec.field(default_factory=Answered)
+    answers: AnswerTally = msgspec.field(default_factory=AnswerTally)
     wrong_length: int = 0
     read_clock: int = 0
     chunks: int = 0
@@ -105,7 +105,7 @@ class Tally(Struct, kw_only=True):
     chunk_gap_s: Gaps = msgspec.field(default_factory=Gaps)
     connect_s: "array[float]" = msgspec.field(default_factory=_doubles)  # of those that opened a connection
     send_lag_s: "array[float]" = msgspec.field(default_factory=_doubles)
-    punctual: Punctual = msgspec.field(default_factory=Punctual)
+    schedule: ScheduleTally = msgspec.field(default_factory=ScheduleTally)
     # All requests, warm-up included:
     warmup: int = 0  # of all, those of the warm-up
     first_any_s: float | None = None
@@ -135,7 +135,7 @@ class Tally(Struct, kw_only=True):
         self.first_sent_s = sent_s if self.first_sent_s is None else min(self.first_sent_s, sent_s)
         self.last_ended_s = ended_s if self.last_ended_s is None else max(self.last_ended_s, ended_s)
         _keep(self.send_lag_s, derive.send_lag_s(request))
-        self.punctual.add(request, sent_s)
+        self.schedule.add(request, sent_s)
         if request.error is not None:
             self.errors[request.error] += 1
             if request.error == "abandoned":
@@ -147,7 +147,7 @@ class Tally(Struct, kw_only=True):
         inside = self.window_s is None or ended_s <= self.window_s[1]
         self.ended_inside += self.window_s is None
         self.slos.add(request, inside=inside)
-        self.answered.add(request, inside=inside)
+        self.answers.add(request, inside=inside)
         self._add_success(request)
 
     def add_of_other_stage(self, request: Request) -> None:
@@ -178,8 +178,8 @@ class Tally(Struct, kw_only=True):
             setattr(self, name, choose(known, default=None))
         self.chunk_gap_s.merge(other.chunk_gap_s)
         self.slos.merge(other.slos)
-        self.answered.merge(other.answered)
-        self.punctual.merge(other.punctual)
+        self.answers.merge(other.answers)
+        self.schedule.merge(other.schedule)
         self.said.merge(other.said)
         if other.cached_tokens is not None:
             self.cached_tokens = (self.cached_tokens or 0) + other.cached_tokens
@@ -324,7 +324,7 @@ def numbers_of(tallies: Sequence[Tally], cells: Sequence[Numbers] = ()) -> Numbe
     cached = [t.cached_tokens for t in tallies if t.cached_tokens is not None]
     known_prompts = succeeded and not any(t.without_prompt_tokens for t in tallies)
     known_output = succeeded and not any(t.without_output_tokens for t in tallies)
-    asked = [t.answered for t in tallies]
+    asked = [t.answers for t in tallies]
     rates = _rates(tallies[0]) if len(tallies) == 1 and not cells else _medians(cells)
     return Numbers(
         sent=sum(t.sent for t in tallies),
@@ -343,7 +343,7 @@ def numbers_of(tallies: Sequence[Tally], cells: Sequence[Numbers] = ()) -> Numbe
         window=rates.window,
         window_s=rates.window_s,
         output_tok_s=rates.output_tok_s,
-        input_tok_s=answered.input_tok_s(asked, rates.window_s, cells) if succeeded else None,
+        input_tok_s=answers.input_tok_s(asked, rates.window_s, cells) if succeeded else None,
         requests_per_s=rates.requests_per_s,
         ttft_s=distribution([t.ttft_s for t in tallies]),
         ttfo_s=distribution([t.ttfo_s for t in tallies]),
@@ -352,13 +352,13 @@ def numbers_of(tallies: Sequence[Tally], cells: Sequence[Numbers] = ()) -> Numbe
         chunk_gap_s=gap_distribution([t.chunk_gap_s for t in tallies]),
         send_lag_s=distribution([t.send_lag_s for t in tallies]),
         connect_s=distribution([t.connect_s for t in tallies]),
-        ttft_sched_s=distribution([t.punctual.ttft_s for t in tallies]),
-        e2e_sched_s=distribution([t.punctual.e2e_s for t in tallies]),
+        ttft_sched_s=distribution([t.schedule.ttft_s for t in tallies]),
+        e2e_sched_s=distribution([t.schedule.e2e_s for t in tallies]),
         schedule=pooled([cell.schedule for cell in cells]),
         tokens_per_chunk=sum(t.chunked_tokens for t in tallies) / chunks if chunks else None,
-        vectors=answered.vectors_of(asked),
-        answers=answered.answers_of(asked),
-        prompts=answered.prompts_of(asked),
+        vectors=answers.vectors_of(asked),
+        answers=answers.answers_of(asked),
+        prompts=answers.prompts_of(asked),
         slos=attained([t.slos for t in tallies], sum(t.sent for t in tallies), rates.window_s, cells),
     )
 
@@ -414,8 +414,7 @@ def _cut_tokens(one: Tally) -> float:
 
 def _medians(cells: Sequence[Numbers]) -> _Rates:
     def median(name: str) -> float | None:
-        values = [value for cell in cells if (value := getattr(cell, name)) is not None]
-        return statistics.median(values) if values else None
+        return median_of_known(getattr(cell, name) for cell in cells)
 
     return _Rates(
         wall_s=median("wall_s"),

@@ -12,10 +12,10 @@ from harness.rundir.manifest import DIED, CellRun, Run
 from harness.rundir.records import LATE_READ_S, ProcessMark
 from harness.rundir.telemetry import MOST_GAP_S
 from harness.scenario.scenario import Load, at_once
-from harness.summarize.punctual import counts_arrivals
+from harness.summarize.schedule import counts_arrivals
 from harness.summarize.self_check import called, client_limits, killed, more_users
 from harness.summarize.tally import Tally
-from harness.summarize.warmed import in_words
+from harness.summarize.warmup import in_words
 from harness.summary import ClientLimit, MachineLoad, Numbers, ServerLoad, Warmed
 from harness.workers import Workers
 

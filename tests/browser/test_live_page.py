@@ -20,7 +20,6 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from harness.paths import ROOT
 from harness.serve.ports import free_port
-from tests.browser.test_report_page import browser as browser
 from tests.browser.test_report_page import complaints, keep, script
 from tests.command import going, write
 from tests.fake_gpus import gpu, host

@@ -2,15 +2,12 @@
 
 import base64
 import os
-import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -20,17 +17,6 @@ from harness.report.charts.scatter import MOST_OF_ALL
 from harness.report.html import write_report
 from tests.report_runs import HOSTILE, write_run_directory
 
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--disable-dev-shm-usage",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
 CHARTS = [
     "throughput", "first-token", "trade-ttft", "trade-e2e", "cdf-ttft", "cdf-tpot", "cdf-e2e", "timeline", "dots-ttft",
     "dots-e2e", "startup",
@@ -42,21 +28,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("run")
     write_run_directory(folder, repeats=2, requests=30, faults=3)
     return write_report(folder).as_uri()
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
-    driver = shutil.which("chromedriver")
-    assert driver is not None, "chromedriver is missing (Debian: apt install chromium-driver)"
-    options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium") or "chromium"
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    # Both paths are given, so selenium has no reason to look for a driver to download.
-    chrome = webdriver.Chrome(options=options, service=Service(driver))
-    yield chrome
-    chrome.quit()
 
 
 def script(browser: webdriver.Chrome, text: str) -> Any:

@@ -10,7 +10,6 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from harness.report.html import write_report
-from tests.browser.test_report_page import browser as browser
 from tests.browser.test_report_page import complaints, keep, script, show
 from tests.report_runs import write_run_directory
 from tests.watched_runs import watch

@@ -10,7 +10,7 @@ from harness.load.live.histogram import Histogram, add, note
 from harness.rundir.records import CUT, Request
 from harness.scenario.check_syntax import Slo
 from harness.summarize import derive
-from harness.summarize.attain import meets
+from harness.summarize.goodput import meets
 
 MOST_KINDS = 20
 

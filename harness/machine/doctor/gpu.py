@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from harness.machine import pci
-from harness.machine.choice import working
 from harness.machine.doctor.finding import Finding, finding
 from harness.machine.facts import gpus
 from harness.machine.files import text
+from harness.machine.gpu_choice import working
 from harness.machine.targets import WORDS, Standing, Target, table, target_of
 
 _READY: tuple[Standing, ...] = ("validated", "supported", "code")

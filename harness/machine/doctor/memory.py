@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 
-from harness.fraction import VLLM_DEFAULT, driver_reserve, safe_utilization, vllm_accepts
-from harness.machine.choice import Card, working
 from harness.machine.doctor.finding import Finding, finding
 from harness.machine.doctor.processes import orphans
 from harness.machine.facts import gpus
 from harness.machine.files import gib, meminfo, number, text
+from harness.machine.gpu_choice import Card, working
 from harness.machine.holders import Holder, holders
 from harness.machine.pool import PAGE_BYTES, Pool, pools
+from harness.utilization import VLLM_DEFAULT, driver_reserve, safe_utilization, vllm_accepts
 
 GIB = 1 << 30
 TEMPLATE_SHARE = Decimal("0.75")  # gpu_memory_utilization of the template vllm-rocm

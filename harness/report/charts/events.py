@@ -6,8 +6,8 @@ from msgspec import Struct
 
 from harness.report import words
 from harness.report.charts.observed import Timeline
-from harness.report.charts.scraped import ServerSamples
-from harness.report.charts.watched import MachineSamples
+from harness.report.charts.server_metrics import ServerSamples
+from harness.report.charts.telemetry import MachineSamples
 from harness.rundir.manifest import CellRun
 from harness.summary import CellSummary
 

@@ -14,10 +14,10 @@ import numpy as np
 from msgspec import Struct, field
 
 from harness.report.charts.bins import FINE_S, Counts, bin_of
-from harness.report.charts.scraped import ServerSamples, server_samples, shifted
-from harness.report.charts.seen import Choice, Failures, Seen
-from harness.report.charts.watched import MachineSamples, machine_samples
-from harness.report.charts.watched import shifted as shifted_machine
+from harness.report.charts.request_dots import Choice, Failures, Seen
+from harness.report.charts.server_metrics import ServerSamples, server_samples, shifted
+from harness.report.charts.telemetry import MachineSamples, machine_samples
+from harness.report.charts.telemetry import shifted as shifted_machine
 from harness.rundir.blocks import Block, Lines, blocks_of, in_file, reader, requests_in
 from harness.rundir.manifest import Run
 from harness.rundir.records import Request, read_marks

@@ -3,7 +3,7 @@
 from harness.report import words
 from harness.report.charts.marks import GLYPHS, Chart, Figure, axis, loads, plain, row_style
 from harness.report.charts.observed import Observed
-from harness.report.charts.seen import MOST_DOTS, SLOWEST, Choice, Dot
+from harness.report.charts.request_dots import MOST_DOTS, SLOWEST, Choice, Dot
 from harness.summary import Row, Summary
 
 MOST_OF_ALL = 2400  # dots of one chart, whatever the number of rows; two charts of 6,000 take a browser 0.8 s

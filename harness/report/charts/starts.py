@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from harness.judge import started
+from harness.judge import server_starts
 from harness.report import words
 from harness.report.charts.marks import COLOURS, Chart, colour, plain
 from harness.rundir.manifest import Run, ServedBy
@@ -109,7 +109,7 @@ def _sentence(starts: Sequence[ServedBy]) -> str:
     order = _order([[phase.name for phase in served.phases] for served in starts])
     medians = {name: statistics.median(_seconds(starts, name)) for name in order}
     longest = max(medians, key=lambda name: medians[name])
-    told = started.told(starts)
+    told = server_starts.told(starts)
     parts = [f"ready after {words.seconds(total)}, the most of it {longest} ({words.seconds(medians[longest])})"]
     if (cache := told.get("startup.compile_cache")) is not None:
         parts.append(f"compile cache {cache}")

@@ -3,14 +3,13 @@
 import re
 from typing import Any
 
-from harness.failures.removed import removed_flags
+from harness.failures.removed_flags import removed_flags
 from harness.failures.table import replacements
 from harness.scenario.behaviour import Agent, Rag
 from harness.scenario.lengths import Lengths, most_of
 from harness.scenario.scenario import TURNS, Load, Prompts, Scenario, Server
-from harness.serve.compose.template import variables
-from harness.serve.vllm.flags import flags_in, version_of
-from harness.serve.vllm.gpu_fit import value_of
+from harness.serve.compose.template import variable_of
+from harness.serve.vllm.flags import flags_in, value_of, version_of
 
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 _FORCED_TARGET = (
@@ -62,7 +61,7 @@ def _of_arguments(server: Server) -> list[str]:
     found = []
     if "--disable-log-stats" in flags and server.template != "vllm-offline":
         found.append(f"--disable-log-stats: {_NO_STATS}")
-    image = str(_value(server, "image"))
+    image = str(variable_of(server, "image"))
     if server.template != "lemonade" and version_of(image) is None:  # else it was refused already
         rows = [removed_flags()[flag] for flag in flags if flag in removed_flags()]
         found += [f"{row.flag}: the tag of {image} does not tell its version; {row.advice}" for row in rows]
@@ -78,7 +77,7 @@ def _of_length(server: Server, load: Load, prompts: Prompts) -> str | None:
     prompt = _prompt(load, prompts, answer)
     if prompt is None or prompt + answer <= limit:
         return None
-    if server.template == "lemonade" and answer >= _value(server, "ctx_size"):
+    if server.template == "lemonade" and answer >= variable_of(server, "ctx_size"):
         return None  # harness.serve.lemonade.hints says so
     what = "Ollama cuts such prompts short" if server.template == "ollama" else "the server refuses such requests"
     return f"a request has up to {prompt:,} tokens of prompt and {answer:,} of answer, and {which} is {limit:,}: {what}"
@@ -107,15 +106,16 @@ def _context(server: Server) -> tuple[int | None, str]:
     match server.template:
         case "llamacpp" | "localai":
             name = "ctx_size" if server.template == "llamacpp" else "context_size"
-            return _shared(_value(server, name), _value(server, "parallel"), _value(server, "kv_unified"), name)
+            slots, unified = variable_of(server, "parallel"), variable_of(server, "kv_unified")
+            return _shared(variable_of(server, name), slots, unified, name)
         case "lemonade":
-            size, words = _value(server, "ctx_size"), str(server.variables.get("llamacpp_args") or "").split()
+            size, words = variable_of(server, "ctx_size"), str(server.variables.get("llamacpp_args") or "").split()
             parallel = value_of(words, "--parallel", "-np") or ""
             return _shared(size, int(parallel) if parallel.isdigit() else 1, "--kv-unified" in words, "ctx_size")
         case "ollama":
-            return _number(_value(server, "context_length")), "context_length"
+            return _number(variable_of(server, "context_length")), "context_length"
         case _:
-            return _number(_value(server, "max_model_len")), "max_model_len"
+            return _number(variable_of(server, "max_model_len")), "max_model_len"
 
 
 def _shared(size: Any, slots: Any, unified: Any, name: str) -> tuple[int | None, str]:
@@ -138,9 +138,3 @@ def _unread(lengths: int | Lengths) -> bool:
 
 def _number(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _value(server: Server, name: str) -> Any:
-    """A variable of the server: as given, else its template's default, else None."""
-    declared = variables(server.template).get(name)
-    return server.variables.get(name, None if declared is None else declared.default)

@@ -49,7 +49,7 @@ class Variable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max: int | float | None = None
     choices: list[str] | None = None
     format: Literal["size", "vllm-size"] | None = None  # of a text, unless `${NAME}` is in it
-    auto: bool = False  # it may also be AUTO, which harness/prepare/computed.py replaces
+    auto: bool = False  # it may also be AUTO, which harness/prepare/auto.py replaces
 
     @property
     def required(self) -> bool:
@@ -77,6 +77,12 @@ def variables(template: str, folder: Path | None = None) -> dict[str, Variable]:
         )
     comment = path.read_text(encoding="utf-8").split("{#", 1)[-1].split("#}", 1)[0]
     return msgspec.convert(yaml.safe_load(comment), dict[str, Variable])
+
+
+def variable_of(server: Server, name: str) -> Any:
+    """A variable of a server: as given, else its template's default, else None."""
+    declared = variables(server.template).get(name)
+    return server.variables.get(name, None if declared is None else declared.default)
 
 
 def server_problems(server: Server, path: str) -> list[str]:

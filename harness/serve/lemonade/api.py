@@ -6,8 +6,8 @@ import msgspec
 import requests
 
 from harness.errors import ServerError
-from harness.serve.ask import open_session, reason
-from harness.serve.lemonade.names import bare_name
+from harness.serve.ask import reason
+from harness.trust import open_session
 
 PREFIX = "/api/v1"
 HEALTH_S = 30.0  # it waits for a lock, and above the pool's size for a thread
@@ -106,9 +106,9 @@ class System(msgspec.Struct, frozen=True):
     backends: dict[str, list[Backend]]  # by recipe
 
 
-def system(api: Api, timeout_s: float = INFO_S) -> System | None:
+def system(api: Api) -> System | None:
     """None for a Lemonade that does not say."""
-    found = _json_of(api, f"{PREFIX}/system-info", timeout_s)
+    found = _json_of(api, f"{PREFIX}/system-info", INFO_S)
     if not isinstance(found, dict):
         return None
     recipes = {name: entry for name, entry in (found.get("recipes") or {}).items() if isinstance(entry, dict)}
@@ -187,3 +187,11 @@ def _decoded(response: requests.Response) -> Any:
         return msgspec.json.decode(response.content)
     except msgspec.DecodeError:
         return None
+
+
+def bare_name(model: str) -> str:
+    """A model's name as Lemonade lists it: it knows `Tiny` as `user.Tiny`, and so does vLLM behind it."""
+    for prefix in ("user.", "extra.", "builtin."):
+        if model.startswith(prefix):
+            return model.removeprefix(prefix)
+    return model

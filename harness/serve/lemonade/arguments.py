@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.scenario.scenario import Server
-from harness.serve.lemonade.names import bare_name
-from harness.serve.vllm.flags import flags_in, removed_flags
-from harness.serve.vllm.rules import vllm_refuses
+from harness.serve.lemonade.api import bare_name
+from harness.serve.vllm.flags import flags_in, removed_flags, vllm_refuses
 
 _ITSELF = "Lemonade sets it itself and refuses it"
 PROTECTED = {

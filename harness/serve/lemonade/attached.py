@@ -7,9 +7,8 @@ from harness.errors import ServerError
 from harness.rundir.manifest import ServedBy
 from harness.serve.ask import reason
 from harness.serve.lemonade import api as lemonade
-from harness.serve.lemonade.api import PREFIX, Api, text_of
+from harness.serve.lemonade.api import PREFIX, Api, bare_name, text_of
 from harness.serve.lemonade.bring_up import BEYOND_S, most_at_once, name_to_send, version_in_words
-from harness.serve.lemonade.names import bare_name
 
 ASSUMED_TIMEOUT_S = 600.0  # Lemonade's own default
 

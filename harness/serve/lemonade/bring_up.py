@@ -14,8 +14,7 @@ from harness.serve.ask import reason
 from harness.serve.compose.compose import Managed
 from harness.serve.docker.containers import evidence_in
 from harness.serve.lemonade import api as lemonade
-from harness.serve.lemonade.api import PREFIX, Api, Backend, Running, System, text_of
-from harness.serve.lemonade.names import bare_name
+from harness.serve.lemonade.api import PREFIX, Api, Backend, Running, System, bare_name, text_of
 from harness.serve.lemonade.pool import pool_size
 from harness.serve.lemonade.pull import download
 from harness.serve.waiting import Waiting, watched

@@ -2,7 +2,7 @@
 
 from harness.scenario.lengths import Lengths, most_of
 from harness.scenario.scenario import Load, Scenario, Server, at_once
-from harness.serve.compose.template import variables
+from harness.serve.compose.template import variable_of
 from harness.serve.lemonade.arguments import MOST_TOKENS
 from harness.serve.lemonade.pool import MOST, pool_size
 
@@ -27,7 +27,7 @@ def _of(where: str, server: Server, load: Load, threads: int | None) -> list[str
             f"{' at most' if threads is None else ' on this machine'}: above that its own queue is measured, "
             "not the engine's"
         )
-    ctx_size = server.variables.get("ctx_size", variables("lemonade")["ctx_size"].default)
+    ctx_size = variable_of(server, "ctx_size")
     most = 0 if load.endpoint == "embeddings" else most_of(load.output_tokens)
     if isinstance(ctx_size, int) and most >= ctx_size and not _from_file(load):
         found.append(
@@ -47,6 +47,6 @@ def _from_file(load: Load) -> bool:
 
 
 def _version(server: Server) -> str | None:
-    image = str(server.variables.get("image", variables("lemonade")["image"].default))
+    image = str(variable_of(server, "image"))
     tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
     return tag or None

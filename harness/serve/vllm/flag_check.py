@@ -6,7 +6,6 @@ The help is read once per image, program and mounts, and kept in the user's cach
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import docker
 import msgspec
 from docker.models.images import Image
 
+from harness import paths
 from harness.errors import ServerError
 from harness.serve.compose.compose import Service
 from harness.serve.docker.containers import run_once
@@ -90,7 +90,6 @@ def _options(
 
 def cache_path(image_id: str, service: Service) -> Path:
     """Where the options of a program are kept. Mounts count, because they may hold the program."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     mounts = [volume for volume in service.volumes if volume.startswith("/")]
     key = msgspec.json.encode([image_id, service.entrypoint, mounts])
-    return Path(base).expanduser() / "amd-llm-load" / "flags" / f"{hashlib.sha256(key).hexdigest()[:24]}.json"
+    return paths.cache() / "flags" / f"{hashlib.sha256(key).hexdigest()[:24]}.json"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from harness.errors import did_you_mean
-from harness.failures.removed import removed_flags as removed_flags
+from harness.failures.removed_flags import removed_flags as removed_flags
 
 _OPTION = re.compile(r"(?:^|, )(--?[A-Za-z][\w-]*)")
 _NEGATIVE = re.compile(r"-[\d.]")
@@ -50,6 +50,34 @@ def flags_in(words: Sequence[str]) -> list[str]:
         elif word.startswith("-") and len(word) > 1 and not _NEGATIVE.match(word):
             names.append(word.partition("=")[0].partition(".")[0])
     return names
+
+
+def value_of(words: Sequence[str], *names: str) -> str | None:
+    """The value of an option in a command line, as `--name value` or `--name=value`; the last one counts."""
+    found = None
+    for word, following in zip(words, [*words, ""][1:], strict=True):
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") in names:
+            found = value if equals else following
+    return found
+
+
+def ranks_of(words: Sequence[str]) -> int:
+    """How many GPUs a command line of vLLM asks for."""
+    value = value_of(words, "--tensor-parallel-size", "-tp")
+    return int(value) if value and value.isdigit() else 1
+
+
+def vllm_refuses(words: list[str]) -> list[str]:
+    """What vLLM would say no to, each with advice; `words` are its command line."""
+    seqs = value_of(words, "--max-num-seqs") or ""
+    tokens = value_of(words, "--max-num-batched-tokens") or ""
+    if seqs.isdigit() and tokens.isdigit() and int(tokens) < int(seqs):
+        return [
+            f"max_num_batched_tokens is {tokens}, and max_num_seqs {seqs}: vLLM refuses fewer tokens in a step than "
+            "requests; raise the one or lower the other"
+        ]
+    return []
 
 
 def version_of(image: str) -> tuple[int, int, int] | None:

@@ -4,10 +4,11 @@ import re
 from collections.abc import Sequence
 
 from harness.errors import HarnessError
-from harness.machine.choice import Card, shown
+from harness.machine.gpu_choice import Card, shown
 from harness.machine.targets import has_fp8
 from harness.serve.compose.compose import Service
 from harness.serve.compose.values import parse_bytes
+from harness.serve.vllm.flags import ranks_of, value_of
 
 LEAST_SHM = 1 << 30  # RCCL and vLLM's own queues; with Docker's 64 MB it dies as the ranks meet
 _RENDER_NODE = re.compile(r"/dev/dri/renderD\d+")
@@ -74,22 +75,6 @@ def shown_to(service: Service, cards: Sequence[Card]) -> list[Card]:
     if not cards or not all(number.strip().isdigit() for number in numbers or []):
         return []  # ids of GPUs, or a variable of the shell
     return shown(cards, service.devices, numbers)
-
-
-def value_of(words: Sequence[str], *names: str) -> str | None:
-    """The value of an option in a command line, as `--name value` or `--name=value`; the last one counts."""
-    found = None
-    for word, following in zip(words, [*words, ""][1:], strict=True):
-        name, equals, value = word.partition("=")
-        if name.replace("_", "-") in names:
-            found = value if equals else following
-    return found
-
-
-def ranks_of(words: Sequence[str]) -> int:
-    """How many GPUs a command line of vLLM asks for."""
-    value = value_of(words, "--tensor-parallel-size", "-tp")
-    return int(value) if value and value.isdigit() else 1
 
 
 def _smaller(size: str) -> bool:

@@ -11,7 +11,6 @@ from pathlib import Path
 from msgspec import Struct
 
 from harness.errors import HarnessError
-from harness.fraction import GIB, VLLM_DEFAULT, vllm_accepts
 from harness.machine.facts import gpus
 from harness.machine.pool import Pool, pools
 from harness.memory.answer import share_of
@@ -22,7 +21,9 @@ from harness.serve import compose_document
 from harness.serve.compose.compose import Service, parse
 from harness.serve.compose.values import parse_bytes
 from harness.serve.docker.daemon import engine_host
-from harness.serve.vllm.gpu_fit import ranks_of, refuse_unfit, shown_to, value_of
+from harness.serve.vllm.flags import ranks_of, value_of
+from harness.serve.vllm.gpu_fit import refuse_unfit, shown_to
+from harness.utilization import GIB, VLLM_DEFAULT, vllm_accepts
 
 SWITCH = "HARNESS_DOCTOR"  # "off" starts servers whatever this machine looks like
 _DEFAULTED = ("vllm-rocm", "vllm-offline")  # without the flag, vLLM's own default counts
@@ -120,14 +121,18 @@ def _asked(server: Server, words: list[str]) -> tuple[Decimal | None, str]:
 
 def _vllm(experiment: Experiment) -> Iterator[tuple[str, Server, Service, list[str]]]:
     """The servers with vLLM in containers of this machine, with vLLM's arguments."""
+    for name, service in services_here(experiment):
+        server = experiment.scenario.servers[name]
+        if server.template == "lemonade":
+            yield name, server, service, str(server.variables.get("vllm_args") or "").split()
+        elif server.template.startswith("vllm-"):
+            yield name, server, service, list(service.command or [])
+
+
+def services_here(experiment: Experiment) -> Iterator[tuple[str, Service]]:
+    """The servers in containers of this machine; none where the user wants no look at it."""
     if experiment.target is not None or engine_host() is not None or os.environ.get(SWITCH) == "off":
         return
     for name, server in experiment.scenario.servers.items():
-        if not server.container:
-            continue
-        behind = server.template == "lemonade"
-        if not behind and not server.template.startswith("vllm-"):
-            continue
-        service = parse(compose_document(experiment.scenario, name, with_locust=False)).server
-        of_lemonade = str(server.variables.get("vllm_args") or "").split()
-        yield name, server, service, of_lemonade if behind else list(service.command or [])
+        if server.container:
+            yield name, parse(compose_document(experiment.scenario, name, with_locust=False)).server

@@ -10,7 +10,7 @@ from harness.rundir import blocks
 from harness.rundir.records import Request
 from harness.scenario.check_syntax import parse_check
 from harness.scenario.scenario import Load
-from harness.summarize.attain import SloTally, attained, meets, missed_before_leaving
+from harness.summarize.goodput import SloTally, attained, meets, missed_before_leaving
 from harness.summarize.summarize import summarize
 from harness.summarize.tally import numbers_of
 from harness.summary import Attained

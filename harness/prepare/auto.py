@@ -12,8 +12,8 @@ from typing import Any
 from msgspec import structs
 
 from harness.errors import HarnessError
-from harness.machine.choice import Card, shown
 from harness.machine.facts import gpus as gpus_of
+from harness.machine.gpu_choice import Card, shown
 from harness.machine.pool import pools
 from harness.memory.answer import Share, Wish, room_of, share_of
 from harness.memory.host import host_share
@@ -21,7 +21,7 @@ from harness.memory.model import find_model, read_model
 from harness.memory.words import brief
 from harness.prepare.experiment import Experiment
 from harness.scenario.scenario import Server
-from harness.serve.compose.template import AUTO, variables
+from harness.serve.compose.template import AUTO, variable_of, variables
 from harness.serve.compose.values import parse_bytes
 from harness.serve.docker.daemon import engine_host
 from harness.serve.docker.probe import ask_image
@@ -47,7 +47,7 @@ def fill_in(experiment: Experiment, say: Callable[[str], None], root: Path = Pat
             servers[name] = server
             continue
         # Servers that are to be compared get equal numbers, though memory moves while it is looked at.
-        basis = [server.template in ON_HOST, *(_value(server, variable) for variable in _basis())]
+        basis = [server.template in ON_HOST, *(variable_of(server, variable) for variable in _basis())]
         share = next((share for other, share in known if other == basis), None) or _share(name, server, say, root)
         known.append((basis, share))
         if share.utilization is None:
@@ -108,13 +108,14 @@ def _share(name: str, server: Server, say: Callable[[str], None], root: Path) ->
     try:
         if server.template in ON_HOST:
             _refuse_remote()
-            limit = _value(server, "mem_limit")
+            limit = variable_of(server, "mem_limit")
             return host_share(root, limit=None if limit is None else parse_bytes(limit))
-        gpus = _value(server, "tensor_parallel_size") or 1
+        gpus = variable_of(server, "tensor_parallel_size") or 1
         if engine_host() is not None:
             known = variables("vllm-rocm").keys() - {"image", UTILIZATION}
             given = {key: value for key, value in server.variables.items() if key in known}
-            return share_of(ask_image(_value(server, "image"), say, given), source="container", tensor_parallel=gpus)
+            told = ask_image(variable_of(server, "image"), say, given)
+            return share_of(told, source="container", tensor_parallel=gpus)
         return share_of(pools(root, _shown(server, root)), tensor_parallel=gpus)
     except HarnessError as error:
         raise type(error)(
@@ -131,30 +132,24 @@ def _refuse_remote() -> None:
 
 def _shown(server: Server, root: Path) -> list[Card]:
     """The GPUs that the container is given, in the order in which vLLM counts them."""
-    return shown(list(gpus_of(root)), _value(server, "devices"), _value(server, "gpus"))
+    return shown(list(gpus_of(root)), variable_of(server, "devices"), variable_of(server, "gpus"))
 
 
 def _room(server: Server, model: str, share: Share) -> list[str]:
     """A line on what is left for the model, where this machine has its files."""
     try:
-        cache = str(_value(server, "huggingface_cache") or "")
+        cache = str(variable_of(server, "huggingface_cache") or "")
         environment = {"HF_HOME": cache} if cache.startswith(("/", "~")) else None
-        name = str(_value(server, "model_path") or _value(server, "checkpoint") or model)
+        name = str(variable_of(server, "model_path") or variable_of(server, "checkpoint") or model)
         wish = Wish(
-            max_model_len=_value(server, "max_model_len") or _value(server, "ctx_size"),
-            max_num_seqs=_value(server, "max_num_seqs"),
-            max_num_batched_tokens=_value(server, "max_num_batched_tokens") or Wish().max_num_batched_tokens,
+            max_model_len=variable_of(server, "max_model_len") or variable_of(server, "ctx_size"),
+            max_num_seqs=variable_of(server, "max_num_seqs"),
+            max_num_batched_tokens=variable_of(server, "max_num_batched_tokens") or Wish().max_num_batched_tokens,
             tensor_parallel=share.gpus,
-            kv_cache_dtype=_value(server, "kv_cache_dtype") or Wish().kv_cache_dtype,
+            kv_cache_dtype=variable_of(server, "kv_cache_dtype") or Wish().kv_cache_dtype,
         )
         return (
             [] if server.template in ON_HOST else brief(room_of(read_model(find_model(name, environment)), share, wish))
         )
     except HarnessError:
         return []  # its files are elsewhere, such as in a volume
-
-
-def _value(server: Server, variable: str) -> Any:
-    """A variable of the server: as given, else its template's default, else None."""
-    declared = variables(server.template).get(variable)
-    return server.variables.get(variable, None if declared is None else declared.default)

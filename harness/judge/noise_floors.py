@@ -2,7 +2,6 @@
 
 import datetime
 import hashlib
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from msgspec import Struct
 from harness.errors import HarnessError
 from harness.judge import stats
 from harness.judge.verdicts import METRICS, NoiseFloor, speeds, values_of
+from harness.rundir.files import pretty_json, replace_file
 from harness.rundir.manifest import Run
 from harness.summary import Summary
 
@@ -105,11 +105,8 @@ def floor_of(run: Run, summary: Summary, server: str) -> Floor:
 
 
 def write_floor(path: Path, floor: Floor) -> None:
-    """Replace noise.json in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.new")
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(floor), indent=1) + b"\n")
-    os.replace(temporary, path)
+    replace_file(path, pretty_json(floor))
 
 
 def read_floor(path: Path) -> Floor | None:

@@ -3,7 +3,6 @@
 A server that answers nonsense fast must not look better than one that answers well.
 """
 
-import statistics
 from collections import Counter
 from collections.abc import Sequence
 
@@ -11,10 +10,10 @@ import msgspec
 from msgspec import Struct
 
 from harness.rundir.records import Request
-from harness.summary import Answers, Comparison, Numbers, PromptLengths, Row
+from harness.summary import Answers, Comparison, Numbers, PromptLengths, Row, median_of_known
 
 
-class Answered(Struct, kw_only=True):
+class AnswerTally(Struct, kw_only=True):
     """Counted over the successful measured requests of a cell."""
 
     checked: int = 0  # answers that were to have a form
@@ -46,12 +45,12 @@ class Answered(Struct, kw_only=True):
             self.got += request.prompt_tokens
             self.beyond[request.prompt_tokens - request.asked_prompt_tokens] += 1
 
-    def merge(self, other: "Answered") -> None:
-        for field in msgspec.structs.fields(Answered):
+    def merge(self, other: "AnswerTally") -> None:
+        for field in msgspec.structs.fields(AnswerTally):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
-def answers_of(parts: Sequence[Answered]) -> Answers | None:
+def answers_of(parts: Sequence[AnswerTally]) -> Answers | None:
     """How many answers were valid and right; None where no form was asked for."""
     checked, valid, labelled, right = (
         sum(getattr(part, name) for part in parts) for name in ("checked", "valid", "labelled", "right")
@@ -68,11 +67,11 @@ def answers_of(parts: Sequence[Answered]) -> Answers | None:
     )
 
 
-def vectors_of(parts: Sequence[Answered]) -> int | None:
+def vectors_of(parts: Sequence[AnswerTally]) -> int | None:
     return sum(part.vectors for part in parts) if any(part.embedded for part in parts) else None
 
 
-def prompts_of(parts: Sequence[Answered]) -> PromptLengths | None:
+def prompts_of(parts: Sequence[AnswerTally]) -> PromptLengths | None:
     """Planned against counted prompt lengths; None where none was planned, or the server counts none."""
     beyond = sum((part.beyond for part in parts), Counter[int]())
     if not beyond:
@@ -87,11 +86,10 @@ def prompts_of(parts: Sequence[Answered]) -> PromptLengths | None:
     )
 
 
-def input_tok_s(parts: Sequence[Answered], window_s: float | None, cells: Sequence[Numbers]) -> float | None:
+def input_tok_s(parts: Sequence[AnswerTally], window_s: float | None, cells: Sequence[Numbers]) -> float | None:
     """Prompt tokens of the requests that ended inside the window / window; of several cells the median."""
     if cells:
-        known = [cell.input_tok_s for cell in cells if cell.input_tok_s is not None]
-        return statistics.median(known) if known else None
+        return median_of_known(cell.input_tok_s for cell in cells)
     if not window_s or any(part.prompt_unknown for part in parts):
         return None
     return sum(part.prompt_inside for part in parts) / window_s

@@ -5,22 +5,19 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from harness.report import words
+from harness.report.table import Meaning
 from harness.summary import GpuLoad, MachineLoad, Summary
 
 GIB = 2**30
 
 
-class Column(Struct, frozen=True, kw_only=True):
+class Column(Meaning, frozen=True, kw_only=True):
     """One column of the table."""
 
-    key: str
-    title: str
-    explanation: str
-    formula: str
     text: Callable[[MachineLoad], str | None]  # None: not known
 
 
-class Doing(Struct, frozen=True):
+class MachineTable(Struct, frozen=True):
     """The table: those columns of which some row knows a value."""
 
     columns: list[Column]
@@ -36,12 +33,12 @@ class GpuLine(Struct, frozen=True):
     texts: list[str]
 
 
-def doing(summary: Summary) -> Doing:
+def table_of(summary: Summary) -> MachineTable:
     """The rows of a summary of which anything was sampled, each the median over its runs."""
     rows = [(row.server, row.load, row.machine_load) for row in summary.rows if row.machine_load is not None]
     shown = [column for column in COLUMNS if any(column.text(load) is not None for _, _, load in rows)]
     texts = [(server, load, [column.text(did) or words.NOTHING for column in shown]) for server, load, did in rows]
-    return Doing(
+    return MachineTable(
         shown, texts, _sampling([cell.machine_load for cell in summary.cells if cell.machine_load is not None])
     )
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from harness.compare.compare import compare_runs
 from harness.compare.differences import differences_of
 from harness.errors import HarnessError
-from harness.judge import started
+from harness.judge import server_starts
 from harness.report.charts import starts
 from harness.report.comparison import markdown
 from harness.report.html import write_report
@@ -172,7 +172,7 @@ def test_medians_over_starts_and_every_text_that_occurred() -> None:
             (Startup(compile_cache="warm", kv_cache_tokens=20), 2.0),
         )
     ]
-    assert started.told(served) == {
+    assert server_starts.told(served) == {
         "startup.compile_cache": "cold, then warm",
         "startup.kv_cache_tokens": 20,
         "phases.ready": 2,
@@ -197,7 +197,7 @@ def test_medians_over_starts_and_every_text_that_occurred() -> None:
     ],
 )
 def test_what_is_noise(key: str, values: list[Any], noise: bool) -> None:
-    assert started.is_noise(key, values) == noise
+    assert server_starts.is_noise(key, values) == noise
 
 
 def test_notes_of_a_run_whose_servers_differ_in_their_cache(tmp_path: Path) -> None:

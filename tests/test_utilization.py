@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from harness.fraction import (
+from harness.utilization import (
     GIB,
     HOST_BYTES,
     VLLM_DEFAULT,

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.report.markdown import escape
+from harness.report.markdown import grid
 from harness.report.words import one_line
 from harness.summary import Difference
 
@@ -31,12 +31,7 @@ def markdown(found: Sequence[Difference], sides: Sequence[str]) -> str:
     """The same for a pull request."""
     if not found:
         return EQUAL
-    rows = [
-        [escape(heading) for heading in ("What differs", *sides)],
-        ["---"] * (len(sides) + 1),
-        *([escape(one.key), *(escape(_short(value)) for value in one.values)] for one in found),
-    ]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return grid(["What differs", *sides], [[one.key, *map(_short, one.values)] for one in found])
 
 
 def _short(value: str) -> str:

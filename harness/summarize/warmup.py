@@ -11,7 +11,7 @@ def warmed(counted: Tally, marks: Iterable[ProcessMark], first_due_s: float | No
     """None where there was none. `first_due_s`: of an open loop, when the first is due after the measurement began."""
     if not counted.warmup:
         return None
-    begun, measured, due_s = counted.first_any_s, counted.begun_s, counted.punctual.first_due_s
+    begun, measured, due_s = counted.first_any_s, counted.begun_s, counted.schedule.first_due_s
     if measured is None:
         # At first nobody may come.
         measured = counted.first_sent_s if first_due_s is None or due_s is None else due_s - first_due_s

@@ -3,7 +3,7 @@
 from harness.judge.verdicts import metric_of
 from harness.scenario.scenario import Load
 from harness.scenario.structured import Structured
-from harness.summarize.answered import Answered, answers_of, difference, prompts_of
+from harness.summarize.answers import AnswerTally, answers_of, difference, prompts_of
 from harness.summary import Answers, PromptLengths
 from tests.made_runs import request
 
@@ -27,7 +27,7 @@ def test_sides_that_are_not_are_told_with_counts() -> None:
 
 
 def test_parts_of_a_file_are_counted_as_one() -> None:
-    whole, first, second = Answered(), Answered(), Answered()
+    whole, first, second = AnswerTally(), AnswerTally(), AnswerTally()
     for index in range(8):
         one = request(
             index=index,
@@ -42,7 +42,7 @@ def test_parts_of_a_file_are_counted_as_one() -> None:
     assert first == whole
     assert answers_of([whole]) == Answers(checked=8, valid=6, valid_share=0.75, labelled=8, right=3, right_share=0.375)
     assert prompts_of([whole]) == PromptLengths(requests=8, asked=80, got=124, added=5, otherwise=1)
-    assert (answers_of([Answered()]), prompts_of([Answered()])) == (None, None)
+    assert (answers_of([AnswerTally()]), prompts_of([AnswerTally()])) == (None, None)
 
 
 def test_fixed_work_of_another_kind_is_compared_by_its_wall_time() -> None:

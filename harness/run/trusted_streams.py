@@ -1,14 +1,13 @@
 """What `harness calibrate` found of this machine: kept, and held against the loads of a run before it begins."""
 
 import datetime
-import os
 import socket
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
-from harness import __version__
+from harness import __version__, paths
 from harness.scenario.scenario import Scenario, at_once
 
 
@@ -61,5 +60,4 @@ def _read(processes: int) -> Trusted | None:
 
 
 def _path(processes: int) -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "amd-llm-load" / "calibration" / f"{processes}.json"
+    return paths.cache() / "calibration" / f"{processes}.json"

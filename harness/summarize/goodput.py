@@ -1,7 +1,6 @@
 """Which requests met every SLO: counted request by request, for each set of SLOs that a check asks about."""
 
 import operator
-import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -10,7 +9,7 @@ import msgspec
 from harness.rundir.records import Request
 from harness.scenario.check_syntax import Slo
 from harness.summarize import derive
-from harness.summary import Attained, Numbers
+from harness.summary import Attained, Numbers, median_of_known
 
 _SINCE_SENT: dict[str, Callable[[Request], float | None]] = {
     "ttft": derive.ttft_s,
@@ -94,9 +93,7 @@ def attained(
         met, unknown = sum(part.met[name] for part in parts), sum(part.unknown[name] for part in parts)
         left = sum(part.left[name] for part in parts)
         if cells:
-            each = [cell.slos[name].goodput_req_s for cell in cells if name in cell.slos]
-            rates = [rate for rate in each if rate is not None]
-            goodput = statistics.median(rates) if rates else None
+            goodput = median_of_known(cell.slos[name].goodput_req_s for cell in cells if name in cell.slos)
         else:
             goodput = None if not window_s else sum(part.met_inside[name] for part in parts) / window_s
         found[name] = Attained(

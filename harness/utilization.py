@@ -38,20 +38,19 @@ def safe_utilization(
     gpus: int = 1,
     reserve: int | None = None,
     host_available: int | None = None,
-    host_reserve: int = HOST_BYTES,
     cap: Decimal = VLLM_DEFAULT,
 ) -> Decimal | None:
     """The largest utilization in hundredths that leaves the reserve; None where not even 0.01 is left.
 
     All in bytes. `free` above `total`, which HIP has told on APUs, counts as `total`. `host_available` is given for
-    a pool whose pages are the host's memory: then the host keeps `host_reserve`. Never more than `cap`.
+    a pool whose pages are the host's memory: then the host keeps HOST_BYTES. Never more than `cap`.
     """
     if total <= 0:
         return None
     free = min(free, total)
     usable = free - (default_reserve(free, gpus) if reserve is None else reserve)
     if host_available is not None:
-        usable = min(usable, host_available - host_reserve)
+        usable = min(usable, host_available - HOST_BYTES)
     if usable <= 0:
         return None
     found = min((Decimal(usable) / total).quantize(STEP, ROUND_FLOOR), cap)

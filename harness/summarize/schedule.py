@@ -4,7 +4,6 @@ Only requests with a time of their own count: the first of a conversation or tas
 own locustfile, which groups requests as it likes, each arrival counts once.
 """
 
-import statistics
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,7 +15,7 @@ from harness.rundir.records import Request
 from harness.scenario.arrivals import Schedule
 from harness.scenario.scenario import Arrivals, Load, taken_together
 from harness.summarize import derive
-from harness.summary import Kept
+from harness.summary import Kept, median_of_known
 
 _KNOWN = ("batch", "chat", "agent", "rag")  # of these it is known how many requests begin with an arrival
 
@@ -36,7 +35,7 @@ def _doubles() -> "array[float]":
     return array("d")
 
 
-class Punctual(msgspec.Struct, kw_only=True):
+class ScheduleTally(msgspec.Struct, kw_only=True):
     """What was counted of one cell. Times on the cell's axis."""
 
     sent: int = 0
@@ -65,7 +64,7 @@ class Punctual(msgspec.Struct, kw_only=True):
             if value is not None:
                 kept.append(value)
 
-    def merge(self, other: "Punctual") -> None:
+    def merge(self, other: "ScheduleTally") -> None:
         """Add what was counted of the same cell further on in the file."""
         self.sent += other.sent
         self.arrived += other.arrived
@@ -88,7 +87,7 @@ def first_due_of(load: Load, seed: int) -> float | None:
 
 
 def kept_of(
-    counted: Punctual, load: Load, seed: int, window_s: float | None, part_s: tuple[float, float] | None = None
+    counted: ScheduleTally, load: Load, seed: int, window_s: float | None, part_s: tuple[float, float] | None = None
 ) -> Kept | None:
     """How one cell kept its schedule; None of a closed loop. `window_s`: the measured time of a timed load; `part_s`:
     the part of it that counts, of one in a mix.
@@ -125,8 +124,8 @@ def pooled(cells: Sequence[Kept | None]) -> Kept | None:
         planned=sum(planned) if len(planned) == len(known) else None,
         sent=sum(cell.sent for cell in known),
         never_sent=sum(never) if len(never) == len(known) else None,
-        asked_per_s=_median([cell.asked_per_s for cell in known]),
-        achieved_per_s=_median([cell.achieved_per_s for cell in known]),
+        asked_per_s=median_of_known(cell.asked_per_s for cell in known),
+        achieved_per_s=median_of_known(cell.achieved_per_s for cell in known),
     )
 
 
@@ -167,8 +166,3 @@ def _rate(number: int, first_s: float | None, last_s: float | None) -> float | N
     if first_s is None or last_s is None or last_s <= first_s:
         return None
     return (number - 1) / (last_s - first_s)
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None

@@ -5,17 +5,14 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from harness.report import words
+from harness.report.table import Meaning
 from harness.rundir.manifest import Run
 from harness.summary import Kept, Numbers, Row, Summary
 
 
-class Column(Struct, frozen=True, kw_only=True):
+class Column(Meaning, frozen=True, kw_only=True):
     """One column of the table."""
 
-    key: str
-    title: str
-    explanation: str
-    formula: str
     text: Callable[[Numbers, Kept], str]
 
 
@@ -28,7 +25,7 @@ class Line(Struct, frozen=True, kw_only=True):
     texts: list[str]
 
 
-def kept(summary: Summary, run: Run) -> list[Line]:
+def lines(summary: Summary, run: Run) -> list[Line]:
     """The rows of open loops, in the order of the summary; none in a run that has only closed ones."""
     return [
         Line(

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from harness.errors import HarnessError, ServerError
-from harness.machine.choice import shown, working
 from harness.machine.facts import gpus
+from harness.machine.gpu_choice import shown, working
 from harness.machine.pool import pools
 from harness.paths import SCENARIOS
-from harness.prepare.asked import refuse_impossible, shortages
-from harness.prepare.computed import fill_in
+from harness.prepare.auto import fill_in
 from harness.prepare.experiment import Experiment, Target, prepare
+from harness.prepare.machine_fit import refuse_impossible, shortages
 from harness.prepare.preflight import notes, refuse_blocked
 from tests.command import write
 from tests.machines import GIB, gpu, host, mi300x_eight, power, radeon, strix_halo_carve_out, strix_halo_gtt, ttm

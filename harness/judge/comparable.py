@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from harness.errors import HarnessError
-from harness.judge import started
+from harness.judge import server_starts
 from harness.rundir.manifest import CellRun, Run, ServedBy
 
 # What differs with one thing by nature: who compares images also gets their versions.
@@ -74,7 +74,7 @@ def _refuse(
     keys = [
         key
         for key in dict.fromkeys([*one, *other])
-        if key not in _NOTED and not started.is_told(key) and not started.is_unsaid(key, one, other)
+        if key not in _NOTED and not server_starts.is_told(key) and not server_starts.is_unsaid(key, one, other)
     ]
     differing = [key for key in keys if one.get(key, ABSENT) != other.get(key, ABSENT)]
     excused = _excused(about, differing)
@@ -140,7 +140,7 @@ def facts_of(run: Run, rows: Sequence[tuple[str, str]]) -> dict[str, Any]:
         cells = [cell for cell in run.cells if cell.server == server]
         for cell in cells:
             _add_served(f"servers.{server}", run, cell, facts)
-        for key, value in started.told([cell.served_by for cell in cells]).items():
+        for key, value in server_starts.told([cell.served_by for cell in cells]).items():
             facts[f"servers.{server}.{key}"] = value
     _flatten("scenario", {key: value for key, value in scenario.items() if key not in _SCENARIO}, facts)
     _flatten("machine", msgspec.to_builtins(run.machine), facts)
@@ -162,7 +162,7 @@ def _served(served: ServedBy, run: Run, cell: CellRun) -> dict[str, Any]:
         "model": served.model,
         "arguments": _without_names(_without_port(served.arguments), run.id, cell.id),
         "container": _without_names(container, run.id, cell.id),
-        **_without_names(_without_ports(started.settings(served)), run.id, cell.id),
+        **_without_names(_without_ports(server_starts.settings(served)), run.id, cell.id),
     }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from harness.errors import HarnessError, ScenarioError
-from harness.prepare.computed import fill_in, foretell
+from harness.prepare.auto import fill_in, foretell
 from harness.prepare.experiment import Experiment, Target, prepare
 from harness.serve import compose_document
 from tests.command import harness, write

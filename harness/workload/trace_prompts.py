@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 
 from harness.scenario.scenario import Trace
-from harness.traces.prompts import prompt_of
 from harness.traces.replay import Replay, replay_of, sha256_of
 from harness.workload.sequence import Message
 from harness.workload.words import text
@@ -19,8 +18,7 @@ _KEPT_LENGTH = 1024  # tokens; longer ones are made anew, since so many of them 
 
 def trace_messages(replay: Replay, seed: int, index: int, salt: str | None, words: Sequence[str] = ()) -> list[Message]:
     """The messages of a trace's row: a prompt of its length, after the salt; `words`: out of these alone."""
-    chosen = tuple(words)
-    prompt = prompt_of(replay, index, lambda tokens, place: _text(seed, tokens, place, chosen))
+    prompt = _prompt(replay, seed, index, tuple(words))
     return [{"role": "user", "content": f"{salt} {prompt}" if salt else prompt}]
 
 
@@ -35,10 +33,29 @@ def trace_digest(trace: Trace, seed: int, folder: Path) -> bytes:
     return msgspec.json.encode([taken, first])
 
 
-def _text(seed: int, tokens: int, place: str, words: tuple[str, ...]) -> str:
-    if place.startswith("block") and tokens <= _KEPT_LENGTH:
-        return _kept(tokens, seed, place, words)
-    return text(tokens, seed, place, words)
+def _prompt(replay: Replay, seed: int, index: int, words: tuple[str, ...]) -> str:
+    """The prompt of a row.
+
+    With hash_ids, each id is a block of its own text, so equal prefixes are equal again and the server's prefix cache
+    sees the reuse that the trace had. Of a conversation, each prompt is the start of one text: the later, the longer.
+    """
+    tokens = replay.prompt_tokens[index]
+    conversation = replay.conversation(index)
+    if conversation is not None:
+        return text(tokens, seed, f"conversation {conversation}", words)
+    parts = []
+    for block in replay.hash_ids(index):
+        length = min(tokens, replay.trace.block_tokens)
+        if length:
+            parts.append(_block(length, seed, f"block {block}", words))
+        tokens -= length
+    if tokens:
+        parts.append(text(tokens, seed, f"row {index}", words))
+    return " ".join(parts)
+
+
+def _block(tokens: int, seed: int, place: str, words: tuple[str, ...]) -> str:
+    return (_kept if tokens <= _KEPT_LENGTH else text)(tokens, seed, place, words)
 
 
 @lru_cache(_KEPT_TEXTS)
