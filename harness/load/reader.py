@@ -147,7 +147,8 @@ class Reader:
         raw: Any = sock._sock  # type: ignore[attr-defined]  # without gevent's waiting
         inbox = _Shared(self, raw.fileno(), raw.recvmsg_into, arrivals)
         self._inboxes[inbox.descriptor] = inbox
-        self._poll.register(inbox.descriptor, select.EPOLLIN)
+        # Told once of what comes (EPOLLET): else the kernel looks at each socket a second time after it was read.
+        self._poll.register(inbox.descriptor, select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET)
         if self._how == "asleep":
             self._go("when readable")
         return inbox
@@ -189,8 +190,8 @@ class Reader:
         inboxes, now_ns, stamp_ns = self._inboxes, time.monotonic_ns, self._clock.stamp_ns
         buffer, buffers = self._buffer, [self._buffer]
         self._drained_ns = self._clock.look()
-        ready = self._poll.poll(0)
-        for descriptor, _ in ready:
+        ready, only_data = self._poll.poll(0), select.EPOLLIN
+        for descriptor, events in ready:
             inbox = inboxes[descriptor]
             try:
                 size, control, _, _ = inbox.receive(buffers, CONTROL_BYTES)
@@ -200,6 +201,8 @@ class Reader:
                 inbox.broke(error)
                 continue
             inbox.add(bytes(buffer[:size]), now_ns(), stamp_ns(control))
+            if size == _READ_BYTES or (events != only_data and size):
+                ready.append((descriptor, events))  # there is more, or the connection's end: nobody tells of it again
         return len(ready)
 
 
