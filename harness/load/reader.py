@@ -8,6 +8,7 @@ stream are not fetched by one read: a busy process looks at its sockets each 2 m
 readable (as NAPI does in the kernel).
 """
 
+import math
 import select
 import time
 from array import array
@@ -16,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 import gevent
 from gevent import monkey, socket
-from gevent.event import Event
+from gevent.hub import Waiter
 
 from harness.load.clock import CONTROL_BYTES, KernelClock
 from harness.load.form import Form
@@ -134,12 +135,13 @@ class Reader:
         self._pause = loop.timer(_PAUSE_S, _PAUSE_S)
         self._drained_ns = 0
         self._how: _How = "asleep"
+        self._alarm = loop.timer(0)  # one for all who wait: each of its own would be made in vain
+        self._alarm_s = math.inf
 
     def close(self) -> None:
-        self._readable.stop()
-        self._readable.close()
-        self._pause.stop()
-        self._pause.close()
+        for watcher in (self._readable, self._pause, self._alarm):
+            watcher.stop()
+            watcher.close()
         self._poll.close()
 
     def open(self, sock: socket.socket, arrivals: Arrivals) -> Inbox:
@@ -157,6 +159,22 @@ class Reader:
         """Read it no more; nothing happens the second time."""
         if self._inboxes.pop(descriptor, None) is not None:
             self._poll.unregister(descriptor)
+
+    def wake_by(self, due_s: float) -> None:
+        """Wake the inboxes that are due when it is so late."""
+        if due_s < self._alarm_s:
+            self._alarm.stop()
+            self._alarm.close()
+            self._alarm = gevent.get_hub().loop.timer(max(0.0, due_s - time.monotonic()))
+            self._alarm.start(self._ring)
+            self._alarm_s = due_s
+
+    def _ring(self) -> None:
+        self._alarm_s, now_s = math.inf, time.monotonic()
+        for inbox in self._inboxes.values():
+            if inbox.due_s <= now_s:
+                inbox.wake()
+        self.wake_by(min((inbox.due_s for inbox in self._inboxes.values() if inbox.due_s > now_s), default=math.inf))
 
     def breathe(self) -> None:
         """To be called between pieces of work that take a while: reads what came meanwhile, if it is time."""
@@ -210,7 +228,8 @@ class _Shared:
     """The inbox of a socket that the Reader reads."""
 
     __slots__ = (
-        "_arrivals", "_arrived", "_error", "_pieces", "_reader", "descriptor", "form", "in_passing", "receive"
+        "_arrivals", "_error", "_pieces", "_reader", "_waiter", "_woken", "descriptor", "due_s", "form", "in_passing",
+        "receive"
     )  # fmt: skip
 
     def __init__(self, reader: Reader, descriptor: int, receive: Any, arrivals: Arrivals) -> None:
@@ -222,7 +241,9 @@ class _Shared:
         self._arrivals = arrivals
         self._pieces: list[bytes] = []  # a read each
         self._error: Exception | None = None
-        self._arrived = Event()
+        self._waiter: Waiter[None] | None = None  # of who waits; an Event, and a timeout for it, would take more room
+        self._woken = False
+        self.due_s = math.inf  # when who waits is to be woken, whatever has come
 
     def add(self, data: bytes, read_ns: int, stamp_ns: int | None) -> None:
         if data:
@@ -240,7 +261,7 @@ class _Shared:
             or data.endswith(b"\r\n\r\n")
             or len(self._pieces) > _MOST
         ):
-            self._arrived.set()
+            self.wake()
         elif len(self._pieces) == 1:
             self._reader.later.do(self.pass_by)
         if not data:
@@ -248,7 +269,7 @@ class _Shared:
 
     def pass_by(self) -> None:
         """Take in what is here, unless somebody is about to."""
-        if self.in_passing is not None and self._pieces and not self._arrived.is_set():
+        if self.in_passing is not None and self._pieces and not self._woken:
             try:
                 self.in_passing()
             except Exception as error:  # it is for who waits to handle
@@ -256,18 +277,28 @@ class _Shared:
 
     def broke(self, error: Exception) -> None:
         self._error = error
-        self._arrived.set()
+        self.wake()
         self._reader.forget(self.descriptor)
 
     def wait(self, timeout_s: float) -> None:
         if self._error is not None and not self._pieces:
             raise self._error
-        self._arrived.wait(timeout_s)
-        self._arrived.clear()
+        if not self._woken:
+            self.due_s = time.monotonic() + timeout_s
+            self._reader.wake_by(self.due_s)
+            self._waiter = Waiter()
+            try:
+                self._waiter.get()
+            finally:
+                self._waiter, self.due_s = None, math.inf
+        self._woken = False
         self._reader.breathe()
 
     def wake(self) -> None:
-        self._arrived.set()
+        if not self._woken:
+            self._woken = True
+            if self._waiter is not None:
+                gevent.get_hub().loop.run_callback(self._waiter.switch, None)
 
     def rest(self) -> list[bytes]:
         pieces, self._pieces = self._pieces, []
