@@ -9,6 +9,7 @@ import errno
 import os
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -198,20 +199,6 @@ class Client:
         exchange = collector.exchange
         began_ns = time.monotonic_ns()
         inbox = self._inbox(sock, exchange)
-
-        def take_in() -> None:
-            collector.catch_up()
-            for data in inbox.rest():
-                collector.take(data)
-                if exchange.look is not None:
-                    exchange.look()
-
-        def pass_by() -> None:
-            take_in()
-            inbox.form = collector.form
-            if exchange.complete or collector.done:
-                inbox.wake()
-
         try:
             while not exchange.complete:
                 # Pings keep a connection open, but they do not keep us waiting.
@@ -221,9 +208,9 @@ class Client:
                 if left_s <= 0:
                     raise TimeoutError
                 inbox.wait(left_s)
-                take_in()
+                _take_in(inbox, collector)
                 if collector.waits_for_end and not exchange.watched:
-                    inbox.form, inbox.in_passing = collector.form, pass_by
+                    inbox.form, inbox.in_passing = collector.form, partial(_pass_by, inbox, collector)
         except (gevent.GreenletExit, gevent.Timeout):
             # Cut: what has come by now has come. If that is the connection's end, cut is still what it is: an error
             # raised here would take the place of the cut, and the greenlet would live on.
@@ -268,14 +255,18 @@ class Client:
                 gevent.spawn_later(_LEAVING_S, self._socket.close)
                 self._socket = None
             return
-        limits = dict(part.strip().partition("=")[::2] for part in headers.get("keep-alive", "").lower().split(","))
+        if "keep-alive" in headers:
+            self._note_limits(headers["keep-alive"])
+        if self._requests_left is not None:
+            self._requests_left -= 1
+
+    def _note_limits(self, said: str) -> None:
+        limits = dict(part.strip().partition("=")[::2] for part in said.lower().split(","))
         with contextlib.suppress(KeyError, ValueError):
             self._idle_until_ns = time.monotonic_ns() + int(float(limits["timeout"]) * _IDLE_SHARE * 1e9)
         if self._requests_left is None:  # servers either count "max" down or repeat the same number
             with contextlib.suppress(KeyError, ValueError):
                 self._requests_left = int(limits["max"])
-        if self._requests_left is not None:
-            self._requests_left -= 1
 
     def _drop_if_stale(self) -> None:
         """Close a kept connection that the server has closed, or is about to."""
@@ -286,6 +277,22 @@ class Client:
         idle = self._idle_until_ns is not None and time.monotonic_ns() > self._idle_until_ns
         if worn or idle or (self._tls is None and _has_ended(sock)):
             self.close()
+
+
+def _take_in(inbox: Inbox, collector: Collector) -> None:
+    look = collector.exchange.look
+    collector.catch_up()
+    for data in inbox.rest():
+        collector.take(data)
+        if look is not None:
+            look()
+
+
+def _pass_by(inbox: Inbox, collector: Collector) -> None:
+    _take_in(inbox, collector)
+    inbox.form = collector.form
+    if collector.exchange.complete or collector.done:
+        inbox.wake()
 
 
 def _has_ended(sock: socket.socket) -> bool:
