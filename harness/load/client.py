@@ -8,7 +8,7 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -32,6 +32,8 @@ _CROSSED_S = 0.02
 _LEAVING_S = 0.1
 _TCP_CLOSE = 7  # after a reset
 _IDLE_SHARE = 0.8  # of the server's stated idle limit, so that it never closes first
+
+Body = Callable[[], bytes]  # makes it
 
 
 class Target(NamedTuple):
@@ -118,35 +120,39 @@ class Client:
         self._requests_left: int | None = None  # on this connection, where the server limits them
         self._idle_until_ns: int | None = None
 
-    def post(self, path: str, body: bytes, exchange: Exchange) -> None:
+    def post(self, path: str, body: Body, exchange: Exchange) -> None:
         """Send `body`, a JSON text, to the API's `path` and collect the response in `exchange`; failures go there too.
+
+        It is asked for when it is sent, and again if it has to be sent again: prompts may be long, and are not kept
+        for as long as the answer takes.
 
         A greenlet that is cut meanwhile (GreenletExit, gevent.Timeout) sees that raised, with the connection closed.
         """
-        self._run(self._head("POST", path, exchange.id, len(body)), body, exchange)
+        self._run("POST", path, body, exchange)
 
     def get(self, path: str, exchange: Exchange) -> None:
         """As `post`, for reading a page of the API."""
-        self._run(self._head("GET", path, exchange.id), b"", exchange)
+        self._run("GET", path, None, exchange)
 
     def close(self) -> None:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
-    def _head(self, method: str, path: str, request_id: str, size: int | None = None) -> bytes:
-        length = "" if size is None else f"Content-Type: application/json\r\nContent-Length: {size}\r\n"
+    def _request(self, method: str, path: str, body: Body | None, request_id: str) -> bytes:
+        content = b"" if body is None else body()
+        length = "" if body is None else f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n"
         head = (
             f"{method} {self._target.prefix}{path} HTTP/1.1\r\nHost: {self._target.authority}\r\n"
             f"Accept: text/event-stream, application/json\r\nAccept-Encoding: identity\r\n"
             f"X-Request-Id: {request_id}\r\n{self._headers}{length}\r\n"
         )
-        return head.encode("latin-1")
+        return head.encode("latin-1") + content  # in one packet where it fits
 
-    def _run(self, head: bytes, body: bytes, exchange: Exchange) -> None:
+    def _run(self, method: str, path: str, body: Body | None, exchange: Exchange) -> None:
         try:
-            if not self._attempt(head, body, exchange):
-                self._attempt(head, body, exchange)
+            if not self._attempt(method, path, body, exchange):
+                self._attempt(method, path, body, exchange)
         except Failure as failure:
             exchange.failure = failure
         finally:
@@ -154,18 +160,20 @@ class Client:
             if not exchange.complete:
                 self.close()
 
-    def _attempt(self, head: bytes, body: bytes, exchange: Exchange) -> bool:
+    def _attempt(self, method: str, path: str, body: Body | None, exchange: Exchange) -> bool:
         """One try. False: the kept connection was closed as the request was on its way; use a new one."""
         self._drop_if_stale()
         reused = self._socket is not None
         sock = self._socket or self._connect(exchange)
         sock.settimeout(self._timeout_s)
+        request = self._request(method, path, body, exchange.id)
         sent_ns = time.monotonic_ns()
         if exchange.sent_ns is None:
             exchange.sent_ns = sent_ns
         sending = True
         try:
-            sock.sendall(head + body)  # in one packet where it fits, and not kept together: prompts may be long
+            sock.sendall(request)
+            del request
             sending = False
             self._receive(sock, exchange)
         except TimeoutError:

@@ -140,7 +140,8 @@ class LoadProcess:
         self.recorder.sending(place.ticket.phase, place.ticket.stage)
         try:
             with _STAYS if leave is None else leaving(leave, exchange, reading):
-                client.post(PATHS[self.job.load.endpoint], self._body(messages, place.question, tools), exchange)
+                body = partial(self._body, messages, place.question, tools)
+                client.post(PATHS[self.job.load.endpoint], body, exchange)
             answer = self._finish(reading)
         except Exception as error:
             logger.exception("defect in the load generator, recorded as error kind 'client'")
