@@ -182,7 +182,8 @@ def exchanging(url: str, timeout_s: float = 5.0, **headers: str) -> Iterator[Cal
 
     def send() -> tuple[Exchange, Answer]:
         exchange = Exchange(id="x")
-        client.post("/chat/completions", b'{"model":"m","stream":true,"max_tokens":4,"messages":[]}', exchange)
+        body = b'{"model":"m","stream":true,"max_tokens":4,"messages":[]}'
+        client.post("/chat/completions", lambda: body, exchange)
         return exchange, read_answer(exchange)
 
     try:

@@ -8,7 +8,8 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -31,6 +32,8 @@ _CROSSED_S = 0.02
 _LEAVING_S = 0.1
 _TCP_CLOSE = 7  # after a reset
 _IDLE_SHARE = 0.8  # of the server's stated idle limit, so that it never closes first
+
+Body = Callable[[], bytes]  # makes it
 
 
 class Target(NamedTuple):
@@ -117,35 +120,39 @@ class Client:
         self._requests_left: int | None = None  # on this connection, where the server limits them
         self._idle_until_ns: int | None = None
 
-    def post(self, path: str, body: bytes, exchange: Exchange) -> None:
+    def post(self, path: str, body: Body, exchange: Exchange) -> None:
         """Send `body`, a JSON text, to the API's `path` and collect the response in `exchange`; failures go there too.
+
+        It is asked for when it is sent, and again if it has to be sent again: prompts may be long, and are not kept
+        for as long as the answer takes.
 
         A greenlet that is cut meanwhile (GreenletExit, gevent.Timeout) sees that raised, with the connection closed.
         """
-        self._run(self._head("POST", path, exchange.id, len(body)), body, exchange)
+        self._run("POST", path, body, exchange)
 
     def get(self, path: str, exchange: Exchange) -> None:
         """As `post`, for reading a page of the API."""
-        self._run(self._head("GET", path, exchange.id), b"", exchange)
+        self._run("GET", path, None, exchange)
 
     def close(self) -> None:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
-    def _head(self, method: str, path: str, request_id: str, size: int | None = None) -> bytes:
-        length = "" if size is None else f"Content-Type: application/json\r\nContent-Length: {size}\r\n"
+    def _request(self, method: str, path: str, body: Body | None, request_id: str) -> bytes:
+        content = b"" if body is None else body()
+        length = "" if body is None else f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n"
         head = (
             f"{method} {self._target.prefix}{path} HTTP/1.1\r\nHost: {self._target.authority}\r\n"
             f"Accept: text/event-stream, application/json\r\nAccept-Encoding: identity\r\n"
             f"X-Request-Id: {request_id}\r\n{self._headers}{length}\r\n"
         )
-        return head.encode("latin-1")
+        return head.encode("latin-1") + content  # in one packet where it fits
 
-    def _run(self, head: bytes, body: bytes, exchange: Exchange) -> None:
+    def _run(self, method: str, path: str, body: Body | None, exchange: Exchange) -> None:
         try:
-            if not self._attempt(head, body, exchange):
-                self._attempt(head, body, exchange)
+            if not self._attempt(method, path, body, exchange):
+                self._attempt(method, path, body, exchange)
         except Failure as failure:
             exchange.failure = failure
         finally:
@@ -153,18 +160,20 @@ class Client:
             if not exchange.complete:
                 self.close()
 
-    def _attempt(self, head: bytes, body: bytes, exchange: Exchange) -> bool:
+    def _attempt(self, method: str, path: str, body: Body | None, exchange: Exchange) -> bool:
         """One try. False: the kept connection was closed as the request was on its way; use a new one."""
         self._drop_if_stale()
         reused = self._socket is not None
         sock = self._socket or self._connect(exchange)
         sock.settimeout(self._timeout_s)
+        request = self._request(method, path, body, exchange.id)
         sent_ns = time.monotonic_ns()
         if exchange.sent_ns is None:
             exchange.sent_ns = sent_ns
         sending = True
         try:
-            sock.sendall(head + body)  # in one packet where it fits, and not kept together: prompts may be long
+            sock.sendall(request)
+            del request
             sending = False
             self._receive(sock, exchange)
         except TimeoutError:
@@ -198,20 +207,6 @@ class Client:
         exchange = collector.exchange
         began_ns = time.monotonic_ns()
         inbox = self._inbox(sock, exchange)
-
-        def take_in() -> None:
-            collector.catch_up()
-            for data in inbox.rest():
-                collector.take(data)
-                if exchange.look is not None:
-                    exchange.look()
-
-        def pass_by() -> None:
-            take_in()
-            inbox.form = collector.form
-            if exchange.complete or collector.done:
-                inbox.wake()
-
         try:
             while not exchange.complete:
                 # Pings keep a connection open, but they do not keep us waiting.
@@ -221,9 +216,9 @@ class Client:
                 if left_s <= 0:
                     raise TimeoutError
                 inbox.wait(left_s)
-                take_in()
+                _take_in(inbox, collector)
                 if collector.waits_for_end and not exchange.watched:
-                    inbox.form, inbox.in_passing = collector.form, pass_by
+                    inbox.form, inbox.in_passing = collector.form, partial(_pass_by, inbox, collector)
         except (gevent.GreenletExit, gevent.Timeout):
             # Cut: what has come by now has come. If that is the connection's end, cut is still what it is: an error
             # raised here would take the place of the cut, and the greenlet would live on.
@@ -268,14 +263,18 @@ class Client:
                 gevent.spawn_later(_LEAVING_S, self._socket.close)
                 self._socket = None
             return
-        limits = dict(part.strip().partition("=")[::2] for part in headers.get("keep-alive", "").lower().split(","))
+        if "keep-alive" in headers:
+            self._note_limits(headers["keep-alive"])
+        if self._requests_left is not None:
+            self._requests_left -= 1
+
+    def _note_limits(self, said: str) -> None:
+        limits = dict(part.strip().partition("=")[::2] for part in said.lower().split(","))
         with contextlib.suppress(KeyError, ValueError):
             self._idle_until_ns = time.monotonic_ns() + int(float(limits["timeout"]) * _IDLE_SHARE * 1e9)
         if self._requests_left is None:  # servers either count "max" down or repeat the same number
             with contextlib.suppress(KeyError, ValueError):
                 self._requests_left = int(limits["max"])
-        if self._requests_left is not None:
-            self._requests_left -= 1
 
     def _drop_if_stale(self) -> None:
         """Close a kept connection that the server has closed, or is about to."""
@@ -286,6 +285,22 @@ class Client:
         idle = self._idle_until_ns is not None and time.monotonic_ns() > self._idle_until_ns
         if worn or idle or (self._tls is None and _has_ended(sock)):
             self.close()
+
+
+def _take_in(inbox: Inbox, collector: Collector) -> None:
+    look = collector.exchange.look
+    collector.catch_up()
+    for data in inbox.rest():
+        collector.take(data)
+        if look is not None:
+            look()
+
+
+def _pass_by(inbox: Inbox, collector: Collector) -> None:
+    _take_in(inbox, collector)
+    inbox.form = collector.form
+    if collector.exchange.complete or collector.done:
+        inbox.wake()
 
 
 def _has_ended(sock: socket.socket) -> bool:

@@ -5,6 +5,7 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 import httptools
@@ -28,6 +29,17 @@ class Failure(Exception):
         super().__init__(message)
         self.kind = kind
         self.message = message
+
+
+@lru_cache(256)
+def _name(raw: bytes) -> str:
+    """In lower case. Here and below the same object for equal ones, as all answers of a server have the same."""
+    return raw.decode("latin-1").lower()
+
+
+@lru_cache(256)
+def _value(raw: bytes) -> str:
+    return raw.decode("latin-1")
 
 
 def _numbers() -> "array[int]":
@@ -143,7 +155,7 @@ class Collector:
         return self.exchange.status is not None and "content-length" not in self.exchange.headers
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.exchange.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        self.exchange.headers[_name(name)] = _value(value)
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()

@@ -7,8 +7,9 @@ from typing import Literal
 
 import msgspec
 
-_TEXT = re.compile(rb'[^"\\\x00-\x1f]+')  # of a JSON string that means itself
-_FIELD = re.compile(rb'"(?:content|reasoning_content|reasoning)":\s*"(%s)"' % _TEXT.pattern)
+# A JSON string without these means itself. `translate` leaves them out, and is quicker than an expression that looks.
+_SPECIAL = bytes(range(0x20)) + b'"\\'
+_FIELD = re.compile(rb'"(?:content|reasoning_content|reasoning)":\s*"([^%s]+)"' % re.escape(_SPECIAL))
 _IN_VAIN = 8  # forms that fitted nothing: the events of this stream differ in more than their text
 _END = b"\r\n"  # of a chunk of a body
 
@@ -99,7 +100,7 @@ class Form:
         if not (before and chunk.startswith(size) and chunk.startswith(before, len(size)) and chunk.endswith(after)):
             return None
         text = chunk[len(size) + len(before) : -len(after)]
-        return None if _TEXT.fullmatch(text) is None else text
+        return text if text and text.translate(None, _SPECIAL) == text else None
 
     def _several(self, read: bytes) -> list[bytes]:
         """The texts of a read that a late client got: chunks that came one by one. None, if there is anything else."""

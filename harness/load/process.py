@@ -39,6 +39,7 @@ from harness.traces.replay import Beginning, Replay, replay_of
 from harness.workload import Message
 
 _REACH_S = 5.0
+_STAYS = nullcontext()  # who does not leave before the answer is there
 
 logger = logging.getLogger(__name__)
 
@@ -135,11 +136,13 @@ class LoadProcess:
         exchange = Exchange(id=self._id(place.ticket))
         reading = Reading(exchange, self._secrets, embeddings=self.job.load.endpoint == "embeddings")
         exchange.look = reading.look
-        answer, cut = Answer(), False
+        answer: Answer | None = None
+        cut = False
         self.recorder.sending(place.ticket.phase, place.ticket.stage)
         try:
-            with nullcontext() if leave is None else leaving(leave, exchange, reading):
-                client.post(PATHS[self.job.load.endpoint], self._body(messages, place.question, tools), exchange)
+            with _STAYS if leave is None else leaving(leave, exchange, reading):
+                body = partial(self._body, messages, place.question, tools)
+                client.post(PATHS[self.job.load.endpoint], body, exchange)
             answer = self._finish(reading)
         except Exception as error:
             logger.exception("defect in the load generator, recorded as error kind 'client'")
@@ -150,7 +153,7 @@ class LoadProcess:
             raise
         finally:
             exchange.look = None  # it knows the exchange: no cycle is left to the garbage collector
-            note = partial(self._note, exchange, reading, answer, place, tools, tell)
+            note = partial(self._note, exchange, reading, answer or Answer(), place, tools, tell)
             if cut:
                 note()  # Locust may be about to count what there was
             else:

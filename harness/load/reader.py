@@ -8,6 +8,7 @@ stream are not fetched by one read: a busy process looks at its sockets each 2 m
 readable (as NAPI does in the kernel).
 """
 
+import math
 import select
 import time
 from array import array
@@ -16,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 import gevent
 from gevent import monkey, socket
-from gevent.event import Event
+from gevent.hub import Waiter
 
 from harness.load.clock import CONTROL_BYTES, KernelClock
 from harness.load.form import Form
@@ -50,7 +51,10 @@ class Arrivals:
         else:
             lag_us = (read_ns - stamp_ns) // 1000
             self._times_ns.append(stamp_ns)
-            self._lags_us.append(lag_us if -_MOST_US < lag_us < _MOST_US else _MOST_US if lag_us > 0 else -_MOST_US)
+            try:
+                self._lags_us.append(lag_us)
+            except OverflowError:  # half an hour: somebody has set the clock
+                self._lags_us.append(_MOST_US if lag_us > 0 else -_MOST_US)
 
     def __len__(self) -> int:
         return len(self._times_ns)
@@ -131,12 +135,13 @@ class Reader:
         self._pause = loop.timer(_PAUSE_S, _PAUSE_S)
         self._drained_ns = 0
         self._how: _How = "asleep"
+        self._alarm = loop.timer(0)  # one for all who wait: each of its own would be made in vain
+        self._alarm_s = math.inf
 
     def close(self) -> None:
-        self._readable.stop()
-        self._readable.close()
-        self._pause.stop()
-        self._pause.close()
+        for watcher in (self._readable, self._pause, self._alarm):
+            watcher.stop()
+            watcher.close()
         self._poll.close()
 
     def open(self, sock: socket.socket, arrivals: Arrivals) -> Inbox:
@@ -144,7 +149,8 @@ class Reader:
         raw: Any = sock._sock  # type: ignore[attr-defined]  # without gevent's waiting
         inbox = _Shared(self, raw.fileno(), raw.recvmsg_into, arrivals)
         self._inboxes[inbox.descriptor] = inbox
-        self._poll.register(inbox.descriptor, select.EPOLLIN)
+        # Told once of what comes (EPOLLET): else the kernel looks at each socket a second time after it was read.
+        self._poll.register(inbox.descriptor, select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET)
         if self._how == "asleep":
             self._go("when readable")
         return inbox
@@ -153,6 +159,22 @@ class Reader:
         """Read it no more; nothing happens the second time."""
         if self._inboxes.pop(descriptor, None) is not None:
             self._poll.unregister(descriptor)
+
+    def wake_by(self, due_s: float) -> None:
+        """Wake the inboxes that are due when it is so late."""
+        if due_s < self._alarm_s:
+            self._alarm.stop()
+            self._alarm.close()
+            self._alarm = gevent.get_hub().loop.timer(max(0.0, due_s - time.monotonic()))
+            self._alarm.start(self._ring)
+            self._alarm_s = due_s
+
+    def _ring(self) -> None:
+        self._alarm_s, now_s = math.inf, time.monotonic()
+        for inbox in self._inboxes.values():
+            if inbox.due_s <= now_s:
+                inbox.wake()
+        self.wake_by(min((inbox.due_s for inbox in self._inboxes.values() if inbox.due_s > now_s), default=math.inf))
 
     def breathe(self) -> None:
         """To be called between pieces of work that take a while: reads what came meanwhile, if it is time."""
@@ -184,10 +206,10 @@ class Reader:
     def _drain(self) -> int:
         """Read what is there; the number of reads."""
         inboxes, now_ns, stamp_ns = self._inboxes, time.monotonic_ns, self._clock.stamp_ns
-        buffers, view = [self._buffer], memoryview(self._buffer)
+        buffer, buffers = self._buffer, [self._buffer]
         self._drained_ns = self._clock.look()
-        ready = self._poll.poll(0)
-        for descriptor, _ in ready:
+        ready, only_data = self._poll.poll(0), select.EPOLLIN
+        for descriptor, events in ready:
             inbox = inboxes[descriptor]
             try:
                 size, control, _, _ = inbox.receive(buffers, CONTROL_BYTES)
@@ -196,7 +218,9 @@ class Reader:
             except OSError as error:
                 inbox.broke(error)
                 continue
-            inbox.add(bytes(view[:size]), now_ns(), stamp_ns(control))
+            inbox.add(bytes(buffer[:size]), now_ns(), stamp_ns(control))
+            if size == _READ_BYTES or (events != only_data and size):
+                ready.append((descriptor, events))  # there is more, or the connection's end: nobody tells of it again
         return len(ready)
 
 
@@ -204,7 +228,8 @@ class _Shared:
     """The inbox of a socket that the Reader reads."""
 
     __slots__ = (
-        "_arrivals", "_arrived", "_error", "_pieces", "_reader", "descriptor", "form", "in_passing", "receive"
+        "_arrivals", "_error", "_pieces", "_reader", "_waiter", "_woken", "descriptor", "due_s", "form", "in_passing",
+        "receive"
     )  # fmt: skip
 
     def __init__(self, reader: Reader, descriptor: int, receive: Any, arrivals: Arrivals) -> None:
@@ -216,7 +241,9 @@ class _Shared:
         self._arrivals = arrivals
         self._pieces: list[bytes] = []  # a read each
         self._error: Exception | None = None
-        self._arrived = Event()
+        self._waiter: Waiter[None] | None = None  # of who waits; an Event, and a timeout for it, would take more room
+        self._woken = False
+        self.due_s = math.inf  # when who waits is to be woken, whatever has come
 
     def add(self, data: bytes, read_ns: int, stamp_ns: int | None) -> None:
         if data:
@@ -234,7 +261,7 @@ class _Shared:
             or data.endswith(b"\r\n\r\n")
             or len(self._pieces) > _MOST
         ):
-            self._arrived.set()
+            self.wake()
         elif len(self._pieces) == 1:
             self._reader.later.do(self.pass_by)
         if not data:
@@ -242,7 +269,7 @@ class _Shared:
 
     def pass_by(self) -> None:
         """Take in what is here, unless somebody is about to."""
-        if self.in_passing is not None and self._pieces and not self._arrived.is_set():
+        if self.in_passing is not None and self._pieces and not self._woken:
             try:
                 self.in_passing()
             except Exception as error:  # it is for who waits to handle
@@ -250,18 +277,28 @@ class _Shared:
 
     def broke(self, error: Exception) -> None:
         self._error = error
-        self._arrived.set()
+        self.wake()
         self._reader.forget(self.descriptor)
 
     def wait(self, timeout_s: float) -> None:
         if self._error is not None and not self._pieces:
             raise self._error
-        self._arrived.wait(timeout_s)
-        self._arrived.clear()
+        if not self._woken:
+            self.due_s = time.monotonic() + timeout_s
+            self._reader.wake_by(self.due_s)
+            self._waiter = Waiter()
+            try:
+                self._waiter.get()
+            finally:
+                self._waiter, self.due_s = None, math.inf
+        self._woken = False
         self._reader.breathe()
 
     def wake(self) -> None:
-        self._arrived.set()
+        if not self._woken:
+            self._woken = True
+            if self._waiter is not None:
+                gevent.get_hub().loop.run_callback(self._waiter.switch, None)
 
     def rest(self) -> list[bytes]:
         pieces, self._pieces = self._pieces, []

@@ -26,7 +26,7 @@ class Parser:
         self._type = b""
         self._data: list[bytes] = []
         self._stray = b""
-        self.idle = False  # between two events
+        self.idle = True  # between two events
 
     def stray(self) -> bytes:
         """The beginning of what was sent outside of any field, such as an error in bare JSON; asked for at the end."""
@@ -42,7 +42,7 @@ class Parser:
         buffer = self._rest + data
         if self._at_start:
             if len(buffer) < len(_BOM) and _BOM.startswith(buffer):
-                self._rest = buffer
+                self._rest, self.idle = buffer, not buffer
                 return []
             self._at_start = False
             buffer = buffer.removeprefix(_BOM)

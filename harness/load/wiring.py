@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 _hooks: Any = events  # they have no types
 
+gevent.config.track_greenlet_tree = False  # who started whom is for debugging, and takes room for each user
+
 _job: Job | None = None  # None: started by hand
 _recorder: Recorder | None = None  # None in a master
 _process: LoadProcess | None = None
