@@ -52,6 +52,12 @@ def test_machines_are_named_or_counted() -> None:
             {"a": CHAT, "b": Load(user="chat", users=4, requests=8, processes=2)},
             "--workers: the loads differ in 'processes', and a worker is started once for all of them",
         ),
+        (
+            "2",
+            "h",
+            {"a": CHAT, "b.a": CHAT},
+            "$.mixes.b: several machines cannot send the parts of a mix, which have a master each",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused(given: str, bind: str | None, loads: dict[str, Load], said: str) -> None:

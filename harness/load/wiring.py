@@ -27,6 +27,7 @@ from harness.job import Job
 from harness.load.course import Course
 from harness.load.live.wire import Live, attach
 from harness.load.master import Master
+from harness.load.meet import meet
 from harness.load.options import add_options, job_by_hand, job_file, with_options
 from harness.load.process import LoadProcess, course_of, plan_of, reach
 from harness.load.recorder import Anchor, Recorder
@@ -158,6 +159,8 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
     if _live is not None:
         _live.begin()
     _settle_memory()
+    if _job is not None and _job.beside and _process is not None:
+        meet(_job, _process.tickets)
     if _job and options.headless and not isinstance(runner, WorkerRunner):
         plan = plan_of(_job)
         if plan.requests is not None or plan.duration_s is not None:
