@@ -82,11 +82,6 @@ def parse_workers(given: str, bind: str | None, loads: Mapping[str, Load]) -> Wo
                 f"$.mixes.{mix_of(name)}: several machines cannot send the parts of a mix, which have a master each",
                 next_step="Run it from one machine, with 'processes', or take 'mixes' out.",
             )
-        if load.stages:
-            raise HarnessError(
-                f"$.loads.{name}.stages: several machines cannot change their number of users together",
-                next_step="Run it from one machine, with 'processes', or as loads of their own with 'users' each.",
-            )
         if load.users % workers.total:
             raise HarnessError(
                 f"$.loads.{name}.users: {load.users} users cannot be parted among {workers.total} load processes",

@@ -14,7 +14,7 @@ _LOOK_S = 0.05
 
 def meet(job: Job, tickets: Course) -> None:
     """Hold the warm-up of a part of a mix until all parts are warm. To be called before the first request."""
-    tickets.held = True
+    tickets.hold()
     gevent.spawn(_wait, job, tickets)
 
 
@@ -25,4 +25,4 @@ def _wait(job: Job, tickets: Course) -> None:
     others = [warm_sign(path) for path in job.beside]
     while not all(sign.exists() for sign in others):
         gevent.sleep(_LOOK_S)
-    tickets.held = False
+    tickets.release()

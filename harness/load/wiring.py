@@ -31,7 +31,7 @@ from harness.load.meet import meet
 from harness.load.options import add_options, job_by_hand, job_file, with_options
 from harness.load.process import LoadProcess, course_of, plan_of, reach
 from harness.load.recorder import Anchor, Recorder
-from harness.load.shape import Stages
+from harness.load.shape import Stages, Steered
 from harness.load.worker import Worker
 from harness.scenario import behaviour
 from harness.workers import FROM_MASTER
@@ -116,7 +116,8 @@ def _let_records_be_finished() -> None:
 def _begin(job: Job, host: str, anchor: Anchor) -> LoadProcess:
     """The master has sent the job. Raises HarnessError, OSError."""
     global _process
-    recorder = Recorder(job.requests_path, job.processes_path, job.cell, anchor)
+    then = [stage.cell for stage in job.then]
+    recorder = Recorder(job.requests_path, job.processes_path, job.cell, anchor, then)
     _process = LoadProcess(job, host, recorder)
     return _process
 
@@ -137,6 +138,8 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
             give_up(environment, error)
             raise gevent.GreenletExit from None  # the start of users ends here
         gevent.spawn(_master.watch)
+        if _job is not None and _job.then:
+            _follow(environment, _job, _master)
         return
     if _job is not None and _job.load.trace is not None and not (options.headless or isinstance(runner, WorkerRunner)):
         Path(_job.tickets_path).unlink(missing_ok=True)  # a trace that has ended begins anew
@@ -167,9 +170,7 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
             course = course_of(_job)
             gevent.spawn(_end_when_finished, environment, _job.load.drain_s, course)
             if course.several:
-                # Users who are too many now end what they wait for, which is how long others wait for that.
-                environment.stop_timeout = _job.load.timeout_s
-                gevent.spawn(_follow, environment, _job, course)
+                _follow(environment, _job, course)
 
 
 def _problem(environment: Environment, given: Namespace) -> str | None:
@@ -269,12 +270,15 @@ def _end_when_finished(environment: Environment, drain_s: float, tickets: Course
     environment.runner.quit()
 
 
-def _follow(environment: Environment, job: Job, course: Course) -> None:
-    """The number of users follows the stages of the load."""
+def _follow(environment: Environment, job: Job, course: Steered) -> None:
+    """From now on the number of users follows the stages of the load."""
     assert environment.runner is not None
     load = job.load
+    # Users who are too many now end what they wait for, which is how long others wait for that.
+    environment.stop_timeout = load.timeout_s
     patience_s = load.ramp_s + load.timeout_s + behaviour.longest_s(load.think or load.think_s) + _COME_S
-    Stages(course, job.load.ramp_s).follow(environment.runner, patience_s, partial(give_up, environment))
+    shape = Stages(course, load.ramp_s)
+    gevent.spawn(shape.follow, environment.runner, patience_s, partial(give_up, environment))
 
 
 def _host(environment: Environment, given: str | None) -> str:
