@@ -31,6 +31,7 @@ from harness.load.meet import meet
 from harness.load.options import add_options, job_by_hand, job_file, with_options
 from harness.load.process import LoadProcess, course_of, plan_of, reach
 from harness.load.recorder import Anchor, Recorder
+from harness.load.refused import FirstRequests
 from harness.load.shape import Stages, Steered
 from harness.load.worker import Worker
 from harness.scenario import behaviour
@@ -89,6 +90,8 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     if _job is None and not environment.stop_timeout:
         # By hand, --run-time would cut what is in flight and call it failed. Ctrl-C still cuts at once.
         environment.stop_timeout = _DRAIN_BY_HAND_S
+    if _job is None or not options.headless:
+        FirstRequests(environment, give_up)
     if not options.headless:
         _live = attach(environment, _recorder, _job, partial(_problem, environment))
     _hooks.quitting.add_listener(_on_quitting)  # the last one is called first: before the master tells its workers
