@@ -39,6 +39,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     machine: int = 0  # whose part of the sequence this is, from 0 ...
     machines: int = 1  # ... of so many that send it; each of them has a counter of its own
     then: list["Job"] = []  # the further stages of a load whose number of users changes; each has a counter of its own
+    beside: list[str] = []  # of a part of a mix: the tickets_path of each other part, measured with it
     workers: Workers | None = None  # of the master: the machines that it waits for
 
 
@@ -47,6 +48,11 @@ def secrets_of(job: Job) -> list[str]:
     key = os.environ.get(job.api_key_env, "").strip() if job.api_key_env else None
     served = msgspec.json.decode(os.environ.get(SECRETS_ENV, "[]"), type=list[str])
     return [*([key] if key else []), *served]
+
+
+def warm_sign(tickets_path: str) -> Path:
+    """The file whose being there says that the warm-up of a part of a mix is over, or that it has ended."""
+    return Path(f"{tickets_path}.warm")
 
 
 def write_job(job: Job, path: Path) -> None:

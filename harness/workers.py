@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import msgspec
 
 from harness.errors import HarnessError
+from harness.scenario.mixes import mix_of
 from harness.scenario.scenario import Load
 
 PORT = 5557  # Locust's own
@@ -76,10 +77,10 @@ def parse_workers(given: str, bind: str | None, loads: Mapping[str, Load]) -> Wo
         names=[] if number else names, machines=number or len(names), processes=processes.pop(), bind=host, port=port
     )
     for name, load in loads.items():
-        if load.stages:
+        if mix_of(name) is not None:
             raise HarnessError(
-                f"$.loads.{name}.stages: several machines cannot change their number of users together",
-                next_step="Run it from one machine, with 'processes', or as loads of their own with 'users' each.",
+                f"$.mixes.{mix_of(name)}: several machines cannot send the parts of a mix, which have a master each",
+                next_step="Run it from one machine, with 'processes', or take 'mixes' out.",
             )
         if load.users % workers.total:
             raise HarnessError(

@@ -3,12 +3,14 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.parse
 import urllib.request
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,9 @@ from harness.job import write_job
 from harness.rundir.records import Request, read_marks, read_requests
 from harness.scenario.behaviour import Abandon, Pause
 from harness.scenario.scenario import Load
+from harness.simulated.spawn import spawned
+from tests.command import until
+from tests.fake_server import answering, serving, whole
 from tests.load_runs import ROOT, RUN_S, end, ends_of, free_port, log_of, make_job, records_of, start, wait_for_records
 
 CLASSES = {"agent": "ToolAgent", "batch": "BatchAgent", "chat": "ChatUser", "rag": "RagUser"}
@@ -190,3 +195,84 @@ def test_the_web_form_shows_the_job_and_changes_it(tmp_path: Path, engine: str) 
     assert {r.asked_tokens for r in records} == {5}
     assert 3 in Counter(r.batch for r in records).values()
     assert sum(mark.sent or 0 for mark in ends_of(tmp_path, 1)) == len(records)
+
+
+REFUSED = "the load was ended because its first 5 requests all failed, as the rest would: "
+NO_MODEL = (
+    f"{REFUSED}the server has no model named nope. To solve it: set `model` to the id that its /v1/models names "
+    "(known m); behind Lemonade a model of one's own is user.NAME. "
+    "By hand, keys of a scenario are options: --model, --api-key-env, ..."
+)
+
+
+@pytest.mark.parametrize("more", [[], ["--processes", "2"]])
+def test_a_model_that_the_server_does_not_have_ends_the_load(tmp_path: Path, engine: str, more: list[str]) -> None:
+    options = ["--headless", "--users", "4", "--spawn-rate", "10", "--think", "0.1", "--records", "r.jsonl"]
+    assert end(start(tmp_path, engine, "chat", *options, "--model", "nope", *more)) == 1
+    assert log_of(tmp_path).count(NO_MODEL) == log_of(tmp_path).count(REFUSED) == 1
+    assert "Traceback" not in log_of(tmp_path)
+    records = list(read_requests(tmp_path / "r.jsonl"))
+    assert {(one.error, one.status) for one in records} == {("http", 404)}
+    assert 5 <= len(records) < 200
+
+
+def test_a_key_that_the_server_does_not_take_ends_the_load(tmp_path: Path) -> None:
+    refusal = whole(b'{"error":"Invalid or missing API key"}', status=b"401 Unauthorized")
+    with serving(answering(refusal)) as url:
+        options = ["--headless", "--users", "2", "--spawn-rate", "10", "--think", "0.1", "--model", "m"]
+        assert end(start(tmp_path, url, "batch", *options)) == 1
+    assert f"{REFUSED}the server wants an API key, and this is not it. To solve it: " in log_of(tmp_path)
+
+
+@pytest.mark.parametrize("fault", ["500-html", "500-html@2"])
+def test_failures_that_may_pass_do_not_end_the_load(tmp_path: Path, fault: str) -> None:
+    with spawned("--preset", "instant", "--served-model-name", "m", "--fault", fault) as server:
+        options = ["--headless", "--users", "2", "--spawn-rate", "10", "--records", "requests.jsonl", "--think", "0.1"]
+        child = start(tmp_path, server.url, "batch", *options, "--output-tokens", "5")
+        try:
+            wait_for_records(tmp_path, 20)
+        finally:
+            child.send_signal(signal.SIGTERM)
+            assert end(child) == 1  # as stock Locust ends after failures
+    assert REFUSED not in log_of(tmp_path)
+
+
+@pytest.mark.parametrize(("more", "load_processes"), [([], 0), (["--processes", "2"], 2)])
+def test_in_the_web_ui_only_the_users_are_stopped(
+    tmp_path: Path, engine: str, more: list[str], load_processes: int
+) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    options = ["--web-host", "127.0.0.1", "--web-port", str(port), "--records", "r.jsonl", "--think", "0.1", *more]
+    child = start(tmp_path, engine, "batch", *options, "--stop-timeout", "1")
+    form = {"user_count": "2", "spawn_rate": "10", "output_tokens": "5"}
+
+    def state() -> str:
+        return str(json.loads(ask(f"{url}/llm/live.json"))["state"])
+
+    try:
+        until(partial(listens, port))
+        for times in (1, 2):
+            until(partial(told, tmp_path, "reported as ready", load_processes * times))
+            assert json.loads(ask(f"{url}/swarm", **form, model="nope"))["success"]
+            until(partial(told, tmp_path, NO_MODEL, times))
+            until(lambda: state() == "stopped")
+        until(partial(told, tmp_path, "reported as ready", load_processes * 3))
+        assert json.loads(ask(f"{url}/swarm", **form, model="m"))["success"]
+        until(lambda: any(one.error is None for one in read_requests(tmp_path / "r.jsonl")))
+        assert state() in ("spawning", "running")
+        child.send_signal(signal.SIGTERM)
+        end(child)
+    finally:
+        child.kill()
+        child.wait()
+    assert log_of(tmp_path).count(REFUSED) == 2
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as trial:
+        return trial.connect_ex(("127.0.0.1", port)) == 0
+
+
+def told(folder: Path, words: str, times: int) -> bool:
+    return log_of(folder).count(words) == times

@@ -9,7 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harness.run.drive import FIRST, scenario_mistake
+from harness.failures.first import FIRST
+from harness.run.drive import scenario_mistake
 from harness.rundir.manifest import read_run
 from harness.rundir.records import Request, read_requests
 from tests.command import HARNESS, harness, only_run, server, write

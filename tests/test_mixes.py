@@ -1,5 +1,6 @@
 """Loads that run at once: how a scenario says it, how they are run, and what is counted of them."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from harness.errors import ScenarioError
 from harness.report.table import lines
 from harness.rundir.manifest import read_run
-from harness.rundir.records import read_requests
+from harness.rundir.records import Request, read_marks, read_requests
 from harness.scenario.check_syntax import misplaced, on_server, parse_check
 from harness.scenario.file import load_scenario
 from harness.scenario.mixes import alone, mix_of
@@ -15,7 +16,7 @@ from harness.scenario.plan import at_once, plan
 from harness.summarize.summarize import summarize
 from harness.summary import Summary
 from harness.workload import workload_sha256
-from tests.command import harness
+from tests.command import harness, only_run
 
 SCENARIO = """
 version: 1
@@ -68,7 +69,8 @@ def test_a_scenario_without_mixes_has_the_workload_that_it_had(tmp_path: Path) -
         ("both: [", "chat: [", "there is a load of that name"),
         ("5, duration_s: 5", "5, duration_s: 6", "'duration_s' and 'ramp_s' must be the same"),
         ("5, duration_s: 5", "5, requests: 5", "a part has no 'duration_s'"),
-        ("warmup: {duration_s: 1}", "warmup: {requests: 1}", "after a warm-up of fixed time"),
+        ("warmup: {duration_s: 1}", "warmup: {requests: 0}", "give it a number above 0, or remove it"),
+        ("warmup: {duration_s: 1}", "warmup: {duration_s: 0}", "give it a number above 0, or remove it"),
         ("  job: {", "  a.b: {", "a '.' is in the names of a mix's parts only"),
         ("both: [chat, job]", "both: [chat, job]\n  all: [both, job]", "'both' is not a load"),
     ],
@@ -137,3 +139,84 @@ def test_each_part_has_its_row_its_slos_and_what_it_is_compared_with(run: Path) 
         own = lines(summary, read_run(run))
         assert [line.against for line in own] == ["", "", "", "sim / job"]
         assert [line.verdict is None for line in own] == [True, False, False, False]
+
+
+STEADY = """
+version: 1
+question: q
+model: m
+servers: {sim: {template: simulated, container: false, variables: {preset: instant}}}
+loads:
+  quick: {user: batch, in_flight: 4, duration_s: 2, output_tokens: 5}
+  slow: {user: batch, batch_size: 2, processes: PROCESSES, users: PROCESSES, duration_s: 2, output_tokens: 5,
+         think_s: [0.1, 0.1]}
+mixes: {both: [quick, slow]}
+prompts: {tokens: 20}
+repeats: 1
+"""
+
+
+def mixed_records(run: Path) -> dict[str, list[Request]]:
+    records = list(read_requests(run / "requests.jsonl"))
+    cells = ("r1-sim-both.quick", "r1-sim-both.slow")
+    return {cell: [record for record in records if record.cell == cell] for cell in cells}
+
+
+@pytest.mark.parametrize(
+    ("processes", "warmup", "least", "steady"),
+    [
+        (1, "{until: steady}", 48, True),
+        (2, "{until: steady}", 48, True),
+        (1, "{until: steady, within: 0.0001, most_s: 2}", 1, None),
+        (1, "{requests: 40}", 40, None),
+    ],
+)
+def test_all_parts_begin_to_be_measured_when_the_last_is_warm(
+    tmp_path: Path, processes: int, warmup: str, least: int, steady: bool | None
+) -> None:
+    """The slow part needs twenty-four bursts and more than 2.4 s for what the quick one has at once."""
+    text = STEADY.replace("PROCESSES", str(processes)) + f"warmup: {warmup}\n"
+    done = harness("run", str(written(tmp_path, text)), "--runs", str(tmp_path), cwd=tmp_path)
+    assert done.code == 0, done.out + done.err
+    run = only_run(tmp_path)
+    begun = {}
+    for cell, records in mixed_records(run).items():
+        warm = [one for one in records if one.phase == "warmup"]
+        begun[cell] = min(one.sent_s for one in records if one.phase == "measured")
+        assert len([one for one in warm if one.sent_s + one.ended_s < begun[cell]]) >= least
+        assert max(one.sent_s for one in warm) < begun[cell]
+        marks = [mark for mark in read_marks(run / "processes.jsonl") if mark.cell == cell and mark.event == "end"]
+        assert steady is None or {mark.steady for mark in marks} == {steady}
+    one, other = begun.values()
+    assert abs(one - other) < 0.5
+    summary = json.loads((run / "summary.json").read_bytes())
+    assert (summary["valid"], summary["reasons"]) == (True, [])
+    windows = [row["pooled"]["window_s"] for row in summary["rows"] if row["load"].startswith("both.")]
+    assert windows[0] == windows[1] > 1.5
+
+
+DIES = """
+import os
+from locust import task
+from harness.load.user import LLMUser
+
+class Dies(LLMUser):
+    @task
+    def die(self):
+        self.take()
+        os._exit(7)
+"""
+
+
+def test_nobody_waits_for_a_part_that_has_ended(tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text(DIES)
+    text = STEADY.replace("{user: batch, batch_size: 2, processes: PROCESSES, users: PROCESSES", "{user: dies.py")
+    done = harness(
+        "run", str(written(tmp_path, text + "warmup: {until: steady}\n")), "--runs", str(tmp_path), cwd=tmp_path
+    )
+    assert done.code == 3, done.out + done.err
+    of = mixed_records(only_run(tmp_path))
+    assert {one.phase for one in of["r1-sim-both.quick"]} == {"warmup", "measured"}
+    assert of["r1-sim-both.slow"] == []
+    reasons = " ".join(read_run(only_run(tmp_path)).reasons)
+    assert "r1-sim-both.slow: the load generator ended with exit code 7" in reasons

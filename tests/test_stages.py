@@ -129,11 +129,11 @@ def test_who_names_the_load_is_told_its_stages(tmp_path: Path) -> None:
     ]
 
 
-def test_several_machines_are_refused() -> None:
-    load = Load(user="chat", users=4, duration_s=5.0, stages=[Planned(users=4, for_s=5), Planned(users=2, for_s=5)])
+def test_several_machines_part_the_users_of_each_stage() -> None:
+    stages = {f"p@{users}": Load(user="chat", users=users, duration_s=5.0) for users in (4, 3)}
     with pytest.raises(HarnessError) as caught:
-        parse_workers("2", "127.0.0.1", {"p@4": load})
-    assert caught.value.what == "$.loads.p@4.stages: several machines cannot change their number of users together"
+        parse_workers("2", "127.0.0.1", stages)
+    assert caught.value.what == "$.loads.p@3.users: 3 users cannot be parted among 2 load processes"
 
 
 def course(folder: Path, *durations_s: float, **more: Any) -> Course:

@@ -40,7 +40,7 @@ a prompt are what users said, and name no failure. What was said before the serv
 it ended. Refused requests do not, either.
 
 A load whose first 5 requests (warm-up included) all fail for a mistake of the **scenario** is ended at once: the rest
-would fail as well.
+would fail as well. So is one that is steered by hand.
 
 Words in capitals stand for what the line says or what is computed from it.
 """

@@ -5,6 +5,8 @@ process.py    what all users of one load process share; where a request becomes 
 wiring.py     Locust's events, and what happens at each
 options.py    the command line and web form of a locustfile started by hand, as a Job
 tickets.py    which request of the sequence comes next, across processes
+refused.py    by hand: the end of a load whose first requests are all refused for what they ask
+meet.py       where the parts of a mix wait for each other
 client.py     one keep-alive connection; bytes with the time at which they arrived
 exchange.py   one request and what came back of it
 clock.py      the kernel's receive time, on the monotonic clock

@@ -31,19 +31,22 @@ class Course:
         self._now = 0
 
     @property
-    def several(self) -> bool:
-        """Whether the number of users changes."""
-        return len(self._all) > 1
+    def stages(self) -> int:
+        """How many there are."""
+        return len(self._all)
 
     @property
-    def held(self) -> bool:
-        """With a warm-up: it goes on until this is False again."""
-        return self._all[-1].held
+    def several(self) -> bool:
+        """Whether the number of users changes."""
+        return self.stages > 1
 
-    @held.setter
-    def held(self, held: bool) -> None:
+    def hold(self) -> None:
+        """The warm-up of each stage, where it has one, goes on until the stage is released."""
         for tickets in self._all:
-            tickets.held = held
+            tickets.held = True
+
+    def release(self, stage: int = 0) -> None:
+        self._all[stage].held = False
 
     def close(self) -> None:
         for tickets in self._all:
@@ -84,9 +87,9 @@ class Course:
         """Whether no ticket is left and every request has ended."""
         return all(tickets.finished() for tickets in reversed(self._all))
 
-    def warmed_up(self) -> bool:
-        """Whether the warm-up that was planned has been handed out."""
-        return self._all[-1].warmed_up()
+    def warmed_up(self, stage: int = 0) -> bool:
+        """Whether the warm-up that was planned for a stage has been handed out."""
+        return self._all[stage].warmed_up()
 
     def steady(self, stage: int) -> bool | None:
         """Whether the warm-up of a stage found the server steady; see Tickets."""

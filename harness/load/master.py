@@ -18,7 +18,7 @@ from harness import __version__
 from harness.errors import HarnessError
 from harness.job import Job, secrets_of
 from harness.load.spool import FILES, Intake
-from harness.load.worker import ASK, DONE, END, FINISHED, GO, HELLO, JOB, READY, RECORDS, TAKEN, WARM
+from harness.load.worker import ASK, BEGUN, DONE, END, FINISHED, GO, HELLO, JOB, READY, RECORDS, TAKEN, THERE, WARM
 from harness.workers import Workers
 
 _POLL_S = 0.05
@@ -44,7 +44,8 @@ class _Machine:
         self.asked: set[float] = set()
         self.ready = False
         self.error: str | None = None
-        self.warm = False
+        self.stage = 0  # that it is in
+        self.warm = -1  # the last stage whose warm-up it has sent
         self.finished = False
         self.done = False
         self.lost = False
@@ -52,16 +53,18 @@ class _Machine:
 
 
 class Master:
-    """The load processes of all machines."""
+    """The load processes of all machines. Of a load with stages all are in the same one: see `stage`."""
 
     def __init__(self, environment: Environment, runner: MasterRunner, job: Job, workers: Workers) -> None:
         self._environment = environment
         self._runner = runner
         self._job = job
         self._workers = workers
-        self._machines: dict[str, _Machine] = {}
+        self._stages = [job, *job.then]
+        self._machines: dict[str, _Machine] = {}  # all that have said hello
+        self._at_work: list[_Machine] = []  # those that the load is handed out to
         self._ended = False
-        listeners = ((HELLO, self._on_hello), (READY, self._on_ready), (WARM, self._on_warm))
+        listeners = ((HELLO, self._on_hello), (READY, self._on_ready), (BEGUN, self._on_begun), (WARM, self._on_warm))
         for message, listener in (*listeners, (FINISHED, self._on_finished), (DONE, self._on_done)):
             runner.register_message(message, listener)
         runner.register_message(RECORDS, self._on_records, concurrent=True)
@@ -69,13 +72,17 @@ class Master:
     def hand_out(self) -> None:
         """Give each machine its part, before users are spawned. Raises HarnessError that names who cannot take it."""
         _wait(lambda: all(client in self._machines for client in self._runner.clients), _HELLO_S)
-        machines = self._in_order()
+        self._at_work = machines = self._in_order()
         for machine in machines:
             self._compare_clocks(machine)
         files = _files(self._job)
         for number, machine in enumerate(machines):
-            part = msgspec.structs.replace(self._job, workers=None, machine=number, machines=len(machines))
-            data = {"job": msgspec.json.encode(part), "files": files, "host": self._environment.host}
+            parts = [
+                msgspec.structs.replace(stage, workers=None, machine=number, machines=len(machines), then=[])
+                for stage in self._stages
+            ]
+            job = msgspec.structs.replace(parts[0], then=parts[1:])
+            data = {"job": msgspec.json.encode(job), "files": files, "host": self._environment.host}
             more = {"correction_s": machine.correction_s, "error_s": machine.error_s}
             self._runner.send_message(JOB, data | more, machine.client_id)
         _wait(lambda: all(machine.ready for machine in machines), _READY_S)
@@ -91,24 +98,38 @@ class Master:
 
     def watch(self) -> None:
         """Until all is done or somebody is lost; then end the run."""
-        machines = self._in_order()
-        gone = False
+        machines, gone = self._at_work, -1  # the last stage that all may measure
         while not self._ended and not all(machine.finished for machine in machines):
             lost = [machine for machine in machines if self._is_lost(machine)]
             for machine in lost:
                 logger.error("worker %s is lost: the load ends, what it has delivered is kept", machine.name)
             if lost:
                 break
-            if not gone and all(machine.warm for machine in machines):
-                gone = True
-                for machine in machines:
-                    self._runner.send_message(GO, client_id=machine.client_id)
+            if gone < min(machine.warm for machine in machines):
+                gone += 1
+                self._tell_all(GO, {"stage": gone})
             gevent.sleep(_POLL_S)
         if self._ended:  # by an interruption, which is waiting for the records
             return
         self.end()
         self._environment.stop_timeout = 0
         self._runner.quit()
+
+    def stage(self) -> int:
+        """The one that is going on: the next begins when the last machine has it behind it."""
+        return min(machine.stage for machine in self._at_work)
+
+    def users(self) -> int:
+        """How many there should be now, on all machines together."""
+        return self._stages[self.stage()].load.users
+
+    def users_are_there(self) -> None:
+        """As many as there should be, and no others."""
+        self._tell_all(THERE)
+
+    def _tell_all(self, message: str, data: dict[str, Any] | None = None) -> None:
+        for machine in self._at_work:
+            self._runner.send_message(message, data, machine.client_id)
 
     def end(self, within_s: float | None = None) -> None:
         """Have all records delivered. Gives up on who is lost, and on who delivers nothing more for some seconds."""
@@ -179,7 +200,13 @@ class Master:
 
     def _on_warm(self, msg: Any, **_: Any) -> None:
         if machine := self._machines.get(msg.node_id):
-            machine.warm = True
+            machine.warm = msg.data["stage"]
+
+    def _on_begun(self, msg: Any, **_: Any) -> None:
+        if machine := self._machines.get(msg.node_id):
+            machine.stage = msg.data["stage"]
+            # What tells the harness which stage goes on: the counters themselves are the workers'.
+            Path(self._stages[self.stage()].tickets_path).write_bytes(b"\n")
 
     def _on_finished(self, msg: Any, **_: Any) -> None:
         if machine := self._machines.get(msg.node_id):

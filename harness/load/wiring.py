@@ -27,10 +27,12 @@ from harness.job import Job
 from harness.load.course import Course
 from harness.load.live.wire import Live, attach
 from harness.load.master import Master
+from harness.load.meet import meet
 from harness.load.options import add_options, job_by_hand, job_file, with_options
 from harness.load.process import LoadProcess, course_of, plan_of, reach
 from harness.load.recorder import Anchor, Recorder
-from harness.load.shape import Stages
+from harness.load.refused import FirstRequests
+from harness.load.shape import Stages, Steered
 from harness.load.worker import Worker
 from harness.scenario import behaviour
 from harness.workers import FROM_MASTER
@@ -90,6 +92,8 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     if _job is None and not environment.stop_timeout:
         # By hand, --run-time would cut what is in flight and call it failed. Ctrl-C still cuts at once.
         environment.stop_timeout = _DRAIN_BY_HAND_S
+    if _job is None or not options.headless:
+        FirstRequests(environment, give_up)
     if not options.headless:
         _live = attach(environment, _recorder, _job, partial(_problem, environment))
     _hooks.quitting.add_listener(_on_quitting)  # the last one is called first: before the master tells its workers
@@ -117,7 +121,8 @@ def _let_records_be_finished() -> None:
 def _begin(job: Job, host: str, anchor: Anchor) -> LoadProcess:
     """The master has sent the job. Raises HarnessError, OSError."""
     global _process
-    recorder = Recorder(job.requests_path, job.processes_path, job.cell, anchor)
+    then = [stage.cell for stage in job.then]
+    recorder = Recorder(job.requests_path, job.processes_path, job.cell, anchor, then)
     _process = LoadProcess(job, host, recorder)
     return _process
 
@@ -138,6 +143,8 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
             give_up(environment, error)
             raise gevent.GreenletExit from None  # the start of users ends here
         gevent.spawn(_master.watch)
+        if _job is not None and _job.then:
+            _follow(environment, _job, _master)
         return
     if _job is not None and _job.load.trace is not None and not (options.headless or isinstance(runner, WorkerRunner)):
         Path(_job.tickets_path).unlink(missing_ok=True)  # a trace that has ended begins anew
@@ -160,15 +167,15 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
     if _live is not None:
         _live.begin()
     _settle_memory()
+    if _job is not None and _job.beside and _process is not None:
+        meet(_job, _process.tickets)
     if _job and options.headless and not isinstance(runner, WorkerRunner):
         plan = plan_of(_job)
         if plan.requests is not None or plan.duration_s is not None:
             course = course_of(_job)
             gevent.spawn(_end_when_finished, environment, _job.load.drain_s, course)
             if course.several:
-                # Users who are too many now end what they wait for, which is how long others wait for that.
-                environment.stop_timeout = _job.load.timeout_s
-                gevent.spawn(_follow, environment, _job, course)
+                _follow(environment, _job, course)
 
 
 def _problem(environment: Environment, given: Namespace) -> str | None:
@@ -268,12 +275,15 @@ def _end_when_finished(environment: Environment, drain_s: float, tickets: Course
     environment.runner.quit()
 
 
-def _follow(environment: Environment, job: Job, course: Course) -> None:
-    """The number of users follows the stages of the load."""
+def _follow(environment: Environment, job: Job, course: Steered) -> None:
+    """From now on the number of users follows the stages of the load."""
     assert environment.runner is not None
     load = job.load
+    # Users who are too many now end what they wait for, which is how long others wait for that.
+    environment.stop_timeout = load.timeout_s
     patience_s = load.ramp_s + load.timeout_s + behaviour.longest_s(load.think or load.think_s) + _COME_S
-    Stages(course, job.load.ramp_s).follow(environment.runner, patience_s, partial(give_up, environment))
+    shape = Stages(course, load.ramp_s)
+    gevent.spawn(shape.follow, environment.runner, patience_s, partial(give_up, environment))
 
 
 def _host(environment: Environment, given: str | None) -> str:

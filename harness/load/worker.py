@@ -27,10 +27,10 @@ from harness.load.process import LoadProcess
 from harness.load.recorder import Anchor, Recorder
 from harness.load.spool import FILES, Spool
 
-HELLO, READY, WARM, FINISHED, RECORDS, DONE = (
-    f"llm-{name}" for name in ("hello", "ready", "warm", "finished", "records", "done")
+HELLO, READY, BEGUN, WARM, FINISHED, RECORDS, DONE = (
+    f"llm-{name}" for name in ("hello", "ready", "begun", "warm", "finished", "records", "done")
 )
-ASK, JOB, GO, TAKEN, END = (f"llm-{name}" for name in ("ask", "job", "go", "taken", "end"))
+ASK, JOB, THERE, GO, TAKEN, END = (f"llm-{name}" for name in ("ask", "job", "there", "go", "taken", "end"))
 
 _HELLO_S = 1.0
 _SHIP_S = 0.2
@@ -56,9 +56,9 @@ class Worker:
         self._ending = False
         self._told = False  # the job has come
         self._shipping = True
-        for message, listener in ((ASK, self._on_ask), (JOB, self._on_job), (GO, self._on_go)):
+        listeners = ((ASK, self._on_ask), (JOB, self._on_job), (THERE, self._on_there), (GO, self._on_go))
+        for message, listener in (*listeners, (TAKEN, self._on_taken)):
             runner.register_message(message, listener)
-        runner.register_message(TAKEN, self._on_taken)
         runner.register_message(END, self._on_end, concurrent=True)
         gevent.spawn(self._say_hello)
         gevent.spawn(self._watch_master)
@@ -103,12 +103,15 @@ class Worker:
             self._send(READY, {"error": said.strip()})
             return
         self._recorder = self._process.recorder
-        self._process.tickets.held = True
+        self._process.tickets.hold()
         gevent.spawn(self._ship)
         self._send(READY, {"error": None})
 
     def _unpacked(self, raw: bytes, files: dict[str, bytes]) -> Job:
-        """The job with paths of this machine. The folder is beyond the life of this process: see `leave`."""
+        """The job and its further stages with paths of this machine.
+
+        The folder is beyond the life of this process: see `leave`.
+        """
         job = msgspec.json.decode(raw, type=Job)
         self._folder = Path(tempfile.mkdtemp(prefix=f"amd-llm-load-{job.cell}-"))
         places: dict[str, Any] = {}
@@ -120,22 +123,34 @@ class Worker:
             path = self._folder / f"{name}.jsonl"
             self._spools[name] = Spool(path)
             places[f"{name}_path"] = str(path)
-        places["tickets_path"] = str(self._folder / "tickets")
-        return msgspec.structs.replace(job, **places)
+        stages = [
+            msgspec.structs.replace(stage, **places, tickets_path=str(self._folder / f"tickets{number}"))
+            for number, stage in enumerate([job, *job.then])
+        ]
+        return msgspec.structs.replace(stages[0], then=stages[1:])
 
-    def _on_go(self, **_: Any) -> None:
+    def _on_there(self, **_: Any) -> None:
+        """All machines together have exactly the users of the stage."""
+        if self._process is not None:
+            self._process.tickets.users_are_there()
+
+    def _on_go(self, msg: Any, **_: Any) -> None:
         """All machines are warm."""
         if self._process is not None:
-            self._process.tickets.held = False
+            self._process.tickets.release(msg.data["stage"])
 
     def _watch_work(self) -> None:
-        """Tell the master when the warm-up has been sent, and when all is done."""
+        """Tell the master when a stage begins, when its warm-up has been sent, and when all is done."""
         if self._process is None:
             return
         tickets, drain_s = self._process.tickets, self._process.job.load.drain_s
-        while not tickets.warmed_up():
-            gevent.sleep(_WATCH_S)
-        self._send(WARM)
+        for stage in range(tickets.stages):
+            while stage and not tickets.over(stage - 1):
+                gevent.sleep(_WATCH_S)
+            self._send(BEGUN, {"stage": stage})
+            while not tickets.warmed_up(stage):
+                gevent.sleep(_WATCH_S)
+            self._send(WARM, {"stage": stage})
         while not tickets.finished():
             left_s = tickets.left_s()
             if left_s is not None and left_s < -drain_s:

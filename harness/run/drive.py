@@ -13,7 +13,7 @@ import psutil
 
 from harness import process
 from harness.errors import RunError
-from harness.failures.scan import explain_message
+from harness.failures.first import FIRST, mistake_of
 from harness.job import SECRETS_ENV, Job
 from harness.rundir.manifest import DIED
 from harness.rundir.records import CUT, Request, read_marks
@@ -23,7 +23,6 @@ from harness.serve.ports import free_port
 
 POLL_S = 0.2
 LOOK_S = 1.0  # between looks at the load processes
-FIRST = 5  # requests, warm-up included; when a mistake of the scenario fails them all, it fails the rest
 GRACE_S = 5.0  # for flushing records after it was asked to end
 SLOWEST_TPOT_S = 5.0  # a model slower than that is not worth waiting for
 WORKERS_S = 300  # for workers of other machines to come, which people start
@@ -227,13 +226,12 @@ class LineCounter:
 
 def scenario_mistake(first: list[Request]) -> str | None:
     """Why every other request will fail as these did, where all of them were refused for what the scenario asks."""
-    causes = [explain_message(f"{one.error}: {one.message}") for one in first if one.error is not None]
-    known = [cause for cause in causes if cause is not None and cause.scenario]
-    if not known or len(known) < len(first):
+    mistake = mistake_of([None if one.error is None else f"{one.error}: {one.message}" for one in first])
+    if mistake is None:
         return None
     return (
         f"the load was ended because its first {len(first)} requests all failed for a mistake of the scenario: "
-        f"{known[0].cause}; to solve it: {known[0].fix}"
+        f"{mistake.cause}; to solve it: {mistake.fix}"
     )
 
 

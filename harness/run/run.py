@@ -22,7 +22,7 @@ import msgspec
 
 from harness import __version__, paths
 from harness.errors import HarnessError
-from harness.job import Job, write_job
+from harness.job import Job, warm_sign, write_job
 from harness.machine.facts import gpu_memory, machine
 from harness.machine.sampler import Sampler
 from harness.prepare.auto import fill_in
@@ -35,9 +35,9 @@ from harness.run.offline import offline_cell
 from harness.run.progress import Progress
 from harness.rundir.manifest import DIED, CellRun, Run, ServedBy, Status, write_run
 from harness.rundir.metrics import Scraper
+from harness.scenario.mixes import mix_of
 from harness.scenario.plan import Cell, at_once, plan
 from harness.scenario.scenario import Scenario, Warmup, locustfile_of, warmup_of, wave_of
-from harness.scenario.stages import staged
 from harness.serve import Endpoint, attach, engine_version, is_offline, serve
 from harness.serve.docker import labels
 from harness.serve.docker.generator import ContainerChild
@@ -254,11 +254,11 @@ def endpoint_of(
 def _mixed(
     experiment: Experiment, run_id: str, cells: list[Cell], endpoint: Endpoint, folder: Path, progress: Progress
 ) -> list[CellRun]:
-    """Run the parts of a mix at once, each with a load generator of its own; most often there is just one.
+    """Run the parts of a mix at once, each with a load generator of its own.
 
-    The stages of a load share one.
+    Most often there is just one cell, or the stages of a load, which share one.
     """
-    if len(cells) == 1 or staged(cells[0].load) is not None:
+    if mix_of(cells[0].load) is None:
         return _cell(experiment, run_id, cells, endpoint, folder, progress, endpoint.check_alive)
     ended = threading.Event()
     asking = threading.Lock()
@@ -267,14 +267,18 @@ def _mixed(
         with asking:
             return "the load was ended with the others of its mix" if ended.is_set() else endpoint.check_alive()
 
+    def part(cell: Cell, show: Progress | None) -> list[CellRun]:
+        others = [other for other in cells if other is not cell]
+        try:
+            return _cell(experiment, run_id, [cell], endpoint, folder, show, alive, beside=others)
+        finally:
+            warm_sign(_tickets_path(folder.resolve(), cell)).touch()  # nobody waits for one that has ended
+
     with ThreadPoolExecutor(len(cells)) as pool:
         shown: list[Progress | None] = [progress, *([None] * (len(cells) - 1))]
-        running = [
-            pool.submit(_cell, experiment, run_id, [cell], endpoint, folder, show, alive)
-            for cell, show in zip(cells, shown, strict=True)
-        ]
+        running = [pool.submit(part, cell, show) for cell, show in zip(cells, shown, strict=True)]
         try:
-            return [cell_run for part in running for cell_run in part.result()]
+            return [cell_run for future in running for cell_run in future.result()]
         except BaseException:
             ended.set()  # their load generators are stopped, and what they sent is recorded
             raise
@@ -288,13 +292,17 @@ def _cell(
     folder: Path,
     progress: Progress | None,
     alive: Callable[[], str | None],
+    beside: Sequence[Cell] = (),
 ) -> list[CellRun]:
-    """Load one cell's server, or those of a load's stages one after the other, and say what happened."""
+    """Load one cell's server, or those of a load's stages one after the other, and say what happened.
+
+    `beside`: the other parts of its mix.
+    """
     cell = cells[0]
     words = counted_words(experiment, run_id, cell.server, endpoint, _api_key(experiment.scenario))
     served, whole = endpoint.served_by, folder.resolve()
     jobs = [make_job(experiment, each, whole, served, salt_words(run_id, each.id, words), words) for each in cells]
-    job = msgspec.structs.replace(jobs[0], then=jobs[1:])
+    job = msgspec.structs.replace(jobs[0], then=jobs[1:], beside=[_tickets_path(whole, other) for other in beside])
     job_path = folder.resolve() / "jobs" / f"{cell.id}.json"
     write_job(job, job_path)
     log_path = folder / "logs" / f"{cell.id}.locust.log"
@@ -427,6 +435,10 @@ def make_job(
         simulated=served is not None and served.simulated,
         requests_path=str(folder / "requests.jsonl"),
         processes_path=str(folder / "processes.jsonl"),
-        tickets_path=str(folder / "jobs" / f"{cell.id}.tickets"),
+        tickets_path=_tickets_path(folder, cell),
         workers=experiment.workers,
     )
+
+
+def _tickets_path(folder: Path, cell: Cell) -> str:
+    return str(folder / "jobs" / f"{cell.id}.tickets")

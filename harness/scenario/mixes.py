@@ -46,9 +46,10 @@ def problems_of(scenario: "Scenario", known: Collection[str]) -> list[str]:
     ]
     for mix, loads in scenario.mixes.items():
         problems += [f"$.mixes.{mix}: {problem}" for problem in _problems(mix, loads, scenario.loads, known)]
-    if scenario.mixes and (scenario.warmup is None or scenario.warmup.duration_s is None):
-        problems.append("$.mixes: their parts begin to measure together only after a warm-up of fixed time; add "
-                        "'warmup: {duration_s: ...}'")  # fmt: skip
+    warmup = scenario.warmup
+    if scenario.mixes and warmup is not None and 0 in (warmup.requests, warmup.duration_s):
+        problems.append("$.warmup: the parts of a mix begin to be measured together, when all have had their warm-up; "
+                        "give it a number above 0, or remove it")  # fmt: skip
     return problems
 
 
