@@ -1,5 +1,6 @@
 """The user classes as stock Locust runs them, without a scenario: on the command line and in its web form."""
 
+import datetime
 import json
 import os
 import signal
@@ -57,6 +58,17 @@ def test_nothing_new_is_sent_after_the_run_time(tmp_path: Path, engine: str, loc
     sent = [record.sent_s for record in read_requests(tmp_path / "r.jsonl")]
     assert len(sent) >= 2 and max(sent) - min(sent) < 5
     assert "Not all users finished" not in log_of(tmp_path)
+
+
+def test_the_run_time_is_not_shortened_by_the_start(tmp_path: Path, engine: str) -> None:
+    options = ["--headless", "--users", "1", "--run-time", "1s", "--think", "0.1", "--output-tokens", "5"]
+    assert end(start(tmp_path, engine, "batch", *options)) == 0, log_of(tmp_path)
+
+    def at(words: str) -> datetime.datetime:
+        (line,) = [line for line in log_of(tmp_path).splitlines() if words in line]
+        return datetime.datetime.strptime(line[1:24], "%Y-%m-%d %H:%M:%S,%f")
+
+    assert (at("--run-time limit reached") - at("Run time limit set")).total_seconds() > 0.98
 
 
 @pytest.mark.parametrize(

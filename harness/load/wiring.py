@@ -100,6 +100,8 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     if isinstance(runner, WorkerRunner):
         runner.register_message(_CUT, _on_cut)
     _let_records_be_finished()
+    # Locust starts its timer of --run-time next, by the time at which the loop last ran: before all imports.
+    gevent.get_hub().loop.update_now()
 
 
 def _recorder_of(job: Job, cells: list[str]) -> Recorder:
