@@ -1,6 +1,7 @@
 """The import table: arrows go one way, and only the load room knows Locust and gevent."""
 
 import ast
+import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -91,3 +92,9 @@ def test_the_locustfiles_see_the_load_room_and_what_it_sees() -> None:
     for path in (ROOT / "locustfiles").glob("*.py"):
         own = {name for name in imports(path) if name.startswith("harness")}
         assert all(name.split(".")[1] in ALLOWED["load"] | {"load"} for name in own), path
+
+
+def test_the_load_room_names_all_its_modules() -> None:
+    here = ROOT / "harness" / "load"
+    named = re.findall(r"^([a-z_]+\.py)\b", (here / "__init__.py").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(path.name for path in here.glob("*.py") if path.name != "__init__.py")

@@ -1,17 +1,35 @@
 """The load generator: what runs inside Locust's processes, and the only code that imports Locust and gevent.
 
+What to send, and when:
 user.py       the base class of every simulated person or agent
+tools.py      the tools of an agent, and a server's calls of them
 process.py    what all users of one load process share; where a request becomes a record
-wiring.py     Locust's events, and what happens at each
-options.py    the command line and web form of a locustfile started by hand, as a Job
 tickets.py    which request of the sequence comes next, across processes
-refused.py    by hand: the end of a load whose first requests are all refused for what they ask
+course.py     the tickets of a load's stages, one after the other
+shape.py      how many users there are in which stage
+part.py       which part of the sequence a machine sends
 meet.py       where the parts of a mix wait for each other
+body.py       a request in the words of each endpoint
+
+One request and its answer:
 client.py     one keep-alive connection; bytes with the time at which they arrived
-exchange.py   one request and what came back of it
+reader.py     all sockets of a process: a system call, a stamp and an append for each read
 clock.py      the kernel's receive time, on the monotonic clock
+exchange.py   one request and what came back of it
+form.py       what the events of one stream have in common, so that most need no parsing
 sse.py        bytes to events
 answer.py     events and times to the observations of a Request
+leave.py      a user who leaves before the answer is there
+later.py      what can wait until nothing else is to be done
 recorder.py   records and marks to their files
 health.py     whether the load process itself is the limit
+
+Locust around it:
+wiring.py     Locust's events, and what happens at each
+options.py    the command line and web form of a locustfile started by hand, as a Job
+refused.py    by hand: the end of a load whose first requests are all refused for what they ask
+master.py     hands out the work to machines, and takes in their records
+worker.py     a load process on a machine of its own
+spool.py      its records on their way to the run directory
+live/         the tab and the page of a live load
 """
