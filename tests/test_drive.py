@@ -160,6 +160,18 @@ def test_lines_are_counted_from_where_the_file_was(tmp_path: Path) -> None:
     assert counter.lines == 3
 
 
+def test_the_lines_of_one_cell_are_counted_alone(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    counter = LineCounter(path, "r1-s-both.chat")
+    path.write_text('{"cell":"r1-s-both.chat"}\n{"cell":"r1-s-both.job","error":"http"}\n{"cell":"r1-s-bo')
+    counter.update()
+    assert (counter.lines, counter.failed) == (1, 0)
+    with path.open("a") as file:
+        file.write('th.chat","error":"http"}\n{"cell":"r1-s-both.chat2"}\n')
+    counter.update()
+    assert (counter.lines, counter.failed) == (2, 1)
+
+
 def test_what_was_cut_or_left_did_not_fail(tmp_path: Path) -> None:
     path = tmp_path / "f"
     counter = LineCounter(path)

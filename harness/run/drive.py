@@ -130,7 +130,8 @@ def _watch(
     alive: Callable[[], str | None],
     progress: Callable[[Count], None],
 ) -> list[str]:
-    counter = LineCounter(Path(job.requests_path))
+    # The parts of a mix write into one file, and are not to be blamed for each other.
+    counter = LineCounter(Path(job.requests_path), job.cell if job.beside else None)
     raised = 0  # exceptions in the log when the last record came
     begin = time.monotonic()
     endless = job.load.requests is None or job.warmup.until is not None
@@ -192,10 +193,12 @@ def _patience_s(job: Job) -> float:
 
 
 class LineCounter:
-    """Counts the lines of a growing file by reading only what is new."""
+    """Counts the records of a growing file, all of them or those of one cell, by reading only what is new."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, cell: str | None = None) -> None:
         self.path = path
+        self._mark = None if cell is None else b'"cell":"%b"' % cell.encode()
+        self._begun = b""  # a line that is not there in full yet
         self.offset = path.stat().st_size if path.exists() else 0
         self.lines = 0
         self.failed = 0
@@ -209,6 +212,9 @@ class LineCounter:
             file.seek(self.offset)
             new = file.read()
         self.offset += len(new)
+        if self._mark is not None:
+            *lines, self._begun = (self._begun + new).split(b"\n")
+            new = b"".join(line + b"\n" for line in lines if self._mark in line)
         self.lines += new.count(b"\n")
         self.failed += new.count(b',"error":"') - sum(new.count(b',"error":"%b"' % kind.encode()) for kind in CUT)
         if not self._judged:
