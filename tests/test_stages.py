@@ -290,7 +290,7 @@ did = []
 class Person(LLMUser):
     def __init__(self, environment):
         User.__init__(self, environment)
-        self._process, self._held, self._clients, self._under_way = None, set(), [], []
+        self._process, self._held, self._clients, self._under_way = None, [], [], []
 
     @task
     def work(self):

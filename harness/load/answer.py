@@ -8,6 +8,7 @@ import json
 import re
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ _VISIBLE = ("content", "text", "refusal")
 _BROKEN_OFF = ("abort", "error")  # finish reasons of answers that the server gave up
 
 
+@dataclass(slots=True, eq=False)
 class Answer:
     """Observations of one response. Times are seconds after the request was sent, on `clock`, and known when its record
     is made.
@@ -32,35 +34,28 @@ class Answer:
     It has failed until it was read: what nobody looked at is no success.
     """
 
-    def __init__(
-        self,
-        error: ErrorKind | None = "client",
-        message: str | None = "the answer was never read",
-        secrets: Sequence[str] = (),
-    ) -> None:
-        """`secrets` are kept out of the message."""
-        self._secrets = secrets
-        self.status: int | None = None  # None: the server has not begun to answer
-        self.clock: Clock = "read"
-        self.headers_s: float | None = None
-        self.chunks_s: list[float] = []
-        self.first_visible_s: float | None = None
-        self.ended_s = 0.0
-        self.coalesced = 0
-        self.prompt_tokens: int | None = None
-        self.output_tokens: int | None = None
-        self.cached_tokens: int | None = None
-        self.reasoning_tokens: int | None = None
-        self.vectors: int | None = None  # of embeddings
-        self.reasoning_chunks = 0  # of the chunks, those with nothing but reasoning
-        self.tool_chunks = 0  # and those with nothing but a tool call
-        self.calls: list[Call] = []  # of tools
-        self.finish: str | None = None
-        self.texts: list[str] = []  # visible content: the next turn of a conversation needs it, no record holds it
-        self.error = error
-        self.message = message
-        self.done = False  # [DONE] was seen
-        self.generated = False  # at least one token of any channel
+    error: ErrorKind | None = "client"
+    message: str | None = "the answer was never read"
+    secrets: Sequence[str] = field(default=(), repr=False)  # are kept out of the message
+    status: int | None = None  # None: the server has not begun to answer
+    clock: Clock = "read"
+    headers_s: float | None = None
+    chunks_s: list[float] = field(default_factory=list)
+    first_visible_s: float | None = None
+    ended_s: float = 0.0
+    coalesced: int = 0
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+    reasoning_tokens: int | None = None
+    vectors: int | None = None  # of embeddings
+    reasoning_chunks: int = 0  # of the chunks, those with nothing but reasoning
+    tool_chunks: int = 0  # and those with nothing but a tool call
+    calls: list[Call] = field(default_factory=list)  # of tools
+    finish: str | None = None
+    texts: list[str] = field(default_factory=list)  # visible content: no record holds it, but the next turn needs it
+    done: bool = False  # [DONE] was seen
+    generated: bool = False  # at least one token of any channel
 
     @property
     def text(self) -> str:
@@ -70,13 +65,18 @@ class Answer:
         """Note an error; the first one noted stays."""
         if self.error is None:
             self.error = kind
-            for secret in self._secrets:  # before the message is shortened, which could leave half of one
+            for secret in self.secrets:  # before the message is shortened, which could leave half of one
                 message = message.replace(secret, "[secret]")
             self.message = message if len(message) <= _MESSAGE_CHARS else message[: _MESSAGE_CHARS - 3] + "..."
 
 
 class Reading:
     """Works out what an exchange says, while it grows: the later its end is looked at, the longer is the next wait."""
+
+    __slots__ = (
+        "_answer", "_chunk_reads", "_count", "_done_read", "_embeddings", "_events", "_exchange", "_form",
+        "_visible_read"
+    )  # fmt: skip
 
     def __init__(self, exchange: Exchange, secrets: Sequence[str] = (), *, embeddings: bool = False) -> None:
         """`secrets` are kept out of every message; `embeddings`: vectors were asked for, not text."""

@@ -9,7 +9,6 @@ import errno
 import os
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -72,11 +71,15 @@ class Known:
         self._looking = Semaphore()
         self._found: list[tuple[Any, ...]] = []  # as getaddrinfo says it
 
-    def connect(self, target: Target) -> socket.socket:
+    def look_up(self, target: Target) -> None:
         """Raises OSError."""
         with self._looking:
             if not self._found:
                 self._found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+
+    def connect(self, target: Target) -> socket.socket:
+        """Raises OSError."""
+        self.look_up(target)
         failed = OSError(f"no address of {target.host}")
         for one in self._found:
             sock = socket.socket(one[0], one[1])
@@ -97,6 +100,11 @@ class Known:
 
 class Client:
     """One connection to one server, opened when needed and kept; for one request at a time."""
+
+    __slots__ = (
+        "_clock", "_headers", "_idle_until_ns", "_known", "_reader", "_requests_left", "_socket", "_stamped",
+        "_target", "_timeout_s", "_tls"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -172,7 +180,7 @@ class Client:
             exchange.sent_ns = sent_ns
         sending = True
         try:
-            sock.sendall(request)
+            _send(sock, request)
             del request
             sending = False
             self._receive(sock, exchange)
@@ -216,9 +224,9 @@ class Client:
                 if left_s <= 0:
                     raise TimeoutError
                 inbox.wait(left_s)
-                _take_in(inbox, collector)
+                collector.take_in(inbox)
                 if collector.waits_for_end and not exchange.watched:
-                    inbox.form, inbox.in_passing = collector.form, partial(_pass_by, inbox, collector)
+                    inbox.form, inbox.in_passing = collector.form, collector
         except (gevent.GreenletExit, gevent.Timeout):
             # Cut: what has come by now has come. If that is the connection's end, cut is still what it is: an error
             # raised here would take the place of the cut, and the greenlet would live on.
@@ -287,20 +295,11 @@ class Client:
             self.close()
 
 
-def _take_in(inbox: Inbox, collector: Collector) -> None:
-    look = collector.exchange.look
-    collector.catch_up()
-    for data in inbox.rest():
-        collector.take(data)
-        if look is not None:
-            look()
-
-
-def _pass_by(inbox: Inbox, collector: Collector) -> None:
-    _take_in(inbox, collector)
-    inbox.form = collector.form
-    if collector.exchange.complete or collector.done:
-        inbox.wake()
+def _send(sock: socket.socket, request: bytes) -> None:
+    """As `sendall` of gevent, which asks the kernel for the size of its buffer each time."""
+    sent = sock.send(request)
+    if sent < len(request):
+        sock.sendall(memoryview(request)[sent:])
 
 
 def _has_ended(sock: socket.socket) -> bool:

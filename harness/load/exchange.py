@@ -12,7 +12,7 @@ import httptools
 
 from harness.load.clock import SLACK_NS
 from harness.load.form import Form
-from harness.load.reader import Arrivals
+from harness.load.reader import Arrivals, Inbox
 from harness.rundir.records import ErrorKind
 
 Clock = Literal["kernel", "read"]
@@ -99,6 +99,10 @@ class Exchange:
 class Collector:
     """What httptools calls back: sorts the pieces of one response into an Exchange."""
 
+    __slots__ = (
+        "_between", "_glanced", "_informational", "_parser", "_tail", "done", "exchange", "keep_alive", "said_read"
+    )  # fmt: skip
+
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
         exchange.parsed = _numbers()  # not those of an earlier try
@@ -123,6 +127,22 @@ class Collector:
         if self.exchange.form.reads > self._glanced:
             self._glanced = self.exchange.form.reads
             self.said_read = self.exchange.reads - 1
+
+    def take_in(self, inbox: Inbox) -> None:
+        """Look into all that was read; raises as `take` does."""
+        look = self.exchange.look
+        self.catch_up()
+        for data in inbox.rest():
+            self.take(data)
+            if look is not None:
+                look()
+
+    def pass_by(self, inbox: Inbox) -> None:
+        """The same while who asked sleeps, who is woken at the end."""
+        self.take_in(inbox)
+        inbox.form = self.form
+        if self.exchange.complete or self.done:
+            inbox.wake()
 
     def take(self, data: bytes) -> None:
         """Look into the next read; empty is the end of the connection.

@@ -67,6 +67,9 @@ class Form:
         found = list(_FIELD.finditer(event))
         if len(found) != 1:
             return
+        before, after = event[: found[0].start(1)], event[found[0].end(1) :] + _END
+        if (before, after) == (self._before, self._after):
+            return  # a late client gets several that are alike before it can offer any
         self._in_vain += 1
         try:
             delta = _decoder.decode(event[len(b"data: ") :]).choices[0].delta
@@ -75,7 +78,7 @@ class Form:
             return
         if [one for one in (delta.content, delta.reasoning_content, delta.reasoning) if one] == [text]:
             self._visible = bool(delta.content)
-            self._before, self._after = event[: found[0].start(1)], _one(event[found[0].end(1) :] + _END)
+            self._before, self._after = before, _one(after)
 
     def takes(self, read: bytes) -> bool:
         """Take a read if it is one whole chunk of a body with an event of this form, or several such; whether it is."""

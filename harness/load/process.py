@@ -4,7 +4,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -39,7 +39,6 @@ from harness.traces.replay import Beginning, Replay, replay_of
 from harness.workload import Message
 
 _REACH_S = 5.0
-_STAYS = nullcontext()  # who does not leave before the answer is there
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +82,8 @@ class LoadProcess:
         self._clock = KernelClock()
         self._reader = Reader(self._clock, recorder.later)
         self._known = Known()
+        with suppress(OSError, UnicodeError):  # the requests will say what is wrong with it
+            self._known.look_up(self._target)  # now: else all users of the beginning wait for it
         self.tickets = course_of(job)
         recorder.steady = self.tickets.steady
         if self.by_hand:
@@ -140,9 +141,12 @@ class LoadProcess:
         cut = False
         self.recorder.sending(place.ticket.phase, place.ticket.stage)
         try:
-            with _STAYS if leave is None else leaving(leave, exchange, reading):
-                body = partial(self._body, messages, place.question, tools)
-                client.post(PATHS[self.job.load.endpoint], body, exchange)
+            path, body = PATHS[self.job.load.endpoint], partial(self._body, messages, place.question, tools)
+            if leave is None:
+                client.post(path, body, exchange)
+            else:
+                with leaving(leave, exchange, reading):
+                    client.post(path, body, exchange)
             answer = self._finish(reading)
         except Exception as error:
             logger.exception("defect in the load generator, recorded as error kind 'client'")

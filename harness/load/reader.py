@@ -17,7 +17,6 @@ from typing import Any, Literal, Protocol
 
 import gevent
 from gevent import monkey, socket
-from gevent.hub import Waiter
 
 from harness.load.clock import CONTROL_BYTES, KernelClock
 from harness.load.form import Form
@@ -93,14 +92,20 @@ class Arrivals:
         return True
 
 
+class Taker(Protocol):
+    """Who takes in what has arrived, while nobody waits for it."""
+
+    def pass_by(self, inbox: "Inbox") -> None:
+        """Take it in, in the middle of other work: must neither block nor switch."""
+        ...
+
+
 class Inbox(Protocol):
     """What has arrived for one exchange."""
 
     # Takes in a read if it is like those before, and says whether it has. None again as soon as one was not taken.
     form: Form | None
-    # Takes in what is here, in the middle of other work: must neither block nor switch. Where it is set, only the end
-    # of the answer wakes who waits.
-    in_passing: Callable[[], None] | None
+    in_passing: Taker | None  # where it is set, only the end of the answer wakes who waits
 
     def wait(self, timeout_s: float) -> None:
         """Until something has arrived, or the time is over.
@@ -228,7 +233,7 @@ class _Shared:
     """The inbox of a socket that the Reader reads."""
 
     __slots__ = (
-        "_arrivals", "_error", "_pieces", "_reader", "_waiter", "_woken", "descriptor", "due_s", "form", "in_passing",
+        "_arrivals", "_error", "_pieces", "_reader", "_waiting", "_woken", "descriptor", "due_s", "form", "in_passing",
         "receive"
     )  # fmt: skip
 
@@ -236,12 +241,12 @@ class _Shared:
         self.descriptor = descriptor
         self.receive = receive
         self.form: Form | None = None
-        self.in_passing: Callable[[], None] | None = None
+        self.in_passing: Taker | None = None
         self._reader = reader
         self._arrivals = arrivals
         self._pieces: list[bytes] = []  # a read each
         self._error: Exception | None = None
-        self._waiter: Waiter[None] | None = None  # of who waits; an Event, and a timeout for it, would take more room
+        self._waiting: Any = None  # an Event, and a timeout for it, would take more room
         self._woken = False
         self.due_s = math.inf  # when who waits is to be woken, whatever has come
 
@@ -271,7 +276,7 @@ class _Shared:
         """Take in what is here, unless somebody is about to."""
         if self.in_passing is not None and self._pieces and not self._woken:
             try:
-                self.in_passing()
+                self.in_passing.pass_by(self)
             except Exception as error:  # it is for who waits to handle
                 self.broke(error)
 
@@ -286,19 +291,23 @@ class _Shared:
         if not self._woken:
             self.due_s = time.monotonic() + timeout_s
             self._reader.wake_by(self.due_s)
-            self._waiter = Waiter()
+            self._waiting = gevent.getcurrent()
             try:
-                self._waiter.get()
+                gevent.get_hub().switch()
             finally:
-                self._waiter, self.due_s = None, math.inf
+                self._waiting, self.due_s = None, math.inf
         self._woken = False
         self._reader.breathe()
 
     def wake(self) -> None:
         if not self._woken:
             self._woken = True
-            if self._waiter is not None:
-                gevent.get_hub().loop.run_callback(self._waiter.switch, None)
+            if self._waiting is not None:
+                gevent.get_hub().loop.run_callback(self._go_on)
+
+    def _go_on(self) -> None:
+        if self._waiting is not None:  # it may have been cut meanwhile, and wait for something else
+            self._waiting.switch()
 
     def rest(self) -> list[bytes]:
         pieces, self._pieces = self._pieces, []
@@ -314,7 +323,7 @@ class Direct:
 
     def __init__(self, sock: socket.socket, clock: KernelClock, arrivals: Arrivals) -> None:
         self.form: Form | None = None
-        self.in_passing: Callable[[], None] | None = None
+        self.in_passing: Taker | None = None
         self._socket = sock
         self._clock = clock
         self._arrivals = arrivals

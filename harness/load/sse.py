@@ -19,6 +19,8 @@ class Event(NamedTuple):
 class Parser:
     """Incremental: the bytes may be split anywhere, also inside a line end or a character."""
 
+    __slots__ = ("_at_start", "_data", "_rest", "_skip_lf", "_stray", "_type", "idle")
+
     def __init__(self) -> None:
         self._rest = b""  # a line whose end has not been seen
         self._at_start = True  # a byte order mark may still come

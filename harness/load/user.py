@@ -103,12 +103,12 @@ class LLMUser(User):
         super().__init__(environment)
         self._process = load_process()
         self._clients: list[Client] = []  # idle connections
-        self._held: set[Ticket] = set()  # taken, and neither sent nor given up
+        self._held: list[Ticket] = []  # taken, and neither sent nor given up
         self._begun = False  # something of what was taken last was sent
         self._burst = _NOBODY  # of these all were to be sent at the time of the first
         self._under_way: list[gevent.Greenlet[[], Any]] = []  # requests that were begun and that nobody waits for
         self._stage = 0  # of the load, in which that was taken
-        self._to_stop = Event()
+        self._pausing: Event | None = None  # made when it is needed: each takes room
         self._last = 0  # index of the request that was sent last
         self.number = self._process.tickets.user()
 
@@ -150,7 +150,7 @@ class LLMUser(User):
         while self._state != LOCUST_STATE_STOPPING:
             tickets = self._process.tickets.take(most)
             if tickets:
-                self._held.update(tickets)
+                self._held.extend(tickets)
                 self._stage = tickets[0].stage
                 self._begun, self._burst = False, _NOBODY
                 self._wait_until(tickets[0].due_s, _AHEAD_S)
@@ -192,7 +192,8 @@ class LLMUser(User):
             follows=follows,
             asked_index=work.asked_index,
         )
-        return self._send([*history, *work.messages], place, leave, tools)
+        messages = [*history, *work.messages] if history else work.messages
+        return self._send(messages, place, leave, tools)
 
     def begin(self, work: Work) -> None:
         """Send one request, and go on without its answer."""
@@ -275,7 +276,11 @@ class LLMUser(User):
     def pause(self, pause_s: float) -> None:
         """For so long, but no longer than the load lasts, or than this user is to go on."""
         left_s = self._process.tickets.left_s()
-        self._to_stop.wait(pause_s if left_s is None else max(0.0, min(pause_s, left_s)))
+        if self._pausing is None:
+            self._pausing = Event()
+            if self._state == LOCUST_STATE_STOPPING:
+                self._pausing.set()
+        self._pausing.wait(pause_s if left_s is None else max(0.0, min(pause_s, left_s)))
 
     def on_stop(self) -> None:
         if self._held and self._process.tickets.several:  # one user too many: the stage does not wait for what he held
@@ -292,7 +297,8 @@ class LLMUser(User):
     def stop(self, force: bool = False) -> bool:
         """As Locust's own, which kills who pauses between two tasks: he may wake before that and send once more."""
         if force or self._state != LOCUST_STATE_WAITING:
-            self._to_stop.set()
+            if self._pausing is not None:
+                self._pausing.set()
             return bool(super().stop(force))
         self._state = LOCUST_STATE_STOPPING  # which is looked at after the pause
         return all(one.dead for one in self._under_way) and bool(super().stop(force=True))
