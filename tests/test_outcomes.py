@@ -446,6 +446,12 @@ def test_what_the_server_got_from_the_environment_is_in_no_message(
     assert b"the-database" not in (tmp_path / "requests.jsonl").read_bytes()
 
 
+def test_a_secret_that_only_the_server_knows_is_in_no_message(tmp_path: Path) -> None:
+    body = b'{"error":{"message":"upstream refused sk-abcdefghijklmnopqrstuvwxyz123456","code":502}}'
+    record = one_record(tmp_path, answering(whole(body, status=b"502 Bad Gateway")))
+    assert record.message == "status 502: 502: upstream refused ***"
+
+
 @pytest.mark.parametrize("value", [None, "", "a\r\nX-Other: b"])
 def test_an_api_key_that_cannot_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
     monkeypatch.delenv("A_KEY", raising=False)

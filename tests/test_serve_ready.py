@@ -228,6 +228,11 @@ def test_lemonade_lists_user_models_without_their_prefix() -> None:
         ),
         ("POST /v1/chat/completions", (403, "text/plain", "no"), "wants an API key"),
         ("POST /v1/chat/completions", (500, "text/plain", "oh"), "the model does not answer: .* says HTTP 500: oh"),
+        (
+            "POST /v1/chat/completions",
+            (500, "text/plain", "no to sk-abcdefghijklmnopqrstuvwxyz123456"),
+            r"says HTTP 500: no to \*\*\*$",
+        ),
         ("POST /v1/chat/completions", HALF, r"no answer (from|to POST) .*the connection broke"),
         ("GET /v1/models", (200, "application/json", "[{"), "something that is not JSON"),
         (

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from harness.failures.redact import hidden
 from harness.load.exchange import Clock, Exchange
 from harness.load.sse import Event, Parser
 from harness.load.tools import Call, gather
@@ -67,6 +68,7 @@ class Answer:
             self.error = kind
             for secret in self.secrets:  # before the message is shortened, which could leave half of one
                 message = message.replace(secret, "[secret]")
+            message = hidden(message)  # a server may say secrets that only it knows
             self.message = message if len(message) <= _MESSAGE_CHARS else message[: _MESSAGE_CHARS - 3] + "..."
 
 

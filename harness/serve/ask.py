@@ -11,6 +11,7 @@ import msgspec
 import requests
 
 from harness.errors import HarnessError, ServerError, did_you_mean
+from harness.failures.redact import hidden
 from harness.rundir.manifest import ServedBy
 from harness.trust import open_session
 
@@ -234,11 +235,12 @@ def _unlike(what: str, response: requests.Response, kind: type[ServerError] = Se
 
 
 def message(response: requests.Response) -> str:
+    """What an answer that is an error says, without what looks like a secret."""
     try:
         error = msgspec.json.decode(response.content)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)[:300]
+        return hidden(str(error["message"] if isinstance(error, dict) else error))[:300]
     except (msgspec.DecodeError, KeyError, TypeError):
-        return response.text[:200].strip() or "no text"
+        return hidden(response.text)[:200].strip() or "no text"
 
 
 def reason(error: Exception) -> str:
