@@ -72,6 +72,18 @@ def test_conversations_do_not_depend_on_who_is_faster(tmp_path: Path, slow_engin
     assert [r.error for r in records] == [None] * 31
 
 
+def test_of_fixed_time_counts_what_is_sent_in_it_late_turns_as_well(tmp_path: Path, slow_engine: str) -> None:
+    load = Load(user="chat", users=5, duration_s=1.5, turns=6, output_tokens=2, think_s=[0.0, 0.4])
+    job = make_job(tmp_path, load, Warmup(requests=2))
+    assert end(start_job(tmp_path, slow_engine, job)) == 0, log_of(tmp_path)
+    records = sorted(records_of(tmp_path), key=lambda r: r.sent_s)
+    phases = [r.phase for r in records]
+    first = phases.index("measured")
+    assert phases == ["warmup"] * first + ["measured"] * (len(phases) - first)
+    begun_before = [r for r in records[first:] if r.index < 0]
+    assert begun_before and all((r.turn or 0) > 1 for r in begun_before)
+
+
 @pytest.fixture(scope="module")
 def failing_engine() -> Iterator[str]:
     """Every third request is refused."""

@@ -232,7 +232,7 @@ def test_an_open_loop_warms_up_at_its_own_rate(tmp_path: Path, cold: str) -> Non
     assert end(start_job(tmp_path, cold, job)) == 0
     warm = [record for record in records_of(tmp_path) if record.phase == "warmup"]
     sent = sorted(record.sent_s for record in warm)
-    assert 48 <= len(warm) < 500
+    assert 48 <= len(warm) < 1000  # as long as shapes come that are new
     assert (len(warm) - 1) / (sent[-1] - sent[0]) == pytest.approx(40, rel=0.1)
     assert [mark.steady for mark in ends_of(tmp_path, 1)] == [True]
 

@@ -64,6 +64,10 @@ class Course:
             return self.take(most)
         return [msgspec.structs.replace(ticket, stage=stage) for ticket in taken] if stage else taken
 
+    def as_sent(self, ticket: Ticket) -> Ticket:
+        """As it is when its request is sent now; see Tickets."""
+        return self._all[ticket.stage].as_sent(ticket)
+
     def settle(self, number: int = 1, seen: Seen | None = None, stage: int = 0) -> None:
         """`number` tickets taken of a stage are done with; see Tickets."""
         self._all[stage].settle(number, seen)

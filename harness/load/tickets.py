@@ -139,6 +139,15 @@ class Tickets:
         counts.warmup_taken += most
         return [Ticket("warmup", -1 - plan.part.at(first + i), due_s) for i in range(most)]
 
+    def as_sent(self, ticket: Ticket) -> Ticket:
+        """As it is when its request is sent now. Of fixed time in a closed loop what is sent in that time is measured,
+        the later turns of a conversation that began in the warm-up as well: else the first turns alone would count.
+        """
+        timed = self._plan.duration_s is not None and self._plan.schedule is None
+        if timed and ticket.phase == "warmup" and self._look().measured_s is not None:
+            return msgspec.structs.replace(ticket, phase="measured")
+        return ticket
+
     def settle(self, number: int = 1, seen: Seen | None = None) -> None:
         """`number` taken tickets are done with, however their requests ended. `seen`: an answer of the warm-up."""
         with self._counts() as counts:

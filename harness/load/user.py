@@ -181,7 +181,7 @@ class LLMUser(User):
         """
         follows = self._claim(work)
         place = Place(
-            work.ticket,
+            self._process.tickets.as_sent(work.ticket),
             type(self).__name__,
             self.number,
             conversation,
@@ -198,10 +198,8 @@ class LLMUser(User):
     def begin(self, work: Work) -> None:
         """Send one request, and go on without its answer."""
         follows = self._claim(work)
-        name = type(self).__name__
-        place = Place(
-            work.ticket, name, self.number, changed=work.changed, follows=follows, asked_index=work.asked_index
-        )
+        ticket, name = self._process.tickets.as_sent(work.ticket), type(self).__name__
+        place = Place(ticket, name, self.number, changed=work.changed, follows=follows, asked_index=work.asked_index)
         self._under_way.append(gevent.spawn(partial(self._send, work.messages, place)))
 
     def wait_until_below(self, number: int) -> None:
