@@ -6,6 +6,7 @@ generator do in most runs; on a machine with more cores, or with the server else
 """
 
 import itertools
+import os
 import subprocess
 import sys
 import tempfile
@@ -39,6 +40,7 @@ FACTOR = 1.5  # from one number of streams to the next, beyond those above
 MOST_ERROR_S = 0.005  # p99
 MOST_SHARED = 0.01  # of the chunks
 MOST_CPU = 0.9
+BUSY = 0.1  # of a core, by other programs: what is found beside them says less of the load generator
 
 _COLUMNS = (
     "streams",
@@ -62,10 +64,16 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     shared: float  # part of the chunks that shared a read with a later one: their times are upper bounds
     read_lag_p99_s: float | None
     cpu_most: float | None  # of a core, of the busiest load process
+    others: float | None = None  # cores that other programs used meanwhile
 
     @property
     def trusted(self) -> bool:
         return not self.doubts
+
+    @property
+    def beside_others(self) -> bool:
+        """Whether other programs were at work, who may be what is in doubt."""
+        return self.others is not None and self.others > BUSY
 
     @property
     def doubts(self) -> list[str]:
@@ -89,6 +97,10 @@ def calibrate(most: int | None, processes: int = 1) -> Iterator[Reading]:
     for streams in _numbers(most):
         with tempfile.TemporaryDirectory(prefix="amd-llm-load-calibrate-") as folder:
             reading = _measure(streams, processes, Path(folder))
+        if not reading.trusted:  # what else the machine did for a moment is no limit of the load generator
+            with tempfile.TemporaryDirectory(prefix="amd-llm-load-calibrate-") as folder:
+                again = _measure(streams, processes, Path(folder))
+            reading = again if again.trusted else reading
         yield reading
         if not reading.trusted or time.monotonic() - began_s > ENOUGH_S:
             return
@@ -115,6 +127,7 @@ def _measure(streams: int, processes: int, folder: Path) -> Reading:
         processes_path=str(folder / "processes.jsonl"), tickets_path=str(folder / "tickets"),
     )  # fmt: skip
     write_job(job, folder / "job.json")
+    began_s, busy_s, ours_s = time.monotonic(), _busy_s(), _children_s()
     with spawned(*flags, quiet=True) as engine:
         arguments = locust_arguments(job, folder / "job.json", LOCUSTFILES / "batch.py", engine.url)
         command = [sys.executable, "-m", "locust", *arguments]
@@ -124,7 +137,26 @@ def _measure(streams: int, processes: int, folder: Path) -> Reading:
             raise RunError(f"{streams} streams did not end within {LONGEST_S:g} s") from None
     if done.returncode != 0:
         raise RunError(f"the load generator ended with exit code {done.returncode}", detail=done.stderr[-2000:])
-    return reading_of(folder, sent, streams, processes)
+    reading = reading_of(folder, sent, streams, processes)
+    if busy_s is None:
+        return reading
+    others_s = (_busy_s() or 0.0) - busy_s - (_children_s() - ours_s)
+    return msgspec.structs.replace(reading, others=max(0.0, others_s / (time.monotonic() - began_s)))
+
+
+def _busy_s() -> float | None:
+    """CPU time of the whole machine that was not idle; None where the kernel does not tell (see proc(5))."""
+    try:
+        user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split(maxsplit=9)[1:9])
+    except (OSError, ValueError):
+        return None
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _children_s() -> float:
+    """CPU time of this process, and of those that it started and that have ended."""
+    times = os.times()
+    return times.children_user + times.children_system + times.user + times.system
 
 
 def reading_of(folder: Path, sent: Path, streams: int, processes: int = 1) -> Reading:
@@ -184,8 +216,9 @@ def show_readings(console: Console, most: int | None, processes: int, *, as_json
             line = "  ".join(cell.rjust(len(column)) for cell, column in cells)
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     best = max((one for one in readings if one.trusted), key=lambda one: one.streams, default=None)
-    # What was asked to stop early has found no limit.
-    stored = best is not None and most is None and store(processes, best.streams, best.chunks_per_s) is not None
+    # What was asked to stop early has found no limit, and beside other programs theirs is found.
+    limit = most is None and (readings[-1].trusted or not readings[-1].beside_others)
+    stored = best is not None and limit and store(processes, best.streams, best.chunks_per_s) is not None
     if as_json:
         print(pretty_json(readings).decode(), end="")
     else:
@@ -197,7 +230,9 @@ def in_words(readings: list[Reading]) -> str:
     """How far the instrument can be trusted."""
     good = [reading for reading in readings if reading.trusted]
     last = readings[-1]
-    end = " No more were tried." if last.trusted else f" With {last.streams}: {'; '.join(last.doubts)}."
+    end = " No more were tried." if last.trusted else f" With {last.streams}, twice: {'; '.join(last.doubts)}."
+    if not last.trusted and last.beside_others:
+        end += f" Other programs used {last.others:.1f} cores meanwhile: measure again when they are quiet."
     if not good:
         return f"This machine's load generator is not to be trusted even for few streams, or was too busy now.{end}"
     best = good[-1]
