@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from harness.rundir.records import Request
+from harness.summarize.parts import add_up
 from harness.summary import Answers, Comparison, Numbers, PromptLengths, Row, median_of_known
 
 
@@ -46,8 +47,7 @@ class AnswerTally(Struct, kw_only=True):
             self.beyond[request.prompt_tokens - request.asked_prompt_tokens] += 1
 
     def merge(self, other: "AnswerTally") -> None:
-        for field in msgspec.structs.fields(AnswerTally):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+        add_up(self, other)
 
 
 def answers_of(parts: Sequence[AnswerTally]) -> Answers | None:
