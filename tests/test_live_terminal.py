@@ -12,13 +12,13 @@ import pytest
 from rich.console import Console
 
 from harness.job import Job
-from harness.report.words import duration
 from harness.run.cell_progress import Glance, Gpu, Watch
 from harness.run.drive import Count
 from harness.run.progress import Progress, in_words, table
 from harness.rundir.records import Request
 from harness.scenario.plan import Cell
 from harness.scenario.scenario import Load, Prompts, Warmup
+from harness.units import duration
 
 CELL = "r1-one-burst"
 FULL = Glance(

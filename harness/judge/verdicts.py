@@ -11,6 +11,7 @@ from harness.rundir.origin import unlike_rows
 from harness.scenario.mixes import alone
 from harness.scenario.scenario import Load, Scenario, is_open
 from harness.summary import Comparison, Row, Verdict
+from harness.units import count
 
 METRIC_WORDS = {"wall_s": "wall time", "output_tok_s": "output tok/s", "input_tok_s": "prompt tok/s"}
 METRICS = ("wall_s", "output_tok_s")  # that a noise floor is measured for
@@ -193,8 +194,8 @@ def _judge(pair: Pair, p: float | None, comparisons: int, floor: float) -> Verdi
     if interval is None:
         needed = stats.repeats_to_reach_p(comparisons)
         text = (
-            f"cannot tell: by {METRIC_WORDS[pair.metric]}, {len(side)} against {_runs(len(base))} have no spread "
-            f"to judge the difference by; {needed} repeats a side is the least that can decide"
+            f"cannot tell: by {METRIC_WORDS[pair.metric]}, {len(side)} against {count(len(base), 'run')} have no "
+            f"spread to judge the difference by; {needed} repeats a side is the least that can decide"
         )
         return _verdict(pair, ratio, None, p, "cannot tell", text)
     word, text = _weigh(pair, interval, p, comparisons, floor)
@@ -223,7 +224,7 @@ def _weigh(pair: Pair, seen: Ratio, p: float, comparisons: int, floor: float) ->
             f"but the {bounds} does not"
         )
     elif smallest >= ALPHA:
-        why = f"{n} against {_runs(m)} can never reach p < {ALPHA:g}{_among(comparisons)}"
+        why = f"{n} against {count(m, 'run')} can never reach p < {ALPHA:g}{_among(comparisons)}"
     elif not excludes_one:
         why = f"the {bounds} includes 1"
     else:
@@ -278,7 +279,3 @@ def _p(value: float) -> str:
 
 def _among(comparisons: int) -> str:
     return "" if comparisons == 1 else f" in {comparisons} comparisons"
-
-
-def _runs(number: int) -> str:
-    return f"{number} run" if number == 1 else f"{number} runs"

@@ -35,8 +35,3 @@ def meminfo(root: Path, field: str) -> int | None:
     """A field of /proc/meminfo, such as MemTotal, in bytes."""
     match = re.search(rf"^{field}:\s*(\d+) kB", text(root / "proc/meminfo") or "", re.MULTILINE)
     return int(match[1]) * 1024 if match else None
-
-
-def gib(size: int) -> str:
-    """Bytes as a person reads them."""
-    return f"{size / 2**30:.1f} GiB"

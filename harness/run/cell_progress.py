@@ -20,7 +20,6 @@ from harness.workers import MACHINE
 RECENT_S = 10.0  # of rates, or as long as the longest answer took that ended in it
 _SETTLED_S = 1.0  # before that a rate is one of single answers
 _FEWEST = 3  # requests before the time left is told by their rate
-GIB = 2**30
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):

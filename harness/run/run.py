@@ -32,6 +32,7 @@ from harness.scenario.scenario import Warmup, locustfile_of, warmup_of, wave_of
 from harness.serve import Endpoint, attach, is_offline, serve
 from harness.serve.docker.generator import ContainerChild
 from harness.serve.telemetry_source import source_of
+from harness.units import count
 from harness.workload import pairs_of, salt_words
 
 Watchers = tuple[Scraper, Sampler]
@@ -49,7 +50,7 @@ def run(experiment: Experiment, runs: Path, progress: Progress) -> Path:
     cells = plan(experiment.scenario)
     running, manifest = begin(experiment, cells, runs, progress)
     folder = running.folder
-    progress.line(f"Run {running.id}: {len(cells)} cell{'s' if len(cells) != 1 else ''}. Records go to {folder}")
+    progress.line(f"Run {running.id}: {count(len(cells), 'cell')}. Records go to {folder}")
     if experiment.workers is not None:
         who = ", ".join(experiment.workers.names) or f"{experiment.workers.machines} machines"
         progress.line(f"Workers: {who}. On each of them: {experiment.workers.command}")

@@ -8,7 +8,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from harness.machine.doctor.finding import Finding, Level, finding
-from harness.machine.files import gib, meminfo, text
+from harness.machine.files import meminfo, text
+from harness.units import gib
 
 GB = 10**9
 IMAGE_BYTES = (10 * GB, 40 * GB)  # below the first no ROCm image fits, above the second any of them does

@@ -5,6 +5,7 @@ See `harness.report.charts.marks` for what they share.
 
 import statistics
 
+from harness import units
 from harness.report import words
 from harness.report.charts.knee import FORMULA, Knee, in_words, knee_of
 from harness.report.charts.marks import (
@@ -234,11 +235,11 @@ def _concurrency_axis(summary: Summary, run: Run) -> Figure:
 
 def _three(values: list[float]) -> list[str]:
     if not values:
-        return [words.NOTHING] * 3
-    return [words.significant(value) for value in (statistics.median(values), min(values), max(values))]
+        return [units.NOTHING] * 3
+    return [units.significant(value) for value in (statistics.median(values), min(values), max(values))]
 
 
 def _spread(row: Row, sample: Distribution) -> list[str]:
-    ends = [words.NOTHING if value is None else words.milliseconds(value) for value in (sample.least, sample.most)]
+    ends = [units.milliseconds(value) for value in (sample.least, sample.most)]
     middle = [words.percentile(sample, name) for name in ("p50", "p90", "p95", "p99")]
     return [row.server, row.load, f"{sample.n:,}", ends[0], *middle, ends[1]]

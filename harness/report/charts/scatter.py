@@ -1,6 +1,6 @@
 """Single requests over the time of sending."""
 
-from harness.report import words
+from harness import units
 from harness.report.charts.marks import GLYPHS, Chart, Figure, axis, loads, plain, row_style
 from harness.report.charts.observed import Observed
 from harness.report.charts.request_dots import MOST_DOTS, SLOWEST, Choice, Dot
@@ -104,5 +104,4 @@ def _value(dot: Dot, key: str) -> float | None:
 
 
 def _slowest(row: Row, key: str) -> str:
-    most = row.pooled.ttft_s.most if key == "dots-ttft" else row.pooled.e2e_s.most
-    return words.NOTHING if most is None else words.milliseconds(most)
+    return units.milliseconds(row.pooled.ttft_s.most if key == "dots-ttft" else row.pooled.e2e_s.most)

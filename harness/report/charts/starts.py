@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from harness import units
 from harness.judge import server_starts
-from harness.report import words
 from harness.report.charts.marks import COLOURS, Chart, colour, plain
 from harness.rundir.manifest import Run, ServedBy
 
@@ -110,7 +110,7 @@ def _sentence(starts: Sequence[ServedBy]) -> str:
     medians = {name: statistics.median(_seconds(starts, name)) for name in order}
     longest = max(medians, key=lambda name: medians[name])
     told = server_starts.told(starts)
-    parts = [f"ready after {words.seconds(total)}, the most of it {longest} ({words.seconds(medians[longest])})"]
+    parts = [f"ready after {units.seconds(total)}, the most of it {longest} ({units.seconds(medians[longest])})"]
     if (cache := told.get("startup.compile_cache")) is not None:
         parts.append(f"compile cache {cache}")
     if (tokens := told.get("startup.kv_cache_tokens")) is not None:
@@ -143,7 +143,7 @@ def pairs(served: ServedBy) -> list[tuple[str, str | None]]:
         ("Attention", known.attention_backend),
         ("Layers on a GPU", known.offloaded_layers),
         ("Weights", _measured(known.weights_gib, "GiB", known.model_load_s or known.weights_s)),
-        ("Downloaded in", words.seconds(known.download_s) if known.download_s is not None else None),
+        ("Downloaded in", units.seconds(known.download_s) if known.download_s is not None else None),
         ("Compiled in", _compiled(known.compile_s, known.compile_cache)),
         ("Graphs", _measured(known.graphs_gib, "GiB", known.graphs_s)),
         ("KV cache", _cache(known.kv_cache_tokens, known.kv_cache_gib)),
@@ -154,11 +154,11 @@ def pairs(served: ServedBy) -> list[tuple[str, str | None]]:
 
 def _measured(amount: float | None, unit: str, seconds: float | None) -> str | None:
     texts = [f"{amount:,.4g} {unit}"] if amount is not None else []
-    return " in ".join(texts + ([words.seconds(seconds)] if seconds is not None else [])) or None
+    return " in ".join(texts + ([units.seconds(seconds)] if seconds is not None else [])) or None
 
 
 def _compiled(seconds: float | None, cache: str | None) -> str | None:
-    texts = [words.seconds(seconds)] if seconds is not None else []
+    texts = [units.seconds(seconds)] if seconds is not None else []
     return ", ".join(texts + ([f"{cache} cache"] if cache is not None else [])) or None
 
 
