@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from harness.errors import HarnessError
+from harness.rundir.files import read_json
 from harness.rundir.manifest import Origin, RowOrigin, Run
 from harness.summary import Distribution, Numbers, Row
 
@@ -74,12 +75,7 @@ def unlike_rows(row: Row, other: Row, fields: Sequence[str]) -> str | None:
 def given_numbers(folder: Path, run: Run) -> dict[str, Numbers]:
     """The numbers of cells whose tool gave no records. Raises HarnessError for a damaged file."""
     path = folder / NUMBERS_FILE
-    if run.origin is None or not path.exists():
-        return {}
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Numbers])
-    except msgspec.DecodeError as error:
-        raise HarnessError(f"{path}: cannot be read ({error})", next_step="The file was changed or damaged.") from None
+    return {} if run.origin is None or not path.exists() else read_json(path, dict[str, Numbers])
 
 
 def known(numbers: Numbers, origin: Origin | None) -> Numbers:
