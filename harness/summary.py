@@ -232,6 +232,15 @@ class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     kind: str = ""  # what decides when a request is sent: closed loop, bursts, open loop, trace
     client_limited: list[str] = []  # fields of Numbers that the load generator limited in one of the cells
 
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.server, self.load
+
+    @property
+    def name(self) -> str:
+        """For people, and in verdicts."""
+        return f"{self.server} / {self.load}"
+
 
 class FailedRequests(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Measured requests of a row that failed for the same cause, explained where the table of failures knows it."""

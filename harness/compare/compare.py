@@ -35,7 +35,7 @@ class _Side(Struct, frozen=True):
 
     def of(self, row: tuple[str, str]) -> list[Row]:
         """A row in each run of the group."""
-        return [found for summary in self.summaries for found in summary.rows if (found.server, found.load) == row]
+        return [found for summary in self.summaries for found in summary.rows if found.key == row]
 
     def values(self, row: tuple[str, str], metric: str) -> list[float]:
         """The run-level values of a row, of all repeats of all runs in the group."""
@@ -51,7 +51,7 @@ class _Side(Struct, frozen=True):
 
     def rows(self) -> list[tuple[str, str]]:
         """Rows that every run of the group has."""
-        first, *others = [[(row.server, row.load) for row in summary.rows] for summary in self.summaries]
+        first, *others = [[row.key for row in summary.rows] for summary in self.summaries]
         return [row for row in first if all(row in other for other in others)]
 
 
@@ -173,7 +173,7 @@ def _refuse_checks(groups: Sequence[Sequence[Path]], checks: Sequence[str]) -> N
 def _checked(
     checks: Sequence[str], side: _Side, base: _Side, rows: Sequence[tuple[str, str]], several: bool
 ) -> list[CheckResult]:
-    mine, theirs = ([row for row in one.summaries[0].rows if (row.server, row.load) in rows] for one in (side, base))
+    mine, theirs = ([row for row in one.summaries[0].rows if row.key in rows] for one in (side, base))
     found = evaluate(checks, mine, None, Reference(run=base.runs[0].id, rows=theirs))
     return [msgspec.structs.replace(one, check=f"{one.check} ({side.name})") for one in found] if several else found
 

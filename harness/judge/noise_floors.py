@@ -60,7 +60,7 @@ def is_noise_run(run: Run) -> bool:
 
 def floor_of(run: Run, summary: Summary, server: str) -> Floor:
     """The floor that an A/A run shows. Raises HarnessError where a load has fewer than two values a side."""
-    rows = {(row.server, row.load): row for row in summary.rows}
+    rows = {row.key: row for row in summary.rows}
     found = []
     for load in run.scenario.loads:
         for metric in METRICS:

@@ -50,7 +50,7 @@ def compare_rows(
 
     None when the baseline row is missing or alone.
     """
-    base = next((row for row in rows if (row.server, row.load) == baseline), None)
+    base = next((row for row in rows if row.key == baseline), None)
     others = [row for row in rows if row is not base]
     if base is None or not others:
         return None
@@ -68,8 +68,8 @@ def _pair(row: Row, against: Row, scenario: Scenario) -> Pair:
     loads = [scenario.loads[one.load] for one in (row, against)]
     metric = metric_of(loads)
     return Pair(
-        side=row_name(row),
-        baseline=row_name(against),
+        side=row.name,
+        baseline=against.name,
         metric=metric,
         side_speeds=speeds(metric, values_of(row, metric)),
         baseline_speeds=speeds(metric, values_of(against, metric)),
@@ -77,7 +77,7 @@ def _pair(row: Row, against: Row, scenario: Scenario) -> Pair:
         refused=unlike_work(*loads)
         or _refused(row, against, metric)
         or scheduled(*loads)
-        or client_limited(metric, [(row_name(one), one.client_limited) for one in (row, against)]),
+        or client_limited(metric, [(one.name, one.client_limited) for one in (row, against)]),
     )
 
 
@@ -90,7 +90,7 @@ def _refused(row: Row, against: Row, metric: str) -> str | None:
     """Why two rows have no ratio. Only numbers that mean the same have one."""
     for one in (row, against):
         if metric in one.missing and not values_of(one, metric):
-            return f"the {METRIC_WORDS[metric]} of {row_name(one)} is not known: {one.missing[metric]}"
+            return f"the {METRIC_WORDS[metric]} of {one.name} is not known: {one.missing[metric]}"
     return unlike_rows(row, against, [metric])
 
 
@@ -143,10 +143,6 @@ def metric_of(loads: Sequence[Load]) -> str:
     if same:
         return "wall_s"
     return "input_tok_s" if all(load.endpoint == "embeddings" for load in loads) else "output_tok_s"
-
-
-def row_name(row: Row) -> str:
-    return f"{row.server} / {row.load}"
 
 
 def values_of(row: Row, metric: str) -> list[float]:

@@ -12,7 +12,6 @@ from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from harness.report import machine_load
-from harness.report.table import side
 from harness.rundir.manifest import Run
 from harness.summarize.self_check import WORDS
 from harness.summary import Distribution, Numbers, Row, Summary
@@ -146,7 +145,7 @@ def _of_verdicts(summary: Summary) -> Iterator[Metric]:
         return
     samples: list[tuple[Labels, float | None]] = []
     for verdict in summary.comparison.verdicts:
-        row = next(row for row in summary.rows if side(row) == verdict.side)
+        row = next(row for row in summary.rows if row.name == verdict.side)
         told = {"baseline": verdict.baseline, "metric": verdict.metric, "verdict": verdict.word}
         for bound, value in (("low", verdict.low), ("middle", verdict.ratio), ("high", verdict.high)):
             samples.append((_labels(summary, row) | told | {"bound": bound}, value))

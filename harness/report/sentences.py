@@ -79,7 +79,7 @@ def of_client(summary: Summary) -> str:
     rows: dict[str, list[str]] = defaultdict(list)
     for row in summary.rows:
         if row.client_limited:
-            rows[in_words(row.client_limited)].append(f"{row.server} / {row.load}")
+            rows[in_words(row.client_limited)].append(row.name)
     if not rows:
         return ""
     parts = "; ".join(f"{numbers} of {', '.join(names)}" for numbers, names in rows.items())

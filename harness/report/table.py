@@ -62,23 +62,18 @@ def lines(summary: Summary, run: Run) -> list[Line]:
     rates = [row.definitions.get("output_tok_s", "") for row in summary.rows]
     result = []
     for row in summary.rows:
-        verdict = None if side(row) == name else verdicts.get(side(row))
+        verdict = None if row.name == name else verdicts.get(row.name)
         result.append(
             Line(
                 row=row,
                 tokens=median_of_known(map(tokens.get, row.cells)),
                 verdict=verdict,
-                baseline=side(row) == name,
+                baseline=row.name == name,
                 against="" if verdict is None or verdict.baseline == name else verdict.baseline,
                 rate_mark="" if row.definitions.get("output_tok_s", "") == rates[0] else OTHERWISE,
             )
         )
     return result
-
-
-def side(row: Row) -> str:
-    """The name of a row in verdicts."""
-    return f"{row.server} / {row.load}"
 
 
 def interval(verdict: Verdict) -> str:

@@ -65,10 +65,7 @@ def unlike_rows(row: Row, other: Row, fields: Sequence[str]) -> str | None:
     for field in fields:
         one, two = (found.definitions.get(field, DEFINITIONS[field]) for found in (row, other))
         if one != two:
-            return (
-                f"the definitions of '{field}' differ, so there is no ratio. {row.server} / {row.load}: {one}. "
-                f"{other.server} / {other.load}: {two}"
-            )
+            return f"the definitions of '{field}' differ, so there is no ratio. {row.name}: {one}. {other.name}: {two}"
     return None
 
 

@@ -97,7 +97,7 @@ def input_tok_s(parts: Sequence[AnswerTally], window_s: float | None, cells: Seq
 
 def differences(rows: Sequence[Row], comparison: Comparison | None) -> list[str]:
     """What a reader of a comparison must know: of two compared rows, one has more valid or more right answers."""
-    named = {f"{row.server} / {row.load}": row.pooled.answers for row in rows}
+    named = {row.name: row.pooled.answers for row in rows}
     notes = [
         difference(verdict.side, [named.get(verdict.side)], verdict.baseline, [named.get(verdict.baseline)])
         for verdict in (comparison.verdicts if comparison is not None else [])

@@ -197,13 +197,13 @@ def distributions(summary: Summary, observed: Observed) -> list[Chart]:
 
 
 def _curve(summary: Summary, row: Row, observed: Observed, field: str) -> Figure:
-    sample: list[float] = getattr(observed.samples.get((row.server, row.load), Sample()), field)
+    sample: list[float] = getattr(observed.samples.get(row.key, Sample()), field)
     values, shares = distribution(1000 * value for value in sample)
     hue, dash = row_style(summary, row)
     return {
         "type": "scatter",
         "mode": "lines",
-        "name": plain(f"{row.server} / {row.load}"),
+        "name": plain(row.name),
         "x": [round(value, 3) for value in values],
         "y": shares,
         "line": {"shape": "hv", "color": f"@{hue}", "dash": dash, "width": 2},
