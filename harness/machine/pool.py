@@ -35,7 +35,7 @@ def pools(root: Path = Path("/"), cards: Sequence[Card] | None = None) -> list[P
     A card of its own has its VRAM. An APU has a carve-out (VRAM) and pages of the host (GTT), and the driver takes the
     larger one: Linux amdgpu, `apu_prefer_gtt`.
     """
-    available = meminfo(root, "MemAvailable")
+    available = meminfo(root / "proc/meminfo").get("MemAvailable")
     limit = _pages_limit(root)
     found = []
     for gpu in working(list(gpus(root))) if cards is None else cards:

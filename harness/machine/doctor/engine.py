@@ -123,5 +123,5 @@ def _host_shm(root: Path) -> int | None:
     match = re.search(r"(?:^|,)size=(\d+)([kmg]?)", mounts[-1])
     if match:
         return int(match[1]) * _UNITS[match[2]]
-    ram = meminfo(root, "MemTotal")
+    ram = meminfo(root / "proc/meminfo").get("MemTotal")
     return ram // 2 if ram is not None else None

@@ -143,7 +143,7 @@ def _list(shown: list[Holder]) -> str:
 
 def _sizes(root: Path, pool: Pool, card: Card) -> Iterator[Finding]:
     """Settings of an APU that give less memory than there is, or more than there is."""
-    ram, vram, stated = meminfo(root, "MemTotal"), card["vram_bytes"], card["gtt_bytes"]
+    ram, vram, stated = meminfo(root / "proc/meminfo").get("MemTotal"), card["vram_bytes"], card["gtt_bytes"]
     most = None if ram is None else _most_gib(ram)
     limit = number(root / "sys/module/ttm/parameters/pages_limit")
     gtt = stated if limit is None or stated is None else min(stated, limit * PAGE_BYTES)
