@@ -8,7 +8,7 @@ import msgspec
 from harness.errors import HarnessError
 from harness.rundir.files import read_json
 from harness.rundir.manifest import Origin, RowOrigin, Run
-from harness.summary import Distribution, Numbers, Row
+from harness.summary import NO_SAMPLE, Distribution, Numbers, Row
 
 NUMBERS_FILE = "numbers.json"  # numbers of cells that have no records
 OTHERWISE = "†"  # beside a number of a row that means something else than in the first row; a note says what
@@ -80,8 +80,7 @@ def known(numbers: Numbers, origin: Origin | None) -> Numbers:
     if origin is None:
         return numbers
     blank: dict[str, Distribution | None] = {
-        field: Distribution(n=0) if isinstance(getattr(numbers, field), Distribution) else None
-        for field in origin.missing
+        field: NO_SAMPLE if isinstance(getattr(numbers, field), Distribution) else None for field in origin.missing
     }
     return msgspec.structs.replace(numbers, **blank)
 

@@ -24,7 +24,7 @@ from harness.summarize.gaps import Gaps
 from harness.summarize.goodput import SloTally, attained
 from harness.summarize.parts import add_up, doubles
 from harness.summarize.schedule import ScheduleTally, pooled
-from harness.summary import NEEDED, Distribution, Numbers, median_of_known
+from harness.summary import NEEDED, NO_SAMPLE, Distribution, Numbers, median_of_known
 
 _NO_TOKENS = ("connect", "rejected", "http", "not_api")  # the server generated nothing for these
 _GIVEN = ("clock", "window_s", "scheduled", "begun_s", "mixed")  # of a tally: what it knows before it counts
@@ -250,7 +250,7 @@ def distribution(parts: Sequence["array[float]"], requests: int | None = None) -
     )
     n = len(values)
     if n == 0:
-        return Distribution(n=0)
+        return NO_SAMPLE
     carried = n if requests is None else requests
 
     def at(name: str, permille: int) -> float | None:
