@@ -9,12 +9,12 @@ import requests
 from msgspec import Struct
 
 from harness.errors import ServerError
-from harness.failures.explain import State, explain
+from harness.failures.explain import explain
 from harness.rundir.manifest import Phase
 from harness.serve import localai, ollama
 from harness.serve.ask import PROBE_TIMEOUT_S, first_answer, message, no_answer, reason, refuse_no_api, server_version
 from harness.serve.compose.compose import Fetch, Serving
-from harness.serve.docker.containers import evidence_in
+from harness.serve.docker.containers import advice, evidence_in
 from harness.serve.lemonade.api import Api
 from harness.serve.lemonade.bring_up import BroughtUp, bring_up
 from harness.serve.waiting import POLL_S, Waiting, watched
@@ -144,12 +144,9 @@ def _not_ready(url: str, seen: str, waiting: Waiting) -> ServerError:
 
 def _not_loaded(response: requests.Response, model: str, waiting: Waiting) -> ServerError:
     said = message(response)
-    failure = explain(waiting.log.path, State(error=said))
-    return ServerError(
-        f"the server could not load '{model}': HTTP {response.status_code}: {said}",
-        next_step=f"{failure.cause}; {failure.fix}." if failure is not None else "Look at its last lines.",
-        detail=waiting.log.tail() if failure is None or failure.number is None else evidence_in(failure, waiting.log),
-    )
+    step, detail = advice(said, waiting.log)
+    what = f"the server could not load '{model}': HTTP {response.status_code}: {said}"
+    return ServerError(what, next_step=step, detail=detail)
 
 
 def _patient_post(
