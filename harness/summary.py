@@ -32,6 +32,9 @@ class Distribution(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     p99: float | None = None
 
 
+NO_SAMPLE = Distribution(n=0)
+
+
 class Attained(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How many of the requests sent met every SLO of a set. Failed and unfinished ones did not, nor did abandoned ones
     that had missed one when the user left; of the others nobody knows, and they do not count.
@@ -98,15 +101,15 @@ class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     output_tok_s: float | None = None  # output tokens generated inside the window / window
     input_tok_s: float | None = None  # prompt tokens of the requests that ended inside the window / window
     requests_per_s: float | None = None  # successful requests that ended inside the window / window
-    ttft_s: Distribution
-    ttfo_s: Distribution
-    tpot_s: Distribution
-    e2e_s: Distribution
-    chunk_gap_s: Distribution
-    send_lag_s: Distribution
-    connect_s: Distribution = Distribution(n=0)  # of the requests that opened a connection, before they were sent
-    ttft_sched_s: Distribution = Distribution(n=0)  # from schedule; open loops only
-    e2e_sched_s: Distribution = Distribution(n=0)
+    ttft_s: Distribution = NO_SAMPLE
+    ttfo_s: Distribution = NO_SAMPLE
+    tpot_s: Distribution = NO_SAMPLE
+    e2e_s: Distribution = NO_SAMPLE
+    chunk_gap_s: Distribution = NO_SAMPLE
+    send_lag_s: Distribution = NO_SAMPLE
+    connect_s: Distribution = NO_SAMPLE  # of the requests that opened a connection, before they were sent
+    ttft_sched_s: Distribution = NO_SAMPLE  # from schedule; open loops only
+    e2e_sched_s: Distribution = NO_SAMPLE
     schedule: Kept | None = None  # of an open loop
     tokens_per_chunk: float | None = None
     vectors: int | None = None  # of embeddings
@@ -231,6 +234,15 @@ class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     machine_load: MachineLoad | None = None  # each value the median over its cells; without single GPUs
     kind: str = ""  # what decides when a request is sent: closed loop, bursts, open loop, trace
     client_limited: list[str] = []  # fields of Numbers that the load generator limited in one of the cells
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.server, self.load
+
+    @property
+    def name(self) -> str:
+        """For people, and in verdicts."""
+        return f"{self.server} / {self.load}"
 
 
 class FailedRequests(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

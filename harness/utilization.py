@@ -6,7 +6,8 @@ vLLM refuses to start when `free < ceil(total * utilization)` (v1/worker/utils.p
 import math
 from decimal import ROUND_FLOOR, Decimal
 
-GIB = 1 << 30
+from harness.units import GIB
+
 VLLM_DEFAULT = Decimal("0.92")  # since vLLM 0.20; a larger value is only taken when somebody asks for it
 STEP = Decimal("0.01")
 SEVERAL_GPUS_BYTES = 2 * GIB  # RCCL's buffers, allocated before vLLM looks

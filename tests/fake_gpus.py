@@ -3,12 +3,7 @@
 import struct
 from pathlib import Path
 
-
-def write(root: Path, files: dict[str, str | bytes]) -> None:
-    for name, content in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+from tests.machines import write
 
 
 def device(number: int = 128) -> str:

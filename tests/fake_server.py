@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness.job import Job
 from harness.load.answer import Answer, read_answer
 from harness.load.client import Client, Target
 from harness.load.clock import KernelClock
@@ -20,7 +19,8 @@ from harness.load.reader import Reader
 from harness.load.recorder import Recorder
 from harness.load.tickets import Ticket
 from harness.rundir.records import Request, read_requests
-from harness.scenario.scenario import Load, Prompts, Warmup
+from harness.scenario.scenario import Load, Prompts
+from tests.load_runs import make_job
 
 Handler = Callable[[socket.socket, int], None]  # gets each connection and its number, from 0
 
@@ -125,20 +125,8 @@ def once(*pieces: bytes, then: Callable[[socket.socket], None] = lambda connecti
 
 @contextmanager
 def load_process(folder: Path, url: str, api_key_env: str | None = None, **load: Any) -> Iterator[LoadProcess]:
-    job = Job(
-        run="4f1c",
-        cell="r1-a-b",
-        load_name="b",
-        load=Load(user="batch", requests=100, **load),
-        model="m",
-        prompts=Prompts(),
-        seed=1,
-        warmup=Warmup(requests=0),
-        api_key_env=api_key_env,
-        requests_path=str(folder / "requests.jsonl"),
-        processes_path=str(folder / "processes.jsonl"),
-        tickets_path=str(folder / "tickets"),
-    )
+    more: dict[str, Any] = {"run": "4f1c", "prompts": Prompts(), "salt": None, "api_key_env": api_key_env}
+    job = make_job(folder, Load(user="batch", requests=100, **load), **more)
     recorder = Recorder(job.requests_path, job.processes_path, job.cell)
     try:
         process = LoadProcess(job, url, recorder)

@@ -1,7 +1,6 @@
 """Loads under real Locust, as the harness starts it and by hand; what they leave."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ import msgspec
 from harness.job import Job, write_job
 from harness.rundir.records import ProcessMark, Request, read_marks, read_requests
 from harness.scenario.scenario import Load, Prompts, Warmup
+from harness.serve.ports import free_port
 
 ROOT = Path(__file__).parents[1]
 RUN_S = 60.0
@@ -32,12 +32,6 @@ def make_job(folder: Path, load: Load, warmup: Warmup | None = None, **more: obj
         tickets_path=str(folder / "tickets"),
     )
     return msgspec.structs.replace(job, **more)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def start(folder: Path, url: str, locustfile: Path | str, *options: str) -> "subprocess.Popen[str]":

@@ -4,7 +4,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-GIB = 1 << 30
+from harness.units import GIB
+
 NODES = "sys/class/kfd/kfd/topology/nodes"
 CPU_NODE = "cpu_cores_count 32\nsimd_count 0\ngfx_target_version 0\ndrm_render_minor 0\n"
 CWSR = "cwsr_size 25214976\nctl_stack_size 32768\n"
@@ -12,10 +13,10 @@ CWSR = "cwsr_size 25214976\nctl_stack_size 32768\n"
 RENDER_GID = 992 if os.geteuid() == 0 else os.getegid()
 
 
-def write(root: Path, files: Mapping[str, str]) -> Path:
-    for name, text in files.items():
+def write(root: Path, files: Mapping[str, str | bytes]) -> Path:
+    for name, content in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
+        (root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     return root
 
 

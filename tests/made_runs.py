@@ -174,5 +174,5 @@ def both_marks(
     ]
 
 
-def write_lines(path: Path, values: Sequence[msgspec.Struct]) -> None:
+def write_lines(path: Path, values: Sequence[msgspec.Struct | dict[str, object]]) -> None:
     path.write_bytes(b"".join(msgspec.json.encode(value) + b"\n" for value in values))

@@ -10,6 +10,7 @@ from harness.rundir.records import ErrorKind, ProcessMark, Request
 from harness.scenario.plan import plan
 from harness.scenario.scenario import Load, Scenario, Server
 from harness.summarize.summarize import summarize, write_summary
+from tests.made_runs import write_lines
 
 HOSTILE = "</script><script>document.title='hacked'</script><img src=x onerror=\"document.title='hacked'\"> & 'quoted'"
 START_S = 1_790_000_000.0
@@ -121,9 +122,9 @@ def write_run_directory(
             )
         )
     folder.mkdir(parents=True, exist_ok=True)
-    _lines(folder / "requests.jsonl", records)
-    _lines(folder / "processes.jsonl", marks)
-    _lines(folder / "metrics.jsonl", scrapes)
+    write_lines(folder / "requests.jsonl", records)
+    write_lines(folder / "processes.jsonl", marks)
+    write_lines(folder / "metrics.jsonl", scrapes)
     run = Run(
         id="20260921-140000-first-look",
         status="valid",
@@ -217,7 +218,3 @@ def _scrapes(cell: str, made: list[Request], limit: int, started: float) -> list
         result.append({"wall_s": at, "cell": cell, "values": values})
         at += 1.0 if len(made) > 1000 else 0.25
     return result
-
-
-def _lines(path: Path, values: list[object] | list[Request] | list[ProcessMark] | list[dict[str, object]]) -> None:
-    path.write_bytes(b"".join(msgspec.json.encode(value) + b"\n" for value in values))

@@ -9,8 +9,9 @@ from harness.errors import HarnessError, ScenarioError
 from harness.prepare.auto import fill_in, foretell
 from harness.prepare.experiment import Experiment, Target, prepare
 from harness.serve import compose_document
+from harness.units import GIB
 from tests.command import harness, write
-from tests.machines import GIB, gpu, host, strix_halo_carve_out, strix_halo_gtt
+from tests.machines import gpu, host, strix_halo_carve_out, strix_halo_gtt
 from tests.test_memory_answer import qwen3
 
 ROCM = {"template": "vllm-rocm", "variables": {"gpu_memory_utilization": "auto"}}

@@ -10,8 +10,9 @@ from harness.machine.doctor import Engine, Finding, User, diagnose, known, page,
 from harness.machine.doctor.finding import finding
 from harness.machine.targets import table, target_of
 from harness.paths import ROOT
+from harness.units import GIB
 from tests import machines
-from tests.machines import GIB, drm, write
+from tests.machines import drm, write
 
 ENGINE = Engine(
     version="28.2.2", cgroup="2", image_folder="/var/lib/docker", free_bytes=500 * 10**9

@@ -25,22 +25,12 @@ from harness.run.drive import (
     tail,
 )
 from harness.rundir.records import ErrorKind, ProcessMark, Request
-from harness.scenario.scenario import Load, Prompts, Warmup
+from harness.scenario.scenario import Load, Warmup
+from tests.load_runs import make_job
 
 
 def job(folder: Path, **load: Any) -> Job:
-    return Job(
-        cell="r1-a-b",
-        load_name="b",
-        load=Load(user="batch", requests=4, **load),
-        model="m",
-        prompts=Prompts(),
-        seed=1,
-        warmup=Warmup(requests=1),
-        requests_path=str(folder / "requests.jsonl"),
-        processes_path=str(folder / "processes.jsonl"),
-        tickets_path=str(folder / "tickets"),
-    )
+    return make_job(folder, Load(user="batch", requests=4, **load), Warmup(requests=1))
 
 
 def run(folder: Path, program: str, alive: Any = lambda: None, **load: Any) -> tuple[driving.Driven, list[Count]]:

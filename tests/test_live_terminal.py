@@ -12,13 +12,14 @@ import pytest
 from rich.console import Console
 
 from harness.job import Job
-from harness.report.words import duration
 from harness.run.cell_progress import Glance, Gpu, Watch
 from harness.run.drive import Count
 from harness.run.progress import Progress, in_words, table
 from harness.rundir.records import Request
 from harness.scenario.plan import Cell
-from harness.scenario.scenario import Load, Prompts, Warmup
+from harness.scenario.scenario import Load, Warmup
+from harness.units import duration
+from tests.load_runs import make_job
 
 CELL = "r1-one-burst"
 FULL = Glance(
@@ -42,18 +43,7 @@ FULL = Glance(
 
 
 def job(folder: Path, user: str = "batch", **load: Any) -> Job:
-    return Job(
-        cell=CELL,
-        load_name="burst",
-        load=Load(user=user, users=2, **load),
-        model="m",
-        prompts=Prompts(),
-        seed=1,
-        warmup=Warmup(requests=1),
-        requests_path=str(folder / "requests.jsonl"),
-        processes_path=str(folder / "processes.jsonl"),
-        tickets_path=str(folder / "tickets"),
-    )
+    return make_job(folder, Load(user=user, users=2, **load), Warmup(requests=1), cell=CELL, load_name="burst")
 
 
 def record(index: int, cell: str = CELL, **more: Any) -> bytes:

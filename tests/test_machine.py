@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from harness.machine.facts import device_groups, gfx_target, gpu_memory, gpus, machine
+from tests.machines import CPU_NODE, write
 
 STRIX_HALO = """cpu_cores_count 0
 simd_count 80
@@ -17,14 +18,6 @@ drm_render_minor 128
 cwsr_size 25214976
 ctl_stack_size 32768
 """
-CPU_NODE = "cpu_cores_count 32\nsimd_count 0\ngfx_target_version 0\ndrm_render_minor 0\n"
-
-
-def write(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ from harness.prepare.auto import fill_in
 from harness.prepare.experiment import Experiment, Target, prepare
 from harness.prepare.machine_fit import refuse_impossible, shortages
 from harness.prepare.preflight import notes, refuse_blocked
+from harness.units import GIB
 from tests.command import write
-from tests.machines import GIB, gpu, host, mi300x_eight, power, radeon, strix_halo_carve_out, strix_halo_gtt, ttm
+from tests.machines import gpu, host, mi300x_eight, power, radeon, strix_halo_carve_out, strix_halo_gtt, ttm
 
 
 def experiment(folder: Path, template: str = "vllm-rocm", **variables: Any) -> Experiment:

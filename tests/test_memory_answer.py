@@ -14,7 +14,8 @@ from harness.memory.answer import OTHER_BYTES, Room, Wish, room_of, share, share
 from harness.memory.host import host_share
 from harness.memory.model import Model, read_model
 from harness.memory.words import brief, of_pool, of_room, of_share
-from harness.utilization import GIB, vllm_accepts
+from harness.units import GIB
+from harness.utilization import vllm_accepts
 from tests.command import harness
 from tests.machines import gpu, host, strix_halo_carve_out, strix_halo_gtt
 from tests.test_memory_model import QWEN3, model, safetensors

@@ -9,7 +9,7 @@ import pytest
 
 from harness.memory.cache import CPU_BLOCK, capacity, layout_of
 from harness.memory.model import Geometry
-from harness.utilization import GIB
+from harness.units import GIB
 
 DATA = Path(__file__).parent / "data" / "vllm_kv_capacity.jsonl"
 CASES: list[dict[str, Any]] = [json.loads(line) for line in DATA.read_text().splitlines()[1:]]

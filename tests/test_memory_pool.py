@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from harness.machine.pool import Pool, pools
+from harness.units import GIB
 
-GIB = 2**30
 MIB = 2**20
 
 

@@ -12,6 +12,7 @@ from harness.report.table import columns, lines
 from harness.rundir.manifest import CellRun, Machine, Run, ServedBy
 from harness.scenario.scenario import Load, Scenario, Server
 from harness.summary import (
+    NO_SAMPLE,
     CellSummary,
     CheckResult,
     Comparison,
@@ -25,7 +26,6 @@ from harness.summary import (
 
 FEW = Distribution(n=5, mean=0.05, least=0.04, most=0.06)
 MANY = Distribution(n=200, mean=0.05, least=0.04, most=1.2, p50=0.0523, p90=0.0911, p95=1.0985)
-NONE = Distribution(n=0)
 
 
 def run() -> Run:
@@ -77,8 +77,6 @@ def numbers(wall_s: float, times: Distribution, failed: int = 0) -> Numbers:
         ttfo_s=times,
         tpot_s=FEW,
         e2e_s=times,
-        chunk_gap_s=NONE,
-        send_lag_s=NONE,
     )
 
 
@@ -287,7 +285,7 @@ def test_a_load_of_fixed_duration_has_a_rate_and_no_wall_time() -> None:
 
 
 def test_answers_in_one_piece_have_no_first_token() -> None:
-    whole = msgspec.structs.replace(numbers(10.0, MANY), ttft_s=NONE, tpot_s=NONE)
+    whole = msgspec.structs.replace(numbers(10.0, MANY), ttft_s=NO_SAMPLE, tpot_s=NO_SAMPLE)
     of = msgspec.structs.replace(summary(), rows=[row("one", whole)], comparison=None, checks=[])
     latencies = [column for column in columns(of) if column.group == "latency" and column.unit == "ms"]
     assert [column.text(line) for line in lines(of, run()) for column in latencies] == ["–"] * 4

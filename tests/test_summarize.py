@@ -16,7 +16,7 @@ from harness.scenario.plan import Cell
 from harness.scenario.scenario import Load, Warmup
 from harness.summarize.summarize import summarize, write_summary
 from harness.summarize.tally import distribution
-from harness.summary import Distribution, Numbers, Summary
+from harness.summary import NO_SAMPLE, Distribution, Numbers, Summary
 from tests.made_runs import (
     MONOTONIC_S,
     WALL_S,
@@ -27,7 +27,7 @@ from tests.made_runs import (
     write_made_run,
 )
 
-NONE = Distribution(n=0)
+NONE = NO_SAMPLE
 
 
 def wall_of(cell: Cell) -> float:
@@ -122,7 +122,6 @@ def test_exact_numbers_of_a_fixed_amount_of_work(tmp_path: Path) -> None:
         tpot_s=distributed(0.25, 0.4375),  # 0.5 / 2 and 1.75 / 4
         e2e_s=distributed(1.0, 2.0),
         chunk_gap_s=distributed(0.5, 1.0, 0.75),
-        send_lag_s=NONE,
         tokens_per_chunk=8 / 5,
     )
     assert summary.cells[0].numbers.error_rate == 0.25

@@ -28,7 +28,8 @@ from harness.serve.docker.containers import Look
 from harness.serve.telemetry_source import source_of
 from harness.summarize.summarize import read_summary
 from tests import command
-from tests.fake_gpus import device, gpu, host, instinct_table, write
+from tests.fake_gpus import device, gpu, host, instinct_table
+from tests.machines import write
 
 
 def sampled(meter: Meter, root: Path, clock_s: float, paths: list[str] | None = None) -> TelemetrySample:

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from harness.scenario.scenario import Load, Warmup
+from harness.serve.ports import free_port
 from tests.load_runs import (
     ROOT,
     end,
     ends_of,
-    free_port,
     log_of,
     make_job,
     most_in_flight,

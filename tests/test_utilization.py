@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from harness.units import GIB
 from harness.utilization import (
-    GIB,
     HOST_BYTES,
     VLLM_DEFAULT,
     default_reserve,

@@ -82,7 +82,7 @@ def memory(
 
 def _given(free: float | None, total: float | None, image: str | None, gpus: int) -> "Share":
     from harness.memory.answer import share
-    from harness.utilization import GIB
+    from harness.units import GIB
 
     if free is None or total is None or image is not None:
         raise HarnessError("--free and --total belong together, and not to --image", next_step="Give both, or neither.")

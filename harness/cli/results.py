@@ -236,12 +236,12 @@ def export(
     """Write a run's records for other tools: one row a request, with chunk times."""
     from harness.cli.history import find_run
     from harness.report.export import export as export_records
+    from harness.units import count
 
     written = export_records(find_run(run_folder, runs), to)
     print(f"{to}: {written.records:,} records")
     if written.damaged:
-        lines = "1 line" if written.damaged == 1 else f"{written.damaged:,} lines"
-        print(f"{lines} of requests.jsonl left out: not readable", file=sys.stderr)
+        print(f"{count(written.damaged, 'line')} of requests.jsonl left out: not readable", file=sys.stderr)
 
 
 @app.command("import", short_help="Make runs of what other tools wrote.")

@@ -19,7 +19,7 @@ from harness.rundir.origin import refuse_other_definitions
 from harness.scenario.check_syntax import parse_check
 from harness.summarize import answers
 from harness.summarize.summarize import is_published, read_summary, summarize
-from harness.summary import Answers, CheckResult, Comparison, Reference, Summary
+from harness.summary import Answers, CheckResult, Comparison, Reference, Row, Summary
 
 
 class _Side(Struct, frozen=True):
@@ -33,38 +33,25 @@ class _Side(Struct, frozen=True):
     def folders(self) -> list[tuple[Path, Run]]:
         return list(zip(self.given, self.runs, strict=True))
 
+    def of(self, row: tuple[str, str]) -> list[Row]:
+        """A row in each run of the group."""
+        return [found for summary in self.summaries for found in summary.rows if found.key == row]
+
     def values(self, row: tuple[str, str], metric: str) -> list[float]:
         """The run-level values of a row, of all repeats of all runs in the group."""
-        return [
-            value
-            for summary in self.summaries
-            for found in summary.rows
-            if (found.server, found.load) == row
-            for value in values_of(found, metric)
-        ]
+        return [value for found in self.of(row) for value in values_of(found, metric)]
 
     def client_limited(self, row: tuple[str, str]) -> list[str]:
         """What of a row the load generator limited in one of the runs."""
-        return [
-            number
-            for summary in self.summaries
-            for found in summary.rows
-            if (found.server, found.load) == row
-            for number in found.client_limited
-        ]
+        return [number for found in self.of(row) for number in found.client_limited]
 
     def answers(self, row: tuple[str, str]) -> list[Answers | None]:
         """What the answers of a row were worth, run by run."""
-        return [
-            found.pooled.answers
-            for summary in self.summaries
-            for found in summary.rows
-            if (found.server, found.load) == row
-        ]
+        return [found.pooled.answers for found in self.of(row)]
 
     def rows(self) -> list[tuple[str, str]]:
         """Rows that every run of the group has."""
-        first, *others = [[(row.server, row.load) for row in summary.rows] for summary in self.summaries]
+        first, *others = [[row.key for row in summary.rows] for summary in self.summaries]
         return [row for row in first if all(row in other for other in others)]
 
 
@@ -186,7 +173,7 @@ def _refuse_checks(groups: Sequence[Sequence[Path]], checks: Sequence[str]) -> N
 def _checked(
     checks: Sequence[str], side: _Side, base: _Side, rows: Sequence[tuple[str, str]], several: bool
 ) -> list[CheckResult]:
-    mine, theirs = ([row for row in one.summaries[0].rows if (row.server, row.load) in rows] for one in (side, base))
+    mine, theirs = ([row for row in one.summaries[0].rows if row.key in rows] for one in (side, base))
     found = evaluate(checks, mine, None, Reference(run=base.runs[0].id, rows=theirs))
     return [msgspec.structs.replace(one, check=f"{one.check} ({side.name})") for one in found] if several else found
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from harness.judge import server_starts
-from harness.judge.comparable import ABSENT, facts_of
+from harness.judge.comparable import ABSENT, facts_of, flatten
 from harness.rundir.manifest import Run
 from harness.summary import Difference
 
@@ -70,19 +70,8 @@ def _expanded(facts: Facts) -> dict[str, Any]:
     """Lists of mappings, such as GPUs, key by key."""
     result: dict[str, Any] = {}
     for key, value in facts.items():
-        _expand(key, value, result)
+        flatten(key, value, result, lists=True)
     return result
-
-
-def _expand(key: str, value: Any, into: dict[str, Any]) -> None:
-    if isinstance(value, dict):
-        for name, item in value.items():
-            _expand(f"{key}.{name}", item, into)
-    elif isinstance(value, list) and all(isinstance(item, dict) for item in value):  # none of them is nothing
-        for number, item in enumerate(value):
-            _expand(f"{key}.{number}", item, into)
-    else:
-        into[key] = value
 
 
 def _missing_part(key: str, sides: Sequence[Facts]) -> str | None:

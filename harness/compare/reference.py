@@ -34,7 +34,7 @@ def reference_to(folder: Path, run: Run, *, about: str | None = None, checks: Se
     summary = _summary(folder, [*run.scenario.checks, *checks])
     if not summary.valid:
         raise RunError(f"{base.id}: the baseline has to be a VALID run: {summary.reasons[0]}")
-    known = {(row.server, row.load) for row in summary.rows}
+    known = {row.key for row in summary.rows}
     rows = [(server, load) for server in run.scenario.servers for load in run.scenario.loads if (server, load) in known]
     refused = _refused(base, run, rows, about)
     return Reference(run=base.id, rows=[] if refused else summary.rows, refused=refused)

@@ -115,11 +115,8 @@ def _numbers(top: Node, found: Node) -> Numbers:
         output_tok_s=found.at("mean_output_throughput_tokens_per_s").number() if several else None,
         requests_per_s=found.at("requests_per_second").number(),
         ttft_s=_latency(good, "ttft", scale),
-        ttfo_s=Distribution(n=0),
         tpot_s=_latency(good, "tpot", scale),
         e2e_s=_latency(good, "e2e_latency", scale),
-        chunk_gap_s=Distribution(n=0),
-        send_lag_s=Distribution(n=0),
     )
 
 

@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from harness.imports.source import NO_RECORDS, Imported, Node, Part, Source, has
-from harness.summary import NEEDED, Distribution, Numbers
+from harness.summary import NEEDED, NO_SAMPLE, Distribution, Numbers
 
 TOOL = "lemonade bench"
 DEFINITIONS = {
@@ -124,11 +124,7 @@ def _part(model: Node, scenario: Node, server: str, wall_s: float) -> Part:
         errors={"unknown": failed} if failed else {},
         output_tok_s=_speed(scenario) if meaning else None,
         ttft_s=_latency(scenario, "ttft_ms", n),
-        ttfo_s=Distribution(n=0),
-        tpot_s=Distribution(n=0),
         e2e_s=_latency(scenario, "duration_ms", n),
-        chunk_gap_s=Distribution(n=0),
-        send_lag_s=Distribution(n=0),
     )
     return Part(
         server=server,
@@ -172,7 +168,7 @@ def _latency(scenario: Node, name: str, n: int) -> Distribution:
     """In ms; a time of zero says that the server reported none."""
     stats = scenario.get(name)
     if stats is None or not n or stats.at("max").duration() <= 0 or stats.at("min").duration() <= 0:
-        return Distribution(n=0)
+        return NO_SAMPLE
     values = {key: stats.at(key).duration() / 1000 for key in NEEDED if n >= NEEDED[key] and stats.get(key) is not None}
     return Distribution(
         n=n,

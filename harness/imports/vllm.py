@@ -7,7 +7,7 @@ from typing import Any
 from harness.errors import HarnessError
 from harness.imports.source import Imported, Node, Part, Source, count_at, has, imported_request, last_line
 from harness.rundir.records import Request
-from harness.summary import NEEDED, Distribution, Numbers
+from harness.summary import NEEDED, NO_SAMPLE, Distribution, Numbers
 
 TOOL = "vllm bench serve"
 _FIRST = "from before the request is handed to the HTTP client (a connection may still have to be opened)"
@@ -166,11 +166,8 @@ def _numbers(top: Node) -> Numbers:
         output_tok_s=top.at("output_throughput").number(),
         requests_per_s=top.at("request_throughput").number(),
         ttft_s=_latency(top, "ttft", completed),
-        ttfo_s=Distribution(n=0),
         tpot_s=_latency(top, "tpot", completed),
         e2e_s=_latency(top, "e2el", completed),
-        chunk_gap_s=Distribution(n=0),
-        send_lag_s=Distribution(n=0),
     )
 
 
@@ -178,7 +175,7 @@ def _latency(top: Node, name: str, n: int) -> Distribution:
     """Mean and percentiles in ms, those that n requests can carry."""
     mean = top.get(f"mean_{name}_ms")
     if mean is None or not n:
-        return Distribution(n=0)
+        return NO_SAMPLE
     values: dict[str, float] = {}
     for percentile, needed in NEEDED.items():
         node = top.get(f"median_{name}_ms" if percentile == "p50" else f"{percentile}_{name}_ms")

@@ -53,12 +53,12 @@ def evaluate(
 def _evaluate(
     check: Check, rows: Sequence[Row], comparison: Comparison | None, reference: Reference | None
 ) -> CheckResult:
-    chosen = [row for row in rows if check.server is None or (row.server, row.load) == (check.server, check.load)]
+    chosen = [row for row in rows if check.server is None or row.key == (check.server, check.load)]
     within = check.metric == "speedup" or (check.relative and reference is None)
     if within and comparison is not None and check.server is None:
         base = comparison.verdicts[0].baseline if comparison.verdicts else None
         sides = {side for side, verdict in _own(comparison).items() if verdict.baseline == base}
-        chosen = [row for row in chosen if _name(row) in sides]
+        chosen = [row for row in chosen if row.name in sides]
     if not chosen:
         return CheckResult(check=check.text, passed=False, evidence="there is no row that it applies to")
     judged = [_judge(check, row, rows, comparison, reference) for row in chosen]
@@ -76,13 +76,13 @@ def _judge(
 ) -> _Judged:
     value, missing = _value(check, row, comparison)
     if value is None:
-        return _Judged(evidence=f"{_name(row)}: {missing}")
+        return _Judged(evidence=f"{row.name}: {missing}")
     limited = " (client-limited)" if set(_fields(check)) & set(row.client_limited) else ""
-    bound, evidence = check.bound, f"{_name(row)}: {_shown(check, value)}{_counted(check, row)}{limited}"
+    bound, evidence = check.bound, f"{row.name}: {_shown(check, value)}{_counted(check, row)}{limited}"
     if check.relative:
         base, whose = _baseline_value(check, row, rows, comparison, reference)
         if base is None:
-            return _Judged(evidence=f"{_name(row)}: {whose}")
+            return _Judged(evidence=f"{row.name}: {whose}")
         bound = check.bound * base
         factor = f", {value / base:.3g} times as much" if base else ""
         evidence += f" against {_shown(check, base)} of {whose}{factor}"
@@ -101,17 +101,17 @@ def _baseline_value(
         if reference.refused is not None:
             return None, f"not compared with {reference.run}: {reference.refused}"
         whose = reference.run
-        base = next((one for one in reference.rows if _name(one) == _name(row)), None)
+        base = next((one for one in reference.rows if one.name == row.name), None)
         if base is None:
             return None, f"the baseline {whose} has no such row"
     else:
         if comparison is None:
             return None, "there is no baseline: the run is not VALID, or has one row only; give one with --baseline RUN"
-        verdict = _own(comparison).get(_name(row))
+        verdict = _own(comparison).get(row.name)
         if verdict is None:
             return None, "it is the baseline itself"
         whose = verdict.baseline
-        base = next(one for one in rows if _name(one) == whose)
+        base = next(one for one in rows if one.name == whose)
     unlike = unlike_rows(row, base, _fields(check))
     if unlike is not None:
         return None, f"not compared with {whose}: {unlike}"
@@ -200,7 +200,7 @@ def requests_needed(check: Check) -> int:
 def _speedup(row: Row, comparison: Comparison | None) -> tuple[float | None, str]:
     if comparison is None:
         return None, "nothing was compared: the run is not VALID, or has one row only"
-    verdict = _own(comparison).get(_name(row))
+    verdict = _own(comparison).get(row.name)
     if verdict is None:
         return None, "it is the baseline itself"
     if verdict.ratio is None:
@@ -241,7 +241,3 @@ def _counted(check: Check, row: Row) -> str:
     attained, sent = row.pooled.slos[slos_key(check.slos)], row.pooled.sent
     left = f" ({attained.left:,} more were abandoned before one was missed)" if attained.left else ""
     return f", {attained.met:,} of {sent - attained.left:,} sent met every SLO{left}"
-
-
-def _name(row: Row) -> str:
-    return f"{row.server} / {row.load}"

@@ -133,18 +133,18 @@ def facts_of(run: Run, rows: Sequence[tuple[str, str]]) -> dict[str, Any]:
         "model": run.scenario.model,
     }
     for load in dict.fromkeys(load for _, load in rows):
-        _flatten(f"loads.{load}", scenario["loads"][load], facts)
+        flatten(f"loads.{load}", scenario["loads"][load], facts)
     for server in dict.fromkeys(server for server, _ in rows):
         given = {key: value for key, value in scenario["servers"][server].items() if key not in _SERVER}
-        _flatten(f"servers.{server}", given, facts)
+        flatten(f"servers.{server}", given, facts)
         cells = [cell for cell in run.cells if cell.server == server]
         for cell in cells:
             _add_served(f"servers.{server}", run, cell, facts)
         for key, value in server_starts.told([cell.served_by for cell in cells]).items():
             facts[f"servers.{server}.{key}"] = value
-    _flatten("scenario", {key: value for key, value in scenario.items() if key not in _SCENARIO}, facts)
-    _flatten("machine", msgspec.to_builtins(run.machine), facts)
-    _flatten("versions", dict(run.versions), facts)
+    flatten("scenario", {key: value for key, value in scenario.items() if key not in _SCENARIO}, facts)
+    flatten("machine", msgspec.to_builtins(run.machine), facts)
+    flatten("versions", dict(run.versions), facts)
     facts["git_commit"] = run.git_commit
     if run.origin is None:
         facts["load_machines"] = 1 if run.workers is None else run.workers.machines
@@ -169,9 +169,9 @@ def _served(served: ServedBy, run: Run, cell: CellRun) -> dict[str, Any]:
 def _add_served(name: str, run: Run, cell: CellRun, facts: dict[str, Any]) -> None:
     """What really served a cell; a second cell that was served otherwise makes the value a list of both."""
     found: dict[str, Any] = {}
-    _flatten(name, _served(cell.served_by, run, cell), found)
+    flatten(name, _served(cell.served_by, run, cell), found)
     if cell.served_by.gateway is not None:
-        _flatten(f"{name}.gateway", _served(cell.served_by.gateway, run, cell), found)
+        flatten(f"{name}.gateway", _served(cell.served_by.gateway, run, cell), found)
     for key, value in found.items():
         if key not in facts:
             facts[key] = value
@@ -208,11 +208,13 @@ def _without_names(value: Any, run: str, cell: str) -> Any:
     return value
 
 
-def _flatten(name: str, value: Any, into: dict[str, Any]) -> None:
-    """Mappings become dotted keys; lists stay values."""
+def flatten(name: str, value: Any, into: dict[str, Any], *, lists: bool = False) -> None:
+    """Mappings become dotted keys; lists stay values, with `lists` but for those of mappings, such as GPUs."""
+    if lists and isinstance(value, list) and all(isinstance(item, dict) for item in value):  # none of them is nothing
+        value = dict(enumerate(value))
     if isinstance(value, dict):
         for key, item in value.items():
-            _flatten(f"{name}.{key}", item, into)
+            flatten(f"{name}.{key}", item, into, lists=lists)
     else:
         into[name] = value
 

@@ -6,13 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 
 from harness.errors import HarnessError
 from harness.judge import stats
 from harness.judge.verdicts import METRICS, NoiseFloor, speeds, values_of
-from harness.rundir.files import pretty_json, replace_file
+from harness.rundir.files import pretty_json, read_json, replace_file
 from harness.rundir.manifest import Run
 from harness.summary import Summary
 
@@ -61,7 +60,7 @@ def is_noise_run(run: Run) -> bool:
 
 def floor_of(run: Run, summary: Summary, server: str) -> Floor:
     """The floor that an A/A run shows. Raises HarnessError where a load has fewer than two values a side."""
-    rows = {(row.server, row.load): row for row in summary.rows}
+    rows = {row.key: row for row in summary.rows}
     found = []
     for load in run.scenario.loads:
         for metric in METRICS:
@@ -112,21 +111,9 @@ def write_floor(path: Path, floor: Floor) -> None:
 def read_floor(path: Path) -> Floor | None:
     """A noise.json; None where there is none. Raises HarnessError for a damaged or a newer one."""
     try:
-        raw = path.read_bytes()
+        return read_json(path, Floor, FORMAT_VERSION, advice="; measure it anew")
     except FileNotFoundError:
         return None
-    try:
-        head = msgspec.json.decode(raw)
-        version = head.get("format_version") if isinstance(head, dict) else None
-        if isinstance(version, int) and version > FORMAT_VERSION:
-            raise HarnessError(
-                f"{path}: format {version} was written by a newer harness", next_step="Update the harness."
-            )
-        return msgspec.json.decode(raw, type=Floor)
-    except msgspec.DecodeError as error:
-        raise HarnessError(
-            f"{path}: cannot be read ({error})", next_step="The file was changed or damaged; measure it anew."
-        ) from None
 
 
 def floor_path(results: Path, run: Run) -> Path:

@@ -11,6 +11,7 @@ from harness.rundir.origin import unlike_rows
 from harness.scenario.mixes import alone
 from harness.scenario.scenario import Load, Scenario, is_open
 from harness.summary import Comparison, Row, Verdict
+from harness.units import count
 
 METRIC_WORDS = {"wall_s": "wall time", "output_tok_s": "output tok/s", "input_tok_s": "prompt tok/s"}
 METRICS = ("wall_s", "output_tok_s")  # that a noise floor is measured for
@@ -49,7 +50,7 @@ def compare_rows(
 
     None when the baseline row is missing or alone.
     """
-    base = next((row for row in rows if (row.server, row.load) == baseline), None)
+    base = next((row for row in rows if row.key == baseline), None)
     others = [row for row in rows if row is not base]
     if base is None or not others:
         return None
@@ -67,8 +68,8 @@ def _pair(row: Row, against: Row, scenario: Scenario) -> Pair:
     loads = [scenario.loads[one.load] for one in (row, against)]
     metric = metric_of(loads)
     return Pair(
-        side=row_name(row),
-        baseline=row_name(against),
+        side=row.name,
+        baseline=against.name,
         metric=metric,
         side_speeds=speeds(metric, values_of(row, metric)),
         baseline_speeds=speeds(metric, values_of(against, metric)),
@@ -76,7 +77,7 @@ def _pair(row: Row, against: Row, scenario: Scenario) -> Pair:
         refused=unlike_work(*loads)
         or _refused(row, against, metric)
         or scheduled(*loads)
-        or client_limited(metric, [(row_name(one), one.client_limited) for one in (row, against)]),
+        or client_limited(metric, [(one.name, one.client_limited) for one in (row, against)]),
     )
 
 
@@ -89,7 +90,7 @@ def _refused(row: Row, against: Row, metric: str) -> str | None:
     """Why two rows have no ratio. Only numbers that mean the same have one."""
     for one in (row, against):
         if metric in one.missing and not values_of(one, metric):
-            return f"the {METRIC_WORDS[metric]} of {row_name(one)} is not known: {one.missing[metric]}"
+            return f"the {METRIC_WORDS[metric]} of {one.name} is not known: {one.missing[metric]}"
     return unlike_rows(row, against, [metric])
 
 
@@ -144,10 +145,6 @@ def metric_of(loads: Sequence[Load]) -> str:
     return "input_tok_s" if all(load.endpoint == "embeddings" for load in loads) else "output_tok_s"
 
 
-def row_name(row: Row) -> str:
-    return f"{row.server} / {row.load}"
-
-
 def values_of(row: Row, metric: str) -> list[float]:
     """A row's run-level values."""
     values: list[float] = getattr(row, metric)
@@ -193,8 +190,8 @@ def _judge(pair: Pair, p: float | None, comparisons: int, floor: float) -> Verdi
     if interval is None:
         needed = stats.repeats_to_reach_p(comparisons)
         text = (
-            f"cannot tell: by {METRIC_WORDS[pair.metric]}, {len(side)} against {_runs(len(base))} have no spread "
-            f"to judge the difference by; {needed} repeats a side is the least that can decide"
+            f"cannot tell: by {METRIC_WORDS[pair.metric]}, {len(side)} against {count(len(base), 'run')} have no "
+            f"spread to judge the difference by; {needed} repeats a side is the least that can decide"
         )
         return _verdict(pair, ratio, None, p, "cannot tell", text)
     word, text = _weigh(pair, interval, p, comparisons, floor)
@@ -223,7 +220,7 @@ def _weigh(pair: Pair, seen: Ratio, p: float, comparisons: int, floor: float) ->
             f"but the {bounds} does not"
         )
     elif smallest >= ALPHA:
-        why = f"{n} against {_runs(m)} can never reach p < {ALPHA:g}{_among(comparisons)}"
+        why = f"{n} against {count(m, 'run')} can never reach p < {ALPHA:g}{_among(comparisons)}"
     elif not excludes_one:
         why = f"the {bounds} includes 1"
     else:
@@ -278,7 +275,3 @@ def _p(value: float) -> str:
 
 def _among(comparisons: int) -> str:
     return "" if comparisons == 1 else f" in {comparisons} comparisons"
-
-
-def _runs(number: int) -> str:
-    return f"{number} run" if number == 1 else f"{number} runs"

@@ -25,7 +25,7 @@ from harness import workload
 from harness.errors import HarnessError
 from harness.job import Job
 from harness.load.course import Course
-from harness.load.live.wire import Live, attach
+from harness.load.live.wire import Live
 from harness.load.master import Master
 from harness.load.meet import meet
 from harness.load.options import add_options, job_by_hand, job_file, with_options
@@ -95,7 +95,7 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     if _job is None or not options.headless:
         FirstRequests(environment, give_up)
     if not options.headless:
-        _live = attach(environment, _recorder, _job, partial(_problem, environment))
+        _live = Live(environment, _recorder, _job, partial(_problem, environment))
     _hooks.quitting.add_listener(_on_quitting)  # the last one is called first: before the master tells its workers
     if isinstance(runner, WorkerRunner):
         runner.register_message(_CUT, _on_cut)

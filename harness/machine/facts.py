@@ -31,7 +31,7 @@ def machine(root: Path = Path("/"), docker: str | None = None) -> Machine:
         kernel=text(root / "proc/sys/kernel/osrelease"),
         cpu=_cpu(root),
         cores=_cores(root),
-        ram_bytes=meminfo(root, "MemTotal"),
+        ram_bytes=meminfo(root / "proc/meminfo").get("MemTotal"),
         gpus=list(gpus(root)),
         kernel_parameters=_parameters(root),
         docker=docker,

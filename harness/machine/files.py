@@ -31,12 +31,7 @@ def number(path: Path) -> int | None:
     return int(found) if found and found.isdigit() else None
 
 
-def meminfo(root: Path, field: str) -> int | None:
-    """A field of /proc/meminfo, such as MemTotal, in bytes."""
-    match = re.search(rf"^{field}:\s*(\d+) kB", text(root / "proc/meminfo") or "", re.MULTILINE)
-    return int(match[1]) * 1024 if match else None
-
-
-def gib(size: int) -> str:
-    """Bytes as a person reads them."""
-    return f"{size / 2**30:.1f} GiB"
+def meminfo(path: Path) -> dict[str, int]:
+    """Bytes by name, such as MemTotal, of a meminfo file of the host or of one node; empty when there is none."""
+    lines = re.findall(r"^(?:Node \d+ )?(\S+):\s*(\d+) kB$", text(path) or "", re.MULTILINE)
+    return {name: int(kib) * 1024 for name, kib in lines}

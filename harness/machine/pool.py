@@ -9,6 +9,7 @@ from msgspec import Struct
 from harness.machine.facts import gpus
 from harness.machine.files import meminfo, number
 from harness.machine.gpu_choice import Card, working
+from harness.units import gib
 
 PAGE_BYTES = 4096  # of x86-64; an APU, where pages count, is nothing else
 
@@ -34,7 +35,7 @@ def pools(root: Path = Path("/"), cards: Sequence[Card] | None = None) -> list[P
     A card of its own has its VRAM. An APU has a carve-out (VRAM) and pages of the host (GTT), and the driver takes the
     larger one: Linux amdgpu, `apu_prefer_gtt`.
     """
-    available = meminfo(root, "MemAvailable")
+    available = meminfo(root / "proc/meminfo").get("MemAvailable")
     limit = _pages_limit(root)
     found = []
     for gpu in working(list(gpus(root))) if cards is None else cards:
@@ -59,14 +60,16 @@ def _pool(gpu: Card, device: Path | None, limit: int | None, available: int | No
         doubts.append(f"the driver does not tell the size of its {kind.upper()}")
     elif unified and limit is not None and limit < total:
         doubts.append(
-            f"the driver states a GTT of {_gib(total)}, but ttm.pages_limit allows {_gib(limit)}: "
+            f"the driver states a GTT of {gib(total, 2)}, but ttm.pages_limit allows {gib(limit, 2)}: "
             "programs may be told more free memory than there is in total"
         )
         total, overstated = limit, True
     if total is not None and kind is not None and used is None:
         doubts.append(f"the driver does not tell how much of its {kind.upper()} is in use")
     elif total is not None and kind is not None and used is not None and used > (stated or 0):
-        doubts.append(f"the driver tells {_gib(used)} of its {kind.upper()} in use, more than the {_gib(total)} of it")
+        doubts.append(
+            f"the driver tells {gib(used, 2)} of its {kind.upper()} in use, more than the {gib(total, 2)} of it"
+        )
         used = None
     if unified:
         doubts.append("what is in use of GTT may lag behind what programs have just allocated")
@@ -99,7 +102,3 @@ def _pages_limit(root: Path) -> int | None:
     """What ttm, which hands out all pages of GTT, gives at most: its limit counts, whatever amdgpu.gttsize says."""
     pages = number(root / "sys/module/ttm/parameters/pages_limit")
     return pages * PAGE_BYTES if pages else None
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"

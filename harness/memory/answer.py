@@ -12,9 +12,9 @@ from harness.machine.targets import has_fp8
 from harness.memory.cache import DTYPE_BYTES, GPU_BLOCK, Capacity, Layout, capacity, layout_of
 from harness.memory.model import Model
 from harness.memory.weights import weight_bytes
+from harness.units import GIB, gib
 from harness.utilization import (
     ENGINE_BYTES,
-    GIB,
     HOST_BYTES,
     VLLM_DEFAULT,
     default_reserve,
@@ -155,7 +155,11 @@ def share(
     """The share of one pool by its bytes."""
     reserve = _reserve(source, min(free, total), gpus)
     found = safe_utilization(free, total, gpus=gpus, reserve=reserve, host_available=host_available)
-    lies = [f"{_gib(free)} of {_gib(total)} are told to be free; no more than the total counts"] if free > total else []
+    lies = (
+        [f"{gib(free, 2)} of {gib(total, 2)} are told to be free; no more than the total counts"]
+        if free > total
+        else []
+    )
     return Share(
         utilization=found,
         source=source,
@@ -176,11 +180,11 @@ def _reserve(source: Source, free: int, gpus: int) -> int:
 
 
 def _formula(free: int, total: int, reserve: int, host: int | None, found: Decimal | None) -> str:
-    usable, text = min(free, total) - reserve, f"{_gib(min(free, total))} free - {_gib(reserve)} reserve"
+    usable, text = min(free, total) - reserve, f"{gib(min(free, total), 2)} free - {gib(reserve, 2)} reserve"
     if host is not None and host - HOST_BYTES < usable:
-        usable, text = host - HOST_BYTES, f"{_gib(host)} available on the host - {_gib(HOST_BYTES)} left to it"
+        usable, text = host - HOST_BYTES, f"{gib(host, 2)} available on the host - {gib(HOST_BYTES, 2)} left to it"
     value = Decimal(max(0, usable)) / total
-    text = f"({text}) / {_gib(total)} total = {value:.4f}, down to hundredths"
+    text = f"({text}) / {gib(total, 2)} total = {value:.4f}, down to hundredths"
     capped = found == VLLM_DEFAULT and value > VLLM_DEFAULT
     return f"{text}, at most {VLLM_DEFAULT} (vLLM's default)" if capped else text
 
@@ -305,7 +309,3 @@ def _advice(model: Model, room: Room, share: Share | None, wish: Wish) -> list[s
             "that certain"
         )
     return advice
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB"

@@ -1,9 +1,9 @@
 """The host's memory as vLLM's CPU backend looks at it: there, the same flag rules a share of the host's memory."""
 
-import re
 from pathlib import Path
 
 from harness.errors import HarnessError
+from harness.machine.files import meminfo
 from harness.memory.answer import Share, least, share
 
 _FREE = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")  # what vLLM adds up
@@ -15,8 +15,8 @@ def host_share(root: Path = Path("/"), *, limit: int | None = None) -> Share:
     Source: vllm/utils/cpu_resource_utils.py, get_memory_node_info. With several nodes, the one that has least.
     Raises HarnessError where the kernel does not tell.
     """
-    whole = _meminfo(root / "proc/meminfo")
-    nodes = [_meminfo(path) for path in sorted(root.glob("sys/devices/system/node/node*/meminfo"))]
+    whole = meminfo(root / "proc/meminfo")
+    nodes = [meminfo(path) for path in sorted(root.glob("sys/devices/system/node/node*/meminfo"))]
     nodes = [node for node in nodes if node.get("MemTotal") and all(name in node for name in _FREE)]
     pairs = [(sum(node[name] for name in _FREE), node["MemTotal"]) for node in nodes]
     if not pairs and {"MemAvailable", "MemTotal"} <= whole.keys():
@@ -30,12 +30,3 @@ def host_share(root: Path = Path("/"), *, limit: int | None = None) -> Share:
         pairs = [(min(free, limit), min(total, limit)) for free, total in pairs]
     available = whole.get("MemAvailable")
     return least([share(free, total, source="host", host_available=available) for free, total in pairs])
-
-
-def _meminfo(path: Path) -> dict[str, int]:
-    """Bytes by name of a meminfo file of the host or of one node; empty when there is none."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError:
-        return {}
-    return {name: int(kib) * 1024 for name, kib in re.findall(r"^(?:Node \d+ )?(\S+):\s+(\d+) kB$", text, re.MULTILINE)}

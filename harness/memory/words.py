@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from harness.machine.pool import Pool
 from harness.memory.answer import NO_GPU, OTHER_BYTES, Answer, Room, Share
-from harness.utilization import GIB
+from harness.units import GIB, gib
 
 SOURCES = {
     "driver": "as the kernel's driver tells; 1 GiB of the reserve is for the runtime, which has not started yet",
@@ -25,8 +25,8 @@ def of_answer(answer: Answer) -> list[str]:
 def of_pool(pool: Pool) -> str:
     """One line on a GPU's memory."""
     kind = "memory" if pool.kind is None else "pages of the host (GTT)" if pool.unified else "VRAM"
-    text = f"{pool.render_node or 'GPU'} {pool.target}: {gib(pool.free_bytes)} of {gib(pool.total_bytes)} {kind} free"
-    return text + (f"; {gib(pool.host_available_bytes)} available on the host" if pool.unified else "")
+    text = f"{pool.render_node or 'GPU'} {pool.target}: {_gib(pool.free_bytes)} of {_gib(pool.total_bytes)} {kind} free"
+    return text + (f"; {_gib(pool.host_available_bytes)} available on the host" if pool.unified else "")
 
 
 def of_share(share: Share) -> list[str]:
@@ -36,7 +36,7 @@ def of_share(share: Share) -> list[str]:
     if share.utilization is None:
         head = "nothing is left for vLLM: stop what holds the memory (`harness doctor` names it)"
     else:
-        head = f"--gpu-memory-utilization {share.utilization} ({gib(share.budget_bytes)}{several})"
+        head = f"--gpu-memory-utilization {share.utilization} ({_gib(share.budget_bytes)}{several})"
     return [head, f"  {share.formula}", f"  {SOURCES[share.source]}", *(f"  doubt: {text}" for text in share.doubts)]
 
 
@@ -44,14 +44,14 @@ def of_room(room: Room) -> list[str]:
     """What is left for the model, in lines."""
     lines = [
         f"{room.model}{', on each GPU' if room.gpus > 1 else ''}:",
-        f"  weights: {gib(room.weights_bytes)} ({room.weights_from})",
+        f"  weights: {_gib(room.weights_bytes)} ({room.weights_from})",
     ]
     if room.request_bytes is not None:
         each = f"{room.token_bytes:,} bytes a token, " if room.token_bytes is not None else ""
-        lines.append(f"  KV cache: {each}{gib(room.request_bytes)} for a request of {room.max_model_len:,} tokens")
+        lines.append(f"  KV cache: {each}{_gib(room.request_bytes)} for a request of {room.max_model_len:,} tokens")
     if room.kv_bytes is not None:
         lines.append(
-            f"  left for the KV cache: {_from_to(gib(max(0, size)) for size in room.kv_bytes)} "
+            f"  left for the KV cache: {_from_to(_gib(max(0, size)) for size in room.kv_bytes)} "
             f"(an estimate: activations and graphs take {OTHER_BYTES[0] / GIB:.1f} to {OTHER_BYTES[1] / GIB:.1f} GiB, "
             "which vLLM finds out at start)"
         )
@@ -78,8 +78,8 @@ def brief(room: Room) -> list[str]:
     return [line, *(f"to do: {text}" for text in room.advice)]
 
 
-def gib(size: int | None) -> str:
-    return "unknown" if size is None else f"{size / GIB:.2f} GiB"
+def _gib(size: int | None) -> str:
+    return "unknown" if size is None else gib(size, 2)
 
 
 def _from_to(values: Iterable[str]) -> str:

@@ -23,7 +23,8 @@ from harness.serve.compose.values import parse_bytes
 from harness.serve.docker.daemon import engine_host
 from harness.serve.vllm.flags import ranks_of, value_of
 from harness.serve.vllm.gpu_fit import refuse_unfit, shown_to
-from harness.utilization import GIB, VLLM_DEFAULT, vllm_accepts
+from harness.units import GIB, gib
+from harness.utilization import VLLM_DEFAULT, vllm_accepts
 
 SWITCH = "HARNESS_DOCTOR"  # "off" starts servers whatever this machine looks like
 _DEFAULTED = ("vllm-rocm", "vllm-offline")  # without the flag, vLLM's own default counts
@@ -95,8 +96,8 @@ def _on_host(service: Service, asked: Decimal, whose: str, root: Path) -> _Found
 
 def _words(asked: Decimal, whose: str, free: int, total: int, where: str, safe: Decimal | None) -> tuple[str, str]:
     fact = (
-        f"gpu_memory_utilization {asked}{whose} asks for {int(total * asked) / GIB:.2f} of {total / GIB:.2f} GiB of "
-        f"{where}, and {free / GIB:.2f} GiB are free: vLLM refuses to start"
+        f"gpu_memory_utilization {asked}{whose} asks for {int(total * asked) / GIB:.2f} of {gib(total, 2)} of "
+        f"{where}, and {gib(free, 2)} are free: vLLM refuses to start"
     )
     return fact, _fix(safe)
 

@@ -8,10 +8,10 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from harness import units
 from harness.judge.stats import ALPHA, repeats_to_reach_p
 from harness.prepare.experiment import Experiment
 from harness.report import words
-from harness.report.words import count
 from harness.scenario.arrivals import Schedule, steady
 from harness.scenario.behaviour import Agent, pause_mean_s
 from harness.scenario.lengths import in_words, typical_of
@@ -24,6 +24,7 @@ from harness.serve.compose.notes import notes, notes_on_comments
 from harness.serve.docker.daemon import engine_host
 from harness.serve.lemonade.hints import hints
 from harness.traces.replay import Beginning, Replay, replay_of
+from harness.units import count
 
 # For a fixed amount of work the time depends on the server, which is not known before the run.
 ASSUMED_TPOT_S = 0.03
@@ -57,7 +58,7 @@ def show_plan(experiment: Experiment, console: Console) -> None:
         f"order: {order}{' ...' if scenario.repeats > 2 else ''}"
     )
     say(
-        f"estimated time: {words.duration(estimate_s(scenario, experiment.folder))} "
+        f"estimated time: {units.duration(estimate_s(scenario, experiment.folder))} "
         f"(assumed: {ASSUMED_TPOT_S * 1e3:.0f} ms per token however many answers come at once, "
         f"{ASSUMED_START_S:.0f} s per container start{_first_starts(scenario)})"
     )
@@ -74,7 +75,7 @@ def show_plan(experiment: Experiment, console: Console) -> None:
             say(
                 f"note: {name}: the warm-up goes on until the server is steady, at least "
                 f"{count(rule.least, 'request')} ({WINDOWS} windows of {rule.step}) and "
-                f"at most {words.duration(rule.most_s)}"
+                f"at most {units.duration(rule.most_s)}"
             )
         if load.trace is not None:
             replay = replay_of(experiment.folder / load.trace.file, load.trace)
@@ -82,7 +83,7 @@ def show_plan(experiment: Experiment, console: Console) -> None:
             less = f"; {count(left_out, 'row')} without tokens left out" if left_out else ""
             say(
                 f"note: {name}: {load.trace.file} is read as {replay.format}, its last row is due after "
-                f"{words.duration(replay.at_s[-1])}{less}"
+                f"{units.duration(replay.at_s[-1])}{less}"
             )
     threads = os.cpu_count() if engine_host() is None else None
     told = notes_on_comments(experiment.path.read_text(encoding="utf-8"))

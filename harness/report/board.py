@@ -4,6 +4,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from harness import units
 from harness.compare.board import Board, Entry, Figure, Group
 from harness.errors import HarnessError
 from harness.report import words
@@ -54,7 +55,7 @@ def html(board: Board) -> str:
         first_token=first_token,
         validity=validity,
         limited=limited,
-        words=words,
+        units=units,
         ranking=RANKING.replace("`", ""),
         apart=APART,
         empty=EMPTY.replace("`", ""),
@@ -77,19 +78,19 @@ def markdown(board: Board) -> str:
 
 def value(entry: Entry, group: Group) -> str:
     """The median of a row by the group's metric, with its unit."""
-    return words.NOTHING if entry.value is None else _marked(_unit(entry.value, group), group.metric, entry)
+    return units.NOTHING if entry.value is None else _marked(_unit(entry.value, group), group.metric, entry)
 
 
 def rate(entry: Entry) -> str:
     """The median of the output tokens a second."""
     if entry.output_tok_s is None:
-        return words.NOTHING
-    return _marked(words.significant(entry.output_tok_s), "output_tok_s", entry)
+        return units.NOTHING
+    return _marked(units.significant(entry.output_tok_s), "output_tok_s", entry)
 
 
 def first_token(entry: Entry) -> str:
     """The p50 of TTFT in ms."""
-    return words.NOTHING if entry.ttft_p50_s is None else _marked(words.milliseconds(entry.ttft_p50_s), "ttft_s", entry)
+    return units.NOTHING if entry.ttft_p50_s is None else _marked(units.milliseconds(entry.ttft_p50_s), "ttft_s", entry)
 
 
 def validity(entry: Entry) -> str:
@@ -111,7 +112,7 @@ def _marked(shown: str, field: str, entry: Entry) -> str:
 def spread(entry: Entry, group: Group) -> str:
     """The least and the most of the repeats."""
     if entry.least is None or entry.most is None:
-        return words.NOTHING
+        return units.NOTHING
     return f"{_unit(entry.least, group)} to {_unit(entry.most, group)}"
 
 
@@ -126,7 +127,7 @@ def metric_name(group: Group) -> str:
 def digest(entry: Entry) -> str:
     """The beginning of the image's digest, without its repository; of an image that was never in one, of its id."""
     if entry.image_digest is None:
-        return words.NOTHING
+        return units.NOTHING
     if "@" not in entry.image_digest:
         return f"image id {entry.image_digest.rpartition(':')[2][:_DIGEST]}"
     kind, _, sum_ = entry.image_digest.rpartition("@")[2].rpartition(":")
@@ -134,7 +135,7 @@ def digest(entry: Entry) -> str:
 
 
 def _unit(number: float, group: Group) -> str:
-    return words.seconds(number) if group.metric == "wall_s" else f"{words.significant(number)} tok/s"
+    return units.seconds(number) if group.metric == "wall_s" else f"{units.significant(number)} tok/s"
 
 
 def _matrix(board: Board) -> str:
@@ -145,7 +146,7 @@ def _matrix(board: Board) -> str:
         cells = []
         for machine in board.machines:
             best = group.best_of(machine)
-            shown = words.NOTHING if best is None else f"{value(best, group)}: {best.server} / {best.load}, {best.date}"
+            shown = units.NOTHING if best is None else f"{value(best, group)}: {best.server} / {best.load}, {best.date}"
             cells.append(shown)
         lines.append([name, *cells])
     return grid(head, lines)
@@ -162,7 +163,7 @@ def _group(group: Group) -> str:
     for number, entry in enumerate(group.entries, 1):
         lines.append(
             [
-                str(number) if entry.ranked else words.NOTHING,
+                str(number) if entry.ranked else units.NOTHING,
                 entry.machine,
                 entry.server,
                 entry.load,
@@ -174,7 +175,7 @@ def _group(group: Group) -> str:
                 str(entry.errors),
                 entry.date,
                 digest(entry),
-                entry.version or words.NOTHING,
+                entry.version or units.NOTHING,
                 validity(entry),
                 entry.run,
             ]

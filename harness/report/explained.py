@@ -9,6 +9,7 @@ from rich.text import Text
 
 from harness.failures.lines import printable
 from harness.failures.scan import Failure, Scanned
+from harness.units import count
 
 SAY_MORE = {
     "vLLM": "VLLM_LOGGING_LEVEL=DEBUG",
@@ -57,8 +58,7 @@ def print_explained(name: str, scanned: Scanned, console: Console) -> None:
         others = [one for one in others if one.severity != "wrapper"]  # they only say that there is that cause
     warnings = [one for one in scanned.findings if one.severity == "warning"]
     where = "the standard input" if name == "-" else printable(name)
-    lines = "1 line" if scanned.lines == 1 else f"{scanned.lines:,} lines"
-    console.print(Text(f"{where}: {lines}", "dim"))
+    console.print(Text(f"{where}: {count(scanned.lines, 'line')}", "dim"))
     if cause is not None:
         console.print()
         _print(cause, "cause", console, "bold red")

@@ -11,6 +11,7 @@ import msgspec
 import yaml
 from markupsafe import Markup
 
+from harness import units
 from harness.compare.differences import server_differences
 from harness.report import machine_load, schedules, sentences, words
 from harness.report.charts import figures, marks, scatter, starts, tradeoff
@@ -44,7 +45,8 @@ def write_report(folder: Path) -> Path:
 
 def render(summary: Summary, run: Run, observed: Observed) -> str:
     """The page."""
-    report = template("report.html.j2", moment=_moment, seconds=words.seconds, ms=_ms, number=_number, yaml=_yaml)
+    filters = {"seconds": units.seconds, "ms": units.milliseconds, "number": units.significant}
+    report = template("report.html.j2", moment=_moment, yaml=_yaml, **filters)
     library = asset(LIBRARY)
     style, theme, script = (asset(name) for name in ("report.css", "theme.js", "report.js"))
     rows = lines(summary, run)
@@ -61,7 +63,7 @@ def render(summary: Summary, run: Run, observed: Observed) -> str:
         interval=interval,
         sentences=sentences,
         starts=starts,
-        words=words,
+        units=units,
         charts={chart.id: chart for chart in charts},
         server_keys=marks.server_keys(summary),
         row_keys=marks.row_keys(summary),
@@ -153,14 +155,6 @@ def _served(run: Run) -> dict[str, list[ServedBy]]:
 
 def _moment(wall_s: float) -> str:
     return datetime.fromtimestamp(wall_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
-
-
-def _ms(value_s: float | None) -> str:
-    return words.NOTHING if value_s is None else words.milliseconds(value_s)
-
-
-def _number(value: float | None) -> str:
-    return words.NOTHING if value is None else words.significant(value)
 
 
 def _yaml(value: Any) -> str:

@@ -4,11 +4,9 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
-from harness.report import words
+from harness import units
 from harness.report.table import Meaning
 from harness.summary import GpuLoad, MachineLoad, Summary
-
-GIB = 2**30
 
 
 class Column(Meaning, frozen=True, kw_only=True):
@@ -37,7 +35,7 @@ def table_of(summary: Summary) -> MachineTable:
     """The rows of a summary of which anything was sampled, each the median over its runs."""
     rows = [(row.server, row.load, row.machine_load) for row in summary.rows if row.machine_load is not None]
     shown = [column for column in COLUMNS if any(column.text(load) is not None for _, _, load in rows)]
-    texts = [(server, load, [column.text(did) or words.NOTHING for column in shown]) for server, load, did in rows]
+    texts = [(server, load, [column.text(did) or units.NOTHING for column in shown]) for server, load, did in rows]
     return MachineTable(
         shown, texts, _sampling([cell.machine_load for cell in summary.cells if cell.machine_load is not None])
     )
@@ -48,7 +46,7 @@ def _sampling(loads: list[MachineLoad]) -> str:
         return ""
     took = max((load.took_most_s for load in loads if load.took_most_s is not None), default=None)
     return (
-        f"{words.count(sum(load.samples for load in loads), 'sample')} in {words.count(len(loads), 'run')}, "
+        f"{units.count(sum(load.samples for load in loads), 'sample')} in {units.count(len(loads), 'run')}, "
         f"at most {max(load.gap_most_s for load in loads):.1f} s apart"
         + ("" if took is None else f"; reading one took {1000 * took:.1f} ms at most")
     )
@@ -88,13 +86,13 @@ def _of_gpu(gpu: GpuLoad) -> list[str]:
         _unit(gpu.heat_s, "s"),
         _unit(gpu.limited_s, "s"),
     ]
-    return [text or words.NOTHING for text in found]
+    return [text or units.NOTHING for text in found]
 
 
 def _energy(gpu: GpuLoad) -> str | None:
     """By the readings of power, and by the GPU's own counter where it has one."""
     known, counted = _unit(gpu.energy_j, "J", 0), _unit(gpu.counted_energy_j, "J", 0)
-    return known if counted is None else f"{known or words.NOTHING} ({counted} by its counter)"
+    return known if counted is None else f"{known or units.NOTHING} ({counted} by its counter)"
 
 
 def _percent(value: float | None) -> str | None:
@@ -102,7 +100,7 @@ def _percent(value: float | None) -> str | None:
 
 
 def _gib(value: float | None) -> str | None:
-    return None if value is None else f"{value / GIB:,.1f} GiB"
+    return None if value is None else f"{value / units.GIB:,.1f} GiB"
 
 
 def _unit(value: float | None, unit: str, digits: int = 1) -> str | None:
@@ -110,11 +108,11 @@ def _unit(value: float | None, unit: str, digits: int = 1) -> str | None:
 
 
 def _joules(value: float | None) -> str | None:
-    return None if value is None else f"{words.significant(value)} J" if value >= 0.1 else f"{1000 * value:.1f} mJ"
+    return None if value is None else f"{units.significant(value)} J" if value >= 0.1 else f"{1000 * value:.1f} mJ"
 
 
 def _of(mean: str | None, most: str | None) -> str | None:
-    return None if mean is None and most is None else f"{mean or words.NOTHING}, {most or words.NOTHING}"
+    return None if mean is None and most is None else f"{mean or units.NOTHING}, {most or units.NOTHING}"
 
 
 def _power(did: MachineLoad) -> str | None:

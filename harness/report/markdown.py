@@ -78,12 +78,8 @@ def _schedules(lines_: list[schedules.Line]) -> str:
 
 
 def _rows_in_words(summary: Summary, run: Run) -> str:
-    return _list(
-        [
-            f"**{escape(line.row.server)} / {escape(line.row.load)}**: {escape(sentences.of_row(line, run))}"
-            for line in lines(summary, run)
-        ]
-    )
+    rows = lines(summary, run)
+    return _list([f"**{escape(line.row.name)}**: {escape(sentences.of_row(line, run))}" for line in rows])
 
 
 def _explanations(columns: Iterable[Meaning]) -> str:

@@ -4,18 +4,19 @@ Gauges, since a run is over: one sample a row (server, load). What is not known 
 with the quantiles that the sample carries.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
+from msgspec import Struct
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from harness.report.machine_load import VALUES
-from harness.report.table import side
+from harness.report import machine_load
 from harness.rundir.manifest import Run
 from harness.summarize.self_check import WORDS
-from harness.summary import Answers, Distribution, Numbers, Row, Summary
+from harness.summary import Distribution, Numbers, Row, Summary
 
+Labels = dict[str, str]
 PREFIX = "amd_llm_load"
 LATENCIES = {
     "ttft": "Time to first token",
@@ -27,6 +28,21 @@ LATENCIES = {
     "ttft_sched": "Time to first token from schedule",
     "e2e_sched": "End-to-end latency from schedule",
     "send_lag": "Sent - scheduled",
+}
+VALUES: dict[str, tuple[str, str, Callable[[Numbers], float | None]]] = {  # what it is, its unit, where it stands
+    "error_ratio": ("Failed requests / sent", "ratio", lambda n: n.error_rate),
+    "wall_seconds": ("Wall time of the work, median over runs", "seconds", lambda n: n.wall_s),
+    "output_tokens_per_second": ("Output tokens / s, median over runs", "", lambda n: n.output_tok_s),
+    "input_tokens_per_second": ("Prompt tokens / s, median over runs", "", lambda n: n.input_tok_s),
+    "valid_answers_ratio": ("Valid answers / all", "ratio", lambda n: _of(n.answers, "valid_share")),
+    "right_answers_ratio": ("Right answers / all", "ratio", lambda n: _of(n.answers, "right_share")),
+    "requests_per_second": ("Successful requests / s, median", "", lambda n: n.requests_per_s),
+}
+SCHEDULES = {  # of open loops: what it is, field of Kept
+    "asked_requests_per_second": ("Requests / s that the schedule asked for, median over runs", "asked_per_s"),
+    "achieved_requests_per_second": ("Requests / s that were sent, median over runs", "achieved_per_s"),
+    "planned_requests": ("Requests that the schedule has a time for", "planned"),
+    "never_sent_requests": ("Of these, those that nobody was free to send until the end", "never_sent"),
 }
 QUANTILES = {"p50": "0.5", "p90": "0.9", "p95": "0.95", "p99": "0.99"}
 
@@ -48,8 +64,12 @@ class _Families(Collector):
         return self._families
 
 
-def _gauge(name: str, explanation: str, unit: str = "") -> Metric:
-    return Metric(f"{PREFIX}_{name}", explanation, "gauge", unit)
+def _gauge(name: str, explanation: str, unit: str, samples: Iterable[tuple[Labels, float | None]]) -> Metric:
+    gauge = Metric(f"{PREFIX}_{name}", explanation, "gauge", unit)
+    for labels, value in samples:
+        if value is not None:
+            gauge.add_sample(gauge.name, labels, value)
+    return gauge
 
 
 def _of_run(summary: Summary, run: Run) -> Iterator[Metric]:
@@ -65,16 +85,11 @@ def _of_run(summary: Summary, run: Run) -> Iterator[Metric]:
     info.add_sample(f"{PREFIX}_run_info", labels, 1)
     yield info
     one = {"run": run.id, "scenario": summary.scenario}
-    valid = _gauge("valid", "1: the run is VALID")
-    valid.add_sample(valid.name, one, int(summary.valid))
-    yield valid
-    started = _gauge("started_timestamp_seconds", "When the run began, Unix time", "seconds")
-    started.add_sample(started.name, one, run.started_wall_s)
-    yield started
-    checks = _gauge("check_passed", "1: the check passed")
-    for result in summary.checks:
-        checks.add_sample(checks.name, {**one, "check": result.check}, int(result.passed))
-    yield checks
+    yield _gauge("valid", "1: the run is VALID", "", [(one, int(summary.valid))])
+    started = [(one, run.started_wall_s)]
+    yield _gauge("started_timestamp_seconds", "When the run began, Unix time", "seconds", started)
+    checks = [({**one, "check": result.check}, int(result.passed)) for result in summary.checks]
+    yield _gauge("check_passed", "1: the check passed", "", checks)
 
 
 def _status(summary: Summary, run: Run) -> str:
@@ -85,87 +100,37 @@ def _status(summary: Summary, run: Run) -> str:
 
 
 def _of_rows(summary: Summary) -> Iterator[Metric]:
-    labelled = [(_labels(summary, row), row.pooled) for row in summary.rows]
-    requests = _gauge("requests", "Measured requests, by how they ended")
-    for labels, numbers in labelled:
-        for outcome in ("succeeded", "failed", "unfinished", "abandoned"):
-            requests.add_sample(requests.name, {**labels, "outcome": outcome}, getattr(numbers, outcome))
-    yield requests
-    values = {
-        "error_ratio": ("Failed requests / sent", "ratio", [n.error_rate for _, n in labelled]),
-        "wall_seconds": ("Wall time of the work, median over runs", "seconds", [n.wall_s for _, n in labelled]),
-        "output_tokens_per_second": ("Output tokens / s, median over runs", "", [n.output_tok_s for _, n in labelled]),
-        "input_tokens_per_second": ("Prompt tokens / s, median over runs", "", [n.input_tok_s for _, n in labelled]),
-        "valid_answers_ratio": ("Valid answers / all", "ratio", [_of(n.answers, "valid_share") for _, n in labelled]),
-        "right_answers_ratio": ("Right answers / all", "ratio", [_of(n.answers, "right_share") for _, n in labelled]),
-        "requests_per_second": ("Successful requests / s, median", "", [n.requests_per_s for _, n in labelled]),
-    }
-    for name, (explanation, unit, found) in values.items():
-        gauge = _gauge(name, explanation, unit)
-        for (labels, _), value in zip(labelled, found, strict=True):
-            if value is not None:
-                gauge.add_sample(gauge.name, labels, value)
-        yield gauge
-    yield _of_client(summary)
-    yield from _of_schedules(labelled)
-    yield from _of_slos(labelled)
-    yield from _of_machines(summary)
+    labelled = [(_labels(summary, row), row) for row in summary.rows]
+    outcomes = ("succeeded", "failed", "unfinished", "abandoned")
+    ended = [({**at, "outcome": name}, getattr(row.pooled, name)) for at, row in labelled for name in outcomes]
+    yield _gauge("requests", "Measured requests, by how they ended", "", ended)
+    for name, (explanation, unit, value_of) in VALUES.items():
+        yield _gauge(name, explanation, unit, [(at, value_of(row.pooled)) for at, row in labelled])
+    limited = [({**at, "number": name}, int(name in row.client_limited)) for at, row in labelled for name in WORDS]
+    yield _gauge("client_limited", "1: the load generator was the limit of this number of the row", "", limited)
+    for name, (explanation, field) in SCHEDULES.items():
+        yield _gauge(name, explanation, "", [(at, _of(row.pooled.schedule, field)) for at, row in labelled])
+    slos = [({**at, "slos": slos}, found) for at, row in labelled for slos, found in row.pooled.slos.items()]
+    met = [(at, found.attainment) for at, found in slos]
+    yield _gauge("attainment_ratio", "Requests that met every SLO / sent", "ratio", met)
+    goodput = [(at, found.goodput_req_s) for at, found in slos]
+    yield _gauge("goodput_requests_per_second", "Requests that met every SLO / s, median over runs", "", goodput)
+    for _, field, name, unit, factor in machine_load.VALUES:
+        explanation = f"{name.replace('_', ' ').capitalize()}, median over runs"
+        known = [(at, value) for at, row in labelled if (value := _of(row.machine_load, field)) is not None]
+        yield _gauge(f"{name}_{unit}", explanation, unit, [(at, factor * value) for at, value in known])
     for name, explanation in LATENCIES.items():
         family = Metric(f"{PREFIX}_{name}_seconds", f"{explanation} of successful requests", "summary", "seconds")
-        for labels, numbers in labelled:
-            _add_quantiles(family, labels, getattr(numbers, f"{name}_s"))
+        for at, row in labelled:
+            _add_quantiles(family, at, getattr(row.pooled, f"{name}_s"))
         yield family
 
 
-def _of(answers: Answers | None, name: str) -> float | None:
-    return None if answers is None else getattr(answers, name)
+def _of(found: Struct | None, field: str) -> float | None:
+    return None if found is None else getattr(found, field)
 
 
-def _of_client(summary: Summary) -> Metric:
-    limited = _gauge("client_limited", "1: the load generator was the limit of this number of the row")
-    for row in summary.rows:
-        for number in WORDS:
-            labels = {**_labels(summary, row), "number": number}
-            limited.add_sample(limited.name, labels, int(number in row.client_limited))
-    return limited
-
-
-def _of_schedules(labelled: list[tuple[dict[str, str], Numbers]]) -> Iterator[Metric]:
-    """Of open loops."""
-    for field, name, explanation in (
-        ("asked_per_s", "asked_requests_per_second", "Requests / s that the schedule asked for, median over runs"),
-        ("achieved_per_s", "achieved_requests_per_second", "Requests / s that were sent, median over runs"),
-        ("planned", "planned_requests", "Requests that the schedule has a time for"),
-        ("never_sent", "never_sent_requests", "Of these, those that nobody was free to send until the end"),
-    ):
-        gauge = _gauge(name, explanation)
-        for labels, numbers in labelled:
-            if numbers.schedule is not None and (value := getattr(numbers.schedule, field)) is not None:
-                gauge.add_sample(gauge.name, labels, value)
-        yield gauge
-
-
-def _of_slos(labelled: list[tuple[dict[str, str], Numbers]]) -> Iterator[Metric]:
-    attainment = _gauge("attainment_ratio", "Requests that met every SLO / sent", "ratio")
-    goodput = _gauge("goodput_requests_per_second", "Requests that met every SLO / s, median over runs")
-    for labels, numbers in labelled:
-        for slos, attained in numbers.slos.items():
-            for gauge, value in ((attainment, attained.attainment), (goodput, attained.goodput_req_s)):
-                if value is not None:
-                    gauge.add_sample(gauge.name, {**labels, "slos": slos}, value)
-    yield from (attainment, goodput)
-
-
-def _of_machines(summary: Summary) -> Iterator[Metric]:
-    for _, field, name, unit, factor in VALUES:
-        gauge = _gauge(f"{name}_{unit}", f"{name.replace('_', ' ').capitalize()}, median over runs", unit)
-        for row in summary.rows:
-            if row.machine_load is not None and (value := getattr(row.machine_load, field)) is not None:
-                gauge.add_sample(gauge.name, _labels(summary, row), factor * value)
-        yield gauge
-
-
-def _add_quantiles(family: Metric, labels: dict[str, str], sample: Distribution) -> None:
+def _add_quantiles(family: Metric, labels: Labels, sample: Distribution) -> None:
     if sample.mean is None:
         return
     for name, quantile in QUANTILES.items():
@@ -178,20 +143,15 @@ def _add_quantiles(family: Metric, labels: dict[str, str], sample: Distribution)
 def _of_verdicts(summary: Summary) -> Iterator[Metric]:
     if summary.comparison is None:
         return
-    speedup = _gauge("speedup_ratio", "Speed / the baseline's; bound is low, high (95 %) or middle", "ratio")
+    samples: list[tuple[Labels, float | None]] = []
     for verdict in summary.comparison.verdicts:
-        row = next(row for row in summary.rows if side(row) == verdict.side)
-        labels = {
-            **_labels(summary, row),
-            "baseline": verdict.baseline,
-            "metric": verdict.metric,
-            "verdict": verdict.word,
-        }
+        row = next(row for row in summary.rows if row.name == verdict.side)
+        told = {"baseline": verdict.baseline, "metric": verdict.metric, "verdict": verdict.word}
         for bound, value in (("low", verdict.low), ("middle", verdict.ratio), ("high", verdict.high)):
-            if value is not None:
-                speedup.add_sample(speedup.name, {**labels, "bound": bound}, value)
-    yield speedup
+            samples.append((_labels(summary, row) | told | {"bound": bound}, value))
+    explanation = "Speed / the baseline's; bound is low, high (95 %) or middle"
+    yield _gauge("speedup_ratio", explanation, "ratio", samples)
 
 
-def _labels(summary: Summary, row: Row) -> dict[str, str]:
+def _labels(summary: Summary, row: Row) -> Labels:
     return {"run": summary.run, "scenario": summary.scenario, "server": row.server, "load": row.load}

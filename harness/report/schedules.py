@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from msgspec import Struct
 
+from harness import units
 from harness.report import words
 from harness.report.table import Meaning
 from harness.rundir.manifest import Run
@@ -62,18 +63,18 @@ def values(row: Row) -> dict[str, str | int | float | None]:
 
 
 def _rate(value: float | None) -> str:
-    return words.NOTHING if value is None else f"{words.significant(value)}/s"
+    return units.NOTHING if value is None else f"{units.significant(value)}/s"
 
 
 def _never(_: Numbers, found: Kept) -> str:
     if found.never_sent is None:
-        return words.NOTHING
+        return units.NOTHING
     return f"{found.never_sent:,} of {found.planned:,}" if found.never_sent else "0"
 
 
 def _ms(*values_s: float | None) -> list[str]:
     """Times in milliseconds, "n/a" for what the sample does not carry."""
-    return ["n/a" if value is None else words.milliseconds(value) for value in values_s]
+    return ["n/a" if value is None else units.milliseconds(value) for value in values_s]
 
 
 def _lag(numbers: Numbers, _: Kept) -> str:

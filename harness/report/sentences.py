@@ -4,6 +4,7 @@ import math
 import re
 from collections import defaultdict
 
+from harness import units
 from harness.judge.verdicts import METRIC_WORDS
 from harness.report import words
 from harness.report.table import LIMITED, Line
@@ -19,25 +20,25 @@ def of_row(line: Line, run: Run) -> str:
     load = run.scenario.loads.get(line.row.load)
     text = f"{words.load_in_words(load)}. " if load and run.origin is None else ""
     if not numbers.succeeded:
-        return f"{text}None of {words.count(numbers.sent, 'request')} succeeded."
+        return f"{text}None of {units.count(numbers.sent, 'request')} succeeded."
     text += f"{_outcome(line)}{_against_baseline(line)}"
     ttft = numbers.ttft_s
     if ttft.p50 is not None:
-        text += f"; half of the answers began within {words.milliseconds(ttft.p50)}\u00a0ms"
+        text += f"; half of the answers began within {units.milliseconds(ttft.p50)}\u00a0ms"
         if ttft.p95 is not None:
-            text += f", 95\u00a0% within {words.milliseconds(ttft.p95)}\u00a0ms"
+            text += f", 95\u00a0% within {units.milliseconds(ttft.p95)}\u00a0ms"
     wrong = numbers.failed + numbers.unfinished
     if wrong:
-        text += f"; {words.count(wrong, 'request')} of {numbers.sent:,} failed or did not finish"
+        text += f"; {units.count(wrong, 'request')} of {numbers.sent:,} failed or did not finish"
     return f"{text}."
 
 
 def _outcome(line: Line) -> str:
     numbers = line.row.pooled
     if numbers.wall_s is not None:
-        return f"A run took {words.seconds(numbers.wall_s)}"
+        return f"A run took {units.seconds(numbers.wall_s)}"
     if numbers.output_tok_s is not None:
-        return f"{words.significant(numbers.output_tok_s)} tokens a second in all"
+        return f"{units.significant(numbers.output_tok_s)} tokens a second in all"
     return "Neither wall time nor rate is known"
 
 
@@ -78,7 +79,7 @@ def of_client(summary: Summary) -> str:
     rows: dict[str, list[str]] = defaultdict(list)
     for row in summary.rows:
         if row.client_limited:
-            rows[in_words(row.client_limited)].append(f"{row.server} / {row.load}")
+            rows[in_words(row.client_limited)].append(row.name)
     if not rows:
         return ""
     parts = "; ".join(f"{numbers} of {', '.join(names)}" for numbers, names in rows.items())
@@ -129,7 +130,7 @@ def gathered(texts: list[str], run: Run) -> list[str]:
         cell, colon, rest = text.partition(": ")
         alike[re.sub(r"\d+", "#", rest) if colon and cell in cells else text].append(text)
     return [
-        many[0] if len(many) == 1 else f"{many[0]} (likewise in {words.count(len(many) - 1, 'other run')})"
+        many[0] if len(many) == 1 else f"{many[0]} (likewise in {units.count(len(many) - 1, 'other run')})"
         for many in alike.values()
     ]
 
@@ -140,7 +141,7 @@ def of_failures(summary: Summary) -> list[str]:
 
 
 def _of_failed(failed: FailedRequests) -> str:
-    text = f"{failed.server} / {failed.load}: {words.count(failed.count, 'request')} ({failed.kind})"
+    text = f"{failed.server} / {failed.load}: {units.count(failed.count, 'request')} ({failed.kind})"
     told = not failed.message or failed.message[-20:] in (failed.cause or "")
     said = "" if told else f'; said was "{failed.message}"'
     if failed.cause is None:
@@ -182,5 +183,5 @@ def of_load(run: Run) -> str:
     scenario = run.scenario
     stages = ", one for all stages of a load" if any(load.stages for load in scenario.loads.values()) else ""
     fresh = f"a fresh server for each{stages}" if scenario.restart else "warm: one server per repeat"
-    repeats = words.count(scenario.repeats, "repeat")
+    repeats = units.count(scenario.repeats, "repeat")
     return f"{repeats} of every row, interleaved, {fresh}; seed {scenario.seed}."

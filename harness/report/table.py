@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
+from harness import units
 from harness.report import words
 from harness.rundir.manifest import Run
 from harness.rundir.origin import OTHERWISE
@@ -61,23 +62,18 @@ def lines(summary: Summary, run: Run) -> list[Line]:
     rates = [row.definitions.get("output_tok_s", "") for row in summary.rows]
     result = []
     for row in summary.rows:
-        verdict = None if side(row) == name else verdicts.get(side(row))
+        verdict = None if row.name == name else verdicts.get(row.name)
         result.append(
             Line(
                 row=row,
                 tokens=median_of_known(map(tokens.get, row.cells)),
                 verdict=verdict,
-                baseline=side(row) == name,
+                baseline=row.name == name,
                 against="" if verdict is None or verdict.baseline == name else verdict.baseline,
                 rate_mark="" if row.definitions.get("output_tok_s", "") == rates[0] else OTHERWISE,
             )
         )
     return result
-
-
-def side(row: Row) -> str:
-    """The name of a row in verdicts."""
-    return f"{row.server} / {row.load}"
 
 
 def interval(verdict: Verdict) -> str:
@@ -89,20 +85,16 @@ def interval(verdict: Verdict) -> str:
 
 def _rate(line: Line) -> str:
     value = line.row.pooled.output_tok_s
-    return words.NOTHING if value is None else f"{words.significant(value)}{line.rate_mark}"
-
-
-def _number(value: float | None) -> str:
-    return words.NOTHING if value is None else words.significant(value)
+    return units.NOTHING if value is None else f"{units.significant(value)}{line.rate_mark}"
 
 
 def _of_answers(line: Line, which: str) -> str:
     """ "297 of 300 (99.0 %)" """
     answers = line.row.pooled.answers
     if answers is None:
-        return words.NOTHING
+        return units.NOTHING
     number, of = (answers.valid, answers.checked) if which == "valid" else (answers.right, answers.labelled)
-    return words.NOTHING if number is None or not of else f"{number:,} of {of:,} ({number / of:.1%})"
+    return units.NOTHING if number is None or not of else f"{number:,} of {of:,} ({number / of:.1%})"
 
 
 def _errors(line: Line) -> str:
@@ -115,13 +107,13 @@ def _speedup(line: Line) -> str:
     if line.baseline:
         return "1 (baseline)"
     if line.verdict is None or line.verdict.ratio is None:
-        return words.NOTHING
+        return units.NOTHING
     against = f" of {line.against}" if line.against else ""
     return f"{line.verdict.ratio:.2f}×{against} ({interval(line.verdict)})"
 
 
 def _verdict(line: Line) -> str:
-    return "baseline" if line.baseline else line.verdict.word if line.verdict else words.NOTHING
+    return "baseline" if line.baseline else line.verdict.word if line.verdict else units.NOTHING
 
 
 _NAMES_AND_WORK = (
@@ -148,7 +140,7 @@ _NAMES_AND_WORK = (
         explanation="How long the whole work took, from the first request sent to the last one ended. "
         "Median over the repeats; none for a load of fixed duration.",
         formula="wall time = last ended − first sent",
-        text=lambda line: words.seconds(line.row.pooled.wall_s),
+        text=lambda line: units.seconds(line.row.pooled.wall_s),
     ),
     Column(
         key="tokens",
@@ -156,7 +148,7 @@ _NAMES_AND_WORK = (
         group="work",
         explanation="Tokens that the server generated in one run, by its own count. Median over the repeats.",
         formula="Σ usage.completion_tokens of the run’s successful requests",
-        text=lambda line: words.NOTHING if line.tokens is None else f"{line.tokens:,.0f}",
+        text=lambda line: units.NOTHING if line.tokens is None else f"{line.tokens:,.0f}",
     ),
     Column(
         key="rate",
@@ -175,7 +167,7 @@ _INPUT = Column(
     explanation="Prompt tokens per second of all requests together: what a server of embeddings achieves. "
     "Median over the repeats.",
     formula="Σ usage.prompt_tokens of the requests that ended inside the window ÷ window",
-    text=lambda line: _number(line.row.pooled.input_tok_s),
+    text=lambda line: units.significant(line.row.pooled.input_tok_s),
 )
 _VALID = Column(
     key="valid",
@@ -276,7 +268,7 @@ def _marked(column: Column) -> Column:
 
     def text(line: Line) -> str:
         shown = column.text(line)
-        limited = field in line.row.client_limited and shown != words.NOTHING and not shown.startswith("n/a")
+        limited = field in line.row.client_limited and shown != units.NOTHING and not shown.startswith("n/a")
         return f"{shown}{LIMITED}" if limited else shown
 
     return msgspec.structs.replace(column, text=text)
@@ -289,7 +281,7 @@ def _latency(name: str, percentile: str) -> Column:
         numbers = line.row.pooled
         sample = getattr(numbers, f"{name}_s")
         if numbers.e2e_s.n and not sample.n:
-            return words.NOTHING  # however many there were: vectors and answers in one piece have no first token
+            return units.NOTHING  # however many there were: vectors and answers in one piece have no first token
         return words.percentile(sample, percentile)
 
     return Column(

@@ -1,4 +1,4 @@
-"""Numbers and loads in words, the same in every report."""
+"""Loads and names in words, the same in every report."""
 
 import re
 import unicodedata
@@ -7,41 +7,9 @@ from harness.scenario.behaviour import Agent, Rag
 from harness.scenario.lengths import in_words
 from harness.scenario.scenario import USERS, Arrivals, Load, Trace, at_once, is_open
 from harness.summary import NEEDED, Distribution
-
-NOTHING = "–"
+from harness.units import count, milliseconds
 
 SIMULATED = "SIMULATED ENGINE: these numbers come from a model, not from hardware"
-
-
-def significant(value: float) -> str:
-    """A number for people: three digits where there is a fraction, all of them where there is none."""
-    size = abs(value)
-    if size >= 100 or value == int(value):
-        return f"{value:,.0f}" if size >= 1000 or value == int(value) else f"{value:,.1f}"
-    return f"{value:.1f}" if size >= 20 else f"{value:.2f}"
-
-
-def seconds(value: float | None) -> str:
-    """A duration: "13.07 s", "308.7 s", "1,204 s"."""
-    if value is None:
-        return NOTHING
-    return f"{value:.2f} s" if value < 100 else f"{value:,.1f} s" if value < 1000 else f"{value:,.0f} s"
-
-
-def milliseconds(value_s: float) -> str:
-    """A latency given in seconds, as a number of milliseconds without the unit."""
-    value = value_s * 1000
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds in words for people: 45 s, 3 min 20 s, 2 h 5 min."""
-    whole = round(seconds)
-    if whole < 90:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def percentile(sample: Distribution, name: str) -> str:
@@ -57,10 +25,6 @@ def one_line(text: str) -> str:
         for c in re.sub(r"[ \t\r\n\f\v]+", " ", text)
     )
     return shown.strip()
-
-
-def count(number: int, one: str, many: str = "") -> str:
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
 def concurrency(load: Load) -> int:

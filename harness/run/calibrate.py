@@ -28,6 +28,7 @@ from harness.rundir.records import Request, read_marks, read_requests
 from harness.scenario.scenario import Load, Prompts, Warmup
 from harness.simulated.sendlog import Sent
 from harness.simulated.spawn import spawned
+from harness.units import count
 
 STREAMS = (10, 50, 100, 200, 350, 500, 750, 1000, 1500, 2000)
 STEP_S = 0.02  # between two chunks of a stream
@@ -201,7 +202,7 @@ def show_readings(console: Console, most: int | None, processes: int, *, as_json
     """Measure, with a line for each reading as it comes, and say how far the instrument can be trusted."""
     readings: list[Reading] = []
     if not as_json:
-        who = "1 load process" if processes == 1 else f"{processes} load processes"
+        who = count(processes, "load process", "load processes")
         console.print(
             f"Streams of {CHUNKS} chunks, one each {STEP_S * 1000:g} ms, from the embedded engine; {who}.\n"
             f"{'  '.join(_COLUMNS)}",

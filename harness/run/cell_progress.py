@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from harness.job import Job
-from harness.rundir.newest import Tail
+from harness.rundir.newest import Samples, Tail
 from harness.rundir.records import CUT, Request
 from harness.rundir.telemetry import GpuSample
 from harness.scenario.scenario import at_once
@@ -18,10 +18,8 @@ from harness.summarize import derive
 from harness.workers import MACHINE
 
 RECENT_S = 10.0  # of rates, or as long as the longest answer took that ended in it
-_FRESH_S = 6.0  # older metrics and telemetry say nothing of now
 _SETTLED_S = 1.0  # before that a rate is one of single answers
 _FEWEST = 3  # requests before the time left is told by their rate
-GIB = 2**30
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,8 +65,8 @@ class Watch:
     def __init__(self, job: Job, folder: Path) -> None:
         self._job = job
         self._requests = Tail(Path(job.requests_path), from_end=True)
-        self._metrics = Tail(folder / "metrics.jsonl", from_end=True)
-        self._telemetry = Tail(folder / "telemetry.jsonl", from_end=True)
+        self._metrics = Samples(folder / "metrics.jsonl", job.cell)
+        self._telemetry = Samples(folder / "telemetry.jsonl", job.cell)
         self._ttft: list[float] = []
         self._tpot: list[float] = []
         self._failed: Counter[str] = Counter()
@@ -77,16 +75,14 @@ class Watch:
         self._before_s: float | None = None  # when the last ended that are no longer in it
         self._offset_s: dict[int, float] = {}  # of each machine's clock to ours, about
         self._began: float | None = None  # when the first measured request was sent, about
-        self._server: dict[str, Any] | None = None
-        self._machine: dict[str, Any] | None = None
         self._decoder = msgspec.json.Decoder(Request)
 
     def look(self) -> Glance:
         now = time.monotonic()
         self._take_records(now)
-        self._server = _newest(self._metrics, self._job.cell, self._server)
-        self._machine = _newest(self._telemetry, self._job.cell, self._machine)
-        values = (self._server or {}).get("values", {})
+        self._metrics.look()
+        self._telemetry.look()
+        values = (self._metrics.newest or {}).get("values", {})
         ended, tokens, span_s = self._lately(now)
         return Glance(
             done=self._done,
@@ -101,7 +97,7 @@ class Watch:
             running=values.get("running"),
             waiting=values.get("waiting"),
             kv_usage=values.get("kv_usage"),
-            gpus=_gpus(self._machine),
+            gpus=_gpus(self._telemetry.newest),
             left_s=self._left_s(now),
         )
 
@@ -192,21 +188,6 @@ def _percentiles(values: list[float]) -> tuple[float, float] | None:
         return None
     p50, p95 = np.percentile(values, [50, 95])
     return float(p50), float(p95)
-
-
-def _newest(tail: Tail, cell: str, before: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The newest sample of a cell that is not old."""
-    newest = before
-    for line in tail.lines():
-        try:
-            sample = msgspec.json.decode(line)
-        except msgspec.DecodeError:
-            continue
-        if isinstance(sample, dict) and sample.get("cell") == cell:
-            newest = sample
-    if newest is None or time.time() - newest.get("wall_s", 0.0) > _FRESH_S:
-        return None
-    return newest
 
 
 def _gpus(sample: dict[str, Any] | None) -> list[Gpu]:

@@ -1,28 +1,22 @@
 """Live load: a scenario's server with Locust's web UI in front of it, until Ctrl-C."""
 
-import os
 import time
 from pathlib import Path
 
 import msgspec
 
 from harness.errors import HarnessError, RunError, ServerError
-from harness.job import write_job
-from harness.machine.sampler import Sampler
 from harness.prepare.auto import fill_in
 from harness.prepare.experiment import Experiment, load_name, server_name
 from harness.prepare.preflight import refuse_blocked
-from harness.prepare.prompt_words import counted_words
 from harness.report.words import SIMULATED
 from harness.run.drive import GRACE_S, tail
 from harness.run.progress import Progress
-from harness.run.run import begin, endpoint_of, finish, generator, make_job
-from harness.rundir.metrics import Scraper
+from harness.run.run import endpoint_of, generator, make_job, watched
+from harness.run.running import begin, finish
 from harness.scenario.check_syntax import parse_check, slos_key
 from harness.scenario.plan import plan
 from harness.serve.ports import is_free
-from harness.serve.telemetry_source import source_of
-from harness.workload import salt_words
 
 UI_HOST = "127.0.0.1"
 INTERVAL_S = 1.0
@@ -56,27 +50,17 @@ def live(
     experiment = msgspec.structs.replace(experiment, scenario=scenario)
     refuse_blocked(experiment)
     experiment = fill_in(experiment, progress.line)
-    scenario = experiment.scenario
-    cell = plan(scenario)[0]
-    folder, manifest = begin(experiment, [cell], runs)
+    cell = plan(experiment.scenario)[0]
+    running, manifest = begin(experiment, [cell], runs, progress)
     try:
-        with progress.live(), endpoint_of(experiment, manifest.id, cell, folder, progress) as endpoint:
-            api_key = os.environ.get(scenario.api_key_env) if scenario.api_key_env else None
-            words = counted_words(experiment, manifest.id, cell.server, endpoint, api_key)
-            served, salt = endpoint.served_by, salt_words(manifest.id, cell.id, words)
-            job = make_job(experiment, cell, folder.resolve(), served, salt, words)
-            job = msgspec.structs.replace(job, slos=slos)
-            job_path = folder.resolve() / "jobs" / f"{cell.id}.json"
-            write_job(job, job_path)
-            log_path = folder / "logs" / f"{cell.id}.locust.log"
+        with progress.live(), endpoint_of(running, cell) as endpoint:
+            job = msgspec.structs.replace(make_job(running, cell, endpoint), slos=slos)
+            start = generator(running, job, endpoint, (UI_HOST, port))
             # Written here, and read by the page: the load processes only measure what they have sent themselves.
-            with (
-                Scraper(endpoint.metrics_source, cell.id, folder / "metrics.jsonl", INTERVAL_S, api_key=api_key),
-                Sampler(source_of(endpoint), cell.id, folder / "telemetry.jsonl"),
-            ):
-                child = generator(experiment, manifest.id, job, job_path, endpoint, log_path, (UI_HOST, port))()
+            with watched(running, job, endpoint, INTERVAL_S):
+                child = start()
                 try:
-                    progress.line(f"server: {endpoint.url}" + (f" ({SIMULATED})" if served.simulated else ""))
+                    progress.line(f"server: {endpoint.url}" + (f" ({SIMULATED})" if job.simulated else ""))
                     progress.line(f"Locust: http://{UI_HOST}:{port}")
                     progress.line(f"LLM numbers, live: the tab LLM there, and http://{UI_HOST}:{port}/llm")
                     progress.stage("serving; Ctrl-C takes everything down")
@@ -87,10 +71,10 @@ def live(
                         time.sleep(0.5)
                 finally:
                     code = child.stop(GRACE_S)
-            raise RunError(f"Locust's web UI ended (exit code {code})", detail=tail(log_path))
+            raise RunError(f"Locust's web UI ended (exit code {code})", detail=tail(running.log_path(cell.id)))
     finally:
-        finish(folder, manifest, "live", ["a live load, steered by hand, is not judged"])
-        progress.line(f"What was sent is recorded: harness report {folder}")
+        finish(running.folder, manifest, "live", ["a live load, steered by hand, is not judged"])
+        progress.line(f"What was sent is recorded: harness report {running.folder}")
 
 
 def slos_for(checks: list[str], server: str, load: str) -> str:

@@ -4,7 +4,6 @@ The bound that serving can come near: the same prompts, lengths and seed as the 
 HTTP, and with nobody waiting for a burst to end. See docs/vllm.md.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -12,21 +11,25 @@ import msgspec
 from harness import workload
 from harness.errors import RunError
 from harness.job import Job
+from harness.run.running import Running
 from harness.rundir.manifest import CellRun
 from harness.rundir.records import ProcessMark, Request
 from harness.scenario.plan import Cell
-from harness.scenario.scenario import Scenario
 from harness.serve.vllm.offline import Outcome, run_offline
 
 PROCESS = 1  # the job's number in its container
 
 
-def offline_cell(
-    scenario: Scenario, cell: Cell, job: Job, *, run_id: str, folder: Path, say: Callable[[str], None]
-) -> CellRun:
+def offline_cell(running: Running, cell: Cell, job: Job) -> CellRun:
     """Run one cell and append its records to the run's files. Raises ServerError, RunError."""
     outcome = run_offline(
-        scenario, cell.server, requests_of(job), run_id=run_id, cell_id=cell.id, run_folder=folder, say=say
+        running.scenario,
+        cell.server,
+        requests_of(job),
+        run_id=running.id,
+        cell_id=cell.id,
+        run_folder=running.folder,
+        say=running.progress.stage,
     )
     encoder = msgspec.json.Encoder()
     records = records_of(job, outcome)

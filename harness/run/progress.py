@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.job import Job
-from harness.report.words import duration
-from harness.run.cell_progress import GIB, Glance, Watch
+from harness.run.cell_progress import Glance, Watch
 from harness.run.drive import Count
 from harness.scenario.plan import Cell
+from harness.units import duration, gib
 
 PLAIN_EVERY_S = 5.0
 LOOK_EVERY_S = 1.0
@@ -186,7 +186,7 @@ def _gpu_words(glance: Glance) -> list[str]:
     for gpu in glance.gpus:
         parts = [
             None if gpu.busy_percent is None else f"{gpu.busy_percent:.0f} %",
-            None if gpu.memory_bytes is None else f"{gpu.memory_bytes / GIB:.1f} GiB",
+            None if gpu.memory_bytes is None else gib(gpu.memory_bytes),
             None if gpu.power_w is None else f"{gpu.power_w:.0f} W",
         ]
         found.append(" ".join([gpu.name, *(part for part in parts if part is not None)]))

@@ -1,15 +1,6 @@
 """The one orchestrator: serve, drive and record every cell of a scenario, and leave a run directory."""
 
 import contextlib
-import datetime
-import hashlib
-import importlib.metadata
-import os
-import platform
-import re
-import secrets
-import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -20,33 +11,31 @@ from pathlib import Path
 
 import msgspec
 
-from harness import __version__, paths
+from harness import paths
 from harness.errors import HarnessError
 from harness.job import Job, warm_sign, write_job
-from harness.machine.facts import gpu_memory, machine
+from harness.machine.facts import gpu_memory
 from harness.machine.sampler import Sampler
 from harness.prepare.auto import fill_in
 from harness.prepare.experiment import Experiment
 from harness.prepare.preflight import refuse_blocked
 from harness.prepare.prompt_words import counted_words
-from harness.report import html
 from harness.run.drive import Child, Count, Driven, LocalChild, drive, locust_arguments
 from harness.run.offline import offline_cell
 from harness.run.progress import Progress
-from harness.rundir.manifest import DIED, CellRun, Run, ServedBy, Status, write_run
+from harness.run.running import Running, begin, finish
+from harness.rundir.manifest import DIED, CellRun, Status, write_run
 from harness.rundir.metrics import Scraper
 from harness.scenario.mixes import mix_of
 from harness.scenario.plan import Cell, at_once, plan
-from harness.scenario.scenario import Scenario, Warmup, locustfile_of, warmup_of, wave_of
-from harness.serve import Endpoint, attach, engine_version, is_offline, serve
-from harness.serve.docker import labels
+from harness.scenario.scenario import Warmup, locustfile_of, warmup_of, wave_of
+from harness.serve import Endpoint, attach, is_offline, serve
 from harness.serve.docker.generator import ContainerChild
 from harness.serve.telemetry_source import source_of
-from harness.summarize.summarize import summarize, write_summary
-from harness.summary import Summary
-from harness.workload import pairs_of, salt_words, workload_sha256
+from harness.units import count
+from harness.workload import pairs_of, salt_words
 
-MEASURING_PACKAGES = ("locust", "gevent", "httptools", "msgspec", "docker", "numpy", "scipy")
+Watchers = tuple[Scraper, Sampler]
 
 
 def run(experiment: Experiment, runs: Path, progress: Progress) -> Path:
@@ -59,15 +48,16 @@ def run(experiment: Experiment, runs: Path, progress: Progress) -> Path:
     refuse_blocked(experiment)
     experiment = fill_in(experiment, progress.line)
     cells = plan(experiment.scenario)
-    folder, manifest = begin(experiment, cells, runs)
-    progress.line(f"Run {manifest.id}: {len(cells)} cell{'s' if len(cells) != 1 else ''}. Records go to {folder}")
+    running, manifest = begin(experiment, cells, runs, progress)
+    folder = running.folder
+    progress.line(f"Run {running.id}: {count(len(cells), 'cell')}. Records go to {folder}")
     if experiment.workers is not None:
         who = ", ".join(experiment.workers.names) or f"{experiment.workers.machines} machines"
         progress.line(f"Workers: {who}. On each of them: {experiment.workers.command}")
     done: list[CellRun] = []
     try:
         with progress.live():
-            for cell_run in _cells(experiment, manifest.id, cells, folder, progress):
+            for cell_run in _cells(running, cells):
                 done.append(cell_run)
                 manifest = msgspec.structs.replace(manifest, cells=list(done))
                 write_run(folder, manifest)
@@ -92,122 +82,22 @@ def _how_it_ended(error: BaseException) -> tuple[Status, list[str]]:
     return "failed", [error.what if isinstance(error, HarnessError) else f"{type(error).__name__}: {error}"]
 
 
-def begin(experiment: Experiment, cells: list[Cell], runs: Path) -> tuple[Path, Run]:
-    name = experiment.path.stem
-    started = datetime.datetime.now(datetime.UTC)
-    # The id names folders, containers and networks, so it is made of what all of them allow.
-    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].rstrip("-") or "run"
-    run_id = f"{started:%Y%m%d-%H%M%S}-{slug}-{secrets.token_hex(2)}"
-    folder = runs / run_id
-    try:
-        for part in ("jobs", "logs", "compose"):
-            (folder / part).mkdir(parents=True)
-        shutil.copyfile(experiment.path, folder / "scenario.yaml")
-        # Opened before the first request, so that a full or read-only disk is noticed now.
-        for output in ("requests.jsonl", "processes.jsonl", "metrics.jsonl", "telemetry.jsonl"):
-            (folder / output).touch()
-    except OSError as error:
-        raise HarnessError(
-            f"{folder}: the run directory cannot be written ({error.strerror})",
-            next_step="Give a folder that can be written with --runs DIR.",
-        ) from None
-    manifest = Run(
-        id=run_id,
-        status="running",
-        owner=labels.owner(),
-        started_wall_s=started.timestamp(),
-        scenario_name=name,
-        scenario=experiment.scenario,
-        workload_sha256=workload_sha256(experiment.scenario, experiment.folder),
-        order=[cell.id for cell in cells],
-        machine=machine(docker=engine_version() if _needs_docker(experiment) else None),
-        versions=_versions(),
-        git_commit=_git_commit(),
-        computed=experiment.computed,
-        workers=experiment.workers,
-    )
-    write_run(folder, manifest)
-    return folder, manifest
-
-
-def _needs_docker(experiment: Experiment) -> bool:
-    servers = experiment.scenario.servers.values()
-    in_container = experiment.target is None and any(server.container for server in servers)
-    return in_container or experiment.scenario.generator == "container"
-
-
-def finish(folder: Path, manifest: Run, status: Status | None = None, reasons: Sequence[str] = ()) -> None:
-    """Write the verdict, the summary and the page. Without a status, the records say whether the run is valid.
-
-    With one, the run has failed or was cut: what it measured is worth its report, but nothing may hide how it ended.
-    Without one, raises HarnessError when the results cannot be written.
-    """
-    ended = msgspec.structs.replace(manifest, ended_wall_s=time.time())
-    if status is not None:
-        with contextlib.suppress(Exception):
-            write_run(folder, msgspec.structs.replace(ended, status=status, reasons=list(reasons)))
-            _write_results(folder, summarize(folder))
-        return
-    try:
-        summary = summarize(folder)
-        verdict: Status = "valid" if summary.valid else "invalid"
-        write_run(folder, msgspec.structs.replace(ended, status=verdict, reasons=summary.reasons))
-        _write_results(folder, summary)
-    except OSError as error:
-        raise HarnessError(
-            f"{folder}: the results cannot be written ({error.strerror})",
-            next_step=f"The records are there. Make room, then: harness report {folder}",
-        ) from None
-    except KeyboardInterrupt:
-        write_run(folder, msgspec.structs.replace(ended, status="interrupted", reasons=["interrupted at the end"]))
-        raise
-
-
-def _write_results(folder: Path, summary: Summary) -> None:
-    write_summary(folder, summary)
-    html.write_report(folder)
-
-
-def _versions() -> dict[str, str]:
-    """What touches the measurement: packages, and a sum over our own code that sends and stamps requests."""
-    own = [*sorted((paths.ROOT / "harness" / "load").glob("*.py")), *sorted(paths.LOCUSTFILES.glob("*.py"))]
-    digest = hashlib.sha256()
-    written = paths.ROOT / "harness" / "scenario"
-    made = [written / f"{name}.py" for name in ("lengths", "structured", "behaviour", "steady")]
-    for path in [*own, *sorted((written.parent / "workload").glob("*.py")), *made]:
-        digest.update(path.read_bytes())
-    packages = {package: importlib.metadata.version(package) for package in MEASURING_PACKAGES}
-    python = platform.python_version()
-    return {"amd-llm-load": __version__, "load generator": digest.hexdigest()[:16], "python": python, **packages}
-
-
-def _git_commit() -> str | None:
-    try:
-        command = ["git", "-C", str(paths.ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() or None
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _cells(
-    experiment: Experiment, run_id: str, cells: list[Cell], folder: Path, progress: Progress
-) -> Iterator[CellRun]:
+def _cells(running: Running, cells: list[Cell]) -> Iterator[CellRun]:
     """Run the cells in order. One server start serves one cell, or all of a repeat when `restart` is false."""
-    scenario = experiment.scenario
+    scenario, target, progress = running.scenario, running.experiment.target, running.progress
     took: dict[tuple[str, str], float] = {}
     for _, group in groupby(cells, key=lambda c: at_once(c) if scenario.restart else (c.repeat, c.server)):
         together = list(group)
         first = together[0]
         progress.cell(cells.index(first) + 1, len(cells), first, _time_left(cells[cells.index(first) :], took))
         begin = time.monotonic()
-        before = [] if experiment.target else gpu_memory()
-        if experiment.target is None and is_offline(scenario.servers[first.server]):
+        before = [] if target else gpu_memory()
+        if target is None and is_offline(scenario.servers[first.server]):
             for cell in together:
                 progress.cell(cells.index(cell) + 1, len(cells), cell, None)
-                cell_run = _offline(experiment, run_id, cell, folder, progress)
-                yield msgspec.structs.replace(cell_run, gpu_memory_before=before)
+                yield msgspec.structs.replace(_offline(running, cell), gpu_memory_before=before)
             continue
-        with endpoint_of(experiment, run_id, first, folder, progress) as endpoint:
+        with endpoint_of(running, first) as endpoint:
             for _, parts in groupby(together, key=at_once):
                 cell, *others = parts
                 if cell is not first:
@@ -216,7 +106,7 @@ def _cells(
                         progress.line(f"{cell.id} is not run: its server has died")
                         continue
                     progress.cell(cells.index(cell) + 1, len(cells), cell, None)
-                for cell_run in _mixed(experiment, run_id, [cell, *others], endpoint, folder, progress):
+                for cell_run in _mixed(running, [cell, *others], endpoint):
                     yield msgspec.structs.replace(cell_run, gpu_memory_before=before)
         took |= {(cell.server, cell.load): 0.0 for cell in together}
         took[first.server, first.load] = time.monotonic() - begin
@@ -230,36 +120,26 @@ def _time_left(cells: list[Cell], took: dict[tuple[str, str], float]) -> float |
 
 
 @contextlib.contextmanager
-def endpoint_of(
-    experiment: Experiment, run_id: str, cell: Cell, folder: Path, progress: Progress
-) -> Iterator[Endpoint]:
-    scenario = experiment.scenario
-    if experiment.target is not None:
-        progress.stage("asking the server")
-        target = experiment.target
-        yield attach(
-            target.url,
-            scenario.model,
-            _api_key(scenario),
-            key_name=scenario.api_key_env,
-            metrics_url=target.metrics_url,
-        )
+def endpoint_of(running: Running, cell: Cell) -> Iterator[Endpoint]:
+    scenario, target, tell = running.scenario, running.experiment.target, running.progress.stage
+    if target is not None:
+        tell("asking the server")
+        key_name = scenario.api_key_env
+        yield attach(target.url, scenario.model, running.api_key, key_name=key_name, metrics_url=target.metrics_url)
         return
     with serve(
-        scenario, cell.server, run_id=run_id, cell_id=cell.id, run_folder=folder, on_progress=progress.stage
+        scenario, cell.server, run_id=running.id, cell_id=cell.id, run_folder=running.folder, on_progress=tell
     ) as endpoint:
         yield endpoint
 
 
-def _mixed(
-    experiment: Experiment, run_id: str, cells: list[Cell], endpoint: Endpoint, folder: Path, progress: Progress
-) -> list[CellRun]:
+def _mixed(running: Running, cells: list[Cell], endpoint: Endpoint) -> list[CellRun]:
     """Run the parts of a mix at once, each with a load generator of its own.
 
     Most often there is just one cell, or the stages of a load, which share one.
     """
     if mix_of(cells[0].load) is None:
-        return _cell(experiment, run_id, cells, endpoint, folder, progress, endpoint.check_alive)
+        return _cell(running, cells, endpoint, endpoint.check_alive)
     ended = threading.Event()
     asking = threading.Lock()
 
@@ -267,58 +147,45 @@ def _mixed(
         with asking:
             return "the load was ended with the others of its mix" if ended.is_set() else endpoint.check_alive()
 
-    def part(cell: Cell, show: Progress | None) -> list[CellRun]:
+    def part(cell: Cell) -> list[CellRun]:
         others = [other for other in cells if other is not cell]
         try:
-            return _cell(experiment, run_id, [cell], endpoint, folder, show, alive, beside=others)
+            return _cell(running, [cell], endpoint, alive, beside=others, shown=cell is cells[0])
         finally:
-            warm_sign(_tickets_path(folder.resolve(), cell)).touch()  # nobody waits for one that has ended
+            warm_sign(running.tickets_path(cell.id)).touch()  # nobody waits for one that has ended
 
     with ThreadPoolExecutor(len(cells)) as pool:
-        shown: list[Progress | None] = [progress, *([None] * (len(cells) - 1))]
-        running = [pool.submit(part, cell, show) for cell, show in zip(cells, shown, strict=True)]
+        parts = [pool.submit(part, cell) for cell in cells]
         try:
-            return [cell_run for future in running for cell_run in future.result()]
+            return [cell_run for future in parts for cell_run in future.result()]
         except BaseException:
             ended.set()  # their load generators are stopped, and what they sent is recorded
             raise
 
 
 def _cell(
-    experiment: Experiment,
-    run_id: str,
+    running: Running,
     cells: list[Cell],
     endpoint: Endpoint,
-    folder: Path,
-    progress: Progress | None,
     alive: Callable[[], str | None],
+    *,
     beside: Sequence[Cell] = (),
+    shown: bool = True,
 ) -> list[CellRun]:
     """Load one cell's server, or those of a load's stages one after the other, and say what happened.
 
-    `beside`: the other parts of its mix.
+    `beside`: the other parts of its mix, of which one is shown.
     """
-    cell = cells[0]
-    words = counted_words(experiment, run_id, cell.server, endpoint, _api_key(experiment.scenario))
-    served, whole = endpoint.served_by, folder.resolve()
-    jobs = [make_job(experiment, each, whole, served, salt_words(run_id, each.id, words), words) for each in cells]
-    job = msgspec.structs.replace(jobs[0], then=jobs[1:], beside=[_tickets_path(whole, other) for other in beside])
-    job_path = folder.resolve() / "jobs" / f"{cell.id}.json"
-    write_job(job, job_path)
-    log_path = folder / "logs" / f"{cell.id}.locust.log"
-    start = generator(experiment, run_id, job, job_path, endpoint, log_path)
-    interval_s = experiment.scenario.metrics_interval_s
-    api_key = _api_key(experiment.scenario)
-    if progress is not None:
-        progress.load(job, folder)
-    with (
-        Scraper(endpoint.metrics_source, cell.id, folder / "metrics.jsonl", interval_s, api_key=api_key) as scraper,
-        Sampler(source_of(endpoint), cell.id, folder / "telemetry.jsonl") as sampler,
-    ):
-        count: Callable[[Count], None] = _unseen if progress is None else progress.count
+    jobs = [make_job(running, each, endpoint) for each in cells]
+    job = msgspec.structs.replace(jobs[0], then=jobs[1:], beside=[running.tickets_path(other.id) for other in beside])
+    start = generator(running, job, endpoint)
+    if shown:
+        running.progress.load(job, running.folder)
+    with watched(running, job, endpoint, running.scenario.metrics_interval_s) as watchers:
+        count: Callable[[Count], None] = running.progress.count if shown else _unseen
         if len(jobs) > 1:
-            count = _by_stage(cells, jobs, folder, progress, (scraper, sampler))
-        driven = drive(start, job, log_path=log_path, alive=alive, progress=count)
+            count = _by_stage(running, cells, jobs, watchers)
+        driven = drive(start, job, log_path=running.log_path(job.cell), alive=alive, progress=count)
     problems = [*driven.problems, *_died_unnoticed(endpoint, driven), *endpoint.evidence(), *endpoint.problems()]
     return [
         CellRun(
@@ -341,13 +208,7 @@ def _died_unnoticed(endpoint: Endpoint, driven: Driven) -> list[str]:
     return [] if dead is None or any(DIED in problem for problem in driven.problems) else [f"{DIED}: {dead}"]
 
 
-def _by_stage(
-    cells: list[Cell],
-    jobs: list[Job],
-    folder: Path,
-    progress: Progress | None,
-    watchers: tuple[Scraper, Sampler],
-) -> Callable[[Count], None]:
+def _by_stage(running: Running, cells: list[Cell], jobs: list[Job], watchers: Watchers) -> Callable[[Count], None]:
     """Takes the counts of a load with stages: what is read and shown is that of the stage which has begun last."""
     now = 0
 
@@ -358,10 +219,8 @@ def _by_stage(
             now = begun[-1]
             for watcher in watchers:
                 watcher.cell = cells[now].id
-            if progress is not None:
-                progress.next_stage(cells[now], jobs[now], folder)
-        if progress is not None:
-            progress.count(count)
+            running.progress.next_stage(cells[now], jobs[now], running.folder)
+        running.progress.count(count)
 
     return count
 
@@ -375,70 +234,65 @@ def _unseen(count: Count) -> None:
     """Of the parts of a mix one is shown."""
 
 
-def _offline(experiment: Experiment, run_id: str, cell: Cell, folder: Path, progress: Progress) -> CellRun:
+def _offline(running: Running, cell: Cell) -> CellRun:
     """A cell without a server and without a load generator: all its requests at once through vLLM's offline engine."""
-    words = counted_words(experiment, run_id, cell.server, None, None)
-    salt = salt_words(run_id, cell.id, words)
-    job = make_job(experiment, cell, folder.resolve(), None, salt, words)
+    job = make_job(running, cell, None)
     if job.warmup.until is not None:  # nothing is in flight before and after what it is given at once
         job = msgspec.structs.replace(job, warmup=Warmup(requests=wave_of(job.load)))
-    write_job(job, folder.resolve() / "jobs" / f"{cell.id}.json")
-    return offline_cell(experiment.scenario, cell, job, run_id=run_id, folder=folder, say=progress.stage)
+    write_job(job, running.job_path(job.cell))
+    return offline_cell(running, cell, job)
 
 
-def _api_key(scenario: Scenario) -> str | None:
-    return os.environ.get(scenario.api_key_env) if scenario.api_key_env else None
+@contextlib.contextmanager
+def watched(running: Running, job: Job, endpoint: Endpoint, interval_s: float) -> Iterator[Watchers]:
+    """While a load goes on: its server's metrics and its machine's telemetry are written."""
+    folder, source = running.folder, endpoint.metrics_source
+    with (
+        Scraper(source, job.cell, folder / "metrics.jsonl", interval_s, api_key=running.api_key) as scraper,
+        Sampler(source_of(endpoint), job.cell, folder / "telemetry.jsonl") as sampler,
+    ):
+        yield scraper, sampler
 
 
-def generator(
-    experiment: Experiment,
-    run_id: str,
-    job: Job,
-    job_path: Path,
-    endpoint: Endpoint,
-    log_path: Path,
-    ui: tuple[str, int] | None = None,
-) -> Callable[[], Child]:
-    """How to start the load generator of a cell, as the scenario wants it: a process or a container."""
-    locustfile = locustfile_of(job.load, experiment.folder, paths.LOCUSTFILES)
-    if experiment.scenario.generator == "container":
+def generator(running: Running, job: Job, endpoint: Endpoint, ui: tuple[str, int] | None = None) -> Callable[[], Child]:
+    """Write the job of a cell. How to start its load generator, as the scenario wants it: a process or a container."""
+    job_path, log_path = running.job_path(job.cell), running.log_path(job.cell)
+    write_job(job, job_path)
+    locustfile = locustfile_of(job.load, running.experiment.folder, paths.LOCUSTFILES)
+    if running.scenario.generator == "container":
         arguments = locust_arguments(job, job_path, locustfile, endpoint.network_url or endpoint.url)
         return lambda: ContainerChild(
-            run_id, job, arguments, [locustfile], endpoint.network, log_path, endpoint.secrets
+            running.id, job, arguments, [locustfile], endpoint.network, log_path, endpoint.secrets
         )
     command = [sys.executable, "-m", "locust", *locust_arguments(job, job_path, locustfile, endpoint.url, ui)]
     return lambda: LocalChild(command, log_path, endpoint.secrets)
 
 
-def make_job(
-    experiment: Experiment, cell: Cell, folder: Path, served: ServedBy | None, salt: str, words: Sequence[str] = ()
-) -> Job:
-    """The job of a cell. `folder`: the run directory as the load processes see it; `served`: None without a server."""
-    scenario = experiment.scenario
-    prompts, trace = scenario.prompts, scenario.loads[cell.load].trace
+def make_job(running: Running, cell: Cell, endpoint: Endpoint | None) -> Job:
+    """The job of a cell; without an endpoint there is no server. Raises HarnessError, ServerError."""
+    scenario, beside = running.scenario, running.experiment.folder
+    served = None if endpoint is None else endpoint.served_by
+    words = counted_words(running.experiment, running.id, cell.server, endpoint, running.api_key)
+    load, prompts = scenario.loads[cell.load], scenario.prompts
     return Job(
-        run=folder.name[-4:],  # the random part of its id
+        run=running.id[-4:],  # the random part
         cell=cell.id,
         load_name=cell.load,
-        load=scenario.loads[cell.load],
+        load=load,
         model=(served and served.model) or scenario.model,
         prompts=prompts,
-        prompt_file=str(experiment.folder / prompts.file) if prompts.file else None,
-        trace_file=str((experiment.folder / trace.file).resolve()) if trace is not None else None,
-        prompt_lengths=list(pairs_of(prompts.tokens, experiment.folder)),
-        output_lengths=list(pairs_of(scenario.loads[cell.load].output_tokens, experiment.folder)),
+        prompt_file=str(beside / prompts.file) if prompts.file else None,
+        trace_file=str((beside / load.trace.file).resolve()) if load.trace is not None else None,
+        prompt_lengths=list(pairs_of(prompts.tokens, beside)),
+        output_lengths=list(pairs_of(load.output_tokens, beside)),
         words=list(words),
         seed=scenario.seed,
-        salt=salt if prompts.salt else None,
-        warmup=warmup_of(scenario, scenario.loads[cell.load]),
+        salt=salt_words(running.id, cell.id, words) if prompts.salt else None,
+        warmup=warmup_of(scenario, load),
         api_key_env=scenario.api_key_env,
         simulated=served is not None and served.simulated,
-        requests_path=str(folder / "requests.jsonl"),
-        processes_path=str(folder / "processes.jsonl"),
-        tickets_path=_tickets_path(folder, cell),
-        workers=experiment.workers,
+        requests_path=str(running.folder.resolve() / "requests.jsonl"),
+        processes_path=str(running.folder.resolve() / "processes.jsonl"),
+        tickets_path=running.tickets_path(cell.id),
+        workers=running.experiment.workers,
     )
-
-
-def _tickets_path(folder: Path, cell: Cell) -> str:
-    return str(folder / "jobs" / f"{cell.id}.tickets")

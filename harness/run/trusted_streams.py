@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from harness import __version__, paths
 from harness.scenario.scenario import Scenario, at_once
+from harness.units import count
 
 
 class Trusted(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -42,7 +43,7 @@ def notes(scenario: Scenario) -> list[str]:
     for name, load in scenario.loads.items():
         known, most = _read(load.processes), at_once(load)
         if known is not None and load.stream and most > known.streams:
-            one = "1 load process" if load.processes == 1 else f"{load.processes} load processes"
+            one = count(load.processes, "load process", "load processes")
             found.append(
                 f"note: load '{name}' has up to {most:,} streams at once, and {one} of this machine can be trusted for "
                 f"{known.streams:,} (`harness calibrate`, {known.date}); use more 'processes' or machines (--workers)"

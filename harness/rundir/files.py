@@ -1,15 +1,36 @@
-"""How files of results are written: JSON that a person can read, too, and each file replaced in one step."""
+"""How files of results are written and read: JSON that a person can read, too, and each replaced in one step."""
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+
+from harness.errors import HarnessError
+
+T = TypeVar("T")
 
 
 def pretty_json(value: Any) -> bytes:
     """Indented, and with the end of its last line."""
     return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
+
+
+def read_json(path: Path, kind: type[T], newest: int | None = None, advice: str = "") -> T:
+    """The one value in a file. Raises OSError; HarnessError for a damaged file, or a format later than the `newest`."""
+    raw = path.read_bytes()
+    try:
+        head = None if newest is None else msgspec.json.decode(raw)
+        version = head.get("format_version") if isinstance(head, dict) else None
+        if newest is not None and isinstance(version, int) and version > newest:
+            raise HarnessError(
+                f"{path}: format {version} was written by a newer harness; this one reads up to {newest}",
+                next_step="Update the harness.",
+            )
+        return msgspec.json.decode(raw, type=kind)
+    except msgspec.DecodeError as error:
+        step = f"The file was changed or damaged{advice}."
+        raise HarnessError(f"{path}: cannot be read ({error})", next_step=step) from None
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 from msgspec import Struct
 
 from harness.errors import HarnessError
-from harness.rundir.files import pretty_json, replace_file
+from harness.rundir.files import pretty_json, read_json, replace_file
 from harness.rundir.records import FORMAT_VERSION
 from harness.scenario.scenario import Scenario
 from harness.workers import Workers
@@ -196,21 +195,9 @@ def write_run(folder: Path, run: Run) -> None:
 
 def read_run(folder: Path) -> Run:
     """The manifest of a run directory. Raises HarnessError that says what is wrong with it."""
-    path = folder / "run.json"
     try:
-        raw = path.read_bytes()
+        return read_json(folder / "run.json", Run, FORMAT_VERSION)
     except OSError:
         raise HarnessError(
             f"{folder}: not a run directory (it has no run.json)", next_step="`harness runs` lists the runs."
         ) from None
-    try:
-        head = msgspec.json.decode(raw)
-        version = head.get("format_version") if isinstance(head, dict) else None
-        if isinstance(version, int) and version > FORMAT_VERSION:
-            raise HarnessError(
-                f"{path}: format {version} was written by a newer harness; this one reads up to {FORMAT_VERSION}",
-                next_step="Update the harness.",
-            )
-        return msgspec.json.decode(raw, type=Run)
-    except msgspec.DecodeError as error:
-        raise HarnessError(f"{path}: cannot be read ({error})", next_step="The file was changed or damaged.") from None

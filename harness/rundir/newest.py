@@ -1,8 +1,13 @@
-"""The newest lines of files that grow: what a person sees while a run goes on."""
+"""The newest of files that grow: what a person sees while a run goes on."""
 
 import os
+import time
 from pathlib import Path
+from typing import Any
 
+import msgspec
+
+_FRESH_S = 6.0  # an older sample says nothing of now
 _MOST_BYTES = 4_000_000  # of one look; with more than that, the oldest are left out
 
 
@@ -34,3 +39,29 @@ class Tail:
         self._torn = rest
         found = whole.split(b"\n") if end else []
         return found[1:] if skipped > 0 else found
+
+
+class Samples:
+    """What is sampled of a server or its machine from now on, as metrics.jsonl and telemetry.jsonl have it."""
+
+    def __init__(self, path: Path, cell: str | None = None) -> None:
+        """`cell`: only its own; None: all."""
+        self.newest: dict[str, Any] | None = None  # None: there was none lately
+        self._tail = Tail(path, from_end=True)
+        self._cell = cell
+
+    def look(self) -> list[dict[str, Any]]:
+        """Those that came since the last look: a few short lines, so it takes well below a millisecond."""
+        came = [sample for line in self._tail.lines() if (sample := self._decoded(line)) is not None]
+        self.newest = came[-1] if came else self.newest
+        if self.newest is not None and time.time() - self.newest["wall_s"] > _FRESH_S:
+            self.newest = None
+        return came
+
+    def _decoded(self, line: bytes) -> dict[str, Any] | None:
+        try:
+            sample = msgspec.json.decode(line)
+        except msgspec.DecodeError:
+            return None
+        known = isinstance(sample, dict) and isinstance(sample.get("wall_s"), float)
+        return sample if known and self._cell in (None, sample.get("cell")) else None

@@ -6,8 +6,9 @@ from pathlib import Path
 import msgspec
 
 from harness.errors import HarnessError
+from harness.rundir.files import read_json
 from harness.rundir.manifest import Origin, RowOrigin, Run
-from harness.summary import Distribution, Numbers, Row
+from harness.summary import NO_SAMPLE, Distribution, Numbers, Row
 
 NUMBERS_FILE = "numbers.json"  # numbers of cells that have no records
 OTHERWISE = "†"  # beside a number of a row that means something else than in the first row; a note says what
@@ -64,22 +65,14 @@ def unlike_rows(row: Row, other: Row, fields: Sequence[str]) -> str | None:
     for field in fields:
         one, two = (found.definitions.get(field, DEFINITIONS[field]) for found in (row, other))
         if one != two:
-            return (
-                f"the definitions of '{field}' differ, so there is no ratio. {row.server} / {row.load}: {one}. "
-                f"{other.server} / {other.load}: {two}"
-            )
+            return f"the definitions of '{field}' differ, so there is no ratio. {row.name}: {one}. {other.name}: {two}"
     return None
 
 
 def given_numbers(folder: Path, run: Run) -> dict[str, Numbers]:
     """The numbers of cells whose tool gave no records. Raises HarnessError for a damaged file."""
     path = folder / NUMBERS_FILE
-    if run.origin is None or not path.exists():
-        return {}
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Numbers])
-    except msgspec.DecodeError as error:
-        raise HarnessError(f"{path}: cannot be read ({error})", next_step="The file was changed or damaged.") from None
+    return {} if run.origin is None or not path.exists() else read_json(path, dict[str, Numbers])
 
 
 def known(numbers: Numbers, origin: Origin | None) -> Numbers:
@@ -87,8 +80,7 @@ def known(numbers: Numbers, origin: Origin | None) -> Numbers:
     if origin is None:
         return numbers
     blank: dict[str, Distribution | None] = {
-        field: Distribution(n=0) if isinstance(getattr(numbers, field), Distribution) else None
-        for field in origin.missing
+        field: NO_SAMPLE if isinstance(getattr(numbers, field), Distribution) else None for field in origin.missing
     }
     return msgspec.structs.replace(numbers, **blank)
 

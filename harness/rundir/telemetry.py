@@ -5,8 +5,9 @@ Samples are taken by `harness.machine.telemetry`. What was not read, or could no
 
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -86,17 +87,14 @@ def machine_load(samples: Sequence[TelemetrySample], window: Span | None, tokens
     mine = [gpus[name] for name in names if name in used]
     energy = _total([gpu.energy_j for gpu in mine])
     times = [window[0], *(one.wall_s for one in inside), window[1]]
-    host = [one.host for one in inside if one.host is not None]
-    container = [one.container for one in inside if one.container is not None]
+    host, container = _known(inside, "host"), _known(inside, "container")
     return MachineLoad(
         samples=len(inside),
         gap_most_s=max(after - before for before, after in itertools.pairwise(times)),
-        took_most_s=max((one.took_s for one in inside if one.took_s is not None), default=None),
+        took_most_s=max(_known(inside, "took_s"), default=None),
         gpus=gpus,
-        busy_mean_percent=_mean([gpu.busy_mean_percent for gpu in mine if gpu.busy_mean_percent is not None]),
-        busy_most_percent=max(
-            (gpu.busy_most_percent for gpu in mine if gpu.busy_most_percent is not None), default=None
-        ),
+        busy_mean_percent=_mean(_known(mine, "busy_mean_percent")),
+        busy_most_percent=max(_known(mine, "busy_most_percent"), default=None),
         memory_most_bytes=max((m for one in inside if (m := _memory(one, used)) is not None), default=None),
         power_mean_w=_total([gpu.power_mean_w for gpu in mine]),
         power_most_w=max((power for one in inside if (power := _power(one, used)) is not None), default=None),
@@ -105,16 +103,12 @@ def machine_load(samples: Sequence[TelemetrySample], window: Span | None, tokens
         energy_per_token_j=energy / tokens if energy is not None and tokens else None,
         counted_energy_j=_total([gpu.counted_energy_j for gpu in mine]),
         temperature_most_c=max((t for gpu in mine for t in gpu.temperatures_most_c.values()), default=None),
-        heat_s=max((gpu.heat_s for gpu in mine if gpu.heat_s is not None), default=None),
-        limited_s=max((gpu.limited_s for gpu in mine if gpu.limited_s is not None), default=None),
-        host_cpu_mean=_mean([one.cpu_busy for one in host if one.cpu_busy is not None]),
-        host_memory_least_bytes=min(
-            (one.memory_available_bytes for one in host if one.memory_available_bytes is not None), default=None
-        ),
-        container_cpu_mean_cores=_mean([one.cpu_cores for one in container if one.cpu_cores is not None]),
-        container_memory_most_bytes=max(
-            (one.memory_bytes for one in container if one.memory_bytes is not None), default=None
-        ),
+        heat_s=max(_known(mine, "heat_s"), default=None),
+        limited_s=max(_known(mine, "limited_s"), default=None),
+        host_cpu_mean=_mean(_known(host, "cpu_busy")),
+        host_memory_least_bytes=min(_known(host, "memory_available_bytes"), default=None),
+        container_cpu_mean_cores=_mean(_known(container, "cpu_cores")),
+        container_memory_most_bytes=max(_known(container, "memory_bytes"), default=None),
     )
 
 
@@ -139,7 +133,7 @@ def serving(samples: Sequence[TelemetrySample]) -> set[str]:
     busy = {
         name: statistics.fmean(known)
         for name in names
-        if (known := [b for one in samples if name in one.gpus and (b := one.gpus[name].busy_percent) is not None])
+        if (known := _known([one.gpus[name] for one in samples if name in one.gpus], "busy_percent"))
     }
     if not busy:
         return names
@@ -150,26 +144,20 @@ def _gpu(
     samples: Sequence[TelemetrySample], inside: Sequence[TelemetrySample], window: Span, name: str, used: bool
 ) -> GpuLoad:
     seen = [one.gpus[name] for one in inside if name in one.gpus]
-
-    def known(value: Callable[[GpuSample], float | None]) -> list[float]:
-        return [found for gpu in seen if (found := value(gpu)) is not None]
-
-    busy, power = known(lambda gpu: gpu.busy_percent), known(lambda gpu: gpu.power_w)
-    clocks = known(lambda gpu: gpu.clock_mhz)
-    vram, gtt = known(lambda gpu: gpu.vram_used_bytes), known(lambda gpu: gpu.gtt_used_bytes)
+    busy, power, clocks = (_known(seen, field) for field in ("busy_percent", "power_w", "clock_mhz"))
     labels = list(dict.fromkeys(label for gpu in seen for label in gpu.temperatures_c))
     return GpuLoad(
         used=used,
         busy_mean_percent=_mean(busy),
         busy_most_percent=max(busy, default=None),
-        memory_busy_mean_percent=_mean(known(lambda gpu: gpu.memory_busy_percent)),
-        vram_most_bytes=int(max(vram)) if vram else None,
-        gtt_most_bytes=int(max(gtt)) if gtt else None,
+        memory_busy_mean_percent=_mean(_known(seen, "memory_busy_percent")),
+        vram_most_bytes=max(_known(seen, "vram_used_bytes"), default=None),
+        gtt_most_bytes=max(_known(seen, "gtt_used_bytes"), default=None),
         power_mean_w=_mean(power),
         power_most_w=max(power, default=None),
         package=any(gpu.package for gpu in seen),
-        energy_j=integral(_series(samples, name, lambda gpu: gpu.power_w), window),
-        counted_energy_j=_counted(_series(samples, name, lambda gpu: gpu.energy_j), window),
+        energy_j=integral(_series(samples, name, "power_w"), window),
+        counted_energy_j=_counted(_series(samples, name, "energy_j"), window),
         temperatures_most_c={
             label: max(gpu.temperatures_c[label] for gpu in seen if label in gpu.temperatures_c) for label in labels
         },
@@ -229,8 +217,13 @@ def _at(series: Series, when: float) -> float:
     return before[1] + (after[1] - before[1]) * (when - before[0]) / (after[0] - before[0])
 
 
-def _series(samples: Sequence[TelemetrySample], name: str, value: Callable[[GpuSample], float | None]) -> Series:
-    return [(one.wall_s, v) for one in samples if name in one.gpus and (v := value(one.gpus[name])) is not None]
+def _known(seen: Iterable[msgspec.Struct], field: str) -> list[Any]:
+    """What is known of a field of several."""
+    return [value for one in seen if (value := getattr(one, field)) is not None]
+
+
+def _series(samples: Sequence[TelemetrySample], name: str, field: str) -> Series:
+    return [(one.wall_s, value) for one in samples if name in one.gpus for value in _known([one.gpus[name]], field)]
 
 
 def _memory(sample: TelemetrySample, names: set[str]) -> int | None:

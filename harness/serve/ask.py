@@ -4,6 +4,7 @@ import re
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urljoin
 
@@ -21,6 +22,7 @@ RETRY_S = 10.0  # one broken answer is no reason to give up a server
 RETRY_EVERY_S = 0.5
 
 T = TypeVar("T")
+Post = Callable[[str, dict[str, Any]], requests.Response]  # to an address, a body
 BROKE = "the connection broke"
 _DISTRUST = re.compile(r"certificate verify failed: ([^(]*)")
 
@@ -39,17 +41,33 @@ def attach(
     """
     base = base_url(url)
     with open_session(api_key) as session:
-        served = patiently(lambda: find_model(base, model, session, key_name))
-
-        def answer() -> str | None:
-            response = _post(session, base + "/v1/chat/completions", one_token(served), timeout_s)
-            check_answer(response, base, key_name)
-            return response.headers.get("x-litellm-version")  # a proxy tells it with its answers alone
-
-        told = patiently(answer)
+        served, told = first_answer(base, model, session, partial(_post, session, timeout_s), key_name)
         version = server_version(base, session) or _ollama_version(base, session) or told
         simulated = version is not None and "simulated" in version
     return ServedBy(url=base, simulated=simulated, version=version, model=served)
+
+
+def first_answer(
+    base: str,
+    model: str | None,
+    session: requests.Session,
+    post: Post,
+    key_name: str | None,
+    until: float | None = None,
+) -> tuple[str, str | None]:
+    """The id under which the server has answered for `model`, and the version that a proxy tells with answers alone.
+
+    Raises ServerError in words for what is in the way.
+    """
+    served = patiently(lambda: find_model(base, model, session, key_name), until)
+    body = {"model": served, "messages": [{"role": "user", "content": "Say yes."}], "max_tokens": 1, "stream": False}
+
+    def answer() -> str | None:
+        response = post(base + "/v1/chat/completions", body)
+        check_answer(response, base, key_name)
+        return response.headers.get("x-litellm-version")
+
+    return served, patiently(answer, until)
 
 
 def patiently(attempt: Callable[[], T], until: float | None = None) -> T:
@@ -132,10 +150,6 @@ def listens(host: str, port: int) -> bool:
     return True
 
 
-def one_token(model: str) -> dict[str, Any]:
-    return {"model": model, "messages": [{"role": "user", "content": "Say yes."}], "max_tokens": 1, "stream": False}
-
-
 def _get(session: requests.Session, url: str) -> requests.Response:
     try:
         return session.get(url, timeout=2 * PROBE_TIMEOUT_S, allow_redirects=False)
@@ -146,7 +160,7 @@ def _get(session: requests.Session, url: str) -> requests.Response:
         ) from None
 
 
-def _post(session: requests.Session, url: str, body: dict[str, Any], timeout_s: float) -> requests.Response:
+def _post(session: requests.Session, timeout_s: float, url: str, body: dict[str, Any]) -> requests.Response:
     try:
         return session.post(url, json=body, timeout=timeout_s, allow_redirects=False)
     except requests.RequestException as error:

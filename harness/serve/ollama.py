@@ -9,6 +9,7 @@ import requests
 
 from harness.errors import ServerError
 from harness.serve.ask import PROBE_TIMEOUT_S, message, reason
+from harness.serve.docker.images import amount
 
 SAY_EVERY_S = 0.5
 
@@ -86,16 +87,9 @@ def _follow(response: requests.Response, model: str, deadline: float, say: Calla
             layers[event["digest"]] = (int(event.get("completed") or 0), int(event["total"]))
         if time.monotonic() - said > SAY_EVERY_S:
             said = time.monotonic()
-            say(f"pulling {model} into Ollama: {_amount(layers) or status}")
+            say(f"pulling {model} into Ollama: {amount(layers) if layers else status}")
     if status != "success":
         raise _cannot_pull(model, f"the answer ended with '{status}'")
-
-
-def _amount(layers: dict[str, tuple[int, int]]) -> str:
-    if not layers:
-        return ""
-    got, total = (sum(layer[i] for layer in layers.values()) / 1e9 for i in (0, 1))
-    return f"{got:.2f} of {total:.2f} GB"
 
 
 def _cannot_pull(model: str, why: str) -> ServerError:

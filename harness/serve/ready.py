@@ -2,29 +2,19 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import requests
 from msgspec import Struct
 
 from harness.errors import ServerError
-from harness.failures.explain import State, explain
+from harness.failures.explain import explain
 from harness.rundir.manifest import Phase
 from harness.serve import localai, ollama
-from harness.serve.ask import (
-    PROBE_TIMEOUT_S,
-    check_answer,
-    find_model,
-    message,
-    no_answer,
-    one_token,
-    patiently,
-    reason,
-    refuse_no_api,
-    server_version,
-)
+from harness.serve.ask import PROBE_TIMEOUT_S, first_answer, message, no_answer, reason, refuse_no_api, server_version
 from harness.serve.compose.compose import Fetch, Serving
-from harness.serve.docker.containers import evidence_in
+from harness.serve.docker.containers import advice, evidence_in
 from harness.serve.lemonade.api import Api
 from harness.serve.lemonade.bring_up import BroughtUp, bring_up
 from harness.serve.waiting import POLL_S, Waiting, watched
@@ -68,6 +58,7 @@ def wait_ready(
 
     with open_session(api_key) as session:
         deadline = began + waiting.timeout_s
+        post = partial(_patient_post, waiting, deadline, api_key)
         _poll(session, url + serving.health, deadline, waiting, key_name, accept=lambda status: True)
         done("port open")
         _poll(session, url + serving.health, deadline, waiting, key_name, accept=lambda status: status == 200)
@@ -82,21 +73,12 @@ def wait_ready(
             mark += sum(phase.seconds for phase in brought_up.phases)
             model = brought_up.model
         if serving.load is not None:
-            call = serving.load
-            loaded = _patient_post(url + call.path, call.body, deadline, waiting, api_key)
+            loaded = post(url + serving.load.path, serving.load.body)
             if loaded.status_code != 200:
                 raise _not_loaded(loaded, model, waiting)
             done("load")
         try:
-            served = patiently(lambda: find_model(url, model, session, key_name), deadline)
-
-            def answer() -> str | None:
-                body = one_token(served)
-                response = _patient_post(url + "/v1/chat/completions", body, deadline, waiting, api_key)
-                check_answer(response, url, key_name)
-                return response.headers.get("x-litellm-version")  # a proxy tells it with its answers alone
-
-            told = patiently(answer, deadline)
+            served, told = first_answer(url, model, session, post, key_name, deadline)
         except ServerError as error:
             raise waiting.dead() or error from None
         done("first answer")
@@ -162,16 +144,13 @@ def _not_ready(url: str, seen: str, waiting: Waiting) -> ServerError:
 
 def _not_loaded(response: requests.Response, model: str, waiting: Waiting) -> ServerError:
     said = message(response)
-    failure = explain(waiting.log.path, State(error=said))
-    return ServerError(
-        f"the server could not load '{model}': HTTP {response.status_code}: {said}",
-        next_step=f"{failure.cause}; {failure.fix}." if failure is not None else "Look at its last lines.",
-        detail=waiting.log.tail() if failure is None or failure.number is None else evidence_in(failure, waiting.log),
-    )
+    step, detail = advice(said, waiting.log)
+    what = f"the server could not load '{model}': HTTP {response.status_code}: {said}"
+    return ServerError(what, next_step=step, detail=detail)
 
 
 def _patient_post(
-    url: str, body: dict[str, Any], deadline: float, waiting: Waiting, api_key: str | None
+    waiting: Waiting, deadline: float, api_key: str | None, url: str, body: dict[str, Any]
 ) -> requests.Response:
     """POST and wait for the answer as long as the deadline allows, watching that the server lives."""
     while True:

@@ -20,8 +20,8 @@ from harness.process import sigterm_interrupts
 from harness.rundir.manifest import Phase, ServedBy
 from harness.scenario.scenario import Scenario, Server
 from harness.serve import ask
-from harness.serve.compose.compose import GATEWAY, SERVER, ComposeFile, Service, Serving, filled_in, parse
-from harness.serve.compose.document import rendered, server_of
+from harness.serve.compose.compose import GATEWAY, SERVER, ComposeFile, Service, Serving, filled_in
+from harness.serve.compose.document import written
 from harness.serve.compose.values import parse_port, parse_seconds
 from harness.serve.docker import containers, labels
 from harness.serve.docker.containers import Look
@@ -65,13 +65,9 @@ def serve(
     Writes compose/SERVER.yaml and logs/CELL.server.log into the run directory. SIGTERM ends it like Ctrl-C.
     Raises ServerError when it does not become ready, HarnessError for a template or variable that cannot be used.
     """
-    server = server_of(scenario, server_name)
-    text = rendered(server, scenario.model)
-    compose = parse(text)
+    server, compose = written(scenario, server_name, run_folder)
     if compose.serving.offline:
         raise HarnessError(f"the server '{server_name}' is an offline job, which answers nobody but `harness run`")
-    (run_folder / "compose").mkdir(parents=True, exist_ok=True)
-    (run_folder / "compose" / f"{server_name}.yaml").write_text(text, encoding="utf-8")
     log_path = run_folder / "logs" / f"{cell_id}.server.log"
     api_key = os.environ.get(scenario.api_key_env) if scenario.api_key_env else None
     started = _Start(server, compose, scenario.model, SERVER, log_path, api_key, scenario.api_key_env, on_progress)

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from harness.rundir.records import Request
+from harness.summarize.parts import add_up
 from harness.summary import Answers, Comparison, Numbers, PromptLengths, Row, median_of_known
 
 
@@ -46,8 +47,7 @@ class AnswerTally(Struct, kw_only=True):
             self.beyond[request.prompt_tokens - request.asked_prompt_tokens] += 1
 
     def merge(self, other: "AnswerTally") -> None:
-        for field in msgspec.structs.fields(AnswerTally):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+        add_up(self, other)
 
 
 def answers_of(parts: Sequence[AnswerTally]) -> Answers | None:
@@ -97,7 +97,7 @@ def input_tok_s(parts: Sequence[AnswerTally], window_s: float | None, cells: Seq
 
 def differences(rows: Sequence[Row], comparison: Comparison | None) -> list[str]:
     """What a reader of a comparison must know: of two compared rows, one has more valid or more right answers."""
-    named = {f"{row.server} / {row.load}": row.pooled.answers for row in rows}
+    named = {row.name: row.pooled.answers for row in rows}
     notes = [
         difference(verdict.side, [named.get(verdict.side)], verdict.baseline, [named.get(verdict.baseline)])
         for verdict in (comparison.verdicts if comparison is not None else [])

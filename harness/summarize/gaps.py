@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from harness.judge.stats import Array
+from harness.summarize.parts import add_up, doubles
 
 PERMILLES = {"p50": 500, "p90": 900, "p95": 950, "p99": 990}
 LEAST_SAMPLE = 16  # requests: a cell with fewer in the sample has so few gaps that all can be kept
@@ -40,7 +41,7 @@ class Kept(msgspec.Struct):
     to_low: int = 0  # values <= low
     below_high: int = 0  # values < high
     to_high: int = 0  # values <= high
-    values: "array[float]" = msgspec.field(default_factory=lambda: array("d"))
+    values: "array[float]" = msgspec.field(default_factory=doubles)
 
     def take(self, interval: Interval, gaps: Array) -> None:
         if interval == ALL:
@@ -56,11 +57,7 @@ class Kept(msgspec.Struct):
         self.values.frombytes(gaps[above & under].tobytes())
 
     def merge(self, other: "Kept") -> None:
-        self.below += other.below
-        self.to_low += other.to_low
-        self.below_high += other.below_high
-        self.to_high += other.to_high
-        self.values.extend(other.values)
+        add_up(self, other)
 
 
 class Gaps(msgspec.Struct):
@@ -71,9 +68,9 @@ class Gaps(msgspec.Struct):
     requests: int = 0  # that they come from
     least: float = math.inf
     most: float = -math.inf
-    spans_s: "array[float]" = msgspec.field(default_factory=lambda: array("d"))  # first to last chunk of each request
+    spans_s: "array[float]" = msgspec.field(default_factory=doubles)  # first to last chunk of each request
     kept: list[Kept] = []
-    _times: "array[float]" = msgspec.field(default_factory=lambda: array("d"))
+    _times: "array[float]" = msgspec.field(default_factory=doubles)
     _ends: list[int] = []
 
     def __post_init__(self) -> None:
@@ -169,7 +166,7 @@ class Sample(msgspec.Struct):
     """Some gaps of some requests, taken evenly from a file."""
 
     requests: int = 0
-    values: "array[float]" = msgspec.field(default_factory=lambda: array("d"))
+    values: "array[float]" = msgspec.field(default_factory=doubles)
 
     def add(self, chunks_s: list[float], first: int, step: int) -> None:
         """Take each `step`th gap of a request."""
@@ -179,8 +176,7 @@ class Sample(msgspec.Struct):
             self.values.frombytes(taken.tobytes())
 
     def merge(self, other: "Sample") -> None:
-        self.requests += other.requests
-        self.values.extend(other.values)
+        add_up(self, other)
 
 
 def intervals_around(samples: Sequence[Sample], widened: float) -> list[Interval]:

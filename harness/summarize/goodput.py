@@ -9,6 +9,7 @@ import msgspec
 from harness.rundir.records import Request
 from harness.scenario.check_syntax import Slo
 from harness.summarize import derive
+from harness.summarize.parts import add_up
 from harness.summary import Attained, Numbers, median_of_known
 
 _SINCE_SENT: dict[str, Callable[[Request], float | None]] = {
@@ -44,10 +45,7 @@ class SloTally(msgspec.Struct, kw_only=True):
 
     def merge(self, other: "SloTally") -> None:
         """Add those of another part of the file, which has the same sets."""
-        self.met += other.met
-        self.met_inside += other.met_inside
-        self.unknown += other.unknown
-        self.left += other.left
+        add_up(self, other, given=("sets",))
 
 
 def meets(request: Request, slos: Sequence[Slo]) -> bool | None:

@@ -15,6 +15,7 @@ from harness.rundir.records import Request
 from harness.scenario.arrivals import Schedule
 from harness.scenario.scenario import Arrivals, Load, taken_together
 from harness.summarize import derive
+from harness.summarize.parts import add_up, doubles
 from harness.summary import Kept, median_of_known
 
 _KNOWN = ("batch", "chat", "agent", "rag")  # of these it is known how many requests begin with an arrival
@@ -31,10 +32,6 @@ def kind_of(load: Load) -> Kind:
     return "bursts" if load.user == "batch" and load.in_flight is None else "closed loop"
 
 
-def _doubles() -> "array[float]":
-    return array("d")
-
-
 class ScheduleTally(msgspec.Struct, kw_only=True):
     """What was counted of one cell. Times on the cell's axis."""
 
@@ -44,8 +41,8 @@ class ScheduleTally(msgspec.Struct, kw_only=True):
     last_due_s: float | None = None
     first_sent_s: float | None = None
     last_sent_s: float | None = None
-    ttft_s: "array[float]" = msgspec.field(default_factory=_doubles)  # from schedule, of the successful
-    e2e_s: "array[float]" = msgspec.field(default_factory=_doubles)
+    ttft_s: "array[float]" = msgspec.field(default_factory=doubles)  # from schedule, of the successful
+    e2e_s: "array[float]" = msgspec.field(default_factory=doubles)
 
     def add(self, request: Request, sent_s: float) -> None:
         """Count a measured request, whatever became of it."""
@@ -54,7 +51,10 @@ class ScheduleTally(msgspec.Struct, kw_only=True):
         due_s = sent_s + request.scheduled_s
         self.sent += 1
         self.arrived += request.batch is None or request.batch == request.index
-        self._spread(due_s, due_s, sent_s, sent_s)
+        self.first_due_s = due_s if self.first_due_s is None else min(self.first_due_s, due_s)
+        self.last_due_s = due_s if self.last_due_s is None else max(self.last_due_s, due_s)
+        self.first_sent_s = sent_s if self.first_sent_s is None else min(self.first_sent_s, sent_s)
+        self.last_sent_s = sent_s if self.last_sent_s is None else max(self.last_sent_s, sent_s)
         if request.error is not None:
             return
         for kept, value in (
@@ -66,19 +66,7 @@ class ScheduleTally(msgspec.Struct, kw_only=True):
 
     def merge(self, other: "ScheduleTally") -> None:
         """Add what was counted of the same cell further on in the file."""
-        self.sent += other.sent
-        self.arrived += other.arrived
-        self._spread(other.first_due_s, other.last_due_s, other.first_sent_s, other.last_sent_s)
-        self.ttft_s.extend(other.ttft_s)
-        self.e2e_s.extend(other.e2e_s)
-
-    def _spread(
-        self, first_due_s: float | None, last_due_s: float | None, first_sent_s: float | None, last_sent_s: float | None
-    ) -> None:
-        self.first_due_s = min((v for v in (self.first_due_s, first_due_s) if v is not None), default=None)
-        self.last_due_s = max((v for v in (self.last_due_s, last_due_s) if v is not None), default=None)
-        self.first_sent_s = min((v for v in (self.first_sent_s, first_sent_s) if v is not None), default=None)
-        self.last_sent_s = max((v for v in (self.last_sent_s, last_sent_s) if v is not None), default=None)
+        add_up(self, other)
 
 
 def first_due_of(load: Load, seed: int) -> float | None:

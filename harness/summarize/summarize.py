@@ -12,7 +12,7 @@ from harness.judge import checks, server_starts
 from harness.judge.noise_floors import floor_in
 from harness.judge.verdicts import compare_rows
 from harness.rundir import origin
-from harness.rundir.files import pretty_json, replace_file
+from harness.rundir.files import pretty_json, read_json, replace_file
 from harness.rundir.manifest import CellRun, Origin, Run, read_run
 from harness.rundir.metrics import MetricsSample, read_samples, server_load
 from harness.rundir.records import ProcessMark, read_marks
@@ -137,12 +137,7 @@ def _failures(rows: list[Row], tallies: dict[str, Tally]) -> list[FailedRequests
 def read_reference(folder: Path) -> Reference | None:
     """The baseline that a run was given, if it was given one. Raises HarnessError for a damaged file."""
     path = folder / "baseline.json"
-    if not path.exists():
-        return None
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Reference)
-    except msgspec.DecodeError as error:
-        raise HarnessError(f"{path}: cannot be read ({error})", next_step="The file was changed or damaged.") from None
+    return read_json(path, Reference) if path.exists() else None
 
 
 def _allowed(reference: Reference | None, reasons: list[str]) -> Reference | None:
@@ -160,11 +155,9 @@ def read_summary(folder: Path) -> Summary:
     """summary.json as it is, such as that of a published run. Raises HarnessError that says what is wrong with it."""
     path = folder / "summary.json"
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Summary)
+        return read_json(path, Summary)
     except OSError:
         raise HarnessError(f"{path}: there is no summary", next_step=f"`harness report {folder}` makes one.") from None
-    except msgspec.DecodeError as error:
-        raise HarnessError(f"{path}: cannot be read ({error})", next_step="The file was changed or damaged.") from None
 
 
 def write_summary(folder: Path, summary: Summary) -> None:

@@ -17,6 +17,7 @@ from harness.summarize.self_check import called, client_limits, killed, more_use
 from harness.summarize.tally import Tally
 from harness.summarize.warmup import in_words
 from harness.summary import ClientLimit, MachineLoad, Numbers, ServerLoad, Warmed
+from harness.units import GIB, count, gib
 from harness.workers import Workers
 
 MOST_TOKEN_DIFFERENCE = 0.01
@@ -86,9 +87,9 @@ def of_run(run: Run, ran: int, damaged: Mapping[str, Sequence[int]], strangers: 
     for file, numbers in damaged.items():
         if numbers:
             lines = ", ".join(map(str, numbers[:5])) + (" ..." if len(numbers) > 5 else "")
-            reasons.append(f"{file}: {_count(len(numbers), 'line')} cannot be read (line {lines})")
+            reasons.append(f"{file}: {count(len(numbers), 'line')} cannot be read (line {lines})")
     reasons += [
-        f"requests.jsonl: {_count(number, 'record')} of the cell '{cell}', which is not in the plan"
+        f"requests.jsonl: {count(number, 'record')} of the cell '{cell}', which is not in the plan"
         for cell, number in sorted(strangers.items())
     ]
     return Findings(reasons, [])
@@ -102,7 +103,7 @@ def _server(ran: CellRun, load: ServerLoad) -> list[str]:
     if served.exit_code is not None and not any(DIED in problem for problem in ran.problems):
         reasons.append(f"the server died with exit code {served.exit_code}")
     if served.restarts:
-        reasons.append(f"the server was restarted {_count(served.restarts, 'time')}")
+        reasons.append(f"the server was restarted {count(served.restarts, 'time')}")
     elif load.restarted:
         reasons.append("the server was restarted: its counters began anew")
     return reasons
@@ -111,7 +112,7 @@ def _server(ran: CellRun, load: ServerLoad) -> list[str]:
 def _memory(ran: CellRun) -> list[str]:
     """Memory that somebody else held when the server was started."""
     return [
-        f"{gpu.used_bytes / 2**30:.1f} of {gpu.total_bytes / 2**30:.1f} GiB of the memory of {gpu.render_node} "
+        f"{gpu.used_bytes / GIB:.1f} of {gib(gpu.total_bytes)} of the memory of {gpu.render_node} "
         f"were in use before the server started; at most {MOST_FOREIGN_MEMORY:.0%} is allowed"
         for gpu in ran.gpu_memory_before
         if gpu.used_bytes > MOST_FOREIGN_MEMORY * gpu.total_bytes
@@ -126,7 +127,7 @@ def _processes(evidence: Evidence) -> list[str]:
     reasons = []
     planned = evidence.load.processes if evidence.workers is None else evidence.workers.total
     if len(starts) < planned:
-        reasons.append(f"{len(starts)} of {_count(planned, 'load process', 'es')} started")
+        reasons.append(f"{len(starts)} of {count(planned, 'load process', 'load processes')} started")
     if dead:
         names = ("load process {} was" if len(dead) == 1 else "load processes {} were").format(
             ", ".join(called(process, evidence.marks, evidence.workers) for process in dead)
@@ -137,10 +138,10 @@ def _processes(evidence: Evidence) -> list[str]:
         found, name = evidence.tally.by_process[process], called(process, evidence.marks, evidence.workers)
         if mark.sent is not None and mark.sent != found:
             reasons.append(
-                f"load process {name} sent {_count(mark.sent, 'request')} and the file has {_count(found, 'record')}"
+                f"load process {name} sent {count(mark.sent, 'request')} and the file has {count(found, 'record')}"
             )
         elif mark.recorded is not None and mark.recorded != found:
-            reasons.append(f"load process {name} wrote {_count(mark.recorded, 'record')} and the file has {found:,}")
+            reasons.append(f"load process {name} wrote {count(mark.recorded, 'record')} and the file has {found:,}")
     return reasons
 
 
@@ -172,13 +173,13 @@ def _work(evidence: Evidence) -> list[str]:
             f"sent: {why}"
         )
     if load.requests is not None and numbers.unfinished:
-        reasons.append(f"{_count(numbers.unfinished, 'request')} of the planned work did not finish")
+        reasons.append(f"{count(numbers.unfinished, 'request')} of the planned work did not finish")
     rate = numbers.error_rate
     if rate is not None and rate > evidence.max_error_rate:
         failures = {kind: n for kind, n in numbers.errors.items() if kind not in ("unfinished", "abandoned")}
         kinds = ", ".join(f"{kind} {number:,}" for kind, number in failures.items())
         reasons.append(
-            f"{numbers.failed:,} of {_count(numbers.sent, 'request')} failed "
+            f"{numbers.failed:,} of {count(numbers.sent, 'request')} failed "
             f"({kinds}): an error rate of {rate:.2%}, and at most {evidence.max_error_rate:.2%} is allowed"
         )
     if not numbers.succeeded:
@@ -299,42 +300,38 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> list[str]:
     notes += in_words(evidence.warmup)
     if tally.read_clock:
         notes.append(
-            f"the chunk times of {tally.read_clock:,} of {_count(numbers.succeeded, 'request')} are those of the read, "
+            f"the chunk times of {tally.read_clock:,} of {count(numbers.succeeded, 'request')} are those of the read, "
             "not of the kernel"
         )
     notes += _shared_reads(tally, numbers, limits)
     opened = numbers.connect_s
     if opened.n > max(at_once(load), MOST_OPENED * numbers.succeeded) and opened.mean is not None:
         notes.append(
-            f"{opened.n:,} of {_count(numbers.succeeded, 'request')} opened a connection of their own, which took "
+            f"{opened.n:,} of {count(numbers.succeeded, 'request')} opened a connection of their own, which took "
             f"{opened.mean * 1000:.2g} ms on average and {(opened.most or 0.0) * 1000:.2g} ms at most: no latency has "
             "it, wall time and rates do"
         )
     if tally.resent:
-        notes.append(f"{_count(tally.resent, 'request')} went out twice: the kept connection had just been closed")
+        notes.append(f"{count(tally.resent, 'request')} went out twice: the kept connection had just been closed")
     if tally.without_output_tokens and load.endpoint != "embeddings":
         notes.append(
             f"the server did not report the tokens of {tally.without_output_tokens:,} of "
-            f"{_count(numbers.succeeded, 'request')}: tok/s is not known"
+            f"{count(numbers.succeeded, 'request')}: tok/s is not known"
         )
     if numbers.reasoning_tokens and numbers.output_tokens:
         share = numbers.reasoning_tokens / numbers.output_tokens
         notes.append(f"{share:.0%} of the {numbers.output_tokens:,} output tokens were reasoning")
     if numbers.tool_calls is not None:
         notes.append(
-            f"{_count(numbers.succeeded, 'answer')} held {_count(numbers.tool_calls, 'tool call')}, "
+            f"{count(numbers.succeeded, 'answer')} held {count(numbers.tool_calls, 'tool call')}, "
             f"{numbers.tool_calls_valid:,} of them valid; steps without one went on as planned"
         )
     if numbers.abandoned:
         left = "was abandoned by its user" if numbers.abandoned == 1 else "were abandoned by their users"
-        notes.append(f"{_count(numbers.abandoned, 'request')} {left}: no latency has them")
+        notes.append(f"{count(numbers.abandoned, 'request')} {left}: no latency has them")
     if load.requests is None and numbers.unfinished:
         notes.append(
-            f"{_count(numbers.unfinished, 'request')} did not finish within drain_s ({load.drain_s:g} s) "
+            f"{count(numbers.unfinished, 'request')} did not finish within drain_s ({load.drain_s:g} s) "
             "after the end: latencies lack the longest"
         )
     return notes
-
-
-def _count(number: int, one: str, plural: str = "s") -> str:
-    return f"{number:,} {one if number == 1 else one + plural}"

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from harness.rundir.records import ProcessMark
 from harness.summarize.tally import Tally
 from harness.summary import Warmed
+from harness.units import count
 
 
 def warmed(counted: Tally, marks: Iterable[ProcessMark], first_due_s: float | None = None) -> Warmed | None:
@@ -28,7 +29,7 @@ def in_words(warm: Warmed | None) -> list[str]:
     if warm is None or warm.steady is None:
         return []
     took = "its bound" if warm.seconds is None else f"{warm.seconds:.1f} s"
-    number = f"{warm.requests:,} warm-up request{'s' if warm.requests != 1 else ''}"
+    number = count(warm.requests, "warm-up request")
     if warm.steady:
         return [f"the server was steady after {took} and {number}"]
     return [

@@ -7,7 +7,7 @@ import pytest
 from harness.memory.cache import CPU_BLOCK, capacity, layout_of
 from harness.memory.model import read_model
 from harness.rundir.manifest import Run
-from harness.utilization import GIB
+from harness.units import GIB
 from tests.engines.paths import QWEN3_100M
 from tests.real.conftest import Say, Timed
 from tests.real.parts import run, vllm, write_scenario

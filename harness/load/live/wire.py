@@ -35,7 +35,10 @@ _hooks: Any = events  # they have no types
 
 
 class Live:
-    """What a process of a load with a web UI has of it: a worker its tally, a master the book, a local runner both."""
+    """What a process of a load with a web UI has of it: a worker its tally, a master the book, a local runner both.
+
+    To be made once in each, when it has its role.
+    """
 
     def __init__(
         self,
@@ -44,6 +47,8 @@ class Live:
         job: Job | None,
         problem: Callable[[Namespace], str | None],
     ) -> None:
+        """`problem` says why no test could go on or start with such values; None: it could."""
+        stats.bucket_response_time = three_digits
         self._environment = environment
         self._recorder = recorder
         self._job = job
@@ -134,17 +139,6 @@ class Live:
         given = unpacked(data.pop(_KEY, None))
         if given is not None:
             self._book.take(client_id, given)
-
-
-def attach(
-    environment: Environment, recorder: Recorder | None, job: Job | None, problem: Callable[[Namespace], str | None]
-) -> Live:
-    """To be called once in each process of a load that is not headless, when it has its role.
-
-    `problem` says why no test could go on or start with such values; None: it could.
-    """
-    stats.bucket_response_time = three_digits
-    return Live(environment, recorder, job, problem)
 
 
 def three_digits(response_time: float) -> int:

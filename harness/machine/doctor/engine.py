@@ -8,7 +8,8 @@ from pathlib import Path
 from msgspec import Struct
 
 from harness.machine.doctor.finding import Finding, Level, finding
-from harness.machine.files import gib, meminfo, text
+from harness.machine.files import meminfo, text
+from harness.units import gib
 
 GB = 10**9
 IMAGE_BYTES = (10 * GB, 40 * GB)  # below the first no ROCm image fits, above the second any of them does
@@ -122,5 +123,5 @@ def _host_shm(root: Path) -> int | None:
     match = re.search(r"(?:^|,)size=(\d+)([kmg]?)", mounts[-1])
     if match:
         return int(match[1]) * _UNITS[match[2]]
-    ram = meminfo(root, "MemTotal")
+    ram = meminfo(root / "proc/meminfo").get("MemTotal")
     return ram // 2 if ram is not None else None

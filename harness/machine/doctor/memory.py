@@ -8,13 +8,13 @@ from pathlib import Path
 from harness.machine.doctor.finding import Finding, finding
 from harness.machine.doctor.processes import orphans
 from harness.machine.facts import gpus
-from harness.machine.files import gib, meminfo, number, text
+from harness.machine.files import meminfo, number, text
 from harness.machine.gpu_choice import Card, working
 from harness.machine.holders import Holder, holders
 from harness.machine.pool import PAGE_BYTES, Pool, pools
+from harness.units import GIB, gib
 from harness.utilization import VLLM_DEFAULT, driver_reserve, safe_utilization, vllm_accepts
 
-GIB = 1 << 30
 TEMPLATE_SHARE = Decimal("0.75")  # gpu_memory_utilization of the template vllm-rocm
 _SMALL_CARVE_OUT = 8 * GIB
 _MUCH = GIB  # held by one process
@@ -143,7 +143,7 @@ def _list(shown: list[Holder]) -> str:
 
 def _sizes(root: Path, pool: Pool, card: Card) -> Iterator[Finding]:
     """Settings of an APU that give less memory than there is, or more than there is."""
-    ram, vram, stated = meminfo(root, "MemTotal"), card["vram_bytes"], card["gtt_bytes"]
+    ram, vram, stated = meminfo(root / "proc/meminfo").get("MemTotal"), card["vram_bytes"], card["gtt_bytes"]
     most = None if ram is None else _most_gib(ram)
     limit = number(root / "sys/module/ttm/parameters/pages_limit")
     gtt = stated if limit is None or stated is None else min(stated, limit * PAGE_BYTES)

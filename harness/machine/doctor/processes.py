@@ -8,8 +8,9 @@ from pathlib import Path
 from msgspec import Struct
 
 from harness.machine.doctor.finding import Finding, finding
-from harness.machine.files import gib, text
+from harness.machine.files import text
 from harness.machine.holders import holders
+from harness.units import gib
 
 # Names as the kernel keeps them, cut to 15 characters. vLLM's engine and workers are children of its server.
 _CHILDREN = re.compile(r"^VLLM::(?:EngineCor|Worker)")

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from harness.machine.doctor.finding import TOPICS, Finding, Level
 from harness.machine.facts import machine
-from harness.machine.files import gib
 from harness.machine.targets import table
+from harness.units import gib
 
 FORMAT_VERSION = 1
 _MARKS: dict[Level, tuple[str, str]] = {

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from msgspec import Struct
 
-from harness.report import words
+from harness import units
 from harness.report.charts.observed import Timeline
 from harness.report.charts.server_metrics import ServerSamples
 from harness.report.charts.telemetry import MachineSamples
@@ -39,7 +39,7 @@ def events_of(line: Timeline, cell: CellSummary | None, ran: CellRun | None) -> 
     near_s = (line.ends_s - (line.warmup_until_s or 0.0)) / MOST_ALIKE
     found += [Event(start, _queue(start, end, most)) for start, end, most in _joined(_waiting(line.server), near_s)]
     found += [Event(start, text, True, "heat") for start, text in _heat(line.machine, near_s)]
-    found += [Event(at, words.count(int(many), "preemption")) for at, many in _summed(line.server.preempted, near_s)]
+    found += [Event(at, units.count(int(many), "preemption")) for at, many in _summed(line.server.preempted, near_s)]
     return sorted(found)
 
 

@@ -5,6 +5,7 @@ See `harness.report.charts.marks` for what they share.
 
 import statistics
 
+from harness import units
 from harness.report import words
 from harness.report.charts.knee import FORMULA, Knee, in_words, knee_of
 from harness.report.charts.marks import (
@@ -196,13 +197,13 @@ def distributions(summary: Summary, observed: Observed) -> list[Chart]:
 
 
 def _curve(summary: Summary, row: Row, observed: Observed, field: str) -> Figure:
-    sample: list[float] = getattr(observed.samples.get((row.server, row.load), Sample()), field)
+    sample: list[float] = getattr(observed.samples.get(row.key, Sample()), field)
     values, shares = distribution(1000 * value for value in sample)
     hue, dash = row_style(summary, row)
     return {
         "type": "scatter",
         "mode": "lines",
-        "name": plain(f"{row.server} / {row.load}"),
+        "name": plain(row.name),
         "x": [round(value, 3) for value in values],
         "y": shares,
         "line": {"shape": "hv", "color": f"@{hue}", "dash": dash, "width": 2},
@@ -234,11 +235,11 @@ def _concurrency_axis(summary: Summary, run: Run) -> Figure:
 
 def _three(values: list[float]) -> list[str]:
     if not values:
-        return [words.NOTHING] * 3
-    return [words.significant(value) for value in (statistics.median(values), min(values), max(values))]
+        return [units.NOTHING] * 3
+    return [units.significant(value) for value in (statistics.median(values), min(values), max(values))]
 
 
 def _spread(row: Row, sample: Distribution) -> list[str]:
-    ends = [words.NOTHING if value is None else words.milliseconds(value) for value in (sample.least, sample.most)]
+    ends = [units.milliseconds(value) for value in (sample.least, sample.most)]
     middle = [words.percentile(sample, name) for name in ("p50", "p90", "p95", "p99")]
     return [row.server, row.load, f"{sample.n:,}", ends[0], *middle, ends[1]]

@@ -71,13 +71,13 @@ def other_rates(summary: Summary) -> list[Row]:
 
 def left_out(rows: Sequence[Row]) -> list[str]:
     """What a chart says of rows with other rates."""
-    names = ", ".join(f"{row.server} / {row.load}" for row in rows)
+    names = ", ".join(row.name for row in rows)
     return [f"Not drawn, since their tok/s is defined otherwise: {names}"] if rows else []
 
 
 def open_loops(summary: Summary) -> list[str]:
     """What a chart over concurrency says of open loops."""
-    names = ", ".join(f"{row.server} / {row.load}" for row in summary.rows if row.pooled.schedule is not None)
+    names = ", ".join(row.name for row in summary.rows if row.pooled.schedule is not None)
     return [f"Not drawn, since an open loop has no concurrency of its own: {names}"] if names else []
 
 
@@ -98,7 +98,7 @@ def row_keys(summary: Summary) -> list[Key]:
     for row in summary.rows:
         hue, dash = row_style(summary, row)
         glyph = tuple(GLYPHS.values())[loads(summary).index(row.load) % len(GLYPHS)]
-        keys.append(Key(name=f"{row.server} / {row.load}", colour=hue, stroke=STROKES[dash], glyph=glyph))
+        keys.append(Key(name=row.name, colour=hue, stroke=STROKES[dash], glyph=glyph))
     return keys
 
 

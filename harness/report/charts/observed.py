@@ -23,6 +23,7 @@ from harness.rundir.manifest import Run
 from harness.rundir.records import Request, read_marks
 from harness.scenario.plan import plan
 from harness.summarize import derive
+from harness.summarize.parts import add_up, doubles
 
 MOST_BINS = 240  # points of a timeline's line
 MOST_POINTS = 200  # points of a distribution's line
@@ -34,14 +35,12 @@ EXAMPLES = 3  # messages kept for each kind of error
 class Sample(Struct):
     """Latencies of one row's successful measured requests, in seconds."""
 
-    ttft_s: "array[float]" = field(default_factory=lambda: array("d"))
-    tpot_s: "array[float]" = field(default_factory=lambda: array("d"))
-    e2e_s: "array[float]" = field(default_factory=lambda: array("d"))
+    ttft_s: "array[float]" = field(default_factory=doubles)
+    tpot_s: "array[float]" = field(default_factory=doubles)
+    e2e_s: "array[float]" = field(default_factory=doubles)
 
     def merge(self, other: "Sample") -> None:
-        self.ttft_s.extend(other.ttft_s)
-        self.tpot_s.extend(other.tpot_s)
-        self.e2e_s.extend(other.e2e_s)
+        add_up(self, other)
 
 
 class Fault(Struct):

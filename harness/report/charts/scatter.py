@@ -1,6 +1,6 @@
 """Single requests over the time of sending."""
 
-from harness.report import words
+from harness import units
 from harness.report.charts.marks import GLYPHS, Chart, Figure, axis, loads, plain, row_style
 from harness.report.charts.observed import Observed
 from harness.report.charts.request_dots import MOST_DOTS, SLOWEST, Choice, Dot
@@ -17,7 +17,7 @@ _TITLES = (
 def scatters(summary: Summary, observed: Observed) -> list[Chart]:
     """TTFT and E2E of requests over the second in which they were sent, thinned for long runs."""
     each = max(30, min(MOST_DOTS, MOST_OF_ALL // max(1, len(summary.rows))))
-    choices = [observed.chosen.get((row.server, row.load), Choice()) for row in summary.rows]
+    choices = [observed.chosen.get(row.key, Choice()) for row in summary.rows]
     dots = [choice.chosen(each) for choice in choices]
     thinned = any(len(shown) < choice.count + choice.failures for shown, choice in zip(dots, choices, strict=True))
     return [_scatter(summary, dots, choices, *titles, thinned) for titles in _TITLES]
@@ -71,7 +71,7 @@ def _good(summary: Summary, row: Row, known: list[tuple[Dot, float]]) -> Figure:
     return {
         "type": "scatter",
         "mode": "markers",
-        "name": plain(f"{row.server} / {row.load}"),
+        "name": plain(row.name),
         "x": [round(dot.sent_s, 2) for dot, _ in known],
         "y": [round(value, 2) for _, value in known],
         "marker": {
@@ -88,7 +88,7 @@ def _failed(row: Row, failed: list[Dot]) -> Figure:
     return {
         "type": "scatter",
         "mode": "markers",
-        "name": plain(f"{row.server} / {row.load}"),
+        "name": plain(row.name),
         "x": [round(dot.sent_s, 2) for dot in failed],
         "y": [round(1000 * dot.took_s, 2) for dot in failed],
         "text": [dot.error for dot in failed],
@@ -104,5 +104,4 @@ def _value(dot: Dot, key: str) -> float | None:
 
 
 def _slowest(row: Row, key: str) -> str:
-    most = row.pooled.ttft_s.most if key == "dots-ttft" else row.pooled.e2e_s.most
-    return words.NOTHING if most is None else words.milliseconds(most)
+    return units.milliseconds(row.pooled.ttft_s.most if key == "dots-ttft" else row.pooled.e2e_s.most)

@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from harness import units
 from harness.judge import server_starts
-from harness.report import words
 from harness.report.charts.marks import COLOURS, Chart, colour, plain
 from harness.rundir.manifest import Run, ServedBy
 
@@ -34,7 +34,7 @@ _BY_LOG = "process to warm-up by the server’s own log; ready = what was waited
 def startup(run: Run) -> Chart:
     """How long each server took to start, phase by phase, median over its starts."""
     starts = starts_of(run)
-    order = _order([[phase.name for phase in served.phases] for served in _all(starts)])
+    order = _order(_all(starts))
     data: list[dict[str, Any]] = []
     for i, name in enumerate(order):
         having = [server for server in starts if _seconds(starts[server], name)]
@@ -106,11 +106,11 @@ def sentences(run: Run) -> list[tuple[str, str]]:
 
 def _sentence(starts: Sequence[ServedBy]) -> str:
     total = statistics.median(sum(phase.seconds for phase in served.phases) for served in starts)
-    order = _order([[phase.name for phase in served.phases] for served in starts])
+    order = _order(starts)
     medians = {name: statistics.median(_seconds(starts, name)) for name in order}
     longest = max(medians, key=lambda name: medians[name])
     told = server_starts.told(starts)
-    parts = [f"ready after {words.seconds(total)}, the most of it {longest} ({words.seconds(medians[longest])})"]
+    parts = [f"ready after {units.seconds(total)}, the most of it {longest} ({units.seconds(medians[longest])})"]
     if (cache := told.get("startup.compile_cache")) is not None:
         parts.append(f"compile cache {cache}")
     if (tokens := told.get("startup.kv_cache_tokens")) is not None:
@@ -124,10 +124,10 @@ def explained(run: Run) -> list[tuple[str, str]]:
     result = []
     starts = starts_of(run)
     for server, text in sentences(run):
-        order = _order([[phase.name for phase in served.phases] for served in starts[server]])
+        order = _order(starts[server])
         phases = ", ".join(f"{name} {statistics.median(_seconds(starts[server], name)):,.2f}" for name in order)
         result.append((f"Start of {server}", f"{text}; in seconds: {phases}"))
-    order = _order([[phase.name for phase in served.phases] for served in _all(starts)])
+    order = _order(_all(starts))
     return result + [(name, MEANS[name]) for name in order if name in MEANS]
 
 
@@ -136,35 +136,34 @@ def pairs(served: ServedBy) -> list[tuple[str, str | None]]:
     known = served.startup
     if known is None:
         return []
+    graphs, kv_cache = (_told("{:,.4g} GiB", size) for size in (known.graphs_gib, known.kv_cache_gib))
+    weights, loading_s = _told("{:,.4g} GiB", known.weights_gib), known.model_load_s or known.weights_s
     return [
-        ("Engine", " ".join(filter(None, (known.engine, known.version))) or None),
+        ("Engine", _joined(" ", known.engine, known.version)),
         ("Architecture", known.architecture),
-        ("Longest request", f"{known.max_model_len:,} tokens" if known.max_model_len is not None else None),
+        ("Longest request", _told("{:,} tokens", known.max_model_len)),
         ("Attention", known.attention_backend),
         ("Layers on a GPU", known.offloaded_layers),
-        ("Weights", _measured(known.weights_gib, "GiB", known.model_load_s or known.weights_s)),
-        ("Downloaded in", words.seconds(known.download_s) if known.download_s is not None else None),
-        ("Compiled in", _compiled(known.compile_s, known.compile_cache)),
-        ("Graphs", _measured(known.graphs_gib, "GiB", known.graphs_s)),
-        ("KV cache", _cache(known.kv_cache_tokens, known.kv_cache_gib)),
-        ("Requests that it holds", f"{known.max_concurrency:,.4g}" if known.max_concurrency is not None else None),
+        ("Weights", _joined(" in ", weights, _took(loading_s))),
+        ("Downloaded in", _took(known.download_s)),
+        ("Compiled in", _joined(", ", _took(known.compile_s), _told("{} cache", known.compile_cache))),
+        ("Graphs", _joined(" in ", graphs, _took(known.graphs_s))),
+        ("KV cache", _joined(", ", _told("{:,} tokens", known.kv_cache_tokens), kv_cache)),
+        ("Requests that it holds", _told("{:,.4g}", known.max_concurrency)),
         ("ROCm of the image", served.contents.rocm if served.contents is not None else None),
     ]
 
 
-def _measured(amount: float | None, unit: str, seconds: float | None) -> str | None:
-    texts = [f"{amount:,.4g} {unit}"] if amount is not None else []
-    return " in ".join(texts + ([words.seconds(seconds)] if seconds is not None else [])) or None
+def _told(form: str, value: float | str | None) -> str | None:
+    return None if value is None else form.format(value)
 
 
-def _compiled(seconds: float | None, cache: str | None) -> str | None:
-    texts = [words.seconds(seconds)] if seconds is not None else []
-    return ", ".join(texts + ([f"{cache} cache"] if cache is not None else [])) or None
+def _took(seconds: float | None) -> str | None:
+    return None if seconds is None else units.seconds(seconds)
 
 
-def _cache(tokens: int | None, gib: float | None) -> str | None:
-    texts = [f"{tokens:,} tokens"] if tokens is not None else []
-    return ", ".join(texts + ([f"{gib:,.4g} GiB"] if gib is not None else [])) or None
+def _joined(by: str, *texts: str | None) -> str | None:
+    return by.join(filter(None, texts)) or None
 
 
 def _all(starts: dict[str, list[ServedBy]]) -> list[ServedBy]:
@@ -175,13 +174,13 @@ def _seconds(starts: Sequence[ServedBy], name: str) -> list[float]:
     return [phase.seconds for served in starts for phase in served.phases if phase.name == name]
 
 
-def _order(named: Sequence[Sequence[str]]) -> list[str]:
+def _order(starts: Sequence[ServedBy]) -> list[str]:
     """All phases in an order that is that of each start."""
     order: list[str] = []
-    for names in named:
+    for served in starts:
         at = 0
-        for name in names:
-            if name not in order:
-                order.insert(at, name)
-            at = order.index(name) + 1
+        for phase in served.phases:
+            if phase.name not in order:
+                order.insert(at, phase.name)
+            at = order.index(phase.name) + 1
     return order

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from harness import units
 from harness.report import words
 from harness.report.charts.figures import at_once, by_concurrency
 from harness.report.charts.marks import (
@@ -104,12 +105,11 @@ def _close(one: Row, other: Row, most: float, field: str, name: str) -> bool:
 
 
 def _words(row: Row, run: Run, sample: Distribution) -> list[str]:
-    rate = row.pooled.output_tok_s
     return [
         row.server,
         row.load,
         str(at_once(row, run)),
-        words.NOTHING if rate is None else words.significant(rate),
+        units.significant(row.pooled.output_tok_s),
         words.percentile(sample, "p50"),
         words.percentile(sample, "p95"),
         f"{sample.n:,}",

@@ -1,5 +1,6 @@
 """The Compose file of a scenario's server: rendered to be started, and printed to use by hand."""
 
+from pathlib import Path
 from typing import Any
 
 from harness.errors import HarnessError
@@ -7,7 +8,7 @@ from harness.machine.facts import device_groups
 from harness.paths import COMPOSE
 from harness.scenario.check_syntax import slo_sets
 from harness.scenario.scenario import USERS, Gateway, Load, Scenario, Server
-from harness.serve.compose.compose import GATEWAY, SERVER, parse
+from harness.serve.compose.compose import GATEWAY, SERVER, ComposeFile, parse
 from harness.serve.compose.merge import with_gateway
 from harness.serve.compose.template import render, variables
 from harness.serve.compose.values import parse_port
@@ -109,6 +110,16 @@ def port_inside(server: Server | Gateway) -> Any:
     """The port that the server or gateway opens in its container."""
     declared = variables(server.template).get("port")
     return server.variables.get("port", 0 if declared is None else declared.default)
+
+
+def written(scenario: Scenario, server_name: str, run_folder: Path) -> tuple[Server, ComposeFile]:
+    """A server that is about to be started, and its Compose file, which is kept as compose/SERVER.yaml of the run."""
+    server = server_of(scenario, server_name)
+    text = rendered(server, scenario.model)
+    compose = parse(text)
+    (run_folder / "compose").mkdir(parents=True, exist_ok=True)
+    (run_folder / "compose" / f"{server_name}.yaml").write_text(text, encoding="utf-8")
+    return server, compose
 
 
 def rendered(server: Server, model: str, port: int | None = None, locust: dict[str, object] | None = None) -> str:

@@ -270,6 +270,14 @@ def death(look: Look, log: LogFile) -> ServerError:
     return ServerError(what, next_step=f"To solve it: {failure.fix}.", detail=detail)
 
 
+def advice(said: str, log: LogFile) -> tuple[str, str]:
+    """What to do about a server's words on why it could not load its model, and the evidence."""
+    failure = explain(log.path, State(error=said))
+    if failure is None:
+        return "Look at its last lines.", log.tail()
+    return f"{failure.cause}; {failure.fix}.", log.tail() if failure.number is None else evidence_in(failure, log)
+
+
 def evidence_in(failure: Failure, log: LogFile) -> str:
     """The telling line instead of the traceback around it, and where the rest is."""
     lines = [f"line {failure.number}: {failure.line}"]

@@ -56,12 +56,13 @@ def _pull(
                 layers[event["id"]] = (int(detail["current"]), int(detail["total"]))
             if layers and time.monotonic() - shown > _PROGRESS_EVERY_S:
                 shown = time.monotonic()
-                on_progress(f"pulling {name}: {_amount(layers)}")
+                on_progress(f"pulling {name}: {amount(layers)}")
     except DOCKER_ERRORS as error:
         raise cannot_pull(name, str(getattr(error, "explanation", None) or error)) from None
 
 
-def _amount(layers: dict[str, tuple[int, int]]) -> str:
+def amount(layers: dict[str, tuple[int, int]]) -> str:
+    """Of bytes, got and in all by layer: "0.52 of 1.90 GB"."""
     got, total = (sum(layer[i] for layer in layers.values()) / 1e9 for i in (0, 1))
     return f"{got:.2f} of {total:.2f} GB"
 

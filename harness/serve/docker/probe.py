@@ -21,6 +21,7 @@ from harness.serve.compose.document import rendered
 from harness.serve.docker import containers, labels
 from harness.serve.docker.daemon import connect, engine_host
 from harness.serve.docker.images import ensure_image
+from harness.units import gib
 
 PROBE_S = 180.0  # torch imports for ten seconds, from a cold disk for a minute
 PROGRAM = """
@@ -94,7 +95,7 @@ def _pool(told: Told, number: int, of_driver: Pool | None) -> Pool:
     doubts = []
     total = of_driver.total_bytes if of_driver is not None else None
     if total is not None and abs(told.total - total) > total // 20:
-        doubts.append(f"the runtime tells {told.total / 2**30:.2f} GiB in total, the driver {total / 2**30:.2f} GiB")
+        doubts.append(f"the runtime tells {gib(told.total, 2)} in total, the driver {gib(total, 2)}")
     return Pool(
         render_node=of_driver.render_node if of_driver is not None else f"GPU {number}",
         target=told.target,

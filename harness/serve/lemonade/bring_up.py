@@ -8,11 +8,10 @@ import msgspec
 import requests
 
 from harness.errors import ServerError
-from harness.failures.explain import State, explain
 from harness.rundir.manifest import Phase
 from harness.serve.ask import reason
 from harness.serve.compose.compose import Managed
-from harness.serve.docker.containers import evidence_in
+from harness.serve.docker.containers import advice
 from harness.serve.lemonade import api as lemonade
 from harness.serve.lemonade.api import PREFIX, Api, Backend, Running, System, bare_name, text_of
 from harness.serve.lemonade.pool import pool_size
@@ -196,16 +195,12 @@ def most_at_once(system: System | None, version: str | None) -> int | None:
 
 def _not_loaded(answer: requests.Response, model: str, waiting: Waiting) -> ServerError:
     said = text_of(answer)
-    failure = explain(waiting.log.path, State(error=said))
-    step = "Look at its last lines." if failure is None else f"{failure.cause}; {failure.fix}."
+    step, detail = advice(said, waiting.log)
     left = waiting.orphans()
     if left:
         step += f" It left {', '.join(left)}, which held GPU memory until the container was removed."
-    return ServerError(
-        f"Lemonade could not load '{model}': HTTP {answer.status_code}: {said}",
-        next_step=step,
-        detail=waiting.log.tail() if failure is None or failure.number is None else evidence_in(failure, waiting.log),
-    )
+    what = f"Lemonade could not load '{model}': HTTP {answer.status_code}: {said}"
+    return ServerError(what, next_step=step, detail=detail)
 
 
 def _post(api: Api, path: str, body: dict[str, Any], timeout_s: float) -> requests.Response:

@@ -18,7 +18,7 @@ from harness.process import sigterm_interrupts
 from harness.rundir.manifest import Phase, ServedBy
 from harness.scenario.scenario import Scenario, Server
 from harness.serve.compose.compose import SERVER, ComposeFile, Config, ConfigMount, filled_in, parse
-from harness.serve.compose.document import rendered, server_of
+from harness.serve.compose.document import rendered, written
 from harness.serve.compose.values import parse_seconds
 from harness.serve.docker import containers, labels
 from harness.serve.docker.daemon import DOCKER_ERRORS, connect, docker_error, engine_host
@@ -84,11 +84,7 @@ def run_offline(
 
     Writes compose/SERVER.yaml and logs/CELL.server.log. Raises ServerError when the job fails.
     """
-    server = server_of(scenario, server_name)
-    text = rendered(server, scenario.model)
-    compose = parse(text)
-    (run_folder / "compose").mkdir(parents=True, exist_ok=True)
-    (run_folder / "compose" / f"{server_name}.yaml").write_text(text, encoding="utf-8")
+    server, compose = written(scenario, server_name, run_folder)
     filled = _with_files(filled_in(compose, os.environ), requests)
     if engine_host() is None:
         refuse_unfit(filled.server, list(gpus()))

@@ -1,0 +1,160 @@
+"""A run that goes on: its directory from the first manifest to the last."""
+
+import contextlib
+import datetime
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import secrets
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from harness import __version__, paths
+from harness.errors import HarnessError
+from harness.machine.facts import machine
+from harness.prepare.experiment import Experiment
+from harness.report import html
+from harness.run.progress import Progress
+from harness.rundir.manifest import Run, Status, write_run
+from harness.scenario.plan import Cell
+from harness.scenario.scenario import Scenario
+from harness.serve import engine_version
+from harness.serve.docker import labels
+from harness.summarize.summarize import summarize, write_summary
+from harness.summary import Summary
+from harness.workload import workload_sha256
+
+MEASURING_PACKAGES = ("locust", "gevent", "httptools", "msgspec", "docker", "numpy", "scipy")
+
+
+class Running(msgspec.Struct, frozen=True):
+    """What all that happens in a run needs to know: what is run, where it is recorded, and who is told."""
+
+    id: str
+    folder: Path
+    experiment: Experiment
+    progress: Progress
+
+    @property
+    def scenario(self) -> Scenario:
+        return self.experiment.scenario
+
+    @property
+    def api_key(self) -> str | None:
+        name = self.scenario.api_key_env
+        return os.environ.get(name) if name else None
+
+    def job_path(self, cell: str) -> Path:
+        return self.folder.resolve() / "jobs" / f"{cell}.json"
+
+    def tickets_path(self, cell: str) -> str:
+        return str(self.folder.resolve() / "jobs" / f"{cell}.tickets")
+
+    def log_path(self, cell: str) -> Path:
+        """Of the load generator."""
+        return self.folder / "logs" / f"{cell}.locust.log"
+
+
+def begin(experiment: Experiment, cells: list[Cell], runs: Path, progress: Progress) -> tuple[Running, Run]:
+    """Make the run directory and write the first manifest. Raises HarnessError where that is not possible."""
+    name = experiment.path.stem
+    started = datetime.datetime.now(datetime.UTC)
+    # The id names folders, containers and networks, so it is made of what all of them allow.
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].rstrip("-") or "run"
+    run_id = f"{started:%Y%m%d-%H%M%S}-{slug}-{secrets.token_hex(2)}"
+    folder = runs / run_id
+    try:
+        for part in ("jobs", "logs", "compose"):
+            (folder / part).mkdir(parents=True)
+        shutil.copyfile(experiment.path, folder / "scenario.yaml")
+        # Opened before the first request, so that a full or read-only disk is noticed now.
+        for output in ("requests.jsonl", "processes.jsonl", "metrics.jsonl", "telemetry.jsonl"):
+            (folder / output).touch()
+    except OSError as error:
+        raise HarnessError(
+            f"{folder}: the run directory cannot be written ({error.strerror})",
+            next_step="Give a folder that can be written with --runs DIR.",
+        ) from None
+    manifest = Run(
+        id=run_id,
+        status="running",
+        owner=labels.owner(),
+        started_wall_s=started.timestamp(),
+        scenario_name=name,
+        scenario=experiment.scenario,
+        workload_sha256=workload_sha256(experiment.scenario, experiment.folder),
+        order=[cell.id for cell in cells],
+        machine=machine(docker=engine_version() if _needs_docker(experiment) else None),
+        versions=_versions(),
+        git_commit=_git_commit(),
+        computed=experiment.computed,
+        workers=experiment.workers,
+    )
+    write_run(folder, manifest)
+    return Running(run_id, folder, experiment, progress), manifest
+
+
+def _needs_docker(experiment: Experiment) -> bool:
+    servers = experiment.scenario.servers.values()
+    in_container = experiment.target is None and any(server.container for server in servers)
+    return in_container or experiment.scenario.generator == "container"
+
+
+def finish(folder: Path, manifest: Run, status: Status | None = None, reasons: Sequence[str] = ()) -> None:
+    """Write the verdict, the summary and the page. Without a status, the records say whether the run is valid.
+
+    With one, the run has failed or was cut: what it measured is worth its report, but nothing may hide how it ended.
+    Without one, raises HarnessError when the results cannot be written.
+    """
+    ended = msgspec.structs.replace(manifest, ended_wall_s=time.time())
+    if status is not None:
+        with contextlib.suppress(Exception):
+            write_run(folder, msgspec.structs.replace(ended, status=status, reasons=list(reasons)))
+            _write_results(folder, summarize(folder))
+        return
+    try:
+        summary = summarize(folder)
+        verdict: Status = "valid" if summary.valid else "invalid"
+        write_run(folder, msgspec.structs.replace(ended, status=verdict, reasons=summary.reasons))
+        _write_results(folder, summary)
+    except OSError as error:
+        raise HarnessError(
+            f"{folder}: the results cannot be written ({error.strerror})",
+            next_step=f"The records are there. Make room, then: harness report {folder}",
+        ) from None
+    except KeyboardInterrupt:
+        write_run(folder, msgspec.structs.replace(ended, status="interrupted", reasons=["interrupted at the end"]))
+        raise
+
+
+def _write_results(folder: Path, summary: Summary) -> None:
+    write_summary(folder, summary)
+    html.write_report(folder)
+
+
+def _versions() -> dict[str, str]:
+    """What touches the measurement: packages, and a sum over our own code that sends and stamps requests."""
+    own = [*sorted((paths.ROOT / "harness" / "load").glob("*.py")), *sorted(paths.LOCUSTFILES.glob("*.py"))]
+    digest = hashlib.sha256()
+    written = paths.ROOT / "harness" / "scenario"
+    made = [written / f"{name}.py" for name in ("lengths", "structured", "behaviour", "steady")]
+    for path in [*own, *sorted((written.parent / "workload").glob("*.py")), *made]:
+        digest.update(path.read_bytes())
+    packages = {package: importlib.metadata.version(package) for package in MEASURING_PACKAGES}
+    python = platform.python_version()
+    return {"amd-llm-load": __version__, "load generator": digest.hexdigest()[:16], "python": python, **packages}
+
+
+def _git_commit() -> str | None:
+    try:
+        command = ["git", "-C", str(paths.ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() or None
+    except (OSError, subprocess.CalledProcessError):
+        return None

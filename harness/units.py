@@ -1,0 +1,49 @@
+"""Numbers with their units, the same wherever people read them."""
+
+GIB = 1 << 30
+NOTHING = "–"  # for what is not known
+
+
+def significant(value: float | None) -> str:
+    """A number for people: three digits where there is a fraction, all of them where there is none."""
+    if value is None:
+        return NOTHING
+    size = abs(value)
+    if size >= 100 or value == int(value):
+        return f"{value:,.0f}" if size >= 1000 or value == int(value) else f"{value:,.1f}"
+    return f"{value:.1f}" if size >= 20 else f"{value:.2f}"
+
+
+def seconds(value: float | None) -> str:
+    """A duration: "13.07 s", "308.7 s", "1,204 s"."""
+    if value is None:
+        return NOTHING
+    return f"{value:.2f} s" if value < 100 else f"{value:,.1f} s" if value < 1000 else f"{value:,.0f} s"
+
+
+def milliseconds(value_s: float | None) -> str:
+    """A latency given in seconds, as a number of milliseconds without the unit."""
+    if value_s is None:
+        return NOTHING
+    value = value_s * 1000
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words for people: 45 s, 3 min 20 s, 2 h 5 min."""
+    whole = round(seconds)
+    if whole < 90:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def gib(size: float, digits: int = 1) -> str:
+    """Bytes: "1.5 GiB"."""
+    return f"{size / GIB:.{digits}f} GiB"
+
+
+def count(number: int, one: str, many: str = "") -> str:
+    """ "1 request", "1,204 requests" """
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
