@@ -106,7 +106,8 @@ def test_a_restart_that_only_the_counters_show() -> None:
 
 def test_processes_that_did_not_start_or_end() -> None:
     assert reason(judge(marks=MARKS[:1])) == (
-        "c: load process 7 was killed: what was sent and not yet recorded is not known"
+        "c: load process 7 was killed: what was sent and not yet recorded is not known; run again (the kernel kills "
+        "when memory runs out, which `dmesg` tells)"
     )
     two = msgspec.structs.replace(LOAD, users=2, processes=2)
     assert reason(judge(load=two)) == "c: 1 of 2 load processes started"

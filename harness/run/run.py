@@ -46,6 +46,7 @@ from harness.summarize.summarize import summarize, write_summary
 from harness.summary import Summary
 from harness.workload import pairs_of, salt_words, workload_sha256
 
+Note = Callable[..., None]  # takes CellRuns, as they are known now
 MEASURING_PACKAGES = ("locust", "gevent", "httptools", "msgspec", "docker", "numpy", "scipy")
 
 
@@ -64,13 +65,18 @@ def run(experiment: Experiment, runs: Path, progress: Progress) -> Path:
     if experiment.workers is not None:
         who = ", ".join(experiment.workers.names) or f"{experiment.workers.machines} machines"
         progress.line(f"Workers: {who}. On each of them: {experiment.workers.command}")
-    done: list[CellRun] = []
+    known: dict[str, CellRun] = {}
+
+    def note(*cell_runs: CellRun) -> None:
+        nonlocal manifest
+        known.update({cell_run.id: cell_run for cell_run in cell_runs})
+        manifest = msgspec.structs.replace(manifest, cells=list(known.values()))
+        write_run(folder, manifest)
+
     try:
         with progress.live():
-            for cell_run in _cells(experiment, manifest.id, cells, folder, progress):
-                done.append(cell_run)
-                manifest = msgspec.structs.replace(manifest, cells=list(done))
-                write_run(folder, manifest)
+            for cell_run in _cells(experiment, manifest.id, cells, folder, progress, note):
+                note(cell_run)
     except BaseException as error:
         finish(folder, manifest, *_how_it_ended(error))
         left = f"What was measured until then: harness report {folder}"
@@ -190,9 +196,12 @@ def _git_commit() -> str | None:
 
 
 def _cells(
-    experiment: Experiment, run_id: str, cells: list[Cell], folder: Path, progress: Progress
+    experiment: Experiment, run_id: str, cells: list[Cell], folder: Path, progress: Progress, note: Note
 ) -> Iterator[CellRun]:
-    """Run the cells in order. One server start serves one cell, or all of a repeat when `restart` is false."""
+    """Run the cells in order. One server start serves one cell, or all of a repeat when `restart` is false.
+
+    `note` takes what is known of a cell before that.
+    """
     scenario = experiment.scenario
     took: dict[tuple[str, str], float] = {}
     for _, group in groupby(cells, key=lambda c: at_once(c) if scenario.restart else (c.repeat, c.server)):
@@ -216,7 +225,8 @@ def _cells(
                         progress.line(f"{cell.id} is not run: its server has died")
                         continue
                     progress.cell(cells.index(cell) + 1, len(cells), cell, None)
-                for cell_run in _mixed(experiment, run_id, [cell, *others], endpoint, folder, progress):
+                note(*(_cell_run(each, endpoint, time.time()) for each in [cell, *others]))
+                for cell_run in _mixed(experiment, run_id, [cell, *others], endpoint, folder, progress, note):
                     yield msgspec.structs.replace(cell_run, gpu_memory_before=before)
         took |= {(cell.server, cell.load): 0.0 for cell in together}
         took[first.server, first.load] = time.monotonic() - begin
@@ -252,14 +262,20 @@ def endpoint_of(
 
 
 def _mixed(
-    experiment: Experiment, run_id: str, cells: list[Cell], endpoint: Endpoint, folder: Path, progress: Progress
+    experiment: Experiment,
+    run_id: str,
+    cells: list[Cell],
+    endpoint: Endpoint,
+    folder: Path,
+    progress: Progress,
+    note: Note,
 ) -> list[CellRun]:
     """Run the parts of a mix at once, each with a load generator of its own.
 
     Most often there is just one cell, or the stages of a load, which share one.
     """
     if mix_of(cells[0].load) is None:
-        return _cell(experiment, run_id, cells, endpoint, folder, progress, endpoint.check_alive)
+        return _cell(experiment, run_id, cells, endpoint, folder, progress, endpoint.check_alive, note)
     ended = threading.Event()
     asking = threading.Lock()
 
@@ -270,7 +286,7 @@ def _mixed(
     def part(cell: Cell, show: Progress | None) -> list[CellRun]:
         others = [other for other in cells if other is not cell]
         try:
-            return _cell(experiment, run_id, [cell], endpoint, folder, show, alive, beside=others)
+            return _cell(experiment, run_id, [cell], endpoint, folder, show, alive, note, beside=others)
         finally:
             warm_sign(_tickets_path(folder.resolve(), cell)).touch()  # nobody waits for one that has ended
 
@@ -292,11 +308,12 @@ def _cell(
     folder: Path,
     progress: Progress | None,
     alive: Callable[[], str | None],
+    note: Note,
     beside: Sequence[Cell] = (),
 ) -> list[CellRun]:
     """Load one cell's server, or those of a load's stages one after the other, and say what happened.
 
-    `beside`: the other parts of its mix.
+    `beside`: the other parts of its mix. `note` is told of each stage that has ended.
     """
     cell = cells[0]
     words = counted_words(experiment, run_id, cell.server, endpoint, _api_key(experiment.scenario))
@@ -317,22 +334,29 @@ def _cell(
     ):
         count: Callable[[Count], None] = _unseen if progress is None else progress.count
         if len(jobs) > 1:
-            count = _by_stage(cells, jobs, folder, progress, (scraper, sampler))
+            begun_s = time.time()
+            count = _by_stage(
+                cells, jobs, folder, progress, (scraper, sampler),
+                lambda stage: note(_cell_run(stage, endpoint, begun_s, time.time())),
+            )  # fmt: skip
         driven = drive(start, job, log_path=log_path, alive=alive, progress=count)
     problems = [*driven.problems, *_died_unnoticed(endpoint, driven), *endpoint.evidence(), *endpoint.problems()]
-    return [
-        CellRun(
-            id=each.id,
-            server=each.server,
-            load=each.load,
-            repeat=each.repeat,
-            started_wall_s=driven.started_wall_s,
-            ended_wall_s=driven.ended_wall_s,
-            served_by=endpoint.served_by,
-            problems=problems,
-        )
-        for each in cells
-    ]
+    return [_cell_run(each, endpoint, driven.started_wall_s, driven.ended_wall_s, problems) for each in cells]
+
+
+def _cell_run(
+    cell: Cell, endpoint: Endpoint, begun_s: float, ended_s: float | None = None, problems: Sequence[str] = ()
+) -> CellRun:
+    return CellRun(
+        id=cell.id,
+        server=cell.server,
+        load=cell.load,
+        repeat=cell.repeat,
+        started_wall_s=begun_s,
+        ended_wall_s=ended_s,
+        served_by=endpoint.served_by,
+        problems=list(problems),
+    )
 
 
 def _died_unnoticed(endpoint: Endpoint, driven: Driven) -> list[str]:
@@ -347,6 +371,7 @@ def _by_stage(
     folder: Path,
     progress: Progress | None,
     watchers: tuple[Scraper, Sampler],
+    ended: Callable[[Cell], None],
 ) -> Callable[[Count], None]:
     """Takes the counts of a load with stages: what is read and shown is that of the stage which has begun last."""
     now = 0
@@ -355,6 +380,8 @@ def _by_stage(
         nonlocal now
         begun = [number for number, job in enumerate(jobs) if _has_begun(job)]
         if begun and begun[-1] != now:
+            for cell in cells[now : begun[-1]]:
+                ended(cell)
             now = begun[-1]
             for watcher in watchers:
                 watcher.cell = cells[now].id
