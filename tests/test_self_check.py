@@ -85,7 +85,7 @@ def test_who_was_stopped_or_killed_does_not_need_more_processes() -> None:
     assert limit.text.endswith(f"ms is allowed; {stood}")
     for busy in ({"cpu_most": 0.5}, {"loop_lag_p50_s": 0.006}, {"loop_lag_most_s": 0.49}):
         lags = {"loop_lag_mean_s": 0.452, "loop_lag_p50_s": 0.001, "loop_lag_most_s": 2.9504, "cpu_most": 0.03} | busy
-        [limit] = limits(four(), **lags)
+        [limit] = limits(four(), LOAD, **lags)
         assert limit.text.endswith(f"ms is allowed; {MORE}")
     started, ended = both_marks("c", 7, 0.0, 10.0, sent=4)
     dead = msgspec.structs.replace(started, process=8)

@@ -306,7 +306,8 @@ def test_a_killed_load_process_is_there_again_for_the_next_run(tmp_path: Path, e
         (third, [waits]),
     ):
         assert [
-            line.rpartition("harness.load.worker: ")[2][: len(start)] for line, start in zip(said, expected)
+            line.rpartition("harness.load.worker: ")[2][: len(start)]
+            for line, start in zip(said, expected, strict=False)
         ] == expected
         assert len(said) == len(expected)
 

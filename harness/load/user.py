@@ -290,9 +290,13 @@ class LLMUser(User):
                 client.close()
 
     def stop(self, force: bool = False) -> bool:
-        """As Locust's own, which kills who pauses between two tasks: he may wake before that and send once more."""
+        """As Locust's own, which kills who pauses between two tasks: he may wake before that and send once more.
+
+        Who is killed is not woken from a pause either, for the same reason.
+        """
         if force or self._state != LOCUST_STATE_WAITING:
-            self._to_stop.set()
+            if not force:
+                self._to_stop.set()
             return bool(super().stop(force))
         self._state = LOCUST_STATE_STOPPING  # which is looked at after the pause
         return all(one.dead for one in self._under_way) and bool(super().stop(force=True))
