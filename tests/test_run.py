@@ -347,7 +347,8 @@ def test_locust_killed(tmp_path: Path) -> None:
         reasons = reasons_after(command, run, within_s=4)
     assert reasons[:2] == [
         "r1-one-burst: the load generator ended with exit code -9",
-        f"r1-one-burst: load process {pid} was killed: what was sent and not yet recorded is not known",
+        f"r1-one-burst: load process {pid} was killed: what was sent and not yet recorded is not known; run again (the "
+        "kernel kills when memory runs out, which `dmesg` tells)",
     ]
 
 
@@ -359,7 +360,8 @@ def test_one_of_two_load_processes_killed(tmp_path: Path) -> None:
         reasons = reasons_after(command, run, within_s=6)
     assert reasons[:2] == [
         "r1-one-burst: the load was ended because a load process had been killed",
-        f"r1-one-burst: load process {pid} was killed: what was sent and not yet recorded is not known",
+        f"r1-one-burst: load process {pid} was killed: what was sent and not yet recorded is not known; run again (the "
+        "kernel kills when memory runs out, which `dmesg` tells)",
     ]
 
 

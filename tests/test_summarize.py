@@ -238,7 +238,8 @@ def test_a_run_that_was_killed_shows_what_it_has(tmp_path: Path) -> None:
         "only 2 of 10 planned cells ran",
         "requests.jsonl: 1 line cannot be read (line 13)",
         "r2-b-x: it did not run to its end",
-        "r2-b-x: load process 102 was killed: what was sent and not yet recorded is not known",
+        "r2-b-x: load process 102 was killed: what was sent and not yet recorded is not known; run again (the kernel "
+        "kills when memory runs out, which `dmesg` tells)",
         "r2-b-x: 4 measured requests were planned and 1 were sent",
     ]
     assert summary.comparison is None

@@ -181,7 +181,7 @@ class Worker:
         while any(spool.rest() for spool in self._spools.values()):
             gevent.sleep(_WATCH_S)
         self._send(DONE, {"sizes": {name: spool.size() for name, spool in self._spools.items()}})
-        lost = f", cut short because {', '.join(msg.data['lost'])} was lost" if msg.data["lost"] else ""
+        lost = f", cut short because {_names(msg.data['lost'])} was lost" if msg.data["lost"] else ""
         sent = self._recorder.sent
         logger.info("the load has ended%s: %d requests were sent, and their records delivered", lost, sent)
 
@@ -215,3 +215,7 @@ class Worker:
 
     def _send(self, message: str, data: dict[str, Any] | None = None) -> None:
         self._runner.send_message(message, data)
+
+
+def _names(lost: list[str]) -> str:
+    return " and ".join(f"a load process of {name}" for name in lost)

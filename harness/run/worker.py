@@ -47,7 +47,7 @@ def lend(master: str, processes: int, *, once: bool = False) -> None:
             print(f"waiting for a load from {host}:{port}", flush=True)
         life = _live(command)
         quiet = life.quiet
-        if life.code:
+        if life.code or life.left:
             print(_how_it_ended(life), flush=True)
         if once and not quiet:
             if life.code:
@@ -81,9 +81,13 @@ def _live(command: list[str]) -> _Life:
 
 def _how_it_ended(life: _Life) -> str:
     """One that was ended from outside could not say so itself."""
-    if life.code > 0:
-        return f"the load process ended with exit code {life.code}"
     kept = f"; what it had recorded is in {life.left}" if life.left else ""
+    if life.code >= 0:  # with 0, that of another one: they are told of together
+        return (
+            f"a load process ended with exit code {life.code}{kept}"
+            if life.code
+            else f"a load process was killed{kept}"
+        )
     name = signal.Signals(-life.code).name
     memory = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
     return f"the load process was ended by {name}{memory}: its load cannot be valid; the next one is served again{kept}"

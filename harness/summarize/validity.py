@@ -335,10 +335,9 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> list[str]:
         left = "was abandoned by its user" if numbers.abandoned == 1 else "were abandoned by their users"
         notes.append(f"{_count(numbers.abandoned, 'request')} {left}: no latency has them")
     if load.requests is None and numbers.unfinished:
-        notes.append(
-            f"{_count(numbers.unfinished, 'request')} did not finish within drain_s ({load.drain_s:g} s) "
-            "after the end: latencies lack the longest"
-        )
+        whole = evidence.ran is not None and not evidence.ran.problems and not killed(evidence.marks)
+        when = f"within drain_s ({load.drain_s:g} s) after the end" if whole else "before the load was ended early"
+        notes.append(f"{_count(numbers.unfinished, 'request')} did not finish {when}: latencies lack the longest")
     return notes
 
 
