@@ -8,7 +8,7 @@ HarnessError
 
 import difflib
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class ExitCode(enum.IntEnum):
@@ -42,6 +42,14 @@ class ScenarioError(HarnessError):
         super().__init__(f"{where}: {count}", next_step="Correct the file and run `harness check` on it.")
         self.problems = problems
         self.detail = "\n".join(problems)
+
+
+def together(where: str, problems: Sequence[HarnessError]) -> HarnessError:
+    """All of them as one, which is the one itself where there is no other."""
+    if len(problems) == 1:
+        return problems[0]
+    lines = [f"{problem.what}. {problem.next_step}".strip() for problem in problems]
+    return HarnessError(f"{where}: {len(lines)} problems", detail="\n".join(lines))
 
 
 class ServerError(HarnessError):

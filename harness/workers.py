@@ -3,13 +3,14 @@
 import re
 import socket
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from harness.errors import HarnessError
+from harness.errors import HarnessError, together
 from harness.scenario.mixes import mix_of
 from harness.scenario.scenario import Load
+from harness.scenario.stages import users_path
 
 PORT = 5557  # Locust's own
 FROM_MASTER = "-"  # of the option --job: the master sends it, as it sends the locustfile with `-f -`
@@ -49,45 +50,75 @@ class Workers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             ) from None
 
 
-def parse_workers(given: str, bind: str | None, loads: Mapping[str, Load]) -> Workers:
-    """The machines of `--workers` (names, or how many) and `--bind`. Raises HarnessError."""
-    names = [name.strip() for name in given.split(",")]
+def parse_workers(
+    given: str, bind: str | None, loads: Mapping[str, Load], besides: Sequence[HarnessError] = ()
+) -> Workers:
+    """The machines of `--workers` (names, or how many) and `--bind`. Raises HarnessError with all that is wrong.
+
+    `besides`: what is known to be wrong with them already.
+    """
+    problems, host, port = [*besides], "", PORT
     if bind is None:
-        raise HarnessError(
-            "--workers needs --bind: the address of this machine at which the workers find it",
-            next_step="Give one that they reach and strangers do not, such as --bind 10.0.0.1: "
-            "Locust's connection has neither a password nor encryption.",
+        problems.append(
+            HarnessError(
+                "--workers needs --bind: the address of this machine at which the workers find it",
+                next_step="Give one that they reach and strangers do not, such as --bind 10.0.0.1: "
+                "Locust's connection has neither a password nor encryption.",
+            )
         )
-    host, port = parse_address("--bind", bind)
+    else:
+        try:
+            host, port = parse_address("--bind", bind)
+        except HarnessError as error:
+            problems.append(error)
+    names = [name.strip() for name in given.split(",")]
     number = int(names[0]) if len(names) == 1 and names[0].isascii() and names[0].isdigit() else None
     twice = [name for name, times in Counter(names).items() if times > 1]
-    if number == 0 or not all(names) or twice or (number or len(names)) > 1000:
-        raise HarnessError(
-            f"--workers: '{given}' names no machines{f' ({twice[0]} comes twice)' if twice and twice[0] else ''}",
-            next_step="Give their names, such as gen1,gen2, or how many there are. "
-            "`loads.NAME.processes` says how many processes each of them has.",
+    machines = number if number is not None else len(names)
+    if number == 0 or not all(names) or twice or machines > 1000:
+        machines = 0  # not known
+        problems.append(
+            HarnessError(
+                f"--workers: '{given}' names no machines{f' ({twice[0]} comes twice)' if twice and twice[0] else ''}",
+                next_step="Give their names, such as gen1,gen2, or how many there are. "
+                "`loads.NAME.processes` says how many processes each of them has.",
+            )
         )
+    problems += _unsendable(loads, machines)
+    if problems:
+        raise together("--workers", problems)
+    processes = next(iter(loads.values())).processes
+    return Workers(names=[] if number else names, machines=machines, processes=processes, bind=host, port=port)
+
+
+def _unsendable(loads: Mapping[str, Load], machines: int) -> list[HarnessError]:
+    """Loads that so many machines, where that is known, cannot send."""
+    problems = [
+        HarnessError(
+            f"$.mixes.{mix}: several machines cannot send the parts of a mix, which have a master each",
+            next_step="Run it from one machine, with 'processes', or take 'mixes' out.",
+        )
+        for mix in dict.fromkeys(filter(None, map(mix_of, loads)))
+    ]
     processes = {load.processes for load in loads.values()}
     if len(processes) > 1:
-        raise HarnessError(
-            "--workers: the loads differ in 'processes', and a worker is started once for all of them",
-            next_step="Give each load the same number: it is that of each machine.",
+        problems.append(
+            HarnessError(
+                "--workers: the loads differ in 'processes', and a worker is started once for all of them",
+                next_step="Give each load the same number: it is that of each machine.",
+            )
         )
-    workers = Workers(
-        names=[] if number else names, machines=number or len(names), processes=processes.pop(), bind=host, port=port
-    )
     for name, load in loads.items():
-        if mix_of(name) is not None:
-            raise HarnessError(
-                f"$.mixes.{mix_of(name)}: several machines cannot send the parts of a mix, which have a master each",
-                next_step="Run it from one machine, with 'processes', or take 'mixes' out.",
+        total = machines * load.processes
+        if total and len(processes) == 1 and mix_of(name) is None and load.users % total:
+            problems.append(
+                HarnessError(
+                    f"$.loads.{users_path(name, loads)}: {load.users} users cannot be parted among {total} load "
+                    "processes",
+                    next_step=f"Each takes the same part of the work, so use a multiple of {total}.",
+                )
             )
-        if load.users % workers.total:
-            raise HarnessError(
-                f"$.loads.{name}.users: {load.users} users cannot be parted among {workers.total} load processes",
-                next_step=f"Each takes the same part of the work, so use a multiple of {workers.total}.",
-            )
-    return workers
+    return problems
 
 
 def parse_part(given: str) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from harness.rundir.records import Request
 from harness.scenario.behaviour import Abandon, Pause, chance, leaves, pause_s
 from harness.scenario.scenario import Load, Prompts, Warmup
 from harness.scenario.structured import Structured
+from harness.serve.ports import free_port
 from harness.simulated.spawn import spawned
 from tests.load_runs import (
     end,
@@ -21,7 +22,9 @@ from tests.load_runs import (
     log_of,
     make_job,
     records_of,
+    start,
     start_job,
+    wait_for_records,
 )
 
 
@@ -41,6 +44,21 @@ def test_a_conversation_grows_by_what_was_said(tmp_path: Path, engine: str) -> N
         assert len({r.user for r in talk}) == 1
         lengths = [r.prompt_tokens or 0 for r in talk]
         assert [b - a >= 24 for a, b in zip(lengths, lengths[1:], strict=False)] == [True] * (len(talk) - 1)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_who_pauses_when_the_process_is_ended_sends_nothing_more(tmp_path: Path, engine: str, by_hand: bool) -> None:
+    load = Load(user="chat", users=20, requests=1000, turns=3, output_tokens=3, think_s=[60, 60])
+    if by_hand:
+        ui = ["--autostart", "--web-host", "127.0.0.1", "--web-port", str(free_port())]
+        more = ["--users", "20", "--spawn-rate", "100", "--think", "60", "--records", str(tmp_path / "requests.jsonl")]
+        process = start(tmp_path, engine, "chat", *ui, *more)
+    else:
+        process = start_job(tmp_path, engine, make_job(tmp_path, load))
+    wait_for_records(tmp_path, 20)
+    process.terminate()
+    assert end(process) == 0
+    assert [(record.turn, record.error) for record in records_of(tmp_path)] == [(1, None)] * 20
 
 
 Talks = dict[int | None, list[tuple[int, int | None]]]

@@ -79,6 +79,20 @@ def test_where_the_loop_was_late_most_of_the_time_all_shared_reads_count() -> No
     assert (limit.what, limit.value) == ("shared_reads", 1 / 11)
 
 
+def test_who_was_stopped_or_killed_does_not_need_more_processes() -> None:
+    [limit] = limits(four(), loop_lag_mean_s=0.452, loop_lag_p50_s=0.001, loop_lag_most_s=2.9504, cpu_most=0.03)
+    stood = "load process 7 stood still for 3.0 s (stopped, or its machine slept or swapped): run again"
+    assert limit.text.endswith(f"ms is allowed; {stood}")
+    for busy in ({"cpu_most": 0.5}, {"loop_lag_p50_s": 0.006}, {"loop_lag_most_s": 0.49}):
+        lags = {"loop_lag_mean_s": 0.452, "loop_lag_p50_s": 0.001, "loop_lag_most_s": 2.9504, "cpu_most": 0.03} | busy
+        [limit] = limits(four(), LOAD, **lags)
+        assert limit.text.endswith(f"ms is allowed; {MORE}")
+    started, ended = both_marks("c", 7, 0.0, 10.0, sent=4)
+    dead = msgspec.structs.replace(started, process=8)
+    [limit] = found([dead, started, msgspec.structs.replace(ended, loop_lag_mean_s=0.452)], four(), LOAD)
+    assert limit.text.endswith("ms is allowed; a load process was killed: run again")
+
+
 def test_a_late_loop_spoils_times_that_are_those_of_the_read() -> None:
     assert limits(four(clock="read"), loop_lag_p99_s=0.005) == []
     assert limits(four(clock="read"), loop_lag_p50_s=0.005) == []

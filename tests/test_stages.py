@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from harness.summarize.count import Place, tally
 from harness.summarize.tally import Clock
 from harness.workers import parse_workers
 from harness.workload import workload_sha256
-from tests.command import going, harness
+from tests.command import going, harness, only_run, until
 from tests.made_runs import request, write_lines
 from tests.test_scenario import problems_of, write
 
@@ -133,7 +134,7 @@ def test_several_machines_part_the_users_of_each_stage() -> None:
     stages = {f"p@{users}": Load(user="chat", users=users, duration_s=5.0) for users in (4, 3)}
     with pytest.raises(HarnessError) as caught:
         parse_workers("2", "127.0.0.1", stages)
-    assert caught.value.what == "$.loads.p@3.users: 3 users cannot be parted among 2 load processes"
+    assert caught.value.what == "$.loads.p.stages[1].users: 3 users cannot be parted among 2 load processes"
 
 
 def course(folder: Path, *durations_s: float, **more: Any) -> Course:
@@ -230,6 +231,10 @@ checks: ["a/p@6: error_rate == 0"]
 """
 
 
+def of_cell(path: Path, cell: str) -> list[Request]:
+    return [record for record in read_requests(path) if record.cell == cell]
+
+
 def users_at_once(records: list[Request]) -> int:
     return len({record.user for record in records if record.phase == "measured"})
 
@@ -321,16 +326,24 @@ def test_who_is_one_too_many_begins_nothing_and_ends_what_is_under_way(under_way
     assert (ran.stdout, ran.returncode) == (f"{did}\n", 0), ran.stderr
 
 
-def test_an_interrupted_load_with_stages_says_goodbye(tmp_path: Path) -> None:
-    path = write(tmp_path, RUN.replace("USER", "batch").replace("N", "2").replace("for_s: 1.5", "for_s: 20"))
+def test_an_interrupted_load_with_stages_says_what_it_came_to(tmp_path: Path) -> None:
+    text = RUN.replace("USER", "batch").replace("N", "2")
+    path = write(tmp_path, text.replace("{users: 6, for_s: 1.5}", "{users: 6, for_s: 20}"))
     with going("run", str(path), "--runs", str(tmp_path), cwd=tmp_path) as run:
-        deadline = time.monotonic() + 30
-        while not any(found.stat().st_size for found in tmp_path.glob("*/requests.jsonl")):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        files = partial(tmp_path.glob, "*/requests.jsonl")
+        until(lambda: any(users_at_once(of_cell(path, "r1-a-p@6")) for path in files()), within_s=30)
+        until(lambda: len(read_run(only_run(tmp_path)).ran) == 1)
         run.interrupt()
         assert run.end().code == 130
-    (folder,) = (found.parent for found in tmp_path.glob("*/run.json"))
+    folder = only_run(tmp_path)
     marks = read_marks(folder / "processes.jsonl")
     assert Counter(mark.event for mark in marks) == {"start": 6, "end": 6}
     assert sum(mark.sent or 0 for mark in marks) == len(list(read_requests(folder / "requests.jsonl")))
+    listed = " ".join(harness("runs", "--runs", str(tmp_path), cwd=tmp_path).out.split())
+    assert "1/3 interrupted (simulated): interrupted before all cells had run" in listed
+    assert json.loads((folder / "summary.json").read_bytes())["reasons"] == [
+        "interrupted before all cells had run",
+        "only 1 of 3 planned cells ran",
+        "r1-a-p@6: it did not run to its end",
+        "r1-a-p@3: it was not reached: the load ended before its turn",
+    ]

@@ -100,13 +100,38 @@ def test_server_and_generator(cell: CellRun | None, expected: str) -> None:
     assert reason(judge(cell=cell)) == expected
 
 
+@pytest.mark.parametrize(
+    ("cell", "marks", "when"),
+    [
+        (ran(), MARKS, "within drain_s (30 s) after the end"),
+        (None, MARKS, "before the load was ended early"),
+        (ran(["the server died"]), MARKS, "before the load was ended early"),
+        (ran(), MARKS[:1], "before the load was ended early"),
+    ],
+)
+def test_drain_s_is_named_where_it_passed(cell: CellRun | None, marks: list[ProcessMark], when: str) -> None:
+    cut = four(error="unfinished", chunks_s=[], output_tokens=None)
+    told = f"c: 1 request did not finish {when}: latencies lack the longest"
+    assert told in judge(cut, cell=cell, load=TIMED, marks=marks).notes
+
+
+def test_a_stage_whose_turn_never_came_is_not_said_to_have_failed() -> None:
+    tally = Tally(clock=Clock(MARKS))
+    never = Evidence(
+        cell="c", ran=None, reached=False, load=TIMED, max_error_rate=0.0, tally=tally, numbers=numbers_of([tally]),
+        server_load=ServerLoad(), marks=both_marks("c", 7, 0.0, 10.0, sent=0),
+    )  # fmt: skip
+    assert of_cell(never).reasons == ["c: it was not reached: the load ended before its turn"]
+
+
 def test_a_restart_that_only_the_counters_show() -> None:
     assert reason(judge(server=ServerLoad(restarted=True))) == ("c: the server was restarted: its counters began anew")
 
 
 def test_processes_that_did_not_start_or_end() -> None:
     assert reason(judge(marks=MARKS[:1])) == (
-        "c: load process 7 was killed: what was sent and not yet recorded is not known"
+        "c: load process 7 was killed: what was sent and not yet recorded is not known; run again (the kernel kills "
+        "when memory runs out, which `dmesg` tells)"
     )
     two = msgspec.structs.replace(LOAD, users=2, processes=2)
     assert reason(judge(load=two)) == "c: 1 of 2 load processes started"

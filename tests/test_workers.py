@@ -68,6 +68,26 @@ def test_what_cannot_be_meant_is_refused(given: str, bind: str | None, loads: di
     assert caught.value.what == said
 
 
+def test_all_that_cannot_be_meant_is_refused_at_once() -> None:
+    loads = {f"p@{users}": Load(user="chat", users=users, duration_s=1) for users in (4, 3, 5)} | {"b.x": CHAT}
+    with pytest.raises(HarnessError) as caught:
+        parse_workers("2", None, {"a": CHAT, **loads})
+    assert caught.value.what == "--workers: 4 problems"
+    assert [line.partition(": ")[0] for line in caught.value.detail.splitlines()] == [
+        "--workers needs --bind", "$.mixes.b", "$.loads.p.stages[1].users", "$.loads.p.stages[2].users",
+    ]  # fmt: skip
+
+
+def test_all_that_is_wrong_with_a_run_by_workers_is_told_at_once(tmp_path: Path) -> None:
+    scenario = write(tmp_path, loads={"l": {"user": "chat", "users": 3, "requests": 3}})
+    done = harness("run", str(scenario), "--workers", "2", "--bind", "h:x", cwd=tmp_path)
+    assert done.code == 1
+    told = " ".join(line.removeprefix("  | ") for line in done.err.splitlines())
+    assert told.startswith("error: --workers: 3 problems --workers needs --url: ")
+    assert "--bind: 'h:x' is not an address. Give one such as" in told
+    assert "$.loads.l.users: 3 users cannot be parted among 2 load processes. Each takes" in told
+
+
 def test_an_address_of_another_machine_is_refused_at_once() -> None:
     with pytest.raises(HarnessError) as caught:
         Workers(machines=2, bind="192.0.2.1").refuse_unusable()  # kept free for documentation: RFC 5737
@@ -218,7 +238,7 @@ def test_workers_end_when_the_master_is_gone(tmp_path: Path, engine: Spawned) ->
             assert worker.end(timeout_s=40).code == 1
         assert time.monotonic() - killed < 30
     # What nobody has taken is still there.
-    assert len(list((tmp_path / "spool").glob("amd-llm-load-*/requests.jsonl"))) == 2
+    assert len(list((tmp_path / "spool").glob("*/amd-llm-load-*/requests.jsonl"))) == 2
 
 
 def test_a_worker_without_the_key_is_named(tmp_path: Path, engine: Spawned, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,10 +261,55 @@ def test_an_interrupted_run_has_all_that_was_recorded(tmp_path: Path, engine: Sp
         run.interrupt()
         assert run.end().code == 130
         for worker in workers:
-            worker.end()
+            done = worker.end()
+            assert done.code == 0
+            assert [line.partition("harness.load.worker: ")[2][:20] for line in done.out.splitlines()[1:]] == [
+                "load r1-running-l of", "the load has ended: ",
+            ]  # fmt: skip
+    assert read_run(only_run(tmp_path)).simulated  # as the server has said of itself
     ends = [mark for mark in read_marks(only_run(tmp_path) / "processes.jsonl") if mark.event == "end"]
     assert len(ends) == 2
     assert sum(mark.sent or 0 for mark in ends) == len(records(tmp_path))
+
+
+def test_a_killed_load_process_is_there_again_for_the_next_run(tmp_path: Path, engine: Spawned) -> None:
+    """And neither it nor a third machine, which nobody asked for, has a part of the load that is under way."""
+    load = {"user": "chat", "users": 4, "duration_s": 4, "output_tokens": 5, "think_s": [0.05, 0.05]}
+    scenario = write(tmp_path, model="simulated", loads={"l": load})
+    address = f"127.0.0.1:{free_port()}"
+    run = ["run", str(scenario), "--url", engine.url, "--workers", "2", "--bind", address]
+    own = {"TMPDIR": str(tmp_path / "tmp")}
+    (tmp_path / "tmp" / "chat.py").mkdir(parents=True)  # of somebody else: Locust puts the locustfile there
+    first, second = tmp_path / "first", tmp_path / "second"
+    with ExitStack() as stack:
+        lent = [stack.enter_context(going("worker", "--master", address, cwd=tmp_path, env=own)) for _ in range(2)]
+        lost = stack.enter_context(going(*run, "--runs", str(first), cwd=tmp_path))
+        until(lambda: len({one.process for one in delivered(first)}) == 2, within_s=40)
+        for process in lent[0].others("locust"):
+            process.kill()
+        assert lost.end().code == 3
+        whole = stack.enter_context(going(*run, "--runs", str(second), cwd=tmp_path))
+        until(lambda: len({one.process for one in delivered(second)}) == 2, within_s=40)
+        lent.append(stack.enter_context(going("worker", "--master", address, cwd=tmp_path, env=own)))
+        done = whole.end()
+        assert done.code == 0, done.out + done.err
+        for worker in lent:
+            worker.interrupt()
+        killed, other, third = (worker.end().out.splitlines() for worker in lent)
+    assert {one.user for one in records(second)} == {0, 1, 2, 3}
+    waits, begins, ended = f"waiting for a load from {address}", "load r1-running-l of run", "the load has ended"
+    cut = "the load has ended, cut short because"
+    gone = "the load process was ended by SIGKILL, as the kernel does when memory runs out"
+    for said, expected in (
+        (killed, [waits, begins, gone, waits, begins, ended, waits]),
+        (other, [waits, begins, cut, waits, begins, ended, waits]),
+        (third, [waits]),
+    ):
+        assert [
+            line.rpartition("harness.load.worker: ")[2][: len(start)]
+            for line, start in zip(said, expected, strict=False)
+        ] == expected
+        assert len(said) == len(expected)
 
 
 def test_workers_serve_one_load_after_the_other(tmp_path: Path, engine: Spawned) -> None:
@@ -305,7 +370,8 @@ def test_the_users_of_all_workers_follow_the_stages(
         for number, process in enumerate(sorted({one.process for one in sent})):
             own = [one for one in measured if one.process == process]
             assert len({one.user for one in own}) == stage["users"] / 2
-            blocks = sorted({one.index // block for one in own})  # chats are broken off where the stage ends
+            # Chats are broken off where the stage ends, and those of the warm-up go on into it.
+            blocks = sorted({one.index // block for one in own if one.index >= 0})
             assert blocks == list(range(number, 2 * len(blocks), 2))
         spans.append((min(one.sent_s for one in measured), max(one.sent_s for one in measured)))
         ends = [mark for mark in marks if mark.cell == cell and mark.event == "end"]

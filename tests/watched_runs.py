@@ -14,7 +14,7 @@ def watch(folder: Path, *, gpus: int = 1, hot: bool = False, every_s: float = 0.
     """Write telemetry.jsonl for every cell of a finished run, and its summary anew. `hot`: heat throttles a GPU."""
     lines = []
     for cell in read_run(folder).cells:
-        for number in range(math.ceil((cell.ended_wall_s - cell.started_wall_s) / every_s) + 1):
+        for number in range(math.ceil(((cell.ended_wall_s or 0.0) - cell.started_wall_s) / every_s) + 1):
             at = number * every_s
             busy = 0.0 if at < 1.2 else 96.0 + 3 * math.sin(at)
             sample = TelemetrySample(

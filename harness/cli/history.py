@@ -46,7 +46,7 @@ def show_runs(runs: Path, console: Console) -> None:
         started = datetime.datetime.fromtimestamp(run.started_wall_s).strftime("%Y-%m-%d %H:%M")
         reason = f": {run.reasons[0]}" if run.reasons else ""
         simulated = " (simulated)" if run.simulated else ""
-        cells = f"{len(run.cells)}/{len(run.order)}"
+        cells = f"{len(run.ran)}/{len(run.order)}"
         status = "killed" if run.status == "running" and run.owner and owner_is_gone(run.owner) else run.status
         table.add_row(path.parent.name, started, run.scenario_name, cells, Text(f"{status}{simulated}{reason}"))
     if paths:

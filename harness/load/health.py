@@ -87,6 +87,10 @@ class Health:
             return None
         return sum(lag_us * number for lag_us, number in self._loop_lags.items()) / asked / 1e6
 
+    def loop_lag_most_s(self) -> float | None:
+        """Its longest pause. None: nothing was due."""
+        return max(self._loop_lags) / 1e6 if self._loop_lags else None
+
     def _share(self) -> float:
         (first_s, first_cpu_s), (last_s, last_cpu_s) = self._used[0], self._used[-1]
         return (last_cpu_s - first_cpu_s) / (last_s - first_s)

@@ -73,6 +73,7 @@ class Master:
         """Give each machine its part, before users are spawned. Raises HarnessError that names who cannot take it."""
         _wait(lambda: all(client in self._machines for client in self._runner.clients), _HELLO_S)
         self._at_work = machines = self._in_order()
+        self._admit_nobody_else()
         for machine in machines:
             self._compare_clocks(machine)
         files = _files(self._job)
@@ -95,6 +96,20 @@ class Master:
                 machine.name, machines.index(machine), len(machines), 1000 * (machine.error_s or 0.0),
             )  # fmt: skip
         Path(self._job.tickets_path).touch()  # the sign of a load that could be started
+
+    def _admit_nobody_else(self) -> None:
+        """Who comes now waits for the next load: Locust would give them users of the others, and they have no part."""
+        hear, at_work = self._runner.handle_message, {machine.client_id for machine in self._at_work}
+
+        def hear_those_at_work(client_id: str, msg: Any) -> None:
+            if client_id in at_work:
+                hear(client_id, msg)
+            elif msg.type == "client_ready":  # with the locustfile of this load: let in, and then sent home
+                self._runner.send_message("ack", client_id=client_id)
+            elif msg.type == HELLO:
+                self._runner.send_message("quit", client_id=client_id)
+
+        self._runner.handle_message = hear_those_at_work  # type: ignore[method-assign]
 
     def watch(self) -> None:
         """Until all is done or somebody is lost; then end the run."""
@@ -137,8 +152,9 @@ class Master:
             return
         self._ended = True
         owing = [machine for machine in self._machines.values() if machine.ready and not machine.error]
+        lost = [machine.name for machine in self._at_work if self._is_lost(machine)]
         for machine in owing:
-            self._runner.send_message(END, client_id=machine.client_id)
+            self._runner.send_message(END, {"lost": lost}, machine.client_id)
         begun = last = time.monotonic()
         before = -1
         while owing := [machine for machine in owing if not machine.done and not self._is_lost(machine)]:

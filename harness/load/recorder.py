@@ -179,6 +179,7 @@ def _health_fields(health: Health) -> dict[str, float | None]:
         "loop_lag_mean_s": health.loop_lag_mean_s(),
         "loop_lag_p50_s": health.loop_lag_s(0.5),
         "loop_lag_p99_s": health.loop_lag_s(0.99),
+        "loop_lag_most_s": health.loop_lag_most_s(),
         "core_wait": health.core_wait(),
     }
 

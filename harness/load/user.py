@@ -293,9 +293,12 @@ class LLMUser(User):
                 client.close()
 
     def stop(self, force: bool = False) -> bool:
-        """As Locust's own, which kills who pauses between two tasks: he may wake before that and send once more."""
+        """As Locust's own, which kills who pauses between two tasks: he may wake before that and send once more.
+
+        Who is killed is not woken from a pause either, for the same reason.
+        """
         if force or self._state != LOCUST_STATE_WAITING:
-            if self._pausing is not None:
+            if self._pausing is not None and not force:
                 self._pausing.set()
             return bool(super().stop(force))
         self._state = LOCUST_STATE_STOPPING  # which is looked at after the pause

@@ -136,7 +136,11 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
     options = _options(environment)
     if _worker is not None:
         _settle_memory()
-        _worker.started()
+        try:
+            _worker.started()
+        except HarnessError as error:
+            give_up(environment, error)
+            raise gevent.GreenletExit from None  # as below
         return
     if _master is not None:
         try:
@@ -226,8 +230,8 @@ def _on_quitting(environment: Environment, **_: Any) -> None:
     runner = environment.runner
     environment.stop_timeout = 0
     if _master is not None:
-        _master.end(_WHEN_INTERRUPTED_S)
-    if isinstance(runner, MasterRunner) and runner.state in (STATE_SPAWNING, STATE_RUNNING):
+        _master.end(_WHEN_INTERRUPTED_S)  # which tells them all that there is to tell
+    elif isinstance(runner, MasterRunner) and runner.state in (STATE_SPAWNING, STATE_RUNNING):
         runner.send_message(_CUT)
     if _job is not None and environment.process_exit_code is None and runner is not None:
         # Failed requests are for the report to judge. Exceptions in the user's own code are not.

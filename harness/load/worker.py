@@ -64,7 +64,14 @@ class Worker:
         gevent.spawn(self._watch_master)
 
     def started(self) -> None:
-        """Users are about to be spawned."""
+        """Users are about to be spawned. Raises HarnessError when nobody has said for what."""
+        if self._process is None:
+            raise HarnessError(
+                "the master has no work to hand out",
+                next_step="Have `harness run --workers` there; workers of a web UI are stock ones, without --job.",
+            )
+        job = self._process.job
+        logger.info("load %s of run ...%s begins: part %d of %d", job.cell, job.run, job.machine + 1, job.machines)
         gevent.spawn(self._watch_work)
 
     def leave(self) -> None:
@@ -100,6 +107,7 @@ class Worker:
             self._process = self._begin(job, data["host"], anchor)
         except (HarnessError, OSError, msgspec.DecodeError) as error:
             said = f"{error.what}. {error.next_step}" if isinstance(error, HarnessError) else str(error)
+            logger.error(said.strip())
             self._send(READY, {"error": said.strip()})
             return
         self._recorder = self._process.recorder
@@ -159,7 +167,7 @@ class Worker:
             gevent.sleep(_WATCH_S)
         self._send(FINISHED)
 
-    def _on_end(self, **_: Any) -> None:
+    def _on_end(self, msg: Any, **_: Any) -> None:
         """Cut what is in flight, each leaves its record; then the goodbye, and all of it to the master."""
         if self._ending:
             return
@@ -173,6 +181,9 @@ class Worker:
         while any(spool.rest() for spool in self._spools.values()):
             gevent.sleep(_WATCH_S)
         self._send(DONE, {"sizes": {name: spool.size() for name, spool in self._spools.items()}})
+        lost = f", cut short because {_names(msg.data['lost'])} was lost" if msg.data["lost"] else ""
+        sent = self._recorder.sent
+        logger.info("the load has ended%s: %d requests were sent, and their records delivered", lost, sent)
 
     def _ship(self) -> None:
         while self._shipping:
@@ -204,3 +215,7 @@ class Worker:
 
     def _send(self, message: str, data: dict[str, Any] | None = None) -> None:
         self._runner.send_message(message, data)
+
+
+def _names(lost: list[str]) -> str:
+    return " and ".join(f"a load process of {name}" for name in lost)

@@ -128,14 +128,13 @@ def _secrets_of(path: Path, found: Sequence[str]) -> list[str]:
 
 def with_workers(experiment: Experiment, given: str, bind: str | None) -> Experiment:
     """The experiment with its load sent by other machines. Raises HarnessError where they could not."""
-    if experiment.target is None:
-        raise HarnessError(
-            "--workers needs --url: what the harness starts is published on 127.0.0.1, where no other machine reaches "
-            "it",
-            next_step="Start the server where it is to run (`harness compose` prints the file; its variable `publish` "
-            "is the address) and give its --url.",
-        )
-    workers = parse_workers(given, bind, experiment.scenario.loads)
+    here = HarnessError(
+        "--workers needs --url: what the harness starts is published on 127.0.0.1, where no other machine reaches it",
+        next_step="Start the server where it is to run (`harness compose` prints the file; its variable `publish` "
+        "is the address) and give its --url.",
+    )
+    besides = [here] if experiment.target is None else []
+    workers = parse_workers(given, bind, experiment.scenario.loads, besides)
     workers.refuse_unusable()
     return msgspec.structs.replace(experiment, workers=workers)
 

@@ -100,8 +100,7 @@ def _charts(summary: Summary, run: Run, observed: Observed) -> list[marks.Chart]
 
 def _events(summary: Summary, run: Run, observed: Observed) -> dict[str, list[Event]]:
     cells = {cell.id: cell for cell in summary.cells}
-    ran = {cell.id: cell for cell in run.cells}
-    return {line.cell: events_of(line, cells.get(line.cell), ran.get(line.cell)) for line in observed.timelines}
+    return {line.cell: events_of(line, cells.get(line.cell), run.ran.get(line.cell)) for line in observed.timelines}
 
 
 def _packed(data: bytes) -> str:

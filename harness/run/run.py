@@ -36,6 +36,7 @@ from harness.units import count
 from harness.workload import pairs_of, salt_words
 
 Watchers = tuple[Scraper, Sampler]
+Note = Callable[..., None]  # takes CellRuns, as they are known now
 
 
 def run(experiment: Experiment, runs: Path, progress: Progress) -> Path:
@@ -54,13 +55,18 @@ def run(experiment: Experiment, runs: Path, progress: Progress) -> Path:
     if experiment.workers is not None:
         who = ", ".join(experiment.workers.names) or f"{experiment.workers.machines} machines"
         progress.line(f"Workers: {who}. On each of them: {experiment.workers.command}")
-    done: list[CellRun] = []
+    known: dict[str, CellRun] = {}
+
+    def note(*cell_runs: CellRun) -> None:
+        nonlocal manifest
+        known.update({cell_run.id: cell_run for cell_run in cell_runs})
+        manifest = msgspec.structs.replace(manifest, cells=list(known.values()))
+        write_run(folder, manifest)
+
     try:
         with progress.live():
-            for cell_run in _cells(running, cells):
-                done.append(cell_run)
-                manifest = msgspec.structs.replace(manifest, cells=list(done))
-                write_run(folder, manifest)
+            for cell_run in _cells(running, cells, note):
+                note(cell_run)
     except BaseException as error:
         finish(folder, manifest, *_how_it_ended(error))
         left = f"What was measured until then: harness report {folder}"
@@ -82,8 +88,11 @@ def _how_it_ended(error: BaseException) -> tuple[Status, list[str]]:
     return "failed", [error.what if isinstance(error, HarnessError) else f"{type(error).__name__}: {error}"]
 
 
-def _cells(running: Running, cells: list[Cell]) -> Iterator[CellRun]:
-    """Run the cells in order. One server start serves one cell, or all of a repeat when `restart` is false."""
+def _cells(running: Running, cells: list[Cell], note: Note) -> Iterator[CellRun]:
+    """Run the cells in order. One server start serves one cell, or all of a repeat when `restart` is false.
+
+    `note` takes what is known of a cell before that.
+    """
     scenario, target, progress = running.scenario, running.experiment.target, running.progress
     took: dict[tuple[str, str], float] = {}
     for _, group in groupby(cells, key=lambda c: at_once(c) if scenario.restart else (c.repeat, c.server)):
@@ -106,7 +115,8 @@ def _cells(running: Running, cells: list[Cell]) -> Iterator[CellRun]:
                         progress.line(f"{cell.id} is not run: its server has died")
                         continue
                     progress.cell(cells.index(cell) + 1, len(cells), cell, None)
-                for cell_run in _mixed(running, [cell, *others], endpoint):
+                note(*(_cell_run(each, endpoint, time.time()) for each in [cell, *others]))
+                for cell_run in _mixed(running, [cell, *others], endpoint, note):
                     yield msgspec.structs.replace(cell_run, gpu_memory_before=before)
         took |= {(cell.server, cell.load): 0.0 for cell in together}
         took[first.server, first.load] = time.monotonic() - begin
@@ -133,13 +143,13 @@ def endpoint_of(running: Running, cell: Cell) -> Iterator[Endpoint]:
         yield endpoint
 
 
-def _mixed(running: Running, cells: list[Cell], endpoint: Endpoint) -> list[CellRun]:
+def _mixed(running: Running, cells: list[Cell], endpoint: Endpoint, note: Note) -> list[CellRun]:
     """Run the parts of a mix at once, each with a load generator of its own.
 
     Most often there is just one cell, or the stages of a load, which share one.
     """
     if mix_of(cells[0].load) is None:
-        return _cell(running, cells, endpoint, endpoint.check_alive)
+        return _cell(running, cells, endpoint, endpoint.check_alive, note)
     ended = threading.Event()
     asking = threading.Lock()
 
@@ -150,7 +160,7 @@ def _mixed(running: Running, cells: list[Cell], endpoint: Endpoint) -> list[Cell
     def part(cell: Cell) -> list[CellRun]:
         others = [other for other in cells if other is not cell]
         try:
-            return _cell(running, [cell], endpoint, alive, beside=others, shown=cell is cells[0])
+            return _cell(running, [cell], endpoint, alive, note, beside=others, shown=cell is cells[0])
         finally:
             warm_sign(running.tickets_path(cell.id)).touch()  # nobody waits for one that has ended
 
@@ -168,13 +178,14 @@ def _cell(
     cells: list[Cell],
     endpoint: Endpoint,
     alive: Callable[[], str | None],
+    note: Note,
     *,
     beside: Sequence[Cell] = (),
     shown: bool = True,
 ) -> list[CellRun]:
     """Load one cell's server, or those of a load's stages one after the other, and say what happened.
 
-    `beside`: the other parts of its mix, of which one is shown.
+    `note` is told of each stage that has ended. `beside`: the other parts of its mix, of which one is shown.
     """
     jobs = [make_job(running, each, endpoint) for each in cells]
     job = msgspec.structs.replace(jobs[0], then=jobs[1:], beside=[running.tickets_path(other.id) for other in beside])
@@ -184,22 +195,28 @@ def _cell(
     with watched(running, job, endpoint, running.scenario.metrics_interval_s) as watchers:
         count: Callable[[Count], None] = running.progress.count if shown else _unseen
         if len(jobs) > 1:
-            count = _by_stage(running, cells, jobs, watchers)
+            begun_s = time.time()
+            count = _by_stage(
+                running, cells, jobs, watchers, lambda stage: note(_cell_run(stage, endpoint, begun_s, time.time()))
+            )
         driven = drive(start, job, log_path=running.log_path(job.cell), alive=alive, progress=count)
     problems = [*driven.problems, *_died_unnoticed(endpoint, driven), *endpoint.evidence(), *endpoint.problems()]
-    return [
-        CellRun(
-            id=each.id,
-            server=each.server,
-            load=each.load,
-            repeat=each.repeat,
-            started_wall_s=driven.started_wall_s,
-            ended_wall_s=driven.ended_wall_s,
-            served_by=endpoint.served_by,
-            problems=problems,
-        )
-        for each in cells
-    ]
+    return [_cell_run(each, endpoint, driven.started_wall_s, driven.ended_wall_s, problems) for each in cells]
+
+
+def _cell_run(
+    cell: Cell, endpoint: Endpoint, begun_s: float, ended_s: float | None = None, problems: Sequence[str] = ()
+) -> CellRun:
+    return CellRun(
+        id=cell.id,
+        server=cell.server,
+        load=cell.load,
+        repeat=cell.repeat,
+        started_wall_s=begun_s,
+        ended_wall_s=ended_s,
+        served_by=endpoint.served_by,
+        problems=list(problems),
+    )
 
 
 def _died_unnoticed(endpoint: Endpoint, driven: Driven) -> list[str]:
@@ -208,7 +225,9 @@ def _died_unnoticed(endpoint: Endpoint, driven: Driven) -> list[str]:
     return [] if dead is None or any(DIED in problem for problem in driven.problems) else [f"{DIED}: {dead}"]
 
 
-def _by_stage(running: Running, cells: list[Cell], jobs: list[Job], watchers: Watchers) -> Callable[[Count], None]:
+def _by_stage(
+    running: Running, cells: list[Cell], jobs: list[Job], watchers: Watchers, ended: Callable[[Cell], None]
+) -> Callable[[Count], None]:
     """Takes the counts of a load with stages: what is read and shown is that of the stage which has begun last."""
     now = 0
 
@@ -216,6 +235,8 @@ def _by_stage(running: Running, cells: list[Cell], jobs: list[Job], watchers: Wa
         nonlocal now
         begun = [number for number, job in enumerate(jobs) if _has_begun(job)]
         if begun and begun[-1] != now:
+            for cell in cells[now : begun[-1]]:
+                ended(cell)
             now = begun[-1]
             for watcher in watchers:
                 watcher.cell = cells[now].id

@@ -1,8 +1,16 @@
 """This machine as a worker: stock Locust, one life for each load of the master's run."""
 
+import os
+import re
+import shutil
+import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
+from typing import NamedTuple
 
 from harness import process
 from harness.errors import HarnessError
@@ -10,6 +18,16 @@ from harness.workers import FROM_MASTER, parse_address
 
 _PAUSE_S = 0.5
 _GRACE_S = 6.0
+# What Locust says of itself while nobody asks it for anything, and about each start and end of its process.
+_LOCUSTS_OWN = re.compile(rb"Waiting to connect to master|Got no locustfile response|\[[^]]*\] [^/ ]*/INFO/locust\.")
+
+
+class _Life(NamedTuple):
+    """How one life of Locust ended."""
+
+    code: int
+    quiet: bool  # it had nothing to do: no load, and nothing went wrong
+    left: Path | None  # where records are that were not delivered
 
 
 def lend(master: str, processes: int, *, once: bool = False) -> None:
@@ -23,17 +41,56 @@ def lend(master: str, processes: int, *, once: bool = False) -> None:
     command += ["--job", FROM_MASTER]
     if processes > 1:
         command += ["--processes", str(processes)]
+    quiet = False
     while True:
-        child = process.start(command, stdout=sys.stdout.fileno(), stderr=sys.stderr.fileno())
-        try:
-            code = child.wait()
-        finally:
-            process.stop(child, grace_s=_GRACE_S)
-        if once:
-            if code:
-                raise HarnessError(f"the load ended with exit code {code}", next_step="Its log is above.")
+        if not quiet:
+            print(f"waiting for a load from {host}:{port}", flush=True)
+        life = _live(command)
+        quiet = life.quiet
+        if life.code or life.left:
+            print(_how_it_ended(life), flush=True)
+        if once and not quiet:
+            if life.code:
+                raise HarnessError(f"the load ended with exit code {life.code}", next_step="Its log is above.")
             return
         time.sleep(_PAUSE_S)
+
+
+def _live(command: list[str]) -> _Life:
+    """Locust until it ends, with a temporary folder of its own: it puts the locustfile there by its bare name, and
+    another worker of this machine would read it half written.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="amd-llm-load-worker-"))
+    quiet = True
+    env = {**os.environ, "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
+    child = process.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env)
+    assert child.stdout is not None
+    try:
+        for line in child.stdout:
+            if not _LOCUSTS_OWN.match(line):
+                quiet = False
+                print(line.decode(errors="replace"), end="", flush=True)
+        code = child.wait()
+    finally:
+        process.stop(child, grace_s=_GRACE_S)
+        left = any(folder.glob("amd-llm-load-*"))
+        if not left:
+            shutil.rmtree(folder, ignore_errors=True)
+    return _Life(code, quiet and code >= 0, folder if left else None)
+
+
+def _how_it_ended(life: _Life) -> str:
+    """One that was ended from outside could not say so itself."""
+    kept = f"; what it had recorded is in {life.left}" if life.left else ""
+    if life.code >= 0:  # with 0, that of another one: they are told of together
+        return (
+            f"a load process ended with exit code {life.code}{kept}"
+            if life.code
+            else f"a load process was killed{kept}"
+        )
+    name = signal.Signals(-life.code).name
+    memory = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
+    return f"the load process was ended by {name}{memory}: its load cannot be valid; the next one is served again{kept}"
 
 
 def _refuse_unknown(host: str, port: int) -> None:

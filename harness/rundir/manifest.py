@@ -101,14 +101,14 @@ DIED = "the server died during the load"  # begins the problem that says so
 
 
 class CellRun(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A cell of the plan that was run."""
+    """A cell of the plan that was begun."""
 
     id: str
     server: str
     load: str
     repeat: int
     started_wall_s: float
-    ended_wall_s: float
+    ended_wall_s: float | None = None  # None: it had not come to its end when this was written
     served_by: ServedBy
     gpu_memory_before: list[GpuMemory] = []  # just before the server was started; not for one that already ran
     problems: list[str] = []  # why this cell cannot be trusted, as seen while it ran
@@ -174,13 +174,18 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     scenario: Scenario  # as resolved, defaults filled in
     workload_sha256: str
     order: list[str] = []  # cell ids as planned
-    cells: list[CellRun] = []  # cells that ran, in that order
+    cells: list[CellRun] = []  # cells that were begun, in that order
     machine: Machine
     versions: dict[str, str] = {}  # packages that touch the measurement
     git_commit: str | None = None
     computed: dict[str, str] = {}  # by path in the scenario: a value that was `auto`, and how it came about
     workers: Workers | None = None  # machines that sent the load; None: this one
     origin: Origin | None = None  # None: measured by `harness run`
+
+    @property
+    def ran(self) -> dict[str, CellRun]:
+        """The cells that came to their end, by their ids."""
+        return {cell.id: cell for cell in self.cells if cell.ended_wall_s is not None}
 
     @property
     def simulated(self) -> bool:

@@ -107,6 +107,7 @@ class ProcessMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     loop_lag_mean_s: float | None = None  # (end only, as the following) None: below 1 s
     loop_lag_p50_s: float | None = None
     loop_lag_p99_s: float | None = None  # None: below 5 s
+    loop_lag_most_s: float | None = None
     core_wait: float | None = None  # share of that time in which it could have run, and others had the cores
 
 

@@ -4,7 +4,7 @@ Kept apart from the scenario's own rules; it knows of a scenario what is handed 
 """
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,6 +17,14 @@ def staged(load: str) -> str | None:
     """The load that a load's name says it is a stage of: `people` of `people@5`."""
     whole, at, _ = load.partition("@")
     return whole if at else None
+
+
+def users_path(name: str, loads: Iterable[str]) -> str:
+    """Where below `loads` the file says how many users a load has: of `people@5`, people.stages[0].users."""
+    whole = staged(name)
+    if whole is None:
+        return f"{name}.users"
+    return f"{whole}.stages[{[one for one in loads if staged(one) == whole].index(name)}].users"
 
 
 def names(name: str, stages: "Sequence[Stage]") -> list[str]:

@@ -19,6 +19,8 @@ MOST_SHARED = 0.01  # of the chunks, or of the first ones
 MOST_LOOP_LAG_S = 0.005
 MOST_LOST = 0.02  # of a request's time, between its answer and what follows: the noise floor that is assumed
 MOST_CORE_WAIT = 0.05
+STILL_S = 0.5  # a longer pause of a load process that used less than BUSY_CPU of a core was imposed on it
+BUSY_CPU = 0.5
 
 _CHUNKS = ["chunk_gap_s"]
 _FIRST = ["ttft_s", "ttfo_s", "tpot_s", "ttft_sched_s"]
@@ -36,13 +38,12 @@ def client_limits(
     load: Load, tally: Tally, numbers: Numbers, marks: Sequence[ProcessMark], workers: Workers | None = None
 ) -> list[ClientLimit]:
     """What of a cell the load generator limited; nothing where it was good enough, or left no marks."""
-    ends = [mark for mark in marks if mark.event == "end"]
     found = [
         *_cpu(load, marks, workers),
         *_send_lag(load, tally, marks),
-        *_shared(load, tally, numbers, ends),
-        *_read_late(load, tally, ends),
-        *_slow(load, numbers, ends),
+        *_shared(load, tally, numbers, marks),
+        *_read_late(load, tally, marks),
+        *_slow(load, numbers, marks),
     ]
     return [_only_known(one, numbers) for one in found]
 
@@ -113,13 +114,13 @@ def _send_lag(load: Load, tally: Tally, marks: Sequence[ProcessMark]) -> list[Cl
     ]
 
 
-def _shared(load: Load, tally: Tally, numbers: Numbers, ends: Sequence[ProcessMark]) -> list[ClientLimit]:
-    """Chunks that the client put together, since it read late. What a server sends at once is none of its doing.
+def _shared(load: Load, tally: Tally, numbers: Numbers, marks: Sequence[ProcessMark]) -> list[ClientLimit]:
+    """Chunks that the client put together, since it read late. What a server smarks at once is none of its doing.
 
     Of fast streams a late read often looks timely (its last bytes have just come): where the loop was late most of the
     time, all chunks that shared a read are taken for the client's.
     """
-    often_late = (_worst(ends, "loop_lag_p50_s") or 0.0) > MOST_LOOP_LAG_S
+    often_late = (_worst(marks, "loop_lag_p50_s") or 0.0) > MOST_LOOP_LAG_S
     chunks, first = (
         (tally.coalesced, tally.first_shared) if often_late else (tally.coalesced_late, tally.first_shared_late)
     )
@@ -132,29 +133,29 @@ def _shared(load: Load, tally: Tally, numbers: Numbers, ends: Sequence[ProcessMa
     which = " and ".join(f"{one:.1%} of {name}" for one, name in shares if one > MOST_SHARED)
     text = (
         f"{which} were fetched late, together with a later one: their times are upper bounds; at most "
-        f"{MOST_SHARED:.0%} is allowed; {_more(load, ends)}"
+        f"{MOST_SHARED:.0%} is allowed; {_more(load, marks)}"
     )
     most = max(share, first_share)
     return [ClientLimit(what="shared_reads", value=most, allowed=MOST_SHARED, unit="ratio", numbers=spoilt, text=text)]
 
 
-def _read_late(load: Load, tally: Tally, ends: Sequence[ProcessMark]) -> list[ClientLimit]:
+def _read_late(load: Load, tally: Tally, marks: Sequence[ProcessMark]) -> list[ClientLimit]:
     """Without the kernel's stamps a late loop is a late time."""
-    share, lag_s = "1 %", _worst(ends, "loop_lag_p99_s")
+    share, lag_s = "1 %", _worst(marks, "loop_lag_p99_s")
     if lag_s is None:  # too short a time
-        share, lag_s = "half", _worst(ends, "loop_lag_p50_s")
+        share, lag_s = "half", _worst(marks, "loop_lag_p50_s")
     if not tally.read_clock or lag_s is None or lag_s <= MOST_LOOP_LAG_S:
         return []
     text = (
         f"chunk times are those of the read, and {share} of what was due in a load process ran "
-        f"{lag_s * 1000:.1f} ms or more late; at most {MOST_LOOP_LAG_S * 1000:.0f} ms is allowed; {_more(load, ends)}"
+        f"{lag_s * 1000:.1f} ms or more late; at most {MOST_LOOP_LAG_S * 1000:.0f} ms is allowed; {_more(load, marks)}"
     )
     return [ClientLimit(what="read_clock", value=lag_s, allowed=MOST_LOOP_LAG_S, unit="s", numbers=_TIMES, text=text)]
 
 
-def _slow(load: Load, numbers: Numbers, ends: Sequence[ProcessMark]) -> list[ClientLimit]:
+def _slow(load: Load, numbers: Numbers, marks: Sequence[ProcessMark]) -> list[ClientLimit]:
     """Where requests follow answers, the time from an answer to what follows it is part of every rate."""
-    lag_s, e2e_s = _worst(ends, "loop_lag_mean_s"), numbers.e2e_s.mean
+    lag_s, e2e_s = _worst(marks, "loop_lag_mean_s"), numbers.e2e_s.mean
     if is_open(load) or lag_s is None or not e2e_s:
         return []
     allowed_s = max(MOST_LOOP_LAG_S, MOST_LOST * e2e_s)
@@ -162,7 +163,7 @@ def _slow(load: Load, numbers: Numbers, ends: Sequence[ProcessMark]) -> list[Cli
         return []
     text = (
         f"what was due in a load process ran {lag_s * 1000:.1f} ms late on average, {lag_s / e2e_s:.1%} of the time "
-        f"that a request took; at most {1000 * allowed_s:.1f} ms is allowed; {_more(load, ends)}"
+        f"that a request took; at most {1000 * allowed_s:.1f} ms is allowed; {_more(load, marks)}"
     )
     return [ClientLimit(what="loop_lag", value=lag_s, allowed=allowed_s, unit="s", numbers=_RATES, text=text)]
 
@@ -178,13 +179,26 @@ def _is_known(value: object) -> bool:
     return value is not None and getattr(value, "n", 1) > 0
 
 
-def _worst(ends: Sequence[ProcessMark], name: str) -> float | None:
-    return max((value for mark in ends if (value := getattr(mark, name)) is not None), default=None)
+def _worst(marks: Sequence[ProcessMark], name: str) -> float | None:
+    return max((value for mark in marks if (value := getattr(mark, name)) is not None), default=None)
 
 
-def _more(load: Load, ends: Sequence[ProcessMark]) -> str:
+def _more(load: Load, marks: Sequence[ProcessMark]) -> str:
     """What to do about it."""
-    waited = _worst(ends, "core_wait") or 0.0
+    if killed(marks):
+        return "a load process was killed: run again"
+    if stood := next(filter(_stood_still, marks), None):
+        how = f"stood still for {stood.loop_lag_most_s:.1f} s (stopped, or its machine slept or swapped)"
+        return f"load process {stood.process % MACHINE} {how}: run again"
+    waited = _worst(marks, "core_wait") or 0.0
     if waited > MOST_CORE_WAIT:
         return f"others had its core during {waited:.0%} of the time: keep them from it, or send from another machine"
     return f"use more 'processes' ({load.processes}) or machines (--workers), or fewer streams at once"
+
+
+def _stood_still(mark: ProcessMark) -> bool:
+    """Whether it is one pause that made a process late, which was on time before and after and had little to do."""
+    if mark.loop_lag_most_s is None or mark.loop_lag_p50_s is None:
+        return False
+    on_time = mark.loop_lag_p50_s <= MOST_LOOP_LAG_S and (mark.cpu_most or 0.0) < BUSY_CPU
+    return on_time and mark.loop_lag_most_s >= STILL_S

@@ -51,7 +51,7 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
     samples = read_samples(folder / "metrics.jsonl")
     watched = read_telemetry(folder / "telemetry.jsonl")
     given = origin.given_numbers(folder, run)
-    ran = {cell.id: cell for cell in run.cells}
+    ran = run.ran
     seen = {name: cell for name, cell in cells.items() if name in ran or name in tallies}
     # A cell without a record still is a cell: it was run and gave nothing.
     tallies = {name: tallies.get(name) or Tally(clock=places[name].clock, slos=SloTally(sets=slos)) for name in seen}
@@ -66,7 +66,7 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
         )
         for name, cell in seen.items()
     ]
-    found = validity.of_run(run, len(run.cells), damaged, strangers)
+    found = validity.of_run(run, len(ran), damaged, strangers)
     reasons = found.reasons + _apart(run, seen, tallies) + [problem for cell in summaries for problem in cell.problems]
     notes = origin.notes(run.origin) + found.notes + server_starts.notes(run)
     notes += [note for cell in summaries for note in cell.notes] + _unchecked(summaries)
@@ -177,7 +177,7 @@ def _cells(run: Run) -> dict[str, Cell]:
 
 def _place(run: Run, cell: Cell, marks: list[ProcessMark], slos: dict[str, tuple[Slo, ...]]) -> Place:
     load = run.scenario.loads.get(cell.load)
-    ended = next((ran.ended_wall_s for ran in run.cells if ran.id == cell.id), None)
+    ended = run.ran[cell.id].ended_wall_s if cell.id in run.ran else None
     duration_s = None if load is None else load.duration_s
     first_due_s = None if load is None or run.origin else first_due_of(load, run.scenario.seed)
     row, group = f"{cell.server} {cell.load}", "-".join(map(str, at_once(cell)))
@@ -263,6 +263,7 @@ def _cell(
         validity.Evidence(
             cell=cell.id,
             ran=ran,
+            reached=staged(cell.load) is None or bool(counted.warmup or counted.sent),
             load=run.scenario.loads[cell.load],
             max_error_rate=run.scenario.max_error_rate,
             tally=counted,

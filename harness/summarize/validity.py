@@ -39,6 +39,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
 
     cell: str
     ran: CellRun | None  # None: the run ended before the cell did
+    reached: bool = True  # by the load; False: a stage whose turn never came
     load: Load
     max_error_rate: float
     tally: Tally
@@ -58,9 +59,11 @@ def of_cell(evidence: Evidence) -> Findings:
     """Judge one cell."""
     cell = evidence.cell
     reasons: list[str] = []
-    if evidence.ran is None:
+    if not evidence.reached:
+        reasons.append("it was not reached: the load ended before its turn")
+    elif evidence.ran is None:
         reasons.append("it did not run to its end")
-    else:
+    if evidence.ran is not None:
         reasons += _server(evidence.ran, evidence.server_load)
         reasons += _memory(evidence.ran)
         reasons += evidence.ran.problems
@@ -133,7 +136,10 @@ def _processes(evidence: Evidence) -> list[str]:
             ", ".join(called(process, evidence.marks, evidence.workers) for process in dead)
         )
         how = "killed" if evidence.workers is None else "lost (killed, or its link was cut)"
-        reasons.append(f"{names} {how}: what was sent and not yet recorded is not known")
+        reasons.append(
+            f"{names} {how}: what was sent and not yet recorded is not known; run again (the kernel kills when memory "
+            "runs out, which `dmesg` tells)"
+        )
     for process, mark in sorted(ends.items()):
         found, name = evidence.tally.by_process[process], called(process, evidence.marks, evidence.workers)
         if mark.sent is not None and mark.sent != found:
@@ -182,7 +188,7 @@ def _work(evidence: Evidence) -> list[str]:
             f"{numbers.failed:,} of {count(numbers.sent, 'request')} failed "
             f"({kinds}): an error rate of {rate:.2%}, and at most {evidence.max_error_rate:.2%} is allowed"
         )
-    if not numbers.succeeded:
+    if not numbers.succeeded and evidence.reached:
         reasons.append("no measured request succeeded")
     wrong = evidence.tally.wrong_length
     if wrong:
@@ -330,8 +336,7 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> list[str]:
         left = "was abandoned by its user" if numbers.abandoned == 1 else "were abandoned by their users"
         notes.append(f"{count(numbers.abandoned, 'request')} {left}: no latency has them")
     if load.requests is None and numbers.unfinished:
-        notes.append(
-            f"{count(numbers.unfinished, 'request')} did not finish within drain_s ({load.drain_s:g} s) "
-            "after the end: latencies lack the longest"
-        )
+        whole = evidence.ran is not None and not evidence.ran.problems and not killed(evidence.marks)
+        when = f"within drain_s ({load.drain_s:g} s) after the end" if whole else "before the load was ended early"
+        notes.append(f"{count(numbers.unfinished, 'request')} did not finish {when}: latencies lack the longest")
     return notes

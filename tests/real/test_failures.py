@@ -114,7 +114,7 @@ def test_an_engine_that_is_killed_in_mid_run_makes_the_run_invalid(tmp_path: Pat
         took = time.time() - killed_wall_s
     ran = outcome(scenario, process.returncode)
     (first,) = ran.manifest.cells  # what was to follow on the same server is not run
-    noticed = first.ended_wall_s - killed_wall_s
+    noticed = (first.ended_wall_s or 0.0) - killed_wall_s
     say(f"{ran.said}\n{ran.error}\nnoticed and ended after {noticed:.1f} s, over after {took:.1f} s")
     assert (ran.code, ran.manifest.status) == (ExitCode.INVALID, "invalid")
     assert noticed < 8
