@@ -2,13 +2,16 @@
 
 HarnessError
  +- ScenarioError      the scenario cannot be used            exit 1
+ +- SeveralErrors      more than one of these                 the least of theirs
  +- ServerError        the server did not become ready        exit 2
  +- RunError           the run cannot give valid numbers      exit 3
 """
 
 import difflib
 import enum
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class ExitCode(enum.IntEnum):
@@ -25,13 +28,18 @@ class ExitCode(enum.IntEnum):
 class HarnessError(Exception):
     """One clear sentence (what, where, which value) and what to do next."""
 
-    exit_code = ExitCode.USAGE
+    exit_code: ExitCode = ExitCode.USAGE
 
     def __init__(self, what: str, *, next_step: str = "", detail: str = "") -> None:
         super().__init__(what)
         self.what = what
         self.next_step = next_step
         self.detail = detail  # evidence worth showing below the sentence, such as the last lines of a log
+
+    @property
+    def advised(self) -> str:
+        """The sentence and what to do next, in one line."""
+        return f"{self.what}{'' if self.what.endswith('?') else '.'} {self.next_step}" if self.next_step else self.what
 
 
 class ScenarioError(HarnessError):
@@ -54,6 +62,49 @@ class RunError(HarnessError):
     """The load ran but its numbers cannot be trusted."""
 
     exit_code = ExitCode.INVALID
+
+
+class SeveralErrors(HarnessError):
+    """Errors that do not follow from each other: each in a line, what belongs to it below.
+
+    Advice that several share is given once, at the end; other advice in the line that it is for.
+    """
+
+    def __init__(self, errors: list[HarnessError]) -> None:
+        ((shared, times),) = Counter(error.next_step for error in errors).most_common(1)
+        shared = shared if times > 1 else ""
+        lines = []
+        for error in errors:
+            lines.append(error.what if error.next_step == shared else error.advised)
+            lines += [f"  {line}" for line in error.detail.splitlines()]
+        super().__init__(f"{len(errors)} problems", detail="\n".join(lines), next_step=shared)
+        self.errors = errors
+        self.exit_code = min(error.exit_code for error in errors)  # usage before what follows from it
+
+
+class Mistakes:
+    """The errors of steps that do not need each other: each is noted, and all are raised together."""
+
+    def __init__(self) -> None:
+        self.found: list[HarnessError] = []
+
+    def add(self, error: HarnessError) -> None:
+        """One more, if it was not told already."""
+        errors = error.errors if isinstance(error, SeveralErrors) else [error]
+        self.found += [one for one in errors if one.what not in [known.what for known in self.found]]
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Keep a HarnessError for later."""
+        try:
+            yield
+        except HarnessError as error:
+            self.add(error)
+
+    def refuse(self) -> None:
+        """Raise what was noted: the one error itself, or SeveralErrors."""
+        if self.found:
+            raise self.found[0] if len(self.found) == 1 else SeveralErrors(self.found)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

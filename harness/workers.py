@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from harness.errors import HarnessError
+from harness.errors import HarnessError, Mistakes
 from harness.scenario.mixes import mix_of
 from harness.scenario.scenario import Load
 
@@ -50,15 +50,30 @@ class Workers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 def parse_workers(given: str, bind: str | None, loads: Mapping[str, Load]) -> Workers:
-    """The machines of `--workers` (names, or how many) and `--bind`. Raises HarnessError."""
-    names = [name.strip() for name in given.split(",")]
-    if bind is None:
+    """The machines of `--workers` (names, or how many) and `--bind`. Raises HarnessError, of all that is wrong."""
+    wrong = Mistakes()
+    with wrong.noted():
+        names, machines = parse_names(given)
+    with wrong.noted():
+        host, port = _parse_bind(bind)
+    wrong.refuse()
+    processes = {load.processes for load in loads.values()}
+    if len(processes) > 1:
         raise HarnessError(
-            "--workers needs --bind: the address of this machine at which the workers find it",
-            next_step="Give one that they reach and strangers do not, such as --bind 10.0.0.1: "
-            "Locust's connection has neither a password nor encryption.",
+            "--workers: the loads differ in 'processes', and a worker is started once for all of them",
+            next_step="Give each load the same number: it is that of each machine.",
         )
-    host, port = parse_address("--bind", bind)
+    workers = Workers(names=names, machines=machines, processes=processes.pop(), bind=host, port=port)
+    for name, load in loads.items():
+        with wrong.noted():
+            _refuse_unparted(name, load, workers.total)
+    wrong.refuse()
+    return workers
+
+
+def parse_names(given: str) -> tuple[list[str], int]:
+    """The names in `--workers`, none where it says how many, and how many they are. Raises HarnessError."""
+    names = [name.strip() for name in given.split(",")]
     number = int(names[0]) if len(names) == 1 and names[0].isascii() and names[0].isdigit() else None
     twice = [name for name, times in Counter(names).items() if times > 1]
     if number == 0 or not all(names) or twice or (number or len(names)) > 1000:
@@ -67,27 +82,30 @@ def parse_workers(given: str, bind: str | None, loads: Mapping[str, Load]) -> Wo
             next_step="Give their names, such as gen1,gen2, or how many there are. "
             "`loads.NAME.processes` says how many processes each of them has.",
         )
-    processes = {load.processes for load in loads.values()}
-    if len(processes) > 1:
+    return [] if number else names, number or len(names)
+
+
+def _parse_bind(bind: str | None) -> tuple[str, int]:
+    if bind is None:
         raise HarnessError(
-            "--workers: the loads differ in 'processes', and a worker is started once for all of them",
-            next_step="Give each load the same number: it is that of each machine.",
+            "--workers needs --bind: the address of this machine at which the workers find it",
+            next_step="Give one that they reach and strangers do not, such as --bind 10.0.0.1: "
+            "Locust's connection has neither a password nor encryption.",
         )
-    workers = Workers(
-        names=[] if number else names, machines=number or len(names), processes=processes.pop(), bind=host, port=port
-    )
-    for name, load in loads.items():
-        if mix_of(name) is not None:
-            raise HarnessError(
-                f"$.mixes.{mix_of(name)}: several machines cannot send the parts of a mix, which have a master each",
-                next_step="Run it from one machine, with 'processes', or take 'mixes' out.",
-            )
-        if load.users % workers.total:
-            raise HarnessError(
-                f"$.loads.{name}.users: {load.users} users cannot be parted among {workers.total} load processes",
-                next_step=f"Each takes the same part of the work, so use a multiple of {workers.total}.",
-            )
-    return workers
+    return parse_address("--bind", bind)
+
+
+def _refuse_unparted(name: str, load: Load, processes: int) -> None:
+    if mix_of(name) is not None:
+        raise HarnessError(
+            f"$.mixes.{mix_of(name)}: several machines cannot send the parts of a mix, which have a master each",
+            next_step="Run it from one machine, with 'processes', or take 'mixes' out.",
+        )
+    if load.users % processes:
+        raise HarnessError(
+            f"$.loads.{name}.users: {load.users} users cannot be parted among {processes} load processes",
+            next_step=f"Each takes the same part of the work, so use a multiple of {processes}.",
+        )
 
 
 def parse_part(given: str) -> tuple[int, int]:

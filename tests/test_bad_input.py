@@ -448,11 +448,19 @@ def test_nothing_listens(tmp_path: Path) -> None:
 
 
 def test_no_such_run(tmp_path: Path) -> None:
-    for command in (("report", "nothing"), ("compare", "nothing", "other")):
+    done = harness("report", "nothing", cwd=tmp_path)
+    assert (done.code, done.out) == (1, "")
+    assert done.err == (
+        "error: nothing: neither a run directory nor the id of a run in runs\n"
+        "next: `harness runs --runs runs` lists the runs.\n"
+    )
+    for command in (("compare", "nothing", "other"), ("diff", "nothing", "other")):
         done = harness(*command, cwd=tmp_path)
         assert (done.code, done.out) == (1, "")
         assert done.err == (
-            "error: nothing: neither a run directory nor the id of a run in runs\n"
+            "error: 2 problems\n"
+            "nothing: neither a run directory nor the id of a run in runs\n"
+            "other: neither a run directory nor the id of a run in runs\n"
             "next: `harness runs --runs runs` lists the runs.\n"
         )
 

@@ -343,10 +343,10 @@ def test_values_that_no_scenario_may_have_start_nothing(engine: str, tmp_path: P
             "--arrivals: '-3' is not a rate. Give a number above 0, in arrivals a second, or nothing.",
         ),
         ("output_tokens", "many", "--output-tokens: 'many' is not a number of tokens."),
-        ("output_tokens", "0", "--output-tokens: '0' is out of range. Give a number of at least 1."),
-        ("turns", "0", "--turns: 0 is out of range. Give a number of at least 1."),
-        ("timeout", "0", "--timeout: 0.0 is out of range. Give a number above 0."),
-        ("endpoint", "zzz", "--endpoint: 'zzz' is none of chat, completions, embeddings."),
+        ("output_tokens", "0", "--output-tokens: a whole number of at least 1 is expected, got 0."),
+        ("turns", "0", "--turns: a whole number of at least 1 is expected, got 0."),
+        ("timeout", "0", "--timeout: a number above 0 is expected, got 0.0."),
+        ("endpoint", "zzz", "--endpoint: expected one of chat, completions, embeddings, got 'zzz'."),
         ("steps", "a few", "--steps: 'a few' is not a whole number"),
         ("timeout", "long", "--timeout: 'long' is not a number"),
     ]
@@ -390,7 +390,7 @@ def test_a_host_that_does_not_answer_starts_nothing_where_the_model_is_known(eng
 def test_a_wrong_value_while_a_test_goes_on_is_refused_and_forgotten(engine: str, tmp_path: Path) -> None:
     none, log = tmp_path / "none.jsonl", tmp_path / "log"
     refused: list[tuple[dict[str, object], str]] = [
-        ({"turns": 0}, "--turns: 0 is out of range. Give a number of at least 1."),
+        ({"turns": 0}, "--turns: a whole number of at least 1 is expected, got 0."),
         ({"slos": "ttft<=foo"}, "--slos: 'ttft<=foo' are no SLOs. Give some such as 'ttft<=2s, tpot<=50ms'."),
         ({"steps": "a few"}, "--steps: 'a few' is not a whole number"),
         ({"prompts": none}, f"{none}: the prompts cannot be read (No such file or directory)."),

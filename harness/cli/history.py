@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.errors import HarnessError
+from harness.errors import HarnessError, Mistakes
 from harness.paths import ROOT, SCENARIOS
 from harness.rundir.manifest import read_run
 from harness.scenario.file import load_scenario
@@ -27,6 +27,19 @@ def find_run(given: Path, runs: Path) -> Path:
         + (f"; did you mean '{close[0]}'?" if close else ""),
         next_step=f"`harness runs --runs {runs}` lists the runs.",
     )
+
+
+def find_runs(*groups: list[Path], runs: Path) -> list[list[Path]]:
+    """As `find_run`, for groups of runs; what is not found is told together."""
+    wrong = Mistakes()
+    found: list[list[Path]] = []
+    for group in groups:
+        found.append([])
+        for given in group:
+            with wrong.noted():
+                found[-1].append(find_run(given, runs))
+    wrong.refuse()
+    return found
 
 
 def show_runs(runs: Path, console: Console) -> None:

@@ -19,6 +19,7 @@ class Read(Struct, frozen=True):
     scenario: Scenario  # with problems: only its parts that decode
     problems: list[str]
     lines: dict[str, int]  # line of each path
+    known: dict[str, list[str]]  # names of all servers and loads, faulty ones included
 
 
 def load_scenario(path: Path) -> Scenario:
@@ -54,9 +55,9 @@ def read_scenario(path: Path) -> Read:
             str(path), [f"$.version: {version} was written for a newer harness; this one reads version 1"]
         )
     scenario = decode(raw, Scenario, lines, problems) or _what_decodes(raw)
-    known = {part: list(raw[part]) for part in ("servers", "loads") if isinstance(raw.get(part), dict)}
-    wrong = mixes.problems_of(scenario, known.get("loads", [])) + stages.problems_of(scenario, lines)
-    known["loads"] = [*known.get("loads", []), *mixes.names(scenario)]
+    known = {part: list(raw[part]) if isinstance(raw.get(part), dict) else [] for part in ("servers", "loads")}
+    wrong = mixes.problems_of(scenario, known["loads"]) + stages.problems_of(scenario, lines)
+    known["loads"] = [*known["loads"], *mixes.names(scenario)]
     if not wrong:
         whole = mixes.expanded(scenario)
         scenario = stages.expanded(whole)
@@ -64,7 +65,7 @@ def read_scenario(path: Path) -> Read:
     for problem in [*wrong, *_contradictions(scenario, path.parent, known)]:
         place, _, rest = problem.partition(":")
         problems.append(f"{where(place, lines)}:{rest}")
-    return Read(scenario, problems, lines)
+    return Read(scenario, problems, lines, known)
 
 
 def _what_decodes(raw: dict[str, Any]) -> Scenario:
