@@ -161,7 +161,7 @@ def test_check_shows_the_plan(tmp_path: Path) -> None:
         "4 cells: 2 repeats, interleaved; a fresh server for each cell (cold)",
         "order: r1-one-one r1-one-ten r2-one-ten r2-one-one",
         "estimated time: 1 min 41 s (assumed: 30 ms per token however many answers come at once, "
-        "60 s per container start)",
+        "1 s per start of the embedded engine)",
         "note: with 1 comparison, 2 repeats can never reach p < 0.05: every verdict will be 'cannot tell'. "
         "4 repeats are the least that can decide.",
     ]
@@ -296,3 +296,12 @@ def test_live_takes_one_load_and_no_mix(tmp_path: Path) -> None:
     done = harness("live", path.name, "--load", "both", cwd=tmp_path)
     assert (done.code, done.out) == (1, "")
     assert done.err == f"error: --load: {path.name} has no load 'both'; it is several: both.a, both.b\n"
+
+
+def test_the_estimate_names_only_the_starts_that_there_are(tmp_path: Path) -> None:
+    embedded, container = {"template": "simulated", "container": False}, {"template": "simulated"}
+    path = write(tmp_path, servers={"a": embedded, "b": container}, repeats=5)
+    assert (
+        "(assumed: 30 ms per token however many answers come at once, 60 s per container start, "
+        "1 s per start of the embedded engine)\n"
+    ) in harness("check", path.name, cwd=tmp_path).out

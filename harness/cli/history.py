@@ -13,6 +13,7 @@ from harness.paths import ROOT, SCENARIOS
 from harness.rundir.manifest import read_run
 from harness.scenario.file import load_scenario
 from harness.serve.docker.labels import owner_is_gone
+from harness.summarize.summarize import read_summary
 
 
 def find_run(given: Path, runs: Path) -> Path:
@@ -61,11 +62,22 @@ def show_runs(runs: Path, console: Console) -> None:
         simulated = " (simulated)" if run.simulated else ""
         cells = f"{len(run.cells)}/{len(run.order)}"
         status = "killed" if run.status == "running" and run.owner and owner_is_gone(run.owner) else run.status
-        table.add_row(path.parent.name, started, run.scenario_name, cells, Text(f"{status}{simulated}{reason}"))
+        limited = ", CLIENT-LIMITED" if _client_limited(path.parent) else ""
+        table.add_row(
+            path.parent.name, started, run.scenario_name, cells, Text(f"{status}{limited}{simulated}{reason}")
+        )
     if paths:
         console.print(table)
     else:
         console.print(f"no runs in {runs}; `harness run scenarios/first-look.yaml` makes one", markup=False)
+
+
+def _client_limited(folder: Path) -> bool:
+    """Whether the load generator was the limit of some of its numbers, as far as its summary says."""
+    try:
+        return any(row.client_limited for row in read_summary(folder).rows)
+    except HarnessError:
+        return False
 
 
 def show_scenarios(console: Console) -> None:
