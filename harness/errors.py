@@ -13,6 +13,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+_TOLD_LINES = 5  # of one file
+_MOST_LINES = 1000  # after so many nothing more is read
+
 
 class ExitCode(enum.IntEnum):
     """The exit codes of every command."""
@@ -105,6 +108,37 @@ class Mistakes:
         """Raise what was noted: the one error itself, or SeveralErrors."""
         if self.found:
             raise self.found[0] if len(self.found) == 1 else SeveralErrors(self.found)
+
+
+class BadLines:
+    """Lines of a file that cannot be used: the first few are told, and how many more there are."""
+
+    def __init__(self, path: object, next_step: str) -> None:
+        self._path = path
+        self._next_step = next_step
+        self._told: list[str] = []
+        self._count = 0
+
+    def add(self, line: int, problem: str) -> None:
+        """One more. Raises as `refuse` does when there are so many that the file is not what it was taken for."""
+        self._count += 1
+        if self._count <= _TOLD_LINES:
+            self._told.append(f"{self._path}:{line}: {problem}")
+        if self._count == _MOST_LINES:
+            self.refuse()
+
+    def refuse(self) -> None:
+        """Raise HarnessError if there are any."""
+        if self._count == 1:
+            raise HarnessError(self._told[0], next_step=self._next_step)
+        if self._count:
+            more = [f"and {self._count - _TOLD_LINES:,} more"] if self._count > _TOLD_LINES else []
+            some = " or more" if self._count == _MOST_LINES else ""
+            raise HarnessError(
+                f"{self._path}: {self._count:,}{some} lines cannot be used",
+                detail="\n".join(self._told + more),
+                next_step=self._next_step,
+            )
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
