@@ -143,6 +143,20 @@ def test_damaged_prompts_file(tmp_path: Path) -> None:
     )
 
 
+def test_a_damaged_file_of_several_loads_is_told_once_and_beside_other_problems(tmp_path: Path) -> None:
+    (tmp_path / "lengths.txt").write_text("ten\n5\n")
+    load = {"user": "batch", "requests": 1, "output_tokens": {"file": "lengths.txt"}}
+    path = write(tmp_path, loads={"a": load, "b": load}, repeat=3)
+    refused(
+        path,
+        run(path),
+        "error: small.yaml: 2 problems\n"
+        "$.repeat (line 22): unknown key; did you mean 'repeats'?\n"
+        "$.loads.a.output_tokens (line 14): lengths.txt:1: 'ten' is not one or two lengths of 1 to 1,000,000 tokens\n"
+        + CORRECT,
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [

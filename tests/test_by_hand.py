@@ -113,6 +113,10 @@ def test_the_run_time_is_not_shortened_by_the_start(tmp_path: Path, engine: str)
         (["--in-flight", "4", "--batch-size", "2"], "--in-flight: give one of --batch-size (bursts) and --in-flight"),
         (["--prompts", "bad.jsonl"], "bad.jsonl: 2 lines cannot be used; bad.jsonl:1: "),
         (["--job", "none.json"], "none.json: the job cannot be read"),
+        (
+            ["--host", "ftp://x", "--prompts", "bad.jsonl", "--api-key-env", "NOT_SET_AT_ALL"],
+            "3 problems:\nhost: 'ftp://x' is not a URL. Give one such as http://127.0.0.1:8000.\nbad.jsonl: 2 lines",
+        ),
         (["--api-key-env", "NOT_SET_AT_ALL"], "the environment variable NOT_SET_AT_ALL, which should hold the API key"),
     ],
 )

@@ -108,7 +108,8 @@ def _refuse_faulty(
             if not any(problem.startswith(place) for problem in problems):
                 attempt()
         except HarnessError as error:
-            failed.append((place, error))
+            if error.what not in [known.what for _, known in failed]:  # several loads may use one file
+                failed.append((place, error))
     if len(failed) == 1 and not problems:
         raise failed[0][1]
     if failed or problems:
