@@ -481,6 +481,15 @@ def test_no_such_run(tmp_path: Path) -> None:
         )
 
 
+def test_what_is_wrong_with_runs_and_checks_is_told_together(tmp_path: Path) -> None:
+    for command, runs in (("report", ["gone"]), ("compare", ["gone", "lost"])):
+        options = ["--check", "what?", "--check", "foo < 1"] + (["--baseline", "lost"] if command == "report" else [])
+        done = harness(command, *runs, *options, cwd=tmp_path)
+        assert (done.code, done.out) == (1, "")
+        told = {line.partition(": ")[0] for line in done.err.splitlines()}
+        assert told == {"error", "gone", "lost", "--check 'what?'", "--check 'foo < 1'"}
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [

@@ -87,11 +87,31 @@ def test_all_mistakes_of_a_command_line_are_told_at_once(tmp_path: Path) -> None
         "first-lok: there is no such scenario",
         "--url: 'a b' is not the address of a server. Write it like http://127.0.0.1:8000.",
         "--repeats: a whole number is expected, got 'x'",
-        "--check 'foo < 1': check 'foo < 1', at character 1: 'foo' is not a metric",
         "--workers: '' names no machines",
         "--bind: '1/2' is not an address",
+        "--check 'foo < 1': check 'foo < 1', at character 1: 'foo' is not a metric",
     ]
     assert last == "next: `harness run --help` shows what there is."
+
+
+def test_mistakes_of_the_scenario_are_told_beside_those_of_the_command_line(tmp_path: Path) -> None:
+    path = write(tmp_path, repeat=3)
+    done = harness("run", path.name, "--repeats", "x", "--check", "two/burst: wall < 1 s", cwd=tmp_path)
+    assert [line.partition(":")[0] for line in done.err.splitlines()] == [
+        "error",
+        "--repeats",
+        "small.yaml",
+        "  $.repeat (line 21)",
+        "--check 'two/burst",
+    ]
+    assert harness("check", path.name, "--nope", cwd=tmp_path) == (
+        1,
+        "",
+        "error: 2 problems\n"
+        "no such option: --nope. `harness check --help` shows what there is.\n"
+        "small.yaml: 1 problem. Correct the file and run `harness check` on it.\n"
+        "  $.repeat (line 21): unknown key; did you mean 'repeats'?\n",
+    )
 
 
 def test_what_may_be_the_value_of_an_unknown_option_is_not_held_against_anything(tmp_path: Path) -> None:

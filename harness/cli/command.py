@@ -1,5 +1,6 @@
 """A command that tells all mistakes of its command line at once; Typer alone stops at the first."""
 
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -42,6 +43,9 @@ class Command(TyperCommand):
         except (typer.TyperException, HarnessError):
             self._note_mistakes(ctx, args, wrong)
         self._note_combinations(ctx, wrong)
+        if wrong.found:
+            with wrong.noted():
+                _look_further(ctx)
         try:
             wrong.refuse()
         except HarnessError as error:
@@ -82,7 +86,7 @@ class Command(TyperCommand):
 
     def _note_combinations(self, ctx: Any, wrong: Mistakes) -> None:
         options = {param.name: param.opts[0] for param in self.get_params(ctx)}
-        given = [name for name in options if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+        given = [name for name in options if _is_given(ctx, name)]
         for name in given:
             other = NEEDS.get(name)
             if other in options and other not in given:
@@ -91,6 +95,21 @@ class Command(TyperCommand):
             if clash := [options[other] for other in EXCLUDES.get(name, ()) if other in given]:
                 said = f"{options[name]} does not go with {', '.join(clash)}"
                 wrong.add(HarnessError(said, next_step="Leave one out."))
+
+
+def _look_further(ctx: Any) -> None:
+    """Raise HarnessError for what the command would find in its scenario and checks, which does not begin."""
+    from harness.prepare.experiment import Target, prepare, refuse_misplaced
+
+    scenario, checks = ctx.params.get("scenario"), ctx.params.get("checks") or []
+    if isinstance(scenario, Path):
+        prepare(scenario, Target("") if _is_given(ctx, "url") else None, checks=checks)
+    else:
+        refuse_misplaced(checks)
+
+
+def _is_given(ctx: Any, name: str) -> bool:
+    return getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"
 
 
 def as_told(error: typer.TyperException, ctx: Any) -> HarnessError:

@@ -72,15 +72,6 @@ def listening_address(param: typer.CallbackParam, given: str | None) -> str | No
     return given
 
 
-def well_formed(given: list[str] | None) -> list[str] | None:
-    """Checks that can be read; which rows there are is another question. Raises HarnessError."""
-    if given:
-        from harness.prepare.experiment import refuse_misplaced
-
-        refuse_misplaced(given)
-    return given
-
-
 def root_folder(given: Path) -> Path:
     """The folder of --root. Raises HarnessError."""
     from harness.machine.files import folder
@@ -99,9 +90,7 @@ ServerOpt = Annotated[
 ]
 ChecksOpt = Annotated[
     list[str] | None,
-    typer.Option(
-        "--check", metavar="CHECK", help="A check beside the scenario's; may be repeated.", callback=well_formed
-    ),
+    typer.Option("--check", metavar="CHECK", help="A check beside the scenario's; may be repeated."),
 ]
 BaselineOpt = Annotated[
     Path | None,

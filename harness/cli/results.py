@@ -20,7 +20,6 @@ from harness.cli.common import (
     console,
     end_as,
     find_baseline,
-    well_formed,
 )
 from harness.errors import ExitCode, HarnessError, Mistakes
 
@@ -78,6 +77,8 @@ def report(
         with wrong.noted():
             base = None if baseline is None else find_baseline(baseline, runs)
         with wrong.noted():
+            refuse_misplaced(checks or [])
+        with wrong.noted():
             folder = find_run(run_folder, runs)
             manifest = read_run(folder)
             refuse_misplaced(checks or [], manifest.scenario.servers, manifest.scenario.loads)
@@ -121,10 +122,7 @@ def compare(
     checks: Annotated[
         list[str] | None,
         typer.Option(
-            "--check",
-            metavar="CHECK",
-            help="What must hold of every side but the baseline; may be repeated.",
-            callback=well_formed,
+            "--check", metavar="CHECK", help="What must hold of every side but the baseline; may be repeated."
         ),
     ] = None,
     runs: RunsDir = RUNS,
@@ -144,9 +142,13 @@ def compare(
         from harness.report.comparison import markdown, print_comparison
         from harness.rundir.manifest import read_run
 
-        first, second = find_runs(run_folders, against or [], runs=runs)
-        groups = by_machine(first) if across else [first, second] if second else [[folder] for folder in first]
         wrong = Mistakes()
+        with wrong.noted():
+            refuse_misplaced(checks or [])
+        with wrong.noted():
+            first, second = find_runs(run_folders, against or [], runs=runs)
+        wrong.refuse()
+        groups = by_machine(first) if across else [first, second] if second else [[folder] for folder in first]
         for scenario in (read_run(folder).scenario for group in groups[1:] for folder in group):
             with wrong.noted():
                 refuse_misplaced(checks or [], scenario.servers, scenario.loads)
