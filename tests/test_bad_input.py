@@ -487,7 +487,7 @@ def test_what_is_wrong_with_runs_and_checks_is_told_together(tmp_path: Path) -> 
         done = harness(command, *runs, *options, cwd=tmp_path)
         assert (done.code, done.out) == (1, "")
         told = {line.partition(": ")[0] for line in done.err.splitlines()}
-        assert told == {"error", "gone", "lost", "--check 'what?'", "--check 'foo < 1'"}
+        assert told == {"error", "next", "gone", "lost", "--check 'what?'", "--check 'foo < 1'"}
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,20 @@ def test_what_no_worker_of_ours_sent_is_left_out() -> None:
     assert [unpacked(raw) for raw in (None, b"", b"\x93\x01\x02\x03", "text", 7)] == [None] * 5
 
 
+def test_a_load_process_that_is_at_its_limit_is_told_as_long_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    book, tally = Book(), Tally()
+    told = []
+    for cpu in (None, 0.5, 0.96, 0.9):
+        given = unpacked(packed(tally.hand_over(1, cpu=cpu)))
+        assert given is not None
+        book.take("a", given)
+        book.take("b", tally.hand_over(1, cpu=0.2))
+        told.append(book.client_limited())
+    assert told == [None, None, 0.96, None]
+
+
 def test_the_book_adds_up_workers_and_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.5]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])

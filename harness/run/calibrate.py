@@ -23,7 +23,7 @@ from harness.paths import LOCUSTFILES
 from harness.run.drive import locust_arguments
 from harness.run.trusted_streams import store
 from harness.rundir.files import pretty_json
-from harness.rundir.records import Request, read_marks, read_requests
+from harness.rundir.records import MOST_CPU, Request, read_marks, read_requests
 from harness.scenario.scenario import Load, Prompts, Warmup
 from harness.simulated.sendlog import Sent
 from harness.simulated.spawn import spawned
@@ -38,7 +38,6 @@ FACTOR = 1.5  # from one number of streams to the next, beyond those above
 
 MOST_ERROR_S = 0.005  # p99
 MOST_SHARED = 0.01  # of the chunks
-MOST_CPU = 0.9
 
 _COLUMNS = (
     "streams",
