@@ -2,13 +2,19 @@
 
 HarnessError
  +- ScenarioError      the scenario cannot be used            exit 1
+ +- SeveralErrors      more than one of these                 the least of theirs
  +- ServerError        the server did not become ready        exit 2
  +- RunError           the run cannot give valid numbers      exit 3
 """
 
 import difflib
 import enum
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+_TOLD_LINES = 5  # of one file
+_MOST_LINES = 1000  # after so many nothing more is read
 
 
 class ExitCode(enum.IntEnum):
@@ -25,13 +31,18 @@ class ExitCode(enum.IntEnum):
 class HarnessError(Exception):
     """One clear sentence (what, where, which value) and what to do next."""
 
-    exit_code = ExitCode.USAGE
+    exit_code: ExitCode = ExitCode.USAGE
 
     def __init__(self, what: str, *, next_step: str = "", detail: str = "") -> None:
         super().__init__(what)
         self.what = what
         self.next_step = next_step
         self.detail = detail  # evidence worth showing below the sentence, such as the last lines of a log
+
+    @property
+    def advised(self) -> str:
+        """The sentence and what to do next, in one line."""
+        return f"{self.what}{'' if self.what.endswith('?') else '.'} {self.next_step}" if self.next_step else self.what
 
 
 class ScenarioError(HarnessError):
@@ -44,14 +55,6 @@ class ScenarioError(HarnessError):
         self.detail = "\n".join(problems)
 
 
-def together(where: str, problems: Sequence[HarnessError]) -> HarnessError:
-    """All of them as one, which is the one itself where there is no other."""
-    if len(problems) == 1:
-        return problems[0]
-    lines = [f"{problem.what}. {problem.next_step}".strip() for problem in problems]
-    return HarnessError(f"{where}: {len(lines)} problems", detail="\n".join(lines))
-
-
 class ServerError(HarnessError):
     """A server could not be started or did not become ready."""
 
@@ -62,6 +65,80 @@ class RunError(HarnessError):
     """The load ran but its numbers cannot be trusted."""
 
     exit_code = ExitCode.INVALID
+
+
+class SeveralErrors(HarnessError):
+    """Errors that do not follow from each other: each in a line, what belongs to it below.
+
+    Advice that several share is given once, at the end; other advice in the line that it is for.
+    """
+
+    def __init__(self, errors: list[HarnessError]) -> None:
+        ((shared, times),) = Counter(error.next_step for error in errors).most_common(1)
+        shared = shared if times > 1 else ""
+        lines = []
+        for error in errors:
+            lines.append(error.what if error.next_step == shared else error.advised)
+            lines += [f"  {line}" for line in error.detail.splitlines()]
+        super().__init__(f"{len(errors)} problems", detail="\n".join(lines), next_step=shared)
+        self.errors = errors
+        self.exit_code = min(error.exit_code for error in errors)  # usage before what follows from it
+
+
+class Mistakes:
+    """The errors of steps that do not need each other: each is noted, and all are raised together."""
+
+    def __init__(self) -> None:
+        self.found: list[HarnessError] = []
+
+    def add(self, error: HarnessError) -> None:
+        """One more, if it was not told already."""
+        errors = error.errors if isinstance(error, SeveralErrors) else [error]
+        self.found += [one for one in errors if one.what not in [known.what for known in self.found]]
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Keep a HarnessError for later."""
+        try:
+            yield
+        except HarnessError as error:
+            self.add(error)
+
+    def refuse(self) -> None:
+        """Raise what was noted: the one error itself, or SeveralErrors."""
+        if self.found:
+            raise self.found[0] if len(self.found) == 1 else SeveralErrors(self.found)
+
+
+class BadLines:
+    """Lines of a file that cannot be used: the first few are told, and how many more there are."""
+
+    def __init__(self, path: object, next_step: str) -> None:
+        self._path = path
+        self._next_step = next_step
+        self._told: list[str] = []
+        self._count = 0
+
+    def add(self, line: int, problem: str) -> None:
+        """One more. Raises as `refuse` does when there are so many that the file is not what it was taken for."""
+        self._count += 1
+        if self._count <= _TOLD_LINES:
+            self._told.append(f"{self._path}:{line}: {problem}")
+        if self._count == _MOST_LINES:
+            self.refuse()
+
+    def refuse(self) -> None:
+        """Raise HarnessError if there are any."""
+        if self._count == 1:
+            raise HarnessError(self._told[0], next_step=self._next_step)
+        if self._count:
+            more = [f"and {self._count - _TOLD_LINES:,} more"] if self._count > _TOLD_LINES else []
+            some = " or more" if self._count == _MOST_LINES else ""
+            raise HarnessError(
+                f"{self._path}: {self._count:,}{some} lines cannot be used",
+                detail="\n".join(self._told + more),
+                next_step=self._next_step,
+            )
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

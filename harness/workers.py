@@ -3,11 +3,11 @@
 import re
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from harness.errors import HarnessError, together
+from harness.errors import HarnessError, Mistakes
 from harness.scenario.mixes import mix_of
 from harness.scenario.scenario import Load
 from harness.scenario.stages import users_path
@@ -50,75 +50,66 @@ class Workers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             ) from None
 
 
-def parse_workers(
-    given: str, bind: str | None, loads: Mapping[str, Load], besides: Sequence[HarnessError] = ()
-) -> Workers:
-    """The machines of `--workers` (names, or how many) and `--bind`. Raises HarnessError with all that is wrong.
+def parse_workers(given: str, bind: str | None, loads: Mapping[str, Load]) -> Workers:
+    """The machines of `--workers` (names, or how many) and `--bind`. Raises HarnessError, of all that is wrong."""
+    wrong = Mistakes()
+    names, machines, host, port = list[str](), 0, "", PORT  # 0: not known
+    with wrong.noted():
+        names, machines = parse_names(given)
+    with wrong.noted():
+        host, port = _parse_bind(bind)
+    for problem in _unsendable(loads, machines):
+        wrong.add(problem)
+    wrong.refuse()
+    processes = next(iter(loads.values())).processes
+    return Workers(names=names, machines=machines, processes=processes, bind=host, port=port)
 
-    `besides`: what is known to be wrong with them already.
-    """
-    problems, host, port = [*besides], "", PORT
-    if bind is None:
-        problems.append(
-            HarnessError(
-                "--workers needs --bind: the address of this machine at which the workers find it",
-                next_step="Give one that they reach and strangers do not, such as --bind 10.0.0.1: "
-                "Locust's connection has neither a password nor encryption.",
-            )
-        )
-    else:
-        try:
-            host, port = parse_address("--bind", bind)
-        except HarnessError as error:
-            problems.append(error)
+
+def parse_names(given: str) -> tuple[list[str], int]:
+    """The names in `--workers`, none where it says how many, and how many they are. Raises HarnessError."""
     names = [name.strip() for name in given.split(",")]
     number = int(names[0]) if len(names) == 1 and names[0].isascii() and names[0].isdigit() else None
     twice = [name for name, times in Counter(names).items() if times > 1]
-    machines = number if number is not None else len(names)
-    if number == 0 or not all(names) or twice or machines > 1000:
-        machines = 0  # not known
-        problems.append(
-            HarnessError(
-                f"--workers: '{given}' names no machines{f' ({twice[0]} comes twice)' if twice and twice[0] else ''}",
-                next_step="Give their names, such as gen1,gen2, or how many there are. "
-                "`loads.NAME.processes` says how many processes each of them has.",
-            )
+    if number == 0 or not all(names) or twice or (number or len(names)) > 1000:
+        raise HarnessError(
+            f"--workers: '{given}' names no machines{f' ({twice[0]} comes twice)' if twice and twice[0] else ''}",
+            next_step="Give their names, such as gen1,gen2, or how many there are. "
+            "`loads.NAME.processes` says how many processes each of them has.",
         )
-    problems += _unsendable(loads, machines)
-    if problems:
-        raise together("--workers", problems)
-    processes = next(iter(loads.values())).processes
-    return Workers(names=[] if number else names, machines=machines, processes=processes, bind=host, port=port)
+    return [] if number else names, number or len(names)
 
 
-def _unsendable(loads: Mapping[str, Load], machines: int) -> list[HarnessError]:
-    """Loads that so many machines, where that is known, cannot send."""
-    problems = [
-        HarnessError(
+def _parse_bind(bind: str | None) -> tuple[str, int]:
+    if bind is None:
+        raise HarnessError(
+            "--workers needs --bind: the address of this machine at which the workers find it",
+            next_step="Give one that they reach and strangers do not, such as --bind 10.0.0.1: "
+            "Locust's connection has neither a password nor encryption.",
+        )
+    return parse_address("--bind", bind)
+
+
+def _unsendable(loads: Mapping[str, Load], machines: int) -> Iterator[HarnessError]:
+    """What so many machines, where that is known, cannot send."""
+    for mix in dict.fromkeys(filter(None, map(mix_of, loads))):
+        yield HarnessError(
             f"$.mixes.{mix}: several machines cannot send the parts of a mix, which have a master each",
             next_step="Run it from one machine, with 'processes', or take 'mixes' out.",
         )
-        for mix in dict.fromkeys(filter(None, map(mix_of, loads)))
-    ]
     processes = {load.processes for load in loads.values()}
     if len(processes) > 1:
-        problems.append(
-            HarnessError(
-                "--workers: the loads differ in 'processes', and a worker is started once for all of them",
-                next_step="Give each load the same number: it is that of each machine.",
-            )
+        yield HarnessError(
+            "--workers: the loads differ in 'processes', and a worker is started once for all of them",
+            next_step="Give each load the same number: it is that of each machine.",
         )
+        return
     for name, load in loads.items():
         total = machines * load.processes
-        if total and len(processes) == 1 and mix_of(name) is None and load.users % total:
-            problems.append(
-                HarnessError(
-                    f"$.loads.{users_path(name, loads)}: {load.users} users cannot be parted among {total} load "
-                    "processes",
-                    next_step=f"Each takes the same part of the work, so use a multiple of {total}.",
-                )
+        if total and mix_of(name) is None and load.users % total:
+            yield HarnessError(
+                f"$.loads.{users_path(name, loads)}: {load.users} users cannot be parted among {total} load processes",
+                next_step=f"Each takes the same part of the work, so use a multiple of {total}.",
             )
-    return problems
 
 
 def parse_part(given: str) -> tuple[int, int]:

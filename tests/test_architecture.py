@@ -51,6 +51,7 @@ ALLOWED = {
     "cli": {
         "__version__", "compare", "errors", "failures", "imports", "judge", "machine", "memory", "paths", "prepare",
         "process", "report", "run", "rundir", "scenario", "serve", "summarize", "summary", "trust", "units",
+        "utilization", "workers",
     },
     "docs": {"failures", "machine", "paths", "report", "rundir", "serve", "summarize"},
     "__main__": {"cli"},

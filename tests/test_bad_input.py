@@ -76,11 +76,13 @@ def test_several_mistakes_at_once(tmp_path: Path) -> None:
     done = run(path)
     assert done.code == 1
     assert done.err == (
-        "error: small.yaml: 4 problems\n"
+        "error: small.yaml: 5 problems\n"
         "$.loads.Burst (line 11): 'Burst' is not a name: lower-case letters, digits and '-', at most 40\n"
         "$.loads.Burst.requests (line 13): a whole number is expected, got 'many'\n"
         "$.repeat (line 19): unknown key; did you mean 'repeats'?\n"
-        "$.seed (line 20): a whole number of at least 0 is expected, got -1\n" + CORRECT
+        "$.seed (line 20): a whole number of at least 0 is expected, got -1\n"
+        "$.loads.Burst.user (line 12): 'bach' is neither a user class that ships nor a .py file; "
+        "did you mean 'batch'?\n" + CORRECT
     )
 
 
@@ -138,6 +140,20 @@ def test_damaged_prompts_file(tmp_path: Path) -> None:
         "error: some.jsonl:2: exactly one of 'prompt' and 'messages' is expected\n"
         'next: Each line is a JSON object: {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}. '
         "Files of ShareGPT conversations and OpenAI batch files are known as well.\n",
+    )
+
+
+def test_a_damaged_file_of_several_loads_is_told_once_and_beside_other_problems(tmp_path: Path) -> None:
+    (tmp_path / "lengths.txt").write_text("ten\n5\n")
+    load = {"user": "batch", "requests": 1, "output_tokens": {"file": "lengths.txt"}}
+    path = write(tmp_path, loads={"a": load, "b": load}, repeat=3)
+    refused(
+        path,
+        run(path),
+        "error: small.yaml: 2 problems\n"
+        "$.repeat (line 22): unknown key; did you mean 'repeats'?\n"
+        "$.loads.a.output_tokens (line 14): lengths.txt:1: 'ten' is not one or two lengths of 1 to 1,000,000 tokens\n"
+        + CORRECT,
     )
 
 
@@ -448,13 +464,30 @@ def test_nothing_listens(tmp_path: Path) -> None:
 
 
 def test_no_such_run(tmp_path: Path) -> None:
-    for command in (("report", "nothing"), ("compare", "nothing", "other")):
+    done = harness("report", "nothing", cwd=tmp_path)
+    assert (done.code, done.out) == (1, "")
+    assert done.err == (
+        "error: nothing: neither a run directory nor the id of a run in runs\n"
+        "next: `harness runs --runs runs` lists the runs.\n"
+    )
+    for command in (("compare", "nothing", "other"), ("diff", "nothing", "other")):
         done = harness(*command, cwd=tmp_path)
         assert (done.code, done.out) == (1, "")
         assert done.err == (
-            "error: nothing: neither a run directory nor the id of a run in runs\n"
+            "error: 2 problems\n"
+            "nothing: neither a run directory nor the id of a run in runs\n"
+            "other: neither a run directory nor the id of a run in runs\n"
             "next: `harness runs --runs runs` lists the runs.\n"
         )
+
+
+def test_what_is_wrong_with_runs_and_checks_is_told_together(tmp_path: Path) -> None:
+    for command, runs in (("report", ["gone"]), ("compare", ["gone", "lost"])):
+        options = ["--check", "what?", "--check", "foo < 1"] + (["--baseline", "lost"] if command == "report" else [])
+        done = harness(command, *runs, *options, cwd=tmp_path)
+        assert (done.code, done.out) == (1, "")
+        told = {line.partition(": ")[0] for line in done.err.splitlines()}
+        assert told == {"error", "next", "gone", "lost", "--check 'what?'", "--check 'foo < 1'"}
 
 
 @pytest.mark.parametrize(

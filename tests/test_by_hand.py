@@ -89,8 +89,23 @@ def test_the_run_time_is_not_shortened_by_the_start(tmp_path: Path, engine: str)
             ["--abandon", "5% after 9 tokens", "--stream", "no"],
             "--abandon: without --stream an answer comes all at once",
         ),
-        (["--regenerate", "2"], "--regenerate: 2.0 is out of range. Give a number of at most 1."),
-        (["--regenerate", "nan"], "--regenerate: nan is out of range. Give a number of at least 0."),
+        (["--regenerate", "2"], "--regenerate: a number of at most 1 is expected, got 2.0"),
+        (["--regenerate", "nan"], "--regenerate: a number of at least 0 is expected, got nan"),
+        (
+            ["--steps", "0", "--turns", "few", "--timeout", "-1", "--think", "soon", "--endpoint", "embeddings"]
+            + ["--output-tokens", "many", "--output", "long", "--stream", "maybe", "--slos", "x", "--machine", "3/2"],
+            "10 problems:\n"
+            "--machine: '3/2' is no part. Give one such as 0/2 on one machine and 1/2 on the other.\n"
+            "--stream: expected one of yes, no, got 'maybe'\n"
+            "--slos: 'x' are no SLOs. Give some such as 'ttft<=2s, tpot<=50ms'.\n"
+            "--think: 'soon' is not a pause. Give one such as '1 5', in seconds.\n"
+            "--output-tokens: 'many' is not a number of tokens\n"
+            "--turns: a whole number is expected, got 'few'\n"
+            "--steps: a whole number of at least 1 is expected, got 0\n"
+            "--output: expected one of fixed, natural, got 'long'\n"
+            "--timeout: a number above 0 is expected, got -1.0\n"
+            "--endpoint: ChatUser has no use for embeddings, only for chat or completions",
+        ),
         (["--endpoint", "embeddings"], "--endpoint: ChatUser has no use for embeddings, only for chat or completions"),
         (
             ["--records", "no/place"],
@@ -99,6 +114,10 @@ def test_the_run_time_is_not_shortened_by_the_start(tmp_path: Path, engine: str)
         (["--in-flight", "4", "--batch-size", "2"], "--in-flight: give one of --batch-size (bursts) and --in-flight"),
         (["--prompts", "bad.jsonl"], "bad.jsonl: 2 lines cannot be used; bad.jsonl:1: "),
         (["--job", "none.json"], "none.json: the job cannot be read"),
+        (
+            ["--host", "ftp://x", "--prompts", "bad.jsonl", "--api-key-env", "NOT_SET_AT_ALL"],
+            "3 problems:\nhost: 'ftp://x' is not a URL. Give one such as http://127.0.0.1:8000.\nbad.jsonl: 2 lines",
+        ),
         (["--api-key-env", "NOT_SET_AT_ALL"], "the environment variable NOT_SET_AT_ALL, which should hold the API key"),
     ],
 )

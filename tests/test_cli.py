@@ -42,12 +42,18 @@ def test_no_command_shows_the_help(tmp_path: Path) -> None:
     [
         (["run"], "missing argument 'SCENARIO'", "harness run"),
         (["nonsense"], "no such command 'nonsense'", "harness"),
-        (["run", "x", "--repeats", "0"], "invalid value for '--repeats': Input should be greater than or equal to 1",
+        (["run", "first-look", "--repeats", "0"], "--repeats: a number of at least 1 is expected, got '0'",
          "harness run"),
+        (["worker", "--master", "x", "--processes", "2k"], "--processes: a whole number is expected, got '2k'",
+         "harness worker"),
+        (["memory", "--free", "3 GB", "--total", "4"], "--free: a number is expected, got '3 GB'", "harness memory"),
+        (["compare", "a", "b", "--format", "html"],
+         "--format: 'html' is not one of 'terminal', 'markdown', 'json', 'junit'", "harness compare"),
         (["runs", "--nope"], "no such option: --nope", "harness runs"),
-        (["check", "x", "y"], "got unexpected extra argument(s) (y)", "harness check"),
+        (["runs", "--runs"], "option '--runs' requires an argument", "harness runs"),
+        (["check", "first-look", "y"], "got unexpected extra argument(s) (y)", "harness check"),
     ],
-    ids=["argument", "command", "range", "option", "extra"],
+    ids=["argument", "command", "range", "kind", "number", "choice", "option", "half", "extra"],
 )  # fmt: skip
 def test_usage_errors(tmp_path: Path, arguments: list[str], sentence: str, help_of: str) -> None:
     done = harness(*arguments, cwd=tmp_path)
@@ -63,11 +69,97 @@ def test_options_that_mean_nothing_alone_are_refused_together(tmp_path: Path) ->
     done = harness("run", path.name, *options, cwd=tmp_path)
     assert (done.code, done.out) == (1, "")
     assert done.err == (
-        "error: --metrics-url http://127.0.0.1:1 needs --url; --bind 1.2.3.4 needs --workers; "
-        "--about image needs --baseline; --ui-port 8090 needs --ui\nnext: Give both, or neither.\n"
+        "error: 4 problems\n--metrics-url needs --url\n--about needs --baseline\n--bind needs --workers\n"
+        "--ui-port needs --ui\nnext: Give both, or neither.\n"
     )
     done = harness("report", "some", "--about", "image", cwd=tmp_path)
-    assert (done.code, done.err.splitlines()[0]) == (1, "error: --about image needs --baseline")
+    assert (done.code, done.err.splitlines()[0]) == (1, "error: --about needs --baseline")
+
+
+def test_all_mistakes_of_a_command_line_are_told_at_once(tmp_path: Path) -> None:
+    options = ["--repeats", "x", "--workers", "", "--bind", "1/2", "--url", "a b", "--frobnicate", "--check", "foo < 1"]
+    done = harness("run", "first-lok", *options, cwd=tmp_path)
+    assert (done.code, done.out) == (1, "")
+    first, *lines, last = done.err.splitlines()
+    assert first == "error: 7 problems"
+    assert [line.split(";")[0].split(". Give")[0] for line in lines] == [
+        "no such option: --frobnicate",
+        "first-lok: there is no such scenario",
+        "--url: 'a b' is not the address of a server. Write it like http://127.0.0.1:8000.",
+        "--repeats: a whole number is expected, got 'x'",
+        "--workers: '' names no machines",
+        "--bind: '1/2' is not an address",
+        "--check 'foo < 1': check 'foo < 1', at character 1: 'foo' is not a metric",
+    ]
+    assert last == "next: `harness run --help` shows what there is."
+
+
+def test_mistakes_of_the_scenario_are_told_beside_those_of_the_command_line(tmp_path: Path) -> None:
+    path = write(tmp_path, repeat=3)
+    done = harness("run", path.name, "--repeats", "x", "--check", "two/burst: wall < 1 s", cwd=tmp_path)
+    assert [line.partition(":")[0] for line in done.err.splitlines()] == [
+        "error",
+        "--repeats",
+        "small.yaml",
+        "  $.repeat (line 21)",
+        "--check 'two/burst",
+    ]
+    assert harness("check", path.name, "--nope", cwd=tmp_path) == (
+        1,
+        "",
+        "error: 2 problems\n"
+        "no such option: --nope. `harness check --help` shows what there is.\n"
+        "small.yaml: 1 problem. Correct the file and run `harness check` on it.\n"
+        "  $.repeat (line 21): unknown key; did you mean 'repeats'?\n",
+    )
+
+
+def test_what_may_be_the_value_of_an_unknown_option_is_not_held_against_anything(tmp_path: Path) -> None:
+    done = harness("run", "--frobnicate", "x", "first-look", "--repeats=0", cwd=tmp_path)
+    assert done.code == 1
+    assert done.err.splitlines()[:-1] == [
+        "error: 2 problems",
+        "no such option: --frobnicate",
+        "--repeats: a number of at least 1 is expected, got '0'",
+    ]
+
+
+def test_what_is_found_by_reading_files_is_told_at_once_as_well(tmp_path: Path) -> None:
+    path = write(tmp_path, repeat=3, api_key_env="NOT_SET_AT_ALL")
+    options = ["--baseline", "gone", "--check", "two/burst: wall < 1 s", "--workers", "3"]
+    done = harness("run", path.name, *options, cwd=tmp_path)
+    assert (done.code, done.out) == (1, "")
+    assert done.err == (
+        "error: 3 problems\n"
+        "gone: neither a run directory nor the id of a run in runs. `harness runs --runs runs` lists the runs.\n"
+        "small.yaml: 2 problems. Correct the file and run `harness check` on it.\n"
+        "  $.repeat (line 21): unknown key; did you mean 'repeats'?\n"
+        "  $.api_key_env (line 22): the environment variable NOT_SET_AT_ALL is not set\n"
+        "--check 'two/burst: wall < 1 s': 'two' is not a server; known: one. "
+        "docs/scenarios.md says how checks are written.\n"
+    )
+    right = write(
+        tmp_path, "right", loads={"a": {"user": "batch", "requests": 1}, "b": {"user": "batch", "requests": 1}}
+    )
+    done = harness("run", right.name, "--workers", "2", cwd=tmp_path)
+    assert [line.split(":")[0] for line in done.err.splitlines()] == [
+        "error",
+        "--workers needs --url",
+        "--workers needs --bind",
+    ]
+    done = harness("run", right.name, "--workers", "2", "--bind", "127.0.0.1", "--url", "127.0.0.1:1", cwd=tmp_path)
+    assert [line.split(" users")[0] for line in done.err.splitlines()[1:3]] == [
+        "$.loads.a.users: 1",
+        "$.loads.b.users: 1",
+    ]
+    done = harness("live", right.name, "--server", "c", "--load", "d", cwd=tmp_path)
+    assert [line.split(":")[0] for line in done.err.splitlines()] == ["error", "--server", "--load"]
+    assert list(tmp_path.iterdir()) == [path, right] or list(tmp_path.iterdir()) == [right, path]
+
+
+def test_measuring_and_the_web_ui_exclude_each_other(tmp_path: Path) -> None:
+    done = harness("run", "first-look", "--ui", "--repeats", "3", "--check", "error_rate == 0", cwd=tmp_path)
+    assert (done.code, done.err) == (1, "error: --ui does not go with --repeats, --check\nnext: Leave one out.\n")
 
 
 def test_check_shows_the_plan(tmp_path: Path) -> None:
@@ -89,7 +181,7 @@ def test_check_shows_the_plan(tmp_path: Path) -> None:
         "4 cells: 2 repeats, interleaved; a fresh server for each cell (cold)",
         "order: r1-one-one r1-one-ten r2-one-ten r2-one-one",
         "estimated time: 1 min 41 s (assumed: 30 ms per token however many answers come at once, "
-        "60 s per container start)",
+        "1 s per start of the embedded engine)",
         "note: with 1 comparison, 2 repeats can never reach p < 0.05: every verdict will be 'cannot tell'. "
         "4 repeats are the least that can decide.",
     ]
@@ -224,3 +316,12 @@ def test_live_takes_one_load_and_no_mix(tmp_path: Path) -> None:
     done = harness("live", path.name, "--load", "both", cwd=tmp_path)
     assert (done.code, done.out) == (1, "")
     assert done.err == f"error: --load: {path.name} has no load 'both'; it is several: both.a, both.b\n"
+
+
+def test_the_estimate_names_only_the_starts_that_there_are(tmp_path: Path) -> None:
+    embedded, container = {"template": "simulated", "container": False}, {"template": "simulated"}
+    path = write(tmp_path, servers={"a": embedded, "b": container}, repeats=5)
+    assert (
+        "(assumed: 30 ms per token however many answers come at once, 60 s per container start, "
+        "1 s per start of the embedded engine)\n"
+    ) in harness("check", path.name, cwd=tmp_path).out

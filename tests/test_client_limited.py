@@ -11,12 +11,13 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from rich.console import Console
 
+from harness.cli.history import show_runs
 from harness.compare.compare import compare_runs
 from harness.report import junit, markdown, openmetrics, rows_csv, terminal
 from harness.rundir.files import pretty_json
 from harness.rundir.manifest import read_run
 from harness.rundir.records import read_marks
-from harness.summarize.summarize import summarize
+from harness.summarize.summarize import summarize, write_summary
 from tests.made_runs import scenario, write_lines, write_made_run
 
 SAID = "the load generator (‡), not the server, was the limit of {}; all other numbers stand"
@@ -63,6 +64,16 @@ def test_there_is_no_verdict_on_what_the_client_limited(run: Path, tmp_path: Pat
     compared = {verdict.side: verdict for verdict in compare_runs([[well], [run]]).verdicts}
     assert compared["a / x"].word == "same"
     assert compared["b / x"].sentence.startswith(f"b / x: cannot tell: {why.format('b / x (made)')}")
+
+
+def test_the_list_of_runs_marks_it(run: Path, tmp_path: Path) -> None:
+    for folder in (run, limited_run(tmp_path / "well"), limited_run(tmp_path / "without")):
+        if folder.name != "without":
+            write_summary(folder, summarize(folder))
+    console = Console(record=True, width=200)
+    show_runs(tmp_path, console)
+    status = {line.split()[0]: line.strip().split("  ")[-1] for line in console.export_text().splitlines()[1:]}
+    assert status == {"made": "valid, CLIENT-LIMITED", "well": "valid", "without": "valid"}
 
 
 def test_every_report_says_it(run: Path) -> None:

@@ -87,7 +87,7 @@ def test_the_command_across_machines(two: tuple[Path, Path], tmp_path: Path) -> 
     assert shown["sides"] == ["one", "two"]
     wrong = harness("compare", "one", "two", "--across", "machine", "--about", "image", "--runs", ".", cwd=tmp_path)
     assert (wrong.code, wrong.out) == (1, "")
-    assert wrong.err.startswith("error: --across: the machines are the sides and what it is about")
+    assert wrong.err.startswith("error: --across does not go with --about\n")
 
 
 def test_published_runs_are_compared_without_their_records(two: tuple[Path, Path], tmp_path: Path) -> None:

@@ -504,6 +504,13 @@ def test_the_command_prints_a_run_for_each_file(tmp_path: Path) -> None:
     assert broken.code == 1 and "cannot be read (No such file or directory)" in broken.err
 
 
+def test_a_file_that_cannot_be_read_costs_the_others_nothing(tmp_path: Path) -> None:
+    shutil.copytree(DATA, tmp_path / "given")
+    done = harness("import", "given/none.json", "given/vllm-chat.json", "given/no.json", cwd=tmp_path)
+    assert done.code == 1 and len(list((tmp_path / "runs").iterdir())) == len(done.out.splitlines()) == 1
+    assert [line.split(": ")[0] for line in done.err.splitlines()] == ["error", "given/none.json", "given/no.json"]
+
+
 def test_access_to_a_document_is_strict() -> None:
     source = Source(Path("f"), "", {"a": [1, True, 2.5, None, float("inf"), "x"]})
     items = Node(source).at("a").items()

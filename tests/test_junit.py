@@ -210,6 +210,13 @@ def test_a_refused_report_is_a_file_with_an_error(tmp_path: Path) -> None:
     assert (done.code, name, word) == (1, "amd-llm-load.report.validity | the run is VALID", "error")
 
 
+def test_a_command_line_that_is_not_understood_is_one_as_well(tmp_path: Path) -> None:
+    for command, *options in (("report", "--about", "image"), ("compare", "--repeats", "3")):
+        done = harness(command, "gone", "--format", "junit", *options, cwd=tmp_path)
+        ((name, (word, _)),) = cases(done.out).items()
+        assert (done.code, name, word) == (1, f"amd-llm-load.{command}.usage | the command line is understood", "error")
+
+
 @given(st.text(), st.text())
 def test_whatever_a_text_holds_the_file_can_be_read(what: str, detail: str) -> None:
     error = ServerError(what, detail=detail)

@@ -115,6 +115,20 @@ def test_what_no_worker_of_ours_sent_is_left_out() -> None:
     assert [unpacked(raw) for raw in (None, b"", b"\x93\x01\x02\x03", "text", 7)] == [None] * 5
 
 
+def test_a_load_process_that_is_at_its_limit_is_told_as_long_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    book, tally = Book(), Tally()
+    told = []
+    for cpu in (None, 0.5, 0.96, 0.9):
+        given = unpacked(packed(tally.hand_over(1, cpu=cpu)))
+        assert given is not None
+        book.take("a", given)
+        book.take("b", tally.hand_over(1, cpu=0.2))
+        told.append(book.client_limited())
+    assert told == [None, None, 0.96, None]
+
+
 def test_the_book_adds_up_workers_and_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.5]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
@@ -343,10 +357,10 @@ def test_values_that_no_scenario_may_have_start_nothing(engine: str, tmp_path: P
             "--arrivals: '-3' is not a rate. Give a number above 0, in arrivals a second, or nothing.",
         ),
         ("output_tokens", "many", "--output-tokens: 'many' is not a number of tokens."),
-        ("output_tokens", "0", "--output-tokens: '0' is out of range. Give a number of at least 1."),
-        ("turns", "0", "--turns: 0 is out of range. Give a number of at least 1."),
-        ("timeout", "0", "--timeout: 0.0 is out of range. Give a number above 0."),
-        ("endpoint", "zzz", "--endpoint: 'zzz' is none of chat, completions, embeddings."),
+        ("output_tokens", "0", "--output-tokens: a whole number of at least 1 is expected, got 0."),
+        ("turns", "0", "--turns: a whole number of at least 1 is expected, got 0."),
+        ("timeout", "0", "--timeout: a number above 0 is expected, got 0.0."),
+        ("endpoint", "zzz", "--endpoint: expected one of chat, completions, embeddings, got 'zzz'."),
         ("steps", "a few", "--steps: 'a few' is not a whole number"),
         ("timeout", "long", "--timeout: 'long' is not a number"),
     ]
@@ -390,7 +404,7 @@ def test_a_host_that_does_not_answer_starts_nothing_where_the_model_is_known(eng
 def test_a_wrong_value_while_a_test_goes_on_is_refused_and_forgotten(engine: str, tmp_path: Path) -> None:
     none, log = tmp_path / "none.jsonl", tmp_path / "log"
     refused: list[tuple[dict[str, object], str]] = [
-        ({"turns": 0}, "--turns: 0 is out of range. Give a number of at least 1."),
+        ({"turns": 0}, "--turns: a whole number of at least 1 is expected, got 0."),
         ({"slos": "ttft<=foo"}, "--slos: 'ttft<=foo' are no SLOs. Give some such as 'ttft<=2s, tpot<=50ms'."),
         ({"steps": "a few"}, "--steps: 'a few' is not a whole number"),
         ({"prompts": none}, f"{none}: the prompts cannot be read (No such file or directory)."),

@@ -328,8 +328,8 @@ def test_sizes_that_are_none(tmp_path: Path, given: tuple[str, str]) -> None:
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        (["--max-model-len", "4096"], "--max-model-len is about what a model needs, and no model is named"),
-        (["--max-num-seqs", "4"], "--max-num-seqs is about what a model needs, and no model is named"),
+        (["--max-model-len", "4096"], "--max-model-len needs --model"),
+        (["--max-num-seqs", "4"], "--max-num-seqs needs --model"),
         (["--kv-cache-dtype", "fp9"], "--kv-cache-dtype: 'fp9' is not known here; did you mean 'fp8'?"),
         (["--root", "none"], "--root: none is not there"),
         (["--root", "file"], "--root: file is not a folder"),
@@ -341,13 +341,17 @@ def test_questions_that_cannot_be_meant(tmp_path: Path, given: list[str], what: 
     assert (done.code, done.out, done.err.splitlines()[0]) == (1, "", f"error: {what}")
 
 
-@pytest.mark.parametrize("given", [["--free", "3"], ["--total", "3"], ["--free", "1", "--total", "3", "--image", "x"]])
-def test_half_a_question(tmp_path: Path, given: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        (["--free", "3"], "--free needs --total"),
+        (["--total", "3"], "--total needs --free"),
+        (["--free", "1", "--total", "3", "--image", "x"], "--image does not go with --free, --total"),
+    ],
+)
+def test_half_a_question(tmp_path: Path, given: list[str], what: str) -> None:
     done = harness("memory", *given, cwd=tmp_path)
-    assert (done.code, done.err.splitlines()[0]) == (
-        1,
-        "error: --free and --total belong together, and not to --image",
-    )
+    assert (done.code, done.err.splitlines()[0]) == (1, f"error: {what}")
 
 
 def test_eight_instincts(tmp_path: Path) -> None:

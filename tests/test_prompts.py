@@ -92,8 +92,10 @@ def test_bad_lines_of_a_file_of_lengths_are_named_together(tmp_path: Path) -> No
     path.write_text("10 1\nten\n1 2 3\n0 5\n")
     with pytest.raises(HarnessError) as caught:
         read_pairs(path)
-    assert caught.value.what == f"{path}:2: 'ten' is not one or two lengths of 1 to 1,000,000 tokens"
-    assert [line.split(": ")[0] for line in caught.value.detail.splitlines()] == [f"{path}:3", f"{path}:4"]
+    assert caught.value.what == f"{path}: 3 lines cannot be used"
+    first, *others = caught.value.detail.splitlines()
+    assert first == f"{path}:2: 'ten' is not one or two lengths of 1 to 1,000,000 tokens"
+    assert [line.split(": ")[0] for line in others] == [f"{path}:3", f"{path}:4"]
     path.write_text("# nothing\n")
     with pytest.raises(HarnessError, match="there are no lengths in it"):
         read_pairs(path)

@@ -252,14 +252,15 @@ def test_the_highest_cpu_use_is_that_of_five_seconds(monkeypatch: pytest.MonkeyP
     pass_seconds(10, 1.0)  # before the first measured request: importing, warming up
     assert health.cpu_most() is None
     health.begin()
-    assert health.cpu_most() is None
+    assert (health.cpu_most(), health.cpu_now()) == (None, None)
     pass_seconds(2, 0.5)
-    assert health.cpu_most() == pytest.approx(0.5)  # of the time there was
+    assert health.cpu_most() == health.cpu_now() == pytest.approx(0.5)  # of the time there was
     health.begin()
     pass_seconds(8, 0.25)
     pass_seconds(4, 1.0)
     pass_seconds(60, 0.0)
     assert health.cpu_most() == pytest.approx((4 + 0.25) / 5)
+    assert health.cpu_now() == 0.0
 
 
 def test_cpu_use_is_sampled_while_it_runs(tmp_path: Path) -> None:

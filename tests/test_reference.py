@@ -122,7 +122,11 @@ def test_mistakes_are_found_before_anything_is_started(tmp_path: Path) -> None:
         "next: docs/scenarios.md says how checks are written.\n",
     )
     done = harness("run", path.name, "--check", "two/burst: wall < 1 s", "--check", "foo", cwd=tmp_path)
-    assert "is not a server; known: one; --check 'foo': check 'foo', at character 1: " in done.err
+    assert [line.partition(" is not ")[0] for line in done.err.splitlines()[:3]] == [
+        "error: 2 problems",
+        "--check 'two/burst: wall < 1 s': 'two'",
+        "--check 'foo': check 'foo', at character 1: 'foo'",
+    ]
     done = harness("run", path.name, "--baseline", "nothing", cwd=tmp_path)
     assert (done.code, done.err.splitlines()[0]) == (
         1,

@@ -259,10 +259,14 @@ def test_markdown_keeps_texts_from_outside_plain() -> None:
 
 def test_the_same_reason_in_many_cells_is_said_once() -> None:
     many = [f"r{i}-vllm-one: load process {i} was killed" for i in range(1, 4)]
+    many += [
+        f"r{i}-vllm-ten: of a chunk each {gap} ms" for i, gap in ((1, "2"), (2, "2.1"), (3, "1,250"), (1, "1e+02"))
+    ]
     broken = msgspec.structs.replace(summary(), valid=False, reasons=[*many, "no room: on the disk", "r9-x: y"])
     text = printed(broken, 140).splitlines()
-    assert text[13:16] == [
+    assert text[13:17] == [
         "- r1-vllm-one: load process 1 was killed (likewise in 2 other runs)",
+        "- r1-vllm-ten: of a chunk each 2 ms (likewise in 3 other runs)",
         "- no room: on the disk",
         "- r9-x: y",
     ]

@@ -1,9 +1,11 @@
 """A scenario file: what is accepted, and that everything wrong with it is said at once."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import yaml
 
 from harness.errors import HarnessError, ScenarioError
 from harness.paths import SCENARIOS
@@ -303,6 +305,29 @@ def test_the_estimated_time_is_that_of_what_limits_the_load(tmp_path: Path, load
         loads={"x": msgspec.structs.replace(load, output_tokens=100)}, repeats=2, warmup=Warmup(requests=4),
     )  # fmt: skip
     assert estimate_s(scenario, tmp_path) == pytest.approx(2 * seconds)
+
+
+@pytest.mark.parametrize(
+    ("load", "told"),
+    [
+        ({"user": "batch", "requests": 1, "duration_s": 2, "timeout_s": -1}, {"timeout_s", "requests"}),
+        ({"user": "bach", "requests": "many"}, {"requests", "user"}),
+        ({"user": "batch", "request": 20, "turns": 3, "think_s": [3, 1]}, {"request", "turns", "think_s"}),
+        ({"user": "chat", "users": "ten", "processes": 4, "requests": 5, "in_flight": 2}, {"users", "in_flight"}),
+        ({"user": "batch", "stages": 5}, {"stages"}),
+        ({"user": "batch", "trace": {"file": "none.csv", "speeed": 3}}, {"trace.speeed"}),
+        (
+            {"user": "batch", "stages": [{"users": 1, "for_s": 2}] * 2, "requests": 5, "drain_s": "no"},
+            {"drain_s", "requests"},
+        ),
+        ({"user": 3, "requests": 1, "duration_s": 2}, {"user"}),
+    ],
+)
+def test_a_key_of_a_wrong_type_hides_no_contradiction_of_its_load_and_makes_none(
+    tmp_path: Path, load: dict[str, Any], told: set[str]
+) -> None:
+    problems = problems_of(tmp_path, yaml.safe_dump({**yaml.safe_load(GOOD), "loads": {"x": load}}))
+    assert {problem.split()[0].removeprefix("$.loads.x.") for problem in problems} == told
 
 
 def test_parts_of_a_mix_are_estimated_at_once(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def replay(folder: Path, content: str, **given: Any) -> Replay:
 def problem(folder: Path, content: str, **given: Any) -> str:
     with pytest.raises(HarnessError) as caught:
         replay(folder, content, **given)
-    return caught.value.what.removeprefix(str(folder / "trace"))
+    return (caught.value.detail or caught.value.what).removeprefix(str(folder / "trace"))
 
 
 @pytest.mark.parametrize(
@@ -131,6 +131,43 @@ def test_what_cannot_be_meant_is_refused_with_its_line(
     tmp_path: Path, content: str, given: dict[str, Any], said: str
 ) -> None:
     assert problem(tmp_path, content, **given).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("content", "given", "lines"),
+    [
+        (BURSTGPT + "117,m,5,6,11,log\nsoon,m,5,6,1,log\n120,m,x,6,1,log\n121,m,-5,6,1,log\n", {}, [6, 7, 8, 9]),
+        (AZURE_2024 + "11 May,1,1\n2024-05-11 00:00:99,1,1\n2024-05-11 00:01:00,1\n", {}, [4, 5, 6]),
+        (MOONCAKE + "{\n[]\n", {"block_tokens": 16}, [5, 6]),
+    ],
+    ids=["burstgpt", "azure", "mooncake"],
+)
+def test_lines_that_cannot_be_used_are_told_together(
+    tmp_path: Path, content: str, given: dict[str, Any], lines: list[int]
+) -> None:
+    path = tmp_path / "trace"
+    path.write_text(content)
+    with pytest.raises(HarnessError) as caught:
+        replay_of(path, Trace(file="trace", **given))
+    assert caught.value.what == f"{path}: {len(lines)} lines cannot be used"
+    told = [line.split(": ")[0] for line in caught.value.detail.splitlines()]
+    assert told == [f"{path}:{line}" for line in lines]
+
+
+def test_of_many_lines_the_first_are_told_and_no_more_is_read_than_shows_it(tmp_path: Path) -> None:
+    assert told_of(tmp_path, 6) == ("6 lines cannot be used", "and 1 more")
+    assert told_of(tmp_path, 999) == ("999 lines cannot be used", "and 994 more")
+    assert told_of(tmp_path, 5000) == ("1,000 or more lines cannot be used", "and 995 more")
+
+
+def told_of(tmp_path: Path, lines: int) -> tuple[str, str]:
+    path = tmp_path / f"{lines}.csv"
+    path.write_text(BURSTGPT + "?,m,5,6,11,log\n" * lines)
+    with pytest.raises(HarnessError) as caught:
+        replay_of(path, Trace(file=path.name))
+    *first, last = caught.value.detail.splitlines()
+    assert [line.split(": ")[0] for line in first] == [f"{path}:{line}" for line in range(6, 11)]
+    return caught.value.what.removeprefix(f"{path}: "), last
 
 
 def test_a_packed_trace_and_one_that_is_not_there(tmp_path: Path) -> None:

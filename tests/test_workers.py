@@ -72,7 +72,7 @@ def test_all_that_cannot_be_meant_is_refused_at_once() -> None:
     loads = {f"p@{users}": Load(user="chat", users=users, duration_s=1) for users in (4, 3, 5)} | {"b.x": CHAT}
     with pytest.raises(HarnessError) as caught:
         parse_workers("2", None, {"a": CHAT, **loads})
-    assert caught.value.what == "--workers: 4 problems"
+    assert caught.value.what == "4 problems"
     assert [line.partition(": ")[0] for line in caught.value.detail.splitlines()] == [
         "--workers needs --bind", "$.mixes.b", "$.loads.p.stages[1].users", "$.loads.p.stages[2].users",
     ]  # fmt: skip
@@ -80,11 +80,11 @@ def test_all_that_cannot_be_meant_is_refused_at_once() -> None:
 
 def test_all_that_is_wrong_with_a_run_by_workers_is_told_at_once(tmp_path: Path) -> None:
     scenario = write(tmp_path, loads={"l": {"user": "chat", "users": 3, "requests": 3}})
-    done = harness("run", str(scenario), "--workers", "2", "--bind", "h:x", cwd=tmp_path)
+    done = harness("run", str(scenario), "--workers", "2", cwd=tmp_path)
     assert done.code == 1
     told = " ".join(line.removeprefix("  | ") for line in done.err.splitlines())
-    assert told.startswith("error: --workers: 3 problems --workers needs --url: ")
-    assert "--bind: 'h:x' is not an address. Give one such as" in told
+    assert told.startswith("error: 3 problems --workers needs --url: ")
+    assert "--workers needs --bind: the address of this machine" in told
     assert "$.loads.l.users: 3 users cannot be parted among 2 load processes. Each takes" in told
 
 

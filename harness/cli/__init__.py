@@ -16,7 +16,7 @@ from harness.cli import results as results
 from harness.cli import worker as worker
 from harness.cli.common import app as app
 from harness.cli.common import mute
-from harness.errors import ExitCode, HarnessError, ScenarioError
+from harness.errors import ExitCode, HarnessError, ScenarioError, SeveralErrors
 
 
 def version(value: bool) -> None:
@@ -39,7 +39,7 @@ def tell(error: HarnessError) -> None:
     stderr = Console(stderr=True, soft_wrap=True, highlight=False)
     stderr.print(f"error: {error.what}", style="bold red", markup=False)
     if error.detail:
-        indent = "" if isinstance(error, ScenarioError) else "  | "
+        indent = "" if isinstance(error, ScenarioError | SeveralErrors) else "  | "
         stderr.print("\n".join(indent + line for line in error.detail.splitlines()), markup=False)
     if error.next_step:
         stderr.print(f"next: {error.next_step}", markup=False)

@@ -20,27 +20,32 @@ from harness.cli.common import (
     ScenarioArg,
     ServerOpt,
     UrlOpt,
-    app,
+    address,
+    command,
     console,
     find_baseline,
     junit_of_failure,
-    refuse_alone,
-    scenario_path,
+    listening_address,
+    root_folder,
     show,
     target_of,
+    worker_names,
 )
-from harness.errors import ExitCode
+from harness.errors import ExitCode, Mistakes
 
 UI_PORT = 8089  # Locust's own
 
 
-@app.command(short_help="Start the servers, load them, take everything down, report.")
+@command(short_help="Start the servers, load them, take everything down, report.")
 def run(
     scenario: ScenarioArg,
     url: UrlOpt = None,
     ca: CaOpt = None,
     metrics_url: Annotated[
-        str | None, typer.Option("--metrics-url", help="With --url: where its metrics are (default: URL/metrics).")
+        str | None,
+        typer.Option(
+            "--metrics-url", help="With --url: where its metrics are (default: URL/metrics).", callback=address
+        ),
     ] = None,
     model: ModelOpt = None,
     repeats: Annotated[int | None, typer.Option(min=1, help="Override the scenario's repeats.")] = None,
@@ -52,11 +57,21 @@ def run(
     ] = None,
     workers: Annotated[
         str | None,
-        typer.Option("--workers", metavar="NAMES", help="With --url: machines that send the load, or how many."),
+        typer.Option(
+            "--workers",
+            metavar="NAMES",
+            help="With --url: machines that send the load, or how many.",
+            callback=worker_names,
+        ),
     ] = None,
     bind: Annotated[
         str | None,
-        typer.Option("--bind", metavar="ADDRESS", help="With --workers: where they find this machine (port 5557)."),
+        typer.Option(
+            "--bind",
+            metavar="ADDRESS",
+            help="With --workers: where they find this machine (port 5557).",
+            callback=listening_address,
+        ),
     ] = None,
     runs: RunsDir = RUNS,
     results: ResultsDir = RESULTS,
@@ -79,20 +94,17 @@ def run(
     from harness.run.run import run as run_experiment
     from harness.rundir.manifest import read_run
 
-    refuse_alone(
-        ("--metrics-url", metrics_url, "--url", url),
-        ("--bind", bind, "--workers", workers),
-        ("--about", about, "--baseline", baseline),
-        ("--ui-port", ui_port, "--ui", ui),
-    )
     if ui:
         live(scenario, url=url, ca=ca, model=model, port=ui_port or UI_PORT, runs=runs)
         return
-    target = target_of(url, metrics_url, ca)
-    experiment = experiments.prepare(scenario_path(scenario), target, model, repeats, checks or [])
-    if workers is not None:
-        experiment = experiments.with_workers(experiment, workers, bind)
-    base = None if baseline is None else find_baseline(baseline, runs)
+    wrong = Mistakes()
+    with wrong.noted():
+        base = None if baseline is None else find_baseline(baseline, runs)
+    with wrong.noted():
+        experiment = experiments.prepare(scenario, target_of(url, metrics_url, ca), model, repeats, checks or [])
+        if workers is not None:
+            experiment = experiments.with_workers(experiment, workers, bind)
+    wrong.refuse()
     for note in [] if workers else trusted_streams.notes(experiment.scenario):
         console().print(note, markup=False, highlight=False)
     with junit_of_failure(junit, scenario.stem), sigterm_interrupts():
@@ -103,7 +115,7 @@ def run(
     show(folder, explain=explain, junit=junit)
 
 
-@app.command(short_help="Serve Locust's web UI for a scenario's server.")
+@command(short_help="Serve Locust's web UI for a scenario's server.")
 def live(
     scenario: ScenarioArg,
     server: ServerOpt = None,
@@ -122,13 +134,12 @@ def live(
     from harness.run import live as living
     from harness.run.progress import Progress
 
-    target = target_of(url, ca=ca)
-    experiment = experiments.prepare(scenario_path(scenario), target, model)
+    experiment = experiments.prepare(scenario, target_of(url, ca=ca), model)
     with sigterm_interrupts():
         living.live(experiment, server, load, port, runs, Progress(console()))
 
 
-@app.command(short_help="Validate a scenario and show its plan.")
+@command(short_help="Validate a scenario and show its plan.")
 def check(scenario: ScenarioArg) -> None:
     """Validate a scenario and show its plan, without running anything."""
     from harness.prepare import experiment as experiments
@@ -138,28 +149,33 @@ def check(scenario: ScenarioArg) -> None:
     from harness.prepare.preview import show_plan
     from harness.run import trusted_streams
 
-    experiment = experiments.prepare(scenario_path(scenario))
+    experiment = experiments.prepare(scenario)
     show_plan(experiment, console())
     for note in [*notes(experiment), *foretell(experiment), *trusted_streams.notes(experiment.scenario)]:
         console().print(note, markup=False, highlight=False)
     refuse_impossible(experiment)
 
 
-@app.command(short_help="Look for what stands in the way on this machine.")
+@command(short_help="Look for what stands in the way on this machine.")
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     root: Annotated[
-        Path, typer.Option("--root", metavar="DIR", help="Read the /proc, /sys, /dev, /etc and /var below DIR instead.")
+        Path,
+        typer.Option(
+            "--root",
+            metavar="DIR",
+            help="Read the /proc, /sys, /dev, /etc and /var below DIR instead.",
+            callback=root_folder,
+        ),
     ] = Path("/"),
 ) -> None:
     """Look at GPU, memory, kernel, access, Docker and processes of this machine; exit code 4 with a blocker."""
     from harness.machine import doctor as doctors
     from harness.machine.doctor import show
-    from harness.machine.files import folder
     from harness.serve.docker.engine import engine_facts
 
     # Of another machine's files, this machine's Docker Engine and shell know nothing.
-    here = folder(root).resolve() == Path("/")
+    here = root.resolve() == Path("/")
     found = doctors.diagnose(root, engine_facts() if here else None, os.environ if here else None)
     if as_json:
         print(show.as_json(found, root))
@@ -169,7 +185,7 @@ def doctor(
         raise typer.Exit(ExitCode.FAILED)
 
 
-@app.command(short_help="How many streams this machine's load generator can be trusted for.")
+@command(short_help="How many streams this machine's load generator can be trusted for.")
 def calibrate(
     most: Annotated[
         int | None, typer.Option("--most", min=1, max=20_000, help="Try no more streams than this.")
@@ -185,7 +201,7 @@ def calibrate(
         show_readings(console(), most, processes, as_json=as_json)
 
 
-@app.command(short_help="Print the Compose file that would be run.")
+@command(short_help="Print the Compose file that would be run.")
 def compose(
     scenario: ScenarioArg,
     server: ServerOpt = None,
@@ -201,13 +217,13 @@ def compose(
     from harness.prepare.auto import fill_in
     from harness.serve import compose_document
 
-    experiment = experiments.prepare(scenario_path(scenario))
+    experiment = experiments.prepare(scenario)
     experiment = fill_in(experiment, lambda line: print(line, file=sys.stderr))
     name = experiments.server_name(experiment, server)
     print(compose_document(experiment.scenario, name, ui_port=ui_port, workers=workers), end="")
 
 
-@app.command(short_help="Measure the noise floor of this machine.")
+@command(short_help="Measure the noise floor of this machine.")
 def noise(
     scenario: ScenarioArg,
     server: ServerOpt = None,
@@ -228,8 +244,7 @@ def noise(
     from harness.run import noise as noises
     from harness.run.progress import Progress
 
-    target = target_of(url, ca=ca)
-    experiment = experiments.prepare(scenario_path(scenario), target, model, repeats)
+    experiment = experiments.prepare(scenario, target_of(url, ca=ca), model, repeats)
     with sigterm_interrupts():
         folder, stored = noises.noise(experiment, server, runs, results, Progress(console()))
     floor = read_floor(stored)
@@ -237,7 +252,7 @@ def noise(
     print("\n".join([f"Noise floor of {floor.machine}, run {folder}:", *noises.in_words(floor), f"Stored: {stored}"]))
 
 
-@app.command(short_help="List the scenarios that ship.")
+@command(short_help="List the scenarios that ship.")
 def scenarios() -> None:
     """List the scenarios that ship, each with its question."""
     from harness.cli.history import show_scenarios
@@ -245,7 +260,7 @@ def scenarios() -> None:
     show_scenarios(console())
 
 
-@app.command(short_help="Remove what a killed run left behind.")
+@command(short_help="Remove what a killed run left behind.")
 def clean(
     everything: Annotated[
         bool, typer.Option("--all", help="Also what a harness that still lives has started.")

@@ -4,12 +4,14 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
+from harness.cli.command import Command
 from harness.errors import ExitCode, HarnessError, RunError, did_you_mean
 
 if TYPE_CHECKING:
@@ -25,9 +27,62 @@ app = typer.Typer(
     epilog="Exit codes: 0 fine; 1 usage or scenario error; 2 a server did not become ready; 3 the run is INVALID; "
     "4 a check failed or a comparison found a regression; 130 interrupted.",
 )
+command = partial(app.command, cls=Command)
 
+
+def scenario_path(given: Path) -> Path:
+    """The path of a scenario given by path or by the name of one that ships. Raises HarnessError."""
+    from harness.paths import SCENARIOS
+
+    if given.exists():
+        return given
+    shipped = {path.stem: path for path in SCENARIOS.glob("*.yaml")}
+    if str(given) in shipped:
+        return shipped[str(given)]
+    raise HarnessError(
+        f"{given}: there is no such scenario; {did_you_mean(given.stem, shipped)}",
+        next_step="Give a file, or the name of a scenario that ships: `harness scenarios` lists them.",
+    )
+
+
+def address(param: typer.CallbackParam, given: str | None) -> str | None:
+    """A server's address. Raises HarnessError."""
+    from harness.prepare.experiment import check_url
+
+    if given is not None:
+        check_url(param.opts[0], given)
+    return given
+
+
+def worker_names(given: str | None) -> str | None:
+    """What --workers says. Raises HarnessError."""
+    from harness.workers import parse_names
+
+    if given is not None:
+        parse_names(given)
+    return given
+
+
+def listening_address(param: typer.CallbackParam, given: str | None) -> str | None:
+    """Host and port in a command line. Raises HarnessError."""
+    from harness.workers import parse_address
+
+    if given is not None:
+        parse_address(param.opts[0], given)
+    return given
+
+
+def root_folder(given: Path) -> Path:
+    """The folder of --root. Raises HarnessError."""
+    from harness.machine.files import folder
+
+    return folder(given)
+
+
+# What can be said of one value alone is said by its callback, so that it is told with all else that is wrong.
 ScenarioArg = Annotated[
-    Path, typer.Argument(metavar="SCENARIO", help="A scenario file, or the name of one that ships.")
+    Path,
+    typer.Argument(metavar="SCENARIO", help="A scenario file, or the name of one that ships.", callback=scenario_path),
 ]
 RunsDir = Annotated[Path, typer.Option("--runs", help="Where run directories are kept.", envvar="HARNESS_RUNS")]
 ServerOpt = Annotated[
@@ -45,7 +100,8 @@ AboutOpt = Annotated[
     str | None, typer.Option("--about", metavar="KEY", help="The one manifest key in which the sides may differ.")
 ]
 UrlOpt = Annotated[
-    str | None, typer.Option("--url", help="Use a server that already runs, such as http://127.0.0.1:8000.")
+    str | None,
+    typer.Option("--url", help="Use a server that already runs, such as http://127.0.0.1:8000.", callback=address),
 ]
 CaOpt = Annotated[
     Path | None,
@@ -75,28 +131,6 @@ def mute() -> None:
 def console() -> Console:
     # Wide enough for the table when the output is a file or a pipe, which has no width of its own.
     return Output() if sys.stdout.isatty() else Output(width=160, no_color=True)
-
-
-def scenario_path(given: Path) -> Path:
-    """The path of a scenario given by path or by the name of one that ships. Raises HarnessError."""
-    from harness.paths import SCENARIOS
-
-    if given.exists():
-        return given
-    shipped = {path.stem: path for path in SCENARIOS.glob("*.yaml")}
-    if str(given) in shipped:
-        return shipped[str(given)]
-    raise HarnessError(
-        f"{given}: there is no such scenario; {did_you_mean(given.stem, shipped)}",
-        next_step="Give a file, or the name of a scenario that ships: `harness scenarios` lists them.",
-    )
-
-
-def refuse_alone(*needs: tuple[str, object, str, object]) -> None:
-    """Raise HarnessError for options that mean nothing alone: (option, its value, the other, that one's value)."""
-    alone = [f"{option} {value} needs {other}" for option, value, other, there in needs if value and not there]
-    if alone:
-        raise HarnessError("; ".join(alone), next_step="Give both, or neither.")
 
 
 def target_of(url: str | None, metrics_url: str | None = None, ca: Path | None = None) -> "Target | None":

@@ -9,11 +9,11 @@ from typing import Annotated, BinaryIO, cast
 
 import typer
 
-from harness.cli.common import app, console
+from harness.cli.common import command, console
 from harness.errors import ExitCode, HarnessError
 
 
-@app.command(short_help="Say what failed in a log, and what to do.")
+@command(short_help="Say what failed in a log, and what to do.")
 def explain(
     log: Annotated[
         str, typer.Argument(metavar="LOGFILE", help="A log of vLLM, Lemonade, llama.cpp, Docker ...; - reads a pipe.")

@@ -8,11 +8,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.errors import HarnessError
+from harness.errors import HarnessError, Mistakes
 from harness.paths import ROOT, SCENARIOS
 from harness.rundir.manifest import read_run
 from harness.scenario.file import load_scenario
 from harness.serve.docker.labels import owner_is_gone
+from harness.summarize.summarize import read_summary
 
 
 def find_run(given: Path, runs: Path) -> Path:
@@ -27,6 +28,19 @@ def find_run(given: Path, runs: Path) -> Path:
         + (f"; did you mean '{close[0]}'?" if close else ""),
         next_step=f"`harness runs --runs {runs}` lists the runs.",
     )
+
+
+def find_runs(*groups: list[Path], runs: Path) -> list[list[Path]]:
+    """As `find_run`, for groups of runs; what is not found is told together."""
+    wrong = Mistakes()
+    found: list[list[Path]] = []
+    for group in groups:
+        found.append([])
+        for given in group:
+            with wrong.noted():
+                found[-1].append(find_run(given, runs))
+    wrong.refuse()
+    return found
 
 
 def show_runs(runs: Path, console: Console) -> None:
@@ -48,11 +62,22 @@ def show_runs(runs: Path, console: Console) -> None:
         simulated = " (simulated)" if run.simulated else ""
         cells = f"{len(run.ran)}/{len(run.order)}"
         status = "killed" if run.status == "running" and run.owner and owner_is_gone(run.owner) else run.status
-        table.add_row(path.parent.name, started, run.scenario_name, cells, Text(f"{status}{simulated}{reason}"))
+        limited = ", CLIENT-LIMITED" if _client_limited(path.parent) else ""
+        table.add_row(
+            path.parent.name, started, run.scenario_name, cells, Text(f"{status}{limited}{simulated}{reason}")
+        )
     if paths:
         console.print(table)
     else:
         console.print(f"no runs in {runs}; `harness run scenarios/first-look.yaml` makes one", markup=False)
+
+
+def _client_limited(folder: Path) -> bool:
+    """Whether the load generator was the limit of some of its numbers, as far as its summary says."""
+    try:
+        return any(row.client_limited for row in read_summary(folder).rows)
+    except HarnessError:
+        return False
 
 
 def show_scenarios(console: Console) -> None:

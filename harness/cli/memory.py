@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from harness.cli.common import app, console
+from harness.cli.common import command, console, root_folder
 from harness.errors import ExitCode, HarnessError
 
 if TYPE_CHECKING:
@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 MOST_GIB = 1 << 20  # no machine has more, and beyond numbers lose their bytes
 
 
-@app.command(short_help="The largest safe gpu_memory_utilization, and the KV cache that it leaves.")
+def _dtype(given: str) -> str:
+    from harness.memory.cache import known_dtype
+
+    known_dtype(given)
+    return given
+
+
+@command(short_help="The largest safe gpu_memory_utilization, and the KV cache that it leaves.")
 def memory(
     model: Annotated[
         str | None, typer.Option("--model", help="A model's folder, or a hub id in this machine's Hugging Face cache.")
@@ -30,7 +37,9 @@ def memory(
     ] = None,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Requests that are to run at once.")] = None,
     tensor_parallel: Annotated[int, typer.Option("--tensor-parallel", min=1, help="GPUs that share the model.")] = 1,
-    kv_cache_dtype: Annotated[str, typer.Option(help="As vLLM's: auto, bfloat16, float16, fp8.")] = "auto",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="As vLLM's: auto, bfloat16, float16, fp8.", callback=_dtype)
+    ] = "auto",
     free: Annotated[
         float | None, typer.Option(min=0, metavar="GIB", help="Instead of this machine's: as vLLM's log tells.")
     ] = None,
@@ -39,25 +48,16 @@ def memory(
         str | None, typer.Option("--image", help="Ask the runtime in a container of this image; the surest source.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-    root: Annotated[Path, typer.Option("--root", help="Where /proc and /sys are.")] = Path("/"),
+    root: Annotated[Path, typer.Option("--root", help="Where /proc and /sys are.", callback=root_folder)] = Path("/"),
 ) -> None:
     """The largest gpu_memory_utilization with which vLLM starts now, how it was computed, and what is left for a model.
 
     Exit code 4 when the model does not fit, or when nothing is left.
     """
-    from harness.machine.files import folder
     from harness.memory.answer import Answer, Wish, room_of
-    from harness.memory.cache import known_dtype
     from harness.memory.model import find_model, read_model
     from harness.memory.words import of_answer
 
-    folder(root)
-    known_dtype(kv_cache_dtype)
-    of_model = {"--max-model-len": max_model_len, "--max-num-seqs": max_num_seqs}
-    if model is None and (given := [name for name, value in of_model.items() if value is not None]):
-        raise HarnessError(
-            f"{given[0]} is about what a model needs, and no model is named", next_step="Add --model, or leave it out."
-        )
     read = None if model is None else read_model(find_model(model), model)
     wish = Wish(
         max_model_len=max_model_len,
@@ -67,8 +67,8 @@ def memory(
     )
     pools: list[Pool] = []
     share: Share | None
-    if free is not None or total is not None:
-        share = _given(free, total, image, tensor_parallel)
+    if free is not None and total is not None:
+        share = _given(free, total, tensor_parallel)
     else:
         pools, share = _found(image, root, tensor_parallel, needed=read is None)
     answer = Answer(pools=pools, share=share, room=None if read is None else room_of(read, share, wish))
@@ -80,12 +80,10 @@ def memory(
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _given(free: float | None, total: float | None, image: str | None, gpus: int) -> "Share":
+def _given(free: float, total: float, gpus: int) -> "Share":
     from harness.memory.answer import share
     from harness.units import GIB
 
-    if free is None or total is None or image is not None:
-        raise HarnessError("--free and --total belong together, and not to --image", next_step="Give both, or neither.")
     if not (math.isfinite(free) and math.isfinite(total) and free <= MOST_GIB and 0 < total <= MOST_GIB):
         raise HarnessError(
             f"--free {free:g} --total {total:g}: two sizes in GiB are expected, as in 76.45 and 96",

@@ -16,13 +16,12 @@ from harness.cli.common import (
     ChecksOpt,
     ResultsDir,
     RunsDir,
-    app,
+    command,
     console,
     end_as,
     find_baseline,
-    refuse_alone,
 )
-from harness.errors import ExitCode, HarnessError
+from harness.errors import ExitCode, HarnessError, Mistakes
 
 
 @contextmanager
@@ -41,7 +40,7 @@ def refused_as_junit(wanted: bool, suite: str, group: str, name: str) -> Iterato
         raise
 
 
-@app.command(short_help="Show a run again, from its files.")
+@command(short_help="Show a run again, from its files.")
 def report(
     run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.")],
     output: Annotated[
@@ -69,20 +68,26 @@ def report(
         from harness.rundir.manifest import read_run
         from harness.summarize.summarize import summarize, write_summary
 
-        refuse_alone(("--about", about, "--baseline", baseline))
-        folder = find_run(run_folder, runs)
-        manifest = read_run(folder)
+        wrong = Mistakes()
+        with wrong.noted():
+            if output == "html" and (checks or baseline):
+                raise HarnessError(
+                    "--format html: the page shows a run by its own checks; leave out --check and --baseline"
+                )
+        with wrong.noted():
+            base = None if baseline is None else find_baseline(baseline, runs)
+        with wrong.noted():
+            refuse_misplaced(checks or [])
+        with wrong.noted():
+            folder = find_run(run_folder, runs)
+            manifest = read_run(folder)
+            refuse_misplaced(checks or [], manifest.scenario.servers, manifest.scenario.loads)
+        wrong.refuse()
         adopt_floor(folder, manifest, results)
-        refuse_misplaced(checks or [], manifest.scenario)
-        base = None if baseline is None else find_baseline(baseline, runs)
         reference = None if base is None else reference_to(base, manifest, about=about, checks=checks or [])
         summary = summarize(folder, checks or [], reference)
         if not checks and reference is None:
             write_summary(folder, summary)
-        elif output == "html":
-            raise HarnessError(
-                "--format html: the page shows a run by its own checks; leave out --check and --baseline"
-            )
         if output == "terminal":
             if not checks and reference is None:
                 html.write_report(folder)
@@ -97,7 +102,7 @@ def report(
         end_as(summary)
 
 
-@app.command(short_help="Compare runs of the same work.")
+@command(short_help="Compare runs of the same work.")
 def compare(
     run_folders: Annotated[
         list[Path], typer.Argument(metavar="RUN...", help="Run directories or ids; the first is the baseline.")
@@ -130,22 +135,24 @@ def compare(
     with refused_as_junit(output == "junit", "compare", "comparison", "the runs can be compared"):
         import msgspec
 
-        from harness.cli.history import find_run
+        from harness.cli.history import find_runs
         from harness.compare.compare import by_machine, compare_runs
         from harness.prepare.experiment import refuse_misplaced
         from harness.report import junit
         from harness.report.comparison import markdown, print_comparison
         from harness.rundir.manifest import read_run
 
-        first = [find_run(given, runs) for given in run_folders]
-        second = [find_run(given, runs) for given in against or []]
-        if across and (second or about):
-            raise HarnessError(
-                "--across: the machines are the sides and what it is about; leave out --against and --about"
-            )
+        wrong = Mistakes()
+        with wrong.noted():
+            refuse_misplaced(checks or [])
+        with wrong.noted():
+            first, second = find_runs(run_folders, against or [], runs=runs)
+        wrong.refuse()
         groups = by_machine(first) if across else [first, second] if second else [[folder] for folder in first]
-        for folder in dict.fromkeys(folder for group in groups[1:] for folder in group):
-            refuse_misplaced(checks or [], read_run(folder).scenario)
+        for scenario in (read_run(folder).scenario for group in groups[1:] for folder in group):
+            with wrong.noted():
+                refuse_misplaced(checks or [], scenario.servers, scenario.loads)
+        wrong.refuse()
         comparison = compare_runs(groups, about=across or about, results=results, checks=checks or [])
         if output == "terminal":
             print_comparison(comparison, console())
@@ -158,7 +165,7 @@ def compare(
             raise typer.Exit(ExitCode.FAILED)
 
 
-@app.command(short_help="Show in what two runs differ.")
+@command(short_help="Show in what two runs differ.")
 def diff(
     one: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.")],
     other: Annotated[Path, typer.Argument(metavar="OTHER", help="Another.")],
@@ -170,12 +177,13 @@ def diff(
     """Show in what the manifests of two runs differ; what is equal is not shown, and neither is what chance chose."""
     import msgspec
 
-    from harness.cli.history import find_run
+    from harness.cli.history import find_runs
     from harness.compare.differences import differences_of
     from harness.report.differences import markdown, print_differences
     from harness.rundir.manifest import read_run
 
-    both = [read_run(find_run(given, runs)) for given in (one, other)]
+    ((first, second),) = find_runs([one, other], runs=runs)
+    both = [read_run(first), read_run(second)]
     found, sides = differences_of(both), [run.id for run in both]
     if output == "terminal":
         print_differences(found, sides, console())
@@ -185,7 +193,7 @@ def diff(
         print(msgspec.json.encode({"sides": sides, "differences": found}).decode())
 
 
-@app.command(short_help="File a VALID run by machine and scenario.")
+@command(short_help="File a VALID run by machine and scenario.")
 def publish(
     run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.")],
     records: Annotated[
@@ -206,7 +214,7 @@ def publish(
     print(f"{where}: {', '.join(changed) if changed else 'published already, nothing has changed'}")
 
 
-@app.command(short_help="Rank what is published, as one page.")
+@command(short_help="Rank what is published, as one page.")
 def leaderboard(
     output: Annotated[
         Path | None,
@@ -227,10 +235,22 @@ def leaderboard(
         print(path)
 
 
-@app.command(short_help="Write a run's records as Parquet or CSV.")
+def _table_file(given: Path) -> Path:
+    from harness.report.export import refuse_ending
+
+    refuse_ending(given)
+    return given
+
+
+@command(short_help="Write a run's records as Parquet or CSV.")
 def export(
     run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.")],
-    to: Annotated[Path, typer.Option("--to", metavar="FILE", help="Where to: a file that ends in .parquet or .csv.")],
+    to: Annotated[
+        Path,
+        typer.Option(
+            "--to", metavar="FILE", help="Where to: a file that ends in .parquet or .csv.", callback=_table_file
+        ),
+    ],
     runs: RunsDir = RUNS,
 ) -> None:
     """Write a run's records for other tools: one row a request, with chunk times."""
@@ -244,7 +264,7 @@ def export(
         print(f"{count(written.damaged, 'line')} of requests.jsonl left out: not readable", file=sys.stderr)
 
 
-@app.command("import", short_help="Make runs of what other tools wrote.")
+@command("import", short_help="Make runs of what other tools wrote.")
 def import_(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files that another tool wrote; each a run.")],
     form: Annotated[
@@ -259,11 +279,14 @@ def import_(
     """Make runs of what other tools wrote, marked with their origin, for report, runs and compare."""
     from harness.imports.write import import_file
 
+    wrong = Mistakes()  # a file that cannot be read costs the others nothing
     for file in files:
-        print(import_file(file, runs, form, machine))
+        with wrong.noted():
+            print(import_file(file, runs, form, machine))
+    wrong.refuse()
 
 
-@app.command(short_help="List the runs.")
+@command(short_help="List the runs.")
 def runs(runs: RunsDir = RUNS) -> None:
     """List the runs with their scenario, verdict and when they ran."""
     from harness.cli.history import show_runs

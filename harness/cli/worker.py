@@ -4,13 +4,19 @@ from typing import Annotated
 
 import typer
 
-from harness.cli.common import app
+from harness.cli.common import command, listening_address
 
 
-@app.command(short_help="Send load for a run of another machine.")
+@command(short_help="Send load for a run of another machine.")
 def worker(
     master: Annotated[
-        str, typer.Option("--master", metavar="ADDRESS", help="Where `harness run --workers` was started (port 5557).")
+        str,
+        typer.Option(
+            "--master",
+            metavar="ADDRESS",
+            help="Where `harness run --workers` was started (port 5557).",
+            callback=listening_address,
+        ),
     ],
     processes: Annotated[int, typer.Option(min=1, max=1024, help="Load processes on this machine.")] = 1,
     once: Annotated[bool, typer.Option("--once", help="End after one load instead of waiting for the next.")] = False,

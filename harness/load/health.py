@@ -50,6 +50,11 @@ class Health:
             return self._share()
         return self._most
 
+    def cpu_now(self) -> float | None:
+        """Share of a core over the last window, or what there is of it."""
+        known = self._used and self._used[-1][0] - self._used[0][0] >= _LEAST_S
+        return self._share() if known else None
+
     def core_wait(self) -> float | None:
         """Share of the time since the first measured request in which it waited for a core."""
         waited_s = _waited_s()

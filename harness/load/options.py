@@ -5,27 +5,51 @@ import re
 import tempfile
 import uuid
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from locust.argument_parser import LocustArgumentParser
 
-from harness.errors import HarnessError
+from harness.errors import HarnessError, Mistakes
 from harness.job import Job, read_job
 from harness.scenario.behaviour import Abandon, Agent, Rag
 from harness.scenario.check_syntax import Slo, parse_check
 from harness.scenario.scenario import TURNS, Arrivals, Load, Prompts, Warmup
+from harness.scenario.strict import decode
 from harness.workers import FROM_MASTER, parse_part
 from harness.workload import salt_words
 
 AS_PLANNED = "as in the scenario"  # what is not one number: lengths by distribution, a rate that changes
+ENDPOINTS = ["chat", "completions", "embeddings"]
 _CHOICES = {
     "output": ["fixed", "natural"],
-    "endpoint": ["chat", "completions", "embeddings"],
+    "endpoint": ENDPOINTS,
     "stream": ["yes", "no"],
 }
-_BOUNDS = {">=": "of at least", "<=": "of at most", ">": "above", "<": "below"}
+
+
+class _Offered(list[str]):
+    """Choices for the form. On a command line anything is taken, to be judged with all else that it says."""
+
+    def __contains__(self, _: object) -> bool:
+        return True
+
+
+def _whole(text: str) -> int | str:
+    """A number, or what was given instead: likewise."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def add_options(parser: LocustArgumentParser) -> None:
@@ -52,35 +76,45 @@ def add_options(parser: LocustArgumentParser) -> None:
         help="synthetic, classification, or the path of a JSONL file",
     )
     add("--prompt-tokens", default=_tokens_text(prompts.tokens), help="synthetic prompts: length in tokens")
-    add("--system-tokens", type=int, default=prompts.system_tokens, help="tokens of a system prompt that all share")
+    add("--system-tokens", type=_whole, default=prompts.system_tokens, help="tokens of a system prompt that all share")
     add("--output-tokens", default=_tokens_text(load.output_tokens), help="most tokens of an answer")
     add(
         "--output",
-        choices=_CHOICES["output"],
+        choices=_Offered(_CHOICES["output"]),
         default=load.output,
         help="fixed: every answer has that length, whatever it says (ignore_eos); natural: it ends where it ends",
     )
     add(
         "--endpoint",
-        choices=_CHOICES["endpoint"],
+        choices=_Offered(_CHOICES["endpoint"]),
         default=load.endpoint,
         help="what is asked: chat, completions or embeddings",
     )
-    add("--stream", choices=_CHOICES["stream"], default="yes" if load.stream else "no", help="stream the answers")
-    add("--batch-size", type=int, default=load.batch_size or 1, help="batch agents: requests sent at once")
-    add("--in-flight", type=int, default=load.in_flight or 0, help="batch agents: always so many, instead of bursts")
+    add(
+        "--stream",
+        choices=_Offered(_CHOICES["stream"]),
+        default="yes" if load.stream else "no",
+        help="stream the answers",
+    )
+    add("--batch-size", type=_whole, default=load.batch_size or 1, help="batch agents: requests sent at once")
+    add("--in-flight", type=_whole, default=load.in_flight or 0, help="batch agents: always so many, instead of bursts")
     agent, rag = load.agent or Agent(), load.rag or Rag()
-    add("--steps", type=int, default=agent.steps, help="agents with tools: model calls of a task")
-    add("--sub-agents", type=int, default=agent.sub_agents, help="agents with tools: that each task starts")
-    add("--documents", type=int, default=rag.documents, help="users of documents: how many there are")
-    add("--document-tokens", type=int, default=rag.document_tokens, help="users of documents: length of each")
-    add("--turns", type=int, default=load.turns or TURNS, help="chat users: turns of a conversation")
+    add("--steps", type=_whole, default=agent.steps, help="agents with tools: model calls of a task")
+    add("--sub-agents", type=_whole, default=agent.sub_agents, help="agents with tools: that each task starts")
+    add("--documents", type=_whole, default=rag.documents, help="users of documents: how many there are")
+    add("--document-tokens", type=_whole, default=rag.document_tokens, help="users of documents: length of each")
+    add("--turns", type=_whole, default=load.turns or TURNS, help="chat users: turns of a conversation")
     add(
         "--abandon",
         default=_abandon_text(load.abandon),
         help="chat users who leave: '0.05 after 3s' or '0.05 after 40 tokens'",
     )
-    add("--regenerate", type=float, default=load.regenerate, help="chat users: share of questions that are asked again")
+    add(
+        "--regenerate",
+        type=_number,
+        default=load.regenerate,
+        help="chat users: share of questions that are asked again",
+    )
     add(
         "--think",
         default=" ".join(f"{number:g}" for number in load.think_s or []),
@@ -91,7 +125,7 @@ def add_options(parser: LocustArgumentParser) -> None:
         default=_arrivals_text(load.arrivals),
         help="open loop: so many begin each second; empty: users wait for answers",
     )
-    add("--timeout", type=float, default=load.timeout_s, help="seconds of silence after which a request has failed")
+    add("--timeout", type=_number, default=load.timeout_s, help="seconds of silence after which a request has failed")
     add(
         "--warmup",
         default=_warmup_text(job.warmup if job else None),
@@ -127,7 +161,13 @@ def job_by_hand(options: Namespace) -> Job:
         processes_path=f"{options.records}.processes" if options.records else os.devnull,
         tickets_path=os.path.join(tempfile.gettempdir(), f"{name}.tickets"),
     )
-    return with_options(_with_machine(job, options), options)
+    wrong = Mistakes()
+    with wrong.noted():
+        job = _with_machine(job, options)
+    with wrong.noted():
+        job = with_options(job, options)
+    wrong.refuse()
+    return job
 
 
 def _with_machine(job: Job, options: Namespace) -> Job:
@@ -140,28 +180,36 @@ def _with_machine(job: Job, options: Namespace) -> Job:
 def with_options(job: Job, options: Namespace) -> Job:
     """The job as changed in the web form, without an end: there, a person ends it.
 
-    Raises HarnessError for values that no scenario may have.
+    Raises HarnessError for values that no scenario may have, for all of them together.
     """
-    for name, allowed in _CHOICES.items():  # which Locust's form does not hold to
-        if getattr(options, name) not in allowed:
-            raise HarnessError(f"--{name}: {getattr(options, name)!r} is none of {', '.join(allowed)}")
-    if options.in_flight and options.batch_size > 1:
-        raise HarnessError("--in-flight: give one of --batch-size (bursts) and --in-flight")
-    slos_of(options.slos)
-    abandon = _abandon(options.abandon)
+    wrong = Mistakes()
+
+    def read(planned: Any, reader: Callable[..., Any], *given: Any) -> Any:
+        """What a text says; what was planned for one that says nothing, which is noted."""
+        with wrong.noted():
+            return reader(*given)
+        return planned
+
+    if options.stream not in _CHOICES["stream"]:
+        wrong.add(HarnessError(f"--stream: expected one of yes, no, got {options.stream!r}"))
+    if options.in_flight and options.batch_size not in (0, 1):
+        wrong.add(HarnessError("--in-flight: give one of --batch-size (bursts) and --in-flight"))
+    read(None, slos_of, options.slos)
+    abandon = read(None, _abandon, options.abandon)
     if abandon is not None and abandon.after_tokens is not None and options.stream == "no":
-        raise HarnessError("--abandon: without --stream an answer comes all at once", next_step="Leave after seconds.")
-    think_s = _span(options.think)
+        said = "--abandon: without --stream an answer comes all at once"
+        wrong.add(HarnessError(said, next_step="Leave after seconds."))
+    think_s = read(None, _span, options.think)
     kind = options.prompts if options.prompts in ("synthetic", "classification") else "file"
     changed = msgspec.structs.replace(
         job,
         model=options.model,
         slos=options.slos,
-        warmup=_warmup(options.warmup, job.warmup),
+        warmup=read(job.warmup, _warmup, options.warmup, job.warmup),
         prompts=msgspec.structs.replace(
             job.prompts,
             kind=kind,
-            tokens=_tokens("--prompt-tokens", options.prompt_tokens, job.prompts.tokens),
+            tokens=read(job.prompts.tokens, _tokens, "--prompt-tokens", options.prompt_tokens, job.prompts.tokens),
             system_tokens=options.system_tokens,
         ),
         prompt_file=options.prompts if kind == "file" else None,
@@ -169,8 +217,10 @@ def with_options(job: Job, options: Namespace) -> Job:
             job.load,
             requests=None,
             duration_s=None,
-            arrivals=_arrivals(options.arrivals, job.load.arrivals),
-            output_tokens=_tokens("--output-tokens", options.output_tokens, job.load.output_tokens),
+            arrivals=read(None, _arrivals, options.arrivals, job.load.arrivals),
+            output_tokens=read(
+                job.load.output_tokens, _tokens, "--output-tokens", options.output_tokens, job.load.output_tokens
+            ),
             output=options.output,
             endpoint=options.endpoint,
             stream=options.stream == "yes",
@@ -190,25 +240,22 @@ def with_options(job: Job, options: Namespace) -> Job:
             timeout_s=options.timeout,
         ),
     )
-    try:
-        return msgspec.convert(msgspec.to_builtins(changed), Job)
-    except msgspec.ValidationError as error:
-        raise _out_of_range(options, str(error)) from None
+    problems: list[str] = []
+    decoded = decode(msgspec.to_builtins(changed), Job, {}, problems)
+    for problem in problems:
+        wrong.add(HarnessError(_of_option(options, problem)))
+    wrong.refuse()
+    assert decoded is not None
+    return decoded
 
 
-def _out_of_range(options: Namespace, said: str) -> HarnessError:
-    """What msgspec has said of a field, such as `$.load.timeout_s`, in words of the option that it was given by."""
-    fields = re.findall(r"[a-z_]+", said.partition(" - at ")[2])
-    names = (("prompt_tokens" if field == "tokens" else field.removesuffix("_s")) for field in reversed(fields))
+def _of_option(options: Namespace, problem: str) -> str:
+    """What is said of a field, such as `$.load.timeout_s`, said of the option that it was given by."""
+    path, _, said = problem.partition(": ")
+    fields = reversed(re.findall(r"[a-z_]+", path))
+    names = ("prompt_tokens" if field == "tokens" else field.removesuffix("_s") for field in fields)
     name = next((name for name in names if hasattr(options, name)), None)
-    bound = re.search(r"([<>]=?) ([\d.]+)", said)
-    if name is None or bound is None:
-        return HarnessError(said)
-    option, number = f"--{name.replace('_', '-')}", bound[2].removesuffix(".0")
-    return HarnessError(
-        f"{option}: {getattr(options, name)!r} is out of range",
-        next_step=f"Give a number {_BOUNDS[bound[1]]} {number}.",
-    )
+    return problem if name is None else f"--{name.replace('_', '-')}: {said}"
 
 
 def slos_of(text: str) -> tuple[Slo, ...]:

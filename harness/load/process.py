@@ -13,7 +13,7 @@ import msgspec
 from gevent.lock import Semaphore
 
 from harness import workload
-from harness.errors import HarnessError
+from harness.errors import HarnessError, Mistakes
 from harness.job import Job, secrets_of
 from harness.load.answer import Answer, Reading
 from harness.load.body import PATHS, body_of
@@ -67,15 +67,21 @@ class LoadProcess:
     """The state of one process that generates load. Made after the fork."""
 
     def __init__(self, job: Job, host: str, recorder: Recorder) -> None:
-        """Raises HarnessError when the host, the prompt file or the API key cannot be used."""
+        """Raises HarnessError when host, prompt file, trace or API key cannot be used, for all of them together."""
         self.job = job
         self._stages = [job, *job.then]  # which differ in what they are called, their salt and their users
         self.recorder = recorder
         self.by_hand = not job.load_name
-        self._target = Target.of(host)
-        self._rows = workload.read_rows(job.prompt_file) if job.prompt_file else []
-        self._replay = _replay(job)
-        self._secret = _secret(job.api_key_env)
+        wrong = Mistakes()
+        with wrong.noted():
+            self._target = Target.of(host)
+        with wrong.noted():
+            self._rows = workload.read_rows(job.prompt_file) if job.prompt_file else []
+        with wrong.noted():
+            self._replay = _replay(job)
+        with wrong.noted():
+            self._secret = _secret(job.api_key_env)
+        wrong.refuse()
         self._secrets = secrets_of(job)
         self._model = job.model
         self._asking_for_model = Semaphore()

@@ -22,13 +22,13 @@ from locust.exception import StopTest
 from locust.runners import STATE_INIT, STATE_RUNNING, STATE_SPAWNING, MasterRunner, Runner, WorkerRunner
 
 from harness import workload
-from harness.errors import HarnessError
+from harness.errors import HarnessError, Mistakes, SeveralErrors
 from harness.job import Job
 from harness.load.course import Course
 from harness.load.live.wire import Live
 from harness.load.master import Master
 from harness.load.meet import meet
-from harness.load.options import add_options, job_by_hand, job_file, with_options
+from harness.load.options import ENDPOINTS, add_options, job_by_hand, job_file, with_options
 from harness.load.process import LoadProcess, course_of, plan_of, reach
 from harness.load.recorder import Anchor, Recorder
 from harness.load.refused import FirstRequests
@@ -208,14 +208,18 @@ def _elsewhere(environment: Environment) -> bool:
 
 def _job_of_form(environment: Environment, options: Namespace | None = None) -> Job:
     """What the web form says, or by hand the command line. Raises HarnessError."""
-    options = options or _options(environment)
-    job = with_options(_job, options) if _job else job_by_hand(options)
+    options, wrong = options or _options(environment), Mistakes()
+    with wrong.noted():
+        job = with_options(_job, options) if _job else job_by_hand(options)
     for user in environment.user_classes:
-        endpoints = getattr(user, "endpoints", (job.load.endpoint,))
-        if job.load.endpoint not in endpoints:
-            raise HarnessError(
-                f"--endpoint: {user.__name__} has no use for {job.load.endpoint}, only for {' or '.join(endpoints)}"
+        endpoints = getattr(user, "endpoints", (options.endpoint,))
+        if options.endpoint in ENDPOINTS and options.endpoint not in endpoints:
+            wrong.add(
+                HarnessError(
+                    f"--endpoint: {user.__name__} has no use for {options.endpoint}, only for {' or '.join(endpoints)}"
+                )
             )
+    wrong.refuse()
     return job
 
 
@@ -303,6 +307,8 @@ def _options(environment: Environment) -> Namespace:
 
 
 def _sentence(error: Exception) -> str:
+    if isinstance(error, SeveralErrors):
+        return "\n".join(filter(None, [f"{error.what}:", error.detail, error.next_step]))
     if isinstance(error, HarnessError):
         told = "; ".join([error.what, *error.detail.splitlines()])
         return f"{told}. {error.next_step}".strip()

@@ -2,14 +2,14 @@
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
 
-from harness.errors import HarnessError, ScenarioError, which_row
+from harness.errors import HarnessError, Mistakes, ScenarioError, which_row
 from harness.prepare.locustfile import check_locustfile
 from harness.scenario.arrivals import Schedule
 from harness.scenario.check_syntax import misplaced, on_server
@@ -58,22 +58,21 @@ def prepare(
     problems = read.problems if target is not None else read.problems + server_problems_of(read.scenario, read.lines)
     problems = problems + _secrets_of(path, problems)
     problems = problems or _never_due(read.scenario, read.lines)
-    if problems:
-        raise ScenarioError(str(path), problems)
     scenario = read.scenario
     if model is not None:
         scenario = msgspec.structs.replace(scenario, model=model)
     if repeats is not None:
         scenario = msgspec.structs.replace(scenario, repeats=repeats)
     if checks:
-        refuse_misplaced(checks, scenario)
         scenario = msgspec.structs.replace(scenario, checks=[*scenario.checks, *checks])
     if target is not None:
-        check_url("--url", target.url)
-        if target.metrics_url is not None:
-            check_url("--metrics-url", target.metrics_url)
         scenario = _on_running_server(scenario)
-    _refuse_unusable(_attempts(scenario, path.parent), path, read.lines)
+    wrong = Mistakes()
+    with wrong.noted():
+        _refuse_faulty(path, problems, _attempts(scenario, path.parent), read.lines)
+    with wrong.noted():
+        refuse_misplaced(checks, read.known["servers"], read.known["loads"])
+    wrong.refuse()
     return Experiment(path, _with_traces(scenario, path.resolve().parent), target)
 
 
@@ -96,20 +95,27 @@ def _attempts(scenario: Scenario, folder: Path) -> Iterator[tuple[str, Callable[
     yield "$.api_key_env", partial(_refuse_unset, scenario.api_key_env)
 
 
-def _refuse_unusable(attempts: Iterable[tuple[str, Callable[[], object]]], path: Path, lines: dict[str, int]) -> None:
-    """Raise the HarnessError of the one attempt that fails; of several a ScenarioError that lists them."""
+def _refuse_faulty(
+    path: Path, problems: list[str], attempts: Iterator[tuple[str, Callable[[], object]]], lines: dict[str, int]
+) -> None:
+    """Raise a ScenarioError that lists the problems and the attempts that fail; of one attempt alone its own error.
+
+    Of what there is a problem with already, nothing more is tried.
+    """
     failed: list[tuple[str, HarnessError]] = []
     for place, attempt in attempts:
         try:
-            attempt()
+            if not any(problem.startswith(place) for problem in problems):
+                attempt()
         except HarnessError as error:
-            failed.append((place, error))
-    if len(failed) == 1:
+            if error.what not in [known.what for _, known in failed]:  # several loads may use one file
+                failed.append((place, error))
+    if len(failed) == 1 and not problems:
         raise failed[0][1]
-    if failed:
+    if failed or problems:
         told = [(place, "; ".join([error.what, *error.detail.splitlines()])) for place, error in failed]
-        problems = [f"{where(place, lines)}: {text.removeprefix(f'{place}: ')}" for place, text in told]
-        raise ScenarioError(str(path), problems)
+        also = [f"{where(place, lines)}: {text.removeprefix(f'{place}: ')}" for place, text in told]
+        raise ScenarioError(str(path), problems + also)
 
 
 def _refuse_unset(name: str | None) -> None:
@@ -128,14 +134,20 @@ def _secrets_of(path: Path, found: Sequence[str]) -> list[str]:
 
 def with_workers(experiment: Experiment, given: str, bind: str | None) -> Experiment:
     """The experiment with its load sent by other machines. Raises HarnessError where they could not."""
-    here = HarnessError(
-        "--workers needs --url: what the harness starts is published on 127.0.0.1, where no other machine reaches it",
-        next_step="Start the server where it is to run (`harness compose` prints the file; its variable `publish` "
-        "is the address) and give its --url.",
-    )
-    besides = [here] if experiment.target is None else []
-    workers = parse_workers(given, bind, experiment.scenario.loads, besides)
-    workers.refuse_unusable()
+    wrong = Mistakes()
+    if experiment.target is None:
+        wrong.found.append(
+            HarnessError(
+                "--workers needs --url: what the harness starts is published on 127.0.0.1, where no other machine "
+                "reaches it",
+                next_step="Start the server where it is to run (`harness compose` prints the file; its variable "
+                "`publish` is the address) and give its --url.",
+            )
+        )
+    with wrong.noted():
+        workers = parse_workers(given, bind, experiment.scenario.loads)
+        workers.refuse_unusable()
+    wrong.refuse()
     return msgspec.structs.replace(experiment, workers=workers)
 
 
@@ -168,12 +180,21 @@ def _never_due(scenario: Scenario, lines: dict[str, int]) -> list[str]:
     return problems
 
 
-def refuse_misplaced(checks: Sequence[str], scenario: Scenario) -> None:
-    """Raise HarnessError for checks of the command line that the scenario could not have either."""
-    found = [(text, misplaced(text, scenario.servers, scenario.loads)) for text in checks]
-    problems = [f"--check '{text}': {problem}" for text, problem in found if problem is not None]
-    if problems:
-        raise HarnessError("; ".join(problems), next_step="docs/scenarios.md says how checks are written.")
+def refuse_misplaced(
+    checks: Sequence[str], servers: Collection[str] | None = None, loads: Collection[str] | None = None
+) -> None:
+    """Raise HarnessError for checks of the command line that a scenario with these names could not have either.
+
+    None: whatever their names.
+    """
+    wrong = Mistakes()
+    for text in checks:
+        with wrong.noted():
+            if (problem := misplaced(text, servers, loads)) is not None:
+                raise HarnessError(
+                    f"--check '{text}': {problem}", next_step="docs/scenarios.md says how checks are written."
+                )
+    wrong.refuse()
 
 
 def check_url(option: str, url: str) -> None:

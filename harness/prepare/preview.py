@@ -60,7 +60,7 @@ def show_plan(experiment: Experiment, console: Console) -> None:
     say(
         f"estimated time: {units.duration(estimate_s(scenario, experiment.folder))} "
         f"(assumed: {ASSUMED_TPOT_S * 1e3:.0f} ms per token however many answers come at once, "
-        f"{ASSUMED_START_S:.0f} s per container start{_first_starts(scenario)})"
+        f"{_starts(scenario)}{_first_starts(scenario)})"
     )
     comparisons = len(scenario.servers) * len(scenario.loads) - 1
     if comparisons and scenario.repeats < (needed := repeats_to_reach_p(comparisons)):
@@ -89,6 +89,15 @@ def show_plan(experiment: Experiment, console: Console) -> None:
     told = notes_on_comments(experiment.path.read_text(encoding="utf-8"))
     for hint in [*notes(scenario), *hints(scenario, threads), *told]:
         say(f"note: {hint}")
+
+
+def _starts(scenario: Scenario) -> str:
+    kinds = {server.container for server in scenario.servers.values()}
+    of_each = {
+        True: f"{ASSUMED_START_S:.0f} s per container start",
+        False: f"{ASSUMED_EMBEDDED_START_S:.0f} s per start of the embedded engine",
+    }
+    return ", ".join(words for container, words in of_each.items() if container in kinds)
 
 
 def _first_starts(scenario: Scenario) -> str:

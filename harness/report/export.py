@@ -37,6 +37,14 @@ class Exported(NamedTuple):
     damaged: int
 
 
+def refuse_ending(to: Path) -> None:
+    """Raise HarnessError for a file of neither format."""
+    if to.suffix not in (".parquet", ".csv"):
+        raise HarnessError(
+            f"--to: '{to}' ends in neither .parquet nor .csv", next_step="Give a name such as records.csv."
+        )
+
+
 def export(folder: Path, to: Path) -> Exported:
     """Write the records of a run directory to a file that ends in .parquet or .csv.
 
@@ -44,10 +52,7 @@ def export(folder: Path, to: Path) -> Exported:
     without pyarrow, and when it cannot be written.
     """
     writers = {".parquet": _write_parquet, ".csv": _write_csv}
-    if to.suffix not in writers:
-        raise HarnessError(
-            f"--to: '{to}' ends in neither .parquet nor .csv", next_step="Give a name such as records.csv."
-        )
+    refuse_ending(to)
     run = read_run(folder)
     path = folder / "requests.jsonl"
     if not path.exists():

@@ -13,6 +13,8 @@ from harness.scenario.plan import plan
 from harness.summarize.self_check import in_words
 from harness.summary import Comparison, FailedRequests, Summary, Verdict
 
+_NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]\d+)?")  # 2, 2.1, 1,234 and 1.2e+02 alike
+
 
 def of_row(line: Line, run: Run) -> str:
     """A row of the table as one sentence."""
@@ -128,7 +130,7 @@ def gathered(texts: list[str], run: Run) -> list[str]:
     alike: dict[str, list[str]] = defaultdict(list)
     for text in texts:
         cell, colon, rest = text.partition(": ")
-        alike[re.sub(r"\d+", "#", rest) if colon and cell in cells else text].append(text)
+        alike[_NUMBER.sub("#", rest) if colon and cell in cells else text].append(text)
     return [
         many[0] if len(many) == 1 else f"{many[0]} (likewise in {units.count(len(many) - 1, 'other run')})"
         for many in alike.values()

@@ -24,7 +24,7 @@ from harness.paths import LOCUSTFILES
 from harness.run.drive import locust_arguments
 from harness.run.trusted_streams import store
 from harness.rundir.files import pretty_json
-from harness.rundir.records import Request, read_marks, read_requests
+from harness.rundir.records import MOST_CPU, Request, read_marks, read_requests
 from harness.scenario.scenario import Load, Prompts, Warmup
 from harness.simulated.sendlog import Sent
 from harness.simulated.spawn import spawned
@@ -40,7 +40,6 @@ FACTOR = 1.5  # from one number of streams to the next, beyond those above
 
 MOST_ERROR_S = 0.005  # p99
 MOST_SHARED = 0.01  # of the chunks
-MOST_CPU = 0.9
 BUSY = 0.1  # of a core, by other programs: what is found beside them says less of the load generator
 
 _COLUMNS = (

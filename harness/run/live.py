@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from harness.errors import HarnessError, RunError, ServerError
+from harness.errors import HarnessError, Mistakes, RunError, ServerError
 from harness.prepare.auto import fill_in
 from harness.prepare.experiment import Experiment, load_name, server_name
 from harness.prepare.preflight import refuse_blocked
@@ -30,9 +30,15 @@ def live(
     Users and rate are the scenario's at first, and the person's from then on. What is sent is recorded, but a load
     steered by hand is never valid for a comparison. Raises HarnessError.
     """
-    cell_server, cell_load = server_name(experiment, server), load_name(experiment, load)
-    if not is_free(port):
-        raise HarnessError(f"--port: {port} is in use already", next_step="Give another, such as --port 8090.")
+    wrong = Mistakes()
+    with wrong.noted():
+        cell_server = server_name(experiment, server)
+    with wrong.noted():
+        cell_load = load_name(experiment, load)
+    with wrong.noted():
+        if not is_free(port):
+            raise HarnessError(f"--port: {port} is in use already", next_step="Give another, such as --port 8090.")
+    wrong.refuse()
     slos = slos_for(experiment.scenario.checks, cell_server, cell_load)
     # The UI belongs to this host, whatever the scenario says about its measured runs.
     # The person decides what is sent and when it ends, so nothing is planned and nothing is checked.

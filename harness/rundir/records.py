@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 FORMAT_VERSION = 1
+MOST_CPU = 0.90  # of one core: a load process is one thread, and above that it is the limit
 LATE_READ_S = 0.005  # after the kernel had the bytes: a busy load process looks at its sockets each 2 ms
 
 ErrorKind = Literal[

@@ -94,14 +94,14 @@ def slo_sets(texts: Iterable[str]) -> dict[str, tuple[Slo, ...]]:
     return found
 
 
-def misplaced(text: str, servers: Collection[str], loads: Collection[str]) -> str | None:
-    """What is wrong with a check in a scenario that has these servers and loads; None: nothing."""
+def misplaced(text: str, servers: Collection[str] | None, loads: Collection[str] | None) -> str | None:
+    """What is wrong with a check in a scenario that has these servers and loads (None: any); None: nothing."""
     try:
         check = parse_check(text)
     except ValueError as error:
         return str(error)
     for kind, name, known in (("server", check.server, servers), ("load", check.load, loads)):
-        if name is not None and name not in known:
+        if name is not None and known is not None and name not in known:
             return f"'{name}' is not a {kind}; {which_row(name, known)}"
     return None
 

@@ -1,6 +1,8 @@
 """A scenario file: read strictly, with everything that is wrong with it at once."""
 
+import difflib
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ class Read(Struct, frozen=True):
     scenario: Scenario  # with problems: only its parts that decode
     problems: list[str]
     lines: dict[str, int]  # line of each path
+    known: dict[str, list[str]]  # names of all servers and loads, faulty ones included
 
 
 def load_scenario(path: Path) -> Scenario:
@@ -53,18 +56,20 @@ def read_scenario(path: Path) -> Read:
         raise ScenarioError(
             str(path), [f"$.version: {version} was written for a newer harness; this one reads version 1"]
         )
-    scenario = decode(raw, Scenario, lines, problems) or _what_decodes(raw)
-    known = {part: list(raw[part]) for part in ("servers", "loads") if isinstance(raw.get(part), dict)}
-    wrong = mixes.problems_of(scenario, known.get("loads", [])) + stages.problems_of(scenario, lines)
-    known["loads"] = [*known.get("loads", []), *mixes.names(scenario)]
+    scenario = decoded = decode(raw, Scenario, lines, problems) or _what_decodes(raw)
+    known = {part: list(raw[part]) if isinstance(raw.get(part), dict) else [] for part in ("servers", "loads")}
+    wrong = mixes.problems_of(scenario, known["loads"]) + stages.problems_of(scenario, lines)
+    known["loads"] = [*known["loads"], *mixes.names(scenario)]
     if not wrong:
         whole = mixes.expanded(scenario)
         scenario = stages.expanded(whole)
         known["loads"] = [name for name in known["loads"] if name not in whole.loads] + list(scenario.loads)
+    faulty = {name: item for name, item in _mappings(raw.get("loads")) if name not in decoded.loads}
+    wrong += [f"$.loads.{name}.{said}" for name, item in faulty.items() for said in _of_the_rest(item, path.parent)]
     for problem in [*wrong, *_contradictions(scenario, path.parent, known)]:
         place, _, rest = problem.partition(":")
         problems.append(f"{where(place, lines)}:{rest}")
-    return Read(scenario, problems, lines)
+    return Read(scenario, problems, lines, known)
 
 
 def _what_decodes(raw: dict[str, Any]) -> Scenario:
@@ -77,6 +82,27 @@ def _what_decodes(raw: dict[str, Any]) -> Scenario:
         elif (whole := decode(right | {"servers": {}, "loads": {}, key: value}, Scenario, {}, [])) is not None:
             right[key] = getattr(whole, key)
     return Scenario(**({"servers": {}, "loads": {}} | right))
+
+
+_DEPENDS = {"requests": {"duration_s", "trace", "stages"}, "processes": {"users"}}  # what is said of a key, on others
+
+
+def _of_the_rest(raw: dict[str, Any], folder: Path) -> list[str]:
+    """What of a load contradicts itself whatever the keys that do not decode are meant to say."""
+    problems: list[str] = []
+    decode(raw, Load, {}, problems)
+    bad = {found[1] for problem in problems if (found := re.match(r"\$\.([^\s.:\[]+)", problem))}
+    load = decode({key: value for key, value in raw.items() if key not in bad}, Load, {}, [])
+    if load is None:
+        return []
+    meant = {one for key in bad for one in difflib.get_close_matches(key, Load.__struct_fields__, n=1)}
+    unsure = bad | meant | {key for key, others in _DEPENDS.items() if others & (bad | meant)}
+    said = _load_problems(load, folder) + (stages.of_load(load) if load.stages else [])
+    return [problem for problem in said if not unsure & set(re.findall(r"(?:^|')([a-z_]+)", problem))]
+
+
+def _mappings(raw: Any) -> list[tuple[str, dict[str, Any]]]:
+    return [(name, item) for name, item in raw.items() if isinstance(item, dict)] if isinstance(raw, dict) else []
 
 
 def _contradictions(scenario: Scenario, folder: Path, known: dict[str, list[str]]) -> list[str]:

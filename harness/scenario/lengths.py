@@ -9,7 +9,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from harness.errors import HarnessError
+from harness.errors import BadLines, HarnessError
 
 Tokens = Annotated[int, Meta(ge=1, le=1_000_000)]
 Positive = Annotated[float, Meta(gt=0, le=1e7)]
@@ -18,7 +18,6 @@ _MOST = 1_000_000
 _TYPICAL = 128
 _P95 = NormalDist().inv_cdf(0.95)
 _LEAST_DRAW = 2.0**-60  # the normal law has no value at 0
-_PROBLEMS = 5
 _ADVICE = "Each line is one length, or two: `prompt output`, in tokens."
 
 
@@ -121,19 +120,17 @@ def read_pairs(path: Path) -> list[tuple[int, int]]:
     except (OSError, UnicodeDecodeError) as error:
         raise HarnessError(f"{path}: the lengths cannot be read ({error})") from None
     found: list[tuple[int, int]] = []
-    problems: list[str] = []
+    bad = BadLines(path, _ADVICE)
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].replace(",", " ").split()
         if not words:
             continue
         if len(words) > 2 or not all(word.isascii() and word.isdigit() and 1 <= int(word) <= _MOST for word in words):
             shown = repr(line.strip()[:60])
-            problems.append(f"{path}:{number}: {shown} is not one or two lengths of 1 to {_MOST:,} tokens")
+            bad.add(number, f"{shown} is not one or two lengths of 1 to {_MOST:,} tokens")
             continue
         found.append((int(words[0]), int(words[-1])))
-    if problems:
-        more = f" (and {len(problems) - _PROBLEMS} more)" if len(problems) > _PROBLEMS else ""
-        raise HarnessError(problems[0], detail="\n".join(problems[1:_PROBLEMS]) + more, next_step=_ADVICE)
+    bad.refuse()
     if not found:
         raise HarnessError(f"{path}: there are no lengths in it", next_step=_ADVICE)
     return found

@@ -55,7 +55,7 @@ def problems_of(scenario: "Scenario", written: Container[str]) -> list[str]:
     problems = [f"$.loads.{name}: an '@' is in the names of stages only" for name in scenario.loads if "@" in name]
     for name, load in scenario.loads.items():
         if load.stages:
-            problems += [f"$.loads.{name}.{problem}" for problem in _problems(load)]
+            problems += [f"$.loads.{name}.{problem}" for problem in of_load(load)]
         elif f"$.loads.{name}.stages" in written:
             problems.append(f"$.loads.{name}.stages: it is empty; list two or more, or remove it")
     problems += [
@@ -68,7 +68,8 @@ def problems_of(scenario: "Scenario", written: Container[str]) -> list[str]:
     return problems
 
 
-def _problems(load: "Load") -> list[str]:
+def of_load(load: "Load") -> list[str]:
+    """What does not go with a load's stages; each begins with its key."""
     problems = [] if len(load.stages) > 1 else ["stages: two or more are expected; else give 'users' and 'duration_s'"]
     for key, advice in (
         ("requests", "each stage lasts for its 'for_s'"),

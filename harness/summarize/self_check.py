@@ -7,13 +7,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from harness.rundir.records import ProcessMark
+from harness.rundir.records import MOST_CPU, ProcessMark
 from harness.scenario.scenario import Load, is_open
 from harness.summarize.tally import Tally
 from harness.summary import ClientLimit, Numbers
 from harness.workers import MACHINE, Workers
 
-MOST_CPU = 0.90  # of one core: a load process is one thread
 MOST_SEND_LAG_S = 0.010
 MOST_SHARED = 0.01  # of the chunks, or of the first ones
 MOST_LOOP_LAG_S = 0.005

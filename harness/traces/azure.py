@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import BinaryIO
 
+from harness.errors import BadLines
 from harness.scenario.scenario import Trace
-from harness.traces.row import BadLine, Row, cell, columns, count, places
+from harness.traces.row import BadLine, Row, cell, columns, count, places, tried
 
 NAMES = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _MINUTE = len("2023-11-16 18:15")
@@ -19,8 +20,8 @@ def matches(first: bytes) -> bool:
     return set(NAMES) <= set(columns(first))
 
 
-def rows(file: BinaryIO, _: Trace) -> Iterator[Row]:
-    """The rows in the order of the file, in Unix time. Raises BadLine."""
+def rows(file: BinaryIO, _: Trace, bad: BadLines) -> Iterator[Row]:
+    """The rows in the order of the file, in Unix time. Lines that cannot be used go to `bad`. Raises BadLine."""
     where = places(file.readline(), NAMES)
     minute, minute_s = b"", 0.0  # most rows are of the minute of the row before
     for number, line in enumerate(file, start=2):
@@ -34,7 +35,7 @@ def rows(file: BinaryIO, _: Trace) -> Iterator[Row]:
             yield Row(number, at_s, int(cells[where[1]]), int(cells[where[2]]))
         except (ValueError, IndexError):
             if line.strip():
-                yield _with_care(cells, number, where)
+                yield from tried(bad, _with_care, cells, number, where)
 
 
 def _with_care(cells: list[bytes], number: int, where: list[int]) -> Row:

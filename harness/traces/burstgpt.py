@@ -7,8 +7,9 @@ Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type; later rele
 from collections.abc import Iterator
 from typing import BinaryIO
 
+from harness.errors import BadLines
 from harness.scenario.scenario import Trace
-from harness.traces.row import BadLine, Row, cell, columns, count, places
+from harness.traces.row import BadLine, Row, cell, columns, count, places, tried
 
 NAMES = ("Timestamp", "Request tokens", "Response tokens")
 
@@ -17,8 +18,8 @@ def matches(first: bytes) -> bool:
     return set(NAMES) <= set(columns(first))
 
 
-def rows(file: BinaryIO, _: Trace) -> Iterator[Row]:
-    """The rows in the order of the file. Raises BadLine."""
+def rows(file: BinaryIO, _: Trace, bad: BadLines) -> Iterator[Row]:
+    """The rows in the order of the file. Lines that cannot be used go to `bad`. Raises BadLine."""
     at, prompt, output = places(file.readline(), NAMES)
     for number, line in enumerate(file, start=2):
         cells = line.split(b",")
@@ -26,7 +27,7 @@ def rows(file: BinaryIO, _: Trace) -> Iterator[Row]:
             yield Row(number, float(cells[at]), int(cells[prompt]), int(cells[output]))
         except (ValueError, IndexError):
             if line.strip():
-                yield _with_care(cells, number, (at, prompt, output))
+                yield from tried(bad, _with_care, cells, number, (at, prompt, output))
 
 
 def _with_care(cells: list[bytes], number: int, where: tuple[int, int, int]) -> Row:

@@ -10,8 +10,9 @@ from typing import BinaryIO
 
 import msgspec
 
+from harness.errors import BadLines
 from harness.scenario.scenario import Trace
-from harness.traces.row import BadLine, Row
+from harness.traces.row import Row
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -27,25 +28,25 @@ def matches(first: bytes) -> bool:
     return first.lstrip().startswith(b"{") and b'"input_length"' in first and b'"timestamp"' in first
 
 
-def rows(file: BinaryIO, trace: Trace) -> Iterator[Row]:
-    """The rows in the order of the file. Raises BadLine, also where the ids do not fit the blocks' size."""
+def rows(file: BinaryIO, trace: Trace, bad: BadLines) -> Iterator[Row]:
+    """The rows in the order of the file. Lines that cannot be used go to `bad`, also where their ids fit no block."""
     decode = msgspec.json.Decoder(Line).decode
     begins = 0
     for number, raw in enumerate(file, start=1):
         if raw.strip():
             try:
                 line = decode(raw)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise BadLine(number, str(error)) from None
-            ids, needed = len(line.hash_ids), -(-line.input_length // trace.block_tokens)
-            if ids and abs(ids - needed) > 1:
-                raise BadLine(
-                    number,
-                    f"{line.input_length:,} tokens in blocks of {trace.block_tokens} need {needed} hash_ids, and there "
-                    f"are {ids}; say with trace.block_tokens how large the blocks are",
-                )
-            more = begins if ids else -1
-            yield Row(number, line.timestamp / 1000, line.input_length, line.output_length, more)
+                ids, needed = len(line.hash_ids), -(-line.input_length // trace.block_tokens)
+                if ids and abs(ids - needed) > 1:
+                    raise ValueError(
+                        f"{line.input_length:,} tokens in blocks of {trace.block_tokens} need {needed} hash_ids, and "
+                        f"there are {ids}; say with trace.block_tokens how large the blocks are",
+                    )
+            except ValueError as error:  # msgspec's are such
+                bad.add(number, str(error))
+            else:
+                more = begins if ids else -1
+                yield Row(number, line.timestamp / 1000, line.input_length, line.output_length, more)
         begins += len(raw)
 
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
-from harness.errors import HarnessError
+from harness.errors import BadLines, HarnessError
 from harness.scenario.scenario import Trace
 from harness.traces import azure, burstgpt, mooncake, requests
 from harness.traces.row import BadLine
@@ -24,7 +24,7 @@ class Replay:
     """The rows of a trace within its window, by their number from 0."""
 
     def __init__(self, path: Path, trace: Trace) -> None:
-        """Raises HarnessError that names the file, the line and what is wrong."""
+        """Raises HarnessError that names the file, the first lines that cannot be used and what is wrong with them."""
         self.path = path
         self.trace = trace
         self.at_s = array("d")  # after the start of the load, speed and window applied
@@ -32,15 +32,18 @@ class Replay:
         self.output_tokens = array("I")
         self.more = array("q")  # see Row
         self.without_tokens = 0  # rows left out, because they have no prompt or no answer
+        bad = BadLines(path, "docs/traces.md says what each format holds.")
         try:
             with path.open("rb") as file:
                 self.format = trace.format or _detect(path, file)
-                self._read(file)
+                self._read(file, bad)
         except OSError as error:
             raise HarnessError(f"{path}: the trace cannot be read ({error.strerror})") from None
-        except BadLine as bad:
-            where = f"{path}:{bad.line}: {bad.problem}"
-            raise HarnessError(where, next_step="docs/traces.md says what each format holds.") from None
+        except BadLine as error:
+            bad.add(error.line, error.problem)
+        bad.refuse()
+        if not self.at_s:
+            raise self._empty()
 
     def __len__(self) -> int:
         return len(self.at_s)
@@ -59,18 +62,16 @@ class Replay:
         """What belongs together, where its format says so."""
         return self.more[number] if self.format == "requests" and self.more[number] >= 0 else None
 
-    def _read(self, file: BinaryIO) -> None:
+    def _read(self, file: BinaryIO, bad: BadLines) -> None:
         trace = self.trace
         zero: float | None = None
         last = -math.inf
-        for line, at_s, prompt_tokens, output_tokens, more in FORMATS[self.format].rows(file, trace):
+        for line, at_s, prompt_tokens, output_tokens, more in FORMATS[self.format].rows(file, trace, bad):
             if not last <= at_s < math.inf:
-                raise BadLine(
-                    line,
-                    f"its time lies {last - at_s:g} s before that of the row before; sort the file by time"
-                    if at_s < last
-                    else f"{at_s} is not a time",
-                )
+                if not math.isfinite(at_s):
+                    bad.add(line, f"{at_s} is not a time")
+                    continue
+                bad.add(line, f"its time lies {last - at_s:g} s before that of the row before; sort the file by time")
             last = at_s
             if zero is None:
                 zero = at_s
@@ -80,7 +81,8 @@ class Replay:
             if trace.to_s is not None and at_s - zero >= trace.to_s:
                 break
             if not (0 < prompt_tokens <= MOST_TOKENS and 0 < output_tokens <= MOST_TOKENS):
-                _refuse(line, prompt_tokens, output_tokens)
+                if (problem := _impossible(prompt_tokens, output_tokens)) is not None:
+                    bad.add(line, problem)
                 self.without_tokens += 1
                 continue
             self.at_s.append(since_s / trace.speed)
@@ -89,19 +91,18 @@ class Replay:
             self.more.append(more)
             if len(self.at_s) == trace.most:
                 break
-        if not self.at_s:
-            raise self._empty(0.0 if zero is None else last - zero, nothing=zero is None)
+        self._lasts_s = None if zero is None else last - zero
 
-    def _empty(self, lasts_s: float, *, nothing: bool) -> HarnessError:
+    def _empty(self) -> HarnessError:
         trace = self.trace
-        if nothing:
+        if self._lasts_s is None:
             return HarnessError(f"{self.path}: there is no request in this trace ({self.format})")
         if self.without_tokens:
             return HarnessError(f"{self.path}: none of the {self.without_tokens:,} rows of the window has tokens")
         until = "" if trace.to_s is None else f" to {trace.to_s:g} s"
         return HarnessError(
             f"{self.path}: no row lies in the window from {trace.from_s:g} s{until} after the first",
-            next_step=f"As far as it was read the trace lasts {lasts_s:,.3f} s; change from_s and to_s.",
+            next_step=f"As far as it was read the trace lasts {self._lasts_s:,.3f} s; change from_s and to_s.",
         )
 
 
@@ -161,9 +162,11 @@ def _detect(path: Path, file: BinaryIO) -> str:
     )
 
 
-def _refuse(line: int, prompt_tokens: int, output_tokens: int) -> None:
+def _impossible(prompt_tokens: int, output_tokens: int) -> str | None:
+    """Why no request has these lengths; None: one may have, also one without tokens."""
     for name, tokens in (("prompt", prompt_tokens), ("answer", output_tokens)):
         if tokens < 0:
-            raise BadLine(line, f"a negative length: {name} of {tokens} tokens")
+            return f"a negative length: {name} of {tokens} tokens"
         if tokens > MOST_TOKENS:
-            raise BadLine(line, f"{name} of {tokens:,} tokens; at most {MOST_TOKENS:,} are taken")
+            return f"{name} of {tokens:,} tokens; at most {MOST_TOKENS:,} are taken"
+    return None

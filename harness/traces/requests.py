@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from harness.errors import BadLines
 from harness.rundir.records import read_marks
 from harness.scenario.scenario import Trace
 from harness.traces.row import BadLine, Row
@@ -34,8 +35,11 @@ def matches(first: bytes) -> bool:
     return first.lstrip().startswith(b"{") and b'"sent_s"' in first and b'"cell"' in first
 
 
-def rows(file: BinaryIO, trace: Trace) -> Iterator[Row]:
-    """The rows in the order of sending. Raises BadLine, also for a file of several cells where none is chosen."""
+def rows(file: BinaryIO, trace: Trace, bad: BadLines) -> Iterator[Row]:
+    """The rows in the order of sending. Lines that cannot be used go to `bad`.
+
+    Raises BadLine for a file of several cells where none is chosen.
+    """
     offsets = _offsets(Path(file.name).parent / "processes.jsonl")
     decode = msgspec.json.Decoder(Line).decode
     chosen, others = trace.cell, set[str]()
@@ -47,7 +51,8 @@ def rows(file: BinaryIO, trace: Trace) -> Iterator[Row]:
         try:
             line = decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise BadLine(number, str(error)) from None
+            bad.add(number, str(error))
+            continue
         if chosen is None:
             chosen = line.cell
         if line.cell != chosen:

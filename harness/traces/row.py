@@ -1,7 +1,11 @@
 """A row of a trace, whatever its format, and what the modules of the formats share."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, ParamSpec
+
+from harness.errors import BadLines
+
+P = ParamSpec("P")
 
 
 class Row(NamedTuple):
@@ -21,6 +25,14 @@ class BadLine(Exception):
         super().__init__(problem)
         self.line = line
         self.problem = problem
+
+
+def tried(bad: BadLines, read: Callable[P, Row], *args: P.args, **more: P.kwargs) -> Iterator[Row]:
+    """The row that `read` makes of a line; nothing of a line that cannot be used, which goes to `bad`."""
+    try:
+        yield read(*args, **more)
+    except BadLine as error:
+        bad.add(error.line, error.problem)
 
 
 def columns(header: bytes) -> list[str]:

@@ -9,9 +9,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from harness.errors import HarnessError
+from harness.errors import BadLines, HarnessError
 
-_SHOWN = 5  # problems of one file
 _ADVICE = (
     'Each line is a JSON object: {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}. Files of '
     "ShareGPT conversations and OpenAI batch files are known as well."
@@ -75,30 +74,21 @@ def read_rows(path: str | Path) -> list[Row]:
         raise HarnessError(f"{path}: the prompts cannot be read ({error.strerror})") from None
     decoder = msgspec.json.Decoder(_Line)
     rows: list[Row] = []
-    problems: list[str] = []
+    bad = BadLines(path, _ADVICE)
     try:
         for number, raw in _objects(data):
             try:
                 row = _row(decoder.decode(raw))
             except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
-                problems.append(f"{path}:{number}: {error}")
+                bad.add(number, str(error))
                 continue
             rows += [] if row is None else [row]
     except msgspec.DecodeError as error:
         raise HarnessError(f"{path}: {error}", next_step=_ADVICE) from None
-    if problems:
-        _refuse(path, problems)
+    bad.refuse()
     if not rows:
         raise HarnessError(f"{path}: there are no prompts in it", next_step=_ADVICE)
     return rows
-
-
-def _refuse(path: str | Path, problems: list[str]) -> None:
-    if len(problems) == 1:
-        raise HarnessError(problems[0], next_step=_ADVICE)
-    left = len(problems) - _SHOWN
-    shown = problems[:_SHOWN] + ([f"and {left:,} more"] if left > 0 else [])
-    raise HarnessError(f"{path}: {len(problems):,} lines cannot be used", detail="\n".join(shown), next_step=_ADVICE)
 
 
 def _objects(data: bytes) -> Iterator[tuple[int, bytes]]:

@@ -9,6 +9,7 @@ import msgspec
 from harness.load.live.histogram import percentiles
 from harness.load.live.observed import Observed
 from harness.load.live.tally import MOST_KINDS, Counted, Failures, HandOver
+from harness.rundir.records import MOST_CPU
 
 WINDOW_S = 10
 STEP_S = 2
@@ -80,6 +81,11 @@ class Book:
         for given in self._heard():
             found.update(given.in_flight_of)
         return dict(found)
+
+    def client_limited(self) -> float | None:
+        """What the busiest load process uses of a core, where that is so much that these are its numbers as well."""
+        most = max((given.cpu for given in self._heard() if given.cpu is not None), default=0.0)
+        return round(most, 3) if most > MOST_CPU else None
 
     def _heard(self) -> list[HandOver]:
         now = time.monotonic()

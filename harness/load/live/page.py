@@ -107,6 +107,7 @@ def state(facts: dict[str, Any], book: Book, wanted: Any) -> dict[str, Any]:
         **facts,
         "in_flight": book.in_flight(),
         "in_flight_of": book.in_flight_of(),
+        "client_limited": book.client_limited(),
         "warmup": book.warmup,
         "now": book.recent(),
         "whole": book.whole(),

@@ -12,8 +12,6 @@ from gevent.event import AsyncResult
 from locust.runners import STATE_RUNNING, STATE_SPAWNING
 from locust.web import WebUI
 
-from harness.errors import HarnessError
-
 _PATIENCE_S = 15.0  # for a server that is to name its model; a start that takes longer is answered as one
 _LOCUSTS_OWN = ("user_count", "spawn_rate", "user_classes", "run_time", "profile")  # which it reads in its own way
 
@@ -53,12 +51,12 @@ def add_to(web_ui: WebUI, start: Start, problem: Callable[[Namespace], str | Non
         before, host = dict(options), environment.host
         runner = environment.runner
         goes_on = runner is not None and runner.state in (STATE_SPAWNING, STATE_RUNNING)
-        try:
-            sentence = problem(_taken_over(options, request.form))
-        except HarnessError as error:
-            sentence = error.what
-        if sentence is not None:
-            return _refusal(sentence, host)
+        said: list[str] = []
+        taken = _taken_over(options, request.form, said)
+        if (sentence := problem(taken)) is not None:
+            said.append(sentence)
+        if said:
+            return _refusal("\n".join(said), host)
         start.ask()
         answer: Any = locusts()
         success = answer.get_json()["success"]
@@ -73,8 +71,8 @@ def add_to(web_ui: WebUI, start: Start, problem: Callable[[Namespace], str | Non
     app.view_functions["locust.swarm"] = guarded(swarm)
 
 
-def _taken_over(options: dict[str, Any], form: Any) -> Namespace:
-    """The options as they will be. Raises HarnessError for what is no number where Locust would make it one."""
+def _taken_over(options: dict[str, Any], form: Any, said: list[str]) -> Namespace:
+    """The options as they will be. What is no number where Locust would make it one goes to `said`."""
     taken = dict(options)
     for key, text in form.items():
         kind = type(options.get(key))
@@ -85,7 +83,7 @@ def _taken_over(options: dict[str, Any], form: Any) -> Namespace:
                 taken[key] = kind(text)
             except ValueError:
                 what = "whole number" if kind is int else "number"
-                raise HarnessError(f"--{key.replace('_', '-')}: {text!r} is not a {what}") from None
+                said.append(f"--{key.replace('_', '-')}: {text!r} is not a {what}")
     return Namespace(**taken)
 
 

@@ -122,7 +122,7 @@ class Live:
                 logger.exception("the live numbers of this second are lost")
 
     def _hand_over(self, recorder: Recorder) -> HandOver:
-        return self._tally.hand_over(recorder.in_flight, recorder.in_flight_of)
+        return self._tally.hand_over(recorder.in_flight, recorder.in_flight_of, recorder.health.cpu_now())
 
     def _has_ended(self) -> bool:
         """Whether a trace has no row left and all requests have ended: then nothing more comes."""

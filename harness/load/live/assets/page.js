@@ -108,6 +108,7 @@
   function notes() {
     const found = [];
     if (last.simulated) found.push("SIMULATED ENGINE: these numbers come from a model, not from hardware.");
+    if (last.client_limited) found.push(`CLIENT-LIMITED: a load process uses ${Math.round(100 * last.client_limited)} % of a core; these numbers are those of the load generator as well. Use more processes or machines, or fewer users.`);
     if (!last.watched) found.push("Only the load's own numbers: a locustfile started by hand knows nothing of the server's queue or the GPU; harness live does.");
     else {
       if (!last.server) found.push("The server gives no metrics at the moment: its queue and KV cache are not known.");
