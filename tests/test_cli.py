@@ -146,6 +146,9 @@ def test_what_is_found_by_reading_files_is_told_at_once_as_well(tmp_path: Path) 
         "error",
         "--workers needs --url",
         "--workers needs --bind",
+        "$.loads.a.users",
+        "$.loads.b.users",
+        "next",
     ]
     done = harness("run", right.name, "--workers", "2", "--bind", "127.0.0.1", "--url", "127.0.0.1:1", cwd=tmp_path)
     assert [line.split(" users")[0] for line in done.err.splitlines()[1:3]] == [
