@@ -49,6 +49,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     exact_prompts: bool = False  # prompts were made to an exact number of tokens
     mixed: bool = False  # the server served other loads as well at that time
     warmup: Warmed | None = None
+    going_on: bool = False  # the run has not ended, as far as its files say
     imported: bool = False  # by another tool, whose load processes left no marks
     workers: Workers | None = None  # on other machines
 
@@ -58,7 +59,7 @@ def of_cell(evidence: Evidence) -> Findings:
     cell = evidence.cell
     reasons: list[str] = []
     if evidence.ran is None:
-        reasons.append("it did not run to its end")
+        reasons.append("it has not come to its end" if evidence.going_on else "it did not run to its end")
     else:
         reasons += _server(evidence.ran, evidence.server_load)
         reasons += _memory(evidence.ran)
@@ -128,11 +129,11 @@ def _processes(evidence: Evidence) -> list[str]:
     if len(starts) < planned:
         reasons.append(f"{len(starts)} of {_count(planned, 'load process', 'es')} started")
     if dead:
-        names = ("load process {} was" if len(dead) == 1 else "load processes {} were").format(
-            ", ".join(called(process, evidence.marks, evidence.workers) for process in dead)
-        )
+        names = ", ".join(called(process, evidence.marks, evidence.workers) for process in dead)
+        whose, be, was = ("process", "is", "was") if len(dead) == 1 else ("processes", "are", "were")
+        still = f"{be} still at work, or " if evidence.going_on else ""
         how = "killed" if evidence.workers is None else "lost (killed, or its link was cut)"
-        reasons.append(f"{names} {how}: what was sent and not yet recorded is not known")
+        reasons.append(f"load {whose} {names} {still}{was} {how}: what was sent and not yet recorded is not known")
     for process, mark in sorted(ends.items()):
         found, name = evidence.tally.by_process[process], called(process, evidence.marks, evidence.workers)
         if mark.sent is not None and mark.sent != found:
