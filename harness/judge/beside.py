@@ -1,4 +1,4 @@
-"""What each load of a mix feels of the others: its latencies together against alone. Throughput is compared with rows."""
+"""What each load of a mix feels of the others: its latencies together against alone."""
 
 from collections.abc import Iterable, Mapping, Sequence
 

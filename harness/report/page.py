@@ -8,9 +8,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-
-# Characters that say in which direction the text after them runs: with one of them a page shows a text from outside, and
-# its own after it, in another order than it has.
+# Characters that say in which direction the text after them runs: with one of them a page shows a text from outside,
+# and its own after it, in another order than it has.
 _DIRECTIONS = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from harness.rundir.blocks import Block, Lines
+from harness.rundir.blocks import Block, Lines, blocks_of, in_file, reader, requests_in
 from harness.rundir.blocks import Run as Reading
-from harness.rundir.blocks import blocks_of, in_file, reader, requests_in
 from harness.rundir.records import Request
 from harness.scenario.check_syntax import Slo
 from harness.summarize import gaps

@@ -108,11 +108,11 @@ def _apart(run: Run, cells: dict[str, Cell], tallies: dict[str, Tally]) -> list[
         longest_s = asked_s[repeat, server, mix]
         together_s = max(0.0, min(end for _, end in windows) - max(begin for begin, _ in windows))
         if together_s < TOGETHER * longest_s:
+            enough_s = math.ceil(round((longest_s - together_s) / (1 - TOGETHER), 3))
             reasons.append(
                 f"r{repeat}-{server}-{mix}: its loads were measured at the same time for {together_s:.1f} of "
-                f"{longest_s:.1f} s; at least {TOGETHER:.0%} is needed: a 'duration_s' of "
-                f"{math.ceil((longest_s - together_s) / (1 - TOGETHER))} s would do, since what passes until all are "
-                "measured does not grow with it"
+                f"{longest_s:.1f} s; at least {TOGETHER:.0%} is needed: a 'duration_s' of {enough_s} s "
+                "or more would do, since what passes until all are measured does not grow with it"
             )
     return reasons
 

@@ -131,7 +131,7 @@ def _processes(evidence: Evidence) -> list[str]:
     if dead:
         names = ", ".join(called(process, evidence.marks, evidence.workers) for process in dead)
         whose, be, was = ("process", "is", "was") if len(dead) == 1 else ("processes", "are", "were")
-        still = f"{be} still at work, or " if evidence.going_on else ""
+        still = f"{be} still going on, or " if evidence.going_on else ""
         how = "killed" if evidence.workers is None else "lost (killed, or its link was cut)"
         reasons.append(f"load {whose} {names} {still}{was} {how}: what was sent and not yet recorded is not known")
     for process, mark in sorted(ends.items()):
@@ -167,7 +167,8 @@ def _work(evidence: Evidence) -> list[str]:
     if kept is not None and kept.never_sent and load.requests is None:
         what = "arrivals" if counts_arrivals(load) else "requests"
         dead = killed(evidence.marks)
-        why = "a load process was killed" if dead else f"nobody was free until its end; {more_users(load)}"
+        lost = "it has not come to its end" if evidence.going_on else "a load process was killed"
+        why = lost if dead else f"nobody was free until its end; {more_users(load)}"
         reasons.append(
             f"{kept.never_sent:,} of the {kept.planned or 0:,} {what} that were due in the measured time were never "
             f"sent: {why}"

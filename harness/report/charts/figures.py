@@ -59,8 +59,8 @@ def throughput(summary: Summary, run: Run) -> Chart:
         id="throughput",
         title="Throughput over concurrency",
         caption="Aggregate output tokens per second, median of the runs; whiskers from the least to the most. "
-        "A line joins loads that differ in concurrency alone. Ring: the knee, the least concurrency that gives 95\u00a0% of "
-        "the best. Higher is better.",
+        "A line joins loads that differ in concurrency alone. Ring: the knee, the least concurrency that gives "
+        "95\u00a0% of the best. Higher is better.",
         findings=[f"{server}: {in_words(knee)}" for _, server, knee in knees] + left_out(others) + open_loops(summary),
         formula=f"tok/s = output tokens inside the window ÷ window; {FORMULA}",
         figure={"data": data, "layout": {"xaxis": _concurrency_axis(summary, run), "yaxis": axis("tok/s")}},
