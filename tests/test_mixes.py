@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from harness.errors import ScenarioError
+from harness.judge.verdicts import compare_rows
 from harness.report import markdown, sentences
 from harness.report.charts.observed import observe
 from harness.report.html import render
@@ -327,3 +328,30 @@ def test_a_mix_that_was_too_short_says_how_long_it_should_be(tmp_path: Path) -> 
         "r1-a-both: its loads were measured at the same time for 12.0 of 16.0 s; at least 80% is needed: a "
         "'duration_s' of 20 s or more would do, since what passes until all are measured does not grow with it"
     ) in summarize(tmp_path / "run").reasons
+
+
+def test_each_row_beside_a_mix_is_compared_with_its_own_like(tmp_path: Path) -> None:
+    run = made_mix(tmp_path / "run", repeats=2)
+    rows = summarize(tmp_path / "run").rows
+    rows += [msgspec.structs.replace(row, server="b") for row in rows]
+    for baseline, other in (("chat", "job"), ("job", "chat")):
+        found = compare_rows(rows, ("a", baseline), run.scenario)
+        assert found is not None
+        assert [(verdict.side, verdict.baseline) for verdict in found.verdicts] == [
+            (f"a / both.{baseline}", f"a / {baseline}"),
+            (f"b / {baseline}", f"a / {baseline}"),
+            (f"a / both.{other}", f"a / {other}"),
+            (f"b / {other}", f"a / {other}"),
+            ("b / both.chat", "b / chat"),
+            ("b / both.job", "b / job"),
+        ]
+    # Without a mix it is the scenario that says what is compared.
+    found = compare_rows(rows, ("a", "chat"), msgspec.structs.replace(run.scenario, mixes={}))
+    assert found is not None and found.verdicts[0].side == "a / job"
+
+
+def test_a_check_of_what_is_compared_with_nothing_says_so(tmp_path: Path) -> None:
+    made_mix(tmp_path / "run", repeats=2)
+    job, chat = summarize(tmp_path / "run", ["a/job: speedup >= 1", "a/chat: speedup >= 1"]).checks
+    assert job.evidence == "a / job: its work is not the baseline's, and it is compared with nothing"
+    assert chat.evidence == "a / chat: it is the baseline itself"

@@ -13,11 +13,11 @@ from harness.scenario.mixes import alone, mix_of
 from harness.scenario.scenario import Load, Scenario, is_open
 from harness.summary import NEEDED, Comparison, Row, Verdict
 
-_RATES = {"output_tok_s": "output tok/s", "input_tok_s": "prompt tok/s"}  # more of these is faster, of others less
+RATES = {"output_tok_s": "output tok/s", "input_tok_s": "prompt tok/s"}  # more of these is faster, of others less
 _LATENCIES = {
     "ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E", "ttft_sched": "TTFT from schedule", "e2e_sched": "E2E from schedule",
 }  # fmt: skip
-METRIC_WORDS = {"wall_s": "wall time", **_RATES} | {
+METRIC_WORDS = {"wall_s": "wall time", **RATES} | {
     f"{name}_{at}": f"{word.replace(' ', f' {at} ', 1)}" if " " in word else f"{word} {at}"
     for name, word in _LATENCIES.items()
     for at in NEEDED
@@ -222,7 +222,7 @@ def verdicts(pairs: Sequence[Pair], floor: NoiseFloor) -> Comparison:
 
 def speeds(metric: str, values: Sequence[float]) -> list[float]:
     """Run-level values as speeds: a time turned round, a rate as it is. A rate of zero has no ratio."""
-    return [value if metric in _RATES else 1 / value for value in values if value > 0]
+    return [value if metric in RATES else 1 / value for value in values if value > 0]
 
 
 def _judge(pair: Pair, p: float | None, comparisons: int, floor: float) -> Verdict:

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import msgspec
 
-from harness.judge.verdicts import METRIC_WORDS
+from harness.judge.verdicts import METRIC_WORDS, RATES
 from harness.report import words
 from harness.report.table import LIMITED, Line, side
 from harness.rundir.manifest import Run
@@ -142,7 +142,7 @@ def _effect(verdict: Verdict, comparison: Comparison, summary: Summary) -> str:
     """A number alone, together, the factor, and how sure that is."""
     rows = {side(row): row for row in summary.rows}
     alone, together = (_value(rows[name], verdict.metric) for name in (verdict.baseline, verdict.side))
-    rate = verdict.metric in ("output_tok_s", "input_tok_s")
+    rate = verdict.metric in RATES
     numbers = f"{alone} → {together} {'tok/s' if rate else 'ms'}"
     if verdict.ratio is None:
         return f"{numbers if words.NOTHING not in (alone, together) else 'not known'}: {after_word(verdict)}"
@@ -154,7 +154,7 @@ def _effect(verdict: Verdict, comparison: Comparison, summary: Summary) -> str:
 
 
 def _value(row: Row, metric: str) -> str:
-    if metric in ("output_tok_s", "input_tok_s"):
+    if metric in RATES:
         rate: float | None = getattr(row.pooled, metric)
         return words.NOTHING if rate is None else words.significant(rate)
     latency, _, at = metric.rpartition("_")
