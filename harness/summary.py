@@ -289,6 +289,7 @@ class Summary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     rows: list[Row]
     cells: list[CellSummary]
     comparison: "Comparison | None" = None  # each row against the scenario's baseline
+    beside: "list[Comparison]" = []  # each part of a mix against the same load alone, by latencies
     checks: list[CheckResult] = []
 
 
@@ -297,7 +298,7 @@ class Verdict(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     side: str  # "SERVER / LOAD", or the run's name
     baseline: str
-    metric: str  # "wall_s", "output_tok_s" or "input_tok_s"
+    metric: str  # "wall_s", "output_tok_s" or "input_tok_s"; of a part of a mix also a latency, such as "ttft_p50"
     ratio: float | None  # of speed: above 1 the side is faster than the baseline
     low: float | None  # 95 % interval of the ratio
     high: float | None

@@ -1,22 +1,36 @@
 """Loads that run at once: how a scenario says it, how they are run, and what is counted of them."""
 
+import io
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
+from rich.console import Console
 
 from harness.errors import ScenarioError
+from harness.judge.verdicts import compare_rows
+from harness.report import markdown, sentences
+from harness.report.charts.observed import observe
+from harness.report.html import render
 from harness.report.table import lines
-from harness.rundir.manifest import read_run
+from harness.report.terminal import print_report
+from harness.rundir.manifest import Run, read_run, write_run
+from harness.rundir.metrics import MetricsSample
 from harness.rundir.records import Request, read_marks, read_requests
 from harness.scenario.check_syntax import misplaced, on_server, parse_check
 from harness.scenario.file import load_scenario
-from harness.scenario.mixes import alone, mix_of
+from harness.scenario.mixes import alone, expanded, mix_of
 from harness.scenario.plan import at_once, plan
+from harness.scenario.scenario import Load, Server
 from harness.summarize.summarize import summarize
 from harness.summary import Summary
 from harness.workload import workload_sha256
 from tests.command import harness, only_run
+from tests.made_runs import MONOTONIC_S, WALL_S, both_marks, scenario, write_lines, write_made_run
+from tests.made_runs import request as made_request
+
+SERVER = Server(template="vllm-cpu")
 
 SCENARIO = """
 version: 1
@@ -133,12 +147,11 @@ def test_each_part_has_its_row_its_slos_and_what_it_is_compared_with(run: Path) 
     if summary.comparison is not None:
         assert [verdict.baseline for verdict in summary.comparison.verdicts] == [
             "sim / chat",
-            "sim / chat",
             "sim / job",
         ]
         own = lines(summary, read_run(run))
         assert [line.against for line in own] == ["", "", "", "sim / job"]
-        assert [line.verdict is None for line in own] == [True, False, False, False]
+        assert [line.verdict is None for line in own] == [True, True, False, False]
 
 
 STEADY = """
@@ -220,3 +233,125 @@ def test_nobody_waits_for_a_part_that_has_ended(tmp_path: Path) -> None:
     assert of["r1-sim-both.slow"] == []
     reasons = " ".join(read_run(only_run(tmp_path)).reasons)
     assert "r1-sim-both.slow: the load generator ended with exit code 7" in reasons
+
+
+def made_mix(folder: Path, repeats: int = 1, seconds: int = 40) -> Run:
+    """By hand: of the mix one part is sent from second 0 to 39, the other from 4 to 43, so they share 4 to 40."""
+    load = Load(user="batch", in_flight=1, duration_s=40.0, output_tokens=11)
+    loads = {"chat": load, "job": msgspec.structs.replace(load, in_flight=3, output_tokens=12)}
+    made_of = expanded(scenario(loads=loads, mixes={"both": ["chat", "job"]}, repeats=repeats, servers={"a": SERVER}))
+    run = write_made_run(folder, made_of=made_of)
+    records, marks, samples = [], [], []
+    for number, cell in enumerate(plan(made_of)):
+        slow = (1.0 if mix_of(cell.load) is None else 2.0) + 0.001 * cell.repeat
+        begin_s = MONOTONIC_S + 4.0 * (cell.load == "both.job")
+        for k in range(seconds):
+            chunks = [slow * (0.2 + 0.05 * i) for i in range(11)]
+            records.append(
+                made_request(
+                    id=f"{cell.id}-{k}", cell=cell.id, load=cell.load, process=number, sent_s=begin_s + k, ended_s=slow,
+                    chunks_s=chunks, index=k, error="http" if cell.load == "both.chat" and k == 1 else None,
+                )
+            )  # fmt: skip
+        marks += both_marks(cell.id, number, 0.0, 50.0, sent=seconds)
+        samples.append(MetricsSample(WALL_S, cell.id, {"running": 0.0}))
+    write_lines(folder / "requests.jsonl", records)
+    write_lines(folder / "processes.jsonl", marks)
+    write_lines(folder / "metrics.jsonl", samples)
+    cells = [msgspec.structs.replace(cell, started_wall_s=WALL_S, ended_wall_s=WALL_S + 50.0) for cell in run.cells]
+    run = msgspec.structs.replace(run, cells=cells)
+    write_run(folder, run)
+    return run
+
+
+def test_charts_and_table_are_about_the_same_requests(tmp_path: Path) -> None:
+    run = made_mix(tmp_path / "run")
+    summary, observed = summarize(tmp_path / "run"), observe(tmp_path / "run", run)
+    assert [row.pooled.succeeded for row in summary.rows] == [40, 40, 36, 37]
+    for row in summary.rows:
+        sample, choice = observed.samples[row.server, row.load], observed.chosen[row.server, row.load]
+        assert len(sample.tpot_s) == row.pooled.tpot_s.n == row.pooled.succeeded == choice.count
+        assert min(sample.ttft_s) == row.pooled.ttft_s.least
+    # A failure of before the other part was measured is in neither.
+    assert observed.faults == {} and [row.pooled.failed for row in summary.rows] == [0, 0, 0, 0]
+
+
+def test_answers_whose_chunks_came_at_once_are_in_no_curve_of_tpot(tmp_path: Path) -> None:
+    run = made_mix(tmp_path / "run")
+    path = tmp_path / "run" / "requests.jsonl"
+    records = [msgspec.structs.replace(one, coalesced=10 * (one.index % 2)) for one in read_requests(path)]
+    write_lines(path, records)
+    row = summarize(tmp_path / "run").rows[0]
+    assert row.pooled.tpot_s.n == len(observe(tmp_path / "run", run).samples["a", "chat"].tpot_s) == 20
+
+
+def test_the_head_says_what_each_load_feels_of_the_other(tmp_path: Path) -> None:
+    run = made_mix(tmp_path / "run", repeats=5)
+    summary = summarize(tmp_path / "run")
+    assert summary.valid, summary.reasons
+    assert summary.comparison is not None
+    # The job makes more tokens than the chat: that says nothing about either.
+    assert [(v.side, v.baseline) for v in summary.comparison.verdicts] == [
+        ("a / both.chat", "a / chat"), ("a / both.job", "a / job"),
+    ]  # fmt: skip
+    assert [[(v.side, v.metric, v.word) for v in part.verdicts] for part in summary.beside] == [
+        [(f"a / both.{load}", metric, word) for metric, word in FELT] for load in ("chat", "job")
+    ]
+    assert [part.comparisons for part in summary.beside] == [2, 2]
+    (_, *chat), _ = sentences.effects(summary)
+    assert [text for _, text in chat] == [
+        "201 → 401 ms, 2.00 times as long",
+        "201 → 401 ms: a TTFT p90 needs 64 successful requests in each run.",
+        "50.1 → 100 ms, 2.00 times as long",
+        "50.2 → 100 ms: a TPOT p90 needs 64 successful requests in each run.",
+    ]
+    page = render(summary, run, observe(tmp_path / "run", run))
+    head = page[page.index('class="answer"') : page.index('class="contents"')]
+    assert "201 → 401 ms, 2.00 times as long" in head
+    assert "times as fast" not in head.partition("How sure")[0]
+    console = Console(file=io.StringIO(), width=200)
+    print_report(summary, run, tmp_path, console)
+    assert "a / both.chat: slower: 0.50 times as fast as a / chat by TTFT p50" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert "by TTFT p50" in markdown.render(summary, run)
+
+
+FELT = [("ttft_p50", "slower"), ("ttft_p90", "cannot tell"), ("tpot_p50", "slower"), ("tpot_p90", "cannot tell")]
+
+
+def test_a_mix_that_was_too_short_says_how_long_it_should_be(tmp_path: Path) -> None:
+    run = made_mix(tmp_path / "run")
+    loads = {name: msgspec.structs.replace(load, duration_s=16.0) for name, load in run.scenario.loads.items()}
+    write_run(
+        tmp_path / "run", msgspec.structs.replace(run, scenario=msgspec.structs.replace(run.scenario, loads=loads))
+    )
+    assert (
+        "r1-a-both: its loads were measured at the same time for 12.0 of 16.0 s; at least 80% is needed: a "
+        "'duration_s' of 20 s or more would do, since what passes until all are measured does not grow with it"
+    ) in summarize(tmp_path / "run").reasons
+
+
+def test_each_row_beside_a_mix_is_compared_with_its_own_like(tmp_path: Path) -> None:
+    run = made_mix(tmp_path / "run", repeats=2)
+    rows = summarize(tmp_path / "run").rows
+    rows += [msgspec.structs.replace(row, server="b") for row in rows]
+    for baseline, other in (("chat", "job"), ("job", "chat")):
+        found = compare_rows(rows, ("a", baseline), run.scenario)
+        assert found is not None
+        assert [(verdict.side, verdict.baseline) for verdict in found.verdicts] == [
+            (f"a / both.{baseline}", f"a / {baseline}"),
+            (f"b / {baseline}", f"a / {baseline}"),
+            (f"a / both.{other}", f"a / {other}"),
+            (f"b / {other}", f"a / {other}"),
+            ("b / both.chat", "b / chat"),
+            ("b / both.job", "b / job"),
+        ]
+    # Without a mix it is the scenario that says what is compared.
+    found = compare_rows(rows, ("a", "chat"), msgspec.structs.replace(run.scenario, mixes={}))
+    assert found is not None and found.verdicts[0].side == "a / job"
+
+
+def test_a_check_of_what_is_compared_with_nothing_says_so(tmp_path: Path) -> None:
+    made_mix(tmp_path / "run", repeats=2)
+    job, chat = summarize(tmp_path / "run", ["a/job: speedup >= 1", "a/chat: speedup >= 1"]).checks
+    assert job.evidence == "a / job: its work is not the baseline's, and it is compared with nothing"
+    assert chat.evidence == "a / chat: it is the baseline itself"

@@ -9,17 +9,20 @@ from harness.compare.differences import server_differences
 from harness.report import sentences
 from harness.report.charts import scatter
 from harness.report.charts.events import Event, events_of
-from harness.report.charts.figures import throughput
+from harness.report.charts.figures import first_token, throughput
+from harness.report.charts.marks import Chart
 from harness.report.charts.observed import Timeline, observe
 from harness.report.charts.request_dots import MOST_DOTS, MOST_FAILED, SLOWEST, Failures, Seen
 from harness.report.charts.server_metrics import ServerSamples
 from harness.report.charts.telemetry import MachineSamples
 from harness.report.charts.timeline import figure_of
 from harness.report.charts.tradeoff import tradeoffs
+from harness.report.html import render
 from harness.rundir.manifest import CellRun, Run, ServedBy, read_run
 from harness.rundir.records import Request
+from harness.scenario.behaviour import Agent
 from harness.summarize.summarize import read_summary
-from harness.summary import Comparison, Verdict
+from harness.summary import Comparison, Kept, Summary, Verdict
 from tests.report_runs import write_run_directory
 
 ROW = ("a", "x")
@@ -191,7 +194,40 @@ def test_the_knee_is_marked_and_told(folder: Path, run: Run) -> None:
     loads = dict(run.scenario.loads)
     loads["batch-10"] = msgspec.structs.replace(loads["batch-10"], output_tokens=99)
     mixed = msgspec.structs.replace(run, scenario=msgspec.structs.replace(run.scenario, loads=loads))
-    assert throughput(read_summary(folder), mixed).findings == []
+    chart = throughput(read_summary(folder), mixed)
+    assert chart.findings == [
+        f"{server} (sequential, batch-5): no knee up to 5 at once: it still rises there"
+        for server in ("open", "limited")
+    ]
+
+
+def test_a_line_joins_loads_that_differ_in_concurrency_alone(folder: Path, run: Run) -> None:
+    """A chat, a job and agents with helpers are points, and no line from one to the other says what lies between."""
+    loads = dict(run.scenario.loads)
+    loads["batch-10"] = msgspec.structs.replace(loads["batch-10"], user="agent", agent=Agent(sub_agents=4))
+    mixed = msgspec.structs.replace(run, scenario=msgspec.structs.replace(run.scenario, loads=loads))
+    summary = read_summary(folder)
+    for chart in (throughput(summary, mixed), first_token(summary, mixed), *tradeoffs(summary, mixed)):
+        joined = [len(trace["x"]) for trace in chart.figure["data"]]
+        assert set(joined) == {1, 2}, chart.id
+        assert sum(joined) == sum(len(trace["x"]) for trace in _chart(chart.id, summary, run).figure["data"]), chart.id
+
+
+def _chart(key: str, summary: Summary, run: Run) -> Chart:
+    charts = (throughput(summary, run), first_token(summary, run), *tradeoffs(summary, run))
+    return next(chart for chart in charts if chart.id == key)
+
+
+def test_a_page_of_open_loops_says_once_why_there_is_no_curve(folder: Path, run: Run) -> None:
+    summary = read_summary(folder)
+    rows = [
+        msgspec.structs.replace(row, pooled=msgspec.structs.replace(row.pooled, schedule=Kept(sent=30)))
+        for row in summary.rows
+    ]
+    page = render(msgspec.structs.replace(summary, rows=rows), run, observe(folder, run))
+    assert page.count("All loads are open loops, which have no concurrency of their own.") == 1
+    assert 'class="empty"' not in page
+    assert "Not drawn, since an open loop" not in page
 
 
 def test_latency_against_throughput_has_the_tail_only_where_it_is_carried(folder: Path, run: Run) -> None:

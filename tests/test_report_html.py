@@ -17,7 +17,7 @@ from harness.errors import HarnessError
 from harness.paths import ROOT
 from harness.report.charts.forest import Forest
 from harness.report.charts.observed import MOST_BINS, MOST_POINTS, distribution, observe
-from harness.report.html import LIBRARY, write_report
+from harness.report.html import LIBRARY, render, write_report
 from harness.rundir.manifest import read_run, write_run
 from harness.summarize.summarize import read_summary
 from tests.report_runs import HOSTILE, write_run_directory
@@ -215,3 +215,18 @@ def test_intervals_share_one_logarithmic_scale() -> None:
     scale = Forest(0.5, 2.0)
     assert [scale.place(ratio) for ratio in (0.1, 0.5, 1.0, 2.0, 9.0)] == [0.0, 0.0, 50.0, 100.0, 100.0]
     assert 0 < Forest.of([]).place(1.0) < 100
+
+
+def test_a_text_from_outside_does_not_turn_the_page_round(tmp_path: Path) -> None:
+    """What a browser obeys and nobody sees: the terminal shows it as a mark, and so does the page."""
+    write_run_directory(tmp_path, repeats=1, requests=12, faults=2)
+    controls = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+    run = read_run(tmp_path)
+    servers = {f"{name}{controls}": server for name, server in run.scenario.servers.items()}
+    run = msgspec.structs.replace(run, scenario=msgspec.structs.replace(run.scenario, servers=servers))
+    summary = msgspec.structs.replace(read_summary(tmp_path), question=f"Is it {controls}fast?")
+    text = render(summary, run, observe(tmp_path, run))
+    page = Page(text)
+    assert "Is it " + "\ufffd" * 12 + "fast?" in "".join(page.text)
+    assert not set(controls) & set(text)
+    assert not set(controls) & set(json.dumps(page.charts(), ensure_ascii=False))

@@ -236,13 +236,18 @@ def test_a_run_that_was_killed_shows_what_it_has(tmp_path: Path) -> None:
     assert summary.reasons == [
         "only 2 of 10 planned cells ran",
         "requests.jsonl: 1 line cannot be read (line 13)",
-        "r2-b-x: it did not run to its end",
-        "r2-b-x: load process 102 was killed: what was sent and not yet recorded is not known; run again (the kernel "
-        "kills when memory runs out, which `dmesg` tells)",
+        "r2-b-x: it has not come to its end",
+        "r2-b-x: load process 102 is still going on, or was killed: what was sent and not yet recorded is not known",
         "r2-b-x: 4 measured requests were planned and 1 were sent",
     ]
     assert summary.comparison is None
     assert [len(row.wall_s) for row in summary.rows] == [1, 1]
+    # Of a run that somebody ended it is known that nobody is at work any more.
+    write_run(tmp_path / "run", msgspec.structs.replace(run, status="interrupted", cells=run.cells[:2]))
+    assert (
+        "r2-b-x: load process 102 was killed: what was sent and not yet recorded is not known; run again (the kernel "
+        "kills when memory runs out, which `dmesg` tells)"
+    ) in summarize(tmp_path / "run").reasons
 
 
 def test_a_run_without_a_record_is_a_summary_all_the_same(tmp_path: Path) -> None:

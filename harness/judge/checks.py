@@ -109,7 +109,7 @@ def _baseline_value(
             return None, "there is no baseline: the run is not VALID, or has one row only; give one with --baseline RUN"
         verdict = _own(comparison).get(row.name)
         if verdict is None:
-            return None, "it is the baseline itself"
+            return None, _uncompared(row, comparison)
         whose = verdict.baseline
         base = next(one for one in rows if one.name == whose)
     unlike = unlike_rows(row, base, _fields(check))
@@ -202,12 +202,18 @@ def _speedup(row: Row, comparison: Comparison | None) -> tuple[float | None, str
         return None, "nothing was compared: the run is not VALID, or has one row only"
     verdict = _own(comparison).get(row.name)
     if verdict is None:
-        return None, "it is the baseline itself"
+        return None, _uncompared(row, comparison)
     if verdict.ratio is None:
         return None, verdict.sentence.removeprefix(f"{verdict.side}: ").removesuffix(".")
     if verdict.low is None:
         return None, "needs at least 2 repeats of this row and of the baseline"
     return verdict.ratio, ""
+
+
+def _uncompared(row: Row, comparison: Comparison) -> str:
+    if comparison.verdicts and comparison.verdicts[0].baseline != row.name:
+        return "its work is not the baseline's, and it is compared with nothing"
+    return "it is the baseline itself"
 
 
 def _own(comparison: Comparison) -> dict[str, Verdict]:

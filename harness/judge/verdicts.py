@@ -1,19 +1,28 @@
 """From run-level values to verdicts: the rules of docs/method.md, in one place."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import msgspec
 from msgspec import Struct
 
 from harness.judge import stats
 from harness.judge.stats import ALPHA, MOST_REPEATS, Ratio
 from harness.rundir.origin import unlike_rows
-from harness.scenario.mixes import alone
+from harness.scenario.mixes import alone, mix_of
 from harness.scenario.scenario import Load, Scenario, is_open
-from harness.summary import Comparison, Row, Verdict
+from harness.summary import NEEDED, Comparison, Row, Verdict
 from harness.units import count
 
-METRIC_WORDS = {"wall_s": "wall time", "output_tok_s": "output tok/s", "input_tok_s": "prompt tok/s"}
+RATES = {"output_tok_s": "output tok/s", "input_tok_s": "prompt tok/s"}  # more of these is faster, of others less
+_LATENCIES = {
+    "ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E", "ttft_sched": "TTFT from schedule", "e2e_sched": "E2E from schedule",
+}  # fmt: skip
+METRIC_WORDS = {"wall_s": "wall time", **RATES} | {
+    f"{name}_{at}": f"{word.replace(' ', f' {at} ', 1)}" if " " in word else f"{word} {at}"
+    for name, word in _LATENCIES.items()
+    for at in NEEDED
+}
 METRICS = ("wall_s", "output_tok_s")  # that a noise floor is measured for
 
 
@@ -46,7 +55,9 @@ def compare_rows(
 ) -> Comparison | None:
     """Every row of a run against its baseline row (server, load), and what else the scenario wants compared.
 
-    A part of a mix is compared with the same load alone.
+    A part of a mix is compared with the same load alone. Where there are mixes, loads that do other work than the
+    baseline's are compared with the same load of the baseline's server: that a job makes more tokens than a chat says
+    nothing about either.
 
     None when the baseline row is missing or alone.
     """
@@ -56,12 +67,26 @@ def compare_rows(
         return None
     named = {f"{row.server}/{row.load}": row for row in rows}
     wanted = [(named.get(pair.row), named.get(pair.against)) for pair in scenario.compare]
+    own = [(row, _against(row, base, named, scenario)) for row in others]
     pairs = [
         _pair(row, against, scenario)
-        for row, against in [*((row, named.get(_alone(row)) or base) for row in others), *wanted]
+        for row, against in [*sorted(own, key=lambda pair: pair[1] is not base), *wanted]
         if row is not None and against is not None
     ]
+    if not pairs:
+        return None
     return verdicts(pairs, floor or NoiseFloor())
+
+
+def _against(row: Row, base: Row, named: Mapping[str, Row], scenario: Scenario) -> Row | None:
+    """What a row is compared with by itself."""
+    if mix_of(row.load) is not None:
+        return named.get(f"{row.server}/{alone(row.load)}") or base
+    load, other = scenario.loads[row.load], scenario.loads[base.load]
+    if not scenario.mixes or but_for_concurrency(load) == but_for_concurrency(other):
+        return base
+    same = named.get(f"{base.server}/{row.load}")
+    return None if same is row else same
 
 
 def _pair(row: Row, against: Row, scenario: Scenario) -> Pair:
@@ -79,11 +104,6 @@ def _pair(row: Row, against: Row, scenario: Scenario) -> Pair:
         or scheduled(*loads)
         or client_limited(metric, [(one.name, one.client_limited) for one in (row, against)]),
     )
-
-
-def _alone(row: Row) -> str:
-    """What a part of a mix is compared with: the same load without the others."""
-    return f"{row.server}/{alone(row.load)}"
 
 
 def _refused(row: Row, against: Row, metric: str) -> str | None:
@@ -109,7 +129,8 @@ def scheduled(*loads: Load) -> str | None:
 
 def client_limited(metric: str, sides: Sequence[tuple[str, Sequence[str]]]) -> str | None:
     """Why sides, each a name and what the load generator limited of it, have no ratio."""
-    names = [name for name, numbers in sides if metric in numbers]
+    field = metric if metric.endswith("_s") else f"{metric.rpartition('_')[0]}_s"
+    names = [name for name, numbers in sides if field in numbers]
     if not names:
         return None
     return (
@@ -126,6 +147,27 @@ def _fixed(load: Load) -> bool:
 def _form(load: Load) -> object:
     """What answers are to be, however the server is told."""
     return None if load.answer is None else (load.answer.choice, load.answer.json_schema)
+
+
+def but_for_concurrency(load: Load) -> bytes:
+    """What a load is beside how many requests it keeps in flight, and how many or for how long: loads of which this is
+    the same do the same work, and lie on one curve over concurrency.
+    """
+    plain = Load(user=load.user)
+    return msgspec.json.encode(
+        msgspec.structs.replace(
+            load,
+            users=1,
+            processes=1,
+            requests=None,
+            duration_s=None,
+            batch_size=None,
+            in_flight=None if load.in_flight is None else 1,
+            ramp_s=plain.ramp_s,
+            drain_s=plain.drain_s,
+            timeout_s=plain.timeout_s,
+        )
+    )
 
 
 def metric_of(loads: Sequence[Load]) -> str:
@@ -176,8 +218,8 @@ def verdicts(pairs: Sequence[Pair], floor: NoiseFloor) -> Comparison:
 
 
 def speeds(metric: str, values: Sequence[float]) -> list[float]:
-    """Run-level values as speeds: a wall time turned round, a rate as it is. A rate of zero has no ratio."""
-    return [1 / value if metric == "wall_s" else value for value in values if value > 0]
+    """Run-level values as speeds: a time turned round, a rate as it is. A rate of zero has no ratio."""
+    return [value if metric in RATES else 1 / value for value in values if value > 0]
 
 
 def _judge(pair: Pair, p: float | None, comparisons: int, floor: float) -> Verdict:

@@ -19,7 +19,7 @@ from harness.report.charts.events import Event, events_of
 from harness.report.charts.forest import Forest
 from harness.report.charts.observed import Observed, observe
 from harness.report.charts.timeline import figure_of
-from harness.report.page import asset, template
+from harness.report.page import asset, neutral, template
 from harness.report.table import columns, interval, lines
 from harness.rundir.files import replace_file
 from harness.rundir.manifest import Run, ServedBy, read_run
@@ -83,7 +83,7 @@ def render(summary: Summary, run: Run, observed: Observed) -> str:
         script=Markup(script),
         policy=_policy([theme, script, library]),
         library=_packed(library.encode()),
-        chart_data=_packed(msgspec.json.encode({"charts": drawn, "timelines": timelines})),
+        chart_data=_packed(neutral(msgspec.json.encode({"charts": drawn, "timelines": timelines}).decode()).encode()),
     )
 
 

@@ -4,14 +4,16 @@ import math
 import re
 from collections import defaultdict
 
+import msgspec
+
 from harness import units
-from harness.judge.verdicts import METRIC_WORDS
+from harness.judge.verdicts import METRIC_WORDS, RATES
 from harness.report import words
 from harness.report.table import LIMITED, Line
 from harness.rundir.manifest import Run
 from harness.scenario.plan import plan
 from harness.summarize.self_check import in_words
-from harness.summary import Comparison, FailedRequests, Summary, Verdict
+from harness.summary import Comparison, FailedRequests, Row, Summary, Verdict
 
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]\d+)?")  # 2, 2.1, 1,234 and 1.2e+02 alike
 
@@ -51,11 +53,12 @@ def _against_baseline(line: Line) -> str:
     if verdict is None or verdict.ratio is None:
         return ""
     by = f"by {METRIC_WORDS[verdict.metric]}"
-    factor = f", {by} {verdict.ratio:.2f} times as fast as the baseline"
+    base = line.against or "the baseline"
+    factor = f", {by} {verdict.ratio:.2f} times as fast as {base}"
     return {
         "faster": factor,
         "slower": f"{factor}, so slower",
-        "same": f", {by} the same as the baseline",
+        "same": f", {by} the same as {base}",
     }.get(verdict.word, f"{factor}, which may be chance")
 
 
@@ -112,6 +115,56 @@ def in_short(verdict: Verdict, comparison: Comparison) -> str:
     return f"{factor}, but {_doubt(verdict)}{_settled(verdict)}"
 
 
+def effects(summary: Summary) -> list[list[tuple[Verdict, str]]]:
+    """What each part of a mix feels of the others: verdicts against the same load alone, in words; throughput first."""
+    found = []
+    for part in summary.beside:
+        of, against = part.verdicts[0].side, part.verdicts[0].baseline
+        tables = [part] if summary.comparison is None else [summary.comparison, part]
+        found.append(
+            [
+                (verdict, _effect(verdict, table, summary))
+                for table in tables
+                for verdict in table.verdicts
+                if (verdict.side, verdict.baseline) == (of, against)
+            ]
+        )
+    return found
+
+
+def but_for_effects(summary: Summary) -> Comparison | None:
+    """The comparison without what `effects` says; None where nothing is left."""
+    if summary.comparison is None:
+        return None
+    said = {(part.verdicts[0].side, part.verdicts[0].baseline) for part in summary.beside}
+    left = [verdict for verdict in summary.comparison.verdicts if (verdict.side, verdict.baseline) not in said]
+    return msgspec.structs.replace(summary.comparison, verdicts=left) if left else None
+
+
+def _effect(verdict: Verdict, comparison: Comparison, summary: Summary) -> str:
+    """A number alone, together, the factor, and how sure that is."""
+    rows = {row.name: row for row in summary.rows}
+    alone, together = (_value(rows[name], verdict.metric) for name in (verdict.baseline, verdict.side))
+    rate = verdict.metric in RATES
+    numbers = f"{alone} → {together} {'tok/s' if rate else 'ms'}"
+    if verdict.ratio is None:
+        return f"{numbers if units.NOTHING not in (alone, together) else 'not known'}: {after_word(verdict)}"
+    times = f"{verdict.ratio:.2f} times as much" if rate else f"{1 / verdict.ratio:.2f} times as long"
+    text = f"{numbers}, {times}"
+    if verdict.word == "same":
+        return f"{text}, within ±{100 * comparison.noise_floor:.2g}\u00a0%, which is noise"
+    return text if verdict.word != "cannot tell" else f"{text}, but {_doubt(verdict)}{_settled(verdict)}"
+
+
+def _value(row: Row, metric: str) -> str:
+    if metric in RATES:
+        rate: float | None = getattr(row.pooled, metric)
+        return units.NOTHING if rate is None else units.significant(rate)
+    latency, _, at = metric.rpartition("_")
+    value: float | None = getattr(getattr(row.pooled, f"{latency}_s"), at)
+    return units.NOTHING if value is None else units.milliseconds(value)
+
+
 def _doubt(verdict: Verdict) -> str:
     if verdict.low is not None and verdict.high is not None and verdict.low <= 1 <= verdict.high:
         return "the runs spread so much that it may be chance"
@@ -160,7 +213,7 @@ def by_what(comparison: Comparison) -> str:
     }
     if comparison.metric is not None:
         return kinds[comparison.metric]
-    found = dict.fromkeys(kinds[verdict.metric] for verdict in comparison.verdicts)
+    found = dict.fromkeys(kinds.get(verdict.metric, METRIC_WORDS[verdict.metric]) for verdict in comparison.verdicts)
     return f"{' or '.join(found)}, as each line says" if found else "no metric"
 
 

@@ -134,12 +134,11 @@ def _schedules(summary: Summary, run: Run, console: Console, *, explain: bool) -
 
 
 def _verdicts(summary: Summary, console: Console) -> None:
-    if summary.comparison is None:
-        return
-    console.print()
-    for verdict in summary.comparison.verdicts:
-        _item(console, Text(words.one_line(verdict.sentence), STYLES.get(verdict.word, "")))
-    _item(console, Text(sentences.of_method(summary.comparison), "dim"))
+    for comparison in filter(None, [summary.comparison, *summary.beside]):
+        console.print()
+        for verdict in comparison.verdicts:
+            _item(console, Text(words.one_line(verdict.sentence), STYLES.get(verdict.word, "")))
+        _item(console, Text(sentences.of_method(comparison), "dim"))
 
 
 def _meaning(console: Console, column: Meaning) -> None:

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from harness.rundir.blocks import Block, Lines, blocks_of, in_file, reader, requests_in
+from harness.rundir.blocks import Run as Reading
 from harness.rundir.records import Request
 from harness.scenario.check_syntax import Slo
 from harness.summarize import gaps
@@ -67,8 +68,7 @@ def tally(path: Path, places: dict[str, Place], damaged: list[int], strangers: C
     with reader(blocks) as run:
         look = _Look()
         if long or any(place.duration_s is not None for place in places.values()):
-            for found in run(partial(_look, places=places, sampling=long)):
-                _merge_looks(look, found)
+            look = _whole_look(run, places, sampling=long)
         windows = _windows(look, places)
         for widened in _WIDENED if long else (math.inf,):
             intervals = _intervals(look.samples, places, widened)
@@ -89,6 +89,15 @@ def tally(path: Path, places: dict[str, Place], damaged: list[int], strangers: C
     damaged += in_file(lines)
     strangers += unknown
     return tallies
+
+
+def together(path: Path, places: dict[str, Place]) -> dict[str, tuple[float, float]]:
+    """Of each part of a mix when all its parts were measured, on its axis: its numbers are about that time alone."""
+    parts = {cell: place for cell, place in places.items() if place.mix is not None}
+    if not parts:
+        return {}
+    with reader(blocks_of(path)) as run:
+        return _windows(_whole_look(run, parts, sampling=False), parts)
 
 
 def _tally(
@@ -163,6 +172,13 @@ def _look(block: Block, places: dict[str, Place], sampling: bool) -> _Look:
         except msgspec.DecodeError:
             continue
     return look
+
+
+def _whole_look(run: Reading[_Look], places: dict[str, Place], *, sampling: bool) -> _Look:
+    whole = _Look()
+    for found in run(partial(_look, places=places, sampling=sampling)):
+        _merge_looks(whole, found)
+    return whole
 
 
 def _sample(look: _Look, request: Request, turn: int) -> None:

@@ -34,6 +34,16 @@ def tpot_s(request: Request) -> float | None:
     return (chunks[-1] - chunks[0]) / (tokens - 1)
 
 
+def in_one_read(request: Request) -> bool:
+    """Whether all chunks came in one read: then they say when that was, and nothing about the time between them."""
+    return 0 < len(request.chunks_s) - 1 <= request.coalesced
+
+
+def shown_tpot_s(request: Request) -> float | None:
+    """TPOT where it says something about the server; what a distribution is made of."""
+    return None if in_one_read(request) else tpot_s(request)
+
+
 def reasoning_tokens(request: Request) -> float | None:
     """Output tokens that are reasoning: as the server says, else by the share of the chunks. None: it is not known."""
     if request.reasoning_tokens is not None:

@@ -1,7 +1,8 @@
 """From a run directory to its Summary. Reads files only; the same files always give the same summary."""
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -9,6 +10,7 @@ import msgspec
 from harness.errors import HarnessError
 from harness.failures.messages import Said, grouped
 from harness.judge import checks, server_starts
+from harness.judge.beside import beside_others
 from harness.judge.noise_floors import floor_in
 from harness.judge.verdicts import compare_rows
 from harness.rundir import origin
@@ -43,9 +45,9 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
     asked = [*run.scenario.checks, *more_checks]
     cells = _cells(run)
     damaged: dict[str, list[int]] = {"requests.jsonl": [], "processes.jsonl": []}
-    marks = _by_cell(read_marks(folder / "processes.jsonl", damaged["processes.jsonl"]))
+    marks = by_cell(read_marks(folder / "processes.jsonl", damaged["processes.jsonl"]))
     slos = slo_sets(asked)
-    places = {name: _place(run, cell, marks.get(name, []), slos) for name, cell in cells.items()}
+    places = places_of(run, marks, slos)
     strangers: Counter[str] = Counter()
     tallies = tally(folder / "requests.jsonl", places, damaged["requests.jsonl"], strangers)
     samples = read_samples(folder / "metrics.jsonl")
@@ -72,7 +74,8 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
     notes += [note for cell in summaries for note in cell.notes] + _unchecked(summaries)
     rows = _rows(run, summaries, tallies)
     base = baseline_of(run.scenario)
-    comparison = None if reasons else compare_rows(rows, (base.server, base.load), run.scenario, floor_in(folder, run))
+    floor = floor_in(folder, run)
+    comparison = None if reasons else compare_rows(rows, (base.server, base.load), run.scenario, floor)
     notes += answers.differences(rows, comparison)
     return Summary(
         run=run.id,
@@ -86,6 +89,7 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
         rows=rows,
         cells=summaries,
         comparison=comparison,
+        beside=[] if reasons else beside_others(rows, summaries, run.scenario, floor),
         checks=checks.evaluate(asked, rows, comparison, _allowed(reference or read_reference(folder), reasons)),
     )
 
@@ -104,9 +108,11 @@ def _apart(run: Run, cells: dict[str, Cell], tallies: dict[str, Tally]) -> list[
         longest_s = asked_s[repeat, server, mix]
         together_s = max(0.0, min(end for _, end in windows) - max(begin for begin, _ in windows))
         if together_s < TOGETHER * longest_s:
+            enough_s = math.ceil(round((longest_s - together_s) / (1 - TOGETHER), 3))
             reasons.append(
                 f"r{repeat}-{server}-{mix}: its loads were measured at the same time for {together_s:.1f} of "
-                f"{longest_s:.1f} s; at least {TOGETHER:.0%} is needed"
+                f"{longest_s:.1f} s; at least {TOGETHER:.0%} is needed: a 'duration_s' of {enough_s} s "
+                "or more would do, since what passes until all are measured does not grow with it"
             )
     return reasons
 
@@ -175,6 +181,13 @@ def _cells(run: Run) -> dict[str, Cell]:
     return ordered | {name: cell for name, cell in ran.items() if name not in ordered}
 
 
+def places_of(
+    run: Run, marks: dict[str, list[ProcessMark]], slos: dict[str, tuple[Slo, ...]] | None = None
+) -> dict[str, Place]:
+    """What the tally must know of each cell that there may be records of."""
+    return {name: _place(run, cell, marks.get(name, []), slos or {}) for name, cell in _cells(run).items()}
+
+
 def _place(run: Run, cell: Cell, marks: list[ProcessMark], slos: dict[str, tuple[Slo, ...]]) -> Place:
     load = run.scenario.loads.get(cell.load)
     ended = run.ran[cell.id].ended_wall_s if cell.id in run.ran else None
@@ -206,7 +219,7 @@ def _unchecked(cells: list[CellSummary]) -> list[str]:
     return notes
 
 
-def _by_cell(marks: list[ProcessMark]) -> dict[str, list[ProcessMark]]:
+def by_cell(marks: Iterable[ProcessMark]) -> dict[str, list[ProcessMark]]:
     result: dict[str, list[ProcessMark]] = {}
     for mark in marks:
         result.setdefault(mark.cell, []).append(mark)
@@ -264,6 +277,7 @@ def _cell(
             cell=cell.id,
             ran=ran,
             reached=staged(cell.load) is None or bool(counted.warmup or counted.sent),
+            going_on=ran is None and run.status == "running",
             load=run.scenario.loads[cell.load],
             max_error_rate=run.scenario.max_error_rate,
             tally=counted,

@@ -59,6 +59,17 @@ def _boot(mark: ProcessMark) -> str | None:
     return mark.host.rpartition("-")[2] if mark.host else None
 
 
+def is_counted(request: Request, sent_s: float, together_s: tuple[float, float] | None) -> bool:
+    """Whether a cell's numbers and charts are about a request, sent at that second of the cell's axis.
+
+    `together_s`: of a part of a mix, when all parts were measured. What counts then is the time that a request was due,
+    where it has one: so it is known how many there were to be.
+    """
+    if request.phase != "measured":
+        return False
+    return together_s is None or together_s[0] <= sent_s + (request.scheduled_s or 0.0) <= together_s[1]
+
+
 class Tally(Struct, kw_only=True):
     """What was counted of one cell. Times on the cell's axis, see Clock."""
 
@@ -127,7 +138,7 @@ class Tally(Struct, kw_only=True):
             self._count_inside(request, sent_s)
         if request.error is None and self.window_s is not None and offered:
             self.ended_inside += self.window_s[0] < ended_s <= self.window_s[1]
-        if request.phase != "measured" or not self._together(sent_s + (request.scheduled_s or 0.0)):
+        if not is_counted(request, sent_s, self.window_s if self.mixed else None):
             return
         self.sent += 1
         self.first_sent_s = sent_s if self.first_sent_s is None else min(self.first_sent_s, sent_s)
@@ -155,10 +166,6 @@ class Tally(Struct, kw_only=True):
         if request.error is None and self.window_s is not None:
             self.ended_inside += self.window_s[0] < sent_s + request.ended_s <= self.window_s[1]
 
-    def _together(self, at_s: float) -> bool:
-        """By the time it was due, where it has one: so it is known how many there were to be."""
-        return not self.mixed or self.window_s is None or self.window_s[0] <= at_s <= self.window_s[1]
-
     def part_s(self) -> tuple[float, float] | None:
         """Of a part of a mix: the common window, in seconds after the start of its own measured time."""
         if not self.mixed or self.window_s is None or self.begun_s is None:
@@ -179,12 +186,10 @@ class Tally(Struct, kw_only=True):
     def _add_success(self, request: Request) -> None:
         _keep(self.ttft_s, derive.ttft_s(request))
         _keep(self.ttfo_s, derive.ttfo_s(request))
-        # Chunks that all came in one read say when the read was, and nothing about the time between them.
-        together = 0 < len(request.chunks_s) - 1 <= request.coalesced
-        _keep(self.tpot_s, None if together else derive.tpot_s(request))
+        _keep(self.tpot_s, derive.shown_tpot_s(request))
         _keep(self.e2e_s, derive.e2e_s(request))
         _keep(self.connect_s, request.connect_s)
-        self.chunk_gap_s.add([] if together else request.chunks_s)
+        self.chunk_gap_s.add([] if derive.in_one_read(request) else request.chunks_s)
         self.chunks += len(request.chunks_s)
         self.coalesced += request.coalesced
         self.coalesced_told += request.coalesced if request.coalesced_late is not None else 0

@@ -51,6 +51,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     exact_prompts: bool = False  # prompts were made to an exact number of tokens
     mixed: bool = False  # the server served other loads as well at that time
     warmup: Warmed | None = None
+    going_on: bool = False  # the run has not ended, as far as its files say
     imported: bool = False  # by another tool, whose load processes left no marks
     workers: Workers | None = None  # on other machines
 
@@ -62,7 +63,7 @@ def of_cell(evidence: Evidence) -> Findings:
     if not evidence.reached:
         reasons.append("it was not reached: the load ended before its turn")
     elif evidence.ran is None:
-        reasons.append("it did not run to its end")
+        reasons.append("it has not come to its end" if evidence.going_on else "it did not run to its end")
     if evidence.ran is not None:
         reasons += _server(evidence.ran, evidence.server_load)
         reasons += _memory(evidence.ran)
@@ -132,13 +133,13 @@ def _processes(evidence: Evidence) -> list[str]:
     if len(starts) < planned:
         reasons.append(f"{len(starts)} of {count(planned, 'load process', 'load processes')} started")
     if dead:
-        names = ("load process {} was" if len(dead) == 1 else "load processes {} were").format(
-            ", ".join(called(process, evidence.marks, evidence.workers) for process in dead)
-        )
+        names = ", ".join(called(process, evidence.marks, evidence.workers) for process in dead)
+        whose, be, was = ("process", "is", "was") if len(dead) == 1 else ("processes", "are", "were")
+        still = f"{be} still going on, or " if evidence.going_on else ""
         how = "killed" if evidence.workers is None else "lost (killed, or its link was cut)"
+        advice = "" if evidence.going_on else "; run again (the kernel kills when memory runs out, which `dmesg` tells)"
         reasons.append(
-            f"{names} {how}: what was sent and not yet recorded is not known; run again (the kernel kills when memory "
-            "runs out, which `dmesg` tells)"
+            f"load {whose} {names} {still}{was} {how}: what was sent and not yet recorded is not known{advice}"
         )
     for process, mark in sorted(ends.items()):
         found, name = evidence.tally.by_process[process], called(process, evidence.marks, evidence.workers)
@@ -173,7 +174,8 @@ def _work(evidence: Evidence) -> list[str]:
     if kept is not None and kept.never_sent and load.requests is None:
         what = "arrivals" if counts_arrivals(load) else "requests"
         dead = killed(evidence.marks)
-        why = "a load process was killed" if dead else f"nobody was free until its end; {more_users(load)}"
+        lost = "it has not come to its end" if evidence.going_on else "a load process was killed"
+        why = lost if dead else f"nobody was free until its end; {more_users(load)}"
         reasons.append(
             f"{kept.never_sent:,} of the {kept.planned or 0:,} {what} that were due in the measured time were never "
             f"sent: {why}"

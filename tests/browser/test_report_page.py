@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
@@ -13,8 +14,11 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
+from harness.report.charts.observed import observe
 from harness.report.charts.scatter import MOST_OF_ALL
-from harness.report.html import write_report
+from harness.report.html import render, write_report
+from harness.summarize.summarize import read_summary
+from harness.summary import FailedRequests
 from tests.report_runs import HOSTILE, write_run_directory
 
 CHARTS = [
@@ -113,6 +117,23 @@ def test_nothing_is_wider_than_the_screen(browser: webdriver.Chrome, page: str, 
     """
     assert script(browser, sticking_out) == []
     keep(browser, f"phone-{width}")
+
+
+@pytest.mark.parametrize("width", [1300, 400])
+def test_a_long_word_breaks_instead_of_the_page(browser: webdriver.Chrome, tmp_path: Path, width: int) -> None:
+    long = "W" * 250
+    run = write_run_directory(tmp_path, repeats=1, requests=12, faults=1)
+    summary = read_summary(tmp_path)
+    failed = FailedRequests(
+        server="open", load="sequential", kind="http", count=1, message=f"{long} said", cause=long, fix=long
+    )
+    summary = msgspec.structs.replace(
+        summary, question=f"Is {long} fast?", failures=[failed], reasons=[long], notes=[f"r1: {long}"], valid=False
+    )
+    (tmp_path / "report.html").write_text(render(summary, run, observe(tmp_path, run)))
+    show(browser, (tmp_path / "report.html").as_uri(), width=width, phone=width < 500)
+    wider = "const page = document.documentElement; return page.scrollWidth - page.clientWidth"
+    assert script(browser, wider) == 0
 
 
 @pytest.mark.parametrize("width", [1280, 390])

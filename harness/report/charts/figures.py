@@ -4,8 +4,10 @@ See `harness.report.charts.marks` for what they share.
 """
 
 import statistics
+from collections.abc import Callable
 
 from harness import units
+from harness.judge.verdicts import but_for_concurrency
 from harness.report import words
 from harness.report.charts.knee import FORMULA, Knee, in_words, knee_of
 from harness.report.charts.marks import (
@@ -34,19 +36,21 @@ def throughput(summary: Summary, run: Run) -> Chart:
     knees: list[tuple[int, str, Knee]] = []
     others = other_rates(summary)
     for i, server in enumerate(servers(summary)):
-        rows = [row for row in by_concurrency(summary, run, server) if row.output_tok_s and row not in others]
-        medians = [statistics.median(row.output_tok_s) for row in rows]
-        data.append(
-            line(server, i, [at_once(row, run) for row in rows], medians)
-            | {
-                "text": [plain(row.load) for row in rows],
-                "error_y": whiskers(medians, [row.output_tok_s for row in rows], i),
-                "hovertemplate": "%{text}, %{x} at once<br><b>%{y:,.1f} tok/s</b><extra>%{fullData.name}</extra>",
-            }
-        )
-        knee = knee_of([(at_once(row, run), rate) for row, rate in zip(rows, medians, strict=True)])
-        if knee is not None and _same_work(run, rows):
-            knees.append((i, server, knee))
+        curves = by_concurrency(summary, run, server, lambda row: bool(row.output_tok_s) and row not in others)
+        for rows in curves:
+            medians = [statistics.median(row.output_tok_s) for row in rows]
+            data.append(
+                line(server, i, [at_once(row, run) for row in rows], medians)
+                | {
+                    "text": [plain(row.load) for row in rows],
+                    "error_y": whiskers(medians, [row.output_tok_s for row in rows], i),
+                    "hovertemplate": "%{text}, %{x} at once<br><b>%{y:,.1f} tok/s</b><extra>%{fullData.name}</extra>",
+                }
+            )
+            knee = knee_of([(at_once(row, run), rate) for row, rate in zip(rows, medians, strict=True)])
+            if knee is not None:
+                which = "" if len(curves) == 1 else f" ({', '.join(row.load for row in rows)})"
+                knees.append((i, f"{server}{which}", knee))
     data += [_ring(i, server, knee) for i, server, knee in knees if not knee.open]
     body = [
         [row.server, row.load, str(at_once(row, run)), *_three(row.output_tok_s), str(len(row.output_tok_s))]
@@ -56,25 +60,15 @@ def throughput(summary: Summary, run: Run) -> Chart:
         id="throughput",
         title="Throughput over concurrency",
         caption="Aggregate output tokens per second, median of the runs; whiskers from the least to the most. "
-        "Ring: the knee, the least concurrency that gives 95\u00a0% of the best. Higher is better.",
+        "A line joins loads that differ in concurrency alone. Ring: the knee, the least concurrency that gives "
+        "95\u00a0% of the best. Higher is better.",
         findings=[f"{server}: {in_words(knee)}" for _, server, knee in knees] + left_out(others) + open_loops(summary),
         formula=f"tok/s = output tokens inside the window ÷ window; {FORMULA}",
         figure={"data": data, "layout": {"xaxis": _concurrency_axis(summary, run), "yaxis": axis("tok/s")}},
         head=["Server", "Load", "At once", "Median tok/s", "Least", "Most", "Runs"],
         body=body,
-        empty="" if any(trace["x"] for trace in data) else _without_closed(summary, "No valid run gave a throughput."),
+        empty="" if any(trace["x"] for trace in data) else without_closed(summary, "No valid run gave a throughput."),
     )
-
-
-def _same_work(run: Run, rows: list[Row]) -> bool:
-    """Whether the loads differ in concurrency alone, so that they lie on one curve."""
-    loads = [run.scenario.loads[row.load] for row in rows if row.load in run.scenario.loads]
-    kinds = {
-        (one.user, one.output_tokens, one.output, one.stream, one.turns, one.endpoint, *(one.think_s or ()))
-        + (one.in_flight is None, repr((one.think, one.abandon, one.regenerate, one.agent, one.rag)))
-        for one in loads
-    }
-    return len(kinds) == 1
 
 
 def _ring(index: int, server: str, knee: Knee) -> Figure:
@@ -94,8 +88,8 @@ def _ring(index: int, server: str, knee: Knee) -> Figure:
 def first_token(summary: Summary, run: Run) -> Chart:
     data: list[Figure] = []
     for i, server in enumerate(servers(summary)):
-        rows = [row for row in by_concurrency(summary, run, server) if row.pooled.ttft_s.p50 is not None]
-        data += _first_token_lines(summary, run, rows, i, server)
+        for rows in by_concurrency(summary, run, server, lambda row: row.pooled.ttft_s.p50 is not None):
+            data += _first_token_lines(summary, run, rows, i, server)
     values = [value for trace in data for value in trace["y"] if value is not None]
     return Chart(
         id="first-token",
@@ -118,11 +112,11 @@ def first_token(summary: Summary, run: Run) -> Chart:
             for row in summary.rows
         ],
         findings=open_loops(summary),
-        empty="" if values else _without_closed(summary, "No row has the 11 successful requests that a p50 needs."),
+        empty="" if values else without_closed(summary, "No row has the 11 successful requests that a p50 needs."),
     )
 
 
-def _without_closed(summary: Summary, otherwise: str) -> str:
+def without_closed(summary: Summary, otherwise: str) -> str:
     """Why there is nothing to draw."""
     only_open = all(row.pooled.schedule is not None for row in summary.rows)
     return "All loads are open loops, which have no concurrency of their own." if only_open else otherwise
@@ -211,13 +205,19 @@ def _curve(summary: Summary, row: Row, observed: Observed, field: str) -> Figure
     }
 
 
-def by_concurrency(summary: Summary, run: Run, server: str) -> list[Row]:
-    """The rows that have a concurrency: in an open loop the server's speed decides how many are in flight.
+def by_concurrency(summary: Summary, run: Run, server: str, drawn: Callable[[Row], bool]) -> list[list[Row]]:
+    """The rows that have a concurrency, those on one curve together: their loads differ in nothing else.
 
-    A part of a mix has others beside it, and lies on no curve of its own.
+    In an open loop the server's speed decides how many are in flight. A part of a mix has others beside it, and lies
+    on no curve of its own.
     """
-    closed = (row for row in summary.rows if row.server == server and row.pooled.schedule is None)
-    return sorted((row for row in closed if mix_of(row.load) is None), key=lambda row: at_once(row, run))
+    closed = [row for row in summary.rows if row.server == server and row.pooled.schedule is None and drawn(row)]
+    curves: dict[bytes | None, list[Row]] = {}
+    for row in sorted(closed, key=lambda row: at_once(row, run)):
+        if mix_of(row.load) is None:
+            load = run.scenario.loads.get(row.load)
+            curves.setdefault(None if load is None else but_for_concurrency(load), []).append(row)
+    return list(curves.values())
 
 
 def at_once(row: Row, run: Run) -> int:

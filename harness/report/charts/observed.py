@@ -8,6 +8,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +21,13 @@ from harness.report.charts.telemetry import MachineSamples, machine_samples
 from harness.report.charts.telemetry import shifted as shifted_machine
 from harness.rundir.blocks import Block, Lines, blocks_of, in_file, reader, requests_in
 from harness.rundir.manifest import Run
-from harness.rundir.records import Request, read_marks
+from harness.rundir.records import ProcessMark, Request, read_marks
 from harness.scenario.plan import plan
 from harness.summarize import derive
+from harness.summarize.count import together
 from harness.summarize.parts import add_up, doubles
+from harness.summarize.summarize import by_cell, places_of
+from harness.summarize.tally import Clock, is_counted
 
 MOST_BINS = 240  # points of a timeline's line
 MOST_POINTS = 200  # points of a distribution's line
@@ -91,6 +95,16 @@ class _Zero(Struct, frozen=True):
     starts_s: dict[str, float]  # Unix time
 
 
+class _Joint(Struct, frozen=True):
+    """When the parts of a mix were all measured, on the axis of one of them: what else it sent is in no chart."""
+
+    clock: Clock
+    window_s: tuple[float, float] | None
+
+
+_ALL = _Joint(Clock([]), None)
+
+
 class _Part(Struct):
     """What a part of the file holds."""
 
@@ -104,13 +118,14 @@ class _Part(Struct):
 def observe(folder: Path, run: Run) -> Observed:
     """Read requests.jsonl, processes.jsonl, metrics.jsonl and telemetry.jsonl of a run, whatever state they are in."""
     cells = {cell.id: (cell.server, cell.load) for cell in plan(run.scenario)}
-    zero = _zero(folder)
+    marks = by_cell(read_marks(folder / "processes.jsonl"))
+    zero, joint = _zero(marks), _joint(folder, run, marks)
     counts = {cell: Counts(start_s) for cell, start_s in zero.starts_s.items()}
     whole = _Part(samples={}, faults={}, counts=counts, seen=Seen())
     lines = []
     blocks = blocks_of(folder / "requests.jsonl")
     with reader(blocks) as parts_of:
-        for part, read in parts_of(partial(_observe, cells=cells, zero=zero)):
+        for part, read in parts_of(partial(_observe, cells=cells, zero=zero, joint=joint)):
             _merge(whole, part)
             lines.append(read)
     scraped = server_samples(folder / "metrics.jsonl")
@@ -135,16 +150,24 @@ def observe(folder: Path, run: Run) -> Observed:
     )
 
 
-def _zero(folder: Path) -> _Zero:
+def _joint(folder: Path, run: Run, marks: dict[str, list[ProcessMark]]) -> dict[str, _Joint]:
+    places = places_of(run, marks)
+    windows = together(folder / "requests.jsonl", places)
+    return {cell: _Joint(places[cell].clock, window_s) for cell, window_s in windows.items()}
+
+
+def _zero(marks: dict[str, list[ProcessMark]]) -> _Zero:
     zero = _Zero({}, {})
-    for mark in read_marks(folder / "processes.jsonl"):
+    for mark in chain.from_iterable(marks.values()):
         if mark.event == "start":
             zero.anchors[mark.cell, mark.process] = mark.wall_s - mark.monotonic_s
             zero.starts_s[mark.cell] = min(mark.wall_s, zero.starts_s.get(mark.cell, mark.wall_s))
     return zero
 
 
-def _observe(block: Block, cells: dict[str, tuple[str, str]], zero: _Zero) -> tuple[_Part, Lines]:
+def _observe(
+    block: Block, cells: dict[str, tuple[str, str]], zero: _Zero, joint: dict[str, _Joint]
+) -> tuple[_Part, Lines]:
     part = _Part(samples=defaultdict(Sample), faults=defaultdict(dict), counts={}, seen=Seen())
     lines = Lines()
     for request in requests_in(block, lines):
@@ -157,7 +180,8 @@ def _observe(block: Block, cells: dict[str, tuple[str, str]], zero: _Zero) -> tu
             if request.cell not in part.counts:
                 part.counts[request.cell] = Counts(start_s)
             part.counts[request.cell].add(request, anchor - start_s)
-        if request.phase != "measured":
+        one = joint.get(request.cell, _ALL)
+        if not is_counted(request, request.sent_s + one.clock.offset_s(request.process), one.window_s):
             continue
         if anchor is not None:
             part.seen.add(request, row, request.sent_s + anchor - start_s)
@@ -195,7 +219,7 @@ def _note_fault(fault: Fault, request: Request) -> None:
 def _note_latencies(sample: Sample, request: Request) -> None:
     for values, value in (
         (sample.ttft_s, derive.ttft_s(request)),
-        (sample.tpot_s, derive.tpot_s(request)),
+        (sample.tpot_s, derive.shown_tpot_s(request)),
         (sample.e2e_s, derive.e2e_s(request)),
     ):
         if value is not None:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from harness import units
 from harness.report import words
-from harness.report.charts.figures import at_once, by_concurrency
+from harness.report.charts.figures import at_once, by_concurrency, without_closed
 from harness.report.charts.marks import (
     Chart,
     Figure,
@@ -36,16 +36,15 @@ def _tradeoff(summary: Summary, run: Run, field: Literal["ttft_s", "e2e_s"]) -> 
     data: list[Figure] = []
     others = other_rates(summary)
     for i, server in enumerate(servers(summary)):
-        known = [row for row in by_concurrency(summary, run, server) if row.pooled.output_tok_s is not None]
-        rows = [row for row in known if row not in others]
-        for name, dash in (("p50", "solid"), ("p95", "dot")):
-            data += _line(rows, run, field, name, i, server, dash)
+        for rows in by_concurrency(summary, run, server, lambda row: row.pooled.output_tok_s is not None):
+            for name, dash in (("p50", "solid"), ("p95", "dot")):
+                data += _line([row for row in rows if row not in others], run, field, name, i, server, dash)
     values = [value for trace in data for value in trace["y"]]
     return Chart(
         id=key,
         title=title,
         caption="A point for each load, the number says how many requests at once. Solid: p50, dotted: p95 where the "
-        "sample carries it. Right and low is best.",
+        "sample carries it. A line joins loads that differ in concurrency alone. Right and low is best.",
         formula=f"across: tok/s = output tokens inside the window ÷ window, median of the runs; up: {formula}, "
         "percentile over the successful requests of all repeats",
         figure={
@@ -55,7 +54,9 @@ def _tradeoff(summary: Summary, run: Run, field: Literal["ttft_s", "e2e_s"]) -> 
         findings=left_out(others) + open_loops(summary),
         head=_HEAD,
         body=[_words(row, run, getattr(row.pooled, field)) for row in summary.rows],
-        empty="" if values else "No row has both a throughput and the 11 successful requests that a p50 needs.",
+        empty=""
+        if values
+        else without_closed(summary, "No row has both a throughput and the 11 successful requests that a p50 needs."),
     )
 
 
