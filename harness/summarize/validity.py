@@ -60,7 +60,7 @@ def of_cell(evidence: Evidence) -> Findings:
     """Judge one cell."""
     cell = evidence.cell
     reasons: list[str] = []
-    if not evidence.reached:
+    if not (evidence.reached or evidence.going_on):
         reasons.append("it was not reached: the load ended before its turn")
     elif evidence.ran is None:
         reasons.append("it has not come to its end" if evidence.going_on else "it did not run to its end")
