@@ -35,8 +35,8 @@ ALLOWED = {
     "report": {"compare", "errors", "failures", "judge", "rundir", "scenario", "summarize", "summary"},
     "imports": {"__version__", "errors", "rundir", "scenario", "summarize", "summary"},
     "load": {
-        "__version__", "errors", "failures.first", "job", "rundir.newest", "rundir.records", "scenario",
-        "summarize.derive", "summarize.goodput", "traces", "workers", "workload",
+        "__version__", "errors", "failures.first", "failures.stranger", "job", "rundir.newest", "rundir.records",
+        "scenario", "summarize.derive", "summarize.goodput", "traces", "workers", "workload",
     },
     "serve": {"errors", "failures", "job", "machine", "paths", "process", "rundir", "scenario", "trust"},
     "prepare": {

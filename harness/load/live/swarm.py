@@ -70,7 +70,16 @@ def add_to(web_ui: WebUI, start: Start, problem: Callable[[Namespace], str | Non
         environment.host = host
         return _refusal(sentence, host) if sentence is not None else answer
 
+    locusts_own = web_ui.update_template_args
+
+    def with_values_of_now() -> None:
+        """Locust's form proposes the command line's; EDIT would then give back what was changed at the start."""
+        locusts_own()  # type: ignore[no-untyped-call]
+        for name, option in web_ui.template_args["extra_options"].items():
+            option["default_value"] = options[name]
+
     app.view_functions["locust.swarm"] = guarded(swarm)
+    web_ui.update_template_args = with_values_of_now  # type: ignore[method-assign]
 
 
 def _taken_over(options: dict[str, Any], form: Any) -> Namespace:
