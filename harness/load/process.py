@@ -12,6 +12,7 @@ import gevent
 from gevent.lock import Semaphore
 
 from harness import workload
+from harness.errors import HarnessError
 from harness.job import Job, secrets_of
 from harness.load.answer import Answer, Reading
 from harness.load.body import PATHS, body_of
@@ -75,6 +76,7 @@ class LoadProcess:
         self._secret = api_key(job.api_key_env)
         self._secrets = secrets_of(job)
         self._model = job.model
+        self._no_model: HarnessError | None = None
         self._asking_for_model = Semaphore()
         self._clock = KernelClock()
         self._reader = Reader(self._clock, recorder.later)
@@ -112,8 +114,14 @@ class LoadProcess:
     def model(self) -> str:
         """The model to ask for: the job's, else the first that the server offers. Raises HarnessError."""
         with self._asking_for_model:
+            if self._no_model is not None:
+                raise self._no_model  # all users ask, and the server need not answer each of them
             if not self._model:
-                self._model = first_model(self.job, self._target)
+                try:
+                    self._model = first_model(self.job, self._target)
+                except HarnessError as error:
+                    self._no_model = error
+                    raise
         return self._model
 
     def send(

@@ -222,9 +222,11 @@ def _on_quit(exit_code: int, **_: Any) -> None:
 
 def give_up(environment: Environment, error: Exception) -> None:
     """End a run that cannot go on, with one sentence in the log; the web UI stays up for another try."""
+    if environment.web_ui is None and environment.process_exit_code:
+        return  # each user finds the same
     logger.error(_sentence(error))
     if _live is not None:
-        _live.start.refused(_sentence(error))
+        _live.gave_up(_sentence(error))
     assert environment.runner is not None
     if environment.web_ui is None:
         environment.process_exit_code = 1

@@ -48,6 +48,7 @@ class Live:
         self._recorder = recorder
         self._job = job
         self._trace_ended = False
+        self._given_up: str | None = None
         self._tally = Tally()
         self._distributed = isinstance(environment.runner, MasterRunner)
         self._book = self._new_book("")
@@ -77,7 +78,13 @@ class Live:
             self._recorder.watcher = self._tally.add
         self._book = self._new_book(text)
         self._trace_ended = False
+        self._given_up = None
         self.start.began()
+
+    def gave_up(self, sentence: str) -> None:
+        """No load could start, or it was ended: why."""
+        self._given_up = sentence
+        self.start.refused(sentence)
 
     def book(self) -> Book:
         return self._book
@@ -91,6 +98,7 @@ class Live:
             "users": runner.user_count,
             "workers": runner.worker_count if isinstance(runner, MasterRunner) else None,
             "trace_ended": self._trace_ended,
+            "given_up": self._given_up,
             "watched": self._observed.watched,
             "simulated": self._job is not None and self._job.simulated,
             "server": self._observed.server,

@@ -65,6 +65,7 @@
       body.push(row);
     }
     $("classes").replaceChildren(head, ...body);
+    $("which-span").textContent = `By user class, ${span === "now" ? `last ${last.window_s} s` : "whole test"}`;
     $("how").textContent = "Measured requests only, counted when they end"
       + (known(last.workers) ? "; workers report every 3 s" : "")
       + `. Percentiles are within ${last.resolution * 100} %.`
@@ -87,7 +88,7 @@
     tile("output", number(n.tok_s), "tok/s");
     tile("requests", number(n.req_s), "/s");
     if (last.slos) tile("goodput", number(n.goodput_req_s), "req/s");
-    tile("failed", String(last.whole.all.failed), "", last.whole.all.failed > 0);
+    tile("failed, whole test", String(last.whole.all.failed), "", last.whole.all.failed > 0);
     if (server) {
       if (known(server.running)) tile("server: running", number(server.running));
       if (known(server.waiting)) tile("server: waiting", number(server.waiting));
@@ -106,6 +107,9 @@
     ? ((gpu.vram_used_bytes || 0) + (gpu.package ? gpu.gtt_used_bytes || 0 : 0)) / GIB : null;
 
   function notes() {
+    $("why").hidden = !last.given_up;
+    $("why").textContent = last.given_up || "";
+    $("recent").textContent = `Now, and of the last ${last.window_s} s:`;
     const found = [];
     if (last.simulated) found.push("SIMULATED ENGINE: these numbers come from a model, not from hardware.");
     if (!last.watched) found.push("Only the load's own numbers: a locustfile started by hand knows nothing of the server's queue or the GPU; harness live does.");
