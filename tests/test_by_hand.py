@@ -199,7 +199,7 @@ parser = LocustArgumentParser()
 add_options(parser)
 load = with_options(read_job(Path(sys.argv[1])), parser.parse_args([])).load
 print(load.endpoint, load.abandon, load.regenerate)
-print(parser.get_default("think"), load.think_s, load.think == read_job(Path(sys.argv[2])).load.think)
+print(parser.get_default("think"), load.think_s, load.think == read_job(Path(sys.argv[1])).load.think)
 """
 
 

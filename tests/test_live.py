@@ -442,7 +442,7 @@ def test_a_start_before_the_last_load_has_ended_is_refused(tmp_path: Path, proce
         until(lambda: page(url)["in_flight"])
         stop = threading.Thread(target=get, args=(f"{url}/stop", b""))
         stop.start()
-        until(lambda: page(url)["state"] == "stopping")
+        until(lambda: page(url)["state"] == ("stopping" if processes else "cleanup"))
         if processes:
             stop.join()
             until(lambda: page(url)["state"] == "stopped")

@@ -3,7 +3,7 @@
 from argparse import Namespace
 
 from locust.env import Environment
-from locust.runners import STATE_INIT, STATE_RUNNING, STATE_SPAWNING, STATE_STOPPING, MasterRunner
+from locust.runners import STATE_CLEANUP, STATE_INIT, STATE_RUNNING, STATE_SPAWNING, STATE_STOPPING, MasterRunner
 
 from harness import workload
 from harness.errors import HarnessError
@@ -13,6 +13,7 @@ from harness.load.first_look import api_key, first_model, reach
 from harness.load.options import job_by_hand, with_options
 
 UNDER_WAY = (STATE_SPAWNING, STATE_RUNNING)
+ENDING = (STATE_STOPPING, STATE_CLEANUP)  # of a master, of a process that sends by itself
 
 
 def job_of_form(environment: Environment, planned: Job | None, options: Namespace | None = None) -> Job:
@@ -51,14 +52,14 @@ def refuse(environment: Environment, planned: Job | None, given: Namespace) -> N
 def _refuse_to_hurry(environment: Environment) -> None:
     """Locust says that the load has started, whether it can or not."""
     runner, end_s = environment.runner, environment.stop_timeout or 0.0
-    if isinstance(runner, MasterRunner) and not (runner.clients.ready or runner.state == STATE_STOPPING):
+    if isinstance(runner, MasterRunner) and not (runner.clients.ready or runner.state in ENDING):
         if runner.state == STATE_INIT:
             raise HarnessError("no load process is there yet", next_step="Try again when there is one.")
         raise HarnessError(
             f"the load processes are still ending the last load: they are back {end_s:g} s after its last request",
             next_step="Try again then.",
         )
-    if runner is not None and runner.state == STATE_STOPPING:
+    if runner is not None and runner.state in ENDING:
         raise HarnessError(
             f"the last load is still ending: what it has in flight has up to {end_s:g} s for that",
             next_step="Try again then.",

@@ -9,10 +9,10 @@ from typing import Any
 
 from flask import Response, jsonify, request
 from gevent.event import AsyncResult
-from locust.runners import STATE_RUNNING, STATE_SPAWNING
 from locust.web import WebUI
 
 from harness.errors import HarnessError
+from harness.load.steer import UNDER_WAY
 
 _PATIENCE_S = 15.0  # for a server that is to name its model; a start that takes longer is answered as one
 _LOCUSTS_OWN = ("user_count", "spawn_rate", "user_classes", "run_time", "profile")  # which it reads in its own way
@@ -52,7 +52,7 @@ def add_to(web_ui: WebUI, start: Start, problem: Callable[[Namespace], str | Non
     def swarm() -> Any:
         before, host = dict(options), environment.host
         runner = environment.runner
-        goes_on = runner is not None and runner.state in (STATE_SPAWNING, STATE_RUNNING)
+        goes_on = runner is not None and runner.state in UNDER_WAY
         try:
             sentence = problem(_taken_over(options, request.form))
         except HarnessError as error:

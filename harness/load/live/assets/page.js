@@ -255,7 +255,7 @@
   function show() {
     document.querySelector("[data-span=now]").textContent = `last ${last.window_s} s`;
     const ended = last.trace_ended && last.state === "running";
-    const state = { ready: "not started", spawning: "ramping up", running: "running", stopping: "stopping", stopped: "stopped" };
+    const state = { ready: "not started", spawning: "ramping up", running: "running", stopping: "stopping", cleanup: "stopping", stopped: "stopped" };
     $("state").textContent = [state[last.state] || last.state, `${last.users} ${last.users === 1 ? "user" : "users"}`,
       known(last.workers) ? `${last.workers} load processes` : "", ended ? "the trace has ended" : ""].filter(Boolean).join(", ");
     $("state").className = "";
