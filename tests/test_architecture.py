@@ -36,7 +36,8 @@ ALLOWED = {
     "report": {"compare", "errors", "failures", "judge", "rundir", "scenario", "summarize", "summary", "units"},
     "imports": {"__version__", "errors", "rundir", "scenario", "summarize", "summary"},
     "load": {
-        "__version__", "errors", "failures.first", "failures.redact", "job", "rundir.newest", "rundir.records",
+        "__version__", "errors", "failures.first", "failures.redact", "failures.stranger", "job", "rundir.newest",
+        "rundir.records",
         "scenario", "summarize.derive", "summarize.goodput", "traces", "workers", "workload",
     },
     "serve": {"errors", "failures", "job", "machine", "paths", "process", "rundir", "scenario", "trust", "units"},

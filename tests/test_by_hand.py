@@ -130,6 +130,45 @@ def test_what_cannot_be_done_by_hand_ends_with_a_sentence(
     assert "Traceback" not in log_of(tmp_path)
 
 
+NOT_THE_MODEL = "answers HTTP 404: no such page. Check that the address is that of an OpenAI-compatible server, or name"
+PAGE = (
+    "answers with an HTML page, not with an OpenAI-compatible API (HTTP 200). Check the address; a web page of another"
+)
+
+
+@pytest.mark.parametrize(
+    ("answer", "options", "sentence"),
+    [
+        (
+            whole(b"{}", status=b"401 Unauthorized"),
+            [],
+            "{url} wants an API key (HTTP 401). Name the environment variable",
+        ),
+        (
+            whole(b'{"error":"sk-wrong is no key"}', status=b"401 Unauthorized"),
+            ["--api-key-env", "BADK"],
+            "the server rejected the key in BADK ({url} answers HTTP 401). Export the right key as BADK.",
+        ),
+        (
+            whole(b"no sk-wrong", status=b"500 Oops"),
+            ["--api-key-env", "BADK"],
+            "{url}/v1/models answers HTTP 500: no [secret]. Check",
+        ),
+        (whole(b"no such page", status=b"404 Not Found"), [], "{url}/v1/models " + NOT_THE_MODEL),
+        (whole(b"<html></html>", b"text/html"), [], "{url} " + PAGE),
+        (whole(b'{"data":[]}'), [], "{url}/v1/models answers with something that is not a list of models. Check"),
+    ],
+)
+def test_who_does_not_let_us_in_or_is_another_one_is_told_as_a_run_tells_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes, options: list[str], sentence: str
+) -> None:
+    monkeypatch.setenv("BADK", "sk-wrong")
+    with serving(answering(answer)) as url:
+        assert end(start(tmp_path, url, "chat", "--headless", "--users", "3", "--spawn-rate", "3", *options)) == 1
+    assert log_of(tmp_path).count("ERROR") == log_of(tmp_path).count(sentence.format(url=url)) == 1, log_of(tmp_path)
+    assert "Traceback" not in log_of(tmp_path) and "sk-wrong" not in log_of(tmp_path)
+
+
 def by_hand(folder: Path, engine: str, locustfile: str, *options: str) -> list[Request]:
     common = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "2s", "--records", "r.jsonl"]
     child = start(folder, engine, locustfile, *common, "--stop-timeout", "5", "--output-tokens", "20", *options)
@@ -173,13 +212,14 @@ parser = LocustArgumentParser()
 add_options(parser)
 for filled_in in ("1 5", ""):
     load = with_options(read_job(Path(sys.argv[1])), parser.parse_args(["--think", filled_in])).load
-    print(load.think_s, load.think and load.think.mean_s)
+    print(load.think_s, load.think)
 # What the scenario has and the form has no other value for stays.
 sys.argv += ["--job", sys.argv[1]]
 parser = LocustArgumentParser()
 add_options(parser)
 load = with_options(read_job(Path(sys.argv[1])), parser.parse_args([])).load
 print(load.endpoint, load.abandon, load.regenerate)
+print(parser.get_default("think"), load.think_s, load.think == read_job(Path(sys.argv[1])).load.think)
 """
 
 
@@ -189,7 +229,12 @@ def test_a_pause_in_the_form_takes_the_place_of_the_scenarios(tmp_path: Path) ->
     write_job(make_job(tmp_path, load), tmp_path / "job.json")
     command = [sys.executable, "-c", FORM, str(tmp_path / "job.json")]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=RUN_S)
-    assert found.stdout.splitlines() == ["[1.0, 5.0] None", "None 2.0", f"completions {leaves} 0.03"]
+    assert found.stdout.splitlines() == [
+        "[1.0, 5.0] None",
+        "None None",
+        f"completions {leaves} 0.03",
+        "2 on the mean (lognormal, sigma 1) None True",
+    ]
 
 
 def test_the_web_form_shows_the_job_and_changes_it(tmp_path: Path, engine: str) -> None:
@@ -289,10 +334,12 @@ def test_in_the_web_ui_only_the_users_are_stopped(
             assert json.loads(ask(f"{url}/swarm", **form, model="nope"))["success"]
             until(partial(told, tmp_path, NO_MODEL, times))
             until(lambda: state() == "stopped")
+            assert json.loads(ask(f"{url}/llm/live.json"))["given_up"] == NO_MODEL
         until(partial(told, tmp_path, "reported as ready", load_processes * 3))
         assert json.loads(ask(f"{url}/swarm", **form, model="m"))["success"]
         until(lambda: any(one.error is None for one in read_requests(tmp_path / "r.jsonl")))
         assert state() in ("spawning", "running")
+        assert json.loads(ask(f"{url}/llm/live.json"))["given_up"] is None
         child.send_signal(signal.SIGTERM)
         end(child)
     finally:

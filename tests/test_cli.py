@@ -316,9 +316,12 @@ def test_live_takes_one_load_and_no_mix(tmp_path: Path) -> None:
     load = {"user": "batch", "batch_size": 1, "duration_s": 5}
     loads, mixes = {"a": load, "b": load}, {"both": ["a", "b"]}
     path = write(tmp_path, loads=loads, mixes=mixes, checks=[], warmup={"duration_s": 1})
-    done = harness("live", path.name, "--load", "both", cwd=tmp_path)
-    assert (done.code, done.out) == (1, "")
-    assert done.err == f"error: --load: {path.name} has no load 'both'; it is several: both.a, both.b\n"
+    for given in ("both", "both.b"):  # of which b would come alone, without a word
+        done = harness("live", path.name, "--load", given, cwd=tmp_path)
+        assert (done.code, done.out) == (1, "")
+        assert done.err == (
+            "error: --load: 'both' is a mix, and a live load is one load alone\nnext: Give --load a or --load b.\n"
+        )
 
 
 def test_the_estimate_names_only_the_starts_that_there_are(tmp_path: Path) -> None:

@@ -208,3 +208,15 @@ def test_arguments_are_stock_locust(tmp_path: Path) -> None:
     assert (given["-f"], given["--host"], given["--users"]) == (str(tmp_path / "f.py"), "http://h:1", "4")
     assert (given["--spawn-rate"], given["--processes"]) == ("2", "2")
     assert "--headless" in arguments
+
+
+@pytest.mark.parametrize(("ramp_s", "rate"), [(0.0, "100"), (4.0, "2")])
+def test_the_form_proposes_no_rate_that_locust_warns_of(tmp_path: Path, ramp_s: float, rate: str) -> None:
+    arguments = locust_arguments(
+        job(tmp_path, users=8, ramp_s=ramp_s),
+        tmp_path / "job.json",
+        tmp_path / "f.py",
+        "http://h:1",
+        ("127.0.0.1", 8089),
+    )
+    assert arguments[arguments.index("--spawn-rate") + 1] == rate

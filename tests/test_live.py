@@ -8,6 +8,7 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.parse
@@ -33,6 +34,7 @@ from harness.rundir.records import ErrorKind, Request
 from harness.scenario.check_syntax import Slo
 from harness.scenario.scenario import Load, Trace
 from harness.serve.ports import free_port
+from harness.simulated.spawn import spawned
 from tests.command import harness, write
 from tests.load_runs import make_job
 
@@ -223,8 +225,8 @@ def until(found: Callable[[], Any], within_s: float = 90) -> Any:
     return value
 
 
-def get(url: str) -> bytes:
-    with urllib.request.urlopen(url, timeout=10) as answer:
+def get(url: str, data: bytes | None = None) -> bytes:
+    with urllib.request.urlopen(url, data, timeout=20) as answer:
         return bytes(answer.read())
 
 
@@ -335,9 +337,10 @@ def swarm(url: str, **form: object) -> dict[str, Any]:
 
 
 UNREACHED = "does not answer (connection refused). Check that the server runs there."
+UNCHANGED = "cannot change while the load runs; only users and ramp up can. Stop the load first."
 NO_MODEL = (
-    "{}: no model could be read from /nowhere/v1/models (status 404). "
-    "Check that the server runs there, or name the model with --model."
+    '{}/v1/models answers HTTP 404: {{"detail":"Not Found"}}. '
+    "Check that the address is that of an OpenAI-compatible server, or name the model with --model."
 )
 
 
@@ -372,8 +375,7 @@ def test_values_that_no_scenario_may_have_start_nothing(engine: str, tmp_path: P
         ("host", f"http://127.0.0.1:{port_of_none}", f"127.0.0.1:{port_of_none}: {UNREACHED}"),
         ("host", "http://127.0.0.1:99999", "host: 'http://127.0.0.1:99999' has a port that is not a number."),
     ]
-    if processes == 1:  # what the load process finds out itself
-        refused.append(("host", f"{engine}/nowhere", NO_MODEL.format(engine.removeprefix("http://"))))
+    refused.append(("host", f"{engine}/nowhere", NO_MODEL.format(f"{engine}/nowhere")))
     with locust(engine, *given, log=log) as url:
         until(lambda: processes == 1 or page(url)["workers"] == 2)
         for field, value, said in refused:
@@ -392,8 +394,7 @@ def test_a_host_that_does_not_answer_starts_nothing_where_the_model_is_known(eng
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
     with locust(engine, "--model", "m", "--think", "0.2", log=tmp_path / "log") as url:
-        said = f"127.0.0.1:{port}: {UNREACHED}"
-        for _ in ("before", "while it goes on"):
+        for said in (f"127.0.0.1:{port}: {UNREACHED}", f"--host: {UNCHANGED}"):  # before, and while it goes on
             answer = swarm(url, host=f"http://127.0.0.1:{port}")
             assert answer == {"success": False, "message": said, "host": engine}
             assert swarm(url)["success"] is True
@@ -407,20 +408,23 @@ def test_a_wrong_value_while_a_test_goes_on_is_refused_and_forgotten(engine: str
         ({"turns": 0}, "--turns: a whole number of at least 1 is expected, got 0."),
         ({"slos": "ttft<=foo"}, "--slos: 'ttft<=foo' are no SLOs. Give some such as 'ttft<=2s, tpot<=50ms'."),
         ({"steps": "a few"}, "--steps: 'a few' is not a whole number"),
-        ({"prompts": none}, f"{none}: the prompts cannot be read (No such file or directory)."),
+        ({"prompts": none}, f"--prompts: {UNCHANGED}"),
+        ({"output_tokens": 5, "think": "1 5"}, f"--output-tokens, --think: {UNCHANGED}"),
         (
-            {"batch_size": 2, "user_count": -1},
+            {"user_count": -1},
             "Missing or invalid user_count or spawn_rate from /swarm request",
         ),
     ]
     with locust(engine, "--batch-size", "1", "--think", "0.2", log=log) as url:
-        assert swarm(url, run_time="5m")["success"] is True
+        assert swarm(url, run_time="5m", turns=3)["success"] is True
         until(lambda: page(url)["whole"][ALL]["ended"])
         for form, said in refused:
             answer = swarm(url, **{"user_count": 3, "spawn_rate": 2, **form})
             assert answer == {"success": False, "message": said, "host": engine}
         assert (page(url)["state"], page(url)["users"]) == ("running", 1)
-        assert swarm(url, user_count=2, spawn_rate=2, run_time="6m")["success"] is True
+        # What EDIT gives back is what it was given: the values in force, not those of the command line.
+        assert '"turns": {"choices": null, "default_value": 3,' in get(url).decode()
+        assert swarm(url, user_count=2, spawn_rate=2, run_time="6m", turns="3")["success"] is True
         until(lambda: page(url)["users"] == 2)
         urllib.request.urlopen(f"{url}/stop", data=b"", timeout=30).close()
         until(lambda: page(url)["state"] == "stopped")
@@ -428,6 +432,39 @@ def test_a_wrong_value_while_a_test_goes_on_is_refused_and_forgotten(engine: str
         until(lambda: page(url)["whole"][ALL]["ended"])
         assert page(url)["in_flight"] <= 1  # bursts of one, as before
     assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("processes", "said"),
+    [
+        ([], "the last load is still ending: what it has in flight has up to 4 s for that. Try again then."),
+        (
+            ["--processes", "2"],
+            "the load processes are still ending the last load: they are back 4 s after its last request. "
+            "Try again then.",
+        ),
+    ],
+)
+def test_a_start_before_the_last_load_has_ended_is_refused(tmp_path: Path, processes: list[str], said: str) -> None:
+    given = ["--stop-timeout", "4", "--output-tokens", "100", "--output", "fixed", *processes]
+    if processes:
+        port = str(free_port())
+        given += ["--master-bind-host", "127.0.0.1", "--master-bind-port", port, "--master-port", port]
+    with spawned("--served-model-name", "m") as server, locust(server.url, *given, log=tmp_path / "log") as url:
+        until(lambda: page(url)["workers"] == (2 if processes else None))
+        assert swarm(url)["success"] is True
+        until(lambda: page(url)["in_flight"])
+        stop = threading.Thread(target=get, args=(f"{url}/stop", b""))
+        stop.start()
+        until(lambda: page(url)["state"] == ("stopping" if processes else "cleanup"))
+        if processes:
+            stop.join()
+            until(lambda: page(url)["state"] == "stopped")
+        assert swarm(url) == {"success": False, "message": said, "host": server.url}
+        stop.join()
+        until(lambda: swarm(url)["success"])
+        until(lambda: page(url)["in_flight"])
+    assert "You can't start" not in (tmp_path / "log").read_text()
 
 
 def test_the_end_of_a_trace_is_told_and_a_new_start_begins_it_anew(engine: str, tmp_path: Path) -> None:

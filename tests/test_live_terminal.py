@@ -74,7 +74,7 @@ def test_a_glance_says_what_the_files_say(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     requests = tmp_path / "requests.jsonl"
     append(requests, record(0), record(1))  # of before
-    watch = Watch(job(tmp_path, batch_size=3, requests=20), tmp_path)
+    watch = Watch(job(tmp_path, batch_size=2, requests=20), tmp_path)
     assert watch.look() == Glance(planned=20)
     counts = {"warmup_taken": 1, "measured_taken": 7, "settled": 5}
     (tmp_path / "tickets").write_text(json.dumps(counts))
@@ -196,6 +196,18 @@ def test_a_line_says_what_is_known() -> None:
     assert [duration(seconds) for seconds in (5.4, 200, 7500)] == ["5 s", "3 min 20 s", "2 h 5 min"]
 
 
+def test_the_time_left_is_told_when_all_users_have_had_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    watch = Watch(job(tmp_path, batch_size=5, requests=60), tmp_path)
+    for ended, left_s in ((4, None), (6, 6.25)):  # after all ten in a bit more than a second, fifty are left
+        append(tmp_path / "requests.jsonl", *(record(0) for _ in range(ended)))
+        assert watch.look().left_s == (None if left_s is None else pytest.approx(left_s, rel=0.5))
+        clock[0] += 0.25
+
+
 def test_in_a_terminal_the_table_is_rewritten_and_gone_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,8 +220,10 @@ def test_in_a_terminal_the_table_is_rewritten_and_gone_at_the_end(
         append(tmp_path / "requests.jsonl", *(record(index) for index in range(3)))
         progress.count(Count(3, 4, 2.0))
         time.sleep(0.5)
+        progress.count(Count(3, 34, 3.0, failed=1, warmup=30))
         progress.line("said meanwhile")
     shown = out.getvalue()
     assert "[1/2] [one] / burst, repeat 1: 3 of 4 requests, 2 s" in shown  # brackets are no markup
     assert "TTFT p50" in shown and "200 ms" in shown
+    assert "burst, repeat 1: 3 of 34 requests, 30 of them warm-up, 1 FAILED, 3 s" in shown
     assert "said meanwhile\n" in shown

@@ -4,6 +4,7 @@ What to send, and when:
 user.py       the base class of every simulated person or agent
 tools.py      the tools of an agent, and a server's calls of them
 process.py    what all users of one load process share; where a request becomes a record
+first_look.py whether the server is there, and which model it offers
 tickets.py    which request of the sequence comes next, across processes
 course.py     the tickets of a load's stages, one after the other
 shape.py      how many users there are in which stage
@@ -27,6 +28,7 @@ health.py     whether the load process itself is the limit
 Locust around it:
 wiring.py     Locust's events, and what happens at each
 options.py    the command line and web form of a locustfile started by hand, as a Job
+steer.py      the web form: whether a load can begin, or go on, with what it says
 refused.py    by hand: the end of a load whose first requests are all refused for what they ask
 master.py     hands out the work to machines, and takes in their records
 worker.py     a load process on a machine of its own

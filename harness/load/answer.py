@@ -66,9 +66,7 @@ class Answer:
         """Note an error; the first one noted stays."""
         if self.error is None:
             self.error = kind
-            for secret in self.secrets:  # before the message is shortened, which could leave half of one
-                message = message.replace(secret, "[secret]")
-            message = hidden(message)  # a server may say secrets that only it knows
+            message = hidden(without(message, self.secrets))  # before it is shortened, which could leave half of one
             self.message = message if len(message) <= _MESSAGE_CHARS else message[: _MESSAGE_CHARS - 3] + "..."
 
 
@@ -184,6 +182,12 @@ class Reading:
             answer.fail("truncated", f"the stream ended after {events} events without [DONE] or a finish reason")
         if not answer.generated:
             answer.fail("empty", f"a complete stream without any generated text; {_usage_words(answer)}")
+
+
+def without(message: str, secrets: Sequence[str]) -> str:
+    for secret in secrets:
+        message = message.replace(secret, "[secret]")
+    return message
 
 
 def read_answer(exchange: Exchange) -> Answer:

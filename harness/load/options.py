@@ -14,7 +14,7 @@ from locust.argument_parser import LocustArgumentParser
 
 from harness.errors import HarnessError, Mistakes
 from harness.job import Job, read_job
-from harness.scenario.behaviour import Abandon, Agent, Rag
+from harness.scenario.behaviour import Abandon, Agent, Pause, Rag
 from harness.scenario.check_syntax import Slo, parse_check
 from harness.scenario.scenario import TURNS, Arrivals, Load, Prompts, Warmup
 from harness.scenario.strict import decode
@@ -117,8 +117,8 @@ def add_options(parser: LocustArgumentParser) -> None:
     )
     add(
         "--think",
-        default=" ".join(f"{number:g}" for number in load.think_s or []),
-        help="pause in seconds, such as '1 5' (default: as the user class has it)",
+        default=_think_text(load),
+        help=f"pause in seconds, such as '1 5' (empty: {'none' if job else 'as the user class has it'})",
     )
     add(
         "--arrivals",
@@ -199,7 +199,7 @@ def with_options(job: Job, options: Namespace) -> Job:
     if abandon is not None and abandon.after_tokens is not None and options.stream == "no":
         said = "--abandon: without --stream an answer comes all at once"
         wrong.add(HarnessError(said, next_step="Leave after seconds."))
-    think_s = read(None, _span, options.think)
+    think_s, think = read((None, None), _think, options.think, job.load)
     kind = options.prompts if options.prompts in ("synthetic", "classification") else "file"
     changed = msgspec.structs.replace(
         job,
@@ -236,7 +236,7 @@ def with_options(job: Job, options: Namespace) -> Job:
             abandon=abandon,
             regenerate=options.regenerate,
             think_s=think_s,
-            think=job.load.think if think_s is None else None,
+            think=think,
             timeout_s=options.timeout,
         ),
     )
@@ -277,6 +277,22 @@ def _job_on_command_line() -> Job | None:
         return job_file(parser.parse_known_args()[0])
     except HarnessError:
         return None  # said again, and aloud, when the run begins
+
+
+def _think_text(load: Load) -> str:
+    pause = load.think
+    if pause is None:
+        return " ".join(f"{number:g}" for number in load.think_s or [])
+    drawn = f"lognormal, sigma {pause.sigma:g}" if pause.distribution == "lognormal" else pause.distribution
+    most = "" if pause.most_s is None else f", at most {pause.most_s:g}"
+    return f"{pause.mean_s:g} on the mean ({drawn}{most})"
+
+
+def _think(text: str, planned: Load) -> tuple[list[float] | None, Pause | None]:
+    """The scenario's pause as it was left, or a uniform one in its place; nothing: none of either."""
+    if text == _think_text(planned):
+        return planned.think_s, planned.think
+    return _span(text), None
 
 
 def _span(text: str) -> list[float] | None:

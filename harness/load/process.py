@@ -9,7 +9,6 @@ from functools import partial
 from typing import NamedTuple
 
 import gevent
-import msgspec
 from gevent.lock import Semaphore
 
 from harness import workload
@@ -21,6 +20,7 @@ from harness.load.client import Client, Known, Target
 from harness.load.clock import KernelClock
 from harness.load.course import Course, Stage
 from harness.load.exchange import Exchange
+from harness.load.first_look import api_key, first_model, key_header
 from harness.load.health import coalesced_late
 from harness.load.leave import leaving
 from harness.load.part import Part
@@ -37,8 +37,6 @@ from harness.scenario.steady import Steadiness, steadiness
 from harness.scenario.structured import Judged
 from harness.traces.replay import Beginning, Replay, replay_of
 from harness.workload import Message
-
-_REACH_S = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +78,11 @@ class LoadProcess:
         with wrong.noted():
             self._replay = _replay(job)
         with wrong.noted():
-            self._secret = _secret(job.api_key_env)
+            self._secret = api_key(job.api_key_env)
         wrong.refuse()
         self._secrets = secrets_of(job)
         self._model = job.model
+        self._no_model: HarnessError | None = None
         self._asking_for_model = Semaphore()
         self._clock = KernelClock()
         self._reader = Reader(self._clock, recorder.later)
@@ -105,7 +104,7 @@ class LoadProcess:
         self._clock.close()
 
     def client(self) -> Client:
-        headers = {"Authorization": f"Bearer {self._secret}"} if self._secret else {}
+        headers = key_header(self._secret)
         timeout_s = self.job.load.timeout_s
         return Client(self._target, self._clock, self._reader, timeout_s=timeout_s, headers=headers, known=self._known)
 
@@ -121,8 +120,14 @@ class LoadProcess:
     def model(self) -> str:
         """The model to ask for: the job's, else the first that the server offers. Raises HarnessError."""
         with self._asking_for_model:
+            if self._no_model is not None:
+                raise self._no_model  # all users ask, and the server need not answer each of them
             if not self._model:
-                self._model = self._first_model()
+                try:
+                    self._model = first_model(self.job, self._target)
+                except HarnessError as error:
+                    self._no_model = error
+                    raise
         return self._model
 
     def send(
@@ -284,35 +289,6 @@ class LoadProcess:
             message=answer.message,
         )
 
-    def _first_model(self) -> str:
-        client = self.client()
-        exchange = Exchange(id="models")
-        client.get("/models", exchange)
-        client.close()
-        raw = b"".join(data for _, data in exchange.body)
-        problem = str(exchange.failure) if exchange.failure else f"status {exchange.status}"
-        try:
-            return str(msgspec.json.decode(raw)["data"][0]["id"])
-        except (msgspec.DecodeError, LookupError, TypeError):
-            raise HarnessError(
-                f"{self._target.authority}: no model could be read from {self._target.prefix}/models ({problem})",
-                next_step="Check that the server runs there, or name the model with --model.",
-            ) from None
-
-
-def reach(host: str) -> None:
-    """Open a connection and close it again. Raises HarnessError when there is none within 5 s."""
-    target = Target.of(host)
-    try:
-        with gevent.Timeout(_REACH_S):
-            Known().connect(target).close()
-        return
-    except gevent.Timeout:
-        why = f"no connection within {_REACH_S:g} s"
-    except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be one
-        why = str(getattr(error, "strerror", None) or error).lower()
-    raise HarnessError(f"{target.authority}: does not answer ({why})", next_step="Check that the server runs there.")
-
 
 def _seen(exchange: Exchange, place: Place, answer: Answer) -> Seen | None:
     """What a warm-up looks at; failed requests say nothing of how fast the server is."""
@@ -388,17 +364,3 @@ def _replay(job: Job) -> Replay | None:
     if job.load.trace is None or job.trace_file is None:
         return None
     return replay_of(job.trace_file, job.load.trace)
-
-
-def _secret(name: str | None) -> str | None:
-    if name is None:
-        return None
-    value = os.environ.get(name, "").strip()
-    if not value:
-        raise HarnessError(
-            f"the environment variable {name}, which should hold the API key, is not set",
-            next_step=f"export {name}=... and start again.",
-        )
-    if not value.isascii() or not value.isprintable():
-        raise HarnessError(f"the environment variable {name} holds characters that no API key has")
-    return value

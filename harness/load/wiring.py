@@ -19,20 +19,20 @@ from locust import events
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 from locust.exception import StopTest
-from locust.runners import STATE_INIT, STATE_RUNNING, STATE_SPAWNING, MasterRunner, Runner, WorkerRunner
+from locust.runners import STATE_INIT, MasterRunner, Runner, WorkerRunner
 
-from harness import workload
-from harness.errors import HarnessError, Mistakes, SeveralErrors
+from harness.errors import HarnessError, SeveralErrors
 from harness.job import Job
 from harness.load.course import Course
 from harness.load.live.wire import Live
 from harness.load.master import Master
 from harness.load.meet import meet
-from harness.load.options import ENDPOINTS, add_options, job_by_hand, job_file, with_options
-from harness.load.process import LoadProcess, course_of, plan_of, reach
+from harness.load.options import add_options, job_file
+from harness.load.process import LoadProcess, course_of, plan_of
 from harness.load.recorder import Anchor, Recorder
 from harness.load.refused import FirstRequests
 from harness.load.shape import Stages, Steered
+from harness.load.steer import UNDER_WAY, host_of, job_of_form, look_first, options_of, refuse
 from harness.load.worker import Worker
 from harness.scenario import behaviour
 from harness.workers import FROM_MASTER
@@ -71,7 +71,7 @@ def _on_command_line(parser: LocustArgumentParser) -> None:
 def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     """The process has been forked and has its role."""
     global _job, _recorder, _process, _live, _master, _worker
-    options = _options(environment)
+    options = options_of(environment)
     if isinstance(runner, WorkerRunner) and options.job == FROM_MASTER:
         _worker = Worker(environment, runner, _begin)
         _let_records_be_finished()
@@ -81,12 +81,12 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
         if isinstance(runner, MasterRunner) and _job is not None and _job.workers is not None:
             _master = Master(environment, runner, _job, _job.workers)
         if not isinstance(runner, MasterRunner):
-            job = _job or _job_of_form(environment)
+            job = _job or job_of_form(environment, _job)
             cells = [stage.cell for stage in job.then]
             _recorder = _recorder_of(job, cells)
             atexit.register(_recorder.close)  # whatever ends this process, if it can still run anything
             if options.headless:
-                _process = LoadProcess(job, _host(environment, environment.host), _recorder)
+                _process = LoadProcess(job, host_of(environment, environment.host), _recorder)
     except (HarnessError, OSError) as error:
         sys.exit(_sentence(error))
     if _job is None and not environment.stop_timeout:
@@ -133,7 +133,7 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
     """In the web UI this happens again and again, each time with what the form says."""
     global _process
     runner = environment.runner
-    options = _options(environment)
+    options = options_of(environment)
     if _worker is not None:
         _settle_memory()
         try:
@@ -156,7 +156,7 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
         Path(_job.tickets_path).unlink(missing_ok=True)  # a trace that has ended begins anew
     if not options.headless and _recorder is None:
         try:
-            _job_of_form(environment)  # the workers would find out, and nobody who looks at the form
+            look_first(environment, _job)  # the workers would find out, and nobody who looks at the form
         except HarnessError as error:
             give_up(environment, error)
             raise gevent.GreenletExit from None
@@ -165,7 +165,7 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
             _process.close()
             _process = None
         try:
-            _process = LoadProcess(_job_of_form(environment), _host(environment, environment.host), _recorder)
+            _process = LoadProcess(job_of_form(environment, _job), host_of(environment, environment.host), _recorder)
             _process.model()
         except (HarnessError, OSError) as error:
             give_up(environment, error)
@@ -186,41 +186,11 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
 
 def _problem(environment: Environment, given: Namespace) -> str | None:
     """Why no test could go on or start with these options, before any of them is taken over."""
-    now, runner = _options(environment), environment.runner
-    goes_on = runner is not None and runner.state in (STATE_SPAWNING, STATE_RUNNING)
     try:
-        job = _job_of_form(environment, given)
-        if _elsewhere(environment):
-            return None
-        if job.prompt_file and given.prompts != now.prompts:
-            workload.read_rows(job.prompt_file)
-        if given.host != now.host or not goes_on:  # a server under load may have no place for one more
-            reach(_host(environment, given.host))
+        refuse(environment, _job, given)
     except HarnessError as error:
         return _sentence(error)
     return None
-
-
-def _elsewhere(environment: Environment) -> bool:
-    """Whether the load processes are on other machines, perhaps, which have other files and reach other hosts."""
-    return isinstance(environment.runner, MasterRunner) and not _options(environment).processes
-
-
-def _job_of_form(environment: Environment, options: Namespace | None = None) -> Job:
-    """What the web form says, or by hand the command line. Raises HarnessError."""
-    options, wrong = options or _options(environment), Mistakes()
-    with wrong.noted():
-        job = with_options(_job, options) if _job else job_by_hand(options)
-    for user in environment.user_classes:
-        endpoints = getattr(user, "endpoints", (options.endpoint,))
-        if options.endpoint in ENDPOINTS and options.endpoint not in endpoints:
-            wrong.add(
-                HarnessError(
-                    f"--endpoint: {user.__name__} has no use for {options.endpoint}, only for {' or '.join(endpoints)}"
-                )
-            )
-    wrong.refuse()
-    return job
 
 
 def _settle_memory() -> None:
@@ -235,7 +205,7 @@ def _on_quitting(environment: Environment, **_: Any) -> None:
     environment.stop_timeout = 0
     if _master is not None:
         _master.end(_WHEN_INTERRUPTED_S)  # which tells them all that there is to tell
-    elif isinstance(runner, MasterRunner) and runner.state in (STATE_SPAWNING, STATE_RUNNING):
+    elif isinstance(runner, MasterRunner) and runner.state in UNDER_WAY:
         runner.send_message(_CUT)
     if _job is not None and environment.process_exit_code is None and runner is not None:
         # Failed requests are for the report to judge. Exceptions in the user's own code are not.
@@ -256,9 +226,11 @@ def _on_quit(exit_code: int, **_: Any) -> None:
 
 def give_up(environment: Environment, error: Exception) -> None:
     """End a run that cannot go on, with one sentence in the log; the web UI stays up for another try."""
+    if environment.web_ui is None and environment.process_exit_code:
+        return  # each user finds the same
     logger.error(_sentence(error))
     if _live is not None:
-        _live.start.refused(_sentence(error))
+        _live.gave_up(_sentence(error))
     assert environment.runner is not None
     if environment.web_ui is None:
         environment.process_exit_code = 1
@@ -294,16 +266,6 @@ def _follow(environment: Environment, job: Job, course: Steered) -> None:
     patience_s = load.ramp_s + load.timeout_s + behaviour.longest_s(load.think or load.think_s) + _COME_S
     shape = Stages(course, load.ramp_s)
     gevent.spawn(shape.follow, environment.runner, patience_s, partial(give_up, environment))
-
-
-def _host(environment: Environment, given: str | None) -> str:
-    return given or next((user.host for user in environment.user_classes if user.host), "") or ""
-
-
-def _options(environment: Environment) -> Namespace:
-    assert environment.parsed_options is not None, "only a program that embeds Locust has none"
-    options: Namespace = environment.parsed_options
-    return options
 
 
 def _sentence(error: Exception) -> str:

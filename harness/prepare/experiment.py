@@ -14,6 +14,7 @@ from harness.prepare.locustfile import check_locustfile
 from harness.scenario.arrivals import Schedule
 from harness.scenario.check_syntax import misplaced, on_server
 from harness.scenario.file import read_scenario
+from harness.scenario.mixes import mix_of
 from harness.scenario.scenario import USERS, Baseline, Scenario, Server, taken_together
 from harness.scenario.strict import where
 from harness.serve import server_problems_of
@@ -236,6 +237,13 @@ def server_name(experiment: Experiment, given: str | None) -> str:
 
 def load_name(experiment: Experiment, given: str | None) -> str:
     """The load asked for, else the first. Raises HarnessError for a name that the scenario does not have."""
+    mixes = experiment.scenario.mixes
+    mix = given if given in mixes else mix_of(given or "")
+    if mix in mixes:
+        raise HarnessError(
+            f"--load: '{mix}' is a mix, and a live load is one load alone",
+            next_step=f"Give --load {' or --load '.join(mixes[mix])}.",
+        )
     return _choose(experiment, "load", given, list(experiment.scenario.loads))
 
 

@@ -178,7 +178,9 @@ class Watch:
             return None
         if load.duration_s is not None:
             return max(0.0, self._began + load.duration_s - now)
-        if load.requests is None or self._done < _FEWEST:
+        open_loop = load.arrivals is not None or load.trace is not None
+        # Of users who wait for answers, the first have ended when all have worked as long: one wave is the least.
+        if load.requests is None or self._done < (_FEWEST if open_loop else max(_FEWEST, at_once(load))):
             return None
         return max(0.0, (load.requests - self._done) * (now - self._began) / self._done)
 

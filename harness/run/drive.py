@@ -27,6 +27,7 @@ GRACE_S = 5.0  # for flushing records after it was asked to end
 SLOWEST_TPOT_S = 5.0  # a model slower than that is not worth waiting for
 WORKERS_S = 300  # for workers of other machines to come, which people start
 STUCK_S = 30.0  # without a record, while the users' own code raises ...
+PROPOSED_RATE = 100.0  # users a second; above that Locust warns
 STUCK_EXCEPTIONS = 3  # ... so often: then it will not get better
 QUIET_S = 60.0  # beyond every time limit of the load: then Locust itself hangs
 
@@ -38,6 +39,7 @@ class Count(msgspec.Struct, frozen=True):
     total: int | None  # None: timed load
     elapsed_s: float
     failed: int = 0
+    warmup: int = 0  # of the total, those that are not measured
 
 
 class Driven(msgspec.Struct, frozen=True):
@@ -78,7 +80,9 @@ def locust_arguments(
     load = job.load
     arguments = ["-f", str(locustfile), "--host", url, "--job", str(job_path)]
     arguments += ["--headless"] if ui is None else ["--web-host", ui[0], "--web-port", str(ui[1])]
-    arguments += ["--users", str(load.users), "--spawn-rate", f"{load.users / max(load.ramp_s, 0.001):g}"]
+    rate = load.users / max(load.ramp_s, 0.001)
+    # What a form proposes is read: more would make Locust warn of it, and all users are there in the wink of an eye.
+    arguments += ["--users", str(load.users), "--spawn-rate", f"{rate if ui is None else min(rate, PROPOSED_RATE):g}"]
     arguments += ["--only-summary", "--exit-code-on-error", "0"]  # failed requests are results; verdicts come later
     if job.workers is not None:
         arguments += ["--master", "--master-bind-host", job.workers.bind, "--master-bind-port", str(job.workers.port)]
@@ -135,7 +139,8 @@ def _watch(
     raised = 0  # exceptions in the log when the last record came
     begin = time.monotonic()
     endless = job.load.requests is None or job.warmup.until is not None
-    total = None if endless else (job.load.requests or 0) + (job.warmup.requests or 0)
+    warmup = 0 if endless else job.warmup.requests or 0
+    total = None if endless else (job.load.requests or 0) + warmup
     last_change = last_look = begin
     while child.poll() is None:
         dead = alive()
@@ -153,7 +158,7 @@ def _watch(
             last_change, raised = now, exceptions_in(log_path)
         elif now - last_change > STUCK_S and exceptions_in(log_path) - raised >= STUCK_EXCEPTIONS:
             return [f"no request was recorded for {STUCK_S:g} s while users raised {last_exception(log_path)}"]
-        progress(Count(counter.lines, total, now - begin, counter.failed))
+        progress(Count(counter.lines, total, now - begin, counter.failed, warmup))
         mistake = counter.mistake()
         if mistake is not None:
             return [mistake]
@@ -161,7 +166,7 @@ def _watch(
             return [f"no request ended for {now - last_change:.0f} s although each may take {job.load.timeout_s:g} s"]
         time.sleep(POLL_S)
     counter.update()
-    progress(Count(counter.lines, total, time.monotonic() - begin))
+    progress(Count(counter.lines, total, time.monotonic() - begin, warmup=warmup))
     return []
 
 

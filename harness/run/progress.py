@@ -82,9 +82,10 @@ class Progress:
             self._looked = now
             self._glance = self._watch.look()
         of = "" if count.total is None else f" of {count.total}"
+        warmup = f", {count.warmup} of them warm-up" if count.warmup else ""
         failed = f", {count.failed} FAILED" if count.failed else ""
         simulated = " (SIMULATED)" if self._simulated else ""
-        words = f"{self.head}{simulated}: {count.recorded}{of} requests{failed}, {count.elapsed_s:.0f} s"
+        words = f"{self.head}{simulated}: {count.recorded}{of} requests{warmup}{failed}, {count.elapsed_s:.0f} s"
         glance = self._glance
         if glance is not None and self._live is None:
             words = ", ".join([words, *in_words(glance)])

@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
-from urllib.parse import urljoin
 
-import msgspec
 import requests
 
 from harness.errors import HarnessError, ServerError, did_you_mean
-from harness.failures.redact import hidden
+from harness.failures import stranger as strangers
+from harness.failures.stranger import CHECK_ADDRESS, Got
 from harness.rundir.manifest import ServedBy
 from harness.trust import open_session
 
@@ -178,10 +177,11 @@ def refuse_no_api(response: requests.Response, base: str, key_name: str | None =
     """Raise ServerError, in words, for an answer that is none of an OpenAI-compatible API."""
     _refuse_stranger(response, base, key_name)
     if response.status_code != 200:
-        raise _kind(response)(
-            f"{response.url} answers HTTP {response.status_code}: {message(response)}",
-            next_step="Check that the address is that of an OpenAI-compatible server.",
-        )
+        raise _kind(response)(strangers.status_in_words(_got(response)), next_step=CHECK_ADDRESS)
+
+
+def _got(response: requests.Response) -> Got:
+    return Got(response.url, response.status_code, response.headers, response.content)
 
 
 def _kind(response: requests.Response) -> type[ServerError]:
@@ -190,32 +190,11 @@ def _kind(response: requests.Response) -> type[ServerError]:
 
 def _refuse_stranger(response: requests.Response, base: str, key_name: str | None) -> None:
     """Answers of a server that does not let us in, or is another one than was meant."""
-    if response.status_code in (401, 403):
-        raise _no_entry(response, base, key_name)
-    if response.is_redirect:
-        target = urljoin(response.url, response.headers["Location"])
-        raise ServerError(
-            f"{response.url} redirects to {target}; redirects are not followed",
-            next_step="Give the address of the server itself, without the API's path.",
-        )
-    if "html" in response.headers.get("Content-Type", "") or response.text.lstrip()[:1] == "<":
-        raise ServerError(
-            f"{base} answers with an HTML page, not with an OpenAI-compatible API (HTTP {response.status_code})",
-            next_step="Check the address; a web page of another program may live on this port.",
-        )
-
-
-def _no_entry(response: requests.Response, base: str, key_name: str | None) -> ServerError:
-    if "Authorization" in response.request.headers:
-        key = f"the key in {key_name}" if key_name else "the API key"
-        return ServerError(
-            f"the server rejected {key} ({base} answers HTTP {response.status_code})",
-            next_step=f"Export the right key as {key_name}." if key_name else "Export the right key.",
-        )
-    return ServerError(
-        f"{base} wants an API key (HTTP {response.status_code})",
-        next_step="Name the environment variable that holds it as 'api_key_env' in the scenario, and export it.",
+    words = strangers.stranger(
+        _got(response), base, strangers.Key("Authorization" in response.request.headers, key_name)
     )
+    if words is not None:
+        raise ServerError(words[0], next_step=words[1])
 
 
 def check_answer(response: requests.Response, base: str, key_name: str | None = None) -> None:
@@ -242,19 +221,14 @@ def _json(response: requests.Response) -> Any:
 def _unlike(what: str, response: requests.Response, kind: type[ServerError] = ServerError) -> ServerError:
     """The error for an answer that is something else than it has to be."""
     return kind(
-        f"{response.url} answers with something that is not {what}",
-        next_step="Check that the address is that of an OpenAI-compatible server.",
+        strangers.unlike(_got(response), what),
+        next_step=CHECK_ADDRESS,
         detail=response.text[:500],
     )
 
 
 def message(response: requests.Response) -> str:
-    """What an answer that is an error says, without what looks like a secret."""
-    try:
-        error = msgspec.json.decode(response.content)["error"]
-        return hidden(str(error["message"] if isinstance(error, dict) else error))[:300]
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return hidden(response.text)[:200].strip() or "no text"
+    return strangers.message(response.content)
 
 
 def reason(error: Exception) -> str:

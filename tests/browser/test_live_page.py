@@ -1,5 +1,6 @@
 """The tab and the page of a live load in a real browser: charts, themes, phone, texts that try to be code."""
 
+import json
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from harness.paths import ROOT
 from harness.serve.ports import free_port
+from harness.simulated.spawn import spawned
 from tests.browser.test_report_page import complaints, keep, script
 from tests.command import going, write
 from tests.fake_gpus import gpu, host
@@ -280,3 +282,62 @@ def test_what_a_server_says_is_text(browser: webdriver.Chrome, tmp_path: Path) -
             wait(browser, "return document.body.textContent.includes('status 500')")
             assert script(browser, "return document.title") != "1"
         server.shutdown()
+
+
+def swarm(url: str, **form: object) -> None:
+    urllib.request.urlopen(f"{url}swarm", urllib.parse.urlencode(form).encode()).close()
+
+
+def test_the_tab_says_of_which_time_its_numbers_are_and_why_a_load_was_ended(browser: webdriver.Chrome) -> None:
+    with (
+        spawned("--preset", "instant", "--served-model-name", "m") as server,
+        by_hand("--host", server.url, "--model", "nope", "--think", "0.1") as url,
+    ):
+        swarm(url, user_count=2, spawn_rate=2)
+        screen(browser)
+        browser.get(f"{url}?tab=llm")
+        inside = "document.querySelector('iframe')?.contentDocument"
+        why = wait(browser, f"return {inside}?.querySelector('#why:not([hidden])')?.textContent")
+        assert why.startswith("the load was ended because its first 5 requests all failed, as the rest would: ")
+        heads = "[...document.querySelectorAll('main th')].map((e) => e.textContent)"
+        assert wait(browser, f"const heads = {heads}; return heads.length > 5 ? heads : null")[0] == (
+            "Whole test, by user class"
+        )
+        assert script(browser, f"return {inside}.getElementById('which-span').textContent") == (
+            "By user class, last 10 s"
+        )
+        assert script(browser, f"return {inside}.getElementById('recent').textContent") == "Now, and of the last 10 s:"
+        time.sleep(1.0)
+        keep(browser, "live-tab-ended")
+        script(browser, f"{inside}.querySelector('[data-span=whole]').click()")
+        assert script(browser, f"return {inside}.getElementById('which-span').textContent") == (
+            "By user class, whole test"
+        )
+
+
+def test_edit_changes_the_users_of_a_running_load_and_offers_nothing_else(browser: webdriver.Chrome) -> None:
+    with (
+        spawned("--preset", "instant", "--served-model-name", "m") as server,
+        by_hand("--host", server.url, "--think", "0.1") as url,
+    ):
+        swarm(url, user_count=1, spawn_rate=1, output_tokens=9)
+        screen(browser)
+        browser.get(url)
+        press = "[...document.querySelectorAll('button')].find((b) => /^{}/i.test(b.textContent))"
+        wait(browser, f"return {press.format('edit')} !== undefined")
+        script(browser, f"{press.format('edit')}.click()")
+        wait(browser, "return document.querySelector('form input[name=turns]') !== null")
+        wait(browser, "return document.querySelector('form .MuiAccordion-root').offsetHeight === 0")
+        keep(browser, "live-edit")
+        box = browser.find_element(By.CSS_SELECTOR, "form input[name=userCount]")
+        box.send_keys(Keys.CONTROL, "a")
+        box.send_keys("3")
+        # What it sends of the others is what they are: the page was opened after they had been changed.
+        script(browser, f"{press.format('update')}.click()")
+        wait(browser, "return document.querySelector('form') === null")
+
+        def users() -> bool:
+            with urllib.request.urlopen(f"{url}llm/live.json") as answer:
+                return bool(json.load(answer)["users"] == 3)
+
+        until(users)

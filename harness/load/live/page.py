@@ -29,7 +29,7 @@ _POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
 )
 _COLUMNS = {
-    "user_class": "User class",
+    "user_class": "Whole test, by user class",
     "ended": "# requests",
     "failed": "# fails",
     "in_flight": "In flight",

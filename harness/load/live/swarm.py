@@ -9,8 +9,9 @@ from typing import Any
 
 from flask import Response, jsonify, request
 from gevent.event import AsyncResult
-from locust.runners import STATE_RUNNING, STATE_SPAWNING
 from locust.web import WebUI
+
+from harness.load.steer import UNDER_WAY
 
 _PATIENCE_S = 15.0  # for a server that is to name its model; a start that takes longer is answered as one
 _LOCUSTS_OWN = ("user_count", "spawn_rate", "user_classes", "run_time", "profile")  # which it reads in its own way
@@ -50,7 +51,7 @@ def add_to(web_ui: WebUI, start: Start, problem: Callable[[Namespace], str | Non
     def swarm() -> Any:
         before, host = dict(options), environment.host
         runner = environment.runner
-        goes_on = runner is not None and runner.state in (STATE_SPAWNING, STATE_RUNNING)
+        goes_on = runner is not None and runner.state in UNDER_WAY
         said: list[str] = []
         taken = _taken_over(options, request.form, said)
         if (sentence := problem(taken)) is not None:
@@ -68,7 +69,16 @@ def add_to(web_ui: WebUI, start: Start, problem: Callable[[Namespace], str | Non
         environment.host = host
         return _refusal(sentence, host) if sentence is not None else answer
 
+    locusts_own = web_ui.update_template_args
+
+    def with_values_of_now() -> None:
+        """Locust's form proposes the command line's; EDIT would then give back what was changed at the start."""
+        locusts_own()  # type: ignore[no-untyped-call]
+        for name, option in web_ui.template_args["extra_options"].items():
+            option["default_value"] = options[name]
+
     app.view_functions["locust.swarm"] = guarded(swarm)
+    web_ui.update_template_args = with_values_of_now  # type: ignore[method-assign]
 
 
 def _taken_over(options: dict[str, Any], form: Any, said: list[str]) -> Namespace:

@@ -10,7 +10,7 @@ from typing import Any
 import gevent
 from locust import events, stats
 from locust.env import Environment
-from locust.runners import STATE_RUNNING, STATE_SPAWNING, STATE_STOPPING, MasterRunner, WorkerRunner
+from locust.runners import MasterRunner, WorkerRunner
 
 from harness.errors import HarnessError
 from harness.job import Job
@@ -21,13 +21,13 @@ from harness.load.live.tally import HandOver, Tally, packed, unpacked
 from harness.load.options import slos_of
 from harness.load.process import plan_of
 from harness.load.recorder import Recorder
+from harness.load.steer import ENDING, UNDER_WAY
 from harness.load.tickets import Tickets
 from harness.scenario.check_syntax import Slo
 
 _EVERY_S = 1.0
 _REPORTS_S = 4  # Locust's workers report each 3 s, and may be late
 _KEY = "llm"  # of what is ours in a worker's report
-_UNDER_WAY = (STATE_SPAWNING, STATE_RUNNING, STATE_STOPPING)
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ class Live:
         self._recorder = recorder
         self._job = job
         self._trace_ended = False
+        self._given_up: str | None = None
         self._tally = Tally()
         self._distributed = isinstance(environment.runner, MasterRunner)
         self._book = self._new_book("")
@@ -82,7 +83,13 @@ class Live:
             self._recorder.watcher = self._tally.add
         self._book = self._new_book(text)
         self._trace_ended = False
+        self._given_up = None
         self.start.began()
+
+    def gave_up(self, sentence: str) -> None:
+        """No load could start, or it was ended: why."""
+        self._given_up = sentence
+        self.start.refused(sentence)
 
     def book(self) -> Book:
         return self._book
@@ -96,6 +103,7 @@ class Live:
             "users": runner.user_count,
             "workers": runner.worker_count if isinstance(runner, MasterRunner) else None,
             "trace_ended": self._trace_ended,
+            "given_up": self._given_up,
             "watched": self._observed.watched,
             "simulated": self._job is not None and self._job.simulated,
             "server": self._observed.server,
@@ -115,7 +123,7 @@ class Live:
                 if self._recorder is not None:
                     self._book.take("here", self._hand_over(self._recorder))
                 self._observed.look()
-                if runner.state in _UNDER_WAY:
+                if runner.state in (*UNDER_WAY, *ENDING):
                     self._trace_ended = self._has_ended()
                     self._book.tick(runner.user_count, self._observed)
             except Exception:  # of an observer: the load goes on

@@ -65,6 +65,7 @@
       body.push(row);
     }
     $("classes").replaceChildren(head, ...body);
+    $("which-span").textContent = `By user class, ${span === "now" ? `last ${last.window_s} s` : "whole test"}`;
     $("how").textContent = "Measured requests only, counted when they end"
       + (known(last.workers) ? "; workers report every 3 s" : "")
       + `. Percentiles are within ${last.resolution * 100} %.`
@@ -87,7 +88,7 @@
     tile("output", number(n.tok_s), "tok/s");
     tile("requests", number(n.req_s), "/s");
     if (last.slos) tile("goodput", number(n.goodput_req_s), "req/s");
-    tile("failed", String(last.whole.all.failed), "", last.whole.all.failed > 0);
+    tile("failed, whole test", String(last.whole.all.failed), "", last.whole.all.failed > 0);
     if (server) {
       if (known(server.running)) tile("server: running", number(server.running));
       if (known(server.waiting)) tile("server: waiting", number(server.waiting));
@@ -106,6 +107,9 @@
     ? ((gpu.vram_used_bytes || 0) + (gpu.package ? gpu.gtt_used_bytes || 0 : 0)) / GIB : null;
 
   function notes() {
+    $("why").hidden = !last.given_up;
+    $("why").textContent = last.given_up || "";
+    $("recent").textContent = `Now, and of the last ${last.window_s} s:`;
     const found = [];
     if (last.simulated) found.push("SIMULATED ENGINE: these numbers come from a model, not from hardware.");
     if (last.client_limited) found.push(`CLIENT-LIMITED: a load process uses ${Math.round(100 * last.client_limited)} % of a core; these numbers are those of the load generator as well. Use more processes or machines, or fewer users.`);
@@ -252,7 +256,7 @@
   function show() {
     document.querySelector("[data-span=now]").textContent = `last ${last.window_s} s`;
     const ended = last.trace_ended && last.state === "running";
-    const state = { ready: "not started", spawning: "ramping up", running: "running", stopping: "stopping", stopped: "stopped" };
+    const state = { ready: "not started", spawning: "ramping up", running: "running", stopping: "stopping", cleanup: "stopping", stopped: "stopped" };
     $("state").textContent = [state[last.state] || last.state, `${last.users} ${last.users === 1 ? "user" : "users"}`,
       known(last.workers) ? `${last.workers} load processes` : "", ended ? "the trace has ended" : ""].filter(Boolean).join(", ");
     $("state").className = "";

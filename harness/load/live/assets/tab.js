@@ -1,4 +1,4 @@
-// On Locust's own page: the charts of /llm below the table of the tab "LLM".
+// On Locust's own page: the charts of /llm below the table of the tab "LLM"; EDIT without what cannot be edited.
 "use strict";
 (() => {
   const frame = document.createElement("iframe");
@@ -18,5 +18,13 @@
     const height = inside ? Math.max(300, inside.scrollHeight + 4) : 900;
     if (Math.abs(frame.offsetHeight - height) > 4) frame.style.height = `${height}px`;
   };
-  setInterval(follow, 300);
+  // EDIT closes whatever the answer is, so nobody would see that a parameter of a running load is refused.
+  const fixed = () => {
+    const heads = [...document.querySelectorAll("h2")];
+    const edit = heads.find((head) => head.textContent === "Edit running load test")?.parentElement;
+    for (const part of edit?.querySelectorAll(".MuiAccordion-root") || []) {
+      if (part.textContent.startsWith("Custom parameters")) part.style.display = "none";
+    }
+  };
+  setInterval(() => { follow(); fixed(); }, 300);
 })();

@@ -1,0 +1,82 @@
+"""Before the first request: whether the server is there, and which model it offers."""
+
+import os
+
+import gevent
+import msgspec
+
+from harness.errors import HarnessError
+from harness.failures import stranger as strangers
+from harness.failures.stranger import CHECK_ADDRESS, Got, Key
+from harness.job import Job, secrets_of
+from harness.load.answer import without
+from harness.load.client import Client, Known, Target
+from harness.load.clock import KernelClock
+from harness.load.exchange import Exchange
+from harness.load.later import Later
+from harness.load.reader import Reader
+
+_REACH_S = 5.0
+
+
+def reach(host: str) -> None:
+    """Open a connection and close it again. Raises HarnessError when there is none within 5 s."""
+    target = Target.of(host)
+    try:
+        with gevent.Timeout(_REACH_S):
+            Known().connect(target).close()
+        return
+    except gevent.Timeout:
+        why = f"no connection within {_REACH_S:g} s"
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be one
+        why = str(getattr(error, "strerror", None) or error).lower()
+    raise HarnessError(f"{target.authority}: does not answer ({why})", next_step="Check that the server runs there.")
+
+
+def first_model(job: Job, target: Target) -> str:
+    """The first model that the server offers. Raises HarnessError."""
+    secret, exchange = api_key(job.api_key_env), Exchange(id="models")
+    clock = KernelClock()
+    reader = Reader(clock, Later())
+    client = Client(target, clock, reader, timeout_s=job.load.timeout_s, headers=key_header(secret))
+    client.get("/models", exchange)
+    for used in (client, reader, clock):
+        used.close()
+    path = f"{target.prefix}/models"
+    if exchange.failure is not None:
+        raise HarnessError(
+            f"{target.authority}: no model could be read from {path} ({exchange.failure})",
+            next_step="Check that the server runs there, or name the model with --model.",
+        )
+    body = b"".join(data for _, data in exchange.body)
+    url = f"{'https' if target.tls else 'http'}://{target.authority}{path}"
+    got = Got(url, exchange.status or 0, exchange.headers, body)
+    key = Key(secret is not None, job.api_key_env, "with --api-key-env")
+    words = strangers.stranger(got, url.removesuffix("/v1/models"), key)
+    if words is not None:
+        raise HarnessError(words[0], next_step=words[1])
+    try:
+        return str(msgspec.json.decode(body)["data"][0]["id"])
+    except (msgspec.DecodeError, LookupError, TypeError):
+        what = strangers.unlike(got, "a list of models") if got.status == 200 else strangers.status_in_words(got)
+        next_step = f"{CHECK_ADDRESS.removesuffix('.')}, or name the model with --model."
+        raise HarnessError(without(what, secrets_of(job)), next_step=next_step) from None
+
+
+def api_key(name: str | None) -> str | None:
+    """The key in the environment variable of that name. Raises HarnessError."""
+    if name is None:
+        return None
+    value = os.environ.get(name, "").strip()
+    if not value:
+        raise HarnessError(
+            f"the environment variable {name}, which should hold the API key, is not set",
+            next_step=f"export {name}=... and start again.",
+        )
+    if not value.isascii() or not value.isprintable():
+        raise HarnessError(f"the environment variable {name} holds characters that no API key has")
+    return value
+
+
+def key_header(secret: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {secret}"} if secret else {}

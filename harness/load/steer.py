@@ -1,0 +1,94 @@
+"""A load that a person steers: what the web form says, and whether a load can begin or go on with that."""
+
+from argparse import Namespace
+
+from locust.env import Environment
+from locust.runners import STATE_CLEANUP, STATE_INIT, STATE_RUNNING, STATE_SPAWNING, STATE_STOPPING, MasterRunner
+
+from harness import workload
+from harness.errors import HarnessError, Mistakes
+from harness.job import Job
+from harness.load.client import Target
+from harness.load.first_look import api_key, first_model, reach
+from harness.load.options import ENDPOINTS, job_by_hand, with_options
+
+UNDER_WAY = (STATE_SPAWNING, STATE_RUNNING)
+ENDING = (STATE_STOPPING, STATE_CLEANUP)  # of a master, of a process that sends by itself
+
+
+def job_of_form(environment: Environment, planned: Job | None, options: Namespace | None = None) -> Job:
+    """What the web form says, or by hand the command line; `planned`: the scenario's. Raises HarnessError."""
+    options, wrong = options or options_of(environment), Mistakes()
+    with wrong.noted():
+        job = with_options(planned, options) if planned else job_by_hand(options)
+    for user in environment.user_classes:
+        endpoints = getattr(user, "endpoints", (options.endpoint,))
+        if options.endpoint in ENDPOINTS and options.endpoint not in endpoints:
+            wrong.add(
+                HarnessError(
+                    f"--endpoint: {user.__name__} has no use for {options.endpoint}, only for {' or '.join(endpoints)}"
+                )
+            )
+    wrong.refuse()
+    return job
+
+
+def refuse(environment: Environment, planned: Job | None, given: Namespace) -> None:
+    """Raise HarnessError when no load could go on or start with these options; none of them is taken over yet."""
+    now, runner = options_of(environment), environment.runner
+    job = job_of_form(environment, planned, given)
+    if runner is not None and runner.state in UNDER_WAY:
+        changed = [name for name, value in vars(given).items() if value != vars(now)[name]]
+        if changed:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
+            raise HarnessError(
+                f"{names}: cannot change while the load runs; only users and ramp up can",
+                next_step="Stop the load first.",
+            )
+        return
+    _refuse_to_hurry(environment)
+    if not _elsewhere(environment):
+        if job.prompt_file and given.prompts != now.prompts:
+            workload.read_rows(job.prompt_file)
+        reach(host_of(environment, given.host))
+
+
+def _refuse_to_hurry(environment: Environment) -> None:
+    """Locust says that the load has started, whether it can or not."""
+    runner, end_s = environment.runner, environment.stop_timeout or 0.0
+    if isinstance(runner, MasterRunner) and not (runner.clients.ready or runner.state in ENDING):
+        if runner.state == STATE_INIT:
+            raise HarnessError("no load process is there yet", next_step="Try again when there is one.")
+        raise HarnessError(
+            f"the load processes are still ending the last load: they are back {end_s:g} s after its last request",
+            next_step="Try again then.",
+        )
+    if runner is not None and runner.state in ENDING:
+        raise HarnessError(
+            f"the last load is still ending: what it has in flight has up to {end_s:g} s for that",
+            next_step="Try again then.",
+        )
+
+
+def look_first(environment: Environment, planned: Job | None) -> None:
+    """What load processes do before their first request, for their master. Raises HarnessError."""
+    job = job_of_form(environment, planned)
+    if not _elsewhere(environment):
+        api_key(job.api_key_env)
+        if not job.model:
+            first_model(job, Target.of(host_of(environment, environment.host)))
+
+
+def host_of(environment: Environment, given: str | None) -> str:
+    return given or next((user.host for user in environment.user_classes if user.host), "") or ""
+
+
+def options_of(environment: Environment) -> Namespace:
+    assert environment.parsed_options is not None, "only a program that embeds Locust has none"
+    options: Namespace = environment.parsed_options
+    return options
+
+
+def _elsewhere(environment: Environment) -> bool:
+    """Whether the load processes are on other machines, perhaps, which have other files and reach other hosts."""
+    return isinstance(environment.runner, MasterRunner) and not options_of(environment).processes
