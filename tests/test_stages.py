@@ -340,7 +340,8 @@ def test_an_interrupted_load_with_stages_says_what_it_came_to(tmp_path: Path) ->
     assert Counter(mark.event for mark in marks) == {"start": 6, "end": 6}
     assert sum(mark.sent or 0 for mark in marks) == len(list(read_requests(folder / "requests.jsonl")))
     listed = " ".join(harness("runs", "--runs", str(tmp_path), cwd=tmp_path).out.split())
-    assert "1/3 interrupted (simulated): interrupted before all cells had run" in listed
+    assert "1/3 interrupted" in listed
+    assert "(simulated): interrupted before all cells had run" in listed
     assert json.loads((folder / "summary.json").read_bytes())["reasons"] == [
         "interrupted before all cells had run",
         "only 1 of 3 planned cells ran",

@@ -142,11 +142,19 @@ class Tickets:
     def as_sent(self, ticket: Ticket) -> Ticket:
         """As it is when its request is sent now. Of fixed time in a closed loop what is sent in that time is measured,
         the later turns of a conversation that began in the warm-up as well: else the first turns alone would count.
+        It is such a turn, too, that may begin the measured time: nobody waits for the end of a conversation.
         """
         timed = self._plan.duration_s is not None and self._plan.schedule is None
-        if timed and ticket.phase == "warmup" and self._look().measured_s is not None:
-            return msgspec.structs.replace(ticket, phase="measured")
-        return ticket
+        if not timed or ticket.phase == "measured":
+            return ticket
+        now_s = time.monotonic()
+        with self._counts() as counts:
+            if counts.measured_s is None:
+                answered = counts.settled - counts.early
+                if answered < self._warmup_requests or self._warming_up(counts, now_s, held=self.held):
+                    return ticket
+                counts.measured_s = now_s
+        return msgspec.structs.replace(ticket, phase="measured")
 
     def settle(self, number: int = 1, seen: Seen | None = None) -> None:
         """`number` taken tickets are done with, however their requests ended. `seen`: an answer of the warm-up."""
