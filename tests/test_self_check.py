@@ -80,13 +80,15 @@ def test_where_the_loop_was_late_most_of_the_time_all_shared_reads_count() -> No
 
 
 def test_who_was_stopped_or_killed_does_not_need_more_processes() -> None:
-    [limit] = limits(four(), loop_lag_mean_s=0.452, loop_lag_p50_s=0.001, loop_lag_most_s=2.9504, cpu_most=0.03)
+    lags = {"loop_lag_mean_s": 0.452, "loop_lag_p50_s": 0.001, "loop_lag_most_s": 2.9504, "cpu_most": 0.03}
+    [limit] = limits(four(), LOAD, **lags)
     stood = "load process 7 stood still for 3.0 s (stopped, or its machine slept or swapped): run again"
     assert limit.text.endswith(f"ms is allowed; {stood}")
     for busy in ({"cpu_most": 0.5}, {"loop_lag_p50_s": 0.006}, {"loop_lag_most_s": 0.49}):
-        lags = {"loop_lag_mean_s": 0.452, "loop_lag_p50_s": 0.001, "loop_lag_most_s": 2.9504, "cpu_most": 0.03} | busy
-        [limit] = limits(four(), LOAD, **lags)
+        [limit] = limits(four(), LOAD, **lags | busy)
         assert limit.text.endswith(f"ms is allowed; {MORE}")
+    [limit] = limits(four(), LOAD, **lags, core_wait=0.3)  # one that is stopped does not wait for a core
+    assert "ms is allowed; others had its core during 30% of the time" in limit.text
     started, ended = both_marks("c", 7, 0.0, 10.0, sent=4)
     dead = msgspec.structs.replace(started, process=8)
     [limit] = found([dead, started, msgspec.structs.replace(ended, loop_lag_mean_s=0.452)], four(), LOAD)

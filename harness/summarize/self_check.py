@@ -186,12 +186,12 @@ def _more(load: Load, marks: Sequence[ProcessMark]) -> str:
     """What to do about it."""
     if killed(marks):
         return "a load process was killed: run again"
-    if stood := next(filter(_stood_still, marks), None):
-        how = f"stood still for {stood.loop_lag_most_s:.1f} s (stopped, or its machine slept or swapped)"
-        return f"load process {stood.process % MACHINE} {how}: run again"
     waited = _worst(marks, "core_wait") or 0.0
     if waited > MOST_CORE_WAIT:
         return f"others had its core during {waited:.0%} of the time: keep them from it, or send from another machine"
+    if stood := next(filter(_stood_still, marks), None):
+        how = f"stood still for {stood.loop_lag_most_s:.1f} s (stopped, or its machine slept or swapped)"
+        return f"load process {stood.process % MACHINE} {how}: run again"
     return f"use more 'processes' ({load.processes}) or machines (--workers), or fewer streams at once"
 
 
