@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from harness.errors import ScenarioError
+from harness.judge.noise_floors import floor_of, write_floor
 from harness.judge.verdicts import compare_rows
 from harness.report import markdown, sentences
 from harness.report.charts.observed import observe
@@ -235,11 +236,12 @@ def test_nobody_waits_for_a_part_that_has_ended(tmp_path: Path) -> None:
     assert "r1-sim-both.slow: the load generator ended with exit code 7" in reasons
 
 
-def made_mix(folder: Path, repeats: int = 1, seconds: int = 40) -> Run:
+def made_mix(folder: Path, repeats: int = 1, seconds: int = 40, servers: tuple[str, ...] = ("a",)) -> Run:
     """By hand: of the mix one part is sent from second 0 to 39, the other from 4 to 43, so they share 4 to 40."""
     load = Load(user="batch", in_flight=1, duration_s=40.0, output_tokens=11)
     loads = {"chat": load, "job": msgspec.structs.replace(load, in_flight=3, output_tokens=12)}
-    made_of = expanded(scenario(loads=loads, mixes={"both": ["chat", "job"]}, repeats=repeats, servers={"a": SERVER}))
+    named = dict.fromkeys(servers, SERVER)
+    made_of = expanded(scenario(loads=loads, mixes={"both": ["chat", "job"]}, repeats=repeats, servers=named))
     run = write_made_run(folder, made_of=made_of)
     records, marks, samples = [], [], []
     for number, cell in enumerate(plan(made_of)):
@@ -313,6 +315,28 @@ def test_the_head_says_what_each_load_feels_of_the_other(tmp_path: Path) -> None
     print_report(summary, run, tmp_path, console)
     assert "a / both.chat: slower: 0.50 times as fast as a / chat by TTFT p50" in console.file.getvalue()  # type: ignore[attr-defined]
     assert "by TTFT p50" in markdown.render(summary, run)
+
+
+def test_the_noise_floor_of_what_the_loads_of_a_mix_feel_is_measured_too(tmp_path: Path) -> None:
+    aa = made_mix(tmp_path / "aa", repeats=2, servers=("a", "a-again"))
+    floor = floor_of(aa, summarize(tmp_path / "aa"), "a")
+    every = ["wall_s", "output_tok_s", "ttft_p50", "tpot_p50"]
+    assert {name: [row.metric for row in floor.rows if row.load == name] for name in aa.scenario.loads} == {
+        "chat": every[1:], "job": every[1:], "both.chat": every[1:], "both.job": every[1:],
+    }  # fmt: skip
+    noisy = [
+        msgspec.structs.replace(row, floor=3.0) if (row.load, row.metric) == ("chat", "ttft_p50") else row
+        for row in floor.rows
+    ]
+    run = made_mix(tmp_path / "run", repeats=5)
+    write_floor(
+        tmp_path / "run" / "noise.json",
+        msgspec.structs.replace(floor, rows=noisy, workload_sha256=run.workload_sha256),
+    )
+    chat, job = summarize(tmp_path / "run").beside
+    assert (chat.noise_floor, chat.noise_source[:12]) == (3.0, "measured A/A")
+    assert [v.word for v in chat.verdicts] == ["same", "cannot tell", "slower", "cannot tell"]
+    assert [v.word for v in job.verdicts] == ["slower", "cannot tell", "slower", "cannot tell"]
 
 
 FELT = [("ttft_p50", "slower"), ("ttft_p90", "cannot tell"), ("tpot_p50", "slower"), ("tpot_p90", "cannot tell")]

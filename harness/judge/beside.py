@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import msgspec
-
 from harness.judge.verdicts import METRIC_WORDS, NoiseFloor, Pair, client_limited, speeds, verdicts
 from harness.scenario.mixes import alone, mix_of
 from harness.scenario.scenario import Scenario, is_open
@@ -20,21 +18,18 @@ def beside_others(
     Each table is corrected for itself: what the chat lost is one question, and what the job lost another.
     """
     floor = floor or NoiseFloor()
-    if floor.source != NoiseFloor().source:  # it is measured for wall times and rates
-        source = f"{floor.source}; of latencies {100 * floor.relative:.2g} % is assumed"
-        floor = msgspec.structs.replace(floor, source=source)
     named = {(row.server, row.load): row for row in rows}
     of = {cell.id: cell for cell in cells}
     return [
-        verdicts(_latencies(row, against, of, scenario), floor)
+        verdicts(latencies(row, against, of, scenario), floor)
         for row in rows
         if mix_of(row.load) is not None
         if (against := named.get((row.server, alone(row.load) or ""))) is not None
     ]
 
 
-def _latencies(row: Row, against: Row, of: Mapping[str, CellSummary], scenario: Scenario) -> list[Pair]:
-    """The median and the highest percentile that every run carries. People who come by a schedule wait from then on."""
+def latencies(row: Row, against: Row, of: Mapping[str, CellSummary], scenario: Scenario) -> list[Pair]:
+    """Of two rows the median and the highest percentile that every run carries. People who come by a schedule wait from then on."""
     since = "_sched" if is_open(scenario.loads[row.load]) else ""
     names = ("ttft", "tpot") if row.pooled.ttft_s.n else ("e2e",)
     pairs = []

@@ -10,9 +10,12 @@ from msgspec import Struct
 
 from harness.errors import HarnessError
 from harness.judge import stats
-from harness.judge.verdicts import METRICS, NoiseFloor, speeds, values_of
+from harness.judge.beside import latencies
+from harness.judge.verdicts import METRIC_WORDS, NoiseFloor, speeds, values_of
 from harness.rundir.files import pretty_json, read_json, replace_file
 from harness.rundir.manifest import Run
+from harness.scenario.mixes import alone, mix_of
+from harness.scenario.scenario import Load, Scenario
 from harness.summary import Summary
 
 FORMAT_VERSION = 1
@@ -60,26 +63,32 @@ def is_noise_run(run: Run) -> bool:
 
 def floor_of(run: Run, summary: Summary, server: str) -> Floor:
     """The floor that an A/A run shows. Raises HarnessError where a load has fewer than two values a side."""
-    rows = {row.key: row for row in summary.rows}
+    rows, cells = {row.key: row for row in summary.rows}, {cell.id: cell for cell in summary.cells}
     found = []
     for load in run.scenario.loads:
-        for metric in METRICS:
-            again, a = (
-                speeds(metric, values_of(rows[name, load], metric)) if (name, load) in rows else []
-                for name in (AGAIN, A)
-            )
-            interval = stats.ratio_interval(again, a)
+        if (AGAIN, load) not in rows or (A, load) not in rows:
+            continue
+        again, a = rows[AGAIN, load], rows[A, load]
+        pairs = [
+            (metric, speeds(metric, values_of(again, metric)), speeds(metric, values_of(a, metric)))
+            for metric in _metrics(run.scenario.loads[load])
+        ]
+        if _in_a_mix(load, run.scenario):
+            asked = latencies(again, a, cells, run.scenario)
+            pairs += [(pair.metric, pair.side_speeds, pair.baseline_speeds) for pair in asked if pair.refused is None]
+        for metric, *sides in pairs:
+            interval = stats.ratio_interval(*sides)
             if interval is None:
                 continue  # fewer than two values a side, such as the wall time of a timed load
             found.append(
                 RowFloor(
                     load=load,
                     metric=metric,
-                    floor=stats.noise_floor([again, a]),
+                    floor=stats.noise_floor(sides),
                     ratio=interval.ratio,
                     low=interval.low,
                     high=interval.high,
-                    n=(len(again), len(a)),
+                    n=(len(sides[0]), len(sides[1])),
                 )
             )
     missing = [load for load in run.scenario.loads if load not in {row.load for row in found}]
@@ -101,6 +110,16 @@ def floor_of(run: Run, summary: Summary, server: str) -> Floor:
         repeats=run.scenario.repeats,
         rows=found,
     )
+
+
+def _metrics(load: Load) -> tuple[str, str]:
+    """That rows of this load are compared by."""
+    return "wall_s", "input_tok_s" if load.endpoint == "embeddings" else "output_tok_s"
+
+
+def _in_a_mix(load: str, scenario: Scenario) -> bool:
+    """Whether this is a part of a mix, or the same load alone: those two are compared by their latencies."""
+    return mix_of(load) is not None or any(load == alone(other) for other in scenario.loads)
 
 
 def write_floor(path: Path, floor: Floor) -> None:
@@ -168,7 +187,7 @@ def _usable(found: Sequence[tuple[Run, Floor | None]]) -> NoiseFloor:
         why = None if floor is None else unfit(floor, run)
         if floor is None or why is not None:
             source = "assumed" if why is None else f"assumed; the one measured is of {why}"
-            of_run = {(metric, load): NoiseFloor().relative for metric in METRICS for load in run.scenario.loads}
+            of_run = {(metric, load): NoiseFloor().relative for metric in METRIC_WORDS for load in run.scenario.loads}
         else:
             source = (
                 f"measured A/A on {floor.machine}, {floor.date}, {floor.repeats} repeats of '{floor.server}', "

@@ -23,7 +23,6 @@ METRIC_WORDS = {"wall_s": "wall time", **RATES} | {
     for name, word in _LATENCIES.items()
     for at in NEEDED
 }
-METRICS = ("wall_s", "output_tok_s")  # that a noise floor is measured for
 
 
 class NoiseFloor(Struct, frozen=True):
