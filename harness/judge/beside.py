@@ -29,7 +29,10 @@ def beside_others(
 
 
 def latencies(row: Row, against: Row, of: Mapping[str, CellSummary], scenario: Scenario) -> list[Pair]:
-    """Of two rows the median and the highest percentile that every run carries. People who come by a schedule wait from then on."""
+    """Of two rows the median and the highest percentile that every run carries.
+
+    People who come by a schedule wait from then on.
+    """
     since = "_sched" if is_open(scenario.loads[row.load]) else ""
     names = ("ttft", "tpot") if row.pooled.ttft_s.n else ("e2e",)
     pairs = []
