@@ -36,13 +36,15 @@ def _no_browser() -> str | None:
 
 
 TIERS = {"docker": _no_docker, "real": _no_engines, "browser": _no_browser}
-ALONE = ("docker", "real")  # one Docker Engine, whose containers they count
+ALONE = ("real",)  # engines that want all cores
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     absent: dict[str, str | None] = {}
     for item in items:
         tier = item.path.relative_to(HERE).parts[0]
+        # What one process does: a file, whose servers its tests share, or all that have the one Docker Engine.
+        item.add_marker(pytest.mark.xdist_group("docker" if tier == "docker" else str(item.path.relative_to(HERE))))
         if tier not in TIERS:
             continue
         if tier in ALONE:
