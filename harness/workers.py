@@ -25,6 +25,7 @@ class Workers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     processes: int = 1
     bind: str  # address of this machine at which they find the master
     port: int = PORT
+    parts: int = 1  # of a mix: each has a master of its own, at this port and those after it
 
     @property
     def total(self) -> int:
@@ -32,22 +33,33 @@ class Workers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def command(self) -> str:
-        """What starts a worker on its machine."""
+        """What starts the workers on each machine."""
         more = f" --processes {self.processes}" if self.processes > 1 else ""
         address = "ADDRESS" if self.bind in ("0.0.0.0", "*") else self.bind  # every one that this machine has
-        return f"harness worker --master {address}:{self.port}{more}"
+        return " and ".join(f"harness worker --master {address}:{port}{more}" for port in self._ports)
+
+    @property
+    def _ports(self) -> range:
+        return range(self.port, self.port + self.parts)
+
+    def of_part(self, number: int) -> "Workers":
+        """Those of a part of a mix."""
+        return msgspec.structs.replace(self, port=self.port + number)
 
     def refuse_unusable(self) -> None:
         """Raise HarnessError when nobody can listen there: known before a server is asked and workers are started."""
-        try:
-            with socket.socket() as trial:
-                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                trial.bind(("" if self.bind == "*" else self.bind, self.port))
-        except OSError as error:
-            raise HarnessError(
-                f"--bind: {self.bind}:{self.port} cannot be listened at ({error.strerror})",
-                next_step="Give an address of this machine, and a port that is free.",
-            ) from None
+        for port in self._ports:
+            try:
+                with socket.socket() as trial:
+                    trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    trial.bind(("" if self.bind == "*" else self.bind, port))
+            except (OSError, OverflowError) as error:
+                why = error.strerror if isinstance(error, OSError) else "no port is above 65535"
+                of = "" if self.parts == 1 else f"; the parts of a mix take {self.parts} ports, from {self.port} on"
+                raise HarnessError(
+                    f"--bind: {self.bind}:{port} cannot be listened at ({why}{of})",
+                    next_step="Give an address of this machine, and a port that is free.",
+                ) from None
 
 
 def parse_workers(given: str, bind: str | None, loads: Mapping[str, Load]) -> Workers:
@@ -62,7 +74,8 @@ def parse_workers(given: str, bind: str | None, loads: Mapping[str, Load]) -> Wo
         wrong.add(problem)
     wrong.refuse()
     processes = next(iter(loads.values())).processes
-    return Workers(names=names, machines=machines, processes=processes, bind=host, port=port)
+    parts = max(Counter(filter(None, map(mix_of, loads))).values(), default=1)
+    return Workers(names=names, machines=machines, processes=processes, bind=host, port=port, parts=parts)
 
 
 def parse_names(given: str) -> tuple[list[str], int]:
@@ -91,11 +104,6 @@ def _parse_bind(bind: str | None) -> tuple[str, int]:
 
 def _unsendable(loads: Mapping[str, Load], machines: int) -> Iterator[HarnessError]:
     """What so many machines, where that is known, cannot send."""
-    for mix in dict.fromkeys(filter(None, map(mix_of, loads))):
-        yield HarnessError(
-            f"$.mixes.{mix}: several machines cannot send the parts of a mix, which have a master each",
-            next_step="Run it from one machine, with 'processes', or take 'mixes' out.",
-        )
     processes = {load.processes for load in loads.values()}
     if len(processes) > 1:
         yield HarnessError(

@@ -20,8 +20,9 @@ from harness.load.spool import Intake, Spool
 from harness.rundir.manifest import read_run
 from harness.rundir.records import Request, read_marks, read_requests
 from harness.scenario.scenario import Load
-from harness.serve.ports import free_port
+from harness.serve.ports import free_port, is_free
 from harness.simulated.spawn import Spawned, spawned
+from harness.summarize.summarize import summarize
 from harness.workers import Workers, parse_part, parse_workers, process_number
 from tests.command import Going, going, harness, only_run, until, write
 from tests.load_runs import make_job
@@ -54,12 +55,6 @@ def test_machines_are_named_or_counted() -> None:
             {"a": CHAT, "b": Load(user="chat", users=4, requests=8, processes=2)},
             "--workers: the loads differ in 'processes', and a worker is started once for all of them",
         ),
-        (
-            "2",
-            "h",
-            {"a": CHAT, "b.a": CHAT},
-            "$.mixes.b: several machines cannot send the parts of a mix, which have a master each",
-        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused(given: str, bind: str | None, loads: dict[str, Load], said: str) -> None:
@@ -69,13 +64,25 @@ def test_what_cannot_be_meant_is_refused(given: str, bind: str | None, loads: di
 
 
 def test_all_that_cannot_be_meant_is_refused_at_once() -> None:
-    loads = {f"p@{users}": Load(user="chat", users=users, duration_s=1) for users in (4, 3, 5)} | {"b.x": CHAT}
+    loads = {f"p@{users}": Load(user="chat", users=users, duration_s=1) for users in (4, 3, 5)}
     with pytest.raises(HarnessError) as caught:
         parse_workers("2", None, {"a": CHAT, **loads})
-    assert caught.value.what == "4 problems"
+    assert caught.value.what == "3 problems"
     assert [line.partition(": ")[0] for line in caught.value.detail.splitlines()] == [
-        "--workers needs --bind", "$.mixes.b", "$.loads.p.stages[1].users", "$.loads.p.stages[2].users",
+        "--workers needs --bind", "$.loads.p.stages[1].users", "$.loads.p.stages[2].users",
     ]  # fmt: skip
+
+
+def test_each_part_of_a_mix_has_a_port_of_its_own() -> None:
+    loads = {"a": CHAT, "b": CHAT, "mix.a": CHAT, "mix.b": CHAT, "other.b": CHAT}
+    both = parse_workers("2", "127.0.0.1:65535", loads)
+    assert both.command == "harness worker --master 127.0.0.1:65535 and harness worker --master 127.0.0.1:65536"
+    with pytest.raises(HarnessError) as caught:
+        both.refuse_unusable()
+    assert caught.value.what == (
+        "--bind: 127.0.0.1:65536 cannot be listened at (no port is above 65535; the parts of a mix take 2 ports, from "
+        "65535 on)"
+    )
 
 
 def test_all_that_is_wrong_with_a_run_by_workers_is_told_at_once(tmp_path: Path) -> None:
@@ -203,6 +210,28 @@ def test_two_workers_send_each_request_once(tmp_path: Path, engine: Spawned) -> 
     assert all(mark.wall_error_s is not None and 0 < mark.wall_error_s < 0.1 for mark in starts)
     assert read_run(folder).workers == Workers(machines=2, bind="127.0.0.1", port=read_run(folder).workers.port)  # type: ignore[union-attr]
     assert [path.name for path in (tmp_path / "spool").glob("amd-llm-load-*")] == []
+
+
+def test_the_parts_of_a_mix_are_sent_by_workers_at_the_same_time(tmp_path: Path, engine: Spawned) -> None:
+    loads = {name: {"user": name, "users": 2, "duration_s": 3, "output_tokens": 5} for name in ("chat", "batch")}
+    mixes = {"both": ["chat", "batch"]}
+    scenario = write(tmp_path, model="simulated", loads=loads, mixes=mixes, warmup={"requests": 4})
+    port = next(port for port in iter(free_port, None) if is_free(port + 1))
+    run = ["run", str(scenario), "--url", engine.url, "--workers", "2", "--bind", f"127.0.0.1:{port}"]
+    with ExitStack() as stack:
+        for master in (port, port, port + 1, port + 1):
+            stack.enter_context(going("worker", "--master", f"127.0.0.1:{master}", cwd=tmp_path))
+        done = stack.enter_context(going(*run, "--runs", str(tmp_path / "runs"), cwd=tmp_path)).end(timeout_s=120)
+    assert done.code == 0, done.out + done.err
+    folder = only_run(tmp_path / "runs")
+    assert summarize(folder).valid
+    measured = [one for one in read_requests(folder / "requests.jsonl") if one.phase == "measured"]
+    parts = {load: [one for one in measured if one.load == load] for load in ("both.chat", "both.batch")}
+    for part in parts.values():
+        assert len({one.id for one in part}) == len(part)
+        assert len({one.process for one in part}) == 2
+    first, other = (min(one.sent_s for one in part) for part in parts.values())
+    assert abs(first - other) < 0.5  # one machine, one clock
 
 
 def test_a_killed_worker_makes_the_run_invalid(tmp_path: Path, engine: Spawned) -> None:

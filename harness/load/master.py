@@ -17,6 +17,7 @@ from locust.runners import STATE_MISSING, MasterRunner
 from harness import __version__
 from harness.errors import HarnessError
 from harness.job import Job, secrets_of
+from harness.load.meet import all_are_warm
 from harness.load.spool import FILES, Intake
 from harness.load.worker import ASK, BEGUN, DONE, END, FINISHED, GO, HELLO, JOB, READY, RECORDS, TAKEN, THERE, WARM
 from harness.workers import Workers
@@ -120,7 +121,7 @@ class Master:
                 logger.error("worker %s is lost: the load ends, what it has delivered is kept", machine.name)
             if lost:
                 break
-            if gone < min(machine.warm for machine in machines):
+            if gone < min(machine.warm for machine in machines) and all_are_warm(self._job):
                 gone += 1
                 self._tell_all(GO, {"stage": gone})
             gevent.sleep(_POLL_S)

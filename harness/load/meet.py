@@ -1,7 +1,7 @@
 """The parts of a mix begin to be measured at the same moment: when the last of them has had its warm-up.
 
-Each part has load processes of its own and knows nothing of the others but one file of each, the sign that its warm-up
-is over. Until all signs are there its own goes on.
+Each part has load processes of its own, or a master of those on other machines, and knows nothing of the other parts
+but one file of each, the sign that its warm-up is over. Until all signs are there its own goes on.
 """
 
 import gevent
@@ -18,11 +18,14 @@ def meet(job: Job, tickets: Course) -> None:
     gevent.spawn(_wait, job, tickets)
 
 
+def all_are_warm(job: Job) -> bool:
+    """Say that the warm-up of this load is over. Whether those of the other parts of its mix are, where it has any."""
+    if job.beside:
+        warm_sign(job.tickets_path).touch()
+    return all(warm_sign(path).exists() for path in job.beside)
+
+
 def _wait(job: Job, tickets: Course) -> None:
-    while not tickets.warmed_up():
-        gevent.sleep(_LOOK_S)
-    warm_sign(job.tickets_path).touch()
-    others = [warm_sign(path) for path in job.beside]
-    while not all(sign.exists() for sign in others):
+    while not tickets.warmed_up() or not all_are_warm(job):
         gevent.sleep(_LOOK_S)
     tickets.release()

@@ -33,6 +33,7 @@ from harness.serve import Endpoint, attach, is_offline, serve
 from harness.serve.docker.generator import ContainerChild
 from harness.serve.telemetry_source import source_of
 from harness.units import count
+from harness.workers import Workers
 from harness.workload import pairs_of, salt_words
 
 Watchers = tuple[Scraper, Sampler]
@@ -289,6 +290,14 @@ def generator(running: Running, job: Job, endpoint: Endpoint, ui: tuple[str, int
     return lambda: LocalChild(command, log_path, endpoint.secrets)
 
 
+def _workers(running: Running, load: str) -> Workers | None:
+    """The machines that send a load; each part of a mix has its own place at which it is found."""
+    workers, mix = running.experiment.workers, mix_of(load)
+    if workers is None or mix is None:
+        return workers
+    return workers.of_part([name for name in running.scenario.loads if mix_of(name) == mix].index(load))
+
+
 def make_job(running: Running, cell: Cell, endpoint: Endpoint | None) -> Job:
     """The job of a cell; without an endpoint there is no server. Raises HarnessError, ServerError."""
     scenario, beside = running.scenario, running.experiment.folder
@@ -315,5 +324,5 @@ def make_job(running: Running, cell: Cell, endpoint: Endpoint | None) -> Job:
         requests_path=str(running.folder.resolve() / "requests.jsonl"),
         processes_path=str(running.folder.resolve() / "processes.jsonl"),
         tickets_path=running.tickets_path(cell.id),
-        workers=running.experiment.workers,
+        workers=_workers(running, cell.load),
     )
