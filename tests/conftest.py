@@ -36,19 +36,17 @@ def _no_browser() -> str | None:
 
 
 TIERS = {"docker": _no_docker, "real": _no_engines, "browser": _no_browser}
-ALONE = ("real",)  # engines that want all cores
+SHARED = ("batching", "chatting")  # runs on real engines that tests of several files look at
+DOCKER = ("docker", "real/test_compose.py", "real/test_litellm.py")  # these build the project's image
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     absent: dict[str, str | None] = {}
     for item in items:
         tier = item.path.relative_to(HERE).parts[0]
-        # What one process does: a file, whose servers its tests share, or all that have the one Docker Engine.
-        item.add_marker(pytest.mark.xdist_group("docker" if tier == "docker" else str(item.path.relative_to(HERE))))
+        item.add_marker(pytest.mark.xdist_group(_group(item, tier)))
         if tier not in TIERS:
             continue
-        if tier in ALONE:
-            item.add_marker(pytest.mark.alone)
         if tier not in absent:
             absent[tier] = TIERS[tier]()
         reason = absent[tier]
@@ -56,6 +54,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             pytest.exit(f"CI must carry the tier tests/{tier}, but {reason}", returncode=1)
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=f"tests/{tier}: {reason}"))
+
+
+def _group(item: pytest.Item, tier: str) -> str:
+    """What one process does, one after the other: a file, or what shares a run or an image."""
+    file = str(item.path.relative_to(HERE))
+    shared = [name for name in SHARED if name in getattr(item, "fixturenames", ())]
+    return next(iter(shared), "docker" if tier in DOCKER or file in DOCKER else file)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
