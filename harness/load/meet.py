@@ -8,8 +8,7 @@ import gevent
 
 from harness.job import Job, warm_sign
 from harness.load.course import Course
-
-_LOOK_S = 0.05
+from harness.load.wait import until
 
 
 def meet(job: Job, tickets: Course) -> None:
@@ -19,10 +18,8 @@ def meet(job: Job, tickets: Course) -> None:
 
 
 def _wait(job: Job, tickets: Course) -> None:
-    while not tickets.warmed_up():
-        gevent.sleep(_LOOK_S)
+    until(tickets.stages[0].warmed_up)
     warm_sign(job.tickets_path).touch()
     others = [warm_sign(path) for path in job.beside]
-    while not all(sign.exists() for sign in others):
-        gevent.sleep(_LOOK_S)
-    tickets.release()
+    until(lambda: all(sign.exists() for sign in others))
+    tickets.stages[0].held = False

@@ -90,7 +90,7 @@ class LoadProcess:
         with suppress(OSError, UnicodeError):  # the requests will say what is wrong with it
             self._known.look_up(self._target)  # now: else all users of the beginning wait for it
         self.tickets = course_of(job)
-        recorder.steady = self.tickets.steady
+        recorder.steady = lambda stage: self.tickets.stages[stage].steady()
         if self.by_hand:
             for stage in self._stages:
                 os.unlink(stage.tickets_path)  # of use to this process only, which has it open
@@ -191,7 +191,7 @@ class LoadProcess:
             self.recorder.add(self._record(exchange, answer, place, tools), place.ticket.stage)
         finally:
             # Whatever happens: the end of the load waits for it.
-            self.tickets.settle(seen=_seen(exchange, place, answer), stage=place.ticket.stage)
+            self.tickets.stages[place.ticket.stage].settle(seen=_seen(exchange, place, answer))
         if tell is not None:
             tell(answer)
 
