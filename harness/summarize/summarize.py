@@ -124,19 +124,8 @@ def _failures(rows: list[Row], tallies: dict[str, Tally]) -> list[FailedRequests
         said = Said()
         for cell in row.cells:
             said.merge(tallies[cell].said)
-        found += [
-            FailedRequests(
-                server=row.server,
-                load=row.load,
-                kind=group.kind,
-                count=group.count,
-                message=group.message,
-                id=group.id,
-                cause=group.cause,
-                fix=group.fix,
-            )
-            for group in grouped(said)[:MOST_CAUSES]
-        ]
+        for group in grouped(said)[:MOST_CAUSES]:
+            found.append(FailedRequests(server=row.server, load=row.load, **msgspec.structs.asdict(group)))
     return found
 
 
@@ -176,7 +165,7 @@ def _cells(run: Run) -> dict[str, Cell]:
     for server in run.scenario.servers:
         for load in run.scenario.loads:
             planned[f"live-{server}-{load}"] = Cell(f"live-{server}-{load}", server, load, 1)
-    ran = {cell.id: Cell(cell.id, cell.server, cell.load, cell.repeat) for cell in run.cells}
+    ran = {cell.id: msgspec.convert(cell, Cell, from_attributes=True) for cell in run.cells}
     ordered = {name: planned[name] for name in run.order if name in planned}
     return ordered | {name: cell for name, cell in ran.items() if name not in ordered}
 
@@ -284,7 +273,6 @@ def _cell(
             numbers=numbers,
             server_load=load,
             machine_load=did,
-            window_s=numbers.window_s,
             marks=watched.marks,
             warmup=warmup,
             exact_prompts=run.scenario.prompts.tokenizer is not None,
@@ -295,10 +283,7 @@ def _cell(
     )
     phases = ran.served_by.phases if ran is not None else []
     return CellSummary(
-        id=cell.id,
-        server=cell.server,
-        load=cell.load,
-        repeat=cell.repeat,
+        **msgspec.structs.asdict(cell),
         numbers=numbers,
         server_load=load,
         machine_load=did,
