@@ -1,5 +1,6 @@
 """Commands that start something: servers, loads, or the check of a scenario before that."""
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -270,7 +271,8 @@ def clean(
     ] = False,
 ) -> None:
     """Remove what a killed run left behind: containers, networks and volumes that carry our label, nothing else."""
-    from harness.serve import sweep_all
+    from harness.serve import connect, sweep
 
-    removed = sweep_all(everything=everything, caches=caches)
+    with contextlib.closing(connect()) as client:
+        removed = sweep(client, everything=everything, caches=caches)
     print("\n".join(f"removed {item}" for item in removed) if removed else "nothing of ours was left behind")

@@ -84,6 +84,7 @@ ScenarioArg = Annotated[
     Path,
     typer.Argument(metavar="SCENARIO", help="A scenario file, or the name of one that ships.", callback=scenario_path),
 ]
+RunArg = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.")]
 RunsDir = Annotated[Path, typer.Option("--runs", help="Where run directories are kept.", envvar="HARNESS_RUNS")]
 ServerOpt = Annotated[
     str | None, typer.Option("--server", help="Which of the scenario's servers (default: the first).")

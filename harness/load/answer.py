@@ -184,14 +184,6 @@ class Reading:
             answer.fail("empty", f"a complete stream without any generated text; {_usage_words(answer)}")
 
 
-def read_answer(exchange: Exchange) -> Answer:
-    """The observations in an exchange that has ended."""
-    reading = Reading(exchange)
-    answer = reading.finish()
-    reading.time()
-    return answer
-
-
 def _unframed(raw: bytes, answer: Answer) -> None:
     """Note an error object between the events: Lemonade before 11.6 sends its errors without `data:`."""
     if not raw.startswith(b"{"):

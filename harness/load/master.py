@@ -48,7 +48,6 @@ class _Machine:
         self.warm = -1  # the last stage whose warm-up it has sent
         self.finished = False
         self.done = False
-        self.lost = False
         self.intakes: dict[str, Intake] = {}
 
 

@@ -31,7 +31,7 @@ from harness.load.options import add_options, job_file
 from harness.load.process import LoadProcess, course_of, plan_of
 from harness.load.recorder import Anchor, Recorder
 from harness.load.refused import FirstRequests
-from harness.load.shape import Stages, Steered
+from harness.load.shape import follow
 from harness.load.steer import UNDER_WAY, host_of, job_of_form, look_first, options_of, refuse
 from harness.load.worker import Worker
 from harness.scenario import behaviour
@@ -81,8 +81,7 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
             _master = Master(environment, runner, _job, _job.workers)
         if not isinstance(runner, MasterRunner):
             job = _job or job_of_form(environment, _job)
-            cells = [stage.cell for stage in job.then]
-            _recorder = _recorder_of(job, cells)
+            _recorder = _recorder_of(job)
             atexit.register(_recorder.close)  # whatever ends this process, if it can still run anything
             if options.headless:
                 _process = LoadProcess(job, host_of(environment, environment.host), _recorder)
@@ -103,9 +102,9 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     gevent.get_hub().loop.update_now()
 
 
-def _recorder_of(job: Job, cells: list[str]) -> Recorder:
+def _recorder_of(job: Job) -> Recorder:
     try:
-        return Recorder(job.requests_path, job.processes_path, job.cell if _job else "by-hand", then=cells)
+        return Recorder(job)
     except OSError as error:
         raise HarnessError(
             f"--records: {error.filename} cannot be written ({error.strerror})",
@@ -122,9 +121,7 @@ def _let_records_be_finished() -> None:
 def _begin(job: Job, host: str, anchor: Anchor) -> LoadProcess:
     """The master has sent the job. Raises HarnessError, OSError."""
     global _process
-    then = [stage.cell for stage in job.then]
-    recorder = Recorder(job.requests_path, job.processes_path, job.cell, anchor, then)
-    _process = LoadProcess(job, host, recorder)
+    _process = LoadProcess(job, host, Recorder(job, anchor))
     return _process
 
 
@@ -240,15 +237,14 @@ def _end_when_finished(environment: Environment, drain_s: float, course: Course)
     environment.runner.quit()
 
 
-def _follow(environment: Environment, job: Job, course: Steered) -> None:
+def _follow(environment: Environment, job: Job, course: Course | Master) -> None:
     """From now on the number of users follows the stages of the load."""
     assert environment.runner is not None
     load = job.load
     # Users who are too many now end what they wait for, which is how long others wait for that.
     environment.stop_timeout = load.timeout_s
     patience_s = load.ramp_s + load.timeout_s + behaviour.longest_s(load.think or load.think_s) + _COME_S
-    shape = Stages(course, load.ramp_s)
-    gevent.spawn(shape.follow, environment.runner, patience_s, partial(give_up, environment))
+    gevent.spawn(follow, course, environment.runner, load.ramp_s, patience_s, partial(give_up, environment))
 
 
 def _sentence(error: Exception) -> str:
