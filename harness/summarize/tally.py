@@ -27,6 +27,7 @@ from harness.summarize.schedule import ScheduleTally, pooled
 from harness.summary import NEEDED, NO_SAMPLE, Distribution, Numbers, median_of_known
 
 _NO_TOKENS = ("connect", "rejected", "http", "not_api")  # the server generated nothing for these
+_SAMPLES = ("ttft_s", "ttfo_s", "tpot_s", "e2e_s", "send_lag_s", "connect_s")  # of a tally, as Numbers calls them
 _GIVEN = ("clock", "window_s", "scheduled", "begun_s", "mixed")  # of a tally: what it knows before it counts
 
 
@@ -258,19 +259,11 @@ def distribution(parts: Sequence["array[float]"], requests: int | None = None) -
         return NO_SAMPLE
     carried = n if requests is None else requests
 
-    def at(name: str, permille: int) -> float | None:
-        return percentile(values, permille) if carried >= NEEDED[name] else None
-
-    return Distribution(
-        n=n,
-        mean=float(values.mean()),
-        least=float(values[0]),
-        most=float(values[-1]),
-        p50=at("p50", 500),
-        p90=at("p90", 900),
-        p95=at("p95", 950),
-        p99=at("p99", 990),
-    )
+    at = {
+        name: percentile(values, permille) if carried >= NEEDED[name] else None
+        for name, permille in gaps.PERMILLES.items()
+    }
+    return Distribution(n=n, mean=float(values.mean()), least=float(values[0]), most=float(values[-1]), **at)
 
 
 def gap_distribution(parts: Sequence[Gaps]) -> Distribution:
@@ -303,6 +296,7 @@ def numbers_of(tallies: Sequence[Tally], cells: Sequence[Numbers] = ()) -> Numbe
     known_prompts = succeeded and not any(t.without_prompt_tokens for t in tallies)
     known_output = succeeded and not any(t.without_output_tokens for t in tallies)
     asked = [t.answers for t in tallies]
+    samples: dict[str, Any] = {name: distribution([getattr(t, name) for t in tallies]) for name in _SAMPLES}
     rates = _rates(tallies[0]) if len(tallies) == 1 and not cells else _medians(cells)
     return Numbers(
         sent=sum(t.sent for t in tallies),
@@ -320,13 +314,8 @@ def numbers_of(tallies: Sequence[Tally], cells: Sequence[Numbers] = ()) -> Numbe
         tool_calls_valid=sum(t.tool_calls_valid for t in tallies) if called else None,
         **rates,
         input_tok_s=answers.input_tok_s(asked, rates.get("window_s"), cells) if succeeded else None,
-        ttft_s=distribution([t.ttft_s for t in tallies]),
-        ttfo_s=distribution([t.ttfo_s for t in tallies]),
-        tpot_s=distribution([t.tpot_s for t in tallies]),
-        e2e_s=distribution([t.e2e_s for t in tallies]),
+        **samples,
         chunk_gap_s=gap_distribution([t.chunk_gap_s for t in tallies]),
-        send_lag_s=distribution([t.send_lag_s for t in tallies]),
-        connect_s=distribution([t.connect_s for t in tallies]),
         ttft_sched_s=distribution([t.schedule.ttft_s for t in tallies]),
         e2e_sched_s=distribution([t.schedule.e2e_s for t in tallies]),
         schedule=pooled([cell.schedule for cell in cells]),
