@@ -107,7 +107,7 @@ def run(
             experiment = experiments.with_workers(experiment, workers, bind)
     wrong.refuse()
     for note in [] if workers else trusted_streams.notes(experiment.scenario):
-        console().print(note, markup=False, highlight=False)
+        console().print(note)
     with junit_of_failure(junit, scenario.stem), sigterm_interrupts():
         folder = run_experiment(experiment, runs, Progress(console()))
     adopt_floor(folder, read_run(folder), results)
@@ -153,7 +153,7 @@ def check(scenario: ScenarioArg) -> None:
     experiment = experiments.prepare(scenario)
     show_plan(experiment, console())
     for note in [*notes(experiment), *foretell(experiment), *trusted_streams.notes(experiment.scenario)]:
-        console().print(note, markup=False, highlight=False)
+        console().print(note)
     refuse_impossible(experiment)
 
 
