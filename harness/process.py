@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import IO
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -19,12 +18,11 @@ def start(
     *,
     stdout: IO[bytes] | int,
     stderr: IO[bytes] | int,
-    cwd: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a child in a session of its own (Ctrl-C is ours to handle) that gets SIGTERM when we die."""
     return subprocess.Popen(
-        command, stdout=stdout, stderr=stderr, cwd=cwd, env=env, start_new_session=True, preexec_fn=_follow_parent()
+        command, stdout=stdout, stderr=stderr, env=env, start_new_session=True, preexec_fn=_follow_parent()
     )
 
 
@@ -40,11 +38,11 @@ def _follow_parent() -> Callable[[], None] | None:
     return follow
 
 
-def stop(child: subprocess.Popen[bytes], *, ask: signal.Signals = signal.SIGTERM, grace_s: float = 5.0) -> int:
-    """End a child and its group: `ask` first, SIGKILL after `grace_s`. Returns its exit code."""
+def stop(child: subprocess.Popen[bytes], *, grace_s: float = 5.0) -> int:
+    """End a child and its group: SIGTERM first, SIGKILL after `grace_s`. Returns its exit code."""
     try:
         if child.poll() is None:
-            child.send_signal(ask)
+            child.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(grace_s)
     finally:  # a second Ctrl-C only ends the patience

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from harness.load.answer import Answer, read_answer
+from harness.load.answer import Answer, Reading
 from harness.load.client import Client, Target
 from harness.load.clock import KernelClock
 from harness.load.exchange import Exchange
@@ -127,7 +127,7 @@ def once(*pieces: bytes, then: Callable[[socket.socket], None] = lambda connecti
 def load_process(folder: Path, url: str, api_key_env: str | None = None, **load: Any) -> Iterator[LoadProcess]:
     more: dict[str, Any] = {"run": "4f1c", "prompts": Prompts(), "salt": None, "api_key_env": api_key_env}
     job = make_job(folder, Load(user="batch", requests=100, **load), **more)
-    recorder = Recorder(job.requests_path, job.processes_path, job.cell)
+    recorder = Recorder(job)
     try:
         process = LoadProcess(job, url, recorder)
         yield process
@@ -159,6 +159,14 @@ def reset(connection: socket.socket) -> None:
 def silence(connection: socket.socket) -> None:
     connection.settimeout(5)
     connection.recv(1)  # until the client gives up
+
+
+def read_answer(exchange: Exchange) -> Answer:
+    """The observations in an exchange that has ended."""
+    reading = Reading(exchange)
+    answer = reading.finish()
+    reading.time()
+    return answer
 
 
 @contextmanager

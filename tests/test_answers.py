@@ -4,6 +4,7 @@ from harness.judge.verdicts import metric_of
 from harness.scenario.scenario import Load
 from harness.scenario.structured import Structured
 from harness.summarize.answers import AnswerTally, answers_of, difference, prompts_of
+from harness.summarize.parts import add_up
 from harness.summary import Answers, PromptLengths
 from tests.made_runs import request
 
@@ -38,7 +39,7 @@ def test_parts_of_a_file_are_counted_as_one() -> None:
         )
         whole.add(one, inside=True)
         (first if index < 3 else second).add(one, inside=True)
-    first.merge(second)
+    add_up(first, second)
     assert first == whole
     assert answers_of([whole]) == Answers(checked=8, valid=6, valid_share=0.75, labelled=8, right=3, right_share=0.375)
     assert prompts_of([whole]) == PromptLengths(requests=8, asked=80, got=124, added=5, otherwise=1)

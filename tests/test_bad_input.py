@@ -511,6 +511,12 @@ def test_damaged_run(tmp_path: Path, text: str, why: str) -> None:
     assert "unreadable" in listed.out
 
 
+def test_a_run_with_brackets_in_its_name_is_listed_by_it(tmp_path: Path) -> None:
+    (tmp_path / "[bold]x").mkdir()
+    (tmp_path / "[bold]x" / "run.json").write_text("{")
+    assert harness("runs", "--runs", ".", cwd=tmp_path).out.splitlines()[1].startswith("[bold]x ")
+
+
 def test_run_of_a_newer_harness(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "run.json").write_text('{"format_version": 99, "whatever": []}')

@@ -152,7 +152,7 @@ PAGE = (
         (
             whole(b"no sk-wrong", status=b"500 Oops"),
             ["--api-key-env", "BADK"],
-            "{url}/v1/models answers HTTP 500: no [secret]. Check",
+            "{url}/v1/models answers HTTP 500: no ***. Check",
         ),
         (whole(b"no such page", status=b"404 Not Found"), [], "{url}/v1/models " + NOT_THE_MODEL),
         (whole(b"<html></html>", b"text/html"), [], "{url} " + PAGE),

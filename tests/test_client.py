@@ -12,7 +12,6 @@ import pytest
 
 import harness.load.client as client_module
 from harness.errors import HarnessError
-from harness.load.answer import read_answer
 from harness.load.client import Client, Target
 from harness.load.clock import KernelClock
 from harness.load.exchange import Exchange
@@ -33,6 +32,7 @@ from tests.fake_server import (
     load_process,
     once,
     place,
+    read_answer,
     read_request,
     serving,
 )

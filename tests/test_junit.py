@@ -6,11 +6,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 from junitparser import Error, Failure, JUnitXml, Skipped, TestCase
 
-from harness.cli.results import refused_as_junit
+from harness.cli import app, history
 from harness.errors import ServerError
 from harness.report import junit
 from harness.rundir.manifest import read_run
@@ -197,9 +198,14 @@ def test_a_refused_comparison_is_a_file_with_an_error(
     assert harness("compare", *arguments, cwd=tmp_path).out == "", "people read the error"
 
 
-def test_a_defect_is_a_file_with_an_error_as_well(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ZeroDivisionError), refused_as_junit(True, "compare", "comparison", "the runs can be compared"):
-        1 / 0  # noqa: B018
+def test_a_defect_is_a_file_with_an_error_as_well(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "find_runs", lambda *_, **__: 1 / 0)
+    command = typer.main.get_command(app)
+    context = command.make_context("harness", ["compare", "a", "b", "--format", "junit"])
+    with pytest.raises(ZeroDivisionError), context:
+        command.invoke(context)
     ((word, evidence),) = cases(capsys.readouterr().out).values()
     assert (word, evidence) == ("error", "ZeroDivisionError: division by zero")
 

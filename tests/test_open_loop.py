@@ -15,6 +15,7 @@ from harness.rundir.manifest import read_run
 from harness.scenario.behaviour import Agent
 from harness.scenario.scenario import Arrivals, Load, Trace
 from harness.summarize.count import Place, tally
+from harness.summarize.parts import add_up
 from harness.summarize.schedule import ScheduleTally, kept_of, kind_of, planned_of, pooled
 from harness.summarize.summarize import read_summary
 from harness.summarize.tally import Clock
@@ -133,7 +134,7 @@ def test_from_schedule_and_from_send_part_by_the_lag() -> None:
     assert (found.sent, list(found.ttft_s), list(found.e2e_s)) == (3, [0.75, 0.5], [1.75, 1.5])
     both = ScheduleTally()
     for part in (counted((101.0, 0.0)), counted((100.0, 0.25))):
-        both.merge(part)
+        add_up(both, part)
     assert (both.sent, both.first_due_s, both.last_sent_s) == (2, 100.0, 101.0)
 
 

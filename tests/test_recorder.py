@@ -15,6 +15,8 @@ from harness.load.health import Health
 from harness.load.recorder import Recorder, this_host
 from harness.load.tickets import Plan, Ticket, Tickets
 from harness.rundir.records import Request, read_marks, read_requests
+from harness.scenario.scenario import Load
+from tests.load_runs import make_job
 
 
 def request(number: int, process: int = 1, chunks: int = 3) -> Request:
@@ -34,7 +36,7 @@ def request(number: int, process: int = 1, chunks: int = 3) -> Request:
 
 
 def recorder(folder: Path) -> Recorder:
-    return Recorder(str(folder / "requests.jsonl"), str(folder / "processes.jsonl"), "c")
+    return Recorder(make_job(folder, Load(user="batch"), cell="c"))
 
 
 def test_records_come_back_as_they_went(tmp_path: Path) -> None:

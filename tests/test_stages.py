@@ -171,13 +171,13 @@ def test_each_stage_may_wait_until_the_server_is_steady(tmp_path: Path) -> None:
         early = Seen(time.monotonic(), 0.1, 0.01)
         for _ in range(100):  # of another number of users
             assert stages.take()[0].stage == stage
-            stages.settle(seen=early, stage=stage)
+            stages.stages[stage].settle(seen=early)
         stages.users_are_there()
         for _ in range(48):
             assert stages.take() == [Ticket("warmup", stages_index(stages, tmp_path, stage), stage=stage)]
-            stages.settle(seen=Seen(time.monotonic(), 0.1, 0.01), stage=stage)
+            stages.stages[stage].settle(seen=Seen(time.monotonic(), 0.1, 0.01))
         assert stages.take()[0].phase == "measured"
-        assert stages.steady(stage) is True
+        assert stages.stages[stage].steady() is True
         time.sleep(0.15)
 
 
@@ -194,7 +194,7 @@ def test_it_is_finished_when_all_stages_are(tmp_path: Path) -> None:
         assert [ticket.phase for ticket in taken] == ["warmup"] * 5 + ["measured"]
         time.sleep(0.15)
         assert not stages.finished()
-        stages.settle(len(taken), stage=stage)
+        stages.stages[stage].settle(len(taken))
     assert stages.finished()
     assert stages.take() == []
 

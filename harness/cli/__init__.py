@@ -36,13 +36,13 @@ def options(
 
 def tell(error: HarnessError) -> None:
     """An error as a person reads it: the sentence, the evidence, what to do next."""
-    stderr = Console(stderr=True, soft_wrap=True, highlight=False)
-    stderr.print(f"error: {error.what}", style="bold red", markup=False)
+    stderr = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+    stderr.print(f"error: {error.what}", style="bold red")
     if error.detail:
         indent = "" if isinstance(error, ScenarioError | SeveralErrors) else "  | "
-        stderr.print("\n".join(indent + line for line in error.detail.splitlines()), markup=False)
+        stderr.print("\n".join(indent + line for line in error.detail.splitlines()))
     if error.next_step:
-        stderr.print(f"next: {error.next_step}", markup=False)
+        stderr.print(f"next: {error.next_step}")
 
 
 def tell_usage(error: typer.TyperException) -> None:

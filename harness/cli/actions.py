@@ -1,5 +1,6 @@
 """Commands that start something: servers, loads, or the check of a scenario before that."""
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -106,7 +107,7 @@ def run(
             experiment = experiments.with_workers(experiment, workers, bind)
     wrong.refuse()
     for note in [] if workers else trusted_streams.notes(experiment.scenario):
-        console().print(note, markup=False, highlight=False)
+        console().print(note)
     with junit_of_failure(junit, scenario.stem), sigterm_interrupts():
         folder = run_experiment(experiment, runs, Progress(console()))
     adopt_floor(folder, read_run(folder), results)
@@ -152,7 +153,7 @@ def check(scenario: ScenarioArg) -> None:
     experiment = experiments.prepare(scenario)
     show_plan(experiment, console())
     for note in [*notes(experiment), *foretell(experiment), *trusted_streams.notes(experiment.scenario)]:
-        console().print(note, markup=False, highlight=False)
+        console().print(note)
     refuse_impossible(experiment)
 
 
@@ -270,7 +271,8 @@ def clean(
     ] = False,
 ) -> None:
     """Remove what a killed run left behind: containers, networks and volumes that carry our label, nothing else."""
-    from harness.serve import sweep_all
+    from harness.serve import connect, sweep
 
-    removed = sweep_all(everything=everything, caches=caches)
+    with contextlib.closing(connect()) as client:
+        removed = sweep(client, everything=everything, caches=caches)
     print("\n".join(f"removed {item}" for item in removed) if removed else "nothing of ours was left behind")

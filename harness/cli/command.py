@@ -32,6 +32,12 @@ _KINDS = {"int": "a whole number", "float": "a number", "finite": "a number"}
 _BOUNDS = {"ge": "a number of at least", "le": "a number of at most"}
 
 
+_JUDGES = {  # what a command with JUnit output tells of at least: group and name of the case
+    "report": ("validity", "the run is VALID"),
+    "compare": ("comparison", "the runs can be compared"),
+}
+
+
 class Command(TyperCommand):
     """What every command of ours is."""
 
@@ -49,14 +55,20 @@ class Command(TyperCommand):
         try:
             wrong.refuse()
         except HarnessError as error:
-            if ctx.params.get("output") == "junit":  # a pipeline that keeps the output has a file that says so
-                from harness.report import junit
-
-                print(
-                    junit.of_error(ctx.info_name, error, group="usage", name="the command line is understood"), end=""
-                )
+            _tell_in_junit(ctx, error, "usage", "the command line is understood")
             raise
         return left
+
+    def invoke(self, ctx: Any) -> Any:
+        """As Typer's."""
+        try:
+            return super().invoke(ctx)
+        except typer.Exit:
+            raise
+        except Exception as error:
+            told = error if isinstance(error, HarnessError) else HarnessError(f"{type(error).__name__}: {error}")
+            _tell_in_junit(ctx, told, *_JUDGES.get(ctx.info_name, ("", "")))
+            raise
 
     def _note_mistakes(self, ctx: Any, args: list[str], wrong: Mistakes) -> None:
         """Each parameter's, one by one, and before them the options that there are not."""
@@ -95,6 +107,14 @@ class Command(TyperCommand):
             if clash := [options[other] for other in EXCLUDES.get(name, ()) if other in given]:
                 said = f"{options[name]} does not go with {', '.join(clash)}"
                 wrong.add(HarnessError(said, next_step="Leave one out."))
+
+
+def _tell_in_junit(ctx: Any, error: HarnessError, group: str, name: str) -> None:
+    """What refuses a command is on its output as well: a pipeline that keeps the output has a file that says so."""
+    if ctx.params.get("output") == "junit":
+        from harness.report import junit
+
+        print(junit.of_error(ctx.info_name, error, group=group, name=name), end="")
 
 
 def _look_further(ctx: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -84,6 +84,7 @@ ScenarioArg = Annotated[
     Path,
     typer.Argument(metavar="SCENARIO", help="A scenario file, or the name of one that ships.", callback=scenario_path),
 ]
+RunArg = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.")]
 RunsDir = Annotated[Path, typer.Option("--runs", help="Where run directories are kept.", envvar="HARNESS_RUNS")]
 ServerOpt = Annotated[
     str | None, typer.Option("--server", help="Which of the scenario's servers (default: the first).")
@@ -130,7 +131,9 @@ def mute() -> None:
 
 def console() -> Console:
     # Wide enough for the table when the output is a file or a pipe, which has no width of its own.
-    return Output() if sys.stdout.isatty() else Output(width=160, no_color=True)
+    # What is printed comes from files as well: nothing in it is markup.
+    more: dict[str, Any] = {} if sys.stdout.isatty() else {"width": 160, "no_color": True}
+    return Output(markup=False, highlight=False, **more)
 
 
 def target_of(url: str | None, metrics_url: str | None = None, ca: Path | None = None) -> "Target | None":

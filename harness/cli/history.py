@@ -69,7 +69,7 @@ def show_runs(runs: Path, console: Console) -> None:
     if paths:
         console.print(table)
     else:
-        console.print(f"no runs in {runs}; `harness run scenarios/first-look.yaml` makes one", markup=False)
+        console.print(f"no runs in {runs}; `harness run scenarios/first-look.yaml` makes one")
 
 
 def _client_limited(folder: Path) -> bool:
@@ -85,4 +85,4 @@ def show_scenarios(console: Console) -> None:
     for path in sorted(SCENARIOS.glob("*.yaml")):
         scenario = load_scenario(path)
         shown = path.relative_to(ROOT)
-        console.print(f"{shown}\n  {' '.join(scenario.question.split())}", markup=False, highlight=False)
+        console.print(f"{shown}\n  {' '.join(scenario.question.split())}")

@@ -75,7 +75,7 @@ def memory(
     if as_json:
         print(msgspec.json.encode(answer).decode())
     else:
-        console().print("\n".join(of_answer(answer)), markup=False, highlight=False, soft_wrap=True)
+        console().print("\n".join(of_answer(answer)), soft_wrap=True)
     if (share is not None and share.utilization is None) or (answer.room is not None and answer.room.fits is False):
         raise typer.Exit(ExitCode.FAILED)
 

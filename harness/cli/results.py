@@ -1,8 +1,6 @@
 """Commands that only read and write files: runs, reports, comparisons, published results."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,6 +13,7 @@ from harness.cli.common import (
     BaselineOpt,
     ChecksOpt,
     ResultsDir,
+    RunArg,
     RunsDir,
     command,
     console,
@@ -24,25 +23,9 @@ from harness.cli.common import (
 from harness.errors import ExitCode, HarnessError, Mistakes
 
 
-@contextmanager
-def refused_as_junit(wanted: bool, suite: str, group: str, name: str) -> Iterator[None]:
-    """What refuses a command is on its output as well: a pipeline that keeps the output has a file that says so."""
-    try:
-        yield
-    except typer.Exit:
-        raise
-    except Exception as error:
-        if wanted:
-            from harness.report import junit
-
-            told = error if isinstance(error, HarnessError) else HarnessError(f"{type(error).__name__}: {error}")
-            print(junit.of_error(suite, told, group=group, name=name), end="")
-        raise
-
-
 @command(short_help="Show a run again, from its files.")
 def report(
-    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.")],
+    run_folder: RunArg,
     output: Annotated[
         Literal["terminal", "markdown", "json", "html", "junit", "csv", "openmetrics"],
         typer.Option("--format", help="What to write."),
@@ -58,48 +41,47 @@ def report(
 
     With --check or --baseline the run is judged by them once more, and its directory stays as it is.
     """
-    with refused_as_junit(output == "junit", "report", "validity", "the run is VALID"):
-        from harness.cli.history import find_run
-        from harness.compare.reference import reference_to
-        from harness.judge.noise_floors import adopt_floor
-        from harness.prepare.experiment import refuse_misplaced
-        from harness.report import html, junit, markdown, openmetrics, rows_csv, terminal
-        from harness.rundir.files import pretty_json
-        from harness.rundir.manifest import read_run
-        from harness.summarize.summarize import summarize, write_summary
+    from harness.cli.history import find_run
+    from harness.compare.reference import reference_to
+    from harness.judge.noise_floors import adopt_floor
+    from harness.prepare.experiment import refuse_misplaced
+    from harness.report import html, junit, markdown, openmetrics, rows_csv, terminal
+    from harness.rundir.files import pretty_json
+    from harness.rundir.manifest import read_run
+    from harness.summarize.summarize import summarize, write_summary
 
-        wrong = Mistakes()
-        with wrong.noted():
-            if output == "html" and (checks or baseline):
-                raise HarnessError(
-                    "--format html: the page shows a run by its own checks; leave out --check and --baseline"
-                )
-        with wrong.noted():
-            base = None if baseline is None else find_baseline(baseline, runs)
-        with wrong.noted():
-            refuse_misplaced(checks or [])
-        with wrong.noted():
-            folder = find_run(run_folder, runs)
-            manifest = read_run(folder)
-            refuse_misplaced(checks or [], manifest.scenario.servers, manifest.scenario.loads)
-        wrong.refuse()
-        adopt_floor(folder, manifest, results)
-        reference = None if base is None else reference_to(base, manifest, about=about, checks=checks or [])
-        summary = summarize(folder, checks or [], reference)
+    wrong = Mistakes()
+    with wrong.noted():
+        if output == "html" and (checks or baseline):
+            raise HarnessError(
+                "--format html: the page shows a run by its own checks; leave out --check and --baseline"
+            )
+    with wrong.noted():
+        base = None if baseline is None else find_baseline(baseline, runs)
+    with wrong.noted():
+        refuse_misplaced(checks or [])
+    with wrong.noted():
+        folder = find_run(run_folder, runs)
+        manifest = read_run(folder)
+        refuse_misplaced(checks or [], manifest.scenario.servers, manifest.scenario.loads)
+    wrong.refuse()
+    adopt_floor(folder, manifest, results)
+    reference = None if base is None else reference_to(base, manifest, about=about, checks=checks or [])
+    summary = summarize(folder, checks or [], reference)
+    if not checks and reference is None:
+        write_summary(folder, summary)
+    if output == "terminal":
         if not checks and reference is None:
-            write_summary(folder, summary)
-        if output == "terminal":
-            if not checks and reference is None:
-                html.write_report(folder)
-            terminal.print_report(summary, manifest, folder, console(), explain=explain)
-        elif output == "html":
-            print(html.write_report(folder))
-        elif output == "json":
-            print(pretty_json(summary).decode(), end="")
-        else:
-            render = {"markdown": markdown, "junit": junit, "csv": rows_csv, "openmetrics": openmetrics}[output].render
-            print(render(summary, manifest), end="" if output != "markdown" else "\n")
-        end_as(summary)
+            html.write_report(folder)
+        terminal.print_report(summary, manifest, folder, console(), explain=explain)
+    elif output == "html":
+        print(html.write_report(folder))
+    elif output == "json":
+        print(pretty_json(summary).decode(), end="")
+    else:
+        render = {"markdown": markdown, "junit": junit, "csv": rows_csv, "openmetrics": openmetrics}[output].render
+        print(render(summary, manifest), end="" if output != "markdown" else "\n")
+    end_as(summary)
 
 
 @command(short_help="Compare runs of the same work.")
@@ -132,42 +114,41 @@ def compare(
 
     Exit code 4 when a side is slower than the baseline, or a check failed.
     """
-    with refused_as_junit(output == "junit", "compare", "comparison", "the runs can be compared"):
-        import msgspec
+    import msgspec
 
-        from harness.cli.history import find_runs
-        from harness.compare.compare import by_machine, compare_runs
-        from harness.prepare.experiment import refuse_misplaced
-        from harness.report import junit
-        from harness.report.comparison import markdown, print_comparison
-        from harness.rundir.manifest import read_run
+    from harness.cli.history import find_runs
+    from harness.compare.compare import by_machine, compare_runs
+    from harness.prepare.experiment import refuse_misplaced
+    from harness.report import junit
+    from harness.report.comparison import markdown, print_comparison
+    from harness.rundir.manifest import read_run
 
-        wrong = Mistakes()
+    wrong = Mistakes()
+    with wrong.noted():
+        refuse_misplaced(checks or [])
+    with wrong.noted():
+        first, second = find_runs(run_folders, against or [], runs=runs)
+    wrong.refuse()
+    groups = by_machine(first) if across else [first, second] if second else [[folder] for folder in first]
+    for scenario in (read_run(folder).scenario for group in groups[1:] for folder in group):
         with wrong.noted():
-            refuse_misplaced(checks or [])
-        with wrong.noted():
-            first, second = find_runs(run_folders, against or [], runs=runs)
-        wrong.refuse()
-        groups = by_machine(first) if across else [first, second] if second else [[folder] for folder in first]
-        for scenario in (read_run(folder).scenario for group in groups[1:] for folder in group):
-            with wrong.noted():
-                refuse_misplaced(checks or [], scenario.servers, scenario.loads)
-        wrong.refuse()
-        comparison = compare_runs(groups, about=across or about, results=results, checks=checks or [])
-        if output == "terminal":
-            print_comparison(comparison, console())
-        elif output == "junit":
-            print(junit.of_comparison(comparison), end="")
-        else:
-            print(markdown(comparison) if output == "markdown" else msgspec.json.encode(comparison).decode())
-        slower = any(verdict.word == "slower" for verdict in comparison.verdicts)
-        if slower or not all(check.passed for check in comparison.checks):
-            raise typer.Exit(ExitCode.FAILED)
+            refuse_misplaced(checks or [], scenario.servers, scenario.loads)
+    wrong.refuse()
+    comparison = compare_runs(groups, about=across or about, results=results, checks=checks or [])
+    if output == "terminal":
+        print_comparison(comparison, console())
+    elif output == "junit":
+        print(junit.of_comparison(comparison), end="")
+    else:
+        print(markdown(comparison) if output == "markdown" else msgspec.json.encode(comparison).decode())
+    slower = any(verdict.word == "slower" for verdict in comparison.verdicts)
+    if slower or not all(check.passed for check in comparison.checks):
+        raise typer.Exit(ExitCode.FAILED)
 
 
 @command(short_help="Show in what two runs differ.")
 def diff(
-    one: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.")],
+    one: RunArg,
     other: Annotated[Path, typer.Argument(metavar="OTHER", help="Another.")],
     output: Annotated[
         Literal["terminal", "markdown", "json"], typer.Option("--format", help="What to print.")
@@ -195,7 +176,7 @@ def diff(
 
 @command(short_help="File a VALID run by machine and scenario.")
 def publish(
-    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.")],
+    run_folder: RunArg,
     records: Annotated[
         bool, typer.Option("--records", help="Also its records, one a request, as requests.jsonl.gz.")
     ] = False,
@@ -244,7 +225,7 @@ def _table_file(given: Path) -> Path:
 
 @command(short_help="Write a run's records as Parquet or CSV.")
 def export(
-    run_folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.")],
+    run_folder: RunArg,
     to: Annotated[
         Path,
         typer.Option(

@@ -4,9 +4,10 @@ import re
 from collections import Counter
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from harness.failures.lines import printable
-from harness.failures.scan import Failure, explain_message
+from harness.failures.scan import explain_message
 
 MOST_MESSAGES = 100  # different ones that are kept apart
 _NUMBERS = re.compile(r"\d+")
@@ -52,18 +53,10 @@ def grouped(said: Said) -> list[Group]:
     for (kind, text), count in said.counts.most_common():
         example = said.examples[kind, text]
         failure = explain_message(f"{kind}: {example}")
-        key = (kind, text if failure is None else failure.id + _cause(failure))
-        known = groups.get(key)
-        groups[key] = Group(
-            kind=kind,
-            count=count + (known.count if known is not None else 0),
-            message=example if known is None else known.message,
-            id=None if failure is None else failure.id,
-            cause=None if failure is None else (known.cause if known is not None else failure.cause),
-            fix=None if failure is None else (known.fix if known is not None else failure.fix),
-        )
+        key = (kind, text if failure is None else failure.id + _NUMBERS.sub("#", failure.cause))
+        if key in groups:
+            groups[key] = replace(groups[key], count=groups[key].count + count)
+            continue
+        words = {} if failure is None else {"id": failure.id, "cause": failure.cause, "fix": failure.fix}
+        groups[key] = Group(kind=kind, count=count, message=example, **words)
     return sorted(groups.values(), key=lambda group: -group.count)
-
-
-def _cause(failure: Failure) -> str:
-    return _NUMBERS.sub("#", failure.cause)

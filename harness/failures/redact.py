@@ -1,8 +1,10 @@
 """Secrets in the lines of a log: what `harness explain` prints is posted in public."""
 
 import re
+from collections.abc import Sequence
 
 HIDDEN = "***"
+SHORTEST = 4  # characters of a secret; a shorter one is blacked out nowhere: it would take half a text with it
 _QUOTE = r"""(?:\\?['"])?"""
 _IS = rf"{_QUOTE}\ ?[:=]\ ?\[?{_QUOTE}"
 _NAMED = re.compile(  # a flag, a variable, a key of a dictionary or a header, up to where its value begins
@@ -19,6 +21,14 @@ _LOOKS = re.compile(
     r"|(?<=\bBearer )[\w.~+/=-]{8,}"
     r"|(?<=://)[^\s/:@'\"]+:[^\s/@'\"]+(?=@)"  # a name and its password in an address
 )
+
+
+def without(text: str, secrets: Sequence[str]) -> str:
+    """`text` with these blacked out. The longest first: one may be the beginning of another."""
+    for secret in sorted(secrets, key=len, reverse=True):
+        if len(secret) >= SHORTEST:
+            text = text.replace(secret, HIDDEN)
+    return text
 
 
 def hidden(text: str) -> str:

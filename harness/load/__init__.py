@@ -9,6 +9,7 @@ tickets.py    which request of the sequence comes next, across processes
 course.py     the tickets of a load's stages, one after the other
 shape.py      how many users there are in which stage
 part.py       which part of the sequence a machine sends
+wait.py       until something is so
 meet.py       where the parts of a mix wait for each other
 body.py       a request in the words of each endpoint
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from harness.failures.redact import hidden
+from harness.failures.redact import hidden, without
 from harness.load.exchange import Clock, Exchange
 from harness.load.sse import Event, Parser
 from harness.load.tools import Call, gather
@@ -182,20 +182,6 @@ class Reading:
             answer.fail("truncated", f"the stream ended after {events} events without [DONE] or a finish reason")
         if not answer.generated:
             answer.fail("empty", f"a complete stream without any generated text; {_usage_words(answer)}")
-
-
-def without(message: str, secrets: Sequence[str]) -> str:
-    for secret in secrets:
-        message = message.replace(secret, "[secret]")
-    return message
-
-
-def read_answer(exchange: Exchange) -> Answer:
-    """The observations in an exchange that has ended."""
-    reading = Reading(exchange)
-    answer = reading.finish()
-    reading.time()
-    return answer
 
 
 def _unframed(raw: bytes, answer: Answer) -> None:

@@ -5,12 +5,16 @@ users are there; what is sent before that, and the warm-up that the scenario ask
 is drained between them.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from harness.load.tickets import Plan, Seen, Ticket, Tickets
+from harness.load.tickets import Plan, Ticket, Tickets
+from harness.load.wait import until
+
+logger = logging.getLogger(__name__)
 
 
 class Stage(NamedTuple):
@@ -26,78 +30,61 @@ class Course:
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         several = len(stages) > 1
-        self._all = [Tickets(stage.path, stage.plan._replace(waits=several)) for stage in stages]
+        self.several = several  # whether the number of users changes
+        self.stages = [Tickets(stage.path, stage.plan._replace(waits=several)) for stage in stages]
         self._users = [stage.users for stage in stages]
         self._now = 0
 
-    @property
-    def stages(self) -> int:
-        """How many there are."""
-        return len(self._all)
-
-    @property
-    def several(self) -> bool:
-        """Whether the number of users changes."""
-        return self.stages > 1
-
     def hold(self) -> None:
-        """The warm-up of each stage, where it has one, goes on until the stage is released."""
-        for tickets in self._all:
+        """The warm-up of each stage, where it has one, goes on until the stage is not `held` any more."""
+        for tickets in self.stages:
             tickets.held = True
 
-    def release(self, stage: int = 0) -> None:
-        self._all[stage].held = False
-
     def close(self) -> None:
-        for tickets in self._all:
+        for tickets in self.stages:
             tickets.close()
 
     def user(self) -> int:
         """The next user's number, from 0."""
-        return self._all[0].user()
+        return self.stages[0].user()
 
     def take(self, most: int = 1) -> list[Ticket]:
         """As that of the stage that has not ended; see Tickets."""
         stage = self.stage()
-        taken = self._all[stage].take(most)
+        taken = self.stages[stage].take(most)
         if not taken and stage < self.stage():
             return self.take(most)
         return [msgspec.structs.replace(ticket, stage=stage) for ticket in taken] if stage else taken
 
-    def as_sent(self, ticket: Ticket) -> Ticket:
-        """As it is when its request is sent now; see Tickets."""
-        return self._all[ticket.stage].as_sent(ticket)
-
-    def settle(self, number: int = 1, seen: Seen | None = None, stage: int = 0) -> None:
-        """`number` tickets taken of a stage are done with; see Tickets."""
-        self._all[stage].settle(number, seen)
-
     def stage(self) -> int:
         """The one that is going on, or the last."""
-        while self._now < len(self._all) - 1 and self.over(self._now):
+        while self._now < len(self.stages) - 1 and self.over(self._now):
             self._now += 1
         return self._now
 
     def over(self, stage: int) -> bool:
         """Whether the measured time of a stage has passed."""
-        left_s = self._all[stage].left_s()
+        left_s = self.stages[stage].left_s()
         return left_s is not None and left_s <= 0
 
     def left_s(self) -> float | None:
         """Until the end of all; see Tickets."""
-        return self._all[-1].left_s()
+        return self.stages[-1].left_s()
 
     def finished(self) -> bool:
         """Whether no ticket is left and every request has ended."""
-        return all(tickets.finished() for tickets in reversed(self._all))
+        return all(tickets.finished() for tickets in reversed(self.stages))
 
-    def warmed_up(self, stage: int = 0) -> bool:
-        """Whether the warm-up that was planned for a stage has been handed out."""
-        return self._all[stage].warmed_up()
+    def wait_for_end(self, drain_s: float) -> None:
+        """Fixed work: for its last request. Fixed time: for what is in flight at its end, but no longer than that."""
 
-    def steady(self, stage: int) -> bool | None:
-        """Whether the warm-up of a stage found the server steady; see Tickets."""
-        return self._all[stage].steady()
+        def too_late() -> bool:
+            left_s = self.left_s()
+            return left_s is not None and left_s < -drain_s
+
+        until(lambda: self.finished() or too_late())
+        if not self.finished():
+            logger.info("cutting what has not finished %g s after the end", drain_s)
 
     def users(self) -> int:
         """How many there should be now."""
@@ -105,4 +92,4 @@ class Course:
 
     def users_are_there(self) -> None:
         """As many as there should be, and no others."""
-        self._all[self.stage()].users_are_there()
+        self.stages[self.stage()].users_are_there()

@@ -7,9 +7,9 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.failures import stranger as strangers
+from harness.failures.redact import without
 from harness.failures.stranger import CHECK_ADDRESS, Got, Key
 from harness.job import Job, secrets_of
-from harness.load.answer import without
 from harness.load.client import Client, Known, Target
 from harness.load.clock import KernelClock
 from harness.load.exchange import Exchange

@@ -19,10 +19,10 @@ from harness.errors import HarnessError
 from harness.job import Job, secrets_of
 from harness.load.meet import all_are_warm
 from harness.load.spool import FILES, Intake
+from harness.load.wait import LOOK_S, until
 from harness.load.worker import ASK, BEGUN, DONE, END, FINISHED, GO, HELLO, JOB, READY, RECORDS, TAKEN, THERE, WARM
 from harness.workers import Workers
 
-_POLL_S = 0.05
 _HELLO_S = 10.0  # until all that have connected have said who they are
 _READY_S = 120.0  # for reading prompts and asking the server for its model
 _STALLED_S = 15.0  # at the end, without anything new from those that still owe something
@@ -49,7 +49,6 @@ class _Machine:
         self.warm = -1  # the last stage whose warm-up it has sent
         self.finished = False
         self.done = False
-        self.lost = False
         self.intakes: dict[str, Intake] = {}
 
 
@@ -72,7 +71,7 @@ class Master:
 
     def hand_out(self) -> None:
         """Give each machine its part, before users are spawned. Raises HarnessError that names who cannot take it."""
-        _wait(lambda: all(client in self._machines for client in self._runner.clients), _HELLO_S)
+        until(lambda: all(client in self._machines for client in self._runner.clients), _HELLO_S)
         self._at_work = machines = self._in_order()
         self._admit_nobody_else()
         for machine in machines:
@@ -87,8 +86,8 @@ class Master:
             data = {"job": msgspec.json.encode(job), "files": files, "host": self._environment.host}
             more = {"correction_s": machine.correction_s, "error_s": machine.error_s}
             self._runner.send_message(JOB, data | more, machine.client_id)
-        _wait(lambda: all(machine.ready for machine in machines), _READY_S)
-        _wait(lambda: not any(map(self._is_lost, machines)), _HELLO_S)  # one that was busy reading comes back
+        until(lambda: all(machine.ready for machine in machines), _READY_S)
+        until(lambda: not any(map(self._is_lost, machines)), _HELLO_S)  # one that was busy reading comes back
         for machine in machines:
             if machine.error or not machine.ready or self._is_lost(machine):
                 raise HarnessError(f"worker {machine.name}: {machine.error or 'no answer to its job'}")
@@ -124,7 +123,7 @@ class Master:
             if gone < min(machine.warm for machine in machines) and all_are_warm(self._job):
                 gone += 1
                 self._tell_all(GO, {"stage": gone})
-            gevent.sleep(_POLL_S)
+            gevent.sleep(LOOK_S)
         if self._ended:  # by an interruption, which is waiting for the records
             return
         self.end()
@@ -165,7 +164,7 @@ class Master:
             if now - last > _STALLED_S or (within_s is not None and now - begun > within_s):
                 logger.error("not all records have come of %s", ", ".join(machine.name for machine in owing))
                 break
-            gevent.sleep(_POLL_S)
+            gevent.sleep(LOOK_S)
 
     def _in_order(self) -> list[_Machine]:
         """Those that the run waits for, as it names them. Raises HarnessError when it is not these that are here."""
@@ -188,7 +187,7 @@ class Master:
             asked = time.monotonic()
             machine.asked = {asked}
             self._runner.send_message(ASK, {"asked": asked}, machine.client_id)
-            _wait(lambda: not machine.asked, _ANSWER_S, 0.001)
+            until(lambda: not machine.asked, _ANSWER_S, 0.001)
         if machine.error_s is None:
             raise HarnessError(f"worker {machine.name} does not answer")
 
@@ -263,9 +262,3 @@ def _files(job: Job) -> dict[str, bytes]:
             raise HarnessError(f"{path}: too large to be sent to workers (at most {_MOST_FILE // 2**20} MiB)")
         files[field] = path.read_bytes()
     return files
-
-
-def _wait(for_what: Any, at_most_s: float, poll_s: float = _POLL_S) -> None:
-    until = time.monotonic() + at_most_s
-    while not for_what() and time.monotonic() < until:
-        gevent.sleep(poll_s)

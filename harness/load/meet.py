@@ -8,8 +8,7 @@ import gevent
 
 from harness.job import Job, warm_sign
 from harness.load.course import Course
-
-_LOOK_S = 0.05
+from harness.load.wait import until
 
 
 def meet(job: Job, tickets: Course) -> None:
@@ -26,6 +25,6 @@ def all_are_warm(job: Job) -> bool:
 
 
 def _wait(job: Job, tickets: Course) -> None:
-    while not tickets.warmed_up() or not all_are_warm(job):
-        gevent.sleep(_LOOK_S)
-    tickets.release()
+    until(tickets.stages[0].warmed_up)
+    until(lambda: all_are_warm(job))
+    tickets.stages[0].held = False

@@ -61,6 +61,11 @@ class Place(NamedTuple):
         return self.ticket.index if self.asked_index is None else self.asked_index
 
 
+# What a record has as it is.
+_OF_PLACE = [name for name in Request.__struct_fields__ if name in Place._fields]
+_OF_ANSWER = [name for name in Request.__struct_fields__ if name in Answer.__slots__ and name != "status"]
+
+
 class LoadProcess:
     """The state of one process that generates load. Made after the fork."""
 
@@ -90,7 +95,7 @@ class LoadProcess:
         with suppress(OSError, UnicodeError):  # the requests will say what is wrong with it
             self._known.look_up(self._target)  # now: else all users of the beginning wait for it
         self.tickets = course_of(job)
-        recorder.steady = self.tickets.steady
+        recorder.steady = lambda stage: self.tickets.stages[stage].steady()
         if self.by_hand:
             for stage in self._stages:
                 os.unlink(stage.tickets_path)  # of use to this process only, which has it open
@@ -191,7 +196,7 @@ class LoadProcess:
             self.recorder.add(self._record(exchange, answer, place, tools), place.ticket.stage)
         finally:
             # Whatever happens: the end of the load waits for it.
-            self.tickets.settle(seen=_seen(exchange, place, answer), stage=place.ticket.stage)
+            self.tickets.stages[place.ticket.stage].settle(seen=_seen(exchange, place, answer))
         if tell is not None:
             tell(answer)
 
@@ -249,44 +254,24 @@ class LoadProcess:
             id=exchange.id,
             cell=self._stages[place.ticket.stage].cell,
             load=self._stages[place.ticket.stage].load_name,
-            user_class=place.user_class,
             index=place.ticket.index,
-            user=place.user,
             process=self.recorder.process,
             phase=place.ticket.phase,
             sent_s=exchange.start_ns / 1e9,
-            ended_s=answer.ended_s,
-            clock=answer.clock,
             scheduled_s=_scheduled_s(exchange, place),
-            conversation=place.conversation,
-            turn=place.turn,
-            batch=place.batch,
-            again=place.again,
             resent=exchange.resent,
             connect_s=None if exchange.connect_ns is None else exchange.connect_ns / 1e9,
-            headers_s=answer.headers_s,
-            chunks_s=answer.chunks_s,
-            first_visible_s=answer.first_visible_s,
-            coalesced=answer.coalesced,
             coalesced_late=coalesced_late(exchange, answer),
             asked_tokens=None if embeddings else self._asked(place.question),
             fixed_length=load.output == "fixed" and not embeddings,
             asked_prompt_tokens=self._asked_prompt(place),
-            prompt_tokens=answer.prompt_tokens,
-            output_tokens=answer.output_tokens,
-            cached_tokens=answer.cached_tokens,
-            reasoning_tokens=answer.reasoning_tokens,
-            reasoning_chunks=answer.reasoning_chunks,
-            tool_chunks=answer.tool_chunks,
             tool_calls=None if tools is None else len(answer.calls),
             tool_calls_valid=None if tools is None else sum(tools.is_valid(call) for call in answer.calls),
-            vectors=answer.vectors,
             answer_valid=judged.valid,
             answer_right=judged.right,
-            finish=answer.finish,
             status=exchange.status,
-            error=answer.error,
-            message=answer.message,
+            **{name: getattr(place, name) for name in _OF_PLACE},
+            **{name: getattr(answer, name) for name in _OF_ANSWER},
         )
 
 

@@ -7,13 +7,14 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import gevent
 import msgspec
 
+from harness.job import Job
 from harness.load.health import TICK_S, Health
 from harness.load.later import Later
 from harness.load.tickets import Phase
@@ -46,13 +47,8 @@ class Recorder:
     thousand records.
     """
 
-    def __init__(
-        self, requests_path: str, processes_path: str, cell: str, anchor: Anchor = HERE, then: Sequence[str] = ()
-    ) -> None:
-        """Open both files and write the start mark. Raises OSError where that is not possible.
-
-        `then`: the cells of the load's further stages. Each has marks of its own, of what was sent in it.
-        """
+    def __init__(self, job: Job, anchor: Anchor = HERE) -> None:
+        """Open both files and write the start mark, of each stage one. Raises OSError where that is not possible."""
         self.sent = 0  # requests whose first byte was about to be written
         self.recorded = 0
         self.in_flight_of: Counter[str] = Counter()  # by user class
@@ -60,7 +56,7 @@ class Recorder:
         self.steady: Callable[[int], bool | None] | None = None  # whether a stage's warm-up found the server steady
         self.health = Health()
         self.later = Later()  # makes the records
-        self._cells = [cell, *then]
+        self._cells = [job.cell if job.load_name else "by-hand", *(stage.cell for stage in job.then)]
         self._stage = 0  # that is measured, or was last
         self._sent_in = [0] * len(self._cells)
         self._added_in = [0] * len(self._cells)
@@ -72,8 +68,8 @@ class Recorder:
         self._pending = 0  # records in _lines
         self._encoder = msgspec.json.Encoder()
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        self._requests = os.open(requests_path, flags, 0o644)
-        self._processes = os.open(processes_path, flags, 0o644)
+        self._requests = os.open(job.requests_path, flags, 0o644)
+        self._processes = os.open(job.processes_path, flags, 0o644)
         self._cpu_s = time.process_time()
         self._closed = False
         self._write_mark("start")

@@ -2,26 +2,17 @@
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import gevent
 from locust import LoadTestShape
 from locust.runners import STATE_RUNNING, STATE_SPAWNING, Runner
 
 from harness.errors import HarnessError
+from harness.load.course import Course
+from harness.load.master import Master
 
 _LOOK_S = 0.1
 _RATE_S = 0.001  # in which users come, where nobody says how long that takes
-
-
-class Steered(Protocol):
-    """The stages of a load: the counters of this machine, or the master of several."""
-
-    def stage(self) -> int: ...  # the one that is going on, from 0
-
-    def users(self) -> int: ...  # how many there should be now
-
-    def users_are_there(self) -> None: ...  # as many as there should be, and no others
 
 
 class Stages(LoadTestShape):
@@ -31,7 +22,7 @@ class Stages(LoadTestShape):
     may be left out, and under which a headless process hears no SIGTERM.
     """
 
-    def __init__(self, course: Steered, ramp_s: float) -> None:
+    def __init__(self, course: Course | Master, ramp_s: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._course = course
         self._ramp_s = ramp_s

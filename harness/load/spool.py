@@ -10,11 +10,12 @@ from pathlib import Path
 
 import msgspec
 
+from harness.failures.redact import HIDDEN, SHORTEST
+
 PIECE = 262_144  # bytes at once, so that no message holds up Locust's own
 
 _CUT = b'..."'  # how a message ends that was shortened
-_BLACK = b"[secret]"
-_TOO_SHORT = 3  # characters, to be told from what is no secret
+_BLACK = HIDDEN.encode()
 
 FILES = ("requests", "processes")
 
@@ -67,7 +68,7 @@ def _without(lines: bytes, secrets: Sequence[str]) -> bytes:
         if (whole := _in_json(secret)) in lines:
             lines = lines.replace(whole, _BLACK)
         if _CUT in lines:
-            for length in range(len(secret) - 1, _TOO_SHORT, -1):
+            for length in range(len(secret) - 1, SHORTEST - 1, -1):
                 lines = lines.replace(_in_json(secret[:length]) + _CUT, _BLACK + _CUT)
     return lines
 

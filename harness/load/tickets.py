@@ -9,7 +9,8 @@ import fcntl
 import os
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -237,8 +238,16 @@ class Tickets:
         taken = counts.warmup_taken - counts.early
         return rule.most_requests is not None and taken >= self._plan.part.share(rule.most_requests)
 
-    def _counts(self) -> "_Held":
-        return _Held(self._file, self._read)
+    @contextmanager
+    def _counts(self) -> Iterator[Counts]:
+        """The counts, for one process at a time, and written back unless something went wrong."""
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            counts = self._read()
+            yield counts
+            os.pwrite(self._file, msgspec.json.encode(counts).ljust(_WIDTH - 1) + b"\n", 0)
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def _look(self) -> Counts:
         fcntl.flock(self._file, fcntl.LOCK_SH)
@@ -250,29 +259,3 @@ class Tickets:
     def _read(self) -> Counts:
         raw = os.pread(self._file, _WIDTH, 0)
         return self._decoder.decode(raw) if raw else Counts()
-
-
-class _Held:
-    """The counts, for one process at a time, and written back unless something went wrong."""
-
-    __slots__ = ("_counts", "_file", "_read")
-
-    def __init__(self, file: int, read: Callable[[], Counts]) -> None:
-        self._file = file
-        self._read = read
-
-    def __enter__(self) -> Counts:
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        try:
-            self._counts = self._read()
-        except BaseException:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-            raise
-        return self._counts
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        try:
-            if kind is None:
-                os.pwrite(self._file, msgspec.json.encode(self._counts).ljust(_WIDTH - 1) + b"\n", 0)
-        finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)

@@ -142,9 +142,7 @@ class LLMUser(User):
         every run, however long answers take. What was taken before and never sent, as after an exception in the task,
         is given up.
         """
-        if self._held:
-            self._process.tickets.settle(len(self._held), stage=self._stage)
-            self._held.clear()
+        self._give_up_held()
         self._know_model()
         most = 1 if self.load.trace is not None else most  # each row of a trace has a time of its own
         while self._state != LOCUST_STATE_STOPPING:
@@ -179,28 +177,13 @@ class LLMUser(User):
         the one before it asked. `tools` are sent along, and calls of them are in `answer.calls`.
         Raises ValueError for one that was sent before: what the plan says is sent once, and nothing else.
         """
-        follows = self._claim(work)
-        place = Place(
-            self._process.tickets.as_sent(work.ticket),
-            type(self).__name__,
-            self.number,
-            conversation,
-            turn,
-            batch,
-            again,
-            changed=work.changed,
-            follows=follows,
-            asked_index=work.asked_index,
-        )
+        place = self._claim(work)._replace(conversation=conversation, turn=turn, batch=batch, again=again)
         messages = [*history, *work.messages] if history else work.messages
         return self._send(messages, place, leave, tools)
 
     def begin(self, work: Work) -> None:
         """Send one request, and go on without its answer."""
-        follows = self._claim(work)
-        ticket, name = self._process.tickets.as_sent(work.ticket), type(self).__name__
-        place = Place(ticket, name, self.number, changed=work.changed, follows=follows, asked_index=work.asked_index)
-        self._under_way.append(gevent.spawn(partial(self._send, work.messages, place)))
+        self._under_way.append(gevent.spawn(partial(self._send, work.messages, self._claim(work))))
 
     def wait_until_below(self, number: int) -> None:
         """Wait until fewer than `number` of the requests that were begun are under way."""
@@ -208,15 +191,27 @@ class LLMUser(User):
             gevent.wait(self._under_way, count=1)
             self._under_way = [one for one in self._under_way if not one.dead]
 
-    def _claim(self, work: Work) -> bool:
-        """Whether it follows another one that was taken with it."""
+    def _give_up_held(self) -> None:
+        if self._held:
+            self._process.tickets.stages[self._stage].settle(len(self._held))
+            self._held.clear()
+
+    def _claim(self, work: Work) -> Place:
+        """Where it belongs, as it is sent now. Raises ValueError for one that was sent before."""
         if work.ticket not in self._held:
             raise ValueError(f"request {work.ticket.index} was sent already; take() another one")
         self._held.remove(work.ticket)
         self._last = work.ticket.index
         follows = self._begun and work.ticket not in self._burst
         self._begun = True
-        return follows
+        return Place(
+            self._process.tickets.stages[work.ticket.stage].as_sent(work.ticket),
+            type(self).__name__,
+            self.number,
+            changed=work.changed,
+            follows=follows,
+            asked_index=work.asked_index,
+        )
 
     def _send(
         self,
@@ -282,8 +277,7 @@ class LLMUser(User):
 
     def on_stop(self) -> None:
         if self._held and self._process.tickets.several:  # one user too many: the stage does not wait for what he held
-            self._process.tickets.settle(len(self._held), stage=self._stage)
-            self._held.clear()
+            self._give_up_held()
         try:
             if sys.exc_info()[0] is StopUser:  # he goes by himself, and is not cut
                 gevent.joinall(self._under_way)

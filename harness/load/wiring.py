@@ -31,13 +31,12 @@ from harness.load.options import add_options, job_file
 from harness.load.process import LoadProcess, course_of, plan_of
 from harness.load.recorder import Anchor, Recorder
 from harness.load.refused import FirstRequests
-from harness.load.shape import Stages, Steered
+from harness.load.shape import Stages
 from harness.load.steer import UNDER_WAY, host_of, job_of_form, look_first, options_of, refuse
 from harness.load.worker import Worker
 from harness.scenario import behaviour
 from harness.workers import FROM_MASTER
 
-_WATCH_S = 0.05
 _DRAIN_BY_HAND_S = 30.0
 _CUT = "llm-cut"
 _COME_S = 60.0  # for users to come and to be counted
@@ -82,8 +81,7 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
             _master = Master(environment, runner, _job, _job.workers)
         if not isinstance(runner, MasterRunner):
             job = _job or job_of_form(environment, _job)
-            cells = [stage.cell for stage in job.then]
-            _recorder = _recorder_of(job, cells)
+            _recorder = _recorder_of(job)
             atexit.register(_recorder.close)  # whatever ends this process, if it can still run anything
             if options.headless:
                 _process = LoadProcess(job, host_of(environment, environment.host), _recorder)
@@ -104,9 +102,9 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     gevent.get_hub().loop.update_now()
 
 
-def _recorder_of(job: Job, cells: list[str]) -> Recorder:
+def _recorder_of(job: Job) -> Recorder:
     try:
-        return Recorder(job.requests_path, job.processes_path, job.cell if _job else "by-hand", then=cells)
+        return Recorder(job)
     except OSError as error:
         raise HarnessError(
             f"--records: {error.filename} cannot be written ({error.strerror})",
@@ -123,31 +121,29 @@ def _let_records_be_finished() -> None:
 def _begin(job: Job, host: str, anchor: Anchor) -> LoadProcess:
     """The master has sent the job. Raises HarnessError, OSError."""
     global _process
-    then = [stage.cell for stage in job.then]
-    recorder = Recorder(job.requests_path, job.processes_path, job.cell, anchor, then)
-    _process = LoadProcess(job, host, recorder)
+    _process = LoadProcess(job, host, Recorder(job, anchor))
     return _process
 
 
 def _on_test_start(environment: Environment, **_: Any) -> None:
-    """In the web UI this happens again and again, each time with what the form says."""
+    try:
+        _start(environment)
+    except (HarnessError, OSError) as error:
+        give_up(environment, error)
+        raise gevent.GreenletExit from None  # the start of users ends here
+
+
+def _start(environment: Environment) -> None:
+    """In the web UI this happens again and again, each time with what the form says. Raises HarnessError, OSError."""
     global _process
     runner = environment.runner
     options = options_of(environment)
     if _worker is not None:
         _settle_memory()
-        try:
-            _worker.started()
-        except HarnessError as error:
-            give_up(environment, error)
-            raise gevent.GreenletExit from None  # as below
+        _worker.started()
         return
     if _master is not None:
-        try:
-            _master.hand_out()
-        except (HarnessError, OSError) as error:
-            give_up(environment, error)
-            raise gevent.GreenletExit from None  # the start of users ends here
+        _master.hand_out()
         gevent.spawn(_master.watch)
         if _job is not None and _job.then:
             _follow(environment, _job, _master)
@@ -155,21 +151,13 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
     if _job is not None and _job.load.trace is not None and not (options.headless or isinstance(runner, WorkerRunner)):
         Path(_job.tickets_path).unlink(missing_ok=True)  # a trace that has ended begins anew
     if not options.headless and _recorder is None:
-        try:
-            look_first(environment, _job)  # the workers would find out, and nobody who looks at the form
-        except HarnessError as error:
-            give_up(environment, error)
-            raise gevent.GreenletExit from None
+        look_first(environment, _job)  # the workers would find out, and nobody who looks at the form
     if not options.headless and _recorder is not None:
         if _process is not None:
             _process.close()
             _process = None
-        try:
-            _process = LoadProcess(job_of_form(environment, _job), host_of(environment, environment.host), _recorder)
-            _process.model()
-        except (HarnessError, OSError) as error:
-            give_up(environment, error)
-            raise gevent.GreenletExit from None  # likewise
+        _process = LoadProcess(job_of_form(environment, _job), host_of(environment, environment.host), _recorder)
+        _process.model()
     if _live is not None:
         _live.begin()
     _settle_memory()
@@ -239,25 +227,17 @@ def give_up(environment: Environment, error: Exception) -> None:
         gevent.spawn(environment.runner.stop)
 
 
-def _end_when_finished(environment: Environment, drain_s: float, tickets: Course) -> None:
-    """Fixed work: end with its last request. Fixed time: end when what is in flight then has ended, or after drain_s.
-
-    Locust's --run-time would not do: with --processes its master leaves the workers three seconds to finish.
-    """
-    while not tickets.finished():
-        left_s = tickets.left_s()
-        if left_s is not None and left_s < -drain_s:
-            logger.info("cutting what has not finished %g s after the end", drain_s)
-            break
-        gevent.sleep(_WATCH_S)
+def _end_when_finished(environment: Environment, drain_s: float, course: Course) -> None:
+    """Locust's --run-time would not do: with --processes its master leaves the workers three seconds to finish."""
+    course.wait_for_end(drain_s)
     environment.stop_timeout = 0
     assert environment.runner is not None
-    if tickets.several and isinstance(environment.runner, MasterRunner):
+    if course.several and isinstance(environment.runner, MasterRunner):
         environment.runner.send_message(_CUT)
     environment.runner.quit()
 
 
-def _follow(environment: Environment, job: Job, course: Steered) -> None:
+def _follow(environment: Environment, job: Job, course: Course | Master) -> None:
     """From now on the number of users follows the stages of the load."""
     assert environment.runner is not None
     load = job.load

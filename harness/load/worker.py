@@ -26,6 +26,7 @@ from harness.job import Job
 from harness.load.process import LoadProcess
 from harness.load.recorder import Anchor, Recorder
 from harness.load.spool import FILES, Spool
+from harness.load.wait import until
 
 HELLO, READY, BEGUN, WARM, FINISHED, RECORDS, DONE = (
     f"llm-{name}" for name in ("hello", "ready", "begun", "warm", "finished", "records", "done")
@@ -35,7 +36,6 @@ ASK, JOB, THERE, GO, TAKEN, END = (f"llm-{name}" for name in ("ask", "job", "the
 _HELLO_S = 1.0
 _SHIP_S = 0.2
 _AGAIN_S = 3.0  # a piece that nobody confirmed is sent again
-_WATCH_S = 0.05
 _SILENT_S = 10.0  # Locust's master answers a heartbeat each second; Locust itself waits for 60 s
 
 logger = logging.getLogger(__name__)
@@ -145,26 +145,19 @@ class Worker:
     def _on_go(self, msg: Any, **_: Any) -> None:
         """All machines are warm."""
         if self._process is not None:
-            self._process.tickets.release(msg.data["stage"])
+            self._process.tickets.stages[msg.data["stage"]].held = False
 
     def _watch_work(self) -> None:
         """Tell the master when a stage begins, when its warm-up has been sent, and when all is done."""
         if self._process is None:
             return
-        tickets, drain_s = self._process.tickets, self._process.job.load.drain_s
-        for stage in range(tickets.stages):
-            while stage and not tickets.over(stage - 1):
-                gevent.sleep(_WATCH_S)
-            self._send(BEGUN, {"stage": stage})
-            while not tickets.warmed_up(stage):
-                gevent.sleep(_WATCH_S)
-            self._send(WARM, {"stage": stage})
-        while not tickets.finished():
-            left_s = tickets.left_s()
-            if left_s is not None and left_s < -drain_s:
-                logger.info("cutting what has not finished %g s after the end", drain_s)
-                break
-            gevent.sleep(_WATCH_S)
+        course = self._process.tickets
+        for number, stage in enumerate(course.stages):
+            until(lambda: course.stage() >= number)  # noqa: B023 - waited for here
+            self._send(BEGUN, {"stage": number})
+            until(stage.warmed_up)
+            self._send(WARM, {"stage": number})
+        course.wait_for_end(self._process.job.load.drain_s)
         self._send(FINISHED)
 
     def _on_end(self, msg: Any, **_: Any) -> None:
@@ -178,8 +171,7 @@ class Worker:
             self._send(DONE, {"sizes": {}})
             return
         self._recorder.close()
-        while any(spool.rest() for spool in self._spools.values()):
-            gevent.sleep(_WATCH_S)
+        until(lambda: not any(spool.rest() for spool in self._spools.values()))
         self._send(DONE, {"sizes": {name: spool.size() for name, spool in self._spools.items()}})
         lost = f", cut short because {_names(msg.data['lost'])} was lost" if msg.data["lost"] else ""
         sent = self._recorder.sent

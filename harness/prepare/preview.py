@@ -1,7 +1,6 @@
 """What `harness check` shows: the plan of a scenario and how long it will take, without running anything."""
 
 import os
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -37,7 +36,7 @@ GENERATOR_START_S = 2.0
 
 def show_plan(experiment: Experiment, console: Console) -> None:
     scenario = experiment.scenario
-    say = partial(console.print, markup=False, highlight=False)
+    say = console.print
     base = baseline_of(scenario)
     say(f"{experiment.path}: valid\n{scenario.question}\n")
     table = Table(box=None, pad_edge=False)

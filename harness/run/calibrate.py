@@ -205,8 +205,6 @@ def show_readings(console: Console, most: int | None, processes: int, *, as_json
         console.print(
             f"Streams of {CHUNKS} chunks, one each {STEP_S * 1000:g} ms, from the embedded engine; {who}.\n"
             f"{'  '.join(_COLUMNS)}",
-            markup=False,
-            highlight=False,
             soft_wrap=True,
         )
     for reading in calibrate(most, processes):
@@ -214,7 +212,7 @@ def show_readings(console: Console, most: int | None, processes: int, *, as_json
         if not as_json:
             cells = zip(_cells(reading), _COLUMNS, strict=True)
             line = "  ".join(cell.rjust(len(column)) for cell, column in cells)
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            console.print(line, soft_wrap=True)
     best = max((one for one in readings if one.trusted), key=lambda one: one.streams, default=None)
     # What was asked to stop early has found no limit, and beside other programs theirs is found.
     limit = most is None and (readings[-1].trusted or not readings[-1].beside_others)
@@ -223,7 +221,7 @@ def show_readings(console: Console, most: int | None, processes: int, *, as_json
         print(pretty_json(readings).decode(), end="")
     else:
         kept = " `harness run` will mind it." if stored else ""
-        console.print("\n" + in_words(readings) + kept, markup=False, highlight=False)
+        console.print("\n" + in_words(readings) + kept)
 
 
 def in_words(readings: list[Reading]) -> str:

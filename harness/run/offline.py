@@ -39,10 +39,7 @@ def offline_cell(running: Running, cell: Cell, job: Job) -> CellRun:
         file.writelines(encoder.encode(mark) + b"\n" for mark in _marks(job, outcome, len(records)))
     head = outcome.head
     return CellRun(
-        id=cell.id,
-        server=cell.server,
-        load=cell.load,
-        repeat=cell.repeat,
+        **msgspec.structs.asdict(cell),
         started_wall_s=head.wall_s,
         ended_wall_s=head.wall_s + head.ended_s - head.monotonic_s,
         served_by=outcome.served_by,

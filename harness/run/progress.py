@@ -50,7 +50,7 @@ class Progress:
 
     def line(self, text: str) -> None:
         """A line that stays."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(text, soft_wrap=True)
 
     def cell(self, number: int, cells: int, cell: Cell, left_s: float | None) -> None:
         """The next cell begins; `left_s` is the estimate of the time for it and all that follow."""

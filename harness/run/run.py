@@ -209,10 +209,7 @@ def _cell_run(
     cell: Cell, endpoint: Endpoint, begun_s: float, ended_s: float | None = None, problems: Sequence[str] = ()
 ) -> CellRun:
     return CellRun(
-        id=cell.id,
-        server=cell.server,
-        load=cell.load,
-        repeat=cell.repeat,
+        **msgspec.structs.asdict(cell),
         started_wall_s=begun_s,
         ended_wall_s=ended_s,
         served_by=endpoint.served_by,

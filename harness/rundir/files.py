@@ -1,6 +1,7 @@
 """How files of results are written and read: JSON that a person can read, too, and each replaced in one step."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +32,23 @@ def read_json(path: Path, kind: type[T], newest: int | None = None, advice: str 
     except msgspec.DecodeError as error:
         step = f"The file was changed or damaged{advice}."
         raise HarnessError(f"{path}: cannot be read ({error})", next_step=step) from None
+
+
+def read_lines(path: Path, kind: type[T], damaged: list[int] | None = None) -> Iterator[T]:
+    """The values in a file of one a line, however its writer ended; none where there is no such file.
+
+    A line that cannot be decoded (torn by a kill) is skipped; its number goes to `damaged`.
+    """
+    decoder = msgspec.json.Decoder(kind)
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield decoder.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                if damaged is not None:
+                    damaged.append(number)
 
 
 def replace_file(path: Path, content: bytes) -> None:

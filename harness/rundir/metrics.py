@@ -24,7 +24,8 @@ import msgspec
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from harness.rundir.samples import append_sample, samples_by_cell
+from harness.rundir.files import read_lines
+from harness.rundir.samples import append_sample, by_cell
 from harness.summary import ServerLoad
 from harness.trust import open_session
 
@@ -154,7 +155,7 @@ class Scraper:
 
 def read_samples(path: Path) -> dict[str, list[MetricsSample]]:
     """The samples of a metrics.jsonl by cell, in the order of the file; a torn line is skipped."""
-    return samples_by_cell(path, MetricsSample)
+    return by_cell(read_lines(path, MetricsSample))
 
 
 def server_load(

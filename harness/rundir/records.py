@@ -10,6 +10,8 @@ from typing import Literal
 
 import msgspec
 
+from harness.rundir.files import read_lines
+
 FORMAT_VERSION = 1
 MOST_CPU = 0.90  # of one core: a load process is one thread, and above that it is the limit
 LATE_READ_S = 0.005  # after the kernel had the bytes: a busy load process looks at its sockets each 2 ms
@@ -113,20 +115,8 @@ class ProcessMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 def read_requests(path: Path, damaged: list[int] | None = None) -> Iterator[Request]:
-    """The records of a requests.jsonl, however its writer ended.
-
-    A line that cannot be decoded (torn by a kill) is skipped; its number goes to `damaged`.
-    """
-    decoder = msgspec.json.Decoder(Request)
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                yield decoder.decode(line)
-            except msgspec.DecodeError:
-                if damaged is not None:
-                    damaged.append(number)
+    """The records of a requests.jsonl; see `read_lines`."""
+    return read_lines(path, Request, damaged)
 
 
 def read_marks(path: Path, damaged: list[int] | None = None) -> list[ProcessMark]:

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from harness.rundir.samples import samples_by_cell
+from harness.rundir.files import read_lines
+from harness.rundir.samples import by_cell
 from harness.summary import GpuLoad, MachineLoad, median_of_known
 
 FEWEST = 5  # samples inside the window that a mean or an integral needs
@@ -70,7 +71,7 @@ class TelemetrySample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
 
 def read_telemetry(path: Path) -> dict[str, list[TelemetrySample]]:
     """The samples of a telemetry.jsonl by cell, in the order of the file; a torn line is skipped."""
-    return samples_by_cell(path, TelemetrySample)
+    return by_cell(read_lines(path, TelemetrySample))
 
 
 def machine_load(samples: Sequence[TelemetrySample], window: Span | None, tokens: float | None) -> MachineLoad | None:

@@ -92,6 +92,11 @@ def most_of(lengths: int | Lengths, what: str = "output", pairs: Pairs = ()) -> 
     return lengths.fixed or max(lengths.uniform or [pair[what == "output"] for pair in pairs], default=_MOST)
 
 
+def unread(lengths: int | Lengths) -> bool:
+    """Whether they stand in a file, which nobody has read yet."""
+    return isinstance(lengths, Lengths) and lengths.file is not None
+
+
 def typical_of(lengths: int | Lengths) -> int:
     """A length to reckon with. Of a file, which is not read for that, the default of a load."""
     if isinstance(lengths, int):

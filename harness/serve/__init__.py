@@ -4,9 +4,9 @@ from harness.serve.compose.document import compose_document as compose_document
 from harness.serve.compose.problems import server_problems_of as server_problems_of
 from harness.serve.compose.template import templates as templates
 from harness.serve.compose.template import variables as variables
+from harness.serve.docker.daemon import connect as connect
 from harness.serve.docker.daemon import engine_version as engine_version
 from harness.serve.docker.sweep import sweep as sweep
-from harness.serve.docker.sweep import sweep_all as sweep_all
 from harness.serve.endpoint import Endpoint as Endpoint
 from harness.serve.serve import attach as attach
 from harness.serve.serve import serve as serve

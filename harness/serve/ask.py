@@ -16,6 +16,7 @@ from harness.rundir.manifest import ServedBy
 from harness.trust import open_session
 
 PROBE_TIMEOUT_S = 5.0
+ANSWER_S = 300.0  # for a first answer, which may wait for a model that is being loaded
 CONNECT_S = 2.0
 RETRY_S = 10.0  # one broken answer is no reason to give up a server
 RETRY_EVERY_S = 0.5
@@ -30,9 +31,7 @@ class Passing(ServerError):
     """What may be over at the next request: a status of 5xx, half a body, a connection that broke."""
 
 
-def attach(
-    url: str, model: str | None, api_key: str | None = None, *, key_name: str | None = None, timeout_s: float = 300.0
-) -> ServedBy:
+def attach(url: str, model: str | None, api_key: str | None = None, *, key_name: str | None = None) -> ServedBy:
     """Look at a server that already runs: does its model answer?
 
     `model` None takes the only one that it serves; `key_name` is the environment variable that held the key. Raises
@@ -40,7 +39,7 @@ def attach(
     """
     base = base_url(url)
     with open_session(api_key) as session:
-        served, told = first_answer(base, model, session, partial(_post, session, timeout_s), key_name)
+        served, told = first_answer(base, model, session, partial(_post, session), key_name)
         version = server_version(base, session) or _ollama_version(base, session) or told
         simulated = version is not None and "simulated" in version
     return ServedBy(url=base, simulated=simulated, version=version, model=served)
@@ -159,9 +158,9 @@ def _get(session: requests.Session, url: str) -> requests.Response:
         ) from None
 
 
-def _post(session: requests.Session, timeout_s: float, url: str, body: dict[str, Any]) -> requests.Response:
+def _post(session: requests.Session, url: str, body: dict[str, Any]) -> requests.Response:
     try:
-        return session.post(url, json=body, timeout=timeout_s, allow_redirects=False)
+        return session.post(url, json=body, timeout=ANSWER_S, allow_redirects=False)
     except requests.RequestException as error:
         raise no_answer(error)(
             f"no answer from {url}: {reason(error)}", next_step="Look at the server's log."

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from harness.serve.secrecy import HIDDEN, SHORTEST
+from harness.failures.redact import without
 
 TAIL_LINES = 25
 LINE_CHARS = 100
@@ -17,8 +17,7 @@ class LogFile:
 
     def __init__(self, path: Path, secrets: Sequence[str] = ()) -> None:
         self.path = path
-        # Longest first: one may be the beginning of another.
-        self._secrets = [text.encode() for text in sorted(secrets, key=len, reverse=True) if len(text) >= SHORTEST]
+        self._secrets = secrets
         self._thread: threading.Thread | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -65,6 +64,4 @@ class LogFile:
                 file.write(self._clean(rest) + b"\n")
 
     def _clean(self, line: bytes) -> bytes:
-        for secret in self._secrets:
-            line = line.replace(secret, HIDDEN.encode())
-        return line
+        return without(line.decode(errors="surrogateescape"), self._secrets).encode(errors="surrogateescape")

@@ -16,8 +16,8 @@ from harness.serve.ask import PROBE_TIMEOUT_S, first_answer, message, no_answer,
 from harness.serve.compose.compose import Fetch, Serving
 from harness.serve.docker.containers import advice, evidence_in
 from harness.serve.lemonade.api import Api
-from harness.serve.lemonade.bring_up import BroughtUp, bring_up
-from harness.serve.waiting import POLL_S, Waiting, watched
+from harness.serve.lemonade.bring_up import Loaded, bring_up
+from harness.serve.waiting import POLL_S, Phases, Waiting, watched
 from harness.trust import open_session
 
 TELL_EVERY_S = 1.0
@@ -29,7 +29,7 @@ class Ready(Struct, frozen=True):
     phases: list[Phase]  # "port open", "health", ("model", "load",) "first answer"; without a gap between them
     model: str  # id that it answers to
     version: str | None
-    brought_up: BroughtUp | None = None  # by Lemonade
+    brought_up: Loaded | None = None  # by Lemonade
 
 
 def wait_ready(
@@ -45,46 +45,34 @@ def wait_ready(
 
     Raises ServerError when the server dies, does not become ready in time, or answers with what is no API.
     """
-    began = time.monotonic()
-    phases: list[Phase] = []
-    mark = began
-
-    def done(name: str) -> None:
-        nonlocal mark
-        now = time.monotonic()
-        phases.append(Phase(name=name, seconds=now - mark))
-        waiting.on_progress(f"{name} after {now - began:.1f} s")
-        mark = now
-
+    phases = Phases(waiting.on_progress)
+    deadline = time.monotonic() + waiting.timeout_s
     with open_session(api_key) as session:
-        deadline = began + waiting.timeout_s
         post = partial(_patient_post, waiting, deadline, api_key)
         _poll(session, url + serving.health, deadline, waiting, key_name, accept=lambda status: True)
-        done("port open")
+        phases.done("port open")
         _poll(session, url + serving.health, deadline, waiting, key_name, accept=lambda status: status == 200)
-        done("health")
+        phases.done("health")
         if serving.fetch is not None:
             _fetch(url, serving.fetch, session, deadline, waiting)
-            done("model")
+            phases.done("model")
         brought_up = None
         if serving.lemonade is not None:
-            brought_up = bring_up(Api(url, api_key), serving.lemonade, waiting, deadline)
-            phases += brought_up.phases
-            mark += sum(phase.seconds for phase in brought_up.phases)
+            brought_up = bring_up(Api(url, api_key), serving.lemonade, waiting, deadline, phases)
             model = brought_up.model
         if serving.load is not None:
             loaded = post(url + serving.load.path, serving.load.body)
             if loaded.status_code != 200:
                 raise _not_loaded(loaded, model, waiting)
-            done("load")
+            phases.done("load")
         try:
             served, told = first_answer(url, model, session, post, key_name, deadline)
         except ServerError as error:
             raise waiting.dead() or error from None
-        done("first answer")
+        phases.done("first answer")
         if brought_up is not None:
-            return Ready(phases, served, brought_up.version, brought_up)
-        return Ready(phases, served, server_version(url, session, serving.version) or told)
+            return Ready(phases.all, served, brought_up.version, brought_up)
+        return Ready(phases.all, served, server_version(url, session, serving.version) or told)
 
 
 def _fetch(url: str, fetch: Fetch, session: requests.Session, deadline: float, waiting: Waiting) -> None:

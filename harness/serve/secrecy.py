@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
+from harness.failures import redact
+from harness.failures.redact import HIDDEN, SHORTEST
 from harness.serve.compose.interpolate import names_in, written
 
 _NAME = re.compile(  # of an environment variable or an argument; MAX_TOKENS, PWD and SSL_KEYFILE are no secrets
@@ -29,8 +31,6 @@ _WORD = re.compile(r"(?:\$\{[^}]*\}|\S)+")  # an interpolation's own words belon
 _PLAIN = re.compile(r"\w[\w.-]*")
 # In a text that holds a whole command line: `--flag value`, `--flag=value`, `NAME=value`.
 _GIVEN = re.compile(r"(?P<name>--[\w.-]+(?= )|-{0,2}[A-Za-z][\w.-]*(?==))(?P<between>[= ]\s*)(?P<value>(?!--)\S+)")
-HIDDEN = "***"
-SHORTEST = 4  # a shorter value is blacked out nowhere: it would take half the log with it
 
 
 def is_secret(name: str) -> bool:
@@ -107,18 +107,11 @@ def without(value: Any, secrets: Sequence[str]) -> Any:
         return {key: without(item, secrets) for key, item in value.items()}
     if isinstance(value, list):
         return [without(item, secrets) for item in value]
-    return _replaced(value, secrets) if isinstance(value, str) else value
-
-
-def _replaced(text: str, secrets: Sequence[str]) -> str:
-    for secret in sorted(secrets, key=len, reverse=True):
-        if len(secret) >= SHORTEST:
-            text = text.replace(secret, HIDDEN)
-    return text
+    return redact.without(value, secrets) if isinstance(value, str) else value
 
 
 def _masked_text(text: str, secrets: Sequence[str]) -> str:
-    text = _replaced(text, secrets)
+    text = redact.without(text, secrets)
     text = _GIVEN.sub(lambda m: f"{m['name']}{m['between']}{HIDDEN}" if is_secret(m["name"]) else m[0], text)
     return _VALUE.sub(lambda m: f"://{HIDDEN}@" if m[0].startswith("://") else HIDDEN, text)
 

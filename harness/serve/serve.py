@@ -17,7 +17,7 @@ from docker.models.containers import Container
 from harness.errors import HarnessError, ServerError
 from harness.machine.facts import gpus
 from harness.process import sigterm_interrupts
-from harness.rundir.manifest import Phase, ServedBy
+from harness.rundir.manifest import ServedBy
 from harness.scenario.scenario import Scenario, Server
 from harness.serve import ask
 from harness.serve.compose.compose import GATEWAY, SERVER, ComposeFile, Service, Serving, filled_in
@@ -39,7 +39,7 @@ from harness.serve.recorded import recorded
 from harness.serve.secrecy import masked, secrets_in
 from harness.serve.vllm.flag_check import check_flags
 from harness.serve.vllm.gpu_fit import refuse_unfit
-from harness.serve.waiting import Waiting
+from harness.serve.waiting import Phases, Waiting
 
 MISSES = 3  # looks in a row at a server that already ran, in vain ...
 _LOOK_S = 2.0  # ... which is looked at so often ...
@@ -117,6 +117,17 @@ class _Start(msgspec.Struct, frozen=True):
         keys = [self.api_key] if self.api_key else []
         return [*keys, *secrets_in(msgspec.to_builtins(self.compose), os.environ)]
 
+    def metrics_url(self, url: str) -> str | None:
+        return None if self.serving.metrics is None else url + self.serving.metrics
+
+    def recorded(self, served: ServedBy, container: Container | None = None) -> ServedBy:
+        """With what it turns out to run with."""
+        metrics_url, key = self.metrics_url(served.url), self.api_key
+        hidden = self.secrets()
+        return recorded(
+            served, self.log_path, metrics_url=metrics_url, api_key=key, secrets=hidden, container=container
+        )
+
 
 @contextlib.contextmanager
 def _as_process(start: _Start) -> Iterator[Endpoint]:
@@ -136,8 +147,13 @@ def _as_process(start: _Start) -> Iterator[Endpoint]:
             arguments=arguments_of(start.compose.server),
             phases=ready.phases,
         )
-        started = _recorded(start, served_by)
-        yield Endpoint(url=url, started=started, look=look, metrics_url=_metrics(start, url), secrets=start.secrets())
+        yield Endpoint(
+            url=url,
+            started=start.recorded(served_by),
+            look=look,
+            metrics_url=start.metrics_url(url),
+            secrets=start.secrets(),
+        )
 
 
 @contextlib.contextmanager
@@ -171,22 +187,22 @@ def _bring_up(
     service = filled.services[start.name]
     port = parse_port(service.ports[0])
     url = f"http://{_host(port.address)}:{port.host}"
-    mark = time.monotonic()
+    phases = Phases()
     image = ensure_image(client, service.image, start.on_progress)
     if start.name == SERVER:
         for name in filled.preparations:
             ensure_image(client, filled.services[name].image, start.on_progress)
-    pulled_s = time.monotonic() - mark
+    phases.done("pull")
     if start.serving.help is not None:
         check_flags(client, image, service, start.serving.help, owner, start.on_progress)
-    checked_s = time.monotonic() - mark - pulled_s
+        phases.done("flags")
     if engine_host() is None and not is_free(port.host, port.address):
         raise _port_in_use(port.host)
     start.on_progress(f"starting the {start.name}'s container")
     if start.name == SERVER:
         containers.prepare(client, filled, owner)
     container = containers.start(client, filled, start.name, owner)
-    created_s = time.monotonic() - mark - pulled_s - checked_s
+    phases.done("create")
     containers.follow_log(container, log)
     look = containers.watcher(container, log)
     # What is asked of the server is filled in, too.
@@ -208,14 +224,9 @@ def _bring_up(
         arguments=[*(start.service.entrypoint or []), *(start.service.command or [])],
         most_at_once=ready.brought_up.most_at_once if ready.brought_up is not None else None,
         notes=ready.brought_up.notes if ready.brought_up is not None else [],
-        phases=[
-            Phase(name="pull", seconds=pulled_s),
-            *([Phase(name="flags", seconds=checked_s)] if start.serving.help is not None else []),
-            Phase(name="create", seconds=created_s),
-            *ready.phases,
-        ],
+        phases=phases.all + ready.phases,
     )
-    started = _recorded(start, served_by, container)
+    started = start.recorded(served_by, container)
     if watch is not None and "launch_command" not in started.effective:
         proof = {"launch_command": masked(watch.command(), start.secrets())}
         started = msgspec.structs.replace(started, effective=started.effective | proof)
@@ -223,7 +234,7 @@ def _bring_up(
         url=url,
         started=started,
         look=look,
-        metrics_url=_metrics(start, url),
+        metrics_url=start.metrics_url(url),
         secrets=start.secrets(),
         network=containers.network_name(owner),
         network_url=f"http://{start.name}:{port.container}",
@@ -303,7 +314,10 @@ def attach(
 
     metrics = metrics_url or ask.metrics_url(served_by.url, api_key)
     if found is not None:
-        served_by = found.of(served_by)
+        simulated = served_by.simulated or "simulated" in found.version
+        served_by = msgspec.structs.replace(
+            served_by, version=found.version, most_at_once=found.most_at_once, simulated=simulated
+        )
     served_by = recorded(served_by, metrics_url=metrics, api_key=api_key)
     return Endpoint(
         url=served_by.url,
@@ -327,23 +341,6 @@ def _wait(
 
     waiting = Waiting(dead, log, start.server.startup_timeout_s, start.on_progress, orphans)
     return wait_ready(url, start.serving, start.model, waiting, api_key=start.api_key, key_name=start.key_name)
-
-
-def _recorded(start: _Start, served_by: ServedBy, container: Container | None = None) -> ServedBy:
-    metrics_url, secrets = _metrics(start, served_by.url), start.secrets()
-    return recorded(
-        served_by,
-        start.log_path,
-        metrics_url=metrics_url,
-        api_key=start.api_key,
-        secrets=secrets,
-        container=container,
-    )
-
-
-def _metrics(start: _Start, url: str) -> str | None:
-    path = start.serving.metrics
-    return None if path is None else url + path
 
 
 def _host(published_on: str) -> str:

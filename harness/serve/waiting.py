@@ -2,12 +2,14 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from msgspec import Struct
 
 from harness.errors import ServerError
+from harness.rundir.manifest import Phase
 from harness.serve.logfile import LogFile
 
 POLL_S = 0.2
@@ -23,6 +25,22 @@ class Waiting(Struct, frozen=True):
     timeout_s: float
     on_progress: Callable[[str], None]
     orphans: Callable[[], list[str]] = list  # engine processes that lost their server, in words
+
+
+class Phases:
+    """The steps of a start, each timed as it is done: they follow each other without a gap."""
+
+    def __init__(self, on_progress: Callable[[str], None] | None = None) -> None:
+        self.all: list[Phase] = []
+        self._on_progress = on_progress
+        self._began = self._mark = time.monotonic()
+
+    def done(self, name: str) -> None:
+        now = time.monotonic()
+        self.all.append(Phase(name=name, seconds=now - self._mark))
+        self._mark = now
+        if self._on_progress is not None:
+            self._on_progress(f"{name} after {now - self._began:.1f} s")
 
 
 def watched(call: Callable[[], T], waiting: Waiting, look: Callable[[], None] = lambda: None) -> T:

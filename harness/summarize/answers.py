@@ -10,7 +10,6 @@ import msgspec
 from msgspec import Struct
 
 from harness.rundir.records import Request
-from harness.summarize.parts import add_up
 from harness.summary import Answers, Comparison, Numbers, PromptLengths, Row, median_of_known
 
 
@@ -45,9 +44,6 @@ class AnswerTally(Struct, kw_only=True):
             self.asked += request.asked_prompt_tokens
             self.got += request.prompt_tokens
             self.beyond[request.prompt_tokens - request.asked_prompt_tokens] += 1
-
-    def merge(self, other: "AnswerTally") -> None:
-        add_up(self, other)
 
 
 def answers_of(parts: Sequence[AnswerTally]) -> Answers | None:

@@ -16,6 +16,7 @@ from harness.scenario.check_syntax import Slo
 from harness.summarize import gaps
 from harness.summarize.gaps import Gaps, Interval, Sample
 from harness.summarize.goodput import SloTally
+from harness.summarize.parts import add_up
 from harness.summarize.tally import Clock, Tally
 
 KEEP_BYTES = 256 * 2**20  # of records; of a longer file only those chunk gaps are kept that percentiles need
@@ -194,7 +195,7 @@ def _merge_looks(look: _Look, other: _Look) -> None:
     for cell, end in other.ends.items():
         look.ends[cell] = max(end, look.ends.get(cell, end))
     for cell, sample in other.samples.items():
-        look.samples.setdefault(cell, Sample()).merge(sample)
+        add_up(look.samples.setdefault(cell, Sample()), sample)
 
 
 def _by_row(cells: Iterable[str], places: dict[str, Place]) -> list[list[str]]:

@@ -56,9 +56,6 @@ class Kept(msgspec.Struct):
         self.to_high += int(np.count_nonzero(gaps <= interval.high))
         self.values.frombytes(gaps[above & under].tobytes())
 
-    def merge(self, other: "Kept") -> None:
-        add_up(self, other)
-
 
 class Gaps(msgspec.Struct):
     """The gaps of a cell's successful measured requests, in seconds."""
@@ -116,7 +113,7 @@ class Gaps(msgspec.Struct):
         self.least, self.most = min(self.least, other.least), max(self.most, other.most)
         self.spans_s.extend(other.spans_s)
         for mine, others in zip(self.kept, other.kept, strict=True):
-            mine.merge(others)
+            add_up(mine, others)
 
     def within(self, interval: Interval) -> Kept | None:
         """What is known of an interval. None when that is not enough."""
@@ -175,9 +172,6 @@ class Sample(msgspec.Struct):
             self.requests += 1
             self.values.frombytes(taken.tobytes())
 
-    def merge(self, other: "Sample") -> None:
-        add_up(self, other)
-
 
 def intervals_around(samples: Sequence[Sample], widened: float) -> list[Interval]:
     """Where the percentiles of what the samples were taken from should lie; each sample's own, and all together's.
@@ -187,7 +181,7 @@ def intervals_around(samples: Sequence[Sample], widened: float) -> list[Interval
     found: list[Interval] = []
     together = Sample()
     for sample in samples:
-        together.merge(sample)
+        add_up(together, sample)
     for sample in [*samples, together] if len(samples) > 1 else samples:
         if not sample.values:
             continue

@@ -23,6 +23,8 @@ def add_up(mine: Struct, other: Struct, *, given: Collection[str] = ()) -> None:
             continue
         if hasattr(here, "merge"):
             here.merge(there)
+        elif isinstance(here, Struct):
+            add_up(here, there)
         elif isinstance(here, array):
             here.extend(there)
         else:

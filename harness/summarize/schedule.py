@@ -15,7 +15,7 @@ from harness.rundir.records import Request
 from harness.scenario.arrivals import Schedule
 from harness.scenario.scenario import Arrivals, Load, taken_together
 from harness.summarize import derive
-from harness.summarize.parts import add_up, doubles
+from harness.summarize.parts import doubles
 from harness.summary import Kept, median_of_known
 
 _KNOWN = ("batch", "chat", "agent", "rag")  # of these it is known how many requests begin with an arrival
@@ -63,10 +63,6 @@ class ScheduleTally(msgspec.Struct, kw_only=True):
         ):
             if value is not None:
                 kept.append(value)
-
-    def merge(self, other: "ScheduleTally") -> None:
-        """Add what was counted of the same cell further on in the file."""
-        add_up(self, other)
 
 
 def first_due_of(load: Load, seed: int) -> float | None:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,7 @@ from harness.rundir.files import pretty_json, read_json, replace_file
 from harness.rundir.manifest import CellRun, Origin, Run, read_run
 from harness.rundir.metrics import MetricsSample, read_samples, server_load
 from harness.rundir.records import ProcessMark, read_marks
+from harness.rundir.samples import by_cell
 from harness.rundir.telemetry import TelemetrySample, machine_load, median_load, read_telemetry
 from harness.scenario.check_syntax import Slo, slo_sets
 from harness.scenario.mixes import mix_of
@@ -63,7 +64,9 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
             cell,
             ran.get(name),
             tallies[name],
-            _Watched(samples.get(name, []), watched.get(name, []), marks.get(name, [])),
+            samples.get(name, []),
+            watched.get(name, []),
+            marks.get(name, []),
             given.get(name),
         )
         for name, cell in seen.items()
@@ -124,19 +127,8 @@ def _failures(rows: list[Row], tallies: dict[str, Tally]) -> list[FailedRequests
         said = Said()
         for cell in row.cells:
             said.merge(tallies[cell].said)
-        found += [
-            FailedRequests(
-                server=row.server,
-                load=row.load,
-                kind=group.kind,
-                count=group.count,
-                message=group.message,
-                id=group.id,
-                cause=group.cause,
-                fix=group.fix,
-            )
-            for group in grouped(said)[:MOST_CAUSES]
-        ]
+        for group in grouped(said)[:MOST_CAUSES]:
+            found.append(FailedRequests(server=row.server, load=row.load, **msgspec.structs.asdict(group)))
     return found
 
 
@@ -176,7 +168,7 @@ def _cells(run: Run) -> dict[str, Cell]:
     for server in run.scenario.servers:
         for load in run.scenario.loads:
             planned[f"live-{server}-{load}"] = Cell(f"live-{server}-{load}", server, load, 1)
-    ran = {cell.id: Cell(cell.id, cell.server, cell.load, cell.repeat) for cell in run.cells}
+    ran = {cell.id: msgspec.convert(cell, Cell, from_attributes=True) for cell in run.cells}
     ordered = {name: planned[name] for name in run.order if name in planned}
     return ordered | {name: cell for name, cell in ran.items() if name not in ordered}
 
@@ -219,21 +211,6 @@ def _unchecked(cells: list[CellSummary]) -> list[str]:
     return notes
 
 
-def by_cell(marks: Iterable[ProcessMark]) -> dict[str, list[ProcessMark]]:
-    result: dict[str, list[ProcessMark]] = {}
-    for mark in marks:
-        result.setdefault(mark.cell, []).append(mark)
-    return result
-
-
-class _Watched(msgspec.Struct, frozen=True):
-    """What was written beside the requests of one cell."""
-
-    metrics: list[MetricsSample]
-    telemetry: list[TelemetrySample]
-    marks: list[ProcessMark]
-
-
 def _window(counted: Tally) -> tuple[float, float] | None:
     """What the rates of a cell refer to, as Unix time."""
     begin, end = counted.window_s or (counted.first_sent_s, counted.last_ended_s)
@@ -246,7 +223,9 @@ def _cell(
     cell: Cell,
     ran: CellRun | None,
     counted: Tally,
-    watched: _Watched,
+    metrics: list[MetricsSample],
+    telemetry: list[TelemetrySample],
+    marks: list[ProcessMark],
     given: Numbers | None,
 ) -> CellSummary:
     numbers = given or origin.known(numbers_of([counted]), run.origin)
@@ -260,8 +239,7 @@ def _cell(
     window = _window(counted)
     rate = None if mix_of(cell.load) else numbers.output_tok_s  # the energy of a mix is none of its parts' alone
     tokens = None if rate is None else rate * (numbers.window_s or 0.0)
-    did = machine_load(watched.telemetry, window, tokens)
-    metrics = watched.metrics
+    did = machine_load(telemetry, window, tokens)
     if staged(cell.load) is not None and window is not None:  # else what other numbers of users did is among it
         metrics = [sample for sample in metrics if window[0] <= sample.wall_s <= window[1]]
     load = server_load(
@@ -271,7 +249,7 @@ def _cell(
         measured_wall_s=None if first is None or last is None else (first, last),
     )
     first_due_s = None if run.origin else first_due_of(run.scenario.loads[cell.load], run.scenario.seed)
-    warmup = warmed(counted, watched.marks, first_due_s)
+    warmup = warmed(counted, marks, first_due_s)
     found = validity.of_cell(
         validity.Evidence(
             cell=cell.id,
@@ -284,8 +262,7 @@ def _cell(
             numbers=numbers,
             server_load=load,
             machine_load=did,
-            window_s=numbers.window_s,
-            marks=watched.marks,
+            marks=marks,
             warmup=warmup,
             exact_prompts=run.scenario.prompts.tokenizer is not None,
             workers=run.workers,
@@ -295,10 +272,7 @@ def _cell(
     )
     phases = ran.served_by.phases if ran is not None else []
     return CellSummary(
-        id=cell.id,
-        server=cell.server,
-        load=cell.load,
-        repeat=cell.repeat,
+        **msgspec.structs.asdict(cell),
         numbers=numbers,
         server_load=load,
         machine_load=did,

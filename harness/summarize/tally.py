@@ -9,7 +9,7 @@ import statistics
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,6 +27,7 @@ from harness.summarize.schedule import ScheduleTally, pooled
 from harness.summary import NEEDED, NO_SAMPLE, Distribution, Numbers, median_of_known
 
 _NO_TOKENS = ("connect", "rejected", "http", "not_api")  # the server generated nothing for these
+_SAMPLES = ("ttft_s", "ttfo_s", "tpot_s", "e2e_s", "send_lag_s", "connect_s")  # of a tally, as Numbers calls them
 _GIVEN = ("clock", "window_s", "scheduled", "begun_s", "mixed")  # of a tally: what it knows before it counts
 
 
@@ -258,19 +259,11 @@ def distribution(parts: Sequence["array[float]"], requests: int | None = None) -
         return NO_SAMPLE
     carried = n if requests is None else requests
 
-    def at(name: str, permille: int) -> float | None:
-        return percentile(values, permille) if carried >= NEEDED[name] else None
-
-    return Distribution(
-        n=n,
-        mean=float(values.mean()),
-        least=float(values[0]),
-        most=float(values[-1]),
-        p50=at("p50", 500),
-        p90=at("p90", 900),
-        p95=at("p95", 950),
-        p99=at("p99", 990),
-    )
+    at = {
+        name: percentile(values, permille) if carried >= NEEDED[name] else None
+        for name, permille in gaps.PERMILLES.items()
+    }
+    return Distribution(n=n, mean=float(values.mean()), least=float(values[0]), most=float(values[-1]), **at)
 
 
 def gap_distribution(parts: Sequence[Gaps]) -> Distribution:
@@ -303,6 +296,7 @@ def numbers_of(tallies: Sequence[Tally], cells: Sequence[Numbers] = ()) -> Numbe
     known_prompts = succeeded and not any(t.without_prompt_tokens for t in tallies)
     known_output = succeeded and not any(t.without_output_tokens for t in tallies)
     asked = [t.answers for t in tallies]
+    samples: dict[str, Any] = {name: distribution([getattr(t, name) for t in tallies]) for name in _SAMPLES}
     rates = _rates(tallies[0]) if len(tallies) == 1 and not cells else _medians(cells)
     return Numbers(
         sent=sum(t.sent for t in tallies),
@@ -314,22 +308,14 @@ def numbers_of(tallies: Sequence[Tally], cells: Sequence[Numbers] = ()) -> Numbe
         prompt_tokens=sum(t.prompt_tokens for t in tallies) if known_prompts else None,
         output_tokens=sum(t.output_tokens for t in tallies) if known_output else None,
         cached_tokens=sum(cached) if cached else None,
-        reasoning_tokens=_reasoning(tallies) if known_output else None,
+        # None where nothing was: most models do not reason, and most reports need no such number.
+        reasoning_tokens=(math.fsum(t.reasoning_tokens for t in tallies) or None) if known_output else None,
         tool_calls=sum(called) if (called := [t.tool_calls for t in tallies if t.tool_calls is not None]) else None,
         tool_calls_valid=sum(t.tool_calls_valid for t in tallies) if called else None,
-        wall_s=rates.wall_s,
-        window=rates.window,
-        window_s=rates.window_s,
-        output_tok_s=rates.output_tok_s,
-        input_tok_s=answers.input_tok_s(asked, rates.window_s, cells) if succeeded else None,
-        requests_per_s=rates.requests_per_s,
-        ttft_s=distribution([t.ttft_s for t in tallies]),
-        ttfo_s=distribution([t.ttfo_s for t in tallies]),
-        tpot_s=distribution([t.tpot_s for t in tallies]),
-        e2e_s=distribution([t.e2e_s for t in tallies]),
+        **rates,
+        input_tok_s=answers.input_tok_s(asked, rates.get("window_s"), cells) if succeeded else None,
+        **samples,
         chunk_gap_s=gap_distribution([t.chunk_gap_s for t in tallies]),
-        send_lag_s=distribution([t.send_lag_s for t in tallies]),
-        connect_s=distribution([t.connect_s for t in tallies]),
         ttft_sched_s=distribution([t.schedule.ttft_s for t in tallies]),
         e2e_sched_s=distribution([t.schedule.e2e_s for t in tallies]),
         schedule=pooled([cell.schedule for cell in cells]),
@@ -337,50 +323,26 @@ def numbers_of(tallies: Sequence[Tally], cells: Sequence[Numbers] = ()) -> Numbe
         vectors=answers.vectors_of(asked),
         answers=answers.answers_of(asked),
         prompts=answers.prompts_of(asked),
-        slos=attained([t.slos for t in tallies], sum(t.sent for t in tallies), rates.window_s, cells),
+        slos=attained([t.slos for t in tallies], sum(t.sent for t in tallies), rates.get("window_s"), cells),
     )
 
 
-class _Rates(Struct, frozen=True, kw_only=True):
-    """The part of Numbers that refers to a window."""
-
-    wall_s: float | None = None
-    window: Literal["wall", "timed"] | None = None
-    window_s: float | None = None
-    output_tok_s: float | None = None
-    requests_per_s: float | None = None
-
-
-def _rates(one: Tally) -> _Rates:
+def _rates(one: Tally) -> dict[str, Any]:
+    """Those fields of Numbers that refer to a window."""
     if one.first_sent_s is None or one.last_ended_s is None:
-        return _Rates()
+        return {}
     known = one.succeeded > 0 and one.without_output_tokens == 0
     if one.window_s is None:
-        wall_s = one.last_ended_s - one.first_sent_s
-        if wall_s <= 0:
-            return _Rates()
-        return _Rates(
-            wall_s=wall_s,
-            window="wall",
-            window_s=wall_s,
-            output_tok_s=(one.output_tokens + _cut_tokens(one)) / wall_s if known else None,
-            requests_per_s=one.succeeded / wall_s,
-        )
-    window_s = one.window_s[1] - one.window_s[0]
+        window_s, tokens, ended = one.last_ended_s - one.first_sent_s, float(one.output_tokens), one.succeeded
+        which: dict[str, Any] = {"window": "wall", "wall_s": window_s}
+    else:
+        # Whatever the order of the tokens.
+        window_s, tokens, ended = one.window_s[1] - one.window_s[0], math.fsum(one.tokens_inside), one.ended_inside
+        which = {"window": "timed"}
     if window_s <= 0:
-        return _Rates()
-    tokens = math.fsum(one.tokens_inside) + _cut_tokens(one)  # whatever the order
-    return _Rates(
-        window="timed",
-        window_s=window_s,
-        output_tok_s=tokens / window_s if known else None,
-        requests_per_s=one.ended_inside / window_s,
-    )
-
-
-def _reasoning(tallies: Sequence[Tally]) -> float | None:
-    """None where nothing was: most models do not reason, and most reports need no such number."""
-    return math.fsum(t.reasoning_tokens for t in tallies) or None
+        return {}
+    output_tok_s = (tokens + _cut_tokens(one)) / window_s if known else None
+    return {**which, "window_s": window_s, "output_tok_s": output_tok_s, "requests_per_s": ended / window_s}
 
 
 def _cut_tokens(one: Tally) -> float:
@@ -390,14 +352,7 @@ def _cut_tokens(one: Tally) -> float:
     return one.cut_chunks_inside * one.chunked_tokens / one.counted_chunks
 
 
-def _medians(cells: Sequence[Numbers]) -> _Rates:
-    def median(name: str) -> float | None:
-        return median_of_known(getattr(cell, name) for cell in cells)
-
-    return _Rates(
-        wall_s=median("wall_s"),
-        window=next((cell.window for cell in cells if cell.window is not None), None),
-        window_s=median("window_s"),
-        output_tok_s=median("output_tok_s"),
-        requests_per_s=median("requests_per_s"),
-    )
+def _medians(cells: Sequence[Numbers]) -> dict[str, Any]:
+    rates = ("wall_s", "window_s", "output_tok_s", "requests_per_s")
+    medians = {name: median_of_known(getattr(cell, name) for cell in cells) for name in rates}
+    return {**medians, "window": next((cell.window for cell in cells if cell.window is not None), None)}

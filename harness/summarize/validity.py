@@ -46,7 +46,6 @@ class Evidence(Struct, frozen=True, kw_only=True):
     numbers: Numbers
     server_load: ServerLoad
     machine_load: MachineLoad | None = None
-    window_s: float | None = None  # the measured time
     marks: Sequence[ProcessMark]
     exact_prompts: bool = False  # prompts were made to an exact number of tokens
     mixed: bool = False  # the server served other loads as well at that time
@@ -237,14 +236,14 @@ def _heat(evidence: Evidence, *, invalid: bool) -> list[str]:
 
     A limit of power or current is no reason: at full load it is what sets the clocks, of an APU always.
     """
-    if evidence.machine_load is None or not evidence.window_s:
+    load, window_s = evidence.machine_load, evidence.numbers.window_s
+    if load is None or not window_s:
         return []
     allowed = f"{'at most' if invalid else 'up to'} {MOST_HEAT:.0%} is allowed"
     return [
-        f"the GPU {name} was throttled by heat (or PROCHOT) during {gpu.heat_s:.1f} of {evidence.window_s:.1f} s; "
-        f"{allowed}"
-        for name, gpu in evidence.machine_load.gpus.items()
-        if gpu.used and gpu.heat_s and (gpu.heat_s > MOST_HEAT * evidence.window_s) == invalid
+        f"the GPU {name} was throttled by heat (or PROCHOT) during {gpu.heat_s:.1f} of {window_s:.1f} s; {allowed}"
+        for name, gpu in load.gpus.items()
+        if gpu.used and gpu.heat_s and (gpu.heat_s > MOST_HEAT * window_s) == invalid
     ]
 
 

@@ -49,7 +49,7 @@ def _print(console: Console, text: Text, width: int, mark: Text | None = None) -
     room = max(width - len(mark), 20)
     for line in textwrap.wrap(text.plain, room, break_long_words=False, break_on_hyphens=False):
         place = text.plain.index(line, place)
-        console.print(Text() + mark + text[place : place + len(line)], soft_wrap=True, highlight=False)
+        console.print(Text() + mark + text[place : place + len(line)], soft_wrap=True)
         mark, place = Text(" " * len(mark)), place + len(line)
 
 

@@ -22,11 +22,12 @@ from harness.report.charts.telemetry import shifted as shifted_machine
 from harness.rundir.blocks import Block, Lines, blocks_of, in_file, reader, requests_in
 from harness.rundir.manifest import Run
 from harness.rundir.records import ProcessMark, Request, read_marks
+from harness.rundir.samples import by_cell
 from harness.scenario.plan import plan
 from harness.summarize import derive
 from harness.summarize.count import together
 from harness.summarize.parts import add_up, doubles
-from harness.summarize.summarize import by_cell, places_of
+from harness.summarize.summarize import places_of
 from harness.summarize.tally import Clock, is_counted
 
 MOST_BINS = 240  # points of a timeline's line

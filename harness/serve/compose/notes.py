@@ -6,7 +6,7 @@ from typing import Any
 from harness.failures.removed_flags import removed_flags
 from harness.failures.table import replacements
 from harness.scenario.behaviour import Agent, Rag
-from harness.scenario.lengths import Lengths, most_of
+from harness.scenario.lengths import most_of, unread
 from harness.scenario.scenario import TURNS, Load, Prompts, Scenario, Server
 from harness.serve.compose.template import variable_of
 from harness.serve.vllm.flags import flags_in, value_of, version_of
@@ -71,7 +71,7 @@ def _of_arguments(server: Server) -> list[str]:
 def _of_length(server: Server, load: Load, prompts: Prompts) -> str | None:
     """What the longest request has too much for the server's context, where both are known."""
     limit, which = _context(server)
-    if limit is None or load.trace is not None or _unread(load.output_tokens) or load.endpoint == "embeddings":
+    if limit is None or load.trace is not None or unread(load.output_tokens) or load.endpoint == "embeddings":
         return None
     answer = most_of(load.output_tokens)
     prompt = _prompt(load, prompts, answer)
@@ -85,7 +85,7 @@ def _of_length(server: Server, load: Load, prompts: Prompts) -> str | None:
 
 def _prompt(load: Load, prompts: Prompts, answer: int) -> int | None:
     """Tokens of the longest prompt, without the chat template; None where nobody has read it yet."""
-    if load.user not in ("agent", "batch", "chat", "rag") or _unread(prompts.tokens):
+    if load.user not in ("agent", "batch", "chat", "rag") or unread(prompts.tokens):
         return None
     one = most_of(prompts.tokens, "prompt") if prompts.kind == "synthetic" else 0
     match load.user:
@@ -130,10 +130,6 @@ def _extra_args(server: Server) -> list[str]:
     given = server.variables.get("extra_args")
     words = [str(word) for word in given] if isinstance(given, list) else []
     return words + str(server.variables.get("vllm_args") or "").split()
-
-
-def _unread(lengths: int | Lengths) -> bool:
-    return isinstance(lengths, Lengths) and lengths.file is not None
 
 
 def _number(value: Any) -> int | None:

@@ -49,6 +49,11 @@ def parse_vllm_bytes(text: str) -> int:
     return int(float(match[1]) * (1000 if match[2].islower() else 1024) ** power)
 
 
+def tag_of(image: str) -> str:
+    """The tag of an image's name; empty where it has none."""
+    return image.partition("@")[0].rpartition("/")[2].partition(":")[2]
+
+
 def is_volume_name(text: str) -> bool:
     return _VOLUME_NAME.fullmatch(text) is not None
 

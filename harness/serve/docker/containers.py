@@ -4,7 +4,7 @@ import contextlib
 import io
 import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import docker
@@ -93,8 +93,7 @@ def run_once(
             network_mode="none",
         )
         container.start()
-        code = int(container.wait(timeout=timeout_s)["StatusCode"])
-        return code, container.logs().decode("utf-8", "replace")
+        return _output_of(container, timeout_s)
     except DOCKER_ERRORS as error:
         raise docker_error(f"a container of {service.image} cannot be run", error) from None
     finally:
@@ -105,8 +104,7 @@ def run_once(
 
 def _run_to_its_end(container: Container, name: str) -> None:
     try:
-        code = int(container.wait(timeout=PREPARE_S)["StatusCode"])
-        said = container.logs().decode("utf-8", "replace").strip()
+        code, said = _output_of(container, PREPARE_S)
         container.remove(v=True, force=True)
     except DOCKER_ERRORS as error:
         raise docker_error(f"the preparation '{name}' did not end within {PREPARE_S} s", error) from None
@@ -114,8 +112,14 @@ def _run_to_its_end(container: Container, name: str) -> None:
         raise ServerError(
             f"the preparation '{name}' of the server failed with exit code {code}",
             next_step="Look at its output, and at the volumes that the server's variables name.",
-            detail=said[-2000:],
+            detail=said.strip()[-2000:],
         )
+
+
+def _output_of(container: Container, timeout_s: float) -> tuple[int, str]:
+    """Exit code and output, once it has ended. Raises as the SDK does."""
+    code = int(container.wait(timeout=timeout_s)["StatusCode"])
+    return code, container.logs().decode("utf-8", "replace")
 
 
 def _archive(compose: ComposeFile, service: Service) -> bytes:
@@ -128,6 +132,14 @@ def _archive(compose: ComposeFile, service: Service) -> bytes:
             entry.size, entry.mode = len(content), 0o444
             tar.addfile(entry, io.BytesIO(content))
     return packed.getvalue()
+
+
+def unpacked(archive: Iterable[bytes]) -> bytes:
+    """The file in an archive out of a container; nothing of what is no file. Raises tarfile.TarError."""
+    with tarfile.open(fileobj=io.BytesIO(b"".join(archive))) as tar:
+        entry = tar.next()
+        file = tar.extractfile(entry) if entry is not None else None
+        return b"" if file is None else file.read()
 
 
 def network_name(owner: dict[str, str]) -> str:
@@ -143,12 +155,8 @@ def _volumes(client: docker.DockerClient, compose: ComposeFile) -> None:
         try:
             client.volumes.get(volume.name)
         except NotFound:
-            raise docker_error("the server cannot be started", _MissingVolume(volume.name)) from None
-
-
-class _MissingVolume(Exception):
-    def __str__(self) -> str:
-        return f"external volume {self.args[0]} not found"
+            missing = LookupError(f"external volume {volume.name} not found")
+            raise docker_error("the server cannot be started", missing) from None
 
 
 def _arguments(service: Service) -> dict[str, Any]:

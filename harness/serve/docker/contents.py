@@ -1,12 +1,12 @@
 """What an image brings along that decides about speed: its ROCm, the versions that it lists, what it sets."""
 
-import io
 import re
 import tarfile
 
 from docker.models.containers import Container
 
 from harness.rundir.manifest import Contents
+from harness.serve.docker.containers import unpacked
 from harness.serve.docker.daemon import DOCKER_ERRORS
 from harness.serve.secrecy import masked
 
@@ -40,10 +40,7 @@ def file_in(container: Container, path: str) -> str | None:
         stream, about = container.get_archive(path)
         if about is None or about["size"] > _MOST_BYTES:
             return None
-        with tarfile.open(fileobj=io.BytesIO(b"".join(stream))) as archive:
-            member = archive.next()
-            file = archive.extractfile(member) if member is not None and member.isfile() else None
-            return file.read().decode("utf-8", "replace").strip() or None if file is not None else None
+        return unpacked(stream).decode("utf-8", "replace").strip() or None
     except (*DOCKER_ERRORS, tarfile.TarError, KeyError):
         return None
 

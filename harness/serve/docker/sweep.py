@@ -7,16 +7,7 @@ import docker
 from docker.errors import APIError, NotFound
 
 from harness.serve.docker import labels
-from harness.serve.docker.daemon import DOCKER_ERRORS, connect, docker_error
-
-
-def sweep_all(*, everything: bool = False, caches: bool = False) -> list[str]:
-    """`sweep` on the Docker Engine of the environment."""
-    client = connect()
-    try:
-        return sweep(client, everything=everything, caches=caches)
-    finally:
-        client.close()
+from harness.serve.docker.daemon import DOCKER_ERRORS, docker_error
 
 
 def sweep(

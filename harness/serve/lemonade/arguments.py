@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.scenario.scenario import Server
+from harness.serve.compose.values import tag_of
 from harness.serve.lemonade.api import bare_name
 from harness.serve.vllm.flags import flags_in, removed_flags, vllm_refuses
 
@@ -60,7 +61,7 @@ def server_problems(server: Server, model: str, path: str) -> list[str]:
 
 def image_problems(image: str, vllm: bool, path: str) -> list[str]:
     """What is wrong with an image whose tag tells its version."""
-    match = _VERSION.fullmatch(image.partition("@")[0].rpartition("/")[2].partition(":")[2])
+    match = _VERSION.fullmatch(tag_of(image))
     version = tuple(int(part) for part in match.groups()) if match else OLDEST_VLLM
     if version < OLDEST:
         return [f"{path}: {image} is older than v11.0.0, whose API the harness speaks; take a newer one"]

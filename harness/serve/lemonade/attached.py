@@ -1,35 +1,17 @@
 """A Lemonade that already runs, and that the user gave the address of."""
 
-import msgspec
 import requests
 
 from harness.errors import ServerError
-from harness.rundir.manifest import ServedBy
 from harness.serve.ask import reason
 from harness.serve.lemonade import api as lemonade
 from harness.serve.lemonade.api import PREFIX, Api, bare_name, text_of
-from harness.serve.lemonade.bring_up import BEYOND_S, most_at_once, name_to_send, version_in_words
+from harness.serve.lemonade.bring_up import BEYOND_S, Loaded, as_loaded
 
 ASSUMED_TIMEOUT_S = 600.0  # Lemonade's own default
 
 
-class Attached(msgspec.Struct, frozen=True):
-    """A Lemonade with its model loaded."""
-
-    model: str  # id to send
-    version: str
-    most_at_once: int | None
-
-    def of(self, served: ServedBy) -> ServedBy:
-        return msgspec.structs.replace(
-            served,
-            version=self.version,
-            most_at_once=self.most_at_once,
-            simulated=served.simulated or "simulated" in self.version,
-        )
-
-
-def attached(url: str, model: str | None, key: str | None) -> Attached | None:
+def attached(url: str, model: str | None, key: str | None) -> Loaded | None:
     """What runs at `url`, with `model` loaded, or what is loaded there. None when that is no Lemonade.
 
     A model that is not loaded yet is loaded with the options that its owner saved; loading is never part of a
@@ -53,11 +35,8 @@ def attached(url: str, model: str | None, key: str | None) -> Attached | None:
     system = lemonade.system(api)
     backends = [] if system is None else system.backends.get(running.recipe, [])
     installed = [backend for backend in backends if backend.state in ("installed", "update_required")]
-    return Attached(
-        model=name_to_send(api, model, running),
-        version=version_in_words(found.version, running.recipe, installed[0] if len(installed) == 1 else None),
-        most_at_once=most_at_once(system, found.version),
-    )
+    backend = installed[0] if len(installed) == 1 else None
+    return as_loaded(api, model, running, system, backend, found.version)
 
 
 def _load(api: Api, model: str) -> None:

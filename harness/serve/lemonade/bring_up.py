@@ -8,7 +8,6 @@ import msgspec
 import requests
 
 from harness.errors import ServerError
-from harness.rundir.manifest import Phase
 from harness.serve.ask import reason
 from harness.serve.compose.compose import Managed
 from harness.serve.docker.containers import advice
@@ -16,7 +15,7 @@ from harness.serve.lemonade import api as lemonade
 from harness.serve.lemonade.api import PREFIX, Api, Backend, Running, System, bare_name, text_of
 from harness.serve.lemonade.pool import pool_size
 from harness.serve.lemonade.pull import download
-from harness.serve.waiting import Waiting, watched
+from harness.serve.waiting import Phases, Waiting, watched
 
 TELL_EVERY_S = 1.0
 BEYOND_S = 60.0  # beyond both attempts of a load: each may take 10 s to clear up
@@ -29,21 +28,20 @@ KERNEL = (
 T = TypeVar("T")
 
 
-class BroughtUp(msgspec.Struct, frozen=True):
+class Loaded(msgspec.Struct, frozen=True):
     """A model that is loaded."""
 
     model: str  # id to send: vLLM knows no other name
     version: str  # of Lemonade and of its backend
     command: list[str]  # with what the backend was started; empty before v11.8.0
-    phases: list[Phase]  # "install", "download" where there was something to do, and "load"
     most_at_once: int | None  # requests that it serves at once
-    notes: list[str]
+    notes: list[str] = []
 
 
-def bring_up(api: Api, asked: Managed, waiting: Waiting, until: float) -> BroughtUp:
+def bring_up(api: Api, asked: Managed, waiting: Waiting, until: float, phases: Phases) -> Loaded:
     """Have the model loaded. `until` is on the monotonic clock; a load may take longer, as Lemonade itself allows.
 
-    Raises ServerError.
+    `phases` get "install" and "download" where there was something to do, and "load". Raises ServerError.
     """
     system = _watched(lambda: lemonade.system(api), waiting, until, "asking Lemonade for its backends")
     known = _watched(lambda: lemonade.find(api, asked.model), waiting, until, "asking Lemonade for the model")
@@ -51,23 +49,13 @@ def bring_up(api: Api, asked: Managed, waiting: Waiting, until: float) -> Brough
         raise known
     recipe = asked.recipe or (known.recipe if isinstance(known, lemonade.Model) else None)
     backend = None if system is None or recipe is None else _backend(system, recipe, asked.backend)
-    phases: list[Phase] = []
-    mark = time.monotonic()
-
-    def done(name: str) -> None:
-        nonlocal mark
-        now = time.monotonic()
-        phases.append(Phase(name=name, seconds=now - mark))
-        waiting.on_progress(f"{name} after {now - mark:.1f} s")
-        mark = now
-
     if _install(api, recipe, backend, waiting, until):
-        done("install")
+        phases.done("install")
     if _download(api, asked, known, waiting, until):
-        done("download")
+        phases.done("download")
     _load(api, asked, waiting, until)
-    done("load")
-    return _proven(api, asked.model, system, backend, phases, waiting)
+    phases.done("load")
+    return _proven(api, asked.model, system, backend, waiting)
 
 
 def _install(api: Api, recipe: str | None, backend: Backend | None, waiting: Waiting, until: float) -> bool:
@@ -147,9 +135,7 @@ def _check_installed(answer: requests.Response, name: str) -> None:
     )
 
 
-def _proven(
-    api: Api, model: str, system: System | None, backend: Backend | None, phases: list[Phase], waiting: Waiting
-) -> BroughtUp:
+def _proven(api: Api, model: str, system: System | None, backend: Backend | None, waiting: Waiting) -> Loaded:
     found = lemonade.health(api)
     running = None if found is None else found.of(model)
     if found is None or running is None:
@@ -158,16 +144,20 @@ def _proven(
             next_step="Look at the last lines of its log: the backend may have died at once.",
             detail=waiting.log.tail(),
         )
-    notes = []
-    if waiting.log.text().count(RETRIED):
-        notes.append("Lemonade needed two attempts to load the model; its log has the reason of the first")
-    return BroughtUp(
-        model=name_to_send(api, model, running),
-        version=version_in_words(found.version, running.recipe, backend),
-        command=running.command,
-        phases=phases,
-        most_at_once=most_at_once(system, found.version),
-        notes=notes,
+    loaded = as_loaded(api, model, running, system, backend, found.version)
+    if RETRIED not in waiting.log.text():
+        return loaded
+    note = "Lemonade needed two attempts to load the model; its log has the reason of the first"
+    return msgspec.structs.replace(loaded, notes=[note])
+
+
+def as_loaded(
+    api: Api, model: str, running: Running, system: System | None, backend: Backend | None, version: str | None
+) -> Loaded:
+    """What is known of a loaded model, whoever has loaded it; `version` is Lemonade's own."""
+    most_at_once = None if system is None or system.threads is None else pool_size(system.threads, version)
+    return Loaded(
+        name_to_send(api, model, running), _version(version, running.recipe, backend), running.command, most_at_once
     )
 
 
@@ -181,16 +171,12 @@ def name_to_send(api: Api, model: str, running: Running) -> str:
     return bare_name(name) if name.startswith("builtin.") else name
 
 
-def version_in_words(version: str | None, recipe: str, backend: Backend | None) -> str:
+def _version(version: str | None, recipe: str, backend: Backend | None) -> str:
     """Such as "Lemonade 11.7.0, vllm:rocm vllm0.20.1-rocm7.12.0-gfx1151"; main says the same as the last release."""
     front = f"Lemonade {version or '(unknown version)'}"
     if backend is None:
         return f"{front}, {recipe}"
     return f"{front}, {recipe}:{backend.name}" + (f" {backend.version}" if backend.version else "")
-
-
-def most_at_once(system: System | None, version: str | None) -> int | None:
-    return None if system is None or system.threads is None else pool_size(system.threads, version)
 
 
 def _not_loaded(answer: requests.Response, model: str, waiting: Waiting) -> ServerError:

@@ -1,8 +1,9 @@
 """What a scenario should know of Lemonade before it runs, and what is no mistake."""
 
-from harness.scenario.lengths import Lengths, most_of
+from harness.scenario.lengths import most_of, unread
 from harness.scenario.scenario import Load, Scenario, Server, at_once
 from harness.serve.compose.template import variable_of
+from harness.serve.compose.values import tag_of
 from harness.serve.lemonade.arguments import MOST_TOKENS
 from harness.serve.lemonade.pool import MOST, pool_size
 
@@ -20,7 +21,7 @@ def hints(scenario: Scenario, threads: int | None) -> list[str]:
 
 def _of(where: str, server: Server, load: Load, threads: int | None) -> list[str]:
     found = []
-    size = MOST if threads is None else pool_size(threads, _version(server))
+    size = MOST if threads is None else pool_size(threads, tag_of(str(variable_of(server, "image"))))
     if at_once(load) > size:
         found.append(
             f"{where}: {at_once(load):,} requests will be in flight, and Lemonade serves {size} at once"
@@ -28,25 +29,14 @@ def _of(where: str, server: Server, load: Load, threads: int | None) -> list[str
             "not the engine's"
         )
     ctx_size = variable_of(server, "ctx_size")
-    most = 0 if load.endpoint == "embeddings" else most_of(load.output_tokens)
-    if isinstance(ctx_size, int) and most >= ctx_size and not _from_file(load):
+    most = 0 if load.endpoint == "embeddings" or unread(load.output_tokens) else most_of(load.output_tokens)
+    if isinstance(ctx_size, int) and most >= ctx_size:
         found.append(
             f"{where}: answers of {most:,} tokens do not fit into the ctx_size of {ctx_size:,}: every request will fail"
         )
-    elif most > MOST_TOKENS and not _from_file(load):
+    elif most > MOST_TOKENS:
         found.append(
             f"{where}: for answers of more than {MOST_TOKENS:,} tokens Lemonade has vLLM count each prompt first, "
             "which is measured with it"
         )
     return found
-
-
-def _from_file(load: Load) -> bool:
-    """Whether nobody has read yet how long the answers are."""
-    return isinstance(load.output_tokens, Lengths) and load.output_tokens.file is not None
-
-
-def _version(server: Server) -> str | None:
-    image = str(variable_of(server, "image"))
-    tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
-    return tag or None

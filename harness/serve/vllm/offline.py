@@ -1,9 +1,7 @@
 """A server that is no server: vLLM given a whole cell's requests at once, as a job in a container."""
 
 import contextlib
-import io
 import os
-import tarfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +25,7 @@ from harness.serve.logfile import LogFile
 from harness.serve.recorded import recorded
 from harness.serve.secrecy import secrets_in
 from harness.serve.vllm.gpu_fit import refuse_unfit
+from harness.serve.waiting import Phases
 
 SCRIPT, REQUESTS, ANSWERS = "/opt/offline/job.py", "/opt/offline/requests.jsonl", "/tmp/answers.jsonl"
 LOOK_S = 0.5
@@ -92,22 +91,18 @@ def run_offline(
     log = LogFile(run_folder / "logs" / f"{cell_id}.server.log", hidden)
     owner = labels.owned(run_id, cell_id)
     with sigterm_interrupts(), contextlib.closing(connect()) as client, _removed(client, compose, owner, log, say):
-        mark = time.monotonic()
+        phases = Phases()
         image = ensure_image(client, filled.server.image, say)
-        pulled = time.monotonic()
+        phases.done("pull")
         say("starting the job's container")
         containers.prepare(client, filled, owner)
         container = containers.start(client, filled, SERVER, owner)
-        created = time.monotonic()
+        phases.done("create")
         _wait(container, log, server.startup_timeout_s, say)
         head, lines = _answers(container)
         container.reload()
         # The job's clock is this machine's only where the engine is; durations are good anywhere.
-        phases = [
-            Phase(name="pull", seconds=pulled - mark),
-            Phase(name="create", seconds=created - pulled),
-            Phase(name="load", seconds=head.loaded_s - head.monotonic_s),
-        ]
+        load = Phase(name="load", seconds=head.loaded_s - head.monotonic_s)
         served_by = ServedBy(
             url="none: offline",
             template=server.template,
@@ -117,7 +112,7 @@ def run_offline(
             version=head.version,
             model=scenario.model,
             arguments=[*(compose.server.entrypoint or []), *(compose.server.command or [])],
-            phases=phases,
+            phases=[*phases.all, load],
         )
         served_by = recorded(served_by, log.path, secrets=hidden, container=container)
         return Outcome(served_by=served_by, head=head, lines=lines)
@@ -167,12 +162,9 @@ def _wait(container: Container, log: LogFile, loading_s: float, say: Callable[[s
 
 def _answers(container: Container) -> tuple[Head, list[Line]]:
     try:
-        blocks, _ = container.get_archive(ANSWERS)
+        raw = containers.unpacked(container.get_archive(ANSWERS)[0])
     except DOCKER_ERRORS as error:
         raise docker_error("the answers of the offline job cannot be read", error) from None
-    with tarfile.open(fileobj=io.BytesIO(b"".join(blocks))) as tar:
-        file = tar.extractfile(tar.getmembers()[0])
-        raw = b"" if file is None else file.read()
     try:
         first, *rest = raw.splitlines()
         decoder = msgspec.json.Decoder(Line)
