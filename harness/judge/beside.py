@@ -8,6 +8,7 @@ from harness.judge.verdicts import METRIC_WORDS, NoiseFloor, Pair, client_limite
 from harness.scenario.mixes import alone, mix_of
 from harness.scenario.scenario import Scenario, is_open
 from harness.summary import NEEDED, CellSummary, Comparison, Distribution, Row
+from harness.units import figures
 
 _TAILS = ("p99", "p95", "p90")
 
@@ -21,7 +22,7 @@ def beside_others(
     """
     floor = floor or NoiseFloor()
     if floor.source != NoiseFloor().source:  # it is measured for wall times and rates
-        source = f"{floor.source}; of latencies {100 * floor.relative:.2g} % is assumed"
+        source = f"{floor.source}; of latencies {figures(100 * floor.relative)} % is assumed"
         floor = msgspec.structs.replace(floor, source=source)
     named = {(row.server, row.load): row for row in rows}
     of = {cell.id: cell for cell in cells}
