@@ -143,7 +143,8 @@ class Tally(Struct, kw_only=True):
         self.first_sent_s = sent_s if self.first_sent_s is None else min(self.first_sent_s, sent_s)
         self.last_ended_s = ended_s if self.last_ended_s is None else max(self.last_ended_s, ended_s)
         _keep(self.send_lag_s, derive.send_lag_s(request))
-        self.schedule.add(request, sent_s)
+        if self.scheduled or request.scheduled_s is not None:  # each row of a trace has its time
+            self.schedule.add(request, sent_s)
         if request.error is not None:
             self.errors[request.error] += 1
             if request.error == "abandoned":
