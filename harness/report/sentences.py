@@ -22,7 +22,8 @@ def of_row(line: Line, run: Run) -> str:
     """A row of the table as one sentence."""
     numbers = line.row.pooled
     load = run.scenario.loads.get(line.row.load)
-    text = f"{words.load_in_words(load)}. " if load and run.origin is None else ""
+    told = words.load_in_words(load) if load and run.origin is None else ""
+    text = f"{told[0].upper()}{told[1:]}. " if told else ""
     if not numbers.succeeded:
         return f"{text}None of {units.count(numbers.sent, 'request')} succeeded."
     text += f"{_outcome(line)}{_against_baseline(line)}"
