@@ -205,7 +205,8 @@ def test_check_counts_the_comparisons_that_the_run_will_make(
     tmp_path: Path, more: dict[str, Any], comparisons: int
 ) -> None:
     loads = {"chat": {"user": "chat", "users": 2, "duration_s": 9}, "job": {"user": "batch", "duration_s": 9}}
-    path = write(tmp_path, **({"loads": loads, "repeats": 2, "baseline": {"server": "one", "load": "chat"}} | more))
+    given: dict[str, Any] = {"loads": loads, "repeats": 2, "baseline": {"server": "one", "load": "chat"}}
+    path = write(tmp_path, **(given | more))
     out = harness("check", path.name, cwd=tmp_path).out
     said = f"with {comparisons} comparisons, 2 repeats can never reach"
     assert (said in out) if comparisons else ("can never reach" not in out)
