@@ -44,7 +44,7 @@ class Attained(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     left: int = 0  # abandoned before an SLO was missed
     unknown: int = 0  # successful, and a latency is not known that an SLO bounds; then neither is what follows
     attainment: float | None = None  # met / (sent - left)
-    goodput_req_s: float | None = None  # of those met that ended inside the window / window
+    goodput_req_s: float | None = None  # requests that met every SLO and ended inside the window / window
 
 
 class Kept(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -14,6 +14,11 @@ def significant(value: float | None) -> str:
     return f"{value:.1f}" if size >= 20 else f"{value:.2f}"
 
 
+def figures(value: float, number: int = 2) -> str:
+    """So many significant figures at least, and never an exponent: "0.26", "1.5", "112"."""
+    return f"{value:.{number}g}" if abs(value) < 10 ** (number - 1) else f"{value:,.0f}"
+
+
 def seconds(value: float | None) -> str:
     """A duration: "13.07 s", "308.7 s", "1,204 s"."""
     if value is None:

@@ -37,8 +37,8 @@ def test_parts_of_a_file_are_counted_as_one() -> None:
             asked_prompt_tokens=10,
             prompt_tokens=15 if index != 6 else 19,
         )
-        whole.add(one, inside=True)
-        (first if index < 3 else second).add(one, inside=True)
+        whole.add(one)
+        (first if index < 3 else second).add(one)
     add_up(first, second)
     assert first == whole
     assert answers_of([whole]) == Answers(checked=8, valid=6, valid_share=0.75, labelled=8, right=3, right_share=0.375)

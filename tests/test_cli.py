@@ -6,6 +6,7 @@ import socket
 import subprocess
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -185,10 +186,30 @@ def test_check_shows_the_plan(tmp_path: Path) -> None:
         "order: r1-one-one r1-one-ten r2-one-ten r2-one-one",
         "estimated time: 1 min 41 s (assumed: 30 ms per token however many answers come at once, "
         "1 s per start of the embedded engine)",
-        "note: with 1 comparison, 2 repeats can never reach p < 0.05: every verdict will be 'cannot tell'. "
-        "4 repeats are the least that can decide.",
+        "note: with 1 comparison, 2 repeats can never reach p < 0.05: no verdict will be 'faster' or "
+        "'slower'. 4 repeats are the least that can decide.",
     ]
     assert list(tmp_path.iterdir()) == [path], "nothing was run or written"
+
+
+@pytest.mark.parametrize(
+    ("more", "comparisons"),
+    [
+        ({"mixes": {"both": ["chat", "job"]}}, 2),  # each part against itself alone; job and chat do other work
+        ({"compare": [{"row": "one/job", "against": "one/chat"}]}, 2),
+        ({"loads": {"job": {"user": "batch", "duration_s": 9}, "by": {"user": "chat", "users": 9, "duration_s": 9,
+          "arrivals": {"rate": 2}}}, "baseline": {"server": "one", "load": "job"}}, 0),  # a schedule sets the rate
+    ],
+)  # fmt: skip
+def test_check_counts_the_comparisons_that_the_run_will_make(
+    tmp_path: Path, more: dict[str, Any], comparisons: int
+) -> None:
+    loads = {"chat": {"user": "chat", "users": 2, "duration_s": 9}, "job": {"user": "batch", "duration_s": 9}}
+    given: dict[str, Any] = {"loads": loads, "repeats": 2, "baseline": {"server": "one", "load": "chat"}}
+    path = write(tmp_path, **(given | more))
+    out = harness("check", path.name, cwd=tmp_path).out
+    said = f"with {comparisons} comparisons, 2 repeats can never reach"
+    assert (said in out) if comparisons else ("can never reach" not in out)
 
 
 def test_check_by_name(tmp_path: Path) -> None:

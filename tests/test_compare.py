@@ -365,7 +365,7 @@ def test_a_model_of_an_engine_is_never_compared_with_an_engine(tmp_path: Path) -
         (
             {"served": lambda cell: served_by(arguments=["--port", "9", "--max-num-seqs", "4"])},
             "runs that differ in 'servers.a.arguments' are not compared: "
-            '["--max-num-seqs","8"] in one, ["--max-num-seqs","4"] in two (and 1 more)',
+            "--max-num-seqs 8 in one, --max-num-seqs 4 in two (and 1 more)",
         ),
         (
             {"served": lambda cell: served_by(image_digest="sha256:2222" if cell.server == "b" else "sha256:1111")},

@@ -15,15 +15,11 @@ def test_a_streamed_request() -> None:
     assert derive.e2e_s(made) == 1.25
     assert derive.tpot_s(made) == 0.25  # (1.25 - 0.25) / (5 - 1)
     assert derive.send_lag_s(made) == 0.125
-    assert derive.ttft_from_schedule_s(made) == 0.375
-    assert derive.e2e_from_schedule_s(made) == 1.375
 
 
 def test_what_is_undefined_is_none() -> None:
     closed_loop = request()
     assert derive.send_lag_s(closed_loop) is None
-    assert derive.ttft_from_schedule_s(closed_loop) is None
-    assert derive.e2e_from_schedule_s(closed_loop) is None
     assert derive.ttfo_s(request(first_visible_s=None)) is None
     assert derive.tpot_s(request(output_tokens=None)) is None
     assert derive.tpot_s(request(output_tokens=1, chunks_s=[0.5])) is None
@@ -33,7 +29,6 @@ def test_what_is_undefined_is_none() -> None:
 def test_a_response_in_one_piece_has_an_end_and_no_first_token() -> None:
     made = request(chunks_s=[], first_visible_s=None, ended_s=1.5)
     assert derive.ttft_s(made) is None
-    assert derive.ttft_from_schedule_s(request(chunks_s=[], scheduled_s=-1.0)) is None
     assert derive.e2e_s(made) == 1.5
 
 

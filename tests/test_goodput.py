@@ -38,6 +38,8 @@ def streamed(first_s: float, step_s: float, **changes: Any) -> Request:
         (streamed(1.0, 0.06), "ttft<=1s, tpot<=50ms", False),
         (request(chunks_s=[0.5], output_tokens=1), "tpot<=1ms", True),  # a single token: there is nothing to bound
         (request(chunks_s=[0.5], output_tokens=1), "ttft<=0.4s, tpot<=1ms", False),
+        (request(chunks_s=[0.5], output_tokens=2), "ttft<=1s, tpot<=1ms", True),  # a label and the end of sequence
+        (request(chunks_s=[], output_tokens=2), "tpot<=1ms", None),
         (request(chunks_s=[], output_tokens=11), "ttft<=1s", None),  # not streamed
         (request(chunks_s=[], output_tokens=11, ended_s=3.0), "ttft<=1s, e2e<=2s", False),  # missed, whatever the rest
         (request(chunks_s=[], output_tokens=11, ended_s=3.0), "e2e<=3s", True),
@@ -92,6 +94,23 @@ def test_goodput_of_a_timed_load_counts_what_ended_inside(tmp_path: Path) -> Non
     assert summary.rows[0].pooled.slos[SLOS] == Attained(met=3, unknown=0, attainment=1.0, goodput_req_s=1.0)
 
 
+def test_rates_of_a_timed_load_count_the_same_answers(tmp_path: Path) -> None:
+    """One at a time, 1 s each: two ended in the measured 2 s, the first of which the warm-up had sent."""
+    load = Load(user="batch", duration_s=2.0, output_tokens=11)
+    records = [
+        streamed(0.6, 0.04, sent_s=MONOTONIC_S - 1.5, prompt_tokens=30, phase="warmup"),  # ended before
+        streamed(0.6, 0.04, sent_s=MONOTONIC_S - 0.5, prompt_tokens=30, phase="warmup"),
+        streamed(0.6, 0.04, index=0, sent_s=MONOTONIC_S, prompt_tokens=20),
+        streamed(0.6, 0.04, index=1, sent_s=MONOTONIC_S + 1.5, prompt_tokens=20),
+    ]
+    numbers = one_cell(tmp_path / "run", records, load=load, checks=[CHECK]).cells[0].numbers
+    assert numbers.slos[SLOS] == Attained(met=2, attainment=1.0, goodput_req_s=1.0)
+    assert (numbers.requests_per_s, numbers.input_tok_s) == (1.0, 25.0)
+    slow = [streamed(2.0, 0.04, sent_s=MONOTONIC_S - 0.5, phase="warmup"), *records[2:]]
+    numbers = one_cell(tmp_path / "slow", slow, load=load, checks=[CHECK]).cells[0].numbers
+    assert (numbers.requests_per_s, numbers.slos[SLOS].goodput_req_s) == (1.0, 0.5)
+
+
 def test_one_latency_that_is_not_known_leaves_the_share_unknown(tmp_path: Path) -> None:
     records = [streamed(0.5, 0.04, index=i, output_tokens=11 if i else None) for i in range(4)]
     summary = one_cell(tmp_path / "run", records, checks=[CHECK])
@@ -104,7 +123,8 @@ def test_several_cells_are_pooled_and_their_goodput_is_the_median() -> None:
     parts = [SloTally(sets=sets) for _ in range(3)]
     for number, part in enumerate(parts):
         for _ in range(number + 1):
-            part.add(streamed(0.5, 0.04), inside=True)
+            part.add(streamed(0.5, 0.04))
+            part.add_ended(streamed(0.5, 0.04))
     cells = [msgspec.structs.replace(numbers_of([]), slos=attained([part], sent=4, window_s=2.0)) for part in parts]
     assert attained(parts, 12, None, cells) == {SLOS: Attained(met=6, attainment=0.5, goodput_req_s=1.0)}
     parts[0].merge(parts[1])

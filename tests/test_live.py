@@ -80,6 +80,15 @@ def test_a_percentile_is_at_most_one_percent_off_and_processes_add_up() -> None:
     assert sum(whole.values()) == 5000
 
 
+def test_an_answer_that_came_in_one_read_has_no_tpot_here_either() -> None:
+    """As in the report: its chunks' times say when the read was, and that is not 0 ms a token."""
+    tally = Tally()
+    for one in (request(chunks_s=[0.3, 0.3, 0.3], coalesced=2, coalesced_late=0), request()):
+        tally.add(one)
+    ((_, by_class),) = tally.hand_over(0).seconds
+    assert [sum(values.values()) for values in (by_class["Chat"].ttft, by_class["Chat"].tpot)] == [2, 1]
+
+
 def test_a_tally_hands_everything_over_once() -> None:
     slos = (
         Slo(text="ttft<=150ms", latency="ttft", operator="<=", bound_s=0.15),

@@ -130,12 +130,27 @@ def test_several_runs_are_pooled() -> None:
 def test_from_schedule_and_from_send_part_by_the_lag() -> None:
     found = counted((100.0, 0.25), (101.0, 0.0))
     found.add(request(scheduled_s=-9.0, error="timeout"), 110.0)
-    found.add(request(turn=2), 111.0)
-    assert (found.sent, list(found.ttft_s), list(found.e2e_s)) == (3, [0.75, 0.5], [1.75, 1.5])
+    found.add(request(turn=2), 111.0)  # a later turn is due when it is sent
+    assert (found.sent, list(found.ttft_s), list(found.e2e_s)) == (3, [0.75, 0.5, 0.5], [1.75, 1.5, 1.5])
     both = ScheduleTally()
     for part in (counted((101.0, 0.0)), counted((100.0, 0.25))):
         add_up(both, part)
     assert (both.sent, both.first_due_s, both.last_sent_s) == (2, 100.0, 101.0)
+
+
+def test_both_ways_are_about_the_same_requests(tmp_path: Path) -> None:
+    """First turns are slow and punctual, later ones fast: from schedule must not look slower than from send."""
+    records = [
+        request(index=0, sent_s=1000.0, scheduled_s=0.0, turn=1, chunks_s=[2.0, 2.1]),
+        request(index=1, sent_s=1005.0, turn=2, chunks_s=[0.1, 0.2]),
+        request(index=2, sent_s=1006.0, turn=3, chunks_s=[0.1, 0.2]),
+    ]
+    write_lines(tmp_path / "requests.jsonl", records)
+    for place in (Place(Clock([]), duration_s=10.0, first_due_s=0.0), Place(Clock([]))):
+        (found,) = tally(tmp_path / "requests.jsonl", {"r1-a-x": place}, [], Counter()).values()
+        open_loop = place.first_due_s is not None
+        assert sorted(found.schedule.ttft_s) == ([0.1, 0.1, 2.0] if open_loop else [2.0])
+        assert found.schedule.sent == 1
 
 
 def test_schedules_in_words() -> None:

@@ -23,7 +23,9 @@ from harness.rundir.records import Request
 from harness.scenario.behaviour import Agent
 from harness.summarize.summarize import read_summary
 from harness.summary import Comparison, Kept, Summary, Verdict
+from tests import made_runs
 from tests.report_runs import write_run_directory
+from tests.test_summarize import one_cell
 
 ROW = ("a", "x")
 
@@ -243,6 +245,19 @@ def test_single_requests_show_failures(folder: Path, run: Run) -> None:
     assert [len(trace["x"]) for trace in failed] == [6] * 6
     assert set(failed[0]["text"]) == {"timeout", "stream_error", "rejected"}
     assert chart.body[0][:5] == ["open", "sequential", "60", "60", "6"]
+
+
+def test_who_left_is_no_failure_and_vectors_have_no_tokens_to_miss(tmp_path: Path) -> None:
+    records = [
+        made_runs.request(id="q0", index=0),
+        made_runs.request(id="q1", index=1, error="abandoned", output_tokens=None, message="the user left after 3 s"),
+        made_runs.request(id="q2", index=2, error="timeout", output_tokens=None),
+        made_runs.request(id="q3", index=3, chunks_s=[], first_visible_s=None, output_tokens=None, vectors=1),
+    ]
+    one_cell(tmp_path / "run", records, max_error_rate=1.0)
+    seen = observe(tmp_path / "run", read_run(tmp_path / "run"))
+    assert [(one.count, one.failures) for one in seen.chosen.values()] == [(2, 1)]
+    assert seen.without_usage == 0
 
 
 def test_what_differs_between_the_servers(run: Run) -> None:

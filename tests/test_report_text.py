@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from harness.report import markdown, rows_csv, terminal
+from harness import units
+from harness.report import markdown, rows_csv, sentences, terminal
 from harness.report.table import columns, lines
 from harness.rundir.manifest import CellRun, Machine, Run, ServedBy
 from harness.scenario.scenario import Load, Scenario, Server
@@ -309,3 +310,21 @@ def test_csv_has_raw_numbers_and_leaves_the_unknown_empty() -> None:
 
 def test_csv_of_a_run_without_rows_is_a_header() -> None:
     assert rows_csv.render(msgspec.structs.replace(summary(), rows=[]), run()) == "server,load\n"
+
+
+def test_figures_have_no_exponent() -> None:
+    given = (0.0321, 0.26, 9.96, 12.3, 110.4, 1234.5)
+    assert [units.figures(value) for value in given] == ["0.032", "0.26", "10", "12", "110", "1,234"]
+    assert [units.figures(value, 4) for value in given] == ["0.0321", "0.26", "9.96", "12.3", "110.4", "1,234"]
+
+
+def test_the_rate_of_embeddings_for_a_time_is_told_in_words() -> None:
+    made = run()
+    load = Load(user="batch", duration_s=9, endpoint="embeddings")
+    made = msgspec.structs.replace(made, scenario=msgspec.structs.replace(made.scenario, loads={"all": load}))
+    vectors = Numbers(sent=9, succeeded=9, failed=0, unfinished=0, vectors=9, window="timed", input_tok_s=49_477.2)
+    only = Row(server="vllm", load="all", cells=[], wall_s=[], output_tok_s=[], pooled=vectors)
+    of = msgspec.structs.replace(summary(), rows=[only], cells=[], comparison=None)
+    (line,) = lines(of, made)
+    said = sentences.of_row(line, made)
+    assert said.endswith(" 49,477 tokens of prompts a second in all, the baseline for the others.")

@@ -4,10 +4,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from harness.judge import server_starts
-from harness.judge.comparable import ABSENT, facts_of, flatten
+from harness.judge.comparable import ABSENT, facts_of, flatten, in_words
 from harness.rundir.manifest import Run
 from harness.summary import Difference
 
@@ -51,7 +49,7 @@ def differences(sides: Sequence[Facts]) -> list[Difference]:
         if any(value != values[0] for value in values[1:]) and not server_starts.is_noise(key, values):
             part = _missing_part(key, whole)
             if part is None:
-                found[key] = _shown(values)
+                found[key] = in_words(values)
             elif part not in missing:
                 missing.add(part)
                 found[part] = [ABSENT if not _has(side, part) else "there" for side in whole]
@@ -97,32 +95,3 @@ def _folded(found: Mapping[str, list[str]], servers: Sequence[str]) -> dict[str,
         else:
             result[key] = values
     return result
-
-
-def _shown(values: Sequence[Any]) -> list[str]:
-    if all(isinstance(value, list) for value in values):
-        grouped = [_grouped(value) for value in values]
-        own = [" ".join(item for item in group if not all(item in g for g in grouped)) for group in grouped]
-        if any(own):
-            return [text or ABSENT for text in own]
-    return [_text(value) for value in values]
-
-
-def _grouped(items: Sequence[Any]) -> list[str]:
-    """A command line's options, each with its value."""
-    result: list[str] = []
-    open_option = False
-    for item in map(_text, items):
-        if open_option and not item.startswith("-"):
-            result[-1] += f" {item}"
-            open_option = False
-        else:
-            result.append(item)
-            open_option = item.startswith("--") and "=" not in item
-    return result
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return "unknown"
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()

@@ -18,6 +18,7 @@ from harness.scenario.check_syntax import (
     slos_key,
 )
 from harness.summary import NEEDED, CheckResult, Comparison, Distribution, Reference, Row, Verdict
+from harness.units import figures
 
 _MOST_PERMILLE = 999  # a share closer to 1 is asked of as many requests as p99.9
 
@@ -84,7 +85,7 @@ def _judge(
         if base is None:
             return _Judged(evidence=f"{row.name}: {whose}")
         bound = check.bound * base
-        factor = f", {value / base:.3g} times as much" if base else ""
+        factor = f", {figures(value / base, 3)} times as much" if base else ""
         evidence += f" against {_shown(check, base)} of {whose}{factor}"
     return _Judged(
         evidence=evidence,
@@ -229,10 +230,10 @@ def _own(comparison: Comparison) -> dict[str, Verdict]:
 def _shown(check: Check, value: float) -> str:
     units = UNITS[check.metric]
     if check.metric == "goodput":
-        return f"{value:.4g} req/s"
+        return f"{figures(value, 4)} req/s"
     if "s" in units:
-        return f"{value:.4g} s" if value >= 1 else f"{value * 1000:.4g} ms"
-    return f"{value * 100:.3g} %" if "%" in units else f"{value:.4g}"
+        return f"{figures(value, 4)} s" if value >= 1 else f"{figures(value * 1000, 4)} ms"
+    return f"{figures(value * 100, 3)} %" if "%" in units else figures(value, 4)
 
 
 def _counted(check: Check, row: Row) -> str:

@@ -62,7 +62,7 @@ def refuse_unlike(
     if about is not None and not excused:
         raise HarnessError(
             f"the runs do not differ in '{about}', which the comparison is to be about",
-            next_step=f"Leave it out, or name one of: {', '.join(_shortened(facts[0]))}.",
+            next_step=f"Leave it out, or name one of: {', '.join(_beginnings(facts[0]))}.",
         )
 
 
@@ -80,18 +80,16 @@ def _refuse(
     excused = _excused(about, differing)
     left = [key for key in differing if key not in excused]
     if left:
-        shown = "\n".join(
-            f"{key}: {_shown(one.get(key, ABSENT))} in {runs[first].id}, "
-            f"{_shown(other.get(key, ABSENT))} in {runs[second].id}"
-            for key in left
-        )
-        key = left[0]
+        found = {key: map(_shortened, in_words([one.get(key, ABSENT), other.get(key, ABSENT)])) for key in left}
+        shown = [
+            f"{key}: {mine} in {runs[first].id}, {theirs} in {runs[second].id}" for key, (mine, theirs) in found.items()
+        ]
+        key, _, values = shown[0].partition(": ")
         more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
         raise HarnessError(
-            f"runs that differ in '{key}' are not compared: {_shown(one.get(key, ABSENT))} in {runs[first].id}, "
-            f"{_shown(other.get(key, ABSENT))} in {runs[second].id}{more}",
+            f"runs that differ in '{key}' are not compared: {values}{more}",
             next_step=_advice(left, about),
-            detail=shown if len(left) > 1 else "",
+            detail="\n".join(shown) if len(left) > 1 else "",
         )
     return excused
 
@@ -176,7 +174,7 @@ def _add_served(name: str, run: Run, cell: CellRun, facts: dict[str, Any]) -> No
         if key not in facts:
             facts[key] = value
         elif facts[key] != value:
-            facts[key] = f"{_shown(facts[key])}, then {_shown(value)}"
+            facts[key] = f"{_shortened(_text(facts[key]))}, then {_shortened(_text(value))}"
 
 
 def _without_port(arguments: Sequence[str]) -> list[str]:
@@ -219,11 +217,40 @@ def flatten(name: str, value: Any, into: dict[str, Any], *, lists: bool = False)
         into[name] = value
 
 
-def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+def in_words(values: Sequence[Any]) -> list[str]:
+    """Values of one key, a side each; of lists, such as command lines, only what not all of them have."""
+    if all(isinstance(value, list) for value in values):
+        grouped = [_grouped(value) for value in values]
+        own = [" ".join(item for item in group if not all(item in g for g in grouped)) for group in grouped]
+        if any(own):
+            return [text or ABSENT for text in own]
+    return [_text(value) for value in values]
+
+
+def _grouped(items: Sequence[Any]) -> list[str]:
+    """A command line's options, each with its value."""
+    result: list[str] = []
+    open_option = False
+    for item in map(_text, items):
+        if open_option and not item.startswith("-"):
+            result[-1] += f" {item}"
+            open_option = False
+        else:
+            result.append(item)
+            open_option = item.startswith("--") and "=" not in item
+    return result
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "unknown"
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _shortened(facts: Mapping[str, Any]) -> list[str]:
+def _beginnings(facts: Mapping[str, Any]) -> list[str]:
     """The keys down to the second step, for a list that a person reads."""
     return sorted({".".join(key.split(".")[:2]) for key in facts} - set(_ALWAYS))

@@ -12,7 +12,7 @@ from harness.rundir.origin import unlike_rows
 from harness.scenario.mixes import alone, mix_of
 from harness.scenario.scenario import Load, Scenario, is_open
 from harness.summary import NEEDED, Comparison, Row, Verdict
-from harness.units import count
+from harness.units import count, figures
 
 RATES = {"output_tok_s": "output tok/s", "input_tok_s": "prompt tok/s"}  # more of these is faster, of others less
 _LATENCIES = {
@@ -307,7 +307,7 @@ def _factor(value: float) -> str:
 
 
 def _percent(value: float) -> str:
-    return f"{value * 100:.2g} %"
+    return f"{figures(value * 100)} %"
 
 
 def _p(value: float) -> str:

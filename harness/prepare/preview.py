@@ -9,6 +9,7 @@ from rich.table import Table
 
 from harness import units
 from harness.judge.stats import ALPHA, repeats_to_reach_p
+from harness.judge.verdicts import compare_rows
 from harness.prepare.experiment import Experiment
 from harness.report import words
 from harness.scenario.arrivals import Schedule, steady
@@ -22,6 +23,7 @@ from harness.scenario.steady import WINDOWS, steadiness
 from harness.serve.compose.notes import notes, notes_on_comments
 from harness.serve.docker.daemon import engine_host
 from harness.serve.lemonade.hints import hints
+from harness.summary import Numbers, Row
 from harness.traces.replay import Beginning, Replay, replay_of
 from harness.units import count
 
@@ -61,11 +63,11 @@ def show_plan(experiment: Experiment, console: Console) -> None:
         f"(assumed: {ASSUMED_TPOT_S * 1e3:.0f} ms per token however many answers come at once, "
         f"{_starts(scenario)}{_first_starts(scenario)})"
     )
-    comparisons = len(scenario.servers) * len(scenario.loads) - 1
+    comparisons = _comparisons(scenario)
     if comparisons and scenario.repeats < (needed := repeats_to_reach_p(comparisons)):
         say(
             f"note: with {count(comparisons, 'comparison')}, {count(scenario.repeats, 'repeat')} can never reach "
-            f"p < {ALPHA:g}: every verdict will be 'cannot tell'. {needed} repeats are the least that can decide."
+            f"p < {ALPHA:g}: no verdict will be 'faster' or 'slower'. {needed} repeats are the least that can decide."
         )
     for name, load in scenario.loads.items():
         warmup = warmup_of(scenario, load)
@@ -88,6 +90,19 @@ def show_plan(experiment: Experiment, console: Console) -> None:
     told = notes_on_comments(experiment.path.read_text(encoding="utf-8"))
     for hint in [*notes(scenario), *hints(scenario, threads), *told]:
         say(f"note: {hint}")
+
+
+def _comparisons(scenario: Scenario) -> int:
+    """How many comparisons its rows will be corrected for: those of a run in which every row has one value."""
+    nothing = Numbers(sent=0, succeeded=0, failed=0, unfinished=0)
+    rows = [
+        Row(server=server, load=load, cells=[], wall_s=[1.0], output_tok_s=[1.0], input_tok_s=[1.0], pooled=nothing)
+        for server in scenario.servers
+        for load in scenario.loads
+    ]
+    base = baseline_of(scenario)
+    found = compare_rows(rows, (base.server, base.load), scenario)
+    return 0 if found is None else found.comparisons
 
 
 def _starts(scenario: Scenario) -> str:

@@ -22,7 +22,8 @@ def of_row(line: Line, run: Run) -> str:
     """A row of the table as one sentence."""
     numbers = line.row.pooled
     load = run.scenario.loads.get(line.row.load)
-    text = f"{words.load_in_words(load)}. " if load and run.origin is None else ""
+    told = words.load_in_words(load) if load and run.origin is None else ""
+    text = f"{told[0].upper()}{told[1:]}. " if told else ""
     if not numbers.succeeded:
         return f"{text}None of {units.count(numbers.sent, 'request')} succeeded."
     text += f"{_outcome(line)}{_against_baseline(line)}"
@@ -43,6 +44,8 @@ def _outcome(line: Line) -> str:
         return f"A run took {units.seconds(numbers.wall_s)}"
     if numbers.output_tok_s is not None:
         return f"{units.significant(numbers.output_tok_s)} tokens a second in all"
+    if numbers.vectors is not None and numbers.input_tok_s is not None:
+        return f"{units.significant(numbers.input_tok_s)} tokens of prompts a second in all"
     return "Neither wall time nor rate is known"
 
 
@@ -101,7 +104,7 @@ def in_short(verdict: Verdict, comparison: Comparison) -> str:
     """What one needs to know where the side, its word and the baseline are shown beside it."""
     if verdict.ratio is None:
         return after_word(verdict)
-    floor = f"±{100 * comparison.noise_floor:.2g}\u00a0%"
+    floor = f"±{units.figures(100 * comparison.noise_floor)}\u00a0%"
     # Only the baseline of all rows is shown beside them.
     against = "" if verdict.baseline == comparison.verdicts[0].baseline else f" as {verdict.baseline}"
     against += "" if comparison.metric is not None else f" by {METRIC_WORDS[verdict.metric]}"  # else it is said above
@@ -152,7 +155,7 @@ def _effect(verdict: Verdict, comparison: Comparison, summary: Summary) -> str:
     times = f"{verdict.ratio:.2f} times as much" if rate else f"{1 / verdict.ratio:.2f} times as long"
     text = f"{numbers}, {times}"
     if verdict.word == "same":
-        return f"{text}, within ±{100 * comparison.noise_floor:.2g}\u00a0%, which is noise"
+        return f"{text}, within ±{units.figures(100 * comparison.noise_floor)}\u00a0%, which is noise"
     return text if verdict.word != "cannot tell" else f"{text}, but {_doubt(verdict)}{_settled(verdict)}"
 
 
@@ -224,9 +227,10 @@ def of_method(comparison: Comparison) -> str:
         if comparison.comparisons < 2
         else f"{comparison.comparisons} comparisons, p-values corrected for that"
     )
+    floor = units.figures(100 * comparison.noise_floor)
     return (
-        f"By {by_what(comparison)}; {correction}. Differences below {100 * comparison.noise_floor:.2g}\u00a0% "
-        f"are not believed (noise floor: {comparison.noise_source})."
+        f"By {by_what(comparison)}; {correction}. Differences below {floor}\u00a0% are not believed "
+        f"(noise floor: {comparison.noise_source})."
     )
 
 

@@ -13,6 +13,7 @@ from harness.run.run import run
 from harness.rundir.manifest import read_run
 from harness.scenario.scenario import Baseline
 from harness.summarize.summarize import summarize
+from harness.units import figures
 
 
 def noise(
@@ -62,7 +63,7 @@ def a_against_a(experiment: Experiment, name: str) -> Experiment:
 def in_words(floor: Floor) -> list[str]:
     """A line for each load and metric."""
     return [
-        f"{row.load}, {METRIC_WORDS[row.metric]}: ±{100 * max(LEAST, row.floor):.2g} %"
+        f"{row.load}, {METRIC_WORDS[row.metric]}: ±{figures(100 * max(LEAST, row.floor))} %"
         + (f" (measured {100 * row.floor:.2g} %; no floor is below {100 * LEAST:.2g} %)" if row.floor < LEAST else "")
         + f"; a-again was {row.ratio:.4f} times as fast, 95 % interval {row.low:.4f} to {row.high:.4f}, "
         f"{row.n[0]} against {row.n[1]} runs"

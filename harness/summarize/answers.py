@@ -14,7 +14,7 @@ from harness.summary import Answers, Comparison, Numbers, PromptLengths, Row, me
 
 
 class AnswerTally(Struct, kw_only=True):
-    """Counted over the successful measured requests of a cell."""
+    """Counted over the successful measured requests of a cell; its prompts, over those that ended inside its window."""
 
     checked: int = 0  # answers that were to have a form
     valid: int = 0  # and have it
@@ -22,13 +22,13 @@ class AnswerTally(Struct, kw_only=True):
     right: int = 0
     embedded: int = 0  # answers that are vectors
     vectors: int = 0
-    prompt_inside: int = 0  # prompt tokens of requests that ended inside the window
-    prompt_unknown: int = 0
+    prompt_ended: int = 0  # prompt tokens of requests that ended inside the window
+    prompt_unknown: int = 0  # those of them that were not counted
     asked: int = 0  # tokens of the prompts whose length was planned and counted by the server
     got: int = 0
     beyond: Counter[int] = msgspec.field(default_factory=Counter)  # requests by got - asked
 
-    def add(self, request: Request, *, inside: bool) -> None:
+    def add(self, request: Request) -> None:
         self.checked += request.answer_valid is not None
         self.valid += bool(request.answer_valid)
         self.labelled += request.answer_right is not None
@@ -36,14 +36,15 @@ class AnswerTally(Struct, kw_only=True):
         if request.vectors is not None:
             self.embedded += 1
             self.vectors += request.vectors
-        if request.prompt_tokens is None:
-            self.prompt_unknown += 1
-            return
-        self.prompt_inside += request.prompt_tokens if inside else 0
-        if request.asked_prompt_tokens is not None:
+        if request.asked_prompt_tokens is not None and request.prompt_tokens is not None:
             self.asked += request.asked_prompt_tokens
             self.got += request.prompt_tokens
             self.beyond[request.prompt_tokens - request.asked_prompt_tokens] += 1
+
+    def add_ended(self, request: Request) -> None:
+        """Count a successful request that ended inside the window, one of the warm-up as well."""
+        self.prompt_ended += request.prompt_tokens or 0
+        self.prompt_unknown += request.prompt_tokens is None
 
 
 def answers_of(parts: Sequence[AnswerTally]) -> Answers | None:
@@ -88,7 +89,7 @@ def input_tok_s(parts: Sequence[AnswerTally], window_s: float | None, cells: Seq
         return median_of_known(cell.input_tok_s for cell in cells)
     if not window_s or any(part.prompt_unknown for part in parts):
         return None
-    return sum(part.prompt_inside for part in parts) / window_s
+    return sum(part.prompt_ended for part in parts) / window_s
 
 
 def differences(rows: Sequence[Row], comparison: Comparison | None) -> list[str]:

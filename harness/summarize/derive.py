@@ -58,22 +58,6 @@ def send_lag_s(request: Request) -> float | None:
     return None if request.scheduled_s is None else -request.scheduled_s
 
 
-def ttft_from_schedule_s(request: Request) -> float | None:
-    """First chunk - scheduled: what a user who came on time waited. None in a closed loop."""
-    return _from_schedule(request, ttft_s(request))
-
-
-def e2e_from_schedule_s(request: Request) -> float | None:
-    """Last chunk - scheduled. None in a closed loop."""
-    return _from_schedule(request, e2e_s(request))
-
-
-def _from_schedule(request: Request, since_sent_s: float | None) -> float | None:
-    if since_sent_s is None or request.scheduled_s is None:
-        return None
-    return since_sent_s - request.scheduled_s
-
-
 def length_is_wrong(request: Request) -> bool:
     """Whether a successful request of fixed length brought another number of tokens than asked for."""
     if not request.fixed_length or request.error is not None or request.asked_tokens is None:

@@ -27,17 +27,21 @@ class SloTally(msgspec.Struct, kw_only=True):
 
     sets: Mapping[str, tuple[Slo, ...]] = {}
     met: Counter[str] = msgspec.field(default_factory=Counter)
-    met_inside: Counter[str] = msgspec.field(default_factory=Counter)  # that also ended inside the window
+    met_ended: Counter[str] = msgspec.field(default_factory=Counter)  # of those that ended inside the window
     unknown: Counter[str] = msgspec.field(default_factory=Counter)
     left: Counter[str] = msgspec.field(default_factory=Counter)  # abandoned before any SLO was missed
 
-    def add(self, request: Request, *, inside: bool) -> None:
-        """Count a successful request; others met nothing."""
+    def add(self, request: Request) -> None:
+        """Count a successful measured request; others met nothing."""
         for name, slos in self.sets.items():
             met = meets(request, slos)
             self.met[name] += met is True
-            self.met_inside[name] += met is True and inside
             self.unknown[name] += met is None
+
+    def add_ended(self, request: Request) -> None:
+        """Count a successful request that ended inside the window, one of the warm-up as well."""
+        for name, slos in self.sets.items():
+            self.met_ended[name] += meets(request, slos) is True
 
     def add_abandoned(self, request: Request) -> None:
         for name, slos in self.sets.items():
@@ -51,13 +55,14 @@ class SloTally(msgspec.Struct, kw_only=True):
 def meets(request: Request, slos: Sequence[Slo]) -> bool | None:
     """Whether a successful request met every SLO. None: it missed none, but has a latency that is not known.
 
-    An answer of a single token has no time per further token, and misses no bound on it.
+    An answer of a single token has no time per further token, and misses no bound on it; nor has one in a single chunk,
+    such as a label and the end of sequence, which is a token and no chunk.
     """
     known = True
     for slo in slos:
         value = _SINCE_SENT[slo.latency](request)
         if value is None:
-            known = known and slo.latency == "tpot" and request.output_tokens == 1
+            known = known and slo.latency == "tpot" and (request.output_tokens == 1 or len(request.chunks_s) == 1)
         elif not (operator.le if slo.operator == "<=" else operator.lt)(value + _late_s(request, slo), slo.bound_s):
             return False
     return True if known else None
@@ -93,7 +98,7 @@ def attained(
         if cells:
             goodput = median_of_known(cell.slos[name].goodput_req_s for cell in cells if name in cell.slos)
         else:
-            goodput = None if not window_s else sum(part.met_inside[name] for part in parts) / window_s
+            goodput = None if not window_s else sum(part.met_ended[name] for part in parts) / window_s
         found[name] = Attained(
             met=met,
             left=left,

@@ -45,7 +45,14 @@ class ScheduleTally(msgspec.Struct, kw_only=True):
     e2e_s: "array[float]" = msgspec.field(default_factory=doubles)
 
     def add(self, request: Request, sent_s: float) -> None:
-        """Count a measured request, whatever became of it."""
+        """Count a measured request of an open loop, whatever became of it. One without a time of its own, such as a
+        later turn, is no part of the schedule; it was due when it was sent.
+        """
+        if request.error is None:
+            late_s = derive.send_lag_s(request) or 0.0
+            for kept, value in ((self.ttft_s, derive.ttft_s(request)), (self.e2e_s, derive.e2e_s(request))):
+                if value is not None:
+                    kept.append(value + late_s)
         if request.scheduled_s is None:
             return
         due_s = sent_s + request.scheduled_s
@@ -55,14 +62,6 @@ class ScheduleTally(msgspec.Struct, kw_only=True):
         self.last_due_s = due_s if self.last_due_s is None else max(self.last_due_s, due_s)
         self.first_sent_s = sent_s if self.first_sent_s is None else min(self.first_sent_s, sent_s)
         self.last_sent_s = sent_s if self.last_sent_s is None else max(self.last_sent_s, sent_s)
-        if request.error is not None:
-            return
-        for kept, value in (
-            (self.ttft_s, derive.ttft_from_schedule_s(request)),
-            (self.e2e_s, derive.e2e_from_schedule_s(request)),
-        ):
-            if value is not None:
-                kept.append(value)
 
 
 def first_due_of(load: Load, seed: int) -> float | None:

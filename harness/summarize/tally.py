@@ -137,15 +137,15 @@ class Tally(Struct, kw_only=True):
         offered = request.phase == "measured" or not self.scheduled
         if offered:
             self._count_inside(request, sent_s)
-        if request.error is None and self.window_s is not None and offered:
-            self.ended_inside += self.window_s[0] < ended_s <= self.window_s[1]
+            self._count_ended(request, ended_s)
         if not is_counted(request, sent_s, self.window_s if self.mixed else None):
             return
         self.sent += 1
         self.first_sent_s = sent_s if self.first_sent_s is None else min(self.first_sent_s, sent_s)
         self.last_ended_s = ended_s if self.last_ended_s is None else max(self.last_ended_s, ended_s)
         _keep(self.send_lag_s, derive.send_lag_s(request))
-        self.schedule.add(request, sent_s)
+        if self.scheduled or request.scheduled_s is not None:  # each row of a trace has its time
+            self.schedule.add(request, sent_s)
         if request.error is not None:
             self.errors[request.error] += 1
             if request.error == "abandoned":
@@ -154,18 +154,15 @@ class Tally(Struct, kw_only=True):
                 self.said.add(request.error, request.message)
             return
         self.succeeded += 1
-        inside = self.window_s is None or ended_s <= self.window_s[1]
-        self.ended_inside += self.window_s is None
-        self.slos.add(request, inside=inside)
-        self.answers.add(request, inside=inside)
+        self.slos.add(request)
+        self.answers.add(request)
         self._add_success(request)
 
     def add_of_other_stage(self, request: Request) -> None:
         """A request of another stage of the load: what the server did for it in this one's time is in the rates."""
         sent_s = request.sent_s + self.clock.offset_s(request.process)
         self._count_inside(request, sent_s)
-        if request.error is None and self.window_s is not None:
-            self.ended_inside += self.window_s[0] < sent_s + request.ended_s <= self.window_s[1]
+        self._count_ended(request, sent_s + request.ended_s)
 
     def part_s(self) -> tuple[float, float] | None:
         """Of a part of a mix: the common window, in seconds after the start of its own measured time."""
@@ -225,6 +222,21 @@ class Tally(Struct, kw_only=True):
             most = -1 if request.asked_tokens is None else max(least, request.asked_tokens)
         self.least_tokens += least
         self.most_tokens = None if most < 0 or self.most_tokens is None else self.most_tokens + most
+
+    def _count_ended(self, request: Request, ended_s: float) -> None:
+        """An answer that the rates of the window count: in a closed loop also one that ends a warm-up request. All of
+        them count the same answers, so that where every request met its SLOs goodput is requests a second.
+        """
+        if request.error is not None:
+            return
+        if self.window_s is None:
+            inside = request.phase == "measured"
+        else:
+            inside = self.window_s[0] < ended_s <= self.window_s[1]
+        if inside:
+            self.ended_inside += 1
+            self.slos.add_ended(request)
+            self.answers.add_ended(request)
 
     def _count_inside(self, request: Request, sent_s: float) -> None:
         """Tokens that the server generated within a timed load's window: in a closed loop also those that end a

@@ -17,7 +17,7 @@ from harness.summarize.self_check import called, client_limits, killed, more_use
 from harness.summarize.tally import Tally
 from harness.summarize.warmup import in_words
 from harness.summary import ClientLimit, MachineLoad, Numbers, ServerLoad, Warmed
-from harness.units import GIB, count, gib
+from harness.units import GIB, count, figures, gib
 from harness.workers import Workers
 
 MOST_TOKEN_DIFFERENCE = 0.01
@@ -312,11 +312,11 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> list[str]:
         )
     notes += _shared_reads(tally, numbers, limits)
     opened = numbers.connect_s
-    if opened.n > max(at_once(load), MOST_OPENED * numbers.succeeded) and opened.mean is not None:
+    took = [figures(1000 * (value or 0.0)) for value in (opened.mean, opened.most)]
+    if opened.n > max(at_once(load), MOST_OPENED * numbers.succeeded):
         notes.append(
             f"{opened.n:,} of {count(numbers.succeeded, 'request')} opened a connection of their own, which took "
-            f"{opened.mean * 1000:.2g} ms on average and {(opened.most or 0.0) * 1000:.2g} ms at most: no latency has "
-            "it, wall time and rates do"
+            f"{took[0]} ms on average and {took[1]} ms at most: no latency has it, wall time and rates do"
         )
     if tally.resent:
         notes.append(f"{count(tally.resent, 'request')} went out twice: the kept connection had just been closed")

@@ -18,7 +18,7 @@ from harness.report.charts.observed import observe
 from harness.report.charts.scatter import MOST_OF_ALL
 from harness.report.html import render, write_report
 from harness.summarize.summarize import read_summary
-from harness.summary import FailedRequests
+from harness.summary import Answers, FailedRequests
 from tests.report_runs import HOSTILE, write_run_directory
 
 CHARTS = [
@@ -134,6 +134,20 @@ def test_a_long_word_breaks_instead_of_the_page(browser: webdriver.Chrome, tmp_p
     show(browser, (tmp_path / "report.html").as_uri(), width=width, phone=width < 500)
     wider = "const page = document.documentElement; return page.scrollWidth - page.clientWidth"
     assert script(browser, wider) == 0
+
+
+def test_the_verdict_of_structured_answers_needs_no_scrolling(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    run = write_run_directory(tmp_path, repeats=2, requests=30, faults=0)
+    summary = read_summary(tmp_path)
+    judged = Answers(checked=280, valid=280, valid_share=1.0, labelled=280, right=216, right_share=216 / 280)
+    pooled = [msgspec.structs.replace(row.pooled, answers=judged) for row in summary.rows]
+    rows = [msgspec.structs.replace(row, pooled=of) for row, of in zip(summary.rows, pooled, strict=True)]
+    summary = msgspec.structs.replace(summary, rows=rows)
+    (tmp_path / "report.html").write_text(render(summary, run, observe(tmp_path, run)))
+    show(browser, (tmp_path / "report.html").as_uri())
+    heads = [head.text for head in browser.find_elements(By.CSS_SELECTOR, ".main thead th")]
+    assert "Valid answers" in heads and "Verdict" in heads
+    assert script(browser, "const s = document.querySelector('.sheet'); return s.scrollWidth - s.clientWidth") == 0
 
 
 @pytest.mark.parametrize("width", [1280, 390])

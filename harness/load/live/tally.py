@@ -82,7 +82,7 @@ class Tally:
         counted.tokens += request.output_tokens or 0
         for histogram, value in (
             (counted.ttft, derive.ttft_s(request)),
-            (counted.tpot, derive.tpot_s(request)),
+            (counted.tpot, derive.shown_tpot_s(request)),
             (counted.e2e, derive.e2e_s(request)),
         ):
             if value is not None:

@@ -87,7 +87,7 @@ def _joined(spans: Iterable[Span], near_s: float) -> list[Span]:
 
 
 def _queue(start_s: float, end_s: float, most: float) -> str:
-    return f"requests wait in the server during {end_s - start_s:.2g} s, {most:,.0f} at most"
+    return f"requests wait in the server during {units.figures(end_s - start_s)} s, {most:,.0f} at most"
 
 
 def _summed(counts: Iterable[tuple[float, float]], near_s: float) -> list[tuple[float, float]]:

@@ -85,7 +85,7 @@ class Observed(Struct, frozen=True, kw_only=True):
     faults: dict[tuple[str, str], dict[str, Fault]]
     timelines: list[Timeline]
     chosen: dict[tuple[str, str], Choice]  # requests to draw; seconds count from their cell's first measured one
-    without_usage: int  # successful requests whose tokens the server did not report
+    without_usage: int  # successful requests for text whose tokens the server did not report
     damaged_lines: int
 
 
@@ -184,14 +184,14 @@ def _observe(
         one = joint.get(request.cell, _ALL)
         if not is_counted(request, request.sent_s + one.clock.offset_s(request.process), one.window_s):
             continue
-        if anchor is not None:
-            part.seen.add(request, row, request.sent_s + anchor - start_s)
         if request.error == "abandoned":
             continue
+        if anchor is not None:
+            part.seen.add(request, row, request.sent_s + anchor - start_s)
         if request.error is not None:
             _note_fault(part.faults[row].setdefault(request.error, Fault()), request)
         else:
-            part.without_usage += request.output_tokens is None
+            part.without_usage += request.output_tokens is None and request.vectors is None
             _note_latencies(part.samples[row], request)
     for count in part.counts.values():
         count.trim()

@@ -116,7 +116,7 @@ class Seen(Struct):
         if row not in self.rows:
             self.rows[row] = Choice()
         self.rows[row].add(request, sent_s)
-        if request.error is not None and request.error not in ("unfinished", "abandoned"):
+        if request.error is not None and request.error != "unfinished":
             self._note(request.cell, request.error, Failures(1, sent_s + request.ended_s))
 
     def merge(self, other: "Seen") -> None:
