@@ -1,6 +1,7 @@
 """The commands that read, list and show, and what is said of a command line that cannot be understood."""
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -277,6 +278,24 @@ def test_an_output_that_is_full(made: Path) -> None:
         for arguments in (["runs"], ["compose", "small.yaml"]):
             done = subprocess.run([HARNESS, *arguments], cwd=made, stdout=full, stderr=subprocess.PIPE, timeout=20)
             assert (done.returncode, done.stderr) == (1, b"error: the output: No space left on device\n")
+
+
+def test_a_terminal_that_is_not_in_utf_8_gets_the_table(made: Path) -> None:
+    run = only_run(made / "runs").name
+    for arguments in (["report", run], ["report", run, "--format", "markdown"], ["check", "small.yaml"]):
+        told = [
+            subprocess.run([HARNESS, *arguments], cwd=made, env={**os.environ, "PYTHONIOENCODING": name},
+                           capture_output=True, timeout=20, check=True).stdout
+            for name in ("ascii", "utf-8")
+        ]  # fmt: skip
+        assert told[0] == told[1].decode().encode("ascii", "backslashreplace")
+
+
+def test_a_name_that_is_not_in_utf_8_is_said(tmp_path: Path) -> None:
+    write(tmp_path).rename(os.fsdecode(bytes(tmp_path) + b"/L\xe4rm.yaml"))
+    done = harness("run", os.fsdecode(b"L\xe4rm.yaml"), "--runs", "runs", cwd=tmp_path)
+    assert done.code == 1
+    assert done.err == "error: 'L\\udce4rm': a name that is not in UTF-8\nnext: Give it another name.\n"
 
 
 @pytest.mark.parametrize("command", ["live", "run"])

@@ -232,7 +232,7 @@ def test_the_first_known_cause_wins_over_wrappers_and_later_lines() -> None:
     [
         ("{0} on startup\nis less than desired {1} (0.92, 88.32 GiB).\n", 1),  # as a page on the web shows it
         ("{0}\n    on startup is less\n    than desired {1}\n(0.92, 88.32 GiB).", 1),
-        ("I did this\nand it says\n\nsome words\r\nin my terminal\r\n{0} on startup\r\nis less than desired {1} (0.92, 88.32 GiB).", 6),
+        ("I ran\nand it said\n\nwords\r\nin it\r\n{0} on startup\r\nis less than desired {1} (0.92, 88.32 GiB).", 6),
     ],
 )  # fmt: skip
 def test_a_sentence_that_was_pasted_in_several_lines_is_known(text: str, number: int) -> None:

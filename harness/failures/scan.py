@@ -87,8 +87,8 @@ def _rank(finding: Failure) -> float:
 def scan(file: BinaryIO) -> Scanned:
     """Search a log. Source lines of tracebacks are left out: they name errors that did not happen.
 
-    So is what users sent, and what is said at the level of INFO or below, but for rows that are told there. Where no row
-    explains a short log, its sentences are joined that whoever pasted them has on several lines.
+    So is what users sent, and what is said at the level of INFO or below, but for rows that are told there. Where no
+    row explains a short log, sentences are joined that whoever pasted them has on several lines.
     """
     search, short = _Search(), b""
     for block in blocks(file):
