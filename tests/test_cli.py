@@ -64,6 +64,14 @@ def test_usage_errors(tmp_path: Path, arguments: list[str], sentence: str, help_
     assert second == f"next: `{help_of} --help` shows what there is."
 
 
+@pytest.mark.parametrize("command", ["run", "live", "noise"])
+def test_an_empty_variable_is_no_model(tmp_path: Path, command: str) -> None:
+    for name in ("", " ", "-x"):
+        done = harness(command, "first-look", f"--model={name}", cwd=tmp_path)
+        assert (done.code, done.out) == (1, "")
+        assert done.err == f"error: --model: '{name}' is no model's name\nnext: Write it as the server knows it.\n"
+
+
 def test_options_that_mean_nothing_alone_are_refused_together(tmp_path: Path) -> None:
     path = write(tmp_path)
     options = ["--metrics-url", "http://127.0.0.1:1", "--bind", "1.2.3.4", "--about", "image", "--ui-port", "8090"]

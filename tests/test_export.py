@@ -174,7 +174,7 @@ def test_openmetrics_is_read_by_prometheus_and_holds_the_summary(run: Path) -> N
 
 
 def test_openmetrics_is_read_by_node_exporter_s_textfile_collector_as_well(run: Path) -> None:
-    """Whose parser of Prometheus' older format gives up the whole file for a type that it does not know, such as info."""
+    """Its parser of Prometheus' older format gives up the whole file for a type that it does not know, such as info."""
     text = openmetrics.render(summarize(run), read_run(run))
     assert {line.split()[3] for line in text.splitlines() if line.startswith("# TYPE ")} <= {"gauge", "summary"}
 
