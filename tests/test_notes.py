@@ -85,7 +85,7 @@ def test_settings_without_effect() -> None:
 
 @pytest.mark.parametrize("name", ["HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"])
 def test_a_model_that_is_downloaded_to_where_nothing_is_kept(name: str) -> None:
-    lost = {"environment": {name: "/workspace"}}
+    lost: dict[str, Any] = {"environment": {name: "/workspace"}}
     for given in (lost, lost | {"volumes": ["/data:/work"]},
                   {"environment": {name: "/root/.cache/huggingface"}, "huggingface_cache": None}):  # fmt: skip
         (note,) = of("vllm-rocm", **given)

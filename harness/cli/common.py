@@ -57,7 +57,9 @@ def address(param: typer.CallbackParam, given: str | None) -> str | None:
 def model_name(param: typer.CallbackParam, given: str | None) -> str | None:
     """A model's name, and not the empty one of a variable that is not set. Raises HarnessError."""
     if given is not None and (not given.strip() or given.startswith("-")):
-        raise HarnessError(f"{param.opts[0]}: '{given}' is no model's name", next_step="Write it as the server knows it.")
+        raise HarnessError(
+            f"{param.opts[0]}: '{given}' is no model's name", next_step="Write it as the server knows it."
+        )
     return given
 
 
