@@ -25,7 +25,7 @@ class ExitCode(enum.IntEnum):
     SERVER = 2  # a server did not become ready
     INVALID = 3  # the run ended INVALID
     FAILED = 4  # a check or a comparison failed, or the doctor found a blocker
-    INTERRUPTED = 130  # Ctrl-C or SIGTERM
+    INTERRUPTED = 130  # Ctrl-C, SIGTERM or SIGHUP
 
 
 class HarnessError(Exception):

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+STOPS = (signal.SIGTERM, signal.SIGHUP)  # beside Ctrl-C; SIGHUP: the terminal is closed, or ssh lost its connection
 
 
 def start(
@@ -53,21 +55,31 @@ def stop(child: subprocess.Popen[bytes], *, grace_s: float = 5.0) -> int:
 
 
 @contextlib.contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """Within it, SIGTERM raises KeyboardInterrupt, so that both ways of stopping take everything down.
+def signals_interrupt() -> Iterator[None]:
+    """Within it, `STOPS` raise KeyboardInterrupt, so that every way of stopping takes everything down.
 
-    A handler that the program has set itself is left alone.
+    A handler that the program has set itself is left alone, and so is what is ignored, such as SIGHUP under nohup.
     """
     main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
+    ours = [number for number in STOPS if main and signal.getsignal(number) is signal.SIG_DFL]
 
-    def interrupt(_signum: int, _frame: object) -> None:
+    def interrupt(number: int, _frame: object) -> None:
+        if number == signal.SIGHUP:
+            _leave_terminal()
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, interrupt)
+    for number in ours:
+        signal.signal(number, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _leave_terminal() -> None:
+    """Write no more to a terminal that is gone: it would be an error in the midst of taking everything down."""
+    for number in (1, 2):
+        with contextlib.suppress(OSError):
+            if stat.S_ISCHR(os.fstat(number).st_mode):  # isatty denies a terminal that is gone
+                os.dup2(os.open(os.devnull, os.O_WRONLY), number)

@@ -517,6 +517,17 @@ def test_a_run_with_brackets_in_its_name_is_listed_by_it(tmp_path: Path) -> None
     assert harness("runs", "--runs", ".", cwd=tmp_path).out.splitlines()[1].startswith("[bold]x ")
 
 
+def test_a_field_of_a_newer_harness_is_no_damage(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "run.json").write_text('{"format_version": 1, "weather": "fine"}')
+    done = harness("report", "new", cwd=tmp_path)
+    assert (done.code, done.out) == (1, "")
+    assert done.err == (
+        "error: new/run.json: cannot be read (Object contains unknown field `weather`)\n"
+        "next: A newer harness wrote it: update this one.\n"
+    )
+
+
 def test_run_of_a_newer_harness(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "run.json").write_text('{"format_version": 99, "whatever": []}')

@@ -1,6 +1,7 @@
 """The commands that read, list and show, and what is said of a command line that cannot be understood."""
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -62,6 +63,14 @@ def test_usage_errors(tmp_path: Path, arguments: list[str], sentence: str, help_
     first, second = done.err.splitlines()
     assert first.startswith(f"error: {sentence}")
     assert second == f"next: `{help_of} --help` shows what there is."
+
+
+@pytest.mark.parametrize("command", ["run", "live", "noise"])
+def test_an_empty_variable_is_no_model(tmp_path: Path, command: str) -> None:
+    for name in ("", " ", "-x"):
+        done = harness(command, "first-look", f"--model={name}", cwd=tmp_path)
+        assert (done.code, done.out) == (1, "")
+        assert done.err == f"error: --model: '{name}' is no model's name\nnext: Write it as the server knows it.\n"
 
 
 def test_options_that_mean_nothing_alone_are_refused_together(tmp_path: Path) -> None:
@@ -298,6 +307,24 @@ def test_an_output_that_is_full(made: Path) -> None:
         for arguments in (["runs"], ["compose", "small.yaml"]):
             done = subprocess.run([HARNESS, *arguments], cwd=made, stdout=full, stderr=subprocess.PIPE, timeout=20)
             assert (done.returncode, done.stderr) == (1, b"error: the output: No space left on device\n")
+
+
+def test_a_terminal_that_is_not_in_utf_8_gets_the_table(made: Path) -> None:
+    run = only_run(made / "runs").name
+    for arguments in (["report", run], ["report", run, "--format", "markdown"], ["check", "small.yaml"]):
+        told = [
+            subprocess.run([HARNESS, *arguments], cwd=made, env={**os.environ, "PYTHONIOENCODING": name},
+                           capture_output=True, timeout=20, check=True).stdout
+            for name in ("ascii", "utf-8")
+        ]  # fmt: skip
+        assert told[0] == told[1].decode().encode("ascii", "backslashreplace")
+
+
+def test_a_name_that_is_not_in_utf_8_is_said(tmp_path: Path) -> None:
+    write(tmp_path).rename(os.fsdecode(bytes(tmp_path) + b"/L\xe4rm.yaml"))
+    done = harness("run", os.fsdecode(b"L\xe4rm.yaml"), "--runs", "runs", cwd=tmp_path)
+    assert done.code == 1
+    assert done.err == "error: 'L\\udce4rm': a name that is not in UTF-8\nnext: Give it another name.\n"
 
 
 @pytest.mark.parametrize("command", ["live", "run"])

@@ -173,6 +173,12 @@ def test_openmetrics_is_read_by_prometheus_and_holds_the_summary(run: Path) -> N
     assert value("speedup_ratio", **of_b, metric="wall_s", verdict=verdict.word, bound="low") == verdict.low
 
 
+def test_openmetrics_is_read_by_node_exporter_s_textfile_collector_as_well(run: Path) -> None:
+    """Its parser of Prometheus' older format gives up the whole file for a type that it does not know, such as info."""
+    text = openmetrics.render(summarize(run), read_run(run))
+    assert {line.split()[3] for line in text.splitlines() if line.startswith("# TYPE ")} <= {"gauge", "summary"}
+
+
 def test_the_status_in_openmetrics_is_that_of_the_verdict(run: Path) -> None:
     def status() -> tuple[str, float]:
         found = samples(openmetrics.render(summarize(run), read_run(run)))

@@ -227,6 +227,41 @@ def test_the_first_known_cause_wins_over_wrappers_and_later_lines() -> None:
     assert failure.wrapper_number == 6
 
 
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("{0} on startup\nis less than desired {1} (0.92, 88.32 GiB).\n", 1),  # as a page on the web shows it
+        ("{0}\n    on startup is less\n    than desired {1}\n(0.92, 88.32 GiB).", 1),
+        ("I ran\nand it said\n\nwords\r\nin it\r\n{0} on startup\r\nis less than desired {1} (0.92, 88.32 GiB).", 6),
+    ],
+)  # fmt: skip
+def test_a_sentence_that_was_pasted_in_several_lines_is_known(text: str, number: int) -> None:
+    raised = "ValueError: Free memory on device cuda:0 (76.45/96.0 GiB)"
+    found = scan_text(text.format(raised, "GPU memory utilization"))
+    cause = found.cause()
+    assert cause is not None
+    assert (cause.id, cause.number, found.lines) == (
+        "mem.free_lt_util",
+        number,
+        text.count("\n") + 1 - text.endswith("\n"),
+    )
+    assert "(to 0.78 or less)" in cause.fix
+
+
+def test_what_is_known_line_by_line_is_not_read_otherwise() -> None:
+    found = scan_text("KeyError: 'x'\nllama_model: error on startup\nis less\n")
+    cause = found.cause()
+    assert cause is not None
+    assert (cause.id, cause.line) == ("engine.exception", "KeyError: 'x'")
+
+
+def test_all_flags_that_are_gone_get_their_whole_advice() -> None:
+    failure = explain("vllm: error: unrecognized arguments: --swap-space 16 --disable-log-requests --task generate")
+    assert failure is not None
+    assert failure.fix.count("vLLM does not know it any more") == 3
+    assert "(the hint of vLLM's own argument parser); remove it from extra_args" in failure.fix
+
+
 def test_an_unknown_exception_wins_over_a_wrapper() -> None:
     log = "ValueError: never seen before\nRuntimeError: Engine core initialization failed. See root cause above."
     failure = explain(log)

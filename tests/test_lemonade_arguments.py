@@ -55,6 +55,8 @@ def test_the_protected_flags_are_those_of_the_double() -> None:
         ('--speculative-config \'{"method": "ngram"}\'', "Lemonade strips quotes, so JSON does not reach vLLM"),
         ("-cc.mode=3 --x {}", "Lemonade strips quotes"),
         ("max-num-seqs 10", "'max-num-seqs': a flag that begins with '-' is expected"),
+        ("–gpu-memory-utilization 0.78", "'–gpu-memory-utilization' begins with a dash of printed text"),
+        ("--gpu-memory-utilization 0.78 –max-num-seqs 10", "is none: write --max-num-seqs"),
         ("--enforce-eager --no-enforce-eager", "--enforce-eager and --no-enforce-eager contradict each other"),
         ("--max-num-seqs 8 --max_num_seqs=9", "--max-num-seqs: is given twice"),
         ("--gpu-memory-utilization 0.7 --kv-cache-memory-bytes 4G", "has no say over the KV cache"),

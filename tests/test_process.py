@@ -80,9 +80,45 @@ def test_a_child_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     assert gone(pid)
 
 
-def test_sigterm_interrupts_and_the_former_handler_comes_back() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), process.sigterm_interrupts():
-        os.kill(os.getpid(), signal.SIGTERM)
+@pytest.mark.parametrize("number", process.STOPS)
+def test_signals_interrupt_and_the_former_handler_comes_back(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt), process.signals_interrupt():
+        os.kill(os.getpid(), number)
         time.sleep(1)
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with process.signals_interrupt():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_terminal_that_is_gone_disturbs_nobody_who_takes_things_down(tmp_path: Path) -> None:
+    """What ssh leaves behind when its connection breaks: each write to that terminal would fail."""
+    program = (
+        "import pathlib, sys, time\n"
+        "from harness.process import signals_interrupt\n"
+        "with signals_interrupt():\n"
+        "    try:\n"
+        "        print('begun', flush=True)\n"
+        "        time.sleep(60)\n"
+        "    except KeyboardInterrupt:\n"
+        "        print('taking everything down', flush=True)\n"
+        "        pathlib.Path(sys.argv[1]).touch()\n"
+    )
+    master, terminal = os.openpty()
+    child = process.start([sys.executable, "-c", program, str(tmp_path / "down")], stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    try:
+        assert os.read(master, 100).startswith(b"begun")
+        os.close(master)
+        child.send_signal(signal.SIGHUP)
+        assert child.wait(10) == 0
+    finally:
+        process.stop(child)
+    assert (tmp_path / "down").exists()

@@ -48,6 +48,14 @@ def test_what_a_template_sets_is_not_set_again(template: str, argument: str, sai
     assert problem.startswith(f"variables.extra_args: {said}")
 
 
+@pytest.mark.parametrize("template", ["vllm-rocm", "vllm-offline", "llamacpp", "localai", "lemonade", "simulated"])
+@pytest.mark.parametrize("flag", ["\u2013threads", "\u2014threads", "\u2212\u2212threads", "-\u2011threads 4"])
+def test_a_dash_that_only_looks_like_hyphens_is_shown(template: str, flag: str) -> None:
+    (problem,) = problems(template, extra_args=[flag])
+    assert problem.startswith(f"variables.extra_args: '{flag}' begins with a dash of printed text")
+    assert problem.endswith(": write --threads")
+
+
 @pytest.mark.parametrize(
     ("template", "arguments"),
     [

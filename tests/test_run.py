@@ -237,7 +237,9 @@ def test_a_locustfile_that_fails_while_it_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "processes"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 2)], ids=["int", "term", "int-2"]
+    ("how", "processes"),
+    [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGHUP, 1), (signal.SIGINT, 2)],
+    ids=["int", "term", "hup", "int-2"],
 )
 def test_interrupted(tmp_path: Path, how: signal.Signals, processes: int) -> None:
     path = write(tmp_path, loads={"burst": {**LONG["burst"], "users": processes, "processes": processes}})

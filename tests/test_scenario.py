@@ -79,6 +79,12 @@ repeats: 0
     ]
 
 
+def test_a_version_in_quotes(tmp_path: Path) -> None:
+    assert problems_of(tmp_path, GOOD.replace("version: 1", 'version: "1"')) == [
+        "$.version (line 2): expected one of 1, got '1'; write it without quotes"
+    ]
+
+
 def test_duplicate_keys_are_refused(tmp_path: Path) -> None:
     assert problems_of(tmp_path, GOOD + "seed: 1\nseed: 2\n") == ["$.seed (line 10): written twice; keep one"]
 
@@ -235,6 +241,19 @@ baseline: {server: b, load: three}
             "$.metrics_interval_s (line 9): a number of at most 10000000 is expected, got inf",
         ),
         ("checks: &a [*a]", "an alias (*name) refers to what contains it"),
+        (
+            "checks: [&a [x, x, x, x, x, x, x, x, x], &b [*a, *a, *a, *a, *a, *a, *a, *a, *a], "
+            "&c [*b, *b, *b, *b, *b, *b, *b, *b, *b], &d [*c, *c, *c, *c, *c, *c, *c, *c, *c], "
+            "&e [*d, *d, *d, *d, *d, *d, *d, *d, *d], &f [*e, *e, *e, *e, *e, *e, *e, *e, *e]]",
+            "it has more than 100,000 values, counting what aliases (*name) repeat",
+        ),
+        ("checks: " + 5000 * "[", "not a scenario: its lists and mappings are nested too deeply"),
+        ("? [a]\n: 1", "$ (line 9): a key is a name, not a list or mapping"),
+        (
+            "<<: {seed: 1}",
+            "$ (line 9): merging with << is not done; write the keys out, or repeat a whole value with an alias: "
+            "name: *other",
+        ),
         (
             "api_key_env: sk-SECRET-123",
             "$.api_key_env (line 9): expected the NAME of an environment variable, never the key itself",

@@ -297,6 +297,25 @@ def test_a_wrong_key_is_not_a_missing_one(tmp_path: Path) -> None:
             attach(url, "one", key_name="MY_KEY")
 
 
+@pytest.mark.parametrize(
+    ("path", "answer"),
+    [
+        ("GET /v1/models", (307, "text/plain", "http://127.0.0.1:1/login?key=my-own-key")),
+        ("GET /v1/models", (400, "application/json", '{"error": {"message": "unknown token my-own-key"}}')),
+        ("GET /v1/models", (200, "application/json", '["my-own-key"]')),
+        (CHAT_PATH, (400, "application/json", '{"error": "unknown token my-own-key"}')),
+        (CHAT_PATH, (400, "text/plain", "x" * 195 + "my-own-key")),
+        (CHAT_PATH, (200, "text/plain", "x" * 495 + "my-own-key")),
+    ],
+)
+def test_a_key_that_the_server_repeats_is_told_nobody(tmp_path: Path, path: str, answer: Answer) -> None:
+    for go in (lambda url: ready(url, waiting(tmp_path), api_key="my-own-key"),
+               lambda url: attach(url, "one", "my-own-key")):  # fmt: skip
+        with server({**GOOD, path: answer}) as url, pytest.raises(ServerError) as caught:
+            go(url)
+        assert "my-o" not in f"{caught.value} {caught.value.next_step} {caught.value.detail}"
+
+
 def test_a_wrong_model_says_how_to_give_another() -> None:
     with server(GOOD) as url, pytest.raises(ServerError) as caught:
         attach(url, "onne")

@@ -1,5 +1,6 @@
 """The command line. Each command is a few lines; the work is done by the module that it names."""
 
+import io
 import os
 import sys
 import traceback
@@ -60,6 +61,8 @@ def main() -> None:
     """Run a command; every way it can end has its exit code (see `ExitCode`)."""
     # Invoked without Typer's own `main`, which has other exit codes and other words for some of these ends.
     command = typer.main.get_command(app)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that is not in UTF-8 must not cost a run its table
+        sys.stdout.reconfigure(errors="backslashreplace")
     code: int = ExitCode.OK
     try:
         with command.make_context("harness", sys.argv[1:]) as context:
@@ -81,6 +84,9 @@ def main() -> None:
     except OSError as error:
         mute()  # what is left in its buffer would fail again
         tell(HarnessError(f"{error.filename or 'the output'}: {error.strerror or error}"))
+        code = ExitCode.USAGE
+    except UnicodeEncodeError as error:  # of a file or folder: what is written is UTF-8
+        tell(HarnessError(f"{error.object!r}: a name that is not in UTF-8", next_step="Give it another name."))
         code = ExitCode.USAGE
     except Exception as error:
         if os.environ.get("HARNESS_DEBUG"):

@@ -89,7 +89,7 @@ def run(
     from harness.compare.reference import reference_to, write_reference
     from harness.judge.noise_floors import adopt_floor
     from harness.prepare import experiment as experiments
-    from harness.process import sigterm_interrupts
+    from harness.process import signals_interrupt
     from harness.run import trusted_streams
     from harness.run.progress import Progress
     from harness.run.run import run as run_experiment
@@ -108,7 +108,7 @@ def run(
     wrong.refuse()
     for note in [] if workers else trusted_streams.notes(experiment.scenario):
         console().print(note)
-    with junit_of_failure(junit, scenario.stem), sigterm_interrupts():
+    with junit_of_failure(junit, scenario.stem), signals_interrupt():
         folder = run_experiment(experiment, runs, Progress(console()))
     adopt_floor(folder, read_run(folder), results)
     if base is not None:
@@ -131,12 +131,12 @@ def live(
 ) -> None:
     """Bring a scenario's server up and serve Locust's web UI for it; Ctrl-C takes everything down."""
     from harness.prepare import experiment as experiments
-    from harness.process import sigterm_interrupts
+    from harness.process import signals_interrupt
     from harness.run import live as living
     from harness.run.progress import Progress
 
     experiment = experiments.prepare(scenario, target_of(url, ca=ca), model)
-    with sigterm_interrupts():
+    with signals_interrupt():
         living.live(experiment, server, load, port, runs, Progress(console()))
 
 
@@ -195,10 +195,10 @@ def calibrate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the readings as JSON.")] = False,
 ) -> None:
     """Hold the load generator's chunk times against the embedded engine's own, with more and more streams at once."""
-    from harness.process import sigterm_interrupts
+    from harness.process import signals_interrupt
     from harness.run.calibrate import show_readings
 
-    with sigterm_interrupts():
+    with signals_interrupt():
         show_readings(console(), most, processes, as_json=as_json)
 
 
@@ -241,12 +241,12 @@ def noise(
     """
     from harness.judge.noise_floors import read_floor
     from harness.prepare import experiment as experiments
-    from harness.process import sigterm_interrupts
+    from harness.process import signals_interrupt
     from harness.run import noise as noises
     from harness.run.progress import Progress
 
     experiment = experiments.prepare(scenario, target_of(url, ca=ca), model, repeats)
-    with sigterm_interrupts():
+    with signals_interrupt():
         folder, stored = noises.noise(experiment, server, runs, results, Progress(console()))
     floor = read_floor(stored)
     assert floor is not None

@@ -54,6 +54,15 @@ def address(param: typer.CallbackParam, given: str | None) -> str | None:
     return given
 
 
+def model_name(param: typer.CallbackParam, given: str | None) -> str | None:
+    """A model's name, and not the empty one of a variable that is not set. Raises HarnessError."""
+    if given is not None and (not given.strip() or given.startswith("-")):
+        raise HarnessError(
+            f"{param.opts[0]}: '{given}' is no model's name", next_step="Write it as the server knows it."
+        )
+    return given
+
+
 def worker_names(given: str | None) -> str | None:
     """What --workers says. Raises HarnessError."""
     from harness.workers import parse_names
@@ -108,7 +117,9 @@ CaOpt = Annotated[
     Path | None,
     typer.Option("--ca", metavar="FILE", help="With --url https://...: the authority that signed its certificate."),
 ]
-ModelOpt = Annotated[str | None, typer.Option("--model", help="Use this model instead of the scenario's.")]
+ModelOpt = Annotated[
+    str | None, typer.Option("--model", help="Use this model instead of the scenario's.", callback=model_name)
+]
 ResultsDir = Annotated[
     Path, typer.Option("--results", help="Where published runs and noise floors are kept.", envvar="HARNESS_RESULTS")
 ]

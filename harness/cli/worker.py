@@ -26,8 +26,8 @@ def worker(
     It is a stock Locust worker. User class and job come from the master, so trust it; an API key does not: set its
     variable here.
     """
-    from harness.process import sigterm_interrupts
+    from harness.process import signals_interrupt
     from harness.run.worker import lend
 
-    with sigterm_interrupts():
+    with signals_interrupt():
         lend(master, processes, once=once)

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 from msgspec import Struct, structs
 
-from harness.failures.blocks import blocks
+from harness.failures.blocks import BLOCK_BYTES, blocks
 from harness.failures.exceptions import RULE, Trace, exception_in
 from harness.failures.lines import Line, is_code, is_quoting, parsed, plain
 from harness.failures.redact import hidden
@@ -19,6 +19,7 @@ MOST_FINDINGS = 200  # different ones; a log that repeats itself has few
 OFTEN = 100  # from then on lines that differ in numbers only are counted and not looked at
 SHOWN_CHARS = 500
 _DIGITS = re.compile(r"\d+")
+_WRAPPED = re.compile(rb"[ \t\r]*\n[ \t]*(?=[a-z]+ [a-z]|\(\d)")  # a line that goes on in the next one
 _READY = (b"Application startup complete", b"listening on http", b"-server is ready!", b"Listening on [::]")
 _FETCHED = (b"oading weights took", b"odel loading took", b"model loaded", b"checkpoint shards: 100%")
 _RAISED = (b"Traceback (most recent call last)", b"ERROR")
@@ -86,11 +87,27 @@ def _rank(finding: Failure) -> float:
 def scan(file: BinaryIO) -> Scanned:
     """Search a log. Source lines of tracebacks are left out: they name errors that did not happen.
 
-    So is what users sent, and what is said at the level of INFO or below, but for rows that are told there.
+    So is what users sent, and what is said at the level of INFO or below, but for rows that are told there. Where no
+    row explains a short log, sentences are joined that whoever pasted them has on several lines.
     """
-    search = _Search()
+    search, short = _Search(), b""
     for block in blocks(file):
+        short += block if len(short) <= BLOCK_BYTES else b""
         search.feed(block)
+    scanned = _scanned(search)
+    if len(short) > BLOCK_BYTES or ((cause := scanned.cause()) is not None and cause.severity == "cause"):
+        return scanned
+    search = _Search()
+    search.feed(_WRAPPED.sub(b" ", short))
+    cause = _scanned(search).cause()
+    if cause is None or cause.severity != "cause" or cause.number is None:
+        return scanned
+    before = b"\n".join(_WRAPPED.sub(b"\0", short).split(b"\n")[: cause.number - 1])
+    cause = structs.replace(cause, number=cause.number + before.count(b"\0"))
+    return structs.replace(scanned, findings=[*(one for one in scanned.findings if one.severity == "warning"), cause])
+
+
+def _scanned(search: "_Search") -> Scanned:
     found = [structs.replace(failure, count=search.counts[key]) for key, failure in search.found.items()]
     findings = sorted(found, key=lambda finding: finding.number or 0)
     last = hidden(search.last())[:SHOWN_CHARS]

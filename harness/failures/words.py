@@ -17,6 +17,7 @@ IN_PIECES = (
     "as much was free as was asked for, so the memory is in pieces: set PYTORCH_HIP_ALLOC_CONF="
     "expandable_segments:True in `environment` (PyTorch 2.11 or newer; not where the start hangs with it), or "
 )
+MOST_CHARS = 300  # of a value that a line says
 STEP = 0.05  # of gpu_memory_utilization, where a message has no number to compute from
 _ARGUMENTS = re.compile(r"non-default args: (\{.*\})")
 _PRINTED = (  # what vLLM prints of memory: for its arguments, in GiB
@@ -40,7 +41,8 @@ _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 def in_words(rule: Rule, match: re.Match[str], settings: Mapping[str, Any]) -> tuple[str, str]:
     """Cause and fix of a row for a matching line. `settings`: what the log said before of the server's arguments."""
     said = {name: hidden((value or "").strip()) for name, value in match.groupdict().items()}
-    known = _settings(settings) | _computed(rule, said) | {name: value for name, value in said.items() if value}
+    shown = {name: value[:MOST_CHARS] for name, value in said.items() if value}
+    known = _settings(settings) | _computed(rule, said) | shown
     known |= _fraction(rule, said, settings)
     hopeless = rule.hopeless and (known.get("safe") == "" or known.get("raised") == "")
     return _put_in(rule.cause, known), _put_in(rule.hopeless if hopeless else rule.fix, known)
@@ -146,7 +148,6 @@ def _instead(said: Mapping[str, str]) -> dict[str, str]:
 
 _FILLED = re.compile(r"(?<!\$)\{([a-z]+)\}")
 _REMARK = re.compile(r" \([^()]*(?<!\$)\{[a-z]+\}[^()]*\)")
-_MOST_CHARS = 300  # of a value
 
 
 def _put_in(text: str, known: Mapping[str, str]) -> str:
@@ -157,5 +158,5 @@ def _put_in(text: str, known: Mapping[str, str]) -> str:
         return f" ({', '.join(kept)})" if kept else ""
 
     text = _REMARK.sub(without, text)
-    text = _FILLED.sub(lambda name: known.get(name[1], "")[:_MOST_CHARS], text)
+    text = _FILLED.sub(lambda name: known.get(name[1], ""), text)
     return re.sub(r"  +", " ", text).replace(" :", ":").replace(" ,", ",").strip(" :;,")

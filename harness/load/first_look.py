@@ -50,7 +50,9 @@ def first_model(job: Job, target: Target) -> str:
         )
     body = b"".join(data for _, data in exchange.body)
     url = f"{'https' if target.tls else 'http'}://{target.authority}{path}"
-    got = Got(url, exchange.status or 0, exchange.headers, body)
+    secrets = secrets_of(job)  # some servers repeat a key in what they say
+    headers = {name: without(value, secrets) for name, value in exchange.headers.items()}
+    got = Got(url, exchange.status or 0, headers, without(body.decode(errors="replace"), secrets).encode())
     key = Key(secret is not None, job.api_key_env, "with --api-key-env")
     words = strangers.stranger(got, url.removesuffix("/v1/models"), key)
     if words is not None:
@@ -60,7 +62,7 @@ def first_model(job: Job, target: Target) -> str:
     except (msgspec.DecodeError, LookupError, TypeError):
         what = strangers.unlike(got, "a list of models") if got.status == 200 else strangers.status_in_words(got)
         next_step = f"{CHECK_ADDRESS.removesuffix('.')}, or name the model with --model."
-        raise HarnessError(without(what, secrets_of(job)), next_step=next_step) from None
+        raise HarnessError(what, next_step=next_step) from None
 
 
 def api_key(name: str | None) -> str | None:

@@ -73,7 +73,6 @@ def _gauge(name: str, explanation: str, unit: str, samples: Iterable[tuple[Label
 
 
 def _of_run(summary: Summary, run: Run) -> Iterator[Metric]:
-    info = Metric(f"{PREFIX}_run", "The run that all samples are of", "info")
     labels = {
         "run": run.id,
         "scenario": summary.scenario,
@@ -82,8 +81,8 @@ def _of_run(summary: Summary, run: Run) -> Iterator[Metric]:
         "simulated": str(summary.simulated).lower(),
         "status": _status(summary, run),
     }
-    info.add_sample(f"{PREFIX}_run_info", labels, 1)
-    yield info
+    # Not of OpenMetrics' type `info`: Prometheus' older text format, as node_exporter reads it, knows no such type.
+    yield _gauge("run_info", "The run that all samples are of", "", [(labels, 1)])
     one = {"run": run.id, "scenario": summary.scenario}
     yield _gauge("valid", "1: the run is VALID", "", [(one, int(summary.valid))])
     started = [(one, run.started_wall_s)]

@@ -30,7 +30,8 @@ def read_json(path: Path, kind: type[T], newest: int | None = None, advice: str 
             )
         return msgspec.json.decode(raw, type=kind)
     except msgspec.DecodeError as error:
-        step = f"The file was changed or damaged{advice}."
+        newer = "unknown field" in str(error)  # fields are added without a new format, which older files lack
+        step = "A newer harness wrote it: update this one." if newer else f"The file was changed or damaged{advice}."
         raise HarnessError(f"{path}: cannot be read ({error})", next_step=step) from None
 
 

@@ -17,7 +17,12 @@ from harness.errors import did_you_mean
 
 T = TypeVar("T")
 _PLAIN_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
+MOST_VALUES = 100_000  # a few aliases of aliases are billions
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
+
+
+class _TooMany(Exception):
+    """More values than a scenario can have."""
 
 
 def load_yaml(text: str, problems: list[str]) -> tuple[Any, dict[str, int]]:
@@ -29,20 +34,30 @@ def load_yaml(text: str, problems: list[str]) -> tuple[Any, dict[str, int]]:
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problems.append(f"not valid YAML{where}: {getattr(error, 'problem', None) or error}")
         return None, {}
+    except RecursionError:
+        problems.append("not a scenario: its lists and mappings are nested too deeply")
+        return None, {}
     lines: dict[str, int] = {}
     try:
         return (_value(node, "$", lines, problems) if node is not None else None), lines
     except RecursionError:
         problems.append("an alias (*name) refers to what contains it")
-        return None, {}
+    except _TooMany:
+        problems.append(f"it has more than {MOST_VALUES:,} values, counting what aliases (*name) repeat")
+    return None, {}
 
 
 def _value(node: yaml.Node, path: str, lines: dict[str, int], problems: list[str]) -> Any:
     line = node.start_mark.line + 1
     lines[path] = line
+    if len(lines) > MOST_VALUES:
+        raise _TooMany
     if isinstance(node, yaml.MappingNode):
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
+            if (unlike := _no_key(key_node)) is not None:
+                problems.append(f"{path} (line {key_node.start_mark.line + 1}): {unlike}")
+                continue
             key = str(key_node.value)
             if key in mapping:
                 problems.append(f"{path}.{key} (line {key_node.start_mark.line + 1}): written twice; keep one")
@@ -66,6 +81,15 @@ def _value(node: yaml.Node, path: str, lines: dict[str, int], problems: list[str
         return None
     finally:
         constructor.dispose()
+
+
+def _no_key(node: yaml.Node) -> str | None:
+    """Why what stands in front of a colon is no key."""
+    if not isinstance(node, yaml.ScalarNode):
+        return "a key is a name, not a list or mapping"
+    if node.tag == "tag:yaml.org,2002:merge":
+        return "merging with << is not done; write the keys out, or repeat a whole value with an alias: name: *other"
+    return None
 
 
 def decode(raw: Any, type_: type[T], lines: dict[str, int], problems: list[str]) -> T | None:
@@ -108,6 +132,7 @@ def _decode(raw: Any, type_: Any, lines: dict[str, int], problems: list[str], pa
         known = ", ".join(map(str, args))
         close = difflib.get_close_matches(str(raw), map(str, args), n=1)
         advice = f"; did you mean '{close[0]}'?" if close else ""
+        advice = "; write it without quotes" if raw in close else advice
         problems.append(f"{where(path, lines)}: expected one of {known}, got {_shown(raw)}{advice}")
         return None
     try:

@@ -11,6 +11,7 @@ import requests
 
 from harness.errors import HarnessError, ServerError, did_you_mean
 from harness.failures import stranger as strangers
+from harness.failures.redact import without
 from harness.failures.stranger import CHECK_ADDRESS, Got
 from harness.rundir.manifest import ServedBy
 from harness.trust import open_session
@@ -180,7 +181,11 @@ def refuse_no_api(response: requests.Response, base: str, key_name: str | None =
 
 
 def _got(response: requests.Response) -> Got:
-    return Got(response.url, response.status_code, response.headers, response.content)
+    """What came, without the key that was sent: some servers repeat it in what they say."""
+    secrets = [response.request.headers.get("Authorization", "").removeprefix("Bearer ")]
+    headers = {name.lower(): without(value, secrets) for name, value in response.headers.items()}
+    body = without(response.content.decode(errors="replace"), secrets)
+    return Got(response.url, response.status_code, headers, body.encode())
 
 
 def _kind(response: requests.Response) -> type[ServerError]:
@@ -222,12 +227,12 @@ def _unlike(what: str, response: requests.Response, kind: type[ServerError] = Se
     return kind(
         strangers.unlike(_got(response), what),
         next_step=CHECK_ADDRESS,
-        detail=response.text[:500],
+        detail=_got(response).body.decode(errors="replace")[:500],
     )
 
 
 def message(response: requests.Response) -> str:
-    return strangers.message(response.content)
+    return strangers.message(_got(response).body)
 
 
 def reason(error: Exception) -> str:

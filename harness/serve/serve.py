@@ -16,7 +16,7 @@ from docker.models.containers import Container
 
 from harness.errors import HarnessError, ServerError
 from harness.machine.facts import gpus
-from harness.process import sigterm_interrupts
+from harness.process import STOPS, signals_interrupt
 from harness.rundir.manifest import ServedBy
 from harness.scenario.scenario import Scenario, Server
 from harness.serve import ask
@@ -62,7 +62,7 @@ def serve(
 ) -> Iterator[Endpoint]:
     """Start a server, wait until its model answers, and take it down at the end, however that comes.
 
-    Writes compose/SERVER.yaml and logs/CELL.server.log into the run directory. SIGTERM ends it like Ctrl-C.
+    Writes compose/SERVER.yaml and logs/CELL.server.log into the run directory. SIGTERM and SIGHUP end it like Ctrl-C.
     Raises ServerError when it does not become ready, HarnessError for a template or variable that cannot be used.
     """
     server, compose = written(scenario, server_name, run_folder)
@@ -71,7 +71,7 @@ def serve(
     log_path = run_folder / "logs" / f"{cell_id}.server.log"
     api_key = os.environ.get(scenario.api_key_env) if scenario.api_key_env else None
     started = _Start(server, compose, scenario.model, SERVER, log_path, api_key, scenario.api_key_env, on_progress)
-    with sigterm_interrupts():
+    with signals_interrupt():
         if server.container:
             with _in_container(started, run_id, cell_id) as endpoint:
                 yield endpoint
@@ -371,7 +371,7 @@ def _undisturbed() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *STOPS)}
     try:
         yield
     finally:

@@ -58,8 +58,8 @@ def test_kill_minus_nine_then_sweep_leaves_nothing(
     assert "Application startup complete" in (tmp_path / "logs/c.server.log").read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_sigterm_and_ctrl_c_take_everything_down(
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_every_way_of_stopping_takes_everything_down(
     owner: "subprocess.Popen[str]", client: docker.DockerClient, tmp_path: Path, number: signal.Signals
 ) -> None:
     owner.send_signal(number)

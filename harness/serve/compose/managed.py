@@ -7,7 +7,7 @@ where nobody asks. Lemonade's own protected arguments are in harness.serve.lemon
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from harness.serve.vllm.flags import flags_in
+from harness.serve.vllm.flags import flags_in, printed_dashes
 
 SHORT = {  # of the servers' own parsers, by what they mean
     "vllm": {"-q": "--quantization", "-tp": "--tensor-parallel-size"},
@@ -56,8 +56,9 @@ def managed_flags(template: str, extra: Sequence[Any], own: Sequence[str], varia
     # An offline job's own options end with `--`, and so do those of others that nobody looks at behind it.
     behind = own[own.index("--") + 1 :] if "--" in own else own
     set_by_it = {_plain(flag) for flag in flags_in(behind)} | names.keys() | ({"--model"} if own else set())
-    problems = []
-    for flag in dict.fromkeys(flags_in([str(word) for word in extra])):
+    words = [str(word) for word in extra]
+    problems = printed_dashes(words)
+    for flag in dict.fromkeys(flags_in(words)):
         found = _meant(flag, template, set_by_it)
         if found is not None:
             said = flag if flag == found else f"{flag} ({found})"

@@ -16,6 +16,8 @@ _FORCED_TARGET = (
     "makes ROCm take the GPU for another one; images with code for yours do not need it, and wrong code crashes or "
     "computes wrongly: leave it out"
 )
+_HUB = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")  # guides set them to folders that their `docker run` mounts
+_CACHE = "/root/.cache/huggingface"  # where the templates mount the volume
 _NO_STATS = "vLLM then has no running and waiting requests and no KV cache in its metrics, so the report has none"
 
 
@@ -50,7 +52,26 @@ def _of_environment(server: Server) -> list[str]:
         found.append(f"HSA_OVERRIDE_GFX_VERSION {_FORCED_TARGET}")
     if str(given.get("VLLM_LOGGING_LEVEL", "")).upper() == "DEBUG":
         found.append("VLLM_LOGGING_LEVEL=DEBUG writes lines for each step, which is measured with it: leave it out")
+    if server.template.startswith("vllm"):
+        lost = [name for name in _HUB if _is_lost(server, given.get(name))]
+        found += [
+            f"{name}={given[name]} is on no volume: each start downloads the model again; leave it out, or mount a "
+            "folder there with `volumes`"
+            for name in lost
+        ]
     return found
+
+
+def _is_lost(server: Server, folder: Any) -> bool:
+    """Whether what is written to a folder of the container is gone with it."""
+    if not isinstance(folder, str) or not folder.startswith("/"):
+        return False
+    mounts = [str(volume).split(":")[1:2] for volume in variable_of(server, "volumes")]
+    kept = [
+        *(path for mount in mounts for path in mount),
+        *([_CACHE] if variable_of(server, "huggingface_cache") else []),
+    ]
+    return not any(f"{folder}/".startswith(f"{path.rstrip('/')}/") for path in kept)
 
 
 def _of_arguments(server: Server) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 from harness.scenario.scenario import Server
 from harness.serve.compose.values import tag_of
 from harness.serve.lemonade.api import bare_name
-from harness.serve.vllm.flags import flags_in, removed_flags, vllm_refuses
+from harness.serve.vllm.flags import flags_in, printed_dashes, removed_flags, vllm_refuses
 
 _ITSELF = "Lemonade sets it itself and refuses it"
 PROTECTED = {
@@ -104,6 +104,8 @@ def vllm_problems(text: str) -> list[str]:
     if re.search(r"[\"'{}]", text):
         return [f"{text!r}: {_QUOTES}"]
     words = text.split()
+    if dashes := printed_dashes(words):
+        return dashes
     if words and not words[0].startswith("-"):
         return [f"'{words[0]}': a flag that begins with '-' is expected, as in --max-num-seqs 10"]
     flags = flags_in(words)
@@ -115,7 +117,9 @@ def vllm_problems(text: str) -> list[str]:
 def llamacpp_problems(text: str) -> list[str]:
     """What Lemonade would refuse in `llamacpp_args`, each with advice."""
     flags = [word.partition("=")[0] for word in text.split() if word.startswith("-")]
-    return [f"{flag}: {LLAMACPP_PROTECTED[flag]}" for flag in dict.fromkeys(flags) if flag in LLAMACPP_PROTECTED]
+    return printed_dashes(text.split()) + [
+        f"{flag}: {LLAMACPP_PROTECTED[flag]}" for flag in dict.fromkeys(flags) if flag in LLAMACPP_PROTECTED
+    ]
 
 
 def _contradictions(flags: Sequence[str]) -> list[str]:

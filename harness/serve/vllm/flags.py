@@ -14,6 +14,7 @@ from harness.failures.removed_flags import removed_flags as removed_flags
 
 _OPTION = re.compile(r"(?:^|, )(--?[A-Za-z][\w-]*)")
 _NEGATIVE = re.compile(r"-[\d.]")
+_DASHES = re.compile(r"-*[\u2010-\u2015\u2212][-\u2010-\u2015\u2212]*")  # hyphens as web pages print them
 _VERSION = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?")
 
 
@@ -50,6 +51,16 @@ def flags_in(words: Sequence[str]) -> list[str]:
         elif word.startswith("-") and len(word) > 1 and not _NEGATIVE.match(word):
             names.append(word.partition("=")[0].partition(".")[0])
     return names
+
+
+def printed_dashes(words: Iterable[str]) -> list[str]:
+    """Flags that were copied from where two hyphens are shown as one dash, which no parser takes for hyphens."""
+    found = [(word, dash) for word in words if (dash := _DASHES.match(word)) is not None]
+    return [
+        f"'{word}' begins with a dash of printed text, which looks like hyphens and is none: write "
+        f"--{word[dash.end() :].partition(' ')[0]}"
+        for word, dash in found
+    ]
 
 
 def value_of(words: Sequence[str], *names: str) -> str | None:

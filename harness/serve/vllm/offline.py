@@ -12,7 +12,7 @@ from docker.models.containers import Container
 
 from harness.errors import HarnessError, ServerError
 from harness.machine.facts import gpus
-from harness.process import sigterm_interrupts
+from harness.process import signals_interrupt
 from harness.rundir.manifest import Phase, ServedBy
 from harness.scenario.scenario import Scenario, Server
 from harness.serve.compose.compose import SERVER, ComposeFile, Config, ConfigMount, filled_in, parse
@@ -90,7 +90,7 @@ def run_offline(
     hidden = secrets_in(msgspec.to_builtins(compose), os.environ)
     log = LogFile(run_folder / "logs" / f"{cell_id}.server.log", hidden)
     owner = labels.owned(run_id, cell_id)
-    with sigterm_interrupts(), contextlib.closing(connect()) as client, _removed(client, compose, owner, log, say):
+    with signals_interrupt(), contextlib.closing(connect()) as client, _removed(client, compose, owner, log, say):
         phases = Phases()
         image = ensure_image(client, filled.server.image, say)
         phases.done("pull")
