@@ -31,7 +31,7 @@ from harness.load.options import add_options, job_file
 from harness.load.process import LoadProcess, course_of, plan_of
 from harness.load.recorder import Anchor, Recorder
 from harness.load.refused import FirstRequests
-from harness.load.shape import follow
+from harness.load.shape import Stages
 from harness.load.steer import UNDER_WAY, host_of, job_of_form, look_first, options_of, refuse
 from harness.load.worker import Worker
 from harness.scenario import behaviour
@@ -244,7 +244,8 @@ def _follow(environment: Environment, job: Job, course: Course | Master) -> None
     # Users who are too many now end what they wait for, which is how long others wait for that.
     environment.stop_timeout = load.timeout_s
     patience_s = load.ramp_s + load.timeout_s + behaviour.longest_s(load.think or load.think_s) + _COME_S
-    gevent.spawn(follow, course, environment.runner, load.ramp_s, patience_s, partial(give_up, environment))
+    shape = Stages(course, load.ramp_s)
+    gevent.spawn(shape.follow, environment.runner, patience_s, partial(give_up, environment))
 
 
 def _sentence(error: Exception) -> str:
