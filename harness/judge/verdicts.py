@@ -11,7 +11,7 @@ from harness.judge.stats import ALPHA, MOST_REPEATS, Ratio
 from harness.rundir.origin import unlike_rows
 from harness.scenario.mixes import alone, mix_of
 from harness.scenario.scenario import Load, Scenario, is_open
-from harness.summary import NEEDED, Comparison, Row, Verdict
+from harness.summary import NEEDED, Comparison, Numbers, Row, Verdict
 from harness.units import count, figures
 
 RATES = {"output_tok_s": "output tok/s", "input_tok_s": "prompt tok/s"}  # more of these is faster, of others less
@@ -75,6 +75,18 @@ def compare_rows(
     if not pairs:
         return None
     return verdicts(pairs, floor or NoiseFloor())
+
+
+def comparisons_of(scenario: Scenario, baseline: tuple[str, str]) -> int:
+    """How many comparisons a run will be corrected for: those of one in which every row has one value."""
+    nothing = Numbers(sent=0, succeeded=0, failed=0, unfinished=0)
+    rows = [
+        Row(server=server, load=load, cells=[], wall_s=[1.0], output_tok_s=[1.0], input_tok_s=[1.0], pooled=nothing)
+        for server in scenario.servers
+        for load in scenario.loads
+    ]
+    found = compare_rows(rows, baseline, scenario)
+    return 0 if found is None else found.comparisons
 
 
 def _against(row: Row, base: Row, named: Mapping[str, Row], scenario: Scenario) -> Row | None:

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import gevent
 import msgspec
@@ -72,7 +72,7 @@ class Recorder:
         self._processes = os.open(job.processes_path, flags, 0o644)
         self._cpu_s = time.process_time()
         self._closed = False
-        self._write_mark("start")
+        self._write_marks("start")
         self._flusher = gevent.spawn(self._flush_regularly)
 
     @property
@@ -126,7 +126,7 @@ class Recorder:
         self.later.finish()
         self._flusher.kill(block=False)
         self.flush()
-        self._write_mark("end")
+        self._write_marks("end")
         os.close(self._requests)
         os.close(self._processes)
 
@@ -142,29 +142,29 @@ class Recorder:
                 sampled = time.monotonic()
                 self.health.sample()
 
-    def _write_mark(self, event: str) -> None:
-        if event == "end":
-            self._health_in[self._stage] = _health_fields(self.health)
+    def _write_marks(self, event: Literal["start", "end"]) -> None:
         for stage, cell in enumerate(self._cells):
-            self._write_mark_of(stage, cell, ended=event == "end")
+            mark = ProcessMark(
+                event=event,
+                process=self.process,
+                host=this_host(),
+                cell=cell,
+                wall_s=time.time() + self._anchor.correction_s,
+                wall_error_s=self._anchor.error_s,
+                monotonic_s=time.monotonic(),
+                **(self._said_of(stage) if event == "end" else {}),
+            )
+            os.write(self._processes, self._encoder.encode(mark) + b"\n")
 
-    def _write_mark_of(self, stage: int, cell: str, *, ended: bool) -> None:
-        mark = ProcessMark(
-            event="end" if ended else "start",
-            process=self.process,
-            host=this_host(),
-            cell=cell,
-            wall_s=time.time() + self._anchor.correction_s,
-            wall_error_s=self._anchor.error_s,
-            monotonic_s=time.monotonic(),
-            steady=self.steady(stage) if ended and self.steady is not None else None,
-            sent=self._sent_in[stage] if ended else None,
-            # What could not be written is said with the last stage.
-            recorded=self._added_in[stage] - self._pending * (stage == len(self._cells) - 1) if ended else None,
-            cpu_s=time.process_time() - self._cpu_s if ended else None,
-            **self._health_in.get(stage, {}),
-        )
-        os.write(self._processes, self._encoder.encode(mark) + b"\n")
+    def _said_of(self, stage: int) -> dict[str, Any]:
+        """Of a mark: what there is to say at the end. What could not be written is said with the last stage."""
+        return {
+            "steady": None if self.steady is None else self.steady(stage),
+            "sent": self._sent_in[stage],
+            "recorded": self._added_in[stage] - self._pending * (stage == len(self._cells) - 1),
+            "cpu_s": time.process_time() - self._cpu_s,
+            **(_health_fields(self.health) if stage == self._stage else self._health_in.get(stage, {})),
+        }
 
 
 def _health_fields(health: Health) -> dict[str, float | None]:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from harness import units
 from harness.judge.stats import ALPHA, repeats_to_reach_p
-from harness.judge.verdicts import compare_rows
+from harness.judge.verdicts import comparisons_of
 from harness.prepare.experiment import Experiment
 from harness.report import words
 from harness.scenario.arrivals import Schedule, steady
@@ -23,7 +23,6 @@ from harness.scenario.steady import WINDOWS, steadiness
 from harness.serve.compose.notes import notes, notes_on_comments
 from harness.serve.docker.daemon import engine_host
 from harness.serve.lemonade.hints import hints
-from harness.summary import Numbers, Row
 from harness.traces.replay import Beginning, Replay, replay_of
 from harness.units import count
 
@@ -63,7 +62,7 @@ def show_plan(experiment: Experiment, console: Console) -> None:
         f"(assumed: {ASSUMED_TPOT_S * 1e3:.0f} ms per token however many answers come at once, "
         f"{_starts(scenario)}{_first_starts(scenario)})"
     )
-    comparisons = _comparisons(scenario)
+    comparisons = comparisons_of(scenario, (base.server, base.load))
     if comparisons and scenario.repeats < (needed := repeats_to_reach_p(comparisons)):
         say(
             f"note: with {count(comparisons, 'comparison')}, {count(scenario.repeats, 'repeat')} can never reach "
@@ -90,19 +89,6 @@ def show_plan(experiment: Experiment, console: Console) -> None:
     told = notes_on_comments(experiment.path.read_text(encoding="utf-8"))
     for hint in [*notes(scenario), *hints(scenario, threads), *told]:
         say(f"note: {hint}")
-
-
-def _comparisons(scenario: Scenario) -> int:
-    """How many comparisons its rows will be corrected for: those of a run in which every row has one value."""
-    nothing = Numbers(sent=0, succeeded=0, failed=0, unfinished=0)
-    rows = [
-        Row(server=server, load=load, cells=[], wall_s=[1.0], output_tok_s=[1.0], input_tok_s=[1.0], pooled=nothing)
-        for server in scenario.servers
-        for load in scenario.loads
-    ]
-    base = baseline_of(scenario)
-    found = compare_rows(rows, (base.server, base.load), scenario)
-    return 0 if found is None else found.comparisons
 
 
 def _starts(scenario: Scenario) -> str:
