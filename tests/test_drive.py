@@ -19,6 +19,7 @@ from harness.run.drive import (
     LineCounter,
     LocalChild,
     drive,
+    gave_up,
     killed_processes,
     last_exception,
     locust_arguments,
@@ -182,6 +183,21 @@ def test_the_last_exception_of_a_log(tmp_path: Path) -> None:
     assert last_exception(log) is None
     log.write_text('Traceback (most recent call last):\n  File "x", line 1\n    f()\nKeyError: 1\n\nmore\n')
     assert last_exception(log) == "KeyError: 1"
+
+
+def test_why_a_load_could_not_begin(tmp_path: Path) -> None:
+    """Many workers that go home, and Locust's empty tables, follow the reason."""
+    log = tmp_path / "log"
+    assert gave_up(log) == ""
+    log.write_text("[2026-09-21 10:00:00,000] vm/INFO/locust.main: Starting\n" + "Type  Name\n" * 30)
+    assert gave_up(log) == ""
+    log.write_text(
+        "[2026-09-21 10:00:00,000] vm/ERROR/harness.load.wiring: worker a: no key.\n"
+        "[2026-09-21 10:00:00,000] vm/INFO/locust.runners: Worker 'a' (index 1) quit. 9 workers ready.\n"
+        "[2026-09-21 10:00:00,100] vm/ERROR/harness.load.wiring: 2 problems:\nno model\nno prompts\n"
+        "[2026-09-21 10:00:01,000] vm/INFO/locust.main: Shutting down (exit code 1)\n" + "Type  Name\n" * 30
+    )
+    assert gave_up(log) == "worker a: no key.\n2 problems:\nno model\nno prompts"
 
 
 def test_tail(tmp_path: Path) -> None:

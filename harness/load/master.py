@@ -253,7 +253,7 @@ class Master:
 def _files(job: Job) -> dict[str, bytes]:
     """What the job names besides: read here, because workers have no files of ours."""
     files = {}
-    for field in ("prompt_file", "trace_file"):
+    for field in ("prompt_file", "trace_file", "trace_marks"):
         name = getattr(job, field)
         if name is None:
             continue
