@@ -45,7 +45,9 @@ class Course:
         for tickets in self._all:
             tickets.held = True
 
-    def release(self, stage: int = 0) -> None:
+    def release(self, stage: int = 0, begin_s: float | None = None) -> None:
+        """`begin_s`: of a part of an open loop, when it is measured from on all machines, on the clock of this one."""
+        self._all[stage].begin_s = begin_s
         self._all[stage].held = False
 
     def close(self) -> None:

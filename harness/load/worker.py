@@ -99,7 +99,7 @@ class Worker:
             gevent.sleep(_HELLO_S)
 
     def _on_ask(self, msg: Any, **_: Any) -> None:
-        self._send(READY, {"asked": msg.data["asked"], "wall_s": time.time()})
+        self._send(READY, {"asked": msg.data["asked"], "wall_s": time.time(), "monotonic_s": time.monotonic()})
 
     def _on_job(self, msg: Any, **_: Any) -> None:
         if self._told:
@@ -153,7 +153,7 @@ class Worker:
     def _on_go(self, msg: Any, **_: Any) -> None:
         """All machines are warm."""
         if self._process is not None:
-            self._process.tickets.release(msg.data["stage"])
+            self._process.tickets.release(msg.data["stage"], msg.data["begin_s"])
 
     def _watch_work(self) -> None:
         """Tell the master when a stage begins, when its warm-up has been sent, and when all is done."""
