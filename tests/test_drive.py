@@ -67,6 +67,14 @@ def test_a_generator_that_cannot_start(tmp_path: Path) -> None:
     assert caught.value.detail == "no"
 
 
+def test_a_generator_that_says_why_it_cannot_start(tmp_path: Path) -> None:
+    said = "[2026-09-21 10:00:00,000] vm/ERROR/harness.load.wiring: 2 problems:\\nno model\\nno key"
+    with pytest.raises(RunError) as caught:
+        run(tmp_path, f"import sys; print('{said}'); sys.exit(1)")
+    assert caught.value.what == "cell r1-a-b: the load could not start: 2 problems:"
+    assert caught.value.detail == "no model\nno key"
+
+
 def test_a_generator_that_fails_later(tmp_path: Path) -> None:
     (tmp_path / "tickets").touch()
     driven, _ = run(tmp_path, "raise ValueError('boom')")

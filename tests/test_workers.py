@@ -315,12 +315,12 @@ def test_a_worker_without_the_key_is_named(tmp_path: Path, engine: Spawned, monk
     with run_with_workers(tmp_path, engine, load, env=key, api_key_env="SCALE_OUT_KEY") as (run, workers):
         done = run.end()
         assert done.code == 3, done.out + done.err
-        told = [line for line in done.err.splitlines() if line.startswith("  | ")]
-        assert len(told) == 1, done.err  # and nothing else of Locust's log
-        assert told[0].endswith(
-            ": the environment variable SCALE_OUT_KEY, which should hold the API key, is not set. "
-            "export SCALE_OUT_KEY=... and start again."
-        )
+        error, next_step = done.err.splitlines()  # and nothing else of Locust's log
+        assert error.startswith("error: cell r1-running-l: the load could not start: worker ")
+        reason = "the environment variable SCALE_OUT_KEY, which should hold the API key, is not set"
+        assert error.endswith(f": {reason}. export SCALE_OUT_KEY=... and start again")
+        assert read_run(only_run(tmp_path)).reasons == [error.removeprefix("error: ")]
+        assert next_step.startswith("next: Its log is ")
         for worker in workers:
             worker.process.send_signal(signal.SIGINT)
             worker.end()

@@ -122,12 +122,17 @@ def drive(
         raised = last_exception(log_path)
         problems = [f"the load generator ended with exit code {code}" + (f"; its log has {raised}" if raised else "")]
         if not Path(job.tickets_path).exists():
-            said = gave_up(log_path)
+            if said := gave_up(log_path):
+                why, *more = said.splitlines()
+                raise RunError(
+                    f"cell {job.cell}: the load could not start: {why.removesuffix('.')}",
+                    next_step=f"Its log is {log_path}.",
+                    detail="\n".join(more),
+                )
             raise RunError(
                 f"cell {job.cell}: Locust could not start the load (exit code {code})",
-                next_step=f"Its log is {log_path}."
-                + ("" if said else " A locustfile can be tried alone: locust -f FILE --host URL"),
-                detail=said or tail(log_path),
+                next_step=f"Its log is {log_path}. A locustfile can be tried alone: locust -f FILE --host URL",
+                detail=tail(log_path),
             )
     return Driven(started, time.time(), problems)
 
