@@ -85,6 +85,16 @@ class SeveralErrors(HarnessError):
         self.exit_code = min(error.exit_code for error in errors)  # usage before what follows from it
 
 
+def sentence(error: Exception) -> str:
+    """An error for a log or a page: in a line, what there are several of in one each."""
+    if isinstance(error, SeveralErrors):
+        return "\n".join(filter(None, [f"{error.what}:", error.detail, error.next_step]))
+    if isinstance(error, HarnessError):
+        told = "; ".join([error.what, *error.detail.splitlines()])
+        return f"{told.removesuffix('.')}. {error.next_step}".strip()
+    return str(error)
+
+
 class Mistakes:
     """The errors of steps that do not need each other: each is noted, and all are raised together."""
 

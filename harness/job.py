@@ -24,6 +24,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     prompts: Prompts
     prompt_file: str | None = None
     trace_file: str | None = None
+    trace_marks: str | None = None  # processes.jsonl beside it: how the clocks of those who sent it then are joined
     prompt_lengths: list[tuple[int, int]] = []  # where a file of lengths says them: its lines
     output_lengths: list[tuple[int, int]] = []
     words: list[str] = []  # those that are one token each, where tokens are counted; else all of them

@@ -353,6 +353,45 @@ def test_in_the_web_ui_only_the_users_are_stopped(
     assert log_of(tmp_path).count(REFUSED) == 2
 
 
+def test_a_worker_that_cannot_send_tells_the_form_and_is_there_for_the_next_load(tmp_path: Path, engine: str) -> None:
+    """On another machine, which lacks what the form names: the master could not know."""
+    web, port = free_port(), str(free_port())
+    url = f"http://127.0.0.1:{web}"
+    options = ["--web-host", "127.0.0.1", "--web-port", str(web), "--master", "--master-bind-host", "127.0.0.1"]
+    options += ["--master-bind-port", port, "--think", "0.1", "--stop-timeout", "1"]
+    form = {"user_count": "2", "spawn_rate": "10", "output_tokens": "5"}
+    (tmp_path / "elsewhere").mkdir()
+    command = [sys.executable, "-m", "locust", "-f", "-", "--worker", "--master-port", port, "--records", "r.jsonl"]
+    with (tmp_path / "elsewhere" / "locust.log").open("w") as log:
+        master = start(tmp_path, engine, "batch", *options)
+        worker = subprocess.Popen(command, cwd=tmp_path / "elsewhere", env=env_of_tests(), stdout=log, stderr=log)
+    try:
+        until(partial(told, tmp_path, "reported as ready", 1))
+        assert json.loads(ask(f"{url}/swarm", **form, prompts="none.jsonl"))["success"]
+        until(lambda: json.loads(ask(f"{url}/llm/live.json"))["given_up"] is not None)
+        found = json.loads(ask(f"{url}/llm/live.json"))["given_up"]
+        reason = "none.jsonl: the prompts cannot be read (No such file or directory)"
+        assert found == f"worker {socket.gethostname()}: {reason}."
+        until(partial(told, tmp_path, "reported as ready", 2))
+        assert json.loads(ask(f"{url}/llm/live.json"))["state"] == "stopped"
+        assert json.loads(ask(f"{url}/swarm", **form, prompts="synthetic"))["success"]
+        until(lambda: len(list(read_requests(tmp_path / "elsewhere" / "r.jsonl"))) > 5)
+        assert json.loads(ask(f"{url}/llm/live.json"))["given_up"] is None
+        master.send_signal(signal.SIGTERM)
+        end(master)
+        assert worker.wait(RUN_S) == 0
+    finally:
+        for child in (master, worker):
+            child.kill()
+            child.wait()
+    assert {one.error for one in read_requests(tmp_path / "elsewhere" / "r.jsonl")} <= {None, "unfinished"}
+    assert reason in log_of(tmp_path / "elsewhere") and "Traceback" not in log_of(tmp_path / "elsewhere")
+
+
+def env_of_tests() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
 def listens(port: int) -> bool:
     with socket.socket() as trial:
         return trial.connect_ex(("127.0.0.1", port)) == 0

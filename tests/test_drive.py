@@ -19,6 +19,7 @@ from harness.run.drive import (
     LineCounter,
     LocalChild,
     drive,
+    gave_up,
     killed_processes,
     last_exception,
     locust_arguments,
@@ -64,6 +65,14 @@ def test_a_generator_that_cannot_start(tmp_path: Path) -> None:
         run(tmp_path, "import sys; print('no'); sys.exit(2)")
     assert caught.value.what == "cell r1-a-b: Locust could not start the load (exit code 2)"
     assert caught.value.detail == "no"
+
+
+def test_a_generator_that_says_why_it_cannot_start(tmp_path: Path) -> None:
+    said = "[2026-09-21 10:00:00,000] vm/ERROR/harness.load.wiring: 2 problems:\\nno model\\nno key"
+    with pytest.raises(RunError) as caught:
+        run(tmp_path, f"import sys; print('{said}'); sys.exit(1)")
+    assert caught.value.what == "cell r1-a-b: the load could not start: 2 problems:"
+    assert caught.value.detail == "no model\nno key"
 
 
 def test_a_generator_that_fails_later(tmp_path: Path) -> None:
@@ -182,6 +191,21 @@ def test_the_last_exception_of_a_log(tmp_path: Path) -> None:
     assert last_exception(log) is None
     log.write_text('Traceback (most recent call last):\n  File "x", line 1\n    f()\nKeyError: 1\n\nmore\n')
     assert last_exception(log) == "KeyError: 1"
+
+
+def test_why_a_load_could_not_begin(tmp_path: Path) -> None:
+    """Many workers that go home, and Locust's empty tables, follow the reason."""
+    log = tmp_path / "log"
+    assert gave_up(log) == ""
+    log.write_text("[2026-09-21 10:00:00,000] vm/INFO/locust.main: Starting\n" + "Type  Name\n" * 30)
+    assert gave_up(log) == ""
+    log.write_text(
+        "[2026-09-21 10:00:00,000] vm/ERROR/harness.load.wiring: worker a: no key.\n"
+        "[2026-09-21 10:00:00,000] vm/INFO/locust.runners: Worker 'a' (index 1) quit. 9 workers ready.\n"
+        "[2026-09-21 10:00:00,100] vm/ERROR/harness.load.wiring: 2 problems:\nno model\nno prompts\n"
+        "[2026-09-21 10:00:01,000] vm/INFO/locust.main: Shutting down (exit code 1)\n" + "Type  Name\n" * 30
+    )
+    assert gave_up(log) == "worker a: no key.\n2 problems:\nno model\nno prompts"
 
 
 def test_tail(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Parts of the sequence: together they are the whole, each request once, and what belongs together stays together."""
 
 import itertools
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,28 @@ def test_an_open_loop_is_one_schedule_for_all_machines(tmp_path: Path) -> None:
         due += [(ticket.due_s or 0.0) - first + (schedule.at(k) or 0.0) for (ticket,) in groups]
         assert [ticket.index for (ticket,) in groups] == list(range(k, 20, 3))
     assert sorted(due) == pytest.approx([schedule.at(number) for number in range(20)])
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_an_open_loop_is_measured_from_the_same_moment_on_all_machines(tmp_path: Path, warmup: int) -> None:
+    even = Schedule(Arrivals(rate=10, spacing="even"), 42)
+    parts = []
+    for k in range(2):
+        plan = Plan(requests=8, warmup_requests=warmup, schedule=even, warmup_schedule=even, part=Part(k, 2))
+        parts.append(Tickets(str(tmp_path / f"machine{k}"), plan))
+        parts[k].held = True
+    for _ in range(warmup):  # one of them is ahead of the other
+        assert [one.phase for one in parts[1].take()] == ["warmup"]
+    assert [one.phase for one in parts[0].take()] == ["warmup"] * bool(warmup)
+    begin_s = time.monotonic() + 0.3
+    measured, before = list[float](), list[float]()
+    for tickets in parts:
+        tickets.begin_s, tickets.held = begin_s, False
+        while taken := tickets.take():
+            (measured if taken[0].phase == "measured" else before).append(taken[0].due_s or 0.0)
+    assert sorted(measured) == pytest.approx([begin_s + number / 10 for number in range(8)])
+    assert all(due_s < begin_s for due_s in before)
+    assert bool(before) == bool(warmup)  # which goes on until then
 
 
 def test_users_of_all_machines_have_numbers_of_their_own(tmp_path: Path) -> None:

@@ -87,6 +87,11 @@ def test_lengths_of_a_file_come_from_its_lines_and_stay_together(tmp_path: Path)
     assert all(80 < seen.count(pair) < 120 for pair in pairs)
 
 
+def test_a_mark_of_utf_8_is_no_length(tmp_path: Path) -> None:
+    (tmp_path / "lengths.txt").write_text("\ufeff5 6\n7\n", encoding="utf-8")
+    assert read_pairs(tmp_path / "lengths.txt") == [(5, 6), (7, 7)]
+
+
 def test_bad_lines_of_a_file_of_lengths_are_named_together(tmp_path: Path) -> None:
     path = tmp_path / "lengths.txt"
     path.write_text("10 1\nten\n1 2 3\n0 5\n")

@@ -49,6 +49,7 @@ MOONCAKE = """\
 {"timestamp": 300, "input_length": 35, "output_length": 3, "hash_ids": [0, 7, 8]}
 {"timestamp": 1000.5, "input_length": 20, "output_length": 7}
 """
+REQUESTS = '{"cell": "c", "phase": "measured", "process": 1, "sent_s": 1, "prompt_tokens": %s, "conversation": %s}\n'
 
 
 def replay(folder: Path, content: str, **given: Any) -> Replay:
@@ -123,6 +124,9 @@ def test_a_row_takes_28_bytes(tmp_path: Path) -> None:
         (MOONCAKE, {}, ":1: 60 tokens in blocks of 512 need 1 hash_ids, and there are 4; say with trace.block_tokens"),
         (MOONCAKE + '{"timestamp": 2000,', {"block_tokens": 16}, ":5: Input data was truncated"),
         (MOONCAKE + '{"timestamp": 2000, "input_length": 5}', {"block_tokens": 16}, ":5: Object missing required"),
+        (MOONCAKE + '{"timestamp": 2000, "x": ' + "[" * 20_000, {"block_tokens": 16}, ":5: maximum recursion depth"),
+        (REQUESTS % ("10" * 20, 1), {}, ":1: Expected `int` <= 9223372036854775807 - at `$.prompt_tokens`"),
+        (REQUESTS % (5, "10" * 20), {}, ":1: Expected `int` <= 9223372036854775807 - at `$.conversation`"),
         ("", {}, ": the trace is empty"),
         ("time,in,out\n1,2,3\n", {}, ":1: the format of the trace is not known: 'time,in,out'"),
     ],
@@ -131,6 +135,18 @@ def test_what_cannot_be_meant_is_refused_with_its_line(
     tmp_path: Path, content: str, given: dict[str, Any], said: str
 ) -> None:
     assert problem(tmp_path, content, **given).startswith(said)
+
+
+@pytest.mark.parametrize("content", [BURSTGPT, AZURE_2023, MOONCAKE, REQUESTS % (5, 1)])
+def test_a_mark_of_utf_8_at_the_beginning_is_no_part_of_it(tmp_path: Path, content: str) -> None:
+    """As editors and shells of Windows put it there."""
+    (tmp_path / "with").mkdir()
+    found, without = (
+        replay(folder, content.replace('"sent_s": 1,', '"sent_s": 1, "output_tokens": 2,'), block_tokens=16)
+        for folder, content in ((tmp_path / "with", "\ufeff" + content), (tmp_path, content))
+    )
+    assert (found.format, found.at_s, found.prompt_tokens) == (without.format, without.at_s, without.prompt_tokens)
+    assert found.hash_ids(0) == without.hash_ids(0)
 
 
 @pytest.mark.parametrize(

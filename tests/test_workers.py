@@ -1,6 +1,7 @@
 """One load sent by several workers: real Locust masters and workers, the records of each delivered once."""
 
 import json
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from harness.job import SECRETS_ENV, secrets_of
 from harness.load import spool
 from harness.load.spool import Intake, Spool
 from harness.rundir.manifest import read_run
-from harness.rundir.records import Request, read_marks, read_requests
+from harness.rundir.records import ProcessMark, Request, read_marks, read_requests
 from harness.scenario.scenario import Load
 from harness.serve.ports import free_port, is_free
 from harness.simulated.spawn import Spawned, spawned
@@ -26,7 +27,7 @@ from harness.summarize.summarize import summarize
 from harness.workers import Workers, parse_part, parse_workers, process_number
 from tests.command import Going, going, harness, only_run, until, write
 from tests.load_runs import make_job
-from tests.made_runs import request
+from tests.made_runs import request, write_lines
 
 CHAT = Load(user="chat", users=4, requests=8)
 
@@ -158,6 +159,17 @@ def test_secrets_that_only_the_master_knows_do_not_arrive(tmp_path: Path, monkey
     assert (tmp_path / "clean.jsonl").read_bytes() == line
 
 
+def test_a_key_that_is_an_everyday_word_leaves_the_records_whole(tmp_path: Path) -> None:
+    """Servers without a key are asked with any: nothing but messages quotes a server."""
+    failed = request(error="http", message="status 401: token x is not null")
+    sent = b"".join(msgspec.json.encode(one) + b"\n" for one in (request(), failed))
+    receiver = Intake(tmp_path / "requests.jsonl", ["x", "null", "token"])
+    assert receiver.take(0, sent) == len(sent)
+    whole, without = read_requests(tmp_path / "requests.jsonl")
+    assert whole == request()
+    assert without == msgspec.structs.replace(failed, message="status 401: [secret] [secret] is not [secret]")
+
+
 def test_two_machines_may_have_the_same_pid() -> None:
     assert len({process_number(7, machine) for machine in range(3)}) == 3
     assert process_number(7, 0) == 7
@@ -171,14 +183,19 @@ def engine() -> Iterator[Spawned]:
 
 @contextmanager
 def run_with_workers(
-    folder: Path, engine: Spawned, load: dict[str, Any], env: dict[str, str] | None = None, **more: Any
+    folder: Path,
+    engine: Spawned,
+    load: dict[str, Any],
+    env: dict[str, str] | None = None,
+    of_workers: dict[str, str] | None = None,
+    **more: Any,
 ) -> Iterator[tuple[Going, list[Going]]]:
     """`harness run --workers 2` and two `harness worker --once`."""
     scenario = write(folder, model="simulated", loads={"l": load}, **more)
     address = f"127.0.0.1:{free_port()}"
     run = ["run", str(scenario), "--url", engine.url, "--workers", "2", "--bind", address, "--runs", str(folder)]
     with ExitStack() as stack:
-        own = {"TMPDIR": str(folder / "spool")}
+        own = {"TMPDIR": str(folder / "spool"), **(of_workers or {})}
         (folder / "spool").mkdir()
         worker = ("worker", "--master", address, "--once")
         workers = [stack.enter_context(going(*worker, cwd=folder, env=own)) for _ in range(2)]
@@ -270,6 +287,56 @@ def test_workers_end_when_the_master_is_gone(tmp_path: Path, engine: Spawned) ->
     assert len(list((tmp_path / "spool").glob("*/amd-llm-load-*/requests.jsonl"))) == 2
 
 
+STEPPED = """
+import os, time
+now = time.time
+time.time = lambda: now() + 3600 * os.path.exists(os.environ["CLOCK_IS_SET"])
+"""
+
+
+def test_a_wall_clock_that_is_set_while_a_load_runs_does_not_end_it(tmp_path: Path, engine: Spawned) -> None:
+    load = {"user": "chat", "users": 4, "duration_s": 4, "output_tokens": 5, "think_s": [0.05, 0.05]}
+    (tmp_path / "sitecustomize.py").write_text(STEPPED)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    env = {"PYTHONPATH": path, "CLOCK_IS_SET": str(tmp_path / "set")}
+    with run_with_workers(tmp_path, engine, load, of_workers=env) as (run, workers):
+        until(lambda: len({one.process for one in delivered(tmp_path)}) == 2, within_s=40)
+        (tmp_path / "set").touch()
+        done = run.end()
+        assert done.code == 0, done.out + done.err
+        assert [worker.end().code for worker in workers] == [0, 0]
+
+
+def test_a_trace_of_two_machines_is_sent_as_it_was_by_workers(tmp_path: Path, engine: Spawned) -> None:
+    """What joins the clocks of those who sent it then lies beside it, and goes along."""
+    write_lines(
+        tmp_path / "requests.jsonl",
+        [
+            request(index=number, process=process, sent_s=sent_s, cell="c", prompt_tokens=9, output_tokens=3)
+            for number, (process, sent_s) in enumerate([(1, 50.0), (2, 9000.0), (1, 50.5), (2, 9000.5)])
+        ],
+    )
+    marks = [
+        ProcessMark(event="start", process=process, host=host, cell="c", wall_s=1000.0, monotonic_s=monotonic_s)
+        for process, host, monotonic_s in [(1, "a-1", 40.0), (2, "b-2", 8989.75)]
+    ]
+    write_lines(tmp_path / "processes.jsonl", marks)
+    load = {"user": "batch", "users": 4, "output_tokens": 3, "trace": {"file": "requests.jsonl"}}
+    with run_with_workers(tmp_path, engine, load, warmup={"requests": 0}) as (run, workers):
+        done = run.end()
+        assert done.code == 0, done.out + done.err
+        for worker in workers:
+            worker.end()
+    folder = only_run(tmp_path)
+    starts = {mark.process: mark for mark in read_marks(folder / "processes.jsonl") if mark.event == "start"}
+    due: dict[int, float] = {}
+    for one in records(tmp_path):
+        assert one.scheduled_s is not None
+        due[one.index] = one.sent_s + one.scheduled_s + starts[one.process].wall_s - starts[one.process].monotonic_s
+    assert [round(due[index] - due[0], 1) for index in (0, 2)] == [0.0, 0.5]
+    assert [round(due[index] - due[1], 1) for index in (1, 3)] == [0.0, 0.5]
+
+
 def test_a_worker_without_the_key_is_named(tmp_path: Path, engine: Spawned, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SCALE_OUT_KEY", raising=False)
     load = {"user": "chat", "users": 4, "requests": 8, "output_tokens": 5}
@@ -277,7 +344,12 @@ def test_a_worker_without_the_key_is_named(tmp_path: Path, engine: Spawned, monk
     with run_with_workers(tmp_path, engine, load, env=key, api_key_env="SCALE_OUT_KEY") as (run, workers):
         done = run.end()
         assert done.code == 3, done.out + done.err
-        assert "the environment variable SCALE_OUT_KEY, which should hold the API key, is not set" in done.err
+        error, next_step = done.err.splitlines()  # and nothing else of Locust's log
+        assert error.startswith("error: cell r1-running-l: the load could not start: worker ")
+        reason = "the environment variable SCALE_OUT_KEY, which should hold the API key, is not set"
+        assert error.endswith(f": {reason}. export SCALE_OUT_KEY=... and start again")
+        assert read_run(only_run(tmp_path)).reasons == [error.removeprefix("error: ")]
+        assert next_step.startswith("next: Its log is ")
         for worker in workers:
             worker.process.send_signal(signal.SIGINT)
             worker.end()

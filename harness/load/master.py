@@ -28,6 +28,7 @@ _READY_S = 120.0  # for reading prompts and asking the server for its model
 _STALLED_S = 15.0  # at the end, without anything new from those that still owe something
 _ASKED = 9  # times, for the clock
 _ANSWER_S = 1.0
+_LEAD_S = 0.6  # from the word that all are warm until an open loop is measured: more than warm-up is handed out ahead
 _MOST_FILE = 256 * 2**20
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ class _Machine:
         self.version = version
         self.correction_s: float | None = None  # from its wall clock to ours ...
         self.error_s: float | None = None  # ... which is known to so much
+        self.ahead_s = 0.0  # its monotonic clock is ahead of ours
         self.asked: set[float] = set()
         self.ready = False
         self.error: str | None = None
@@ -122,7 +124,10 @@ class Master:
                 break
             if gone < min(machine.warm for machine in machines) and all_are_warm(self._job):
                 gone += 1
-                self._tell_all(GO, {"stage": gone})
+                begin_s = time.monotonic() + _LEAD_S
+                for machine in machines:
+                    begin = {"stage": gone, "begin_s": begin_s + machine.ahead_s}
+                    self._runner.send_message(GO, begin, machine.client_id)
             gevent.sleep(LOOK_S)
         if self._ended:  # by an interruption, which is waiting for the records
             return
@@ -140,11 +145,8 @@ class Master:
 
     def users_are_there(self) -> None:
         """As many as there should be, and no others."""
-        self._tell_all(THERE)
-
-    def _tell_all(self, message: str, data: dict[str, Any] | None = None) -> None:
         for machine in self._at_work:
-            self._runner.send_message(message, data, machine.client_id)
+            self._runner.send_message(THERE, client_id=machine.client_id)
 
     def end(self, within_s: float | None = None) -> None:
         """Have all records delivered. Gives up on who is lost, and on who delivers nothing more for some seconds."""
@@ -213,6 +215,7 @@ class Master:
         error_s = (now - msg.data["asked"]) / 2
         if machine.error_s is None or error_s < machine.error_s:
             machine.error_s, machine.correction_s = error_s, wall_s - error_s - msg.data["wall_s"]
+            machine.ahead_s = msg.data["monotonic_s"] - (now - error_s)
 
     def _on_warm(self, msg: Any, **_: Any) -> None:
         if machine := self._machines.get(msg.node_id):
@@ -253,7 +256,7 @@ class Master:
 def _files(job: Job) -> dict[str, bytes]:
     """What the job names besides: read here, because workers have no files of ours."""
     files = {}
-    for field in ("prompt_file", "trace_file"):
+    for field in ("prompt_file", "trace_file", "trace_marks"):
         name = getattr(job, field)
         if name is None:
             continue

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import msgspec
 
-from harness.failures.redact import HIDDEN, SHORTEST
+from harness.failures.redact import HIDDEN, SHORTEST, without
 
 PIECE = 262_144  # bytes at once, so that no message holds up Locust's own
 
-_CUT = b'..."'  # how a message ends that was shortened
-_BLACK = HIDDEN.encode()
+_MESSAGE = b'"message":"'  # of a record of a failed request
+_CUT = "..."  # how a message ends that was shortened
 
 FILES = ("requests", "processes")
 
@@ -63,18 +63,30 @@ class Intake:
 
 
 def _without(lines: bytes, secrets: Sequence[str]) -> bytes:
-    """Whole lines of JSON without the secrets, and without the beginning of one that the end of a message cut off."""
+    """Whole lines of JSON, their messages without the secrets: nothing else in them is what a server has said."""
+    if not secrets or _MESSAGE not in lines:
+        return lines
+    return b"".join(_clean(line, secrets) if _MESSAGE in line else line for line in lines.splitlines(keepends=True))
+
+
+def _clean(line: bytes, secrets: Sequence[str]) -> bytes:
+    try:
+        record = msgspec.json.decode(line)
+    except msgspec.DecodeError:  # damaged where it was written, as its reader will say
+        return line
+    message = str(record["message"])
+    clean = _redacted(message, secrets)
+    return line if clean == message else msgspec.json.encode(record | {"message": clean}) + b"\n"
+
+
+def _redacted(message: str, secrets: Sequence[str]) -> str:
+    """Without the secrets, and without the beginning of one that the end of the message cut off."""
+    message = without(message, secrets)
     for secret in secrets:
-        if (whole := _in_json(secret)) in lines:
-            lines = lines.replace(whole, _BLACK)
-        if _CUT in lines:
-            for length in range(len(secret) - 1, SHORTEST - 1, -1):
-                lines = lines.replace(_in_json(secret[:length]) + _CUT, _BLACK + _CUT)
-    return lines
-
-
-def _in_json(text: str) -> bytes:
-    return msgspec.json.encode(text)[1:-1]
+        for length in range(len(secret) - 1, SHORTEST - 1, -1):
+            if message.endswith(beginning := secret[:length] + _CUT):
+                message = message.removesuffix(beginning) + HIDDEN + _CUT
+    return message
 
 
 def _append(path: Path, data: bytes) -> None:

@@ -81,7 +81,8 @@ class Tickets:
     """The counter, as one process sees it. Made after the fork: forked copies of an open file share its lock."""
 
     def __init__(self, path: str, plan: Plan) -> None:
-        self.held = False  # with a warm-up: it goes on until this is False again
+        self.held = False  # with a warm-up: it goes on until this is False again; of a part of an open loop, all waits
+        self.begin_s: float | None = None  # of such a part: when it is measured from, the same moment on all machines
         self._plan = plan
         self._requests = None if plan.requests is None else plan.part.share(plan.requests)
         self._warmup_requests = plan.part.share(plan.warmup_requests)
@@ -111,6 +112,12 @@ class Tickets:
                 counts.started_s = now_s
             if self._warming_up(counts, now_s, held=self.held):
                 return self._take_warmup(counts, now_s, most)
+            if counts.measured_s is None and plan.schedule is not None and plan.part.of > 1:
+                if self.held:
+                    return []
+                if self._is_before_begin(counts):
+                    return self._take_warmup(counts, now_s, most)
+                counts.measured_s = self.begin_s
             if counts.measured_s is None:
                 counts.measured_s = max(now_s, counts.warmup_due_s or now_s)
             if plan.duration_s is not None and now_s >= counts.measured_s + plan.duration_s:
@@ -139,6 +146,14 @@ class Tickets:
         first = counts.warmup_taken
         counts.warmup_taken += most
         return [Ticket("warmup", -1 - plan.part.at(first + i), due_s) for i in range(most)]
+
+    def _is_before_begin(self, counts: Counts) -> bool:
+        """Whether the next of a warm-up is due before the measurement begins."""
+        schedule, started_s = self._plan.warmup_schedule, counts.started_s
+        if self.begin_s is None or schedule is None or started_s is None or not counts.warmup_taken:
+            return False
+        after_s = schedule.at(self._plan.part.turn(counts.warmup_arrived))
+        return after_s is not None and started_s + after_s < self.begin_s
 
     def as_sent(self, ticket: Ticket) -> Ticket:
         """As it is when its request is sent now. Of fixed time in a closed loop what is sent in that time is measured,

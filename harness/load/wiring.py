@@ -8,6 +8,7 @@ import atexit
 import gc
 import logging
 import signal
+import socket
 import sys
 from argparse import Namespace
 from functools import partial
@@ -21,7 +22,7 @@ from locust.env import Environment
 from locust.exception import StopTest
 from locust.runners import STATE_INIT, MasterRunner, Runner, WorkerRunner
 
-from harness.errors import HarnessError, SeveralErrors
+from harness.errors import HarnessError, sentence
 from harness.job import Job
 from harness.load.course import Course
 from harness.load.live.wire import Live
@@ -39,6 +40,7 @@ from harness.workers import FROM_MASTER
 
 _DRAIN_BY_HAND_S = 30.0
 _CUT = "llm-cut"
+_NOT_STARTED = "llm-not-started"
 _COME_S = 60.0  # for users to come and to be counted
 _WHEN_INTERRUPTED_S = 4.0  # less than the patience of who asks us to end
 
@@ -86,7 +88,7 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
             if options.headless:
                 _process = LoadProcess(job, host_of(environment, environment.host), _recorder)
     except (HarnessError, OSError) as error:
-        sys.exit(_sentence(error))
+        sys.exit(sentence(error))
     if _job is None and not environment.stop_timeout:
         # By hand, --run-time would cut what is in flight and call it failed. Ctrl-C still cuts at once.
         environment.stop_timeout = _DRAIN_BY_HAND_S
@@ -97,6 +99,8 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     _hooks.quitting.add_listener(_on_quitting)  # the last one is called first: before the master tells its workers
     if isinstance(runner, WorkerRunner):
         runner.register_message(_CUT, _on_cut)
+    if isinstance(runner, MasterRunner):
+        runner.register_message(_NOT_STARTED, _on_not_started)
     _let_records_be_finished()
     # Locust starts its timer of --run-time next, by the time at which the loop last ran: before all imports.
     gevent.get_hub().loop.update_now()
@@ -135,7 +139,6 @@ def _on_test_start(environment: Environment, **_: Any) -> None:
 
 def _start(environment: Environment) -> None:
     """In the web UI this happens again and again, each time with what the form says. Raises HarnessError, OSError."""
-    global _process
     runner = environment.runner
     options = options_of(environment)
     if _worker is not None:
@@ -153,11 +156,14 @@ def _start(environment: Environment) -> None:
     if not options.headless and _recorder is None:
         look_first(environment, _job)  # the workers would find out, and nobody who looks at the form
     if not options.headless and _recorder is not None:
-        if _process is not None:
-            _process.close()
-            _process = None
-        _process = LoadProcess(job_of_form(environment, _job), host_of(environment, environment.host), _recorder)
-        _process.model()
+        try:
+            _begin_anew(environment, _recorder)
+        except (HarnessError, OSError) as error:
+            if not isinstance(runner, WorkerRunner):
+                raise
+            logger.error(sentence(error))  # this greenlet is the one that listens to the master
+            runner.send_message(_NOT_STARTED, {"host": socket.gethostname(), "said": sentence(error)})
+            return  # its users find no process: see `load_process`
     if _live is not None:
         _live.begin()
     _settle_memory()
@@ -172,12 +178,27 @@ def _start(environment: Environment) -> None:
                 _follow(environment, _job, course)
 
 
+def _begin_anew(environment: Environment, recorder: Recorder) -> None:
+    """What the form says now, in place of what it said before. Raises HarnessError, OSError."""
+    global _process
+    if _process is not None:
+        _process.close()
+        _process = None
+    process = LoadProcess(job_of_form(environment, _job), host_of(environment, environment.host), recorder)
+    try:
+        process.model()
+    except HarnessError:
+        process.close()
+        raise
+    _process = process
+
+
 def _problem(environment: Environment, given: Namespace) -> str | None:
     """Why no test could go on or start with these options, before any of them is taken over."""
     try:
         refuse(environment, _job, given)
     except HarnessError as error:
-        return _sentence(error)
+        return sentence(error)
     return None
 
 
@@ -205,6 +226,11 @@ def _on_cut(environment: Environment, **_: Any) -> None:
     environment.stop_timeout = 0
 
 
+def _on_not_started(environment: Environment, msg: Any, **_: Any) -> None:
+    """A load process, perhaps of another machine, cannot send what the form asks for: nobody does."""
+    give_up(environment, HarnessError(f"worker {msg.data['host']}: {msg.data['said']}"))
+
+
 def _on_quit(exit_code: int, **_: Any) -> None:
     if _worker is not None:
         _worker.leave()
@@ -216,15 +242,28 @@ def give_up(environment: Environment, error: Exception) -> None:
     """End a run that cannot go on, with one sentence in the log; the web UI stays up for another try."""
     if environment.web_ui is None and environment.process_exit_code:
         return  # each user finds the same
-    logger.error(_sentence(error))
+    logger.error(sentence(error))
     if _live is not None:
-        _live.gave_up(_sentence(error))
+        _live.gave_up(sentence(error))
     assert environment.runner is not None
     if environment.web_ui is None:
         environment.process_exit_code = 1
-        gevent.spawn(environment.runner.quit)
+        gevent.spawn(_end_and_quit, environment.runner)
     elif environment.runner.state != STATE_INIT:  # which has nothing to stop, and has its form still
-        gevent.spawn(environment.runner.stop)
+        gevent.spawn(_stop, environment.web_ui, environment.runner)
+
+
+def _end_and_quit(runner: Runner) -> None:
+    if _master is not None:
+        _master.end(_WHEN_INTERRUPTED_S)  # those that were ready have begun their files
+    runner.quit()
+
+
+def _stop(web_ui: Any, runner: Runner) -> None:
+    """As the button of the web UI: a start that still goes on would bring more users, and say that all are there."""
+    if web_ui._swarm_greenlet is not None:
+        web_ui._swarm_greenlet.kill()
+    runner.stop()
 
 
 def _end_when_finished(environment: Environment, drain_s: float, course: Course) -> None:
@@ -246,15 +285,6 @@ def _follow(environment: Environment, job: Job, course: Course | Master) -> None
     patience_s = load.ramp_s + load.timeout_s + behaviour.longest_s(load.think or load.think_s) + _COME_S
     shape = Stages(course, load.ramp_s)
     gevent.spawn(shape.follow, environment.runner, patience_s, partial(give_up, environment))
-
-
-def _sentence(error: Exception) -> str:
-    if isinstance(error, SeveralErrors):
-        return "\n".join(filter(None, [f"{error.what}:", error.detail, error.next_step]))
-    if isinstance(error, HarnessError):
-        told = "; ".join([error.what, *error.detail.splitlines()])
-        return f"{told}. {error.next_step}".strip()
-    return str(error)
 
 
 _hooks.init_command_line_parser.add_listener(_on_command_line)

@@ -17,11 +17,12 @@ import gevent
 import msgspec
 import zmq
 from gevent.event import Event
+from locust import events
 from locust.env import Environment
 from locust.runners import WorkerRunner
 
 from harness import __version__
-from harness.errors import HarnessError
+from harness.errors import HarnessError, sentence
 from harness.job import Job
 from harness.load.process import LoadProcess
 from harness.load.recorder import Anchor, Recorder
@@ -36,9 +37,11 @@ ASK, JOB, THERE, GO, TAKEN, END = (f"llm-{name}" for name in ("ask", "job", "the
 _HELLO_S = 1.0
 _SHIP_S = 0.2
 _AGAIN_S = 3.0  # a piece that nobody confirmed is sent again
-_SILENT_S = 10.0  # Locust's master answers a heartbeat each second; Locust itself waits for 60 s
+_SILENT_S = 10.0  # Locust's master answers a heartbeat each second; Locust itself waits for 60 s of the wall clock
 
 logger = logging.getLogger(__name__)
+
+_hooks: Any = events  # they have no types
 
 
 class Worker:
@@ -56,10 +59,12 @@ class Worker:
         self._ending = False
         self._told = False  # the job has come
         self._shipping = True
+        self._master_heard_s: float | None = None  # monotonic clock
         listeners = ((ASK, self._on_ask), (JOB, self._on_job), (THERE, self._on_there), (GO, self._on_go))
         for message, listener in (*listeners, (TAKEN, self._on_taken)):
             runner.register_message(message, listener)
         runner.register_message(END, self._on_end, concurrent=True)
+        _hooks.heartbeat_received.add_listener(self._on_heartbeat)
         gevent.spawn(self._say_hello)
         gevent.spawn(self._watch_master)
 
@@ -94,7 +99,7 @@ class Worker:
             gevent.sleep(_HELLO_S)
 
     def _on_ask(self, msg: Any, **_: Any) -> None:
-        self._send(READY, {"asked": msg.data["asked"], "wall_s": time.time()})
+        self._send(READY, {"asked": msg.data["asked"], "wall_s": time.time(), "monotonic_s": time.monotonic()})
 
     def _on_job(self, msg: Any, **_: Any) -> None:
         if self._told:
@@ -106,9 +111,11 @@ class Worker:
             anchor = Anchor(machine=job.machine, correction_s=data["correction_s"], error_s=data["error_s"])
             self._process = self._begin(job, data["host"], anchor)
         except (HarnessError, OSError, msgspec.DecodeError) as error:
-            said = f"{error.what}. {error.next_step}" if isinstance(error, HarnessError) else str(error)
-            logger.error(said.strip())
-            self._send(READY, {"error": said.strip()})
+            logger.error(sentence(error))
+            self._send(READY, {"error": sentence(error)})
+            if self._folder is not None:  # in which nothing is that was sent
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._folder = None
             return
         self._recorder = self._process.recorder
         self._process.tickets.hold()
@@ -124,7 +131,8 @@ class Worker:
         self._folder = Path(tempfile.mkdtemp(prefix=f"amd-llm-load-{job.cell}-"))
         places: dict[str, Any] = {}
         for field, content in files.items():
-            path = self._folder / f"{field}{Path(getattr(job, field)).suffix}"
+            path = self._folder / field.partition("_")[0] / Path(getattr(job, field)).name  # a trace beside its marks
+            path.parent.mkdir(exist_ok=True)
             path.write_bytes(content)
             places[field] = str(path)
         for name in FILES:
@@ -145,7 +153,8 @@ class Worker:
     def _on_go(self, msg: Any, **_: Any) -> None:
         """All machines are warm."""
         if self._process is not None:
-            self._process.tickets.stages[msg.data["stage"]].held = False
+            stage = self._process.tickets.stages[msg.data["stage"]]
+            stage.begin_s, stage.held = msg.data["begin_s"], False
 
     def _watch_work(self) -> None:
         """Tell the master when a stage begins, when its warm-up has been sent, and when all is done."""
@@ -191,12 +200,16 @@ class Worker:
         spool.taken = max(spool.taken, msg.data["taken"])
         self._heard.set()
 
+    def _on_heartbeat(self, **_: Any) -> None:
+        """Locust's own watch takes a wall clock that is set anew for a master that is gone: it has nothing to go by."""
+        self._master_heard_s = time.monotonic()
+        self._runner.last_heartbeat_timestamp = None
+
     def _watch_master(self) -> None:
         """Nobody counts a load whose master is gone: it must not go on."""
         while True:
             gevent.sleep(1.0)
-            heard = self._runner.last_heartbeat_timestamp
-            if heard is not None and time.time() - heard > _SILENT_S:
+            if self._master_heard_s is not None and time.monotonic() - self._master_heard_s > _SILENT_S:
                 break
         logger.error("nothing was heard of the master for %g s: this load ends", _SILENT_S)
         self._shipping = False

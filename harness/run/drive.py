@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,8 @@ STUCK_S = 30.0  # without a record, while the users' own code raises ...
 PROPOSED_RATE = 100.0  # users a second; above that Locust warns
 STUCK_EXCEPTIONS = 3  # ... so often: then it will not get better
 QUIET_S = 60.0  # beyond every time limit of the load: then Locust itself hangs
+_LOGGED = re.compile(r"\[\d[^\]]*\] [^/ ]*/(?P<who>[A-Z]+/[\w.]+): ")  # how a line of Locust's log begins
+_GIVES_UP = "ERROR/harness.load.wiring"
 
 
 class Count(msgspec.Struct, frozen=True):
@@ -119,6 +122,13 @@ def drive(
         raised = last_exception(log_path)
         problems = [f"the load generator ended with exit code {code}" + (f"; its log has {raised}" if raised else "")]
         if not Path(job.tickets_path).exists():
+            if said := gave_up(log_path):
+                why, *more = said.splitlines()
+                raise RunError(
+                    f"cell {job.cell}: the load could not start: {why.removesuffix('.')}",
+                    next_step=f"Its log is {log_path}.",
+                    detail="\n".join(more),
+                )
             raise RunError(
                 f"cell {job.cell}: Locust could not start the load (exit code {code})",
                 next_step=f"Its log is {log_path}. A locustfile can be tried alone: locust -f FILE --host URL",
@@ -253,6 +263,18 @@ def tail(path: Path, lines: int = 15) -> str:
     except OSError:
         return ""
     return "\n".join(text.splitlines()[-lines:])
+
+
+def gave_up(path: Path) -> str:
+    """Why our own code in Locust could not begin, as its log says; empty where it does not."""
+    found, inside = list[str](), False
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        logged = _LOGGED.match(line)
+        if logged is not None:
+            inside = logged["who"] == _GIVES_UP
+        if inside:  # what there are several of has a line each
+            found.append(line if logged is None else line[logged.end() :])
+    return "\n".join(dict.fromkeys(found))
 
 
 def exceptions_in(path: Path) -> int:

@@ -301,6 +301,8 @@ def make_job(running: Running, cell: Cell, endpoint: Endpoint | None) -> Job:
     served = None if endpoint is None else endpoint.served_by
     words = counted_words(running.experiment, running.id, cell.server, endpoint, running.api_key)
     load, prompts = scenario.loads[cell.load], scenario.prompts
+    trace = None if load.trace is None else (beside / load.trace.file).resolve()
+    marks = None if trace is None else trace.with_name("processes.jsonl")
     return Job(
         run=running.id[-4:],  # the random part
         cell=cell.id,
@@ -309,7 +311,8 @@ def make_job(running: Running, cell: Cell, endpoint: Endpoint | None) -> Job:
         model=(served and served.model) or scenario.model,
         prompts=prompts,
         prompt_file=str(beside / prompts.file) if prompts.file else None,
-        trace_file=str((beside / load.trace.file).resolve()) if load.trace is not None else None,
+        trace_file=None if trace is None else str(trace),
+        trace_marks=str(marks) if marks is not None and marks.is_file() else None,
         prompt_lengths=list(pairs_of(prompts.tokens, beside)),
         output_lengths=list(pairs_of(load.output_tokens, beside)),
         words=list(words),

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from harness import process
 from harness.errors import HarnessError
@@ -61,22 +61,29 @@ def _live(command: list[str]) -> _Life:
     another worker of this machine would read it half written.
     """
     folder = Path(tempfile.mkdtemp(prefix="amd-llm-load-worker-"))
-    quiet = True
     env = {**os.environ, "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
     child = process.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env)
     assert child.stdout is not None
     try:
-        for line in child.stdout:
-            if not _LOCUSTS_OWN.match(line):
-                quiet = False
-                print(line.decode(errors="replace"), end="", flush=True)
+        spoke = _relay(child.stdout)
         code = child.wait()
     finally:
         process.stop(child, grace_s=_GRACE_S)
+        _relay(child.stdout)  # of Ctrl-C: what it had recorded and could not deliver
         left = any(folder.glob("amd-llm-load-*"))
         if not left:
             shutil.rmtree(folder, ignore_errors=True)
-    return _Life(code, quiet and code >= 0, folder if left else None)
+    return _Life(code, not spoke and code >= 0, folder if left else None)
+
+
+def _relay(lines: IO[bytes]) -> bool:
+    """Print what is not Locust's own; whether there was any."""
+    spoke = False
+    for line in lines:
+        if not _LOCUSTS_OWN.match(line):
+            spoke = True
+            print(line.decode(errors="replace"), end="", flush=True)
+    return spoke
 
 
 def _how_it_ended(life: _Life) -> str:
@@ -86,7 +93,7 @@ def _how_it_ended(life: _Life) -> str:
         return (
             f"a load process ended with exit code {life.code}{kept}"
             if life.code
-            else f"a load process was killed{kept}"
+            else f"a load process ended before all had been delivered{kept}"
         )
     name = signal.Signals(-life.code).name
     memory = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""

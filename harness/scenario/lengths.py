@@ -121,7 +121,7 @@ def in_words(lengths: int | Lengths) -> str:
 def read_pairs(path: Path) -> list[tuple[int, int]]:
     """The lines of a file of lengths; of a line with one number, that is both. Raises HarnessError, file and line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise HarnessError(f"{path}: the lengths cannot be read ({error})") from None
     found: list[tuple[int, int]] = []
@@ -130,7 +130,9 @@ def read_pairs(path: Path) -> list[tuple[int, int]]:
         words = line.partition("#")[0].replace(",", " ").split()
         if not words:
             continue
-        if len(words) > 2 or not all(word.isascii() and word.isdigit() and 1 <= int(word) <= _MOST for word in words):
+        if len(words) > 2 or not all(
+            word.isascii() and word.isdigit() and len(word) < 20 and 1 <= int(word) <= _MOST for word in words
+        ):
             shown = repr(line.strip()[:60])
             bad.add(number, f"{shown} is not one or two lengths of 1 to {_MOST:,} tokens")
             continue

@@ -70,7 +70,7 @@ class Arrivals(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     wave: Wave | None = None
     between: Literal["steps", "ramps"] = "steps"  # how the rate goes from one point to the next
     spacing: Literal["poisson", "even", "gamma"] = "poisson"
-    burstiness: Annotated[float, Meta(gt=0, le=100)] = 1.0  # gamma: its shape; 1 is poisson, below 1 is burstier
+    burstiness: Annotated[float, Meta(ge=0.001, le=100)] = 1.0  # gamma: its shape; 1 is poisson, below 1 is burstier
 
 
 class Trace(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -7,12 +7,13 @@ own locustfile, which groups requests as it likes, each arrival counts once.
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import takewhile
 from typing import Literal
 
 import msgspec
 
 from harness.rundir.records import Request
-from harness.scenario.arrivals import Schedule
+from harness.scenario.arrivals import Schedule, times
 from harness.scenario.scenario import Arrivals, Load, taken_together
 from harness.summarize import derive
 from harness.summarize.parts import doubles
@@ -139,10 +140,8 @@ def planned_of(load: Load, seed: int, part_s: tuple[float, float] | None = None)
 
 @lru_cache(maxsize=16)
 def _arriving(arrivals: bytes, seed: int, duration_s: float) -> int:
-    schedule, number = Schedule(msgspec.json.decode(arrivals, type=Arrivals), seed), 0
-    while (at := schedule.at(number)) is not None and at < duration_s:
-        number += 1
-    return number
+    due = times(msgspec.json.decode(arrivals, type=Arrivals), seed)
+    return sum(1 for _ in takewhile(lambda at: at < duration_s, due))
 
 
 def _rate(number: int, first_s: float | None, last_s: float | None) -> float | None:

@@ -4,6 +4,7 @@
 the start have the same prefix (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces).
 """
 
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -25,7 +26,11 @@ class Line(msgspec.Struct, frozen=True):
 
 
 def matches(first: bytes) -> bool:
-    return first.lstrip().startswith(b"{") and b'"input_length"' in first and b'"timestamp"' in first
+    return (
+        first.removeprefix(BOM_UTF8).lstrip().startswith(b"{")
+        and b'"input_length"' in first
+        and b'"timestamp"' in first
+    )
 
 
 def rows(file: BinaryIO, trace: Trace, bad: BadLines) -> Iterator[Row]:
@@ -35,14 +40,14 @@ def rows(file: BinaryIO, trace: Trace, bad: BadLines) -> Iterator[Row]:
     for number, raw in enumerate(file, start=1):
         if raw.strip():
             try:
-                line = decode(raw)
+                line = decode(raw.removeprefix(BOM_UTF8))
                 ids, needed = len(line.hash_ids), -(-line.input_length // trace.block_tokens)
                 if ids and abs(ids - needed) > 1:
                     raise ValueError(
                         f"{line.input_length:,} tokens in blocks of {trace.block_tokens} need {needed} hash_ids, and "
                         f"there are {ids}; say with trace.block_tokens how large the blocks are",
                     )
-            except ValueError as error:  # msgspec's are such
+            except (ValueError, RecursionError) as error:  # msgspec's are such
                 bad.add(number, str(error))
             else:
                 more = begins if ids else -1
@@ -54,4 +59,4 @@ def hash_ids(path: Path, begins: int) -> list[int]:
     """The blocks of the prompt whose line begins there: they stay in the file, however long that is."""
     with path.open("rb") as file:
         file.seek(begins)
-        return msgspec.json.decode(file.readline(), type=Line).hash_ids
+        return msgspec.json.decode(file.readline().removeprefix(BOM_UTF8), type=Line).hash_ids

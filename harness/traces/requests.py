@@ -5,9 +5,10 @@ was, such as failed ones, come as rows without tokens.
 """
 
 from array import array
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
 import msgspec
 
@@ -15,6 +16,8 @@ from harness.errors import BadLines
 from harness.rundir.records import read_marks
 from harness.scenario.scenario import Trace
 from harness.traces.row import BadLine, Row
+
+_Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # that an array takes
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -24,15 +27,15 @@ class Line(msgspec.Struct, frozen=True):
     phase: str
     process: int
     sent_s: float
-    prompt_tokens: int | None = None
-    output_tokens: int | None = None
-    asked_tokens: int | None = None
+    prompt_tokens: _Number | None = None
+    output_tokens: _Number | None = None
+    asked_tokens: _Number | None = None
     fixed_length: bool = False
-    conversation: int | None = None
+    conversation: _Number | None = None
 
 
 def matches(first: bytes) -> bool:
-    return first.lstrip().startswith(b"{") and b'"sent_s"' in first and b'"cell"' in first
+    return first.removeprefix(BOM_UTF8).lstrip().startswith(b"{") and b'"sent_s"' in first and b'"cell"' in first
 
 
 def rows(file: BinaryIO, trace: Trace, bad: BadLines) -> Iterator[Row]:
@@ -40,7 +43,7 @@ def rows(file: BinaryIO, trace: Trace, bad: BadLines) -> Iterator[Row]:
 
     Raises BadLine for a file of several cells where none is chosen.
     """
-    offsets = _offsets(Path(file.name).parent / "processes.jsonl")
+    offsets = _offsets(Path(file.name).resolve().with_name("processes.jsonl"))
     decode = msgspec.json.Decoder(Line).decode
     chosen, others = trace.cell, set[str]()
     numbers, at_s = array("q"), array("d")
@@ -49,8 +52,8 @@ def rows(file: BinaryIO, trace: Trace, bad: BadLines) -> Iterator[Row]:
         if not raw.strip():
             continue
         try:
-            line = decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            line = decode(raw.removeprefix(BOM_UTF8))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             bad.add(number, str(error))
             continue
         if chosen is None:

@@ -3,6 +3,7 @@
 Which of them a line is, its keys tell: `prompt` or `messages`, `conversations`, `body`.
 """
 
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
@@ -69,7 +70,7 @@ class _Line(msgspec.Struct, frozen=True):
 def read_rows(path: str | Path) -> list[Row]:
     """The rows of a prompt file. Raises HarnessError that names the file and the line of the first few problems."""
     try:
-        data = Path(path).read_bytes()
+        data = Path(path).read_bytes().removeprefix(BOM_UTF8)
     except OSError as error:
         raise HarnessError(f"{path}: the prompts cannot be read ({error.strerror})") from None
     decoder = msgspec.json.Decoder(_Line)
@@ -79,11 +80,11 @@ def read_rows(path: str | Path) -> list[Row]:
         for number, raw in _objects(data):
             try:
                 row = _row(decoder.decode(raw))
-            except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
                 bad.add(number, str(error))
                 continue
             rows += [] if row is None else [row]
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise HarnessError(f"{path}: {error}", next_step=_ADVICE) from None
     bad.refuse()
     if not rows:

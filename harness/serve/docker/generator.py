@@ -63,7 +63,7 @@ class ContainerChild:
         folder = str(Path(job.requests_path).parent)
         mounts = [Mount(folder, folder, type="bind")]
         readable = [file for file in files if file.parent != LOCUSTFILES]
-        readable += [Path(file) for file in (job.prompt_file, job.trace_file) if file]
+        readable += [Path(file) for file in (job.prompt_file, job.trace_file, job.trace_marks) if file]
         mounts += [Mount(str(file), str(file), type="bind", read_only=True) for file in readable]
         inside = [str(IN_IMAGE / Path(a).name) if Path(a).parent == LOCUSTFILES else a for a in arguments]
         key = job.api_key_env
