@@ -5,6 +5,7 @@ in flight was in none of its tables, and they went on behind the back of whoever
 """
 
 import time
+from typing import Any
 
 import gevent
 from locust.env import Environment
@@ -16,7 +17,7 @@ _MORE_S = 2.0  # for the messages
 
 
 class Drain:
-    """To be made once in each process of a headless load, when it has its role. An interruption waits for nobody."""
+    """To be made once in each process of a load without web UI, and in workers. An interruption waits for nobody."""
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
@@ -24,7 +25,8 @@ class Drain:
         runner = environment.runner
         if isinstance(runner, MasterRunner):
             runner.register_message(_DRAINED, lambda msg, **_: self._drained.add(msg.node_id))
-            environment.events.test_stopping.add_listener(self._wait)
+            events: Any = environment.events  # they have no types
+            events.test_stopping.add_listener(self._wait)
         elif isinstance(runner, WorkerRunner):
             runner.register_message(_DRAIN, self._end, concurrent=True)
 
@@ -34,8 +36,10 @@ class Drain:
         if not patience_s:  # interrupted
             return
         runner.send_message(_DRAIN)
-        until = time.monotonic() + patience_s + _MORE_S
-        while time.monotonic() < until and any(one.id not in self._drained for one in runner.clients.running):
+        until, clients = time.monotonic() + patience_s + _MORE_S, runner.clients
+        while time.monotonic() < until and any(
+            one.id not in self._drained for one in [*clients.running, *clients.spawning]
+        ):
             gevent.sleep(_LOOK_S)
 
     def _end(self, **_: object) -> None:

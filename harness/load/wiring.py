@@ -101,7 +101,7 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     if _job is None and not environment.stop_timeout:
         # By hand, --run-time would cut what is in flight and call it failed. Ctrl-C still cuts at once.
         environment.stop_timeout = _DRAIN_BY_HAND_S
-    if _job is None and options.headless:
+    if _job is None and (options.headless or isinstance(runner, WorkerRunner)):
         Drain(environment)
     if _job is None or not options.headless:
         FirstRequests(environment, give_up)
