@@ -3,6 +3,7 @@
 import datetime
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from harness.job import write_job
@@ -128,6 +130,53 @@ def test_what_cannot_be_done_by_hand_ends_with_a_sentence(
     assert end(start(tmp_path, engine, "chat", "--headless", "--users", "2", *options)) == 1
     assert sentence in log_of(tmp_path)
     assert "Traceback" not in log_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--host", "http://127.0.0.1:9"], "no model could be read from /v1/models (127.0.0.1:9: connection refused"),
+        (["--turns", "0"], "--turns: a whole number of at least 1 is expected, got 0."),
+        (["--prompts", "none.jsonl"], "none.jsonl: the prompts cannot be read (No such file or directory)"),
+        (
+            ["--records", "no/place"],
+            "--records: no/place cannot be written (No such file or directory). Name a file in",
+        ),
+    ],
+)
+def test_several_load_processes_end_with_the_same_sentence_said_once(
+    tmp_path: Path, engine: str, options: list[str], sentence: str
+) -> None:
+    child = start(tmp_path, engine, "chat", "--headless", "--users", "2", *options, "--processes", "2")
+    assert end(child) == 1, log_of(tmp_path)
+    assert log_of(tmp_path).count(sentence) == 1, log_of(tmp_path)
+    assert "Traceback" not in log_of(tmp_path)
+    until(lambda: child.args not in [one.info["cmdline"] for one in psutil.process_iter(["cmdline"])])
+
+
+@pytest.mark.parametrize("more", [[], ["--processes", "2"]])
+def test_what_is_under_way_at_the_end_of_the_run_time_ends_and_is_counted(
+    tmp_path: Path, engine: str, more: list[str]
+) -> None:
+    options = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "3s", "--records", "r.jsonl"]
+    options += ["--output", "fixed", "--output-tokens", "2500", *more]
+    assert end(start(tmp_path, engine, "batch", *options)) == 0, log_of(tmp_path)
+    records = list(read_requests(tmp_path / "r.jsonl"))  # all are there when the command has ended
+    assert [(one.error, one.output_tokens) for one in records] == [(None, 2500)] * 2
+    shown = re.findall(r"POST +BatchAgent +(\d+) +(\d+)\(", log_of(tmp_path))
+    assert shown == [("2", "0")]
+
+
+def test_an_interruption_does_not_wait_for_what_is_under_way(tmp_path: Path, engine: str) -> None:
+    options = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "3s", "--records", "r.jsonl"]
+    options += ["--output", "fixed", "--output-tokens", "9000", "--processes", "2"]  # of eighteen seconds
+    child = start(tmp_path, engine, "batch", *options)
+    until(partial(told, tmp_path, "limit reached", 1))
+    child.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    assert end(child) == 1  # as stock Locust ends after failures
+    assert time.monotonic() - began < 10
+    assert [one.error for one in read_requests(tmp_path / "r.jsonl")] == ["unfinished"] * 2
 
 
 NOT_THE_MODEL = "answers HTTP 404: no such page. Check that the address is that of an OpenAI-compatible server, or name"

@@ -131,11 +131,11 @@ def test_a_load_process_that_is_at_its_limit_is_told_as_long_as_it_is(monkeypatc
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     book, tally = Book(), Tally()
     told = []
-    for cpu in (None, 0.5, 0.96, 0.9):
-        given = unpacked(packed(tally.hand_over(1, cpu=cpu)))
+    for busy in (None, 0.5, 0.96, 0.9):
+        given = unpacked(packed(tally.hand_over(1, busy=busy)))
         assert given is not None
         book.take("a", given)
-        book.take("b", tally.hand_over(1, cpu=0.2))
+        book.take("b", tally.hand_over(1, busy=0.2))
         told.append(book.client_limited())
     assert told == [None, None, 0.96, None]
 
@@ -167,6 +167,26 @@ def test_the_book_adds_up_workers_and_classes(monkeypatch: pytest.MonkeyPatch) -
     assert [point.t for point in book.points] == [float(t) for t in range(0, 30, 2)]
     book.reset()
     assert book.whole()[ALL]["ended"] == 0
+
+
+def test_the_rates_of_the_whole_test_end_with_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    book, tally = Book(), Tally()
+    for _ in range(10):
+        tally.add(request())
+        book.take("a", tally.hand_over(0))
+        clock[0] += 1.0
+        book.tick(1, Observed(None))
+    assert book.whole()[ALL]["req_s"] == 1.0
+    told = []
+    for _ in range(60):  # the load was stopped, and the page is still open
+        book.rest()
+        clock[0] += 1.0
+        told.append(book.whole()[ALL]["req_s"])
+    assert told == [1.0] * 60
+    book.reset()
+    assert book.whole()[ALL]["req_s"] is None
 
 
 def test_the_course_is_thinned_and_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,6 +272,9 @@ def locust(engine: str, *arguments: str, log: Path) -> Iterator[str]:
     port = free_port()
     command = [sys.executable, "-m", "locust", "-f", str(ROOT / "locustfiles/batch.py"), "--host", engine]
     command += ["--web-host", "127.0.0.1", "--web-port", str(port), *arguments]
+    if "--processes" in arguments and "--master-port" not in arguments:
+        masters = str(free_port())
+        command += ["--master-bind-host", "127.0.0.1", "--master-bind-port", masters, "--master-port", masters]
     with log.open("wb") as out:
         child = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
     try:
@@ -443,42 +466,71 @@ def test_a_wrong_value_while_a_test_goes_on_is_refused_and_forgotten(engine: str
     assert "Traceback" not in log.read_text()
 
 
-@pytest.mark.parametrize(
-    ("processes", "said"),
-    [
-        ([], "the last load is still ending: what it has in flight has up to 6 s for that. Try again then."),
-        (
-            ["--processes", "2"],
-            "the load processes are still ending the last load: they are back 4 s after its last request. "
-            "Try again then.",
-        ),
-    ],
-)
-def test_a_start_before_the_last_load_has_ended_is_refused(tmp_path: Path, processes: list[str], said: str) -> None:
-    # Answers of a second, whose processes are away for as long as they might have taken; or of ten, which are cut.
-    given = (
-        ["--stop-timeout", "4", "--output-tokens", "100"]
-        if processes
-        else ["--stop-timeout", "6", "--output-tokens", "1000"]
-    )
-    given += ["--output", "fixed", *processes]
-    if processes:
-        port = str(free_port())
-        given += ["--master-bind-host", "127.0.0.1", "--master-bind-port", port, "--master-port", port]
+@pytest.mark.parametrize("processes", [[], ["--processes", "2"]])
+def test_a_start_before_the_last_load_has_ended_is_refused(tmp_path: Path, processes: list[str]) -> None:
+    given = ["--stop-timeout", "6", "--output-tokens", "1000", "--output", "fixed", *processes]  # of ten seconds: cut
+    said = "the last load is still ending: what it has in flight has up to 6 s for that. Try again then."
     with spawned("--served-model-name", "m") as server, locust(server.url, *given, log=tmp_path / "log") as url:
         until(lambda: page(url)["workers"] == (2 if processes else None))
         assert swarm(url)["success"] is True
         until(lambda: page(url)["in_flight"])
         stop = threading.Thread(target=get, args=(f"{url}/stop", b""))
         stop.start()
-        if processes:
-            stop.join()
-        until(lambda: page(url)["state"] == ("stopped" if processes else "cleanup"))
+        until(lambda: page(url)["state"] == ("stopping" if processes else "cleanup"))
         assert swarm(url) == {"success": False, "message": said, "host": server.url}
         stop.join()
         until(lambda: swarm(url)["success"])
         until(lambda: page(url)["in_flight"])
     assert "You can't start" not in (tmp_path / "log").read_text()
+
+
+def test_load_processes_are_back_when_their_last_request_has_ended(engine: str, tmp_path: Path) -> None:
+    """And not only after the 30 s that it might have had, which each load has anew."""
+    records, log = tmp_path / "r.jsonl", tmp_path / "log"
+    given = ["--output", "fixed", "--output-tokens", "1000", "--records", str(records), "--processes", "2"]
+    with locust(engine, *given, log=log) as url:
+        until(lambda: page(url)["workers"] == 2)
+        for _ in range(2):
+            assert swarm(url, user_count=2, spawn_rate=2)["success"] is True
+            until(lambda: page(url)["in_flight"] == 2)  # answers of two seconds
+            get(f"{url}/stop", b"")
+            until(lambda: page(url)["workers"] == 2 and page(url)["state"] == "stopped", 10)
+        until(lambda: _agreed_of(url, 2))
+    kept = [msgspec.json.decode(line, type=Request) for line in records.read_bytes().splitlines()]
+    assert len(kept) >= 4 and {one.error for one in kept} == {None}
+    assert "Discarded report" not in log.read_text()
+
+
+def _agreed_of(url: str, least: int) -> bool:
+    """Whether Locust's table and the page have the same number of requests, that many at least."""
+    counts = {
+        page(url)["whole"][ALL]["ended"],
+        *(r["num_requests"] for r in json.loads(get(f"{url}/stats/requests"))["stats"]),
+    }
+    return len(counts) == 1 and counts.pop() >= least
+
+
+def test_a_load_process_that_gives_no_sign_of_life_is_told(engine: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with locust(engine, "--output-tokens", "5", "--think", "0.1", "--processes", "2", log=log) as url:
+        until(lambda: page(url)["workers"] == 2)
+        assert page(url)["missing"] == 0
+        assert swarm(url, user_count=2, spawn_rate=2)["success"] is True
+        until(lambda: page(url)["in_flight_of"] or page(url)["whole"][ALL]["ended"])
+        (one, *_) = [
+            p
+            for p in psutil.process_iter(["cmdline"])
+            if url.rpartition(":")[2] in (p.info["cmdline"] or []) and _is_worker(p)
+        ]
+        one.suspend()
+        until(lambda: (page(url)["missing"], page(url)["workers"]) == (1, 1))
+        one.resume()
+        until(lambda: (page(url)["missing"], page(url)["workers"]) == (0, 2))
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    parent = process.parent()
+    return parent is not None and parent.cmdline() == process.cmdline()
 
 
 def test_the_end_of_a_trace_is_told_and_a_new_start_begins_it_anew(engine: str, tmp_path: Path) -> None:

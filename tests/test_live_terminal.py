@@ -185,6 +185,19 @@ def test_the_table_fits_the_terminal(width: int, lines: int) -> None:
         assert word in text, text
 
 
+@pytest.mark.parametrize("width", [40, 60, 79])
+def test_a_terminal_too_narrow_for_a_table_has_words_and_no_number_is_cut(width: int) -> None:
+    out = io.StringIO()
+    Console(file=out, width=width - 2).print(table(msgspec.structs.replace(FULL, left_s=7.0), width))
+    shown = out.getvalue().splitlines()
+    assert max(len(line) for line in shown) <= width - 2
+    words = " ".join(out.getvalue().split())
+    assert "…" not in words and "left" not in words  # which the line above it says
+    for word in ("TTFT 12.3 s (p95 123 s)", "12345 tok/s", "KV 100%", "failed: 2 timeout, 1 http"):
+        assert word in words
+    assert out.getvalue().count(" 99 % 185.0 GiB 750 W") == 8
+
+
 def test_a_line_says_what_is_known() -> None:
     assert in_words(Glance()) == []
     assert in_words(Glance(ttft_s=(0.1, 0.2), waiting=0.0, left_s=3.0)) == [

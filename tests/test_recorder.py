@@ -240,29 +240,46 @@ def test_without_limits_there_is_always_one_more(tmp_path: Path) -> None:
 
 
 def test_the_highest_cpu_use_is_that_of_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0, 0.0]  # monotonic, CPU
+    now = [0.0, 0.0, 0.0]  # monotonic, CPU, waited for a core
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "process_time", lambda: now[1])
+    monkeypatch.setattr("harness.load.health._waited_s", lambda: now[2])
     health = Health()
 
-    def pass_seconds(number: int, share: float) -> None:
+    def pass_seconds(number: int, share: float, waited: float = 0.0) -> None:
         for _ in range(number):
             now[0] += 1.0
             now[1] += share
+            now[2] += waited
             health.sample()
 
     pass_seconds(10, 1.0)  # before the first measured request: importing, warming up
     assert health.cpu_most() is None
     health.begin()
-    assert (health.cpu_most(), health.cpu_now()) == (None, None)
+    assert (health.cpu_most(), health.busy_now()) == (None, None)
     pass_seconds(2, 0.5)
-    assert health.cpu_most() == health.cpu_now() == pytest.approx(0.5)  # of the time there was
+    assert health.cpu_most() == health.busy_now() == pytest.approx(0.5)  # of the time there was
     health.begin()
     pass_seconds(8, 0.25)
     pass_seconds(4, 1.0)
     pass_seconds(60, 0.0)
     assert health.cpu_most() == pytest.approx((4 + 0.25) / 5)
-    assert health.cpu_now() == 0.0
+    assert health.busy_now() == 0.0
+    pass_seconds(5, 0.25, waited=0.5)  # others have its core
+    assert health.cpu_most() == pytest.approx((4 + 0.25) / 5)
+    assert health.busy_now() == pytest.approx(0.75)
+
+
+def test_what_has_ended_is_no_longer_in_flight_while_its_record_waits_to_be_made(tmp_path: Path) -> None:
+    one = recorder(tmp_path)
+    one.in_flight_of["U"] += 2
+    for _ in range(2):
+        one.sending("measured")
+    assert one.in_flight == 2
+    one.in_flight_of["U"] -= 1
+    one.later.do(lambda: one.add(request(0)))
+    assert (one.in_flight, one.recorded) == (1, 0)
+    one.close()
 
 
 def test_cpu_use_is_sampled_while_it_runs(tmp_path: Path) -> None:

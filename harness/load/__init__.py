@@ -30,6 +30,7 @@ Locust around it:
 wiring.py     Locust's events, and what happens at each
 options.py    the command line and web form of a locustfile started by hand, as a Job
 steer.py      the web form: whether a load can begin, or go on, with what it says
+drain.py      by hand, the end of a load of several load processes
 refused.py    by hand: the end of a load whose first requests are all refused for what they ask
 master.py     hands out the work to machines, and takes in their records
 worker.py     a load process on a machine of its own

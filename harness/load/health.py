@@ -5,6 +5,7 @@ import time
 from collections import Counter, deque
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from harness.load.answer import Answer
 from harness.load.exchange import Exchange
@@ -16,11 +17,19 @@ _LEAST_S = 1.0  # a shorter time says nothing
 _SCHEDSTAT = Path("/proc/self/schedstat")  # of the main thread, which does all the work: ns run, ns waited, ...
 
 
+class _Use(NamedTuple):
+    """What it had used until a moment."""
+
+    at_s: float  # monotonic
+    cpu_s: float
+    waited_s: float  # for a core; 0 where that is not counted
+
+
 class Health:
     """CPU use over short times, how long arrived bytes waited to be read, and how late the event loop ran."""
 
     def __init__(self) -> None:
-        self._used: deque[tuple[float, float]] = deque()  # (monotonic, CPU) each second of the last window
+        self._used: deque[_Use] = deque()  # each second of the last window
         self._most: float | None = None  # over whole windows
         self._lags: Counter[int] = Counter()
         self._loop_lags: Counter[int] = Counter()
@@ -29,31 +38,31 @@ class Health:
     def begin(self) -> None:
         """The first measured request is about to be sent."""
         if not self._used:
-            self._used.append((time.monotonic(), time.process_time()))
+            self._used.append(_use())
             self._began = (time.monotonic(), _waited_s())
 
     def sample(self) -> None:
         """To be called each second."""
         if not self._used:
             return
-        now = (time.monotonic(), time.process_time())
+        now = _use()
         self._used.append(now)
-        while now[0] - self._used[1][0] >= _WINDOW_S:
+        while now.at_s - self._used[1].at_s >= _WINDOW_S:
             self._used.popleft()
-        if now[0] - self._used[0][0] >= _WINDOW_S:
+        if now.at_s - self._used[0].at_s >= _WINDOW_S:
             self._most = max(self._most or 0.0, self._share())
 
     def cpu_most(self) -> float | None:
         """Highest share of a core over a window; over the whole time, where that is shorter."""
         self.sample()
-        if self._most is None and self._used and self._used[-1][0] - self._used[0][0] >= _LEAST_S:
-            return self._share()
-        return self._most
+        return self._share() if self._most is None and self._known() else self._most
 
-    def cpu_now(self) -> float | None:
-        """Share of a core over the last window, or what there is of it."""
-        known = self._used and self._used[-1][0] - self._used[0][0] >= _LEAST_S
-        return self._share() if known else None
+    def busy_now(self) -> float | None:
+        """Share of the last window, or what there is of it, in which it ran, or waited for a core that others had."""
+        if not self._known():
+            return None
+        first, last = self._used[0], self._used[-1]
+        return self._share() + (last.waited_s - first.waited_s) / (last.at_s - first.at_s)
 
     def core_wait(self) -> float | None:
         """Share of the time since the first measured request in which it waited for a core."""
@@ -96,9 +105,12 @@ class Health:
         """Its longest pause. None: nothing was due."""
         return max(self._loop_lags) / 1e6 if self._loop_lags else None
 
+    def _known(self) -> bool:
+        return bool(self._used) and self._used[-1].at_s - self._used[0].at_s >= _LEAST_S
+
     def _share(self) -> float:
-        (first_s, first_cpu_s), (last_s, last_cpu_s) = self._used[0], self._used[-1]
-        return (last_cpu_s - first_cpu_s) / (last_s - first_s)
+        first, last = self._used[0], self._used[-1]
+        return (last.cpu_s - first.cpu_s) / (last.at_s - first.at_s)
 
 
 def coalesced_late(exchange: Exchange, answer: Answer) -> int | None:
@@ -122,6 +134,10 @@ def _percentile_s(values_us: Counter[int], share: float) -> float | None:
         if left <= 0:
             return max(value_us, 0) / 1e6
     return None
+
+
+def _use() -> _Use:
+    return _Use(time.monotonic(), time.process_time(), _waited_s() or 0.0)
 
 
 def _waited_s() -> float | None:

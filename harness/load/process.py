@@ -36,7 +36,7 @@ from harness.scenario.scenario import Arrivals, taken_together
 from harness.scenario.steady import Steadiness, steadiness
 from harness.scenario.structured import Judged
 from harness.traces.replay import Beginning, Replay, replay_of
-from harness.workload import Message
+from harness.workload import Message, Row
 
 logger = logging.getLogger(__name__)
 
@@ -66,25 +66,40 @@ _OF_PLACE = [name for name in Request.__struct_fields__ if name in Place._fields
 _OF_ANSWER = [name for name in Request.__struct_fields__ if name in Answer.__slots__ and name != "status"]
 
 
+class Given(NamedTuple):
+    """What a job names that is outside of it."""
+
+    target: Target
+    rows: list[Row]
+    replay: Replay | None
+    secret: str | None
+
+    @classmethod
+    def of(cls, job: Job, host: str) -> "Given":
+        """Raises HarnessError when host, prompt file, trace or API key cannot be used, for all of them together."""
+        wrong = Mistakes()
+        with wrong.noted():
+            target = Target.of(host)
+        with wrong.noted():
+            rows = workload.read_rows(job.prompt_file) if job.prompt_file else []
+        with wrong.noted():
+            replay = _replay(job)
+        with wrong.noted():
+            secret = api_key(job.api_key_env)
+        wrong.refuse()
+        return cls(target, rows, replay, secret)
+
+
 class LoadProcess:
     """The state of one process that generates load. Made after the fork."""
 
     def __init__(self, job: Job, host: str, recorder: Recorder) -> None:
-        """Raises HarnessError when host, prompt file, trace or API key cannot be used, for all of them together."""
+        """Raises HarnessError when what the job names cannot be used."""
         self.job = job
         self._stages = [job, *job.then]  # which differ in what they are called, their salt and their users
         self.recorder = recorder
         self.by_hand = not job.load_name
-        wrong = Mistakes()
-        with wrong.noted():
-            self._target = Target.of(host)
-        with wrong.noted():
-            self._rows = workload.read_rows(job.prompt_file) if job.prompt_file else []
-        with wrong.noted():
-            self._replay = _replay(job)
-        with wrong.noted():
-            self._secret = api_key(job.api_key_env)
-        wrong.refuse()
+        self._target, self._rows, self._replay, self._secret = Given.of(job, host)
         self._secrets = secrets_of(job)
         self._model = job.model
         self._no_model: HarnessError | None = None

@@ -77,8 +77,8 @@ class Recorder:
 
     @property
     def in_flight(self) -> int:
-        """Requests that were sent and have not ended."""
-        return self.sent - self.recorded - self._pending
+        """Requests that were sent and have not ended. The record of one that has may still be waiting to be made."""
+        return self.in_flight_of.total()
 
     def sending(self, phase: Phase, stage: int = 0) -> None:
         """A request's first byte is about to be written."""

@@ -3,7 +3,7 @@
 from argparse import Namespace
 
 from locust.env import Environment
-from locust.runners import STATE_CLEANUP, STATE_INIT, STATE_RUNNING, STATE_SPAWNING, STATE_STOPPING, MasterRunner
+from locust.runners import STATE_CLEANUP, STATE_RUNNING, STATE_SPAWNING, STATE_STOPPING, MasterRunner
 
 from harness import workload
 from harness.errors import HarnessError, Mistakes
@@ -11,6 +11,7 @@ from harness.job import Job
 from harness.load.client import Target
 from harness.load.first_look import api_key, first_model, reach
 from harness.load.options import ENDPOINTS, job_by_hand, with_options
+from harness.load.process import Given
 
 UNDER_WAY = (STATE_SPAWNING, STATE_RUNNING)
 ENDING = (STATE_STOPPING, STATE_CLEANUP)  # of a master, of a process that sends by itself
@@ -57,17 +58,36 @@ def _refuse_to_hurry(environment: Environment) -> None:
     """Locust says that the load has started, whether it can or not."""
     runner, end_s = environment.runner, environment.stop_timeout or 0.0
     if isinstance(runner, MasterRunner) and not (runner.clients.ready or runner.state in ENDING):
-        if runner.state == STATE_INIT:
-            raise HarnessError("no load process is there yet", next_step="Try again when there is one.")
-        raise HarnessError(
-            f"the load processes are still ending the last load: they are back {end_s:g} s after its last request",
-            next_step="Try again then.",
-        )
+        raise HarnessError("no load process is there", next_step="Try again when there is one.")
     if runner is not None and runner.state in ENDING:
         raise HarnessError(
             f"the last load is still ending: what it has in flight has up to {end_s:g} s for that",
             next_step="Try again then.",
         )
+
+
+def look_over(environment: Environment) -> None:
+    """What load processes refuse by hand when they begin, for the master of those of `--processes`.
+
+    It would wait for them, or send nothing and call that a success. Raises HarnessError.
+    """
+    job = job_of_form(environment, None)
+    if not _elsewhere(environment):
+        writable(job)
+        if options_of(environment).headless:
+            Given.of(job, host_of(environment, environment.host))
+
+
+def writable(job: Job) -> None:
+    """Raise HarnessError when there can be no records."""
+    for path in (job.requests_path, job.processes_path):
+        try:
+            open(path, "ab").close()
+        except OSError as error:
+            raise HarnessError(
+                f"--records: {error.filename} cannot be written ({error.strerror})",
+                next_step="Name a file in a folder that is there.",
+            ) from None
 
 
 def look_first(environment: Environment, planned: Job | None) -> None:

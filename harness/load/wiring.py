@@ -11,11 +11,13 @@ import signal
 import socket
 import sys
 from argparse import Namespace
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gevent
+import psutil
 from locust import events
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
@@ -25,6 +27,7 @@ from locust.runners import STATE_INIT, MasterRunner, Runner, WorkerRunner
 from harness.errors import HarnessError, sentence
 from harness.job import Job
 from harness.load.course import Course
+from harness.load.drain import Drain, come_back
 from harness.load.live.wire import Live
 from harness.load.master import Master
 from harness.load.meet import meet
@@ -33,7 +36,7 @@ from harness.load.process import LoadProcess, course_of, plan_of
 from harness.load.recorder import Anchor, Recorder
 from harness.load.refused import FirstRequests
 from harness.load.shape import Stages
-from harness.load.steer import UNDER_WAY, host_of, job_of_form, look_first, options_of, refuse
+from harness.load.steer import UNDER_WAY, host_of, job_of_form, look_first, look_over, options_of, refuse, writable
 from harness.load.worker import Worker
 from harness.scenario import behaviour
 from harness.workers import FROM_MASTER
@@ -81,21 +84,30 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
         _job = job_file(options)
         if isinstance(runner, MasterRunner) and _job is not None and _job.workers is not None:
             _master = Master(environment, runner, _job, _job.workers)
-        if not isinstance(runner, MasterRunner):
+        if isinstance(runner, MasterRunner):
+            if _job is None:
+                look_over(environment)
+        else:
             job = _job or job_of_form(environment, _job)
             _recorder = _recorder_of(job)
             atexit.register(_recorder.close)  # whatever ends this process, if it can still run anything
             if options.headless:
                 _process = LoadProcess(job, host_of(environment, environment.host), _recorder)
     except (HarnessError, OSError) as error:
-        sys.exit(sentence(error))
+        if isinstance(runner, MasterRunner):
+            _end_workers()
+        told_by_master = _job is None and options.processes and isinstance(runner, WorkerRunner)
+        sys.exit(1 if told_by_master else sentence(error))
     if _job is None and not environment.stop_timeout:
         # By hand, --run-time would cut what is in flight and call it failed. Ctrl-C still cuts at once.
         environment.stop_timeout = _DRAIN_BY_HAND_S
+    if _job is None and (options.headless or isinstance(runner, WorkerRunner)):
+        Drain(environment)
     if _job is None or not options.headless:
         FirstRequests(environment, give_up)
     if not options.headless:
         _live = Live(environment, _recorder, _job, partial(_problem, environment))
+    _hooks.test_stop.add_listener(_on_test_stop)
     _hooks.quitting.add_listener(_on_quitting)  # the last one is called first: before the master tells its workers
     if isinstance(runner, WorkerRunner):
         runner.register_message(_CUT, _on_cut)
@@ -106,14 +118,16 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     gevent.get_hub().loop.update_now()
 
 
+def _end_workers() -> None:
+    """Of --processes, before their master ends: those that have not found it yet would look for it for minutes."""
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            child.terminate()
+
+
 def _recorder_of(job: Job) -> Recorder:
-    try:
-        return Recorder(job)
-    except OSError as error:
-        raise HarnessError(
-            f"--records: {error.filename} cannot be written ({error.strerror})",
-            next_step="Name a file in a folder that is there.",
-        ) from None
+    writable(job)
+    return Recorder(job)
 
 
 def _let_records_be_finished() -> None:
@@ -153,8 +167,8 @@ def _start(environment: Environment) -> None:
         return
     if _job is not None and _job.load.trace is not None and not (options.headless or isinstance(runner, WorkerRunner)):
         Path(_job.tickets_path).unlink(missing_ok=True)  # a trace that has ended begins anew
-    if not options.headless and _recorder is None:
-        look_first(environment, _job)  # the workers would find out, and nobody who looks at the form
+    if _recorder is None and (_job is None or not options.headless):
+        look_first(environment, _job)  # else only the workers find out
     if not options.headless and _recorder is not None:
         try:
             _begin_anew(environment, _recorder)
@@ -206,6 +220,14 @@ def _settle_memory() -> None:
     gc.collect()
     gc.freeze()  # what is here now stays: no need to look through it again in the middle of a measurement
     gc.set_threshold(200_000, 20, 100)  # a load makes no cycles, and a look at what is under way takes 20 ms
+
+
+def _on_test_stop(environment: Environment, **_: Any) -> None:
+    """All users of this process have stopped: Locust may be about to print its table."""
+    if _recorder is not None:
+        _recorder.later.finish()
+    if isinstance(environment.runner, WorkerRunner):
+        come_back(environment)
 
 
 def _on_quitting(environment: Environment, **_: Any) -> None:

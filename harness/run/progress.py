@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.padding import Padding
@@ -20,7 +21,8 @@ from harness.units import duration, gib
 
 PLAIN_EVERY_S = 5.0
 LOOK_EVERY_S = 1.0
-NARROW = 100  # columns; below, the names of the columns are shorter
+NARROW = 100  # columns; below, there are two rows
+NARROWEST = 80  # below, a table would be cut
 
 
 class Progress:
@@ -107,7 +109,13 @@ class Progress:
 
 def table(glance: Glance, width: int) -> Group:
     """What is known of the cell, for a terminal of that width: the load, the server and the GPUs."""
-    narrow = width < NARROW
+    failed: list[RenderableType] = []
+    if glance.failed:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in glance.failed.items())
+        failed.append(Text(f"failed: {kinds}", style="red"))
+    if width < NARROWEST:
+        words = in_words(msgspec.structs.replace(glance, left_s=None))
+        return Group(*(Text(line) for line in _filled(words, width - 2)), *failed)
     load = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_edge=False)
     values = {
         "in flight": _whole(glance.in_flight),
@@ -127,12 +135,9 @@ def table(glance: Glance, width: int) -> Group:
     for name in [*values, *server]:
         load.add_column(name.strip(), justify="right", no_wrap=True)
     load.add_row(*values.values(), *server.values(), style="bold")
-    if narrow:
+    if width < NARROW:
         load = _two_rows(values, server)
-    lines: list[RenderableType] = [load]
-    if glance.failed:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in glance.failed.items())
-        lines.append(Text(f"failed: {kinds}", style="red"))
+    lines: list[RenderableType] = [load, *failed]
     if glance.gpus:
         lines += [Text(line) for line in _filled(_gpu_words(glance), width - 2)]
     return Group(*lines)

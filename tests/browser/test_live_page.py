@@ -13,6 +13,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import psutil
 import pytest
 from selenium import webdriver
 from selenium.webdriver.common.by import By
@@ -253,6 +254,9 @@ def by_hand(*arguments: str) -> Iterator[str]:
     port = free_port()
     command = [sys.executable, "-m", "locust", "-f", str(ROOT / "locustfiles/chat.py"), *arguments]
     command += ["--web-host", "127.0.0.1", "--web-port", str(port)]
+    if "--processes" in arguments:
+        masters = str(free_port())
+        command += ["--master-bind-host", "127.0.0.1", "--master-bind-port", masters, "--master-port", masters]
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         until(lambda: answers(f"http://127.0.0.1:{port}/"))
@@ -284,8 +288,9 @@ def test_what_a_server_says_is_text(browser: webdriver.Chrome, tmp_path: Path) -
         server.shutdown()
 
 
-def swarm(url: str, **form: object) -> None:
-    urllib.request.urlopen(f"{url}swarm", urllib.parse.urlencode(form).encode()).close()
+def swarm(url: str, **form: object) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{url}swarm", urllib.parse.urlencode(form).encode()) as answer:
+        return dict(json.load(answer))
 
 
 def test_the_tab_says_of_which_time_its_numbers_are_and_why_a_load_was_ended(browser: webdriver.Chrome) -> None:
@@ -341,3 +346,35 @@ def test_edit_changes_the_users_of_a_running_load_and_offers_nothing_else(browse
                 return bool(json.load(answer)["users"] == 3)
 
         until(users)
+
+
+def processes_of(url: str) -> list[psutil.Process]:
+    """The Locusts whose UI has that address: the first, then its load processes."""
+    port = url.rstrip("/").rpartition(":")[2]
+    found = [one for one in psutil.process_iter(["cmdline", "create_time"]) if port in (one.info["cmdline"] or [])]
+    return sorted(found, key=lambda one: (one.info["create_time"], one.pid))
+
+
+def test_who_does_not_answer_is_told(browser: webdriver.Chrome) -> None:
+    with (
+        spawned("--preset", "instant", "--served-model-name", "m") as server,
+        by_hand("--host", server.url, "--think", "0.1", "--processes", "2") as url,
+    ):
+        until(lambda: len(processes_of(url)) == 3)
+        until(lambda: swarm(url, user_count=2, spawn_rate=2)["success"])
+        screen(browser, width=390)
+        browser.get(f"{url}llm")
+        wait(browser, "return document.getElementById('state').textContent === 'running, 2 users, 2 load processes'")
+        master, worker, _ = processes_of(url)
+        worker.suspend()
+        said = wait(browser, "return document.querySelector('#notes .bad')?.textContent")
+        assert said == "LOST: 1 of 2 load processes gives no sign of life; these numbers are without what it sends."
+        assert script(browser, "return document.getElementById('state').textContent").endswith(", 1 load process")
+        worker.resume()
+        wait(browser, "return document.querySelector('#notes .bad') === null")
+        master.suspend()  # the numbers that are shown then are old ones
+        try:
+            wait(browser, "return document.getElementById('state').textContent.startsWith('no answer from Locust (')")
+        finally:
+            master.resume()
+        wait(browser, "return document.getElementById('state').textContent.startsWith('running, ')")

@@ -46,6 +46,7 @@ class Book:
         self._first: int | None = None  # second in which the first measured request ended
         self._seconds: deque[tuple[int, dict[str, Counted]]] = deque()
         self._in_flight: dict[str, tuple[float, HandOver]] = {}
+        self._until: float | None = None  # when its load was over
         self._due = self._began
         self._recent: tuple[int, dict[str, Numbers]] = (-1, {})  # of the second that ends it
 
@@ -83,8 +84,8 @@ class Book:
         return dict(found)
 
     def client_limited(self) -> float | None:
-        """What the busiest load process uses of a core, where that is so much that these are its numbers as well."""
-        most = max((given.cpu for given in self._heard() if given.cpu is not None), default=0.0)
+        """How busy the busiest load process is, where that is so much that these are its numbers as well."""
+        most = max((given.busy for given in self._heard() if given.busy is not None), default=0.0)
         return round(most, 3) if most > MOST_CPU else None
 
     def _heard(self) -> list[HandOver]:
@@ -93,7 +94,7 @@ class Book:
 
     def tick(self, users: int, observed: Observed) -> None:
         """To be called each second: adds a point to the course when it is time."""
-        now = time.monotonic()
+        now, self._until = time.monotonic(), None
         if now < self._due:
             return
         self._due = max(self._due + self.step_s, now)
@@ -114,6 +115,11 @@ class Book:
             self.step_s *= 2
             self.number += 1
 
+    def rest(self) -> None:
+        """To be called each second in which there is no load: the time of the whole test does not go on."""
+        if self._until is None:
+            self._until = time.monotonic()
+
     def recent(self) -> dict[str, Numbers]:
         """Numbers of the last seconds: of all user classes together, then of each."""
         last = int(time.monotonic()) - self._lag_s - 1  # the current second is not over yet
@@ -131,7 +137,8 @@ class Book:
 
     def whole(self) -> dict[str, Numbers]:
         """The same of the whole test."""
-        return self._numbers(self.total, None if self._first is None else time.monotonic() - self._first)
+        until = time.monotonic() if self._until is None else self._until
+        return self._numbers(self.total, None if self._first is None else max(0.0, until - self._first))
 
     def _numbers(self, by_class: dict[str, Counted], span_s: float | None) -> dict[str, Numbers]:
         rows = {ALL: _sum(list(by_class.values()))} | dict(sorted(by_class.items()))

@@ -52,7 +52,7 @@ class HandOver(msgspec.Struct, array_like=True):
     in_flight: int
     warmup: int  # warm-up requests that ended
     in_flight_of: dict[str, int] = {}  # by user class
-    cpu: float | None = None  # of a core, over the last seconds
+    busy: float | None = None  # share of the last seconds in which it ran, or waited for a core
 
 
 class Tally:
@@ -92,7 +92,7 @@ class Tally:
             counted.met += met is True
             counted.unknown += met is None
 
-    def hand_over(self, in_flight: int, of: Mapping[str, int] | None = None, cpu: float | None = None) -> HandOver:
+    def hand_over(self, in_flight: int, of: Mapping[str, int] | None = None, busy: float | None = None) -> HandOver:
         """What was counted since the last call, which is forgotten here."""
         now = int(time.monotonic())
         given = HandOver(
@@ -101,7 +101,7 @@ class Tally:
             in_flight,
             self._warmup,
             {name: number for name, number in (of or {}).items() if number},
-            cpu,
+            busy,
         )
         self._seconds, self._failures, self._warmup = {}, {}, 0
         return given

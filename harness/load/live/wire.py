@@ -102,6 +102,7 @@ class Live:
             "state": runner.state,
             "users": runner.user_count,
             "workers": runner.worker_count if isinstance(runner, MasterRunner) else None,
+            "missing": len(runner.clients.missing) if isinstance(runner, MasterRunner) else 0,
             "trace_ended": self._trace_ended,
             "given_up": self._given_up,
             "watched": self._observed.watched,
@@ -126,11 +127,13 @@ class Live:
                 if runner.state in (*UNDER_WAY, *ENDING):
                     self._trace_ended = self._has_ended()
                     self._book.tick(runner.user_count, self._observed)
+                else:
+                    self._book.rest()
             except Exception:  # of an observer: the load goes on
                 logger.exception("the live numbers of this second are lost")
 
     def _hand_over(self, recorder: Recorder) -> HandOver:
-        return self._tally.hand_over(recorder.in_flight, recorder.in_flight_of, recorder.health.cpu_now())
+        return self._tally.hand_over(recorder.in_flight, recorder.in_flight_of, recorder.health.busy_now())
 
     def _has_ended(self) -> bool:
         """Whether a trace has no row left and all requests have ended: then nothing more comes."""

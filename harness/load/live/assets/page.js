@@ -1,7 +1,7 @@
 // Asks for the numbers every two seconds and draws them. Whatever comes is set as text, never as markup.
 "use strict";
 (() => {
-  const EVERY_MS = 2000, HEIGHT = 170, LEFT = 46, RIGHT = 10, TOP = 8, BOTTOM = 22;
+  const EVERY_MS = 2000, PATIENCE_MS = 8000, HEIGHT = 170, LEFT = 46, RIGHT = 10, TOP = 8, BOTTOM = 22;
   const GIB = 2 ** 30, SVG = "http://www.w3.org/2000/svg";
   const framed = new URLSearchParams(location.search).has("framed");
   document.documentElement.classList.toggle("framed", framed);
@@ -110,16 +110,17 @@
     $("why").hidden = !last.given_up;
     $("why").textContent = last.given_up || "";
     $("recent").textContent = `Now, and of the last ${last.window_s} s:`;
-    const found = [];
+    const found = [], bad = [];
+    if (last.client_limited) bad.push(`CLIENT-LIMITED: a load process runs, or waits for a core that others have, ${Math.round(100 * last.client_limited)} % of the time; these numbers are those of the load generator as well. Use more processes or machines, keep others from its core, or take fewer users.`);
+    if (last.missing) bad.push(`LOST: ${last.missing} of ${last.workers + last.missing} load processes ${last.missing === 1 ? "gives" : "give"} no sign of life; these numbers are without what ${last.missing === 1 ? "it sends" : "they send"}.`);
     if (last.simulated) found.push("SIMULATED ENGINE: these numbers come from a model, not from hardware.");
-    if (last.client_limited) found.push(`CLIENT-LIMITED: a load process uses ${Math.round(100 * last.client_limited)} % of a core; these numbers are those of the load generator as well. Use more processes or machines, or fewer users.`);
     if (!last.watched) found.push("Only the load's own numbers: a locustfile started by hand knows nothing of the server's queue or the GPU; harness live does.");
     else {
       if (!last.server) found.push("The server gives no metrics at the moment: its queue and KV cache are not known.");
       if (!last.gpus) found.push("No AMD GPU is read on this machine.");
     }
     if (last.warmup) found.push(`${last.warmup} warm-up requests are not counted.`);
-    $("notes").replaceChildren(...found.map((text) => element("li", text)));
+    $("notes").replaceChildren(...bad.map((text) => element("li", text, "bad")), ...found.map((text) => element("li", text)));
   }
 
   function failures() {
@@ -258,7 +259,7 @@
     const ended = last.trace_ended && last.state === "running";
     const state = { ready: "not started", spawning: "ramping up", running: "running", stopping: "stopping", cleanup: "stopping", stopped: "stopped" };
     $("state").textContent = [state[last.state] || last.state, `${last.users} ${last.users === 1 ? "user" : "users"}`,
-      known(last.workers) ? `${last.workers} load processes` : "", ended ? "the trace has ended" : ""].filter(Boolean).join(", ");
+      known(last.workers) ? `${last.workers} load ${last.workers === 1 ? "process" : "processes"}` : "", ended ? "the trace has ended" : ""].filter(Boolean).join(", ");
     $("state").className = "";
     notes(); tiles(); table(); failures(); classes(); charts();
   }
@@ -266,7 +267,7 @@
   async function ask() {
     const since = last && points.length ? `?book=${last.book}&after=${points.at(-1).t}` : "";
     try {
-      const answer = await fetch(`llm/live.json${since}`, { cache: "no-store" });
+      const answer = await fetch(`llm/live.json${since}`, { cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
       if (!answer.ok || answer.redirected) throw new Error(`status ${answer.status}`);
       const got = await answer.json();
       points = last && got.book === last.book ? points.concat(got.points) : got.points;

@@ -1,0 +1,58 @@
+"""By hand, the end of a load of several load processes: each ends what it has in flight, as a single one does.
+
+At the end of --run-time Locust's master tells its workers to quit, leaves them half a second, and ends: what they had
+in flight was in none of its tables, and they went on behind the back of whoever had started them.
+"""
+
+import time
+from typing import Any
+
+import gevent
+from locust.env import Environment
+from locust.runners import MasterRunner, WorkerRunner
+
+_DRAIN, _DRAINED = "llm-drain", "llm-drained"
+_LOOK_S = 0.1
+_MORE_S = 2.0  # for the messages
+
+
+class Drain:
+    """To be made once in each process of a load without web UI, and in workers. An interruption waits for nobody."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+        self._drained: set[str] = set()
+        runner = environment.runner
+        if isinstance(runner, MasterRunner):
+            runner.register_message(_DRAINED, lambda msg, **_: self._drained.add(msg.node_id))
+            events: Any = environment.events  # they have no types
+            events.test_stopping.add_listener(self._wait)
+        elif isinstance(runner, WorkerRunner):
+            runner.register_message(_DRAIN, self._end, concurrent=True)
+
+    def _wait(self, **_: object) -> None:
+        runner, patience_s = self._environment.runner, self._environment.stop_timeout
+        assert isinstance(runner, MasterRunner)
+        if not patience_s:  # interrupted
+            return
+        runner.send_message(_DRAIN)
+        until, clients = time.monotonic() + patience_s + _MORE_S, runner.clients
+        while time.monotonic() < until and any(
+            one.id not in self._drained for one in [*clients.running, *clients.spawning]
+        ):
+            gevent.sleep(_LOOK_S)
+
+    def _end(self, **_: object) -> None:
+        runner = self._environment.runner
+        assert isinstance(runner, WorkerRunner)
+        runner.stop()
+        runner.send_message(_DRAINED)
+
+
+def come_back(environment: Environment) -> None:
+    """To be heard at the end of each load of a worker: its users are gone, and it is ready for the next load.
+
+    Locust's workers stay away for as long as users may take to stop, whether they did or not. The next start says anew
+    how long that is.
+    """
+    environment.stop_timeout = 0.0
