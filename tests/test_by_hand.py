@@ -206,7 +206,7 @@ PAGE = (
         (
             whole(b"", status=b"307 There\r\nLocation: http://127.0.0.1:1/?key=sk-wrong"),
             ["--api-key-env", "BADK"],
-            "{url}/v1/models redirects to http://127.0.0.1:1/?key=[secret]; redirects are not followed",
+            "{url}/v1/models redirects to http://127.0.0.1:1/?key=***; redirects are not followed",
         ),
         (whole(b"no such page", status=b"404 Not Found"), [], "{url}/v1/models " + NOT_THE_MODEL),
         (whole(b"<html></html>", b"text/html"), [], "{url} " + PAGE),

@@ -167,7 +167,9 @@ def test_a_key_that_is_an_everyday_word_leaves_the_records_whole(tmp_path: Path)
     assert receiver.take(0, sent) == len(sent)
     whole, without = read_requests(tmp_path / "requests.jsonl")
     assert whole == request()
-    assert without == msgspec.structs.replace(failed, message="status 401: [secret] [secret] is not [secret]")
+    assert without == msgspec.structs.replace(
+        failed, message="status 401: *** x is not ***"
+    )  # x is too short to be one
 
 
 def test_two_machines_may_have_the_same_pid() -> None:
