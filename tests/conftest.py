@@ -36,17 +36,19 @@ def _no_browser() -> str | None:
 
 
 TIERS = {"docker": _no_docker, "real": _no_engines, "browser": _no_browser}
-SHARED = ("batching", "chatting")  # runs on real engines that tests of several files look at
-DOCKER = ("docker", "real/test_compose.py", "real/test_litellm.py")  # these build the project's image
+ALONE = ("real",)  # engines that take all cores: two of them at once are no quicker than one after the other
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     absent: dict[str, str | None] = {}
     for item in items:
         tier = item.path.relative_to(HERE).parts[0]
-        item.add_marker(pytest.mark.xdist_group(_group(item, tier)))
+        # What one process does, one after the other: a file, or all that use the one image of the project.
+        item.add_marker(pytest.mark.xdist_group(tier if tier == "docker" else str(item.path.relative_to(HERE))))
         if tier not in TIERS:
             continue
+        if tier in ALONE:
+            item.add_marker(pytest.mark.alone)
         if tier not in absent:
             absent[tier] = TIERS[tier]()
         reason = absent[tier]
@@ -54,13 +56,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             pytest.exit(f"CI must carry the tier tests/{tier}, but {reason}", returncode=1)
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=f"tests/{tier}: {reason}"))
-
-
-def _group(item: pytest.Item, tier: str) -> str:
-    """What one process does, one after the other: a file, or what shares a run or an image."""
-    file = str(item.path.relative_to(HERE))
-    shared = [name for name in SHARED if name in getattr(item, "fixturenames", ())]
-    return next(iter(shared), "docker" if tier in DOCKER or file in DOCKER else file)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
