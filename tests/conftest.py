@@ -36,19 +36,18 @@ def _no_browser() -> str | None:
 
 
 TIERS = {"docker": _no_docker, "real": _no_engines, "browser": _no_browser}
-ALONE = ("real",)  # engines that take all cores: two of them at once are no quicker than one after the other
+IN_TURN = ("docker", "real")  # one Docker Engine, whose containers they count; two real engines at once are no quicker
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     absent: dict[str, str | None] = {}
     for item in items:
         tier = item.path.relative_to(HERE).parts[0]
-        # What one process does, one after the other: a file, or all that use the one image of the project.
-        item.add_marker(pytest.mark.xdist_group(tier if tier == "docker" else str(item.path.relative_to(HERE))))
+        # What one process does, one after the other.
+        group = "containers" if tier in IN_TURN else str(item.path.relative_to(HERE))
+        item.add_marker(pytest.mark.xdist_group(group))
         if tier not in TIERS:
             continue
-        if tier in ALONE:
-            item.add_marker(pytest.mark.alone)
         if tier not in absent:
             absent[tier] = TIERS[tier]()
         reason = absent[tier]
