@@ -9,7 +9,7 @@ WITHOUT_TIERS := --ignore tests/docker --ignore tests/real --ignore tests/browse
 # First the tests that bear nothing beside them, then the others, several files at once.
 # Other work on a shared machine fails a test that depends on time now and then: a few are tried once more, and shown.
 PYTEST := $(BIN)/python -m pytest --reruns 1 --max-suite-reruns 5 --rerun-show-tracebacks
-BESIDE := --numprocesses $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
+BESIDE := --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 both = status=0; set -x; $(PYTEST) $(1) -m alone $(PYTEST_ARGS) || status=$$?; \
 	$(PYTEST) $(1) -m "not alone" $(BESIDE) $(PYTEST_ARGS) || status=$$?; exit $$status
 
