@@ -4,12 +4,10 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import docker
 import pytest
 from docker.errors import DockerException
-from xdist.scheduler import LoadFileScheduling
 
 from harness.simulated.spawn import spawned
 from tests.engines.paths import missing
@@ -38,21 +36,7 @@ def _no_browser() -> str | None:
 
 
 TIERS = {"docker": _no_docker, "real": _no_engines, "browser": _no_browser}
-IN_TURN = (
-    "tests/docker/",
-    "tests/real/",
-)  # one Docker Engine, whose containers they count; real engines take all cores
-
-
-class InTurn(LoadFileScheduling):  # type: ignore[misc]
-    """Each file is tested by one process, and by another one all those with containers."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return "containers" if nodeid.startswith(IN_TURN) else str(super()._split_scope(nodeid))
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> InTurn:
-    return InTurn(config, log)
+ALONE = ("docker", "real")  # one Docker Engine, whose containers they count
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -61,6 +45,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         tier = item.path.relative_to(HERE).parts[0]
         if tier not in TIERS:
             continue
+        if tier in ALONE:
+            item.add_marker(pytest.mark.alone)
         if tier not in absent:
             absent[tier] = TIERS[tier]()
         reason = absent[tier]

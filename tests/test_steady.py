@@ -319,8 +319,9 @@ def test_the_plan_tells_what_it_will_need(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.alone
 def test_by_hand(tmp_path: Path, engine: str) -> None:
-    options = ["--headless", "--users", "2", "--run-time", "2s", "--records", "r.jsonl", "--output-tokens", "5"]
+    options = ["--headless", "--users", "2", "--run-time", "4s", "--records", "r.jsonl", "--output-tokens", "5"]
     assert end(start(tmp_path, engine, "batch", *options, "--warmup", "steady")) == 0, log_of(tmp_path)
     phases = [record.phase for record in read_requests(tmp_path / "r.jsonl")]
     assert phases.count("warmup") >= 48

@@ -78,7 +78,7 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     options = options_of(environment)
     if isinstance(runner, WorkerRunner) and options.job == FROM_MASTER:
         _worker = Worker(environment, runner, _begin)
-        _let_records_be_finished()
+        _handle_ends()
         return
     try:
         _job = job_file(options)
@@ -113,7 +113,7 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
         runner.register_message(_CUT, _on_cut)
     if isinstance(runner, MasterRunner):
         runner.register_message(_NOT_STARTED, _on_not_started)
-    _let_records_be_finished()
+    _handle_ends()
     # Locust starts its timer of --run-time next, by the time at which the loop last ran: before all imports.
     gevent.get_hub().loop.update_now()
 
@@ -130,10 +130,11 @@ def _recorder_of(job: Job) -> Recorder:
     return Recorder(job)
 
 
-def _let_records_be_finished() -> None:
+def _handle_ends() -> None:
     # Python raises KeyboardInterrupt in whatever runs, which may be the making of a record; gevent asks the hub.
     hub = gevent.get_hub()
     gevent.signal_handler(signal.SIGINT, hub.handle_system_error, KeyboardInterrupt, KeyboardInterrupt())
+    hub.NOT_ERROR = (*hub.NOT_ERROR, StopTest)  # of `load_process`, which is told in words: no traceback
 
 
 def _begin(job: Job, host: str, anchor: Anchor) -> LoadProcess:
