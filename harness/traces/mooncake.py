@@ -4,7 +4,6 @@
 the start have the same prefix (https://github.com/kvcache-ai/Mooncake, FAST25-release/traces).
 """
 
-from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -26,21 +25,17 @@ class Line(msgspec.Struct, frozen=True):
 
 
 def matches(first: bytes) -> bool:
-    return (
-        first.removeprefix(BOM_UTF8).lstrip().startswith(b"{")
-        and b'"input_length"' in first
-        and b'"timestamp"' in first
-    )
+    return first.lstrip().startswith(b"{") and b'"input_length"' in first and b'"timestamp"' in first
 
 
 def rows(file: BinaryIO, trace: Trace, bad: BadLines) -> Iterator[Row]:
     """The rows in the order of the file. Lines that cannot be used go to `bad`, also where their ids fit no block."""
     decode = msgspec.json.Decoder(Line).decode
-    begins = 0
+    begins = file.tell()
     for number, raw in enumerate(file, start=1):
         if raw.strip():
             try:
-                line = decode(raw.removeprefix(BOM_UTF8))
+                line = decode(raw)
                 ids, needed = len(line.hash_ids), -(-line.input_length // trace.block_tokens)
                 if ids and abs(ids - needed) > 1:
                     raise ValueError(
@@ -59,4 +54,4 @@ def hash_ids(path: Path, begins: int) -> list[int]:
     """The blocks of the prompt whose line begins there: they stay in the file, however long that is."""
     with path.open("rb") as file:
         file.seek(begins)
-        return msgspec.json.decode(file.readline().removeprefix(BOM_UTF8), type=Line).hash_ids
+        return msgspec.json.decode(file.readline(), type=Line).hash_ids

@@ -6,6 +6,7 @@ A row takes 28 bytes here, so a million of them are no burden; a file is read no
 import hashlib
 import math
 from array import array
+from codecs import BOM_UTF8
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
@@ -35,6 +36,8 @@ class Replay:
         bad = BadLines(path, "docs/traces.md says what each format holds.")
         try:
             with path.open("rb") as file:
+                if file.read(len(BOM_UTF8)) != BOM_UTF8:
+                    file.seek(0)
                 self.format = trace.format or _detect(path, file)
                 self._read(file, bad)
         except OSError as error:
@@ -143,13 +146,13 @@ def sha256_of(path: Path) -> str:
 
 
 def _detect(path: Path, file: BinaryIO) -> str:
-    """The format by the first line; leaves the file at its start."""
-    first = b""
+    """The format by the first line; leaves the file where it begins."""
+    first, begins = b"", file.tell()
     while not first.strip():
         first = file.readline(1_000_000)
         if not first:
             raise HarnessError(f"{path}: the trace is empty")
-    file.seek(0)
+    file.seek(begins)
     if first.startswith(_GZIP):
         raise HarnessError(f"{path}: the trace is packed", next_step=f"gunzip {path} (and name the file it leaves)")
     for name, format_ in FORMATS.items():

@@ -5,7 +5,6 @@ was, such as failed ones, come as rows without tokens.
 """
 
 from array import array
-from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, BinaryIO
@@ -35,7 +34,7 @@ class Line(msgspec.Struct, frozen=True):
 
 
 def matches(first: bytes) -> bool:
-    return first.removeprefix(BOM_UTF8).lstrip().startswith(b"{") and b'"sent_s"' in first and b'"cell"' in first
+    return first.lstrip().startswith(b"{") and b'"sent_s"' in first and b'"cell"' in first
 
 
 def rows(file: BinaryIO, trace: Trace, bad: BadLines) -> Iterator[Row]:
@@ -52,7 +51,7 @@ def rows(file: BinaryIO, trace: Trace, bad: BadLines) -> Iterator[Row]:
         if not raw.strip():
             continue
         try:
-            line = decode(raw.removeprefix(BOM_UTF8))
+            line = decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             bad.add(number, str(error))
             continue

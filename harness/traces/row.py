@@ -37,7 +37,7 @@ def tried(bad: BadLines, read: Callable[P, Row], *args: P.args, **more: P.kwargs
 
 def columns(header: bytes) -> list[str]:
     """The names in the first line of a CSV file."""
-    text = header.decode("utf-8-sig", errors="replace")
+    text = header.decode("utf-8", errors="replace")
     return [name.strip().strip('"') for name in text.strip().split(",")]
 
 
