@@ -6,12 +6,13 @@ IMAGE := amd-llm-load:local
 BASE ?= python:3.11-slim
 TEST_PROCESSES ?= 3
 WITHOUT_TIERS := --ignore tests/docker --ignore tests/real --ignore tests/browser
-# First the tests that bear nothing beside them, then the others, several files at once.
+# First the tests that bear nothing beside them, then real engines two at a time, then the others, several files at once.
 # Other work on a shared machine fails a test that depends on time now and then: a few are tried once more, and shown.
 PYTEST := $(BIN)/python -m pytest --reruns 1 --max-suite-reruns 5 --rerun-show-tracebacks
-BESIDE := --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
-both = status=0; set -x; $(PYTEST) $(1) -m alone $(PYTEST_ARGS) || status=$$?; \
-	$(PYTEST) $(1) -m "not alone" $(BESIDE) $(PYTEST_ARGS) || status=$$?; exit $$status
+BESIDE := --dist loadfile --no-loadscope-reorder --numprocesses
+tests = $(PYTEST) $(1) $(PYTEST_ARGS) || status=$$?
+all = status=0; set -x; $(call tests,$(1) -m alone); $(2) \
+	$(call tests,$(1) -m "not alone and not paired" $(BESIDE) $(TEST_PROCESSES)); exit $$status
 
 .DEFAULT_GOAL := help
 .PHONY: help demo install dev test test-fast lint format image clean
@@ -29,10 +30,10 @@ dev: $(VENV)/installed-dev ## Install what the tests need, too
 test: dev ## Run every tier of tests that this machine can carry, and say which it cannot and why
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 	tests/engines/setup-for-tests
-	@$(call both,)
+	@$(call all,,$(call tests,-m paired $(BESIDE) 2);)
 
 test-fast: dev ## Run the tests that need neither Docker nor real engines nor a browser
-	@$(call both,$(WITHOUT_TIERS))
+	@$(call all,$(WITHOUT_TIERS))
 
 lint: dev ## Check style and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         tier = item.path.relative_to(HERE).parts[0]
         if tier not in TIERS:
             continue
-        if tier in ALONE:
+        if tier in ALONE and item.get_closest_marker("paired") is None:
             item.add_marker(pytest.mark.alone)
         if tier not in absent:
             absent[tier] = TIERS[tier]()

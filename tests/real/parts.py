@@ -35,7 +35,6 @@ def vllm(**variables: Any) -> dict[str, Any]:
         "omp_threads": "0-1",
         "shm_size": "1g",
         "huggingface_cache": None,
-        "vllm_cache": None,
         "environment": {"HF_HUB_OFFLINE": "1"},
         "volumes": [f"{VLLM_VENV}:{VLLM_VENV}:ro", f"{QWEN3_100M}:/models/qwen3-100m:ro"],
     }

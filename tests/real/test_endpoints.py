@@ -8,6 +8,8 @@ from harness.summary import Row
 from tests.real.conftest import Say
 from tests.real.parts import Ran, llamacpp, run, vllm, write_scenario
 
+pytestmark = pytest.mark.paired
+
 WORK = {"user": "batch", "batch_size": 4, "requests": 12}
 
 

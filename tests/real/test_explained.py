@@ -13,6 +13,7 @@ from tests.engines.paths import BASE_IMAGE, QWEN3_4M, VLLM_VENV
 from tests.real.conftest import Say
 from tests.real.parts import left_behind, llamacpp, run, write_scenario
 
+pytestmark = pytest.mark.paired
 CASES = ("flags", "fraction", "kv-cache", "context")
 HERE = Path(__file__).parent
 LOADS = {"bursts": {"user": "batch", "batch_size": 5, "requests": 2000, "output_tokens": 16}}

@@ -27,6 +27,7 @@ from tests.real.parts import (
     write_scenario,
 )
 
+pytestmark = pytest.mark.paired
 LOADS = {"bursts": {"user": "batch", "batch_size": 5, "requests": 10, "output_tokens": 16}}
 LONG = {
     "bursts": {"user": "batch", "batch_size": 5, "requests": 5000, "output_tokens": 64},

@@ -32,6 +32,7 @@ def test_the_kv_cache_is_the_one_that_was_foretold(batching: Timed) -> None:
         assert (startup.kv_cache_tokens, startup.max_concurrency) == foretold(1)
 
 
+@pytest.mark.paired
 def test_auto_starts_and_takes_what_it_said(tmp_path: Path, say: Say) -> None:
     variables = {"gpu_memory_utilization": "auto", "kv_cache_gib": None, "mem_limit": f"{LIMIT_GIB}g"}
     scenario = write_scenario(
