@@ -80,7 +80,7 @@ def test_a_glance_sees_what_json_says(ascii_only: bool, channel: str, together: 
 def taken(form: Form, *events: bytes) -> str:
     """The text of those of the events that it takes."""
     for one in events:
-        form.takes(chunked(one))
+        form.takes(chunked(one), len(chunked(one)))
     text = form.text.decode()
     form.text.clear()
     return text
@@ -119,8 +119,8 @@ def test_of_chunks_that_share_a_read_all_must_be_like_those_before(odd: bytes) -
     for together in (plain + chunked(odd), chunked(odd) + plain, plain + plain[:20], plain + b"0\r\n\r\n"):
         form = Form()
         form.learn(event("x"))
-        assert (form.takes(together), form.events, bytes(form.text)) == (False, 0, b"")
-        assert form.takes(plain + plain) and form.events == 2
+        assert (form.takes(together, len(together)), form.events, bytes(form.text)) == (False, 0, b"")
+        assert form.takes(plain + plain, 2 * len(plain)) and form.events == 2
 
 
 def test_broken_utf8_is_for_others_to_mend() -> None:

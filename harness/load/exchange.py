@@ -150,7 +150,7 @@ class Collector:
         Raises EOFError when that is not how this body ends, httptools.HttpParserError for what is no HTTP.
         """
         exchange = self.exchange
-        if self.form is not None and self.form.takes(data):
+        if self.form is not None and self.form.takes(data, len(data)):
             self.catch_up()
             return
         exchange.form.ready = False

@@ -80,11 +80,12 @@ class Form:
             self._visible = bool(delta.content)
             self._before, self._after = before, _one(after)
 
-    def takes(self, read: bytes) -> bool:
-        """Take a read if it is one whole chunk of a body with an event of this form, or several such; whether it is."""
-        text, number = self._text(read), 1
+    def takes(self, read: bytes | bytearray, size: int) -> bool:
+        """Take `read`, of which `size` bytes count, if it is one whole chunk of a body with an event of this form, or
+        several such; whether it is."""
+        text, number = self._text(read, size), 1
         if text is None:
-            texts = self._several(read)
+            texts = self._several(bytes(read[:size]))
             text, number = b"".join(texts), len(texts)
             if not number:
                 return False
@@ -97,21 +98,26 @@ class Form:
         self._in_vain = 0
         return True
 
-    def _text(self, chunk: bytes) -> bytes | None:
-        before, after = self._before, self._after
-        size = _size(len(chunk))
-        if not (before and chunk.startswith(size) and chunk.startswith(before, len(size)) and chunk.endswith(after)):
+    def _text(self, chunk: bytes | bytearray, size: int) -> bytes | bytearray | None:
+        before, after, first = self._before, self._after, _first_line(size)
+        if not (
+            before
+            and chunk.startswith(first)
+            and chunk.startswith(before, len(first))
+            and chunk.endswith(after, 0, size)
+        ):
             return None
-        text = chunk[len(size) + len(before) : -len(after)]
+        text = chunk[len(first) + len(before) : size - len(after)]
         return text if text and text.translate(None, _SPECIAL) == text else None
 
-    def _several(self, read: bytes) -> list[bytes]:
+    def _several(self, read: bytes) -> list[bytes | bytearray]:
         """The texts of a read that a late client got: chunks that came one by one. None, if there is anything else."""
-        texts: list[bytes] = []
+        texts: list[bytes | bytearray] = []
         if not self._before:
             return texts
-        for chunk in read.split(self._after)[:-1]:
-            text = self._text(chunk + self._after)
+        for piece in read.split(self._after)[:-1]:
+            chunk = piece + self._after
+            text = self._text(chunk, len(chunk))
             if text is None:
                 return []
             texts.append(text)
@@ -125,8 +131,8 @@ def _one(value: bytes) -> bytes:
 
 
 @cache
-def _size(length: int) -> bytes:
-    """The first line of a chunk that is so long with it: the size of its content, and line ends before and after."""
+def _first_line(length: int) -> bytes:
+    """That of a chunk which is so long with it: the size of its content, and line ends before and after that."""
     for digits in range(1, length):
         content = length - digits - 2 * len(_END)
         if len(f"{content:x}") == digits:

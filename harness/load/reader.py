@@ -223,7 +223,11 @@ class Reader:
             except OSError as error:
                 inbox.broke(error)
                 continue
-            inbox.add(bytes(buffer[:size]), now_ns(), stamp_ns(control))
+            if size:
+                inbox.arrivals.append(now_ns(), stamp_ns(control))
+            form = inbox.form
+            if form is None or not form.takes(buffer, size):
+                inbox.add(bytes(buffer[:size]))
             if size == _READ_BYTES or (events != only_data and size):
                 ready.append((descriptor, events))  # there is more, or the connection's end: nobody tells of it again
         return len(ready)
@@ -233,7 +237,7 @@ class _Shared:
     """The inbox of a socket that the Reader reads."""
 
     __slots__ = (
-        "_arrivals", "_error", "_pieces", "_reader", "_waiting", "_woken", "descriptor", "due_s", "form", "in_passing",
+        "_error", "_pieces", "_reader", "_waiting", "_woken", "arrivals", "descriptor", "due_s", "form", "in_passing",
         "receive"
     )  # fmt: skip
 
@@ -243,20 +247,16 @@ class _Shared:
         self.form: Form | None = None
         self.in_passing: Taker | None = None
         self._reader = reader
-        self._arrivals = arrivals
+        self.arrivals = arrivals
         self._pieces: list[bytes] = []  # a read each
         self._error: Exception | None = None
         self._waiting: Any = None  # an Event, and a timeout for it, would take more room
         self._woken = False
         self.due_s = math.inf  # when who waits is to be woken, whatever has come
 
-    def add(self, data: bytes, read_ns: int, stamp_ns: int | None) -> None:
-        if data:
-            self._arrivals.append(read_ns, stamp_ns)
-        if self.form is not None:
-            if self.form.takes(data):
-                return
-            self.form = None
+    def add(self, data: bytes) -> None:
+        """Keep a read that the form did not take; empty for the end of the connection."""
+        self.form = None
         self._pieces.append(data)
         # The end of a chunked body, of a stream that says [DONE] and stays open, or of the connection.
         if (
