@@ -5,6 +5,7 @@ import io
 from pathlib import Path
 
 import msgspec
+import pytest
 from rich.console import Console
 
 from harness import units
@@ -188,6 +189,37 @@ def test_where_names_do_not_fit_the_rows_are_numbered() -> None:
     text = printed(msgspec.structs.replace(summary(), rows=rows), 66)
     assert "\n#  Server                      Load\n1  a-name-that-is-rather-long  one\n2  a-name" in text
     assert text.count("\n#") == 3
+
+
+@pytest.mark.parametrize("width", [56, 50, 40])
+def test_where_no_table_fits_the_numbers_stand_one_below_the_other(width: int) -> None:
+    *text, page = printed(summary(), width).splitlines()
+    assert max(len(line.rstrip()) for line in text) <= width
+    begin = text.index("vllm / one")
+    assert text[begin : begin + 22] == [
+        "vllm / one",
+        "Wall time          13.07 s",
+        "Completion tokens  1,250",
+        "Aggregate tok/s    95.6",
+        "TTFT p50, ms       52.3",
+        "TTFT p95, ms       1,098",
+        "TPOT p50, ms       n/a (needs 11)",
+        "TPOT p95, ms       n/a (needs 130)",
+        "Errors             0",
+        "Speedup (95 %)     1 (baseline)",
+        "Verdict            baseline",
+        "",
+        "vllm / ten",
+        "Wall time          4.18 s",
+        "Completion tokens  1,250",
+        "Aggregate tok/s    299.0",
+        "TTFT p50, ms       52.3",
+        "TTFT p95, ms       1,098",
+        "TPOT p50, ms       n/a (needs 11)",
+        "TPOT p95, ms       n/a (needs 130)",
+        "Errors             2 of 25",
+        "Speedup (95 %)     3.13× (3.05–3.21)",
+    ]
 
 
 def test_no_colour_where_there_is_no_terminal_and_some_where_there_is() -> None:
