@@ -19,6 +19,7 @@ from harness.summary import (
     CheckResult,
     Comparison,
     Distribution,
+    FailedRequests,
     Numbers,
     Row,
     ServerLoad,
@@ -219,6 +220,28 @@ def test_where_no_table_fits_the_numbers_stand_one_below_the_other(width: int) -
         "TPOT p95, ms       n/a (needs 130)",
         "Errors             2 of 25",
         "Speedup (95 %)     3.13× (3.05–3.21)",
+    ]
+
+
+def test_a_cause_that_several_rows_have_is_told_once() -> None:
+    def failed(load: str, count: int, kind: str, message: str, **known: str) -> FailedRequests:
+        return FailedRequests(server="vllm", load=load, kind=kind, count=count, message=message, **known)
+
+    long = {"id": "req.long", "fix": "ask for less"}
+    of = [
+        failed("one", 3, "http", "status 400: 9000 tokens", cause="too long (9000 tokens)", **long),
+        failed("one", 2, "timeout", "nothing for 7 s"),
+        failed("ten", 1, "http", "status 400: 9100 tokens", cause="too long (9100 tokens)", **long),
+        failed("ten", 1, "timeout", "nothing for 9 s"),
+        failed("ten", 1, "timeout", "no first byte"),
+        failed("ten", 1, "http", "too long for vllm", cause="too long for vllm", **long),
+    ]
+    assert sentences.of_failures(msgspec.structs.replace(summary(), failures=of)) == [
+        "vllm / one: 3 requests, vllm / ten: 1 request (http): too long (9000 tokens); to solve it: ask for less; "
+        'said was "status 400: 9000 tokens"',
+        'vllm / one: 2 requests, vllm / ten: 1 request (timeout): nothing known of it; said was "nothing for 7 s"',
+        'vllm / ten: 1 request (timeout): nothing known of it; said was "no first byte"',
+        "vllm / ten: 1 request (http): too long for vllm; to solve it: ask for less",
     ]
 
 
