@@ -371,16 +371,30 @@ def test_the_noise_floor_of_what_the_loads_of_a_mix_feel_is_measured_too(tmp_pat
 FELT = [("ttft_p50", "slower"), ("ttft_p90", "cannot tell"), ("tpot_p50", "slower"), ("tpot_p90", "cannot tell")]
 
 
-def test_a_mix_that_was_too_short_says_how_long_it_should_be(tmp_path: Path) -> None:
-    run = made_mix(tmp_path / "run")
+def too_short(folder: Path) -> None:
+    """The same, with 12 seconds of 16 in common."""
+    run = made_mix(folder)
     loads = {name: msgspec.structs.replace(load, duration_s=16.0) for name, load in run.scenario.loads.items()}
-    write_run(
-        tmp_path / "run", msgspec.structs.replace(run, scenario=msgspec.structs.replace(run.scenario, loads=loads))
-    )
+    write_run(folder, msgspec.structs.replace(run, scenario=msgspec.structs.replace(run.scenario, loads=loads)))
+
+
+def test_a_mix_that_was_too_short_says_how_long_it_should_be(tmp_path: Path) -> None:
+    too_short(tmp_path / "run")
     assert (
         "r1-a-both: its loads were measured at the same time for 12.0 of 16.0 s; at least 80% is needed: a "
         "'duration_s' of 20 s or more would do, since what passes until all are measured does not grow with it"
     ) in summarize(tmp_path / "run").reasons
+
+
+def test_a_mix_that_lost_a_load_process_is_not_told_to_last_longer(tmp_path: Path) -> None:
+    too_short(tmp_path / "run")
+    path = tmp_path / "run" / "processes.jsonl"
+    *others, goodbye = path.read_text().splitlines(keepends=True)
+    assert "r1-a-both.job" in goodbye
+    path.write_text("".join(others))
+    apart, killed = summarize(tmp_path / "run").reasons
+    assert apart == "r1-a-both: its loads were measured at the same time for 12.0 of 16.0 s; at least 80% is needed"
+    assert killed.startswith("r1-a-both.job: load process 3 was killed: ")
 
 
 def test_each_row_beside_a_mix_is_compared_with_its_own_like(tmp_path: Path) -> None:
