@@ -107,6 +107,9 @@ class Command(TyperCommand):
             if clash := [options[other] for other in EXCLUDES.get(name, ()) if other in given]:
                 said = f"{options[name]} does not go with {', '.join(clash)}"
                 wrong.add(HarnessError(said, next_step="Leave one out."))
+        if "ca" in given and not (ctx.params.get("url") or "https://").startswith("https://"):
+            said = "--ca: is for a server that already runs behind TLS"
+            wrong.add(HarnessError(said, next_step="Give --url https://..."))
 
 
 def _tell_in_junit(ctx: Any, error: HarnessError, group: str, name: str) -> None:
