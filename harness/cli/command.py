@@ -1,5 +1,6 @@
 """A command that tells all mistakes of its command line at once; Typer alone stops at the first."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,8 @@ def _tell_in_junit(ctx: Any, error: HarnessError, group: str, name: str) -> None
     if ctx.params.get("output") == "junit":
         from harness.report import junit
 
-        print(junit.of_error(ctx.info_name, error, group=group, name=name), end="")
+        with suppress(BrokenPipeError):  # what it says is told all the same
+            print(junit.of_error(ctx.info_name, error, group=group, name=name), end="")
 
 
 def _look_further(ctx: Any) -> None:
