@@ -35,6 +35,12 @@ def trust(ca: Path) -> None:
 
     Raises HarnessError for a file that holds no certificate.
     """
+    refuse_no_authority(ca)
+    os.environ[VARIABLE] = str(ca.resolve())
+
+
+def refuse_no_authority(ca: Path) -> None:
+    """Raise HarnessError for a file that holds no certificate."""
     try:
         ssl.create_default_context(cafile=str(ca))
     except (OSError, ValueError) as error:  # SSLError is an OSError
@@ -42,4 +48,3 @@ def trust(ca: Path) -> None:
             f"--ca: {ca} holds no certificate in PEM form ({getattr(error, 'strerror', None) or error})",
             next_step="Give the certificate of the authority that signed the server's, in PEM form.",
         ) from None
-    os.environ[VARIABLE] = str(ca.resolve())

@@ -3,7 +3,7 @@
 import re
 import socket
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -14,6 +14,7 @@ from harness.scenario.stages import users_path
 
 PORT = 5557  # Locust's own
 FROM_MASTER = "-"  # of the option --job: the master sends it, as it sends the locustfile with `-f -`
+AWAITED = "waiting for workers: "
 MACHINE = 10_000_000  # beyond every pid: what a load process is called is its machine times this, and its pid
 
 
@@ -44,7 +45,16 @@ class Workers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     def of_part(self, number: int) -> "Workers":
         """Those of a part of a mix."""
-        return msgspec.structs.replace(self, port=self.port + number)
+        return msgspec.structs.replace(self, port=self.port + number, parts=1)
+
+    def awaited(self, here: Sequence[str]) -> str:
+        """How many load processes are there, and which are not. `here`: the name of its machine, of each one."""
+        come, asked = Counter(here), Counter(self.names * self.processes)
+        if not self.names:
+            return f"{AWAITED}{len(here)} of {self.total} are there" + (f" ({_listed(come)})" if here else "")
+        some = {"missing": asked - come, "not asked for": come - asked}
+        told = [f"{AWAITED}{(come & asked).total()} of {self.total} are there"]
+        return "; ".join(told + [f"{word}: {_listed(those)}" for word, those in some.items() if those])
 
     def refuse_unusable(self) -> None:
         """Raise HarnessError when nobody can listen there: known before a server is asked and workers are started."""
@@ -60,6 +70,10 @@ class Workers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
                     f"--bind: {self.bind}:{port} cannot be listened at ({why}{of})",
                     next_step="Give an address of this machine, and a port that is free.",
                 ) from None
+
+
+def _listed(processes: Counter[str]) -> str:
+    return ", ".join(name if times == 1 else f"{times} of {name}" for name, times in sorted(processes.items()))
 
 
 def parse_workers(given: str, bind: str | None, loads: Mapping[str, Load]) -> Workers:

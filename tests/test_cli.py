@@ -302,6 +302,33 @@ def test_a_reader_that_has_seen_enough(made: Path) -> None:
         assert (pipe.wait(20), said) == (0, b""), arguments
 
 
+def test_a_reader_that_has_seen_enough_hides_no_failure(made: Path) -> None:
+    """What was printed before a command failed is written at its end, or at once."""
+    arguments = ["report", "gone", "--format", "junit"]
+    told = harness(*arguments, cwd=made).err.encode()
+    for unbuffered in ("", "1"):
+        env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        pipe = subprocess.Popen(
+            [HARNESS, *arguments], cwd=made, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert pipe.stdout is not None and pipe.stderr is not None
+        pipe.stdout.close()
+        said = pipe.stderr.read()
+        pipe.stderr.close()
+        assert (pipe.wait(20), said) == (1, told)
+
+
+def test_standard_files_that_are_closed(made: Path) -> None:
+    run = only_run(made / "runs").name
+    for arguments in (["check", "small.yaml"], ["report", run], ["report", run, "--format", "json"], ["--help"]):
+        done = harness(*arguments, cwd=made, before=lambda: os.close(1))
+        assert done == (0, "", ""), arguments
+    assert harness("nonsense", cwd=made, before=lambda: os.close(2)) == (1, "", "")
+    assert harness(cwd=made, before=lambda: os.close(2)) == (1, "", "")  # the help that is not asked for
+    nothing = harness("explain", "-", cwd=made, before=lambda: os.close(0))
+    assert (nothing.code, nothing.out.splitlines()[0], nothing.err) == (4, "the standard input: 0 lines", "")
+
+
 def test_an_output_that_is_full(made: Path) -> None:
     with open("/dev/full", "wb") as full:
         for arguments in (["runs"], ["compose", "small.yaml"]):

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 import typer
 
+from harness import __version__
 from harness.cli import app
 from harness.docs import readme, servers_page
 from harness.errors import ExitCode
@@ -64,6 +65,12 @@ def _struct(hint: object) -> type[msgspec.Struct] | None:
         if isinstance(one, type) and issubclass(one, msgspec.Struct):
             return one
     return None
+
+
+def test_the_version_is_that_of_the_newest_changes() -> None:
+    newest = re.search(r"^## (\S+) \((.+)\)$", page("CHANGELOG.md"), re.MULTILINE)
+    assert newest is not None
+    assert __version__ == (f"{newest[1]}.dev0" if newest[2] == "unreleased" else newest[1])
 
 
 def test_every_command_is_in_the_readme() -> None:

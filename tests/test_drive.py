@@ -27,6 +27,7 @@ from harness.run.drive import (
 )
 from harness.rundir.records import ErrorKind, ProcessMark, Request
 from harness.scenario.scenario import Load, Warmup
+from harness.workers import Workers
 from tests.load_runs import make_job
 
 
@@ -73,6 +74,30 @@ def test_a_generator_that_says_why_it_cannot_start(tmp_path: Path) -> None:
         run(tmp_path, f"import sys; print('{said}'); sys.exit(1)")
     assert caught.value.what == "cell r1-a-b: the load could not start: 2 problems:"
     assert caught.value.detail == "no model\nno key"
+
+
+def test_workers_that_do_not_come_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then the load is not taken for one that hangs."""
+    monkeypatch.setattr(driving, "WORKERS_S", 2)
+    monkeypatch.setattr(driving, "LOOK_S", 0.1)
+    monkeypatch.setattr(driving, "_patience_s", lambda job: 1.0)
+    log = tmp_path / "log"
+    who = "[2026-09-21 10:00:00,000] vm/INFO/harness.load.master:"
+    said = "waiting for workers: 1 of 2 are there; missing: b"
+    program = f"import sys, time; print({f'{who} {said}'!r}, flush=True); time.sleep(2.5); sys.exit(1)"
+    workers = Workers(names=["a", "b"], machines=2, bind="10.0.0.1")
+    seen: list[Count] = []
+    with pytest.raises(RunError) as caught:
+        drive(
+            lambda: LocalChild([sys.executable, "-c", program], log),
+            msgspec.structs.replace(job(tmp_path), workers=workers),
+            log_path=log,
+            alive=lambda: None,
+            progress=seen.append,
+        )
+    assert caught.value.what == f"cell r1-a-b: the load could not start: 2 s of {said}"
+    assert caught.value.next_step == f"On each machine: harness worker --master 10.0.0.1:5557. The log is {log}."
+    assert seen[-2].awaited == said
 
 
 def test_a_generator_that_fails_later(tmp_path: Path) -> None:

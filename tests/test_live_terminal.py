@@ -230,12 +230,15 @@ def test_in_a_terminal_the_table_is_rewritten_and_gone_at_the_end(
     with progress.live():
         progress.cell(1, 2, Cell(id=CELL, server="[one]", load="burst", repeat=1), None)
         progress.load(job(tmp_path, requests=4), tmp_path)
+        progress.count(Count(0, 4, 1.0, awaited="waiting for workers: 1 of 2 are there; missing: b"))
+        time.sleep(0.5)
         append(tmp_path / "requests.jsonl", *(record(index) for index in range(3)))
         progress.count(Count(3, 4, 2.0))
         time.sleep(0.5)
         progress.count(Count(3, 34, 3.0, failed=1, warmup=30))
         progress.line("said meanwhile")
     shown = out.getvalue()
+    assert "[1/2] [one] / burst, repeat 1: 1 s of waiting for workers: 1 of 2 are there; missing: b" in shown
     assert "[1/2] [one] / burst, repeat 1: 3 of 4 requests, 2 s" in shown  # brackets are no markup
     assert "TTFT p50" in shown and "200 ms" in shown
     assert "burst, repeat 1: 3 of 34 requests, 30 of them warm-up, 1 FAILED, 3 s" in shown

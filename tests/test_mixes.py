@@ -1,17 +1,20 @@
 """Loads that run at once: how a scenario says it, how they are run, and what is counted of them."""
 
+import csv
 import io
 import json
 from pathlib import Path
 
 import msgspec
 import pytest
+from junitparser import JUnitXml
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from rich.console import Console
 
 from harness.errors import ScenarioError
 from harness.judge.noise_floors import floor_of, write_floor
 from harness.judge.verdicts import compare_rows
-from harness.report import markdown, sentences
+from harness.report import junit, markdown, openmetrics, rows_csv, sentences
 from harness.report.charts.observed import observe
 from harness.report.html import render
 from harness.report.table import lines
@@ -317,6 +320,32 @@ def test_the_head_says_what_each_load_feels_of_the_other(tmp_path: Path) -> None
     assert "by TTFT p50" in markdown.render(summary, run)
 
 
+def test_other_programs_are_told_what_ran_beside_a_part(tmp_path: Path) -> None:
+    run = made_mix(tmp_path / "run", repeats=5)
+    summary = summarize(tmp_path / "run")
+    rows = list(csv.DictReader(rows_csv.render(summary, run).splitlines()))
+    assert [(row["load"], row["beside"], row["speedup_against"]) for row in rows] == [
+        ("chat", "", ""), ("job", "", ""),
+        ("both.chat", "both.job", "a / chat"), ("both.job", "both.chat", "a / job"),
+    ]  # fmt: skip
+    text = openmetrics.render(summary, run)
+    families = {family.name: family for family in text_string_to_metric_families(text)}  # type: ignore[no-untyped-call]
+    beside = [(one.labels["load"], one.labels["beside"], one.value) for one in families["amd_llm_load_beside"].samples]
+    assert beside == [("both.chat", "both.job", 1), ("both.job", "both.chat", 1)]
+    ratios = families["amd_llm_load_speedup_ratio"].samples
+    felt = [one for one in ratios if one.labels["metric"] == "ttft_p50" and one.labels["bound"] == "middle"]
+    assert [(one.labels["load"], one.labels["baseline"], one.labels["verdict"]) for one in felt] == [
+        ("both.chat", "a / chat", "slower"), ("both.job", "a / job", "slower"),
+    ]  # fmt: skip
+    (suite,) = JUnitXml.fromstring(junit.render(summary, run).encode())
+    assert [case.name for case in suite if case.classname.endswith(".comparison")] == [
+        f"a / both.{load} against a / {load}: {metric}"
+        for metrics in (("output tok/s",), ("TTFT p50", "TTFT p90", "TPOT p50", "TPOT p90"))
+        for load in ("chat", "job")
+        for metric in metrics
+    ]
+
+
 def test_the_noise_floor_of_what_the_loads_of_a_mix_feel_is_measured_too(tmp_path: Path) -> None:
     aa = made_mix(tmp_path / "aa", repeats=2, servers=("a", "a-again"))
     floor = floor_of(aa, summarize(tmp_path / "aa"), "a")
@@ -342,16 +371,30 @@ def test_the_noise_floor_of_what_the_loads_of_a_mix_feel_is_measured_too(tmp_pat
 FELT = [("ttft_p50", "slower"), ("ttft_p90", "cannot tell"), ("tpot_p50", "slower"), ("tpot_p90", "cannot tell")]
 
 
-def test_a_mix_that_was_too_short_says_how_long_it_should_be(tmp_path: Path) -> None:
-    run = made_mix(tmp_path / "run")
+def too_short(folder: Path) -> None:
+    """The same, with 12 seconds of 16 in common."""
+    run = made_mix(folder)
     loads = {name: msgspec.structs.replace(load, duration_s=16.0) for name, load in run.scenario.loads.items()}
-    write_run(
-        tmp_path / "run", msgspec.structs.replace(run, scenario=msgspec.structs.replace(run.scenario, loads=loads))
-    )
+    write_run(folder, msgspec.structs.replace(run, scenario=msgspec.structs.replace(run.scenario, loads=loads)))
+
+
+def test_a_mix_that_was_too_short_says_how_long_it_should_be(tmp_path: Path) -> None:
+    too_short(tmp_path / "run")
     assert (
         "r1-a-both: its loads were measured at the same time for 12.0 of 16.0 s; at least 80% is needed: a "
         "'duration_s' of 20 s or more would do, since what passes until all are measured does not grow with it"
     ) in summarize(tmp_path / "run").reasons
+
+
+def test_a_mix_that_lost_a_load_process_is_not_told_to_last_longer(tmp_path: Path) -> None:
+    too_short(tmp_path / "run")
+    path = tmp_path / "run" / "processes.jsonl"
+    *others, goodbye = path.read_text().splitlines(keepends=True)
+    assert "r1-a-both.job" in goodbye
+    path.write_text("".join(others))
+    apart, killed = summarize(tmp_path / "run").reasons
+    assert apart == "r1-a-both: its loads were measured at the same time for 12.0 of 16.0 s; at least 80% is needed"
+    assert killed.startswith("r1-a-both.job: load process 3 was killed: ")
 
 
 def test_each_row_beside_a_mix_is_compared_with_its_own_like(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import io
 from pathlib import Path
 
 import msgspec
+import pytest
 from rich.console import Console
 
 from harness import units
@@ -18,6 +19,7 @@ from harness.summary import (
     CheckResult,
     Comparison,
     Distribution,
+    FailedRequests,
     Numbers,
     Row,
     ServerLoad,
@@ -188,6 +190,59 @@ def test_where_names_do_not_fit_the_rows_are_numbered() -> None:
     text = printed(msgspec.structs.replace(summary(), rows=rows), 66)
     assert "\n#  Server                      Load\n1  a-name-that-is-rather-long  one\n2  a-name" in text
     assert text.count("\n#") == 3
+
+
+@pytest.mark.parametrize("width", [56, 50, 40])
+def test_where_no_table_fits_the_numbers_stand_one_below_the_other(width: int) -> None:
+    *text, page = printed(summary(), width).splitlines()
+    assert max(len(line.rstrip()) for line in text) <= width
+    begin = text.index("vllm / one")
+    assert text[begin : begin + 22] == [
+        "vllm / one",
+        "Wall time          13.07 s",
+        "Completion tokens  1,250",
+        "Aggregate tok/s    95.6",
+        "TTFT p50, ms       52.3",
+        "TTFT p95, ms       1,098",
+        "TPOT p50, ms       n/a (needs 11)",
+        "TPOT p95, ms       n/a (needs 130)",
+        "Errors             0",
+        "Speedup (95 %)     1 (baseline)",
+        "Verdict            baseline",
+        "",
+        "vllm / ten",
+        "Wall time          4.18 s",
+        "Completion tokens  1,250",
+        "Aggregate tok/s    299.0",
+        "TTFT p50, ms       52.3",
+        "TTFT p95, ms       1,098",
+        "TPOT p50, ms       n/a (needs 11)",
+        "TPOT p95, ms       n/a (needs 130)",
+        "Errors             2 of 25",
+        "Speedup (95 %)     3.13× (3.05–3.21)",
+    ]
+
+
+def test_a_cause_that_several_rows_have_is_told_once() -> None:
+    def failed(load: str, count: int, kind: str, message: str, **known: str) -> FailedRequests:
+        return FailedRequests(server="vllm", load=load, kind=kind, count=count, message=message, **known)
+
+    long = {"id": "req.long", "fix": "ask for less"}
+    of = [
+        failed("one", 3, "http", "status 400: 9000 tokens", cause="too long (9000 tokens)", **long),
+        failed("one", 2, "timeout", "nothing for 7 s"),
+        failed("ten", 1, "http", "status 400: 9100 tokens", cause="too long (9100 tokens)", **long),
+        failed("ten", 1, "timeout", "nothing for 9 s"),
+        failed("ten", 1, "timeout", "no first byte"),
+        failed("ten", 1, "http", "too long for vllm", cause="too long for vllm", **long),
+    ]
+    assert sentences.of_failures(msgspec.structs.replace(summary(), failures=of)) == [
+        "vllm / one: 3 requests, vllm / ten: 1 request (http): too long (9000 tokens); to solve it: ask for less; "
+        'said was "status 400: 9000 tokens"',
+        'vllm / one: 2 requests, vllm / ten: 1 request (timeout): nothing known of it; said was "nothing for 7 s"',
+        'vllm / ten: 1 request (timeout): nothing known of it; said was "no first byte"',
+        "vllm / ten: 1 request (http): too long for vllm; to solve it: ask for less",
+    ]
 
 
 def test_no_colour_where_there_is_no_terminal_and_some_where_there_is() -> None:

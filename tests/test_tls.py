@@ -97,8 +97,20 @@ def test_what_is_no_certificate_is_refused_early(tmp_path: Path) -> None:
         trust(tmp_path / "ca.pem")
     with pytest.raises(HarnessError, match="holds no certificate in PEM form .No such file"):
         trust(tmp_path / "absent.pem")
-    write(tmp_path, "s")
-    told = "--ca: is for a server that already runs behind TLS"
-    for given, said in ([], "--ca needs --url"), (["--url", "http://127.0.0.1:1"], told):
-        refused = harness("run", "s.yaml", "--ca", "x.pem", *given, cwd=tmp_path)
-        assert (refused.code, refused.err.splitlines()[0]) == (1, f"error: {said}")
+
+
+def test_an_authority_without_tls_is_told_with_all_else_that_is_wrong(tmp_path: Path) -> None:
+    write(tmp_path, "s", repeats=0)
+    told = "--ca: is for a server that already runs behind TLS. Give --url https://..."
+    for given, said in ([], "--ca needs --url. Give both, or neither."), (["--url", "http://127.0.0.1:1"], told):
+        for command in ("run", "live", "noise"):
+            refused = harness(command, "s.yaml", "--ca", "x.pem", *given, cwd=tmp_path)
+            assert refused.code == 1
+            first, authority, *others = refused.err.splitlines()
+            assert first == "error: 3 problems"
+            assert authority.startswith("--ca: x.pem holds no certificate in PEM form (No such file or directory).")
+            assert others == [
+                said,
+                "s.yaml: 1 problem. Correct the file and run `harness check` on it.",
+                "  $.repeats (line 20): a whole number of at least 1 is expected, got 0",
+            ]

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,10 +16,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.errors import HarnessError
-from harness.job import SECRETS_ENV, secrets_of
+from harness.errors import HarnessError, RunError
+from harness.job import SECRETS_ENV, secrets_of, write_job
 from harness.load import spool
 from harness.load.spool import Intake, Spool
+from harness.paths import ROOT
+from harness.run import drive as driving
+from harness.run.drive import Count, LocalChild, drive, locust_arguments
 from harness.rundir.manifest import read_run
 from harness.rundir.records import ProcessMark, Request, read_marks, read_requests
 from harness.scenario.scenario import Load
@@ -86,6 +91,17 @@ def test_each_part_of_a_mix_has_a_port_of_its_own() -> None:
     )
 
 
+def test_who_is_waited_for_is_told() -> None:
+    named, counted = Workers(names=["b", "a"], machines=2, bind="h"), Workers(machines=3, bind="h")
+    assert named.awaited([]) == "waiting for workers: 0 of 2 are there; missing: a, b"
+    assert named.awaited(["b", "b", "c"]) == "waiting for workers: 1 of 2 are there; missing: a; not asked for: b, c"
+    several = msgspec.structs.replace(named, processes=3)
+    assert several.awaited(["a", "b", "a", "a"]) == "waiting for workers: 4 of 6 are there; missing: 2 of b"
+    assert several.awaited(["a", "b"] * 3) == "waiting for workers: 6 of 6 are there"
+    assert counted.awaited([]) == "waiting for workers: 0 of 3 are there"
+    assert counted.awaited(["x", "y", "x"]) == "waiting for workers: 3 of 3 are there (2 of x, y)"
+
+
 def test_all_that_is_wrong_with_a_run_by_workers_is_told_at_once(tmp_path: Path) -> None:
     scenario = write(tmp_path, loads={"l": {"user": "chat", "users": 3, "requests": 3}})
     done = harness("run", str(scenario), "--workers", "2", cwd=tmp_path)
@@ -101,6 +117,8 @@ def test_an_address_of_another_machine_is_refused_at_once() -> None:
         Workers(machines=2, bind="192.0.2.1").refuse_unusable()  # kept free for documentation: RFC 5737
     assert caught.value.what == "--bind: 192.0.2.1:5557 cannot be listened at (Cannot assign requested address)"
     Workers(machines=2, bind="127.0.0.1", port=free_port()).refuse_unusable()
+    part = Workers(machines=2, bind="h", port=6000, parts=2).of_part(1)
+    assert part.command == "harness worker --master h:6001"
     assert Workers(machines=2, bind="0.0.0.0").command == "harness worker --master ADDRESS:5557"
 
 
@@ -337,6 +355,31 @@ def test_a_trace_of_two_machines_is_sent_as_it_was_by_workers(tmp_path: Path, en
         due[one.index] = one.sent_s + one.scheduled_s + starts[one.process].wall_s - starts[one.process].monotonic_s
     assert [round(due[index] - due[0], 1) for index in (0, 2)] == [0.0, 0.5]
     assert [round(due[index] - due[1], 1) for index in (1, 3)] == [0.0, 0.5]
+
+
+def test_a_load_that_waits_says_who_is_missing(
+    tmp_path: Path, engine: Spawned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when it gives up, which sends home who was there."""
+    monkeypatch.setattr(driving, "WORKERS_S", 9)
+    here, port = socket.gethostname(), free_port()
+    workers = Workers(names=["gen2", here], machines=2, bind="127.0.0.1", port=port)
+    job, log = make_job(tmp_path, CHAT, workers=workers), tmp_path / "log"
+    write_job(job, tmp_path / "job.json")
+    arguments = locust_arguments(job, tmp_path / "job.json", ROOT / "locustfiles" / "chat.py", engine.url)
+    seen: list[Count] = []
+    with going("worker", "--master", f"127.0.0.1:{port}", cwd=tmp_path), pytest.raises(RunError) as caught:
+        drive(
+            lambda: LocalChild([sys.executable, "-m", "locust", *arguments], log),
+            job,
+            log_path=log,
+            alive=lambda: None,
+            progress=seen.append,
+        )
+    said = "waiting for workers: 1 of 2 are there; missing: gen2"
+    assert seen[-2].awaited == said
+    assert caught.value.what == f"cell r1-a-b: the load could not start: 9 s of {said}"
+    assert caught.value.next_step == (f"On each machine: harness worker --master 127.0.0.1:{port}. The log is {log}.")
 
 
 def test_a_worker_without_the_key_is_named(tmp_path: Path, engine: Spawned, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,9 @@ def tell_usage(error: typer.TyperException) -> None:
 
 def main() -> None:
     """Run a command; every way it can end has its exit code (see `ExitCode`)."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by who called us, as `>&-` does
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - it stays open
     # Invoked without Typer's own `main`, which has other exit codes and other words for some of these ends.
     command = typer.main.get_command(app)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that is not in UTF-8 must not cost a run its table
@@ -97,4 +100,8 @@ def main() -> None:
             file=sys.stderr,
         )
         code = ExitCode.USAGE
+    try:
+        sys.stdout.flush()
+    except OSError:  # what had been printed before it ended otherwise than well
+        mute()
     sys.exit(code)

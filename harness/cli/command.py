@@ -1,5 +1,6 @@
 """A command that tells all mistakes of its command line at once; Typer alone stops at the first."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,9 @@ class Command(TyperCommand):
             if clash := [options[other] for other in EXCLUDES.get(name, ()) if other in given]:
                 said = f"{options[name]} does not go with {', '.join(clash)}"
                 wrong.add(HarnessError(said, next_step="Leave one out."))
+        if "ca" in given and not (ctx.params.get("url") or "https://").startswith("https://"):
+            said = "--ca: is for a server that already runs behind TLS"
+            wrong.add(HarnessError(said, next_step="Give --url https://..."))
 
 
 def _tell_in_junit(ctx: Any, error: HarnessError, group: str, name: str) -> None:
@@ -114,7 +118,8 @@ def _tell_in_junit(ctx: Any, error: HarnessError, group: str, name: str) -> None
     if ctx.params.get("output") == "junit":
         from harness.report import junit
 
-        print(junit.of_error(ctx.info_name, error, group=group, name=name), end="")
+        with suppress(BrokenPipeError):  # what it says is told all the same
+            print(junit.of_error(ctx.info_name, error, group=group, name=name), end="")
 
 
 def _look_further(ctx: Any) -> None:

@@ -54,6 +54,15 @@ def address(param: typer.CallbackParam, given: str | None) -> str | None:
     return given
 
 
+def authority(given: Path | None) -> Path | None:
+    """The file of --ca. Raises HarnessError."""
+    from harness.trust import refuse_no_authority
+
+    if given is not None:
+        refuse_no_authority(given)
+    return given
+
+
 def model_name(param: typer.CallbackParam, given: str | None) -> str | None:
     """A model's name, and not the empty one of a variable that is not set. Raises HarnessError."""
     if given is not None and (not given.strip() or given.startswith("-")):
@@ -115,7 +124,12 @@ UrlOpt = Annotated[
 ]
 CaOpt = Annotated[
     Path | None,
-    typer.Option("--ca", metavar="FILE", help="With --url https://...: the authority that signed its certificate."),
+    typer.Option(
+        "--ca",
+        metavar="FILE",
+        help="With --url https://...: the authority that signed its certificate.",
+        callback=authority,
+    ),
 ]
 ModelOpt = Annotated[
     str | None, typer.Option("--model", help="Use this model instead of the scenario's.", callback=model_name)
@@ -153,8 +167,6 @@ def target_of(url: str | None, metrics_url: str | None = None, ca: Path | None =
     from harness.trust import trust
 
     if ca is not None:
-        if url is None or not url.startswith("https://"):
-            raise HarnessError("--ca: is for a server that already runs behind TLS", next_step="Give --url https://...")
         trust(ca)
     return Target(url, metrics_url) if url is not None else None
 

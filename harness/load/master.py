@@ -70,6 +70,8 @@ class Master:
         for message, listener in (*listeners, (FINISHED, self._on_finished), (DONE, self._on_done)):
             runner.register_message(message, listener)
         runner.register_message(RECORDS, self._on_records, concurrent=True)
+        waits_s = environment.parsed_options.expect_workers_max_wait if environment.parsed_options else 0
+        gevent.spawn(self._say_who_is_missing, time.monotonic() + waits_s)
 
     def hand_out(self) -> None:
         """Give each machine its part, before users are spawned. Raises HarnessError that names who cannot take it."""
@@ -98,6 +100,19 @@ class Master:
                 machine.name, machines.index(machine), len(machines), 1000 * (machine.error_s or 0.0),
             )  # fmt: skip
         Path(self._job.tickets_path).touch()  # the sign of a load that could be started
+
+    def _say_who_is_missing(self, end_s: float) -> None:
+        """While Locust waits, which knows how many there are and not which: `drive` reads it in the log.
+
+        Then it gives up and sends home who is there.
+        """
+        told = ""
+        while not self._at_work and time.monotonic() < end_s:
+            said = self._workers.awaited([m.name for m in self._machines.values() if not self._is_lost(m)])
+            if said != told:
+                logger.info(said)
+                told = said
+            gevent.sleep(LOOK_S)
 
     def _admit_nobody_else(self) -> None:
         """Who comes now waits for the next load: Locust would give them users of the others, and they have no part."""

@@ -38,8 +38,8 @@ class Case(Struct, frozen=True, kw_only=True):
 def render(summary: Summary, run: Run) -> str:
     """A run: is it VALID, did its checks hold, and what it found."""
     cases = [_validity(summary, run), *map(_check, summary.checks)]
-    if summary.comparison is not None:
-        cases += _verdicts(summary.comparison, within=True)
+    for comparison in filter(None, [summary.comparison, *summary.beside]):
+        cases += _verdicts(comparison, within=True)
     properties = {
         "run": run.id,
         "question": summary.question,

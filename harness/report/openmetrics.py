@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from harness.report import machine_load
 from harness.rundir.manifest import Run
+from harness.scenario.mixes import others
 from harness.summarize.self_check import WORDS
 from harness.summary import Distribution, Numbers, Row, Summary
 
@@ -49,7 +50,7 @@ QUANTILES = {"p50": "0.5", "p90": "0.9", "p95": "0.95", "p99": "0.99"}
 
 def render(summary: Summary, run: Run) -> str:
     """The text, which ends with "# EOF"."""
-    families = _Families([*_of_run(summary, run), *_of_rows(summary), *_of_verdicts(summary)])
+    families = _Families([*_of_run(summary, run), *_of_rows(summary, run), *_of_verdicts(summary)])
     text: bytes = generate_latest(families)  # type: ignore[no-untyped-call]
     return text.decode()
 
@@ -98,8 +99,10 @@ def _status(summary: Summary, run: Run) -> str:
     return "valid" if summary.valid else "invalid"
 
 
-def _of_rows(summary: Summary) -> Iterator[Metric]:
+def _of_rows(summary: Summary, run: Run) -> Iterator[Metric]:
     labelled = [(_labels(summary, row), row) for row in summary.rows]
+    beside = [({**at, "beside": name}, 1) for at, row in labelled for name in others(row.load, run.scenario.mixes)]
+    yield _gauge("beside", "1: this other load ran at the same time, as a part of the same mix", "", beside)
     outcomes = ("succeeded", "failed", "unfinished", "abandoned")
     ended = [({**at, "outcome": name}, getattr(row.pooled, name)) for at, row in labelled for name in outcomes]
     yield _gauge("requests", "Measured requests, by how they ended", "", ended)
@@ -140,10 +143,9 @@ def _add_quantiles(family: Metric, labels: Labels, sample: Distribution) -> None
 
 
 def _of_verdicts(summary: Summary) -> Iterator[Metric]:
-    if summary.comparison is None:
-        return
     samples: list[tuple[Labels, float | None]] = []
-    for verdict in summary.comparison.verdicts:
+    comparisons = filter(None, [summary.comparison, *summary.beside])
+    for verdict in (verdict for comparison in comparisons for verdict in comparison.verdicts):
         row = next(row for row in summary.rows if row.name == verdict.side)
         told = {"baseline": verdict.baseline, "metric": verdict.metric, "verdict": verdict.word}
         for bound, value in (("low", verdict.low), ("middle", verdict.ratio), ("high", verdict.high)):

@@ -7,6 +7,7 @@ from harness.report import schedules
 from harness.report.machine_load import VALUES
 from harness.report.table import Line, lines
 from harness.rundir.manifest import Run
+from harness.scenario.mixes import others
 from harness.summary import Answers, PromptLengths, Summary
 
 _LATENCIES = {
@@ -19,7 +20,7 @@ _STATISTICS = ("mean", "p50", "p90", "p95", "p99")
 
 def render(summary: Summary, run: Run) -> str:
     """One line a row; an empty field is a number that is not known."""
-    rows = [_record(line) for line in lines(summary, run)]
+    rows = [_record(line, others(line.row.load, run.scenario.mixes)) for line in lines(summary, run)]
     out = io.StringIO()
     writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else ["server", "load"], lineterminator="\n")
     writer.writeheader()
@@ -27,11 +28,12 @@ def render(summary: Summary, run: Run) -> str:
     return out.getvalue()
 
 
-def _record(line: Line) -> dict[str, str | int | float | None]:
+def _record(line: Line, beside: list[str]) -> dict[str, str | int | float | None]:
     numbers, verdict = line.row.pooled, line.verdict
     record: dict[str, str | int | float | None] = {
         "server": line.row.server,
         "load": line.row.load,
+        "beside": " ".join(beside),
         "runs": len(line.row.cells),
         "sent": numbers.sent,
         "succeeded": numbers.succeeded,
@@ -62,6 +64,7 @@ def _record(line: Line) -> dict[str, str | int | float | None]:
         }
     return record | {
         "baseline": int(line.baseline),
+        "speedup_against": verdict.baseline if verdict else None,
         "speedup_by": verdict.metric if verdict else None,
         "speedup": verdict.ratio if verdict else None,
         "speedup_low": verdict.low if verdict else None,

@@ -194,12 +194,17 @@ def gathered(texts: list[str], run: Run) -> list[str]:
 
 
 def of_failures(summary: Summary) -> list[str]:
-    """Why requests failed: how many, the cause and what to do; what was said where the cause is not known."""
-    return [_of_failed(failed) for failed in summary.failures]
+    """Why requests failed: each cause once, how many of which rows, what to do; what was said where it is not known."""
+    alike: dict[tuple[str, str | None, str], list[FailedRequests]] = defaultdict(list)
+    for failed in summary.failures:
+        alike[failed.kind, failed.id, _NUMBER.sub("#", failed.cause or failed.message)].append(failed)
+    return [_of_failed(many) for many in alike.values()]
 
 
-def _of_failed(failed: FailedRequests) -> str:
-    text = f"{failed.server} / {failed.load}: {units.count(failed.count, 'request')} ({failed.kind})"
+def _of_failed(rows: list[FailedRequests]) -> str:
+    failed = rows[0]
+    counts = ", ".join(f"{one.server} / {one.load}: {units.count(one.count, 'request')}" for one in rows)
+    text = f"{counts} ({failed.kind})"
     told = not failed.message or failed.message[-20:] in (failed.cause or "")
     said = "" if told else f'; said was "{failed.message}"'
     if failed.cause is None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -58,10 +58,11 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
     console.print(Text("Report: ", "bold") + Text(where, no_wrap=True, overflow="ignore"), soft_wrap=True)
 
 
-def _tables(columns: Sequence[Column], rows: list[Line], width: int) -> list[Table]:
+def _tables(columns: Sequence[Column], rows: list[Line], width: int) -> Sequence[RenderableType]:
     """One table where it fits, else the work and the latencies one below the other.
 
-    Where even that does not fit, the rows are numbered, so that no name is cut.
+    Where even that does not fit, the rows are numbered, so that no name is cut; then no longer tables, so that no
+    number is.
     """
     if _fits(columns, rows, 2, width):
         return [_table(columns, rows, 2)]
@@ -75,7 +76,20 @@ def _tables(columns: Sequence[Column], rows: list[Line], width: int) -> list[Tab
     )  # fmt: skip
     names = [column for column in columns if column.group == "name"]
     parts = [[number, *names]] + [[number, *(c for c in part if c.group != "name")] for part in (work, latency)]
+    if not all(_fits(part, rows, 1, width) for part in parts[1:]):
+        return [_block(columns, line) for line in rows]
     return [_table(part, rows, 2 if _fits(part, rows, 2, width) else 1) for part in parts]
+
+
+def _block(columns: Sequence[Column], line: Line) -> Group:
+    """A row, its numbers one below the other."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column()
+    grid.add_column(overflow="fold")
+    for column in columns:
+        if column.group != "name":
+            grid.add_row(column.heading, Text(column.text(line), _style(column, line)))
+    return Group(Text(line.row.name, "bold"), grid)
 
 
 def _fits(columns: Sequence[Column], rows: list[Line], gap: int, width: int) -> bool:
@@ -86,8 +100,7 @@ def _table(columns: Sequence[Column], rows: list[Line], gap: int) -> Table:
     table = Table(box=None, padding=(0, gap, 0, 0), header_style="bold", pad_edge=False)
     for column in columns:
         left = column.group == "name" or column.key == "verdict"
-        # What may be folded where the width does not suffice: long names, and percentiles that say what they need.
-        folds = column.group == "name" or (column.group == "latency" and column.key != "errors")
+        folds = column.group == "name"  # where the width does not suffice for long ones
         table.add_column(
             _heading(column), justify="left" if left else "right", no_wrap=not folds, overflow="fold", vertical="top"
         )
@@ -152,7 +165,7 @@ def _item(console: Console, text: Text) -> None:
     _show(console, grid)
 
 
-def _show(console: Console, table: Table) -> None:
+def _show(console: Console, table: RenderableType) -> None:
     """Print a table without the spaces that fill its lines up: they only disturb in a log or a paste."""
     for segments in console.render_lines(table, pad=False):
         line = Text.assemble(*((segment.text, segment.style or "") for segment in segments))

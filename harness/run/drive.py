@@ -21,6 +21,7 @@ from harness.rundir.records import CUT, Request, read_marks
 from harness.scenario import behaviour
 from harness.scenario.lengths import most_of
 from harness.serve.ports import free_port
+from harness.workers import AWAITED
 
 POLL_S = 0.2
 LOOK_S = 1.0  # between looks at the load processes
@@ -33,6 +34,7 @@ STUCK_EXCEPTIONS = 3  # ... so often: then it will not get better
 QUIET_S = 60.0  # beyond every time limit of the load: then Locust itself hangs
 _LOGGED = re.compile(r"\[\d[^\]]*\] [^/ ]*/(?P<who>[A-Z]+/[\w.]+): ")  # how a line of Locust's log begins
 _GIVES_UP = "ERROR/harness.load.wiring"
+_WAITS = "INFO/harness.load.master"
 
 
 class Count(msgspec.Struct, frozen=True):
@@ -43,6 +45,7 @@ class Count(msgspec.Struct, frozen=True):
     elapsed_s: float
     failed: int = 0
     warmup: int = 0  # of the total, those that are not measured
+    awaited: str = ""  # which workers are missing, while it waits for them
 
 
 class Driven(msgspec.Struct, frozen=True):
@@ -129,6 +132,12 @@ def drive(
                     next_step=f"Its log is {log_path}.",
                     detail="\n".join(more),
                 )
+            awaited = awaited_workers(log_path)
+            if job.workers is not None and awaited and time.time() - started > WORKERS_S:
+                raise RunError(
+                    f"cell {job.cell}: the load could not start: {WORKERS_S} s of {awaited}",
+                    next_step=f"On each machine: {job.workers.command}. The log is {log_path}.",
+                )
             raise RunError(
                 f"cell {job.cell}: Locust could not start the load (exit code {code})",
                 next_step=f"Its log is {log_path}. A locustfile can be tried alone: locust -f FILE --host URL",
@@ -147,6 +156,7 @@ def _watch(
     # The parts of a mix write into one file, and are not to be blamed for each other.
     counter = LineCounter(Path(job.requests_path), job.cell if job.beside else None)
     raised = 0  # exceptions in the log when the last record came
+    awaited = ""
     begin = time.monotonic()
     endless = job.load.requests is None or job.warmup.until is not None
     warmup = 0 if endless else job.warmup.requests or 0
@@ -159,16 +169,20 @@ def _watch(
         before = counter.lines
         counter.update()
         now = time.monotonic()
-        if isinstance(child, LocalChild) and job.workers is None and now - last_look > LOOK_S:
+        if isinstance(child, LocalChild) and now - last_look > LOOK_S:
             last_look = now
-            if killed_processes(job):
+            if job.workers is not None:
+                awaited = "" if Path(job.tickets_path).exists() else awaited_workers(log_path)
+            elif killed_processes(job):
                 # What it held is never done, so the others would wait for it; validity names it.
                 return ["the load was ended because a load process had been killed"]
+        if awaited:
+            last_change = now
         if counter.lines != before:
             last_change, raised = now, exceptions_in(log_path)
         elif now - last_change > STUCK_S and exceptions_in(log_path) - raised >= STUCK_EXCEPTIONS:
             return [f"no request was recorded for {STUCK_S:g} s while users raised {last_exception(log_path)}"]
-        progress(Count(counter.lines, total, now - begin, counter.failed, warmup))
+        progress(Count(counter.lines, total, now - begin, counter.failed, warmup, awaited))
         mistake = counter.mistake()
         if mistake is not None:
             return [mistake]
@@ -275,6 +289,16 @@ def gave_up(path: Path) -> str:
         if inside:  # what there are several of has a line each
             found.append(line if logged is None else line[logged.end() :])
     return "\n".join(dict.fromkeys(found))
+
+
+def awaited_workers(path: Path) -> str:
+    """Which workers our own master in Locust waits for, as its log says last; empty where it says nothing of it."""
+    found = ""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        logged = _LOGGED.match(line)
+        if logged is not None and logged["who"] == _WAITS and line[logged.end() :].startswith(AWAITED):
+            found = line[logged.end() :]
+    return found
 
 
 def exceptions_in(path: Path) -> int:

@@ -78,6 +78,9 @@ class Progress:
         self.load(job, folder)
 
     def count(self, count: Count) -> None:
+        if count.awaited:
+            self._show(f"{self.head}: {count.elapsed_s:.0f} s of {count.awaited}")
+            return
         now = time.monotonic()
         due = self._live is not None or now - self.last_plain >= PLAIN_EVERY_S
         if self._watch is not None and due and now - self._looked >= LOOK_EVERY_S:

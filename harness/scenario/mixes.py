@@ -23,6 +23,13 @@ def alone(load: str) -> str | None:
     return load.partition(".")[2] or None
 
 
+def others(load: str, mixes: Mapping[str, list[str]]) -> list[str]:
+    """The other parts of its mix, which ran at the same time."""
+    mix = mix_of(load)
+    parts = [f"{mix}.{part}" for part in mixes.get(mix or "", [])]
+    return [part for part in parts if part != load]
+
+
 def expanded(scenario: "Scenario") -> "Scenario":
     """With each part of each mix among the loads, behind those that run alone; without parts that do not decode."""
     parts = {

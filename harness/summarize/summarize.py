@@ -72,7 +72,8 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
         for name, cell in seen.items()
     ]
     found = validity.of_run(run, len(ran), damaged, strangers)
-    reasons = found.reasons + _apart(run, seen, tallies) + [problem for cell in summaries for problem in cell.problems]
+    reasons = found.reasons + _apart(run, seen, tallies, marks)
+    reasons += [problem for cell in summaries for problem in cell.problems]
     notes = origin.notes(run.origin) + found.notes + server_starts.notes(run)
     notes += [note for cell in summaries for note in cell.notes] + _unchecked(summaries)
     rows = _rows(run, summaries, tallies)
@@ -97,10 +98,13 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
     )
 
 
-def _apart(run: Run, cells: dict[str, Cell], tallies: dict[str, Tally]) -> list[str]:
+def _apart(
+    run: Run, cells: dict[str, Cell], tallies: dict[str, Tally], marks: dict[str, list[ProcessMark]]
+) -> list[str]:
     """Mixes whose parts were hardly measured at the same time."""
     mixes: dict[tuple[int, str, str], list[tuple[float, float]]] = {}
     asked_s: dict[tuple[int, str, str], float] = {}
+    cut = {at_once(cell) for name, cell in cells.items() if not validity.whole(run.ran.get(name), marks.get(name, []))}
     for name, cell in cells.items():
         window = _window(tallies[name])
         if mix_of(cell.load) is not None and window is not None:
@@ -111,12 +115,17 @@ def _apart(run: Run, cells: dict[str, Cell], tallies: dict[str, Tally]) -> list[
         longest_s = asked_s[repeat, server, mix]
         together_s = max(0.0, min(end for _, end in windows) - max(begin for begin, _ in windows))
         if together_s < TOGETHER * longest_s:
-            enough_s = math.ceil(round((longest_s - together_s) / (1 - TOGETHER), 3))
-            reasons.append(
+            reason = (
                 f"r{repeat}-{server}-{mix}: its loads were measured at the same time for {together_s:.1f} of "
-                f"{longest_s:.1f} s; at least {TOGETHER:.0%} is needed: a 'duration_s' of {enough_s} s "
-                "or more would do, since what passes until all are measured does not grow with it"
+                f"{longest_s:.1f} s; at least {TOGETHER:.0%} is needed"
             )
+            if (repeat, server, mix) not in cut:  # by what is told as well, and would cut a longer one, too
+                enough_s = math.ceil(round((longest_s - together_s) / (1 - TOGETHER), 3))
+                reason += (
+                    f": a 'duration_s' of {enough_s} s or more would do, since what passes until all are measured "
+                    "does not grow with it"
+                )
+            reasons.append(reason)
     return reasons
 
 

@@ -79,6 +79,11 @@ def of_cell(evidence: Evidence) -> Findings:
     return Findings([f"{cell}: {text}" for text in reasons], [f"{cell}: {text}" for text in notes], limits)
 
 
+def whole(ran: CellRun | None, marks: Sequence[ProcessMark]) -> bool:
+    """Whether the load of a cell came to its own end."""
+    return ran is not None and not ran.problems and not killed(marks)
+
+
 def of_run(run: Run, ran: int, damaged: Mapping[str, Sequence[int]], strangers: Counter[str]) -> Findings:
     """Judge what concerns no single cell.
 
@@ -337,7 +342,7 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> list[str]:
         left = "was abandoned by its user" if numbers.abandoned == 1 else "were abandoned by their users"
         notes.append(f"{count(numbers.abandoned, 'request')} {left}: no latency has them")
     if load.requests is None and numbers.unfinished:
-        whole = evidence.ran is not None and not evidence.ran.problems and not killed(evidence.marks)
-        when = f"within drain_s ({load.drain_s:g} s) after the end" if whole else "before the load was ended early"
+        to_its_end = whole(evidence.ran, evidence.marks)
+        when = f"within drain_s ({load.drain_s:g} s) after the end" if to_its_end else "before the load was ended early"
         notes.append(f"{count(numbers.unfinished, 'request')} did not finish {when}: latencies lack the longest")
     return notes
