@@ -289,13 +289,13 @@ def test_more_comparisons_name_rows(tmp_path: Path) -> None:
         ("version: 1\nquestion: [q]\n", "$.question (line 2): a text is expected, got ['q']"),
         (
             "version: 1\nbaseline: {server: off, load: l}\n",
-            "$.baseline.server (line 2): a text is expected, got False; YAML reads on, off, yes and no so: put the word in "
-            "quotes",
+            "$.baseline.server (line 2): a text is expected, got False; YAML reads on, off, yes and no so: "
+            "put the word in quotes",
         ),
         (
             "version: 1\nloads: {l: {user: batch, requests: 1, answer: {choice: [yes, no]}}}\n",
-            "$.loads.l.answer.choice (line 2): 'auto' or a list of texts is expected, got [True, False]; YAML reads on, off, "
-            "yes and no so: put the word in quotes",
+            "$.loads.l.answer.choice (line 2): 'auto' or a list of texts is expected, got [True, False]; YAML reads "
+            "on, off, yes and no so: put the word in quotes",
         ),
     ],
 )
