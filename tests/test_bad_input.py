@@ -171,6 +171,11 @@ def test_a_damaged_file_of_several_loads_is_told_once_and_beside_other_problems(
             "ModuleNotFoundError: No module named 'no_such_package'\n" + ALONE,
         ),
         (
+            "import locust\nfrom locustfiles.chat import ChatUser\n\nclass Steps(locust.LoadTestShape):\n    pass\n",
+            ", line 4: a LoadTestShape and the scenario both say how many users there are\n"
+            "next: Remove it, and give the load 'stages'; docs/users.md. By hand, with `locust -f`, shapes work.\n",
+        ),
+        (
             "from locust import HttpUser\nclass Stock(HttpUser):\n    pass\n",
             ": the locustfile has no user class of the harness\n"
             "next: Derive one from harness.load.user.LLMUser; docs/users.md shows how.\n",
@@ -181,7 +186,7 @@ def test_a_damaged_file_of_several_loads_is_told_once_and_beside_other_problems(
             "next: Derive one from harness.load.user.LLMUser; docs/users.md shows how.\n",
         ),
     ],
-    ids=["syntax", "raises", "imports", "stock", "none"],
+    ids=["syntax", "raises", "imports", "shape", "stock", "none"],
 )
 def test_locustfile(tmp_path: Path, text: str, sentence: str) -> None:
     (tmp_path / "mine.py").write_text(text)

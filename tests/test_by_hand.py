@@ -26,7 +26,7 @@ from harness.serve.ports import free_port
 from harness.simulated.spawn import spawned
 from tests.command import until
 from tests.fake_server import answering, serving, whole
-from tests.load_runs import ROOT, RUN_S, end, ends_of, log_of, make_job, records_of, start, wait_for_records
+from tests.load_runs import ROOT, RUN_S, end, ends_of, log_of, make_job, records_of, start, start_job, wait_for_records
 
 CLASSES = {"agent": "ToolAgent", "batch": "BatchAgent", "chat": "ChatUser", "rag": "RagUser"}
 
@@ -165,6 +165,39 @@ def test_what_is_under_way_at_the_end_of_the_run_time_ends_and_is_counted(
     assert [(one.error, one.output_tokens) for one in records] == [(None, 2500)] * 2
     shown = re.findall(r"POST +BatchAgent +(\d+) +(\d+)\(", log_of(tmp_path))
     assert shown == [("2", "0")]
+
+
+SHAPE = """
+from locust import LoadTestShape
+
+from locustfiles.batch import BatchAgent
+
+
+class Steps(LoadTestShape):
+    def tick(self):
+        passed_s = self.get_run_time()
+        return None if passed_s > 4 else (2, 10) if passed_s < 2 else (4, 10)
+"""
+
+
+@pytest.mark.parametrize("more", [[], ["--processes", "2"]])
+def test_a_shape_of_ones_own_beside_a_user_class_that_ships(tmp_path: Path, engine: str, more: list[str]) -> None:
+    file = tmp_path / "shaped.py"
+    file.write_text(SHAPE)
+    options = ["--headless", "--records", "r.jsonl", "--output", "fixed", "--output-tokens", "500", *more]
+    assert end(start(tmp_path, engine, file, *options)) == 0, log_of(tmp_path)
+    records = list(read_requests(tmp_path / "r.jsonl"))
+    assert {one.error for one in records} == {None}  # what was under way at its end has ended
+    assert len({(one.process, one.user) for one in records}) == 4
+    assert re.findall(r"POST +BatchAgent +(\d+) +(\d+)\(", log_of(tmp_path)) == [(str(len(records)), "0")]
+
+
+def test_a_shape_from_elsewhere_does_not_steer_the_users_of_a_scenario(tmp_path: Path, engine: str) -> None:
+    (tmp_path / "shaped.py").write_text(SHAPE)
+    job = make_job(tmp_path, Load(user="batch", requests=2))
+    assert end(start_job(tmp_path, engine, job, locustfile=tmp_path / "shaped.py")) == 1
+    assert "brings a LoadTestShape, and the scenario says how many users there are" in log_of(tmp_path)
+    assert not (tmp_path / "requests.jsonl").exists()
 
 
 def test_an_interruption_does_not_wait_for_what_is_under_way(tmp_path: Path, engine: str) -> None:

@@ -48,6 +48,21 @@ def run(folder: Path, program: str, alive: Any = lambda: None, **load: Any) -> t
     return driven, seen
 
 
+@pytest.mark.parametrize(
+    ("warmup", "total", "of_warmup"), [(Warmup(requests=3), 7, 3), (Warmup(duration_s=1), None, 0)]
+)
+def test_a_total_is_told_where_it_is_known(tmp_path: Path, warmup: Warmup, total: int | None, of_warmup: int) -> None:
+    seen: list[Count] = []
+    drive(
+        lambda: LocalChild([sys.executable, "-c", ""], tmp_path / "log"),
+        make_job(tmp_path, Load(user="batch", requests=4), warmup),
+        log_path=tmp_path / "log",
+        alive=lambda: None,
+        progress=seen.append,
+    )
+    assert (seen[-1].total, seen[-1].warmup) == (total, of_warmup)
+
+
 def test_counts_what_comes(tmp_path: Path) -> None:
     program = f"""
 import time

@@ -243,3 +243,21 @@ def test_in_a_terminal_the_table_is_rewritten_and_gone_at_the_end(
     assert "TTFT p50" in shown and "200 ms" in shown
     assert "burst, repeat 1: 3 of 34 requests, 30 of them warm-up, 1 FAILED, 3 s" in shown
     assert "said meanwhile\n" in shown
+
+
+def test_a_warm_up_of_which_nobody_knows_how_long_it_is_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.run.progress.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("harness.run.progress.PLAIN_EVERY_S", 0.0)
+    out = io.StringIO()
+    progress = Progress(Console(file=out, width=200, color_system=None))
+    progress.cell(2, 2, Cell(id=CELL, server="one", load="people@5", repeat=1), None)
+    progress.load(job(tmp_path, user="chat", duration_s=9.0), tmp_path)
+    append(tmp_path / "requests.jsonl", *(record(index, phase="warmup") for index in (-1, -2)))
+    progress.count(Count(12, None, 2.0))
+    append(tmp_path / "requests.jsonl", record(0))
+    progress.count(Count(13, None, 3.0))
+    before, after = out.getvalue().splitlines()[-2:]
+    assert before == "[2/2] one / people@5, repeat 1: 12 requests, 2 s, warm-up until now: 2 requests"
+    assert after.startswith("[2/2] one / people@5, repeat 1: 13 requests, 3 s, TTFT 100 ms")

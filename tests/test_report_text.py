@@ -10,7 +10,7 @@ from rich.console import Console
 
 from harness import units
 from harness.report import markdown, rows_csv, sentences, terminal
-from harness.report.table import columns, lines
+from harness.report.table import columns, errors, lines
 from harness.rundir.manifest import CellRun, Machine, Run, ServedBy
 from harness.scenario.scenario import Load, Scenario, Server
 from harness.summary import (
@@ -174,6 +174,16 @@ def test_a_narrow_terminal_stacks_two_tables_within_its_width() -> None:
         "vllm    one     52.3   1,098  n/a (needs 11)  n/a (needs 130)        0",
         "vllm    ten     52.3   1,098  n/a (needs 11)  n/a (needs 130)  2 of 25",
     ]
+
+
+@pytest.mark.parametrize(
+    ("failed", "unfinished", "said"),
+    [(0, 0, "0"), (2, 0, "2 of 25"), (0, 7, "7 unfinished"), (2, 7, "2 of 25, 7 unfinished")],
+)
+def test_what_did_not_finish_is_no_error(failed: int, unfinished: int, said: str) -> None:
+    of = msgspec.structs.replace(numbers(1.0, MANY, failed), unfinished=unfinished, succeeded=25 - failed - unfinished)
+    assert errors(of) == said
+    assert of.error_rate == failed / 25  # what a check sees
 
 
 def test_names_of_full_length_still_fit_eighty_columns() -> None:

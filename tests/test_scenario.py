@@ -287,6 +287,16 @@ def test_more_comparisons_name_rows(tmp_path: Path) -> None:
         ("version: 1\nrestart: 3\n", "$.restart (line 2): true or false is expected, got 3"),
         ("version: 1\nseed: x\n", "$.seed (line 2): a whole number is expected, got 'x'"),
         ("version: 1\nquestion: [q]\n", "$.question (line 2): a text is expected, got ['q']"),
+        (
+            "version: 1\nbaseline: {server: off, load: l}\n",
+            "$.baseline.server (line 2): a text is expected, got False; YAML reads on, off, yes and no so: "
+            "put the word in quotes",
+        ),
+        (
+            "version: 1\nloads: {l: {user: batch, requests: 1, answer: {choice: [yes, no]}}}\n",
+            "$.loads.l.answer.choice (line 2): 'auto' or a list of texts is expected, got [True, False]; YAML reads "
+            "on, off, yes and no so: put the word in quotes",
+        ),
     ],
 )
 def test_problems_are_told_in_the_words_of_the_file(tmp_path: Path, text: str, said: str) -> None:

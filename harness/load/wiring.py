@@ -82,6 +82,8 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
         return
     try:
         _job = job_file(options)
+        if _job is not None and environment.shape_class is not None:  # from another module: `harness check` saw none
+            raise HarnessError("the locustfile brings a LoadTestShape, and the scenario says how many users there are")
         if isinstance(runner, MasterRunner) and _job is not None and _job.workers is not None:
             _master = Master(environment, runner, _job, _job.workers)
         if isinstance(runner, MasterRunner):

@@ -1,5 +1,6 @@
 """A mistake in a locustfile, found before a server is started."""
 
+import ast
 import os
 import re
 import subprocess
@@ -11,6 +12,10 @@ from harness.errors import HarnessError
 IMPORT_S = 60.0
 _TRY_ALONE = "Correct it; it can be tried alone with `locust -f FILE --host URL`."
 
+# Locust would follow it, and the report would name the users of the scenario.
+TWO_SAY = "a LoadTestShape and the scenario both say how many users there are"
+SAY_ONCE = "Remove it, and give the load 'stages'; docs/users.md. By hand, with `locust -f`, shapes work."
+
 
 def check_locustfile(path: Path, *, try_it: bool = True) -> None:
     """Find a mistake in a locustfile before a server is started for ten minutes. Raises HarnessError.
@@ -18,13 +23,17 @@ def check_locustfile(path: Path, *, try_it: bool = True) -> None:
     `try_it` lets Locust import it, in a process of its own.
     """
     try:
-        compile(path.read_bytes(), str(path), "exec")
+        tree = ast.parse(path.read_bytes(), str(path))
+        compile(tree, str(path), "exec")
     except SyntaxError as error:
         raise HarnessError(
             f"{path}, line {error.lineno}: syntax error in the locustfile: {error.msg}", next_step=_TRY_ALONE
         ) from None
     except (OSError, ValueError) as error:
         raise HarnessError(f"{path}: the locustfile cannot be read ({error})") from None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("LoadTestShape") for base in node.bases):
+            raise HarnessError(f"{path}, line {node.lineno}: {TWO_SAY}", next_step=SAY_ONCE)
     if try_it:
         _import_locustfile(path)
 

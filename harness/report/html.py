@@ -20,7 +20,7 @@ from harness.report.charts.forest import Forest
 from harness.report.charts.observed import Observed, observe
 from harness.report.charts.timeline import figure_of
 from harness.report.page import asset, neutral, template
-from harness.report.table import columns, interval, lines
+from harness.report.table import columns, errors, interval, lines
 from harness.rundir.files import replace_file
 from harness.rundir.manifest import Run, ServedBy, read_run
 from harness.summarize.summarize import read_summary
@@ -61,6 +61,7 @@ def render(summary: Summary, run: Run, observed: Observed) -> str:
         rows=rows,
         forest=Forest.of([line.verdict for line in rows if line.verdict]),
         interval=interval,
+        errors=errors,
         sentences=sentences,
         starts=starts,
         units=units,

@@ -11,7 +11,7 @@ from harness.report import words
 from harness.rundir.manifest import Run
 from harness.rundir.origin import OTHERWISE
 from harness.scenario.plan import baseline_of
-from harness.summary import Row, Summary, Verdict, median_of_known
+from harness.summary import Numbers, Row, Summary, Verdict, median_of_known
 
 LIMITED = "‡"  # beside a number that the load generator limited in one of the row's cells
 
@@ -97,10 +97,11 @@ def _of_answers(line: Line, which: str) -> str:
     return units.NOTHING if number is None or not of else f"{number:,} of {of:,} ({number / of:.1%})"
 
 
-def _errors(line: Line) -> str:
-    numbers = line.row.pooled
-    wrong = numbers.failed + numbers.unfinished
-    return f"{wrong:,} of {numbers.sent:,}" if wrong else "0"
+def errors(numbers: Numbers) -> str:
+    """ "2 of 25, 1 unfinished", or "0" """
+    said = [f"{numbers.failed:,} of {numbers.sent:,}"] if numbers.failed else []
+    said += [f"{numbers.unfinished:,} unfinished"] if numbers.unfinished else []
+    return ", ".join(said) or "0"
 
 
 def _speedup(line: Line) -> str:
@@ -191,10 +192,10 @@ _ERRORS_AND_VERDICT = (
         key="errors",
         title="Errors",
         group="latency",
-        explanation="Requests that failed or were cut by the end of the run, of all that were sent. "
-        "They count here and never in a latency.",
-        formula="errors = failed + unfinished",
-        text=_errors,
+        explanation="Requests that failed, of all that were sent, and how many the end of the run cut: these are no "
+        "part of the error rate. They count here and never in a latency.",
+        formula="errors = failed; error rate = failed ÷ sent",
+        text=lambda line: errors(line.row.pooled),
     ),
     Column(
         key="speedup",

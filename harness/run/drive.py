@@ -158,7 +158,7 @@ def _watch(
     raised = 0  # exceptions in the log when the last record came
     awaited = ""
     begin = time.monotonic()
-    endless = job.load.requests is None or job.warmup.until is not None
+    endless = job.load.requests is None or job.warmup.requests is None  # nobody knows how many there will be
     warmup = 0 if endless else job.warmup.requests or 0
     total = None if endless else (job.load.requests or 0) + warmup
     last_change = last_look = begin

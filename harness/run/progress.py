@@ -17,6 +17,7 @@ from harness.job import Job
 from harness.run.cell_progress import Glance, Watch
 from harness.run.drive import Count
 from harness.scenario.plan import Cell
+from harness.units import count as counted
 from harness.units import duration, gib
 
 PLAIN_EVERY_S = 5.0
@@ -92,6 +93,8 @@ class Progress:
         simulated = " (SIMULATED)" if self._simulated else ""
         words = f"{self.head}{simulated}: {count.recorded}{of} requests{warmup}{failed}, {count.elapsed_s:.0f} s"
         glance = self._glance
+        if glance is not None and glance.warmup and not glance.done and not warmup:  # of a time nobody knows how many
+            words += f", warm-up until now: {counted(glance.warmup, 'request')}"
         if glance is not None and self._live is None:
             words = ", ".join([words, *in_words(glance)])
         elif glance is not None and glance.left_s is not None:

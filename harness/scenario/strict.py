@@ -142,7 +142,10 @@ def _decode(raw: Any, type_: Any, lines: dict[str, int], problems: list[str], pa
         wanted = next((m.description for m in meta if m.description), _in_words(error))
         # What was meant to be the name of a secret may be the secret.
         hidden = any((m.extra or {}).get("hidden") for m in meta)
-        problems.append(f"{where(path, lines)}: {wanted}" + ("" if hidden else f", got {_shown(raw)}"))
+        got = "" if hidden else f", got {_shown(raw)}"
+        words = raw if isinstance(raw, list) else [raw]
+        advice = _IN_QUOTES if "text" in wanted and any(isinstance(word, bool) for word in words) else ""
+        problems.append(f"{where(path, lines)}: {wanted}{got}{advice}")
         return None
 
 
@@ -179,6 +182,8 @@ def _decode_struct(
             problems.append(f"{where(path, lines)}: '{key}' is missing{write}")
     return type_(**values) if len(problems) == before else None
 
+
+_IN_QUOTES = "; YAML reads on, off, yes and no so: put the word in quotes"
 
 # What msgspec calls the parts of a file, for those who write one.
 _KINDS = {
