@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import gevent
+import gevent.socket
 import pytest
 
 import harness.load.client as client_module
@@ -16,7 +17,7 @@ from harness.load.client import Client, Target
 from harness.load.clock import KernelClock
 from harness.load.exchange import Exchange
 from harness.load.later import Later
-from harness.load.reader import Arrivals, Reader
+from harness.load.reader import Arrivals, Inbox, Reader
 from harness.rundir.records import read_requests
 from harness.simulated.spawn import spawned
 from tests.fake_server import (
@@ -179,6 +180,43 @@ def test_a_delay_of_ours_does_not_reach_the_times() -> None:
         exchange, answer = send()
     assert answer.chunks_s[0] == pytest.approx(0.1, abs=0.05)
     assert exchange.arrivals[0][0] - exchange.start_ns > 0.3e9
+
+
+def test_a_connection_that_is_given_up_between_two_reads_takes_no_other_along() -> None:
+    """What was put off comes due in the middle of reading, when a busy process puts off too much."""
+
+    class Offended:
+        def pass_by(self, inbox: Inbox) -> None:
+            inbox.rest()
+            raise ValueError("no HTTP")
+
+    later = Later()
+    clock = KernelClock()
+    reader = Reader(clock, later)
+    pairs = [gevent.socket.socketpair() for _ in range(3)]
+    arrivals = [Arrivals() for _ in pairs]
+    try:
+        inboxes = [reader.open(ours, one) for (ours, _), one in zip(pairs, arrivals, strict=True)]
+        for inbox in inboxes:
+            inbox.in_passing = Offended()
+        pairs[1][1].sendall(b"a piece that is long enough not to be an end")
+        reader._drain()
+        for _ in range(999):
+            later.do(lambda: None)
+        for _, theirs in pairs:
+            theirs.sendall(b"another such piece, of all three of them")
+        assert reader._drain() == 3
+        assert [len(one) for one in arrivals] == [1, 1, 1]
+        with pytest.raises(ValueError, match="no HTTP"):
+            inboxes[1].wait(1)
+        assert inboxes[2].rest() == [b"another such piece, of all three of them"]
+    finally:
+        later.finish()
+        reader.close()
+        clock.close()
+        for ours, theirs in pairs:
+            ours.close()
+            theirs.close()
 
 
 def test_stamps_that_cannot_be_are_not_believed() -> None:

@@ -1,5 +1,6 @@
 """What a server, a proxy or a network can do to a request, on real sockets, and the one record that it leaves."""
 
+import gzip
 import socket
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from harness.errors import HarnessError
 from harness.load import client as client_module
 from harness.load.answer import Answer, Reading
 from harness.load.client import Client
+from harness.load.exchange import Collector, Exchange
 from harness.load.reader import Direct
 from harness.rundir.records import read_requests
 from tests.fake_server import (
@@ -19,6 +21,7 @@ from tests.fake_server import (
     FINISH,
     GOOD,
     OK,
+    SSE,
     TOKEN,
     UNTIL_CLOSED,
     USAGE,
@@ -195,8 +198,38 @@ FAULTS: dict[str, tuple[Handler, str, str, int]] = {
     "error by event type": (
         once(UNTIL_CLOSED, TOKEN, b'event: error\ndata: {"message":"out of memory"}\n\n', DONE),
         "stream_error",
+        "out of memory",
+        1,
+    ),
+    "error in plain text": (
+        once(UNTIL_CLOSED, TOKEN, b"event: error\ndata: upstream connect error\n\n"),
+        "stream_error",
+        "upstream connect error",
+        1,
+    ),
+    "error without words": (
+        once(UNTIL_CLOSED, TOKEN, b"event: error\ndata: null\n\n", DONE),
+        "stream_error",
         "an error event without a message",
         1,
+    ),
+    "a compressed stream": (
+        once(SSE + b"Content-Encoding: gzip\r\nConnection: close\r\n\r\n", gzip.compress(TOKEN + DONE)),
+        "not_api",
+        "status 200 with text/event-stream in gzip (which was not asked for) in place of an API answer",
+        0,
+    ),
+    "a compressed answer": (
+        once(whole(gzip.compress(b"{}"), more=b"Content-Encoding: gzip\r\n")),
+        "not_api",
+        "status 200 with application/json in gzip (which was not asked for) in place of an API answer",
+        0,
+    ),
+    "a compressed error": (
+        once(whole(gzip.compress(b"{}"), status=b"500 Oops", more=b"Content-Encoding: gzip\r\n")),
+        "http",
+        "status 500: application/json in gzip (which was not asked for)",
+        0,
     ),
     "older vllm error": (
         once(UNTIL_CLOSED, b'data: {"object":"error","message":"bad","type":"BadRequestError","code":400}\n\n', DONE),
@@ -286,6 +319,23 @@ STREAMS: dict[str, tuple[list[bytes], int, str]] = {
     "several data lines": ([UNTIL_CLOSED, TOKEN.replace(b'"index"', b'\ndata: "index"'), FINISH, DONE], 1, "length"),
     "continue first": ([b"HTTP/1.1 100 Continue\r\n\r\n" + GOOD], 2, "length"),
     "no content type": ([OK + b"Connection: close\r\n\r\n" + TOKEN, FINISH, DONE], 1, "length"),
+    "no content type and a line end first": (
+        [OK + b"Connection: close\r\n\r\n", b"\n", TOKEN, FINISH, DONE],
+        1,
+        "length",
+    ),
+    "no content type and a comment first": (
+        [OK + b"Connection: close\r\n\r\n:ok\n\n", TOKEN, FINISH, DONE],
+        1,
+        "length",
+    ),
+    "numbered events labelled as JSON": ([OK + b"Content-Type: application/json\r\n\r\nid: 1\n", TOKEN, DONE], 1, ""),
+    "pings of empty data": (
+        [UNTIL_CLOSED, b"data:\n\n", TOKEN, b"event: ping\ndata: \n\n", FINISH, DONE],
+        1,
+        "length",
+    ),
+    "a space after done": ([UNTIL_CLOSED, TOKEN, FINISH, b"data: [DONE] \n\n"], 1, "length"),
     "completions": (
         [UNTIL_CLOSED, b'data: {"choices":[{"index":0,"text":"a","finish_reason":"stop"}]}\n\n', DONE],
         1,
@@ -303,6 +353,37 @@ def test_streams_that_are_complete(tmp_path: Path, name: str) -> None:
     record = one_record(tmp_path, once(*pieces))
     assert (record.error, record.message) == (None, None)
     assert (len(record.chunks_s), record.finish) == (chunks, finish or None)
+
+
+@pytest.mark.parametrize("kind", [b"", b"Content-Type: application/json\r\n"])
+def test_a_stream_that_is_not_called_one_is_known_however_it_is_cut(kind: bytes) -> None:
+    exchange = Exchange(id="x", sent_ns=0)
+    reading, collector = Reading(exchange), Collector(exchange)
+    head = OK + kind + b"Transfer-Encoding: chunked\r\n\r\n"
+    for data in [head, *(chunk(bytes([one])) for one in b"\n" + TOKEN + DONE), b"0\r\n\r\n"]:
+        exchange.arrivals.append(len(exchange.arrivals), None)
+        collector.take(data)
+        reading.look()
+    answer = reading.finish()
+    reading.time()
+    assert (answer.error, answer.text, len(answer.chunks_s)) == (None, "hi ", 1)
+
+
+def test_a_response_that_nobody_asked_for_is_not_the_answer() -> None:
+    """Some servers say 408 before they close an idle connection, and it may be read together with the answer."""
+    answer = whole(b'{"choices":[{"message":{"content":"a"},"finish_reason":"stop"}]}')
+    farewell = whole(b"{}", status=b"408 Request Timeout")
+    with serving(answering(answer + farewell)) as url, exchanging(url) as send:
+        for _ in range(2):
+            exchange, said = send()
+            assert (exchange.status, said.status, said.error, said.text) == (200, 200, None, "a")
+            assert exchange.connect_ns is not None
+
+
+def test_a_body_of_no_coding_ends_with_the_connection(tmp_path: Path) -> None:
+    head = OK + b"Transfer-Encoding: identity\r\nConnection: close\r\n\r\n"
+    record = one_record(tmp_path, once(head + b'{"choices":[{"message":{"content":"a"},"finish_reason":"stop"}]}'))
+    assert (record.error, record.message, record.finish) == (None, None, "stop")
 
 
 def test_half_a_character_can_be_said_again(tmp_path: Path) -> None:
@@ -380,6 +461,15 @@ def test_details_of_usage(tmp_path: Path) -> None:
     record = one_record(tmp_path, once(UNTIL_CLOSED, TOKEN, FINISH, usage, DONE))
     assert (record.prompt_tokens, record.output_tokens) == (9, 5)
     assert (record.cached_tokens, record.reasoning_tokens) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    "last", [b"{}", b'{"prompt_tokens":null,"completion_tokens":null}', b'{"completion_tokens":2}']
+)
+def test_usage_may_be_spread_over_events(tmp_path: Path, last: bytes) -> None:
+    more = USAGE.replace(b"}}", b',"prompt_tokens_details":{"cached_tokens":1}}}')
+    record = one_record(tmp_path, once(UNTIL_CLOSED, TOKEN, more, FINISH[:-3] + b',"usage":%s}\n\n' % last, DONE))
+    assert (record.prompt_tokens, record.output_tokens, record.cached_tokens) == (3, 2, 1)
 
 
 def test_events_that_share_a_read_are_counted(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from harness.scenario.scenario import Load, Warmup
 from harness.serve.ports import free_port
+from tests.fake_server import answering, serving, whole
 from tests.load_runs import (
     ROOT,
     end,
@@ -114,6 +115,18 @@ def test_a_server_that_is_gone_fails_every_request_once(tmp_path: Path) -> None:
     assert [r.error for r in records] == ["connect"] * 12
     assert max(r.sent_s for r in records) - min(r.sent_s for r in records) > 0.4  # users pause, they do not spin
     ends_of(tmp_path, 1)
+
+
+def test_a_server_that_turns_requests_away_is_not_flooded(tmp_path: Path) -> None:
+    busy = answering(
+        whole(b'{"error":{"message":"busy"}}', status=b"429 Too Many Requests", more=b"Retry-After: 1\r\n")
+    )
+    job = make_job(tmp_path, Load(user="batch", users=4, requests=12))
+    with serving(busy) as url:
+        assert end(start_job(tmp_path, url, job)) == 0
+    records = records_of(tmp_path)
+    assert [(r.error, r.status) for r in records] == [("rejected", 429)] * 12
+    assert max(r.sent_s for r in records) - min(r.sent_s for r in records) > 0.9  # three each, and two pauses between
 
 
 OWN = """

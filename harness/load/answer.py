@@ -124,10 +124,13 @@ class Reading:
     def _take(self, event: Event, read: int) -> None:
         """Take in an event that this read completed."""
         answer = self._answer
+        said = event.data.strip()
+        if not said:  # some gateways ping so
+            return
         self._count += 1
         if answer.done:
             return
-        if event.data == b"[DONE]":
+        if said == b"[DONE]":
             answer.done = True
             self._done_read = read
         elif _take_event(event, self._count + self._form.events, answer):
@@ -177,8 +180,10 @@ class Reading:
         _unframed(self._events.stray(), answer)
         if not exchange.complete and not answer.done:
             return  # the failure of the connection says more
+        events = self._count + self._form.events
+        if not events and (coded := _coded(exchange)):
+            answer.fail("not_api", f"status {exchange.status} with {coded} in place of an API answer")
         if not answer.done and answer.finish is None:
-            events = self._count + self._form.events
             answer.fail("truncated", f"the stream ended after {events} events without [DONE] or a finish reason")
         if not answer.generated:
             answer.fail("empty", f"a complete stream without any generated text; {_usage_words(answer)}")
@@ -199,6 +204,9 @@ def _unframed(raw: bytes, answer: Answer) -> None:
 
 def _take_event(event: Event, number: int, answer: Answer) -> bool:
     """Note what one event says. True when it carries generated tokens."""
+    if event.type == "error":
+        answer.fail("stream_error", _words_of(event.data) or "an error event without a message")
+        return False
     try:
         body = _decode(event.data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -208,8 +216,8 @@ def _take_event(event: Event, number: int, answer: Answer) -> bool:
         answer.fail("malformed", f"event {number} is not a JSON object")
         return False
     problem = _error_in(body)
-    if problem is not None or event.type == "error":
-        answer.fail("stream_error", problem or "an error event without a message")
+    if problem is not None:
+        answer.fail("stream_error", problem)
         return False
     _usage(body, answer)
     choice = _first_choice(body)
@@ -348,6 +356,15 @@ def _error_in(body: dict[str, Any]) -> str | None:
     return f"{' '.join(kinds) or 'error'}: {error.get('message') or 'no message'}"
 
 
+def _words_of(raw: bytes) -> str | None:
+    """What an error says that need not be JSON."""
+    try:
+        body = _decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return raw.decode("utf-8", "replace")
+    return _error_words(body) if isinstance(body, dict) else str(body or "")
+
+
 def _first_choice(body: dict[str, Any]) -> dict[str, Any] | None:
     choices = body.get("choices")
     first = choices[0] if isinstance(choices, list) and choices else None
@@ -358,15 +375,18 @@ def _usage(body: dict[str, Any], answer: Answer) -> None:
     usage = body.get("usage")
     if not isinstance(usage, dict):
         return
-    answer.prompt_tokens = _count(usage, "prompt_tokens")
-    answer.output_tokens = _count(usage, "completion_tokens")
-    answer.cached_tokens = _count(usage.get("prompt_tokens_details"), "cached_tokens")
-    answer.reasoning_tokens = _count(usage.get("completion_tokens_details"), "reasoning_tokens")
+    answer.prompt_tokens = _count(usage, "prompt_tokens", answer.prompt_tokens)
+    answer.output_tokens = _count(usage, "completion_tokens", answer.output_tokens)
+    answer.cached_tokens = _count(usage.get("prompt_tokens_details"), "cached_tokens", answer.cached_tokens)
+    answer.reasoning_tokens = _count(
+        usage.get("completion_tokens_details"), "reasoning_tokens", answer.reasoning_tokens
+    )
 
 
-def _count(counts: Any, key: str) -> int | None:
+def _count(counts: Any, key: str, before: int | None) -> int | None:
+    """What `counts` says; what was said before, where it says nothing: some spread it over several events."""
     value = counts.get(key) if isinstance(counts, dict) else None
-    return value if isinstance(value, int) else None
+    return value if isinstance(value, int) else before
 
 
 def _usage_words(answer: Answer) -> str:
@@ -377,6 +397,15 @@ def _described(exchange: Exchange, raw: bytes) -> str:
     """What a body that is not JSON looks like, in words."""
     if not raw:
         return "an empty body"
+    if coded := _coded(exchange):
+        return coded
     kind = exchange.headers.get("content-type", "no content type").split(";")[0]
     text = " ".join(re.sub(r"<[^>]*>", " ", raw[:4000].decode("utf-8", "replace")).split())
     return f"{kind} ({text[:120]!r})"
+
+
+def _coded(exchange: Exchange) -> str | None:
+    """The words for a body that nobody can read, as it was compressed."""
+    coding = exchange.headers.get("content-encoding", "identity").lower()
+    kind = exchange.headers.get("content-type", "a body").split(";")[0]
+    return None if coding == "identity" else f"{kind} in {coding} (which was not asked for)"

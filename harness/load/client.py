@@ -203,7 +203,7 @@ class Client:
         try:
             self._collect(sock, collector)
         except (OSError, EOFError, httptools.HttpParserError):
-            if not collector.done:
+            if not (collector.done or exchange.complete):
                 raise
             exchange.complete = True  # all was said; only the connection is of no more use
             self.close()

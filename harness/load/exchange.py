@@ -18,8 +18,10 @@ from harness.rundir.records import ErrorKind
 Clock = Literal["kernel", "read"]
 
 # Never inside an event's JSON, which cannot hold a line end. The second line end completes the event.
-_DONE = re.compile(rb"\[DONE\](?:\r\n|\n|\r(?!\n))[\r\n]")
+_DONE = re.compile(rb"\[DONE\][ \t]*(?:\r\n|\n|\r(?!\n))[\r\n]")
 _TAIL_BYTES = 16  # of the body so far: a mark may be split over two reads
+_STREAM = re.compile(rb"(?:data|event|id|retry)?:")  # how events begin; JSON and HTML never do
+_STREAM_BYTES = 6  # that tell
 
 
 class Failure(Exception):
@@ -86,8 +88,12 @@ class Exchange:
             return True
         if self.headers.get("content-type", "").lower().startswith("text/event-stream"):
             return True
-        first = self.body[0][1].lstrip() if self.body else b""
-        return first.startswith((b"data:", b"event:", b": "))  # some servers name no type
+        first = b""  # some servers name no type, or that of a whole answer
+        for _, data in self.body:
+            first = (first + data).lstrip()
+            if len(first) >= _STREAM_BYTES:
+                break
+        return _STREAM.match(first) is not None
 
     def times_ns(self) -> tuple[Clock, list[int]]:
         """The clock and the time of each read: the kernel's where all are believable, else that of the read."""
@@ -174,6 +180,10 @@ class Collector:
         """Whether nothing is of interest any more but how the body ends: of a stream, whatever comes in between."""
         return self.exchange.status is not None and "content-length" not in self.exchange.headers
 
+    def on_message_begin(self) -> None:
+        if self.exchange.complete:  # a farewell, such as 408, in the same read; it ends the parsing
+            raise ValueError("nobody asked for this one")
+
     def on_header(self, name: bytes, value: bytes) -> None:
         self.exchange.headers[_name(name)] = _value(value)
 
@@ -212,4 +222,5 @@ class Collector:
     def _ends_with_connection(self) -> bool:
         """Whether the end of the connection is how this body ends."""
         headers = self.exchange.headers
-        return self.exchange.status is not None and not {"content-length", "transfer-encoding"} & headers.keys()
+        chunked = "chunked" in headers.get("transfer-encoding", "").lower()
+        return self.exchange.status is not None and not chunked and "content-length" not in headers

@@ -215,7 +215,9 @@ class Reader:
         self._drained_ns = self._clock.look()
         ready, only_data = self._poll.poll(0), select.EPOLLIN
         for descriptor, events in ready:
-            inbox = inboxes[descriptor]
+            inbox = inboxes.get(descriptor)
+            if inbox is None:  # it broke just now, by what was put off and came due between two of these reads
+                continue
             try:
                 size, control, _, _ = inbox.receive(buffers, CONTROL_BYTES)
             except BlockingIOError:

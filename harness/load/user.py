@@ -49,7 +49,7 @@ _IDLE_S = 0.2
 _NONE = [0.0, 0.0]
 _NOBODY: frozenset[Ticket] = frozenset()  # one for all: each would take room of its own
 _AHEAD_S = 0.2  # open loop: so long before it is time a prompt is made, which may take some ms
-_AFTER_NO_CONNECTION_S = 0.5  # a server that is gone must not make users spin
+_AFTER_NO_ANSWER_S = 0.5  # a server that is gone, or turns requests away, must not make users spin
 
 
 class Work(msgspec.Struct, frozen=True):
@@ -228,8 +228,10 @@ class LLMUser(User):
         finally:
             under_way[place.user_class] -= 1
         self._clients.append(client)
-        if answer.error == "connect" or (answer.error == "disconnect" and answer.status is None):
-            gevent.sleep(_AFTER_NO_CONNECTION_S)
+        if place.ticket.due_s is None and (  # else the schedule says when the next one goes out
+            answer.error in ("connect", "rejected") or (answer.error == "disconnect" and answer.status is None)
+        ):
+            gevent.sleep(_AFTER_NO_ANSWER_S)
         return answer
 
     def ask_all(self, works: Sequence[Work]) -> list[Answer]:
