@@ -106,7 +106,7 @@ def summary() -> Summary:
         p=0.008,
         n=(5, 5),
         word="faster",
-        sentence="vllm / ten is faster than vllm / one: 3.13 times (3.05 to 3.21).",
+        sentence="vllm / ten: faster: 3.13 times as fast as vllm / one (3.05 to 3.21).",
     )
     cells = [
         CellSummary(id=f"r1-vllm-{load}", server="vllm", load=load, repeat=1, numbers=of, server_load=ServerLoad())
@@ -149,7 +149,7 @@ def test_a_wide_terminal_has_one_table() -> None:
         "vllm    ten    4.18 s       1,250      299.0    52.3   1,098  n/a (needs 11)  n/a (needs 130)"
         "  2 of 25  3.13× (3.05–3.21)  faster",
         "",
-        "- vllm / ten is faster than vllm / one: 3.13 times (3.05 to 3.21).",
+        "- vllm / ten: faster: 3.13 times as fast as vllm / one (3.05 to 3.21).",
         "- By wall time; one comparison. Differences below 2\u00a0% are not believed (noise floor: assumed).",
         "",
         "VALID: all conditions of a trustworthy measurement held",
@@ -299,7 +299,7 @@ def test_markdown() -> None:
         "| 1 (baseline) | baseline |\n"
         "| vllm | ten | 4.18 s | 1,250 | 299.0 | 52.3 | 1,098 | n/a (needs 11) | n/a (needs 130) | 2 of 25 "
         "| 3.13× (3.05–3.21) | faster |\n\n"
-        "- vllm / ten is faster than vllm / one: 3.13 times (3.05 to 3.21).\n"
+        "- vllm / ten: faster: 3.13 times as fast as vllm / one (3.05 to 3.21).\n"
         "- By wall time; one comparison. Differences below 2\u00a0% are not believed (noise floor: assumed).\n\n"
         "**VALID: all conditions of a trustworthy measurement held**\n\n"
         "- **FAILED**: `error_rate == 0`: 2 of 50 failed\n\n"
@@ -336,6 +336,28 @@ def test_the_same_reason_in_many_cells_is_said_once() -> None:
         "- no room: on the disk",
         "- r9-x: y",
     ]
+
+
+def test_what_is_said_of_several_verdicts_is_said_once() -> None:
+    def verdict(side: str, metric: str, word: str, said: str) -> Verdict:
+        return Verdict(side=side, baseline="a / x", metric=metric, ratio=1.5, low=None, high=None, p=None, n=(1, 1),
+                       word=word, sentence=f"{side}: {said}.")  # fmt: skip
+
+    unknown, refused = "cannot tell: by {}, 1 against 1 run have no spread", "cannot tell: they are not alike"
+    assert sentences.of_verdicts([
+        verdict("b / x", "wall_s", "cannot tell", unknown.format("wall time")),
+        verdict("b / y", "ttft_p50", "cannot tell", unknown.format("TTFT p50")),
+        verdict("b / z", "wall_s", "faster", "faster: 2.00 times as fast as a / x by wall time (p = 0.01)"),
+        verdict("c / x", "wall_s", "cannot tell", unknown.format("wall time")),
+        verdict("c / y", "ttft_p50", "cannot tell", refused),
+        verdict("b / y", "e2e_p95", "cannot tell", unknown.format("E2E p95")),
+        verdict("c / y", "e2e_p95", "cannot tell", refused),
+    ]) == [
+        ("cannot tell", "b / x, c / x: cannot tell: by wall time, 1 against 1 run have no spread."),
+        ("cannot tell", "b / y: cannot tell: by TTFT p50, E2E p95, 1 against 1 run have no spread."),
+        ("faster", "b / z: faster: 2.00 times as fast as a / x by wall time (p = 0.01)."),
+        ("cannot tell", "c / y: cannot tell: they are not alike."),
+    ]  # fmt: skip
 
 
 def test_a_load_of_fixed_duration_has_a_rate_and_no_wall_time() -> None:

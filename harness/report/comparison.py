@@ -27,8 +27,8 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     console.print()
     for note in comparison.notes:
         console.print(Text(f"Mind: {words.one_line(note)}", "bold yellow"))
-    for verdict in comparison.verdicts:
-        console.print(Text(f"- {verdict.sentence}", STYLES.get(verdict.word, "")))
+    for word, said in sentences.of_verdicts(comparison.verdicts):
+        console.print(Text(f"- {said}", STYLES.get(word, "")))
     console.print(Text(f"- {sentences.of_method(comparison)}", "dim"))
     for check in comparison.checks:
         mark = Text("- passed ", "green") if check.passed else Text("- FAILED ", "bold red")
@@ -42,7 +42,7 @@ def markdown(comparison: Comparison) -> str:
     """The same for a pull request."""
     rows = [HEADINGS, ("---",) * len(HEADINGS), *map(_cells, comparison.verdicts)]
     table = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
-    said = [verdict.sentence for verdict in comparison.verdicts] + [sentences.of_method(comparison)]
+    said = [text for _, text in sentences.of_verdicts(comparison.verdicts)] + [sentences.of_method(comparison)]
     banner = f"> **{words.SIMULATED}**\n\n" if comparison.simulated else ""
     noted = "".join(f"> **Mind:** {escape(words.one_line(note))}\n\n" for note in comparison.notes)
     text = f"{banner}{table}\n\n{noted}" + "\n".join(f"- {sentence}" for sentence in said)

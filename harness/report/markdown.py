@@ -20,7 +20,7 @@ def render(summary: Summary, run: Run) -> str:
     if lines_ := schedules.lines(summary, run):
         parts.append(_schedules(lines_))
     for comparison in filter(None, [summary.comparison, *summary.beside]):
-        items = [escape(verdict.sentence) for verdict in comparison.verdicts]
+        items = [escape(said) for _, said in sentences.of_verdicts(comparison.verdicts)]
         parts.append(_list([*items, escape(sentences.of_method(comparison))]))
     parts.append(f"**{escape(sentences.of_validity(summary, run))}**")
     if summary.reasons or summary.notes:

@@ -3,6 +3,7 @@
 import math
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 
 import msgspec
 
@@ -98,6 +99,22 @@ def of_client(summary: Summary) -> str:
 def after_word(verdict: Verdict) -> str:
     """A verdict's sentence where its side and its word are shown beside it."""
     return verdict.sentence.removeprefix(f"{verdict.side}: ").removeprefix(f"{verdict.word}: ")
+
+
+def of_verdicts(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
+    """The word and the sentence of each; what is said of several sides, or by several metrics, as one."""
+    sides: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
+    for verdict in verdicts:
+        sides[verdict.metric, verdict.sentence.removeprefix(f"{verdict.side}: ")].append(verdict)
+    metrics: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for (metric, said), alike in sides.items():
+        before, by, behind = said.partition(f"by {METRIC_WORDS[metric]},")
+        names = ", ".join(dict.fromkeys(verdict.side for verdict in alike))
+        metrics[alike[0].word, f"{names}: {before}", f",{behind}" if by else ""].append(METRIC_WORDS[metric])
+    return [
+        (word, f"{before}by {', '.join(found)}{behind}" if behind else before)
+        for (word, before, behind), found in metrics.items()
+    ]
 
 
 def in_short(verdict: Verdict, comparison: Comparison) -> str:

@@ -149,8 +149,8 @@ def _schedules(summary: Summary, run: Run, console: Console, *, explain: bool) -
 def _verdicts(summary: Summary, console: Console) -> None:
     for comparison in filter(None, [summary.comparison, *summary.beside]):
         console.print()
-        for verdict in comparison.verdicts:
-            _item(console, Text(words.one_line(verdict.sentence), STYLES.get(verdict.word, "")))
+        for word, said in sentences.of_verdicts(comparison.verdicts):
+            _item(console, Text(words.one_line(said), STYLES.get(word, "")))
         _item(console, Text(sentences.of_method(comparison), "dim"))
 
 
