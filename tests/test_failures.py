@@ -375,6 +375,8 @@ def test_what_a_server_got_over_does_not_explain_its_end() -> None:
         ("connect: 127.0.0.1:8000: connection refused", "req.refused"),
         ("disconnect: connection reset by peer before the response was complete", "req.disconnected"),
         ("timeout: no data arrived for 120 s", "req.silent"),
+        ("not_api: status 200 with text/event-stream in gzip (which was not asked for) in place of an API answer",
+         "req.compressed"),
         ("stream_error: backend_watchdog_reset: llama-server was unresponsive", "lemonade.watchdog"),
     ],
 )  # fmt: skip
