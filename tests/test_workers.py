@@ -458,6 +458,20 @@ def test_a_killed_load_process_is_there_again_for_the_next_run(tmp_path: Path, e
         assert len(said) == len(expected)
 
 
+def test_a_killed_load_process_is_not_followed_by_another_where_one_load_was_lent(tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with going("worker", "--master", address, "--once", cwd=tmp_path) as worker:
+        until(lambda: worker.others("locust"), within_s=20)
+        for process in worker.others("locust"):
+            process.kill()
+        done = worker.end()
+    assert done.code == 1
+    assert done.out.splitlines() == [
+        f"waiting for a load from {address}",
+        "the load process was ended by SIGKILL, as the kernel does when memory runs out: its load cannot be valid",
+    ]
+
+
 def test_workers_serve_one_load_after_the_other(tmp_path: Path, engine: Spawned) -> None:
     """Two machines with two processes each, two repeats: each load has a master of its own, and the workers find it."""
     load = {"user": "batch", "users": 4, "processes": 2, "batch_size": 3, "requests": 50, "output_tokens": 5}

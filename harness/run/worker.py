@@ -48,7 +48,7 @@ def lend(master: str, processes: int, *, once: bool = False) -> None:
         life = _live(command)
         quiet = life.quiet
         if life.code or life.left:
-            print(_how_it_ended(life), flush=True)
+            print(_how_it_ended(life, once), flush=True)
         if once and not quiet:
             if life.code:
                 raise HarnessError(f"the load ended with exit code {life.code}", next_step="Its log is above.")
@@ -86,7 +86,7 @@ def _relay(lines: IO[bytes]) -> bool:
     return spoke
 
 
-def _how_it_ended(life: _Life) -> str:
+def _how_it_ended(life: _Life, once: bool) -> str:
     """One that was ended from outside could not say so itself."""
     kept = f"; what it had recorded is in {life.left}" if life.left else ""
     if life.code >= 0:  # with 0, that of another one: they are told of together
@@ -97,7 +97,8 @@ def _how_it_ended(life: _Life) -> str:
         )
     name = signal.Signals(-life.code).name
     memory = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
-    return f"the load process was ended by {name}{memory}: its load cannot be valid; the next one is served again{kept}"
+    next_one = "" if once else "; the next one is served again"
+    return f"the load process was ended by {name}{memory}: its load cannot be valid{next_one}{kept}"
 
 
 def _refuse_unknown(host: str, port: int) -> None:
