@@ -139,14 +139,15 @@ def test_the_harness_itself_costs_little_time(batching: Timed, say: Say) -> None
     phases = {phase.name: phase.seconds for phase in ran.manifest.cells[0].served_by.phases}
     by_log = ["process", "weights", "warm-up", "ready"]
     assert list(phases) == ["pull", "flags", "create", *by_log, "first answer"]
-    engine = sum(phases[name] for name in by_log) + phases["first answer"]
+    # Its flags are asked for once for an image: vLLM imports itself for that.
+    engine = sum(phases[name] for name in ("flags", *by_log, "first answer"))
     command = ran.manifest.started_wall_s - batching.began_wall_s
-    before = phases["pull"] + phases["flags"] + phases["create"]
+    before = phases["pull"] + phases["create"]
     ready = command + sum(phases.values())
     say(
         f"from `harness run` to the first measured request: {first_measured:.2f} s, of it {engine:.2f} s the engine's "
-        f"start and {first_measured - first:.2f} s warm-up; the harness itself {first - engine:.2f} s "
-        f"(command {command:.2f} s, image, flags and container {before:.2f} s, "
+        f"flags and start and {first_measured - first:.2f} s warm-up; the harness itself {first - engine:.2f} s "
+        f"(command {command:.2f} s, image and container {before:.2f} s, "
         f"load generator {first - ready:.2f} s)"
     )
     assert 0 < first - engine < 10
