@@ -461,7 +461,7 @@ def test_a_killed_load_process_is_there_again_for_the_next_run(tmp_path: Path, e
 def test_a_killed_load_process_is_not_followed_by_another_where_one_load_was_lent(tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     with going("worker", "--master", address, "--once", cwd=tmp_path) as worker:
-        until(lambda: worker.others("locust"), within_s=20)
+        until(lambda: bool(worker.others("locust")), within_s=20)
         for process in worker.others("locust"):
             process.kill()
         done = worker.end()
