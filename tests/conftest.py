@@ -37,13 +37,12 @@ def _no_browser() -> str | None:
 
 TIERS = {"docker": _no_docker, "real": _no_engines, "browser": _no_browser}
 ALONE = ("docker", "real")  # one Docker Engine, whose containers they count
-# Minutes each: begun first, so that at the end nobody waits for one of them.
-LONGEST = ("test_workers", "test_mixes", "test_live", "test_run", "test_live_page", "test_connections", "test_by_hand")
+LONGEST = "test_workers"  # minutes: begun first, so that at the end nobody waits for it. Others like it not beside it.
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     absent: dict[str, str | None] = {}
-    items.sort(key=lambda item: item.path.stem not in LONGEST)
+    items.sort(key=lambda item: item.path.stem != LONGEST)
     for item in items:
         tier = item.path.relative_to(HERE).parts[0]
         if tier not in TIERS:
