@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.scenario.scenario import Load, Warmup
+from harness.scenario.scenario import Arrivals, Load, Warmup
 from harness.serve.ports import free_port
 from tests.fake_server import answering, serving, whole
 from tests.load_runs import (
@@ -127,6 +127,18 @@ def test_a_server_that_turns_requests_away_is_not_flooded(tmp_path: Path) -> Non
     records = records_of(tmp_path)
     assert [(r.error, r.status) for r in records] == [("rejected", 429)] * 12
     assert max(r.sent_s for r in records) - min(r.sent_s for r in records) > 0.9  # three each, and two pauses between
+
+
+def test_a_schedule_is_kept_whoever_is_turned_away(tmp_path: Path) -> None:
+    load = Load(user="batch", users=1, requests=6, arrivals=Arrivals(rate=20.0, spacing="even"))
+    job = make_job(tmp_path, load, Warmup(requests=0))
+    with serving(answering(whole(b'{"error":{"message":"busy"}}', status=b"429 Too Many Requests"))) as url:
+        assert end(start_job(tmp_path, url, job)) == 0
+    records = sorted(records_of(tmp_path), key=lambda r: r.index)
+    assert [r.error for r in records] == ["rejected"] * 6
+    scheduled = [r.sent_s + (r.scheduled_s or 0.0) for r in records]
+    assert scheduled[5] - scheduled[0] == pytest.approx(0.25)
+    assert records[5].sent_s - records[0].sent_s < 1.0  # and not five pauses of half a second
 
 
 OWN = """

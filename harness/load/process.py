@@ -60,6 +60,11 @@ class Place(NamedTuple):
         """The index of the question, which says how long an answer is to be, and which one is right."""
         return self.ticket.index if self.asked_index is None else self.asked_index
 
+    @property
+    def due_s(self) -> float | None:
+        """When the plan wants it sent, on the monotonic clock; what follows an answer follows no plan."""
+        return None if self.follows else self.ticket.due_s
+
 
 # What a record has as it is.
 _OF_PLACE = [name for name in Request.__struct_fields__ if name in Place._fields]
@@ -299,9 +304,8 @@ def _seen(exchange: Exchange, place: Place, answer: Answer) -> Seen | None:
 
 
 def _scheduled_s(exchange: Exchange, place: Place) -> float | None:
-    """When the plan wanted it sent; what follows an answer follows no plan."""
-    due_s = place.ticket.due_s
-    return None if due_s is None or place.follows else due_s - exchange.start_ns / 1e9
+    """When the plan wanted it sent, in seconds after it was."""
+    return None if place.due_s is None else place.due_s - exchange.start_ns / 1e9
 
 
 def _cut(error: BaseException) -> tuple[ErrorKind, str]:

@@ -228,7 +228,7 @@ class LLMUser(User):
         finally:
             under_way[place.user_class] -= 1
         self._clients.append(client)
-        if place.ticket.due_s is None and (  # else the schedule says when the next one goes out
+        if place.due_s is None and (  # else the schedule says when the next one goes out
             answer.error in ("connect", "rejected") or (answer.error == "disconnect" and answer.status is None)
         ):
             gevent.sleep(_AFTER_NO_ANSWER_S)

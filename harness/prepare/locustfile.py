@@ -12,10 +12,6 @@ from harness.errors import HarnessError
 IMPORT_S = 60.0
 _TRY_ALONE = "Correct it; it can be tried alone with `locust -f FILE --host URL`."
 
-# Locust would follow it, and the report would name the users of the scenario.
-TWO_SAY = "a LoadTestShape and the scenario both say how many users there are"
-SAY_ONCE = "Remove it, and give the load 'stages'; docs/users.md. By hand, with `locust -f`, shapes work."
-
 
 def check_locustfile(path: Path, *, try_it: bool = True) -> None:
     """Find a mistake in a locustfile before a server is started for ten minutes. Raises HarnessError.
@@ -33,7 +29,12 @@ def check_locustfile(path: Path, *, try_it: bool = True) -> None:
         raise HarnessError(f"{path}: the locustfile cannot be read ({error})") from None
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("LoadTestShape") for base in node.bases):
-            raise HarnessError(f"{path}, line {node.lineno}: {TWO_SAY}", next_step=SAY_ONCE)
+            # Locust would follow it, and the report would name the users of the scenario.
+            raise HarnessError(
+                f"{path}, line {node.lineno}: a LoadTestShape and the scenario both say how many users there are",
+                next_step="Remove it, and give the load 'stages'; docs/users.md. "
+                "By hand, with `locust -f`, shapes work.",
+            )
     if try_it:
         _import_locustfile(path)
 
