@@ -89,10 +89,23 @@ def test_calls_are_put_together_from_their_pieces() -> None:
         {"index": 0, "function": {"arguments": ': "x"}'}},
     ):
         gather(calls, [delta])
-    assert calls == [Call("a", "search", '{"pattern": "x"}'), Call("b", "list_files", "{")]
+    assert calls == [Call("a", "search", '{"pattern": "x"}'), Call("b", "list_files", "{", index=1)]
     tools = Tools.of(8, "auto")
     assert [tools.is_valid(call) for call in calls] == [True, False]
     assert valid_call(tools, calls) is calls[0]
+
+
+@pytest.mark.parametrize("indexes", [(1, 2), (0, 0), (5, 3)], ids=["from one", "all alike", "any"])
+def test_calls_are_told_apart_however_a_server_numbers_them(indexes: tuple[int, int]) -> None:
+    calls: list[Call] = []
+    for index, id, name in zip(indexes, ("a", "b"), ("search", "list_files"), strict=True):
+        gather(calls, [{"index": index, "id": id, "function": {"name": name, "arguments": ""}}])
+        for part in ('{"pattern": ', '"x"}'):
+            gather(calls, [{"index": index, "id": f"new-{part}", "function": {"arguments": part}}])  # as vLLM 0.8 did
+    assert [(call.id, call.name, call.arguments) for call in calls] == [
+        ("a", "search", '{"pattern": "x"}'),
+        ("b", "list_files", '{"pattern": "x"}'),
+    ]
 
 
 @pytest.mark.parametrize("deltas", [None, "x", [None], [{"index": 7}], [{"index": "0"}], [{"function": 1}], [{}]])

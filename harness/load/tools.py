@@ -25,6 +25,7 @@ class Call(msgspec.Struct):
     id: str = ""
     name: str = ""
     arguments: str = ""
+    index: int = 0  # the server's, by which it tells them apart
 
 
 class ToolMessage(Message, total=False):
@@ -101,17 +102,19 @@ def gather(calls: list[Call], deltas: Any) -> None:
         if not isinstance(delta, dict):
             continue
         index, function = delta.get("index", place), delta.get("function")
-        if not isinstance(index, int) or not 0 <= index <= len(calls):
+        if not isinstance(index, int):
             continue
-        if index == len(calls):
-            calls.append(Call())
-        call = calls[index]
-        call.id = call.id or _text(delta.get("id"))
-        if isinstance(function, dict):
-            call.name += _text(function.get("name")) if not call.name else ""
-            arguments = function.get("arguments")
-            # Some servers send an object in place of its text.
-            call.arguments += _text(arguments) if not isinstance(arguments, dict) else _json(arguments)
+        if not isinstance(function, dict):
+            function = {}
+        id, name, arguments = _text(delta.get("id")), _text(function.get("name")), function.get("arguments")
+        call = next((one for one in reversed(calls) if one.index == index), None)
+        # Some servers give all their calls one index: another name with another id is another call.
+        if call is None or (name and id and call.id and id != call.id):
+            call = Call(index=index)
+            calls.append(call)
+        call.id, call.name = call.id or id, call.name or name
+        # Some servers send an object in place of its text.
+        call.arguments += _text(arguments) if not isinstance(arguments, dict) else _json(arguments)
 
 
 def _text(value: Any) -> str:
