@@ -33,7 +33,7 @@ def say(capsys: pytest.CaptureFixture[str]) -> Say:
 def batching(tmp_path_factory: pytest.TempPathFactory) -> Timed:
     """One run that many tests look at: vLLM with room for ten sequences and for two, each under three loads."""
     loads = {
-        name: {"user": "batch", "batch_size": size, "requests": 20, "output_tokens": 32}
+        name: {"user": "batch", "batch_size": size, "requests": 20, "output_tokens": 16}
         for name, size in (("one-at-a-time", 1), ("five-at-a-time", 5), ("ten-at-a-time", 10))
     }
     scenario = write_scenario(

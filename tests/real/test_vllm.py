@@ -13,7 +13,7 @@ from tests.real.parts import Ran, left_behind
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for two starts, which take minutes on a busy machine
 PLANNED = 20  # measured requests of a cell, after a wave of warm-up
-TOKENS = 32  # of every answer
+TOKENS = 16  # of every answer
 LOADS = {"one-at-a-time": 1, "five-at-a-time": 5, "ten-at-a-time": 10}
 CELLS = {f"r1-{server}-{load}": size for server in ("seqs-10", "seqs-2") for load, size in LOADS.items()}
 
