@@ -1,7 +1,5 @@
 """Latency against throughput: what each server's users wait for what it gives."""
 
-from typing import Literal
-
 from harness import units
 from harness.report import words
 from harness.report.charts.figures import at_once, by_concurrency, without_closed
@@ -20,19 +18,17 @@ from harness.report.charts.marks import (
 from harness.rundir.manifest import Run
 from harness.summary import Distribution, Row, Summary
 
-_HEAD = ["Server", "Load", "At once", "tok/s", "p50, ms", "p95, ms", "Requests"]
-_TITLES = {
-    "ttft_s": ("trade-ttft", "Time to first token over throughput", "TTFT = first token received − request sent"),
-    "e2e_s": ("trade-e2e", "Whole answer over throughput", "E2E = last chunk − request sent"),
-}
+_TITLES = (
+    ("ttft_s", "trade-ttft", "Time to first token over throughput", "TTFT = first token received − request sent"),
+    ("e2e_s", "trade-e2e", "Whole answer over throughput", "E2E = last chunk − request sent"),
+)
 
 
 def tradeoffs(summary: Summary, run: Run) -> list[Chart]:
-    return [_tradeoff(summary, run, "ttft_s"), _tradeoff(summary, run, "e2e_s")]
+    return [_tradeoff(summary, run, *about) for about in _TITLES]
 
 
-def _tradeoff(summary: Summary, run: Run, field: Literal["ttft_s", "e2e_s"]) -> Chart:
-    key, title, formula = _TITLES[field]
+def _tradeoff(summary: Summary, run: Run, field: str, key: str, title: str, formula: str) -> Chart:
     data: list[Figure] = []
     others = other_rates(summary)
     for i, server in enumerate(servers(summary)):
@@ -47,12 +43,9 @@ def _tradeoff(summary: Summary, run: Run, field: Literal["ttft_s", "e2e_s"]) -> 
         "sample carries it. A line joins loads that differ in concurrency alone. Right and low is best.",
         formula=f"across: tok/s = output tokens inside the window ÷ window, median of the runs; up: {formula}, "
         "percentile over the successful requests of all repeats",
-        figure={
-            "data": data,
-            "layout": {"xaxis": axis("output tok/s"), "yaxis": axis("ms", values)},
-        },
+        figure={"data": data, "layout": {"xaxis": axis("output tok/s"), "yaxis": axis("ms", values)}},
         findings=left_out(others) + open_loops(summary),
-        head=_HEAD,
+        head=["Server", "Load", "At once", "tok/s", "p50, ms", "p95, ms", "Requests"],
         body=[_words(row, run, getattr(row.pooled, field)) for row in summary.rows],
         empty=""
         if values
