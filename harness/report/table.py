@@ -219,16 +219,8 @@ _ERRORS_AND_VERDICT = (
 )
 
 _MEANINGS = {
-    "ttft": (
-        "Time to first token",
-        "got their first token within this time",
-        "TTFT = first token received − request sent",
-    ),
-    "tpot": (
-        "Time per output token after the first",
-        "streamed at least this fast",
-        "TPOT = (last chunk − first chunk) ÷ (output tokens − 1)",
-    ),
+    "ttft": ("Time to first token", "got their first token within this time", words.FORMULAS["ttft"]),
+    "tpot": ("Time per output token after the first", "streamed at least this fast", words.FORMULAS["tpot"]),
     "e2e": (
         "End-to-end latency",
         "were answered within this time",
