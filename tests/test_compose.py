@@ -15,7 +15,8 @@ from harness.errors import HarnessError
 from harness.paths import COMPOSE
 from harness.scenario.scenario import Load, Scenario, Server
 from harness.scenario.strict import load_yaml
-from harness.serve import compose_document, server_problems_of, templates, variables
+from harness.serve import compose_document, server_document, server_problems_of, templates, variables
+from harness.serve.compose import template as template_module
 from harness.serve.compose.compose import filled_in, parse
 from harness.serve.compose.interpolate import interpolate
 from harness.serve.compose.template import quote, render
@@ -116,24 +117,27 @@ def test_what_is_quoted_stays_on_its_line_and_keeps_its_value(value: Any) -> Non
     assert yaml.safe_load(text) == expected
 
 
-def test_a_template_cannot_print_an_unquoted_value(tmp_path: Path) -> None:
+def test_a_template_cannot_print_an_unquoted_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_module, "COMPOSE", tmp_path)
     declaration = "{# model: {type: string, doc: d} #}\n"
     (tmp_path / "t.yaml.j2").write_text(declaration + "a: {{ model }}\n")
     with pytest.raises(HarnessError, match="printed without the filter tojson"):
-        render("t", {}, model="m", host_port=1, groups=[], folder=tmp_path)
+        render("t", {}, model="m", host_port=1, groups=[])
 
 
-def test_a_template_cannot_reach_python(tmp_path: Path) -> None:
+def test_a_template_cannot_reach_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_module, "COMPOSE", tmp_path)
     declaration = "{# model: {type: string, doc: d} #}\n"
     (tmp_path / "t.yaml.j2").write_text(declaration + "a: {{ model.__class__.__mro__ | tojson }}\n")
     with pytest.raises(HarnessError, match="unsafe"):
-        render("t", {}, model="m", host_port=1, groups=[], folder=tmp_path)
+        render("t", {}, model="m", host_port=1, groups=[])
 
 
-def test_an_undeclared_variable_is_an_error(tmp_path: Path) -> None:
+def test_an_undeclared_variable_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_module, "COMPOSE", tmp_path)
     (tmp_path / "t.yaml.j2").write_text("{# model: {type: string, doc: d} #}\na: {{ nothing | tojson }}\n")
     with pytest.raises(HarnessError, match="'nothing' is undefined"):
-        render("t", {}, model="m", host_port=1, groups=[], folder=tmp_path)
+        render("t", {}, model="m", host_port=1, groups=[])
 
 
 @pytest.mark.parametrize(
@@ -418,7 +422,7 @@ def test_a_secret_is_filled_in_at_the_start_and_never_rendered(monkeypatch: pyte
     server = Server(template="vllm-rocm", variables={"environment": {"MY_API_KEY": "${MY_API_KEY}"}})
     text = compose_document(scenario(server), "s")
     assert "hf_secret" not in text
-    compose = parse(compose_document(scenario(server), "s", with_locust=False))
+    compose = parse(server_document(scenario(server), "s"))
     assert compose.server.environment["HF_TOKEN"] == "${HF_TOKEN-}"
     filled = filled_in(compose, {"HF_TOKEN": "hf_secret", "MY_API_KEY": "k"})
     assert (filled.server.environment["HF_TOKEN"], filled.server.environment["MY_API_KEY"]) == ("hf_secret", "k")

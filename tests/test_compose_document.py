@@ -91,10 +91,10 @@ def test_with_a_gateway_the_load_generator_waits_for_it_and_the_head_names_both(
 
 
 def test_the_document_says_that_no_group_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(document, "_groups", lambda: [])
+    monkeypatch.setattr(document, "device_groups", lambda: [])
     told = "# group_add is empty: there is no /dev/kfd"
     assert told in compose_document(scenario(Server(template="vllm-rocm")), "s")
     assert told not in compose_document(scenario(Server(template="vllm-rocm", variables={"groups": [44]})), "s")
     assert told not in compose_document(scenario(Server(template="simulated")), "s")  # it is given no GPU
-    monkeypatch.setattr(document, "_groups", lambda: [44, 992])
+    monkeypatch.setattr(document, "device_groups", lambda: [44, 992])
     assert told not in compose_document(scenario(Server(template="vllm-rocm")), "s")

@@ -6,7 +6,7 @@ import yaml
 from harness.errors import HarnessError
 from harness.scenario.scenario import Gateway, Load, Scenario, Server
 from harness.serve.compose.compose import parse
-from harness.serve.compose.document import compose_document
+from harness.serve.compose.document import compose_document, server_document
 from harness.serve.compose.merge import with_gateway
 from harness.serve.compose.problems import server_problems_of
 
@@ -18,7 +18,7 @@ def scenario(**gateway: object) -> Scenario:
 
 
 def test_the_gateway_passes_on_to_the_server_and_takes_the_load() -> None:
-    compose = parse(compose_document(scenario(port=4100), "s", with_locust=False))
+    compose = parse(server_document(scenario(port=4100), "s"))
     assert list(compose.services) == ["server", "gateway"]
     front = compose.serving.gateway
     assert front is not None

@@ -9,7 +9,7 @@ import pytest
 
 from harness.scenario.scenario import Gateway, Load, Scenario, Server
 from harness.serve.compose.compose import parse
-from harness.serve.compose.document import compose_document
+from harness.serve.compose.document import server_document
 from harness.serve.compose.problems import server_problems_of
 from harness.serve.lemonade.arguments import PROTECTED, vllm_problems
 from harness.serve.lemonade.hints import hints
@@ -31,7 +31,7 @@ def problems(**variables: Any) -> list[str]:
 
 
 def contents(model: str = "Tiny", **variables: Any) -> dict[str, Any]:
-    compose = parse(compose_document(scenario(model, **variables), "s", with_locust=False))
+    compose = parse(server_document(scenario(model, **variables), "s"))
     return {name: json.loads(config.content.replace("$$", "$")) for name, config in compose.configs.items()}
 
 
@@ -94,7 +94,7 @@ def test_variables_that_do_not_go_together() -> None:
 
 
 def test_a_model_that_lemonade_knows() -> None:
-    compose = parse(compose_document(scenario("Qwen-vLLM", vllm_args="--max-num-seqs 32"), "s", with_locust=False))
+    compose = parse(server_document(scenario("Qwen-vLLM", vllm_args="--max-num-seqs 32"), "s"))
     asked = compose.serving.lemonade
     assert asked is not None
     assert (asked.model, asked.recipe, asked.checkpoint) == ("Qwen-vLLM", None, None)
@@ -117,7 +117,7 @@ def test_a_model_that_lemonade_knows() -> None:
 @pytest.mark.parametrize("model", ["Mine", "user.Mine"])
 def test_a_checkpoint_is_registered_under_its_canonical_name(model: str) -> None:
     given = {"checkpoint": "org/repo", "recipe": "vllm", "ctx_size": 4096, "vllm_backend": "rocm"}
-    compose = parse(compose_document(scenario(model, **given), "s", with_locust=False))
+    compose = parse(server_document(scenario(model, **given), "s"))
     asked = compose.serving.lemonade
     assert asked is not None and (asked.model, asked.backend) == ("user.Mine", "rocm")
     found = contents(model, **given)
@@ -138,7 +138,7 @@ def test_the_files_are_json_whatever_is_in_them(name: str) -> None:
 
 
 def test_the_server_waits_for_its_preparation_and_keeps_its_caches() -> None:
-    compose = parse(compose_document(scenario(watchdog=False, watchdog_grace_s=600), "s", with_locust=False))
+    compose = parse(server_document(scenario(watchdog=False, watchdog_grace_s=600), "s"))
     assert compose.preparations == ["prepare"]
     server, prepare = compose.server, compose.services["prepare"]
     assert (server.user, prepare.user, server.init) == ("10001", "0", True)
@@ -153,7 +153,7 @@ def test_the_server_waits_for_its_preparation_and_keeps_its_caches() -> None:
 
 def test_a_folder_of_the_host_keeps_its_owner() -> None:
     given = scenario(huggingface_cache="/data/hf", lemonade_cache="/data/l", offline=True)
-    command = parse(compose_document(given, "s", with_locust=False)).services["prepare"].command
+    command = parse(server_document(given, "s")).services["prepare"].command
     assert command is not None and "chown -R" not in command[0]
 
 

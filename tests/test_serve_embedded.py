@@ -184,7 +184,7 @@ def test_a_log_hides_secrets_and_the_engines_time_stamps(tmp_path: Path) -> None
     log.settle()
     assert log.path.read_bytes() == stamp + b"token=***\n" + stamp + b"a\xffb\n"
     assert log.text() == "token=***\na\ufffdb"
-    assert log.tail(1) == "a\ufffdb"
+    assert log.tail() == log.text()
 
 
 def test_a_broken_stream_of_the_log_is_said_in_it(tmp_path: Path) -> None:

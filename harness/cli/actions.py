@@ -44,9 +44,7 @@ def run(
     ca: CaOpt = None,
     metrics_url: Annotated[
         str | None,
-        typer.Option(
-            "--metrics-url", help="With --url: where its metrics are (default: URL/metrics).", callback=address
-        ),
+        typer.Option(help="With --url: where its metrics are (default: URL/metrics).", callback=address),
     ] = None,
     model: ModelOpt = None,
     repeats: Annotated[int | None, typer.Option(min=1, help="Override the scenario's repeats.")] = None,
@@ -54,21 +52,17 @@ def run(
     baseline: BaselineOpt = None,
     about: AboutOpt = None,
     junit: Annotated[
-        Path | None, typer.Option("--junit", metavar="FILE", help="Also write checks and verdicts as JUnit XML.")
+        Path | None, typer.Option(metavar="FILE", help="Also write checks and verdicts as JUnit XML.")
     ] = None,
     workers: Annotated[
         str | None,
         typer.Option(
-            "--workers",
-            metavar="NAMES",
-            help="With --url: machines that send the load, or how many.",
-            callback=worker_names,
+            metavar="NAMES", help="With --url: machines that send the load, or how many.", callback=worker_names
         ),
     ] = None,
     bind: Annotated[
         str | None,
         typer.Option(
-            "--bind",
             metavar="ADDRESS",
             help="With --workers: where they find this machine (port 5557).",
             callback=listening_address,
@@ -81,7 +75,7 @@ def run(
     ] = False,
     ui_port: Annotated[
         int | None,
-        typer.Option("--ui-port", min=1, max=65535, help="With --ui: port of the web UI on 127.0.0.1 (default: 8089)."),
+        typer.Option(min=1, max=65535, help="With --ui: port of the web UI on 127.0.0.1 (default: 8089)."),
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Explain the columns below the table.")] = False,
 ) -> None:
@@ -120,9 +114,7 @@ def run(
 def live(
     scenario: ScenarioArg,
     server: ServerOpt = None,
-    load: Annotated[
-        str | None, typer.Option("--load", help="Which of the scenario's loads (default: the first).")
-    ] = None,
+    load: Annotated[str | None, typer.Option(help="Which of the scenario's loads (default: the first).")] = None,
     url: UrlOpt = None,
     ca: CaOpt = None,
     model: ModelOpt = None,
@@ -163,10 +155,7 @@ def doctor(
     root: Annotated[
         Path,
         typer.Option(
-            "--root",
-            metavar="DIR",
-            help="Read the /proc, /sys, /dev, /etc and /var below DIR instead.",
-            callback=root_folder,
+            metavar="DIR", help="Read the /proc, /sys, /dev, /etc and /var below DIR instead.", callback=root_folder
         ),
     ] = Path("/"),
 ) -> None:
@@ -188,10 +177,8 @@ def doctor(
 
 @command(short_help="How many streams this machine's load generator can be trusted for.")
 def calibrate(
-    most: Annotated[
-        int | None, typer.Option("--most", min=1, max=20_000, help="Try no more streams than this.")
-    ] = None,
-    processes: Annotated[int, typer.Option("--processes", min=1, max=64, help="Load processes.")] = 1,
+    most: Annotated[int | None, typer.Option(min=1, max=20_000, help="Try no more streams than this.")] = None,
+    processes: Annotated[int, typer.Option(min=1, max=64, help="Load processes.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print the readings as JSON.")] = False,
 ) -> None:
     """Hold the load generator's chunk times against the embedded engine's own, with more and more streams at once."""
@@ -206,11 +193,9 @@ def calibrate(
 def compose(
     scenario: ScenarioArg,
     server: ServerOpt = None,
-    ui_port: Annotated[
-        int, typer.Option("--ui-port", min=1, max=65535, help="Port of Locust's web UI on 127.0.0.1.")
-    ] = UI_PORT,
+    ui_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of Locust's web UI on 127.0.0.1.")] = UI_PORT,
     workers: Annotated[
-        int, typer.Option("--workers", min=0, max=1000, help="Containers that send the load (`--scale worker=N`).")
+        int, typer.Option(min=0, max=1000, help="Containers that send the load (`--scale worker=N`).")
     ] = 0,
 ) -> None:
     """Print the Compose file that the harness would run, for `docker compose up`."""

@@ -24,14 +24,13 @@ NEEDS = {
 }
 EXCLUDES = {
     "ui": (
-        *("metrics_url", "repeats", "checks", "baseline", "about", "junit", "workers", "bind", "results", "explain"),
+        "metrics_url", "repeats", "checks", "baseline", "about", "junit", "workers", "bind", "results", "explain",
     ),
     "across": ("against", "about"),
     "image": ("free", "total"),
-}
+}  # fmt: skip
 _KINDS = {"int": "a whole number", "float": "a number", "finite": "a number"}
 _BOUNDS = {"ge": "a number of at least", "le": "a number of at most"}
-
 
 _JUDGES = {  # what a command with JUnit output tells of at least: group and name of the case
     "report": ("validity", "the run is VALID"),

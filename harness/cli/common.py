@@ -103,39 +103,32 @@ ScenarioArg = Annotated[
     typer.Argument(metavar="SCENARIO", help="A scenario file, or the name of one that ships.", callback=scenario_path),
 ]
 RunArg = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.")]
-RunsDir = Annotated[Path, typer.Option("--runs", help="Where run directories are kept.", envvar="HARNESS_RUNS")]
-ServerOpt = Annotated[
-    str | None, typer.Option("--server", help="Which of the scenario's servers (default: the first).")
-]
+RunsDir = Annotated[Path, typer.Option(help="Where run directories are kept.", envvar="HARNESS_RUNS")]
+ServerOpt = Annotated[str | None, typer.Option(help="Which of the scenario's servers (default: the first).")]
 ChecksOpt = Annotated[
     list[str] | None,
     typer.Option("--check", metavar="CHECK", help="A check beside the scenario's; may be repeated."),
 ]
 BaselineOpt = Annotated[
     Path | None,
-    typer.Option("--baseline", metavar="RUN", help="The run that checks call the baseline (default: the row)."),
+    typer.Option(metavar="RUN", help="The run that checks call the baseline (default: the row)."),
 ]
 AboutOpt = Annotated[
-    str | None, typer.Option("--about", metavar="KEY", help="The one manifest key in which the sides may differ.")
+    str | None, typer.Option(metavar="KEY", help="The one manifest key in which the sides may differ.")
 ]
 UrlOpt = Annotated[
     str | None,
-    typer.Option("--url", help="Use a server that already runs, such as http://127.0.0.1:8000.", callback=address),
+    typer.Option(help="Use a server that already runs, such as http://127.0.0.1:8000.", callback=address),
 ]
 CaOpt = Annotated[
     Path | None,
     typer.Option(
-        "--ca",
-        metavar="FILE",
-        help="With --url https://...: the authority that signed its certificate.",
-        callback=authority,
+        metavar="FILE", help="With --url https://...: the authority that signed its certificate.", callback=authority
     ),
 ]
-ModelOpt = Annotated[
-    str | None, typer.Option("--model", help="Use this model instead of the scenario's.", callback=model_name)
-]
+ModelOpt = Annotated[str | None, typer.Option(help="Use this model instead of the scenario's.", callback=model_name)]
 ResultsDir = Annotated[
-    Path, typer.Option("--results", help="Where published runs and noise floors are kept.", envvar="HARNESS_RESULTS")
+    Path, typer.Option(help="Where published runs and noise floors are kept.", envvar="HARNESS_RESULTS")
 ]
 RUNS = Path("runs")
 RESULTS = Path("results")

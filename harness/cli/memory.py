@@ -30,13 +30,13 @@ def _dtype(given: str) -> str:
 @command(short_help="The largest safe gpu_memory_utilization, and the KV cache that it leaves.")
 def memory(
     model: Annotated[
-        str | None, typer.Option("--model", help="A model's folder, or a hub id in this machine's Hugging Face cache.")
+        str | None, typer.Option(help="A model's folder, or a hub id in this machine's Hugging Face cache.")
     ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(min=1, help="Longest request in tokens (default: the model's).")
     ] = None,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Requests that are to run at once.")] = None,
-    tensor_parallel: Annotated[int, typer.Option("--tensor-parallel", min=1, help="GPUs that share the model.")] = 1,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs that share the model.")] = 1,
     kv_cache_dtype: Annotated[
         str, typer.Option(help="As vLLM's: auto, bfloat16, float16, fp8.", callback=_dtype)
     ] = "auto",
@@ -45,10 +45,10 @@ def memory(
     ] = None,
     total: Annotated[float | None, typer.Option(min=0, metavar="GIB", help="Belongs to --free.")] = None,
     image: Annotated[
-        str | None, typer.Option("--image", help="Ask the runtime in a container of this image; the surest source.")
+        str | None, typer.Option(help="Ask the runtime in a container of this image; the surest source.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
-    root: Annotated[Path, typer.Option("--root", help="Where /proc and /sys are.", callback=root_folder)] = Path("/"),
+    root: Annotated[Path, typer.Option(help="Where /proc and /sys are.", callback=root_folder)] = Path("/"),
 ) -> None:
     """The largest gpu_memory_utilization with which vLLM starts now, how it was computed, and what is left for a model.
 

@@ -51,11 +51,10 @@ def report(
     from harness.summarize.summarize import summarize, write_summary
 
     wrong = Mistakes()
-    with wrong.noted():
-        if output == "html" and (checks or baseline):
-            raise HarnessError(
-                "--format html: the page shows a run by its own checks; leave out --check and --baseline"
-            )
+    if output == "html" and (checks or baseline):
+        wrong.add(
+            HarnessError("--format html: the page shows a run by its own checks; leave out --check and --baseline")
+        )
     with wrong.noted():
         base = None if baseline is None else find_baseline(baseline, runs)
     with wrong.noted():
@@ -91,12 +90,12 @@ def compare(
     ],
     against: Annotated[
         list[Path] | None,
-        typer.Option("--against", help="A run of the other side; may be repeated. RUN... are then one group."),
+        typer.Option(help="A run of the other side; may be repeated. RUN... are then one group."),
     ] = None,
     about: AboutOpt = None,
     across: Annotated[
         Literal["machine"] | None,
-        typer.Option("--across", help="Group the runs by machine; the machine is the one thing in which they differ."),
+        typer.Option(help="Group the runs by machine; the machine is the one thing in which they differ."),
     ] = None,
     output: Annotated[
         Literal["terminal", "markdown", "json", "junit"], typer.Option("--format", help="What to print.")
@@ -199,7 +198,7 @@ def publish(
 def leaderboard(
     output: Annotated[
         Path | None,
-        typer.Option("--output", metavar="FILE", help="The HTML page (default: leaderboard.html in --results)."),
+        typer.Option(metavar="FILE", help="The HTML page (default: leaderboard.html in --results)."),
     ] = None,
     results: ResultsDir = RESULTS,
 ) -> None:
@@ -227,10 +226,7 @@ def _table_file(given: Path) -> Path:
 def export(
     run_folder: RunArg,
     to: Annotated[
-        Path,
-        typer.Option(
-            "--to", metavar="FILE", help="Where to: a file that ends in .parquet or .csv.", callback=_table_file
-        ),
+        Path, typer.Option(metavar="FILE", help="Where to: a file that ends in .parquet or .csv.", callback=_table_file)
     ],
     runs: RunsDir = RUNS,
 ) -> None:
@@ -253,7 +249,7 @@ def import_(
         typer.Option("--format", help="vllm, guidellm, aiperf, genai-bench or lemonade (default: the file shows it)."),
     ] = None,
     machine: Annotated[
-        str | None, typer.Option("--machine", help="Name of the machine that was measured; files do not say it.")
+        str | None, typer.Option(help="Name of the machine that was measured; files do not say it.")
     ] = None,
     runs: RunsDir = RUNS,
 ) -> None:

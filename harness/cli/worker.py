@@ -12,7 +12,6 @@ def worker(
     master: Annotated[
         str,
         typer.Option(
-            "--master",
             metavar="ADDRESS",
             help="Where `harness run --workers` was started (port 5557).",
             callback=listening_address,

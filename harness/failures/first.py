@@ -12,9 +12,6 @@ def mistake_of(first: Sequence[str | None]) -> Failure | None:
 
     `first`: the kind of error and the message of each, as `http: status 404: ...`; None of one that did not fail.
     """
-    failed = [said for said in first if said is not None]
-    if not failed or len(failed) < len(first):
-        return None
-    causes = [explain_message(said) for said in failed]
+    causes = [explain_message(said) for said in first if said is not None]
     known = [cause for cause in causes if cause is not None and cause.scenario]
-    return known[0] if len(known) == len(first) else None
+    return known[0] if known and len(known) == len(first) else None

@@ -3,7 +3,7 @@
 import re
 
 from harness.failures.removed_flags import removed_flags
-from harness.failures.table import RANKS, Rule, replacements, rules
+from harness.failures.table import Rule, replacements, rules
 from harness.failures.words import IN_PIECES
 
 HEAD = """\
@@ -61,9 +61,8 @@ def failures_page() -> str:
     """The page: a section a kind, a row a rule."""
     parts = [HEAD]
     for kind, title in TITLES.items():
-        mine = [rule for rule in rules() if _kind(rule) == kind]
         parts.append(f"\n## {title}\n| failure | for example | cause | fix |\n|---|---|---|---|\n")
-        parts += [_row(rule) for rule in mine]
+        parts += [_row(rule) for rule in rules() if _kind(rule) == kind]
     known = replacements()
     parts.append(
         "\n## Arguments that vLLM no longer knows\n| argument | gone in | instead | source |\n|---|---|---|---|\n"
@@ -80,7 +79,6 @@ def failures_page() -> str:
 
 
 def _kind(rule: Rule) -> str:
-    assert rule.severity in RANKS
     if rule.severity in ("warning", "wrapper", "exception"):
         return rule.severity
     if rule.where in ("docker", "http", "exit"):
@@ -92,7 +90,7 @@ def _row(rule: Rule) -> str:
     sample = rule.samples[0]
     shown = sample if len(sample) <= _SAMPLE_CHARS else f"{sample[:_SAMPLE_CHARS]}..."
     marks = " (scenario)" if rule.scenario else ""
-    source = _link(rule.source)
+    source = re.sub(r"https://\S+[^\s;,]", r"<\g<0>>", rule.source)
     fix = f"{rule.fix}; where no value is enough: {rule.hopeless}" if rule.hopeless else rule.fix
     return (
         f"| `{rule.id}`{marks} | <code>{_code(shown)}</code> | {_cell(_capitals(rule.cause))} "
@@ -104,10 +102,6 @@ def _capitals(text: str) -> str:
     text = re.sub(r"\{(?:gone|instead)\}", "", text)  # what the tables below say
     text = text.replace("{pieces}", f"where more was free than was asked for: {IN_PIECES.partition(': ')[2]}")
     return re.sub(r"(?<!\$)\{([a-z]+)\}", lambda name: name[1].upper(), text)
-
-
-def _link(source: str) -> str:
-    return re.sub(r"https://\S+[^\s;,]", r"<\g<0>>", source)
 
 
 def _cell(text: str) -> str:

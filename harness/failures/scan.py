@@ -12,7 +12,7 @@ from harness.failures.blocks import BLOCK_BYTES, blocks
 from harness.failures.exceptions import RULE, Trace, exception_in
 from harness.failures.lines import Line, is_code, is_quoting, parsed, plain
 from harness.failures.redact import hidden
-from harness.failures.table import RANKS, Pattern, Phase, Severity, patterns
+from harness.failures.table import RANKS, Pattern, Phase, Rule, Severity, patterns, rules
 from harness.failures.words import SETTINGS, in_words, settings_in
 
 MOST_FINDINGS = 200  # different ones; a log that repeats itself has few
@@ -94,12 +94,12 @@ def scan(file: BinaryIO) -> Scanned:
     for block in blocks(file):
         short += block if len(short) <= BLOCK_BYTES else b""
         search.feed(block)
-    scanned = _scanned(search)
+    scanned = search.result()
     if len(short) > BLOCK_BYTES or ((cause := scanned.cause()) is not None and cause.severity == "cause"):
         return scanned
     search = _Search()
     search.feed(_WRAPPED.sub(b" ", short))
-    cause = _scanned(search).cause()
+    cause = search.result().cause()
     if cause is None or cause.severity != "cause" or cause.number is None:
         return scanned
     before = b"\n".join(_WRAPPED.sub(b"\0", short).split(b"\n")[: cause.number - 1])
@@ -107,23 +107,16 @@ def scan(file: BinaryIO) -> Scanned:
     return structs.replace(scanned, findings=[*(one for one in scanned.findings if one.severity == "warning"), cause])
 
 
-def _scanned(search: "_Search") -> Scanned:
-    found = [structs.replace(failure, count=search.counts[key]) for key, failure in search.found.items()]
-    findings = sorted(found, key=lambda finding: finding.number or 0)
-    last = hidden(search.last())[:SHOWN_CHARS]
-    return Scanned(lines=search.lines, findings=findings, last=last, ready=search.ready, server=search.server)
-
-
 class _Search:
     """A search that goes on from block to block."""
 
     def __init__(self) -> None:
-        self.found: dict[tuple[str, str], Failure] = {}  # by row and cause, whatever its numbers
+        self._found: dict[tuple[str, str], Failure] = {}  # by row and cause, whatever its numbers
         self._often: dict[bytes, tuple[str, str]] = {}  # lines without their digits that were seen again and again
-        self.counts: Counter[tuple[str, str]] = Counter()
-        self.lines = 0
-        self.ready: int | None = None
-        self.server: str | None = None
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._lines = 0
+        self._ready: int | None = None
+        self._server: str | None = None
         self._trace = Trace()
         self._settings: dict[str, Any] = {}
         self._before = b""  # the last line of the block before
@@ -132,7 +125,7 @@ class _Search:
     def feed(self, block: bytes) -> None:
         """Search whole lines."""
         words = [word for word in _words() if word in block]
-        self.server = self.server or next((name for mark, name in _SERVERS if mark in block), None)
+        self._server = self._server or next((name for mark, name in _SERVERS if mark in block), None)
         lines = block.split(b"\n")
         if not block.endswith(b"\n"):  # the end of the log, or of a piece of an endless line
             lines.append(b"")
@@ -141,19 +134,22 @@ class _Search:
             maybe = [pattern for pattern in patterns() if pattern.needle.encode() in words]
             for place, raw in enumerate(lines):
                 if self._trace.open or any(word in raw for word in words):
-                    self._look(raw, lines[place - 1] if place else self._before, self.lines + place + 1, maybe)
-        self.lines += len(lines)
+                    self._look(raw, lines[place - 1] if place else self._before, self._lines + place + 1, maybe)
+        self._lines += len(lines)
         self._before = lines[-1] if lines else b""
         self._said = next((line for line in reversed(lines) if line.strip()), self._said)
 
-    def last(self) -> str:
-        return plain(self._said).strip()
+    def result(self) -> Scanned:
+        found = [structs.replace(failure, count=self._counts[key]) for key, failure in self._found.items()]
+        findings = sorted(found, key=lambda finding: finding.number or 0)
+        last = hidden(plain(self._said).strip())[:SHOWN_CHARS]
+        return Scanned(lines=self._lines, findings=findings, last=last, ready=self._ready, server=self._server)
 
     def _look(self, raw: bytes, before: bytes, number: int, maybe: list[Pattern]) -> None:
         alike = raw.translate(None, b"0123456789")
         often = self._often.get(alike)
-        if often is not None and not self.found[often].recovered:
-            self.counts[often] += 1
+        if often is not None and not self._found[often].recovered:
+            self._counts[often] += 1
             return
         line = parsed(raw)
         if is_quoting(line):
@@ -163,7 +159,9 @@ class _Search:
             return
         failure = _of(line, maybe, self._settings, number)
         if failure is None:
-            self._may_be_raised(line, number)
+            # An exception of any name: what a traceback ends with, or what was logged as an error before a wrapper.
+            if (raised := self._trace.feed(line, number)) is not None:
+                self._keep(_raised(raised, number, self._settings), b"")
             return
         self._trace.close()
         if failure.severity == "wrapper" and (held := self._trace.take()) is not None:
@@ -173,7 +171,7 @@ class _Search:
     def _notice(self, raw: bytes, line: str, number: int) -> None:
         """What a line says of the server's way: its arguments, its model is there, it is ready."""
         if any(mark in raw for mark in _READY):
-            self.ready = number
+            self._ready = number
             self._got_over(fetching=False)
         elif any(mark in raw for mark in _FETCHED):
             self._got_over(fetching=True)
@@ -181,27 +179,21 @@ class _Search:
             self._settings |= settings_in(line)
 
     def _got_over(self, *, fetching: bool) -> None:
-        for key, one in self.found.items():
-            if not fetching or key[0] in _fetching():
-                self.found[key] = structs.replace(one, recovered=True)
-
-    def _may_be_raised(self, line: Line, number: int) -> None:
-        """An exception of any name: what a traceback ends with, or what was logged as an error before a wrapper."""
-        raised = self._trace.feed(line, number)
-        if raised is not None:
-            self._keep(_raised(raised, number, self._settings), b"")
+        for key, one in self._found.items():
+            if not fetching or _rules()[one.id].fetching:
+                self._found[key] = structs.replace(one, recovered=True)
 
     def _keep(self, failure: Failure, raw: bytes) -> None:
         key = (failure.id, _DIGITS.sub("#", failure.cause))
-        seen = self.found.get(key)
-        if seen is None and len(self.found) >= MOST_FINDINGS:
+        seen = self._found.get(key)
+        if seen is None and len(self._found) >= MOST_FINDINGS:
             return
         # What a failed start ends with is what one sees of the log; what was said again counts anew.
         keeps_last = failure.severity == "wrapper" and failure.phase == "start"
         if seen is None or seen.recovered or keeps_last or (seen.hint and not failure.hint):
-            self.found[key] = failure
-        self.counts[key] += 1
-        if raw and self.counts[key] >= OFTEN and not keeps_last and len(self._often) < MOST_FINDINGS:
+            self._found[key] = failure
+        self._counts[key] += 1
+        if raw and self._counts[key] >= OFTEN and not keeps_last and len(self._often) < MOST_FINDINGS:
             self._often[raw.translate(None, b"0123456789")] = key
 
 
@@ -214,9 +206,8 @@ def _words() -> tuple[bytes, ...]:
 
 
 @cache
-def _fetching() -> frozenset[str]:
-    """The rows that cannot be the cause once the model is loaded."""
-    return frozenset(pattern.rule.id for pattern in patterns() if pattern.rule.fetching)
+def _rules() -> dict[str, Rule]:
+    return {rule.id: rule for rule in rules()}
 
 
 def explain_message(message: str) -> Failure | None:
@@ -228,14 +219,11 @@ def explain_message(message: str) -> Failure | None:
 def _of(line: Line, maybe: Iterable[Pattern], settings: dict[str, Any], number: int | None) -> Failure | None:
     """What a line of a log says, as far as its level allows it."""
     failure = _explain(line.text, maybe, settings, number)
-    if failure is None or (line.level == "chatter" and failure.severity != "warning" and failure.id not in _chatter()):
+    if failure is None:
+        return None
+    if line.level == "chatter" and failure.severity != "warning" and not _rules()[failure.id].chatter:
         return None
     return structs.replace(failure, hint=True) if line.level == "warning" else failure
-
-
-@cache
-def _chatter() -> frozenset[str]:
-    return frozenset(pattern.rule.id for pattern in patterns() if pattern.rule.chatter)
 
 
 def _raised(line: str, number: int, settings: dict[str, Any]) -> Failure:

@@ -3,7 +3,7 @@
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 import yaml
@@ -13,7 +13,7 @@ from msgspec import Struct
 FILES = ("docker", "memory", "gpu", "lemonade", "others", "requests", "arguments", "exits", "engine")
 Phase = Literal["create", "start", "load", "request", "stop"]
 Where = Literal["docker", "log", "http", "exit"]
-Severity = Literal[
+Severity = Literal[  # the most telling first
     "cause",  # why it failed
     "signal",  # an exit code that names a signal: a cause in the log says more, an unknown exception less
     "exception",  # an exception that is not in the table
@@ -22,7 +22,7 @@ Severity = Literal[
     "request",  # of a single request: the server goes on
     "warning",  # also seen in starts that went well, so never the cause
 ]
-RANKS: tuple[Severity, ...] = ("cause", "signal", "exception", "wrapper", "end", "request", "warning")
+RANKS: tuple[Severity, ...] = get_args(Severity)
 
 
 class Rule(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -1,7 +1,7 @@
 """AIPerf's records, profile_export.jsonl. Read against 0.13; its profile_export_aiperf.json is read when beside it."""
 
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 from harness.errors import HarnessError
 from harness.imports.source import (
@@ -38,7 +38,7 @@ _RETOKENISED = {
     "output_tok_s": f"output tokens of the successful requests, by the client's tokenizer / {_WALL}",
     "tokens_per_chunk": "output tokens by the client's tokenizer / responses with content",
 }
-_PHASES = {"profiling": "measured", "warmup": "warmup"}
+_PHASES: dict[str, Literal["measured", "warmup"]] = {"profiling": "measured", "warmup": "warmup"}
 _TO_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0}
 
 
@@ -54,7 +54,8 @@ def read(source: Source) -> Imported:
     summary = _beside(source)
     nodes.sort(key=lambda node: node.at("metadata", "request_start_ns").count())
     zero = nodes[0].at("metadata", "request_start_ns").count()
-    counted = _counted_by_server(nodes)
+    # Whether every good answer has the server's own token count; the two counts are not mixed.
+    counted = all(node.get("metrics", "usage_completion_tokens") for node in nodes if not node.get("error"))
     load, at_once = _load(summary)
     records = [_record(node, index, zero, counted) for index, node in enumerate(nodes)]
     measured = [record for record in records if record.phase == "measured"]
@@ -68,13 +69,14 @@ def read(source: Source) -> Imported:
         ended_wall_s=zero / 1e9 + max(record.sent_s + record.ended_s for record in records),
     )
     whole = all(node.get("metrics", "inter_chunk_latency") for node in nodes if _streamed(node))
+    lengths = [count_at(node, "metrics", "input_sequence_length", "value") for node in nodes]
     return Imported(
         tool=TOOL,
         version=text_at(summary, "aiperf_version"),
         model=text_at(summary, "input_config", "models", "items", 0, "name"),
         url=text_at(summary, "input_config", "endpoint", "urls", 0),
         parts=[part],
-        work={"load": load, "prompt_tokens": sorted(_isl(node) for node in nodes), "requests": len(nodes)},
+        work={"load": load, "prompt_tokens": sorted(-1 if n is None else n for n in lengths), "requests": len(nodes)},
         definitions=DEFINITIONS if counted else DEFINITIONS | _RETOKENISED,
         missing={} if whole else EMPTY,
         notes=[] if summary else [f"{BESIDE} was not beside the file: version, model and concurrency are not known"],
@@ -115,26 +117,14 @@ def _load(summary: Node | None) -> tuple[str, int | None]:
     return "-".join(names) or "aiperf", concurrency.count() if concurrency else None
 
 
-def _counted_by_server(nodes: list[Node]) -> bool:
-    """Whether every good answer has the server's own token count; the two counts are not mixed."""
-    return all(
-        node.get("metrics", "usage_completion_tokens") is not None for node in nodes if node.get("error") is None
-    )
-
-
 def _streamed(node: Node) -> bool:
     """Whether a record has a first and a later last token."""
     first, latency = _seconds(node, "time_to_first_token"), _seconds(node, "request_latency")
     return first is not None and latency is not None and latency > first
 
 
-def _isl(node: Node) -> int:
-    found = node.get("metrics", "input_sequence_length", "value")
-    return found.count() if found else -1
-
-
 def _record(node: Node, index: int, zero: int, counted: bool) -> Request:
-    about = node.at("metadata")
+    about, metrics = node.at("metadata"), node.get("metrics")
     start = about.at("request_start_ns").count()
     phase = about.at("benchmark_phase")
     if phase.text() not in _PHASES:
@@ -144,21 +134,19 @@ def _record(node: Node, index: int, zero: int, counted: bool) -> Request:
     if error is None and latency is None:
         raise node.wrong("neither an error nor a request_latency")
     chunks: list[float] = []
-    if first is not None:
-        gaps = node.get("metrics", "inter_chunk_latency")
-        if gaps:
-            scale = _scale(gaps)
-            chunks = list(accumulate((gap.duration() * scale for gap in gaps.at("value").items()), initial=first))
-        else:
-            chunks = [first] if latency is None or latency <= first else [first, latency]
+    if first is not None and (gaps := node.get("metrics", "inter_chunk_latency")):
+        scale = _scale(gaps)
+        chunks = list(accumulate((gap.duration() * scale for gap in gaps.at("value").items()), initial=first))
+    elif first is not None:
+        chunks = [first] if latency is None or latency <= first else [first, latency]
     ended = (about.at("request_end_ns").count() - start) / 1e9
     if ended < 0:
         raise about.wrong("a request ended before it began")
-    metrics = node.get("metrics")
+    request_id = text_at(about, "x_request_id")
     return imported_request(
-        id=found if (found := text_at(about, "x_request_id")) is not None else str(index),
+        id=str(index) if request_id is None else request_id,
         index=index,
-        phase="measured" if _PHASES[phase.text()] == "measured" else "warmup",
+        phase=_PHASES[phase.text()],
         sent_s=(start - zero) / 1e9,
         ended_s=ended if chunks or latency is None else latency,
         chunks_s=chunks,

@@ -4,6 +4,7 @@ It has latencies of every request but no times of day, so a run of it has number
 """
 
 from array import array
+from collections import Counter
 from typing import Any
 
 from harness.imports.source import Imported, Node, Part, Source, has, read_source, text_at
@@ -87,12 +88,7 @@ def _numbers(top: Node, found: Node) -> Numbers:
     scale = _TO_SECONDS[unit.text()] if unit else 1.0
     requests = top.at("individual_request_metrics").items()
     good = [request for request in requests if request.get("error_code") is None]
-    errors: dict[str, int] = {}
-    for request in requests:
-        code = request.get("error_code")
-        if code is not None:
-            kind = _kind(code)
-            errors[kind] = errors.get(kind, 0) + 1
+    errors = Counter(_kind(code) for request in requests if (code := request.get("error_code")) is not None)
     for name, counted, what in (
         ("num_completed_requests", len(good), "successful requests listed are"),
         ("num_error_requests", len(requests) - len(good), "failed requests listed are"),

@@ -34,6 +34,7 @@ DEFINITIONS = {
     "wall_s": _WALL,
 }
 _LISTS: dict[str, ErrorKind | None] = {"successful": None, "errored": "unknown", "incomplete": "unfinished"}
+_TIMINGS = ("info", "timings")
 _PLANNED_STARTS = ("constant", "poisson")  # strategies whose requests have a time at which they should start
 
 
@@ -69,16 +70,16 @@ def read(source: Source) -> Imported:
 def _work(benchmark: Node) -> Any:
     """The requests themselves where the report has them, else what it says of how they were made."""
     config = benchmark.at("config").value
-    asked = sorted(
-        str(request.value.get("request_args"))
-        for name in _LISTS
-        for request in (benchmark.at("requests", name).items() if benchmark.get("requests", name) else [])
-    )
     return {
         "strategy": config.get("strategy", {}).get("type_"),
         "constraints": config.get("constraints"),
-        "asked": asked,
+        "asked": sorted(str(request.value.get("request_args")) for _, request in _requests(benchmark)),
     }
+
+
+def _requests(benchmark: Node) -> list[tuple[ErrorKind | None, Node]]:
+    lists = [(kind, benchmark.get("requests", name)) for name, kind in _LISTS.items()]
+    return [(kind, request) for kind, found in lists if found for request in found.items()]
 
 
 def _load_name(strategy: Node) -> str:
@@ -92,11 +93,7 @@ def _load_name(strategy: Node) -> str:
 
 def _part(benchmark: Node) -> Part:
     strategy = benchmark.at("config", "strategy")
-    requests = [
-        (kind, request)
-        for name, kind in _LISTS.items()
-        for request in (benchmark.at("requests", name).items() if benchmark.get("requests", name) else [])
-    ]
+    requests = _requests(benchmark)
     if benchmark.get("config", "sample_size"):
         raise benchmark.wrong("the report holds a sample of its requests only (sample_size), all are needed")
     for name in ("warmup_duration", "cooldown_duration"):
@@ -108,15 +105,15 @@ def _part(benchmark: Node) -> Part:
     for name, counted in (("total", len(requests)), *((name, counts[kind]) for name, kind in _LISTS.items())):
         if made and (stated := made.get(name)):
             stated.must_be(counted, "requests in the report are" if name == "total" else f"'{name}' in the report are")
-    starts = [start for _, request in requests if (start := _start(request)) is not None]
-    if not starts:
+    # Without a start it was still waiting when the benchmark ended, and never sent.
+    started = [(node.number(), kind, one) for kind, one in requests if (node := one.get(*_TIMINGS, "request_start"))]
+    if not started:
         raise benchmark.wrong("no request of the benchmark was sent")
-    zero = min(starts)
+    sent = sorted(started, key=lambda item: item[0])
+    zero = sent[0][0]
     load = _load_name(strategy)
     planned = strategy.at("type_").text() in _PLANNED_STARTS
-    sent = [(kind, request) for kind, request in requests if _start(request) is not None]
-    sent.sort(key=lambda item: _start(item[1]) or 0.0)
-    records = [_record(request, kind, index, zero, planned) for index, (kind, request) in enumerate(sent)]
+    records = [_record(request, kind, index, zero, planned) for index, (_, kind, request) in enumerate(sent)]
     streams = strategy.get("streams") or strategy.get("max_concurrency")
     return Part(
         load=load,
@@ -128,14 +125,8 @@ def _part(benchmark: Node) -> Part:
     )
 
 
-def _start(request: Node) -> float | None:
-    """None: it was still waiting when the benchmark ended, and never sent."""
-    node = request.get("info", "timings", "request_start")
-    return node.number() if node else None
-
-
 def _record(request: Node, kind: ErrorKind | None, index: int, zero: float, planned: bool) -> Request:
-    timings = request.at("info", "timings")
+    timings = request.at(*_TIMINGS)
     start = timings.at("request_start").number()
 
     def since(name: str) -> float | None:

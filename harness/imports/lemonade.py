@@ -89,16 +89,12 @@ def _wall_s(node: Node) -> float:
 
 def _server(result: Node, results: list[Node]) -> str:
     """Recipe and backend, and what else tells it from the others of the file."""
-    name = f"{result.at('recipe').text()}-{result.at('backend').text()}"
-    alike = [other for other in results if _label(other) == _label(result)]
-    if len(alike) == 1:
-        return name
-    number = next(index for index, other in enumerate(alike, start=1) if other.where == result.where)
-    return f"{name}-{number}"
+    alike = [other.where for other in results if _name(other) == _name(result)]
+    return _name(result) if len(alike) == 1 else f"{_name(result)}-{alike.index(result.where) + 1}"
 
 
-def _label(result: Node) -> tuple[str, str]:
-    return result.at("recipe").text(), result.at("backend").text()
+def _name(result: Node) -> str:
+    return f"{result.at('recipe').text()}-{result.at('backend').text()}"
 
 
 def _arguments(result: Node) -> list[str]:

@@ -69,8 +69,7 @@ def read_source(path: Path) -> Source:
     try:
         return Source(path, digest, msgspec.json.decode(raw))
     except msgspec.DecodeError as error:
-        first = error
-    return Source(path, digest, _lines(path, raw, first))
+        return Source(path, digest, _lines(path, raw, error))
 
 
 def _lines(path: Path, raw: bytes, as_json: msgspec.DecodeError) -> list[Any]:

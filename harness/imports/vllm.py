@@ -68,9 +68,7 @@ def read(source: Source) -> Imported:
             for key in ("backend", "num_prompts", "request_rate", "burstiness", "max_concurrency", "total_input_tokens")
         }
         | {"input_lens": sorted(source.value.get("input_lens") or [])},
-        definitions=DEFINITIONS
-        if records
-        else {k: v for k, v in DEFINITIONS.items() if k not in AGGREGATE} | AGGREGATE,
+        definitions=DEFINITIONS if records else DEFINITIONS | AGGREGATE,
         missing={} if records else {"chunk_gap_s": none, "tokens_per_chunk": none},
         notes=notes,
     )

@@ -15,7 +15,6 @@ from harness.imports.source import Imported, Part, Source
 from harness.rundir.files import pretty_json
 from harness.rundir.manifest import CellRun, Machine, Origin, RowOrigin, Run, ServedBy, write_run
 from harness.rundir.origin import NUMBERS_FILE
-from harness.rundir.records import Request
 from harness.scenario.scenario import Load, Scenario, Server, Warmup
 from harness.summarize.summarize import summarize, write_summary
 
@@ -39,7 +38,7 @@ def import_file(path: Path, runs: Path, given: str | None = None, machine: str |
             f"{path}: was imported before, as {run_id}",
             next_step=f"`harness report {run_id}` shows it; remove it first.",
         )
-    parts = [_named(part) for part in imported.parts]
+    parts = [msgspec.structs.replace(part, server=_name(part.server), load=_name(part.load)) for part in imported.parts]
     cells = {_cell(part): part for part in parts}
     if len(cells) < len(parts):
         raise HarnessError(f"{path}: two of its loads have the same name: {', '.join(sorted(map(_cell, parts)))}")
@@ -49,7 +48,8 @@ def import_file(path: Path, runs: Path, given: str | None = None, machine: str |
         with (folder / "requests.jsonl").open("wb") as file:
             for cell, part in cells.items():
                 for record in part.records:
-                    file.write(msgspec.json.encode(_placed(record, cell, part)) + b"\n")
+                    placed = msgspec.structs.replace(record, cell=cell, load=part.load)
+                    file.write(msgspec.json.encode(placed) + b"\n")
         numbers = {cell: part.numbers for cell, part in cells.items() if part.numbers is not None}
         if numbers:
             (folder / NUMBERS_FILE).write_bytes(pretty_json(numbers))
@@ -142,14 +142,6 @@ def _cell_run(cell: str, part: Part, imported: Imported) -> CellRun:
             arguments=imported.arguments.get(part.server, []),
         ),
     )
-
-
-def _placed(record: Request, cell: str, part: Part) -> Request:
-    return msgspec.structs.replace(record, cell=cell, load=part.load)
-
-
-def _named(part: Part) -> Part:
-    return msgspec.structs.replace(part, server=_name(part.server), load=_name(part.load))
 
 
 def _cell(part: Part) -> str:

@@ -17,7 +17,7 @@ from harness.memory.answer import share_of
 from harness.memory.host import host_share
 from harness.prepare.experiment import Experiment
 from harness.scenario.scenario import Server
-from harness.serve import compose_document
+from harness.serve import server_document
 from harness.serve.compose.compose import Service, parse
 from harness.serve.compose.values import parse_bytes
 from harness.serve.docker.daemon import engine_host
@@ -136,4 +136,4 @@ def services_here(experiment: Experiment) -> Iterator[tuple[str, Service]]:
         return
     for name, server in experiment.scenario.servers.items():
         if server.container:
-            yield name, parse(compose_document(experiment.scenario, name, with_locust=False)).server
+            yield name, parse(server_document(experiment.scenario, name)).server

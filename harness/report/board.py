@@ -139,17 +139,15 @@ def _unit(number: float, group: Group) -> str:
 
 
 def _matrix(board: Board) -> str:
-    head = ["Scenario", *board.machines]
     lines = []
     for group in board.groups:
-        name = heading(group) + (" (SIMULATED)" if group.simulated else "")
-        cells = []
+        cells = [heading(group) + (" (SIMULATED)" if group.simulated else "")]
         for machine in board.machines:
             best = group.best_of(machine)
             shown = units.NOTHING if best is None else f"{value(best, group)}: {best.server} / {best.load}, {best.date}"
             cells.append(shown)
-        lines.append([name, *cells])
-    return grid(head, lines)
+        lines.append(cells)
+    return grid(["Scenario", *board.machines], lines)
 
 
 def _group(group: Group) -> str:
@@ -159,27 +157,26 @@ def _group(group: Group) -> str:
         text += f"\n\n> **{words.SIMULATED}**"
     head = ["#", "Machine", "Server", "Load", "Median", "Least to most", "Repeats", "tok/s", "TTFT p50, ms", "Errors"]
     head += ["Date", "Image digest", "Version", "Validity", "Run"]
-    lines = []
-    for number, entry in enumerate(group.entries, 1):
-        lines.append(
-            [
-                str(number) if entry.ranked else units.NOTHING,
-                entry.machine,
-                entry.server,
-                entry.load,
-                value(entry, group) + (" (best of this machine)" if entry.best else ""),
-                spread(entry, group),
-                str(entry.repeats),
-                rate(entry),
-                first_token(entry),
-                str(entry.errors),
-                entry.date,
-                digest(entry),
-                entry.version or units.NOTHING,
-                validity(entry),
-                entry.run,
-            ]
-        )
+    lines = [
+        [
+            str(number) if entry.ranked else units.NOTHING,
+            entry.machine,
+            entry.server,
+            entry.load,
+            value(entry, group) + (" (best of this machine)" if entry.best else ""),
+            spread(entry, group),
+            str(entry.repeats),
+            rate(entry),
+            first_token(entry),
+            str(entry.errors),
+            entry.date,
+            digest(entry),
+            entry.version or units.NOTHING,
+            validity(entry),
+            entry.run,
+        ]
+        for number, entry in enumerate(group.entries, 1)
+    ]
     return "\n\n".join([text, grid(head, lines), *filter(None, [limited(group)])])
 
 

@@ -47,12 +47,19 @@ def render(summary: Summary, run: Run, observed: Observed) -> str:
     """The page."""
     filters = {"seconds": units.seconds, "ms": units.milliseconds, "number": units.significant}
     report = template("report.html.j2", moment=_moment, yaml=_yaml, **filters)
-    library = asset(LIBRARY)
-    style, theme, script = (asset(name) for name in ("report.css", "theme.js", "report.js"))
+    style, theme, script, library = map(asset, ("report.css", "theme.js", "report.js", LIBRARY))
     rows = lines(summary, run)
-    charts = _charts(summary, run, observed)
+    charts = [
+        figures.throughput(summary, run),
+        figures.first_token(summary, run),
+        *tradeoff.tradeoffs(summary, run),
+        *figures.distributions(summary, observed),
+        *scatter.scatters(summary, observed),
+        starts.startup(run),
+    ]
     drawn = {chart.id: chart.figure for chart in charts if not chart.empty}
-    events = _events(summary, run, observed)
+    cells = {cell.id: cell for cell in summary.cells}
+    events = {line.cell: events_of(line, cells.get(line.cell), run.ran.get(line.cell)) for line in observed.timelines}
     timelines = {line.cell: figure_of(line, events[line.cell]) for line in observed.timelines}
     return report.render(
         summary=summary,
@@ -86,22 +93,6 @@ def render(summary: Summary, run: Run, observed: Observed) -> str:
         library=_packed(library.encode()),
         chart_data=_packed(neutral(msgspec.json.encode({"charts": drawn, "timelines": timelines}).decode()).encode()),
     )
-
-
-def _charts(summary: Summary, run: Run, observed: Observed) -> list[marks.Chart]:
-    return [
-        figures.throughput(summary, run),
-        figures.first_token(summary, run),
-        *tradeoff.tradeoffs(summary, run),
-        *figures.distributions(summary, observed),
-        *scatter.scatters(summary, observed),
-        starts.startup(run),
-    ]
-
-
-def _events(summary: Summary, run: Run, observed: Observed) -> dict[str, list[Event]]:
-    cells = {cell.id: cell for cell in summary.cells}
-    return {line.cell: events_of(line, cells.get(line.cell), run.ran.get(line.cell)) for line in observed.timelines}
 
 
 def _packed(data: bytes) -> str:

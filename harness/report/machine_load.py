@@ -1,6 +1,7 @@
 """What the machine did under each load, as a table: one definition for the page, the terminal, CSV and OpenMetrics."""
 
 from collections.abc import Callable
+from typing import Any
 
 from msgspec import Struct
 
@@ -192,6 +193,13 @@ COLUMNS = (
         ),
     ),
 )
+
+
+def raw(found: Struct | None, field: str) -> Any:
+    """A field for programs; None where there is nothing that has it."""
+    return None if found is None else getattr(found, field)
+
+
 # Raw values for programs: column of the CSV, field of MachineLoad; name in OpenMetrics, its unit, the factor to that.
 VALUES = (
     ("energy_per_token_j", "energy_per_token_j", "output_token_energy", "joules", 1.0),

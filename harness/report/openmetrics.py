@@ -6,12 +6,12 @@ with the quantiles that the sample carries.
 
 from collections.abc import Callable, Iterable, Iterator
 
-from msgspec import Struct
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from harness.report import machine_load
+from harness.report.machine_load import VALUES as MACHINE_VALUES
+from harness.report.machine_load import raw
 from harness.rundir.manifest import Run
 from harness.scenario.mixes import others
 from harness.summarize.self_check import WORDS
@@ -35,8 +35,8 @@ VALUES: dict[str, tuple[str, str, Callable[[Numbers], float | None]]] = {  # wha
     "wall_seconds": ("Wall time of the work, median over runs", "seconds", lambda n: n.wall_s),
     "output_tokens_per_second": ("Output tokens / s, median over runs", "", lambda n: n.output_tok_s),
     "input_tokens_per_second": ("Prompt tokens / s, median over runs", "", lambda n: n.input_tok_s),
-    "valid_answers_ratio": ("Valid answers / all", "ratio", lambda n: _of(n.answers, "valid_share")),
-    "right_answers_ratio": ("Right answers / all", "ratio", lambda n: _of(n.answers, "right_share")),
+    "valid_answers_ratio": ("Valid answers / all", "ratio", lambda n: raw(n.answers, "valid_share")),
+    "right_answers_ratio": ("Right answers / all", "ratio", lambda n: raw(n.answers, "right_share")),
     "requests_per_second": ("Successful requests / s, median", "", lambda n: n.requests_per_s),
 }
 SCHEDULES = {  # of open loops: what it is, field of Kept
@@ -111,25 +111,21 @@ def _of_rows(summary: Summary, run: Run) -> Iterator[Metric]:
     limited = [({**at, "number": name}, int(name in row.client_limited)) for at, row in labelled for name in WORDS]
     yield _gauge("client_limited", "1: the load generator was the limit of this number of the row", "", limited)
     for name, (explanation, field) in SCHEDULES.items():
-        yield _gauge(name, explanation, "", [(at, _of(row.pooled.schedule, field)) for at, row in labelled])
+        yield _gauge(name, explanation, "", [(at, raw(row.pooled.schedule, field)) for at, row in labelled])
     slos = [({**at, "slos": slos}, found) for at, row in labelled for slos, found in row.pooled.slos.items()]
     met = [(at, found.attainment) for at, found in slos]
     yield _gauge("attainment_ratio", "Requests that met every SLO / sent", "ratio", met)
     goodput = [(at, found.goodput_req_s) for at, found in slos]
     yield _gauge("goodput_requests_per_second", "Requests that met every SLO / s, median over runs", "", goodput)
-    for _, field, name, unit, factor in machine_load.VALUES:
+    for _, field, name, unit, factor in MACHINE_VALUES:
         explanation = f"{name.replace('_', ' ').capitalize()}, median over runs"
-        known = [(at, value) for at, row in labelled if (value := _of(row.machine_load, field)) is not None]
+        known = [(at, value) for at, row in labelled if (value := raw(row.machine_load, field)) is not None]
         yield _gauge(f"{name}_{unit}", explanation, unit, [(at, factor * value) for at, value in known])
     for name, explanation in LATENCIES.items():
         family = Metric(f"{PREFIX}_{name}_seconds", f"{explanation} of successful requests", "summary", "seconds")
         for at, row in labelled:
             _add_quantiles(family, at, getattr(row.pooled, f"{name}_s"))
         yield family
-
-
-def _of(found: Struct | None, field: str) -> float | None:
-    return None if found is None else getattr(found, field)
 
 
 def _add_quantiles(family: Metric, labels: Labels, sample: Distribution) -> None:

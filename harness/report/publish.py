@@ -1,7 +1,9 @@
 """File a VALID run by machine and scenario: plain files, small enough for git."""
 
+import filecmp
 import gzip
 import os
+import shutil
 from pathlib import Path
 
 from harness.errors import HarnessError, RunError
@@ -13,7 +15,6 @@ from harness.summarize.summarize import summarize
 from harness.summary import Summary
 
 RECORDS = "requests.jsonl"
-_BLOCK = 1 << 20
 
 
 def publish(folder: Path, results: Path, *, records: bool = False) -> tuple[Path, list[str]]:
@@ -82,13 +83,8 @@ def _pack(source: Path, path: Path) -> bool:
         temporary.open("wb") as raw,
         gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed,
     ):
-        while block := plain.read(_BLOCK):
-            packed.write(block)
-    if (
-        path.exists()
-        and path.stat().st_size == temporary.stat().st_size
-        and path.read_bytes() == temporary.read_bytes()
-    ):
+        shutil.copyfileobj(plain, packed)
+    if path.exists() and filecmp.cmp(path, temporary, shallow=False):
         temporary.unlink()
         return False
     os.replace(temporary, path)

@@ -4,18 +4,19 @@ import csv
 import io
 
 from harness.report import schedules
-from harness.report.machine_load import VALUES
+from harness.report.machine_load import VALUES, raw
 from harness.report.table import Line, lines
 from harness.rundir.manifest import Run
 from harness.scenario.mixes import others
-from harness.summary import Answers, PromptLengths, Summary
+from harness.summary import Summary
 
-_LATENCIES = {
-    "ttft": "ttft_s", "ttfo": "ttfo_s", "tpot": "tpot_s", "e2e": "e2e_s", "chunk_gap": "chunk_gap_s",
-    "ttft_sched": "ttft_sched_s", "e2e_sched": "e2e_sched_s",
-    "connect": "connect_s",
-}  # fmt: skip
+_LATENCIES = ("ttft", "ttfo", "tpot", "e2e", "chunk_gap", "ttft_sched", "e2e_sched", "connect")
 _STATISTICS = ("mean", "p50", "p90", "p95", "p99")
+_ANSWERS = ("checked", "valid", "valid_share", "labelled", "right", "right_share")
+_VERDICT = {  # field of a Verdict, by column
+    "speedup_against": "baseline", "speedup_by": "metric", "speedup": "ratio", "speedup_low": "low",
+    "speedup_high": "high", "p": "p", "verdict": "word",
+}  # fmt: skip
 
 
 def render(summary: Summary, run: Run) -> str:
@@ -29,7 +30,7 @@ def render(summary: Summary, run: Run) -> str:
 
 
 def _record(line: Line, beside: list[str]) -> dict[str, str | int | float | None]:
-    numbers, verdict = line.row.pooled, line.verdict
+    numbers = line.row.pooled
     record: dict[str, str | int | float | None] = {
         "server": line.row.server,
         "load": line.row.load,
@@ -48,39 +49,14 @@ def _record(line: Line, beside: list[str]) -> dict[str, str | int | float | None
         "input_tok_s": numbers.input_tok_s,
         "vectors": numbers.vectors,
         "client_limited": " ".join(line.row.client_limited),
-        **_answers(numbers.answers),
-        **_prompts(numbers.prompts),
+        **{f"answers_{name}": raw(numbers.answers, name) for name in _ANSWERS},
+        **{f"prompt_tokens_{name}": raw(numbers.prompts, name) for name in ("asked", "got")},
     }
-    for name, field in _LATENCIES.items():
-        sample = getattr(numbers, field)
+    for name in _LATENCIES:
+        sample = getattr(numbers, f"{name}_s")
         record |= {f"{name}_{statistic}_s": getattr(sample, statistic) for statistic in _STATISTICS}
     record |= schedules.values(line.row)
-    did = line.row.machine_load
-    record |= {name: None if did is None else getattr(did, field) for name, field, *_ in VALUES}
+    record |= {name: raw(line.row.machine_load, field) for name, field, *_ in VALUES}
     for slos, attained in numbers.slos.items():
-        record |= {
-            f"attainment({slos})": attained.attainment,
-            f"goodput_req_s({slos})": attained.goodput_req_s,
-        }
-    return record | {
-        "baseline": int(line.baseline),
-        "speedup_against": verdict.baseline if verdict else None,
-        "speedup_by": verdict.metric if verdict else None,
-        "speedup": verdict.ratio if verdict else None,
-        "speedup_low": verdict.low if verdict else None,
-        "speedup_high": verdict.high if verdict else None,
-        "p": verdict.p if verdict else None,
-        "verdict": verdict.word if verdict else None,
-    }
-
-
-def _answers(answers: Answers | None) -> dict[str, int | float | None]:
-    fields = ("checked", "valid", "valid_share", "labelled", "right", "right_share")
-    return {f"answers_{name}": None if answers is None else getattr(answers, name) for name in fields}
-
-
-def _prompts(prompts: PromptLengths | None) -> dict[str, int | None]:
-    return {
-        "prompt_tokens_asked": None if prompts is None else prompts.asked,
-        "prompt_tokens_got": None if prompts is None else prompts.got,
-    }
+        record |= {f"attainment({slos})": attained.attainment, f"goodput_req_s({slos})": attained.goodput_req_s}
+    return record | {"baseline": int(line.baseline)} | {name: raw(line.verdict, at) for name, at in _VERDICT.items()}

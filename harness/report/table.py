@@ -219,23 +219,13 @@ _ERRORS_AND_VERDICT = (
 )
 
 _MEANINGS = {
-    "ttft": (
-        "Time to first token",
-        "got their first token within this time",
-        "TTFT = first token received − request sent",
-    ),
-    "tpot": (
-        "Time per output token after the first",
-        "streamed at least this fast",
-        "TPOT = (last chunk − first chunk) ÷ (output tokens − 1)",
-    ),
-}
-_MEANINGS_OF_VECTORS = {
+    "ttft": ("Time to first token", "got their first token within this time", words.FORMULAS["ttft"]),
+    "tpot": ("Time per output token after the first", "streamed at least this fast", words.FORMULAS["tpot"]),
     "e2e": (
         "End-to-end latency",
         "were answered within this time",
         "E2E = last chunk, or the end of an answer in one piece − request sent",
-    )
+    ),
 }
 _SHARES = {"p50": "half of the", "p90": "90 of 100", "p95": "95 of 100", "p99": "99 of 100"}
 
@@ -247,7 +237,7 @@ def columns(summary: Summary) -> tuple[Column, ...]:
     """
     rows = [row.pooled.ttft_s for row in summary.rows if row.pooled.ttft_s.n]
     tail = next((p for p in ("p99", "p95", "p90") if rows and all(getattr(row, p) is not None for row in rows)), "p95")
-    latencies = [_latency(name, percentile) for name in _MEANINGS for percentile in ("p50", tail)]
+    latencies = [_latency(name, percentile) for name in ("ttft", "tpot") for percentile in ("p50", tail)]
     timed = bool(summary.rows) and all(row.pooled.window == "timed" for row in summary.rows)
     work = [column for column in _NAMES_AND_WORK if not (timed and column.key == "wall")]
     numbers = [row.pooled for row in summary.rows]
@@ -276,7 +266,7 @@ def _marked(column: Column) -> Column:
 
 
 def _latency(name: str, percentile: str) -> Column:
-    title, outcome, formula = (_MEANINGS | _MEANINGS_OF_VECTORS)[name]
+    title, outcome, formula = _MEANINGS[name]
 
     def text(line: Line) -> str:
         numbers = line.row.pooled

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from harness.errors import HarnessError
 from harness.rundir.files import pretty_json, read_json, replace_file
@@ -150,14 +151,11 @@ class Origin(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     notes: list[str] = []
     rows: list[RowOrigin] = []  # the rows that differ from the above
 
-    def definitions_of(self, server: str, load: str) -> dict[str, str]:
-        """By field of a summary's numbers, where it is not ours."""
-        own = [row.definitions for row in self.rows if (row.server, row.load) == (server, load)]
-        return self.definitions | (own[0] if own else {})
-
-    def missing_of(self, server: str, load: str) -> dict[str, str]:
-        own = [row.missing for row in self.rows if (row.server, row.load) == (server, load)]
-        return self.missing | (own[0] if own else {})
+    def of_row(self, server: str, load: str) -> RowOrigin:
+        """What holds for one row: its own where it differs."""
+        alike = (row for row in self.rows if (row.server, row.load) == (server, load))
+        own = next(alike, RowOrigin(server=server, load=load))
+        return replace(own, definitions=self.definitions | own.definitions, missing=self.missing | own.missing)
 
 
 class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -39,7 +39,7 @@ def definition(run: Run, metric: str, row: tuple[str, str] | None = None) -> str
     own = DEFINITIONS[metric]
     if run.origin is None:
         return own
-    return (run.origin.definitions if row is None else run.origin.definitions_of(*row)).get(metric, own)
+    return (run.origin if row is None else run.origin.of_row(*row)).definitions.get(metric, own)
 
 
 def refuse_other_definitions(runs: Sequence[Run], metric: str, rows: Sequence[tuple[str, str]] = ()) -> None:

@@ -1,6 +1,7 @@
 """A server's life: render its template, start it, wait until the model answers, take it down."""
 
 from harness.serve.compose.document import compose_document as compose_document
+from harness.serve.compose.document import server_document as server_document
 from harness.serve.compose.problems import server_problems_of as server_problems_of
 from harness.serve.compose.template import templates as templates
 from harness.serve.compose.template import variables as variables

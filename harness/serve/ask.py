@@ -155,7 +155,7 @@ def _get(session: requests.Session, url: str) -> requests.Response:
     except requests.RequestException as error:
         raise no_answer(error)(
             f"no answer from {url}: {reason(error)}",
-            next_step=_way_out(error, "Check the address and that the server runs."),
+            next_step=_way_out(error),
         ) from None
 
 
@@ -173,7 +173,7 @@ def no_answer(error: requests.RequestException) -> type[ServerError]:
     return Passing if reason(error) == BROKE else ServerError
 
 
-def refuse_no_api(response: requests.Response, base: str, key_name: str | None = None) -> None:
+def refuse_no_api(response: requests.Response, base: str, key_name: str | None) -> None:
     """Raise ServerError, in words, for an answer that is none of an OpenAI-compatible API."""
     _refuse_stranger(response, base, key_name)
     if response.status_code != 200:
@@ -201,7 +201,7 @@ def _refuse_stranger(response: requests.Response, base: str, key_name: str | Non
         raise ServerError(words[0], next_step=words[1])
 
 
-def check_answer(response: requests.Response, base: str, key_name: str | None = None) -> None:
+def check_answer(response: requests.Response, base: str, key_name: str | None) -> None:
     """The first real answer must be a chat completion."""
     _refuse_stranger(response, base, key_name)
     if response.status_code != 200:
@@ -250,11 +250,11 @@ def reason(error: Exception) -> str:
     return BROKE
 
 
-def _way_out(error: Exception, otherwise: str) -> str:
+def _way_out(error: Exception) -> str:
     """What to do about a connection that failed."""
     distrust = _DISTRUST.search(str(error))
     if distrust is None:
-        return otherwise
+        return "Check the address and that the server runs."
     if "ertificate has expired" in distrust[1]:
         return "Renew the server's certificate."
     if "ismatch" in distrust[1]:

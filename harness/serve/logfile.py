@@ -27,14 +27,14 @@ class LogFile:
         self._thread = threading.Thread(target=self._copy, args=(stream,), name="server-log", daemon=True)
         self._thread.start()
 
-    def settle(self, timeout_s: float = 2.0) -> None:
+    def settle(self) -> None:
         """Wait until the stream has ended; it does so by itself when its container has stopped."""
         if self._thread is not None:
-            self._thread.join(timeout_s)
+            self._thread.join(2.0)
 
-    def tail(self, lines: int = TAIL_LINES) -> str:
+    def tail(self) -> str:
         """The last lines, without the engine's time stamps."""
-        return "\n".join(self.text().splitlines()[-lines:])
+        return "\n".join(self.text().splitlines()[-TAIL_LINES:])
 
     def last_line(self) -> str:
         """The last line that says something, shortened for a terminal."""

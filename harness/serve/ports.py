@@ -7,11 +7,11 @@ import socket
 FIRST, LAST = 18000, 29999
 
 
-def free_port(address: str = "127.0.0.1") -> int:
-    """A TCP port that nothing uses now. Random, so that two harnesses at once rarely meet."""
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nothing uses now. Random, so that two harnesses at once rarely meet."""
     while True:
         port = random.randint(FIRST, LAST)
-        if is_free(port, address):
+        if is_free(port):
             return port
 
 

@@ -43,7 +43,9 @@ def recorded(
     """
     log = of_lines([]) if log_path is None else started(log_path)
     facts, effective = _asked(served, log, metrics_url, api_key)
-    image = contents(container) if container is not None else None
+    image, began_s = None, None
+    if container is not None:
+        image, began_s = contents(container), moment(str(container.attrs["State"].get("StartedAt") or ""))
     hidden = [*secrets, *([api_key] if api_key else [])]
     return msgspec.structs.replace(
         served,
@@ -52,7 +54,7 @@ def recorded(
         container=without(served.container, hidden),
         notes=without(served.notes, hidden),
         version=without(served.version or effective.pop("version", None) or facts.version, hidden),
-        phases=phases_of(served.phases, log, _began_s(container)),
+        phases=phases_of(served.phases, log, began_s),
         startup=msgspec.convert(masked(msgspec.to_builtins(facts), hidden), Startup) if facts != Startup() else None,
         effective={key: value for key, value in masked(effective, hidden).items() if key != "version"},
         contents=image if image != Contents() else None,
@@ -135,10 +137,6 @@ def _number(text: str) -> Any:
     except ValueError:
         return text
     return int(value) if text.lstrip("-").isdigit() else value
-
-
-def _began_s(container: Container | None) -> float | None:
-    return None if container is None else moment(str(container.attrs["State"].get("StartedAt") or ""))
 
 
 def _json(session: requests.Session, url: str) -> dict[str, Any]:

@@ -46,10 +46,6 @@ _LOOK_S = 2.0  # ... which is looked at so often ...
 _AGAIN_S = 0.3  # ... and again, after a look in vain
 
 
-def _silent(_line: str) -> None:
-    """No progress is shown."""
-
-
 @contextlib.contextmanager
 def serve(
     scenario: Scenario,
@@ -58,7 +54,7 @@ def serve(
     run_id: str,
     cell_id: str,
     run_folder: Path,
-    on_progress: Callable[[str], None] = _silent,
+    on_progress: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Endpoint]:
     """Start a server, wait until its model answers, and take it down at the end, however that comes.
 
@@ -101,17 +97,6 @@ class _Start(msgspec.Struct, frozen=True):
         front = self.compose.serving.gateway
         return front if self.name == GATEWAY and front is not None else self.compose.serving
 
-    def behind_gateway(self) -> "_Start | None":
-        """The same for the gateway, when there is one."""
-        if self.compose.serving.gateway is None:
-            return None
-        log_path = self.log_path.with_suffix("").with_suffix(".gateway.log")
-        return msgspec.structs.replace(self, name=GATEWAY, log_path=log_path)
-
-    def grace_s(self) -> float:
-        """How long the slowest of the containers may take to stop."""
-        return max(parse_seconds(service.stop_grace_period) for service in self.compose.services.values())
-
     def secrets(self) -> list[str]:
         """What must not get into the log."""
         keys = [self.api_key] if self.api_key else []
@@ -122,10 +107,13 @@ class _Start(msgspec.Struct, frozen=True):
 
     def recorded(self, served: ServedBy, container: Container | None = None) -> ServedBy:
         """With what it turns out to run with."""
-        metrics_url, key = self.metrics_url(served.url), self.api_key
-        hidden = self.secrets()
         return recorded(
-            served, self.log_path, metrics_url=metrics_url, api_key=key, secrets=hidden, container=container
+            served,
+            self.log_path,
+            metrics_url=self.metrics_url(served.url),
+            api_key=self.api_key,
+            secrets=self.secrets(),
+            container=container,
         )
 
 
@@ -166,10 +154,11 @@ def _in_container(start: _Start, run_id: str, cell_id: str) -> Iterator[Endpoint
     logs = [LogFile(start.log_path, start.secrets())]
     try:
         server = _bring_up(start, filled, client, owner, logs[0])
-        gateway = start.behind_gateway()
-        if gateway is None:
+        if start.compose.serving.gateway is None:
             yield server
         else:
+            log_path = start.log_path.with_suffix("").with_suffix(".gateway.log")
+            gateway = msgspec.structs.replace(start, name=GATEWAY, log_path=log_path)
             logs.append(LogFile(gateway.log_path, start.secrets()))
             yield _in_front(_bring_up(gateway, filled, client, owner, logs[1]), server)
     except BaseException:
@@ -208,9 +197,8 @@ def _bring_up(
     # What is asked of the server is filled in, too.
     asking = msgspec.structs.replace(start, compose=msgspec.structs.replace(start.compose, serving=filled.serving))
     ready = _wait(asking, url, look, log, container)
-    watch = None
-    if ready.brought_up is not None:
-        watch = Watch(Api(url, start.api_key), ready.model, log, container)
+    loaded = ready.brought_up
+    watch = None if loaded is None else Watch(Api(url, start.api_key), ready.model, log, container)
     container.reload()
     served_by = ServedBy(
         url=url,
@@ -222,8 +210,8 @@ def _bring_up(
         version=ready.version,
         model=ready.model,
         arguments=[*(start.service.entrypoint or []), *(start.service.command or [])],
-        most_at_once=ready.brought_up.most_at_once if ready.brought_up is not None else None,
-        notes=ready.brought_up.notes if ready.brought_up is not None else [],
+        most_at_once=None if loaded is None else loaded.most_at_once,
+        notes=[] if loaded is None else loaded.notes,
         phases=phases.all + ready.phases,
     )
     started = start.recorded(served_by, container)
@@ -269,8 +257,9 @@ def _take_down(
 ) -> None:
     with _undisturbed(), contextlib.closing(client):
         start.on_progress("taking the server down")
+        slowest_s = max(parse_seconds(service.stop_grace_period) for service in start.compose.services.values())
         try:
-            containers.remove(client, owner, start.grace_s())
+            containers.remove(client, owner, slowest_s)
         except ServerError as error:
             if complain is None:
                 raise

@@ -5,10 +5,10 @@ which may be whole seconds. Times are only ever compared with others of the same
 """
 
 import ast
-import functools
 import re
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
@@ -30,6 +30,7 @@ _STAMPS = (
 _SINCE_START = re.compile(r"^(\d+)\.(\d\d)\.(\d{3})\.(\d{3}) [A-Z] ")  # llama.cpp: minutes, seconds, ms, us
 _ARGUMENTS = re.compile(r"non-default args: \{(?P<all>.*)\}\s*$")
 _PARAMETERS = re.compile(r"\[simulated\] parameters: (?P<all>\w+=.*)$")
+_TYPES = get_type_hints(Startup)
 _VARIABLE = ("port", "host", "model_tag")  # of the arguments: any free port; a second name of `model`
 
 
@@ -93,7 +94,7 @@ def _note(rule: Rule, match: re.Match[str], into: dict[str, Any]) -> None:
             continue
         name = re.sub(r"_mib$", "_gib", re.sub(r"_\d$", "", group))
         try:
-            value = _literal(text) if rule.effective else _number(text, _types()[name])
+            value = _literal(text) if rule.effective else _number(text, _TYPES[name])
         except ValueError:  # a number of another form than we know
             continue
         if group.endswith("_mib"):
@@ -213,12 +214,7 @@ def _literal(text: str) -> Any:
     return list(value) if isinstance(value, set | tuple) else value
 
 
-@functools.cache
-def _types() -> dict[str, Any]:
-    return get_type_hints(Startup)
-
-
-@functools.cache
+@cache
 def _rules() -> list[tuple[Rule, re.Pattern[str]]]:
     text = (resources.files("harness.serve") / "startup.yaml").read_text(encoding="utf-8")
     return [(rule, re.compile(rule.regex)) for rule in msgspec.convert(yaml.safe_load(text), list[Rule])]

@@ -307,12 +307,8 @@ def _rows(run: Run, cells: list[CellSummary], tallies: dict[str, Tally]) -> list
 
 
 def _imported(row: Row, numbers: Numbers, origin: Origin) -> Row:
-    return msgspec.structs.replace(
-        row,
-        pooled=numbers,
-        definitions=origin.definitions_of(row.server, row.load),
-        missing=origin.missing_of(row.server, row.load),
-    )
+    own = origin.of_row(row.server, row.load)
+    return msgspec.structs.replace(row, pooled=numbers, definitions=own.definitions, missing=own.missing)
 
 
 def _row(server: str, load: str, cells: list[CellSummary], tallies: dict[str, Tally]) -> Row:

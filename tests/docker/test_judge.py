@@ -11,7 +11,7 @@ import pytest
 import requests
 
 from harness.scenario.scenario import Load, Server
-from harness.serve import compose_document, templates, variables
+from harness.serve import compose_document, server_document, templates, variables
 from harness.serve.compose.compose import parse
 from tests.command import until
 from tests.docker.conftest import scenario
@@ -49,7 +49,7 @@ def test_compose_accepts_and_reads_it_as_we_do(
         given = {**GIVEN[template], "environment": {"ODD": ODD, "N": 1}}
         given |= {"extra_args": [ODD, 1, 0.5]} if "extra_args" in variables(template) else {}
     server = Server(template=template, variables=given)
-    text = compose_document(scenario(server), "s", with_locust=False)
+    text = server_document(scenario(server), "s")
     mine = parse(text)
     found = judged(text, {**compose_environment, "HF_TOKEN": "hf_x"}, tmp_path)
     theirs = found["services"]["server"]
@@ -75,7 +75,7 @@ def test_compose_accepts_the_load_generator_beside_it(
 ) -> None:
     text = compose_document(scenario(Server(template=template)), "s")
     found = judged(text, compose_environment, tmp_path)
-    alone = parse(compose_document(scenario(Server(template=template)), "s", with_locust=False))
+    alone = parse(server_document(scenario(Server(template=template)), "s"))
     assert set(found["services"]) == {"server", "locust", *alone.preparations}
     assert found["services"]["locust"]["ports"][0]["published"] == "8089"
     assert found["services"]["locust"]["depends_on"]["server"]["condition"] == "service_healthy"

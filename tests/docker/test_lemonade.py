@@ -20,7 +20,7 @@ from harness.paths import ROOT
 from harness.rundir.manifest import read_run
 from harness.rundir.metrics import parse, read_samples
 from harness.scenario.scenario import Load, Scenario, Server
-from harness.serve import Endpoint, compose_document, serve
+from harness.serve import Endpoint, serve, server_document
 from harness.serve.docker.sweep import sweep
 from harness.serve.lemonade.running import orphans_of
 from harness.serve.ports import free_port
@@ -241,7 +241,7 @@ def test_a_reset_in_mid_load_makes_the_run_invalid(variables: Variables, tmp_pat
 def test_compose_brings_the_same_up(variables: Variables, compose_environment: dict[str, str], tmp_path: Path) -> None:
     """`docker compose up` on the printed file: prepared, configured, and loaded by the first request."""
     given = variables({"downloaded": True}, checkpoint="org/tiny", recipe="vllm", host_port=free_port(), ctx_size=4000)
-    text = compose_document(scenario(given), "s", with_locust=False)
+    text = server_document(scenario(given), "s")
     (tmp_path / "compose.yaml").write_text(text)
     url = f"http://127.0.0.1:{given['host_port']}"
     command = ["docker", "compose", "--project-name", f"t{os.getpid()}", "--file", str(tmp_path / "compose.yaml")]

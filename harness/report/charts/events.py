@@ -37,7 +37,9 @@ def events_of(line: Timeline, cell: CellSummary | None, ran: CellRun | None) -> 
         many = "a request fails" if failures.count == 1 else f"the first of {failures.count:,} requests fails"
         found.append(Event(failures.first_s, f"{many}: {kind}", True))
     near_s = (line.ends_s - (line.warmup_until_s or 0.0)) / MOST_ALIKE
-    found += [Event(start, _queue(start, end, most)) for start, end, most in _joined(_waiting(line.server), near_s)]
+    for start, end, most in _joined(_waiting(line.server), near_s):
+        lasted = units.figures(end - start)
+        found.append(Event(start, f"requests wait in the server during {lasted} s, {most:,.0f} at most"))
     found += [Event(start, text, True, "heat") for start, text in _heat(line.machine, near_s)]
     found += [Event(at, units.count(int(many), "preemption")) for at, many in _summed(line.server.preempted, near_s)]
     return sorted(found)
@@ -84,10 +86,6 @@ def _joined(spans: Iterable[Span], near_s: float) -> list[Span]:
         else:
             joined.append((start, end, most))
     return joined
-
-
-def _queue(start_s: float, end_s: float, most: float) -> str:
-    return f"requests wait in the server during {units.figures(end_s - start_s)} s, {most:,.0f} at most"
 
 
 def _summed(counts: Iterable[tuple[float, float]], near_s: float) -> list[tuple[float, float]]:

@@ -96,8 +96,7 @@ def first_token(summary: Summary, run: Run) -> Chart:
         title="Time to first token over concurrency",
         caption="Solid: half of the requests (p50), whiskers from the least to the most p50 of a run. Dotted: 95 of "
         "100 requests (p95), where the sample carries it. Lower is better.",
-        formula="TTFT = first token received − request sent; pXX: XX % of the successful requests of all "
-        "repeats took at most so long",
+        formula=f"{words.FORMULAS['ttft']}; pXX: XX % of the successful requests of all repeats took at most so long",
         figure={"data": data, "layout": {"xaxis": _concurrency_axis(summary, run), "yaxis": axis("ms", values)}},
         head=["Server", "Load", "At once", "TTFT p50, ms", "TTFT p95, ms", "Requests"],
         body=[
@@ -148,33 +147,24 @@ def _first_token_lines(summary: Summary, run: Run, rows: list[Row], index: int, 
 
 
 LATENCIES = (
-    (
-        "ttft", "Time to first token (TTFT)", "ttft_s", "Share of requests whose first token came within the time.",
-        "TTFT = first token received − request sent",
-    ),
-    (
-        "tpot", "Time per output token (TPOT)", "tpot_s", "Share of requests that streamed a token within the time.",
-        "TPOT = (last chunk − first chunk) ÷ (output tokens − 1)",
-    ),
-    (
-        "e2e", "Whole answer (E2E)", "e2e_s", "Share of requests whose last token came within the time.",
-        "E2E = last chunk − request sent",
-    ),
-)  # fmt: skip
+    ("ttft", "Time to first token (TTFT)", "Share of requests whose first token came within the time."),
+    ("tpot", "Time per output token (TPOT)", "Share of requests that streamed a token within the time."),
+    ("e2e", "Whole answer (E2E)", "Share of requests whose last token came within the time."),
+)
 
 
 def distributions(summary: Summary, observed: Observed) -> list[Chart]:
     """The distribution functions of TTFT, TPOT and E2E, a line per row."""
     charts = []
-    for key, title, field, caption, formula in LATENCIES:
-        curves = [_curve(summary, row, observed, field) | {"meta": i} for i, row in enumerate(summary.rows)]
+    for key, title, caption in LATENCIES:
+        curves = [_curve(summary, row, observed, f"{key}_s") | {"meta": i} for i, row in enumerate(summary.rows)]
         ends = [end for curve in curves for end in (*curve["x"][:1], *curve["x"][-1:])]
         charts.append(
             Chart(
                 id=f"cdf-{key}",
                 title=title,
                 caption=caption,
-                formula=f"{formula}; share(t) = successful requests that took ≤ t ÷ successful requests",
+                formula=f"{words.FORMULAS[key]}; share(t) = successful requests that took ≤ t ÷ successful requests",
                 figure={
                     "data": curves,
                     "layout": {
@@ -183,7 +173,7 @@ def distributions(summary: Summary, observed: Observed) -> list[Chart]:
                     },
                 },
                 head=["Server", "Load", "Requests", "Least, ms", "p50", "p90", "p95", "p99", "Most, ms"],
-                body=[_spread(row, getattr(row.pooled, field)) for row in summary.rows],
+                body=[_spread(row, getattr(row.pooled, f"{key}_s")) for row in summary.rows],
                 empty="" if ends else "No successful request has this number.",
             )
         )

@@ -18,8 +18,6 @@ class Knee(Struct, frozen=True, kw_only=True):
     at: int  # the least concurrency that gives ENOUGH of the best throughput
     rate: float  # throughput there
     share: float  # of the best
-    best: float
-    best_at: int
     highest: int  # the highest concurrency measured
     falls_at: int | None  # where it is below ENOUGH of the best again; None: nowhere
 
@@ -49,8 +47,6 @@ def knee_of(points: Sequence[tuple[int, float]]) -> Knee | None:
         at=enough[0],
         rate=rates[enough[0]],
         share=rates[enough[0]] / best,
-        best=best,
-        best_at=best_at,
         highest=max(rates),
         falls_at=falls[0] if falls else None,
     )

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 from msgspec import Struct, field
+from numpy.typing import NDArray
 
-from harness.report.charts.bins import FINE_S, Counts, bin_of
+from harness.report.charts.bins import FINE_S, Counts, Times, bin_of
 from harness.report.charts.request_dots import Choice, Failures, Seen
 from harness.report.charts.server_metrics import ServerSamples, server_samples, shifted
 from harness.report.charts.telemetry import MachineSamples, machine_samples
@@ -43,9 +44,6 @@ class Sample(Struct):
     ttft_s: "array[float]" = field(default_factory=doubles)
     tpot_s: "array[float]" = field(default_factory=doubles)
     e2e_s: "array[float]" = field(default_factory=doubles)
-
-    def merge(self, other: "Sample") -> None:
-        add_up(self, other)
 
 
 class Fault(Struct):
@@ -120,7 +118,10 @@ def observe(folder: Path, run: Run) -> Observed:
     """Read requests.jsonl, processes.jsonl, metrics.jsonl and telemetry.jsonl of a run, whatever state they are in."""
     cells = {cell.id: (cell.server, cell.load) for cell in plan(run.scenario)}
     marks = by_cell(read_marks(folder / "processes.jsonl"))
-    zero, joint = _zero(marks), _joint(folder, run, marks)
+    places = places_of(run, marks)
+    windows = together(folder / "requests.jsonl", places)
+    zero = _zero(marks)
+    joint = {cell: _Joint(places[cell].clock, window_s) for cell, window_s in windows.items()}
     counts = {cell: Counts(start_s) for cell, start_s in zero.starts_s.items()}
     whole = _Part(samples={}, faults={}, counts=counts, seen=Seen())
     lines = []
@@ -149,12 +150,6 @@ def observe(folder: Path, run: Run) -> Observed:
         without_usage=whole.without_usage,
         damaged_lines=len(in_file(lines)),
     )
-
-
-def _joint(folder: Path, run: Run, marks: dict[str, list[ProcessMark]]) -> dict[str, _Joint]:
-    places = places_of(run, marks)
-    windows = together(folder / "requests.jsonl", places)
-    return {cell: _Joint(places[cell].clock, window_s) for cell, window_s in windows.items()}
 
 
 def _zero(marks: dict[str, list[ProcessMark]]) -> _Zero:
@@ -189,7 +184,8 @@ def _observe(
         if anchor is not None:
             part.seen.add(request, row, request.sent_s + anchor - start_s)
         if request.error is not None:
-            _note_fault(part.faults[row].setdefault(request.error, Fault()), request)
+            said = [request.message] if request.message else []
+            part.faults[row].setdefault(request.error, Fault()).merge(Fault(1, said))
         else:
             part.without_usage += request.output_tokens is None and request.vectors is None
             _note_latencies(part.samples[row], request)
@@ -201,7 +197,7 @@ def _observe(
 
 def _merge(whole: _Part, part: _Part) -> None:
     for row, sample in part.samples.items():
-        whole.samples.setdefault(row, Sample()).merge(sample)
+        add_up(whole.samples.setdefault(row, Sample()), sample)
     for row, faults in part.faults.items():
         for kind, fault in faults.items():
             whole.faults.setdefault(row, {}).setdefault(kind, Fault()).merge(fault)
@@ -209,12 +205,6 @@ def _merge(whole: _Part, part: _Part) -> None:
         whole.counts[cell].merge(count)
     whole.seen.merge(part.seen)
     whole.without_usage += part.without_usage
-
-
-def _note_fault(fault: Fault, request: Request) -> None:
-    fault.count += 1
-    if request.message and len(fault.messages) < EXAMPLES and request.message not in fault.messages:
-        fault.messages.append(request.message)
 
 
 def _note_latencies(sample: Sample, request: Request) -> None:
@@ -253,15 +243,13 @@ def _timeline(
     group = _bins_per_step(high - low)
     in_flight = np.cumsum(count.change)[low:high]
     tokens = count.tokens[low:high]
-    edges = np.arange(0, len(tokens), group)
-    lengths = np.diff(np.append(edges, len(tokens))) * FINE_S
+    edges, lengths, middles = _steps(low, low + len(tokens), group, zero)
     rates = np.add.reduceat(tokens, edges) / lengths if len(tokens) else tokens
-    middles = (low + edges) * FINE_S + lengths / 2 - zero
     arrivals_at, asked, gone = _arrivals(count, low, high, zero)
     return Timeline(
         cell=name,
         step_s=group * FINE_S,
-        at_s=[round(float(t), 2) for t in middles],
+        at_s=middles,
         tok_s=[round(float(r), 1) for r in rates],
         in_flight=[int(n) for n in np.maximum.reduceat(in_flight, edges)] if len(in_flight) else [],
         arrivals_at_s=arrivals_at,
@@ -283,14 +271,19 @@ def _arrivals(count: Counts, low: int, high: int, zero: float) -> tuple[list[flo
     if not count.due.any():
         return [], [], []
     group = max(_LEAST_ARRIVALS, _bins_per_step(_COARSER * (high - low)))
-    edges = np.arange(0, high - low, group)
-    lengths = np.diff(np.append(edges, high - low)) * FINE_S
-    middles = (low + edges) * FINE_S + lengths / 2 - zero
+    edges, lengths, middles = _steps(low, high, group, zero)
     due, gone = (
         [round(float(rate), 3) for rate in np.add.reduceat(bins[low:high], edges) / lengths]
         for bins in (count.due, count.gone)
     )
-    return [round(float(t), 2) for t in middles], due, gone
+    return middles, due, gone
+
+
+def _steps(low: int, high: int, group: int, zero: float) -> tuple[NDArray[np.int64], Times, list[float]]:
+    """Steps of `group` fine bins: where each begins, counted from `low`, how long it is, and its middle."""
+    edges = np.arange(0, high - low, group)
+    lengths = np.diff(np.append(edges, high - low)) * FINE_S
+    return edges, lengths, [round(float(t), 2) for t in (low + edges) * FINE_S + lengths / 2 - zero]
 
 
 def _bins_per_step(bins: int) -> int:

@@ -72,7 +72,7 @@ class Choice(Struct):
         if len(self.good) == MOST_DOTS:
             self.limit = self.good[-1].draw
         self.failed = heapq.nsmallest(MOST_FAILED, self.failed)
-        self.slow = sorted(self.slow, key=_slowness)[-SLOWEST:]
+        self.slow = sorted(self.slow, key=lambda dot: (dot.took_s, dot))[-SLOWEST:]
         if len(self.slow) == SLOWEST:
             self.slow_from_s = self.slow[0].took_s
 
@@ -92,10 +92,6 @@ class Choice(Struct):
                 break
             kept.add(dot)
         return sorted(kept, key=lambda dot: (dot.cell, dot.sent_s, dot.draw))
-
-
-def _slowness(dot: Dot) -> tuple[float, Dot]:
-    return dot.took_s, dot
 
 
 class Failures(Struct):

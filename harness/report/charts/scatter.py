@@ -4,14 +4,12 @@ from harness import units
 from harness.report.charts.marks import GLYPHS, Chart, Figure, axis, loads, plain, row_style
 from harness.report.charts.observed import Observed
 from harness.report.charts.request_dots import MOST_DOTS, SLOWEST, Choice, Dot
+from harness.report.words import FORMULAS
 from harness.summary import Row, Summary
 
 MOST_OF_ALL = 2400  # dots of one chart, whatever the number of rows; two charts of 6,000 take a browser 0.8 s
 
-_TITLES = (
-    ("dots-ttft", "Time to first token of single requests", "TTFT = first token received − request sent"),
-    ("dots-e2e", "Whole answers of single requests", "E2E = last chunk − request sent"),
-)
+_TITLES = {"ttft": "Time to first token of single requests", "e2e": "Whole answers of single requests"}
 
 
 def scatters(summary: Summary, observed: Observed) -> list[Chart]:
@@ -20,12 +18,10 @@ def scatters(summary: Summary, observed: Observed) -> list[Chart]:
     choices = [observed.chosen.get(row.key, Choice()) for row in summary.rows]
     dots = [choice.chosen(each) for choice in choices]
     thinned = any(len(shown) < choice.count + choice.failures for shown, choice in zip(dots, choices, strict=True))
-    return [_scatter(summary, dots, choices, *titles, thinned) for titles in _TITLES]
+    return [_scatter(summary, dots, choices, key, thinned) for key in _TITLES]
 
 
-def _scatter(
-    summary: Summary, dots: list[list[Dot]], choices: list[Choice], key: str, title: str, formula: str, thinned: bool
-) -> Chart:
+def _scatter(summary: Summary, dots: list[list[Dot]], choices: list[Choice], key: str, thinned: bool) -> Chart:
     data: list[Figure] = []
     for i, row in enumerate(summary.rows):
         good = [(dot, _value(dot, key)) for dot in dots[i] if dot.error is None]
@@ -38,10 +34,10 @@ def _scatter(
     values = [value for trace in data for value in trace["y"]]
     few = f" Long rows are thinned by chance; the {SLOWEST} slowest of each are always there." if thinned else ""
     return Chart(
-        id=key,
-        title=title,
+        id=f"dots-{key}",
+        title=_TITLES[key],
         caption=f"All repeats over each other. ✕: failed, at the time until it failed.{few}",
-        formula=f"across: second of sending − second of its run’s first measured request; up: {formula}",
+        formula=f"across: second of sending − second of its run’s first measured request; up: {FORMULAS[key]}",
         figure={
             "data": data,
             "layout": {
@@ -57,7 +53,7 @@ def _scatter(
                 f"{choice.count + choice.failures:,}",
                 f"{len(shown):,}",
                 f"{choice.failures:,}",
-                _slowest(row, key),
+                units.milliseconds(getattr(row.pooled, f"{key}_s").most),
             ]
             for row, choice, shown in zip(summary.rows, choices, dots, strict=True)
         ],
@@ -99,9 +95,5 @@ def _failed(row: Row, failed: list[Dot]) -> Figure:
 
 def _value(dot: Dot, key: str) -> float | None:
     """Milliseconds."""
-    seconds = dot.ttft_s if key == "dots-ttft" else dot.took_s
+    seconds = dot.ttft_s if key == "ttft" else dot.took_s
     return None if seconds is None else 1000 * seconds
-
-
-def _slowest(row: Row, key: str) -> str:
-    return units.milliseconds(row.pooled.ttft_s.most if key == "dots-ttft" else row.pooled.e2e_s.most)

@@ -1,5 +1,6 @@
 """What a server said of itself over the time of a cell."""
 
+from itertools import pairwise
 from pathlib import Path
 
 from msgspec import Struct
@@ -31,11 +32,7 @@ def server_samples(path: Path) -> dict[str, ServerSamples]:
                 for gauge in GAUGES
                 if any(gauge in scrape.values for scrape in known)
             },
-            preempted=[
-                (at, count - before)
-                for (_, before), (at, count) in zip(counted, counted[1:], strict=False)
-                if count > before
-            ],
+            preempted=[(at, count - before) for (_, before), (at, count) in pairwise(counted) if count > before],
         )
     return result
 

@@ -1,7 +1,8 @@
 """How servers started: a chart of the phases, a sentence for each server, and what it said that it runs with."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from harness import units
@@ -34,7 +35,7 @@ _BY_LOG = "process to warm-up by the server’s own log; ready = what was waited
 def startup(run: Run) -> Chart:
     """How long each server took to start, phase by phase, median over its starts."""
     starts = starts_of(run)
-    order = _order(_all(starts))
+    order = _order(chain.from_iterable(starts.values()))
     data: list[dict[str, Any]] = []
     for i, name in enumerate(order):
         having = [server for server in starts if _seconds(starts[server], name)]
@@ -127,7 +128,7 @@ def explained(run: Run) -> list[tuple[str, str]]:
         order = _order(starts[server])
         phases = ", ".join(f"{name} {statistics.median(_seconds(starts[server], name)):,.2f}" for name in order)
         result.append((f"Start of {server}", f"{text}; in seconds: {phases}"))
-    order = _order(_all(starts))
+    order = _order(chain.from_iterable(starts.values()))
     return result + [(name, MEANS[name]) for name in order if name in MEANS]
 
 
@@ -166,15 +167,11 @@ def _joined(by: str, *texts: str | None) -> str | None:
     return by.join(filter(None, texts)) or None
 
 
-def _all(starts: dict[str, list[ServedBy]]) -> list[ServedBy]:
-    return [served for known in starts.values() for served in known]
-
-
 def _seconds(starts: Sequence[ServedBy], name: str) -> list[float]:
     return [phase.seconds for served in starts for phase in served.phases if phase.name == name]
 
 
-def _order(starts: Sequence[ServedBy]) -> list[str]:
+def _order(starts: Iterable[ServedBy]) -> list[str]:
     """All phases in an order that is that of each start."""
     order: list[str] = []
     for served in starts:

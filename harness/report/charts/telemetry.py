@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from msgspec import Struct
@@ -52,15 +51,14 @@ def of_cell(samples: Sequence[TelemetrySample]) -> MachineSamples:
 
 def _lines(samples: Sequence[TelemetrySample], name: str, gpus: int) -> dict[str, dict[str, Line]]:
     def line(value: Callable[[GpuSample], float | None]) -> Line:
-        return [value(one.gpus[name]) if name in one.gpus else None for one in samples]
+        return [None if gpu is None else value(gpu) for gpu in seen]
 
-    labels = list(
-        dict.fromkeys(label for one in samples if name in one.gpus for label in one.gpus[name].temperatures_c)
-    )
+    seen = [one.gpus.get(name) for one in samples]
+    labels = dict.fromkeys(label for gpu in seen if gpu is not None for label in gpu.temperatures_c)
     # Of cards of their own, GTT is no more than a window to the machine's memory: nobody misses a line at the bottom.
     gtt = line(lambda gpu: gpu.gtt_used_bytes)
     big = max((value or 0.0 for value in gtt), default=0.0) > 2**30
-    sensors = {label: line(partial(_temperature, label)) for label in labels}
+    sensors = {label: [None if gpu is None else gpu.temperatures_c.get(label) for gpu in seen] for label in labels}
     if gpus > 1:  # three lines for each would be no picture
         sensors = {"hottest": line(lambda gpu: max(gpu.temperatures_c.values(), default=None))}
     return {
@@ -70,10 +68,6 @@ def _lines(samples: Sequence[TelemetrySample], name: str, gpus: int) -> dict[str
         "temperature": sensors,
         "clock": {"GPU": line(lambda gpu: gpu.clock_mhz)},
     }
-
-
-def _temperature(label: str, gpu: GpuSample) -> float | None:
-    return gpu.temperatures_c.get(label)
 
 
 def _heat(samples: Sequence[TelemetrySample], name: str) -> list[tuple[float, float, str]]:

@@ -1,7 +1,5 @@
 """Latency against throughput: what each server's users wait for what it gives."""
 
-from typing import Literal
-
 from harness import units
 from harness.report import words
 from harness.report.charts.figures import at_once, by_concurrency, without_closed
@@ -20,19 +18,15 @@ from harness.report.charts.marks import (
 from harness.rundir.manifest import Run
 from harness.summary import Distribution, Row, Summary
 
-_HEAD = ["Server", "Load", "At once", "tok/s", "p50, ms", "p95, ms", "Requests"]
-_TITLES = {
-    "ttft_s": ("trade-ttft", "Time to first token over throughput", "TTFT = first token received − request sent"),
-    "e2e_s": ("trade-e2e", "Whole answer over throughput", "E2E = last chunk − request sent"),
-}
+_TITLES = {"ttft": "Time to first token over throughput", "e2e": "Whole answer over throughput"}
 
 
 def tradeoffs(summary: Summary, run: Run) -> list[Chart]:
-    return [_tradeoff(summary, run, "ttft_s"), _tradeoff(summary, run, "e2e_s")]
+    return [_tradeoff(summary, run, key) for key in _TITLES]
 
 
-def _tradeoff(summary: Summary, run: Run, field: Literal["ttft_s", "e2e_s"]) -> Chart:
-    key, title, formula = _TITLES[field]
+def _tradeoff(summary: Summary, run: Run, key: str) -> Chart:
+    field = f"{key}_s"
     data: list[Figure] = []
     others = other_rates(summary)
     for i, server in enumerate(servers(summary)):
@@ -41,18 +35,15 @@ def _tradeoff(summary: Summary, run: Run, field: Literal["ttft_s", "e2e_s"]) -> 
                 data += _line([row for row in rows if row not in others], run, field, name, i, server, dash)
     values = [value for trace in data for value in trace["y"]]
     return Chart(
-        id=key,
-        title=title,
+        id=f"trade-{key}",
+        title=_TITLES[key],
         caption="A point for each load, the number says how many requests at once. Solid: p50, dotted: p95 where the "
         "sample carries it. A line joins loads that differ in concurrency alone. Right and low is best.",
-        formula=f"across: tok/s = output tokens inside the window ÷ window, median of the runs; up: {formula}, "
-        "percentile over the successful requests of all repeats",
-        figure={
-            "data": data,
-            "layout": {"xaxis": axis("output tok/s"), "yaxis": axis("ms", values)},
-        },
+        formula="across: tok/s = output tokens inside the window ÷ window, median of the runs; "
+        f"up: {words.FORMULAS[key]}, percentile over the successful requests of all repeats",
+        figure={"data": data, "layout": {"xaxis": axis("output tok/s"), "yaxis": axis("ms", values)}},
         findings=left_out(others) + open_loops(summary),
-        head=_HEAD,
+        head=["Server", "Load", "At once", "tok/s", "p50, ms", "p95, ms", "Requests"],
         body=[_words(row, run, getattr(row.pooled, field)) for row in summary.rows],
         empty=""
         if values

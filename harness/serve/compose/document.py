@@ -5,7 +5,6 @@ from typing import Any
 
 from harness.errors import HarnessError
 from harness.machine.facts import device_groups
-from harness.paths import COMPOSE
 from harness.scenario.check_syntax import slo_sets
 from harness.scenario.scenario import USERS, Gateway, Load, Scenario, Server
 from harness.serve.compose.compose import GATEWAY, SERVER, ComposeFile, parse
@@ -27,21 +26,23 @@ _NO_GROUPS = """\
 """
 
 
-def compose_document(
-    scenario: Scenario, server_name: str, with_locust: bool = True, ui_port: int | None = None, workers: int = 0
-) -> str:
-    """The Compose file of a server for `docker compose up`, with Locust's web UI in front of it unless told not to.
+def server_document(scenario: Scenario, server_name: str) -> str:
+    """The Compose file of a server alone.
 
-    `ui_port`: the host's port for the UI; None: the one that the template `locust` declares. `workers`: containers that
-    send the load; 0: the one with the UI does.
     The same at every call: the host's port is that of the container, unless the server has a host_port.
     """
     server = server_of(scenario, server_name)
-    port = port_inside(server)
-    text = rendered(server, scenario.model, port=port)
-    if not with_locust:
-        return text
-    compose = parse(text)
+    return rendered(server, scenario.model, port=port_inside(server))
+
+
+def compose_document(scenario: Scenario, server_name: str, *, ui_port: int | None = None, workers: int = 0) -> str:
+    """The same for `docker compose up`, with Locust's web UI in front of the server.
+
+    `ui_port`: the host's port for the UI; None: the one that the template `locust` declares. `workers`: containers that
+    send the load; 0: the one with the UI does.
+    """
+    server = server_of(scenario, server_name)
+    compose = parse(server_document(scenario, server_name))
     if compose.serving.offline:
         raise HarnessError(
             f"the server '{server_name}' is an offline job, which `harness run` gives its requests",
@@ -52,10 +53,11 @@ def compose_document(
     load = next((load for load in scenario.loads.values() if load.user in USERS), Load(user="chat"))
     keys = {scenario.api_key_env: f"${{{scenario.api_key_env}}}"} if scenario.api_key_env else {}
     of_locust = variables("locust")
+    ui_port = ui_port or of_locust["ui_port"].default
     head = COMPOSE_HEAD.format(
         server=server_name,
         addresses="   ".join(addresses),
-        ui_port=ui_port or of_locust["ui_port"].default,
+        ui_port=ui_port,
         image=of_locust["image"].default,
     )
     if compose.server.devices and not compose.server.group_add:
@@ -63,12 +65,12 @@ def compose_document(
     return head + rendered(
         server,
         scenario.model,
-        port=port,
+        port=port_inside(server),
         locust={
             "locustfile": load.user,
             "arguments": _by_hand(scenario, load),
             "environment": keys,
-            **({"ui_port": ui_port} if ui_port else {}),
+            "ui_port": ui_port,
             "workers": workers,
             "waits_for": taking[0],
         },
@@ -139,10 +141,9 @@ def rendered(server: Server, model: str, port: int | None = None, locust: dict[s
         given,
         model=model,
         host_port=host_port,
-        groups=_groups(),
+        groups=[] if engine_host() is not None else device_groups(),
         upstream=upstream,
         locust=locust,
-        folder=COMPOSE,
     )
     if gateway is None:
         return text
@@ -153,13 +154,8 @@ def rendered(server: Server, model: str, port: int | None = None, locust: dict[s
         host_port=free_port() if port is None else port_inside(gateway),
         groups=[],
         upstream=f"http://{SERVER}:{port_inside(server)}",
-        folder=COMPOSE,
     )
     return with_gateway(text, front)
-
-
-def _groups() -> list[int]:
-    return [] if engine_host() is not None else device_groups()
 
 
 def server_of(scenario: Scenario, name: str) -> Server:

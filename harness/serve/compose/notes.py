@@ -77,7 +77,9 @@ def _is_lost(server: Server, folder: Any) -> bool:
 def _of_arguments(server: Server) -> list[str]:
     if not (server.template.startswith("vllm") or server.template == "lemonade"):
         return []
-    words = _extra_args(server)
+    given = server.variables.get("extra_args")
+    words = [str(word) for word in given] if isinstance(given, list) else []
+    words += str(server.variables.get("vllm_args") or "").split()
     flags = list(dict.fromkeys(flags_in(words)))
     found = []
     if "--disable-log-stats" in flags and server.template != "vllm-offline":
@@ -145,12 +147,6 @@ def _shared(size: Any, slots: Any, unified: Any, name: str) -> tuple[int | None,
     if not size:
         return None, name
     return (size, name) if unified or slots == 1 else (size // slots, f"{name} / parallel ({size:,} / {slots})")
-
-
-def _extra_args(server: Server) -> list[str]:
-    given = server.variables.get("extra_args")
-    words = [str(word) for word in given] if isinstance(given, list) else []
-    return words + str(server.variables.get("vllm_args") or "").split()
 
 
 def _number(value: Any) -> int | None:

@@ -10,7 +10,7 @@ import msgspec
 from harness.scenario.scenario import Load, Scenario, Server
 from harness.scenario.strict import where
 from harness.serve.compose.compose import GATEWAY, SERVER, ComposeFile, Service, read
-from harness.serve.compose.document import port_inside, rendered
+from harness.serve.compose.document import port_inside, rendered, server_document
 from harness.serve.compose.managed import managed_flags, managed_settings
 from harness.serve.compose.template import server_problems, variables
 from harness.serve.docker.daemon import engine_sees_these_files
@@ -37,7 +37,7 @@ def server_problems_of(scenario: Scenario, lines: dict[str, int]) -> list[str]:
             found += lemonade_problems(server, scenario.model, path)
         if not found:
             found = _managed(server, scenario.model, path)
-            compose, wrong = read(rendered(server, scenario.model, port=port_inside(server)))
+            compose, wrong = read(server_document(scenario, name))
             found += [_in_scenario(problem, server, path) for problem in wrong]
             if compose is not None:
                 found += [f"{path}.{problem}" for problem in _command_problems(server, compose)]

@@ -7,7 +7,6 @@ null. The limits are those of the server: what it would refuse at its start is r
 
 import json
 import math
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -60,20 +59,19 @@ class Quoted(str):
     """Text that went through the quoting filter; only such text is printed by a template's expressions."""
 
 
-def templates(folder: Path | None = None) -> list[str]:
+def templates() -> list[str]:
     """Names of the server templates."""
-    names = (path.name.removesuffix(".yaml.j2") for path in (folder or COMPOSE).glob("*.yaml.j2"))
+    names = (path.name.removesuffix(".yaml.j2") for path in COMPOSE.glob("*.yaml.j2"))
     return sorted(name for name in names if name not in INCLUDED)
 
 
-def variables(template: str, folder: Path | None = None) -> dict[str, Variable]:
+def variables(template: str) -> dict[str, Variable]:
     """The declared variables of a template. Raises HarnessError for a template that does not exist."""
-    folder = folder or COMPOSE
-    path = folder / f"{template}.yaml.j2"
-    if template not in (*templates(folder), *GATEWAYS, "locust") or not path.is_file():
+    path = COMPOSE / f"{template}.yaml.j2"
+    if template not in (*templates(), *GATEWAYS, "locust") or not path.is_file():
         raise HarnessError(
-            f"there is no server template '{template}'; {did_you_mean(template, templates(folder))}",
-            next_step=f"Templates are the files *.yaml.j2 in {folder}.",
+            f"there is no server template '{template}'; {did_you_mean(template, templates())}",
+            next_step=f"Templates are the files *.yaml.j2 in {COMPOSE}.",
         )
     comment = path.read_text(encoding="utf-8").split("{#", 1)[-1].split("#}", 1)[0]
     return msgspec.convert(yaml.safe_load(comment), dict[str, Variable])
@@ -111,8 +109,8 @@ def _variable_problems(declared: dict[str, Variable], given: dict[str, Any], pat
         else:
             # Secrets first: any other problem shows the value.
             problems += open_secrets(value, f"{path}.{name}") or _value_problems(own[name], value, f"{path}.{name}")
-    problems += [f"{path}: '{name}' is missing ({own[name].doc})" for name in own if _missing(own[name], name, given)]
-    return problems
+    missing = [name for name, variable in own.items() if variable.required and name not in given]
+    return problems + [f"{path}: '{name}' is missing ({own[name].doc})" for name in missing]
 
 
 def _value_problems(variable: Variable, value: Any, path: str) -> list[str]:
@@ -143,10 +141,6 @@ def limits(variable: Variable) -> str:
     if variable.min is not None and variable.max is not None:
         return f"from {variable.min} to {variable.max}"
     return f"of at least {variable.min}" if variable.min is not None else ""
-
-
-def _missing(variable: Variable, name: str, given: dict[str, Any]) -> bool:
-    return variable.required and name not in given
 
 
 def _fits(value: Any, type_: str) -> bool:
@@ -182,7 +176,6 @@ def render(
     groups: list[int],
     upstream: str | None = None,
     locust: dict[str, Any] | None = None,
-    folder: Path | None = None,
 ) -> str:
     """The Compose file of a server as text, secrets still as `${NAME}`.
 
@@ -191,13 +184,12 @@ def render(
     `locust` adds the load generator's service, with values for the variables of the template `locust`.
     Raises ScenarioError that lists every bad variable.
     """
-    folder = folder or COMPOSE
-    declared = variables(template, folder)
+    declared = variables(template)
     problems = _variable_problems(declared, given, "$.variables")
     values = _with_defaults(declared, given) | {"model": model, "locust": None}
     values["upstream"] = upstream or f"http://server:{values.get('port')}"
     if locust is not None:
-        declared_locust = variables("locust", folder)
+        declared_locust = variables("locust")
         problems += _variable_problems(declared_locust, locust, "$.locust")
         values["locust"] = _with_defaults(declared_locust, locust)
     if problems:
@@ -206,18 +198,18 @@ def render(
         if name in declared and values[name] is None:
             values[name] = computed
     try:
-        return _environment(folder).get_template(f"{template}.yaml.j2").render(values)
+        return _environment().get_template(f"{template}.yaml.j2").render(values)
     except TemplateError as error:
-        raise HarnessError(f"{folder / template}.yaml.j2: {error}", next_step="Correct the template.") from None
+        raise HarnessError(f"{COMPOSE / template}.yaml.j2: {error}", next_step="Correct the template.") from None
 
 
 def _with_defaults(declared: dict[str, Variable], given: dict[str, Any]) -> dict[str, Any]:
     return {name: given.get(name, variable.default) for name, variable in declared.items()}
 
 
-def _environment(folder: Path) -> SandboxedEnvironment:
+def _environment() -> SandboxedEnvironment:
     environment = SandboxedEnvironment(
-        loader=FileSystemLoader(folder),
+        loader=FileSystemLoader(COMPOSE),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

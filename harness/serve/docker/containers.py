@@ -5,7 +5,7 @@ import io
 import tarfile
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any
 
 import docker
 from docker.errors import APIError, ImageNotFound, NotFound
@@ -191,10 +191,8 @@ def _arguments(service: Service) -> dict[str, Any]:
 
 def _mount(text: str) -> Mount:
     volume = parse_volume(text)
-    kind: Literal["volume", "bind"] = (
-        "volume" if volume.named else "bind"
-    )  # unlike -v, a bind mount does not make a folder that is missing
-    return Mount(volume.target, volume.source, type=kind, read_only=volume.read_only)
+    # Unlike -v, a bind mount does not make a folder that is missing.
+    return Mount(volume.target, volume.source, type="volume" if volume.named else "bind", read_only=volume.read_only)
 
 
 def _healthcheck(service: Service) -> Healthcheck | None:
@@ -274,8 +272,7 @@ def death(look: Look, log: LogFile) -> ServerError:
         if look.exit_code is not None:  # of a server that already worked, the last line would be any request's
             what += f": {log.last_line()}"
         return ServerError(what, next_step=f"Its log is {log.path}.", detail=log.tail())
-    detail = log.tail() if failure.number is None else evidence_in(failure, log)
-    return ServerError(what, next_step=f"To solve it: {failure.fix}.", detail=detail)
+    return ServerError(what, next_step=f"To solve it: {failure.fix}.", detail=evidence_in(failure, log))
 
 
 def advice(said: str, log: LogFile) -> tuple[str, str]:
@@ -283,11 +280,13 @@ def advice(said: str, log: LogFile) -> tuple[str, str]:
     failure = explain(log.path, State(error=said))
     if failure is None:
         return "Look at its last lines.", log.tail()
-    return f"{failure.cause}; {failure.fix}.", log.tail() if failure.number is None else evidence_in(failure, log)
+    return f"{failure.cause}; {failure.fix}.", evidence_in(failure, log)
 
 
 def evidence_in(failure: Failure, log: LogFile) -> str:
-    """The telling line instead of the traceback around it, and where the rest is."""
+    """The telling line instead of the traceback around it, and where the rest is; else the log's last lines."""
+    if failure.number is None:
+        return log.tail()
     lines = [f"line {failure.number}: {failure.line}"]
     if failure.wrapper is not None:
         lines.append(f"it came through line {failure.wrapper_number}: {failure.wrapper}")

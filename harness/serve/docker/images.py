@@ -1,5 +1,6 @@
 """Images: pulled with progress when absent, and identified by digest."""
 
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -18,18 +19,15 @@ _PROGRESS_EVERY_S = 0.5
 def ensure_image(client: docker.DockerClient, name: str, on_progress: Callable[[str], None]) -> Image:
     """The image, pulled when the engine does not have it. Raises ServerError: offline, unknown, not allowed."""
     try:
-        return client.images.get(name)
-    except ImageNotFound:
-        pass
-    except DOCKER_ERRORS as error:
-        raise docker_error(f"image {name}", error) from None
-    repository, tag = parse_repository_tag(name)
-    if repository == OWN_IMAGE:
-        raise ServerError(
-            f"the project's image {name} was not built yet", next_step="Build it: make image (in the project's folder)."
-        )
-    _pull(client, name, repository, tag or "latest", on_progress)
-    try:
+        with contextlib.suppress(ImageNotFound):
+            return client.images.get(name)
+        repository, tag = parse_repository_tag(name)
+        if repository == OWN_IMAGE:
+            raise ServerError(
+                f"the project's image {name} was not built yet",
+                next_step="Build it: make image (in the project's folder).",
+            )
+        _pull(client, name, repository, tag or "latest", on_progress)
         return client.images.get(name)
     except DOCKER_ERRORS as error:
         raise docker_error(f"image {name}", error) from None

@@ -41,7 +41,6 @@ class Backend(msgspec.Struct, frozen=True):
 
     name: str
     state: str  # installed, installable, update_required, unsupported
-    message: str
     version: str | None
 
 
@@ -53,9 +52,7 @@ class Running(msgspec.Struct, frozen=True):
     pid: int | None  # of the backend, inside the container
     url: str | None  # of the backend, such as http://127.0.0.1:8001/v1: loopback inside the container
     command: list[str]  # what was started; empty before v11.8.0
-    pinned: bool
     watchdog_reset: bool
-    options: dict[str, Any]
 
     @property
     def served_name(self) -> str | None:
@@ -92,9 +89,7 @@ def _running(entry: dict[str, Any]) -> Running:
         pid=pid if isinstance(pid, int) else None,
         url=url if isinstance(url, str) else None,
         command=[str(word) for word in command] if isinstance(command, list) else [],
-        pinned=entry.get("pinned") is True,
         watchdog_reset=entry.get("watchdog_reset") is True,
-        options=dict(entry.get("recipe_options") or {}),
     )
 
 
@@ -118,21 +113,16 @@ def system(api: Api) -> System | None:
         threads=threads if isinstance(threads, int) and threads > 0 else None,
         default_backends={name: str(entry["default_backend"]) for name, entry in recipes.items()
                           if entry.get("default_backend")},
-        backends={name: [_backend(key, value) for key, value in (entry.get("backends") or {}).items()]
+        backends={name: [Backend(key, str(value.get("state")), value.get("version") or None)
+                         for key, value in (entry.get("backends") or {}).items()]
                   for name, entry in recipes.items()},
     )  # fmt: skip
-
-
-def _backend(name: str, entry: dict[str, Any]) -> Backend:
-    version = entry.get("version")
-    return Backend(name, str(entry.get("state")), str(entry.get("message") or ""), version or None)
 
 
 class Model(msgspec.Struct, frozen=True):
     """An entry of /models."""
 
     recipe: str
-    checkpoint: str
     downloaded: bool
 
 
@@ -146,7 +136,7 @@ def find(api: Api, model: str) -> Model | ServerError:
             return ServerError(f"Lemonade gave no answer about '{model}': {reason(error)}")
         found = _decoded(response)
         if response.status_code == 200 and isinstance(found, dict) and "recipe" in found:
-            return Model(str(found["recipe"]), str(found.get("checkpoint")), found.get("downloaded") is True)
+            return Model(str(found["recipe"]), found.get("downloaded") is True)
         refused = refused or text_of(response)
     return ServerError(f"Lemonade does not have '{model}': {refused}")
 

@@ -33,7 +33,6 @@ class Loaded(msgspec.Struct, frozen=True):
 
     model: str  # id to send: vLLM knows no other name
     version: str  # of Lemonade and of its backend
-    command: list[str]  # with what the backend was started; empty before v11.8.0
     most_at_once: int | None  # requests that it serves at once
     notes: list[str] = []
 
@@ -100,7 +99,7 @@ def _backend(system: System, recipe: str, wanted: str | None) -> Backend | None:
     """The backend that a load will take; None when that is Lemonade's to decide and one is there."""
     there = {backend.name: backend for backend in system.backends.get(recipe, [])}
     if wanted is not None:
-        return there.get(wanted) or Backend(wanted, "unknown", "", None)
+        return there.get(wanted) or Backend(wanted, "unknown", None)
     default = there.get(system.default_backends.get(recipe, ""))
     if default is not None and default.state == "installed":
         return default
@@ -156,9 +155,7 @@ def as_loaded(
 ) -> Loaded:
     """What is known of a loaded model, whoever has loaded it; `version` is Lemonade's own."""
     most_at_once = None if system is None or system.threads is None else pool_size(system.threads, version)
-    return Loaded(
-        name_to_send(api, model, running), _version(version, running.recipe, backend), running.command, most_at_once
-    )
+    return Loaded(name_to_send(api, model, running), _version(version, running.recipe, backend), most_at_once)
 
 
 def name_to_send(api: Api, model: str, running: Running) -> str:

@@ -24,7 +24,6 @@ class Progress(msgspec.Struct, frozen=True):
     file: str = ""
     file_index: int = 0
     total_files: int = 0
-    bytes_downloaded: float = 0.0
     bytes_total: float = 0.0
     percent: float = 0.0
 

@@ -67,11 +67,8 @@ class Watch:
         elif before is not None and now is None:
             problems.append("after the load Lemonade did not have the model any more: its backend died or was unloaded")
         self._running = now or self._running
-        return problems + [f"{name} held memory beside the server" for name in self.orphans()]
-
-    def orphans(self) -> list[str]:
-        """Engine processes in the container that lost their server, in words."""
-        return [] if self._container is None else orphans_of(self._container)
+        orphans = [] if self._container is None else orphans_of(self._container)
+        return problems + [f"{name} held memory beside the server" for name in orphans]
 
     def _look(self, timeout_s: float = HEALTH_S) -> Running | None:
         found = lemonade.health(self._api, timeout_s)

@@ -43,8 +43,21 @@ def check_flags(
 
     Says so and goes on where the help cannot be read: on another machine's devices, or of an image made differently.
     """
-    options = _options(client, image, service, help_argument, owner, say)
-    problems = unknown_flags(service.command or [], options) if options is not None else []
+    path = cache_path(str(image.id), service)
+    try:
+        options = msgspec.json.decode(path.read_bytes(), type=Known).options
+    except (OSError, msgspec.DecodeError):
+        say(f"asking {service.image} which flags it knows, once for this image")
+        try:
+            options = _asked(client, service, help_argument, owner)
+        except ServerError as error:
+            say(f"the flags are not checked: {error.what}")
+            return
+        with contextlib.suppress(OSError):  # a home that cannot be written costs ten seconds per start
+            path.parent.mkdir(parents=True, exist_ok=True)
+            known = Known(image=str(image.id), entrypoint=service.entrypoint, options=options)
+            path.write_bytes(msgspec.json.encode(known))
+    problems = unknown_flags(service.command or [], options)
     if not problems:
         return
     raise ServerError(
@@ -55,41 +68,24 @@ def check_flags(
     )
 
 
-def _options(
-    client: docker.DockerClient,
-    image: Image,
-    service: Service,
-    help_argument: str,
-    owner: dict[str, str],
-    say: Callable[[str], None],
-) -> list[str] | None:
-    path = cache_path(str(image.id), service)
-    with contextlib.suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode(path.read_bytes(), type=Known).options
-    say(f"asking {service.image} which flags it knows, once for this image")
+def _asked(client: docker.DockerClient, service: Service, help_argument: str, owner: dict[str, str]) -> list[str]:
+    """The options in the program's own help. Raises ServerError where it cannot be read."""
     # No volumes of the harness: they are made later, and hold nothing that the help needs.
-    mounts = [volume for volume in service.volumes if volume.startswith("/")]
     asked = msgspec.structs.replace(
-        service, command=[help_argument], volumes=mounts, ports=[], healthcheck=None, configs=[]
+        service, command=[help_argument], volumes=_mounts(service), ports=[], healthcheck=None, configs=[]
     )
-    try:
-        code, text = run_once(client, asked, "help", owner, HELP_S)
-    except ServerError as error:
-        say(f"the flags are not checked: {error.what}")
-        return None
+    code, text = run_once(client, asked, "help", owner, HELP_S)
     options = options_of(text)
     if code != 0 or len(options) < FEWEST:
-        say(f"the flags are not checked: the image's {help_argument} ended with {code} and {len(options)} options")
-        return None
-    with contextlib.suppress(OSError):  # a home that cannot be written costs ten seconds per start
-        path.parent.mkdir(parents=True, exist_ok=True)
-        known = Known(image=str(image.id), entrypoint=service.entrypoint, options=options)
-        path.write_bytes(msgspec.json.encode(known))
+        raise ServerError(f"the image's {help_argument} ended with {code} and {len(options)} options")
     return options
+
+
+def _mounts(service: Service) -> list[str]:
+    return [volume for volume in service.volumes if volume.startswith("/")]
 
 
 def cache_path(image_id: str, service: Service) -> Path:
     """Where the options of a program are kept. Mounts count, because they may hold the program."""
-    mounts = [volume for volume in service.volumes if volume.startswith("/")]
-    key = msgspec.json.encode([image_id, service.entrypoint, mounts])
+    key = msgspec.json.encode([image_id, service.entrypoint, _mounts(service)])
     return paths.cache() / "flags" / f"{hashlib.sha256(key).hexdigest()[:24]}.json"

@@ -37,7 +37,7 @@ def removed_in(words: Sequence[str], image: str) -> list[str]:
     return [
         f"{row.flag}: {row.advice}"
         for row in gone
-        if version is not None and row.gone_in is not None and version >= _numbers(row.gone_in)
+        if version is not None and row.gone_in is not None and version >= tuple(map(int, row.gone_in.split(".")))
     ]
 
 
@@ -118,8 +118,3 @@ def _refused(flag: str, known: list[str]) -> str | None:
         return f"{flag}: {row.advice}"
     hint = did_you_mean(flag, known)
     return f"{flag}: this vLLM has no such option" + (f"; {hint}" if hint.startswith("did") else "")
-
-
-def _numbers(version: str) -> tuple[int, int, int]:
-    first, second, third = (int(part) for part in version.split("."))
-    return first, second, third

@@ -20,8 +20,9 @@ def container_problems(service: Service) -> list[str]:
     if ranks == 1:
         return []
     problems = []
-    if service.ipc != "host" and (service.shm_size is None or _smaller(service.shm_size)):
-        has = f"shm_size: {service.shm_size}" if service.shm_size else "Docker's 64 MB of /dev/shm"
+    size = service.shm_size
+    if service.ipc != "host" and (size is None or ("$" not in size and parse_bytes(size) < LEAST_SHM)):
+        has = f"shm_size: {size}" if size else "Docker's 64 MB of /dev/shm"
         problems.append(
             f"{ranks} GPUs exchange data through /dev/shm, and {has} is too small; set ipc: host or shm_size: 16g"
         )
@@ -75,7 +76,3 @@ def shown_to(service: Service, cards: Sequence[Card]) -> list[Card]:
     if not cards or not all(number.strip().isdigit() for number in numbers or []):
         return []  # ids of GPUs, or a variable of the shell
     return shown(cards, service.devices, numbers)
-
-
-def _smaller(size: str) -> bool:
-    return "$" not in size and parse_bytes(size) < LEAST_SHM

@@ -48,8 +48,7 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     index: int
     phase: str
     began_s: float  # of the batch that it was part of
-    ended_s: float
-    own_end: bool  # vLLM told when this request ended; else that of the batch
+    ended_s: float  # its own end where vLLM told it, else that of the batch
     prompt_tokens: int
     cached_tokens: int | None
     output_tokens: int

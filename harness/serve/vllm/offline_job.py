@@ -72,7 +72,6 @@ def answer(request: dict[str, Any], output: Any, began: float, ended: float) -> 
         "phase": request["phase"],
         "began_s": began,
         "ended_s": last if last is not None and began < last <= ended else ended,
-        "own_end": last is not None and began < last <= ended,
         "prompt_tokens": len(output.prompt_token_ids or []),
         "cached_tokens": output.num_cached_tokens,
         "output_tokens": len(first.token_ids),
