@@ -584,6 +584,18 @@ def test_an_interrupted_run_with_stages_has_all_that_was_recorded(tmp_path: Path
     assert sum(mark.sent or 0 for mark in ends) == len(records(tmp_path))
 
 
+def test_a_second_interrupt_leaves_no_folder_either(tmp_path: Path) -> None:
+    own = {"TMPDIR": str(tmp_path)}
+    with going("worker", "--master", f"127.0.0.1:{free_port()}", cwd=tmp_path, env=own) as worker:
+        until(lambda: bool(worker.others("locust")), within_s=40)
+        time.sleep(1.0)  # the relay of what Locust says is under way
+        worker.interrupt()
+        worker.process.send_signal(signal.SIGTERM)  # while it waits for Locust's end
+        assert worker.end().code == 130
+        worker.nothing_left()
+    assert list(tmp_path.glob("amd-llm-load-*")) == []
+
+
 def test_a_master_that_nobody_knows_is_not_waited_for(tmp_path: Path) -> None:
     name = "x" * 64  # longer than any part of a name
     done = harness("worker", "--master", f"{name}:5557", "--once", cwd=tmp_path)
