@@ -47,7 +47,7 @@ def lend(master: str, processes: int, *, once: bool = False) -> None:
             print(f"waiting for a load from {host}:{port}", flush=True)
         life = _live(command)
         quiet = life.quiet
-        if life.code or life.left:
+        if (life.code and not quiet) or life.left:  # quiet: Locust gives up on a master after some minutes
             print(_how_it_ended(life, once), flush=True)
         if once and not quiet:
             if life.code:
