@@ -120,6 +120,13 @@ def test_the_run_time_is_not_shortened_by_the_start(tmp_path: Path, engine: str)
             ["--host", "ftp://x", "--prompts", "bad.jsonl", "--api-key-env", "NOT_SET_AT_ALL"],
             "3 problems:\nhost: 'ftp://x' is not a URL. Give one such as http://127.0.0.1:8000.\nbad.jsonl: 2 lines",
         ),
+        (
+            ["--records", "no/place", "--prompts", "none.jsonl"],
+            "2 problems:\n"
+            "--records: no/place cannot be written (No such file or directory). "
+            "Name a file in a folder that is there.\n"
+            "none.jsonl: the prompts cannot be read (No such file or directory)",
+        ),
         (["--api-key-env", "NOT_SET_AT_ALL"], "the environment variable NOT_SET_AT_ALL, which should hold the API key"),
     ],
 )

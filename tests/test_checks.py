@@ -173,8 +173,12 @@ def test_a_check_holds_for_every_row_or_fails_with_those_that_break_it() -> None
         ("ttft_p50 > 0.3 s", True, "a / x: 400 ms"),
         ("ttft_p50 >= 0.5 s", False, "a / x: 400 ms"),
         ("ttft_p99 < 10s", False, "a / x: needs 662 successful requests that have a ttft; there are 200"),
-        ("ttfo_p50 < 10s", False, "a / x: needs 11 successful requests that have a ttfo; there are 0"),
-        ("ttfo_mean < 10s", False, "a / x: no successful request has a ttfo; 1 is needed"),
+        ("ttfo_p50 < 10s", False, "a / x: needs 11 successful requests that have a ttfo; there are 0: only streamed "
+         "answers have one"),
+        ("ttfo_mean < 10s", False, "a / x: no successful request has a ttfo; 1 is needed: only streamed answers "
+         "have one"),
+        ("e2e_sched_p50 < 10s", False, "a / x: needs 11 successful requests that have an e2e_sched; there are 0: only "
+         "requests of an open loop have one"),
         ("gap_p99 < 1s", False, "a / x: needs 662 successful requests that have a gap; 5,000 values are there"),
         ("gap_mean < 1s", True, "a / x: 50 ms"),
         ("error_rate == 0", True, "a / x: 0 %"),

@@ -16,7 +16,7 @@ from harness import __version__
 from harness.paths import SCENARIOS
 from harness.rundir.manifest import read_run
 from harness.serve.ports import free_port
-from tests.command import HARNESS, going, harness, only_run, until, write
+from tests.command import HARNESS, going, harness, only_run, server, until, write
 
 
 @pytest.fixture(scope="module")
@@ -377,6 +377,14 @@ def test_live(tmp_path: Path, command: str) -> None:
     assert f"Locust: http://127.0.0.1:{port}\n" in done.out
     manifest = read_run(only_run(tmp_path / "runs"))
     assert (manifest.status, manifest.reasons) == ("live", ["a live load, steered by hand, is not judged"])
+
+
+def test_a_live_load_whose_server_does_not_start_has_sent_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path, servers={"one": server("--fail-start", "no memory")})
+    done = harness("live", path.name, "--port", str(free_port()), "--runs", "runs", cwd=tmp_path)
+    assert done.code == 2, done.out + done.err
+    assert "What was sent" not in done.out
+    assert only_run(tmp_path / "runs").is_dir()
 
 
 def test_live_on_a_port_in_use(tmp_path: Path) -> None:

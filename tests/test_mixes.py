@@ -105,6 +105,15 @@ def test_a_part_with_a_wrong_key_is_a_load_all_the_same(tmp_path: Path) -> None:
     assert caught.value.problems == ["$.loads.chat.turn (line 8): unknown key; did you mean 'turns'?"]
 
 
+def test_what_is_wrong_with_a_part_is_told_once_and_where_the_file_has_it(tmp_path: Path) -> None:
+    with pytest.raises(ScenarioError) as caught:
+        load_scenario(written(tmp_path, SCENARIO.replace("user: chat", "user: chad")))
+    said = "'chad' is neither a user class that ships nor a .py file; did you mean 'chat'?"
+    assert [problem for problem in caught.value.problems if "chad" in problem and "turns" not in problem] == [
+        f"$.loads.chat.user (line 8): {said}"
+    ]
+
+
 def test_a_check_may_be_about_a_part() -> None:
     assert (check := parse_check("a/both.chat: ttft_p95 <= 1s")).load == "both.chat"
     assert check.server == "a"

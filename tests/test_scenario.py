@@ -38,6 +38,14 @@ def problems_of(folder: Path, text: str) -> list[str]:
     return caught.value.problems
 
 
+def test_servers_and_loads_of_another_kind_are_told_once(tmp_path: Path) -> None:
+    text = "version: 1\nquestion: q\nmodel: m\nservers: {}\nloads: [1]\n"
+    assert problems_of(tmp_path, text) == [
+        "$.loads (line 5): a mapping (name: value) is expected, got [1]",
+        "$.servers (line 4): at least one is needed",
+    ]
+
+
 def test_a_small_scenario_gets_the_documented_defaults(tmp_path: Path) -> None:
     scenario = load_scenario(write(tmp_path, GOOD))
     assert scenario.repeats == 5

@@ -301,3 +301,17 @@ def test_a_taken_port_is_named(server: Spawned) -> None:
     assert ended.returncode == 1
     assert f"cannot listen on 127.0.0.1:{server.port}: " in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--port", "70000"], "ERROR [simulated] --port: no port is 70000; 0 to 65535\n"),
+        (["--port", "0", "--send-log", "/no/log"], "ERROR [simulated] /no/log: No such file or directory\n"),
+    ],
+)
+def test_what_cannot_be_used_is_named(options: list[str], said: str) -> None:
+    command = [sys.executable, "-m", "harness.simulated", *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.endswith(said) and "Traceback" not in ended.stderr

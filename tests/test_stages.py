@@ -100,7 +100,11 @@ def test_the_order_of_the_stages_is_part_of_the_workload(tmp_path: Path) -> None
         ("{user: chat, stages: [{users: 5}, {users: 6, for_s: 3}]}",
          ["$.loads.p.stages[0] (line 8): 'for_s' is missing"]),
         ("{user: chat, processes: 4, stages: [{users: 5, for_s: 1}, {users: 3, for_s: 3}]}",
-         ["$.loads.p@3.processes (line 6): 4 load processes for 3 users; use at most one per user"]),
+         ["$.loads.p.processes (line 8): 4 load processes for 3 users; use at most one per user"]),
+        ("{user: chat, processes: 3, turnz: 4, stages: [{users: 5, for_s: 1}, {users: 3, for_s: 3}]}",
+         ["$.loads.p.turnz (line 8): unknown key; did you mean 'turns'?"]),
+        ("{user: bach, stages: [{users: 5, for_s: 1}, {users: 3, for_s: 3}]}",
+         ["$.loads.p.user (line 8): 'bach' is neither a user class that ships nor a .py file; did you mean 'batch'?"]),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant(tmp_path: Path, load: str, said: list[str]) -> None:

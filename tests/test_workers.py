@@ -22,6 +22,7 @@ from harness.load import spool
 from harness.load.spool import Intake, Spool
 from harness.paths import ROOT
 from harness.run import drive as driving
+from harness.run import worker as lending
 from harness.run.drive import Count, LocalChild, drive, locust_arguments
 from harness.rundir.manifest import read_run
 from harness.rundir.records import ProcessMark, Request, read_marks, read_requests
@@ -582,6 +583,27 @@ def test_an_interrupted_run_with_stages_has_all_that_was_recorded(tmp_path: Path
     ends = [mark for mark in read_marks(only_run(tmp_path) / "processes.jsonl") if mark.event == "end"]
     assert len(ends) == 4
     assert sum(mark.sent or 0 for mark in ends) == len(records(tmp_path))
+
+
+def test_a_master_that_is_not_there_for_long_is_waited_for_in_silence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lives = iter([lending._Life(1, True, None), lending._Life(1, True, None), lending._Life(0, False, None)])
+    monkeypatch.setattr(lending, "_live", lambda _: next(lives))
+    lending.lend("127.0.0.1:5557", 1, once=True)
+    assert capsys.readouterr().out == "waiting for a load from 127.0.0.1:5557\n"
+
+
+def test_a_second_interrupt_leaves_no_folder_either(tmp_path: Path) -> None:
+    own = {"TMPDIR": str(tmp_path)}
+    with going("worker", "--master", f"127.0.0.1:{free_port()}", cwd=tmp_path, env=own) as worker:
+        until(lambda: bool(worker.others("locust")), within_s=40)
+        time.sleep(1.0)  # the relay of what Locust says is under way
+        worker.interrupt()
+        worker.process.send_signal(signal.SIGTERM)  # while it waits for Locust's end
+        assert worker.end().code == 130
+        worker.nothing_left()
+    assert list(tmp_path.glob("amd-llm-load-*")) == []
 
 
 def test_a_master_that_nobody_knows_is_not_waited_for(tmp_path: Path) -> None:

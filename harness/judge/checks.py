@@ -20,6 +20,12 @@ from harness.scenario.check_syntax import (
 from harness.summary import NEEDED, CheckResult, Comparison, Distribution, Reference, Row, Verdict
 from harness.units import figures
 
+# Which requests have a latency that others never have, however many there are.
+_HAVE = {
+    **dict.fromkeys(("ttft", "ttfo", "tpot", "gap"), "streamed answers"),
+    **dict.fromkeys(("e2e_sched", "send_lag"), "requests of an open loop"),
+    "ttft_sched": "streamed answers of an open loop",
+}
 _MOST_PERMILLE = 999  # a share closer to 1 is asked of as many requests as p99.9
 
 
@@ -165,11 +171,12 @@ def _of_answers(metric: str, row: Row) -> tuple[float | None, str]:
 
 def _latency(sample: Distribution, latency: str, statistic: str) -> tuple[float | None, str]:
     one = f"an {latency}" if latency.startswith("e") else f"a {latency}"
+    whose = f": only {_HAVE[latency]} have one" if not sample.n and latency in _HAVE else ""
     if statistic == "mean":
-        return sample.mean, f"no successful request has {one}; 1 is needed"
+        return sample.mean, f"no successful request has {one}; 1 is needed{whose}"
     needed = NEEDED[statistic]
     what = f"{sample.n:,} values are there" if latency == "gap" else f"there are {sample.n:,}"
-    return getattr(sample, statistic), f"needs {needed:,} successful requests that have {one}; {what}"
+    return getattr(sample, statistic), f"needs {needed:,} successful requests that have {one}; {what}{whose}"
 
 
 def _attained(check: Check, row: Row) -> tuple[float | None, str]:

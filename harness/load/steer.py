@@ -67,15 +67,19 @@ def _refuse_to_hurry(environment: Environment) -> None:
 
 
 def look_over(environment: Environment) -> None:
-    """What load processes refuse by hand when they begin, for the master of those of `--processes`.
+    """What cannot be used of what the options name by hand. Raises HarnessError, for all of it together.
 
-    It would wait for them, or send nothing and call that a success. Raises HarnessError.
+    The master of `--processes` would wait for its load processes, or send nothing and call that a success.
     """
-    job = job_of_form(environment, None)
-    if not _elsewhere(environment):
+    job, wrong = job_of_form(environment, None), Mistakes()
+    if _elsewhere(environment):
+        return
+    with wrong.noted():
         writable(job)
-        if options_of(environment).headless:
+    if options_of(environment).headless:
+        with wrong.noted():
             Given.of(job, host_of(environment, environment.host))
+    wrong.refuse()
 
 
 def writable(job: Job) -> None:

@@ -86,10 +86,9 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
             raise HarnessError("the locustfile brings a LoadTestShape, and the scenario says how many users there are")
         if isinstance(runner, MasterRunner) and _job is not None and _job.workers is not None:
             _master = Master(environment, runner, _job, _job.workers)
-        if isinstance(runner, MasterRunner):
-            if _job is None:
-                look_over(environment)
-        else:
+        if _job is None and not isinstance(runner, WorkerRunner):
+            look_over(environment)
+        if not isinstance(runner, MasterRunner):
             job = _job or job_of_form(environment, _job)
             _recorder = _recorder_of(job)
             atexit.register(_recorder.close)  # whatever ends this process, if it can still run anything

@@ -14,8 +14,9 @@ from harness.prepare.locustfile import check_locustfile
 from harness.scenario.arrivals import Schedule
 from harness.scenario.check_syntax import misplaced, on_server
 from harness.scenario.file import read_scenario
-from harness.scenario.mixes import mix_of
+from harness.scenario.mixes import alone, mix_of
 from harness.scenario.scenario import USERS, Baseline, Scenario, Server, taken_together
+from harness.scenario.stages import staged
 from harness.scenario.strict import where
 from harness.serve import server_problems_of
 from harness.serve.secrecy import open_secrets_in_text
@@ -84,7 +85,8 @@ def _attempts(scenario: Scenario, folder: Path) -> Iterator[tuple[str, Callable[
     yield "$.prompts.tokens", partial(pairs_of, scenario.prompts.tokens, folder)
     yield "$.prompts.tokenizer", partial(local_words, scenario.prompts, folder)
     users: set[str] = set()
-    for name, load in scenario.loads.items():
+    for each, load in scenario.loads.items():
+        name = alone(each) or staged(each) or each  # as the file calls it
         yield f"$.loads.{name}.output_tokens", partial(pairs_of, load.output_tokens, folder)
         if load.trace is not None:
             yield f"$.loads.{name}.trace", partial(replay_of, folder.resolve() / load.trace.file, load.trace)

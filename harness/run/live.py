@@ -80,7 +80,8 @@ def live(
             raise RunError(f"Locust's web UI ended (exit code {code})", detail=tail(running.log_path(cell.id)))
     finally:
         finish(running.folder, manifest, "live", ["a live load, steered by hand, is not judged"])
-        progress.line(f"What was sent is recorded: harness report {running.folder}")
+        if (running.folder / "requests.jsonl").stat().st_size:
+            progress.line(f"What was sent is recorded: harness report {running.folder}")
 
 
 def slos_for(checks: list[str], server: str, load: str) -> str:

@@ -47,7 +47,7 @@ def lend(master: str, processes: int, *, once: bool = False) -> None:
             print(f"waiting for a load from {host}:{port}", flush=True)
         life = _live(command)
         quiet = life.quiet
-        if life.code or life.left:
+        if (life.code and not quiet) or life.left:  # quiet: Locust gives up on a master after some minutes
             print(_how_it_ended(life, once), flush=True)
         if once and not quiet:
             if life.code:
@@ -68,11 +68,13 @@ def _live(command: list[str]) -> _Life:
         spoke = _relay(child.stdout)
         code = child.wait()
     finally:
-        process.stop(child, grace_s=_GRACE_S)
-        _relay(child.stdout)  # of Ctrl-C: what it had recorded and could not deliver
-        left = any(folder.glob("amd-llm-load-*"))
-        if not left:
-            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            process.stop(child, grace_s=_GRACE_S)
+            _relay(child.stdout)  # of Ctrl-C: what it had recorded and could not deliver
+        finally:  # of a second Ctrl-C as well
+            left = any(folder.glob("amd-llm-load-*"))
+            if not left:
+                shutil.rmtree(folder, ignore_errors=True)
     return _Life(code, not spoke and code >= 0, folder if left else None)
 
 

@@ -56,7 +56,7 @@ def read_scenario(path: Path) -> Read:
         raise ScenarioError(
             str(path), [f"$.version: {version} was written for a newer harness; this one reads version 1"]
         )
-    scenario = decoded = decode(raw, Scenario, lines, problems) or _what_decodes(raw)
+    scenario = written = decode(raw, Scenario, lines, problems) or _what_decodes(raw)
     known = {part: list(raw[part]) if isinstance(raw.get(part), dict) else [] for part in ("servers", "loads")}
     wrong = mixes.problems_of(scenario, known["loads"]) + stages.problems_of(scenario, lines)
     known["loads"] = [*known["loads"], *mixes.names(scenario)]
@@ -64,9 +64,10 @@ def read_scenario(path: Path) -> Read:
         whole = mixes.expanded(scenario)
         scenario = stages.expanded(whole)
         known["loads"] = [name for name in known["loads"] if name not in whole.loads] + list(scenario.loads)
-    faulty = {name: item for name, item in _mappings(raw.get("loads")) if name not in decoded.loads}
+    wrong += [f"$.{part}: at least one is needed" for part in ("servers", "loads") if raw.get(part) == {}]
+    faulty = {name: item for name, item in _mappings(raw.get("loads")) if name not in written.loads}
     wrong += [f"$.loads.{name}.{said}" for name, item in faulty.items() for said in _of_the_rest(item, path.parent)]
-    for problem in [*wrong, *_contradictions(scenario, path.parent, known)]:
+    for problem in [*wrong, *_contradictions(written, path.parent, known)]:
         place, _, rest = problem.partition(":")
         problems.append(f"{where(place, lines)}:{rest}")
     return Read(scenario, problems, lines, known)
@@ -84,7 +85,8 @@ def _what_decodes(raw: dict[str, Any]) -> Scenario:
     return Scenario(**({"servers": {}, "loads": {}} | right))
 
 
-_DEPENDS = {"requests": {"duration_s", "trace", "stages"}, "processes": {"users"}}  # what is said of a key, on others
+# What is said of a key depends on others.
+_DEPENDS = {"requests": {"duration_s", "trace", "stages"}, "processes": {"users", "stages"}}
 
 
 def _of_the_rest(raw: dict[str, Any], folder: Path) -> list[str]:
@@ -107,7 +109,7 @@ def _mappings(raw: Any) -> list[tuple[str, dict[str, Any]]]:
 
 def _contradictions(scenario: Scenario, folder: Path, known: dict[str, list[str]]) -> list[str]:
     """What is well-formed but cannot be meant. `known`: names of all servers and loads, faulty ones included."""
-    problems = [f"$.{part}: at least one is needed" for part, names in known.items() if not names]
+    problems = []
     for name, load in scenario.loads.items():
         problems += [f"$.loads.{name}.{problem}" for problem in _load_problems(load, folder)]
     for name, server in scenario.servers.items():
@@ -160,8 +162,9 @@ def _load_problems(load: Load, folder: Path) -> list[str]:
     problems += behaviour.problems_of(load.think, load.think_s, load.abandon)
     if load.abandon is not None and load.abandon.after_tokens is not None and not load.stream:
         problems.append("abandon.after_tokens: without 'stream' an answer comes all at once; use 'after_s'")
-    if load.processes > load.users:
-        problems.append(f"processes: {load.processes} load processes for {load.users} users; use at most one per user")
+    users = min((stage.users for stage in load.stages), default=load.users)
+    if load.processes > users:
+        problems.append(f"processes: {load.processes} load processes for {users} users; use at most one per user")
     problems += [f"output_tokens{problem}" for problem in lengths.problems_of(load.output_tokens, folder)]
     if load.endpoint == "embeddings" and load.user in ("chat", "agent"):
         problems.append("endpoint: a conversation needs answers, and embeddings are none; use 'user: batch'")

@@ -26,7 +26,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return asyncio.run(_run(config, options.startup_s, options.fail_start, options.exit_code))
     except OSError as error:
-        print(f"ERROR [simulated] cannot listen on {config.host}:{config.port}: {error.strerror}", file=sys.stderr)
+        what = error.filename or f"cannot listen on {config.host}:{config.port}"  # a file: the send log
+        print(f"ERROR [simulated] {what}: {error.strerror}", file=sys.stderr)
         return 1
 
 
@@ -66,6 +67,8 @@ def _config(options: argparse.Namespace) -> ServerConfig:
     )
     if problem := engine.problem():
         raise ValueError(problem)
+    if not 0 <= options.port < 65536:
+        raise ValueError(f"--port: no port is {options.port}; 0 to 65535")
     return ServerConfig(
         engine=engine,
         preset=options.preset,
