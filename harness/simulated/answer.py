@@ -199,11 +199,8 @@ class Answer:
 
     def _whole(self, finish: str, usage: dict[str, Any]) -> None:
         if self.vectors:
-            shape, prompt = self.shape, usage.get("prompt_tokens", 0)
             vector = [] if "empty" in self.faults else [(self.number * (i + 1) % 2001 - 1000) / 1000 for i in range(16)]
-            self._send_whole(
-                wire.embeddings_body(shape.identity, shape.created, shape.model, [vector] * self.vectors, prompt)
-            )
+            self._send_whole(self.shape.embeddings([vector] * self.vectors, usage.get("prompt_tokens", 0)))
             return
         message: dict[str, Any] = {}
         for channel, text in self._texts:

@@ -105,7 +105,6 @@ class Step(msgspec.Struct, frozen=True):
     duration_s: float
     work: list[tuple[Sequence, int]]
     prefill_tokens: int
-    preempted: int
 
 
 class Engine:
@@ -115,7 +114,7 @@ class Engine:
         if problem := config.problem():
             raise ValueError(problem)
         self.config = config
-        self.pool = BlockPool(config.num_gpu_blocks, config.block_size, config.enable_prefix_caching)
+        self.pool = BlockPool(config.num_gpu_blocks, config.block_size)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -259,4 +258,4 @@ class Engine:
             shape = (len(work) - 1).bit_length(), max(0, prefill - 1).bit_length()
             duration += config.compile_s * (self._met[shape] < config.compile_steps)
             self._met[shape] += 1
-        return Step(duration, work, prefill, preempted)
+        return Step(duration, work, prefill)
