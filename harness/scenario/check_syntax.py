@@ -118,16 +118,12 @@ def parse_check(text: str) -> Check:
     metric, slos = _metric(reader)
     sign = _sign(reader, tuple(OPERATORS))
     number = reader.word(_NUMBER)
-    if _is_baseline(reader, number):
-        if metric == "speedup":
-            raise reader.wrong("'speedup' is relative to the baseline already; use a plain number")
-        factor = float(number or 1)
-        relative = True
-    else:
-        if not number:
-            raise reader.wrong(f"{reader.next()} is not a number")
-        factor, relative = 1.0, False
-    bound = factor if relative else float(number) / _unit(reader, metric, UNITS[metric])
+    relative = _is_baseline(reader, number)
+    if relative and metric == "speedup":
+        raise reader.wrong("'speedup' is relative to the baseline already; use a plain number")
+    if not relative and not number:
+        raise reader.wrong(f"{reader.next()} is not a number")
+    bound = float(number or 1) if relative else float(number) / _unit(reader, metric, UNITS[metric])
     if metric == "goodput" and not relative and reader.unit != _RATE:
         metric = "attainment"
     if metric in OF_ANSWERS and not relative and bound > 1:

@@ -105,6 +105,7 @@ class Step(msgspec.Struct, frozen=True):
     duration_s: float
     work: list[tuple[Sequence, int]]
     prefill_tokens: int
+    preempted: int
 
 
 class Engine:
@@ -258,4 +259,4 @@ class Engine:
             shape = (len(work) - 1).bit_length(), max(0, prefill - 1).bit_length()
             duration += config.compile_s * (self._met[shape] < config.compile_steps)
             self._met[shape] += 1
-        return Step(duration, work, prefill)
+        return Step(duration, work, prefill, preempted)
