@@ -32,7 +32,6 @@ class Progress:
     def __init__(self, console: Console) -> None:
         self.console = console
         self.head = ""
-        self.begin = time.monotonic()
         self._place = (0, 0)  # of the cell among all
         self.last_plain = 0.0
         self._live: Live | None = None
