@@ -23,17 +23,9 @@ FOLLOWS = {
 }
 # Not what is measured but how often, how long it was watched, what is asked of the numbers, and what chance chose.
 _SCENARIO = (
-    "compare",
-    "question",
-    "servers",
-    "loads",
-    "repeats",
-    "baseline",
-    "checks",
-    "max_error_rate",
-    "model",
+    "compare", "question", "servers", "loads", "repeats", "baseline", "checks", "max_error_rate", "model",
     "api_key_env",
-)
+)  # fmt: skip
 _SERVER = ("startup_timeout_s",)
 _CONTAINER = ("NetworkMode", "PortBindings")
 _ALWAYS = ("workload_sha256", "simulated")  # equal in every comparison

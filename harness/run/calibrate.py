@@ -43,14 +43,8 @@ MOST_SHARED = 0.01  # of the chunks
 BUSY = 0.1  # of a core, by other programs: what is found beside them says less of the load generator
 
 _COLUMNS = (
-    "streams",
-    "chunks/s",
-    "error p50, ms",
-    "error p99, ms",
-    "shared reads",
-    "read lag p99, ms",
-    "CPU of a core",
-)
+    "streams", "chunks/s", "error p50, ms", "error p99, ms", "shared reads", "read lag p99, ms", "CPU of a core",
+)  # fmt: skip
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
