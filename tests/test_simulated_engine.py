@@ -135,7 +135,7 @@ def test_the_last_token_of_a_fully_cached_prompt_is_computed() -> None:
 
 
 def test_cached_blocks_are_evicted_oldest_and_tail_first() -> None:
-    pool = BlockPool(4, 2, caching=True)
+    pool = BlockPool(4, 2)
     held: list[int] = []
     hashes = block_hashes([1, 2, 3, 4, 5, 6], 2)
     assert pool.take(held, 6)

@@ -94,16 +94,6 @@ def test_energy_that_the_counter_does_not_bear_out_is_noted() -> None:
     assert validity._energy(msgspec.structs.replace(load, counted_energy_j=930.0)) == []
 
 
-def test_a_machine_that_nobody_looked_at_for_long_is_noted() -> None:
-    load = MachineLoad(samples=9, gap_most_s=7.25, took_most_s=6.2)
-    assert validity._unseen(load) == [
-        "the machine was not looked at for 7.2 s of the measured time (reading its files took up to 6.2 s): "
-        "the energy is not known"
-    ]
-    assert validity._unseen(msgspec.structs.replace(load, gap_most_s=1.4)) == []
-    assert validity._unseen(None) == []
-
-
 def test_the_table_says_whose_power_it_is_and_how_well_it_was_looked_at(watched: Path) -> None:
     summary = read_summary(watched)
     table = machine_load.table_of(summary)

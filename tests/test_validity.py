@@ -13,7 +13,7 @@ from harness.rundir.records import ProcessMark, Request
 from harness.scenario.scenario import Arrivals, Load
 from harness.summarize.tally import Clock, Tally, numbers_of
 from harness.summarize.validity import Evidence, Findings, of_cell, of_run
-from harness.summary import Kept, ServerLoad
+from harness.summary import Kept, MachineLoad, ServerLoad
 from tests.made_runs import both_marks, request, scenario, served_by, write_made_run
 
 LOAD = Load(user="batch", batch_size=2, requests=4, output_tokens=11)
@@ -35,6 +35,7 @@ def judge(
     load: Load = LOAD,
     marks: Sequence[ProcessMark] = MARKS,
     server: ServerLoad = ServerLoad(),  # noqa: B008
+    machine: MachineLoad | None = None,
     max_error_rate: float = 0.0,
 ) -> Findings:
     tally = Tally(clock=Clock(marks))
@@ -43,7 +44,7 @@ def judge(
     return of_cell(
         Evidence(
             cell="c", ran=cell, load=load, max_error_rate=max_error_rate, tally=tally, numbers=numbers_of([tally]),
-            server_load=server, marks=marks,
+            server_load=server, machine_load=machine, marks=marks,
         )
     )  # fmt: skip
 
@@ -113,6 +114,15 @@ def test_drain_s_is_named_where_it_passed(cell: CellRun | None, marks: list[Proc
     cut = four(error="unfinished", chunks_s=[], output_tokens=None)
     told = f"c: 1 request did not finish {when}: latencies lack the longest"
     assert told in judge(cut, cell=cell, load=TIMED, marks=marks).notes
+
+
+def test_a_machine_that_nobody_looked_at_for_long_is_noted() -> None:
+    seen = MachineLoad(samples=9, gap_most_s=1.4, took_most_s=0.1)
+    assert judge(machine=seen).notes == judge(machine=None).notes == []
+    assert judge(machine=msgspec.structs.replace(seen, gap_most_s=7.25, took_most_s=6.2)).notes == [
+        "c: the machine was not looked at for 7.2 s of the measured time (reading its files took up to 6.2 s): "
+        "the energy is not known"
+    ]
 
 
 def test_a_stage_whose_turn_never_came_is_not_said_to_have_failed() -> None:

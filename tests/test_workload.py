@@ -7,11 +7,11 @@ import msgspec
 import pytest
 
 import harness.data
-from harness.data.make_classification import items
 from harness.errors import HarnessError
 from harness.scenario import scenario as scenario_module
 from harness.scenario.scenario import Load, Prompts, Scenario, Server
 from harness.workload import Row, RowMessage, messages, read_rows, salt_words, text, workload_sha256
+from tests.make_classification import items
 
 DATA = Path(harness.data.__file__).parent
 

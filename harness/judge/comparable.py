@@ -23,17 +23,9 @@ FOLLOWS = {
 }
 # Not what is measured but how often, how long it was watched, what is asked of the numbers, and what chance chose.
 _SCENARIO = (
-    "compare",
-    "question",
-    "servers",
-    "loads",
-    "repeats",
-    "baseline",
-    "checks",
-    "max_error_rate",
-    "model",
+    "compare", "question", "servers", "loads", "repeats", "baseline", "checks", "max_error_rate", "model",
     "api_key_env",
-)
+)  # fmt: skip
 _SERVER = ("startup_timeout_s",)
 _CONTAINER = ("NetworkMode", "PortBindings")
 _ALWAYS = ("workload_sha256", "simulated")  # equal in every comparison
@@ -60,9 +52,10 @@ def refuse_unlike(
         else:
             excused |= _refuse(runs, facts, 0, index, about)
     if about is not None and not excused:
+        known = sorted({".".join(key.split(".")[:2]) for key in facts[0]} - set(_ALWAYS))
         raise HarnessError(
             f"the runs do not differ in '{about}', which the comparison is to be about",
-            next_step=f"Leave it out, or name one of: {', '.join(_beginnings(facts[0]))}.",
+            next_step=f"Leave it out, or name one of: {', '.join(known)}.",
         )
 
 
@@ -249,8 +242,3 @@ def _text(value: Any) -> str:
 
 def _shortened(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _beginnings(facts: Mapping[str, Any]) -> list[str]:
-    """The keys down to the second step, for a list that a person reads."""
-    return sorted({".".join(key.split(".")[:2]) for key in facts} - set(_ALWAYS))

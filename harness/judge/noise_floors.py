@@ -15,7 +15,6 @@ from harness.judge.verdicts import METRIC_WORDS, NoiseFloor, speeds, values_of
 from harness.rundir.files import pretty_json, read_json, replace_file
 from harness.rundir.manifest import Run
 from harness.scenario.mixes import alone, mix_of
-from harness.scenario.scenario import Load, Scenario
 from harness.summary import Summary
 
 FORMAT_VERSION = 1
@@ -69,11 +68,13 @@ def floor_of(run: Run, summary: Summary, server: str) -> Floor:
         if (AGAIN, load) not in rows or (A, load) not in rows:
             continue
         again, a = rows[AGAIN, load], rows[A, load]
+        tokens = "input_tok_s" if run.scenario.loads[load].endpoint == "embeddings" else "output_tok_s"
         pairs = [
             (metric, speeds(metric, values_of(again, metric)), speeds(metric, values_of(a, metric)))
-            for metric in _metrics(run.scenario.loads[load])
+            for metric in ("wall_s", tokens)
         ]
-        if _in_a_mix(load, run.scenario):
+        # A part of a mix, and the same load alone, are compared by their latencies.
+        if mix_of(load) is not None or any(load == alone(other) for other in run.scenario.loads):
             asked = latencies(again, a, cells, run.scenario)
             pairs += [(pair.metric, pair.side_speeds, pair.baseline_speeds) for pair in asked if pair.refused is None]
         for metric, *sides in pairs:
@@ -110,16 +111,6 @@ def floor_of(run: Run, summary: Summary, server: str) -> Floor:
         repeats=run.scenario.repeats,
         rows=found,
     )
-
-
-def _metrics(load: Load) -> tuple[str, str]:
-    """That rows of this load are compared by."""
-    return "wall_s", "input_tok_s" if load.endpoint == "embeddings" else "output_tok_s"
-
-
-def _in_a_mix(load: str, scenario: Scenario) -> bool:
-    """Whether this is a part of a mix, or the same load alone: those two are compared by their latencies."""
-    return mix_of(load) is not None or any(load == alone(other) for other in scenario.loads)
 
 
 def write_floor(path: Path, floor: Floor) -> None:

@@ -273,7 +273,8 @@ def _weigh(pair: Pair, seen: Ratio, p: float, comparisons: int, floor: float) ->
             f"but the {bounds} does not"
         )
     elif smallest >= ALPHA:
-        why = f"{n} against {count(m, 'run')} can never reach p < {ALPHA:g}{_among(comparisons)}"
+        among = "" if comparisons == 1 else f" in {comparisons} comparisons"
+        why = f"{n} against {count(m, 'run')} can never reach p < {ALPHA:g}{among}"
     elif not excludes_one:
         why = f"the {bounds} includes 1"
     else:
@@ -324,7 +325,3 @@ def _percent(value: float) -> str:
 
 def _p(value: float) -> str:
     return f"{value:.2f}" if value >= 0.095 else f"{value:.3f}" if value >= 0.001 else f"{value:.1e}"
-
-
-def _among(comparisons: int) -> str:
-    return "" if comparisons == 1 else f" in {comparisons} comparisons"

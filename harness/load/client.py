@@ -192,7 +192,9 @@ class Client:
                 self.close()
                 exchange.resent = True
                 return False
-            raise Failure("disconnect", _disconnected(error, exchange)) from None
+            how = "the server closed the connection" if isinstance(error, EOFError) else _words(error)
+            when = "it answered" if exchange.status is None else "the response was complete"
+            raise Failure("disconnect", f"{how} before {when}") from None
         except httptools.HttpParserError as error:
             raise Failure("not_api", f"the answer is not HTTP/1.1: {error}") from None
         return True
@@ -322,11 +324,6 @@ def _was_refused(sock: socket.socket) -> bool:
         return False
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 28)
     return info[0] == _TCP_CLOSE or info[24:28] != bytes(4)  # tcpi_state, tcpi_unacked
-
-
-def _disconnected(error: OSError | EOFError, exchange: Exchange) -> str:
-    how = "the server closed the connection" if isinstance(error, EOFError) else _words(error)
-    return f"{how} before {'it answered' if exchange.status is None else 'the response was complete'}"
 
 
 def _words(error: OSError) -> str:

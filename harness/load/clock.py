@@ -41,7 +41,6 @@ class KernelClock:
             _await_stamps(self._keeps_stamps_on)
         self._offset_ns = time.monotonic_ns() - time.time_ns()
         self._stepped = False
-        self.now_ns = 0  # of the last look
 
     def close(self) -> None:
         self._keeps_stamps_on.close()
@@ -50,7 +49,7 @@ class KernelClock:
         """Read the clocks: now, in monotonic ns. To be called before `stamp_ns`, once for all stamps of a moment."""
         before = time.monotonic_ns()
         real = time.time_ns()
-        self.now_ns = now = time.monotonic_ns()
+        now = time.monotonic_ns()
         self._stepped = False
         if now - before < _PAIR_NS:
             offset_ns = before + (now - before) // 2 - real

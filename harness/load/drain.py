@@ -47,12 +47,3 @@ class Drain:
         assert isinstance(runner, WorkerRunner)
         runner.stop()
         runner.send_message(_DRAINED)
-
-
-def come_back(environment: Environment) -> None:
-    """To be heard at the end of each load of a worker: its users are gone, and it is ready for the next load.
-
-    Locust's workers stay away for as long as users may take to stop, whether they did or not. The next start says anew
-    how long that is.
-    """
-    environment.stop_timeout = 0.0

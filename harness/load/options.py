@@ -23,11 +23,7 @@ from harness.workload import salt_words
 
 AS_PLANNED = "as in the scenario"  # what is not one number: lengths by distribution, a rate that changes
 ENDPOINTS = ["chat", "completions", "embeddings"]
-_CHOICES = {
-    "output": ["fixed", "natural"],
-    "endpoint": ENDPOINTS,
-    "stream": ["yes", "no"],
-}
+_YES_NO = ["yes", "no"]
 
 
 class _Offered(list[str]):
@@ -80,22 +76,13 @@ def add_options(parser: LocustArgumentParser) -> None:
     add("--output-tokens", default=_tokens_text(load.output_tokens), help="most tokens of an answer")
     add(
         "--output",
-        choices=_Offered(_CHOICES["output"]),
+        choices=_Offered(["fixed", "natural"]),
         default=load.output,
         help="fixed: every answer has that length, whatever it says (ignore_eos); natural: it ends where it ends",
     )
-    add(
-        "--endpoint",
-        choices=_Offered(_CHOICES["endpoint"]),
-        default=load.endpoint,
-        help="what is asked: chat, completions or embeddings",
-    )
-    add(
-        "--stream",
-        choices=_Offered(_CHOICES["stream"]),
-        default="yes" if load.stream else "no",
-        help="stream the answers",
-    )
+    what = "what is asked: chat, completions or embeddings"
+    add("--endpoint", choices=_Offered(ENDPOINTS), default=load.endpoint, help=what)
+    add("--stream", choices=_Offered(_YES_NO), default="yes" if load.stream else "no", help="stream the answers")
     add("--batch-size", type=_whole, default=load.batch_size or 1, help="batch agents: requests sent at once")
     add("--in-flight", type=_whole, default=load.in_flight or 0, help="batch agents: always so many, instead of bursts")
     agent, rag = load.agent or Agent(), load.rag or Rag()
@@ -109,12 +96,8 @@ def add_options(parser: LocustArgumentParser) -> None:
         default=_abandon_text(load.abandon),
         help="chat users who leave: '0.05 after 3s' or '0.05 after 40 tokens'",
     )
-    add(
-        "--regenerate",
-        type=_number,
-        default=load.regenerate,
-        help="chat users: share of questions that are asked again",
-    )
+    again = "chat users: share of questions that are asked again"
+    add("--regenerate", type=_number, default=load.regenerate, help=again)
     add(
         "--think",
         default=_think_text(load),
@@ -190,7 +173,7 @@ def with_options(job: Job, options: Namespace) -> Job:
             return reader(*given)
         return planned
 
-    if options.stream not in _CHOICES["stream"]:
+    if options.stream not in _YES_NO:
         wrong.add(HarnessError(f"--stream: expected one of yes, no, got {options.stream!r}"))
     if options.in_flight and options.batch_size not in (0, 1):
         wrong.add(HarnessError("--in-flight: give one of --batch-size (bursts) and --in-flight"))
@@ -289,23 +272,18 @@ def _think_text(load: Load) -> str:
 
 
 def _think(text: str, planned: Load) -> tuple[list[float] | None, Pause | None]:
-    """The scenario's pause as it was left, or a uniform one in its place; nothing: none of either."""
+    """The scenario's pause as it was left, or a uniform one in its place, '1 5' or '2'; nothing: none of either."""
     if text == _think_text(planned):
         return planned.think_s, planned.think
-    return _span(text), None
-
-
-def _span(text: str) -> list[float] | None:
-    """'1 5' as [1, 5], '2' as [2, 2], nothing as None."""
     try:
         numbers = [float(word) for word in text.replace(",", " ").split()]
     except ValueError:
         numbers = [-1.0]
     if not numbers:
-        return None
+        return None, None
     if len(numbers) > 2 or not 0 <= numbers[0] <= numbers[-1]:
         raise HarnessError(f"--think: {text!r} is not a pause", next_step="Give one such as '1 5', in seconds.")
-    return [numbers[0], numbers[-1]]
+    return [numbers[0], numbers[-1]], None
 
 
 def _abandon_text(abandon: Abandon | None) -> str:

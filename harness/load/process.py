@@ -278,7 +278,7 @@ class LoadProcess:
             process=self.recorder.process,
             phase=place.ticket.phase,
             sent_s=exchange.start_ns / 1e9,
-            scheduled_s=_scheduled_s(exchange, place),
+            scheduled_s=None if place.due_s is None else place.due_s - exchange.start_ns / 1e9,
             resent=exchange.resent,
             connect_s=None if exchange.connect_ns is None else exchange.connect_ns / 1e9,
             coalesced_late=coalesced_late(exchange, answer),
@@ -301,11 +301,6 @@ def _seen(exchange: Exchange, place: Place, answer: Answer) -> Seen | None:
         return None
     ttft_s, e2e_s = (answer.chunks_s[0], answer.chunks_s[-1]) if answer.chunks_s else (math.nan, answer.ended_s)
     return Seen(exchange.start_ns / 1e9, ttft_s, e2e_s / (answer.output_tokens or 1))
-
-
-def _scheduled_s(exchange: Exchange, place: Place) -> float | None:
-    """When the plan wanted it sent, in seconds after it was."""
-    return None if place.due_s is None else place.due_s - exchange.start_ns / 1e9
 
 
 def _cut(error: BaseException) -> tuple[ErrorKind, str]:

@@ -95,16 +95,13 @@ class Recorder:
         self._lines += self._encoder.encode(request) + b"\n"
         self._pending += 1
         if self.watcher is not None:
-            self._tell(self.watcher, request)
+            try:
+                self.watcher(request)
+            except Exception:  # of an observer: the load goes on
+                logger.exception("the live numbers end here")
+                self.watcher = None
         if len(self._lines) >= _FLUSH_BYTES:
             self.flush()
-
-    def _tell(self, watcher: Callable[[Request], None], request: Request) -> None:
-        try:
-            watcher(request)
-        except Exception:  # of an observer: the load goes on
-            logger.exception("the live numbers end here")
-            self.watcher = None
 
     def flush(self) -> None:
         """Hand all lines to the file. On an error (disk full) they are kept and tried again."""

@@ -22,9 +22,8 @@ from harness.scenario.steady import Steadiness
 Phase = Literal["warmup", "measured"]
 _WIDTH = 400  # of the line, padded, so that a write never leaves half of an older one
 _ANSWER = struct.Struct("<dd")
-_LEAD_S = (
-    0.5  # scheduled warm-up: so long before its time a ticket is handed out, for it is not known how many there are
-)
+# Scheduled warm-up: so long before its time a ticket is handed out, for it is not known how many there are.
+_LEAD_S = 0.5
 
 
 class Ticket(msgspec.Struct, frozen=True):

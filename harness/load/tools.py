@@ -58,7 +58,8 @@ class Tools(NamedTuple):
     def planned(self, index: int) -> Call:
         """The call that the plan has after request `index`, whatever the server answers."""
         function = self.definitions[abs(index) % len(self.definitions)]["function"]
-        values = {name: 1 if kind["type"] == "integer" else "work" for name, kind in _parameters(function).items()}
+        parameters = function["parameters"]["properties"]
+        values = {name: 1 if kind["type"] == "integer" else "work" for name, kind in parameters.items()}
         return Call(f"call_{abs(index)}", function["name"], msgspec.json.encode(values).decode())
 
     def is_valid(self, call: Call) -> bool:
@@ -77,11 +78,6 @@ def _definition(name: str, description: str, parameters: dict[str, str]) -> dict
     properties = {key: {"type": kind, "description": key.replace("_", " ")} for key, kind in parameters.items()}
     schema = {"type": "object", "properties": properties, "required": list(parameters)[:1]}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
-
-
-def _parameters(function: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = function["parameters"]["properties"]
-    return found
 
 
 def called(text: str, call: Call) -> ToolMessage:
@@ -114,15 +110,12 @@ def gather(calls: list[Call], deltas: Any) -> None:
             calls.append(call)
         call.id, call.name = call.id or id, call.name or name
         # Some servers send an object in place of its text.
-        call.arguments += _text(arguments) if not isinstance(arguments, dict) else _json(arguments)
+        as_text = msgspec.json.encode(arguments).decode() if isinstance(arguments, dict) else _text(arguments)
+        call.arguments += as_text
 
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
-
-
-def _json(value: dict[str, Any]) -> str:
-    return msgspec.json.encode(value).decode()
 
 
 def valid_call(tools: Tools | None, calls: Sequence[Call]) -> Call | None:

@@ -19,7 +19,6 @@ from typing import Any
 import gevent
 import psutil
 from locust import events
-from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
 from locust.exception import StopTest
 from locust.runners import STATE_INIT, MasterRunner, Runner, WorkerRunner
@@ -27,7 +26,7 @@ from locust.runners import STATE_INIT, MasterRunner, Runner, WorkerRunner
 from harness.errors import HarnessError, sentence
 from harness.job import Job
 from harness.load.course import Course
-from harness.load.drain import Drain, come_back
+from harness.load.drain import Drain
 from harness.load.live.wire import Live
 from harness.load.master import Master
 from harness.load.meet import meet
@@ -35,7 +34,7 @@ from harness.load.options import add_options, job_file
 from harness.load.process import LoadProcess, course_of, plan_of
 from harness.load.recorder import Anchor, Recorder
 from harness.load.refused import FirstRequests
-from harness.load.shape import Stages
+from harness.load.shape import follow
 from harness.load.steer import UNDER_WAY, host_of, job_of_form, look_first, look_over, options_of, refuse, writable
 from harness.load.worker import Worker
 from harness.scenario import behaviour
@@ -68,10 +67,6 @@ def load_process() -> LoadProcess:
     return _process
 
 
-def _on_command_line(parser: LocustArgumentParser) -> None:
-    add_options(parser)
-
-
 def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     """The process has been forked and has its role."""
     global _job, _recorder, _process, _live, _master, _worker
@@ -90,7 +85,8 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
             look_over(environment)
         if not isinstance(runner, MasterRunner):
             job = _job or job_of_form(environment, _job)
-            _recorder = _recorder_of(job)
+            writable(job)
+            _recorder = Recorder(job)
             atexit.register(_recorder.close)  # whatever ends this process, if it can still run anything
             if options.headless:
                 _process = LoadProcess(job, host_of(environment, environment.host), _recorder)
@@ -124,11 +120,6 @@ def _end_workers() -> None:
     for child in psutil.Process().children():
         with suppress(psutil.Error):
             child.terminate()
-
-
-def _recorder_of(job: Job) -> Recorder:
-    writable(job)
-    return Recorder(job)
 
 
 def _handle_ends() -> None:
@@ -229,7 +220,9 @@ def _on_test_stop(environment: Environment, **_: Any) -> None:
     if _recorder is not None:
         _recorder.later.finish()
     if isinstance(environment.runner, WorkerRunner):
-        come_back(environment)
+        # Ready for the next load: Locust's workers stay away for as long as users may take to stop, whether they did or
+        # not. The next start says anew how long that is.
+        environment.stop_timeout = 0.0
 
 
 def _on_quitting(environment: Environment, **_: Any) -> None:
@@ -307,11 +300,10 @@ def _follow(environment: Environment, job: Job, course: Course | Master) -> None
     # Users who are too many now end what they wait for, which is how long others wait for that.
     environment.stop_timeout = load.timeout_s
     patience_s = load.ramp_s + load.timeout_s + behaviour.longest_s(load.think or load.think_s) + _COME_S
-    shape = Stages(course, load.ramp_s)
-    gevent.spawn(shape.follow, environment.runner, patience_s, partial(give_up, environment))
+    gevent.spawn(follow, course, environment.runner, load.ramp_s, patience_s, partial(give_up, environment))
 
 
-_hooks.init_command_line_parser.add_listener(_on_command_line)
+_hooks.init_command_line_parser.add_listener(add_options)
 _hooks.init.add_listener(_on_init)
 _hooks.test_start.add_listener(_on_test_start)
 _hooks.quit.add_listener(_on_quit)

@@ -182,7 +182,8 @@ class Worker:
         self._recorder.close()
         until(lambda: not any(spool.rest() for spool in self._spools.values()))
         self._send(DONE, {"sizes": {name: spool.size() for name, spool in self._spools.items()}})
-        lost = f", cut short because {_names(msg.data['lost'])} was lost" if msg.data["lost"] else ""
+        names = " and ".join(f"a load process of {name}" for name in msg.data["lost"])
+        lost = f", cut short because {names} was lost" if names else ""
         sent = self._recorder.sent
         logger.info("the load has ended%s: %d requests were sent, and their records delivered", lost, sent)
 
@@ -220,7 +221,3 @@ class Worker:
 
     def _send(self, message: str, data: dict[str, Any] | None = None) -> None:
         self._runner.send_message(message, data)
-
-
-def _names(lost: list[str]) -> str:
-    return " and ".join(f"a load process of {name}" for name in lost)

@@ -30,7 +30,7 @@ def machine(root: Path = Path("/"), docker: str | None = None) -> Machine:
         name=text(root / "proc/sys/kernel/hostname") or "unknown",
         kernel=text(root / "proc/sys/kernel/osrelease"),
         cpu=_cpu(root),
-        cores=_cores(root),
+        cores=len(re.findall(r"^processor\s*:", text(root / "proc/cpuinfo") or "", re.MULTILINE)) or None,
         ram_bytes=meminfo(root / "proc/meminfo").get("MemTotal"),
         gpus=list(gpus(root)),
         kernel_parameters=_parameters(root),
@@ -117,11 +117,6 @@ def _properties(path: Path) -> dict[str, int]:
 def _cpu(root: Path) -> str | None:
     match = re.search(r"^model name\s*:\s*(.+)$", text(root / "proc/cpuinfo") or "", re.MULTILINE)
     return match[1].strip() if match else None
-
-
-def _cores(root: Path) -> int | None:
-    count = len(re.findall(r"^processor\s*:", text(root / "proc/cpuinfo") or "", re.MULTILINE))
-    return count or None
 
 
 def _parameters(root: Path) -> dict[str, str]:

@@ -41,21 +41,17 @@ def holders(root: Path = Path("/")) -> Holders:
     """
     clients: set[tuple[str, str]] = set()
     found, unseen = [], 0
-    for pid in _pids(root):
+    for pid in pids(root):
         vram, gtt, seen = _of_clients(root / f"proc/{pid}/fdinfo", clients)
         unseen += not seen and bool(text(root / f"proc/{pid}/cmdline"))  # a kernel thread has no command line
         vram = max(vram, sum(_of_compute(root, pid)))
         if vram or gtt:
-            found.append(Holder(pid=pid, name=comm(root, pid) or "?", vram_bytes=vram, gtt_bytes=gtt))
+            found.append(Holder(pid=pid, name=text(root / f"proc/{pid}/comm") or "?", vram_bytes=vram, gtt_bytes=gtt))
     return Holders(found=sorted(found, key=lambda holder: (-holder.bytes, holder.pid)), unseen=unseen)
 
 
-def comm(root: Path, pid: int) -> str | None:
-    """A process's name, at most 15 characters."""
-    return text(root / f"proc/{pid}/comm")
-
-
-def _pids(root: Path) -> list[int]:
+def pids(root: Path) -> list[int]:
+    """All processes; none where there is no /proc."""
     try:
         return sorted(int(name) for name in os.listdir(root / "proc") if name.isdigit())
     except OSError:

@@ -36,7 +36,9 @@ def pools(root: Path = Path("/"), cards: Sequence[Card] | None = None) -> list[P
     larger one: Linux amdgpu, `apu_prefer_gtt`.
     """
     available = meminfo(root / "proc/meminfo").get("MemAvailable")
-    limit = _pages_limit(root)
+    # What ttm, which hands out all pages of GTT, gives at most: its limit counts, whatever amdgpu.gttsize says.
+    pages = number(root / "sys/module/ttm/parameters/pages_limit")
+    limit = pages * PAGE_BYTES if pages else None
     found = []
     for gpu in working(list(gpus(root))) if cards is None else cards:
         node = gpu["render_node"]
@@ -96,9 +98,3 @@ def _kind(integrated: bool | None, vram: int | None, gtt: int | None) -> Literal
     if integrated is None or vram is None or gtt is None:
         return None
     return "gtt" if gtt > vram else "vram"
-
-
-def _pages_limit(root: Path) -> int | None:
-    """What ttm, which hands out all pages of GTT, gives at most: its limit counts, whatever amdgpu.gttsize says."""
-    pages = number(root / "sys/module/ttm/parameters/pages_limit")
-    return pages * PAGE_BYTES if pages else None

@@ -9,7 +9,7 @@ from msgspec import Struct, structs
 from harness.errors import HarnessError
 from harness.machine.pool import Pool
 from harness.machine.targets import has_fp8
-from harness.memory.cache import DTYPE_BYTES, GPU_BLOCK, Capacity, Layout, capacity, layout_of
+from harness.memory.cache import DTYPE_BYTES, Capacity, Layout, capacity, layout_of
 from harness.memory.model import Model
 from harness.memory.weights import weight_bytes
 from harness.units import GIB, gib
@@ -88,7 +88,6 @@ class Wish(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     max_num_batched_tokens: int = 8192
     tensor_parallel: int = 1
     kv_cache_dtype: str = "auto"
-    block: int = GPU_BLOCK
 
 
 def share_of(pools: list[Pool], *, source: Source = "driver", tensor_parallel: int = 1) -> Share:
@@ -275,7 +274,6 @@ def _layout(model: Model, wish: Wish, unknown: list[str]) -> Layout | None:
         model.geometry,
         number,
         tensor_parallel=wish.tensor_parallel,
-        block=wish.block,
         in_flight=2 * wish.max_num_batched_tokens,  # one batch is computed while the next is prepared
     )
 

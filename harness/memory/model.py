@@ -40,10 +40,6 @@ class Geometry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     head_size: int  # numbers of a key or a value; of a latent
     latent: bool = False  # one vector instead of key and value
 
-    @property
-    def layers(self) -> int:
-        return self.full_layers + self.sliding_layers
-
 
 class Model(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A model on this machine, as its files tell."""

@@ -13,7 +13,7 @@ from msgspec import structs
 
 from harness.errors import HarnessError
 from harness.machine.facts import gpus as gpus_of
-from harness.machine.gpu_choice import Card, shown
+from harness.machine.gpu_choice import shown
 from harness.machine.pool import pools
 from harness.memory.answer import Share, Wish, room_of, share_of
 from harness.memory.host import host_share
@@ -41,13 +41,16 @@ def fill_in(experiment: Experiment, say: Callable[[str], None], root: Path = Pat
     servers: dict[str, Server] = {}
     said: dict[str, str] = {}
     known: list[tuple[list[Any], Share]] = []
+    # What decides how much is free for a server; the image where its runtime is asked.
+    deciding = ["devices", "gpus", "tensor_parallel_size", "mem_limit"]
+    deciding += [] if engine_host() is None else ["image", "environment"]
     for name, server in experiment.scenario.servers.items():
         where = _where(server)
         if where is None or experiment.target is not None:
             servers[name] = server
             continue
         # Servers that are to be compared get equal numbers, though memory moves while it is looked at.
-        basis = [server.template in ON_HOST, *(variable_of(server, variable) for variable in _basis())]
+        basis = [server.template in ON_HOST, *(variable_of(server, variable) for variable in deciding)]
         share = next((share for other, share in known if other == basis), None) or _share(name, server, say, root)
         known.append((basis, share))
         if share.utilization is None:
@@ -67,12 +70,6 @@ def fill_in(experiment: Experiment, say: Callable[[str], None], root: Path = Pat
     )
 
 
-def _basis() -> list[str]:
-    """The variables that decide what is free for a server; the image where its runtime is asked."""
-    here = ["devices", "gpus", "tensor_parallel_size", "mem_limit"]
-    return here if engine_host() is None else [*here, "image", "environment"]
-
-
 def _where(server: Server) -> str | None:
     """The variable that says `auto`: the utilization itself, or the text of arguments that has it."""
     if server.variables.get(UTILIZATION) == AUTO:
@@ -90,7 +87,8 @@ def _with(server: Server, where: str, value: Decimal) -> Server:
 def foretell(experiment: Experiment, root: Path = Path("/")) -> list[str]:
     """What `fill_in` would say now, for a plan: nothing is started, and what cannot be known is a note."""
     remote = engine_host()
-    if remote is not None and any(_where(server) is not None for server in _servers(experiment)):
+    servers = [] if experiment.target is not None else list(experiment.scenario.servers.values())
+    if remote is not None and any(_where(server) is not None for server in servers):
         return [f"note: {UTILIZATION} is auto: the runtime in the server's image is asked on {remote} before the run"]
     lines: list[str] = []
     try:
@@ -100,14 +98,11 @@ def foretell(experiment: Experiment, root: Path = Path("/")) -> list[str]:
     return lines
 
 
-def _servers(experiment: Experiment) -> list[Server]:
-    return [] if experiment.target is not None else list(experiment.scenario.servers.values())
-
-
 def _share(name: str, server: Server, say: Callable[[str], None], root: Path) -> Share:
     try:
         if server.template in ON_HOST:
-            _refuse_remote()
+            if engine_host() is not None:
+                raise HarnessError(f"the Docker Engine is on {engine_host()}, whose memory is not known here")
             limit = variable_of(server, "mem_limit")
             return host_share(root, limit=None if limit is None else parse_bytes(limit))
         gpus = variable_of(server, "tensor_parallel_size") or 1
@@ -116,7 +111,8 @@ def _share(name: str, server: Server, say: Callable[[str], None], root: Path) ->
             given = {key: value for key, value in server.variables.items() if key in known}
             told = ask_image(variable_of(server, "image"), say, given)
             return share_of(told, source="container", tensor_parallel=gpus)
-        return share_of(pools(root, _shown(server, root)), tensor_parallel=gpus)
+        cards = shown(list(gpus_of(root)), variable_of(server, "devices"), variable_of(server, "gpus"))
+        return share_of(pools(root, cards), tensor_parallel=gpus)
     except HarnessError as error:
         raise type(error)(
             f"server '{name}': {UTILIZATION} is auto, and it cannot be computed: {error.what}",
@@ -125,18 +121,10 @@ def _share(name: str, server: Server, say: Callable[[str], None], root: Path) ->
         ) from None
 
 
-def _refuse_remote() -> None:
-    if engine_host() is not None:
-        raise HarnessError(f"the Docker Engine is on {engine_host()}, whose memory is not known here")
-
-
-def _shown(server: Server, root: Path) -> list[Card]:
-    """The GPUs that the container is given, in the order in which vLLM counts them."""
-    return shown(list(gpus_of(root)), variable_of(server, "devices"), variable_of(server, "gpus"))
-
-
 def _room(server: Server, model: str, share: Share) -> list[str]:
     """A line on what is left for the model, where this machine has its files."""
+    if server.template in ON_HOST:
+        return []
     try:
         cache = str(variable_of(server, "huggingface_cache") or "")
         environment = {"HF_HOME": cache} if cache.startswith(("/", "~")) else None
@@ -148,8 +136,6 @@ def _room(server: Server, model: str, share: Share) -> list[str]:
             tensor_parallel=share.gpus,
             kv_cache_dtype=variable_of(server, "kv_cache_dtype") or Wish().kv_cache_dtype,
         )
-        return (
-            [] if server.template in ON_HOST else brief(room_of(read_model(find_model(name, environment)), share, wish))
-        )
+        return brief(room_of(read_model(find_model(name, environment)), share, wish))
     except HarnessError:
         return []  # its files are elsewhere, such as in a volume

@@ -43,14 +43,8 @@ MOST_SHARED = 0.01  # of the chunks
 BUSY = 0.1  # of a core, by other programs: what is found beside them says less of the load generator
 
 _COLUMNS = (
-    "streams",
-    "chunks/s",
-    "error p50, ms",
-    "error p99, ms",
-    "shared reads",
-    "read lag p99, ms",
-    "CPU of a core",
-)
+    "streams", "chunks/s", "error p50, ms", "error p99, ms", "shared reads", "read lag p99, ms", "CPU of a core",
+)  # fmt: skip
 
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,11 +89,9 @@ def calibrate(most: int | None, processes: int = 1) -> Iterator[Reading]:
     """
     began_s = time.monotonic()
     for streams in _numbers(most):
-        with tempfile.TemporaryDirectory(prefix="amd-llm-load-calibrate-") as folder:
-            reading = _measure(streams, processes, Path(folder))
+        reading = _measure(streams, processes)
         if not reading.trusted:  # what else the machine did for a moment is no limit of the load generator
-            with tempfile.TemporaryDirectory(prefix="amd-llm-load-calibrate-") as folder:
-                again = _measure(streams, processes, Path(folder))
+            again = _measure(streams, processes)
             reading = again if again.trusted else reading
         yield reading
         if not reading.trusted or time.monotonic() - began_s > ENOUGH_S:
@@ -116,7 +108,12 @@ def _numbers(most: int | None) -> Iterator[int]:
         yield number
 
 
-def _measure(streams: int, processes: int, folder: Path) -> Reading:
+def _measure(streams: int, processes: int) -> Reading:
+    with tempfile.TemporaryDirectory(prefix="amd-llm-load-calibrate-") as folder:
+        return _measure_in(Path(folder), streams, processes)
+
+
+def _measure_in(folder: Path, streams: int, processes: int) -> Reading:
     sent = folder / "sent.jsonl"
     flags = ["--preset", "instant", "--served-model-name", "m", "--step-base-s", str(STEP_S), "--send-log", str(sent)]
     flags += ["--max-num-seqs", str(streams)]

@@ -272,17 +272,13 @@ def scenario_mistake(first: list[Request]) -> str | None:
 
 def tail(path: Path, lines: int = 15) -> str:
     """The last lines of a log, for an error's detail."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    return "\n".join(text.splitlines()[-lines:])
+    return "\n".join(_lines(path)[-lines:])
 
 
 def gave_up(path: Path) -> str:
     """Why our own code in Locust could not begin, as its log says; empty where it does not."""
     found, inside = list[str](), False
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+    for line in _lines(path):
         logged = _LOGGED.match(line)
         if logged is not None:
             inside = logged["who"] == _GIVES_UP
@@ -294,11 +290,18 @@ def gave_up(path: Path) -> str:
 def awaited_workers(path: Path) -> str:
     """Which workers our own master in Locust waits for, as its log says last; empty where it says nothing of it."""
     found = ""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+    for line in _lines(path):
         logged = _LOGGED.match(line)
         if logged is not None and logged["who"] == _WAITS and line[logged.end() :].startswith(AWAITED):
             found = line[logged.end() :]
     return found
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 def exceptions_in(path: Path) -> int:
@@ -309,7 +312,7 @@ def exceptions_in(path: Path) -> int:
 def last_exception(path: Path) -> str | None:
     """The last exception in a log, as its traceback ends: `ValueError: boom`."""
     found, inside = None, False
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+    for line in _lines(path):
         if line.startswith("Traceback "):
             inside = True
         elif inside and line and not line.startswith(" "):

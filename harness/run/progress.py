@@ -32,7 +32,6 @@ class Progress:
     def __init__(self, console: Console) -> None:
         self.console = console
         self.head = ""
-        self.begin = time.monotonic()
         self._place = (0, 0)  # of the cell among all
         self.last_plain = 0.0
         self._live: Live | None = None
@@ -122,8 +121,7 @@ def table(glance: Glance, width: int) -> Group:
     if width < NARROWEST:
         words = in_words(msgspec.structs.replace(glance, left_s=None))
         return Group(*(Text(line) for line in _filled(words, width - 2)), *failed)
-    load = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_edge=False)
-    values = {
+    load = {
         "in flight": _whole(glance.in_flight),
         "TTFT p50": _ms(glance.ttft_s, 0),
         "p95": _ms(glance.ttft_s, 1),
@@ -138,12 +136,13 @@ def table(glance: Glance, width: int) -> Group:
         "waiting": _whole(glance.waiting),
         "KV": "–" if glance.kv_usage is None else f"{glance.kv_usage:.0%}",
     }
-    for name in [*values, *server]:
-        load.add_column(name.strip(), justify="right", no_wrap=True)
-    load.add_row(*values.values(), *server.values(), style="bold")
-    if width < NARROW:
-        load = _two_rows(values, server)
-    lines: list[RenderableType] = [load, *failed]
+    grid = Table(box=None, padding=(0, 2, 0, 0), show_header=False, show_edge=False)
+    for row in [load | server] if width >= NARROW else [load, server]:
+        for _ in range(len(row) - len(grid.columns)):
+            grid.add_column(justify="right", no_wrap=True)
+        grid.add_row(*(name.strip() for name in row), style="dim")
+        grid.add_row(*row.values(), style="bold")
+    lines: list[RenderableType] = [grid, *failed]
     if glance.gpus:
         lines += [Text(line) for line in _filled(_gpu_words(glance), width - 2)]
     return Group(*lines)
@@ -159,18 +158,6 @@ def _filled(parts: list[str], width: int) -> list[str]:
         else:
             lines.append(part)
     return lines
-
-
-def _two_rows(values: dict[str, str], server: dict[str, str]) -> Table:
-    """The load above, the server below, in the columns of one table."""
-    grid = Table(box=None, padding=(0, 2, 0, 0), show_header=False, show_edge=False)
-    for _ in values:
-        grid.add_column(justify="right", no_wrap=True)
-    grid.add_row(*(name.strip() for name in values), style="dim")
-    grid.add_row(*values.values(), style="bold")
-    grid.add_row(*server, style="dim")
-    grid.add_row(*server.values(), style="bold")
-    return grid
 
 
 def in_words(glance: Glance) -> list[str]:

@@ -194,7 +194,7 @@ def _cell(
     if shown:
         running.progress.load(job, running.folder)
     with watched(running, job, endpoint, running.scenario.metrics_interval_s) as watchers:
-        count: Callable[[Count], None] = running.progress.count if shown else _unseen
+        count: Callable[[Count], None] = running.progress.count if shown else (lambda _: None)
         if len(jobs) > 1:
             begun_s = time.time()
             count = _by_stage(
@@ -247,10 +247,6 @@ def _by_stage(
 def _has_begun(job: Job) -> bool:
     path = Path(job.tickets_path)
     return path.exists() and path.stat().st_size > 0
-
-
-def _unseen(count: Count) -> None:
-    """Of the parts of a mix one is shown."""
 
 
 def _offline(running: Running, cell: Cell) -> CellRun:

@@ -14,9 +14,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-_Positive = Annotated[float, Meta(gt=0, le=1e7)]
-_NotNegative = Annotated[float, Meta(ge=0, le=1e7)]
-_Tokens = Annotated[int, Meta(ge=1, le=1_000_000)]
+from harness.scenario.lengths import NotNegative, Positive, Tokens
+
 _Count = Annotated[int, Meta(ge=1, le=100_000)]
 _Few = Annotated[int, Meta(ge=1, le=1000)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -27,17 +26,17 @@ _LONGEST = 10.0  # of a pause, in means, where nobody says more
 class Pause(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A time drawn anew for each request."""
 
-    mean_s: _NotNegative
+    mean_s: NotNegative
     distribution: Literal["fixed", "exponential", "lognormal"] = "lognormal"
     sigma: Annotated[float, Meta(gt=0, le=5)] = 1.0  # lognormal: standard deviation of its logarithm
-    most_s: _NotNegative | None = None  # what is longer is cut to it; None: ten means
+    most_s: NotNegative | None = None  # what is longer is cut to it; None: ten means
 
 
 class Abandon(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Some requests are not waited for to their end. Exactly one of the last two."""
 
     share: Share
-    after_s: _Positive | None = None  # after the request was sent
+    after_s: Positive | None = None  # after the request was sent
     after_tokens: _Count | None = None  # as soon as so many chunks have come
 
 
@@ -48,7 +47,7 @@ class Agent(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     done: Share = 0.0  # of the steps that end the task before that
     tools: Annotated[int, Meta(ge=1, le=64)] = 4  # definitions sent with each request
     choice: Literal["auto", "required", "none"] = "auto"  # tool_choice
-    result_tokens: _Tokens = 200  # length of what a tool returns
+    result_tokens: Tokens = 200  # length of what a tool returns
     tool_time: Pause = Pause(mean_s=1.0)
     sub_agents: Annotated[int, Meta(ge=0, le=1000)] = 0  # started by each task's first step, all at once
 
@@ -57,7 +56,7 @@ class Rag(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Which documents are asked about."""
 
     documents: _Count = 20
-    document_tokens: _Tokens = 2000
+    document_tokens: Tokens = 2000
     skew: Annotated[float, Meta(ge=0, le=10)] = 1.0  # Zipf: the k-th is chosen 1 / k^skew as often as the first
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from msgspec import Struct
 
 from harness.errors import did_you_mean, which_row
+from harness.scenario.scenario import LOAD_NAME, NAME
 from harness.summary import NEEDED
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -49,8 +50,6 @@ UNITS: dict[str, dict[str, float]] = {
 JUDGED_BY_SLOS = ("attainment", "goodput")
 OF_ANSWERS = ("valid_share", "right_share")
 BASELINE = "baseline"
-_NAME = r"[a-z0-9][a-z0-9-]{0,39}"
-_LOAD = rf"{_NAME}(?:\.{_NAME}|@\d+(?:-\d+)?)?"  # a part of a mix is MIX.LOAD, a stage LOAD@USERS
 _NUMBER = r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?"
 
 
@@ -108,7 +107,7 @@ def misplaced(text: str, servers: Collection[str] | None, loads: Collection[str]
 
 def on_server(text: str, server: str) -> str:
     """The check with its selection, if it has one, moved to another server."""
-    return re.sub(rf"^\s*{_NAME}/(?={_LOAD}\s*:)", f"{server}/", text)
+    return re.sub(rf"^\s*{NAME}/(?={LOAD_NAME}\s*:)", f"{server}/", text)
 
 
 def parse_check(text: str) -> Check:
@@ -118,16 +117,12 @@ def parse_check(text: str) -> Check:
     metric, slos = _metric(reader)
     sign = _sign(reader, tuple(OPERATORS))
     number = reader.word(_NUMBER)
-    if _is_baseline(reader, number):
-        if metric == "speedup":
-            raise reader.wrong("'speedup' is relative to the baseline already; use a plain number")
-        factor = float(number or 1)
-        relative = True
-    else:
-        if not number:
-            raise reader.wrong(f"{reader.next()} is not a number")
-        factor, relative = 1.0, False
-    bound = factor if relative else float(number) / _unit(reader, metric, UNITS[metric])
+    relative = _is_baseline(reader, number)
+    if relative and metric == "speedup":
+        raise reader.wrong("'speedup' is relative to the baseline already; use a plain number")
+    if not relative and not number:
+        raise reader.wrong(f"{reader.next()} is not a number")
+    bound = float(number or 1) if relative else float(number) / _unit(reader, metric, UNITS[metric])
     if metric == "goodput" and not relative and reader.unit != _RATE:
         metric = "attainment"
     if metric in OF_ANSWERS and not relative and bound > 1:
@@ -189,7 +184,7 @@ def _selection(reader: _Reader) -> tuple[str | None, str | None]:
     if ":" not in reader.text:
         return None, None
     selection = reader.text[: reader.text.index(":")].strip()
-    match = re.fullmatch(f"({_NAME})/({_LOAD})", selection)
+    match = re.fullmatch(f"({NAME})/({LOAD_NAME})", selection)
     if match is None:
         raise reader.wrong(f"'{selection}' is not SERVER/LOAD")
     reader.word(r"[^:]*:")

@@ -129,7 +129,8 @@ def _contradictions(scenario: Scenario, folder: Path, known: dict[str, list[str]
     problems += _warmup_problems(scenario.warmup) if scenario.warmup is not None else []
     problems += _prompt_problems(scenario.prompts, folder) + _answer_problems(scenario)
     problems += _pair_problems(scenario, servers, loads)
-    return problems + _check_problems(scenario.checks, servers, loads)
+    misplaced_checks = enumerate(misplaced(text, servers, loads) for text in scenario.checks)
+    return problems + [f"$.checks[{number}]: {problem}" for number, problem in misplaced_checks if problem is not None]
 
 
 def _warmup_problems(warmup: Warmup) -> list[str]:
@@ -209,13 +210,10 @@ def _answer_problems(scenario: Scenario) -> list[str]:
 
 
 _OF_USER = {
-    "batch_size": "batch",
-    "in_flight": "batch",
-    "turns": "chat",
-    "abandon": "chat",
-    "regenerate": "chat",
-    "agent": "agent",
-    "rag": "rag",
+    "batch": ("batch_size", "in_flight"),
+    "chat": ("turns", "abandon", "regenerate"),
+    "agent": ("agent",),
+    "rag": ("rag",),
 }
 
 
@@ -223,7 +221,8 @@ def _not_its_own(load: Load) -> list[str]:
     """Keys that belong to another user class; an own locustfile may use them all."""
     problems = [
         f"{key}: belongs to 'user: {user}', and this is {load.user}; remove it"
-        for key, user in _OF_USER.items()
+        for user, keys in _OF_USER.items()
+        for key in keys
         if load.user in USERS and load.user != user and getattr(load, key)
     ]
     if load.user == "agent" and load.endpoint != "chat":
@@ -297,8 +296,3 @@ def _pair_problems(scenario: Scenario, servers: list[str], loads: list[str]) -> 
         if pair.row == pair.against:
             problems.append(f"$.compare[{number}]: '{pair.row}' is compared with itself")
     return problems
-
-
-def _check_problems(checks: list[str], servers: list[str], loads: list[str]) -> list[str]:
-    found = enumerate(misplaced(text, servers, loads) for text in checks)
-    return [f"$.checks[{number}]: {problem}" for number, problem in found if problem is not None]

@@ -12,7 +12,9 @@ from msgspec import Meta, Struct
 from harness.errors import BadLines, HarnessError
 
 Tokens = Annotated[int, Meta(ge=1, le=1_000_000)]
+# The upper bounds keep a slip of the finger from running for years.
 Positive = Annotated[float, Meta(gt=0, le=1e7)]
+NotNegative = Annotated[float, Meta(ge=0, le=1e7)]
 
 _MOST = 1_000_000
 _TYPICAL = 128

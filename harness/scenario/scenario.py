@@ -6,21 +6,14 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from harness.scenario.behaviour import Abandon, Agent, Pause, Rag, Share
-from harness.scenario.lengths import Lengths, Positive, Tokens
+from harness.scenario.lengths import Lengths, NotNegative, Positive, Tokens
 from harness.scenario.structured import Structured
 
-Name = Annotated[
-    str, Meta(pattern="^[a-z0-9][a-z0-9-]{0,39}$", description="lower-case letters, digits and '-', at most 40")
-]
-LoadName = Annotated[  # with a dot: a part of a mix, as `mixes` makes them; with an @: a stage, as `stages`
-    str,
-    Meta(
-        pattern=r"^[a-z0-9][a-z0-9-]{0,39}(\.[a-z0-9][a-z0-9-]{0,39}|@\d+(-\d+)?)?$",
-        description="lower-case letters, digits and '-', at most 40",
-    ),
-]
-# The upper bounds keep a slip of the finger from running for years.
-NotNegative = Annotated[float, Meta(ge=0, le=1e7)]
+NAME = "[a-z0-9][a-z0-9-]{0,39}"
+LOAD_NAME = rf"{NAME}(?:\.{NAME}|@\d+(?:-\d+)?)?"  # a part of a mix is MIX.LOAD, a stage LOAD@USERS
+_NAMES = "lower-case letters, digits and '-', at most 40"
+Name = Annotated[str, Meta(pattern=f"^{NAME}$", description=_NAMES)]
+LoadName = Annotated[str, Meta(pattern=f"^{LOAD_NAME}$", description=_NAMES)]
 Count = Annotated[int, Meta(ge=1, le=10_000_000)]
 VariableName = Annotated[
     str,
@@ -82,7 +75,7 @@ class Trace(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     from_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0  # window: seconds of the trace after its first row
     to_s: Annotated[float, Meta(gt=0, le=1e9)] | None = None  # the row at this second is not in it; None: all
     most: Count | None = None  # of the window only so many rows
-    block_tokens: Annotated[int, Meta(ge=1, le=1_000_000)] = 512  # mooncake: what one of its hash_ids stands for
+    block_tokens: Tokens = 512  # mooncake: what one of its hash_ids stands for
     cell: str | None = None  # requests: the cell whose requests are meant, where the file has several
 
 

@@ -63,8 +63,8 @@ class Answer:
         self._break_if_due()
         if self.broken:
             return
-        if index == 0:
-            self._role()
+        if index == 0 and self.asked.chat and "no-role" not in self.faults:
+            self.sent.role_s = self._event(self.shape.chunk({"role": "assistant", "content": ""}))
         delta = self._delta(channel, text, index)
         self._event(self.shape.chunk(delta, self._finish_name(finish)), text != "", finish is not None)
 
@@ -89,10 +89,6 @@ class Answer:
         if usage and self.asked.include_usage:
             self._event(self.shape.usage_chunk(usage))
         self._done()
-
-    def _role(self) -> None:
-        if self.asked.chat and "no-role" not in self.faults:
-            self.sent.role_s = self._event(self.shape.chunk({"role": "assistant", "content": ""}))
 
     def _channel(self, index: int) -> str:
         if not self.asked.chat:
@@ -199,11 +195,8 @@ class Answer:
 
     def _whole(self, finish: str, usage: dict[str, Any]) -> None:
         if self.vectors:
-            shape, prompt = self.shape, usage.get("prompt_tokens", 0)
             vector = [] if "empty" in self.faults else [(self.number * (i + 1) % 2001 - 1000) / 1000 for i in range(16)]
-            self._send_whole(
-                wire.embeddings_body(shape.identity, shape.created, shape.model, [vector] * self.vectors, prompt)
-            )
+            self._send_whole(self.shape.embeddings([vector] * self.vectors, usage.get("prompt_tokens", 0)))
             return
         message: dict[str, Any] = {}
         for channel, text in self._texts:
@@ -242,10 +235,6 @@ def _cut(answer: Answer) -> None:
     answer.sent.ended_s = time.monotonic()
 
 
-def _hang(answer: Answer) -> None:
-    answer._flush()
-
-
 def _error_event(answer: Answer) -> None:
     answer._event(wire.error_body(_ENGINE_ERROR, "InternalServerError", 500))
     answer._done()
@@ -259,5 +248,5 @@ def _lemonade_error(answer: Answer) -> None:
 
 
 _BREAKS: dict[str, Callable[[Answer], None]] = {
-    "cut": _cut, "hang": _hang, "error-event": _error_event, "lemonade-error": _lemonade_error
+    "cut": _cut, "hang": Answer._flush, "error-event": _error_event, "lemonade-error": _lemonade_error
 }  # fmt: skip

@@ -15,7 +15,7 @@ MAX_BODY_BYTES = 64 << 20
 class HttpRequest:
     """One request and the way to answer it. Header names are lower case."""
 
-    def __init__(self, connection: "Connection", keep_alive: bool, received_s: float) -> None:
+    def __init__(self, connection: "Connection", received_s: float) -> None:
         self.method = ""
         self.path = ""
         self.headers: dict[str, str] = {}
@@ -23,7 +23,7 @@ class HttpRequest:
         self.received_s = received_s
         self.on_disconnect: Callable[[], None] | None = None
         self._connection = connection
-        self._keep_alive = keep_alive
+        self._keep_alive = True
 
     @property
     def closed(self) -> bool:
@@ -34,7 +34,8 @@ class HttpRequest:
         self.raw(_head(status, kind, {"content-length": str(len(body)), **headers}, self._keep_alive) + body)
         self.done()
 
-    def start_stream(self, kind: str = "text/event-stream; charset=utf-8", **headers: str) -> None:
+    def start_stream(self, **headers: str) -> None:
+        kind = "text/event-stream; charset=utf-8"
         self.raw(_head(200, kind, {"transfer-encoding": "chunked", **headers}, self._keep_alive))
 
     def piece(self, data: bytes) -> None:
@@ -99,7 +100,7 @@ class Connection(asyncio.Protocol):
             self.transport.close()
 
     def on_message_begin(self) -> None:
-        self._next = HttpRequest(self, True, asyncio.get_running_loop().time())
+        self._next = HttpRequest(self, asyncio.get_running_loop().time())
         self._body, self._size = [], 0
 
     def on_url(self, url: bytes) -> None:

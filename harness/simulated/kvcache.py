@@ -22,10 +22,9 @@ def block_hashes(tokens: Sequence[int], block_size: int, known: Sequence[int] = 
 class BlockPool:
     """`blocks` blocks of `block_size` tokens. A block is free when no request refers to it, cached or not."""
 
-    def __init__(self, blocks: int, block_size: int, caching: bool) -> None:
+    def __init__(self, blocks: int, block_size: int) -> None:
         self.blocks = blocks
         self.block_size = block_size
-        self.caching = caching
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
         self._references = [0] * blocks
         self._hash_of: list[int | None] = [None] * blocks
@@ -72,8 +71,6 @@ class BlockPool:
 
     def remember(self, held: Sequence[int], hashes: Sequence[int]) -> None:
         """Make the full blocks of a request findable by their hashes."""
-        if not self.caching:
-            return
         for block, value in zip(held, hashes, strict=False):
             if self._hash_of[block] is None and value not in self._cached:
                 self._hash_of[block] = value

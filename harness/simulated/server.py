@@ -63,8 +63,9 @@ class Server:
             ("POST", "/v1/completions"): lambda http: self._complete(http, chat=False),
             ("POST", "/v1/embeddings"): self._embed,
             ("POST", "/tokenize"): self._tokenize,
-            ("GET", "/v1/models"): self._models,
-            ("GET", "/health"): self._health,
+            ("GET", "/v1/models"): lambda http: http.answer(
+                200, wire.models_body(config.model, config.engine.max_model_len, self._created)),
+            ("GET", "/health"): lambda http: http.answer(503 if self._never_ready else 200, b""),
             ("GET", "/version"): lambda http: http.answer(200, msgspec.json.encode({"version": VERSION})),
             ("GET", "/metrics"): lambda http: http.answer(
                 200, self.metrics.render(), "text/plain; version=0.0.4; charset=utf-8"),
@@ -170,13 +171,6 @@ class Server:
         except wire.BadRequest as error:
             http.answer(error.status, wire.error_body(error.message, error.kind, error.status, error.param))
 
-    def _health(self, http: HttpRequest) -> None:
-        http.answer(503 if self._never_ready else 200, b"")
-
-    def _models(self, http: HttpRequest) -> None:
-        config = self.config
-        http.answer(200, wire.models_body(config.model, config.engine.max_model_len, self._created))
-
     def _tokenize(self, http: HttpRequest) -> None:
         body = wire.parse_json(http.body)
         ids = wire.prompt_ids(body, chat="messages" in body)
@@ -195,7 +189,7 @@ class Server:
             text = wire.prompt_text(body, chat)
             words = forms.words_of(form, text, number, wrong="wrong" in faults, invalid="invalid" in faults)
         answer = self._answer(http, asked, faults, number, words=words)
-        self._later(answer, self._target(asked, number, "empty" in faults, words))
+        self._later(answer, self._target(answer))
 
     def _embed(self, http: HttpRequest) -> None:
         """As a completion of one token, whose place the vectors take."""
@@ -238,14 +232,16 @@ class Server:
         else:
             self._begin(answer, target)
 
-    def _target(self, asked: wire.Asked, number: int, empty: bool, words: list[str] | None) -> int:
-        if empty:
+    def _target(self, answer: Answer) -> int:
+        """How many tokens the answer has."""
+        asked = answer.asked
+        if "empty" in answer.faults:
             return 1
         if asked.ignore_eos:
             return asked.max_tokens
-        if words is not None:
-            return min(len(words) + 1, asked.max_tokens)  # and the end mark
-        natural = natural_length(number, self.config.natural_output_tokens)
+        if answer.words is not None:
+            return min(len(answer.words) + 1, asked.max_tokens)  # and the end mark
+        natural = natural_length(answer.number, self.config.natural_output_tokens)
         return min(max(natural, asked.min_tokens), asked.max_tokens)
 
     def _begin(self, answer: Answer, target: int) -> None:

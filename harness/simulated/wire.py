@@ -165,7 +165,7 @@ class Shape:
     """The bodies of one request's answer: its id, time and model are the same in all of them."""
 
     def __init__(self, chat: bool, identity: str, created: int, model: str) -> None:
-        self.chat, self.identity, self.created, self.model = chat, identity, created, model
+        self.chat = chat
         kind = "chat.completion" if chat else "text_completion"
         self._head = {"id": identity, "object": kind, "created": created, "model": model}
         self._chunk_head = {**self._head, "object": "chat.completion.chunk" if chat else kind}
@@ -196,12 +196,10 @@ class Shape:
             {**self._head, "choices": [choice], "system_fingerprint": FINGERPRINT, "usage": usage}
         )
 
-
-def embeddings_body(identity: str, created: int, model: str, vectors: list[list[float]], prompt: int) -> bytes:
-    data = [{"index": index, "object": "embedding", "embedding": vector} for index, vector in enumerate(vectors)]
-    usage = {"prompt_tokens": prompt, "total_tokens": prompt, "completion_tokens": 0, "prompt_tokens_details": None}
-    head = {"id": identity, "object": "list", "created": created, "model": model}
-    return msgspec.json.encode({**head, "data": data, "usage": usage})
+    def embeddings(self, vectors: list[list[float]], prompt: int) -> bytes:
+        data = [{"index": index, "object": "embedding", "embedding": vector} for index, vector in enumerate(vectors)]
+        usage = {"prompt_tokens": prompt, "total_tokens": prompt, "completion_tokens": 0, "prompt_tokens_details": None}
+        return msgspec.json.encode({**self._head, "object": "list", "data": data, "usage": usage})
 
 
 def models_body(model: str, max_model_len: int, created: int) -> bytes:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -143,11 +143,8 @@ def _tally(
 
 def _other_stages(places: dict[str, Place]) -> dict[str, list[str]]:
     """Of each cell that is a stage of a load, the other stages of it."""
-    courses: dict[str, list[str]] = {}
-    for cell, place in places.items():
-        if place.course is not None:
-            courses.setdefault(place.course, []).append(cell)
-    return {cell: [other for other in cells if other != cell] for cells in courses.values() for cell in cells}
+    courses = _groups(places, lambda cell: places[cell].course)
+    return {cell: [other for other in cells if other != cell] for cells in courses for cell in cells}
 
 
 def _look(block: Block, places: dict[str, Place], sampling: bool) -> _Look:
@@ -178,7 +175,12 @@ def _look(block: Block, places: dict[str, Place], sampling: bool) -> _Look:
 def _whole_look(run: Reading[_Look], places: dict[str, Place], *, sampling: bool) -> _Look:
     whole = _Look()
     for found in run(partial(_look, places=places, sampling=sampling)):
-        _merge_looks(whole, found)
+        for cell, start in found.starts.items():
+            whole.starts[cell] = min(start, whole.starts.get(cell, start))
+        for cell, end in found.ends.items():
+            whole.ends[cell] = max(end, whole.ends.get(cell, end))
+        for cell, sample in found.samples.items():
+            add_up(whole.samples.setdefault(cell, Sample()), sample)
     return whole
 
 
@@ -189,21 +191,17 @@ def _sample(look: _Look, request: Request, turn: int) -> None:
         sample.add(request.chunks_s, turn % _SAMPLED_GAPS, _SAMPLED_GAPS)
 
 
-def _merge_looks(look: _Look, other: _Look) -> None:
-    for cell, start in other.starts.items():
-        look.starts[cell] = min(start, look.starts.get(cell, start))
-    for cell, end in other.ends.items():
-        look.ends[cell] = max(end, look.ends.get(cell, end))
-    for cell, sample in other.samples.items():
-        add_up(look.samples.setdefault(cell, Sample()), sample)
+def _groups(cells: Iterable[str], name: Callable[[str], str | None]) -> list[list[str]]:
+    """Cells with the same name of what they belong to; those that belong to nothing are left out."""
+    groups: dict[str, list[str]] = {}
+    for cell in cells:
+        if (group := name(cell)) is not None:
+            groups.setdefault(group, []).append(cell)
+    return list(groups.values())
 
 
 def _by_row(cells: Iterable[str], places: dict[str, Place]) -> list[list[str]]:
-    rows: dict[str, list[str]] = {}
-    for cell in cells:
-        if cell in places:
-            rows.setdefault(places[cell].row or cell, []).append(cell)
-    return list(rows.values())
+    return _groups((cell for cell in cells if cell in places), lambda cell: places[cell].row or cell)
 
 
 def _intervals(samples: dict[str, Sample], places: dict[str, Place], widened: float) -> dict[str, list[Interval]]:
@@ -221,8 +219,7 @@ def _intervals(samples: dict[str, Sample], places: dict[str, Place], widened: fl
 
 def _all_found(tallies: dict[str, Tally], places: dict[str, Place]) -> bool:
     """Whether each percentile of each cell and row lies where values were kept."""
-    groups = [[cell] for cell in tallies] + _by_row(tallies, places)
-    for cells in groups:
+    for cells in [[cell] for cell in tallies] + _by_row(tallies, places):
         parts = [tallies[cell].chunk_gap_s for cell in cells if tallies[cell].chunk_gap_s.n]
         if not all(part.whole for part in parts) and not gaps.all_known(parts):
             return False
@@ -248,12 +245,8 @@ def _windows(look: _Look, places: dict[str, Place]) -> dict[str, tuple[float, fl
 
 def _together(windows: dict[str, tuple[float, float]], places: dict[str, Place]) -> dict[str, tuple[float, float]]:
     """Of the parts of a mix the time in which all of them were measured, if there is one."""
-    mixes: dict[str, list[str]] = {}
-    for cell in windows:
-        if (mix := places[cell].mix) is not None:
-            mixes.setdefault(mix, []).append(cell)
     found: dict[str, tuple[float, float]] = {}
-    for cells in mixes.values():
+    for cells in _groups(windows, lambda cell: places[cell].mix):
         start, end = max(windows[cell][0] for cell in cells), min(windows[cell][1] for cell in cells)
         if start < end:
             found |= dict.fromkeys(cells, (start, end))

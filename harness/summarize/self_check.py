@@ -169,13 +169,10 @@ def _slow(load: Load, numbers: Numbers, marks: Sequence[ProcessMark]) -> list[Cl
 
 def _only_known(limit: ClientLimit, numbers: Numbers) -> ClientLimit:
     """Without the numbers that the cell does not have."""
-    kept = [name for name in limit.numbers if _is_known(getattr(numbers, name))]
+    values = {name: getattr(numbers, name) for name in limit.numbers}
+    kept = [name for name, value in values.items() if value is not None and getattr(value, "n", 1) > 0]
     which = f" ({in_words(kept)})" if kept and not limit.invalid else ""
     return msgspec.structs.replace(limit, numbers=kept, text=f"client-limited{which}: {limit.text}")
-
-
-def _is_known(value: object) -> bool:
-    return value is not None and getattr(value, "n", 1) > 0
 
 
 def _worst(marks: Sequence[ProcessMark], name: str) -> float | None:

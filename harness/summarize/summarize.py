@@ -79,6 +79,9 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
     rows = _rows(run, summaries, tallies)
     base = baseline_of(run.scenario)
     floor = floor_in(folder, run)
+    reference = reference or read_reference(folder)
+    if reference is not None and reasons:
+        reference = msgspec.structs.replace(reference, refused="this run is INVALID")
     comparison = None if reasons else compare_rows(rows, (base.server, base.load), run.scenario, floor)
     notes += answers.differences(rows, comparison)
     return Summary(
@@ -94,7 +97,7 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
         cells=summaries,
         comparison=comparison,
         beside=[] if reasons else beside_others(rows, summaries, run.scenario, floor),
-        checks=checks.evaluate(asked, rows, comparison, _allowed(reference or read_reference(folder), reasons)),
+        checks=checks.evaluate(asked, rows, comparison, reference),
     )
 
 
@@ -145,12 +148,6 @@ def read_reference(folder: Path) -> Reference | None:
     """The baseline that a run was given, if it was given one. Raises HarnessError for a damaged file."""
     path = folder / "baseline.json"
     return read_json(path, Reference) if path.exists() else None
-
-
-def _allowed(reference: Reference | None, reasons: list[str]) -> Reference | None:
-    if reference is None or not reasons:
-        return reference
-    return msgspec.structs.replace(reference, refused="this run is INVALID")
 
 
 def is_published(folder: Path) -> bool:

@@ -308,7 +308,8 @@ def _shared_reads(tally: Tally, numbers: Numbers, limits: Sequence[ClientLimit])
 
 def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> list[str]:
     tally, numbers, load = evidence.tally, evidence.numbers, evidence.load
-    notes = _clocks(evidence) + _heat(evidence, invalid=False) + _energy(evidence.machine_load) + _front(evidence)
+    notes = _clocks(evidence) + _heat(evidence, invalid=False) + _unseen(evidence.machine_load)
+    notes += _energy(evidence.machine_load) + _front(evidence)
     notes += in_words(evidence.warmup)
     if tally.read_clock:
         notes.append(

@@ -10,10 +10,11 @@ from typing import BinaryIO
 
 from harness.errors import BadLines
 from harness.scenario.scenario import Trace
-from harness.traces.row import BadLine, Row, cell, columns, count, places, tried
+from harness.traces.row import Row, columns, places, with_care
 
 NAMES = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _MINUTE = len("2023-11-16 18:15")
+_WANTED = "a time like 2023-11-16 18:15:46.68 is"
 
 
 def matches(first: bytes) -> bool:
@@ -23,31 +24,24 @@ def matches(first: bytes) -> bool:
 def rows(file: BinaryIO, _: Trace, bad: BadLines) -> Iterator[Row]:
     """The rows in the order of the file, in Unix time. Lines that cannot be used go to `bad`. Raises BadLine."""
     where = places(file.readline(), NAMES)
+    when, prompt, output = where.values()
     minute, minute_s = b"", 0.0  # most rows are of the minute of the row before
     for number, line in enumerate(file, start=2):
         cells = line.split(b",")
         try:
-            at = cells[where[0]]
+            at = cells[when]
             if at[:_MINUTE] != minute:
                 minute_s = _unix(at[:_MINUTE])
                 minute = at[:_MINUTE]
             at_s = minute_s + _seconds(at[_MINUTE:])
-            yield Row(number, at_s, int(cells[where[1]]), int(cells[where[2]]))
+            yield Row(number, at_s, int(cells[prompt]), int(cells[output]))
         except (ValueError, IndexError):
             if line.strip():
-                yield from tried(bad, _with_care, cells, number, where)
+                yield from with_care(cells, number, where, _at_s, _WANTED, bad)
 
 
-def _with_care(cells: list[bytes], number: int, where: list[int]) -> Row:
-    """A line in quotes, or one that is wrong."""
-    at, prompt, output = (cell(cells, place, number, name) for place, name in zip(where, NAMES, strict=True))
-    try:
-        at_s = _unix(at[:_MINUTE]) + _seconds(at[_MINUTE:])
-    except ValueError:
-        shown = at.decode(errors="replace")
-        problem = f"TIMESTAMP is {shown!r}, and a time like 2023-11-16 18:15:46.68 is expected"
-        raise BadLine(number, problem) from None
-    return Row(number, at_s, count(prompt, number, NAMES[1]), count(output, number, NAMES[2]))
+def _at_s(at: bytes) -> float:
+    return _unix(at[:_MINUTE]) + _seconds(at[_MINUTE:])
 
 
 def _unix(minute: bytes) -> float:

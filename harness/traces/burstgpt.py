@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 from harness.errors import BadLines
 from harness.scenario.scenario import Trace
-from harness.traces.row import BadLine, Row, cell, columns, count, places, tried
+from harness.traces.row import Row, columns, places, with_care
 
 NAMES = ("Timestamp", "Request tokens", "Response tokens")
 
@@ -20,22 +20,12 @@ def matches(first: bytes) -> bool:
 
 def rows(file: BinaryIO, _: Trace, bad: BadLines) -> Iterator[Row]:
     """The rows in the order of the file. Lines that cannot be used go to `bad`. Raises BadLine."""
-    at, prompt, output = places(file.readline(), NAMES)
+    where = places(file.readline(), NAMES)
+    at, prompt, output = where.values()
     for number, line in enumerate(file, start=2):
         cells = line.split(b",")
         try:
             yield Row(number, float(cells[at]), int(cells[prompt]), int(cells[output]))
         except (ValueError, IndexError):
             if line.strip():
-                yield from tried(bad, _with_care, cells, number, (at, prompt, output))
-
-
-def _with_care(cells: list[bytes], number: int, where: tuple[int, int, int]) -> Row:
-    """A line in quotes, or one that is wrong."""
-    at, prompt, output = (cell(cells, place, number, name) for place, name in zip(where, NAMES, strict=True))
-    try:
-        at_s = float(at)
-    except ValueError:
-        problem = f"{NAMES[0]} is {at.decode(errors='replace')!r}, and seconds are expected"
-        raise BadLine(number, problem) from None
-    return Row(number, at_s, count(prompt, number, NAMES[1]), count(output, number, NAMES[2]))
+                yield from with_care(cells, number, where, float, "seconds are", bad)

@@ -1,11 +1,9 @@
 """A row of a trace, whatever its format, and what the modules of the formats share."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, ParamSpec
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from harness.errors import BadLines
-
-P = ParamSpec("P")
 
 
 class Row(NamedTuple):
@@ -27,10 +25,27 @@ class BadLine(Exception):
         self.problem = problem
 
 
-def tried(bad: BadLines, read: Callable[P, Row], *args: P.args, **more: P.kwargs) -> Iterator[Row]:
-    """The row that `read` makes of a line; nothing of a line that cannot be used, which goes to `bad`."""
+def with_care(
+    cells: Sequence[bytes],
+    line: int,
+    where: Mapping[str, int],
+    seconds: Callable[[bytes], float],
+    wanted: str,
+    bad: BadLines,
+) -> Iterator[Row]:
+    """The row of a CSV line that may be in quotes; nothing of one that cannot be used, which goes to `bad`.
+
+    `where`: the columns of time, prompt and output, by name. `seconds` raises ValueError for one that is no `wanted`.
+    """
+    when, prompts, outputs = where
     try:
-        yield read(*args, **more)
+        at, prompt, output = (_cell(cells, place, line, name) for name, place in where.items())
+        try:
+            at_s = seconds(at)
+        except ValueError:
+            problem = f"{when} is {at.decode(errors='replace')!r}, and {wanted} expected"
+            raise BadLine(line, problem) from None
+        yield Row(line, at_s, _count(prompt, line, prompts), _count(output, line, outputs))
     except BadLine as error:
         bad.add(error.line, error.problem)
 
@@ -41,23 +56,23 @@ def columns(header: bytes) -> list[str]:
     return [name.strip().strip('"') for name in text.strip().split(",")]
 
 
-def places(header: bytes, names: Sequence[str]) -> list[int]:
+def places(header: bytes, names: Sequence[str]) -> dict[str, int]:
     """Where the columns of these names are. Raises BadLine that says which are missing."""
     found = columns(header)
     missing = [name for name in names if name not in found]
     if missing:
         raise BadLine(1, f"the columns {', '.join(missing)} are missing; there are {', '.join(found)[:200]}")
-    return [found.index(name) for name in names]
+    return {name: found.index(name) for name in names}
 
 
-def cell(cells: Sequence[bytes], place: int, line: int, name: str) -> bytes:
+def _cell(cells: Sequence[bytes], place: int, line: int, name: str) -> bytes:
     """A cell of a CSV line. Raises BadLine when the line is too short."""
     if place >= len(cells):
         raise BadLine(line, f"there are {len(cells)} columns, and {name} would be number {place + 1}")
     return cells[place].strip().strip(b'"')
 
 
-def count(raw: bytes, line: int, name: str) -> int:
+def _count(raw: bytes, line: int, name: str) -> int:
     """A number of tokens as written. Raises BadLine."""
     try:
         return int(raw)

@@ -35,9 +35,6 @@ def workload_sha256(scenario: Scenario, folder: Path) -> str:
         if load.trace is not None:
             digest.update(trace_digest(load.trace, scenario.seed, folder))
             continue
-        if load.trace is not None:
-            digest.update(trace_digest(load.trace, scenario.seed, folder))
-            continue
         number, group = load.requests or _TIMED_REQUESTS, taken_together(load)
         for first in range(0, number, group):
             indices = range(first, min(first + group, number))

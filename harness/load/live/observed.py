@@ -5,8 +5,8 @@ from typing import Any
 
 from harness.rundir.newest import Samples
 
-_SERVER = ("running", "waiting", "kv_usage", "preemptions")
-_GPU = ("busy_percent", "vram_used_bytes", "gtt_used_bytes", "power_w", "package")
+SERVER = ("running", "waiting", "kv_usage", "preemptions")
+GPU = ("busy_percent", "vram_used_bytes", "gtt_used_bytes", "power_w")
 
 
 class Observed:
@@ -33,10 +33,10 @@ class Observed:
         self.server, machine = None, telemetry.newest or {}
         if metrics.newest is not None:
             values = metrics.newest["values"]
-            self.server = {key: values[key] for key in _SERVER if key in values}
+            self.server = {key: values[key] for key in SERVER if key in values}
             self.server |= {} if self._rate is None else {"tok_s": round(self._rate, 2)}
         gpus = machine.get("gpus", {}).items()
-        self.gpus = {name: {key: gpu[key] for key in _GPU if key in gpu} for name, gpu in gpus} or None
+        self.gpus = {name: {key: gpu[key] for key in (*GPU, "package") if key in gpu} for name, gpu in gpus} or None
         self.host = machine.get("host")
 
     def _take_rate(self, wall_s: float, generated: float | None) -> None:

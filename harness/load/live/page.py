@@ -18,6 +18,7 @@ from locust.web import WebUI
 
 from harness.load.live.book import ALL, SHARES, WINDOW_S, Book, Numbers
 from harness.load.live.histogram import RESOLUTION
+from harness.load.live.observed import GPU, SERVER
 
 KEY = "llm"
 _LINES = 25  # points that are written at once
@@ -149,13 +150,12 @@ def as_csv(book: Book) -> Iterator[str]:
     """
     latencies = [f"{name}_p{share * 100:g}_s" for name in ("ttft", "tpot", "e2e") for share in SHARES]
     of_class = ["ended", "failed", "tokens", "req_s", "tok_s", "goodput_req_s", "attainment", *latencies]
-    of_server = ["running", "waiting", "kv_usage", "preemptions", "tok_s"]
-    of_gpu = ["busy_percent", "vram_used_bytes", "gtt_used_bytes", "power_w"]
+    of_server = [*SERVER, "tok_s"]
     points = [point.values for point in book.points]
     gpus = sorted({name for point in points for name in point["gpus"] or {}})
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
-    heads = [f"server_{key}" for key in of_server] + [f"{gpu}_{key}" for gpu in gpus for key in of_gpu]
+    heads = [f"server_{key}" for key in of_server] + [f"{gpu}_{key}" for gpu in gpus for key in GPU]
     table.writerow(["wall_s", "t_s", "user_class", *of_class, "users", "in_flight", *heads])
     for count, point in enumerate(points, start=1):
         for name, numbers in point["classes"].items():
@@ -163,7 +163,7 @@ def as_csv(book: Book) -> Iterator[str]:
             if name == ALL:
                 server, found = point["server"] or {}, point["gpus"] or {}
                 line += [point["users"], point["in_flight"], *(server.get(key) for key in of_server)]
-                line += [found.get(gpu, {}).get(key) for gpu in gpus for key in of_gpu]
+                line += [found.get(gpu, {}).get(key) for gpu in gpus for key in GPU]
             table.writerow(line + [None] * (len(of_class) + 5 + len(heads) - len(line)))
         if count % _LINES == 0:
             yield text.getvalue()

@@ -77,7 +77,9 @@ class Tally:
         if request.error is not None:
             if request.error not in CUT:
                 counted.failed += 1
-                self._fail(request.error, request.message or "")
+                before = self._failures.get(request.error)
+                count = 1 if before is None else before.count + 1
+                self._failures[request.error] = Failures(count, request.message or "")
             return
         counted.tokens += request.output_tokens or 0
         for histogram, value in (
@@ -105,10 +107,6 @@ class Tally:
         )
         self._seconds, self._failures, self._warmup = {}, {}, 0
         return given
-
-    def _fail(self, kind: str, message: str) -> None:
-        before = self._failures.get(kind)
-        self._failures[kind] = Failures(1 if before is None else before.count + 1, message)
 
 
 def packed(given: HandOver) -> bytes:

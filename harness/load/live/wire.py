@@ -52,22 +52,17 @@ class Live:
         self._environment = environment
         self._recorder = recorder
         self._job = job
-        self._trace_ended = False
-        self._given_up: str | None = None
-        self._tally = Tally()
-        self._distributed = isinstance(environment.runner, MasterRunner)
-        self._book = self._new_book("")
+        self._lag_s = _REPORTS_S if isinstance(environment.runner, MasterRunner) else 0
         self.start = swarm.Start()
+        self._begin_book("", ())
         self._observed = Observed(Path(job.requests_path).parent if job is not None else None)
-        if recorder is not None:
-            recorder.watcher = self._tally.add
         if isinstance(environment.runner, WorkerRunner):
             _hooks.report_to_master.add_listener(self._report)
             return
         _hooks.worker_report.add_listener(self._reported)
         _hooks.reset_stats.add_listener(lambda **_: self._book.reset())
         if environment.web_ui is not None:
-            page.add_to(environment.web_ui, self.facts, self.book)
+            page.add_to(environment.web_ui, self.facts, lambda: self._book)
             swarm.add_to(environment.web_ui, self.start, problem)
         gevent.spawn(self._keep)
 
@@ -78,21 +73,21 @@ class Live:
             slos: tuple[Slo, ...] = slos_of(text)
         except HarnessError:  # the load is not going to start, and says why
             slos, text = (), ""
+        self._begin_book(text, slos)
+        self.start.began()
+
+    def _begin_book(self, text: str, slos: tuple[Slo, ...]) -> None:
         self._tally = Tally(slos)
         if self._recorder is not None:
             self._recorder.watcher = self._tally.add
-        self._book = self._new_book(text)
+        self._book = Book(self._lag_s, text)
         self._trace_ended = False
-        self._given_up = None
-        self.start.began()
+        self._given_up: str | None = None
 
     def gave_up(self, sentence: str) -> None:
         """No load could start, or it was ended: why."""
         self._given_up = sentence
         self.start.refused(sentence)
-
-    def book(self) -> Book:
-        return self._book
 
     def facts(self) -> dict[str, Any]:
         """What is so now, besides the book."""
@@ -111,9 +106,6 @@ class Live:
             "gpus": self._observed.gpus,
             "host": self._observed.host,
         }
-
-    def _new_book(self, slos: str) -> Book:
-        return Book(lag_s=_REPORTS_S if self._distributed else 0, slos=slos)
 
     def _keep(self) -> None:
         while True:

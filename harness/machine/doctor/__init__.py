@@ -10,6 +10,7 @@ from harness.machine.doctor.finding import TOPICS as TOPICS
 from harness.machine.doctor.finding import Finding as Finding
 from harness.machine.doctor.finding import Level as Level
 from harness.machine.doctor.finding import known as known
+from harness.machine.doctor.finding import worst as worst
 from harness.machine.facts import gpus
 
 
@@ -52,9 +53,3 @@ def engine_blockers(root: Path, docker: Engine) -> Iterator[Finding]:
     """What keeps an engine that answers from running a server on the GPU."""
     if docker.problem is None:
         yield from (one for one in engine.check(root, docker, gpus=1) if one.level == "blocker")
-
-
-def worst(findings: list[Finding]) -> Level:
-    """The worst level of all; ok when there is nothing."""
-    levels = {one.level for one in findings}
-    return "blocker" if "blocker" in levels else "warning" if "warning" in levels else "ok"

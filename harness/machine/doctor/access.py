@@ -20,10 +20,6 @@ class User(Struct, frozen=True, forbid_unknown_fields=True):
     groups: frozenset[int]
 
 
-def this_user() -> User:
-    return User(os.geteuid(), frozenset({os.getegid(), *os.getgroups()}))
-
-
 def check(root: Path, user: User | None = None, *, rootless: bool = False) -> Iterator[Finding]:
     """Findings about device nodes; none without a GPU.
 

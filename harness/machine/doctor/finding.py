@@ -58,3 +58,9 @@ def finding(id: str, level: Level, fact: str, case: str = "", **values: Any) -> 
     if level != "ok":
         fix = (row.fix if isinstance(row.fix, str) else row.fix[case]).format(**values)
     return Finding(id=id, topic=row.topic, level=level, fact=fact, fix=fix, source=row.source)
+
+
+def worst(findings: list[Finding]) -> Level:
+    """The worst level of all; ok when there is nothing."""
+    levels = {one.level for one in findings}
+    return "blocker" if "blocker" in levels else "warning" if "warning" in levels else "ok"

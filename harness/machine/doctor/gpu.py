@@ -49,7 +49,7 @@ def _none(root: Path) -> Finding:
     amd = [card for card in found if card.vendor == pci.AMD]
     if not amd:
         other = ""
-        if _nvidia(found):
+        if any(card.vendor == pci.NVIDIA for card in found):
             other = ", only one of NVIDIA, for which this project has no servers"
         elif (root / "dev/dxg").exists():
             other = ": WSL offers /dev/dxg in its place, which the templates do not use"
@@ -60,10 +60,6 @@ def _none(root: Path) -> Finding:
         case = "nomodeset" if "nomodeset" in (text(root / "proc/cmdline") or "").split() else "not-loaded"
         return finding("gpu.driver", "blocker", f"{what}: amdgpu is not loaded", case)
     return finding("gpu.driver", "blocker", f"{what}, though amdgpu is loaded", "not-known")
-
-
-def _nvidia(found: list[pci.Card]) -> bool:
-    return any(card.vendor == pci.NVIDIA for card in found)
 
 
 def _standing(target: str) -> Finding:

@@ -1,6 +1,5 @@
 """Inference engines that run already, and those whose server is gone."""
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +8,7 @@ from msgspec import Struct
 
 from harness.machine.doctor.finding import Finding, finding
 from harness.machine.files import text
-from harness.machine.holders import holders
+from harness.machine.holders import holders, pids
 from harness.units import gib
 
 # Names as the kernel keeps them, cut to 15 characters. vLLM's engine and workers are children of its server.
@@ -38,9 +37,9 @@ def check(root: Path) -> Iterator[Finding]:
             f"{one.name} (pid {one.pid}{f', holds {gib(held[one.pid])}' if one.pid in held else ''})"
             for one in left_behind
         ]
-        pids = " ".join(str(process.pid) for process in left_behind)
+        listed = " ".join(str(process.pid) for process in left_behind)
         yield finding(
-            "processes.orphans", "warning", f"left behind by a server that is gone: {', '.join(told)}", pids=pids
+            "processes.orphans", "warning", f"left behind by a server that is gone: {', '.join(told)}", pids=listed
         )
     else:
         yield finding("processes.orphans", "ok", "no engine was left behind by a server that is gone")
@@ -65,11 +64,7 @@ def _is_orphan(process: Process, running: dict[int, Process]) -> bool:
 
 
 def _processes(root: Path) -> Iterator[Process]:
-    try:
-        pids = sorted(int(name) for name in os.listdir(root / "proc") if name.isdigit())
-    except OSError:
-        return
-    for pid in pids:
+    for pid in pids(root):
         # The name stands in parentheses and may hold some itself; after it come the state and the parent.
         match = re.match(r"\d+ \((.*)\) (\S) (\d+)", text(root / f"proc/{pid}/stat") or "", re.DOTALL)
         if match and match[2] != "Z":

@@ -8,7 +8,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
-from harness.machine.doctor.finding import TOPICS, Finding, Level
+from harness.machine.doctor.finding import TOPICS, Finding, Level, worst
 from harness.machine.facts import machine
 from harness.machine.targets import table
 from harness.units import gib
@@ -87,7 +87,7 @@ def as_json(findings: list[Finding], root: Path = Path("/")) -> str:
     """Findings, the machine, and the day on which the table of targets was read."""
     document: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
-        "level": next((level for level in ("blocker", "warning") if any(f.level == level for f in findings)), "ok"),
+        "level": worst(findings),
         "machine": machine(root),
         "targets_checked": table().checked,
         "findings": findings,

@@ -1,4 +1,4 @@
-"""Makes classification.jsonl: `python -m harness.data.make_classification > harness/data/classification.jsonl`.
+"""Makes classification.jsonl: `python -m tests.make_classification > harness/data/classification.jsonl`.
 
 Three kinds of text, twenty labels, fifteen texts a label. Each label has five texts written by hand, with gaps that are
 filled three times, and a frame that fits its kind. Same output every time.
