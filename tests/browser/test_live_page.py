@@ -270,10 +270,13 @@ def test_what_a_server_says_is_text(browser: webdriver.Chrome, tmp_path: Path) -
     with ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         with by_hand("--host", f"http://127.0.0.1:{server.server_port}", "--think", "0.1") as url:
-            form = urllib.parse.urlencode({"user_count": 2, "spawn_rate": 2}).encode()
-            urllib.request.urlopen(f"{url}swarm", data=form).close()
             screen(browser)
             browser.get(f"{url}llm")
+            wait(browser, "return document.getElementById('state').textContent === 'not started, 0 users'")
+            assert script(browser, "return document.getElementById('charts').offsetParent === null")  # nothing to draw
+            form = urllib.parse.urlencode({"user_count": 2, "spawn_rate": 2}).encode()
+            urllib.request.urlopen(f"{url}swarm", data=form).close()
+            wait(browser, "return document.getElementById('charts').offsetParent !== null")
             shown = wait(browser, "return document.querySelector('#failures td.text')?.textContent")
             assert shown == f"status 500: error: {HOSTILE}"
             assert script(browser, "return document.querySelectorAll('#failures script, #failures img').length") == 0
@@ -281,6 +284,11 @@ def test_what_a_server_says_is_text(browser: webdriver.Chrome, tmp_path: Path) -
             notes = script(browser, "return document.querySelector('#notes').textContent")
             assert notes.startswith("Only the load's own numbers")
             keep(browser, "live-hostile")
+            screen(browser, width=320)
+            cut = "const box = document.getElementById('failures').parentNode; return box.scrollWidth - box.clientWidth"
+            assert wait(browser, f"{cut} <= 0"), "on a phone no message is cut"
+            keep(browser, "live-hostile-phone")
+            screen(browser)
             assert complaints(browser) == []
             browser.get(f"{url}?tab=failures")
             wait(browser, "return document.body.textContent.includes('status 500')")

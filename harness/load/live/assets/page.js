@@ -188,7 +188,7 @@
     if (!shown.length) return null;
     const figure = element("figure"), caption = element("figcaption"), width = Math.max(240, figureWidth());
     caption.append(element("b", unit ? `${title}, ${unit}` : title));
-    const first = points[0].t, over = Math.max(points.at(-1).t - first, 1);
+    const first = points[0].t, over = Math.max(points.at(-1).t - first, 2);  // less would write one time twice
     const top = ceiling(Math.max(...shown.flatMap((i) => values[i].filter(known))));
     const x = (t) => LEFT + (t - first) / over * (width - LEFT - RIGHT);
     const y = (value) => TOP + (1 - value / top) * (HEIGHT - TOP - BOTTOM);
@@ -239,6 +239,7 @@
   };
 
   function charts() {
+    $("course").hidden = !points.length;
     if (!points.length) return;
     const made = specs().map(([title, unit, lines]) => chart(title, unit, lines)).filter(Boolean);
     // The figures stay and only what is in them is changed, so that a pointer over one is not lost.
