@@ -7,7 +7,7 @@ process.py    what all users of one load process share; where a request becomes 
 first_look.py whether the server is there, and which model it offers
 tickets.py    which request of the sequence comes next, across processes
 course.py     the tickets of a load's stages, one after the other
-shape.py      how many users there are in which stage
+stages.py     how many users there are in which stage
 part.py       which part of the sequence a machine sends
 wait.py       until something is so
 meet.py       where the parts of a mix wait for each other

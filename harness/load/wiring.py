@@ -34,7 +34,7 @@ from harness.load.options import add_options, job_file
 from harness.load.process import LoadProcess, course_of, plan_of
 from harness.load.recorder import Anchor, Recorder
 from harness.load.refused import FirstRequests
-from harness.load.shape import follow
+from harness.load.stages import follow
 from harness.load.steer import UNDER_WAY, host_of, job_of_form, look_first, look_over, options_of, refuse, writable
 from harness.load.worker import Worker
 from harness.scenario import behaviour
