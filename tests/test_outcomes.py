@@ -5,16 +5,11 @@ import socket
 import time
 from pathlib import Path
 
-import gevent
 import pytest
 
-from harness.errors import HarnessError
 from harness.load import client as client_module
-from harness.load.answer import Answer, Reading
-from harness.load.client import Client
+from harness.load.answer import Reading
 from harness.load.exchange import Collector, Exchange
-from harness.load.reader import Direct
-from harness.rundir.records import read_requests
 from tests.fake_server import (
     CHUNKED,
     DONE,
@@ -29,10 +24,8 @@ from tests.fake_server import (
     answering,
     chunk,
     exchanging,
-    load_process,
     once,
     one_record,
-    place,
     read_request,
     reset,
     serving,
@@ -497,143 +490,3 @@ def test_a_whole_answer_without_a_token_is_empty(tmp_path: Path) -> None:
         "empty",
         "a complete answer without any generated text; usage reports 1 tokens",
     )
-
-
-def test_messages_are_short_and_hold_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("A_KEY", "sk-verysecret")
-    body = b'{"error":{"message":"Incorrect API key provided: sk-verysecret. %s","code":401}}' % (b"x" * 900)
-    seen: list[bytes] = []
-
-    def handler(connection: socket.socket, number: int) -> None:
-        seen.append(read_request(connection))
-        connection.sendall(whole(body, status=b"401 Unauthorized"))
-
-    with serving(handler) as url, load_process(tmp_path, url, api_key_env="A_KEY") as process:
-        client = process.client()
-        answer = process.send(client, [{"role": "user", "content": "hi"}], place())
-        client.close()
-    assert b"Authorization: Bearer sk-verysecret\r\n" in seen[0]
-    assert answer.message is not None and len(answer.message) <= 300
-    assert answer.message.startswith("status 401: 401: Incorrect API key provided: ***. xxx")
-    assert b"verysecret" not in (tmp_path / "requests.jsonl").read_bytes()
-
-
-def test_what_the_server_got_from_the_environment_is_in_no_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AMD_LLM_LOAD_SECRETS", '["the-database-password"]')
-    body = b'{"error":{"message":"%s the-database-password was refused","code":500}}' % (b"x" * 260)
-
-    def handler(connection: socket.socket, number: int) -> None:
-        read_request(connection)
-        connection.sendall(whole(body, status=b"500 Internal Server Error"))
-
-    with serving(handler) as url, load_process(tmp_path, url) as process:
-        client = process.client()
-        answer = process.send(client, [{"role": "user", "content": "hi"}], place())
-        client.close()
-    assert answer.message is not None and "x ***" in answer.message
-    assert b"the-database" not in (tmp_path / "requests.jsonl").read_bytes()
-
-
-def test_a_secret_that_only_the_server_knows_is_in_no_message(tmp_path: Path) -> None:
-    body = b'{"error":{"message":"upstream refused sk-abcdefghijklmnopqrstuvwxyz123456","code":502}}'
-    record = one_record(tmp_path, answering(whole(body, status=b"502 Bad Gateway")))
-    assert record.message == "status 502: 502: upstream refused ***"
-
-
-@pytest.mark.parametrize("value", [None, "", "a\r\nX-Other: b"])
-def test_an_api_key_that_cannot_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
-    monkeypatch.delenv("A_KEY", raising=False)
-    if value is not None:
-        monkeypatch.setenv("A_KEY", value)
-    starting = load_process(tmp_path, "http://127.0.0.1:1", api_key_env="A_KEY")
-    with pytest.raises(HarnessError, match="the environment variable A_KEY"), starting:
-        pass
-
-
-def test_a_request_that_is_cut_leaves_what_it_had(tmp_path: Path) -> None:
-    handler = once(CHUNKED, chunk(TOKEN), chunk(TOKEN), then=silence)
-    with serving(handler) as url, load_process(tmp_path, url) as process:
-        client = process.client()
-        sending = gevent.spawn(process.send, client, [{"role": "user", "content": "hi"}], place())
-        gevent.sleep(0.2)
-        sending.kill()
-        assert process.tickets.take()[0].index == 0  # the place in this test took none
-    (record,) = read_requests(tmp_path / "requests.jsonl")
-    assert (record.error, record.message) == ("unfinished", "cut by the end of the run")
-    assert (len(record.chunks_s), record.status) == (2, 200)
-    assert record.chunks_s[-1] < record.ended_s < 1
-
-
-def test_a_cut_is_a_cut_when_the_connection_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An end that is found while cutting must not take the cut's place: the user would go on, and Locust never end."""
-    monkeypatch.setattr(
-        Client, "_inbox", lambda self, sock, exchange: EndsWhenCut(sock, self._clock, exchange.arrivals)
-    )
-    went_on: list[Answer] = []
-    with serving(once(CHUNKED, chunk(TOKEN), then=silence)) as url, load_process(tmp_path, url) as process:
-
-        def user() -> None:
-            went_on.append(process.send(process.client(), [{"role": "user", "content": "hi"}], place()))
-
-        sending = gevent.spawn(user)
-        gevent.sleep(0.2)
-        sending.kill()
-    assert went_on == []
-    (record,) = read_requests(tmp_path / "requests.jsonl")
-    assert (record.error, record.message) == ("unfinished", "cut by the end of the run")
-
-
-class EndsWhenCut(Direct):
-    def rest(self) -> list[bytes]:
-        return super().rest() or [b""]
-
-
-def test_a_timeout_of_the_locustfile_is_a_failed_request(tmp_path: Path) -> None:
-    handler = once(CHUNKED, chunk(TOKEN), chunk(TOKEN), then=silence)
-    told: list[str | None] = []
-    with serving(handler) as url, load_process(tmp_path, url) as process:
-        client = process.client()
-        with pytest.raises(gevent.Timeout), gevent.Timeout(0.2):
-            process.send(client, [{"role": "user", "content": "hi"}], place(), lambda answer: told.append(answer.error))
-    (record,) = read_requests(tmp_path / "requests.jsonl")
-    assert (record.error, record.message) == (
-        "timeout",
-        "cut by a gevent.Timeout of 0.2 seconds in the locustfile",
-    )
-    assert (len(record.chunks_s), record.status) == (2, 200)
-    assert 0.15 < record.ended_s < 1
-    assert told == ["timeout"]
-
-
-def test_whatever_else_cuts_a_request_fails_it(tmp_path: Path) -> None:
-    class Gone(BaseException):
-        pass
-
-    with serving(once(then=silence)) as url, load_process(tmp_path, url) as process:
-        sending = gevent.spawn(process.send, process.client(), [{"role": "user", "content": "hi"}], place())
-        gevent.sleep(0.1)
-        sending.kill(Gone)
-    (record,) = read_requests(tmp_path / "requests.jsonl")
-    assert (record.error, record.message) == ("unfinished", "cut by Gone")
-
-
-def test_an_answer_that_was_never_read_has_failed() -> None:
-    assert (Answer().error, Answer().message) == ("client", "the answer was never read")
-
-
-def test_messages_that_are_no_json_leave_a_record_too(tmp_path: Path) -> None:
-    with serving(once(GOOD)) as url, load_process(tmp_path, url) as process:
-        answer = process.send(process.client(), [{"role": "user", "content": object()}], place())  # type: ignore[typeddict-item]
-    assert answer.error == "client"
-    assert [record.error for record in read_requests(tmp_path / "requests.jsonl")] == ["client"]
-
-
-def test_a_defect_of_ours_leaves_a_record_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(reading: Reading) -> Answer:
-        raise ZeroDivisionError("we were careless")
-
-    monkeypatch.setattr(Reading, "finish", broken)
-    record = one_record(tmp_path, answering(GOOD))
-    assert (record.error, record.message, record.status) == ("client", "ZeroDivisionError: we were careless", 200)

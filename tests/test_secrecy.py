@@ -1,15 +1,20 @@
-"""No secret gets into a run directory: not written out, not by way of `${NAME}`, not in a question or a comment."""
+"""No secret gets into a run directory: not written out, not by way of `${NAME}`, not in a question or a comment, not
+by what a server says of a request.
+"""
 
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness.errors import HarnessError
 from harness.rundir.manifest import ServedBy
 from harness.serve.logfile import LogFile
 from harness.serve.recorded import recorded
 from harness.serve.secrecy import is_secret, open_secrets, open_secrets_in_text, secrets_in, without
 from tests.command import harness
+from tests.fake_server import answering, load_process, one_record, place, read_request, serving, whole
 
 HUB = "hf_abcdefghijklmnopqrst"
 SCENARIO = """\
@@ -156,3 +161,56 @@ def test_a_secret_is_told_of_once(tmp_path: Path) -> None:
     done = harness("check", "s.yaml", cwd=tmp_path)
     assert "s.yaml: 2 problems" in done.err
     assert HUB not in done.err and "hunter2" not in done.err
+
+
+def test_messages_are_short_and_hold_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", "sk-verysecret")
+    body = b'{"error":{"message":"Incorrect API key provided: sk-verysecret. %s","code":401}}' % (b"x" * 900)
+    seen: list[bytes] = []
+
+    def handler(connection: socket.socket, number: int) -> None:
+        seen.append(read_request(connection))
+        connection.sendall(whole(body, status=b"401 Unauthorized"))
+
+    with serving(handler) as url, load_process(tmp_path, url, api_key_env="A_KEY") as process:
+        client = process.client()
+        answer = process.send(client, [{"role": "user", "content": "hi"}], place())
+        client.close()
+    assert b"Authorization: Bearer sk-verysecret\r\n" in seen[0]
+    assert answer.message is not None and len(answer.message) <= 300
+    assert answer.message.startswith("status 401: 401: Incorrect API key provided: ***. xxx")
+    assert b"verysecret" not in (tmp_path / "requests.jsonl").read_bytes()
+
+
+def test_what_the_server_got_from_the_environment_is_in_no_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AMD_LLM_LOAD_SECRETS", '["the-database-password"]')
+    body = b'{"error":{"message":"%s the-database-password was refused","code":500}}' % (b"x" * 260)
+
+    def handler(connection: socket.socket, number: int) -> None:
+        read_request(connection)
+        connection.sendall(whole(body, status=b"500 Internal Server Error"))
+
+    with serving(handler) as url, load_process(tmp_path, url) as process:
+        client = process.client()
+        answer = process.send(client, [{"role": "user", "content": "hi"}], place())
+        client.close()
+    assert answer.message is not None and "x ***" in answer.message
+    assert b"the-database" not in (tmp_path / "requests.jsonl").read_bytes()
+
+
+def test_a_secret_that_only_the_server_knows_is_in_no_message(tmp_path: Path) -> None:
+    body = b'{"error":{"message":"upstream refused sk-abcdefghijklmnopqrstuvwxyz123456","code":502}}'
+    record = one_record(tmp_path, answering(whole(body, status=b"502 Bad Gateway")))
+    assert record.message == "status 502: 502: upstream refused ***"
+
+
+@pytest.mark.parametrize("value", [None, "", "a\r\nX-Other: b"])
+def test_an_api_key_that_cannot_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+    monkeypatch.delenv("A_KEY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("A_KEY", value)
+    starting = load_process(tmp_path, "http://127.0.0.1:1", api_key_env="A_KEY")
+    with pytest.raises(HarnessError, match="the environment variable A_KEY"), starting:
+        pass
