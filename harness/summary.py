@@ -258,6 +258,17 @@ class FailedRequests(Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     fix: str | None = None
 
 
+Inconclusive = Literal[
+    "refused",  # the two sides have no ratio, such as numbers of other definitions
+    "no_values",
+    "too_few",  # for an interval, or for p < 0.05
+    "run_variation_unknown",  # runs are compared, and how far equal ones differ on this machine is not known
+    "in_margin",  # the difference is smaller than what counts, but its interval is not
+    "includes_one",
+    "p_too_large",
+]
+
+
 class Reference(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """baseline.json: the run that checks call the baseline, as far as they need it."""
 
@@ -289,7 +300,6 @@ class Summary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     rows: list[Row]
     cells: list[CellSummary]
     comparison: "Comparison | None" = None  # each row against the scenario's baseline
-    beside: "list[Comparison]" = []  # each part of a mix against the same load alone, by latencies
     checks: list[CheckResult] = []
 
 
@@ -298,13 +308,16 @@ class Verdict(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     side: str  # "SERVER / LOAD", or the run's name
     baseline: str
-    metric: str  # "wall_s", "output_tok_s" or "input_tok_s"; of a part of a mix also a latency, such as "ttft_p50"
+    metric: str  # of work "wall_s", "output_tok_s" or "input_tok_s", else a latency, such as "ttft_p50"
     ratio: float | None  # of speed: above 1 the side is faster than the baseline
     low: float | None  # 95 % interval of the ratio
     high: float | None
-    p: float | None  # two-sided permutation test, corrected for the number of comparisons
-    n: tuple[int, int]  # run-level values: side, baseline
-    word: str  # "faster", "slower", "same", "cannot tell"
+    p: float | None  # two-sided, corrected for the number of comparisons
+    n: tuple[int, int]  # values of side and baseline: repeats of one run, else runs
+    word: str  # "faster", "slower", "same", "inconclusive"
+    reason: Inconclusive | None = None
+    needed: int | None = None  # values a side that would settle an inconclusive verdict; None: not known, or too many
+    needed_for_same: int | None = None  # of a difference beyond the margin: to show that there is none
     sentence: str  # the verdict in words, with its reason and what would settle it
 
 
@@ -320,8 +333,8 @@ class Comparison(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     metric: str | None  # that of all verdicts; None: they have several, each its own
     comparisons: int  # how many were made, and corrected for
-    noise_floor: float  # relative effect below which a difference is not believed; the widest of all rows
-    noise_source: str  # "assumed" or where it was measured
+    noise_floor: float  # relative difference under which a difference is treated as noise
+    noise_source: str  # of a comparison of runs: how the variation between them is known
     verdicts: list[Verdict]
     simulated: bool = False  # of a comparison of runs: an engine's model was measured, not hardware
     sides: list[str] = []  # of a comparison of runs: the sides, baseline first, ...

@@ -81,7 +81,6 @@ def run(
 ) -> None:
     """Start the scenario's servers, load them, take everything down, and report."""
     from harness.compare.reference import reference_to, write_reference
-    from harness.judge.noise_floors import adopt_floor
     from harness.prepare import experiment as experiments
     from harness.process import signals_interrupt
     from harness.run import trusted_streams
@@ -104,7 +103,6 @@ def run(
         console().print(note)
     with junit_of_failure(junit, scenario.stem), signals_interrupt():
         folder = run_experiment(experiment, runs, Progress(console()))
-    adopt_floor(folder, read_run(folder), results)
     if base is not None:
         write_reference(folder, reference_to(base, read_run(folder), about=about))
     show(folder, explain=explain, junit=junit)
@@ -209,22 +207,26 @@ def compose(
     print(compose_document(experiment.scenario, name, ui_port=ui_port, workers=workers), end="")
 
 
-@command(short_help="Measure the noise floor of this machine.")
+@command(short_help="Measure how far equal runs differ on this machine.")
 def noise(
     scenario: ScenarioArg,
     server: ServerOpt = None,
-    repeats: Annotated[int | None, typer.Option(min=2, help="Override the scenario's repeats.")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Override the scenario's repeats.")] = None,
+    count: Annotated[int, typer.Option("--runs", min=1, max=1000, help="How many A/A runs.")] = 1,
+    every: Annotated[
+        float, typer.Option(metavar="MINUTES", min=0, help="Pause between them: spread them over hours.")
+    ] = 0.0,
+    add: Annotated[bool, typer.Option("--add", help="Keep the runs that were stored before.")] = False,
     url: UrlOpt = None,
     ca: CaOpt = None,
     model: ModelOpt = None,
     runs: RunsDir = RUNS,
     results: ResultsDir = RESULTS,
 ) -> None:
-    """Run a scenario with one server under two names, and store how far they differ: the noise floor of this machine.
+    """Run a scenario with one server under two names, and store how far equal repeats and equal runs differ.
 
-    It is used by every later run, report and comparison of the same machine and scenario.
+    Comparisons of runs of the same machine and scenario use it. Several runs, spread over time, show what one does not.
     """
-    from harness.judge.noise_floors import read_floor
     from harness.prepare import experiment as experiments
     from harness.process import signals_interrupt
     from harness.run import noise as noises
@@ -232,10 +234,10 @@ def noise(
 
     experiment = experiments.prepare(scenario, target_of(url, ca=ca), model, repeats)
     with signals_interrupt():
-        folder, stored = noises.noise(experiment, server, runs, results, Progress(console()))
-    floor = read_floor(stored)
-    assert floor is not None
-    print("\n".join([f"Noise floor of {floor.machine}, run {folder}:", *noises.in_words(floor), f"Stored: {stored}"]))
+        stored, found = noises.noise(
+            experiment, server, runs, results, Progress(console()), count=count, pause_s=60 * every, add=add
+        )
+    print("\n".join([f"Noise of {found.machine}:", *noises.in_words(found), f"Stored: {stored}"]))
 
 
 @command(short_help="List the scenarios that ship.")

@@ -43,7 +43,6 @@ def report(
     """
     from harness.cli.history import find_run
     from harness.compare.reference import reference_to
-    from harness.judge.noise_floors import adopt_floor
     from harness.prepare.experiment import refuse_misplaced
     from harness.report import html, junit, markdown, openmetrics, rows_csv, terminal
     from harness.rundir.files import pretty_json
@@ -64,7 +63,6 @@ def report(
         manifest = read_run(folder)
         refuse_misplaced(checks or [], manifest.scenario.servers, manifest.scenario.loads)
     wrong.refuse()
-    adopt_floor(folder, manifest, results)
     reference = None if base is None else reference_to(base, manifest, about=about, checks=checks or [])
     summary = summarize(folder, checks or [], reference)
     if not checks and reference is None:
@@ -184,12 +182,9 @@ def publish(
 ) -> None:
     """File a VALID run by machine and scenario, as plain files that are small enough for git."""
     from harness.cli.history import find_run
-    from harness.judge.noise_floors import adopt_floor
     from harness.report.publish import publish as publish_run
-    from harness.rundir.manifest import read_run
 
     folder = find_run(run_folder, runs)
-    adopt_floor(folder, read_run(folder), results)
     where, changed = publish_run(folder, results, records=records)
     print(f"{where}: {', '.join(changed) if changed else 'published already, nothing has changed'}")
 

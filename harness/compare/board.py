@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from harness.errors import HarnessError
 from harness.judge.noise_floors import RESERVED, date_of
-from harness.judge.verdicts import metric_of, speeds, values_of
+from harness.judge.verdicts import RATES, fields_of, is_paced, metric_of, values_of
 from harness.rundir.manifest import Run, ServedBy, read_run
 from harness.summarize.summarize import read_summary
 from harness.summary import Row, Summary
@@ -122,7 +122,7 @@ def read_figures(path: Path) -> list[Figure]:
 def _group(results: Path, members: Sequence[tuple[Path, Run, Summary]]) -> Group:
     newest = max((run for _, run, _ in members), key=lambda run: run.started_wall_s)
     used = [run.scenario.loads[row.load] for _, run, summary in members for row in summary.rows]
-    metric = metric_of(used)
+    metric = "ttft_p50" if any(map(is_paced, used)) else metric_of(used)
     entries = [
         _entry(results, folder, run, summary, row, metric) for folder, run, summary in members for row in summary.rows
     ]
@@ -146,11 +146,12 @@ def _group(results: Path, members: Sequence[tuple[Path, Run, Summary]]) -> Group
 def _rank(entry: Entry, metric: str) -> tuple[bool, float, str, str, str, str]:
     """Best first; what is not ranked comes last."""
     value = entry.value or 0.0
-    return not entry.ranked, value if metric == "wall_s" else -value, entry.machine, entry.server, entry.load, entry.run
+    return not entry.ranked, -value if metric in RATES else value, entry.machine, entry.server, entry.load, entry.run
 
 
 def _entry(results: Path, folder: Path, run: Run, summary: Summary, row: Row, metric: str) -> Entry:
-    values = [value for value in values_of(row, metric) if speeds(metric, [value])]
+    cells = {cell.id: cell for cell in summary.cells}
+    values = [value for value in values_of(row, cells, metric) if value]
     served: ServedBy | None = next((cell.served_by for cell in run.cells if cell.server == row.server), None)
     numbers = row.pooled
     valid = summary.valid and run.status == "valid"
@@ -165,7 +166,7 @@ def _entry(results: Path, folder: Path, run: Run, summary: Summary, row: Row, me
         output_tok_s=median(row.output_tok_s) if row.output_tok_s else None,
         ttft_p50_s=numbers.ttft_s.p50,
         errors=numbers.failed + numbers.unfinished,
-        date=date_of(run),
+        date=date_of(run.started_wall_s),
         run=run.id,
         folder=folder.relative_to(results).as_posix(),
         image=served.image if served else None,
@@ -173,7 +174,7 @@ def _entry(results: Path, folder: Path, run: Run, summary: Summary, row: Row, me
         version=served.version if served else None,
         valid=valid,
         client_limited=row.client_limited,
-        ranked=valid and bool(values) and metric not in row.client_limited,
+        ranked=valid and bool(values) and fields_of(metric)[0] not in row.client_limited,
     )
 
 

@@ -12,8 +12,8 @@ from harness.errors import HarnessError, RunError
 from harness.judge import server_starts
 from harness.judge.checks import evaluate
 from harness.judge.comparable import facts_of, refuse_unlike
-from harness.judge.noise_floors import floor_for
-from harness.judge.verdicts import NoiseFloor, Pair, client_limited, metric_of, scheduled, speeds, values_of, verdicts
+from harness.judge.noise_floors import noise_for
+from harness.judge.verdicts import Measured, Noise, fields_of, metrics_of, pairs_of, verdicts
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.origin import refuse_other_definitions
 from harness.scenario.check_syntax import parse_check
@@ -26,24 +26,22 @@ class _Side(Struct, frozen=True):
     """One group of runs."""
 
     name: str
-    given: Sequence[Path]
     runs: list[Run]
     summaries: list[Summary]
-
-    def folders(self) -> list[tuple[Path, Run]]:
-        return list(zip(self.given, self.runs, strict=True))
 
     def of(self, row: tuple[str, str]) -> list[Row]:
         """A row in each run of the group."""
         return [found for summary in self.summaries for found in summary.rows if found.key == row]
 
-    def values(self, row: tuple[str, str], metric: str) -> list[float]:
-        """The run-level values of a row, of all repeats of all runs in the group."""
-        return [value for found in self.of(row) for value in values_of(found, metric)]
-
-    def client_limited(self, row: tuple[str, str]) -> list[str]:
-        """What of a row the load generator limited in one of the runs."""
-        return [number for found in self.of(row) for number in found.client_limited]
+    def measured(self, row: tuple[str, str], name: str) -> Measured:
+        """A row as each run of the group measured it."""
+        return Measured(
+            name=name,
+            load_name=row[1],
+            load=self.runs[0].scenario.loads[row[1]],
+            rows=self.of(row),
+            cells=[{cell.id: cell for cell in summary.cells} for summary in self.summaries],
+        )
 
     def answers(self, row: tuple[str, str]) -> list[Answers | None]:
         """What the answers of a row were worth, run by run."""
@@ -59,7 +57,7 @@ def compare_runs(
     groups: Sequence[Sequence[Path]],
     *,
     about: str | None = None,
-    floor: NoiseFloor | None = None,
+    noise: Noise | None = None,
     results: Path | None = None,
     checks: Sequence[str] = (),
 ) -> Comparison:
@@ -68,8 +66,8 @@ def compare_runs(
     `about` is the one manifest key in which the groups may differ. Raises HarnessError for runs that are not alike
     or have no row in common, RunError for a run that is not VALID.
 
-    Runs are not interleaved with each other, so what changed on the machine between them falls on one side: take
-    groups of several runs in turn, and a measured noise floor: `floor`, or what is stored below `results`.
+    The sample is the run: how far equal runs differ is known from several runs a side, from `noise`, or from what
+    `harness noise` stored below `results`; else the verdict is inconclusive.
     `checks` are held against the rows of every side but the first, which is their baseline.
     """
     if len(groups) < 2 or not all(groups):
@@ -86,18 +84,28 @@ def compare_runs(
         )
     runs = [run for side in sides for run in side.runs]
     _refuse_repeated(runs)
-    for row in rows:
-        refuse_other_definitions(runs, _metric(sides, row), [row])
+    several = len(sides) > 2
+    compared = [
+        (
+            side.measured(row, f"{' / '.join(row)} ({side.name})" if several else " / ".join(row)),
+            sides[0].measured(row, f"{' / '.join(row)} ({sides[0].name})"),
+        )
+        for side in sides[1:]
+        for row in rows
+    ]
+    for side, base in compared:
+        for field in dict.fromkeys(field for metric in metrics_of(side, base) for field in fields_of(metric)):
+            refuse_other_definitions(runs, field, [side.rows[0].key])
     refuse_unlike(runs, rows, [number for number, side in enumerate(sides) for _ in side.runs], about)
-    pairs = [_pair(side, sides[0], row, several=len(sides) > 2) for side in sides[1:] for row in rows]
-    if floor is None and results is not None:
-        floor = floor_for([(folder, run) for side in sides for folder, run in side.folders()], results)
+    if noise is None and results is not None:
+        noise = noise_for(runs, results)
+    pairs = [pair for side, base in compared for pair in pairs_of(side, base, within_run=False)]
     return msgspec.structs.replace(
-        verdicts(pairs, floor or NoiseFloor()),
+        verdicts(pairs, noise),
         simulated=any(run.simulated for run in runs),
         sides=[side.name for side in sides],
         differences=differences([facts_of(side.runs[0], rows) for side in sides]),
-        checks=[result for side in sides[1:] for result in _checked(checks, side, sides[0], rows, len(sides) > 2)],
+        checks=[result for side in sides[1:] for result in _checked(checks, side, sides[0], rows, several)],
         notes=_cache_notes(sides, rows) + _answer_notes(sides, rows),
     )
 
@@ -197,23 +205,4 @@ def _side(folders: Sequence[Path], checks: Sequence[str]) -> _Side:
         runs.append(run)
         summaries.append(summary)
     name = runs[0].id if len(runs) == 1 else f"{runs[0].id} and {len(runs) - 1} more"
-    return _Side(name, folders, runs, summaries)
-
-
-def _metric(sides: Sequence[_Side], row: tuple[str, str]) -> str:
-    return metric_of([side.runs[0].scenario.loads[row[1]] for side in sides])
-
-
-def _pair(side: _Side, base: _Side, row: tuple[str, str], *, several: bool) -> Pair:
-    """A row of one side against the same row of the baseline side; named by the run where there are several sides."""
-    name, metric = " / ".join(row), _metric([side, base], row)
-    return Pair(
-        side=f"{name} ({side.name})" if several else name,
-        baseline=f"{name} ({base.name})",
-        metric=metric,
-        side_speeds=speeds(metric, side.values(row, metric)),
-        baseline_speeds=speeds(metric, base.values(row, metric)),
-        loads=(row[1],),
-        refused=scheduled(*(one.runs[0].scenario.loads[row[1]] for one in (side, base)))
-        or client_limited(metric, [(f"{name} ({one.name})", one.client_limited(row)) for one in (side, base)]),
-    )
+    return _Side(name, runs, summaries)

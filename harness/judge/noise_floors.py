@@ -1,46 +1,61 @@
-"""The noise floor of a machine: measured A/A, stored as noise.json, found for runs of the same machine and work."""
+"""How far equal runs differ on a machine: measured A/A by `harness noise`, stored as noise.json."""
 
 import datetime
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 from msgspec import Struct
 
 from harness.errors import HarnessError
 from harness.judge import stats
-from harness.judge.beside import latencies
-from harness.judge.verdicts import METRIC_WORDS, NoiseFloor, speeds, values_of
+from harness.judge.stats import Variation
+from harness.judge.verdicts import WORK, Measured, Noise, metrics_of, speeds
 from harness.rundir.files import pretty_json, read_json, replace_file
 from harness.rundir.manifest import Run
-from harness.scenario.mixes import alone, mix_of
-from harness.summary import Summary
+from harness.summary import NEEDED, Summary
 
-FORMAT_VERSION = 1
-LEAST = 0.01  # what no manifest records moves results by so much, however quiet one measurement was
+FORMAT_VERSION = 2
 A, AGAIN = "a", "a-again"  # the two names of the one server
 RESERVED = ("reference",)  # folders of the results that are no machine's
 
 
-class RowFloor(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What an A/A difference reached for one load, by one metric."""
+class RowNoise(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The values of one load by one metric: a list for each run, in it a value for each repeat."""
 
     load: str
     metric: str
-    floor: float  # relative; the farthest bound of the interval, before LEAST is applied
-    ratio: float  # of speed: a-again / a
-    low: float  # 95 % interval of the ratio
-    high: float
-    n: tuple[int, int]  # run-level values
+    a: list[list[float]]
+    again: list[list[float]]
+
+    def speeds(self) -> list[list[float]]:
+        """Of each run the values of both sides, as speeds."""
+        return [speeds(self.metric, [*a, *again]) for a, again in zip(self.a, self.again, strict=True)]
+
+    def variation(self) -> Variation | None:
+        """How far these equal runs differ. None for fewer than two runs."""
+        return stats.variation(self.speeds())
+
+    def between_repeats(self) -> float | None:
+        """Variance of the logarithm of a repeat's value within its run; None for single repeats."""
+        runs = [run for run in self.speeds() if len(run) > 1]
+        freedom = sum(len(run) - 1 for run in runs)
+        return sum(stats.var_log(run) * (len(run) - 1) for run in runs) / freedom if freedom else None
 
 
-class Floor(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class NoiseRun(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An A/A run that the stored noise is made of."""
+
+    id: str
+    started_wall_s: float
+
+
+class StoredNoise(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """noise.json."""
 
     format_version: int = FORMAT_VERSION
-    run: str
-    date: str
     machine: str
     scenario: str
     model: str
@@ -51,7 +66,12 @@ class Floor(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     version: str | None = None
     simulated: bool
     repeats: int
-    rows: list[RowFloor]
+    runs: list[NoiseRun]
+    rows: list[RowNoise]
+
+
+class _Head(Struct, frozen=True):
+    format_version: int
 
 
 def is_noise_run(run: Run) -> bool:
@@ -60,45 +80,25 @@ def is_noise_run(run: Run) -> bool:
     return set(servers) == {A, AGAIN} and servers[A] == servers[AGAIN]
 
 
-def floor_of(run: Run, summary: Summary, server: str) -> Floor:
-    """The floor that an A/A run shows. Raises HarnessError where a load has fewer than two values a side."""
-    rows, cells = {row.key: row for row in summary.rows}, {cell.id: cell for cell in summary.cells}
+def noise_of(run: Run, summary: Summary, server: str) -> StoredNoise:
+    """The noise that one A/A run shows: of each load the metrics that it is compared by, wall time and token rates."""
+    cells = {cell.id: cell for cell in summary.cells}
+    rows = {row.key: row for row in summary.rows}
     found = []
-    for load in run.scenario.loads:
-        if (AGAIN, load) not in rows or (A, load) not in rows:
+    for name, load in run.scenario.loads.items():
+        if (A, name) not in rows or (AGAIN, name) not in rows:
             continue
-        again, a = rows[AGAIN, load], rows[A, load]
-        tokens = "input_tok_s" if run.scenario.loads[load].endpoint == "embeddings" else "output_tok_s"
-        pairs = [
-            (metric, speeds(metric, values_of(again, metric)), speeds(metric, values_of(a, metric)))
-            for metric in ("wall_s", tokens)
-        ]
-        # A part of a mix, and the same load alone, are compared by their latencies.
-        if mix_of(load) is not None or any(load == alone(other) for other in run.scenario.loads):
-            asked = latencies(again, a, cells, run.scenario)
-            pairs += [(pair.metric, pair.side_speeds, pair.baseline_speeds) for pair in asked if pair.refused is None]
-        for metric, *sides in pairs:
-            interval = stats.ratio_interval(*sides)
-            if interval is None:
-                continue  # fewer than two values a side, such as the wall time of a timed load
-            found.append(
-                RowFloor(
-                    load=load,
-                    metric=metric,
-                    floor=stats.noise_floor(sides),
-                    ratio=interval.ratio,
-                    low=interval.low,
-                    high=interval.high,
-                    n=(len(sides[0]), len(sides[1])),
-                )
-            )
-    missing = [load for load in run.scenario.loads if load not in {row.load for row in found}]
-    if missing:
-        raise HarnessError(f"{run.id}: a noise floor needs two values a side, and '{missing[0]}' has not that many")
+        a, again = (
+            Measured(name=side, load_name=name, load=load, rows=[rows[side, name]], cells=[cells])
+            for side in (A, AGAIN)
+        )
+        names = dict.fromkeys(metric.rpartition("_")[0] for metric in metrics_of(a, again) if metric not in WORK)
+        for metric in (*WORK, *(f"{latency}_{at}" for latency in names for at in NEEDED)):
+            values = [[value for value in side.values(metric)[0] if value] for side in (a, again)]
+            if all(values):
+                found.append(RowNoise(load=name, metric=metric, a=[values[0]], again=[values[1]]))
     served = next(cell.served_by for cell in run.cells)
-    return Floor(
-        run=run.id,
-        date=date_of(run),
+    return StoredNoise(
         machine=run.machine.name,
         scenario=run.scenario_name,
         model=run.scenario.model,
@@ -109,107 +109,92 @@ def floor_of(run: Run, summary: Summary, server: str) -> Floor:
         version=served.version,
         simulated=run.simulated,
         repeats=run.scenario.repeats,
+        runs=[NoiseRun(id=run.id, started_wall_s=run.started_wall_s)],
         rows=found,
     )
 
 
-def write_floor(path: Path, floor: Floor) -> None:
+def joined(one: StoredNoise, other: StoredNoise) -> StoredNoise:
+    """The noise of the runs of both. Raises HarnessError, naming the difference, for runs of something else."""
+    for field in ("machine", "scenario", "model", "workload_sha256", "server", "image", "image_digest", "version"):
+        mine, theirs = getattr(one, field), getattr(other, field)
+        if mine != theirs:
+            raise HarnessError(
+                f"noise: '{field}' of the stored runs is {mine}, and {theirs} now; they are not joined",
+                next_step="Leave out --add: the noise is then measured anew.",
+            )
+    rows = {(row.metric, row.load): row for row in other.rows}
+    both = [
+        msgspec.structs.replace(row, a=row.a + same.a, again=row.again + same.again)
+        for row in one.rows
+        if (same := rows.get((row.metric, row.load))) is not None
+    ]
+    return msgspec.structs.replace(other, runs=one.runs + other.runs, rows=both)
+
+
+def write_noise(path: Path, noise: StoredNoise) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, pretty_json(floor))
+    replace_file(path, pretty_json(noise))
 
 
-def read_floor(path: Path) -> Floor | None:
-    """A noise.json; None where there is none. Raises HarnessError for a damaged or a newer one."""
+def read_noise(path: Path) -> StoredNoise | None:
+    """A noise.json; None where there is none. Raises HarnessError for a damaged one or one of a newer format."""
     try:
-        return read_json(path, Floor, FORMAT_VERSION, advice="; measure it anew")
+        if read_json(path, _Head).format_version < FORMAT_VERSION:
+            return None  # format 1 has one run, which does not show how far runs differ
+        return read_json(path, StoredNoise, FORMAT_VERSION, advice="; measure it anew")
     except FileNotFoundError:
         return None
 
 
-def floor_path(results: Path, run: Run) -> Path:
-    """Where the floor of a run's machine and scenario is stored."""
+def noise_path(results: Path, run: Run) -> Path:
+    """Where the noise of a run's machine and scenario is stored."""
     return results / folder_name(run.machine.name) / folder_name(run.scenario_name) / "noise.json"
 
 
-def adopt_floor(folder: Path, run: Run, results: Path) -> None:
-    """Copy the stored floor into a run directory, whose summary then is a function of its files alone."""
-    floor = read_floor(floor_path(results, run))
-    if floor is not None and unfit(floor, run) is None:
-        write_floor(folder / "noise.json", floor)
+def noise_for(runs: Sequence[Run], results: Path) -> Noise:
+    """What is known of the variation between runs, for a comparison of these. Of several machines the wider counts."""
+    stored = {noise_path(results, run): run for run in runs}
+    found = []
+    for path, run in stored.items():
+        noise = read_noise(path)
+        why = None if noise is None else unfit(noise, run)
+        if noise is None or why is not None:
+            of = f"not measured for {run.scenario_name} on {run.machine.name}"
+            return Noise(source=of if why is None else f"{of}; what is stored is of {why}")
+        found.append(noise)
+    rows: dict[tuple[str, str], Variation] = {}
+    for noise in found:
+        for row in noise.rows:
+            seen, key = row.variation(), (row.metric, row.load)
+            if seen is not None and (key not in rows or rows[key].of_run(noise.repeats) < seen.of_run(noise.repeats)):
+                rows[key] = seen
+    return Noise(rows, "; ".join(map(in_short, found)))
 
 
-def floor_in(folder: Path, run: Run) -> NoiseFloor:
-    """The floor that a run directory carries, else the assumed one."""
-    return _usable([(run, read_floor(folder / "noise.json"))])
+def in_short(noise: StoredNoise) -> str:
+    """Where stored noise is from."""
+    days = sorted({date_of(run.started_wall_s) for run in noise.runs})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    return f"A/A on {noise.machine}, {len(noise.runs)} runs of '{noise.server}', {when}"
 
 
-def floor_for(runs: Sequence[tuple[Path, Run]], results: Path) -> NoiseFloor:
-    """The floor for a comparison: of each machine and scenario the stored one, else the one that a run carries.
-
-    Of several machines the wider one counts, row by row.
-    """
-    found: dict[Path, tuple[Run, Floor | None]] = {}
-    for folder, run in runs:
-        path = floor_path(results, run)
-        known = found.get(path, (run, None))[1] or read_floor(path)
-        if known is None or unfit(known, run):
-            known = read_floor(folder / "noise.json") or known
-        found[path] = (run, known)
-    return _usable(list(found.values()))
-
-
-def unfit(floor: Floor, run: Run) -> str | None:
-    """Why a floor is not one for this run; None when it is."""
+def unfit(noise: StoredNoise, run: Run) -> str | None:
+    """Why stored noise is not of this run's work; None when it is."""
     for what, one, other in (
-        ("machine", floor.machine, run.machine.name),
-        ("scenario", floor.scenario, run.scenario_name),
-        ("workload", floor.workload_sha256, run.workload_sha256),
-        ("model", floor.model, run.scenario.model),
+        ("machine", noise.machine, run.machine.name),
+        ("scenario", noise.scenario, run.scenario_name),
+        ("workload", noise.workload_sha256, run.workload_sha256),
+        ("model", noise.model, run.scenario.model),
     ):
         if one != other:
             return f"another {what}"
-    return "another kind of engine" if floor.simulated != run.simulated else None
+    return "another kind of engine" if noise.simulated != run.simulated else None
 
 
-def _usable(found: Sequence[tuple[Run, Floor | None]]) -> NoiseFloor:
-    rows: dict[tuple[str, str], float] = {}
-    sources: dict[str, list[str]] = {}  # and whose it is
-    for run, floor in found:
-        why = None if floor is None else unfit(floor, run)
-        if floor is None or why is not None:
-            source = "assumed" if why is None else f"assumed; the one measured is of {why}"
-            of_run = {(metric, load): NoiseFloor().relative for metric in METRIC_WORDS for load in run.scenario.loads}
-        else:
-            source = (
-                f"measured A/A on {floor.machine}, {floor.date}, {floor.repeats} repeats of '{floor.server}', "
-                f"run {floor.run}; of several rows the widest, at least {100 * LEAST:g} %"
-            )
-            of_run = {(row.metric, row.load): max(LEAST, row.floor) for row in floor.rows}
-        sources.setdefault(source, []).append(run.machine.name)
-        for key, value in of_run.items():
-            rows[key] = max(value, rows.get(key, 0.0))
-    source = _in_words(sources)
-    return NoiseFloor(source=source, rows={} if source == "assumed" else rows)
-
-
-def _in_words(sources: Mapping[str, Sequence[str]]) -> str:
-    """Where the floors are from; of several, which is of which machine."""
-    if len(sources) < 2:
-        return next(iter(sources), "assumed")
-    told = []
-    for source, machines in sources.items():
-        names = " and ".join(dict.fromkeys(machines))
-        if source.startswith("assumed"):
-            rest = source.removeprefix("assumed")
-            told.append(f"for {names} assumed to be {100 * NoiseFloor().relative:g} %{rest}")
-        else:
-            told.append(f"for {names} {source}")
-    return f"the wider of: {'; '.join(told)}"
-
-
-def date_of(run: Run) -> str:
-    """The day on which a run began, in UTC."""
-    return datetime.datetime.fromtimestamp(run.started_wall_s, datetime.UTC).strftime("%Y-%m-%d")
+def date_of(wall_s: float) -> str:
+    """The day of a moment, in UTC."""
+    return datetime.datetime.fromtimestamp(wall_s, datetime.UTC).strftime("%Y-%m-%d")
 
 
 def folder_name(text: str) -> str:

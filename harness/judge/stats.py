@@ -1,5 +1,6 @@
 """The statistics behind percentiles and verdicts, each with the rule it follows."""
 
+import bisect
 import functools
 import itertools
 import math
@@ -14,6 +15,8 @@ Array = NDArray[np.float64]
 
 ALPHA = 0.05  # of tests and intervals
 MOST_ASSIGNMENTS = 200_000  # ten against ten is the most that is enumerated
+POWER = 0.8  # with which a recommended number of values decides
+_ASKED = POWER + 0.02  # the permutation test finds a little less than Student's t, by which this is computed
 MOST_REPEATS = 100  # beyond which no number of repeats is suggested
 _DRAWS = 100_000
 
@@ -38,26 +41,80 @@ def percentile(ordered: Array, permille: int) -> float:
     return float(ordered[max(rank, 1) - 1])
 
 
-class Ratio(NamedTuple):
-    """Geometric mean of one side over that of the other, and its interval."""
+class Effect(NamedTuple):
+    """The difference of two sides on logarithms, with its standard error and the degrees of freedom of that."""
 
-    ratio: float
-    low: float
-    high: float
+    log: float
+    error: float
+    freedom: float
+
+    @property
+    def ratio(self) -> float:
+        return math.exp(self.log)
+
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval of the ratio, by Student's t."""
+        half = _t_quantile(1 - ALPHA / 2, self.freedom) * self.error if self.error else 0.0
+        return math.exp(self.log - half), math.exp(self.log + half)
+
+    def p(self) -> float:
+        """Two-sided p-value of Student's t, for a standard error that does not come from these values alone."""
+        from scipy.special import stdtr
+
+        if self.error == 0:
+            return 1.0 if self.log == 0 else 0.0
+        return 2 * float(stdtr(self.freedom, -abs(self.log) / self.error))
+
+
+class Variation(NamedTuple):
+    """How far equal runs differ on a machine: variances of logarithms, and the degrees of freedom of the first."""
+
+    between_runs: float  # of runs with infinitely many repeats
+    between_repeats: float
+    freedom: int
+
+    def of_run(self, repeats: float) -> float:
+        """Variance of the value of a run of so many repeats."""
+        return self.between_runs + self.between_repeats / repeats
+
+
+def variation(runs: Sequence[Sequence[float]]) -> Variation | None:
+    """The variation that equal runs show, each given by the values of its repeats. None for fewer than two runs.
+
+    The variance between runs is that of the runs' means, less what the spread of their repeats explains.
+    """
+    if len(runs) < 2:
+        return None
+    freedom = sum(len(run) - 1 for run in runs)
+    squares = sum(var_log(run) * (len(run) - 1) for run in runs if len(run) > 1)
+    repeats = squares / freedom if freedom else 0.0
+    explained = repeats * statistics.fmean(1 / len(run) for run in runs)
+    between = max(0.0, statistics.variance([mean_log(run) for run in runs]) - explained)
+    return Variation(between, repeats, len(runs) - 1)
 
 
 def geometric_ratio(side: Sequence[float], base: Sequence[float]) -> float:
     """Geometric mean of `side` over that of `base`. All values must be positive."""
-    return math.exp(_mean_log(side) - _mean_log(base))
+    return math.exp(mean_log(side) - mean_log(base))
 
 
-def ratio_interval(side: Sequence[float], base: Sequence[float]) -> Ratio | None:
-    """The ratio with its 95 % interval by Welch's t on logarithms. None with fewer than two values on a side."""
+def effect(side: Sequence[float], base: Sequence[float]) -> Effect | None:
+    """Welch's comparison of two samples on logarithms. None with fewer than two values on a side."""
     if len(side) < 2 or len(base) < 2:
         return None
-    middle = _mean_log(side) - _mean_log(base)
-    half = _half_width(_var_log(side), len(side), _var_log(base), len(base), 1 - ALPHA)
-    return Ratio(math.exp(middle), math.exp(middle - half), math.exp(middle + half))
+    return _welch(mean_log(side) - mean_log(base), var_log(side), len(side), var_log(base), len(base))
+
+
+def effect_of_runs(side: Sequence[float], base: Sequence[float], variance: float, freedom: int) -> Effect:
+    """The comparison of two samples of runs on a machine whose variance between runs is known from other runs, too.
+
+    `variance` (of logarithms, with `freedom` degrees) is pooled with the variances within both samples.
+    """
+    squares = sum(var_log(one) * (len(one) - 1) for one in (side, base) if len(one) > 1)
+    total = freedom + len(side) + len(base) - 2
+    pooled = (freedom * variance + squares) / total
+    log = mean_log(side) - mean_log(base)
+    return Effect(log, math.sqrt(pooled * (1 / len(side) + 1 / len(base))), total)
 
 
 def permutation_p(side: Sequence[float], base: Sequence[float]) -> float:
@@ -101,61 +158,75 @@ def repeats_to_reach_p(comparisons: int) -> int:
     return next(n for n in range(2, MOST_REPEATS) if smallest_p(n, n) * comparisons < ALPHA)
 
 
-def repeats_to_settle(side: Sequence[float], base: Sequence[float], comparisons: int, floor: float) -> int | None:
-    """How many repeats a side would settle the matter if effect and spread stay as seen; None: over MOST_REPEATS.
+def needed_to_settle(
+    log: float, variances: tuple[float, float], least: int, comparisons: int, margin: float, freedom: int | None = None
+) -> int | None:
+    """How many values a side settle the matter with a probability of POWER, if effect and spread are as seen.
 
-    An effect beyond the noise floor is settled once the permutation test can reach a corrected p below ALPHA and
-    the interval, at the level so corrected, excludes 1. A smaller one once the interval fits within the floor.
+    `log` is the effect and `variances` are those of both sides, on logarithms; the answer is larger than `least`.
+    `freedom`: degrees with which the variance is known from elsewhere; then Student's t decides alone, else the
+    permutation test as well. None: more than MOST_REPEATS.
+
+    An effect beyond the margin is settled by a verdict that it is there: the test at the corrected level finds it,
+    and the ratio seen lies beyond the margin. A smaller one by an interval that fits within the margin.
     """
-    effect = abs(_mean_log(side) - _mean_log(base))
-    var, base_var = _var_log(side), _var_log(base)
-    band = math.log1p(floor)
-    for n in range(max(len(side), len(base)) + 1, MOST_REPEATS + 1):
-        if effect > band:
-            level = 1 - ALPHA / comparisons
-            settled = smallest_p(n, n) * comparisons < ALPHA and _half_width(var, n, base_var, n, level) < effect
-        else:
-            settled = _half_width(var, n, base_var, n, 1 - ALPHA) < band - effect
-        if settled:
-            return n
-    return None
+    band = math.log1p(margin)
+    differs = abs(log) > band
+
+    def settles(n: int) -> bool:
+        # The permutation test has few possible p-values where there are few values; half the level leaves it room.
+        if differs and freedom is None and smallest_p(n, n) * comparisons > ALPHA / 2:
+            return False
+        seen = _welch(abs(log), variances[0], n, variances[1], n)
+        level = ALPHA / comparisons if differs else ALPHA
+        return _power(seen._replace(freedom=seen.freedom + (freedom or 0)), level, band, differs=differs) >= _ASKED
+
+    found = bisect.bisect_left(range(max(least + 1, 2), MOST_REPEATS + 1), True, key=settles) + max(least + 1, 2)
+    return found if found <= MOST_REPEATS else None
 
 
-def noise_floor(groups: Sequence[Sequence[float]]) -> float:
-    """The relative difference that sides of the very same configuration may show, from A/A measurements.
+def _power(true: Effect, level: float, band: float, *, differs: bool) -> float:
+    """The probability that an experiment with this true effect and error shows a difference, or else none.
 
-    Each group holds run-level values of that configuration. The floor is the farthest bound of the intervals of
-    all pairs of groups. Raises ValueError when there are not two groups of two values.
+    Exact but for the grid on which the error's own estimate, the root of a chi-squared variable, is integrated.
     """
-    bounds = [0.0]
-    usable = [group for group in groups if len(group) >= 2]
-    if len(usable) < 2:
-        raise ValueError("a noise floor needs two groups of at least two values each")
-    for one, other in itertools.combinations(usable, 2):
-        interval = ratio_interval(one, other)
-        assert interval is not None
-        bounds += [abs(math.log(interval.low)), abs(math.log(interval.high))]
-    return math.expm1(max(bounds))
+    from scipy.special import chdtri, ndtr
+
+    if true.error == 0:
+        return 1.0
+    shares = (np.arange(200) + 0.5) / 200
+    estimated = true.error * (np.sqrt(chdtri(true.freedom, shares) / true.freedom) if true.freedom < 1e6 else 1.0)
+    half = _t_quantile(1 - level / 2, true.freedom) * estimated
+    if differs:
+        return float(np.mean(ndtr((true.log - np.maximum(half, band)) / true.error)))
+    room = np.maximum(band - half, 0.0)
+    return float(np.mean(ndtr((room - true.log) / true.error) - ndtr((-room - true.log) / true.error)))
 
 
-def _mean_log(values: Sequence[float]) -> float:
+def detectable(variance: float, freedom: int) -> float:
+    """The logarithm of the smallest ratio that one value against one finds with a probability of POWER, where the
+    variance of such values is known with so many degrees of freedom.
+    """
+    return (_t_quantile(1 - ALPHA / 2, freedom) + _t_quantile(POWER, freedom)) * math.sqrt(2 * variance)
+
+
+def mean_log(values: Sequence[float]) -> float:
     return statistics.fmean(map(math.log, values))
 
 
-def _var_log(values: Sequence[float]) -> float:
+def var_log(values: Sequence[float]) -> float:
     """Variance of the logarithms; 0 for equal values, whose logarithms' mean may be off in the last bit."""
     if min(values) == max(values):
         return 0.0
     return statistics.variance([math.log(value) for value in values])
 
 
-def _half_width(var: float, n: int, base_var: float, m: int, level: float) -> float:
-    """Half of Welch's interval for a difference of means."""
+def _welch(log: float, var: float, n: int, base_var: float, m: int) -> Effect:
+    """Welch's standard error and degrees of freedom for a difference of means."""
     a, b = var / n, base_var / m
     if a + b == 0:
-        return 0.0
-    freedom = (a + b) ** 2 / (a**2 / (n - 1) + b**2 / (m - 1))
-    return _t_quantile((1 + level) / 2, freedom) * math.sqrt(a + b)
+        return Effect(log, 0.0, math.inf)
+    return Effect(log, math.sqrt(a + b), (a + b) ** 2 / (a**2 / (n - 1) + b**2 / (m - 1)))
 
 
 def _t_quantile(share: float, freedom: float) -> float:

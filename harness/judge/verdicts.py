@@ -1,20 +1,22 @@
 """From run-level values to verdicts: the rules of docs/method.md, in one place."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 from msgspec import Struct
 
 from harness.judge import stats
-from harness.judge.stats import ALPHA, MOST_REPEATS, Ratio
+from harness.judge.stats import ALPHA, MOST_REPEATS, POWER, Effect, Variation
 from harness.rundir.origin import unlike_rows
 from harness.scenario.mixes import alone, mix_of
 from harness.scenario.scenario import Load, Scenario, is_open
-from harness.summary import NEEDED, Comparison, Numbers, Row, Verdict
+from harness.summary import NEEDED, CellSummary, Comparison, Distribution, Numbers, Row, Verdict
 from harness.units import count, figures
 
+MARGIN = 0.02  # differences under this are treated as noise: "faster" and "slower" are larger, "same" is within it
 RATES = {"output_tok_s": "output tok/s", "input_tok_s": "prompt tok/s"}  # more of these is faster, of others less
+WORK = ("wall_s", *RATES)  # the metrics of work; all others are latencies
 _LATENCIES = {
     "ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E", "ttft_sched": "TTFT from schedule", "e2e_sched": "E2E from schedule",
 }  # fmt: skip
@@ -23,70 +25,168 @@ METRIC_WORDS = {"wall_s": "wall time", **RATES} | {
     for name, word in _LATENCIES.items()
     for at in NEEDED
 }
+_TAILS = ("p99", "p95", "p90")
+_NOTHING = Numbers(sent=0, succeeded=0, failed=0, unfinished=0)
 
 
-class NoiseFloor(Struct, frozen=True):
-    """The relative effect below which a difference is not believed."""
+class Noise(Struct, frozen=True):
+    """How far equal runs differ on the machines of a comparison, by metric and load, and how that is known."""
 
-    relative: float = 0.02
-    source: str = "assumed"
-    rows: dict[tuple[str, str], float] = {}  # by metric and load, where it was measured for them
+    rows: dict[tuple[str, str], Variation] = {}
+    source: str = "not measured"
 
-    def of(self, metric: str, loads: Sequence[str]) -> float:
-        """The floor between rows of these loads: the widest of them."""
-        return max((self.rows.get((metric, load), self.relative) for load in loads), default=self.relative)
+
+class Measured(Struct, frozen=True, kw_only=True):
+    """One row (server, load) of one side: as each of the side's runs measured it."""
+
+    name: str
+    load_name: str
+    load: Load
+    rows: Sequence[Row]  # one a run
+    cells: Sequence[Mapping[str, CellSummary]]  # by id, one mapping a run
+
+    def values(self, metric: str) -> list[list[float | None]]:
+        """The values of a metric: a list for each run, in it one for each valid cell."""
+        return [values_of(row, cells, metric) for row, cells in zip(self.rows, self.cells, strict=True)]
+
+    def sampled(self, name: str) -> list[Distribution]:
+        """The latency distributions of all valid cells."""
+        return [
+            getattr(cells[cell].numbers, f"{name}_s")
+            for row, cells in zip(self.rows, self.cells, strict=True)
+            for cell in row.cells
+            if cell in cells and not cells[cell].problems
+        ]
 
 
 class Pair(Struct, frozen=True, kw_only=True):
-    """Two sides and their run-level values, as speeds: more is faster."""
+    """Two sides and their values as speeds: more is faster. A list for each run, in it a value for each repeat.
+
+    Within a run each side has one list, and repeats are the sample; else runs are.
+    """
 
     side: str
     baseline: str
     metric: str
-    side_speeds: list[float]
-    baseline_speeds: list[float]
-    loads: tuple[str, ...] = ()  # of the two sides; they choose the noise floor
+    side_speeds: Sequence[Sequence[float]]
+    baseline_speeds: Sequence[Sequence[float]]
+    within_run: bool
+    load: str = ""  # of both sides, where they are of different runs
     refused: str | None = None  # why the two have no ratio
 
 
+def values_of(row: Row, cells: Mapping[str, CellSummary], metric: str) -> list[float | None]:
+    """A row's run-level values: one for each valid cell; of a latency None where a cell has too few requests."""
+    if metric in WORK:
+        return list(getattr(row, metric))
+    latency, _, at = metric.rpartition("_")
+    found = [cells[cell] for cell in row.cells if cell in cells]
+    return [getattr(getattr(cell.numbers, f"{latency}_s"), at) for cell in found if not cell.problems]
+
+
+def is_paced(load: Load) -> bool:
+    """Whether think time or a schedule, and not the server, says when requests come: then latency is what counts."""
+    return is_open(load) or load.think is not None or any(load.think_s or ())
+
+
+def metrics_of(side: Measured, base: Measured) -> list[str]:
+    """What two rows are compared by: work by wall time or throughput, users who think or follow a schedule by latency.
+
+    Latencies are TTFT and TPOT, E2E without streaming; from schedule where there is one. Of each the median and the
+    highest percentile that every cell carries.
+    """
+    if not (is_paced(side.load) or is_paced(base.load)):
+        return [metric_of([side.load, base.load])]
+    both = (side, base)
+
+    def known(name: str) -> bool:
+        return any(sample.n for one in both for sample in one.sampled(name))
+
+    def of(name: str) -> str:
+        return f"{name}_sched" if all(is_open(one.load) for one in both) and known(f"{name}_sched") else name
+
+    names = [of("ttft"), *(["tpot"] if known("tpot") else [])] if known("ttft") else [of("e2e")]
+    found = []
+    for name in names:
+        samples = [sample for one in both for sample in one.sampled(name)]
+        carried = [at for at in _TAILS if samples and all(getattr(sample, at) is not None for sample in samples)]
+        found += [f"{name}_p50", *(f"{name}_{at}" for at in carried[:1])]
+    return found
+
+
+def pairs_of(side: Measured, base: Measured, *, within_run: bool) -> Iterator[Pair]:
+    """The comparisons of two rows, one for each metric."""
+    for metric in metrics_of(side, base):
+        found = [one.values(metric) for one in (side, base)]
+        too_few = any(value is None for runs in found for values in runs for value in values)
+        known = [[speeds(metric, [v for v in run if v is not None]) for run in runs] for runs in found]
+        limited = [(one.name, [number for row in one.rows for number in row.client_limited]) for one in (side, base)]
+        yield Pair(
+            side=side.name,
+            baseline=base.name,
+            metric=metric,
+            side_speeds=known[0],
+            baseline_speeds=known[1],
+            within_run=within_run,
+            load=side.load_name,
+            refused=unlike_work(side.load, base.load)
+            or _unlike(side, base, metric)
+            or (_too_few(metric) if too_few else client_limited(metric, limited)),
+        )
+
+
 def compare_rows(
-    rows: Sequence[Row], baseline: tuple[str, str], scenario: Scenario, floor: NoiseFloor | None = None
+    rows: Sequence[Row], cells: Mapping[str, CellSummary], baseline: tuple[str, str], scenario: Scenario
 ) -> Comparison | None:
     """Every row of a run against its baseline row (server, load), and what else the scenario wants compared.
 
-    A part of a mix is compared with the same load alone. Where there are mixes, loads that do other work than the
-    baseline's are compared with the same load of the baseline's server: that a job makes more tokens than a chat says
-    nothing about either.
+    A part of a mix is compared with the same load alone. A load that does other work than the baseline's, or is paced
+    where the baseline's is not, is compared with the same load of the baseline's server.
 
     None when the baseline row is missing or alone.
     """
-    base = next((row for row in rows if row.key == baseline), None)
-    others = [row for row in rows if row is not base]
-    if base is None or not others:
-        return None
-    named = {f"{row.server}/{row.load}": row for row in rows}
-    wanted = [(named.get(pair.row), named.get(pair.against)) for pair in scenario.compare]
-    own = [(row, _against(row, base, named, scenario)) for row in others]
     pairs = [
-        _pair(row, against, scenario)
-        for row, against in [*sorted(own, key=lambda pair: pair[1] is not base), *wanted]
-        if row is not None and against is not None
+        pair
+        for side, base in _chosen(rows, cells, baseline, scenario)
+        for pair in pairs_of(side, base, within_run=True)
     ]
-    if not pairs:
-        return None
-    return verdicts(pairs, floor or NoiseFloor())
+    return verdicts(pairs) if pairs else None
 
 
 def comparisons_of(scenario: Scenario, baseline: tuple[str, str]) -> int:
-    """How many comparisons a run will be corrected for: those of one in which every row has one value."""
-    nothing = Numbers(sent=0, succeeded=0, failed=0, unfinished=0)
+    """How many comparisons a run will be corrected for, if every percentile that is compared has its sample."""
     rows = [
-        Row(server=server, load=load, cells=[], wall_s=[1.0], output_tok_s=[1.0], input_tok_s=[1.0], pooled=nothing)
+        Row(server=server, load=load, cells=[], wall_s=[], output_tok_s=[], pooled=_NOTHING)
         for server in scenario.servers
         for load in scenario.loads
     ]
-    found = compare_rows(rows, baseline, scenario)
-    return 0 if found is None else found.comparisons
+    chosen = _chosen(rows, {}, baseline, scenario)
+    return sum(_planned_metrics(side.load) if is_paced(side.load) else 1 for side, _ in chosen)
+
+
+def _planned_metrics(load: Load) -> int:
+    return 4 if load.stream and load.endpoint != "embeddings" else 2
+
+
+def _chosen(
+    rows: Sequence[Row], cells: Mapping[str, CellSummary], baseline: tuple[str, str], scenario: Scenario
+) -> list[tuple[Measured, Measured]]:
+    """Which row of a run is compared with which; those with the baseline come first."""
+    base = next((row for row in rows if row.key == baseline), None)
+    if base is None:
+        return []
+    named = {f"{row.server}/{row.load}": row for row in rows}
+    own = [(row, _against(row, base, named, scenario)) for row in rows if row is not base]
+    wanted = [(named.get(pair.row), named.get(pair.against)) for pair in scenario.compare]
+
+    def measured(row: Row) -> Measured:
+        return Measured(name=row.name, load_name=row.load, load=scenario.loads[row.load], rows=[row], cells=[cells])
+
+    return [
+        (measured(row), measured(against))
+        for row, against in [*sorted(own, key=lambda pair: pair[1] is not base), *wanted]
+        if row is not None and against is not None
+    ]
 
 
 def _against(row: Row, base: Row, named: Mapping[str, Row], scenario: Scenario) -> Row | None:
@@ -94,48 +194,35 @@ def _against(row: Row, base: Row, named: Mapping[str, Row], scenario: Scenario) 
     if mix_of(row.load) is not None:
         return named.get(f"{row.server}/{alone(row.load)}") or base
     load, other = scenario.loads[row.load], scenario.loads[base.load]
-    if not scenario.mixes or but_for_concurrency(load) == but_for_concurrency(other):
+    alike = not scenario.mixes and is_paced(load) == is_paced(other)
+    if alike or but_for_concurrency(load) == but_for_concurrency(other):
         return base
     same = named.get(f"{base.server}/{row.load}")
     return None if same is row else same
 
 
-def _pair(row: Row, against: Row, scenario: Scenario) -> Pair:
-    loads = [scenario.loads[one.load] for one in (row, against)]
-    metric = metric_of(loads)
-    return Pair(
-        side=row.name,
-        baseline=against.name,
-        metric=metric,
-        side_speeds=speeds(metric, values_of(row, metric)),
-        baseline_speeds=speeds(metric, values_of(against, metric)),
-        loads=(row.load, against.load),
-        refused=unlike_work(*loads)
-        or _refused(row, against, metric)
-        or scheduled(*loads)
-        or client_limited(metric, [(one.name, one.client_limited) for one in (row, against)]),
-    )
-
-
-def _refused(row: Row, against: Row, metric: str) -> str | None:
+def _unlike(side: Measured, base: Measured, metric: str) -> str | None:
     """Why two rows have no ratio. Only numbers that mean the same have one."""
-    for one in (row, against):
-        if metric in one.missing and not values_of(one, metric):
-            return f"the {METRIC_WORDS[metric]} of {one.name} is not known: {one.missing[metric]}"
-    return unlike_rows(row, against, [metric])
+    for one in (side, base):
+        for row in one.rows:
+            if metric in row.missing and not getattr(row, metric):
+                return f"the {METRIC_WORDS[metric]} of {one.name} is not known: {row.missing[metric]}"
+    return unlike_rows(side.rows[0], base.rows[0], fields_of(metric))
+
+
+def fields_of(metric: str) -> list[str]:
+    """The fields of Numbers that a metric is made of, as far as they have a definition."""
+    return [metric] if metric in WORK else [f"{metric.rpartition('_')[0]}_s", "percentiles"]
+
+
+def _too_few(metric: str) -> str:
+    return f"a {METRIC_WORDS[metric]} needs {NEEDED[metric.rpartition('_')[2]]} successful requests in each repeat"
 
 
 def unlike_work(*loads: Load) -> str | None:
     """Why loads have no ratio, whatever the servers say of them."""
     kinds = {load.endpoint == "embeddings" for load in loads}
     return "one makes text and the other embeddings, which have no output tokens" if len(kinds) > 1 else None
-
-
-def scheduled(*loads: Load) -> str | None:
-    """Why loads have no ratio of throughputs: a schedule says when requests come, however fast the server is."""
-    if not any(is_open(load) for load in loads):
-        return None
-    return "the schedule sets the throughput; compare latencies from schedule, ttft_sched and e2e_sched"
 
 
 def client_limited(metric: str, sides: Sequence[tuple[str, Sequence[str]]]) -> str | None:
@@ -145,8 +232,8 @@ def client_limited(metric: str, sides: Sequence[tuple[str, Sequence[str]]]) -> s
     if not names:
         return None
     return (
-        f"the client was the limit of the {METRIC_WORDS[metric]} of {' and '.join(names)}; by what, and what to do, "
-        "stands with the validity of the run"
+        f"client-side bottleneck: the load generator limited the {METRIC_WORDS[metric]} of {' and '.join(names)}; the "
+        "cause and the remedy are listed with the validity of the run"
     )
 
 
@@ -161,7 +248,7 @@ def _form(load: Load) -> object:
 
 
 def but_for_concurrency(load: Load) -> bytes:
-    """What a load is beside how many requests it keeps in flight, and how many or for how long: loads of which this is
+    """A load without how many requests it keeps in flight, and how many or for how long: loads of which this is
     the same do the same work, and lie on one curve over concurrency.
     """
     plain = Load(user=load.user)
@@ -182,7 +269,7 @@ def but_for_concurrency(load: Load) -> bytes:
 
 
 def metric_of(loads: Sequence[Load]) -> str:
-    """The wall time where all loads are the same fixed amount of work, else the rate of output tokens.
+    """Of work the wall time where all loads are the same fixed amount of it, else the rate of output tokens.
 
     Of natural length the answers, and with them the work, may differ from server to server; structured ones do not.
     """
@@ -198,118 +285,179 @@ def metric_of(loads: Sequence[Load]) -> str:
     return "input_tok_s" if all(load.endpoint == "embeddings" for load in loads) else "output_tok_s"
 
 
-def values_of(row: Row, metric: str) -> list[float]:
-    """A row's run-level values."""
-    values: list[float] = getattr(row, metric)
-    return values
+def verdicts(pairs: Sequence[Pair], noise: Noise | None = None) -> Comparison:
+    """The verdicts of a table of pairs, corrected for how many there are.
 
-
-def verdicts(pairs: Sequence[Pair], floor: NoiseFloor) -> Comparison:
-    """Judge a table of pairs, corrected for how many there are. Pairs without values are not comparisons."""
-    raw = [
-        stats.permutation_p(pair.side_speeds, pair.baseline_speeds)
-        if pair.side_speeds and pair.baseline_speeds and pair.refused is None
-        else None
-        for pair in pairs
-    ]
-    made = [p for p in raw if p is not None]
+    `noise` is what is known of how far equal runs differ on the machine; within one run it is not needed.
+    """
+    noise = noise or Noise()
+    found = [None if pair.refused else _effect(pair, noise) for pair in pairs]
+    made = [p for _, p in filter(None, found)]
     corrected = iter(stats.holm(made))
-    judged = [
-        _judge(pair, None if p is None else next(corrected), len(made), floor.of(pair.metric, pair.loads))
-        for pair, p in zip(pairs, raw, strict=True)
+    decided = [
+        _without_effect(pair) if one is None else _verdict(pair, one[0], next(corrected), len(made), noise)
+        for pair, one in zip(pairs, found, strict=True)
     ]
     metrics = {pair.metric for pair in pairs}
     return Comparison(
         metric=metrics.pop() if len(metrics) == 1 else None,
         comparisons=len(made),
-        noise_floor=max((floor.of(pair.metric, pair.loads) for pair in pairs), default=floor.relative),
-        noise_source=floor.source,
-        verdicts=judged,
+        noise_floor=MARGIN,
+        noise_source="" if all(pair.within_run for pair in pairs) else noise.source,
+        verdicts=decided,
     )
 
 
 def speeds(metric: str, values: Sequence[float]) -> list[float]:
-    """Run-level values as speeds: a time turned round, a rate as it is. A rate of zero has no ratio."""
+    """Values as speeds: a time turned round, a rate as it is. A rate of zero has no ratio."""
     return [value if metric in RATES else 1 / value for value in values if value > 0]
 
 
-def _judge(pair: Pair, p: float | None, comparisons: int, floor: float) -> Verdict:
-    side, base = pair.side_speeds, pair.baseline_speeds
-    if p is None:
-        why = f"cannot tell: {pair.refused}" if pair.refused else _no_values(pair)
-        return _verdict(pair, None, None, None, "cannot tell", why)
-    interval = stats.ratio_interval(side, base)
+def _sample(pair: Pair) -> tuple[list[float], list[float]]:
+    """The values of both sides that are independent: of one run its repeats, of several runs their geometric means."""
+    if pair.within_run:
+        return list(pair.side_speeds[0]), list(pair.baseline_speeds[0])
+    side, base = (
+        [math.exp(stats.mean_log(run)) for run in runs if run] for runs in (pair.side_speeds, pair.baseline_speeds)
+    )
+    return side, base
+
+
+def _known(pair: Pair, noise: Noise) -> Variation | None:
+    return None if pair.within_run else noise.rows.get((pair.metric, pair.load))
+
+
+def _effect(pair: Pair, noise: Noise) -> tuple[Effect, float] | None:
+    """The effect with its standard error and p-value; None where nothing says how large the error is.
+
+    Repeats of one run, and runs about which nothing else is known, are compared by what they show: Welch's interval and
+    an exact permutation test. Where the variation between runs is known, it is pooled with what they show.
+    """
+    side, base = _sample(pair)
+    known = _known(pair, noise)
+    if not side or not base:
+        return None
+    if known is None:
+        seen = stats.effect(side, base)
+        return None if seen is None else (seen, stats.permutation_p(side, base))
+    repeats = [len(run) for run in (*pair.side_speeds, *pair.baseline_speeds) if run]
+    seen = stats.effect_of_runs(side, base, known.of_run(len(repeats) / sum(1 / n for n in repeats)), known.freedom)
+    return seen, seen.p()
+
+
+def _without_effect(pair: Pair) -> Verdict:
+    """A pair whose difference has no interval: the ratio where there is one, and what would settle it."""
+    side, base = _sample(pair)
+    if pair.refused:
+        return _made(pair, "refused", pair.refused)
+    if not side or not base:
+        empty = " and ".join(name for name, values in ((pair.side, side), (pair.baseline, base)) if not values)
+        reason = "no valid repeat has one" if pair.metric == "wall_s" else "no valid repeat reports it"
+        return _made(pair, "no_values", f"there is no {METRIC_WORDS[pair.metric]} of {empty}; {reason}")
     ratio = stats.geometric_ratio(side, base)
-    if interval is None:
-        needed = stats.repeats_to_reach_p(comparisons)
-        text = (
-            f"cannot tell: by {METRIC_WORDS[pair.metric]}, {len(side)} against {count(len(base), 'run')} have no "
-            f"spread to judge the difference by; {needed} repeats a side is the least that can decide"
-        )
-        return _verdict(pair, ratio, None, p, "cannot tell", text)
-    word, text = _weigh(pair, interval, p, comparisons, floor)
-    return _verdict(pair, ratio, interval, p, word, text)
-
-
-def _weigh(pair: Pair, seen: Ratio, p: float, comparisons: int, floor: float) -> tuple[str, str]:
-    """The verdict's word and sentence for two sides that have an interval."""
-    n, m = len(pair.side_speeds), len(pair.baseline_speeds)
-    band = math.log1p(floor)
-    excludes_one = seen.low > 1 or seen.high < 1
-    effect = abs(math.log(seen.ratio)) > band
     by = f"by {METRIC_WORDS[pair.metric]}"
-    bounds = f"95 % interval {_factor(seen.low)} to {_factor(seen.high)}"
+    if pair.within_run:
+        needed = stats.repeats_to_reach_p(1)
+        text = f"{by}, too few repeats for a confidence interval; at least {needed} repeats a side can decide"
+        return _made(pair, "too_few", text, needed, ratio=ratio)
+    needed = stats.repeats_to_reach_p(1)
+    text = (
+        f"{by}, how far equal runs differ on this machine is not known, and {len(side)} against "
+        f"{count(len(base), 'run')} do not show it; `harness noise SCENARIO --runs 5` measures it, or compare {needed} "
+        "or more runs a side"
+    )
+    return _made(pair, "run_variation_unknown", text, needed, ratio=ratio)
+
+
+def _verdict(pair: Pair, seen: Effect, p: float, comparisons: int, noise: Noise) -> Verdict:
+    """The verdict on two sides that have an interval."""
+    side, base = _sample(pair)
+    known = _known(pair, noise)
+    low, high = seen.interval()
+    band = math.log1p(MARGIN)
+    effect = abs(seen.log) > band
+    bounds = f"95 % interval {_factor(low)} to {_factor(high)}"
+    by = f"by {METRIC_WORDS[pair.metric]}"
     evidence = f"{by} ({bounds}, p = {_p(p)})"
-    if p < ALPHA and excludes_one and effect:
-        if seen.ratio > 1:
-            return "faster", f"faster: {_factor(seen.ratio)} times as fast as {pair.baseline} {evidence}"
-        return "slower", f"slower: {_factor(seen.ratio)} times as fast as {pair.baseline} {evidence}"
-    if -band < math.log(seen.low) and math.log(seen.high) < band:
-        return "same", f"the same within ±{_percent(floor)} as {pair.baseline} {evidence}"
-    smallest = stats.smallest_p(n, m) * comparisons
+
+    def made(word: str, text: str, *needed: int | None) -> Verdict:
+        return _made(pair, word, text, *needed, ratio=seen.ratio, low=low, high=high, p=p)
+
+    if p < ALPHA and not low <= 1 <= high and effect:
+        word = "faster" if seen.log > 0 else "slower"
+        return made(word, f"{_factor(seen.ratio)} times as fast as {pair.baseline} {evidence}")
+    if -band < math.log(low) and math.log(high) < band:
+        return made("same", f"the same within ±{_percent(MARGIN)} as {pair.baseline} {evidence}")
+    unit = "repeats" if pair.within_run else "runs"
+    variances = (
+        (stats.var_log(side), stats.var_log(base))
+        if known is None
+        else (seen.error**2 / (1 / len(side) + 1 / len(base)),) * 2
+    )
+    least, freedom = max(len(side), len(base)), None if known is None else known.freedom
+    needed = stats.needed_to_settle(seen.log, variances, least, comparisons, MARGIN, freedom)
+    for_same = stats.needed_to_settle(0.0, variances, 1, comparisons, MARGIN, freedom) if effect else None
+    settle = f"at this spread, {_about(needed, unit)} a side show " + (
+        f"a difference of this size, {_about(for_same, unit)} that there is none"
+        if effect
+        else f"that the sides are the same within ±{_percent(MARGIN)}"
+    )
+    settle += f", with a probability of {POWER:.0%}"
     if not effect:
-        why = (
-            f"a difference of {_percent(abs(seen.ratio - 1))} lies within the noise floor of ±{_percent(floor)}, "
-            f"but the {bounds} does not"
+        reason, why = (
+            "in_margin",
+            (
+                f"a difference of {_percent(abs(seen.ratio - 1))} is less than ±{_percent(MARGIN)}, treated as "
+                f"noise, but the {bounds} is not within them"
+            ),
         )
-    elif smallest >= ALPHA:
+    elif known is None and stats.smallest_p(len(side), len(base)) * comparisons >= ALPHA:
         among = "" if comparisons == 1 else f" in {comparisons} comparisons"
-        why = f"{n} against {count(m, 'run')} can never reach p < {ALPHA:g}{among}"
-    elif not excludes_one:
-        why = f"the {bounds} includes 1"
+        reason, why = (
+            "too_few",
+            (f"{len(side)} against {count(len(base), unit[:-1])} can never reach p < {ALPHA:g}{among}"),
+        )
+    elif low <= 1 <= high:
+        reason, why = "includes_one", f"the {bounds} includes 1"
     else:
-        why = f"p = {_p(p)} is not below {ALPHA:g}"
-    return "cannot tell", f"cannot tell: {by}, {why}; {_settle(pair, comparisons, floor)}"
+        reason, why = "p_too_large", f"p = {_p(p)} is not below {ALPHA:g}"
+    return made(reason, f"{by}, {why}; {settle}", needed, for_same)
 
 
-def _settle(pair: Pair, comparisons: int, floor: float) -> str:
-    needed = stats.repeats_to_settle(pair.side_speeds, pair.baseline_speeds, comparisons, floor)
-    if needed is None:
-        return f"more than {MOST_REPEATS} repeats a side would be needed at this spread"
-    return f"about {needed} repeats a side would settle it at this spread"
+def _about(needed: int | None, unit: str) -> str:
+    return f"more than {MOST_REPEATS} {unit}" if needed is None else f"about {needed} {unit}"
 
 
-def _no_values(pair: Pair) -> str:
-    sides = ((pair.side, pair.side_speeds), (pair.baseline, pair.baseline_speeds))
-    empty = " and ".join(name for name, values in sides if not values)
-    reason = "it has to be run" if pair.metric == "wall_s" else "the server has to report the tokens of every answer"
-    return f"cannot tell: there is no {METRIC_WORDS[pair.metric]} of {empty}; {reason}"
-
-
-def _verdict(
-    pair: Pair, ratio: float | None, interval: Ratio | None, p: float | None, word: str, sentence: str
+def _made(
+    pair: Pair,
+    found: str,
+    text: str,
+    needed: int | None = None,
+    needed_for_same: int | None = None,
+    *,
+    ratio: float | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    p: float | None = None,
 ) -> Verdict:
+    """A verdict; `found` is its word, or the reason why it is inconclusive."""
+    decided = found in ("faster", "slower", "same")
+    word = found if decided else "inconclusive"
+    side, base = _sample(pair)
     return Verdict(
         side=pair.side,
         baseline=pair.baseline,
         metric=pair.metric,
         ratio=ratio,
-        low=None if interval is None else interval.low,
-        high=None if interval is None else interval.high,
+        low=low,
+        high=high,
         p=p,
-        n=(len(pair.side_speeds), len(pair.baseline_speeds)),
+        n=(len(side), len(base)),
         word=word,
-        sentence=f"{pair.side}: {sentence}.",
+        reason=None if decided else found,  # type: ignore[arg-type]
+        needed=needed,
+        needed_for_same=needed_for_same,
+        sentence=f"{pair.side}: {text if found == 'same' else f'{word}: {text}'}.",
     )
 
 

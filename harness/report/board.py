@@ -7,6 +7,7 @@ from markupsafe import Markup
 from harness import units
 from harness.compare.board import Board, Entry, Figure, Group
 from harness.errors import HarnessError
+from harness.judge.verdicts import METRIC_WORDS, RATES
 from harness.report import words
 from harness.report.markdown import escape, grid
 from harness.report.page import asset, template
@@ -121,7 +122,7 @@ def heading(group: Group) -> str:
 
 
 def metric_name(group: Group) -> str:
-    return "wall time, less is better" if group.metric == "wall_s" else "output tok/s, more is better"
+    return f"{METRIC_WORDS[group.metric]}, {'more' if group.metric in RATES else 'less'} is better"
 
 
 def digest(entry: Entry) -> str:
@@ -135,7 +136,9 @@ def digest(entry: Entry) -> str:
 
 
 def _unit(number: float, group: Group) -> str:
-    return units.seconds(number) if group.metric == "wall_s" else f"{units.significant(number)} tok/s"
+    if group.metric in RATES:
+        return f"{units.significant(number)} tok/s"
+    return units.seconds(number) if group.metric == "wall_s" else f"{units.milliseconds(number)} ms"
 
 
 def _matrix(board: Board) -> str:

@@ -38,8 +38,8 @@ class Case(Struct, frozen=True, kw_only=True):
 def render(summary: Summary, run: Run) -> str:
     """A run: is it VALID, did its checks hold, and what it found."""
     cases = [_validity(summary, run), *map(_check, summary.checks)]
-    for comparison in filter(None, [summary.comparison, *summary.beside]):
-        cases += _verdicts(comparison, within=True)
+    if summary.comparison is not None:
+        cases += _verdicts(summary.comparison, within=True)
     properties = {
         "run": run.id,
         "question": summary.question,
@@ -115,7 +115,7 @@ def _verdicts(comparison: Comparison, *, within: bool) -> list[Case]:
     cases = []
     for verdict in comparison.verdicts:
         outcome: Literal["passed", "failure", "skipped"] = "passed"
-        if verdict.word == "cannot tell":
+        if verdict.word == "inconclusive":
             outcome = "skipped"
         elif verdict.word == "slower" and not within:
             outcome = "failure"

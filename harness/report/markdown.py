@@ -19,9 +19,9 @@ def render(summary: Summary, run: Run) -> str:
     parts.append(table(summary, run))
     if lines_ := schedules.lines(summary, run):
         parts.append(_schedules(lines_))
-    for comparison in filter(None, [summary.comparison, *summary.beside]):
-        items = [escape(said) for _, said in sentences.of_verdicts(comparison.verdicts)]
-        parts.append(_list([*items, escape(sentences.of_method(comparison))]))
+    if summary.comparison is not None:
+        items = [escape(said) for _, said in sentences.of_verdicts(summary.comparison.verdicts)]
+        parts.append(_list([*items, escape(sentences.of_method(summary.comparison))]))
     parts.append(f"**{escape(sentences.of_validity(summary, run))}**")
     if summary.reasons or summary.notes:
         found = sentences.gathered(summary.reasons, run) + sentences.gathered(summary.notes, run)

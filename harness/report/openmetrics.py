@@ -140,8 +140,7 @@ def _add_quantiles(family: Metric, labels: Labels, sample: Distribution) -> None
 
 def _of_verdicts(summary: Summary) -> Iterator[Metric]:
     samples: list[tuple[Labels, float | None]] = []
-    comparisons = filter(None, [summary.comparison, *summary.beside])
-    for verdict in (verdict for comparison in comparisons for verdict in comparison.verdicts):
+    for verdict in summary.comparison.verdicts if summary.comparison else []:
         row = next(row for row in summary.rows if row.name == verdict.side)
         told = {"baseline": verdict.baseline, "metric": verdict.metric, "verdict": verdict.word}
         for bound, value in (("low", verdict.low), ("middle", verdict.ratio), ("high", verdict.high)):

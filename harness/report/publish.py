@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from harness.errors import HarnessError, RunError
-from harness.judge.noise_floors import floor_path, folder_name, is_noise_run
+from harness.judge.noise_floors import folder_name, is_noise_run, noise_path
 from harness.report import markdown
 from harness.rundir.files import pretty_json, replace_file
 from harness.rundir.manifest import Run, read_run
@@ -26,7 +26,7 @@ def publish(folder: Path, results: Path, *, records: bool = False) -> tuple[Path
     run = read_run(folder)
     summary = summarize(folder)
     _refuse(run, summary, folder)
-    target = floor_path(results, run).parent / folder_name(run.id)
+    target = noise_path(results, run).parent / folder_name(run.id)
     files = {
         "run.json": pretty_json(run),
         "summary.json": pretty_json(summary),

@@ -1,6 +1,5 @@
 """What a report says in sentences: each row, the validity, and how the comparison was made."""
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -8,10 +7,11 @@ from collections.abc import Sequence
 import msgspec
 
 from harness import units
-from harness.judge.verdicts import METRIC_WORDS, RATES
+from harness.judge.verdicts import METRIC_WORDS, RATES, WORK
 from harness.report import words
 from harness.report.table import LIMITED, Line
 from harness.rundir.manifest import Run
+from harness.scenario.mixes import alone, mix_of
 from harness.scenario.plan import plan
 from harness.summarize.self_check import in_words
 from harness.summary import Comparison, FailedRequests, Row, Summary, Verdict
@@ -128,36 +128,33 @@ def in_short(verdict: Verdict, comparison: Comparison) -> str:
     if verdict.word == "same":
         return f"as fast{against} within {floor}, which is noise"
     factor = f"{verdict.ratio:.2f} times as fast{against}"
-    if verdict.word != "cannot tell":
+    if verdict.word != "inconclusive":
         return factor
-    if verdict.low is not None and abs(math.log(verdict.ratio)) <= math.log1p(comparison.noise_floor):
+    if verdict.reason == "in_margin":
         return f"about as fast{against}, but not surely within {floor}{_settled(verdict)}"
     return f"{factor}, but {_doubt(verdict)}{_settled(verdict)}"
 
 
 def effects(summary: Summary) -> list[list[tuple[Verdict, str]]]:
-    """What each part of a mix feels of the others: verdicts against the same load alone, in words; throughput first."""
-    found = []
-    for part in summary.beside:
-        of, against = part.verdicts[0].side, part.verdicts[0].baseline
-        tables = [part] if summary.comparison is None else [summary.comparison, part]
-        found.append(
-            [
-                (verdict, _effect(verdict, table, summary))
-                for table in tables
-                for verdict in table.verdicts
-                if (verdict.side, verdict.baseline) == (of, against)
-            ]
-        )
-    return found
+    """The interference in each part of a mix: verdicts against the same load alone, in words."""
+    parts: dict[str, list[tuple[Verdict, str]]] = defaultdict(list)
+    if summary.comparison is not None:
+        for verdict in _of_mixes(summary, summary.comparison):
+            parts[verdict.side].append((verdict, _effect(verdict, summary.comparison, summary)))
+    return list(parts.values())
+
+
+def _of_mixes(summary: Summary, comparison: Comparison) -> list[Verdict]:
+    mixed = {row.name: f"{row.server} / {alone(row.load)}" for row in summary.rows if mix_of(row.load) is not None}
+    return [verdict for verdict in comparison.verdicts if mixed.get(verdict.side) == verdict.baseline]
 
 
 def but_for_effects(summary: Summary) -> Comparison | None:
     """The comparison without what `effects` says; None where nothing is left."""
     if summary.comparison is None:
         return None
-    said = {(part.verdicts[0].side, part.verdicts[0].baseline) for part in summary.beside}
-    left = [verdict for verdict in summary.comparison.verdicts if (verdict.side, verdict.baseline) not in said]
+    mixed = _of_mixes(summary, summary.comparison)
+    left = [verdict for verdict in summary.comparison.verdicts if verdict not in mixed]
     return msgspec.structs.replace(summary.comparison, verdicts=left) if left else None
 
 
@@ -166,18 +163,19 @@ def _effect(verdict: Verdict, comparison: Comparison, summary: Summary) -> str:
     rows = {row.name: row for row in summary.rows}
     alone, together = (_value(rows[name], verdict.metric) for name in (verdict.baseline, verdict.side))
     rate = verdict.metric in RATES
-    numbers = f"{alone} → {together} {'tok/s' if rate else 'ms'}"
+    unit = "tok/s" if rate else "s" if verdict.metric == "wall_s" else "ms"
+    numbers = f"{alone} → {together} {unit}"
     if verdict.ratio is None:
         return f"{numbers if units.NOTHING not in (alone, together) else 'not known'}: {after_word(verdict)}"
     times = f"{verdict.ratio:.2f} times as much" if rate else f"{1 / verdict.ratio:.2f} times as long"
     text = f"{numbers}, {times}"
     if verdict.word == "same":
         return f"{text}, within ±{units.figures(100 * comparison.noise_floor)}\u00a0%, which is noise"
-    return text if verdict.word != "cannot tell" else f"{text}, but {_doubt(verdict)}{_settled(verdict)}"
+    return text if verdict.word != "inconclusive" else f"{text}, but {_doubt(verdict)}{_settled(verdict)}"
 
 
 def _value(row: Row, metric: str) -> str:
-    if metric in RATES:
+    if metric in WORK:
         rate: float | None = getattr(row.pooled, metric)
         return units.NOTHING if rate is None else units.significant(rate)
     latency, _, at = metric.rpartition("_")
@@ -187,14 +185,14 @@ def _value(row: Row, metric: str) -> str:
 
 def _doubt(verdict: Verdict) -> str:
     if verdict.low is not None and verdict.high is not None and verdict.low <= 1 <= verdict.high:
-        return "the runs spread so much that it may be chance"
-    fewest = min(verdict.n)
-    return "one run says nothing about chance" if fewest == 1 else f"{fewest} repeats are too few to be sure"
+        return "the 95\u00a0% interval includes 1"
+    if verdict.reason == "run_variation_unknown":
+        return "the variation between runs is not known"
+    return f"{min(verdict.n)} against {max(verdict.n)} values are too few to be sure"
 
 
 def _settled(verdict: Verdict) -> str:
-    needed = re.search(r"; (about \d+)|; (more than \d+)|; (\d+) repeats a side is", verdict.sentence)
-    return f"; {next(filter(None, needed.groups()))} would decide" if needed else ""
+    return f"; about {verdict.needed} would decide" if verdict.needed else ""
 
 
 def gathered(texts: list[str], run: Run) -> list[str]:
@@ -237,7 +235,7 @@ def by_what(comparison: Comparison) -> str:
         "input_tok_s": "prompt tokens per second",
     }
     if comparison.metric is not None:
-        return kinds[comparison.metric]
+        return kinds.get(comparison.metric, METRIC_WORDS[comparison.metric])
     found = dict.fromkeys(kinds.get(verdict.metric, METRIC_WORDS[verdict.metric]) for verdict in comparison.verdicts)
     return f"{' or '.join(found)}, as each line says" if found else "no metric"
 
@@ -250,9 +248,8 @@ def of_method(comparison: Comparison) -> str:
         else f"{comparison.comparisons} comparisons, p-values corrected for that"
     )
     floor = units.figures(100 * comparison.noise_floor)
-    return (
-        f"By {by_what(comparison)}; {correction}. Differences below {floor}\u00a0% are not believed "
-        f"(noise floor: {comparison.noise_source})."
+    return f"By {by_what(comparison)}; {correction}. Differences under {floor}\u00a0% are treated as noise." + (
+        f" Variation between runs: {comparison.noise_source}." if comparison.noise_source else ""
     )
 
 

@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from harness import units
+from harness.judge.verdicts import METRIC_WORDS, WORK
 from harness.report import words
 from harness.rundir.manifest import Run
 from harness.rundir.origin import OTHERWISE
@@ -21,10 +22,27 @@ class Line(Struct, frozen=True, kw_only=True):
 
     row: Row
     tokens: float | None  # completion tokens of a run, median over its runs
-    verdict: Verdict | None
+    verdicts: list[Verdict] = []  # its own: against the baseline, or of a part of a mix against the same load alone
     baseline: bool
     against: str = ""  # the verdict's other load, where that is not the run's baseline
     rate_mark: str = ""  # where the rate means something else than that of the first row
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The first of its verdicts: that by work, or by TTFT."""
+        return self.verdicts[0] if self.verdicts else None
+
+    @property
+    def word(self) -> str:
+        """The word of all its verdicts; of several words the first that is a reason to look closer."""
+        found = [verdict.word for verdict in self.verdicts]
+        return next((word for word in ("slower", "inconclusive", "faster", "same") if word in found), "")
+
+    @property
+    def metric(self) -> str:
+        """The metric of its first verdict, where that is a latency."""
+        shown = self.verdict is not None and self.verdict.metric not in WORK
+        return f"{METRIC_WORDS[self.verdict.metric]} " if self.verdict is not None and shown else ""
 
 
 class Meaning(Struct, frozen=True, kw_only=True):
@@ -56,20 +74,22 @@ def lines(summary: Summary, run: Run) -> list[Line]:
     """The rows in the order of the summary."""
     base = baseline_of(run.scenario)
     name = f"{base.server} / {base.load}"
-    # Of a row the first verdict is its own: against the baseline, or of a part of a mix against the same load alone.
-    verdicts = {v.side: v for v in reversed(summary.comparison.verdicts)} if summary.comparison else {}
+    found = summary.comparison.verdicts if summary.comparison else []
+    # What else the scenario compares comes after a row's own verdicts.
+    first = {verdict.side: verdict.baseline for verdict in reversed(found)}
     tokens = {cell.id: cell.numbers.output_tokens for cell in summary.cells}
     rates = [row.definitions.get("output_tok_s", "") for row in summary.rows]
     result = []
     for row in summary.rows:
-        verdict = None if row.name == name else verdicts.get(row.name)
+        own = [one for one in found if one.side == row.name and one.baseline == first[row.name]]
+        own = [] if row.name == name else list({one.metric: one for one in own}.values())
         result.append(
             Line(
                 row=row,
                 tokens=median_of_known(map(tokens.get, row.cells)),
-                verdict=verdict,
+                verdicts=own,
                 baseline=row.name == name,
-                against="" if verdict is None or verdict.baseline == name else verdict.baseline,
+                against="" if not own or own[0].baseline == name else own[0].baseline,
                 rate_mark="" if row.definitions.get("output_tok_s", "") == rates[0] else OTHERWISE,
             )
         )
@@ -110,11 +130,24 @@ def _speedup(line: Line) -> str:
     if line.verdict is None or line.verdict.ratio is None:
         return units.NOTHING
     against = f" of {line.against}" if line.against else ""
-    return f"{line.verdict.ratio:.2f}×{against} ({interval(line.verdict)})"
+    return f"{line.metric}{line.verdict.ratio:.2f}×{against} ({interval(line.verdict)})"
 
 
 def _verdict(line: Line) -> str:
-    return "baseline" if line.baseline else line.verdict.word if line.verdict else units.NOTHING
+    if line.baseline:
+        return "baseline"
+    if len({verdict.word for verdict in line.verdicts}) < 2:
+        return line.word or units.NOTHING
+    latencies: dict[str, list[Verdict]] = {}
+    for verdict in line.verdicts:
+        latencies.setdefault(METRIC_WORDS[verdict.metric].split()[0], []).append(verdict)
+    parts = []
+    for latency, found in latencies.items():
+        if len({verdict.word for verdict in found}) == 1:
+            parts.append(f"{latency} {found[0].word}")
+        else:
+            parts += [f"{METRIC_WORDS[verdict.metric]} {verdict.word}" for verdict in found]
+    return ", ".join(parts)
 
 
 _NAMES_AND_WORK = (
@@ -212,7 +245,7 @@ _ERRORS_AND_VERDICT = (
         title="Verdict",
         group="verdict",
         explanation="Faster or slower only when the corrected p is below 0.05, the interval excludes 1 and the effect "
-        "exceeds the noise floor; “same” only when the interval lies inside the noise floor; else “cannot tell”.",
+        "exceeds 2 %; “same” only when the interval lies within ±2 %; else “inconclusive”.",
         formula="exact permutation test on run-level values, corrected for the number of comparisons",
         text=_verdict,
     ),

@@ -14,7 +14,7 @@ from harness.report.table import Column, Line, Meaning, columns, lines
 from harness.rundir.manifest import Run
 from harness.summary import Summary
 
-STYLES = {"faster": "green", "slower": "red", "same": "cyan", "cannot tell": "yellow", "baseline": "dim"}
+STYLES = {"faster": "green", "slower": "red", "same": "cyan", "inconclusive": "yellow", "baseline": "dim"}
 
 
 def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, explain: bool = False) -> None:
@@ -116,7 +116,7 @@ def _heading(column: Column) -> Text:
 
 def _style(column: Column, line: Line) -> str:
     if column.key == "verdict":
-        return STYLES.get(column.text(line), "")
+        return STYLES.get("baseline" if line.baseline else line.word, "")
     return "bold red" if column.key == "errors" and column.text(line) != "0" else ""
 
 
@@ -147,11 +147,11 @@ def _schedules(summary: Summary, run: Run, console: Console, *, explain: bool) -
 
 
 def _verdicts(summary: Summary, console: Console) -> None:
-    for comparison in filter(None, [summary.comparison, *summary.beside]):
+    if summary.comparison is not None:
         console.print()
-        for word, said in sentences.of_verdicts(comparison.verdicts):
+        for word, said in sentences.of_verdicts(summary.comparison.verdicts):
             _item(console, Text(words.one_line(said), STYLES.get(word, "")))
-        _item(console, Text(sentences.of_method(comparison), "dim"))
+        _item(console, Text(sentences.of_method(summary.comparison), "dim"))
 
 
 def _meaning(console: Console, column: Meaning) -> None:

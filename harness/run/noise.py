@@ -1,49 +1,75 @@
-"""The A/A run: one server under two names, interleaved, which shows how far equal things differ on this machine."""
+"""How far equal runs differ on this machine: one server under two names, measured once or several times."""
 
+import math
+import time
 from pathlib import Path
 
 import msgspec
 
 from harness.errors import HarnessError, RunError
-from harness.judge.noise_floors import AGAIN, LEAST, A, Floor, floor_of, floor_path, write_floor
-from harness.judge.verdicts import METRIC_WORDS
+from harness.judge import stats
+from harness.judge.noise_floors import (
+    AGAIN,
+    A,
+    RowNoise,
+    StoredNoise,
+    joined,
+    noise_of,
+    noise_path,
+    read_noise,
+    write_noise,
+)
+from harness.judge.verdicts import MARGIN, METRIC_WORDS
 from harness.prepare.experiment import Experiment, server_name
 from harness.run.progress import Progress
 from harness.run.run import run
 from harness.rundir.manifest import read_run
 from harness.scenario.scenario import Baseline
 from harness.summarize.summarize import summarize
-from harness.units import figures
+from harness.units import count, duration, figures
 
 
 def noise(
-    experiment: Experiment, server: str | None, runs: Path, results: Path, progress: Progress
-) -> tuple[Path, Path]:
-    """Measure the floor of this machine for a scenario and store it. Returns the run directory and noise.json.
+    experiment: Experiment,
+    server: str | None,
+    runs: Path,
+    results: Path,
+    progress: Progress,
+    *,
+    count: int = 1,
+    pause_s: float = 0.0,
+    add: bool = False,
+) -> tuple[Path, StoredNoise]:
+    """Measure how far equal runs differ, `count` times with pauses between, and store it; returns where, and what.
 
-    Raises RunError when the run is not VALID; the floor that was stored before then stays.
+    What is stored is there after each run, so that an interruption loses one. With `add` the runs that were stored
+    before stay. Raises RunError when a run is not VALID.
     """
-    if experiment.scenario.repeats < 2:
-        raise HarnessError(
-            f"a noise floor needs at least 2 repeats, and {experiment.path} has {experiment.scenario.repeats}",
-            next_step="--repeats 5",
-        )
     name = server_name(experiment, server)
-    folder = run(a_against_a(experiment, name), runs, progress)
-    manifest, summary = read_run(folder), summarize(folder)
-    if not summary.valid:
-        raise RunError(
-            f"{manifest.id}: an INVALID run gives no noise floor: {summary.reasons[0]}",
-            next_step=f"harness report {folder} shows all reasons.",
-        )
-    path = floor_path(results, manifest)
-    try:
-        write_floor(path, floor_of(manifest, summary, name))
-    except OSError as error:
-        raise HarnessError(
-            f"{path}: the noise floor cannot be stored ({error.strerror})", next_step="--results DIR chooses a folder."
-        ) from None
-    return folder, path
+    known: StoredNoise | None = None
+    for number in range(count):
+        if number:
+            time.sleep(pause_s)
+        folder = run(a_against_a(experiment, name), runs, progress)
+        manifest, summary = read_run(folder), summarize(folder)
+        if not summary.valid:
+            raise RunError(
+                f"{manifest.id}: an INVALID run shows no noise: {summary.reasons[0]}",
+                next_step=f"harness report {folder} shows all reasons. {number} of {count} runs are stored.",
+            )
+        path = noise_path(results, manifest)
+        found = noise_of(manifest, summary, name)
+        if known is None and add:
+            known = read_noise(path)
+        known = found if known is None else joined(known, found)
+        try:
+            write_noise(path, known)
+        except OSError as error:
+            raise HarnessError(
+                f"{path}: the noise cannot be stored ({error.strerror})", next_step="--results DIR chooses a folder."
+            ) from None
+    assert known is not None
+    return path, known
 
 
 def a_against_a(experiment: Experiment, name: str) -> Experiment:
@@ -60,12 +86,36 @@ def a_against_a(experiment: Experiment, name: str) -> Experiment:
     return msgspec.structs.replace(experiment, scenario=twice)
 
 
-def in_words(floor: Floor) -> list[str]:
-    """A line for each load and metric."""
-    return [
-        f"{row.load}, {METRIC_WORDS[row.metric]}: ±{figures(100 * max(LEAST, row.floor))} %"
-        + (f" (measured {100 * row.floor:.2g} %; no floor is below {100 * LEAST:.2g} %)" if row.floor < LEAST else "")
-        + f"; a-again was {row.ratio:.4f} times as fast, 95 % interval {row.low:.4f} to {row.high:.4f}, "
-        f"{row.n[0]} against {row.n[1]} runs"
-        for row in floor.rows
-    ]
+def in_words(noise: StoredNoise) -> list[str]:
+    """How far runs and repeats differ, and what that allows to find."""
+    span_s = noise.runs[-1].started_wall_s - noise.runs[0].started_wall_s
+    over = f" over {duration(span_s)}" if span_s else ""
+    lines = [f"{count(len(noise.runs), 'A/A run')}{over}, {count(noise.repeats, 'repeat')} each"]
+    lines += [f"{row.load}, {METRIC_WORDS[row.metric]}: {_of_row(row, noise.repeats)}" for row in noise.rows]
+    if len(noise.runs) < 2:
+        lines.append("How far runs differ is not known from one: add runs of other hours and days with --add.")
+    return lines
+
+
+def _of_row(row: RowNoise, repeats: int) -> str:
+    parts = []
+    between = row.between_repeats()
+    if between is not None:
+        needed = stats.needed_to_settle(0.0, (between, between), 1, 1, MARGIN)
+        same = "more than 100" if needed is None else str(needed)
+        parts.append(
+            f"repeats differ by {_percent(between)} (standard deviation); within a run, equal sides are found "
+            f"the same within ±{100 * MARGIN:g} % by {same} repeats a side"
+        )
+    seen = row.variation()
+    if seen is not None:
+        least = stats.detectable(seen.of_run(repeats), seen.freedom)
+        parts.append(
+            f"runs differ by {_percent(seen.of_run(repeats))}; of one run against one, "
+            f"{figures(100 * math.expm1(least), 2)} % and more is found"
+        )
+    return "; ".join(parts) or "one value"
+
+
+def _percent(variance: float) -> str:
+    return f"{figures(100 * math.sqrt(variance), 2)} %"

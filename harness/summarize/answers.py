@@ -95,9 +95,10 @@ def input_tok_s(parts: Sequence[AnswerTally], window_s: float | None, cells: Seq
 def differences(rows: Sequence[Row], comparison: Comparison | None) -> list[str]:
     """What a reader of a comparison must know: of two compared rows, one has more valid or more right answers."""
     named = {row.name: row.pooled.answers for row in rows}
+    found = comparison.verdicts if comparison is not None else []
     notes = [
-        difference(verdict.side, [named.get(verdict.side)], verdict.baseline, [named.get(verdict.baseline)])
-        for verdict in (comparison.verdicts if comparison is not None else [])
+        difference(side, [named.get(side)], base, [named.get(base)])
+        for side, base in dict.fromkeys((verdict.side, verdict.baseline) for verdict in found)
     ]
     return [note for note in notes if note is not None]
 

@@ -10,8 +10,6 @@ import msgspec
 from harness.errors import HarnessError
 from harness.failures.messages import Said, grouped
 from harness.judge import checks, server_starts
-from harness.judge.beside import beside_others
-from harness.judge.noise_floors import floor_in
 from harness.judge.verdicts import compare_rows
 from harness.rundir import origin
 from harness.rundir.files import pretty_json, read_json, replace_file
@@ -78,11 +76,11 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
     notes += [note for cell in summaries for note in cell.notes] + _unchecked(summaries)
     rows = _rows(run, summaries, tallies)
     base = baseline_of(run.scenario)
-    floor = floor_in(folder, run)
     reference = reference or read_reference(folder)
     if reference is not None and reasons:
         reference = msgspec.structs.replace(reference, refused="this run is INVALID")
-    comparison = None if reasons else compare_rows(rows, (base.server, base.load), run.scenario, floor)
+    by_id = {cell.id: cell for cell in summaries}
+    comparison = None if reasons else compare_rows(rows, by_id, (base.server, base.load), run.scenario)
     notes += answers.differences(rows, comparison)
     return Summary(
         run=run.id,
@@ -96,7 +94,6 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
         rows=rows,
         cells=summaries,
         comparison=comparison,
-        beside=[] if reasons else beside_others(rows, summaries, run.scenario, floor),
         checks=checks.evaluate(asked, rows, comparison, reference),
     )
 
