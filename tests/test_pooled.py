@@ -12,14 +12,21 @@ import pytest
 from numpy.typing import NDArray
 from scipy import stats as scipy_stats
 
+from harness.judge import stats, verdicts
 from harness.judge.stats import ALPHA
-from harness.judge.verdicts import NoiseFloor, Pair, verdicts
+from harness.judge.verdicts import Pair
 from harness.paths import ROOT
 
 METHOD = (ROOT / "docs" / "method.md").read_text(encoding="utf-8")
 PAIRS, RUNS, REQUESTS = 2000, 5, 50
 WITHIN = 0.10  # scatter of requests within a run, on logarithms
-NO_FLOOR = NoiseFloor(1e-9, "chosen")  # the tests stand alone
+
+
+@pytest.fixture(autouse=True)
+def tests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the margin, and without how many repeats would settle a verdict, which takes most of its time."""
+    monkeypatch.setattr(verdicts, "MARGIN", 1e-9)
+    monkeypatch.setattr(stats, "needed_to_settle", lambda *_: None)
 
 
 class Rates(NamedTuple):
@@ -47,8 +54,15 @@ def found(spread: float, effect: float = 1.0) -> Rates:
     runs = seen.mean(axis=3)
     ours = 0
     for base, side in runs:
-        pair = Pair(side="b", baseline="a", metric="wall_s", side_speeds=list(1 / side), baseline_speeds=list(1 / base))
-        ours += verdicts([pair], NO_FLOOR).verdicts[0].word in ("faster", "slower")
+        pair = Pair(
+            side="b",
+            baseline="a",
+            metric="wall_s",
+            side_speeds=[list(1 / side)],
+            baseline_speeds=[list(1 / base)],
+            within_run=True,
+        )
+        ours += verdicts.verdicts([pair]).verdicts[0].word in ("faster", "slower")
     return Rates(float(np.mean(welch < ALPHA)), float(np.mean(ranks < ALPHA)), ours / PAIRS)
 
 

@@ -220,7 +220,9 @@ def noise(
     url: UrlOpt = None,
     ca: CaOpt = None,
     model: ModelOpt = None,
-    runs: RunsDir = RUNS,
+    folder: Annotated[
+        Path, typer.Option("--runs-dir", help="Where the A/A runs are kept.", envvar="HARNESS_RUNS")
+    ] = RUNS,
     results: ResultsDir = RESULTS,
 ) -> None:
     """Run a scenario with one server under two names, and store how far equal repeats and equal runs differ.
@@ -235,7 +237,7 @@ def noise(
     experiment = experiments.prepare(scenario, target_of(url, ca=ca), model, repeats)
     with signals_interrupt():
         stored, found = noises.noise(
-            experiment, server, runs, results, Progress(console()), count=count, pause_s=60 * every, add=add
+            experiment, server, folder, results, Progress(console()), count=count, pause_s=60 * every, add=add
         )
     print("\n".join([f"Noise of {found.machine}:", *noises.in_words(found), f"Stored: {stored}"]))
 

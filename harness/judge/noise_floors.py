@@ -93,7 +93,8 @@ def noise_of(run: Run, summary: Summary, server: str) -> StoredNoise:
             for side in (A, AGAIN)
         )
         names = dict.fromkeys(metric.rpartition("_")[0] for metric in metrics_of(a, again) if metric not in WORK)
-        for metric in (*WORK, *(f"{latency}_{at}" for latency in names for at in NEEDED)):
+        tokens = "input_tok_s" if load.endpoint == "embeddings" else "output_tok_s"
+        for metric in ("wall_s", tokens, *(f"{latency}_{at}" for latency in names for at in NEEDED)):
             values = [[value for value in side.values(metric)[0] if value] for side in (a, again)]
             if all(values):
                 found.append(RowNoise(load=name, metric=metric, a=[values[0]], again=[values[1]]))
@@ -120,7 +121,7 @@ def joined(one: StoredNoise, other: StoredNoise) -> StoredNoise:
         mine, theirs = getattr(one, field), getattr(other, field)
         if mine != theirs:
             raise HarnessError(
-                f"noise: '{field}' of the stored runs is {mine}, and {theirs} now; they are not joined",
+                f"noise: '{field}' of the stored runs is {mine} and {theirs} now; they are not joined",
                 next_step="Leave out --add: the noise is then measured anew.",
             )
     rows = {(row.metric, row.load): row for row in other.rows}

@@ -181,8 +181,9 @@ def needed_to_settle(
         level = ALPHA / comparisons if differs else ALPHA
         return _power(seen._replace(freedom=seen.freedom + (freedom or 0)), level, band, differs=differs) >= _ASKED
 
-    found = bisect.bisect_left(range(max(least + 1, 2), MOST_REPEATS + 1), True, key=settles) + max(least + 1, 2)
-    return found if found <= MOST_REPEATS else None
+    tried = range(max(least + 1, repeats_to_reach_p(1)), MOST_REPEATS + 1)
+    place = bisect.bisect_left(tried, True, key=settles)
+    return tried[place] if place < len(tried) else None
 
 
 def _power(true: Effect, level: float, band: float, *, differs: bool) -> float:

@@ -402,14 +402,12 @@ def _verdict(pair: Pair, seen: Effect, p: float, comparisons: int, noise: Noise)
         if effect
         else f"that the sides are the same within ±{_percent(MARGIN)}"
     )
-    settle += f", with a probability of {POWER:.0%}"
+    settle += f", with a probability of {POWER * 100:.0f} %"
     if not effect:
         reason, why = (
             "in_margin",
-            (
-                f"a difference of {_percent(abs(seen.ratio - 1))} is less than ±{_percent(MARGIN)}, treated as "
-                f"noise, but the {bounds} is not within them"
-            ),
+            f"the difference of {_percent(abs(seen.ratio - 1))} is within the ±{_percent(MARGIN)} that are treated as "
+            f"noise, but its {bounds} is not",
         )
     elif known is None and stats.smallest_p(len(side), len(base)) * comparisons >= ALPHA:
         among = "" if comparisons == 1 else f" in {comparisons} comparisons"
