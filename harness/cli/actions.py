@@ -83,6 +83,7 @@ def run(
     from harness.compare.reference import reference_to, write_reference
     from harness.judge.noise_floors import adopt_floor
     from harness.prepare import experiment as experiments
+    from harness.prepare.preview import check_notes
     from harness.process import signals_interrupt
     from harness.run import trusted_streams
     from harness.run.progress import Progress
@@ -100,6 +101,8 @@ def run(
         if workers is not None:
             experiment = experiments.with_workers(experiment, workers, bind)
     wrong.refuse()
+    for note in check_notes(experiment.scenario):
+        console().print(f"note: {note}")
     for note in [] if workers else trusted_streams.notes(experiment.scenario):
         console().print(note)
     with junit_of_failure(junit, scenario.stem), signals_interrupt():
