@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
+from scipy.signal import lfilter
 from scipy.special import ndtri
 
 from harness.judge.checks import evaluate
@@ -106,6 +107,20 @@ def test_what_a_sample_suggests_is_what_its_own_distribution_needs() -> None:
     assert needed is not None and result.more_requests is not None
     assert (result.status, result.code) == ("inconclusive", "too_close")
     assert result.more_requests + 500 == pytest.approx(needed, rel=0.15)
+
+
+@pytest.mark.parametrize(("correlation", "passed"), [(0.5, 0.055), (0.8, 0.17)])
+def test_requests_that_wait_together_have_too_narrow_an_interval(correlation: float, passed: float) -> None:
+    """The documented limit of the rule: neighbouring latencies are correlated, and the true p95 is the bound."""
+    dice, n, new = np.random.default_rng(9), 500, math.sqrt(1 - correlation**2)
+
+    def one() -> CheckResult:
+        chance = dice.standard_normal(n) * new
+        chance[0] /= new
+        values = np.exp(SIGMA * (lfilter([1], [1, -correlation], chance) - float(ndtri(0.95))))
+        return evaluate(["ttft_p95 <= 1 s"], [row(distribution([array("d", values)]))], None)[0]
+
+    assert shares(one() for _ in range(TRIALS))["passed"] == pytest.approx(passed, abs=0.03)
 
 
 def of_share(n: int, true: float, text: str = "attainment(ttft<=1s) >= 0.95") -> Shares:

@@ -1,6 +1,7 @@
 """Checks: grammar, and what they say about rows."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from harness.judge.checks import evaluate, requests_needed, undecidable
 from harness.judge.stats import samples_needed
+from harness.paths import SCENARIOS
 from harness.scenario.check_syntax import (
     JUDGED_BY_SLOS,
     LATENCIES,
@@ -23,6 +25,7 @@ from harness.scenario.check_syntax import (
     parse_check,
     slo_sets,
 )
+from harness.scenario.file import load_scenario
 from harness.scenario.scenario import Load, Scenario, Server
 from harness.summary import Attained, CheckResult, Comparison, Distribution, Numbers, Reference, Row, Verdict
 
@@ -429,3 +432,8 @@ def test_a_check_of_the_command_line_is_one_that_the_scenario_could_have() -> No
     assert misplaced("b/x: wall < 1 s", ["a"], ["x"]) == "'b' is not a server; known: a"
     assert misplaced("wall < 1", ["a"], ["x"]) is not None
     assert misplaced("a/x: wall < 1 s", ["a"], ["x"]) is None
+
+
+@pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_checks_of_shipped_scenarios_can_be_decided(path: Path) -> None:
+    assert list(undecidable(load_scenario(path))) == []
