@@ -25,6 +25,7 @@ class ExitCode(enum.IntEnum):
     SERVER = 2  # a server did not become ready
     INVALID = 3  # the run ended INVALID
     FAILED = 4  # a check or a comparison failed, or the doctor found a blocker
+    INCONCLUSIVE = 5  # no check failed, and at least one is inconclusive
     INTERRUPTED = 130  # Ctrl-C, SIGTERM or SIGHUP
 
 

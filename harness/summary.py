@@ -4,7 +4,8 @@ import statistics
 from collections.abc import Iterable
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import force_setattr
 
 # Requests that a percentile needs at 99 % confidence; the rule is stats.samples_needed, and a test holds them equal.
 NEEDED = {"p50": 11, "p90": 64, "p95": 130, "p99": 662}
@@ -30,6 +31,9 @@ class Distribution(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     p90: float | None = None
     p95: float | None = None
     p99: float | None = None
+    # The 95 % interval of each percentile, from order statistics. A bound that is None: the sample is too small for it.
+    # No entry: not known, as of chunk gaps, of numbers that another tool computed, and in files of older versions.
+    intervals: dict[str, tuple[float | None, float | None]] = {}
 
 
 NO_SAMPLE = Distribution(n=0)
@@ -278,11 +282,36 @@ class Reference(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class CheckResult(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A check of the scenario and how it came out."""
+    """The result of a check. Numbers are those of the worst row, in the unit of the check's bound."""
 
     check: str
-    passed: bool
-    evidence: str
+    status: Literal["passed", "failed", "inconclusive"] = "inconclusive"
+    code: (
+        Literal[
+            "met",  # passed
+            "broken",  # failed
+            "no_row",  # failed: it applies to no row of the run
+            "unreadable",  # failed
+            "too_close",  # inconclusive: the interval contains the bound
+            "too_few_requests",  # inconclusive
+            "no_value",  # inconclusive: the row has no such number
+            "no_baseline",  # inconclusive: there is no baseline with such a number, or it is not comparable
+        ]
+        | None
+    ) = None  # None: of an older version
+    evidence: str  # the same as a sentence
+    row: str | None = None
+    value: float | None = None
+    low: float | None = None  # the 95 % interval of the value; None: there is none on that side
+    high: float | None = None
+    bound: float | None = None
+    more_requests: int | None = None  # that would decide it; None: unknown, too many, or requests do not help
+    passed: bool | UnsetType = UNSET  # only read, in summaries of older versions
+
+    def __post_init__(self) -> None:
+        if self.passed is not UNSET:
+            force_setattr(self, "status", "passed" if self.passed else "failed")
+            force_setattr(self, "passed", UNSET)
 
 
 class Summary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

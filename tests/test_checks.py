@@ -1,13 +1,17 @@
 """Checks: grammar, and what they say about rows."""
 
+import math
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.judge.checks import evaluate, requests_needed
+from harness.judge.checks import evaluate, requests_needed, undecidable
 from harness.judge.stats import samples_needed
+from harness.paths import SCENARIOS
 from harness.scenario.check_syntax import (
     JUDGED_BY_SLOS,
     LATENCIES,
@@ -21,6 +25,8 @@ from harness.scenario.check_syntax import (
     parse_check,
     slo_sets,
 )
+from harness.scenario.file import load_scenario
+from harness.scenario.scenario import Load, Scenario, Server
 from harness.summary import Attained, CheckResult, Comparison, Distribution, Numbers, Reference, Row, Verdict
 
 TTFT_1S = Slo(text="ttft<=1s", latency="ttft", operator="<=", bound_s=1.0)
@@ -52,8 +58,8 @@ def row(server: str = "a", load: str = "x", **changes: object) -> Row:
 
 def against_a(side: str, ratio: float, low: float | None) -> Verdict:
     return Verdict(
-        side=side, baseline="a / x", metric="wall_s", ratio=ratio, low=low, high=ratio, p=0.01, n=(5, 5), word="faster",
-        sentence="",
+        side=side, baseline="a / x", metric="wall_s", ratio=ratio, low=low, high=None if low is None else 1.7, p=0.01,
+        n=(5, 5), word="faster", sentence="",
     )  # fmt: skip
 
 
@@ -154,73 +160,140 @@ def one(text: str, *rows: Row, against: Comparison | None = None) -> CheckResult
     return evaluate([text], rows or (row(),), against)[0]
 
 
+def came(text: str, *rows: Row, against: Comparison | None = None) -> tuple[str, str | None, str]:
+    """Status, code and evidence."""
+    result = one(text, *rows, against=against)
+    return result.status, result.code, result.evidence
+
+
 def test_a_check_holds_for_every_row_or_fails_with_those_that_break_it() -> None:
-    slow = row("b", wall_s=20.0)
-    assert one("wall <= 15s", row(), slow) == CheckResult(check="wall <= 15s", passed=False, evidence="b / x: 20 s")
+    slow, slower = row("b", wall_s=20.0), row("c", wall_s=25.0)
+    assert one("wall <= 15s", row(), slow, slower) == CheckResult(
+        check="wall <= 15s", status="failed", code="broken", evidence="b / x: 20 s; c / x: 25 s", row="c / x",
+        value=25.0, bound=15.0,
+    )  # fmt: skip
     assert one("wall <= 30s", row(), slow) == CheckResult(
-        check="wall <= 30s", passed=True, evidence="b / x: 20 s (the closest of 2 rows)"
-    )
-    assert one("a/x: wall <= 15s", row(), slow) == CheckResult(
-        check="a/x: wall <= 15s", passed=True, evidence="a / x: 12.5 s"
-    )
+        check="wall <= 30s", status="passed", code="met", evidence="b / x: 20 s (worst of 2 rows)", row="b / x",
+        value=20.0, bound=30.0,
+    )  # fmt: skip
+    assert came("a/x: wall <= 15s", row(), slow) == ("passed", "met", "a / x: 12.5 s")
+
+
+# p95 of 200 requests with its interval; of as many the interval of a p99 has no upper end.
+TTFT = Distribution(n=200, mean=0.5, p95=1.5, intervals={"p95": (1.2, 2.0), "p99": (1.9, None)})
+
+
+def test_a_percentile_is_decided_by_its_whole_interval() -> None:
+    known = row(ttft_s=TTFT)
+    passed = one("ttft_p95 <= 2s", known)
+    assert passed == CheckResult(
+        check="ttft_p95 <= 2s", status="passed", code="met", row="a / x", value=1.5, low=1.2, high=2.0, bound=2.0,
+        evidence="a / x: 1.5 s, 95 % interval 1.2 s to 2 s",
+    )  # fmt: skip
+    undecided = one("ttft_p95 < 2s", known)
+    assert (undecided.status, undecided.code, undecided.bound) == ("inconclusive", "too_close", 2.0)
+    assert (undecided.value, undecided.low, undecided.high) == (1.5, 1.2, 2.0)
+    assert undecided.more_requests == 30  # 2 s is the 197th of 200 values, so 98.5 % are within it
+    assert undecided.evidence.endswith("1.2 s to 2 s; needs about 30 more requests to decide")
+    assert came("ttft_p95 <= 1.19s", known)[:2] == ("failed", "broken")
+    assert came("ttft_p95 > 1.19s", known)[:2] == ("passed", "met")
+    assert came("ttft_p95 >= 2.01s", known)[:2] == ("failed", "broken")
+    at_bound = one("ttft_p95 <= 1.5s", known)
+    assert (at_bound.status, at_bound.more_requests) == ("inconclusive", None)
+    assert at_bound.evidence.endswith("too close to the bound: more than 100,000 requests would be needed to decide")
+    assert came("ttft_p95 == 1.5s", known) == ("passed", "met", "a / x: 1.5 s")
+
+
+def test_too_few_requests_for_a_percentile_can_break_a_bound_and_not_meet_it() -> None:
+    few = row(ttft_s=TTFT)
+    failed = one("ttft_p99 <= 1.8s", few)
+    assert (failed.status, failed.value, failed.low, failed.high) == ("failed", None, 1.9, None)
+    assert failed.evidence == "a / x: 95 % interval from 1.9 s"
+    undecided = one("ttft_p99 <= 60s", few)
+    assert (undecided.status, undecided.code, undecided.more_requests) == ("inconclusive", "too_few_requests", 462)
+    meets = row(ttft_s=Distribution(n=100, intervals={"p95": (1.0, 1.2)}))
+    assert one("ttft_p95 <= 2s", meets).more_requests == 30
+
+
+def test_failed_weighs_more_than_inconclusive_and_that_more_than_passed() -> None:
+    good = row("good", ttft_s=Distribution(n=200, p95=0.5, intervals={"p95": (0.4, 0.6)}))
+    bad = row("bad", ttft_s=Distribution(n=200, p95=5.0, intervals={"p95": (4.0, 6.0)}))
+    unsure, few = row("unsure", ttft_s=TTFT), row("few", ttft_s=Distribution(n=20, intervals={"p95": (0.1, None)}))
+    check = "ttft_p95 < 2s"
+    assert (one(check, good, unsure, bad).status, one(check, good, unsure, bad).row) == ("failed", "bad / x")
+    assert one(check, good, unsure, bad).evidence == "bad / x: 5 s, 95 % interval 4 s to 6 s"
+    several = one(check, good, few, unsure)
+    assert (several.status, several.row, several.more_requests) == ("inconclusive", "few / x", 110)
+    assert several.evidence.startswith("few / x: needs 130 ") and "; unsure / x: 1.5 s" in several.evidence
+    assert came(check, good, good)[2] == "good / x: 500 ms, 95 % interval 400 ms to 600 ms (worst of 2 rows)"
+
+
+def test_summaries_of_older_versions_are_read() -> None:
+    for old, status in ((True, "passed"), (False, "failed")):
+        read = msgspec.convert({"check": "wall <= 1s", "passed": old, "evidence": "a / x: 2 s"}, CheckResult)
+        assert read == CheckResult(check="wall <= 1s", status=status, evidence="a / x: 2 s")  # type: ignore[arg-type]
+        assert "passed" not in msgspec.to_builtins(read)
 
 
 @pytest.mark.parametrize(
-    ("text", "passed", "evidence"),
+    ("text", "code", "evidence"),
     [
-        ("ttft_p95 <= 1500ms", True, "a / x: 1.5 s"),
-        ("ttft_p95 < 1.5s", False, "a / x: 1.5 s"),
-        ("ttft_p50 > 0.3 s", True, "a / x: 400 ms"),
-        ("ttft_p50 >= 0.5 s", False, "a / x: 400 ms"),
-        ("ttft_p99 < 10s", False, "a / x: needs 662 successful requests that have a ttft; there are 200"),
-        ("ttfo_p50 < 10s", False, "a / x: needs 11 successful requests that have a ttfo; there are 0: only streamed "
-         "answers have one"),
-        ("ttfo_mean < 10s", False, "a / x: no successful request has a ttfo; 1 is needed: only streamed answers "
+        ("ttft_p95 <= 1500ms", "met", "a / x: 1.5 s"),
+        ("ttft_p95 < 1.5s", "broken", "a / x: 1.5 s"),
+        ("ttft_p50 > 0.3 s", "met", "a / x: 400 ms"),
+        ("ttft_p50 >= 0.5 s", "broken", "a / x: 400 ms"),
+        ("ttft_p99 < 10s", "too_few_requests", "a / x: needs 662 successful requests that have a ttft; there are 200"),
+        ("ttfo_p50 < 10s", "no_value", "a / x: needs 11 successful requests that have a ttfo; there are 0: only "
+         "streamed answers have one"),
+        ("ttfo_mean < 10s", "no_value", "a / x: no successful request has a ttfo; 1 is needed: only streamed answers "
          "have one"),
-        ("e2e_sched_p50 < 10s", False, "a / x: needs 11 successful requests that have an e2e_sched; there are 0: only "
-         "requests of an open loop have one"),
-        ("gap_p99 < 1s", False, "a / x: needs 662 successful requests that have a gap; 5,000 values are there"),
-        ("gap_mean < 1s", True, "a / x: 50 ms"),
-        ("error_rate == 0", True, "a / x: 0 %"),
-        ("output_tok_s >= 151", False, "a / x: 150"),
-        ("requests_per_s == 3", True, "a / x: 3"),
-        ("b/x: wall < 1s", False, "there is no row that it applies to"),
-        ("nonsense", False, "check 'nonsense', at character 1: 'nonsense' is not a metric; known: "
+        ("e2e_sched_p50 < 10s", "no_value", "a / x: needs 11 successful requests that have an e2e_sched; there are 0: "
+         "only requests of an open loop have one"),
+        ("gap_p99 < 1s", "too_few_requests", "a / x: needs 662 successful requests that have a gap; "
+         "5,000 values are there"),
+        ("gap_mean < 1s", "met", "a / x: 50 ms"),
+        ("error_rate == 0", "met", "a / x: 0 %"),
+        ("output_tok_s >= 151", "broken", "a / x: 150"),
+        ("requests_per_s == 3", "met", "a / x: 3"),
+        ("b/x: wall < 1s", "no_row", "there is no row that it applies to"),
+        ("nonsense", "unreadable", "check 'nonsense', at character 1: 'nonsense' is not a metric; known: "
          + ", ".join(sorted(UNITS))),
     ],
 )  # fmt: skip
-def test_values_and_evidence(text: str, passed: bool, evidence: str) -> None:
-    assert one(text) == CheckResult(check=text, passed=passed, evidence=evidence)
+def test_values_and_evidence(text: str, code: str, evidence: str) -> None:
+    status = {"met": "passed", "broken": "failed", "no_row": "failed", "unreadable": "failed"}.get(code, "inconclusive")
+    assert came(text) == (status, code, evidence)
 
 
-def test_missing_values_fail() -> None:
-    empty = row(sent=0, succeeded=0, wall_s=None, output_tok_s=None, requests_per_s=None)
-    assert not one("error_rate <= 100%", empty).passed
-    assert not one("wall < 100s", empty).passed
-    assert not one("output_tok_s < 100", empty).passed
-    assert not one("requests_per_s < 100", empty).passed
+def test_missing_values_decide_nothing() -> None:
+    empty = row(sent=0, succeeded=0, wall_s=None, output_tok_s=None, requests_per_s=None, ttft_s=Distribution(n=0))
+    for text in ("error_rate <= 100%", "error_rate == 0", "wall < 100s", "output_tok_s < 100", "requests_per_s < 100"):
+        assert came(text, empty)[:2] == ("inconclusive", "no_value"), text
+    assert came("ttft_p95 <= 1s", empty)[:2] == ("inconclusive", "too_few_requests")
+    assert came(f"goodput({SLOS}) >= 0.95", judged(0, sent=0))[:2] == ("inconclusive", "too_few_requests")
 
 
 def test_requests_that_the_end_cut_are_sent_but_no_errors() -> None:
     bad = row(sent=200, succeeded=186, failed=10, unfinished=4)
     assert one("error_rate < 5%", bad).evidence == "a / x: 5 %"
-    assert one("error_rate <= 5%", bad).passed
+    assert one("error_rate <= 5%", bad).status == "passed"
 
 
 def test_speedup_is_that_of_the_comparison() -> None:
     rows = (row(), row("b"))
     known = comparison(against_a("b / x", 1.6, 1.5))
-    assert one("speedup >= 1.5", *rows, against=known) == CheckResult(
-        check="speedup >= 1.5", passed=True, evidence="b / x: 1.6"
-    )
-    assert not one("speedup >= 1.7", *rows, against=known).passed
+    assert came("speedup >= 1.5", *rows, against=known) == ("passed", "met", "b / x: 1.6, 95 % interval 1.5 to 1.7")
+    assert came("speedup >= 1.8", *rows, against=known)[:2] == ("failed", "broken")
+    close = one("speedup >= 1.55", *rows, against=known)
+    assert (close.status, close.code, close.more_requests) == ("inconclusive", "too_close", None)
+    assert close.evidence.endswith("; more repeats make the interval narrower")
     assert one("a/x: speedup >= 1", *rows, against=known).evidence == "a / x: it is the baseline itself"
     assert one("speedup >= 1", *rows).evidence.startswith("a / x: nothing was compared")
     single = comparison(against_a("b / x", 1.6, None))
-    assert one("speedup >= 1.5", *rows, against=single) == CheckResult(
-        check="speedup >= 1.5",
-        passed=False,
-        evidence="b / x: needs at least 2 repeats of this row and of the baseline",
+    assert came("speedup >= 1.5", *rows, against=single) == (
+        "inconclusive",
+        "no_value",
+        "b / x: needs at least 2 repeats of this row and of the baseline",
     )
 
 
@@ -230,34 +303,44 @@ def test_every_latency_has_every_statistic() -> None:
 
 
 def judged(met: int, unknown: int = 0, goodput: float | None = 2.5, sent: int = 200) -> Row:
-    share = met / sent if not unknown else None
+    share = met / sent if sent and not unknown else None
     one_set = Attained(met=met, unknown=unknown, attainment=share, goodput_req_s=goodput)
-    return row(sent=sent, slos={SLOS: one_set})
+    return row(sent=sent, succeeded=sent, slos={SLOS: one_set})
 
 
 def test_attainment_and_goodput() -> None:
     check = f"goodput({SLOS}) >= 0.95"
-    assert one(check, judged(192)) == CheckResult(
-        check=check, passed=True, evidence="a / x: 96 %, 192 of 200 sent met every SLO"
-    )
-    assert one(check, judged(189)) == CheckResult(
-        check=check, passed=False, evidence="a / x: 94.5 %, 189 of 200 sent met every SLO"
-    )
-    assert one(check, judged(129, sent=129)).evidence == (
-        "a / x: needs 130 requests; 129 were sent, of which 129 met every SLO"
-    )
-    assert one(check, judged(150, unknown=2)) == CheckResult(
-        check=check,
-        passed=False,
-        evidence=f"a / x: of 2 of 200 successful requests it is not known whether they met {SLOS}: "
+    assert came(check, judged(198)) == (
+        "passed", "met", "a / x: 99 %, 198 of 200 sent met every SLO, 95 % interval 96.4 % to 99.9 %",
+    )  # fmt: skip
+    close = one(check, judged(192))
+    assert (close.status, close.code, close.more_requests) == ("inconclusive", "too_close", 3243)
+    assert came(check, judged(182))[:2] == ("failed", "broken")
+    few = one(check, judged(129, sent=129))
+    assert (few.status, few.code, few.more_requests) == ("inconclusive", "too_few_requests", 1)
+    assert few.evidence == "a / x: needs 130 requests; 129 were sent, of which 129 met every SLO"
+    assert came(check, judged(10, sent=20)) == ("failed", "broken", "a / x: 95 % interval 27.2 % to 72.8 %")
+    assert came(check, judged(150, unknown=2)) == (
+        "inconclusive",
+        "no_value",
+        f"a / x: of 2 of 200 successful requests it is not known whether they met {SLOS}: "
         "the answers must be streamed, and their tokens reported",
     )
     assert one(check, row()).evidence == (
         f"a / x: its summary does not say how many requests met {SLOS}; its records are needed"
     )
     rate = f"goodput({SLOS}) >= 2.4 req/s"
-    assert one(rate, judged(1)) == CheckResult(check=rate, passed=True, evidence="a / x: 2.5 req/s")
-    assert not one(rate, judged(1, goodput=None)).passed
+    assert came(rate, judged(1)) == ("passed", "met", "a / x: 2.5 req/s")
+    assert came(rate, judged(1, goodput=None))[:2] == ("inconclusive", "no_value")
+
+
+def test_all_and_none_are_statements_on_the_requests_of_the_run() -> None:
+    for text, met, status in (
+        ("== 1", 200, "passed"), (">= 100%", 200, "passed"), (">= 1", 199, "failed"), ("<= 0", 0, "passed"),
+        ("== 0.5", 100, "passed"), ("== 0.5", 101, "failed"),
+    ):  # fmt: skip
+        result = one(f"attainment({SLOS}) {text}", judged(met))
+        assert (result.status, result.low, result.high) == (status, None, None), text
 
 
 def test_a_share_needs_as_many_requests_as_the_percentile_that_it_bounds() -> None:
@@ -272,12 +355,10 @@ def test_a_share_needs_as_many_requests_as_the_percentile_that_it_bounds() -> No
 def test_relative_to_the_row_that_the_scenario_compares_with() -> None:
     rows = (row(output_tok_s=150.0), row("b", output_tok_s=147.0))
     known = comparison(against_a("b / x", 1.0, 0.9))
-    assert one("output_tok_s >= 0.97 * baseline", *rows, against=known) == CheckResult(
-        check="output_tok_s >= 0.97 * baseline",
-        passed=True,
-        evidence="b / x: 147 against 150 of a / x, 0.98 times as much",
-    )
-    assert not one("output_tok_s >= 0.99 * baseline", *rows, against=known).passed
+    assert came("output_tok_s >= 0.97 * baseline", *rows, against=known) == (
+        "passed", "met", "b / x: 147 against 150 of a / x, 0.98 times as much",
+    )  # fmt: skip
+    assert one("output_tok_s >= 0.99 * baseline", *rows, against=known).status == "failed"
     assert one("a/x: wall <= baseline", *rows, against=known).evidence == "a / x: it is the baseline itself"
     assert one("wall <= baseline", *rows).evidence.startswith("a / x: there is no baseline: the run is not VALID")
 
@@ -290,22 +371,51 @@ def test_relative_to_another_run() -> None:
         return evaluate([text], now, None, reference)[0]
 
     assert against("a/x: wall <= 1.05 * baseline") == CheckResult(
-        check="a/x: wall <= 1.05 * baseline",
-        passed=True,
+        check="a/x: wall <= 1.05 * baseline", status="passed", code="met", row="a / x", value=13.0, bound=13.125,
         evidence="a / x: 13 s against 12.5 s of r1, 1.04 times as much",
-    )
-    assert against("a/x: ttft_p95 <= 1.1 * baseline") == CheckResult(
-        check="a/x: ttft_p95 <= 1.1 * baseline",
-        passed=False,
-        evidence="a / x: 1.8 s against 1.5 s of r1, 1.2 times as much",
-    )
+    )  # fmt: skip
+    slower = against("a/x: ttft_p95 <= 1.1 * baseline")  # no interval on either side
+    assert (slower.status, slower.evidence) == ("failed", "a / x: 1.8 s against 1.5 s of r1, 1.2 times as much")
     assert against("a/x: error_rate <= baseline").evidence == "a / x: 0 % against 0 % of r1"
     assert against("b/x: ttft_p95 <= baseline").evidence == (
         "b / x: of the baseline r1: needs 130 successful requests that have a ttft; there are 100"
     )
+    assert against("b/x: ttft_p95 <= baseline").code == "no_baseline"
     assert against("c/x: wall <= baseline").evidence == "c / x: the baseline r1 has no such row"
     unlike = Reference(run="r1", refused="they differ")
     assert against("a/x: wall <= baseline", unlike).evidence == "a / x: not compared with r1: they differ"
+
+
+def test_a_percentile_relative_to_another_run_has_the_interval_of_the_ratio() -> None:
+    def against(text: str, now: Distribution, before: Distribution) -> CheckResult:
+        return evaluate([text], [row(ttft_s=now)], None, Reference(run="r1", rows=[row(ttft_s=before)]))[0]
+
+    text, base = "ttft_p95 <= 1.1 * baseline", Distribution(n=200, p95=1.0, intervals={"p95": (0.8, 1.25)})
+    exact = Distribution(n=200, p95=1.0)  # of an older version: without an interval
+    close = against(text, TTFT, base)
+    up, down = math.hypot(math.log(2 / 1.5), math.log(1.25)), math.hypot(math.log(1.5 / 1.2), math.log(1.25))
+    assert (close.status, close.code, close.value, close.bound) == ("inconclusive", "too_close", 1.5, 1.1)
+    assert (close.low, close.high) == pytest.approx((1.5 * math.exp(-down), 1.5 * math.exp(up)))
+    assert close.more_requests == 224
+    assert close.evidence.endswith("needs about 224 more requests to decide; of the baseline 2.1 times as many as now")
+    assert against(text, TTFT, exact).low == pytest.approx(1.2)
+    assert against(text, TTFT, exact).status == "failed"
+    assert against("ttft_p95 <= 2.8 * baseline", TTFT, base).status == "passed"
+    assert against("ttft_p99 <= baseline", TTFT, base).code == "too_few_requests"
+
+
+def test_checks_that_the_planned_requests_cannot_decide() -> None:
+    def planned(*checks: str, repeats: int = 5, **load: Any) -> list[tuple[str, int, int]]:
+        loads = {"x": Load(user="batch", requests=20), "y": Load(user="batch", **(load or {"requests": 30}))}
+        made = Scenario(version=1, question="?", servers={"a": Server(template="simulated")}, model="m", loads=loads,
+                        checks=list(checks), repeats=repeats)  # fmt: skip
+        return [(one.row, one.planned, one.needed) for one in undecidable(made)]
+
+    assert planned("ttft_p95 <= 1s", "error_rate == 0", "ttft_mean < 1s", "wall < 9s") == [("a / x", 100, 130)]
+    assert planned("ttft_p95 <= 1s", repeats=7) == []
+    assert planned("a/y: ttft_p95 <= 1.1 * baseline", "a/y: gap_p99 < 1s") == [("a / y", 150, 662)]
+    assert planned(f"goodput({SLOS}) >= 0.95", f"attainment({SLOS}) >= 1") == [("a / x", 100, 130)]
+    assert planned("a/y: ttft_p95 <= 1s", duration_s=10.0) == []  # how many it sends is not known
 
 
 def test_sets_of_slos_that_checks_ask_about() -> None:
@@ -322,3 +432,8 @@ def test_a_check_of_the_command_line_is_one_that_the_scenario_could_have() -> No
     assert misplaced("b/x: wall < 1 s", ["a"], ["x"]) == "'b' is not a server; known: a"
     assert misplaced("wall < 1", ["a"], ["x"]) is not None
     assert misplaced("a/x: wall < 1 s", ["a"], ["x"]) is None
+
+
+@pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_checks_of_shipped_scenarios_can_be_decided(path: Path) -> None:
+    assert list(undecidable(load_scenario(path))) == []

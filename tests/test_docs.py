@@ -105,7 +105,7 @@ def test_every_exit_code_is_in_the_readme_and_in_help(tmp_path: Path) -> None:
     shown = " ".join(harness("--help", cwd=tmp_path).out.split())
     assert (
         "Exit codes: 0 fine; 1 usage or scenario error; 2 a server did not become ready; 3 the run is INVALID; "
-        "4 a check failed or a comparison found a regression; 130 interrupted." in shown
+        "4 a check failed or a comparison found a regression; 5 a check is inconclusive; 130 interrupted." in shown
     )
 
 

@@ -138,9 +138,9 @@ def test_a_fast_wrong_server_does_not_win(tmp_path: Path) -> None:
     good, other = (row.pooled.answers for row in summary.rows)
     assert good == Answers(checked=60, valid=60, valid_share=1.0, labelled=60, right=60, right_share=1.0)
     assert other is not None and (other.valid, other.right) == (54, 48)
-    assert [(check.passed, check.evidence) for check in summary.checks] == [
-        (False, "bad / l: 90 %, 54 of 60"),
-        (True, "one / l: 100 %, 60 of 60"),
+    assert [(check.status, check.evidence) for check in summary.checks] == [
+        ("failed", "bad / l: 90 %, 54 of 60"),
+        ("passed", "one / l: 100 %, 60 of 60"),
     ]
     assert any(
         note == "the answers of bad / l and one / l are not worth the same: valid are 54 of 60 (90.0%) and 60 of 60 "

@@ -143,7 +143,7 @@ def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
 
 
 def test_openmetrics_is_read_by_prometheus_and_holds_the_summary(run: Path) -> None:
-    summary = summarize(run)
+    summary = summarize(run, ["ttft_p95 <= 2s"])
     text = openmetrics.render(summary, read_run(run))
     assert text.endswith("# EOF\n")
     assert "# HELP amd_llm_load_error_ratio Failed requests / sent\n" in text
@@ -157,6 +157,9 @@ def test_openmetrics_is_read_by_prometheus_and_holds_the_summary(run: Path) -> N
     assert value("valid") == 1
     assert value("check_passed", check="error_rate == 0") == 1
     assert value("check_passed", check="wall <= 1 ms") == 0
+    assert value("check_passed", check="ttft_p95 <= 2s") is None
+    assert value("check_inconclusive", check="ttft_p95 <= 2s") == 1
+    assert value("check_inconclusive", check="wall <= 1 ms") == 0
     assert value("requests", outcome="succeeded", **of_row) == 20
     assert value("error_ratio", **of_row) == 0
     assert value("wall_seconds", **of_row) == row.wall_s

@@ -115,7 +115,7 @@ def test_one_latency_that_is_not_known_leaves_the_share_unknown(tmp_path: Path) 
     records = [streamed(0.5, 0.04, index=i, output_tokens=11 if i else None) for i in range(4)]
     summary = one_cell(tmp_path / "run", records, checks=[CHECK])
     assert summary.rows[0].pooled.slos[SLOS] == Attained(met=3, unknown=1)
-    assert not summary.checks[0].passed
+    assert (summary.checks[0].status, summary.checks[0].code) == ("inconclusive", "no_value")
 
 
 def test_several_cells_are_pooled_and_their_goodput_is_the_median() -> None:
@@ -144,8 +144,8 @@ def test_checks_of_the_command_line_are_counted_too(tmp_path: Path) -> None:
     one_cell(tmp_path / "run", records)
     summary = summarize(tmp_path / "run", [CHECK, "attainment(e2e<=2s) == 1"])
     assert list(summary.rows[0].pooled.slos) == [SLOS, "e2e<=2s"]
-    assert [(one.passed, one.evidence) for one in summary.checks] == [
-        (True, "a / x: 100 %, 11 of 11 sent met every SLO"),
-        (True, "a / x: 100 %, 11 of 11 sent met every SLO"),
+    assert [(one.status, one.evidence) for one in summary.checks] == [
+        ("passed", "a / x: 100 %, 11 of 11 sent met every SLO, 95 % interval 71.5 % to 100 %"),
+        ("passed", "a / x: 100 %, 11 of 11 sent met every SLO"),
     ]
     assert summarize(tmp_path / "run").rows[0].pooled.slos == {}

@@ -64,7 +64,7 @@ def test_a_run(tmp_path: Path) -> None:
         "amd-llm-load.which.validity | the run is VALID": "passed",
         "amd-llm-load.which.checks | error_rate == 0": "passed",
         "amd-llm-load.which.checks | wall <= 9 s": "failure",
-        "amd-llm-load.which.checks | ttft_p95 <= 2s": "failure",
+        "amd-llm-load.which.checks | ttft_p95 <= 2s": "skipped",
         # Slower, which is what the run found out: no regression.
         "amd-llm-load.which.comparison | b / x against a / x: wall time": "passed",
     }
@@ -153,7 +153,7 @@ def test_a_comparison_of_runs_carries_the_differences_and_the_checks(tmp_path: P
         "comparison | b / x against b / x (old): wall time": "passed",
     }
     assert found["checks | wall <= 0.95 * baseline"][1] == (
-        "a / x: 9.03 s against 10.03 s of old, 0.9 times as much (the closest of 2 rows)"
+        "a / x: 9.03 s against 10.03 s of old, 0.9 times as much (worst of 2 rows)"
     )
     told = properties_of(done.out)
     assert told["differs.servers.*.version"] == f"old: {served_by().version}; new: 0.30"
@@ -165,11 +165,16 @@ def test_checks_of_a_comparison_are_in_every_format(tmp_path: Path) -> None:
     for form, said in (
         ("terminal", "- FAILED wall <= 0.5 * baseline: a / x: 9.03 s against 10.03 s of old, 0.9 times as much"),
         ("markdown", "- **FAILED**: `wall <= 0.5 * baseline`: a / x: 9.03 s against 10.03 s of old, 0.9 times as much"),
-        ("json", '{"check":"wall <= 0.5 * baseline","passed":false,"evidence":"a / x: 9.03 s against'),
+        (
+            "json",
+            '{"check":"wall <= 0.5 * baseline","status":"failed","code":"broken","evidence":"a / x: 9.03 s against',
+        ),
     ):
         options = ("--about", "version", "--check", "wall <= 0.5 * baseline", "--format", form)
         done = harness("compare", "old", "new", *options, cwd=tmp_path)
         assert (done.code, said in done.out) == (4, True), done
+    unsure = harness("compare", "old", "new", "--about", "version", "--check", "ttft_p95 <= baseline", cwd=tmp_path)
+    assert unsure.code == 5 and "- inconclusive ttft_p95 <= baseline: a / x: needs 130 " in unsure.out
     fine = harness("compare", "old", "new", "--about", "version", "--check", "wall <= 1 * baseline", cwd=tmp_path)
     assert fine.code == 0 and "- passed wall <= 1 * baseline: " in fine.out
 
@@ -240,6 +245,33 @@ def test_the_command_line(tmp_path: Path) -> None:
     again = harness("report", run.name, "--format", "junit", cwd=tmp_path)
     assert (again.code, again.out) == (4, text)
     assert read_run(run).scenario.checks == ["error_rate == 0", "wall <= 1 ms"]
+
+
+def test_an_inconclusive_check_has_its_own_exit_code_and_is_skipped(tmp_path: Path) -> None:
+    path = write(tmp_path, checks=["error_rate == 0", "ttft_p95 <= 60s"])
+    ran = harness("run", path.name, "--junit", "j.xml", cwd=tmp_path)
+    assert (ran.code, ran.err) == (5, "")
+    note = (
+        "note: check 'ttft_p95 <= 60s' cannot pass: one / burst sends 6 requests in 1 repeat, and the check needs 130"
+    )
+    assert note in ran.out and note in harness("check", path.name, cwd=tmp_path).out
+    text = (tmp_path / "j.xml").read_text()
+    assert [word for word, _ in cases(text).values()] == ["passed", "passed", "skipped"]
+    (run,) = (tmp_path / "runs").iterdir()
+    for form, shown in (
+        ("terminal", "- inconclusive ttft_p95 <= 60s: one / burst: needs 130 "),
+        ("markdown", "- **inconclusive**: `ttft_p95 <= 60s`: one / burst: needs 130 "),
+        ("json", '"status": "inconclusive"'),
+        ("junit", text),
+        ("openmetrics", 'check_inconclusive{check="ttft_p95 <= 60s"'),
+    ):
+        again = harness("report", run.name, "--format", form, cwd=tmp_path)
+        assert (again.code, shown in again.out) == (5, True), form
+    page = (run / "report.html").read_text()
+    assert "<b>1 CHECK INCONCLUSIVE</b>" in page and "CHECKS PASSED" not in page
+    failed = harness("report", run.name, "--check", "wall <= 1 ms", cwd=tmp_path)
+    assert failed.code == 4, "a failed check weighs more"
+    assert harness("report", run.name, "--check", "ttft_p50 <= 1 ms", cwd=tmp_path).code == 4, "of six requests"
 
 
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:

@@ -28,10 +28,10 @@ def test_the_baseline_is_judged_by_the_slos_of_the_run(tmp_path: Path) -> None:
     assert (reference.run, reference.refused) == ("old", None)
     assert [(row.server, row.pooled.slos[SLOS].attainment) for row in reference.rows] == [("a", 1.0), ("b", 1.0)]
     result = summarize(new, (), reference).checks
-    assert [(one.passed, one.evidence) for one in result] == [
-        (False, "a / x: 0 %, 0 of 20 sent met every SLO against 100 % of old, 0 times as much; "
+    assert [(one.status, one.evidence) for one in result] == [
+        ("failed", "a / x: 0 %, 0 of 20 sent met every SLO against 100 % of old, 0 times as much; "
                 "b / x: 0 %, 0 of 20 sent met every SLO against 100 % of old, 0 times as much"),
-        (True, "a / x: 10.53 s against 10.03 s of old, 1.05 times as much (the closest of 2 rows)"),
+        ("passed", "a / x: 10.53 s against 10.03 s of old, 1.05 times as much (worst of 2 rows)"),
     ]  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def test_a_published_baseline_has_a_summary_only(tmp_path: Path) -> None:
     write_summary(old, summarize(old))
     (old / "requests.jsonl").unlink()
     result = summarize(new, (), reference_to(old, read_run(new))).checks
-    assert [one.passed for one in result] == [False, True]
+    assert [(one.status, one.code) for one in result] == [("inconclusive", "no_baseline"), ("passed", "met")]
     assert result[0].evidence.startswith(
         "a / x: of the baseline old: its summary does not say how many requests met e2e<=2.6s; its records are needed"
     )
@@ -68,7 +68,7 @@ def test_unlike_runs_are_not_compared_and_the_check_says_why(tmp_path: Path) -> 
     assert refused.rows == [] and refused.refused is not None
     assert "image_digest" in refused.refused and "sha256:2222" in refused.refused
     (result,) = summarize(tmp_path / "new", (), refused).checks
-    assert not result.passed
+    assert (result.status, result.code) == ("inconclusive", "no_baseline")
     assert result.evidence.startswith("a / x: not compared with old: runs that differ in")
     assert reference_to(tmp_path / "old", new, about="image_digest").refused is None
     assert reference_to(tmp_path / "old", new, about="machine").refused == refused.refused
@@ -87,7 +87,7 @@ def test_an_invalid_run_is_neither_side(tmp_path: Path) -> None:
         file.write(b'{"torn')
     why = "not compared with old: this run is INVALID"
     for one in summarize(new, (), reference).checks:
-        assert (one.passed, one.evidence) == (False, f"a / x: {why}; b / x: {why}")
+        assert (one.status, one.evidence) == ("inconclusive", f"a / x: {why}; b / x: {why}")
     write_made_run(tmp_path / "bad", status="invalid", reasons=["it was cut"])
     with pytest.raises(RunError) as raised:
         usable_baseline(tmp_path / "bad")

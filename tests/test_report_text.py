@@ -124,7 +124,7 @@ def summary() -> Summary:
         comparison=Comparison(
             metric="wall_s", comparisons=1, noise_floor=0.02, noise_source="assumed", verdicts=[verdict]
         ),
-        checks=[CheckResult(check="error_rate == 0", passed=False, evidence="2 of 50 failed")],
+        checks=[CheckResult(check="error_rate == 0", status="failed", evidence="2 of 50 failed")],
     )
 
 

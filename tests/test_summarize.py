@@ -5,15 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from harness.errors import HarnessError
+from harness.judge.stats import percentile_interval
 from harness.rundir.files import pretty_json
 from harness.rundir.manifest import read_run, write_run
 from harness.rundir.metrics import MetricsSample
 from harness.rundir.records import Request
 from harness.scenario.plan import Cell
 from harness.scenario.scenario import Load, Warmup
+from harness.summarize.gaps import PERMILLES
 from harness.summarize.summarize import summarize, write_summary
 from harness.summarize.tally import distribution
 from harness.summary import NO_SAMPLE, Distribution, Numbers, Summary
@@ -50,6 +53,13 @@ def one_cell(folder: Path, records: list[Request], load: Load | None = None, sam
 
 
 def distributed(*values: float) -> Distribution:
+    """A sample of one value a request, too small for any percentile."""
+    ordered = np.sort(np.asarray(values))
+    intervals = {name: percentile_interval(ordered, permille) for name, permille in PERMILLES.items()}
+    return msgspec.structs.replace(gaps(*values), intervals=intervals)
+
+
+def gaps(*values: float) -> Distribution:
     return Distribution(n=len(values), mean=statistics.fmean(values), least=min(values), most=max(values))
 
 
@@ -86,7 +96,7 @@ def test_the_same_files_give_the_same_bytes(tmp_path: Path) -> None:
     written = (tmp_path / "run" / "summary.json").read_bytes()
     assert written == first
     assert msgspec.json.decode(written, type=Summary) == summarize(tmp_path / "run")
-    assert [check.passed for check in summarize(tmp_path / "run").checks] == [True, True]
+    assert [check.status for check in summarize(tmp_path / "run").checks] == ["passed", "passed"]
 
 
 def test_exact_numbers_of_a_fixed_amount_of_work(tmp_path: Path) -> None:
@@ -121,7 +131,7 @@ def test_exact_numbers_of_a_fixed_amount_of_work(tmp_path: Path) -> None:
         ttfo_s=distributed(0.5),
         tpot_s=distributed(0.25, 0.4375),  # 0.5 / 2 and 1.75 / 4
         e2e_s=distributed(1.0, 2.0),
-        chunk_gap_s=distributed(0.5, 1.0, 0.75),
+        chunk_gap_s=gaps(0.5, 1.0, 0.75),
         tokens_per_chunk=8 / 5,
     )
     assert summary.cells[0].numbers.error_rate == 0.25

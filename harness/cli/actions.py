@@ -82,6 +82,7 @@ def run(
     """Start the scenario's servers, load them, take everything down, and report."""
     from harness.compare.reference import reference_to, write_reference
     from harness.prepare import experiment as experiments
+    from harness.prepare.preview import check_notes
     from harness.process import signals_interrupt
     from harness.run import trusted_streams
     from harness.run.progress import Progress
@@ -99,6 +100,8 @@ def run(
         if workers is not None:
             experiment = experiments.with_workers(experiment, workers, bind)
     wrong.refuse()
+    for note in check_notes(experiment.scenario):
+        console().print(f"note: {note}")
     for note in [] if workers else trusted_streams.notes(experiment.scenario):
         console().print(note)
     with junit_of_failure(junit, scenario.stem), signals_interrupt():

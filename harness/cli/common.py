@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from harness.errors import ExitCode, HarnessError, RunError, did_you_mean
 
 if TYPE_CHECKING:
     from harness.prepare.experiment import Target
-    from harness.summary import Summary
+    from harness.summary import CheckResult, Summary
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -25,7 +25,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Load testing of LLM servers on AMD hardware: from a scenario file to a verdict.",
     epilog="Exit codes: 0 fine; 1 usage or scenario error; 2 a server did not become ready; 3 the run is INVALID; "
-    "4 a check failed or a comparison found a regression; 130 interrupted.",
+    "4 a check failed or a comparison found a regression; 5 a check is inconclusive; 130 interrupted.",
 )
 command = partial(app.command, cls=Command)
 
@@ -218,5 +218,13 @@ def end_as(summary: "Summary") -> None:
     """End with the exit code of a run."""
     if not summary.valid:
         raise typer.Exit(ExitCode.INVALID)
-    if not all(result.passed for result in summary.checks):
+    end_as_checks(summary.checks)
+
+
+def end_as_checks(checks: "Sequence[CheckResult]") -> None:
+    """End with the exit code of checks; a failed one weighs more than an inconclusive one."""
+    found = {result.status for result in checks}
+    if "failed" in found:
         raise typer.Exit(ExitCode.FAILED)
+    if "inconclusive" in found:
+        raise typer.Exit(ExitCode.INCONCLUSIVE)

@@ -18,6 +18,7 @@ from harness.cli.common import (
     command,
     console,
     end_as,
+    end_as_checks,
     find_baseline,
 )
 from harness.errors import ExitCode, HarnessError, Mistakes
@@ -109,7 +110,7 @@ def compare(
 ) -> None:
     """Compare runs of the same work: a ratio with its interval and a verdict for each row.
 
-    Exit code 4 when a side is slower than the baseline, or a check failed.
+    Exit code 4 when a side is slower than the baseline, or a check failed; 5 when a check is inconclusive.
     """
     import msgspec
 
@@ -138,9 +139,9 @@ def compare(
         print(junit.of_comparison(comparison), end="")
     else:
         print(markdown(comparison) if output == "markdown" else msgspec.json.encode(comparison).decode())
-    slower = any(verdict.word == "slower" for verdict in comparison.verdicts)
-    if slower or not all(check.passed for check in comparison.checks):
+    if any(verdict.word == "slower" for verdict in comparison.verdicts):
         raise typer.Exit(ExitCode.FAILED)
+    end_as_checks(comparison.checks)
 
 
 @command(short_help="Show in what two runs differ.")

@@ -165,7 +165,9 @@ def _latency(scenario: Node, name: str, n: int) -> Distribution:
     stats = scenario.get(name)
     if stats is None or not n or stats.at("max").duration() <= 0 or stats.at("min").duration() <= 0:
         return NO_SAMPLE
-    values = {key: stats.at(key).duration() / 1000 for key in NEEDED if n >= NEEDED[key] and stats.get(key) is not None}
+    values: dict[str, Any] = {
+        key: stats.at(key).duration() / 1000 for key in NEEDED if n >= NEEDED[key] and stats.get(key) is not None
+    }
     return Distribution(
         n=n,
         mean=stats.at("mean").duration() / 1000,

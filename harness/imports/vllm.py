@@ -174,7 +174,7 @@ def _latency(top: Node, name: str, n: int) -> Distribution:
     mean = top.get(f"mean_{name}_ms")
     if mean is None or not n:
         return NO_SAMPLE
-    values: dict[str, float] = {}
+    values: dict[str, Any] = {}
     for percentile, needed in NEEDED.items():
         node = top.get(f"median_{name}_ms" if percentile == "p50" else f"{percentile}_{name}_ms")
         if node is not None and n >= needed:

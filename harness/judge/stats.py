@@ -15,9 +15,10 @@ Array = NDArray[np.float64]
 
 ALPHA = 0.05  # of tests and intervals
 MOST_ASSIGNMENTS = 200_000  # ten against ten is the most that is enumerated
-POWER = 0.8  # with which a recommended number of values decides
+POWER = 0.8  # with which a recommended number of repeats, runs or requests decides
 _ASKED = POWER + 0.02  # the permutation test finds a little less than Student's t, by which this is computed
 MOST_REPEATS = 100  # beyond which no number of repeats is suggested
+MAX_REQUESTS = 100_000  # beyond which no number of requests is suggested
 _DRAWS = 100_000
 
 
@@ -39,6 +40,98 @@ def percentile(ordered: Array, permille: int) -> float:
     """The exact percentile of sorted values: the least of them that at least so many per mille do not exceed."""
     rank = -(-len(ordered) * permille // 1000)
     return float(ordered[max(rank, 1) - 1])
+
+
+@functools.lru_cache(maxsize=4096)
+def order_statistics(n: int, share: float) -> tuple[int, int]:
+    """The ranks (1 to n) of the 95 % interval of a quantile among n sorted values, exact by the binomial distribution.
+
+    The value at each rank misses the true quantile on its side with a probability of at most 2.5 %. 0 and n + 1: the
+    sample is too small for a bound on that side.
+    """
+    from scipy.special import bdtr
+
+    def at_most(count: int) -> float:
+        return float(bdtr(count, n, share))
+
+    return (
+        bisect.bisect_right(range(n), ALPHA / 2, key=at_most),
+        bisect.bisect_left(range(n), 1 - ALPHA / 2, key=at_most) + 1,
+    )
+
+
+def percentile_interval(ordered: Array, permille: int) -> tuple[float | None, float | None]:
+    """The 95 % interval of a percentile of sorted, independent values. None: the sample gives no bound on that side."""
+    low, high = order_statistics(len(ordered), permille / 1000)
+    return (
+        float(ordered[low - 1]) if low >= 1 else None,
+        float(ordered[high - 1]) if high <= len(ordered) else None,
+    )
+
+
+def share_interval(count: int, n: int) -> tuple[float, float]:
+    """The exact 95 % interval of a share (Clopper-Pearson) of which `count` of n independent values are seen."""
+    from scipy.special import betaincinv
+
+    low = float(betaincinv(count, n - count + 1, ALPHA / 2)) if count else 0.0
+    high = float(betaincinv(count + 1, n - count, 1 - ALPHA / 2)) if count < n else 1.0
+    return low, high
+
+
+def requests_to_decide(bound: float, seen: float) -> int | None:
+    """About how many requests decide whether a share exceeds `bound` with POWER, if the true share is `seen`.
+
+    A percentile check is the same question: whether more than 95 % of all requests meet the bound of a p95. None: more
+    than MAX_REQUESTS.
+    """
+    from scipy.special import bdtr
+
+    if seen < bound:
+        bound, seen = 1 - bound, 1 - seen
+
+    def power(n: int) -> float:
+        return 1 - float(bdtr(order_statistics(n, bound)[1] - 1, n, seen))
+
+    sizes = range(1, MAX_REQUESTS + 1)
+    found = bisect.bisect_left(sizes, POWER, key=power) if seen > bound else len(sizes)
+    return sizes[found] if found < len(sizes) else None
+
+
+class Estimate(NamedTuple):
+    """A positive value with its 95 % interval. None: no bound on that side."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+def ratio_of(side: Estimate, base: Estimate) -> Estimate:
+    """The ratio of two independent values with its interval: the two intervals joined on logarithms (MOVER, Zou and
+    Donner 2008)."""
+    below, above = _log_distances(side)
+    base_below, base_above = _log_distances(base)
+    ratio = side.value / base.value
+    down, up = math.hypot(below, base_above), math.hypot(above, base_below)
+    return Estimate(
+        ratio,
+        ratio * math.exp(-down) if math.isfinite(down) else None,
+        ratio * math.exp(up) if math.isfinite(up) else None,
+    )
+
+
+def growth_to_decide(seen: Estimate, bound: float) -> float | None:
+    """About how many times as large a sample decides with POWER on which side of `bound` the value is.
+
+    It assumes that value and spread stay as seen, and that the interval shrinks with the root of the sample. None: no
+    sample does.
+    """
+    from scipy.special import ndtri
+
+    distance = math.log(bound / seen.value) if bound > 0 else 0.0
+    half = _log_distances(seen)[distance > 0]
+    if not distance or math.isinf(half):
+        return None
+    return float((1 + ndtri(POWER) / ndtri(1 - ALPHA / 2)) * half / distance) ** 2
 
 
 class Effect(NamedTuple):
@@ -202,6 +295,14 @@ def _power(true: Effect, level: float, band: float, *, differs: bool) -> float:
         return float(np.mean(ndtr((true.log - np.maximum(half, band)) / true.error)))
     room = np.maximum(band - half, 0.0)
     return float(np.mean(ndtr((room - true.log) / true.error) - ndtr((-room - true.log) / true.error)))
+
+
+def _log_distances(one: Estimate) -> tuple[float, float]:
+    """How far the bounds are from the value, in logarithms; infinite where there is no bound."""
+    return (
+        math.log(one.value / one.low) if one.low else math.inf,
+        math.log(one.high / one.value) if one.high is not None else math.inf,
+    )
 
 
 def detectable(variance: float, freedom: int) -> float:

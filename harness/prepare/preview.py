@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from harness import units
+from harness.judge.checks import undecidable
 from harness.judge.stats import ALPHA, repeats_to_reach_p
 from harness.judge.verdicts import comparisons_of
 from harness.prepare.experiment import Experiment
@@ -87,8 +88,17 @@ def show_plan(experiment: Experiment, console: Console) -> None:
             )
     threads = os.cpu_count() if engine_host() is None else None
     told = notes_on_comments(experiment.path.read_text(encoding="utf-8"))
-    for hint in [*notes(scenario), *hints(scenario, threads), *told]:
+    for hint in [*check_notes(scenario), *notes(scenario), *hints(scenario, threads), *told]:
         say(f"note: {hint}")
+
+
+def check_notes(scenario: Scenario) -> list[str]:
+    """A note for each check that the planned requests cannot decide, even if each request meets the bound."""
+    return [
+        f"check '{one.check}' cannot pass: {one.row} sends {count(one.planned, 'request')} in "
+        f"{count(scenario.repeats, 'repeat')}, and the check needs {one.needed:,}. Raise 'requests' or 'repeats'."
+        for one in undecidable(scenario)
+    ]
 
 
 def _starts(scenario: Scenario) -> str:

@@ -6,8 +6,8 @@ from rich.text import Text
 
 from harness.judge.verdicts import METRIC_WORDS
 from harness.report import differences, sentences, words
-from harness.report.markdown import code, escape
-from harness.report.terminal import STYLES
+from harness.report.markdown import check_item, escape
+from harness.report.terminal import STYLES, check_line
 from harness.summary import Comparison, Verdict
 
 HEADINGS = ("Side", "Baseline", "Runs", "By", "Speed", "95 % interval", "p", "Verdict")
@@ -31,8 +31,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         console.print(Text(f"- {said}", STYLES.get(word, "")))
     console.print(Text(f"- {sentences.of_method(comparison)}", "dim"))
     for check in comparison.checks:
-        mark = Text("- passed ", "green") if check.passed else Text("- FAILED ", "bold red")
-        console.print(mark + Text(words.one_line(f"{check.check}: {check.evidence}")))
+        console.print(Text("- ") + check_line(check))
     if comparison.sides:
         console.print()
         differences.print_differences(comparison.differences, comparison.sides, console)
@@ -47,7 +46,7 @@ def markdown(comparison: Comparison) -> str:
     noted = "".join(f"> **Mind:** {escape(words.one_line(note))}\n\n" for note in comparison.notes)
     text = f"{banner}{table}\n\n{noted}" + "\n".join(f"- {sentence}" for sentence in said)
     for check in comparison.checks:
-        text += f"\n- {'passed' if check.passed else '**FAILED**'}: {code(check.check)}: {escape(check.evidence)}"
+        text += f"\n- {check_item(check)}"
     return f"{text}\n\n{differences.markdown(comparison.differences, comparison.sides)}" if comparison.sides else text
 
 

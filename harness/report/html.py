@@ -72,6 +72,7 @@ def render(summary: Summary, run: Run, observed: Observed) -> str:
         sentences=sentences,
         starts=starts,
         units=units,
+        check_marks=words.CHECK_MARKS,
         charts={chart.id: chart for chart in charts},
         server_keys=marks.server_keys(summary),
         row_keys=marks.row_keys(summary),

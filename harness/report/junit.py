@@ -1,7 +1,8 @@
 """JUnit XML: a case for the validity, each check and each verdict, with the evidence.
 
-Something has failed here exactly when the command ends with another exit code than 0. So a side that is slower fails
-in a comparison of runs, and not within a run: that one server or load is slower than another is what it found out.
+A case fails or is an error exactly when the command's exit code is neither 0 nor 5 (a check is inconclusive, which is a
+skipped case). So a side that is slower fails in a comparison of runs, and not within a run: that one server or load is
+slower than another is the result of the run.
 """
 
 import datetime
@@ -107,8 +108,15 @@ def _validity(summary: Summary, run: Run) -> Case:
 
 
 def _check(result: CheckResult) -> Case:
-    failed = {} if result.passed else {"outcome": "failure", "kind": "check", "message": result.evidence}
-    return Case(group="checks", name=result.check, evidence=result.evidence, **failed)  # type: ignore[arg-type]
+    outcomes: dict[str, Literal["passed", "failure", "skipped"]] = {"failed": "failure", "inconclusive": "skipped"}
+    return Case(
+        group="checks",
+        name=result.check,
+        outcome=outcomes.get(result.status, "passed"),
+        kind="check" if result.status == "failed" else result.status,
+        message=result.evidence,
+        evidence=result.evidence,
+    )
 
 
 def _verdicts(comparison: Comparison, *, within: bool) -> list[Case]:

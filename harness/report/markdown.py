@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from harness.report import schedules, sentences, words
 from harness.report.table import Meaning, columns, lines
 from harness.rundir.manifest import Run
-from harness.summary import Summary
+from harness.summary import CheckResult, Summary
 
 LEFT = ("server", "load", "verdict")
 
@@ -30,14 +30,7 @@ def render(summary: Summary, run: Run) -> str:
         parts.append("**Why requests failed**")
         parts.append(_list([escape(text) for text in sentences.of_failures(summary)]))
     if summary.checks:
-        parts.append(
-            _list(
-                [
-                    f"{'passed' if check.passed else '**FAILED**'}: {code(check.check)}: {escape(check.evidence)}"
-                    for check in summary.checks
-                ]
-            )
-        )
+        parts.append(_list([check_item(check) for check in summary.checks]))
     parts.append(_details("Each row in words", _rows_in_words(summary, run)))
     parts.append(_details("What the columns mean", _explanations(columns(summary))))
     parts.append(f"Scenario {code(summary.scenario)}, run {code(summary.run)}. {escape(sentences.of_load(run))}")
@@ -53,6 +46,13 @@ def escape(text: str) -> str:
 def code(text: str) -> str:
     """`text` in the type of code, unless it holds what would end that."""
     return escape(text) if "`" in text or "\n" in text else f"`{text}`"
+
+
+def check_item(check: CheckResult) -> str:
+    """The result of a check and its evidence; bold unless it passed."""
+    mark = words.CHECK_MARKS[check.status]
+    mark = mark if check.status == "passed" else f"**{mark}**"
+    return f"{mark}: {code(check.check)}: {escape(check.evidence)}"
 
 
 def table(summary: Summary, run: Run, keys: Collection[str] | None = None) -> str:

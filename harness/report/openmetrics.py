@@ -88,8 +88,11 @@ def _of_run(summary: Summary, run: Run) -> Iterator[Metric]:
     yield _gauge("valid", "1: the run is VALID", "", [(one, int(summary.valid))])
     started = [(one, run.started_wall_s)]
     yield _gauge("started_timestamp_seconds", "When the run began, Unix time", "seconds", started)
-    checks = [({**one, "check": result.check}, int(result.passed)) for result in summary.checks]
-    yield _gauge("check_passed", "1: the check passed", "", checks)
+    checks = [({**one, "check": result.check}, result.status) for result in summary.checks]
+    decided = [(at, int(status == "passed")) for at, status in checks if status != "inconclusive"]
+    yield _gauge("check_passed", "1: the check passed; 0: it failed", "", decided)
+    undecided = [(at, int(status == "inconclusive")) for at, status in checks]
+    yield _gauge("check_inconclusive", "1: the run has too few requests to decide the check", "", undecided)
 
 
 def _status(summary: Summary, run: Run) -> str:

@@ -12,9 +12,10 @@ from harness.report.charts import starts
 from harness.report.machine_load import MachineTable, table_of
 from harness.report.table import Column, Line, Meaning, columns, lines
 from harness.rundir.manifest import Run
-from harness.summary import Summary
+from harness.summary import CheckResult, Summary
 
 STYLES = {"faster": "green", "slower": "red", "same": "cyan", "inconclusive": "yellow", "baseline": "dim"}
+CHECK_STYLES = {"passed": "green", "failed": "bold red", "inconclusive": "yellow"}
 
 
 def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, explain: bool = False) -> None:
@@ -50,8 +51,7 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
     if summary.checks:
         console.print()
         for check in summary.checks:
-            mark = Text("passed ", "green") if check.passed else Text("FAILED ", "bold red")
-            _item(console, mark + Text(words.one_line(f"{check.check}: {check.evidence}")))
+            _item(console, check_line(check))
     console.print()
     page = folder / "report.html"
     where = str(page) if page.exists() else f"none yet; `harness report {folder}` writes it"
@@ -152,6 +152,12 @@ def _verdicts(summary: Summary, console: Console) -> None:
         for word, said in sentences.of_verdicts(summary.comparison.verdicts):
             _item(console, Text(words.one_line(said), STYLES.get(word, "")))
         _item(console, Text(sentences.of_method(summary.comparison), "dim"))
+
+
+def check_line(check: CheckResult) -> Text:
+    """The result of a check and its evidence."""
+    mark = Text(f"{words.CHECK_MARKS[check.status]} ", CHECK_STYLES[check.status])
+    return mark + Text(words.one_line(f"{check.check}: {check.evidence}"))
 
 
 def _meaning(console: Console, column: Meaning) -> None:

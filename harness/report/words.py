@@ -14,6 +14,7 @@ FORMULAS = {  # of the latencies; docs/method.md has all
     "tpot": "TPOT = (last chunk − first chunk) ÷ (output tokens − 1)",
     "e2e": "E2E = last chunk − request sent",
 }
+CHECK_MARKS = {"passed": "passed", "failed": "FAILED", "inconclusive": "inconclusive"}
 SIMULATED = "SIMULATED ENGINE: these numbers come from a model, not from hardware"
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Struct
 
 from harness.failures.messages import Said
-from harness.judge.stats import Array, percentile
+from harness.judge.stats import Array, percentile, percentile_interval
 from harness.rundir.records import CUT, ProcessMark, Request
 from harness.summarize import answers, derive, gaps
 from harness.summarize.answers import AnswerTally
@@ -262,7 +262,9 @@ def _keep(values: "array[float]", value: float | None) -> None:
 
 
 def distribution(parts: Sequence["array[float]"], requests: int | None = None) -> Distribution:
-    """Statistics of a sample given in parts. `requests`: how many its values come from, when not one each."""
+    """Statistics of a sample given in parts. `requests`: how many its values come from, when not one each. Such values
+    are not independent, so their percentiles have no intervals.
+    """
     values: Array = np.sort(
         np.concatenate([np.frombuffer(part, dtype=np.float64) for part in parts if len(part)] or [np.empty(0)])
     )
@@ -271,10 +273,12 @@ def distribution(parts: Sequence["array[float]"], requests: int | None = None) -
         return NO_SAMPLE
     carried = n if requests is None else requests
 
-    at = {
+    at: dict[str, Any] = {
         name: percentile(values, permille) if carried >= NEEDED[name] else None
         for name, permille in gaps.PERMILLES.items()
     }
+    if requests is None:
+        at["intervals"] = {name: percentile_interval(values, permille) for name, permille in gaps.PERMILLES.items()}
     return Distribution(n=n, mean=float(values.mean()), least=float(values[0]), most=float(values[-1]), **at)
 
 
@@ -286,7 +290,7 @@ def gap_distribution(parts: Sequence[Gaps]) -> Distribution:
     carried = sum(part.requests for part in known)
     if all(part.whole for part in known):
         return distribution([part.kept[0].values for part in known], carried)
-    at = {
+    at: dict[str, Any] = {
         name: gaps.value_at(known, permille) if carried >= NEEDED[name] else None
         for name, permille in gaps.PERMILLES.items()
     }

@@ -1,0 +1,233 @@
+"""What a check decides of samples whose true distribution is known: false results, power, and what settles it.
+
+All through the product's own functions: latencies into `distribution`, its row into `evaluate`. A share of 2.5 % among
+2,000 results has a standard error of 0.35 %, so 3.7 % is more than three of them above it.
+"""
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+from scipy.signal import lfilter
+from scipy.special import ndtri
+
+from harness.judge.checks import evaluate
+from harness.judge.stats import (
+    MAX_REQUESTS,
+    Estimate,
+    growth_to_decide,
+    order_statistics,
+    ratio_of,
+    requests_to_decide,
+    share_interval,
+)
+from harness.summarize.tally import distribution
+from harness.summary import Attained, CheckResult, Distribution, Numbers, Reference, Row
+
+SIGMA = 0.75  # of logarithms: a long tail, as of times to first token
+TRIALS = 2000
+Shares = dict[str, float]
+
+
+def row(sample: Distribution, **more: object) -> Row:
+    numbers = Numbers(sent=sample.n, succeeded=sample.n, failed=0, unfinished=0, ttft_s=sample, **more)  # type: ignore[arg-type]
+    return Row(server="a", load="x", cells=[], wall_s=[], output_tok_s=[], pooled=numbers)
+
+
+def latencies(dice: np.random.Generator, n: int, permille: int, value_s: float) -> Row:
+    """A row of n log-normal latencies with that true percentile."""
+    values = np.exp(SIGMA * (dice.standard_normal(n) - float(ndtri(permille / 1000)))) * value_s
+    return row(distribution([array("d", values)]))
+
+
+def shares(results: Iterable[CheckResult]) -> Shares:
+    found = Counter(result.status for result in results)
+    return {status: found[status] / found.total() for status in ("passed", "failed", "inconclusive")}
+
+
+def of_percentile(n: int, factor: float, metric: str = "ttft_p95", trials: int = TRIALS) -> Shares:
+    """Results of `metric <= 1 s` where the true value is `factor` seconds."""
+    dice, permille = np.random.default_rng(n), int(metric[-2:]) * 10
+    check = [f"{metric} <= 1 s"]
+    return shares(evaluate(check, [latencies(dice, n, permille, factor)], None)[0] for _ in range(trials))
+
+
+@pytest.mark.parametrize("n", [130, 500, 2000])
+@pytest.mark.parametrize("factor", [1.0, 1.1])
+def test_a_p95_beyond_the_bound_hardly_ever_passes(n: int, factor: float) -> None:
+    assert of_percentile(n, factor)["passed"] <= 0.037
+
+
+@pytest.mark.parametrize("n", [130, 500, 2000])
+@pytest.mark.parametrize("factor", [0.9, 0.999])
+def test_a_p95_within_the_bound_hardly_ever_fails(n: int, factor: float) -> None:
+    assert of_percentile(n, factor)["failed"] <= 0.037
+
+
+@pytest.mark.parametrize("metric", ["ttft_p50", "ttft_p90", "ttft_p99"])
+def test_other_percentiles_at_the_bound(metric: str) -> None:
+    found = of_percentile(700, 1.0, metric)
+    assert found["passed"] <= 0.037 and found["failed"] <= 0.037 and found["inconclusive"] >= 0.93
+
+
+def test_more_requests_decide_smaller_differences() -> None:
+    assert of_percentile(130, 0.5)["passed"] >= 0.8
+    assert of_percentile(500, 0.75)["passed"] >= 0.8
+    assert of_percentile(2000, 0.86)["passed"] >= 0.8
+    assert of_percentile(130, 1.5)["failed"] >= 0.8
+    assert of_percentile(500, 1.25)["failed"] >= 0.8
+    assert of_percentile(2000, 1.15)["failed"] >= 0.8
+
+
+def test_few_requests_can_fail_and_cannot_pass() -> None:
+    assert of_percentile(40, 3.0)["failed"] >= 0.8
+    assert of_percentile(129, 0.1)["inconclusive"] == 1
+
+
+@pytest.mark.parametrize("factor", [0.8, 0.9, 1.1, 1.25])
+def test_the_number_of_requests_that_a_check_suggests_decides_it(factor: float) -> None:
+    share_within = float(0.5 * math.erfc(-(ndtri(0.95) - math.log(factor) / SIGMA) / math.sqrt(2)))
+    needed = requests_to_decide(0.95, share_within)
+    assert needed is not None
+    decided = of_percentile(needed, factor, trials=1000)
+    assert 0.76 <= decided["passed" if factor < 1 else "failed"] <= 0.88
+    assert decided["failed" if factor < 1 else "passed"] == 0
+
+
+def test_what_a_sample_suggests_is_what_its_own_distribution_needs() -> None:
+    """A sample that is the log-normal distribution itself, without chance."""
+    quantiles = (np.arange(500) + 0.5) / 500
+    values = np.exp(SIGMA * (ndtri(quantiles) - float(ndtri(0.95)))) * 0.9
+    (result,) = evaluate(["ttft_p95 <= 1 s"], [row(distribution([array("d", values)]))], None)
+    share_within = float(np.mean(values <= 1))
+    needed = requests_to_decide(0.95, share_within)
+    assert needed is not None and result.more_requests is not None
+    assert (result.status, result.code) == ("inconclusive", "too_close")
+    assert result.more_requests + 500 == pytest.approx(needed, rel=0.15)
+
+
+@pytest.mark.parametrize(("correlation", "passed"), [(0.5, 0.055), (0.8, 0.17)])
+def test_requests_that_wait_together_have_too_narrow_an_interval(correlation: float, passed: float) -> None:
+    """The documented limit of the rule: neighbouring latencies are correlated, and the true p95 is the bound."""
+    dice, n, new = np.random.default_rng(9), 500, math.sqrt(1 - correlation**2)
+
+    def one() -> CheckResult:
+        chance = dice.standard_normal(n) * new
+        chance[0] /= new
+        values = np.exp(SIGMA * (lfilter([1], [1, -correlation], chance) - float(ndtri(0.95))))
+        return evaluate(["ttft_p95 <= 1 s"], [row(distribution([array("d", values)]))], None)[0]
+
+    assert shares(one() for _ in range(TRIALS))["passed"] == pytest.approx(passed, abs=0.03)
+
+
+def of_share(n: int, true: float, text: str = "attainment(ttft<=1s) >= 0.95") -> Shares:
+    dice = np.random.default_rng(n)
+
+    def one() -> CheckResult:
+        met = int(dice.binomial(n, true))
+        slos = {"ttft<=1s": Attained(met=met, attainment=met / n)}
+        return evaluate([text], [row(Distribution(n=n), slos=slos)], None)[0]
+
+    return shares(one() for _ in range(TRIALS))
+
+
+@pytest.mark.parametrize("n", [130, 500, 2000])
+def test_a_share_at_the_bound_is_decided_by_nothing(n: int) -> None:
+    found = of_share(n, 0.95)
+    assert found["passed"] <= 0.037 and found["failed"] <= 0.037
+
+
+def test_a_share_is_decided_where_it_is_clear() -> None:
+    assert of_share(130, 0.999)["passed"] >= 0.9
+    assert of_share(500, 0.98)["passed"] >= 0.8
+    assert of_share(130, 0.85)["failed"] >= 0.8
+    assert of_share(130, 0.95 - 1e-9, "attainment(ttft<=1s) < 0.95")["passed"] <= 0.037
+
+
+def against(n: int, factor: float, metric: str = "ttft_p95", trials: int = TRIALS) -> Shares:
+    """Results of `metric <= 1.1 * baseline` where the true ratio is `factor`, n requests on each side."""
+    dice, permille = np.random.default_rng(n), int(metric[-2:]) * 10
+
+    def one() -> CheckResult:
+        before = Reference(run="before", rows=[latencies(dice, n, permille, 1.0)])
+        now = latencies(dice, n, permille, factor)
+        return evaluate([f"{metric} <= 1.1 * baseline"], [now], None, before)[0]
+
+    return shares(one() for _ in range(trials))
+
+
+@pytest.mark.parametrize("n", [130, 500, 2000])
+def test_a_ratio_at_the_bound_is_hardly_ever_decided(n: int) -> None:
+    found = against(n, 1.1)
+    assert found["passed"] <= 0.037 and found["failed"] <= 0.037
+    assert against(n, 1.21)["passed"] <= 0.01
+    assert against(n, 1.0)["failed"] <= 0.01
+
+
+def test_a_ratio_that_is_clear_is_decided() -> None:
+    assert against(130, 2.4)["failed"] >= 0.8
+    assert against(2000, 1.32)["failed"] >= 0.8
+    assert against(2000, 0.92)["passed"] >= 0.8
+
+
+def test_what_settles_a_ratio() -> None:
+    dice = np.random.default_rng(5)
+    now, before = latencies(dice, 1000, 950, 0.95), latencies(dice, 1000, 950, 1.0)
+    (result,) = evaluate(["ttft_p95 <= 1.1 * baseline"], [now], None, Reference(run="before", rows=[before]))
+    assert (result.status, result.code) == ("inconclusive", "too_close")
+    times = growth_to_decide(Estimate(1.0, 0.9, 1.1), 1.05)
+    assert times == pytest.approx(((1.96 + 0.8416) / 1.96 * math.log(1.1) / math.log(1.05)) ** 2, rel=1e-3)
+    assert growth_to_decide(Estimate(1.0, 0.9, 1.1), 1.0) is None
+    assert growth_to_decide(Estimate(1.0, 0.9, None), 1.2) is None
+
+
+def test_order_statistics_by_the_binomial_distribution() -> None:
+    def at_most(count: int, n: int, p: float) -> float:
+        return sum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(count + 1))
+
+    for n in (1, 2, 5, 11, 72, 130, 300):
+        for p in (0.5, 0.9, 0.95, 0.99):
+            low, high = order_statistics(n, p)
+            assert low == 0 or at_most(low - 1, n, p) <= 0.025
+            assert low == n or at_most(low, n, p) > 0.025
+            assert high == n + 1 or at_most(high - 1, n, p) >= 0.975
+            assert high == 1 or at_most(high - 2, n, p) < 0.975
+    assert order_statistics(130, 0.95) == (118, 129)
+    assert order_statistics(71, 0.95)[1] == 72 and order_statistics(72, 0.95)[1] == 72
+
+
+def test_exact_intervals_of_shares() -> None:
+    assert share_interval(0, 10) == pytest.approx((0, 0.3085), abs=1e-4)
+    assert share_interval(10, 10) == pytest.approx((0.6915, 1), abs=1e-4)
+    assert share_interval(5, 10) == pytest.approx((0.1871, 0.8129), abs=1e-4)
+
+
+def test_the_interval_of_a_ratio() -> None:
+    side, base = Estimate(2.0, 1.6, 3.0), Estimate(1.0, 0.8, 1.1)
+    down, up = math.hypot(math.log(2 / 1.6), math.log(1.1)), math.hypot(math.log(1.5), math.log(1 / 0.8))
+    assert ratio_of(side, base) == pytest.approx((2.0, 2 * math.exp(-down), 2 * math.exp(up)))
+    assert ratio_of(Estimate(2.0, 1.6, None), base)[2] is None
+    assert ratio_of(side, Estimate(1.0, 0.8, None))[1] is None
+    assert ratio_of(side, Estimate(1.0, 1.0, 1.0)) == pytest.approx(side)
+
+
+def test_a_value_at_the_bound_is_settled_by_no_number() -> None:
+    assert requests_to_decide(0.95, 0.95) is None
+    assert requests_to_decide(0.95, 0.9505) is None
+    assert requests_to_decide(0.95, 1.0) == 72
+    assert MAX_REQUESTS == 100_000
+
+
+def test_bounds_that_the_sample_does_not_have() -> None:
+    def made(n: int) -> Distribution:
+        return distribution([array("d", [float(k) for k in range(1, n + 1)])])
+
+    assert made(1).intervals["p95"] == (None, None)
+    assert made(71).intervals["p95"] == (63.0, None)
+    assert made(130).intervals["p95"] == (118.0, 129.0)
+    assert made(130).p95 == 124.0
+    # Many values of one request are not independent.
+    assert distribution([array("d", [1.0] * 700)], requests=700).intervals == {}
