@@ -57,13 +57,15 @@ def test_there_is_no_verdict_on_what_the_client_limited(run: Path, tmp_path: Pat
     summary = summarize(run)
     assert summary.comparison is not None
     (verdict,) = summary.comparison.verdicts
-    assert (verdict.word, verdict.ratio) == ("cannot tell", None)
-    why = "the client was the limit of the wall time of {}; by what, and what to do, "
-    assert verdict.sentence == f"b / x: cannot tell: {why.format('b / x')}stands with the validity of the run."
+    assert (verdict.word, verdict.ratio) == ("inconclusive", None)
+    assert verdict.reason == "refused"
+    why = "client-side bottleneck: the load generator limited the wall time of"
+    assert verdict.sentence.startswith(f"b / x: inconclusive: {why} b / x; ")
     well = limited_run(tmp_path / "well")
     compared = {verdict.side: verdict for verdict in compare_runs([[well], [run]]).verdicts}
-    assert compared["a / x"].word == "same"
-    assert compared["b / x"].sentence.startswith(f"b / x: cannot tell: {why.format('b / x (made)')}")
+    assert compared["a / x"].reason == "run_variation_unknown"
+    assert compared["b / x"].reason == "refused"
+    assert f"{why} b / x (made); " in compared["b / x"].sentence
 
 
 def test_the_list_of_runs_marks_it(run: Path, tmp_path: Path) -> None:

@@ -219,9 +219,9 @@ def test_lemonade_rows_of_two_speeds_have_no_ratio_and_the_reason_is_given(tmp_p
     assert definition(run, "output_tok_s", npu) == lemonade.WHOLE_REQUEST
     assert summary.comparison is not None and summary.comparison.comparisons == 0
     (verdict,) = summary.comparison.verdicts
-    assert (verdict.word, verdict.ratio, verdict.p) == ("cannot tell", None, None)
+    assert (verdict.word, verdict.ratio, verdict.p) == ("inconclusive", None, None)
     assert verdict.sentence == (
-        "flm-npu / chat-short: cannot tell: the definitions of 'output_tok_s' differ, so there is no ratio. "
+        "flm-npu / chat-short: inconclusive: the definitions of 'output_tok_s' differ, so there is no ratio. "
         f"flm-npu / chat-short: {lemonade.WHOLE_REQUEST}. llamacpp-vulkan / chat-short: {lemonade.DECODING}."
     )
     relative, speedup = summary.checks
@@ -249,7 +249,7 @@ def test_lemonade_says_where_it_cannot_be_told_which_speed_it_is(tmp_path: Path)
     assert (npu.server, npu.pooled.output_tok_s, npu.output_tok_s) == ("flm-npu", None, [])
     assert summary.comparison is not None
     assert summary.comparison.verdicts[0].sentence == (
-        "flm-npu / chat-short: cannot tell: the output tok/s of flm-npu / chat-short is not known: "
+        "flm-npu / chat-short: inconclusive: the output tok/s of flm-npu / chat-short is not known: "
         + lemonade.UNTOLD
         + "."
     )

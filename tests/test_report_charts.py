@@ -285,19 +285,19 @@ def verdict(
         (verdict("faster", 2.0, 1.9, 2.1), "2.00 times as fast"),
         (verdict("same", 1.001, 0.99, 1.01), "as fast within ±2\u00a0%, which is noise"),
         (
-            verdict("cannot tell", 2.0, 1.9, 2.1, "; about 5 repeats a side would settle it"),
+            verdict("inconclusive", 2.0, 1.9, 2.1, "; about 5 repeats a side would settle it"),
             "2.00 times as fast, but 2 repeats are too few to be sure; about 5 would decide",
         ),
         (
-            verdict("cannot tell", 1.2, 0.8, 1.9, "; more than 100 repeats a side would be needed"),
+            verdict("inconclusive", 1.2, 0.8, 1.9, "; more than 100 repeats a side would be needed"),
             "1.20 times as fast, but the runs spread so much that it may be chance; more than 100 would decide",
         ),
-        (verdict("cannot tell", 1.01, 0.97, 1.04), "about as fast, but not surely within ±2\u00a0%"),
+        (verdict("inconclusive", 1.01, 0.97, 1.04), "about as fast, but not surely within ±2\u00a0%"),
         (
-            verdict("cannot tell", 1.5, None, None, "; 4 repeats a side is the least that can decide", n=1),
+            verdict("inconclusive", 1.5, None, None, "; 4 repeats a side is the least that can decide", n=1),
             "1.50 times as fast, but one run says nothing about chance; 4 would decide",
         ),
-        (verdict("cannot tell", None, None, None), "so it is."),
+        (verdict("inconclusive", None, None, None), "so it is."),
     ],
 )
 def test_a_verdict_in_short(one: Verdict, said: str) -> None:

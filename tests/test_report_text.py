@@ -121,9 +121,7 @@ def summary() -> Summary:
         reasons=[],
         rows=[row("one", one), row("ten", ten)],
         cells=cells,
-        comparison=Comparison(
-            metric="wall_s", comparisons=1, noise_floor=0.02, noise_source="assumed", verdicts=[verdict]
-        ),
+        comparison=Comparison(metric="wall_s", comparisons=1, noise_floor=0.02, noise_source="", verdicts=[verdict]),
         checks=[CheckResult(check="error_rate == 0", status="failed", evidence="2 of 50 failed")],
     )
 
@@ -150,7 +148,7 @@ def test_a_wide_terminal_has_one_table() -> None:
         "  2 of 25  3.13× (3.05–3.21)  faster",
         "",
         "- vllm / ten: faster: 3.13 times as fast as vllm / one (3.05 to 3.21).",
-        "- By wall time; one comparison. Differences below 2\u00a0% are not believed (noise floor: assumed).",
+        "- By wall time; one comparison. Differences under 2\u00a0% are treated as noise.",
         "",
         "VALID: all conditions of a trustworthy measurement held",
         "",
@@ -300,7 +298,7 @@ def test_markdown() -> None:
         "| vllm | ten | 4.18 s | 1,250 | 299.0 | 52.3 | 1,098 | n/a (needs 11) | n/a (needs 130) | 2 of 25 "
         "| 3.13× (3.05–3.21) | faster |\n\n"
         "- vllm / ten: faster: 3.13 times as fast as vllm / one (3.05 to 3.21).\n"
-        "- By wall time; one comparison. Differences below 2\u00a0% are not believed (noise floor: assumed).\n\n"
+        "- By wall time; one comparison. Differences under 2\u00a0% are treated as noise.\n\n"
         "**VALID: all conditions of a trustworthy measurement held**\n\n"
         "- **FAILED**: `error_rate == 0`: 2 of 50 failed\n\n"
     )
@@ -343,20 +341,20 @@ def test_what_is_said_of_several_verdicts_is_said_once() -> None:
         return Verdict(side=side, baseline="a / x", metric=metric, ratio=1.5, low=None, high=None, p=None, n=(1, 1),
                        word=word, sentence=f"{side}: {said}.")  # fmt: skip
 
-    unknown, refused = "cannot tell: by {}, 1 against 1 run have no spread", "cannot tell: they are not alike"
+    unknown, refused = "inconclusive: by {}, 1 against 1 run have no spread", "inconclusive: they are not alike"
     assert sentences.of_verdicts([
-        verdict("b / x", "wall_s", "cannot tell", unknown.format("wall time")),
-        verdict("b / y", "ttft_p50", "cannot tell", unknown.format("TTFT p50")),
+        verdict("b / x", "wall_s", "inconclusive", unknown.format("wall time")),
+        verdict("b / y", "ttft_p50", "inconclusive", unknown.format("TTFT p50")),
         verdict("b / z", "wall_s", "faster", "faster: 2.00 times as fast as a / x by wall time (p = 0.01)"),
-        verdict("c / x", "wall_s", "cannot tell", unknown.format("wall time")),
-        verdict("c / y", "ttft_p50", "cannot tell", refused),
-        verdict("b / y", "e2e_p95", "cannot tell", unknown.format("E2E p95")),
-        verdict("c / y", "e2e_p95", "cannot tell", refused),
+        verdict("c / x", "wall_s", "inconclusive", unknown.format("wall time")),
+        verdict("c / y", "ttft_p50", "inconclusive", refused),
+        verdict("b / y", "e2e_p95", "inconclusive", unknown.format("E2E p95")),
+        verdict("c / y", "e2e_p95", "inconclusive", refused),
     ]) == [
-        ("cannot tell", "b / x, c / x: cannot tell: by wall time, 1 against 1 run have no spread."),
-        ("cannot tell", "b / y: cannot tell: by TTFT p50, E2E p95, 1 against 1 run have no spread."),
+        ("inconclusive", "b / x, c / x: inconclusive: by wall time, 1 against 1 run have no spread."),
+        ("inconclusive", "b / y: inconclusive: by TTFT p50, E2E p95, 1 against 1 run have no spread."),
         ("faster", "b / z: faster: 2.00 times as fast as a / x by wall time (p = 0.01)."),
-        ("cannot tell", "c / y: cannot tell: they are not alike."),
+        ("inconclusive", "c / y: inconclusive: they are not alike."),
     ]  # fmt: skip
 
 
