@@ -93,6 +93,8 @@ class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     unfinished: int
     abandoned: int = 0  # the user left: neither a success nor a failure
     errors: dict[str, int] = {}  # by kind
+    retry_after: int = 0  # requests after which the server asked their users to wait (Retry-After of 429 and 503)
+    retry_after_s: float | None = None  # for how long in total, at most 60 s each
     prompt_tokens: int | None = None  # of the successful requests; None when one of them was not counted
     output_tokens: int | None = None  # likewise
     cached_tokens: int | None = None  # where the server reports them

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from harness.load.answer import Answer, Reading
-from harness.load.client import Client, Target
+from harness.load.client import Client
 from harness.load.clock import KernelClock
+from harness.load.dialer import Dialer, Target
 from harness.load.exchange import Exchange
 from harness.load.later import Later
 from harness.load.process import LoadProcess, Place
@@ -23,6 +24,15 @@ from harness.scenario.scenario import Load, Prompts
 from tests.load_runs import make_job
 
 Handler = Callable[[socket.socket, int], None]  # gets each connection and its number, from 0
+
+
+class Send(Protocol):
+    """Sends one request; what came back."""
+
+    def __call__(self, body: bytes = ...) -> tuple[Exchange, Answer]: ...
+
+
+BODY = b'{"model":"m","stream":true,"max_tokens":4,"messages":[]}'
 
 OK = b"HTTP/1.1 200 OK\r\n"
 SSE = OK + b"Content-Type: text/event-stream\r\n"
@@ -62,9 +72,11 @@ def read_request(connection: socket.socket) -> bytes:
 
 
 @contextmanager
-def serving(handler: Handler, tls: ssl.SSLContext | None = None) -> Iterator[str]:
+def serving(
+    handler: Handler, tls: ssl.SSLContext | None = None, address: tuple[str, int] = ("127.0.0.1", 0)
+) -> Iterator[str]:
     """A server in a thread; `handler` has a connection to itself, which is closed after it."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.create_server(address)
     threads: list[threading.Thread] = []
 
     def run(connection: socket.socket, number: int) -> None:
@@ -170,15 +182,14 @@ def read_answer(exchange: Exchange) -> Answer:
 
 
 @contextmanager
-def exchanging(url: str, timeout_s: float = 5.0, **headers: str) -> Iterator[Callable[[], tuple[Exchange, Answer]]]:
+def exchanging(url: str, timeout_s: float = 5.0, **headers: str) -> Iterator[Send]:
     """A client, to send requests one after another on its connection."""
     clock = KernelClock()
     reader = Reader(clock, Later())
-    client = Client(Target.of(url), clock, reader, timeout_s=timeout_s, headers=headers)
+    client = Client(Dialer(Target.of(url)), clock, reader, timeout_s=timeout_s, headers=headers)
 
-    def send() -> tuple[Exchange, Answer]:
+    def send(body: bytes = BODY) -> tuple[Exchange, Answer]:
         exchange = Exchange(id="x")
-        body = b'{"model":"m","stream":true,"max_tokens":4,"messages":[]}'
         client.post("/chat/completions", lambda: body, exchange)
         return exchange, read_answer(exchange)
 

@@ -13,8 +13,9 @@ import pytest
 
 import harness.load.client as client_module
 from harness.errors import HarnessError
-from harness.load.client import Client, Target
+from harness.load.client import Client
 from harness.load.clock import KernelClock
+from harness.load.dialer import Dialer, Target
 from harness.load.exchange import Exchange
 from harness.load.later import Later
 from harness.load.reader import Arrivals, Inbox, Reader
@@ -324,7 +325,7 @@ def test_what_is_no_url(url: str) -> None:
 def test_the_embedded_engines_faults(engine: str, fault: str, error: str | None, chunks: int) -> None:
     clock = KernelClock()
     reader = Reader(clock, Later())
-    client = Client(Target.of(engine), clock, reader, timeout_s=1.0, headers={"X-Simulate-Fault": fault})
+    client = Client(Dialer(Target.of(engine)), clock, reader, timeout_s=1.0, headers={"X-Simulate-Fault": fault})
     exchange = Exchange(id=f"fault-{fault}")
     body = (
         b'{"model":"m","messages":[{"role":"user","content":"hello there"}],"max_tokens":8,"ignore_eos":true,'

@@ -300,6 +300,7 @@ class Person(LLMUser):
     def __init__(self, environment):
         User.__init__(self, environment)
         self._process, self._held, self._clients, self._under_way = None, [], [], []
+        self._pausing = None
 
     @task
     def work(self):

@@ -15,6 +15,7 @@ body.py       a request in the words of each endpoint
 
 One request and its answer:
 client.py     one keep-alive connection; bytes with the time at which they arrived
+dialer.py     new connections: the addresses of the server's name, and TLS
 reader.py     all sockets of a process: a system call, a stamp and an append for each read
 clock.py      the kernel's receive time, on the monotonic clock
 exchange.py   one request and what came back of it

@@ -6,9 +6,11 @@ send them.
 
 import json
 import re
+import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -24,6 +26,8 @@ _MOST_TEXTS = 64  # that are kept apart: each of its own takes ten times the roo
 _CHANNELS = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call", "text")
 _REASONING = ("reasoning_content", "reasoning")
 _VISIBLE = ("content", "text", "refusal")
+MAX_RETRY_AFTER_S = 60.0
+_SECONDS = re.compile(r"[0-9]+(?:\.[0-9]+)?")  # of Retry-After: some servers send fractions, which RFC 9110 has not
 _BROKEN_OFF = ("abort", "error")  # finish reasons of answers that the server gave up
 
 
@@ -39,6 +43,7 @@ class Answer:
     message: str | None = "the answer was never read"
     secrets: Sequence[str] = field(default=(), repr=False)  # are kept out of the message
     status: int | None = None  # None: the server has not begun to answer
+    retry_after_s: float | None = None  # the wait that it asked for, see `_retry_after_s`
     clock: Clock = "read"
     headers_s: float | None = None
     chunks_s: list[float] = field(default_factory=list)
@@ -308,7 +313,31 @@ def _refused(exchange: Exchange, status: int, answer: Answer) -> None:
         words = _error_words(body) or str(body)
     else:
         words = _described(exchange, raw)
+    if status in (429, 503):
+        answer.retry_after_s = _retry_after_s(exchange.headers)
     answer.fail("rejected" if status in (429, 503) else "http", f"status {status}: {words}")
+
+
+def _retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """The wait that Retry-After asks for, in seconds or until a date; at most MAX_RETRY_AFTER_S.
+
+    A date is compared with the server's own clock where the response has it. None: no such header, or not a valid one.
+    """
+    value = headers.get("retry-after", "").strip()
+    if _SECONDS.fullmatch(value):
+        return min(float(value), MAX_RETRY_AFTER_S)
+    until_s, now_s = _http_date_s(value), _http_date_s(headers.get("date", ""))
+    if until_s is None:
+        return None
+    return min(max(0.0, until_s - (time.time() if now_s is None else now_s)), MAX_RETRY_AFTER_S)
+
+
+def _http_date_s(value: str) -> float | None:
+    """Unix time of an HTTP-date (RFC 9110). None: it is not one."""
+    try:
+        return datetime.strptime(value.strip(), "%a, %d %b %Y %H:%M:%S GMT").replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        return None
 
 
 def _decode(raw: bytes) -> Any:

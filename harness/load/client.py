@@ -9,120 +9,53 @@ import errno
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from typing import Any
 
 import gevent
 import httptools
-from gevent import socket, ssl
-from gevent.lock import Semaphore
+from gevent import socket
 
-from harness.errors import HarnessError
 from harness.load.clock import KernelClock, ask_for_stamps
+from harness.load.dialer import CONNECT_TIMEOUT_S, Dialer
 from harness.load.exchange import Collector, Exchange, Failure
 from harness.load.reader import Direct, Inbox, Reader
 
 _DONE_GRACE_S = 0.02  # for the end of the body after [DONE], which some proxies leave open
-_CONNECT_TIMEOUT_S = 10.0
 # A kept connection whose end arrives this soon after the request was being closed as the request was on its way: the
 # two crossed, which takes a round trip. An end that comes later is what the server did with the request.
 _CROSSED_S = 0.02
 # Until a connection is closed here that the server said it closes: who closes first keeps the local port for a minute.
 _LEAVING_S = 0.1
 _TCP_CLOSE = 7  # after a reset
+_TLS_RECORD_BYTES = 16_384  # fit an idle connection's buffer
+_UPLOAD_BYTES = 1 << 18  # of a request at a time
 _IDLE_SHARE = 0.8  # of the server's stated idle limit, so that it never closes first
 
 Body = Callable[[], bytes]  # makes it
-
-
-class Target(NamedTuple):
-    """Where an API lives."""
-
-    host: str
-    port: int
-    tls: bool
-    prefix: str  # path up to and with /v1
-
-    @classmethod
-    def of(cls, url: str) -> "Target":
-        """The API behind a base URL, with or without its /v1. Raises HarnessError that says what is wrong with it."""
-        parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
-        try:
-            port = parts.port
-        except ValueError:
-            raise HarnessError(f"host: {url!r} has a port that is not a number") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise HarnessError(f"host: {url!r} is not a URL", next_step="Give one such as http://127.0.0.1:8000.")
-        path = parts.path.rstrip("/")
-        prefix = path if path.endswith("/v1") else path + "/v1"
-        tls = parts.scheme == "https"
-        return cls(parts.hostname, port or (443 if tls else 80), tls, prefix)
-
-    @property
-    def authority(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
-
-
-class Known:
-    """Where a name was found: looked up once for all connections of a process."""
-
-    def __init__(self) -> None:
-        self._looking = Semaphore()
-        self._found: list[tuple[Any, ...]] = []  # as getaddrinfo says it
-
-    def look_up(self, target: Target) -> None:
-        """Raises OSError."""
-        with self._looking:
-            if not self._found:
-                self._found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
-
-    def connect(self, target: Target) -> socket.socket:
-        """Raises OSError."""
-        self.look_up(target)
-        failed = OSError(f"no address of {target.host}")
-        for one in self._found:
-            sock = socket.socket(one[0], one[1])
-            try:
-                sock.settimeout(_CONNECT_TIMEOUT_S)
-                sock.connect(one[4])
-            except BaseException as error:
-                sock.close()
-                if not isinstance(error, OSError):
-                    raise
-                failed = error
-            else:
-                self._found = [one]
-                return sock
-        self._found = []  # it may have moved
-        raise failed
 
 
 class Client:
     """One connection to one server, opened when needed and kept; for one request at a time."""
 
     __slots__ = (
-        "_clock", "_headers", "_idle_until_ns", "_known", "_reader", "_requests_left", "_socket", "_stamped",
-        "_target", "_timeout_s", "_tls"
+        "_clock", "_dialer", "_headers", "_idle_until_ns", "_reader", "_requests_left", "_socket", "_stamped",
+        "_timeout_s"
     )  # fmt: skip
 
     def __init__(
         self,
-        target: Target,
+        dialer: Dialer,
         clock: KernelClock,
         reader: Reader,
         *,
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
-        known: Known | None = None,
     ) -> None:
-        self._target = target
+        self._dialer = dialer
         self._clock = clock
         self._reader = reader
-        self._known = Known() if known is None else known
         self._timeout_s = timeout_s
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
-        self._tls = ssl.create_default_context() if target.tls else None  # CAs from SSL_CERT_FILE, else the system's
         self._socket: socket.socket | None = None
         self._stamped = False
         self._requests_left: int | None = None  # on this connection, where the server limits them
@@ -151,7 +84,7 @@ class Client:
         content = b"" if body is None else body()
         length = "" if body is None else f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n"
         head = (
-            f"{method} {self._target.prefix}{path} HTTP/1.1\r\nHost: {self._target.authority}\r\n"
+            f"{method} {self._dialer.target.prefix}{path} HTTP/1.1\r\nHost: {self._dialer.target.authority}\r\n"
             f"Accept: text/event-stream, application/json\r\nAccept-Encoding: identity\r\n"
             f"X-Request-Id: {request_id}\r\n{self._headers}{length}\r\n"
         )
@@ -178,16 +111,15 @@ class Client:
         sent_ns = time.monotonic_ns()
         if exchange.sent_ns is None:
             exchange.sent_ns = sent_ns
-        sending = True
+        upload = self._send(sock, request)
+        del request
         try:
-            _send(sock, request)
-            del request
-            sending = False
-            self._receive(sock, exchange)
+            self._receive(sock, exchange, upload)
         except TimeoutError:
             raise Failure("timeout", f"no data arrived for {self._timeout_s:g} s") from None
         except (OSError, EOFError) as error:
-            crossed = sending or _was_refused(sock) or time.monotonic_ns() - sent_ns < _CROSSED_S * 1e9
+            unsent = upload is not None and upload.left > 0
+            crossed = unsent or _was_refused(sock) or time.monotonic_ns() - sent_ns < _CROSSED_S * 1e9
             if reused and crossed and not exchange.arrivals:
                 self.close()
                 exchange.resent = True
@@ -197,13 +129,27 @@ class Client:
             raise Failure("disconnect", f"{how} before {when}") from None
         except httptools.HttpParserError as error:
             raise Failure("not_api", f"the answer is not HTTP/1.1: {error}") from None
+        finally:
+            if upload is not None:
+                upload.stop()
         return True
 
-    def _receive(self, sock: socket.socket, exchange: Exchange) -> None:
+    def _send(self, sock: socket.socket, request: bytes) -> "Upload | None":
+        """Send what the socket's buffer takes at once; the rest is sent while the response is read.
+
+        What is wrong with the connection is for the reader to find, behind the response that may be there.
+        """
+        sent = 0
+        if self._dialer.tls is None or len(request) <= _TLS_RECORD_BYTES:
+            with contextlib.suppress(OSError):
+                sent = sock.send(request)
+        return None if sent == len(request) else Upload(sock, memoryview(request)[sent:])
+
+    def _receive(self, sock: socket.socket, exchange: Exchange, upload: "Upload | None") -> None:
         """Read until the response is complete. Raises EOFError when the connection ends before that."""
         collector = Collector(exchange)
         try:
-            self._collect(sock, collector)
+            self._collect(sock, collector, upload)
         except (OSError, EOFError, httptools.HttpParserError):
             if not (collector.done or exchange.complete):
                 raise
@@ -211,9 +157,11 @@ class Client:
             self.close()
         finally:
             collector.close()
+        if upload is not None and upload.left:
+            collector.keep_alive = False  # the server may still expect the rest, which would be sent in vain
         self._keep(collector)
 
-    def _collect(self, sock: socket.socket, collector: Collector) -> None:
+    def _collect(self, sock: socket.socket, collector: Collector, upload: "Upload | None") -> None:
         exchange = collector.exchange
         began_ns = time.monotonic_ns()
         inbox = self._inbox(sock, exchange)
@@ -221,6 +169,8 @@ class Client:
             while not exchange.complete:
                 # Pings keep a connection open, but they do not keep us waiting.
                 said_ns = began_ns if collector.said_read is None else exchange.arrivals[collector.said_read][0]
+                if upload is not None:
+                    said_ns = max(said_ns, upload.moved_ns)
                 patience_s = _DONE_GRACE_S if collector.done else self._timeout_s
                 left_s = patience_s - (time.monotonic_ns() - said_ns) / 1e9
                 if left_s <= 0:
@@ -249,16 +199,16 @@ class Client:
         began_ns = time.monotonic_ns()
         sock = None
         try:
-            sock = self._known.connect(self._target)
+            sock = self._dialer.connect()
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._stamped = self._tls is None and ask_for_stamps(sock)
-            if self._tls is not None:
-                sock = self._tls.wrap_socket(sock, server_hostname=self._target.host)
+            self._stamped = self._dialer.tls is None and ask_for_stamps(sock)
+            if self._dialer.tls is not None:
+                sock = self._dialer.tls.wrap_socket(sock, server_hostname=self._dialer.target.host)
         except BaseException as error:
             if sock is not None:
                 sock.close()
             if isinstance(error, OSError):
-                raise Failure("connect", f"{self._target.authority}: {_words(error)}{_proxy_remark()}") from None
+                raise Failure("connect", f"{self._dialer.target.authority}: {_words(error)}{_proxy_remark()}") from None
             raise
         self._socket = sock
         self._requests_left = self._idle_until_ns = None
@@ -293,15 +243,27 @@ class Client:
             return
         worn = self._requests_left is not None and self._requests_left <= 0
         idle = self._idle_until_ns is not None and time.monotonic_ns() > self._idle_until_ns
-        if worn or idle or (self._tls is None and _has_ended(sock)):
+        if worn or idle or (self._dialer.tls is None and _has_ended(sock)):
             self.close()
 
 
-def _send(sock: socket.socket, request: bytes) -> None:
-    """As `sendall` of gevent, which asks the kernel for the size of its buffer each time."""
-    sent = sock.send(request)
-    if sent < len(request):
-        sock.sendall(memoryview(request)[sent:])
+class Upload:
+    """Sends the rest of a request in a greenlet of its own, so that a response which comes before its end is read."""
+
+    def __init__(self, sock: socket.socket, rest: memoryview) -> None:
+        self.left = len(rest)  # bytes that the socket has not taken
+        self.moved_ns = time.monotonic_ns()  # when it last took some
+        self._greenlet = gevent.spawn(self._run, sock, rest)
+
+    def _run(self, sock: socket.socket, rest: memoryview) -> None:
+        with contextlib.suppress(OSError, AttributeError):  # gevent's TLS socket raises this where it was just closed
+            while self.left:
+                # A TLS socket takes a piece as a whole or not at all.
+                self.left -= sock.send(rest[-self.left :][:_UPLOAD_BYTES])
+                self.moved_ns = time.monotonic_ns()
+
+    def stop(self) -> None:
+        self._greenlet.kill(block=False)
 
 
 def _has_ended(sock: socket.socket) -> bool:
@@ -328,7 +290,7 @@ def _was_refused(sock: socket.socket) -> bool:
 
 def _words(error: OSError) -> str:
     if isinstance(error, TimeoutError):
-        return f"no connection within {_CONNECT_TIMEOUT_S:g} s"
+        return f"no connection within {CONNECT_TIMEOUT_S:g} s"
     if error.errno == errno.EADDRNOTAVAIL:
         return "no free local port (or no local address that it could be reached from)"
     return str(error.strerror or error or type(error).__name__).lower()

@@ -10,8 +10,9 @@ from harness.failures import stranger as strangers
 from harness.failures.redact import without
 from harness.failures.stranger import CHECK_ADDRESS, Got, Key
 from harness.job import Job, secrets_of
-from harness.load.client import Client, Known, Target
+from harness.load.client import Client
 from harness.load.clock import KernelClock
+from harness.load.dialer import Dialer, Target
 from harness.load.exchange import Exchange
 from harness.load.later import Later
 from harness.load.reader import Reader
@@ -24,11 +25,11 @@ def reach(host: str) -> None:
     target = Target.of(host)
     try:
         with gevent.Timeout(_REACH_S):
-            Known().connect(target).close()
+            Dialer(target).connect().close()
         return
     except gevent.Timeout:
         why = f"no connection within {_REACH_S:g} s"
-    except (OSError, UnicodeError) as error:  # UnicodeError: a name that cannot be one
+    except OSError as error:
         why = str(getattr(error, "strerror", None) or error).lower()
     raise HarnessError(f"{target.authority}: does not answer ({why})", next_step="Check that the server runs there.")
 
@@ -38,7 +39,7 @@ def first_model(job: Job, target: Target) -> str:
     secret, exchange = api_key(job.api_key_env), Exchange(id="models")
     clock = KernelClock()
     reader = Reader(clock, Later())
-    client = Client(target, clock, reader, timeout_s=job.load.timeout_s, headers=key_header(secret))
+    client = Client(Dialer(target), clock, reader, timeout_s=job.load.timeout_s, headers=key_header(secret))
     client.get("/models", exchange)
     for used in (client, reader, clock):
         used.close()

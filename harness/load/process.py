@@ -16,9 +16,10 @@ from harness.errors import HarnessError, Mistakes
 from harness.job import Job, secrets_of
 from harness.load.answer import Answer, Reading
 from harness.load.body import PATHS, body_of
-from harness.load.client import Client, Known, Target
+from harness.load.client import Client
 from harness.load.clock import KernelClock
 from harness.load.course import Course, Stage
+from harness.load.dialer import Dialer, Target
 from harness.load.exchange import Exchange
 from harness.load.first_look import api_key, first_model, key_header
 from harness.load.health import coalesced_late
@@ -111,9 +112,9 @@ class LoadProcess:
         self._asking_for_model = Semaphore()
         self._clock = KernelClock()
         self._reader = Reader(self._clock, recorder.later)
-        self._known = Known()
-        with suppress(OSError, UnicodeError):  # the requests will say what is wrong with it
-            self._known.look_up(self._target)  # now: else all users of the beginning wait for it
+        self._dialer = Dialer(self._target)
+        with suppress(OSError):  # the requests will say what is wrong with it
+            self._dialer.look_up()  # now: else all users of the beginning wait for it
         self.tickets = course_of(job)
         recorder.steady = lambda stage: self.tickets.stages[stage].steady()
         if self.by_hand:
@@ -131,7 +132,7 @@ class LoadProcess:
     def client(self) -> Client:
         headers = key_header(self._secret)
         timeout_s = self.job.load.timeout_s
-        return Client(self._target, self._clock, self._reader, timeout_s=timeout_s, headers=headers, known=self._known)
+        return Client(self._dialer, self._clock, self._reader, timeout_s=timeout_s, headers=headers)
 
     def messages(self, ticket: Ticket) -> list[Message]:
         """The messages of a place in the seeded sequence. Those of the warm-up are no part of a trace."""

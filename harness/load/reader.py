@@ -333,7 +333,10 @@ class Direct:
 
     def wait(self, timeout_s: float) -> None:
         self._socket.settimeout(timeout_s)
-        data = self._socket.recv(_READ_BYTES)
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except TimeoutError:
+            return
         if data:
             self._arrivals.append(self._clock.look(), None)
         self._pieces.append(data)

@@ -8,7 +8,7 @@ from locust.runners import STATE_CLEANUP, STATE_RUNNING, STATE_SPAWNING, STATE_S
 from harness import workload
 from harness.errors import HarnessError, Mistakes
 from harness.job import Job
-from harness.load.client import Target
+from harness.load.dialer import Target
 from harness.load.first_look import api_key, first_model, reach
 from harness.load.options import ENDPOINTS, job_by_hand, with_options
 from harness.load.process import Given

@@ -228,11 +228,18 @@ class LLMUser(User):
         finally:
             under_way[place.user_class] -= 1
         self._clients.append(client)
-        if place.due_s is None and (  # else the schedule says when the next one goes out
-            answer.error in ("connect", "rejected") or (answer.error == "disconnect" and answer.status is None)
-        ):
-            gevent.sleep(_AFTER_NO_ANSWER_S)
+        if answer.error in ("connect", "rejected") or (answer.error == "disconnect" and answer.status is None):
+            self._back_off(place, answer)
         return answer
+
+    def _back_off(self, place: Place, answer: Answer) -> None:
+        """Wait as long as the server asked for, and at least half a second, before this user sends again.
+
+        In an open loop the next arrival is somebody else, who was not asked to wait. Only one whose conversation (or
+        whatever else was taken with this request) goes on waits.
+        """
+        if place.ticket.due_s is None or self._held:
+            self.pause(max(_AFTER_NO_ANSWER_S, answer.retry_after_s or 0.0))
 
     def ask_all(self, works: Sequence[Work]) -> list[Answer]:
         """Send all at once and wait for the last answer."""
@@ -293,9 +300,9 @@ class LLMUser(User):
 
         Who is killed is not woken from a pause either, for the same reason.
         """
+        if self._pausing is not None and not force:
+            self._pausing.set()
         if force or self._state != LOCUST_STATE_WAITING:
-            if self._pausing is not None and not force:
-                self._pausing.set()
             return bool(super().stop(force))
         self._state = LOCUST_STATE_STOPPING  # which is looked at after the pause
         return all(one.dead for one in self._under_way) and bool(super().stop(force=True))

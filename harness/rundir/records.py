@@ -79,6 +79,9 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     answer_right: bool | None = None  # whether it is the label that is known to be right
     finish: str | None = None
     status: int | None = None
+    # The wait before this user's next request that the server asked for (Retry-After of 429 and 503), at most 60 s; in
+    # none of the times above. None: it asked for none, or for none that is valid.
+    retry_after_s: float | None = None
     error: ErrorKind | None = None
     message: str | None = None  # what the error was, shortened; never the model's output
 

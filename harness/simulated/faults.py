@@ -36,6 +36,8 @@ body, `malformed` a body that ends half way, `hang` nothing, and the two error e
 Under `split` and `coalesce` the send log has the time at which an event was ready, not that of its last byte.
 """
 
+import math
+
 import msgspec
 
 _DEFAULTS: dict[str, float | None] = {
@@ -71,7 +73,7 @@ def parse_fault(text: str) -> Fault:
         nth = int(every) if every else 1
     except ValueError:
         raise ValueError(f"fault {text!r} is not KIND[:NUMBER][@N]") from None
-    if value < 0 or nth < 1 or (kind in ("split", "coalesce") and value < 1):
+    if not 0 <= value < math.inf or nth < 1 or (kind in ("split", "coalesce") and value < 1):
         raise ValueError(f"fault {text!r}: the number is out of range")
     return Fault(kind, value, nth)
 

@@ -289,10 +289,10 @@ def _refused(answer: Answer) -> bool:
     headers: dict[str, Any] = {"x-request-id": answer.sent.request_id}
     if "429" in faults:
         body = wire.error_body("Too many requests", "RateLimitError", 429)
-        http.answer(429, body, **headers, retry_after=f"{faults['429']:g}")
+        http.answer(429, body, **headers, retry_after=f"{faults['429']:.12g}")
     elif "503" in faults:
         body = wire.error_body("The server is overloaded", "ServiceUnavailableError", 503)
-        http.answer(503, body, **headers, retry_after=f"{faults['503']:g}")
+        http.answer(503, body, **headers, retry_after=f"{faults['503']:.12g}")
     elif "500-html" in faults:
         http.answer(500, _HTML % ((b"500 Internal Server Error",) * 2), "text/html", **headers)
     elif "html" in faults:

@@ -84,6 +84,8 @@ class Tally(Struct, kw_only=True):
     succeeded: int = 0
     errors: Counter[str] = msgspec.field(default_factory=Counter)
     said: Said = msgspec.field(default_factory=Said)  # by failed requests
+    retry_after: int = 0  # of these, those that have a `retry_after_s`,
+    retry_after_s: float = 0.0  # and its sum
     first_sent_s: float | None = None
     last_ended_s: float | None = None
     prompt_tokens: int = 0
@@ -148,6 +150,9 @@ class Tally(Struct, kw_only=True):
             self.schedule.add(request, sent_s)
         if request.error is not None:
             self.errors[request.error] += 1
+            if request.retry_after_s is not None:
+                self.retry_after += 1
+                self.retry_after_s += request.retry_after_s
             if request.error == "abandoned":
                 self.slos.add_abandoned(request)
             elif request.error != "unfinished":
@@ -321,6 +326,8 @@ def numbers_of(tallies: Sequence[Tally], cells: Sequence[Numbers] = ()) -> Numbe
         unfinished=errors["unfinished"],
         abandoned=errors["abandoned"],
         errors=dict(sorted(errors.items())),
+        retry_after=(retry_after := sum(t.retry_after for t in tallies)),
+        retry_after_s=math.fsum(t.retry_after_s for t in tallies) if retry_after else None,
         prompt_tokens=sum(t.prompt_tokens for t in tallies) if known_prompts else None,
         output_tokens=sum(t.output_tokens for t in tallies) if known_output else None,
         cached_tokens=sum(cached) if cached else None,

@@ -11,7 +11,7 @@ from msgspec import Struct
 from harness.rundir.manifest import DIED, CellRun, Run
 from harness.rundir.records import LATE_READ_S, ProcessMark
 from harness.rundir.telemetry import MOST_GAP_S
-from harness.scenario.scenario import Load, at_once
+from harness.scenario.scenario import Load, at_once, is_open
 from harness.summarize.schedule import counts_arrivals
 from harness.summarize.self_check import called, client_limits, killed, more_users
 from harness.summarize.tally import Tally
@@ -326,6 +326,16 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> list[str]:
         )
     if tally.resent:
         notes.append(f"{count(tally.resent, 'request')} went out twice: the kept connection had just been closed")
+    if numbers.retry_after:
+        how = (
+            "their users waited"
+            if not is_open(load)
+            else "only conversations that went on waited, the schedule did not"
+        )
+        notes.append(
+            f"after {count(numbers.retry_after, 'request')} the server asked for a wait (Retry-After), "
+            f"{numbers.retry_after_s or 0.0:,.1f} s in total: {how}; no latency has it, wall time and rates do"
+        )
     if tally.without_output_tokens and load.endpoint != "embeddings":
         notes.append(
             f"the server did not report the tokens of {tally.without_output_tokens:,} of "

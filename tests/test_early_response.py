@@ -1,0 +1,227 @@
+"""A response that arrives while the request is still being sent: it is read, recorded, and no reason to send again."""
+
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import gevent
+import pytest
+
+from harness.load.exchange import Exchange
+from harness.scenario.scenario import Load, Prompts
+from harness.workload import Message
+from tests.fake_server import (
+    CHUNKED,
+    DONE,
+    FINISH,
+    GOOD,
+    TOKEN,
+    Handler,
+    Send,
+    chunk,
+    exchanging,
+    load_process,
+    place,
+    read_request,
+    serving,
+    whole,
+)
+from tests.load_runs import end, ends_of, log_of, make_job, records_of, start_job
+from tests.tls import sign
+
+LONG = b'{"model":"m","stream":true,"messages":[{"role":"user","content":"' + b"a " * 6_000_000 + b'"}]}'
+TOO_LONG = b'{"error":{"message":"the prompt is too long","type":"BadRequestError"}}'
+
+
+def too_large(connection: bytes = b"") -> bytes:
+    return whole(TOO_LONG, status=b"413 Content Too Large", more=connection)
+
+
+def read_head(connection: socket.socket) -> bytes:
+    """The head of a request, and as little of its body as comes with it."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # as servers do: a reset overtakes no answer
+    data = b""
+    while b"\r\n\r\n" not in data:
+        piece = connection.recv(1000)
+        if not piece:
+            break
+        data += piece
+    return data
+
+
+def is_long(head: bytes) -> bool:
+    return b"Content-Length: %d\r\n" % len(LONG) in head
+
+
+@pytest.fixture(params=["plain", "TLS"])
+def tls(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ssl.SSLContext | None]:
+    if request.param == "plain":
+        yield None
+        return
+    signed = sign(tmp_path / "signed", "DNS:localhost")
+    monkeypatch.setenv("SSL_CERT_FILE", str(signed.ca))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(signed.certificate, signed.key)
+    yield context
+
+
+def refused(send: Send) -> Exchange:
+    """A long request that is refused: once, and with the words of the server."""
+    began = time.monotonic()
+    exchange, answer = send(LONG)
+    assert (answer.error, answer.status) == ("http", 413)
+    assert answer.message == "status 413: BadRequestError: the prompt is too long"
+    assert answer.headers_s is not None and 0 < answer.headers_s <= answer.ended_s < 4
+    assert time.monotonic() - began < 4  # and no timeout
+    assert not exchange.resent
+    return exchange
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["new connection", "kept connection"])
+def test_a_server_that_refuses_and_closes_with_the_request_unread(tls: ssl.SSLContext | None, kept: bool) -> None:
+    seen = []
+
+    def handler(connection: socket.socket, number: int) -> None:
+        while not is_long(head := read_head(connection)):
+            if not head:
+                return
+            connection.sendall(GOOD)
+        seen.append(number)
+        connection.sendall(too_large(b"Connection: close\r\n"))  # and what was not read makes the kernel send a reset
+
+    with serving(handler, tls) as url, exchanging(url) as send:
+        if kept:
+            assert send()[1].error is None
+        assert (refused(send).connect_ns is None) == kept
+        assert seen == [0]
+        assert send()[1].error is None
+
+
+def test_a_server_that_refuses_later_and_then_closes(tls: ssl.SSLContext | None) -> None:
+    def handler(connection: socket.socket, number: int) -> None:
+        read_head(connection)
+        time.sleep(0.3)  # the socket's buffers are full: the client waits
+        connection.sendall(too_large(b"Connection: close\r\n"))
+
+    with serving(handler, tls) as url, exchanging(url) as send:
+        exchange = refused(send)
+        assert exchange.ended_ns is not None and exchange.ended_ns - exchange.start_ns > 0.25e9
+
+
+@pytest.mark.parametrize("reads_on", [False, True], ids=["reads no more", "reads the rest"])
+def test_a_server_that_refuses_and_keeps_the_connection(tls: ssl.SSLContext | None, reads_on: bool) -> None:
+    """The rest of the request is not sent for nothing: the next one has a connection of its own."""
+
+    def handler(connection: socket.socket, number: int) -> None:
+        head = read_head(connection)
+        if not is_long(head):
+            connection.sendall(GOOD)
+        else:
+            connection.sendall(too_large())
+        if reads_on:
+            while connection.recv(65536):
+                pass
+        else:
+            time.sleep(0.5)
+
+    with serving(handler, tls) as url, exchanging(url) as send:
+        refused(send)
+        exchange, answer = send()
+    assert (answer.error, exchange.connect_ns is not None, exchange.resent) == (None, True, False)
+
+
+def slow(*early: bytes, then: tuple[bytes, ...], pause_s: float = 0.12, pauses: int = 8) -> Handler:
+    """Says something early, reads the request with pauses, and says the rest."""
+
+    def handler(connection: socket.socket, number: int) -> None:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)  # so that the client notices the pauses
+        head = read_head(connection)
+        for piece in early:
+            connection.sendall(piece)
+        left = len(LONG) - len(head.partition(b"\r\n\r\n")[2])
+        size = left // pauses
+        while left:
+            time.sleep(pause_s)
+            until = max(0, left - size)
+            while left > until:
+                left -= len(connection.recv(min(65536, left - until)))
+        for piece in then:
+            connection.sendall(piece)
+        read_request(connection)
+        connection.sendall(GOOD)
+
+    return handler
+
+
+STREAM = (chunk(TOKEN), chunk(FINISH), chunk(DONE), b"0\r\n\r\n")
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        slow(then=(GOOD,)),
+        slow(b"HTTP/1.1 100 Continue\r\n\r\n", then=(GOOD,)),
+        slow(CHUNKED, then=STREAM),
+        slow(CHUNKED, chunk(TOKEN), then=STREAM),
+    ],
+    ids=["slow", "100 Continue", "headers first", "a token first"],
+)
+def test_what_does_not_refuse_gets_the_whole_request(tls: ssl.SSLContext | None, handler: Handler) -> None:
+    """For as long as the server takes data, it is waited for: 1 s in all, and never 0.7 s without."""
+    with serving(handler, tls) as url, exchanging(url, timeout_s=0.7) as send:
+        exchange, answer = send(LONG)
+        assert (answer.error, answer.message, exchange.resent) == (None, None, False)
+        assert answer.ended_s > 0.9
+        exchange, answer = send()
+        assert (answer.error, exchange.connect_ns) == (None, None)  # the connection was kept
+
+
+def test_a_server_that_takes_no_more_data_times_out(tls: ssl.SSLContext | None) -> None:
+    def handler(connection: socket.socket, number: int) -> None:
+        read_head(connection)
+        time.sleep(1.5)
+
+    with serving(handler, tls) as url, exchanging(url, timeout_s=0.5) as send:
+        exchange, answer = send(LONG)
+    assert (answer.error, answer.message) == ("timeout", "no data arrived for 0.5 s")
+    assert 0.45 < answer.ended_s < 1.2
+
+
+def test_one_record_and_nothing_is_left_of_a_request_that_is_cut_as_it_is_sent(tmp_path: Path) -> None:
+    def handler(connection: socket.socket, number: int) -> None:
+        read_head(connection)
+        time.sleep(1.0)
+
+    with serving(handler) as url, load_process(tmp_path, url) as process:
+        client = process.client()
+        messages: list[Message] = [{"role": "user", "content": "a " * 6_000_000}]
+        user = gevent.spawn(partial(process.send, client, messages, place()))
+        gevent.sleep(0.4)
+        user.kill()
+        client.close()
+    assert [(record.error, record.resent) for record in records_of(tmp_path)] == [("unfinished", False)]
+
+
+def test_prompts_that_are_too_long_under_locust(tls: ssl.SSLContext | None, tmp_path: Path) -> None:
+    """Two users with some megabytes each are refused without a word being lost, and end with the load."""
+    seen = []
+
+    def handler(connection: socket.socket, number: int) -> None:
+        seen.append(read_head(connection))
+        connection.sendall(too_large(b"Connection: close\r\n"))
+
+    load = Load(user="batch", users=2, requests=6)
+    job = make_job(tmp_path, load, prompts=Prompts(tokens=1_000_000))
+    with serving(handler, tls) as url:
+        assert end(start_job(tmp_path, url, job)) == 0, log_of(tmp_path)
+    ends_of(tmp_path, 1)
+    records = records_of(tmp_path)
+    assert [(record.error, record.status, record.resent) for record in records] == [("http", 413, False)] * 6
+    assert {record.message for record in records} == {"status 413: BadRequestError: the prompt is too long"}
+    assert len(seen) == 6
+    assert "Traceback" not in log_of(tmp_path)

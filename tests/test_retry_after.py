@@ -1,0 +1,198 @@
+"""Retry-After of 429 and 503: users wait as long as the server asks, which no latency has and every report tells."""
+
+import json
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from harness.rundir.records import Request
+from harness.scenario.scenario import Arrivals, Load, Warmup
+from harness.simulated.spawn import spawned
+from harness.summarize.tally import Clock, Tally, numbers_of
+from tests.command import harness, only_run, server, write
+from tests.fake_server import answering, exchanging, serving, whole
+from tests.load_runs import end, ends_of, log_of, make_job, records_of, start_job
+from tests.made_runs import both_marks, request
+
+BUSY = b'{"error":{"message":"busy"}}'
+NOW = datetime(2026, 11, 23, 10, 0, 0, tzinfo=UTC)
+
+
+def date(after_s: float, now: datetime = NOW) -> bytes:
+    return (now + timedelta(seconds=after_s)).strftime("%a, %d %b %Y %H:%M:%S GMT").encode()
+
+
+def busy(retry_after: bytes | None, more: bytes = b"", status: bytes = b"429 Too Many Requests") -> bytes:
+    header = b"" if retry_after is None else b"Retry-After: %s\r\n" % retry_after
+    return whole(BUSY, status=status, more=header + more)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (b"7", 7.0),
+        (b" 7 ", 7.0),
+        (b"0", 0.0),
+        (b"1.5", 1.5),
+        (b"60", 60.0),
+        (b"61", 60.0),
+        (b"9" * 400, 60.0),
+        (date(20), 20.0),
+        (date(3600), 60.0),
+        (date(-5), 0.0),  # it is over already
+        (None, None),
+        (b"", None),
+        (b"-1", None),
+        (b"+1", None),
+        (b"1e1", None),
+        (b"1e400", None),
+        (b"nan", None),
+        (b"inf", None),
+        (b"1_0", None),
+        (b"1,5", None),
+        (b"\xb2", None),  # a digit, but not one of HTTP
+        (b"10 s", None),
+        (b"soon", None),
+        (b"Mon, 23 Nov 2026 10:00:61 GMT", None),
+        (b"Mon, 31 Feb 2026 10:00:00 GMT", None),
+        (b"Mon, 23 Nov 2026 10:00:20 +0100", None),
+        (b"2026-11-23T10:00:20Z", None),
+    ],
+)
+@pytest.mark.parametrize("status", [b"429 Too Many Requests", b"503 Service Unavailable"])
+def test_what_is_a_valid_wait(status: bytes, value: bytes | None, expected: float | None) -> None:
+    """A date is compared with the date of the response: the server's clock need not agree with this machine's."""
+    with serving(answering(busy(value, b"Date: %s\r\n" % date(0), status))) as url, exchanging(url) as send:
+        _, answer = send()
+    assert (answer.error, answer.retry_after_s) == ("rejected", expected)
+
+
+def test_a_date_without_the_servers_own_is_compared_with_this_machines_clock() -> None:
+    until = date(30, datetime.now(UTC))
+    with serving(answering(busy(until))) as url, exchanging(url) as send:
+        _, answer = send()
+    assert answer.retry_after_s == pytest.approx(29.0, abs=1.5)
+
+
+@pytest.mark.parametrize("status", [b"500 Internal Server Error", b"413 Content Too Large"])
+def test_other_statuses_ask_for_no_wait(status: bytes) -> None:
+    with serving(answering(busy(b"7", status=status))) as url, exchanging(url) as send:
+        _, answer = send()
+    assert (answer.error, answer.retry_after_s) == ("http", None)
+
+
+def records_with(folder: Path, load: Load, *pieces: bytes) -> list[Request]:
+    job = make_job(folder, load, Warmup(requests=0))
+    with serving(answering(*pieces)) as url:
+        assert end(start_job(folder, url, job)) == 0, log_of(folder)
+    ends_of(folder, 1)
+    return sorted(records_of(folder), key=lambda record: record.index)
+
+
+def pauses_s(records: list[Request]) -> list[float]:
+    """From the end of each request to the next one of the sequence."""
+    ended = [record.sent_s + record.ended_s for record in records]
+    return [record.sent_s - before for record, before in zip(records[1:], ended, strict=False)]
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        Load(user="batch", users=1, requests=3),
+        Load(user="batch", users=1, requests=3, in_flight=1),
+        Load(user="chat", users=1, requests=3, turns=3),
+    ],
+    ids=["batch", "in flight", "chat"],
+)
+def test_users_wait_and_no_latency_has_it(tmp_path: Path, load: Load) -> None:
+    records = records_with(tmp_path, load, busy(b"1.2"))
+    assert [(record.error, record.retry_after_s) for record in records] == [("rejected", 1.2)] * 3
+    assert all(1.2 <= pause_s < 2.0 for pause_s in pauses_s(records))
+    assert max(record.ended_s for record in records) < 0.5
+
+
+@pytest.mark.parametrize("value", [None, b"0", b"-3", b"1e400"])
+def test_without_a_valid_wait_it_is_half_a_second(tmp_path: Path, value: bytes | None) -> None:
+    records = records_with(tmp_path, Load(user="batch", users=1, requests=3), busy(value))
+    assert [record.retry_after_s for record in records] == [0.0 if value == b"0" else None] * 3
+    assert all(0.5 <= pause_s < 1.2 for pause_s in pauses_s(records))
+
+
+@pytest.mark.parametrize("in_flight", [None, 2])
+def test_a_long_wait_does_not_outlast_the_load(tmp_path: Path, in_flight: int | None) -> None:
+    began = time.monotonic()
+    load = Load(user="batch", users=2, duration_s=1.0, drain_s=5.0, in_flight=in_flight)
+    records = records_with(tmp_path, load, busy(b"86400"))
+    assert [record.retry_after_s for record in records] == [60.0] * len(records)
+    assert len(records) == 2 * (in_flight or 1)
+    assert time.monotonic() - began < 15
+
+
+def test_a_schedule_does_not_wait_but_a_conversation_does(tmp_path: Path) -> None:
+    """Two users take the four arrivals in turn, without delay; the second turn of each comes after the wait."""
+    load = Load(
+        user="chat", users=4, requests=8, turns=2, think_s=[0.0, 0.0], arrivals=Arrivals(rate=10.0, spacing="even")
+    )
+    records = records_with(tmp_path, load, busy(b"1"))
+    first, second = records[::2], records[1::2]
+    assert [record.scheduled_s is not None for record in records] == [True, False] * 4
+    assert max(-(record.scheduled_s or 0.0) for record in first) < 0.3
+    waits_s = [b.sent_s - a.sent_s - a.ended_s for a, b in zip(first, second, strict=True)]
+    assert all(1.0 <= wait_s < 1.6 for wait_s in waits_s)
+
+
+def test_whoever_was_turned_away_is_free_for_the_next_arrival(tmp_path: Path) -> None:
+    load = Load(user="batch", users=1, requests=6, arrivals=Arrivals(rate=20.0, spacing="even"))
+    records = records_with(tmp_path, load, busy(b"30"))
+    assert [record.retry_after_s for record in records] == [30.0] * 6
+    assert records[5].sent_s - records[0].sent_s < 1.0
+
+
+def test_a_summary_counts_them() -> None:
+    marks = both_marks("c", 7, 0.0, 10.0, sent=4)
+    parts = [Tally(clock=Clock(marks)) for _ in range(2)]
+    turned_away = {"error": "rejected", "status": 429, "chunks_s": [], "output_tokens": None}
+    parts[0].add(request(index=0))
+    parts[0].add(request(index=1, **turned_away, retry_after_s=2.5))
+    parts[1].add(request(index=2, **turned_away, retry_after_s=0.0))
+    parts[1].add(request(index=3, **turned_away))
+    parts[1].add(request(index=-1, phase="warmup", **turned_away, retry_after_s=9.0))
+    parts[0].merge(parts[1])
+    numbers = numbers_of([parts[0]])
+    assert (numbers.failed, numbers.retry_after, numbers.retry_after_s) == (3, 2, 2.5)
+    parts = [Tally(clock=Clock(marks))]
+    parts[0].add(request(index=0))
+    assert (numbers_of(parts).retry_after, numbers_of(parts).retry_after_s) == (0, None)
+
+
+def test_a_run_shows_them(tmp_path: Path) -> None:
+    # The first completion request is the question whether the model answers.
+    path = write(
+        tmp_path,
+        servers={"one": server("--fault", "429:1.5@3")},
+        loads={"one": {"user": "batch", "users": 1, "requests": 6, "output_tokens": 3}},
+        warmup={"requests": 0},
+        max_error_rate=0.5,
+    )
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    run = only_run(tmp_path / "runs")
+    summary = json.loads((run / "summary.json").read_text())
+    (row,) = summary["rows"]
+    assert (row["pooled"]["retry_after"], row["pooled"]["retry_after_s"]) == (2, 3.0)
+    records = sorted(records_of(run), key=lambda record: record.index)
+    assert [record.retry_after_s for record in records] == [None, 1.5, None, None, 1.5, None]
+    assert all(pause_s >= 1.5 for pause_s in pauses_s(records)[1::3])
+    note = "after 2 requests the server asked for a wait (Retry-After), 3.0 s in total: their users waited"
+    assert note in " ".join(done.out.split())
+
+
+@pytest.mark.parametrize("seconds", ["10000000", "0.25"])
+def test_the_embedded_engine_sends_what_it_was_given(seconds: str) -> None:
+    options = ["--preset", "instant", "--served-model-name", "m", "--fault", f"429:{seconds}"]
+    with spawned(*options) as engine, exchanging(engine.url) as send:
+        exchange, answer = send(b'{"model":"m","messages":[{"role":"user","content":"hi"}]}')
+    assert exchange.headers["retry-after"] == seconds
+    assert answer.retry_after_s == min(float(seconds), 60.0)
