@@ -318,6 +318,7 @@ def _row(server: str, load: str, cells: list[CellSummary], tallies: dict[str, Ta
         output_tok_s=[n.output_tok_s for n in good if n.output_tok_s is not None],
         input_tok_s=[n.input_tok_s for n in good if n.input_tok_s is not None],
         pooled=numbers_of([tallies[cell.id] for cell in cells], [cell.numbers for cell in cells]),
+        formulas=origin.FORMULAS,
         machine_load=median_load([cell.machine_load for cell in cells]),
         client_limited=limited(list(WORDS), [limit for cell in cells for limit in cell.limits]),
     )
