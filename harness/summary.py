@@ -235,6 +235,7 @@ class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     machine_load: MachineLoad | None = None  # each value the median over its cells; without single GPUs
     kind: str = ""  # what decides when a request is sent: closed loop, bursts, open loop, trace
     client_limited: list[str] = []  # fields of Numbers that the load generator limited in one of the cells
+    invalid: str | None = None  # the first reason why one of its cells is not valid; then it has no verdict
 
     @property
     def key(self) -> tuple[str, str]:

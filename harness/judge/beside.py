@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from harness.judge.verdicts import METRIC_WORDS, NoiseFloor, Pair, client_limited, speeds, verdicts
+from harness.judge.verdicts import METRIC_WORDS, NoiseFloor, Pair, client_limited, not_valid, speeds, verdicts
 from harness.scenario.mixes import alone, mix_of
 from harness.scenario.scenario import Scenario, is_open
 from harness.summary import NEEDED, CellSummary, Comparison, Distribution, Row
@@ -47,7 +47,7 @@ def _pair(row: Row, against: Row, name: str, at: str, runs: list[list[Distributi
     metric = f"{name}_{at}"
     values: list[list[float | None]] = [[getattr(sample, at) for sample in side] for side in runs]
     known = [[value for value in side if value is not None] for side in values]
-    too_few = any(None in side for side in values)
+    too_few = f"a {METRIC_WORDS[metric]} needs {NEEDED[at]} successful requests in each run"
     return Pair(
         side=row.name,
         baseline=against.name,
@@ -55,9 +55,9 @@ def _pair(row: Row, against: Row, name: str, at: str, runs: list[list[Distributi
         side_speeds=speeds(metric, known[0]),
         baseline_speeds=speeds(metric, known[1]),
         loads=(row.load, against.load),
-        refused=f"a {METRIC_WORDS[metric]} needs {NEEDED[at]} successful requests in each run"
-        if too_few
-        else client_limited(metric, [(one.name, one.client_limited) for one in (row, against)]),
+        refused=not_valid(row, against)
+        or (too_few if any(None in side for side in values) else None)
+        or client_limited(metric, [(one.name, one.client_limited) for one in (row, against)]),
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from harness.judge.stats import samples_needed
+from harness.judge.verdicts import not_valid
 from harness.rundir.origin import unlike_rows
 from harness.scenario.check_syntax import (
     JUDGED_BY_SLOS,
@@ -119,7 +120,7 @@ def _baseline_value(
             return None, _uncompared(row, comparison)
         whose = verdict.baseline
         base = next(one for one in rows if one.name == whose)
-    unlike = unlike_rows(row, base, _fields(check))
+    unlike = not_valid(row, base) or unlike_rows(row, base, _fields(check))
     if unlike is not None:
         return None, f"not compared with {whose}: {unlike}"
     value, missing = _value(check, base, None)

@@ -110,7 +110,8 @@ def _pair(row: Row, against: Row, scenario: Scenario) -> Pair:
         side_speeds=speeds(metric, values_of(row, metric)),
         baseline_speeds=speeds(metric, values_of(against, metric)),
         loads=(row.load, against.load),
-        refused=unlike_work(*loads)
+        refused=not_valid(row, against)
+        or unlike_work(*loads)
         or _refused(row, against, metric)
         or scheduled(*loads)
         or client_limited(metric, [(one.name, one.client_limited) for one in (row, against)]),
@@ -123,6 +124,11 @@ def _refused(row: Row, against: Row, metric: str) -> str | None:
         if metric in one.missing and not values_of(one, metric):
             return f"the {METRIC_WORDS[metric]} of {one.name} is not known: {one.missing[metric]}"
     return unlike_rows(row, against, [metric])
+
+
+def not_valid(*rows: Row) -> str | None:
+    """Why rows have no ratio, of which one has a cell that is not valid."""
+    return next((f"{row.name} has a cell that is not valid ({row.invalid})" for row in rows if row.invalid), None)
 
 
 def unlike_work(*loads: Load) -> str | None:
