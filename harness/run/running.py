@@ -159,7 +159,8 @@ def _versions() -> dict[str, str]:
 
 
 def _digest(files: Sequence[Path]) -> str:
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+    # By content: where the files are must not change it.
+    return hashlib.sha256(b"".join(sorted(path.read_bytes() for path in files))).hexdigest()[:16]
 
 
 def _git_commit() -> str | None:
