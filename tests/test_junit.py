@@ -178,7 +178,7 @@ def test_checks_of_a_comparison_are_in_every_format(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "kind", "said"),
     [
-        (("old", "new"), 1, "HarnessError", "runs that differ in 'servers.a.version' are not compared"),
+        (("old", "new"), 1, "UnlikeError", "runs that differ in 'servers.a.version' are not compared"),
         (("old", "gone"), 1, "HarnessError", "gone: neither a run directory nor the id of a run in runs"),
         (("old", "bad"), 3, "RunError", "bad: an INVALID run is not compared"),
         (("old", "new", "--check", "speedup >= 1"), 1, "HarnessError", "here the verdicts judge the speedup"),
