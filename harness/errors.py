@@ -2,6 +2,7 @@
 
 HarnessError
  +- ScenarioError      the scenario cannot be used            exit 1
+ +- UnlikeError        runs that are not compared             exit 1 (harness.judge.comparable)
  +- SeveralErrors      more than one of these                 the least of theirs
  +- ServerError        the server did not become ready        exit 2
  +- RunError           the run cannot give valid numbers      exit 3

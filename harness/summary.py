@@ -235,11 +235,13 @@ class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     output_tok_s: list[float]
     input_tok_s: list[float] = []
     pooled: Numbers  # over the requests of all its cells; wall_s and rates are medians over the cells
+    formulas: int = 1  # version of the formulas of `pooled`
     definitions: dict[str, str] = {}  # of an imported run: by field of Numbers, where it is not ours
     missing: dict[str, str] = {}  # of an imported run: by field of Numbers, why it is not known
     machine_load: MachineLoad | None = None  # each value the median over its cells; without single GPUs
     kind: str = ""  # what decides when a request is sent: closed loop, bursts, open loop, trace
     client_limited: list[str] = []  # fields of Numbers that the load generator limited in one of the cells
+    invalid: str | None = None  # the first reason why one of its cells is not valid; then it has no verdict
 
     @property
     def key(self) -> tuple[str, str]:

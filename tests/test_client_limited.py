@@ -65,7 +65,7 @@ def test_there_is_no_verdict_on_what_the_client_limited(run: Path, tmp_path: Pat
     compared = {verdict.side: verdict for verdict in compare_runs([[well], [run]]).verdicts}
     assert compared["a / x"].reason == "run_variation_unknown"
     assert compared["b / x"].reason == "refused"
-    assert f"{why} b / x (made); " in compared["b / x"].sentence
+    assert f"{why} b / x; " in compared["b / x"].sentence
 
 
 def test_the_list_of_runs_marks_it(run: Path, tmp_path: Path) -> None:

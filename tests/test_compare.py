@@ -1,7 +1,10 @@
 """Verdicts within a run and across runs: words, sentences, refusals."""
 
 import math
+import os
+import shlex
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from harness.compare.compare import compare_runs
 from harness.compare.differences import differences
 from harness.errors import ExitCode, HarnessError, RunError
 from harness.judge import verdicts as rules
-from harness.judge.comparable import facts_of, refuse_unlike
+from harness.judge.comparable import UnlikeError, facts_of, refuse_unlike
 from harness.judge.stats import Variation
 from harness.judge.verdicts import Noise, Pair, compare_rows, metric_of, speeds, verdicts
 from harness.report import sentences
@@ -28,6 +31,7 @@ from harness.summarize.summarize import summarize
 from harness.summarize.tally import numbers_of
 from harness.summary import CellSummary, Comparison, Difference, Distribution, Numbers, Row, ServerLoad, Verdict
 from harness.workers import Workers
+from tests.command import HARNESS, harness
 from tests.made_runs import scenario, served_by, write_lines, write_made_run
 
 TIGHT = [0.996, 0.998, 1.0, 1.002, 1.004]
@@ -489,6 +493,59 @@ def test_the_refusal_says_what_the_comparison_could_be_about(tmp_path: Path) -> 
     assert raised.value.next_step.startswith("They differ in more than one thing")
 
 
+VERSIONS = {"locust": "2.47.0"}
+CHECKSUM = {"versions": VERSIONS | {"load generator": "2222"}}
+OTHER_ARGUMENTS = {"served": lambda cell: served_by(arguments=["--max-num-seqs", "4"])}
+
+
+@pytest.mark.parametrize(
+    ("changes", "about"),
+    [
+        ([CHECKSUM], "load generator"),
+        ([CHECKSUM | {"locustfiles": {"batch": "3333"}}], "load generator"),
+        ([{"locustfiles": {"batch": "3333"}}], "locustfile"),
+        ([{"served": lambda cell: served_by(image_digest="sha256:2222")}], "image_digest"),
+        ([OTHER_ARGUMENTS], "arguments"),
+        ([CHECKSUM | {"versions": VERSIONS | {"load generator": "2222", "gevent": "25"}}], "versions"),
+        ([{"machine": Machine(name="halo", kernel="6.18", cores=16)}], "machine"),
+        ([CHECKSUM, CHECKSUM | {"versions": VERSIONS | {"load generator": "2222", "gevent": "25"}}], "versions"),
+        ([CHECKSUM | OTHER_ARGUMENTS], None),
+        ([CHECKSUM, OTHER_ARGUMENTS], None),  # of three sides, each in something else
+    ],
+)
+def test_the_command_that_a_refusal_suggests_works_as_it_is(
+    tmp_path: Path, changes: list[dict[str, Any]], about: str | None
+) -> None:
+    runs = tmp_path / "my runs"
+    manifest = {"versions": VERSIONS | {"load generator": "1111"}, "locustfiles": {"batch": "1111"}}
+    for number, change in enumerate([{}, *changes]):
+        write_made_run(runs / f"run-{number}", noisy(number), **manifest | change)
+    names = [f"run-{number}" for number in range(len(changes) + 1)]
+    refusal = harness("compare", *names, "--runs", "my runs", "--format", "json", cwd=tmp_path)
+    assert refusal.code == 1
+    last = refusal.err.splitlines()[-1]
+    if about is None:
+        assert last.startswith("next: They differ in more than one thing")
+        return
+    pasted = last[last.index("harness compare") :]
+    assert shlex.split(pasted)[-2:] == ["--about", about]
+    path = f"{Path(HARNESS).parent}:{os.environ['PATH']}"
+    done = subprocess.run(pasted, shell=True, cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True)
+    assert (done.returncode in (0, 4), done.stderr) == (True, b"")
+    assert len(msgspec.json.decode(done.stdout)["verdicts"]) == 2 * len(changes)
+
+
+def test_what_differs_within_one_side_is_no_thing_to_compare(tmp_path: Path) -> None:
+    for number, value in enumerate(("8", "8", "4")):
+        write_made_run(tmp_path / f"run-{number}", noisy(number), versions={"locust": value})
+    with pytest.raises(UnlikeError) as raised:
+        compare_runs([[tmp_path / "run-0"], [tmp_path / "run-1", tmp_path / "run-2"]])
+    assert (raised.value.about, raised.value.next_step) == (
+        None,
+        "Runs of one side must be equal; leave out those that are not.",
+    )
+
+
 def newer(cell: Cell) -> ServedBy:
     return served_by(image="vllm/vllm-openai-cpu:v0.33", image_digest="sha256:2222", version="0.33.0")
 
@@ -569,7 +626,7 @@ def test_an_invalid_run_is_refused(tmp_path: Path) -> None:
         "two: an INVALID run is not compared: r5-b-x: load process 109 sent 5 requests and the file has 4 records"
     )
     assert raised.value.exit_code == ExitCode.INVALID
-    assert summarize(tmp_path / "two").comparison is None
+    assert summarize(tmp_path / "two").rows[1].invalid == raised.value.what.partition("compared: ")[2]
 
 
 def test_a_run_that_has_not_ended_is_refused(tmp_path: Path) -> None:

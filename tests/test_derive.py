@@ -26,6 +26,44 @@ def test_what_is_undefined_is_none() -> None:
     assert derive.tpot_s(request(output_tokens=8, chunks_s=[0.5])) is None  # all in one chunk: no time between
 
 
+STOP = {"finish": "stop"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens"),
+    [
+        ({"output_tokens": 12, "textless": 1} | STOP, 11),  # vLLM and llama.cpp: the usage counts the end token
+        ({"output_tokens": 11, "textless": 1} | STOP, 11),  # a server that does not count it
+        ({"output_tokens": 11, "textless": 0} | STOP, 11),  # the end token came with the last text
+        ({"output_tokens": 14, "textless": 3} | STOP, 11),  # a stop string of two tokens, and the end token
+        ({"output_tokens": 30, "textless": 1} | STOP, 29),  # several tokens a chunk
+        ({"output_tokens": 30, "textless": 0} | STOP, 30),  # likewise, the end token with the last of them
+        ({"output_tokens": 30, "textless": 0}, 30),
+        ({"output_tokens": 8, "textless": 1} | STOP, 8),  # a token in several chunks
+        ({"output_tokens": 12, "textless": 1, "finish": "tool_calls", "tool_chunks": 5}, 11),
+        ({"output_tokens": 20, "textless": 1, "finish": "tool_calls", "tool_chunks": 5}, 19),
+        ({"output_tokens": 12, "textless": 1, "finish": "tool_calls", "tool_chunks": 11}, 11),
+        (
+            {"output_tokens": 20, "textless": 1, "finish": "tool_calls", "tool_chunks": 11},
+            None,
+        ),  # its name is held back
+        ({"output_tokens": 12} | STOP, 11),  # of an older harness
+        ({"output_tokens": 11} | STOP, 11),
+        ({"output_tokens": 12, "finish": "tool_calls"}, 11),
+        ({"output_tokens": 12}, 12),
+        ({"output_tokens": 12, "finish": None}, 12),  # imported
+    ],
+)
+def test_tokens_that_no_chunk_carries_are_not_in_tpot(changes: dict[str, object], tokens: int | None) -> None:
+    made = request(**changes)  # eleven chunks in a second
+    assert derive.tpot_s(made) == (None if tokens is None else pytest.approx(1 / (tokens - 1)))
+
+
+def test_reasoning_has_no_share_of_the_end_token() -> None:
+    made = request(chunks_s=[0.1, 0.2, 0.3, 0.4], output_tokens=5, textless=1, reasoning_chunks=3, finish="stop")
+    assert derive.reasoning_tokens(made) == 3.0
+
+
 def test_a_response_in_one_piece_has_an_end_and_no_first_token() -> None:
     made = request(chunks_s=[], first_visible_s=None, ended_s=1.5)
     assert derive.ttft_s(made) is None

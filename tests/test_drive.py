@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from harness import paths
 from harness.errors import HarnessError, RunError
 from harness.job import Job
 from harness.prepare import locustfile
@@ -25,9 +26,11 @@ from harness.run.drive import (
     locust_arguments,
     tail,
 )
+from harness.rundir.manifest import read_run
 from harness.rundir.records import ErrorKind, ProcessMark, Request
 from harness.scenario.scenario import Load, Warmup
 from harness.workers import Workers
+from tests.command import harness, only_run, write
 from tests.load_runs import make_job
 
 
@@ -284,3 +287,42 @@ def test_the_form_proposes_no_rate_that_locust_warns_of(tmp_path: Path, ramp_s: 
         ("127.0.0.1", 8089),
     )
     assert arguments[arguments.index("--spawn-rate") + 1] == rate
+
+
+def test_the_code_of_a_user_class_is_its_file_and_what_that_imports_from_here(tmp_path: Path) -> None:
+    (tmp_path / "words" / "more").mkdir(parents=True)
+    written = {
+        "mine.py": "import gevent\nfrom locustfiles.chat import ChatUser\nimport words.more\nfrom pauses import P",
+        "pauses.py": "from words import lists",
+        "words/__init__.py": "",
+        "words/lists.py": "from . import numbers\nfrom .more import y",
+        "words/numbers.py": "import mine",
+        "words/more/__init__.py": "",
+        "words/unused.py": "",
+        "other.py": "import mine",
+    }
+    for name, text in written.items():
+        (tmp_path / name).write_text(text)
+    used = sorted(tmp_path / name for name in written if name not in ("other.py", "words/unused.py"))
+    found = locustfile.sources_of(tmp_path / "mine.py", paths.LOCUSTFILES)
+    assert found == sorted([*used, paths.LOCUSTFILES / "chat.py"])
+    assert locustfile.sources_of(paths.LOCUSTFILES / "agent.py", paths.LOCUSTFILES) == [paths.LOCUSTFILES / "agent.py"]
+
+
+def test_only_the_user_class_that_ran_is_in_the_manifest(tmp_path: Path) -> None:
+    """A locustfile next to it, which no load names, makes older runs no others."""
+    (tmp_path / "words.py").write_text("N = 1\n")
+    (tmp_path / "mine.py").write_text(
+        "from locust import task\nfrom harness.load.user import LLMUser\nfrom words import N\n"
+        "class Mine(LLMUser):\n    @task\n    def work(self):\n        self.ask_all(self.take(2))\n"
+    )
+    load = {"user": "mine.py", "batch_size": 2, "requests": 2, "output_tokens": 2}
+    scenario = write(tmp_path, loads={"burst": load})
+    made = []
+    for name, text in (("other.py", "N = 2\n"), ("another.py", ""), ("words.py", "N = 3\n")):
+        (tmp_path / name).write_text(text)
+        assert harness("run", scenario.name, "--runs", f"runs-{name}", cwd=tmp_path).code == 0
+        manifest = read_run(only_run(tmp_path / f"runs-{name}"))
+        assert list(manifest.locustfiles) == ["mine.py"]
+        made.append((manifest.versions["load generator"], manifest.locustfiles["mine.py"]))
+    assert made[0] == made[1] and made[1][0] == made[2][0] and made[1][1] != made[2][1]

@@ -5,14 +5,19 @@ a packet takes over loopback. Chunks that shared a read with a later one are lef
 their times are upper bounds; they are counted. On a busy machine the best of three attempts counts.
 """
 
+import statistics
 from pathlib import Path
+from typing import Literal
 
+import msgspec
 import numpy as np
 import pytest
 
 from harness.run.calibrate import chunk_errors_s
 from harness.scenario.scenario import Load, Warmup
+from harness.simulated.sendlog import Sent
 from harness.simulated.spawn import spawned
+from harness.summarize import derive
 from tests.load_runs import end, log_of, make_job, records_of, start_job
 
 STREAMS = 50
@@ -38,6 +43,38 @@ def attempt(folder: Path) -> tuple[float, str]:
     coalesced = sum(record.coalesced for record in records)
     words = f"min {low:.3f}  p50 {p50:.3f}  p90 {p90:.3f}  p99 {p99:.3f}  max {high:.3f} ms over {len(errors)} chunks"
     return float(np.percentile(np.abs(errors), 99)), f"{words}, {coalesced} shared a read"
+
+
+@pytest.mark.parametrize(
+    ("output", "flags", "textless"),
+    [
+        ("fixed", (), 0),
+        ("natural", (), 1),
+        ("natural", ("--fault", "reasoning:8"), 1),
+        ("natural", ("--fault", "stop-string:3"), 3),
+        ("natural", ("--fault", "tool-call"), 1),
+    ],
+)
+def test_tpot_is_the_time_between_two_tokens_that_were_sent(
+    tmp_path: Path, output: Literal["fixed", "natural"], flags: tuple[str, ...], textless: int
+) -> None:
+    send_log = tmp_path / "sent.jsonl"
+    timing = ("--preset", "instant", "--served-model-name", "m", "--step-base-s", "0.02", "--send-log", str(send_log))
+    load = Load(user="batch", users=8, requests=32, output_tokens=200, output=output)
+    with spawned(*timing, "--natural-output-tokens", "60", *flags) as server:
+        assert end(start_job(tmp_path, server.url, make_job(tmp_path, load))) == 0, log_of(tmp_path)
+    lines = send_log.read_bytes().splitlines()[1:]
+    sent = {one.request_id: one.chunks_s for one in (msgspec.json.decode(line, type=Sent) for line in lines)}
+    ratios = []
+    for record in records_of(tmp_path):
+        times = sent[record.id]
+        assert (record.output_tokens, record.textless) == (len(times) + textless, textless)
+        ratios.append((derive.tpot_s(record) or 0.0) / ((times[-1] - times[0]) / (len(times) - 1)))
+    assert len(ratios) == 32
+    assert abs(statistics.median(ratios) - 1) < 0.001
+    # What older harnesses recorded says nothing of single events. One end token is all that is assumed then.
+    old = [msgspec.structs.replace(record, textless=None) for record in records_of(tmp_path)]
+    assert textless > 1 or [*map(derive.tpot_s, old)] == [*map(derive.tpot_s, records_of(tmp_path))]
 
 
 @pytest.mark.alone

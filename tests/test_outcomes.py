@@ -446,6 +446,35 @@ def test_a_tool_call_is_a_token_but_not_visible(tmp_path: Path) -> None:
     assert (record.error, len(record.chunks_s), record.first_visible_s) == (None, 1, None)
 
 
+EMPTY = b'data: {"choices":[{"index":0,"delta":{"content":""},"finish_reason":null}]}\n\n'
+END = b'data: {"choices":[{"index":0,"delta":{"content":""},"finish_reason":"%s"}]}\n\n'
+LAST = TOKEN.replace(b'"finish_reason":null', b'"finish_reason":"stop"')
+
+
+@pytest.mark.parametrize(
+    ("events", "textless"),
+    [
+        ([ROLE, TOKEN, TOKEN, END % b"stop", USAGE], 1),  # vLLM
+        ([NULL, TOKEN, TOKEN, finish(b"stop"), USAGE], 1),  # llama.cpp
+        ([NULL, TOKEN, TOKEN, finish(b"length"), USAGE], 0),  # whose last event is no token
+        ([ROLE, TOKEN, END % b"tool_calls"], 1),
+        ([ROLE, TOKEN, LAST, USAGE], 0),  # several tokens at once, the end token among them
+        (
+            [ROLE, EMPTY, EMPTY, TOKEN, EMPTY, TOKEN, EMPTY, END % b"stop"],
+            4,
+        ),  # text that was held back, and a stop string
+        ([ROLE, *([TOKEN] * 6), EMPTY, *([TOKEN] * 6), EMPTY, END % b"length"], 1),
+        ([b": ping\n\n", TOKEN, USAGE, finish(b"stop")], 1),
+    ],
+)
+def test_tokens_without_text_outside_of_the_chunks_are_counted(
+    tmp_path: Path, events: list[bytes], textless: int
+) -> None:
+    record = one_record(tmp_path, answering(CHUNKED, *map(chunk, [*events, DONE]), b"0\r\n\r\n", pause_s=0.005))
+    assert (record.error, len(record.chunks_s)) == (None, sum(b"hi " in event for event in events))
+    assert record.textless == textless
+
+
 def test_details_of_usage(tmp_path: Path) -> None:
     usage = (
         b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":5,"prompt_tokens_details":'

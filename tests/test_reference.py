@@ -56,6 +56,25 @@ def test_a_published_baseline_has_a_summary_only(tmp_path: Path) -> None:
     )
 
 
+def test_a_summary_by_an_older_formula_has_no_ratio_of_what_it_changed(tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        write_made_run(tmp_path / name, made_of=scenario(checks=["tpot_p50 <= 2 * baseline", "ttft_p50 <= 2 * baseline"]))
+    write_summary(tmp_path / "old", summarize(tmp_path / "old"))
+    (tmp_path / "old" / "requests.jsonl").unlink()
+    path = tmp_path / "old" / "summary.json"
+    now = path.read_bytes()
+    path.write_bytes(now.replace(b'"formulas": 2', b'"formulas": 1'))  # of older harnesses: not there
+    for kept, found in ((now, ["passed", "passed"]), (path.read_bytes(), ["inconclusive", "passed"])):
+        path.write_bytes(kept)
+        reference = reference_to(tmp_path / "old", read_run(tmp_path / "new"))
+        result = summarize(tmp_path / "new", (), reference).checks
+        assert [one.status for one in result] == found
+    assert result[0].evidence.startswith(
+        "a / x: not compared with old: the definitions of 'tpot_s' differ, so there is no ratio. a / x: (last - first "
+        "chunk with a generated token) / (output tokens that chunks carry - 1). a / x: (last"
+    )
+
+
 def test_unlike_runs_are_not_compared_and_the_check_says_why(tmp_path: Path) -> None:
     write_made_run(tmp_path / "old")
     write_made_run(

@@ -22,7 +22,7 @@ from harness.rundir.manifest import CellRun, Run, ServedBy, read_run
 from harness.rundir.records import Request
 from harness.scenario.behaviour import Agent
 from harness.summarize.summarize import read_summary
-from harness.summary import Comparison, Kept, Summary, Verdict
+from harness.summary import Comparison, Inconclusive, Kept, Summary, Verdict
 from tests import made_runs
 from tests.report_runs import write_run_directory
 from tests.test_summarize import one_cell
@@ -271,11 +271,16 @@ def test_what_differs_between_the_servers(run: Run) -> None:
 
 
 def verdict(
-    word: str, ratio: float | None, low: float | None, high: float | None, tail: str = "", n: int = 2
+    word: str,
+    ratio: float | None,
+    low: float | None,
+    high: float | None,
+    reason: Inconclusive | None = None,
+    needed: int | None = None,
 ) -> Verdict:
     return Verdict(
-        side="b / x", baseline="a / x", metric="wall_s", ratio=ratio, low=low, high=high, p=0.04, n=(n, 5), word=word,
-        sentence=f"b / x: {word}: so it is{tail}.",
+        side="b / x", baseline="a / x", metric="wall_s", ratio=ratio, low=low, high=high, p=0.04, n=(2, 5), word=word,
+        reason=reason, needed=needed, sentence=f"b / x: {word}: so it is.",
     )  # fmt: skip
 
 
@@ -285,21 +290,21 @@ def verdict(
         (verdict("faster", 2.0, 1.9, 2.1), "2.00 times as fast"),
         (verdict("same", 1.001, 0.99, 1.01), "as fast within ±2\u00a0%, which is noise"),
         (
-            verdict("inconclusive", 2.0, 1.9, 2.1, "; about 5 repeats a side would settle it"),
-            "2.00 times as fast, but 2 repeats are too few to be sure; about 5 would decide",
+            verdict("inconclusive", 2.0, 1.9, 2.1, "too_few", 5),
+            "2.00 times as fast, but 2 against 5 values are too few to be sure; about 5 would decide",
         ),
         (
-            verdict("inconclusive", 1.2, 0.8, 1.9, "; more than 100 repeats a side would be needed"),
-            "1.20 times as fast, but the runs spread so much that it may be chance; more than 100 would decide",
+            verdict("inconclusive", 1.2, 0.8, 1.9, "includes_one"),
+            "1.20 times as fast, but the 95\u00a0% interval includes 1",
         ),
-        (verdict("inconclusive", 1.01, 0.97, 1.04), "about as fast, but not surely within ±2\u00a0%"),
+        (verdict("inconclusive", 1.01, 0.97, 1.04, "in_margin"), "about as fast, but not surely within ±2\u00a0%"),
         (
-            verdict("inconclusive", 1.5, None, None, "; 4 repeats a side is the least that can decide", n=1),
-            "1.50 times as fast, but one run says nothing about chance; 4 would decide",
+            verdict("inconclusive", 1.5, None, None, "run_variation_unknown", 4),
+            "1.50 times as fast, but the variation between runs is not known; about 4 would decide",
         ),
         (verdict("inconclusive", None, None, None), "so it is."),
     ],
 )
 def test_a_verdict_in_short(one: Verdict, said: str) -> None:
-    table = Comparison(metric="wall_s", comparisons=1, noise_floor=0.02, noise_source="assumed", verdicts=[one])
+    table = Comparison(metric="wall_s", comparisons=1, noise_floor=0.02, noise_source="", verdicts=[one])
     assert sentences.in_short(one, table) == said

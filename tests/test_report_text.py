@@ -266,7 +266,7 @@ def test_markup_in_a_text_from_outside_is_not_acted_on() -> None:
     )
     text = printed(broken, 140).splitlines()
     assert text[12:15] == [
-        "INVALID: these numbers must not be trusted or compared",
+        "INVALID: rows with a cell that is not valid have no verdict, and the run is not compared with others",
         "- [red]x[/red] [/] \ufffd[31m[link=x]",
         "- vllm / ten: [bold]warm",
     ]

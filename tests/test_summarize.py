@@ -13,9 +13,9 @@ from harness.judge.stats import percentile_interval
 from harness.rundir.files import pretty_json
 from harness.rundir.manifest import read_run, write_run
 from harness.rundir.metrics import MetricsSample
-from harness.rundir.records import Request
+from harness.rundir.records import Request, read_requests
 from harness.scenario.plan import Cell
-from harness.scenario.scenario import Load, Warmup
+from harness.scenario.scenario import Load, Server, Warmup
 from harness.summarize.gaps import PERMILLES
 from harness.summarize.summarize import summarize, write_summary
 from harness.summarize.tally import distribution
@@ -244,8 +244,8 @@ def test_a_run_that_was_killed_shows_what_it_has(tmp_path: Path) -> None:
     assert [cell.id for cell in summary.cells] == ["r1-a-x", "r1-b-x", "r2-b-x"]
     assert [cell.problems for cell in summary.cells[:2]] == [[], []]
     assert summary.reasons == [
-        "only 2 of 10 planned cells ran",
         "requests.jsonl: 1 line cannot be read (line 13)",
+        "only 2 of 10 planned cells ran",
         "r2-b-x: it has not come to its end",
         "r2-b-x: load process 102 is still going on, or was killed: what was sent and not yet recorded is not known",
         "r2-b-x: 4 measured requests were planned and 1 were sent",
@@ -258,6 +258,72 @@ def test_a_run_that_was_killed_shows_what_it_has(tmp_path: Path) -> None:
         "r2-b-x: load process 102 was killed: what was sent and not yet recorded is not known; run again (the kernel "
         "kills when memory runs out, which `dmesg` tells)"
     ) in summarize(tmp_path / "run").reasons
+
+
+THREE = {name: Server(template="vllm-cpu") for name in ("a", "b", "c")}
+SPEEDS = {"a": 10.0, "b": 5.0, "c": 5.0}
+CHECKS = ["a/x: error_rate == 0", "b/x: wall <= 0.9 * baseline", "c/x: wall <= 0.9 * baseline", "c/x: speedup >= 1.5",
+          "b/x: speedup >= 1.5"]  # fmt: skip
+
+
+def with_a_failed_request(folder: Path, cell: str) -> Summary:
+    """Of a run with five repeats of three servers, whose baseline is `a`. One request of one cell failed."""
+    made_of = scenario(servers=THREE, checks=CHECKS)
+    write_made_run(folder, lambda cell: SPEEDS[cell.server] + 0.01 * cell.repeat, made_of=made_of)
+    records = list(read_requests(folder / "requests.jsonl"))
+    failed = [msgspec.structs.replace(r, error="timeout") if r.id == f"{cell}-1" else r for r in records]
+    write_lines(folder / "requests.jsonl", failed)
+    return summarize(folder)
+
+
+WHY = "r3-{}-x: 1 of 4 requests failed (timeout 1): an error rate of 25.00%, and at most 0.00% is allowed"
+
+
+def test_a_failed_cell_takes_the_verdict_of_its_row_only(tmp_path: Path) -> None:
+    found = with_a_failed_request(tmp_path / "run", "r3-b-x")
+    assert (found.valid, found.reasons) == (False, [WHY.format("b")])
+    assert [row.invalid for row in found.rows] == [None, WHY.format("b"), None]
+    assert found.comparison is not None and found.comparison.comparisons == 1
+    assert [(v.side, v.n, v.ratio is None) for v in found.comparison.verdicts] == [
+        ("b / x", (4, 5), True),
+        ("c / x", (5, 5), False),
+    ]
+    failed, judged = found.comparison.verdicts
+    assert judged.word == "faster"
+    assert f"b / x has a cell that is not valid ({WHY.format('b')})" in failed.sentence
+    assert [one.status for one in found.checks] == ["passed", "inconclusive", "passed", "passed", "inconclusive"]
+    assert WHY.format("b") in found.checks[1].evidence and WHY.format("b") in found.checks[4].evidence
+
+
+def test_a_failed_cell_of_the_baseline_leaves_no_verdict(tmp_path: Path) -> None:
+    found = with_a_failed_request(tmp_path / "run", "r3-a-x")
+    assert found.comparison is not None and found.comparison.comparisons == 0
+    assert [(v.side, v.ratio, v.word) for v in found.comparison.verdicts] == [
+        ("b / x", None, "inconclusive"),
+        ("c / x", None, "inconclusive"),
+    ]
+    assert all(WHY.format("a") in verdict.sentence for verdict in found.comparison.verdicts)
+    assert not any(one.status == "passed" for one in found.checks)
+
+
+def test_a_row_with_a_cell_that_has_not_run_has_no_verdict(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = write_made_run(folder, lambda cell: SPEEDS[cell.server] + 0.01 * cell.repeat, made_of=scenario(servers=THREE))
+    write_run(folder, msgspec.structs.replace(run, cells=[cell for cell in run.cells if cell.id != "r5-b-x"]))
+    kept = [r for r in read_requests(folder / "requests.jsonl") if r.cell != "r5-b-x"]
+    write_lines(folder / "requests.jsonl", kept)
+    found = summarize(folder)
+    assert found.reasons[0] == "only 14 of 15 planned cells ran"
+    assert [row.invalid for row in found.rows] == [None, "r5-b-x: it has not run", None]
+    assert found.comparison is not None
+    assert [v.ratio is None for v in found.comparison.verdicts] == [True, False]
+
+
+def test_what_no_cell_has_takes_all_verdicts(tmp_path: Path) -> None:
+    write_made_run(tmp_path / "run", wall_of)
+    with (tmp_path / "run" / "requests.jsonl").open("ab") as file:
+        file.write(b"{}\n")
+    assert summarize(tmp_path / "run").comparison is None
 
 
 def test_a_run_without_a_record_is_a_summary_all_the_same(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from harness.rundir.manifest import CellRun
 from harness.rundir.records import ProcessMark, Request
 from harness.scenario.scenario import Arrivals, Load
 from harness.summarize.tally import Clock, Tally, numbers_of
-from harness.summarize.validity import Evidence, Findings, of_cell, of_run
+from harness.summarize.validity import Evidence, Findings, not_run, of_cell, of_run
 from harness.summary import Kept, MachineLoad, ServerLoad
 from tests.made_runs import both_marks, request, scenario, served_by, write_made_run
 
@@ -269,19 +269,19 @@ def test_who_put_chunks_together_is_told_as_far_as_it_is_known() -> None:
 
 def test_the_run(tmp_path: Path) -> None:
     run = write_made_run(tmp_path / "run", made_of=scenario(repeats=1))
-    assert of_run(run, 2, {}, Counter()) == Findings([], [])
-    assert of_run(run, 1, {}, Counter()).reasons == ["only 1 of 2 planned cells ran"]
+    assert (of_run(run, {}, Counter()), not_run(run)) == ([], [])
+    assert not_run(msgspec.structs.replace(run, cells=run.cells[1:])) == ["r1-a-x"]
     damaged = {"requests.jsonl": [3, 9, 10, 11, 12, 13], "processes.jsonl": [2], "other": []}
-    assert of_run(run, 2, damaged, Counter({"z": 2})).reasons == [
+    assert of_run(run, damaged, Counter({"z": 2})) == [
         "requests.jsonl: 6 lines cannot be read (line 3, 9, 10, 11, 12 ...)",
         "processes.jsonl: 1 line cannot be read (line 2)",
         "requests.jsonl: 2 records of the cell 'z', which is not in the plan",
     ]
     stopped = msgspec.structs.replace(run, status="interrupted", reasons=["interrupted before all cells had run"])
-    assert of_run(stopped, 2, {}, Counter()).reasons == ["interrupted before all cells had run"]
+    assert of_run(stopped, {}, Counter()) == ["interrupted before all cells had run"]
     # The reasons of a judgement passed before are not taken over: it is passed anew.
     again = msgspec.structs.replace(run, status="invalid", reasons=["an old reason"])
-    assert of_run(again, 2, {}, Counter()) == Findings([], [])
+    assert of_run(again, {}, Counter()) == []
 
 
 def test_a_load_above_what_a_gateway_serves_at_once_is_told() -> None:

@@ -1,5 +1,6 @@
 """Commands that only read and write files: runs, reports, comparisons, published results."""
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -116,6 +117,7 @@ def compare(
 
     from harness.cli.history import find_runs
     from harness.compare.compare import by_machine, compare_runs
+    from harness.judge.comparable import UnlikeError
     from harness.prepare.experiment import refuse_misplaced
     from harness.report import junit
     from harness.report.comparison import markdown, print_comparison
@@ -132,7 +134,13 @@ def compare(
         with wrong.noted():
             refuse_misplaced(checks or [], scenario.servers, scenario.loads)
     wrong.refuse()
-    comparison = compare_runs(groups, about=across or about, results=results, checks=checks or [])
+    try:
+        comparison = compare_runs(groups, about=across or about, results=results, checks=checks or [])
+    except UnlikeError as error:
+        if error.about is not None:
+            command = shlex.join(["harness", *sys.argv[1:], "--about", error.about])
+            error.next_step = f"If the comparison is about just that: {command}"
+        raise
     if output == "terminal":
         print_comparison(comparison, console())
     elif output == "junit":

@@ -23,7 +23,7 @@ from harness.judge.stats import (
     samples_needed,
     share_interval,
 )
-from harness.judge.verdicts import WORK
+from harness.judge.verdicts import WORK, not_valid
 from harness.rundir.origin import unlike_rows
 from harness.scenario.check_syntax import (
     JUDGED_BY_SLOS,
@@ -256,7 +256,7 @@ def _baseline_value(
             return _Value(), _uncompared(row, comparison)
         whose = verdict.baseline
         base = next(one for one in rows if one.name == whose)
-    unlike = unlike_rows(row, base, _fields(check))
+    unlike = not_valid(row, base) or unlike_rows(row, base, _fields(check))
     if unlike is not None:
         return _Value(), f"not compared with {whose}: {unlike}"
     found = _value(check, base, None)

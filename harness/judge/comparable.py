@@ -1,5 +1,6 @@
 """Only like is compared with like: what two runs' manifests must have in common."""
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ FOLLOWS = {
     "model": ("startup", "effective"),
     # Ids of groups and names of device nodes are the machine's own; images and arguments must stay the same.
     # What an engine chooses by itself follows from the memory that it finds.
+    "load generator": ("locustfile",),  # a part of it, which older manifests do not have apart
     "machine": ("versions", "HostConfig.GroupAdd", "HostConfig.Devices", "startup", "effective"),
 }
 # Not what is measured but how often, how long it was watched, what is asked of the numbers, and what chance chose.
@@ -35,22 +37,35 @@ _NOTED = ("git_commit", "load_machines")
 ABSENT = "nothing"
 
 
+class UnlikeError(HarnessError):
+    """Runs that are not alike. `about`: the one thing that a comparison of them can be about; None: there is none."""
+
+    about: str | None = None
+
+
 def refuse_unlike(
     runs: Sequence[Run], rows: Sequence[tuple[str, str]], groups: Sequence[int], about: str | None
 ) -> None:
-    """Raise HarnessError, naming key and both values, unless the runs may be compared on these rows (server, load).
+    """Raise UnlikeError, naming key and both values, unless the runs may be compared on these rows (server, load).
 
     `groups` says to which side each run belongs. `about` is the one key that the sides may differ in: a manifest
     key, the beginning of one (`machine`), or its end (`image_digest`). Runs of one side must agree in all.
     """
     facts = [facts_of(run, rows) for run in runs]
     excused: set[str] = set()
+    apart: dict[int, list[str]] = {}  # by the first run of a side: in what it differs from the baseline
     for index in range(1, len(runs)):
         first = groups.index(groups[index])
-        if index != first:
-            _refuse(runs, facts, first, index, None)
-        else:
-            excused |= _refuse(runs, facts, 0, index, about)
+        keys = _differing(facts[0 if index == first else first], facts[index])
+        if index == first:
+            apart[index] = keys
+            excused |= _excused(about, keys)
+        elif keys:
+            _refuse(runs, facts, first, index, keys, "Runs of one side must be equal; leave out those that are not.")
+    for index, keys in apart.items():
+        if left := [key for key in keys if key not in _excused(about, keys)]:
+            name = None if about is not None else _about([*filter(None, apart.values())])
+            _refuse(runs, facts, 0, index, left, _advice(left, about, name), name)
     if about is not None and not excused:
         known = sorted({".".join(key.split(".")[:2]) for key in facts[0]} - set(_ALWAYS))
         raise HarnessError(
@@ -59,45 +74,61 @@ def refuse_unlike(
         )
 
 
-def _refuse(
-    runs: Sequence[Run], facts: Sequence[Mapping[str, Any]], first: int, second: int, about: str | None
-) -> set[str]:
-    """The differing keys that `about` excuses. Raises for every other."""
-    one, other = facts[first], facts[second]
-    keys = [
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The keys in which two runs must be equal, and are not."""
+    return [
         key
         for key in dict.fromkeys([*one, *other])
-        if key not in _NOTED and not server_starts.is_told(key) and not server_starts.is_unsaid(key, one, other)
+        if key not in _NOTED
+        and not server_starts.is_told(key)
+        and not server_starts.is_unsaid(key, one, other)
+        and one.get(key, ABSENT) != other.get(key, ABSENT)
     ]
-    differing = [key for key in keys if one.get(key, ABSENT) != other.get(key, ABSENT)]
-    excused = _excused(about, differing)
-    left = [key for key in differing if key not in excused]
-    if left:
-        found = {key: map(_shortened, in_words([one.get(key, ABSENT), other.get(key, ABSENT)])) for key in left}
-        shown = [
-            f"{key}: {mine} in {runs[first].id}, {theirs} in {runs[second].id}" for key, (mine, theirs) in found.items()
-        ]
-        key, _, values = shown[0].partition(": ")
-        more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
-        raise HarnessError(
-            f"runs that differ in '{key}' are not compared: {values}{more}",
-            next_step=_advice(left, about),
-            detail="\n".join(shown) if len(left) > 1 else "",
-        )
-    return excused
 
 
-def _advice(differing: Sequence[str], about: str | None) -> str:
+def _refuse(
+    runs: Sequence[Run],
+    facts: Sequence[Mapping[str, Any]],
+    first: int,
+    second: int,
+    keys: Sequence[str],
+    advice: str,
+    about: str | None = None,
+) -> None:
+    """Raise UnlikeError for keys in which two runs differ."""
+    shown = []
+    for key in keys:
+        values = [facts[index].get(key, ABSENT) for index in (first, second)]
+        mine, theirs = map(_shortened, in_words(values))
+        shown.append(f"{key}: {mine} in {runs[first].id}, {theirs} in {runs[second].id}")
+    key, _, said = shown[0].partition(": ")
+    more = f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
+    error = UnlikeError(
+        f"runs that differ in '{key}' are not compared: {said}{more}",
+        next_step=advice,
+        detail="\n".join(shown) if len(keys) > 1 else "",
+    )
+    error.about = about
+    raise error
+
+
+def _advice(differing: Sequence[str], about: str | None, name: str | None) -> str:
     if any(key in _ALWAYS for key in differing):
         return "The work must be the same, and a model of an engine is not compared with an engine."
     if about is not None:
         return f"A comparison is about one thing, here '{about}'; make the runs equal in everything else."
-    steps = differing[0].split(".")
-    ends = (".".join(steps[start:]) for start in reversed(range(len(steps))))
-    name = next((end for end in ends if _excused(end, differing) == set(differing)), None)
     if name is None:
         return "They differ in more than one thing; make them equal in all but the one that the comparison is about."
-    return f"If the comparison is about just that, say so: --about {name}"
+    return f"If the comparison is about just that, say so: --about {shlex.quote(name)}"
+
+
+def _about(sides: Sequence[Sequence[str]]) -> str | None:
+    """The one thing, as narrow as it can be, that excuses all in which each side differs."""
+    split = [key.split(".") for key in sides[0]]
+    ends = [".".join(steps[start:]) for steps in split for start in reversed(range(len(steps)))]
+    starts = [".".join(steps[:end]) for steps in split for end in reversed(range(1, len(steps)))]
+    names = (name for name in ends + starts if all(_excused(name, keys) == set(keys) for keys in sides))
+    return next(names, None)
 
 
 def _excused(about: str | None, differing: Sequence[str]) -> set[str]:
@@ -125,6 +156,8 @@ def facts_of(run: Run, rows: Sequence[tuple[str, str]]) -> dict[str, Any]:
     }
     for load in dict.fromkeys(load for _, load in rows):
         flatten(f"loads.{load}", scenario["loads"][load], facts)
+        if (digest := run.locustfiles.get(run.scenario.loads[load].user)) is not None:
+            facts[f"loads.{load}.locustfile"] = digest
     for server in dict.fromkeys(server for server, _ in rows):
         given = {key: value for key, value in scenario["servers"][server].items() if key not in _SERVER}
         flatten(f"servers.{server}", given, facts)

@@ -129,7 +129,8 @@ def pairs_of(side: Measured, base: Measured, *, within_run: bool) -> Iterator[Pa
             baseline_speeds=known[1],
             within_run=within_run,
             load=side.load_name,
-            refused=unlike_work(side.load, base.load)
+            refused=not_valid(*side.rows, *base.rows)
+            or unlike_work(side.load, base.load)
             or _unlike(side, base, metric)
             or (_too_few(metric) if too_few else client_limited(metric, limited)),
         )
@@ -207,7 +208,8 @@ def _unlike(side: Measured, base: Measured, metric: str) -> str | None:
         for row in one.rows:
             if metric in row.missing and not getattr(row, metric):
                 return f"the {METRIC_WORDS[metric]} of {one.name} is not known: {row.missing[metric]}"
-    return unlike_rows(side.rows[0], base.rows[0], fields_of(metric))
+    found = (unlike_rows(row, base.rows[0], fields_of(metric)) for row in (*side.rows, *base.rows[1:]))
+    return next(filter(None, found), None)
 
 
 def fields_of(metric: str) -> list[str]:
@@ -217,6 +219,11 @@ def fields_of(metric: str) -> list[str]:
 
 def _too_few(metric: str) -> str:
     return f"a {METRIC_WORDS[metric]} needs {NEEDED[metric.rpartition('_')[2]]} successful requests in each repeat"
+
+
+def not_valid(*rows: Row) -> str | None:
+    """Why rows have no ratio, of which one has a cell that is not valid."""
+    return next((f"{row.name} has a cell that is not valid ({row.invalid})" for row in rows if row.invalid), None)
 
 
 def unlike_work(*loads: Load) -> str | None:

@@ -8,10 +8,11 @@ import json
 import re
 import time
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -47,6 +48,7 @@ class Answer:
     clock: Clock = "read"
     headers_s: float | None = None
     chunks_s: list[float] = field(default_factory=list)
+    textless: int | None = None  # events that announce a token without text, before the first chunk or after the last
     first_visible_s: float | None = None
     ended_s: float = 0.0
     coalesced: int = 0
@@ -79,7 +81,7 @@ class Reading:
     """Works out what an exchange says, while it grows: the later its end is looked at, the longer is the next wait."""
 
     __slots__ = (
-        "_answer", "_chunk_reads", "_count", "_done_read", "_embeddings", "_events", "_exchange", "_form",
+        "_answer", "_chunk_reads", "_count", "_done_read", "_embeddings", "_events", "_exchange", "_form", "_textless",
         "_visible_read"
     )  # fmt: skip
 
@@ -92,6 +94,7 @@ class Reading:
         self._form = exchange.form
         self._count = 0  # of events; those that the form took come to it
         self._chunk_reads = array("I")  # of chunks; likewise
+        self._textless: Counter[int] = Counter()  # events without text, by the number of chunks before them
         self._visible_read: int | None = None
         self._done_read: int | None = None
 
@@ -138,10 +141,14 @@ class Reading:
         if said == b"[DONE]":
             answer.done = True
             self._done_read = read
-        elif _take_event(event, self._count + self._form.events, answer):
+            return
+        carried = _take_event(event, self._count + self._form.events, answer)
+        if carried == "text":
             self._chunk_reads.append(read)
             if self._visible_read is None and answer.texts:
                 self._visible_read = read
+        elif carried == "no text":
+            self._textless[self.chunks] += 1
 
     def finish(self) -> Answer:
         """What a finished or failed exchange says; `time` says when."""
@@ -182,6 +189,7 @@ class Reading:
     def _stream(self) -> None:
         self.look()
         exchange, answer = self._exchange, self._answer
+        answer.textless = sum(self._textless[chunks] for chunks in {0, self.chunks})
         _unframed(self._events.stray(), answer)
         if not exchange.complete and not answer.done:
             return  # the failure of the connection says more
@@ -207,32 +215,32 @@ def _unframed(raw: bytes, answer: Answer) -> None:
         answer.fail("stream_error", f"{words} (sent outside of an event)")
 
 
-def _take_event(event: Event, number: int, answer: Answer) -> bool:
-    """Note what one event says. True when it carries generated tokens."""
+def _take_event(event: Event, number: int, answer: Answer) -> Literal["text", "no text"] | None:
+    """Note what one event says. Return how it carries generated tokens, None where it carries none."""
     if event.type == "error":
         answer.fail("stream_error", _words_of(event.data) or "an error event without a message")
-        return False
+        return None
     try:
         body = _decode(event.data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         answer.fail("malformed", f"event {number} is not JSON: {error}")
-        return False
+        return None
     if not isinstance(body, dict):
         answer.fail("malformed", f"event {number} is not a JSON object")
-        return False
+        return None
     problem = _error_in(body)
     if problem is not None:
         answer.fail("stream_error", problem)
-        return False
+        return None
     _usage(body, answer)
     choice = _first_choice(body)
     if choice is None:
-        return False
+        return None
     _finish(choice, answer)
     delta = choice.get("delta")
     part = delta if isinstance(delta, dict) else choice  # completions have `text` beside the finish reason
     if not any(part.get(channel) for channel in _CHANNELS):
-        return False
+        return "no text" if _is_token(choice, part) else None
     answer.generated = True
     for channel in _VISIBLE:
         if part.get(channel):
@@ -241,7 +249,14 @@ def _take_event(event: Event, number: int, answer: Answer) -> bool:
         _unseen(part, answer)
     elif part.get("tool_calls"):
         gather(answer.calls, part["tool_calls"])
-    return True
+    return "text"
+
+
+def _is_token(choice: dict[str, Any], part: dict[str, Any]) -> bool:
+    """Whether an event without text announces a token: one whose text is held back or hidden, or the end token."""
+    if choice.get("finish_reason"):
+        return bool(choice["finish_reason"] != "length")
+    return "role" not in part and any(part.get(channel) == "" for channel in _CHANNELS)
 
 
 def _unseen(part: dict[str, Any], answer: Answer) -> None:

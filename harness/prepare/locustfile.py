@@ -39,6 +39,39 @@ def check_locustfile(path: Path, *, try_it: bool = True) -> None:
         _import_locustfile(path)
 
 
+def sources_of(path: Path, shipped: Path) -> list[Path]:
+    """Return a locustfile and what it imports from its folder or from that of the locustfiles that ship, `shipped`.
+
+    Raises SyntaxError, OSError.
+    """
+    found, left = {path}, [path]
+    while left:
+        file = left.pop()
+        for node in ast.walk(ast.parse(file.read_bytes(), str(file))):
+            for module in _modules(node, file, path.parent, shipped) - found:
+                found.add(module)
+                left.append(module)
+    return sorted(found)
+
+
+def _modules(node: ast.AST, file: Path, folder: Path, shipped: Path) -> set[Path]:
+    """The local files that an import statement runs."""
+    if isinstance(node, ast.Import):
+        names, folders = [one.name for one in node.names], [folder]
+    elif isinstance(node, ast.ImportFrom):
+        names = [".".join(filter(None, [node.module, one.name])) for one in node.names]
+        folders = [file.parents[node.level - 1]] if node.level else [folder]
+    else:
+        return set()
+    found = set()
+    for steps in (name.split(".") for name in names):
+        for root in [*folders, *([shipped.parent] if steps[0] == shipped.name else [])]:
+            for end in range(1, len(steps) + 1):
+                module = root.joinpath(*steps[:end])
+                found |= {one for one in (module.with_suffix(".py"), module / "__init__.py") if one.is_file()}
+    return found
+
+
 def _import_locustfile(path: Path) -> None:
     # With --job, which only a file that uses the harness's user class makes known.
     command = [sys.executable, "-m", "locust", "-f", str(path), "--list", "--job", os.devnull]

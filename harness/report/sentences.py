@@ -80,6 +80,8 @@ def of_validity(summary: Summary, run: Run) -> str:
         return f"{'VALID' if summary.valid else 'INVALID'}, CLIENT-LIMITED: {limited}"
     if summary.valid:
         return "VALID: all conditions of a trustworthy measurement held"
+    if any(verdict.ratio is not None for verdict in (summary.comparison.verdicts if summary.comparison else [])):
+        return "INVALID: rows with a cell that is not valid have no verdict, and the run is not compared with others"
     return "INVALID: these numbers must not be trusted or compared"
 
 

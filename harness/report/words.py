@@ -11,7 +11,7 @@ from harness.units import count, milliseconds
 
 FORMULAS = {  # of the latencies; docs/method.md has all
     "ttft": "TTFT = first token received − request sent",
-    "tpot": "TPOT = (last chunk − first chunk) ÷ (output tokens − 1)",
+    "tpot": "TPOT = (last chunk − first chunk) ÷ (output tokens that chunks carry − 1)",
     "e2e": "E2E = last chunk − request sent",
 }
 CHECK_MARKS = {"passed": "passed", "failed": "FAILED", "inconclusive": "inconclusive"}

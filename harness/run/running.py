@@ -20,11 +20,12 @@ from harness import __version__, paths
 from harness.errors import HarnessError
 from harness.machine.facts import machine
 from harness.prepare.experiment import Experiment
+from harness.prepare.locustfile import sources_of
 from harness.report import html
 from harness.run.progress import Progress
 from harness.rundir.manifest import Run, Status, write_run
 from harness.scenario.plan import Cell
-from harness.scenario.scenario import Scenario
+from harness.scenario.scenario import Scenario, locustfile_of
 from harness.serve import engine_version
 from harness.serve.docker import labels
 from harness.summarize.summarize import summarize, write_summary
@@ -93,6 +94,10 @@ def begin(experiment: Experiment, cells: list[Cell], runs: Path, progress: Progr
         order=[cell.id for cell in cells],
         machine=machine(docker=engine_version() if _needs_docker(experiment) else None),
         versions=_versions(),
+        locustfiles={
+            load.user: _digest(sources_of(locustfile_of(load, experiment.folder, paths.LOCUSTFILES), paths.LOCUSTFILES))
+            for load in experiment.scenario.loads.values()
+        },
         git_commit=_git_commit(),
         computed=experiment.computed,
         workers=experiment.workers,
@@ -140,16 +145,22 @@ def _write_results(folder: Path, summary: Summary) -> None:
 
 
 def _versions() -> dict[str, str]:
-    """What touches the measurement: packages, and a sum over our own code that sends and stamps requests."""
-    own = [*sorted((paths.ROOT / "harness" / "load").glob("*.py")), *sorted(paths.LOCUSTFILES.glob("*.py"))]
-    digest = hashlib.sha256()
-    written = paths.ROOT / "harness" / "scenario"
-    made = [written / f"{name}.py" for name in ("lengths", "structured", "behaviour", "steady")]
-    for path in [*own, *sorted((written.parent / "workload").glob("*.py")), *made]:
-        digest.update(path.read_bytes())
+    """What touches the measurement: packages, and a digest of our own code that sends and stamps requests."""
+    harness = paths.ROOT / "harness"
+    own = [path for part in ("load", "workload") for path in sorted((harness / part).glob("*.py"))]
+    own += [harness / "scenario" / f"{name}.py" for name in ("lengths", "structured", "behaviour", "steady")]
     packages = {package: importlib.metadata.version(package) for package in MEASURING_PACKAGES}
-    python = platform.python_version()
-    return {"amd-llm-load": __version__, "load generator": digest.hexdigest()[:16], "python": python, **packages}
+    return {
+        "amd-llm-load": __version__,
+        "load generator": _digest(own),
+        "python": platform.python_version(),
+        **packages,
+    }
+
+
+def _digest(files: Sequence[Path]) -> str:
+    # By content: where the files are must not change it.
+    return hashlib.sha256(b"".join(sorted(path.read_bytes() for path in files))).hexdigest()[:16]
 
 
 def _git_commit() -> str | None:

@@ -175,6 +175,7 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     cells: list[CellRun] = []  # cells that were begun, in that order
     machine: Machine
     versions: dict[str, str] = {}  # packages that touch the measurement
+    locustfiles: dict[str, str] = {}  # by `user` of a load: digest of the code of its user class
     git_commit: str | None = None
     computed: dict[str, str] = {}  # by path in the scenario: a value that was `auto`, and how it came about
     workers: Workers | None = None  # machines that sent the load; None: this one

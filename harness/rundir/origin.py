@@ -18,9 +18,9 @@ DEFINITIONS = {
     "ttft_s": "first chunk with a generated token of any channel - sent, the connection already open",
     "ttfo_s": "first chunk with visible content - sent, the connection already open",
     "e2e_s": "last chunk with a generated token - sent, the connection already open",
-    "tpot_s": "(last - first chunk with a generated token) / (output tokens - 1)",
+    "tpot_s": "(last - first chunk with a generated token) / (output tokens that chunks carry - 1)",
     "chunk_gap_s": "difference of neighbouring chunks with generated tokens",
-    "tokens_per_chunk": "output tokens / chunks with generated tokens",
+    "tokens_per_chunk": "output tokens that chunks carry / chunks with generated tokens",
     "prompt_tokens": "as the server's usage says",
     "output_tokens": "as the server's usage says",
     "output_tok_s": "output tokens as the server's usage says, generated inside the window / window",
@@ -31,6 +31,11 @@ DEFINITIONS = {
     "ttft_sched_s": "first chunk with a generated token of any channel - scheduled",
     "e2e_sched_s": "last chunk with a generated token - scheduled",
     "percentiles": "the least value that so many per cent do not exceed",
+}
+FORMULAS = 2  # version of DEFINITIONS; rows of a summary carry it
+_FORMER = {  # in version 1, where it was something else
+    "tpot_s": "(last - first chunk with a generated token) / (output tokens - 1)",
+    "tokens_per_chunk": "output tokens / chunks with generated tokens",
 }
 
 
@@ -63,10 +68,15 @@ def refuse_other_definitions(runs: Sequence[Run], metric: str, rows: Sequence[tu
 def unlike_rows(row: Row, other: Row, fields: Sequence[str]) -> str | None:
     """Why two rows have no ratio by numbers of these fields: they mean different things. None: they do not."""
     for field in fields:
-        one, two = (found.definitions.get(field, DEFINITIONS[field]) for found in (row, other))
+        one, two = (_meant(found, field) for found in (row, other))
         if one != two:
             return f"the definitions of '{field}' differ, so there is no ratio. {row.name}: {one}. {other.name}: {two}"
     return None
+
+
+def _meant(row: Row, field: str) -> str:
+    own = DEFINITIONS if row.formulas == FORMULAS else DEFINITIONS | _FORMER
+    return row.definitions.get(field, own[field])
 
 
 def given_numbers(folder: Path, run: Run) -> dict[str, Numbers]:

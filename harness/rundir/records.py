@@ -58,6 +58,9 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     connect_s: float | None = None  # duration of opening the connection, before sent_s (resent: after); None: reused
     headers_s: float | None = None
     chunks_s: list[float] = []  # one per data event that carries generated tokens of any channel
+    # Events that announce a token without text, such as the end token, before the first of chunks_s or after the last.
+    # Role-only events, and a last event that reports the finish reason "length", are not counted.
+    textless: int | None = None
     first_visible_s: float | None = None  # first event with visible content (not reasoning)
     coalesced: int = 0  # chunks that shared a read with a later one: their times are upper bounds
     # Of coalesced, those whose read came late, so that the client put them together and not the server; None: none are

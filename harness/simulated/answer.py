@@ -31,6 +31,7 @@ class Answer:
         self.number = number
         self.words = words  # where the answer has to have a form
         self.vectors = vectors  # how many are the answer, in place of text
+        self.stopped_at: int | None = None  # index of the first token of a stop string
         self.last_s: float | None = None
         self.broken = False
         self._texts: list[tuple[str, str]] = []
@@ -69,7 +70,9 @@ class Answer:
         self._event(self.shape.chunk(delta, self._finish_name(finish)), text != "", finish is not None)
 
     def word(self, index: int) -> str:
-        """Output token `index`: of an answer of a form the words of that, and then nothing."""
+        """Output token `index`: of an answer of a form the words of that, then nothing. A stop string has no text."""
+        if self.stopped_at is not None and index >= self.stopped_at:
+            return ""
         if self.words is not None:
             return self.words[index] if index < len(self.words) else ""
         return WORDS[output_word(self.number, index)]

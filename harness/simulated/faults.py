@@ -24,6 +24,7 @@ request header `X-Simulate-Fault: KIND[:PARAMETER][,KIND...]` strikes that reque
 | reasoning | tokens (4) | the first tokens arrive as `reasoning`, as vLLM does today |
 | reasoning-content | tokens (4) | the same in the older field `reasoning_content` |
 | tool-call | | the answer is one call of the first tool that is offered, its arguments in pieces |
+| stop-string | tokens (2) | a natural answer ends with a stop string of that many tokens: counted, and without text |
 | no-role | | no role-only first event |
 | empty | | a completion without any content: one token, end of sequence; of embeddings an empty vector |
 | wrong | | where a form of the answer is asked for: another choice than the right one |
@@ -43,8 +44,8 @@ import msgspec
 _DEFAULTS: dict[str, float | None] = {
     "delay": 1, "429": 1, "503": 1, "500-html": None, "html": None, "cut": 3, "hang": 3, "error-event": 3,
     "lemonade-error": 0, "malformed": 3, "split": 7, "coalesce": 3, "crlf": None, "multiline": None, "ping": 0.02,
-    "no-usage": None, "reasoning": 4, "reasoning-content": 4, "tool-call": None, "no-role": None, "empty": None,
-    "wrong": None, "invalid": None, "exit": 10, "never-ready": None,
+    "no-usage": None, "reasoning": 4, "reasoning-content": 4, "tool-call": None, "stop-string": 2, "no-role": None,
+    "empty": None, "wrong": None, "invalid": None, "exit": 10, "never-ready": None,
 }  # fmt: skip
 KINDS = tuple(_DEFAULTS)
 PROCESS_KINDS = ("exit", "never-ready")

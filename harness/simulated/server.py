@@ -129,7 +129,8 @@ class Server:
             sequence.tokens[-1] = token_id(word) if word else 0
         finish = None
         if last:
-            finish = "length" if sequence.target >= answer.asked.max_tokens and "empty" not in answer.faults else "stop"
+            full = sequence.target >= answer.asked.max_tokens and answer.stopped_at is None
+            finish = "length" if full and "empty" not in answer.faults else "stop"
         answer.token(index, finish)
         self.metrics.token(sequence, None if answer.last_s is None else at - answer.last_s, at)
         answer.last_s = at
@@ -242,7 +243,10 @@ class Server:
         if answer.words is not None:
             return min(len(answer.words) + 1, asked.max_tokens)  # and the end mark
         natural = natural_length(answer.number, self.config.natural_output_tokens)
-        return min(max(natural, asked.min_tokens), asked.max_tokens)
+        target = min(max(natural, asked.min_tokens), asked.max_tokens)
+        if "stop-string" in answer.faults:
+            answer.stopped_at = max(1, target - int(answer.faults["stop-string"]))
+        return target
 
     def _begin(self, answer: Answer, target: int) -> None:
         if answer.http.closed or _refused(answer):

@@ -23,13 +23,29 @@ def e2e_s(request: Request) -> float | None:
     return request.chunks_s[-1] if request.chunks_s else request.ended_s
 
 
-def tpot_s(request: Request) -> float | None:
-    """Time per output token: (last chunk - first chunk) / (output tokens - 1).
-
-    The first chunk is taken to hold one token. None for a single token or chunk, or when the tokens were not counted.
+def carried_tokens(request: Request) -> int | None:
+    """Output tokens that the chunks carry: those that the usage counts, without the end token and others that have no
+    text, before the first chunk or after the last. None: without streaming, or when the tokens were not counted.
     """
-    tokens, chunks = request.output_tokens, request.chunks_s
+    tokens, chunks = request.output_tokens, len(request.chunks_s)
+    if tokens is None or not chunks:
+        return None
+    textless = request.textless
+    if textless is None:  # not observed by older harnesses: an answer that did not reach its limit has an end token
+        textless = int(request.finish not in (None, "length"))
+    return max(min(tokens, chunks), tokens - textless)  # a server may not count its end token
+
+
+def tpot_s(request: Request) -> float | None:
+    """Time per output token: (last chunk - first chunk) / (tokens that the chunks carry - 1).
+
+    The first chunk is taken to hold one token. None for a single token or chunk, when the tokens were not counted, and
+    where the answer is a tool call with more tokens than events: how many of them precede its first chunk is not known.
+    """
+    tokens, chunks = carried_tokens(request), request.chunks_s
     if tokens is None or tokens < 2 or len(chunks) < 2:
+        return None
+    if request.tool_chunks == len(chunks) < tokens:
         return None
     return (chunks[-1] - chunks[0]) / (tokens - 1)
 
@@ -48,9 +64,8 @@ def reasoning_tokens(request: Request) -> float | None:
     """Output tokens that are reasoning: as the server says, else by the share of the chunks. None: it is not known."""
     if request.reasoning_tokens is not None:
         return float(request.reasoning_tokens)
-    if request.output_tokens is None or not request.chunks_s:
-        return None
-    return request.output_tokens * request.reasoning_chunks / len(request.chunks_s)
+    tokens = carried_tokens(request)
+    return None if tokens is None else tokens * request.reasoning_chunks / len(request.chunks_s)
 
 
 def send_lag_s(request: Request) -> float | None:

@@ -69,18 +69,29 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
         )
         for name, cell in seen.items()
     ]
-    found = validity.of_run(run, len(ran), damaged, strangers)
-    reasons = found.reasons + _apart(run, seen, tallies, marks)
-    reasons += [problem for cell in summaries for problem in cell.problems]
-    notes = origin.notes(run.origin) + found.notes + server_starts.notes(run)
+    of_run = validity.of_run(run, damaged, strangers)
+    not_run = validity.not_run(run)
+    apart = _apart(run, seen, tallies, marks)
+    reasons = [*of_run]
+    if not_run:
+        reasons.append(f"only {len(run.order) - len(not_run)} of {len(run.order)} planned cells ran")
+    reasons += [*apart.values(), *(problem for cell in summaries for problem in cell.problems)]
+    notes = origin.notes(run.origin) + server_starts.notes(run)
     notes += [note for cell in summaries for note in cell.notes] + _unchecked(summaries)
-    rows = _rows(run, summaries, tallies)
+    problems = {cell.id: cell.problems for cell in summaries}
+    invalid: dict[tuple[str, str], str] = {}
+    for name, cell in cells.items():
+        why = [*problems.get(name, []), *([apart[at_once(cell)]] if at_once(cell) in apart else [])]
+        why += [f"{name}: it has not run"] if name in not_run else []
+        if why:
+            invalid.setdefault((cell.server, cell.load), why[0])
+    rows = _rows(run, summaries, tallies, invalid)
     base = baseline_of(run.scenario)
     reference = reference or read_reference(folder)
     if reference is not None and reasons:
         reference = msgspec.structs.replace(reference, refused="this run is INVALID")
     by_id = {cell.id: cell for cell in summaries}
-    comparison = None if reasons else compare_rows(rows, by_id, (base.server, base.load), run.scenario)
+    comparison = None if of_run else compare_rows(rows, by_id, (base.server, base.load), run.scenario)
     notes += answers.differences(rows, comparison)
     return Summary(
         run=run.id,
@@ -100,8 +111,8 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
 
 def _apart(
     run: Run, cells: dict[str, Cell], tallies: dict[str, Tally], marks: dict[str, list[ProcessMark]]
-) -> list[str]:
-    """Mixes whose parts were hardly measured at the same time."""
+) -> dict[tuple[int, str, str], str]:
+    """Mixes whose parts were hardly measured at the same time, and for how long they were."""
     mixes: dict[tuple[int, str, str], list[tuple[float, float]]] = {}
     asked_s: dict[tuple[int, str, str], float] = {}
     cut = {at_once(cell) for name, cell in cells.items() if not validity.whole(run.ran.get(name), marks.get(name, []))}
@@ -110,7 +121,7 @@ def _apart(
         if mix_of(cell.load) is not None and window is not None:
             mixes.setdefault(at_once(cell), []).append(window)
             asked_s[at_once(cell)] = run.scenario.loads[cell.load].duration_s or 0.0
-    reasons = []
+    reasons = {}
     for (repeat, server, mix), windows in mixes.items():
         longest_s = asked_s[repeat, server, mix]
         together_s = max(0.0, min(end for _, end in windows) - max(begin for begin, _ in windows))
@@ -125,7 +136,7 @@ def _apart(
                     f": a 'duration_s' of {enough_s} s or more would do, since what passes until all are measured "
                     "does not grow with it"
                 )
-            reasons.append(reason)
+            reasons[repeat, server, mix] = reason
     return reasons
 
 
@@ -287,14 +298,18 @@ def _cell(
     )
 
 
-def _rows(run: Run, cells: list[CellSummary], tallies: dict[str, Tally]) -> list[Row]:
+def _rows(
+    run: Run, cells: list[CellSummary], tallies: dict[str, Tally], invalid: dict[tuple[str, str], str]
+) -> list[Row]:
+    """The rows of the table. `invalid`: by row, why one of its cells is not valid."""
     rows = []
     for server in run.scenario.servers:
         for load in run.scenario.loads:
             mine = [cell for cell in cells if (cell.server, cell.load) == (server, load)]
             if mine:
                 row = _row(server, load, mine, tallies)
-                row = msgspec.structs.replace(row, kind="" if run.origin else kind_of(run.scenario.loads[load]))
+                kind = "" if run.origin else kind_of(run.scenario.loads[load])
+                row = msgspec.structs.replace(row, kind=kind, invalid=invalid.get(row.key))
                 # Every import is one repeat: what is known of its cell is known of its row.
                 rows.append(row if run.origin is None else _imported(row, mine[0].numbers, run.origin))
     return rows
@@ -315,6 +330,7 @@ def _row(server: str, load: str, cells: list[CellSummary], tallies: dict[str, Ta
         output_tok_s=[n.output_tok_s for n in good if n.output_tok_s is not None],
         input_tok_s=[n.input_tok_s for n in good if n.input_tok_s is not None],
         pooled=numbers_of([tallies[cell.id] for cell in cells], [cell.numbers for cell in cells]),
+        formulas=origin.FORMULAS,
         machine_load=median_load([cell.machine_load for cell in cells]),
         client_limited=limited(list(WORDS), [limit for cell in cells for limit in cell.limits]),
     )

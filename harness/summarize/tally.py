@@ -213,9 +213,10 @@ class Tally(Struct, kw_only=True):
         if request.tool_calls is not None:
             self.tool_calls = (self.tool_calls or 0) + request.tool_calls
             self.tool_calls_valid += request.tool_calls_valid or 0
-        if request.output_tokens is not None and request.chunks_s:
+        carried = derive.carried_tokens(request)
+        if carried is not None:
             self.counted_chunks += len(request.chunks_s)
-            self.chunked_tokens += request.output_tokens
+            self.chunked_tokens += carried
 
     def _count_generated(self, request: Request) -> None:
         if request.output_tokens is not None:

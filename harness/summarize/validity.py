@@ -84,14 +84,12 @@ def whole(ran: CellRun | None, marks: Sequence[ProcessMark]) -> bool:
     return ran is not None and not ran.problems and not killed(marks)
 
 
-def of_run(run: Run, ran: int, damaged: Mapping[str, Sequence[int]], strangers: Counter[str]) -> Findings:
-    """Judge what concerns no single cell.
+def of_run(run: Run, damaged: Mapping[str, Sequence[int]], strangers: Counter[str]) -> list[str]:
+    """Return why the whole run is not valid, so that no row of it has a verdict.
 
-    `ran`: cells that came to their end; `damaged`: lines by file; `strangers`: records by unknown cell.
+    `damaged`: lines by file; `strangers`: records by unknown cell.
     """
     reasons = list(run.reasons) if run.status in ("failed", "interrupted", "live") else []
-    if ran < len(run.order) and run.status != "live":
-        reasons.append(f"only {ran} of {len(run.order)} planned cells ran")
     for file, numbers in damaged.items():
         if numbers:
             lines = ", ".join(map(str, numbers[:5])) + (" ..." if len(numbers) > 5 else "")
@@ -100,7 +98,12 @@ def of_run(run: Run, ran: int, damaged: Mapping[str, Sequence[int]], strangers: 
         f"requests.jsonl: {count(number, 'record')} of the cell '{cell}', which is not in the plan"
         for cell, number in sorted(strangers.items())
     ]
-    return Findings(reasons, [])
+    return reasons
+
+
+def not_run(run: Run) -> list[str]:
+    """Return the planned cells that did not come to their end."""
+    return [] if run.status == "live" else [cell for cell in run.order if cell not in run.ran]
 
 
 def _server(ran: CellRun, load: ServerLoad) -> list[str]:
