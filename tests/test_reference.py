@@ -58,7 +58,9 @@ def test_a_published_baseline_has_a_summary_only(tmp_path: Path) -> None:
 
 def test_a_summary_by_an_older_formula_has_no_ratio_of_what_it_changed(tmp_path: Path) -> None:
     for name in ("old", "new"):
-        write_made_run(tmp_path / name, made_of=scenario(checks=["tpot_p50 <= 2 * baseline", "ttft_p50 <= 2 * baseline"]))
+        write_made_run(
+            tmp_path / name, made_of=scenario(checks=["tpot_p50 <= 2 * baseline", "ttft_p50 <= 2 * baseline"])
+        )
     write_summary(tmp_path / "old", summarize(tmp_path / "old"))
     (tmp_path / "old" / "requests.jsonl").unlink()
     path = tmp_path / "old" / "summary.json"

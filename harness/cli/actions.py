@@ -242,7 +242,8 @@ def noise(
         stored, found = noises.noise(
             experiment, server, folder, results, Progress(console()), count=count, pause_s=60 * every, add=add
         )
-    print("\n".join([f"Noise of {found.machine}:", *noises.in_words(found), f"Stored: {stored}"]))
+    noises.show(found, console())
+    print(f"stored: {stored}")
 
 
 @command(short_help="List the scenarios that ship.")

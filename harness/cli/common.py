@@ -128,7 +128,7 @@ CaOpt = Annotated[
 ]
 ModelOpt = Annotated[str | None, typer.Option(help="Use this model instead of the scenario's.", callback=model_name)]
 ResultsDir = Annotated[
-    Path, typer.Option(help="Where published runs and noise floors are kept.", envvar="HARNESS_RESULTS")
+    Path, typer.Option(help="Where published runs and the variation between runs are kept.", envvar="HARNESS_RESULTS")
 ]
 RUNS = Path("runs")
 RESULTS = Path("results")

@@ -81,7 +81,7 @@ def is_noise_run(run: Run) -> bool:
 
 
 def noise_of(run: Run, summary: Summary, server: str) -> StoredNoise:
-    """The noise that one A/A run shows: of each load the metrics that it is compared by, wall time and token rates."""
+    """The noise that one A/A run shows: of each load the metrics that it is compared by."""
     cells = {cell.id: cell for cell in summary.cells}
     rows = {row.key: row for row in summary.rows}
     found = []
@@ -92,9 +92,10 @@ def noise_of(run: Run, summary: Summary, server: str) -> StoredNoise:
             Measured(name=side, load_name=name, load=load, rows=[rows[side, name]], cells=[cells])
             for side in (A, AGAIN)
         )
-        names = dict.fromkeys(metric.rpartition("_")[0] for metric in metrics_of(a, again) if metric not in WORK)
-        tokens = "input_tok_s" if load.endpoint == "embeddings" else "output_tok_s"
-        for metric in ("wall_s", tokens, *(f"{latency}_{at}" for latency in names for at in NEEDED)):
+        compared = metrics_of(a, again)
+        names = dict.fromkeys(metric.rpartition("_")[0] for metric in compared if metric not in WORK)
+        # Which percentile of a latency is compared depends on both runs.
+        for metric in [f"{name}_{at}" for name in names for at in NEEDED] or compared:
             values = [[value for value in side.values(metric)[0] if value] for side in (a, again)]
             if all(values):
                 found.append(RowNoise(load=name, metric=metric, a=[values[0]], again=[values[1]]))

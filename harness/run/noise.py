@@ -5,6 +5,8 @@ import time
 from pathlib import Path
 
 import msgspec
+from rich.console import Console
+from rich.table import Table
 
 from harness.errors import HarnessError, RunError
 from harness.judge import stats
@@ -26,7 +28,8 @@ from harness.run.run import run
 from harness.rundir.manifest import read_run
 from harness.scenario.scenario import Baseline
 from harness.summarize.summarize import summarize
-from harness.units import count, duration, figures
+from harness.units import NOTHING, duration, figures
+from harness.units import count as counted
 
 
 def noise(
@@ -86,36 +89,39 @@ def a_against_a(experiment: Experiment, name: str) -> Experiment:
     return msgspec.structs.replace(experiment, scenario=twice)
 
 
-def in_words(noise: StoredNoise) -> list[str]:
-    """How far runs and repeats differ, and what that allows to find."""
+def show(noise: StoredNoise, console: Console) -> None:
+    """A table of how far repeats and runs differ, and what that allows to find."""
     span_s = noise.runs[-1].started_wall_s - noise.runs[0].started_wall_s
     over = f" over {duration(span_s)}" if span_s else ""
-    lines = [f"{count(len(noise.runs), 'A/A run')}{over}, {count(noise.repeats, 'repeat')} each"]
-    lines += [f"{row.load}, {METRIC_WORDS[row.metric]}: {_of_row(row, noise.repeats)}" for row in noise.rows]
+    repeats = counted(noise.repeats, "repeat")
+    console.print(f"{noise.machine}: {counted(len(noise.runs), 'A/A run')} of '{noise.server}'{over}, {repeats} each")
+    margin = f"±{100 * MARGIN:g} %"
+    table = Table(box=None, pad_edge=False)
+    for heading in (
+        "load", "by", "sd of repeats", f"repeats for 'same' within {margin}", "sd of runs", "one run finds",
+    ):  # fmt: skip
+        table.add_column(heading, justify="left" if heading in ("load", "by") else "right")
+    for row in noise.rows:
+        table.add_row(row.load, METRIC_WORDS[row.metric], *_of_row(row, noise.repeats))
+    console.print(table)
     if len(noise.runs) < 2:
-        lines.append("How far runs differ is not known from one: add runs of other hours and days with --add.")
-    return lines
+        console.print("One run does not show how far runs differ: add runs of other hours and days with --add.")
 
 
-def _of_row(row: RowNoise, repeats: int) -> str:
-    parts = []
+def _of_row(row: RowNoise, repeats: int) -> list[str]:
+    """Spread of repeats, repeats a side for "same", spread of runs, and the difference that one run finds."""
+    cells = [NOTHING] * 4
     between = row.between_repeats()
     if between is not None:
         needed = stats.needed_to_settle(0.0, (between, between), 1, 1, MARGIN)
-        same = "more than 100" if needed is None else str(needed)
-        parts.append(
-            f"repeats differ by {_percent(between)} (standard deviation); within a run, equal sides are found "
-            f"the same within ±{100 * MARGIN:g} % by {same} repeats a side"
-        )
+        cells[:2] = [_percent(math.sqrt(between)), f"over {stats.MOST_REPEATS}" if needed is None else str(needed)]
     seen = row.variation()
     if seen is not None:
-        least = stats.detectable(seen.of_run(repeats), seen.freedom)
-        parts.append(
-            f"runs differ by {_percent(seen.of_run(repeats))}; of one run against one, "
-            f"{figures(100 * math.expm1(least), 2)} % and more is found"
-        )
-    return "; ".join(parts) or "one value"
+        variance = seen.of_run(repeats)
+        least = max(math.expm1(stats.detectable(variance, seen.freedom)), MARGIN)
+        cells[2:] = [_percent(math.sqrt(variance)), f"{_percent(least)} or more"]
+    return cells
 
 
-def _percent(variance: float) -> str:
-    return f"{figures(100 * math.sqrt(variance), 2)} %"
+def _percent(value: float) -> str:
+    return f"{figures(100 * value, 2)} %"
