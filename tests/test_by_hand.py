@@ -214,9 +214,20 @@ def test_an_interruption_does_not_wait_for_what_is_under_way(tmp_path: Path, eng
     until(partial(told, tmp_path, "limit reached", 1))
     child.send_signal(signal.SIGINT)
     began = time.monotonic()
-    assert end(child) == 1  # as stock Locust ends after failures
+    assert end(child) == 0, log_of(tmp_path)  # to be cut is no failure
     assert time.monotonic() - began < 10
     assert [one.error for one in read_requests(tmp_path / "r.jsonl")] == ["unfinished"] * 2
+
+
+@pytest.mark.parametrize("more", [[], ["--processes", "2"]])
+def test_what_is_cut_after_the_run_time_is_no_failure(tmp_path: Path, engine: str, more: list[str]) -> None:
+    """In Locust's table it is a request without a response time."""
+    options = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "2s", "--records", "r.jsonl"]
+    options += ["--output", "fixed", "--output-tokens", "9000", "--stop-timeout", "1", "--json-file", "stats", *more]
+    assert end(start(tmp_path, engine, "batch", *options)) == 0, log_of(tmp_path)
+    assert [one.error for one in read_requests(tmp_path / "r.jsonl")] == ["unfinished"] * 2
+    (row,) = json.loads((tmp_path / "stats.json").read_text())
+    assert (row["num_requests"], row["num_failures"], row["num_none_requests"]) == (2, 0, 2)
 
 
 NOT_THE_MODEL = "answers HTTP 404: no such page. Check that the address is that of an OpenAI-compatible server, or name"

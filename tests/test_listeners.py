@@ -1,4 +1,4 @@
-"""Listeners of Locust's `request` event that wait, raise and end the load: under stock Locust and as the harness runs it."""
+"""Listeners of Locust's `request` event that wait, raise or end the load, by hand and in a run."""
 
 import json
 import signal

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import gevent
-from locust import events
-from locust.event import EventHook
 
 _MOST = 1000  # that wait: a process which is never idle does the oldest when another one comes
 _SLICE_NS = 500_000  # of work before the sockets are looked at again
@@ -64,19 +62,19 @@ class Listeners:
 
     def __init__(self) -> None:
         self.patience_s = 30.0  # of `finish`
-        hooks: Any = events  # they have no types
-        self._hook: Any = hooks.request
         self._waiting: deque[tuple[list[Any], dict[str, Any]]] = deque()
         self._greenlet: gevent.Greenlet[[], None] | None = None
         self._warned = False
 
-    def fire(self, *, timed: bool = True, **event: Any) -> None:
-        """`timed`: False where the response time is that of a cut, and Locust's table takes none."""
+    def fire(self, hook: Any, *, timed: bool = True, **event: Any) -> None:
+        """`hook`: Locust's. `timed`: False where the response time is that of a cut, and Locust's table takes none."""
         first: list[Any] = []
         others: list[Any] = []
-        for listener in self._hook._handlers:
+        for listener in hook._handlers:
             module = str(getattr(listener, "__module__", ""))
-            (first if module == "locust.runners" or module.startswith("harness.") else others).append(listener)
+            of_one = type(hook)()  # for itself: Locust then logs what it raises, and the next one is called
+            of_one.add_listener(listener)
+            (first if module == "locust.runners" or module.startswith("harness.") else others).append(of_one)
         _call(first, event if timed else event | {"response_time": None})
         if not others:
             return
@@ -104,11 +102,8 @@ class Listeners:
             _call(*self._waiting.popleft())
 
 
-def _call(listeners: list[Any], event: dict[str, Any]) -> None:
-    """As Locust does: it logs what a listener raises, and calls the next one."""
-    for listener in listeners:
-        hook: Any = EventHook()  # type: ignore[no-untyped-call]
-        hook.add_listener(listener)
+def _call(hooks: list[Any], event: dict[str, Any]) -> None:
+    for hook in hooks:
         try:
             hook.fire(**event)
         except (Exception, gevent.Timeout) as error:  # which Locust would raise in the user's task

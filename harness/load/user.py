@@ -333,6 +333,7 @@ class LLMUser(User):
         name = self._process.job.load_name or type(self).__name__
         failed = answer.error is not None and answer.error not in CUT
         self._process.listeners.fire(
+            self.environment.events.request,
             timed=answer.error != "unfinished",
             request_type="POST",
             name=name if answer.error != "abandoned" else f"{name} (abandoned)",
