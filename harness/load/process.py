@@ -118,13 +118,18 @@ class LoadProcess:
         self._clock = KernelClock()
         self._reader = Reader(self._clock, recorder.later)
         self._known = Known()
-        with suppress(OSError, UnicodeError):  # the requests will say what is wrong with it
-            self._known.look_up(self._target)  # now: else all users of the beginning wait for it
+        # Now: else all users of the beginning wait for it. Aside: Locust's workers send their first report when the start
+        # of the process waits for anything, and then lack the listeners of the locustfile's own `init`.
+        gevent.spawn(self._look_up)
         self.tickets = course_of(job)
         recorder.steady = lambda stage: self.tickets.stages[stage].steady()
         if self.by_hand:
             for stage in self._stages:
                 os.unlink(stage.tickets_path)  # of use to this process only, which has it open
+
+    def _look_up(self) -> None:
+        with suppress(OSError, UnicodeError):  # the requests will say what is wrong with it
+            self._known.look_up(self._target)
 
     def close(self) -> None:
         """Let go of everything but the recorder."""
