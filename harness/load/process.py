@@ -118,8 +118,8 @@ class LoadProcess:
         self._clock = KernelClock()
         self._reader = Reader(self._clock, recorder.later)
         self._known = Known()
-        # Now: else all users of the beginning wait for it. Aside: Locust's workers send their first report when the start
-        # of the process waits for anything, and then lack the listeners of the locustfile's own `init`.
+        # Now: else the first users wait for it. In a greenlet: if the start of a process waited here, Locust's worker
+        # would send its first report before the locustfile's own listeners of `init` were called.
         gevent.spawn(self._look_up)
         self.tickets = course_of(job)
         recorder.steady = lambda stage: self.tickets.stages[stage].steady()
