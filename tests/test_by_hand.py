@@ -63,6 +63,16 @@ def test_nothing_new_is_sent_after_the_run_time(tmp_path: Path, engine: str, loc
     assert "Not all users finished" not in log_of(tmp_path)
 
 
+def test_who_waits_for_the_schedule_sends_nothing_after_the_run_time(tmp_path: Path, engine: str) -> None:
+    options = ["--headless", "--users", "3", "--spawn-rate", "10", "--run-time", "2s", "--records", "r.jsonl"]
+    child = start(tmp_path, engine, "batch", *options, "--arrivals", "0.1", "--output-tokens", "5")
+    began = time.monotonic()
+    assert end(child) == 0, log_of(tmp_path)
+    assert time.monotonic() - began < 15  # it would be half a minute until all have sent what they hold
+    sent = [record.sent_s for record in read_requests(tmp_path / "r.jsonl")]
+    assert not sent or max(sent) - min(sent) < 3
+
+
 def test_the_run_time_is_not_shortened_by_the_start(tmp_path: Path, engine: str) -> None:
     options = ["--headless", "--users", "1", "--run-time", "1s", "--think", "0.1", "--output-tokens", "5"]
     assert end(start(tmp_path, engine, "batch", *options)) == 0, log_of(tmp_path)

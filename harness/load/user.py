@@ -163,6 +163,8 @@ class LLMUser(User):
                 self._wait_until(tickets[0].due_s, _AHEAD_S)
                 works = [Work(ticket, self._process.messages(ticket)) for ticket in tickets]
                 self._wait_until(tickets[0].due_s)
+                if tickets[0].due_s is not None and self._state == LOCUST_STATE_STOPPING:
+                    break
                 return works
             if self._process.tickets.early():
                 self._process.nothing_due_for(2 * _IDLE_S)
@@ -282,14 +284,16 @@ class LLMUser(User):
     def pause(self, pause_s: float) -> None:
         """For so long, but no longer than the load lasts, or than this user is to go on."""
         left_s = self._process.tickets.left_s()
-        if left_s is not None:
-            pause_s = max(0.0, min(pause_s, left_s))
-        self._process.nothing_due_for(pause_s)
+        self._sleep(pause_s if left_s is None else max(0.0, min(pause_s, left_s)))
+
+    def _sleep(self, wait_s: float) -> None:
+        """For a time that is known, but no longer than this user is to go on."""
+        self._process.nothing_due_for(wait_s)
         if self._pausing is None:
             self._pausing = Event()
             if self._state == LOCUST_STATE_STOPPING:
                 self._pausing.set()
-        self._pausing.wait(pause_s)
+        self._pausing.wait(wait_s)
 
     def on_stop(self) -> None:
         if self._held and self._process.tickets.several:  # one user too many: the stage does not wait for what he held
@@ -317,9 +321,7 @@ class LLMUser(User):
     def _wait_until(self, due_s: float | None, ahead_s: float = 0.0) -> None:
         """Open loop: until it is time. A user that comes too late sends at once, which its record tells."""
         if due_s is not None:
-            wait_s = max(0.0, due_s - ahead_s - time.monotonic())
-            self._process.nothing_due_for(wait_s)
-            gevent.sleep(wait_s)
+            self._sleep(max(0.0, due_s - ahead_s - time.monotonic()))
 
     def _know_model(self) -> None:
         try:
