@@ -56,6 +56,11 @@ def warm_sign(tickets_path: str) -> Path:
     return Path(f"{tickets_path}.warm")
 
 
+def quiet_sign(tickets_path: str) -> Path:
+    """The file that is touched each second while the load has nothing due: see LoadProcess.is_quiet."""
+    return Path(f"{tickets_path}.quiet")
+
+
 def write_job(job: Job, path: Path) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(job), indent=1))
 

@@ -63,6 +63,16 @@ def test_nothing_new_is_sent_after_the_run_time(tmp_path: Path, engine: str, loc
     assert "Not all users finished" not in log_of(tmp_path)
 
 
+def test_who_waits_for_the_schedule_sends_nothing_after_the_run_time(tmp_path: Path, engine: str) -> None:
+    options = ["--headless", "--users", "3", "--spawn-rate", "10", "--run-time", "2s", "--records", "r.jsonl"]
+    child = start(tmp_path, engine, "batch", *options, "--arrivals", "0.1", "--output-tokens", "5")
+    began = time.monotonic()
+    assert end(child) == 0, log_of(tmp_path)
+    assert time.monotonic() - began < 15  # it would be half a minute until all have sent what they hold
+    sent = [record.sent_s for record in read_requests(tmp_path / "r.jsonl")]
+    assert not sent or max(sent) - min(sent) < 3
+
+
 def test_the_run_time_is_not_shortened_by_the_start(tmp_path: Path, engine: str) -> None:
     options = ["--headless", "--users", "1", "--run-time", "1s", "--think", "0.1", "--output-tokens", "5"]
     assert end(start(tmp_path, engine, "batch", *options)) == 0, log_of(tmp_path)
@@ -214,9 +224,20 @@ def test_an_interruption_does_not_wait_for_what_is_under_way(tmp_path: Path, eng
     until(partial(told, tmp_path, "limit reached", 1))
     child.send_signal(signal.SIGINT)
     began = time.monotonic()
-    assert end(child) == 1  # as stock Locust ends after failures
+    assert end(child) == 0, log_of(tmp_path)  # to be cut is no failure
     assert time.monotonic() - began < 10
     assert [one.error for one in read_requests(tmp_path / "r.jsonl")] == ["unfinished"] * 2
+
+
+@pytest.mark.parametrize("more", [[], ["--processes", "2"]])
+def test_what_is_cut_after_the_run_time_is_no_failure(tmp_path: Path, engine: str, more: list[str]) -> None:
+    """In Locust's table it is a request without a response time."""
+    options = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "2s", "--records", "r.jsonl"]
+    options += ["--output", "fixed", "--output-tokens", "9000", "--stop-timeout", "1", "--json-file", "stats", *more]
+    assert end(start(tmp_path, engine, "batch", *options)) == 0, log_of(tmp_path)
+    assert [one.error for one in read_requests(tmp_path / "r.jsonl")] == ["unfinished"] * 2
+    (row,) = json.loads((tmp_path / "stats.json").read_text())
+    assert (row["num_requests"], row["num_failures"], row["num_none_requests"]) == (2, 0, 2)
 
 
 NOT_THE_MODEL = "answers HTTP 404: no such page. Check that the address is that of an OpenAI-compatible server, or name"

@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ from harness.job import write_job
 from harness.load.live.book import ALL
 from harness.paths import ROOT
 from harness.rundir.records import Request
-from harness.scenario.scenario import Load, Trace
+from harness.scenario.scenario import Load, Trace, Warmup
 from harness.serve.ports import free_port
 from harness.simulated.spawn import spawned
 from tests.command import harness, write
@@ -138,6 +139,49 @@ def test_by_hand(engine: str, tmp_path: Path, processes: int) -> None:
             caught.value.close()
     said = log.read_text()
     assert "Traceback" not in said and "live numbers" not in said
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("harness_runs_it", [False, True])
+def test_stop_is_no_failure(engine: str, tmp_path: Path, processes: int, harness_runs_it: bool) -> None:
+    """Locust's table and the tab count the same: what STOP cuts is a request, no failure, and has no response time."""
+    records = tmp_path / "requests.jsonl"
+    given = ["--output-tokens", "4000", "--output", "fixed", "--stop-timeout", "1"]  # of eight seconds
+    given += ["--processes", "2"] if processes > 1 else []
+    if harness_runs_it:
+        write_job(make_job(tmp_path, Load(user="batch", users=4), Warmup(requests=2)), tmp_path / "job.json")
+        given += ["--job", str(tmp_path / "job.json")]
+    else:
+        given += ["--records", str(records), "--warmup", "2"]
+    with locust(engine, *given, log=tmp_path / "log") as url:
+        until(lambda: page(url)["workers"] == (2 if processes > 1 else None))
+        assert swarm(url, user_count=4, spawn_rate=4)["success"]
+        until(lambda: _counts_of_locust(url)[0] >= 4 and page(url)["in_flight"] == 4)
+        get(f"{url}/stop", b"")
+        until(lambda: page(url)["state"] == "stopped")
+        until(lambda: len(records.read_bytes().splitlines()) == 8)
+        until(lambda: _counts_of_the_tab(url) == _counts_of_locust(url) == (8, 0), 15)
+        kept = [msgspec.json.decode(line, type=Request) for line in records.read_bytes().splitlines()]
+        rows = json.loads(get(f"{url}/stats/requests"))
+        assert rows["errors"] == page(url)["failures"] == []
+        slowest = max(one.chunks_s[-1] for one in kept if one.error is None) * 1000
+        assert rows["stats"][0]["max_response_time"] == pytest.approx(slowest, abs=1)
+    assert Counter(one.error for one in kept) == {None: 4, "unfinished": 4}
+    # By hand each load process has a warm-up of its own.
+    assert sum(one.phase == "warmup" for one in kept) == (2 if harness_runs_it else 2 * processes)
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def _counts_of_locust(url: str) -> tuple[int, int]:
+    """Requests and failures in Locust's table, of all rows but the sum of them."""
+    rows = [row for row in json.loads(get(f"{url}/stats/requests"))["stats"] if row["name"] != "Aggregated"]
+    return sum(row["num_requests"] for row in rows), sum(row["num_failures"] for row in rows)
+
+
+def _counts_of_the_tab(url: str) -> tuple[int, int]:
+    (ours,) = json.loads(get(f"{url}/stats/requests"))["extended_stats"]
+    rows = [row for row in ours["data"] if row["name"] != ALL]
+    return sum(row["ended"] for row in rows), sum(row["failed"] for row in rows)
 
 
 def _agreed(url: str, records: Path) -> tuple[int, dict[str, Any]] | None:

@@ -104,7 +104,8 @@ def test_an_interrupted_run_loses_nothing(
     assert [r.error for r in records if r.error != "unfinished"] == [None] * (len(records) - len(unfinished))
     assert len({r.index for r in records}) == len(records)
     (stats,) = json.loads((tmp_path / "stats.json").read_text())
-    assert (stats["num_requests"], stats["num_failures"]) == (len(records), len(unfinished))
+    assert (stats["num_requests"], stats["num_failures"]) == (len(records), 0)  # to be cut is no failure
+    assert stats["num_none_requests"] == len(unfinished)  # and no response time
 
 
 def test_a_server_that_is_gone_fails_every_request_once(tmp_path: Path) -> None:

@@ -611,3 +611,26 @@ def test_a_master_that_nobody_knows_is_not_waited_for(tmp_path: Path) -> None:
     done = harness("worker", "--master", f"{name}:5557", "--once", cwd=tmp_path)
     assert (done.code, done.out) == (1, "")
     assert done.err.startswith(f"error: --master: no machine has the name '{name}'\nnext: ")
+
+
+def test_workers_that_are_quiet_by_schedule_go_on(
+    tmp_path: Path, engine: Spawned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The master hears of it: what the workers wait for is on their machines only."""
+    monkeypatch.setattr(driving, "QUIET_S", 6.0)
+    monkeypatch.setattr(driving, "SLOWEST_TPOT_S", 0.0)
+    load = Load(user="batch", users=2, requests=4, output_tokens=5, timeout_s=0.5, think_s=[9.0, 9.0])
+    workers = Workers(machines=2, bind="127.0.0.1", port=free_port())
+    job = make_job(tmp_path, load, workers=workers, model="simulated")
+    write_job(job, tmp_path / "job.json")
+    file, log = ROOT / "locustfiles" / "batch.py", tmp_path / "log"
+    command = [sys.executable, "-m", "locust", *locust_arguments(job, tmp_path / "job.json", file, engine.url)]
+    with ExitStack() as stack:
+        worker = ("worker", "--master", f"127.0.0.1:{workers.port}", "--once")
+        lent = [stack.enter_context(going(*worker, cwd=tmp_path)) for _ in range(2)]
+        driven = drive(
+            lambda: LocalChild(command, log), job, log_path=log, alive=lambda: None, progress=lambda count: None
+        )
+        assert [one.end().code for one in lent] == [0, 0]
+    assert driven.problems == []
+    assert [one.error for one in read_requests(tmp_path / "requests.jsonl")] == [None] * 4

@@ -56,6 +56,10 @@ class Course:
             return self.take(most)
         return [msgspec.structs.replace(ticket, stage=stage) for ticket in taken] if stage else taken
 
+    def early(self) -> bool:
+        """Whether `take` gave none because it is too early; see Tickets."""
+        return self.stages[self._now].early
+
     def stage(self) -> int:
         """The one that is going on, or the last."""
         while self._now < len(self.stages) - 1 and self.over(self._now):

@@ -16,16 +16,32 @@ from locust.runners import STATE_MISSING, MasterRunner
 
 from harness import __version__
 from harness.errors import HarnessError
-from harness.job import Job, secrets_of
+from harness.job import Job, quiet_sign, secrets_of
 from harness.load.meet import all_are_warm
 from harness.load.spool import FILES, Intake
 from harness.load.wait import LOOK_S, until
-from harness.load.worker import ASK, BEGUN, DONE, END, FINISHED, GO, HELLO, JOB, READY, RECORDS, TAKEN, THERE, WARM
+from harness.load.worker import (
+    ASK,
+    BEGUN,
+    DONE,
+    END,
+    FINISHED,
+    GO,
+    HELLO,
+    JOB,
+    QUIET,
+    READY,
+    RECORDS,
+    TAKEN,
+    THERE,
+    WARM,
+)
 from harness.workers import Workers
 
 _HELLO_S = 10.0  # until all that have connected have said who they are
 _READY_S = 120.0  # for reading prompts and asking the server for its model
-_STALLED_S = 15.0  # at the end, without anything new from those that still owe something
+_STALLED_S = 15.0  # at the end, without anything new from those that still owe something ...
+_LISTENERS_S = 10.0  # ... of which so much is for listeners of `request` that are slower than the load
 _ASKED = 9  # times, for the clock
 _ANSWER_S = 1.0
 _LEAD_S = 0.6  # from the word that all are warm until an open loop is measured: more than warm-up is handed out ahead
@@ -67,7 +83,8 @@ class Master:
         self._at_work: list[_Machine] = []  # those that the load is handed out to
         self._ended = False
         listeners = ((HELLO, self._on_hello), (READY, self._on_ready), (BEGUN, self._on_begun), (WARM, self._on_warm))
-        for message, listener in (*listeners, (FINISHED, self._on_finished), (DONE, self._on_done)):
+        others = ((QUIET, self._on_quiet), (FINISHED, self._on_finished), (DONE, self._on_done))
+        for message, listener in (*listeners, *others):
             runner.register_message(message, listener)
         runner.register_message(RECORDS, self._on_records, concurrent=True)
         waits_s = environment.parsed_options.expect_workers_max_wait if environment.parsed_options else 0
@@ -170,8 +187,9 @@ class Master:
         self._ended = True
         owing = [machine for machine in self._machines.values() if machine.ready and not machine.error]
         lost = [machine.name for machine in self._at_work if self._is_lost(machine)]
+        end = {"lost": lost, "listeners_s": _LISTENERS_S if within_s is None else within_s / 2}
         for machine in owing:
-            self._runner.send_message(END, {"lost": lost}, machine.client_id)
+            self._runner.send_message(END, end, machine.client_id)
         begun = last = time.monotonic()
         before = -1
         while owing := [machine for machine in owing if not machine.done and not self._is_lost(machine)]:
@@ -241,6 +259,9 @@ class Master:
             machine.stage = msg.data["stage"]
             # What tells the harness which stage goes on: the counters themselves are the workers'.
             Path(self._stages[self.stage()].tickets_path).write_bytes(b"\n")
+
+    def _on_quiet(self, **_: Any) -> None:
+        quiet_sign(self._job.tickets_path).touch()
 
     def _on_finished(self, msg: Any, **_: Any) -> None:
         if machine := self._machines.get(msg.node_id):

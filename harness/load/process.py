@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -23,6 +24,7 @@ from harness.load.dialer import Dialer, Target
 from harness.load.exchange import Exchange
 from harness.load.first_look import api_key, first_model, key_header
 from harness.load.health import coalesced_late
+from harness.load.later import Listeners
 from harness.load.leave import leaving
 from harness.load.part import Part
 from harness.load.reader import Reader
@@ -38,6 +40,8 @@ from harness.scenario.steady import Steadiness, steadiness
 from harness.scenario.structured import Judged
 from harness.traces.replay import Beginning, Replay, replay_of
 from harness.workload import Message, Row
+
+_SIGN_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +108,8 @@ class LoadProcess:
         self.job = job
         self._stages = [job, *job.then]  # which differ in what they are called, their salt and their users
         self.recorder = recorder
+        self.listeners = Listeners()
+        self._nothing_due_until_s = 0.0  # monotonic clock: the longest known wait of a user
         self.by_hand = not job.load_name
         self._target, self._rows, self._replay, self._secret = Given.of(job, host)
         self._secrets = secrets_of(job)
@@ -113,13 +119,18 @@ class LoadProcess:
         self._clock = KernelClock()
         self._reader = Reader(self._clock, recorder.later)
         self._dialer = Dialer(self._target)
-        with suppress(OSError):  # the requests will say what is wrong with it
-            self._dialer.look_up()  # now: else all users of the beginning wait for it
+        # Now: else the first users wait for it. In a greenlet: if the start of a process waited here, Locust's worker
+        # would send its first report before the locustfile's own listeners of `init` were called.
+        gevent.spawn(self._look_up)
         self.tickets = course_of(job)
         recorder.steady = lambda stage: self.tickets.stages[stage].steady()
         if self.by_hand:
             for stage in self._stages:
                 os.unlink(stage.tickets_path)  # of use to this process only, which has it open
+
+    def _look_up(self) -> None:
+        with suppress(OSError):  # the requests will say what is wrong with it
+            self._dialer.look_up()
 
     def close(self) -> None:
         """Let go of everything but the recorder."""
@@ -128,6 +139,21 @@ class LoadProcess:
         self.tickets.close()
         self._reader.close()
         self._clock.close()
+
+    def nothing_due_for(self, wait_s: float) -> None:
+        """A user waits for so long: for the schedule, as it thinks, while a tool works."""
+        self._nothing_due_until_s = max(self._nothing_due_until_s, time.monotonic() + wait_s)
+
+    def is_quiet(self) -> bool:
+        """Whether the load has nothing due: no request is in flight, and a user waits for a time that is known."""
+        return not self.recorder.in_flight and time.monotonic() < self._nothing_due_until_s
+
+    def show_quiet(self, sign: Callable[[], object]) -> None:
+        """Give a sign each second in which the load is quiet, for the harness, which ends a load that hangs."""
+        while True:
+            if self.is_quiet():
+                sign()
+            gevent.sleep(_SIGN_S)
 
     def client(self) -> Client:
         headers = key_header(self._secret)

@@ -82,6 +82,7 @@ class Tickets:
     def __init__(self, path: str, plan: Plan) -> None:
         self.held = False  # with a warm-up: it goes on until this is False again; of a part of an open loop, all waits
         self.begin_s: float | None = None  # of such a part: when it is measured from, the same moment on all machines
+        self.early = False  # `take` gave none, because it is too early for the next one or for the end
         self._plan = plan
         self._requests = None if plan.requests is None else plan.part.share(plan.requests)
         self._warmup_requests = plan.part.share(plan.warmup_requests)
@@ -105,7 +106,7 @@ class Tickets:
         server is to meet the concurrency to come. Only the last measured ones are cut, to the number planned.
         """
         now_s = time.monotonic()
-        plan = self._plan
+        plan, self.early = self._plan, False
         with self._counts() as counts:
             if counts.started_s is None:
                 counts.started_s = now_s
@@ -113,6 +114,7 @@ class Tickets:
                 return self._take_warmup(counts, now_s, most)
             if counts.measured_s is None and plan.schedule is not None and plan.part.of > 1:
                 if self.held:
+                    self.early = True
                     return []
                 if self._is_before_begin(counts):
                     return self._take_warmup(counts, now_s, most)
@@ -127,6 +129,7 @@ class Tickets:
             if plan.schedule is not None and number:
                 after_s = plan.schedule.at(plan.part.turn(counts.arrived))
                 if after_s is None or (plan.duration_s is not None and after_s >= plan.duration_s):
+                    self.early = plan.duration_s is not None
                     return []
                 due_s = counts.measured_s + after_s
                 counts.arrived += 1
@@ -139,6 +142,7 @@ class Tickets:
             after_s = plan.warmup_schedule.at(plan.part.turn(counts.warmup_arrived))
             due_s = now_s if after_s is None else counts.started_s + after_s
             if due_s > now_s + _LEAD_S:
+                self.early = True
                 return []
             counts.warmup_arrived += 1
             counts.warmup_due_s = due_s

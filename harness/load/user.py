@@ -38,6 +38,7 @@ from harness.load.process import Place
 from harness.load.tickets import Ticket
 from harness.load.tools import Tools
 from harness.load.wiring import give_up, load_process
+from harness.rundir.records import CUT
 from harness.scenario import behaviour
 from harness.scenario.behaviour import Abandon
 from harness.scenario.scenario import Load
@@ -111,6 +112,14 @@ class LLMUser(User):
         self._pausing: Event | None = None  # made when it is needed: each takes room
         self._last = 0  # index of the request that was sent last
         self.number = self._process.tickets.user()
+        if type(self).wait_time is not User.wait_time:
+            self.wait_time = partial(self._drawn_wait_time, self.wait_time)  # type: ignore[method-assign]
+
+    def _drawn_wait_time(self, draw: Callable[[], float]) -> float:
+        """Of a locustfile with a `wait_time`, as Locust has it: a pause between two tasks."""
+        wait_s = draw()
+        self._process.nothing_due_for(wait_s)
+        return wait_s
 
     @cached_property
     def random(self) -> random.Random:
@@ -154,7 +163,11 @@ class LLMUser(User):
                 self._wait_until(tickets[0].due_s, _AHEAD_S)
                 works = [Work(ticket, self._process.messages(ticket)) for ticket in tickets]
                 self._wait_until(tickets[0].due_s)
+                if tickets[0].due_s is not None and self._state == LOCUST_STATE_STOPPING:
+                    break
                 return works
+            if self._process.tickets.early():
+                self._process.nothing_due_for(2 * _IDLE_S)
             gevent.sleep(_IDLE_S)
         gevent.joinall(self._under_way)
         raise StopUser
@@ -278,11 +291,16 @@ class LLMUser(User):
     def pause(self, pause_s: float) -> None:
         """For so long, but no longer than the load lasts, or than this user is to go on."""
         left_s = self._process.tickets.left_s()
+        self._sleep(pause_s if left_s is None else max(0.0, min(pause_s, left_s)))
+
+    def _sleep(self, wait_s: float) -> None:
+        """For a time that is known, but no longer than this user is to go on."""
+        self._process.nothing_due_for(wait_s)
         if self._pausing is None:
             self._pausing = Event()
             if self._state == LOCUST_STATE_STOPPING:
                 self._pausing.set()
-        self._pausing.wait(pause_s if left_s is None else max(0.0, min(pause_s, left_s)))
+        self._pausing.wait(wait_s)
 
     def on_stop(self) -> None:
         if self._held and self._process.tickets.several:  # one user too many: the stage does not wait for what he held
@@ -310,7 +328,7 @@ class LLMUser(User):
     def _wait_until(self, due_s: float | None, ahead_s: float = 0.0) -> None:
         """Open loop: until it is time. A user that comes too late sends at once, which its record tells."""
         if due_s is not None:
-            gevent.sleep(max(0.0, due_s - ahead_s - time.monotonic()))
+            self._sleep(max(0.0, due_s - ahead_s - time.monotonic()))
 
     def _know_model(self) -> None:
         try:
@@ -322,8 +340,10 @@ class LLMUser(User):
     def _tell_locust(self, answer: Answer) -> None:
         ended_s = answer.chunks_s[-1] if answer.chunks_s else answer.ended_s
         name = self._process.job.load_name or type(self).__name__
-        failed = answer.error not in (None, "abandoned")  # to leave is part of the load, and tells no response time
-        self.environment.events.request.fire(
+        failed = answer.error is not None and answer.error not in CUT
+        self._process.listeners.fire(
+            self.environment.events.request,
+            timed=answer.error != "unfinished",
             request_type="POST",
             name=name if answer.error != "abandoned" else f"{name} (abandoned)",
             response_time=ended_s * 1000,

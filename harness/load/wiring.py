@@ -24,7 +24,7 @@ from locust.exception import StopTest
 from locust.runners import STATE_INIT, MasterRunner, Runner, WorkerRunner
 
 from harness.errors import HarnessError, sentence
-from harness.job import Job
+from harness.job import Job, quiet_sign
 from harness.load.course import Course
 from harness.load.drain import Drain
 from harness.load.live.wire import Live
@@ -45,6 +45,8 @@ _CUT = "llm-cut"
 _NOT_STARTED = "llm-not-started"
 _COME_S = 60.0  # for users to come and to be counted
 _WHEN_INTERRUPTED_S = 4.0  # less than the patience of who asks us to end
+_LISTENERS_WHEN_INTERRUPTED_S = 2.0
+_STOP_S = 35.0  # at the end, for load processes to stop: more than their listeners of `request` may take
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,7 @@ _process: LoadProcess | None = None
 _live: Live | None = None  # None: headless
 _worker: Worker | None = None  # of a machine that gets its job from the master
 _master: Master | None = None  # of such machines
+_drain: Drain | None = None  # None: in the web UI, and of load processes on other machines
 
 
 def load_process() -> LoadProcess:
@@ -69,7 +72,7 @@ def load_process() -> LoadProcess:
 
 def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     """The process has been forked and has its role."""
-    global _job, _recorder, _process, _live, _master, _worker
+    global _job, _recorder, _process, _live, _master, _worker, _drain
     options = options_of(environment)
     if isinstance(runner, WorkerRunner) and options.job == FROM_MASTER:
         _worker = Worker(environment, runner, _begin)
@@ -98,13 +101,12 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     if _job is None and not environment.stop_timeout:
         # By hand, --run-time would cut what is in flight and call it failed. Ctrl-C still cuts at once.
         environment.stop_timeout = _DRAIN_BY_HAND_S
-    if _job is None and (options.headless or isinstance(runner, WorkerRunner)):
-        Drain(environment)
+    if options.headless or isinstance(runner, WorkerRunner):
+        _drain = Drain(environment, by_hand=_job is None)
     if _job is None or not options.headless:
         FirstRequests(environment, give_up)
     if not options.headless:
         _live = Live(environment, _recorder, _job, partial(_problem, environment))
-    _hooks.test_stop.add_listener(_on_test_stop)
     _hooks.quitting.add_listener(_on_quitting)  # the last one is called first: before the master tells its workers
     if isinstance(runner, WorkerRunner):
         runner.register_message(_CUT, _on_cut)
@@ -176,6 +178,8 @@ def _start(environment: Environment) -> None:
     _settle_memory()
     if _job is not None and _job.beside and _process is not None:
         meet(_job, _process.tickets)
+    if _job and options.headless and _process is not None:
+        gevent.spawn(_process.show_quiet, quiet_sign(_job.tickets_path).touch)
     if _job and options.headless and not isinstance(runner, WorkerRunner):
         plan = plan_of(_job)
         if plan.requests is not None or plan.duration_s is not None:
@@ -217,8 +221,9 @@ def _settle_memory() -> None:
 
 def _on_test_stop(environment: Environment, **_: Any) -> None:
     """All users of this process have stopped: Locust may be about to print its table."""
-    if _recorder is not None:
-        _recorder.later.finish()
+    if _process is not None:
+        _process.recorder.later.finish()
+        _process.listeners.finish()
     if isinstance(environment.runner, WorkerRunner):
         # Ready for the next load: Locust's workers stay away for as long as users may take to stop, whether they did or
         # not. The next start says anew how long that is.
@@ -228,7 +233,7 @@ def _on_test_stop(environment: Environment, **_: Any) -> None:
 def _on_quitting(environment: Environment, **_: Any) -> None:
     """Either all users have stopped already, or this is Ctrl-C or SIGTERM and they are to stop now."""
     runner = environment.runner
-    environment.stop_timeout = 0
+    _cut_all(environment)
     if _master is not None:
         _master.end(_WHEN_INTERRUPTED_S)  # which tells them all that there is to tell
     elif isinstance(runner, MasterRunner) and runner.state in UNDER_WAY:
@@ -240,7 +245,13 @@ def _on_quitting(environment: Environment, **_: Any) -> None:
 
 def _on_cut(environment: Environment, **_: Any) -> None:
     """The master was interrupted: its "quit", which comes next, is not to wait for answers."""
+    _cut_all(environment)
+
+
+def _cut_all(environment: Environment) -> None:
     environment.stop_timeout = 0
+    if _process is not None:
+        _process.listeners.patience_s = _LISTENERS_WHEN_INTERRUPTED_S
 
 
 def _on_not_started(environment: Environment, msg: Any, **_: Any) -> None:
@@ -253,6 +264,8 @@ def _on_quit(exit_code: int, **_: Any) -> None:
         _worker.leave()
     if _recorder is not None:
         _recorder.close()
+    if _process is not None and (number := _process.listeners.waiting):
+        logger.error("the load has ended, and %d events still wait for listeners of `request`: they are lost", number)
 
 
 def give_up(environment: Environment, error: Exception) -> None:
@@ -288,8 +301,8 @@ def _end_when_finished(environment: Environment, drain_s: float, course: Course)
     course.wait_for_end(drain_s)
     environment.stop_timeout = 0
     assert environment.runner is not None
-    if course.several and isinstance(environment.runner, MasterRunner):
-        environment.runner.send_message(_CUT)
+    if _drain is not None and isinstance(environment.runner, MasterRunner):
+        _drain.wait(_STOP_S, cut=True)
     environment.runner.quit()
 
 
@@ -306,4 +319,5 @@ def _follow(environment: Environment, job: Job, course: Course | Master) -> None
 _hooks.init_command_line_parser.add_listener(add_options)
 _hooks.init.add_listener(_on_init)
 _hooks.test_start.add_listener(_on_test_start)
+_hooks.test_stop.add_listener(_on_test_stop)  # now: before those of the locustfile, which may count
 _hooks.quit.add_listener(_on_quit)

@@ -10,6 +10,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from harness.load.recorder import Anchor, Recorder
 from harness.load.spool import FILES, Spool
 from harness.load.wait import until
 
-HELLO, READY, BEGUN, WARM, FINISHED, RECORDS, DONE = (
-    f"llm-{name}" for name in ("hello", "ready", "begun", "warm", "finished", "records", "done")
+HELLO, READY, BEGUN, WARM, QUIET, FINISHED, RECORDS, DONE = (
+    f"llm-{name}" for name in ("hello", "ready", "begun", "warm", "quiet", "finished", "records", "done")
 )
 ASK, JOB, THERE, GO, TAKEN, END = (f"llm-{name}" for name in ("ask", "job", "there", "go", "taken", "end"))
 
@@ -78,6 +79,7 @@ class Worker:
         job = self._process.job
         logger.info("load %s of run ...%s begins: part %d of %d", job.cell, job.run, job.machine + 1, job.machines)
         gevent.spawn(self._watch_work)
+        gevent.spawn(self._process.show_quiet, partial(self._send, QUIET))
 
     def leave(self) -> None:
         """This process ends. What has not arrived stays here, and is named."""
@@ -175,6 +177,8 @@ class Worker:
             return
         self._ending = True
         self._environment.stop_timeout = 0
+        if self._process is not None:
+            self._process.listeners.patience_s = msg.data["listeners_s"]
         self._runner.stop()
         if self._recorder is None:
             self._send(DONE, {"sizes": {}})

@@ -15,10 +15,9 @@ import psutil
 from harness import process
 from harness.errors import RunError
 from harness.failures.first import FIRST, mistake_of
-from harness.job import SECRETS_ENV, Job
+from harness.job import SECRETS_ENV, Job, quiet_sign
 from harness.rundir.manifest import DIED
 from harness.rundir.records import CUT, Request, read_marks
-from harness.scenario import behaviour
 from harness.scenario.lengths import most_of
 from harness.serve.ports import free_port
 from harness.workers import AWAITED
@@ -161,7 +160,8 @@ def _watch(
     endless = job.load.requests is None or job.warmup.requests is None  # nobody knows how many there will be
     warmup = 0 if endless else job.warmup.requests or 0
     total = None if endless else (job.load.requests or 0) + warmup
-    last_change = last_look = begin
+    last_change = last_quiet = last_look = begin
+    quiet, sign_ns = quiet_sign(job.tickets_path), 0
     while child.poll() is None:
         dead = alive()
         if dead is not None:
@@ -178,6 +178,8 @@ def _watch(
                 return ["the load was ended because a load process had been killed"]
         if awaited:
             last_change = now
+        if (touched_ns := _touched_ns(quiet)) != sign_ns:
+            sign_ns, last_quiet = touched_ns, now
         if counter.lines != before:
             last_change, raised = now, exceptions_in(log_path)
         elif now - last_change > STUCK_S and exceptions_in(log_path) - raised >= STUCK_EXCEPTIONS:
@@ -186,8 +188,9 @@ def _watch(
         mistake = counter.mistake()
         if mistake is not None:
             return [mistake]
-        if now - last_change > _patience_s(job):
-            return [f"no request ended for {now - last_change:.0f} s although each may take {job.load.timeout_s:g} s"]
+        silent_s = now - max(last_change, last_quiet)
+        if silent_s > _patience_s(job):
+            return [f"no request ended for {silent_s:.0f} s although each may take {job.load.timeout_s:g} s"]
         time.sleep(POLL_S)
     counter.update()
     progress(Count(counter.lines, total, time.monotonic() - begin, warmup=warmup))
@@ -214,11 +217,18 @@ def _runs(pid: int) -> bool:
         return False
 
 
+def _touched_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
 def _patience_s(job: Job) -> float:
-    think = behaviour.longest_s(job.load.think or job.load.think_s)
+    """How long no request may end while one is due. Pauses of users, and of the schedule, do not count."""
     # A stream that keeps sending may lawfully take longer than timeout_s, which is about silence.
     longest_s = 3 * job.load.timeout_s + SLOWEST_TPOT_S * most_of(job.load.output_tokens, pairs=job.output_lengths)
-    return longest_s + think + job.load.ramp_s + QUIET_S
+    return longest_s + job.load.ramp_s + QUIET_S
 
 
 class LineCounter:

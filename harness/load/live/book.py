@@ -38,7 +38,7 @@ class Book:
         self.step_s = STEP_S
         self.points: list[Point] = []
         self.failures: dict[str, Failures] = {}
-        self.warmup = 0
+        self.warmup = self.warmup_failed = 0
         self.total: dict[str, Counted] = {}
         self._lag_s = lag_s
         self._began = time.monotonic()
@@ -55,6 +55,7 @@ class Book:
         now = time.monotonic()
         self._in_flight[sender] = (now, given)
         self.warmup += given.warmup
+        self.warmup_failed += given.warmup_failed
         for kind, failures in given.failures.items():
             if kind in self.failures or len(self.failures) < MOST_KINDS:
                 before = self.failures.get(kind)
@@ -70,7 +71,7 @@ class Book:
 
     def reset(self) -> None:
         """As Locust's button "reset stats": the course stays, the sums begin anew."""
-        self.total, self.failures, self.warmup = {}, {}, 0
+        self.total, self.failures, self.warmup, self.warmup_failed = {}, {}, 0, 0
         self._first = int(time.monotonic())
 
     def in_flight(self) -> int:

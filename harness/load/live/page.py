@@ -21,6 +21,7 @@ from harness.load.live.histogram import RESOLUTION
 from harness.load.live.observed import GPU, SERVER
 
 KEY = "llm"
+WARMUP = "(warm-up)"
 _LINES = 25  # points that are written at once
 ASSETS = Path(__file__).with_name("assets")
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
@@ -120,12 +121,16 @@ def state(facts: dict[str, Any], book: Book, wanted: Any) -> dict[str, Any]:
 
 
 def rows(book: Book) -> list[dict[str, Any]]:
-    """The tab's table: of the whole test, each user class and all together."""
+    """The tab's table: of the whole test, each user class and all together, and the warm-up, which is in neither."""
     whole = book.whole()
     names = [name for name in whole if name != ALL]
     under_way = {**book.in_flight_of(), ALL: book.in_flight()}
     shown = names if len(names) == 1 else [*names, ALL]
-    return [_row(name, whole[name], under_way.get(name, 0)) for name in shown]
+    found = [_row(name, whole[name], under_way.get(name, 0)) for name in shown]
+    if book.warmup:  # Locust's own table has it
+        counts: Numbers = {"ended": book.warmup, "failed": book.warmup_failed}
+        found.append(_row(WARMUP, dict.fromkeys(whole[ALL]) | counts, 0))
+    return found
 
 
 def _row(name: str, numbers: Numbers, under_way: int) -> dict[str, Any]:

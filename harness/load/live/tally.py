@@ -53,6 +53,7 @@ class HandOver(msgspec.Struct, array_like=True):
     warmup: int  # warm-up requests that ended
     in_flight_of: dict[str, int] = {}  # by user class
     busy: float | None = None  # share of the last seconds in which it ran, or waited for a core
+    warmup_failed: int = 0  # of the warm-up requests
 
 
 class Tally:
@@ -62,12 +63,14 @@ class Tally:
         self._slos = slos
         self._seconds: dict[int, dict[str, Counted]] = {}
         self._failures: dict[str, Failures] = {}
-        self._warmup = 0
+        self._warmup = self._warmup_failed = 0
 
     def add(self, request: Request) -> None:
         """A request has ended. Called once each, off the measuring path: its record is already made."""
+        failed = request.error is not None and request.error not in CUT
         if request.phase == "warmup":
             self._warmup += 1
+            self._warmup_failed += failed
             return
         by_class = self._seconds.setdefault(int(time.monotonic()), {})
         counted = by_class.get(request.user_class)
@@ -75,7 +78,7 @@ class Tally:
             counted = by_class[request.user_class] = Counted()
         counted.ended += 1
         if request.error is not None:
-            if request.error not in CUT:
+            if failed:
                 counted.failed += 1
                 before = self._failures.get(request.error)
                 count = 1 if before is None else before.count + 1
@@ -104,8 +107,9 @@ class Tally:
             self._warmup,
             {name: number for name, number in (of or {}).items() if number},
             busy,
+            self._warmup_failed,
         )
-        self._seconds, self._failures, self._warmup = {}, {}, 0
+        self._seconds, self._failures, self._warmup, self._warmup_failed = {}, {}, 0, 0
         return given
 
 

@@ -1,0 +1,249 @@
+"""Listeners of Locust's `request` event that wait, raise or end the load, by hand and in a run."""
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from harness.rundir.records import Request, read_requests
+from harness.scenario.scenario import Load, Warmup
+from harness.summarize import derive
+from tests.load_runs import ROOT, end, ends_of, log_of, make_job, records_of, start, start_job, wait_for_records
+
+# Each notes the request's name, by a real HTTP request and in a file, and sleeps. At the end of the test it counts.
+LISTENER = """
+import json, os, urllib.request
+import gevent
+from locust import events
+from harness.load.user import LLMUser
+from locustfiles.{file} import {user}
+
+seen = []
+
+@events.request.add_listener
+def send(request_type, name, response_time, response_length, exception, **kwargs):
+    gevent.sleep({sleep_s})
+    body = json.dumps([name, round(response_time, 6), response_length]).encode()
+    urllib.request.urlopen("{sink}", body).close()
+    seen.append(response_time)
+
+@events.test_stop.add_listener
+def count(**kwargs):
+    if seen:
+        with open("counted", "a") as file:
+            file.write(f"{{len(seen)}}\\n")
+"""
+
+
+@contextmanager
+def sink() -> Iterator[tuple[str, list[bytes]]]:
+    """An HTTP server that keeps what it is sent, in the order in which it comes."""
+    got: list[bytes] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            got.append(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", got
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "mine.py"
+    path.write_text(text)
+    return path
+
+
+def told_once(got: list[bytes], records: list[Request]) -> None:
+    """Each record was told once; those of one process in the order of their records."""
+    times = [round(float(json.loads(one)[1]), 3) for one in got]
+    expected = [round((r.chunks_s[-1] if r.chunks_s else r.ended_s) * 1000, 3) for r in records]
+    assert sorted(times) == sorted(expected)
+    if len({r.process for r in records}) == 1:
+        assert times == expected
+
+
+def test_a_chat_by_hand_with_a_listener_that_waits(tmp_path: Path, engine: str) -> None:
+    with sink() as (url, got):
+        file = written(tmp_path, LISTENER.format(sink=url, sleep_s=0.05, file="chat", user="ChatUser"))
+        options = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "2s", "--records", "r.jsonl"]
+        child = start(tmp_path, engine, file, *options, "--think", "0.01", "--output-tokens", "20")
+        assert end(child) == 0, log_of(tmp_path)
+    records = list(read_requests(tmp_path / "r.jsonl"))
+    assert len(records) > 20
+    told_once(got, records)
+    assert {json.loads(one)[0] for one in got} == {"ChatUser"}
+    assert (tmp_path / "counted").read_text() == f"{len(records)}\n"  # all of them, before the handlers of test_stop
+    assert "Traceback" not in log_of(tmp_path)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_with_a_listener_that_waits(tmp_path: Path, engine: str, processes: int) -> None:
+    """The listener is three times as slow as the load: at the end it is waited for, also by the master."""
+    with sink() as (url, got):
+        file = written(tmp_path, LISTENER.format(sink=url, sleep_s=0.1, file="batch", user="BatchAgent"))
+        load = Load(user="batch", users=2, requests=80, batch_size=2, output_tokens=20, processes=processes)
+        options = ["--processes", str(processes)] if processes > 1 else []
+        job = make_job(tmp_path, load, Warmup(requests=4))
+        child = start_job(tmp_path, engine, job, *options, "--json-file", str(tmp_path / "stats"), locustfile=file)
+        assert end(child) == 0, log_of(tmp_path)
+    records = records_of(tmp_path)
+    ends_of(tmp_path, processes)
+    assert len(records) == 84
+    told_once(got, records)
+    assert sum(map(int, (tmp_path / "counted").read_text().split())) == 84
+    (stats,) = json.loads((tmp_path / "stats.json").read_text())
+    assert (stats["num_requests"], stats["num_failures"]) == (84, 0)
+    assert "Traceback" not in log_of(tmp_path)
+
+
+def test_a_listener_that_waits_does_not_distort_the_measurement(tmp_path: Path, engine: str) -> None:
+    """The server's first token comes after 2 ms of its own, whoever listens."""
+
+    def ttft_s(folder: Path, file: Path) -> float:
+        folder.mkdir()
+        load = Load(user="batch", users=4, requests=200, output_tokens=20)
+        assert end(start_job(folder, engine, make_job(folder, load), locustfile=file)) == 0, log_of(folder)
+        records = records_of(folder)
+        assert [r.error for r in records] == [None] * 200
+        return median(derive.ttft_s(r) or 0.0 for r in records)
+
+    with sink() as (url, got):
+        file = written(tmp_path, LISTENER.format(sink=url, sleep_s=0.05, file="batch", user="BatchAgent"))
+        alone, listened = ttft_s(tmp_path / "alone", ROOT / "locustfiles/batch.py"), ttft_s(tmp_path / "listened", file)
+        assert len(got) == 200
+    assert abs(listened - alone) < 0.002
+
+
+RAISES = """
+from locust import events
+from locust.exception import StopUser
+from locustfiles.batch import BatchAgent
+import gevent
+
+done = []
+
+@events.request.add_listener
+def fails(**kwargs):
+    done.append(1)
+    if len(done) % 3 == 0:
+        raise ValueError("boom")
+    if len(done) % 3 == 1:
+        raise StopUser
+    raise gevent.Timeout(1)
+
+@events.request.add_listener
+def works(name, **kwargs):
+    with open("told", "a") as file:
+        file.write(name + "\\n")
+"""
+
+
+def test_a_listener_that_raises_loses_nothing(tmp_path: Path, engine: str) -> None:
+    load = Load(user="batch", users=3, requests=30, output_tokens=5)
+    job = make_job(tmp_path, load)
+    child = start_job(tmp_path, engine, job, locustfile=written(tmp_path, RAISES))
+    assert end(child) == 0, log_of(tmp_path)
+    assert [r.error for r in records_of(tmp_path)] == [None] * 30
+    ends_of(tmp_path, 1)
+    assert (tmp_path / "told").read_text() == "b\n" * 30  # the listeners after it are called
+    assert log_of(tmp_path).count("ValueError: boom") == 10
+
+
+QUITS = """
+import gevent
+from locust import events
+from locustfiles.batch import BatchAgent
+
+told = []
+
+@events.init.add_listener
+def listen(environment, **kwargs):
+    @events.request.add_listener
+    def quit(**kwargs):
+        told.append(1)
+        if len(told) == 5:
+            environment.runner.quit()
+
+@events.quit.add_listener
+def count(**kwargs):
+    with open("counted", "a") as file:
+        file.write(f"{len(told)}\\n")
+"""
+
+
+def test_a_listener_may_end_the_load(tmp_path: Path, engine: str) -> None:
+    """As one that has seen enough failures does. What it then cuts is told it as well."""
+    options = ["--headless", "--users", "2", "--spawn-rate", "10", "--records", "r.jsonl", "--stop-timeout", "5"]
+    child = start(tmp_path, engine, written(tmp_path, QUITS), *options, "--output-tokens", "20")
+    assert end(child) == 0, log_of(tmp_path)
+    records = list(read_requests(tmp_path / "r.jsonl"))
+    assert 5 <= len(records) <= 10
+    assert (tmp_path / "counted").read_text() == f"{len(records)}\n"
+
+
+STUCK = """
+import gevent
+from locust import events
+from locustfiles.batch import BatchAgent
+
+@events.request.add_listener
+def never(**kwargs):
+    gevent.sleep(3600)
+"""
+
+
+def test_an_interruption_does_not_wait_for_a_listener(tmp_path: Path, engine: str) -> None:
+    options = ["--headless", "--users", "2", "--spawn-rate", "10", "--records", "requests.jsonl", "--think", "0.05"]
+    child = start(tmp_path, engine, written(tmp_path, STUCK), *options, "--output-tokens", "20")
+    wait_for_records(tmp_path, 10)
+    child.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    assert end(child) == 0, log_of(tmp_path)
+    assert time.monotonic() - began < 8
+    lost = len(records_of(tmp_path)) - 1  # the listener has one
+    assert f"and {lost} events still wait for listeners of `request`: they are lost" in log_of(tmp_path)
+
+
+REPORTS = """
+from locust import events
+from locustfiles.batch import BatchAgent
+
+@events.init.add_listener
+def listen(environment, **kwargs):
+    def give(client_id, data, **kwargs):
+        data["mine"] = 1
+
+    def take(client_id, data, **kwargs):
+        data["mine"]
+
+    environment.events.report_to_master.add_listener(give)
+    environment.events.worker_report.add_listener(take)
+"""
+
+
+def test_a_listener_of_reports_is_there_for_the_first_one(tmp_path: Path, engine: str) -> None:
+    """Locust's workers report as soon as the start of their process waits for anything: ours must not."""
+    options = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "1s", "--processes", "2"]
+    child = start(tmp_path, engine, written(tmp_path, REPORTS), *options, "--output-tokens", "5")
+    assert end(child) == 0, log_of(tmp_path)
+    assert "KeyError" not in log_of(tmp_path)
