@@ -43,7 +43,7 @@ def report(
 
     With --check or --baseline the run is judged by them once more, and its directory stays as it is.
     """
-    from harness.cli.history import find_run
+    from harness.cli.listing import find_run
     from harness.compare.reference import reference_to
     from harness.prepare.experiment import refuse_misplaced
     from harness.report import html, junit, markdown, openmetrics, rows_csv, terminal
@@ -115,7 +115,7 @@ def compare(
     """
     import msgspec
 
-    from harness.cli.history import find_runs
+    from harness.cli.listing import find_runs
     from harness.compare.compare import by_machine, compare_runs
     from harness.judge.comparable import UnlikeError
     from harness.prepare.experiment import refuse_misplaced
@@ -164,7 +164,7 @@ def diff(
     """Show in what the manifests of two runs differ; what is equal is not shown, and neither is what chance chose."""
     import msgspec
 
-    from harness.cli.history import find_runs
+    from harness.cli.listing import find_runs
     from harness.compare.differences import differences_of
     from harness.report.differences import markdown, print_differences
     from harness.rundir.manifest import read_run
@@ -190,7 +190,7 @@ def publish(
     results: ResultsDir = RESULTS,
 ) -> None:
     """File a VALID run by machine and scenario, as plain files that are small enough for git."""
-    from harness.cli.history import find_run
+    from harness.cli.listing import find_run
     from harness.report.publish import publish as publish_run
 
     folder = find_run(run_folder, runs)
@@ -235,7 +235,7 @@ def export(
     runs: RunsDir = RUNS,
 ) -> None:
     """Write a run's records for other tools: one row a request, with chunk times."""
-    from harness.cli.history import find_run
+    from harness.cli.listing import find_run
     from harness.report.export import export as export_records
     from harness.units import count
 
@@ -270,6 +270,6 @@ def import_(
 @command(short_help="List the runs.")
 def runs(runs: RunsDir = RUNS) -> None:
     """List the runs with their scenario, verdict and when they ran."""
-    from harness.cli.history import show_runs
+    from harness.cli.listing import show_runs
 
     show_runs(runs, console())
