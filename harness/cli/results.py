@@ -100,6 +100,10 @@ def compare(
     output: Annotated[
         Literal["terminal", "markdown", "json", "junit"], typer.Option("--format", help="What to print.")
     ] = "terminal",
+    history: Annotated[
+        bool,
+        typer.Option("--history", help="Check the one RUN against all earlier runs of its scenario on its machine."),
+    ] = False,
     checks: Annotated[
         list[str] | None,
         typer.Option(
@@ -111,7 +115,8 @@ def compare(
 ) -> None:
     """Compare runs of the same work: a ratio with its interval and a verdict for each row.
 
-    Exit code 4 when a side is slower than the baseline, or a check failed; 5 when a check is inconclusive.
+    Exit code 4 when a side is slower than the baseline, or a check failed; 5 when a check is inconclusive. With --history
+    4 when the run is slower than its history and the shift exceeds the machine's own variation.
     """
     import msgspec
 
@@ -129,6 +134,9 @@ def compare(
     with wrong.noted():
         first, second = find_runs(run_folders, against or [], runs=runs)
     wrong.refuse()
+    if history:
+        _compare_with_history(first, output, runs, results)
+        return
     groups = by_machine(first) if across else [first, second] if second else [[folder] for folder in first]
     for scenario in (read_run(folder).scenario for group in groups[1:] for folder in group):
         with wrong.noted():
@@ -150,6 +158,59 @@ def compare(
     if any(verdict.word == "slower" for verdict in comparison.verdicts):
         raise typer.Exit(ExitCode.FAILED)
     end_as_checks(comparison.checks)
+
+
+def _compare_with_history(folders: list[Path], output: str, runs: Path, results: Path) -> None:
+    import msgspec
+
+    from harness.compare.history import check_against_history
+    from harness.report import junit
+    from harness.report.history import gate_markdown, print_gate
+
+    if len(folders) != 1:
+        raise HarnessError(
+            f"--history: needs exactly one run (got {len(folders)})", next_step="harness compare --history RUN"
+        )
+    gate = check_against_history(folders[0], runs, results)
+    if output == "terminal":
+        print_gate(gate, console())
+    elif output == "junit":
+        print(junit.of_gate(gate), end="")
+    else:
+        print(gate_markdown(gate) if output == "markdown" else msgspec.json.encode(gate).decode())
+    if gate.slower:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+@command(short_help="Show the runs of a scenario over time.")
+def history(
+    scenario: Annotated[
+        Path, typer.Argument(metavar="SCENARIO", help="The name of a scenario that was run, or its file.")
+    ],
+    machine: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The machine, where several have run the scenario.")
+    ] = None,
+    output: Annotated[
+        Literal["terminal", "html", "json"], typer.Option("--format", help="What to print.")
+    ] = "terminal",
+    runs: RunsDir = RUNS,
+    results: ResultsDir = RESULTS,
+) -> None:
+    """Show the runs of a scenario on one machine over time: change points, and what changed in the manifests there.
+
+    Reads run directories and published runs, each run once.
+    """
+    import msgspec
+
+    from harness.compare.history import history_of
+    from harness.report.history import html, print_history
+
+    name = scenario.stem if scenario.suffix in (".yaml", ".yml") else str(scenario)
+    found = history_of(name, runs, results, machine)
+    if output == "terminal":
+        print_history(found, console())
+    else:
+        print(html(found) if output == "html" else msgspec.json.encode(found).decode())
 
 
 @command(short_help="Show in what two runs differ.")

@@ -1,0 +1,165 @@
+"""Change points of a series of run-level values, and the gate that checks the newest run of one."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from harness.judge.stats import ALPHA, MOST_REPEATS, POWER, Array, t_quantile
+from harness.judge.verdicts import MARGIN
+
+MIN_LEVEL = 3  # runs that a level has at least: fewer are outliers, or too new to decide
+MIN_HISTORY = 5  # runs with which the gate decides
+GATED_RUNS = 60  # of which all gates together raise a false alarm in at most ALPHA of the histories
+WINDOWS = (1, 2, 3)  # newest runs that the gate compares, together, with those before
+DETECTED = 0.10  # the slowdown that a history must be long enough to find
+_BAND = math.log1p(MARGIN)
+
+Word = Literal["slower", "faster", "no_shift", "inconclusive"]
+
+
+class Levels(NamedTuple):
+    """A series divided into levels. All numbers are places in the series."""
+
+    starts: list[int]  # of each level, in order; all but the first are change points
+    outliers: list[int]  # runs that no level includes
+    undecided: list[int]  # newest runs that differ from the last level, fewer than MIN_LEVEL
+
+
+class Shift(NamedTuple):
+    """How the newest run differs from the runs before it. Ratios are of speed: above 1 is faster."""
+
+    word: Word
+    ratio: float | None  # of the newest run; None without a history
+    low: float | None  # the ratios between which one equal run is expected, at the level of the gate
+    high: float | None
+    p: float | None  # of `window`, before correction
+    window: int  # how many of the newest runs show the shift; 1 where none do
+    history: list[int]  # places of the runs that it is held against
+    detectable: float | None  # slowdown found within three runs with a probability of POWER
+    needed: int | None  # runs of history that find DETECTED; None: more than MOST_REPEATS
+
+
+def levels_of(speeds: Sequence[float], series: int = 1) -> Levels:
+    """Divide a series of run-level speeds, oldest first, into levels between change points.
+
+    Circular binary segmentation: of all stretches of neighbouring runs the one whose mean differs most from the mean
+    of all others, by Student's t on logarithms, is cut out when its p-value, corrected for the number of stretches and
+    of `series`, is below ALPHA and the difference exceeds MARGIN; then each part is divided in the same way. A stretch
+    of fewer than MIN_LEVEL runs is no level: its runs are outliers, or undecided where they are the newest.
+    """
+    logs = np.log(np.asarray(speeds, dtype=np.float64))
+    count = len(logs)
+    level = ALPHA / max(1, series * count * (count - 1) // 2)
+    places = np.arange(count)
+    outliers: list[int] = []
+    undecided: list[int] = []
+    while True:
+        cuts = _cuts(logs[places], level)
+        edges = [0, *cuts, len(places)]
+        short = next(((a, b) for a, b in zip(edges, edges[1:], strict=False) if b - a < MIN_LEVEL and cuts), None)
+        if short is None:
+            return Levels([int(places[cut]) for cut in edges[:-1]] if count else [], sorted(outliers), undecided)
+        taken = [int(place) for place in places[short[0] : short[1]]]
+        if short[1] == len(places):
+            undecided = sorted(taken + undecided)
+        else:
+            outliers += taken
+        places = np.delete(places, np.s_[short[0] : short[1]])
+
+
+def gate(speeds: Sequence[float], series: int = 1) -> Shift:
+    """Hold the newest of a series of run-level speeds, oldest first, against the level of those before it.
+
+    The newest one, two and three runs are compared with the runs of their level before them, each by Student's t on
+    logarithms. The p-values are corrected for the three comparisons, for `series` and for GATED_RUNS gates.
+    """
+    count = len(speeds)
+    found = levels_of(speeds, series)
+    # A change point within the newest runs is what the gate is to report; what is before it is the history.
+    start = max(start for start in found.starts if start == 0 or count - start > max(WINDOWS))
+    kept = [place for place in range(start, count) if place not in found.outliers]
+    logs = np.log(np.asarray(speeds, dtype=np.float64)[kept])
+    history = kept[:-1]
+    level = ALPHA / (GATED_RUNS * len(WINDOWS) * series)
+    if len(history) < MIN_HISTORY:
+        ratio = math.exp(float(logs[-1] - logs[:-1].mean())) if history else None
+        return Shift("inconclusive", ratio, None, None, None, 1, history, None, MIN_HISTORY)
+    deviation = _deviation(logs[:-1])
+    difference, p, window = 0.0, 1.0, 1
+    for size in WINDOWS:
+        if len(logs) - size >= MIN_HISTORY - 1:
+            seen = _t_test(logs[-size:], logs[:-size])
+            if size == 1 or (seen[1] < p and abs(seen[0]) > _BAND):
+                difference, p, window = seen[0], seen[1], size
+    ratio = float(logs[-1] - logs[:-1].mean())
+    half = _quantile(level, len(history) - 1) * deviation * math.sqrt(1 + 1 / len(history))
+    detectable = _detectable(deviation, len(history), level)
+    needed = next(
+        (n for n in range(MIN_HISTORY, MOST_REPEATS + 1) if _detectable(deviation, n, level) <= DETECTED), None
+    )
+    word: Word = "no_shift" if detectable <= DETECTED else "inconclusive"
+    if p < level and abs(difference) > _BAND:
+        word = "slower" if difference < 0 else "faster"
+    band = max(half, _BAND)
+    return Shift(word, math.exp(ratio), math.exp(-band), math.exp(band), p, window, history, detectable, needed)
+
+
+def _cuts(logs: Array, level: float) -> list[int]:
+    """Where a stretch is divided, recursively."""
+    stretch = _stretch(logs, level)
+    if stretch is None:
+        return []
+    edges = [edge for edge in stretch if 0 < edge < len(logs)]
+    parts = zip([0, *edges], [*edges, len(logs)], strict=True)
+    return sorted({*edges, *(start + cut for start, end in parts for cut in _cuts(logs[start:end], level))})
+
+
+def _stretch(logs: Array, level: float) -> tuple[int, int] | None:
+    """The stretch (start, end) that differs most from all other values; None where none differs at this level."""
+    count = len(logs)
+    if count < 2 * MIN_LEVEL:
+        return None
+    values = logs - logs.mean()
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    starts, ends = np.triu_indices(count + 1, 1)
+    starts, ends = (edges[ends - starts < count] for edges in (starts, ends))
+    inside = ends - starts
+    outside = count - inside
+    within = sums[ends] - sums[starts]
+    differences = within / inside + within / outside  # the values add up to zero
+    squares = float(values @ values) - within**2 * (1 / inside + 1 / outside)
+    variance = np.maximum(squares, 1e-12) / (count - 2)  # equal values have none but for the last bits
+    t = np.abs(differences) / np.sqrt(variance * (1 / inside + 1 / outside))
+    t[np.abs(differences) <= _BAND] = 0
+    best = int(np.argmax(t))
+    return None if t[best] <= _quantile(level, count - 2) else (int(starts[best]), int(ends[best]))
+
+
+def _t_test(new: Array, old: Array) -> tuple[float, float]:
+    """The difference of two means and its two-sided p-value, by Student's t with one variance."""
+    from scipy.special import stdtr
+
+    freedom = len(new) + len(old) - 2
+    variance = sum(float(((one - one.mean()) ** 2).sum()) for one in (new, old)) / freedom
+    difference = float(new.mean() - old.mean())
+    error = math.sqrt(max(variance, 1e-12) * (1 / len(new) + 1 / len(old)))
+    return difference, 2 * float(stdtr(freedom, -abs(difference) / error))
+
+
+def _deviation(logs: Array) -> float:
+    return float(logs.std(ddof=1))
+
+
+def _quantile(level: float, freedom: float) -> float:
+    """The two-sided quantile of Student's t."""
+    return t_quantile(1 - level / 2, freedom)
+
+
+def _detectable(deviation: float, runs: int, level: float) -> float:
+    """The slowdown that three runs after so many show with a probability of POWER."""
+    most = max(WINDOWS)
+    freedom = runs + most - 2
+    error = deviation * math.sqrt(1 / most + 1 / runs)
+    return max(MARGIN, -math.expm1(-(_quantile(level, freedom) + t_quantile(POWER, freedom)) * error))
