@@ -131,11 +131,15 @@ def compare(
     wrong = Mistakes()
     with wrong.noted():
         refuse_misplaced(checks or [])
+    if history and len(run_folders) != 1:
+        raise HarnessError(
+            f"--history: needs exactly one run (got {len(run_folders)})", next_step="harness compare --history RUN"
+        )
     with wrong.noted():
         first, second = find_runs(run_folders, against or [], runs=runs)
     wrong.refuse()
     if history:
-        _compare_with_history(first, output, runs, results)
+        _compare_with_history(first[0], output, runs, results)
         return
     groups = by_machine(first) if across else [first, second] if second else [[folder] for folder in first]
     for scenario in (read_run(folder).scenario for group in groups[1:] for folder in group):
@@ -160,18 +164,14 @@ def compare(
     end_as_checks(comparison.checks)
 
 
-def _compare_with_history(folders: list[Path], output: str, runs: Path, results: Path) -> None:
+def _compare_with_history(folder: Path, output: str, runs: Path, results: Path) -> None:
     import msgspec
 
     from harness.compare.history import check_against_history
     from harness.report import junit
     from harness.report.history import gate_markdown, print_gate
 
-    if len(folders) != 1:
-        raise HarnessError(
-            f"--history: needs exactly one run (got {len(folders)})", next_step="harness compare --history RUN"
-        )
-    gate = check_against_history(folders[0], runs, results)
+    gate = check_against_history(folder, runs, results)
     if output == "terminal":
         print_gate(gate, console())
     elif output == "junit":

@@ -22,7 +22,7 @@ from harness.summary import Difference, Row, Summary
 
 # In this order: a run is left out for the first that applies.
 Reason = Literal[
-    "unreadable", "not_valid", "noise_run", "engine_kind", "model", "workload", "later",
+    "unreadable", "not_valid", "noise_run", "machine", "engine_kind", "model", "workload", "later",
     "no_row", "client_limited", "no_value", "definition",
 ]  # fmt: skip
 _NEAR = 2  # runs around a change point in which a difference of the manifests is looked for
@@ -116,11 +116,11 @@ class Gated(Struct, frozen=True, kw_only=True):
     metric: str
     word: Literal["slower", "faster", "no_shift", "inconclusive"]
     value: float | None  # of the run; None where it has none
-    ratio: float | None  # to the history's geometric mean
-    low: float | None  # ratios between which an equal run is expected
+    ratio: float | None  # of the newest `window` runs to the history's geometric mean
+    low: float | None  # ratios that are expected of equal runs
     high: float | None
     p: float | None  # before correction
-    window: int  # newest runs that show the shift together
+    window: int  # newest runs that show the shift together; 1 where none do
     runs: int  # of the history: since its last change point, without outliers
     since: str | None  # the first of them
     detectable: float | None  # slowdown that is found within three runs in 80 %
@@ -138,7 +138,7 @@ class Gate(Struct, frozen=True, kw_only=True):
     runs: int  # in the history
     left_out: list[LeftOut]
     rows: list[Gated]
-    sides: list[str]  # the last run of the history and the run; the run alone without a history
+    sides: list[str]  # the last run before the shift, or else before this run, and this run
     differences: list[Difference]
 
     @property
@@ -159,17 +159,17 @@ def history_of(scenario: str, runs: Path, results: Path, machine: str | None = N
             f"{scenario}: runs of {len(machines)} machines ({', '.join(machines)}); a history is of one",
             next_step=f"--machine {machines[0]}",
         )
-    found = [one for one in found if machine in (None, one[1].machine.name)]
-    if not found:
+    mine = [run for _, run, _ in found if machine in (None, run.machine.name)]
+    if not mine:
         where = "" if machine is None else f" of machine '{machine}' (known: {', '.join(machines) or 'none'})"
         raise HarnessError(
             f"{scenario}: no valid run{where} in {runs} or {results}",
             next_step=f"`harness run {scenario}` makes one; `harness runs --runs {runs}` lists the runs.",
         )
-    chosen, others = _alike(found, found[-1][1])
+    chosen, others = _alike(found, mine[-1])
     series = _series(chosen)
     divided = [_divided(one, len(series)) for one in series]
-    newest = chosen[-1][1]
+    newest = mine[-1]
     return History(
         scenario=scenario,
         machine=newest.machine.name,
@@ -193,12 +193,13 @@ def check_against_history(folder: Path, runs: Path, results: Path) -> Gate:
             next_step=f"harness report {run.id} shows all reasons.",
         )
     found, left_out = _collect(run.scenario_name, runs, results)
-    mine = [one for one in found if one[1].machine.name == run.machine.name and _key(one[1]) != _key(run)]
-    chosen, others = _alike(mine, run)
+    chosen, others = _alike([one for one in found if _key(one[1]) != _key(run)], run)
     everything = [*chosen, (folder, run, summary)]
     series = _series(everything, {row.key for row in summary.rows})
     rows = [_gated(one, run.id, len(series)) for one in series]
-    last = [chosen[-1][1]] if chosen else []
+    # What two or three runs show together began with the first of them.
+    window = max((row.window for row in rows if row.word in ("slower", "faster")), default=1)
+    last = [one for _, one, _ in chosen[: len(chosen) + 1 - window]][-1:]
     keys = [row.key for row in summary.rows]
     sides = [*last, run]
     return Gate(
@@ -259,6 +260,7 @@ def _key(run: Run) -> tuple[str, float]:
 def _alike(found: Sequence[_Found], like: Run) -> tuple[list[_Found], list[LeftOut]]:
     """The runs that did the same work as `like` and started no later, and those that did not."""
     unlike: list[tuple[Reason, Callable[[Run], bool]]] = [
+        ("machine", lambda run: run.machine.name != like.machine.name),
         ("engine_kind", lambda run: run.simulated != like.simulated),
         ("model", lambda run: run.scenario.model != like.scenario.model),
         ("workload", lambda run: run.workload_sha256 != like.workload_sha256),

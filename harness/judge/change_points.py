@@ -11,9 +11,11 @@ from harness.judge.verdicts import MARGIN
 
 MIN_LEVEL = 3  # runs that a level has at least: fewer are outliers, or too new to decide
 MIN_HISTORY = 5  # runs with which the gate decides
+LEVEL_ALPHA = 0.01  # of change points: a false one would give the gate a base of extreme runs
+OUTLIER_ALPHA = 0.001  # small, since residuals from a median have wider tails than the test assumes
 GATED_RUNS = 60  # of which all gates together raise a false alarm in at most ALPHA of the histories
 WINDOWS = (1, 2, 3)  # newest runs that the gate compares, together, with those before
-DETECTED = 0.10  # the slowdown that a history must be long enough to find
+DETECTED = 0.10  # the slowdown that a history must be long enough to find: so much more time
 _BAND = math.log1p(MARGIN)
 
 Word = Literal["slower", "faster", "no_shift", "inconclusive"]
@@ -31,12 +33,12 @@ class Shift(NamedTuple):
     """How the newest run differs from the runs before it. Ratios are of speed: above 1 is faster."""
 
     word: Word
-    ratio: float | None  # of the newest run; None without a history
-    low: float | None  # the ratios between which one equal run is expected, at the level of the gate
+    ratio: float | None  # of the newest `window` runs to the history; None without a history
+    low: float | None  # the ratios that are expected of equal runs, at the level of the gate
     high: float | None
-    p: float | None  # of `window`, before correction
-    window: int  # how many of the newest runs show the shift; 1 where none do
-    history: list[int]  # places of the runs that it is held against
+    p: float | None  # before correction
+    window: int  # how many of the newest runs show the shift together; 1 where none do
+    history: list[int]  # places of the runs that they are compared with
     detectable: float | None  # slowdown found within three runs with a probability of POWER
     needed: int | None  # runs of history that find DETECTED; None: more than MOST_REPEATS
 
@@ -46,14 +48,15 @@ def levels_of(speeds: Sequence[float], series: int = 1) -> Levels:
 
     Circular binary segmentation: of all stretches of neighbouring runs the one whose mean differs most from the mean
     of all others, by Student's t on logarithms, is cut out when its p-value, corrected for the number of stretches and
-    of `series`, is below ALPHA and the difference exceeds MARGIN; then each part is divided in the same way. A stretch
-    of fewer than MIN_LEVEL runs is no level: its runs are outliers, or undecided where they are the newest.
+    of `series`, is below LEVEL_ALPHA and the difference exceeds MARGIN; then each part is divided in the same way.
+    A stretch of fewer than MIN_LEVEL runs is no level: its runs are outliers, or undecided where they are the newest.
+    Outliers that hide each other, or a step, by the variance that they add are taken out first.
     """
     logs = np.log(np.asarray(speeds, dtype=np.float64))
     count = len(logs)
-    level = ALPHA / max(1, series * count * (count - 1) // 2)
-    places = np.arange(count)
-    outliers: list[int] = []
+    level = LEVEL_ALPHA / max(1, series * count * (count - 1) // 2)
+    outliers = _outliers(logs, series)
+    places = np.setdiff1d(np.arange(count), outliers)
     undecided: list[int] = []
     while True:
         cuts = _cuts(logs[places], level)
@@ -72,8 +75,9 @@ def levels_of(speeds: Sequence[float], series: int = 1) -> Levels:
 def gate(speeds: Sequence[float], series: int = 1) -> Shift:
     """Hold the newest of a series of run-level speeds, oldest first, against the level of those before it.
 
-    The newest one, two and three runs are compared with the runs of their level before them, each by Student's t on
-    logarithms. The p-values are corrected for the three comparisons, for `series` and for GATED_RUNS gates.
+    The newest run, the newest two and the newest three together are each compared with the runs of their level before
+    them: by Student's t on logarithms (of one run its prediction interval), and by MARGIN. The level is ALPHA,
+    corrected for the three comparisons, for `series` and for GATED_RUNS gates.
     """
     count = len(speeds)
     found = levels_of(speeds, series)
@@ -81,29 +85,66 @@ def gate(speeds: Sequence[float], series: int = 1) -> Shift:
     start = max(start for start in found.starts if start == 0 or count - start > max(WINDOWS))
     kept = [place for place in range(start, count) if place not in found.outliers]
     logs = np.log(np.asarray(speeds, dtype=np.float64)[kept])
-    history = kept[:-1]
     level = ALPHA / (GATED_RUNS * len(WINDOWS) * series)
-    if len(history) < MIN_HISTORY:
-        ratio = math.exp(float(logs[-1] - logs[:-1].mean())) if history else None
-        return Shift("inconclusive", ratio, None, None, None, 1, history, None, MIN_HISTORY)
-    deviation = _deviation(logs[:-1])
-    difference, p, window = 0.0, 1.0, 1
-    for size in WINDOWS:
-        if len(logs) - size >= MIN_HISTORY - 1:
-            seen = _t_test(logs[-size:], logs[:-size])
-            if size == 1 or (seen[1] < p and abs(seen[0]) > _BAND):
-                difference, p, window = seen[0], seen[1], size
-    ratio = float(logs[-1] - logs[:-1].mean())
-    half = _quantile(level, len(history) - 1) * deviation * math.sqrt(1 + 1 / len(history))
-    detectable = _detectable(deviation, len(history), level)
-    needed = next(
-        (n for n in range(MIN_HISTORY, MOST_REPEATS + 1) if _detectable(deviation, n, level) <= DETECTED), None
-    )
+    known = [_shift(logs, kept, size, level) for size in WINDOWS if len(kept) - size >= MIN_HISTORY]
+    if not known:
+        ratio = math.exp(float(logs[-1] - logs[:-1].mean())) if len(logs) > 1 else None
+        return Shift("inconclusive", ratio, None, None, None, 1, kept[:-1], None, MIN_HISTORY)
+    shifted = [one for one in known if one.word in ("slower", "faster")]
+    return min(shifted, key=lambda one: one.p or 0.0) if shifted else known[0]
+
+
+def _shift(logs: Array, places: Sequence[int], window: int, level: float) -> Shift:
+    """The newest runs of a level, so many together, against those before them."""
+    from scipy.special import stdtr
+
+    new, old = logs[-window:], logs[:-window]
+    freedom = len(logs) - 2
+    squares = sum(float(((one - one.mean()) ** 2).sum()) for one in (new, old))
+    error = math.sqrt(max(squares, 1e-12) / freedom * (1 / window + 1 / len(old)))  # equal values have no spread
+    difference = float(new.mean() - old.mean())
+    band = max(_quantile(level, freedom) * error, _BAND)
+    deviation = float(old.std(ddof=1))
+    detectable = _detectable(deviation, len(old), level)
+    sizes = range(MIN_HISTORY, MOST_REPEATS + 1)
     word: Word = "no_shift" if detectable <= DETECTED else "inconclusive"
-    if p < level and abs(difference) > _BAND:
+    if abs(difference) > band:
         word = "slower" if difference < 0 else "faster"
-    band = max(half, _BAND)
-    return Shift(word, math.exp(ratio), math.exp(-band), math.exp(band), p, window, history, detectable, needed)
+    return Shift(
+        word=word,
+        ratio=math.exp(difference),
+        low=math.exp(-band),
+        high=math.exp(band),
+        p=2 * float(stdtr(freedom, -abs(difference) / error)),
+        window=window,
+        history=list(places[:-window]),
+        detectable=detectable,
+        needed=next((n for n in sizes if _detectable(deviation, n, level) <= DETECTED), None),
+    )
+
+
+def _outliers(logs: Array, series: int) -> list[int]:
+    """Runs that differ from the running median, by Rosner's test for several outliers (generalized ESD).
+
+    A median of 5 follows every stretch of MIN_LEVEL runs, so that steps have none. The two runs at each end have no
+    such median and are not tested.
+    """
+    reach = MIN_LEVEL - 1
+    if len(logs) < 4 * MIN_LEVEL:
+        return []
+    windows = np.lib.stride_tricks.sliding_window_view(logs, 2 * reach + 1)
+    residuals = logs[reach:-reach] - np.median(windows, axis=1)
+    left, taken, found = list(range(len(residuals))), [], 0
+    for _ in range(len(residuals) // 5):
+        values = residuals[left]
+        farthest = int(np.argmax(np.abs(values - values.mean())))
+        distance, deviation = abs(float(values[farthest] - values.mean())), max(float(values.std(ddof=1)), 1e-9)
+        t = _quantile(OUTLIER_ALPHA / (series * len(left)), len(left) - 2)
+        taken.append(left.pop(farthest))
+        limit = t * (len(values) - 1) / math.sqrt((len(values) - 2 + t**2) * len(values))
+        if distance / deviation > limit and abs(residuals[taken[-1]]) > _BAND:
+            found = len(taken)
+    return [place + reach for place in taken[:found]]
 
 
 def _cuts(logs: Array, level: float) -> list[int]:
@@ -137,21 +178,6 @@ def _stretch(logs: Array, level: float) -> tuple[int, int] | None:
     return None if t[best] <= _quantile(level, count - 2) else (int(starts[best]), int(ends[best]))
 
 
-def _t_test(new: Array, old: Array) -> tuple[float, float]:
-    """The difference of two means and its two-sided p-value, by Student's t with one variance."""
-    from scipy.special import stdtr
-
-    freedom = len(new) + len(old) - 2
-    variance = sum(float(((one - one.mean()) ** 2).sum()) for one in (new, old)) / freedom
-    difference = float(new.mean() - old.mean())
-    error = math.sqrt(max(variance, 1e-12) * (1 / len(new) + 1 / len(old)))
-    return difference, 2 * float(stdtr(freedom, -abs(difference) / error))
-
-
-def _deviation(logs: Array) -> float:
-    return float(logs.std(ddof=1))
-
-
 def _quantile(level: float, freedom: float) -> float:
     """The two-sided quantile of Student's t."""
     return t_quantile(1 - level / 2, freedom)
@@ -162,4 +188,4 @@ def _detectable(deviation: float, runs: int, level: float) -> float:
     most = max(WINDOWS)
     freedom = runs + most - 2
     error = deviation * math.sqrt(1 / most + 1 / runs)
-    return max(MARGIN, -math.expm1(-(_quantile(level, freedom) + t_quantile(POWER, freedom)) * error))
+    return max(MARGIN, math.expm1((_quantile(level, freedom) + t_quantile(POWER, freedom)) * error))

@@ -25,6 +25,7 @@ REASONS = {
     "unreadable": "cannot be read",
     "not_valid": "not VALID",
     "noise_run": "A/A runs of `harness noise`",
+    "machine": "of another machine",
     "engine_kind": "of the other kind of engine (simulated or real)",
     "model": "of another model",
     "workload": "of another workload (the newest run counts)",
@@ -59,7 +60,8 @@ def print_history(history: History, console: Console) -> None:
         console.print()
         console.print(Text(words.one_line(f"Change point: {change.before} -> {change.after}"), "bold"))
         for moved in change.moved:
-            console.print(Text(f"- {words.one_line(moved_in_words(moved))}", STYLES[_word(moved)]))
+            text = f"- {moved.server} / {moved.load}: {_word(moved)}, {moved_in_words(moved)}"
+            console.print(Text(words.one_line(text), STYLES[_word(moved)]))
         if near := nearby(change):
             console.print(Text(words.one_line(near), "yellow"))
         differences.print_differences(change.differences, change.sides, console)
@@ -126,10 +128,10 @@ def gate_markdown(gate: Gate) -> str:
 
 def title(history: History) -> str:
     """What the history is of."""
-    times = [point.started_wall_s for series in history.series for point in series.points]
-    days = f", {date_of(min(times))} to {date_of(max(times))}" if times else ""
+    days = sorted({date_of(point.started_wall_s) for series in history.series for point in series.points})
+    when = f", {' to '.join(dict.fromkeys([days[0], days[-1]]))}" if days else ""
     runs = units.count(len(history.runs), "run")
-    return f"{history.scenario} on {history.machine}: {runs}{days}, model {history.model}"
+    return f"{history.scenario} on {history.machine}: {runs}{when}, model {history.model}"
 
 
 def gate_title(gate: Gate) -> str:
@@ -159,11 +161,8 @@ def series_cells(series: Series) -> list[str]:
 
 
 def moved_in_words(moved: Moved) -> str:
-    """A series at a change point."""
-    return (
-        f"{moved.server} / {moved.load}: {_word(moved)}, {moved.ratio:.3f} times the speed before, "
-        f"by {METRIC_WORDS[moved.metric]}"
-    )
+    """How much a series changed."""
+    return f"{moved.ratio:.3f} times the speed before, by {METRIC_WORDS[moved.metric]}"
 
 
 def nearby(change: ChangePoint) -> str:
@@ -190,7 +189,9 @@ def gated_in_words(row: Gated) -> str:
     """What the gate found in a row."""
     name = f"{row.server} / {row.load}: {METRIC_WORDS[row.metric]}"
     finds = (
-        "" if row.detectable is None else f"a slowdown of {row.detectable:.0%} or more is found within 3 runs in 80 %"
+        ""
+        if row.detectable is None
+        else f"a slowdown of {row.detectable * 100:.0f} % or more is found within 3 runs in 80 %"
     )
     if row.word in ("slower", "faster"):
         shown = "this run shows" if row.window == 1 else f"the newest {row.window} runs together show"
@@ -205,7 +206,7 @@ def gated_in_words(row: Gated) -> str:
             f"at least {MIN_HISTORY} are needed."
         )
     needed = f"more than {MOST_REPEATS}" if row.needed is None else f"about {row.needed}"
-    return f"{name}: inconclusive: {finds}; {DETECTED:.0%} needs {needed} runs of history at this spread."
+    return f"{name}: inconclusive: {finds}; {DETECTED * 100:.0f} % needs {needed} runs of history at this spread."
 
 
 def _word(moved: Moved) -> str:
