@@ -115,8 +115,8 @@ def compare(
 ) -> None:
     """Compare runs of the same work: a ratio with its interval and a verdict for each row.
 
-    Exit code 4 when a side is slower than the baseline, or a check failed; 5 when a check is inconclusive. With --history
-    4 when the run is slower than its history and the shift exceeds the machine's own variation.
+    Exit code 4 when a side is slower than the baseline, or a check failed; 5 when a check is inconclusive. With
+    --history 4 when the run is slower than its history and the shift exceeds the machine's own variation.
     """
     import msgspec
 
