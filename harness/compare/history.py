@@ -17,7 +17,7 @@ from harness.judge.noise_floors import RESERVED, is_noise_run
 from harness.judge.verdicts import RATES, Measured, fields_of, metrics_of, speeds, values_of
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.origin import unlike_rows
-from harness.summarize.summarize import read_summary, summarize
+from harness.summarize.summarize import is_published, read_summary, summarize
 from harness.summary import Difference, Row, Summary
 
 # In this order: a run is left out for the first that applies.
@@ -249,8 +249,8 @@ def _collect(scenario: str, runs: Path, results: Path) -> tuple[list[_Found], li
 
 
 def _summary(folder: Path) -> Summary:
-    """The summary as it was written; only where there is none the records are read."""
-    return read_summary(folder) if (folder / "summary.json").exists() else summarize(folder)
+    """The summary of a published run as it is; of a run directory by the formulas of this version."""
+    return read_summary(folder) if is_published(folder) else summarize(folder)
 
 
 def _key(run: Run) -> tuple[str, float]:
