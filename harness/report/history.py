@@ -262,7 +262,7 @@ def _chart(name: str, series: Series, history: History) -> Chart:
     step = -(-len(history.runs) // _MAX_TICKS)
     ticks = [place for place in days if (place - 1) % step == 0]
     layout = {
-        "xaxis": {"tickvals": ticks, "ticktext": [days[place] for place in ticks]},
+        "xaxis": {"tickvals": ticks, "ticktext": [days[place] for place in ticks], "zeroline": False},
         "yaxis": {"title": {"text": unit}, "tickformat": ","},
         "shapes": [line | {"x0": edge, "x1": edge} for edge in edges],
     }
