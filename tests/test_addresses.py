@@ -149,6 +149,7 @@ def test_when_all_addresses_refuse_the_request_fails_once(tmp_path: Path, resolv
 def test_the_look_up_is_part_of_connecting(tmp_path: Path, resolver: Callable[[Names], Names]) -> None:
     names = resolver(Names(*PODS))
     with pods(*PODS) as (port, _), loading(tmp_path, port) as (send,):
+        gevent.sleep(0.05)  # for the look-up of the start
         names.takes_s = 0.3
         gevent.sleep(1.05)
         send()

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from rich.console import Console
 
-from harness.cli.history import show_runs
+from harness.cli.listing import show_runs
 from harness.compare.compare import compare_runs
 from harness.report import junit, markdown, openmetrics, rows_csv, terminal
 from harness.rundir.files import pretty_json

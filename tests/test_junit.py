@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from junitparser import Error, Failure, JUnitXml, Skipped, TestCase
 
-from harness.cli import app, history
+from harness.cli import app, listing
 from harness.errors import ServerError
 from harness.report import junit
 from harness.rundir.manifest import read_run
@@ -207,7 +207,7 @@ def test_a_refused_comparison_is_a_file_with_an_error(
 def test_a_defect_is_a_file_with_an_error_as_well(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(history, "find_runs", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(listing, "find_runs", lambda *_, **__: 1 / 0)
     command = typer.main.get_command(app)
     context = command.make_context("harness", ["compare", "a", "b", "--format", "junit"])
     with pytest.raises(ZeroDivisionError), context:

@@ -17,7 +17,8 @@ from harness.errors import HarnessError
 from harness.paths import ROOT
 from harness.report.charts.forest import Forest
 from harness.report.charts.observed import MOST_BINS, MOST_POINTS, distribution, observe
-from harness.report.html import LIBRARY, render, write_report
+from harness.report.html import render, write_report
+from harness.report.page import LIBRARY
 from harness.rundir.manifest import read_run, write_run
 from harness.summarize.summarize import read_summary
 from tests.report_runs import HOSTILE, write_run_directory

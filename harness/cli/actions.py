@@ -249,7 +249,7 @@ def noise(
 @command(short_help="List the scenarios that ship.")
 def scenarios() -> None:
     """List the scenarios that ship, each with its question."""
-    from harness.cli.history import show_scenarios
+    from harness.cli.listing import show_scenarios
 
     show_scenarios(console())
 

@@ -27,6 +27,7 @@ EXCLUDES = {
         "metrics_url", "repeats", "checks", "baseline", "about", "junit", "workers", "bind", "results", "explain",
     ),
     "across": ("against", "about"),
+    "history": ("against", "about", "across", "checks"),
     "image": ("free", "total"),
 }  # fmt: skip
 _KINDS = {"int": "a whole number", "float": "a number", "finite": "a number"}

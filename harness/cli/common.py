@@ -166,7 +166,7 @@ def target_of(url: str | None, metrics_url: str | None = None, ca: Path | None =
 
 def find_baseline(given: Path, runs: Path) -> Path:
     """The directory of a run that may be a baseline, before anything is measured. Raises HarnessError."""
-    from harness.cli.history import find_run
+    from harness.cli.listing import find_run
     from harness.compare.reference import usable_baseline
 
     folder = find_run(given, runs)

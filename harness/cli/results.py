@@ -43,7 +43,7 @@ def report(
 
     With --check or --baseline the run is judged by them once more, and its directory stays as it is.
     """
-    from harness.cli.history import find_run
+    from harness.cli.listing import find_run
     from harness.compare.reference import reference_to
     from harness.prepare.experiment import refuse_misplaced
     from harness.report import html, junit, markdown, openmetrics, rows_csv, terminal
@@ -100,6 +100,10 @@ def compare(
     output: Annotated[
         Literal["terminal", "markdown", "json", "junit"], typer.Option("--format", help="What to print.")
     ] = "terminal",
+    history: Annotated[
+        bool,
+        typer.Option("--history", help="Check the one RUN against all earlier runs of its scenario on its machine."),
+    ] = False,
     checks: Annotated[
         list[str] | None,
         typer.Option(
@@ -111,11 +115,12 @@ def compare(
 ) -> None:
     """Compare runs of the same work: a ratio with its interval and a verdict for each row.
 
-    Exit code 4 when a side is slower than the baseline, or a check failed; 5 when a check is inconclusive.
+    Exit code 4 when a side is slower than the baseline, or a check failed; 5 when a check is inconclusive. With
+    --history 4 when the run is slower than its history and the shift exceeds the machine's own variation.
     """
     import msgspec
 
-    from harness.cli.history import find_runs
+    from harness.cli.listing import find_runs
     from harness.compare.compare import by_machine, compare_runs
     from harness.judge.comparable import UnlikeError
     from harness.prepare.experiment import refuse_misplaced
@@ -126,9 +131,16 @@ def compare(
     wrong = Mistakes()
     with wrong.noted():
         refuse_misplaced(checks or [])
+    if history and len(run_folders) != 1:
+        raise HarnessError(
+            f"--history: needs exactly one run (got {len(run_folders)})", next_step="harness compare --history RUN"
+        )
     with wrong.noted():
         first, second = find_runs(run_folders, against or [], runs=runs)
     wrong.refuse()
+    if history:
+        _compare_with_history(first[0], output, runs, results)
+        return
     groups = by_machine(first) if across else [first, second] if second else [[folder] for folder in first]
     for scenario in (read_run(folder).scenario for group in groups[1:] for folder in group):
         with wrong.noted():
@@ -152,6 +164,55 @@ def compare(
     end_as_checks(comparison.checks)
 
 
+def _compare_with_history(folder: Path, output: str, runs: Path, results: Path) -> None:
+    import msgspec
+
+    from harness.compare.history import check_against_history
+    from harness.report import junit
+    from harness.report.history import gate_markdown, print_gate
+
+    gate = check_against_history(folder, runs, results)
+    if output == "terminal":
+        print_gate(gate, console())
+    elif output == "junit":
+        print(junit.of_gate(gate), end="")
+    else:
+        print(gate_markdown(gate) if output == "markdown" else msgspec.json.encode(gate).decode())
+    if gate.slower:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+@command(short_help="Show the runs of a scenario over time.")
+def history(
+    scenario: Annotated[
+        Path, typer.Argument(metavar="SCENARIO", help="The name of a scenario that was run, or its file.")
+    ],
+    machine: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The machine, where several have run the scenario.")
+    ] = None,
+    output: Annotated[
+        Literal["terminal", "html", "json"], typer.Option("--format", help="What to print.")
+    ] = "terminal",
+    runs: RunsDir = RUNS,
+    results: ResultsDir = RESULTS,
+) -> None:
+    """Show the runs of a scenario on one machine over time: change points, and what changed in the manifests there.
+
+    Reads run directories and published runs, each run once.
+    """
+    import msgspec
+
+    from harness.compare.history import history_of
+    from harness.report.history import html, print_history
+
+    name = scenario.stem if scenario.suffix in (".yaml", ".yml") else str(scenario)
+    found = history_of(name, runs, results, machine)
+    if output == "terminal":
+        print_history(found, console())
+    else:
+        print(html(found) if output == "html" else msgspec.json.encode(found).decode())
+
+
 @command(short_help="Show in what two runs differ.")
 def diff(
     one: RunArg,
@@ -164,7 +225,7 @@ def diff(
     """Show in what the manifests of two runs differ; what is equal is not shown, and neither is what chance chose."""
     import msgspec
 
-    from harness.cli.history import find_runs
+    from harness.cli.listing import find_runs
     from harness.compare.differences import differences_of
     from harness.report.differences import markdown, print_differences
     from harness.rundir.manifest import read_run
@@ -190,7 +251,7 @@ def publish(
     results: ResultsDir = RESULTS,
 ) -> None:
     """File a VALID run by machine and scenario, as plain files that are small enough for git."""
-    from harness.cli.history import find_run
+    from harness.cli.listing import find_run
     from harness.report.publish import publish as publish_run
 
     folder = find_run(run_folder, runs)
@@ -235,7 +296,7 @@ def export(
     runs: RunsDir = RUNS,
 ) -> None:
     """Write a run's records for other tools: one row a request, with chunk times."""
-    from harness.cli.history import find_run
+    from harness.cli.listing import find_run
     from harness.report.export import export as export_records
     from harness.units import count
 
@@ -270,6 +331,6 @@ def import_(
 @command(short_help="List the runs.")
 def runs(runs: RunsDir = RUNS) -> None:
     """List the runs with their scenario, verdict and when they ran."""
-    from harness.cli.history import show_runs
+    from harness.cli.listing import show_runs
 
     show_runs(runs, console())

@@ -33,7 +33,7 @@ _CONTAINER = ("NetworkMode", "PortBindings")
 _ALWAYS = ("workload_sha256", "simulated")  # equal in every comparison
 # Shown where it differs, and no reason to refuse: a checkout also moves when results are committed (of the code that
 # measures, `versions` has a sum), and the load is the same however many machines send it.
-_NOTED = ("git_commit", "load_machines")
+NOTED = ("git_commit", "load_machines")
 ABSENT = "nothing"
 
 
@@ -79,7 +79,7 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return [
         key
         for key in dict.fromkeys([*one, *other])
-        if key not in _NOTED
+        if key not in NOTED
         and not server_starts.is_told(key)
         and not server_starts.is_unsaid(key, one, other)
         and one.get(key, ABSENT) != other.get(key, ABSENT)

@@ -147,7 +147,7 @@ class Effect(NamedTuple):
 
     def interval(self) -> tuple[float, float]:
         """The 95 % interval of the ratio, by Student's t."""
-        half = _t_quantile(1 - ALPHA / 2, self.freedom) * self.error if self.error else 0.0
+        half = t_quantile(1 - ALPHA / 2, self.freedom) * self.error if self.error else 0.0
         return math.exp(self.log - half), math.exp(self.log + half)
 
     def p(self) -> float:
@@ -290,7 +290,7 @@ def _power(true: Effect, level: float, band: float, *, differs: bool) -> float:
         return 1.0
     shares = (np.arange(200) + 0.5) / 200
     estimated = true.error * (np.sqrt(chdtri(true.freedom, shares) / true.freedom) if true.freedom < 1e6 else 1.0)
-    half = _t_quantile(1 - level / 2, true.freedom) * estimated
+    half = t_quantile(1 - level / 2, true.freedom) * estimated
     if differs:
         return float(np.mean(ndtr((true.log - np.maximum(half, band)) / true.error)))
     room = np.maximum(band - half, 0.0)
@@ -309,7 +309,7 @@ def detectable(variance: float, freedom: int) -> float:
     """The logarithm of the smallest ratio that one value against one finds with a probability of POWER, where the
     variance of such values is known with so many degrees of freedom.
     """
-    return (_t_quantile(1 - ALPHA / 2, freedom) + _t_quantile(POWER, freedom)) * math.sqrt(2 * variance)
+    return (t_quantile(1 - ALPHA / 2, freedom) + t_quantile(POWER, freedom)) * math.sqrt(2 * variance)
 
 
 def mean_log(values: Sequence[float]) -> float:
@@ -331,7 +331,7 @@ def _welch(log: float, var: float, n: int, base_var: float, m: int) -> Effect:
     return Effect(log, math.sqrt(a + b), (a + b) ** 2 / (a**2 / (n - 1) + b**2 / (m - 1)))
 
 
-def _t_quantile(share: float, freedom: float) -> float:
+def t_quantile(share: float, freedom: float) -> float:
     from scipy.special import stdtrit  # a tenth of a second that most commands need not pay
 
     return float(stdtrit(freedom, share))

@@ -1,8 +1,5 @@
 """A run's report as one HTML file that needs nothing else: no network, no other file."""
 
-import base64
-import gzip
-import hashlib
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,16 +16,12 @@ from harness.report.charts.events import Event, events_of
 from harness.report.charts.forest import Forest
 from harness.report.charts.observed import Observed, observe
 from harness.report.charts.timeline import figure_of
-from harness.report.page import asset, neutral, template
+from harness.report.page import LIBRARY, asset, neutral, packed, policy, template
 from harness.report.table import columns, errors, interval, lines
 from harness.rundir.files import replace_file
 from harness.rundir.manifest import Run, ServedBy, read_run
 from harness.summarize.summarize import read_summary
 from harness.summary import Summary
-
-# The part of plotly.js that draws lines, dots and bars, as npm has it in plotly.js-basic-dist-min 4.1.1: the whole
-# library is four times as long, and a browser spends most of the time until the charts are there on reading it.
-LIBRARY = "plotly-basic.min.js"
 
 
 def write_report(folder: Path) -> Path:
@@ -90,24 +83,9 @@ def render(summary: Summary, run: Run, observed: Observed) -> str:
         style=Markup(style),
         theme=Markup(theme),
         script=Markup(script),
-        policy=_policy([theme, script, library]),
-        library=_packed(library.encode()),
-        chart_data=_packed(neutral(msgspec.json.encode({"charts": drawn, "timelines": timelines}).decode()).encode()),
-    )
-
-
-def _packed(data: bytes) -> str:
-    """Data for the page to unpack by itself: base64 of gzip, the same for the same data."""
-    return base64.b64encode(gzip.compress(data, 9, mtime=0)).decode()
-
-
-def _policy(scripts: list[str]) -> str:
-    """A content security policy under which only these scripts run and nothing is fetched."""
-    hashes = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts)
-    allowed = " ".join(f"'sha256-{one}'" for one in hashes)
-    return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "
-        "base-uri 'none'; form-action 'none'"
+        policy=policy([theme, script, library]),
+        library=packed(library.encode()),
+        chart_data=packed(neutral(msgspec.json.encode({"charts": drawn, "timelines": timelines}).decode()).encode()),
     )
 
 

@@ -14,11 +14,12 @@ from typing import Literal
 
 from msgspec import Struct
 
+from harness.compare.history import Gate
 from harness.errors import HarnessError
 from harness.judge.verdicts import METRIC_WORDS
-from harness.report import schedules, sentences, words
+from harness.report import history, schedules, sentences, words
 from harness.rundir.manifest import Run
-from harness.summary import CheckResult, Comparison, Summary
+from harness.summary import CheckResult, Comparison, Difference, Summary
 
 NAME = "amd-llm-load"
 # Characters that XML 1.0 does not allow at all, not even escaped.
@@ -28,7 +29,7 @@ _ILLEGAL = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 class Case(Struct, frozen=True, kw_only=True):
     """A test case. `kind` is the `type` of what did not pass."""
 
-    group: str  # "validity", "checks", "comparison"
+    group: str  # "validity", "checks", "comparison", "history"
     name: str
     outcome: Literal["passed", "failure", "error", "skipped"] = "passed"
     kind: str = ""
@@ -68,10 +69,31 @@ def of_comparison(comparison: Comparison) -> str:
     for number, name in enumerate(comparison.sides):
         properties["baseline" if number == 0 else f"side.{number}"] = name
     for difference in comparison.differences:
-        named = zip(comparison.sides, difference.values, strict=True)
-        properties[f"differs.{difference.key}"] = "; ".join(f"{side}: {value}" for side, value in named)
+        properties[f"differs.{difference.key}"] = _sides(comparison.sides, difference)
     cases = [*map(_check, comparison.checks), *_verdicts(comparison, within=False)]
     return _document("compare", cases, properties)
+
+
+def of_gate(gate: Gate) -> str:
+    """A run against its history: one case for each row and metric."""
+    outcomes: dict[str, Literal["failure", "skipped"]] = {"slower": "failure", "inconclusive": "skipped"}
+    cases = [
+        Case(
+            group="history",
+            name=f"{row.server} / {row.load}: {METRIC_WORDS[row.metric]}",
+            outcome=outcomes.get(row.word, "passed"),
+            kind=row.word,
+            message=history.gated_in_words(row),
+            evidence=history.gated_in_words(row),
+        )
+        for row in gate.rows
+    ]
+    properties = {"run": gate.run, "machine": gate.machine, "history": history.gate_title(gate)}
+    if gate.simulated:
+        properties["simulated"] = words.SIMULATED
+    for difference in gate.differences:
+        properties[f"differs.{difference.key}"] = _sides(gate.sides, difference)
+    return _document("compare", cases, properties, gate.machine)
 
 
 def of_error(suite: str, error: HarnessError, *, group: str = "validity", name: str = "the run is VALID") -> str:
@@ -89,6 +111,11 @@ def write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise HarnessError(f"{path}: the JUnit file cannot be written ({error.strerror})") from None
+
+
+def _sides(sides: Sequence[str], difference: Difference) -> str:
+    """The values of a difference, each with its side."""
+    return "; ".join(f"{side}: {value}" for side, value in zip(sides, difference.values, strict=True))
 
 
 def _validity(summary: Summary, run: Run) -> Case:

@@ -1,4 +1,4 @@
-"""The runs and scenarios that there are."""
+"""Find runs, and list runs and scenarios."""
 
 import datetime
 import difflib

@@ -1,0 +1,287 @@
+"""The history of a scenario for the terminal and as an HTML page, and the gate's result."""
+
+import datetime
+from collections.abc import Sequence
+
+import msgspec
+from markupsafe import Markup
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from harness import units
+from harness.compare.history import ChangePoint, Gate, Gated, History, LeftOut, Moved, Series
+from harness.judge.change_points import DETECTED, MIN_HISTORY
+from harness.judge.noise_floors import date_of
+from harness.judge.stats import MOST_REPEATS
+from harness.judge.verdicts import METRIC_WORDS, RATES
+from harness.report import differences, words
+from harness.report.charts.marks import Chart, Figure, plain
+from harness.report.markdown import escape, grid
+from harness.report.page import LIBRARY, asset, neutral, packed, policy, template
+from harness.report.terminal import STYLES
+
+REASONS = {
+    "unreadable": "cannot be read",
+    "not_valid": "not VALID",
+    "noise_run": "A/A runs of `harness noise`",
+    "machine": "of another machine",
+    "engine_kind": "of the other kind of engine (simulated or real)",
+    "model": "of another model",
+    "workload": "of another workload (the newest run counts)",
+    "later": "started after the run that is checked",
+    "no_row": "without this row",
+    "client_limited": "limited by the load generator",
+    "no_value": "with too few requests, or without this number",
+    "definition": "with another definition of this number",
+}
+SERIES_HEAD = ("Row", "By", "Runs", "First level", "Newest level", "Change points", "Outliers")
+GATE_HEAD = ("Row", "By", "History", "Speed", "Expected", "Verdict")
+_GATE_STYLES = STYLES | {"no_shift": "cyan"}
+_MAX_TICKS = 10
+
+
+def print_history(history: History, console: Console) -> None:
+    """The series, then the change points with what changed in the manifests."""
+    if history.simulated:
+        console.print(Text(words.SIMULATED, "bold yellow"))
+    console.print(Text(words.one_line(title(history)), "bold"))
+    for text in left_out(history.left_out):
+        console.print(Text(words.one_line(text), "yellow"))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in SERIES_HEAD:
+        table.add_column(heading, overflow="fold")
+    for series in history.series:
+        table.add_row(*map(Text, series_cells(series)))
+    console.print(table)
+    if not history.change_points:
+        console.print(Text("\nNo change point.", "dim"))
+    for change in history.change_points:
+        console.print()
+        console.print(Text(words.one_line(f"Change point: {change.before} -> {change.after}"), "bold"))
+        for moved in change.moved:
+            text = f"- {moved.server} / {moved.load}: {_word(moved)}, {moved_in_words(moved)}"
+            console.print(Text(words.one_line(text), STYLES[_word(moved)]))
+        if near := nearby(change):
+            console.print(Text(words.one_line(near), "yellow"))
+        differences.print_differences(change.differences, change.sides, console)
+
+
+def html(history: History) -> str:
+    """The page: a chart for each series, the change points, what was left out."""
+    style, theme, script, library = map(asset, ("report.css", "theme.js", "report.js", LIBRARY))
+    charts = [_chart(f"series-{number}", series, history) for number, series in enumerate(history.series)]
+    drawn = {chart.id: chart.figure for chart in charts if not chart.empty}
+    data = msgspec.json.encode({"charts": drawn, "timelines": {}}).decode()
+    return template("history.html.j2").render(
+        history=history,
+        title=title(history),
+        left_out=left_out(history.left_out),
+        series_head=SERIES_HEAD,
+        series_cells=series_cells,
+        moved_in_words=moved_in_words,
+        word=_word,
+        nearby=nearby,
+        charts=charts,
+        nothing_differs=differences.EQUAL,
+        style=Markup(style),
+        theme=Markup(theme),
+        script=Markup(script),
+        policy=policy([theme, script, library]),
+        library=packed(library.encode()),
+        chart_data=packed(neutral(data).encode()),
+    )
+
+
+def print_gate(gate: Gate, console: Console) -> None:
+    """The table of verdicts, what they mean, and the differences to the last run of the history."""
+    if gate.simulated:
+        console.print(Text(words.SIMULATED, "bold yellow"))
+    console.print(Text(words.one_line(gate_title(gate)), "bold"))
+    for text in left_out(gate.left_out):
+        console.print(Text(words.one_line(text), "yellow"))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in GATE_HEAD:
+        table.add_column(heading, overflow="fold")
+    for row in gate.rows:
+        cells = gate_cells(row)
+        table.add_row(*map(Text, cells[:-1]), Text(cells[-1], _GATE_STYLES[row.word]))
+    console.print(table)
+    console.print()
+    for row in gate.rows:
+        console.print(Text(f"- {words.one_line(gated_in_words(row))}", _GATE_STYLES[row.word]))
+    if len(gate.sides) > 1:
+        console.print()
+        differences.print_differences(gate.differences, gate.sides, console)
+
+
+def gate_markdown(gate: Gate) -> str:
+    """The same for a pull request."""
+    parts = [f"> **{words.SIMULATED}**"] if gate.simulated else []
+    parts += [escape(gate_title(gate)), *map(escape, left_out(gate.left_out))]
+    parts.append(grid(GATE_HEAD, [gate_cells(row) for row in gate.rows]))
+    parts.append("\n".join(f"- {escape(gated_in_words(row))}" for row in gate.rows))
+    if len(gate.sides) > 1:
+        parts.append(differences.markdown(gate.differences, gate.sides))
+    return "\n\n".join(parts)
+
+
+def title(history: History) -> str:
+    """What the history is of."""
+    days = sorted({date_of(point.started_wall_s) for series in history.series for point in series.points})
+    when = f", {' to '.join(dict.fromkeys([days[0], days[-1]]))}" if days else ""
+    runs = units.count(len(history.runs), "run")
+    return f"{history.scenario} on {history.machine}: {runs}{when}, model {history.model}"
+
+
+def gate_title(gate: Gate) -> str:
+    """Which run is checked against what."""
+    return f"{gate.run} against {units.count(gate.runs, 'earlier run')} of {gate.scenario} on {gate.machine}"
+
+
+def left_out(found: Sequence[LeftOut]) -> list[str]:
+    """How many runs are left out, and why."""
+    return [f"Left out: {units.count(len(one.runs), 'run')} {REASONS[one.reason]}" for one in found]
+
+
+def series_cells(series: Series) -> list[str]:
+    """A line of the table of series."""
+    outliers = sum(point.state == "outlier" for point in series.points)
+    undecided = sum(point.state == "undecided" for point in series.points)
+    levels = [_shown(level.value, series.metric) for level in series.levels] or [units.NOTHING]
+    return [
+        series.name,
+        METRIC_WORDS[series.metric],
+        str(len(series.points)),
+        levels[0],
+        levels[-1],
+        str(max(0, len(series.levels) - 1)),
+        str(outliers) + (f", and the newest {undecided} differ" if undecided else ""),
+    ]
+
+
+def moved_in_words(moved: Moved) -> str:
+    """How much a series changed."""
+    return f"{moved.ratio:.3f} times the speed before, by {METRIC_WORDS[moved.metric]}"
+
+
+def nearby(change: ChangePoint) -> str:
+    """Where the differences are of other runs than those at the change point, that they are."""
+    if change.sides == (change.before, change.after):
+        return ""
+    return f"At the change point nothing differs; nearby, {change.sides[0]} and {change.sides[1]} do."
+
+
+def gate_cells(row: Gated) -> list[str]:
+    """A line of the gate's table."""
+    known = row.low is not None and row.high is not None
+    return [
+        f"{row.server} / {row.load}",
+        METRIC_WORDS[row.metric],
+        units.count(row.runs, "run"),
+        units.NOTHING if row.ratio is None else f"{row.ratio:.3f}×",
+        f"{row.low:.3f} to {row.high:.3f}" if known else units.NOTHING,
+        "no shift" if row.word == "no_shift" else row.word,
+    ]
+
+
+def gated_in_words(row: Gated) -> str:
+    """What the gate found in a row."""
+    name = f"{row.server} / {row.load}: {METRIC_WORDS[row.metric]}"
+    finds = (
+        ""
+        if row.detectable is None
+        else f"a slowdown of {row.detectable * 100:.0f} % or more is found within 3 runs in 80 %"
+    )
+    if row.word in ("slower", "faster"):
+        shown = "this run shows" if row.window == 1 else f"the newest {row.window} runs together show"
+        return f"{name}: {row.word}: {shown} a shift that equal runs on this machine do not show (p = {row.p:.1e})."
+    if row.word == "no_shift":
+        return f"{name}: no shift; {finds}."
+    if row.value is None:
+        return f"{name}: inconclusive: the run has no value that can be compared."
+    if row.runs < MIN_HISTORY:
+        return (
+            f"{name}: inconclusive: {units.count(row.runs, 'run')} since the last change point, "
+            f"at least {MIN_HISTORY} are needed."
+        )
+    needed = f"more than {MOST_REPEATS}" if row.needed is None else f"about {row.needed}"
+    return f"{name}: inconclusive: {finds}; {DETECTED * 100:.0f} % needs {needed} runs of history at this spread."
+
+
+def _word(moved: Moved) -> str:
+    return "faster" if moved.ratio > 1 else "slower"
+
+
+def _shown(value: float, metric: str) -> str:
+    if metric in RATES:
+        return f"{units.significant(value)} tok/s"
+    return units.seconds(value) if metric == "wall_s" else f"{units.milliseconds(value)} ms"
+
+
+def _chart(name: str, series: Series, history: History) -> Chart:
+    """A series: its runs as dots, its levels as lines, outliers as crosses."""
+    scale, unit = (1.0, "tok/s") if series.metric in RATES else (1.0, "s") if series.metric == "wall_s" else (1e3, "ms")
+    places = {run: number for number, run in enumerate(history.runs, 1)}
+    better = "Higher" if series.metric in RATES else "Lower"
+    data: list[Figure] = []
+    for state, symbol, colour in (
+        ("level", "circle", "s1"),
+        ("undecided", "diamond-open", "s2"),
+        ("outlier", "x", "s7"),
+    ):
+        points = [point for point in series.points if point.state == state]
+        if points:
+            data.append(
+                {
+                    "type": "scatter",
+                    "mode": "markers",
+                    "name": state,
+                    "x": [places[point.run] for point in points],
+                    "y": [point.value * scale for point in points],
+                    "text": [plain(f"{point.run}, {_day(point.started_wall_s)}") for point in points],
+                    "marker": {"color": f"@{colour}", "symbol": symbol, "size": 9},
+                    "hovertemplate": f"%{{text}}<br><b>%{{y:,.4g}} {unit}</b><extra>{state}</extra>",
+                }
+            )
+    for level in series.levels:
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": "level",
+                "x": [places[level.first] - 0.5, places[level.last] + 0.5],
+                "y": [level.value * scale] * 2,
+                "line": {"color": "@s2", "width": 2.5},
+                "hoverinfo": "skip",
+            }
+        )
+    edges = [places[level.first] - 0.5 for level in series.levels[1:]]
+    line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "@bad", "width": 1.5, "dash": "dot"}}
+    days = {places[point.run]: date_of(point.started_wall_s) for point in series.points}
+    step = -(-len(history.runs) // _MAX_TICKS)
+    ticks = [place for place in days if (place - 1) % step == 0]
+    layout = {
+        "xaxis": {"tickvals": ticks, "ticktext": [days[place] for place in ticks], "zeroline": False},
+        "yaxis": {"title": {"text": unit}, "tickformat": ","},
+        "shapes": [line | {"x0": edge, "x1": edge} for edge in edges],
+    }
+    return Chart(
+        id=name,
+        title=f"{series.name}: {METRIC_WORDS[series.metric]}",
+        caption=f"A dot is a run, the geometric mean of its repeats; a line is a level. {better} "
+        "is better. The axis does not start at zero.",
+        findings=left_out(series.left_out),
+        formula=f"run = geometric mean of {METRIC_WORDS[series.metric]} over its repeats",
+        figure={"data": data, "layout": layout},
+        head=["Run", "Started", METRIC_WORDS[series.metric].capitalize(), "State"],
+        body=[
+            [point.run, _day(point.started_wall_s), _shown(point.value, series.metric), point.state]
+            for point in series.points
+        ],
+        empty="" if series.points else "No run has this number.",
+    )
+
+
+def _day(wall_s: float) -> str:
+    return datetime.datetime.fromtimestamp(wall_s, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")

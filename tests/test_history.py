@@ -1,0 +1,336 @@
+"""The history of a scenario: change points, what changed in the manifests there, and the gate."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.compare.history import check_against_history, history_of
+from harness.errors import ExitCode, HarnessError, RunError
+from harness.judge.change_points import GATED_RUNS, MIN_HISTORY, gate, levels_of
+from harness.judge.verdicts import is_paced
+from harness.report.history import html
+from harness.report.publish import publish
+from harness.rundir.manifest import Machine, Run
+from harness.scenario.scenario import Load, Scenario, Server
+from tests.command import harness, write
+from tests.made_runs import WALL_S, scenario, served_by, write_made_run
+
+RUN_SD = 0.02  # between runs
+STEP = 1 / 1.1
+
+
+def histories(seed: int, number: int, rows: int = 1, runs: int = GATED_RUNS) -> list[np.ndarray[Any, Any]]:
+    """Speeds of equal runs: for each history an array of rows by runs."""
+    dice = np.random.default_rng(seed)
+    return [np.exp(dice.normal(0, RUN_SD, (rows, runs))) for _ in range(number)]
+
+
+@pytest.mark.parametrize(("rows", "number"), [(1, 200), (8, 40)])
+def test_gates_of_a_history_without_a_step_raise_few_false_alarms(rows: int, number: int) -> None:
+    """Each run of 60 is gated; `slower` and `faster` both count. At most 5 % of the histories may have one."""
+    alarms = 0
+    for history in histories(1, number, rows):
+        words = {gate(row[:n].tolist(), rows).word for n in range(2, GATED_RUNS + 1) for row in history}
+        alarms += bool(words & {"slower", "faster"})
+    assert alarms <= 0.05 * number
+
+
+@pytest.mark.parametrize(("rows", "number"), [(1, 1000), (8, 200)])
+def test_a_history_without_a_step_has_few_change_points(rows: int, number: int) -> None:
+    found = sum(
+        any(len(levels_of(row.tolist(), rows).starts) > 1 for row in history) for history in histories(2, number, rows)
+    )
+    assert found <= 0.05 * number
+
+
+@pytest.mark.parametrize(("rows", "at"), [(1, 15), (1, 30), (1, 57), (8, 20), (8, 30), (8, 57)])
+def test_a_step_of_ten_percent_is_found_within_three_runs(rows: int, at: int) -> None:
+    gated = divided = 0
+    for (row,) in histories(3, 200):
+        row[at:] *= STEP
+        gated += any(gate(row[: at + after].tolist(), rows).word == "slower" for after in (1, 2, 3))
+        starts = levels_of(row[: at + 3].tolist(), rows).starts
+        divided += len(starts) == 2 and abs(starts[1] - at) <= 1
+    assert gated >= 0.9 * 200
+    assert divided >= 0.9 * 200
+
+
+def test_a_step_becomes_the_new_level() -> None:
+    """The gate reports it for three runs at most; then the history starts anew, and is too short for a while."""
+    ((row,),) = histories(4, 1, runs=40)
+    row[20:] *= 0.8
+    words = [gate(row[:n].tolist()).word for n in range(21, 41)]
+    assert words[:3] == ["slower"] * 3
+    assert words[3] == "inconclusive"
+    assert words[-1] == "no_shift"
+    assert gate(row.tolist()).history == list(range(20, 39))
+
+
+def test_one_outlier_does_not_divide_the_history() -> None:
+    ((row,),) = histories(5, 1, runs=40)
+    row[20] *= 0.7
+    assert levels_of(row.tolist()) == ([0], [20], [])
+    assert gate(row[:21].tolist()).word == "slower", "while it is the newest it may be a step"
+    assert levels_of(row[:21].tolist()).undecided == [20]
+    for end in (22, 23, 24, 40):
+        after = gate(row[:end].tolist())
+        assert after.word == "no_shift"
+        assert after.history == [place for place in range(end - 1) if place != 20]
+
+
+def test_outliers_do_not_hide_a_step() -> None:
+    found = 0
+    for (row,) in histories(6, 100, runs=40):
+        row[[5, 15, 25]] *= 0.7
+        row[30:] *= STEP
+        found += any(gate(row[: 30 + after].tolist()).word == "slower" for after in (1, 2, 3))
+    assert found >= 90
+
+
+def test_a_step_and_its_return_are_two_change_points() -> None:
+    both = 0
+    for (row,) in histories(7, 100):
+        row[30:35] *= STEP
+        both += levels_of(row.tolist()).starts == [0, 30, 35]
+    assert both >= 80
+    ((row,),) = histories(8, 1)
+    row[30:35] *= 0.8
+    assert levels_of(row.tolist()) == ([0, 30, 35], [], [])
+    assert gate(row[:35].tolist()).history[:1] == [30] or gate(row[:35].tolist()).word == "inconclusive"
+    assert gate(row[:39].tolist()).history[0] == 35
+
+
+def test_a_slow_drift_has_change_points_in_its_history() -> None:
+    found = 0
+    for (row,) in histories(9, 100):
+        row *= np.linspace(1, STEP, GATED_RUNS)
+        starts = levels_of(row.tolist()).starts
+        found += 1 < len(starts) <= 5
+    assert found >= 90
+
+
+@pytest.mark.parametrize("runs", range(7))
+def test_a_short_history_is_inconclusive(runs: int) -> None:
+    """And says how many runs are needed."""
+    ((row,),) = histories(10, 1, runs=runs + 1)
+    found = gate(row.tolist())
+    assert len(found.history) == runs
+    if runs < MIN_HISTORY:
+        assert (found.word, found.low, found.needed) == ("inconclusive", None, MIN_HISTORY)
+        row[-1] /= 3
+        assert gate(row.tolist()).word == "inconclusive"
+    else:
+        assert found.needed is not None
+        assert (found.word == "no_shift") == (found.needed <= runs)
+        row[-1] /= 1.5
+        assert gate(row.tolist()).word == "slower", "five runs find what is large"
+
+
+def test_the_number_of_runs_needed_finds_ten_percent_in_eighty() -> None:
+    needed = [found for (row,) in histories(11, 50, runs=30) if (found := gate(row.tolist()).needed) is not None]
+    at = round(float(np.mean(needed)))
+    assert 7 <= at <= 10
+    found = 0
+    for (row,) in histories(12, 300, runs=at + 3):
+        row[at:] *= STEP
+        found += any(gate(row[: at + after].tolist()).word == "slower" for after in (1, 2, 3))
+    assert found >= 0.75 * 300
+
+
+def test_equal_values() -> None:
+    """Without variance the margin alone decides."""
+    assert levels_of([2.0] * 30) == ([0], [], [])
+    assert levels_of([2.0] * 15 + [1.9] * 15) == ([0, 15], [], [])
+    assert levels_of([2.0] * 15 + [1.98] * 15) == ([0], [], []), "one percent is within the margin"
+    assert gate([2.0] * 20 + [1.98]).word == "no_shift"
+    slower = gate([2.0] * 20 + [1.9])
+    assert (slower.word, slower.window) == ("slower", 1)
+    assert slower.ratio == pytest.approx(0.95)
+    assert gate([2.0] * 20 + [2.1]).word == "faster"
+    assert levels_of([]) == ([], [], [])
+
+
+ONE = scenario(servers={"a": Server(template="vllm-cpu")}, repeats=1)
+SPREAD = (1.0, 1.004, 0.996, 1.002, 0.998)
+
+
+def made(
+    folder: Path,
+    number: int,
+    wall_s: float,
+    *,
+    digest: str = "sha256:1111",
+    made_of: Scenario = ONE,
+    **manifest: Any,
+) -> Run:
+    """Run `number` of a history, an hour after the one before it."""
+    return write_made_run(
+        folder / f"run-{number:02}",
+        lambda cell: wall_s * SPREAD[number % 5],
+        made_of=made_of,
+        served=lambda cell: served_by(image_digest=digest),
+        **({"started_wall_s": WALL_S + 3600 * number} | manifest),
+    )
+
+
+@pytest.fixture
+def stepped(tmp_path: Path) -> Path:
+    """Eight runs, and four of an image that is 10 % slower."""
+    for number in range(12):
+        new = number >= 8
+        made(tmp_path / "runs", number, 11.0 if new else 10.0, digest="sha256:2222" if new else "sha256:1111")
+    return tmp_path
+
+
+def test_a_change_point_names_what_changed_in_the_manifests(stepped: Path) -> None:
+    found = history_of("which", stepped / "runs", stepped / "results")
+    assert (found.machine, found.model, found.runs) == ("strix", "m", [f"run-{n:02}" for n in range(12)])
+    (series,) = found.series
+    assert (series.server, series.load, series.metric) == ("a", "x", "wall_s")
+    assert [(level.first, level.last, level.runs) for level in series.levels] == [
+        ("run-00", "run-07", 8),
+        ("run-08", "run-11", 4),
+    ]
+    (change,) = found.change_points
+    assert (change.before, change.after, change.sides) == ("run-07", "run-08", ("run-07", "run-08"))
+    assert change.moved[0].ratio == pytest.approx(1 / 1.1, abs=0.003)
+    assert [(one.key, one.values) for one in change.differences] == [
+        ("servers.a.image_digest", ["sha256:1111", "sha256:2222"])
+    ]
+
+
+def test_a_difference_near_a_change_point_is_found(tmp_path: Path) -> None:
+    """The first run of the slower image happens to be fast, so that the change point is one run late."""
+    for number in range(12):
+        new = number >= 7
+        made(tmp_path / "runs", number, 11.0 if number >= 8 else 10.0, digest="sha256:2222" if new else "sha256:1111")
+    (change,) = history_of("which", tmp_path / "runs", tmp_path / "results").change_points
+    assert (change.before, change.after, change.sides) == ("run-07", "run-08", ("run-06", "run-07"))
+    assert [one.key for one in change.differences] == ["servers.a.image_digest"]
+
+
+def test_what_is_no_part_of_the_history_is_counted(tmp_path: Path) -> None:
+    runs, results = tmp_path / "runs", tmp_path / "results"
+    for number in range(3):
+        made(runs, number, 10.0)
+    publish(runs / "run-01", results)
+    publish(runs / "run-02", results)
+    made(runs, 3, 10.0, workload_sha256="cd" * 32)
+    made(runs, 4, 10.0, status="invalid")
+    made(runs, 5, 10.0, made_of=scenario(servers=ONE.servers, repeats=1, model="other"))
+    made(runs, 6, 10.0, machine=Machine(name="other"))
+    made(runs, 7, 10.0, scenario_name="another")
+    made(runs, 8, 10.0, made_of=scenario(servers={"a": Server(template="simulated")}, repeats=1))
+    made(runs, 9, 10.0)
+    (runs / "run-10").mkdir()
+    (runs / "run-10" / "run.json").write_text("{")
+    with pytest.raises(HarnessError) as refused:
+        history_of("which", runs, results)
+    assert refused.value.next_step == "--machine other"
+    found = history_of("which", runs, results, "strix")
+    assert found.runs == ["run-00", "run-01", "run-02", "run-09"]
+    assert {one.reason: one.runs for one in found.left_out} == {
+        "unreadable": ["run-10"],
+        "not_valid": ["run-04"],
+        "workload": ["run-03"],
+        "model": ["run-05"],
+        "machine": ["run-06"],
+        "engine_kind": ["run-08"],
+    }
+    gated = check_against_history(runs / "run-02", runs, results)
+    assert (gated.runs, gated.sides) == (2, ["run-01", "run-02"])
+    assert {one.reason: one.runs for one in gated.left_out}["later"] == ["run-09"]
+    with pytest.raises(RunError):
+        check_against_history(runs / "run-04", runs, results)
+
+
+def test_published_runs_alone_have_a_history(stepped: Path) -> None:
+    for number in range(12):
+        publish(stepped / "runs" / f"run-{number:02}", stepped / "results")
+    found = history_of("which", stepped / "nowhere", stepped / "results")
+    assert found == history_of("which", stepped / "runs", stepped / "results")
+
+
+def test_rows_come_and_go(tmp_path: Path) -> None:
+    both = scenario(repeats=1)
+    for number in range(16):
+        made(tmp_path / "runs", number, 11.0 if number >= 12 else 10.0, made_of=both if 4 <= number != 9 else ONE)
+    found = history_of("which", tmp_path / "runs", tmp_path / "results")
+    a, b = found.series
+    assert (a.server, len(a.points), a.left_out) == ("a", 16, [])
+    assert (b.server, len(b.points)) == ("b", 11)
+    assert b.left_out[0].reason == "no_row"
+    assert b.left_out[0].runs == ["run-00", "run-01", "run-02", "run-03", "run-09"]
+    assert [level.first for level in b.levels] == ["run-04", "run-12"]
+    gated = check_against_history(tmp_path / "runs" / "run-12", tmp_path / "runs", tmp_path / "results")
+    assert [(row.server, row.word, row.runs, row.since) for row in gated.rows] == [
+        ("a", "slower", 12, "run-00"),
+        ("b", "slower", 7, "run-04"),
+    ]
+
+
+def test_a_paced_load_is_checked_by_its_latencies(tmp_path: Path) -> None:
+    load = Load(user="chat", users=2, requests=20, output_tokens=11, think_s=[1.0, 1.0])
+    assert is_paced(load)
+    paced = scenario(servers=ONE.servers, loads={"x": load}, repeats=1)
+    for number in range(9):
+        made(tmp_path / "runs", number, 22.0 if number == 8 else 20.0, made_of=paced)
+    gated = check_against_history(tmp_path / "runs" / "run-08", tmp_path / "runs", tmp_path / "results")
+    assert [(row.metric, row.word) for row in gated.rows] == [("ttft_p50", "slower"), ("tpot_p50", "slower")]
+    assert gated.rows[0].ratio == pytest.approx(1 / 1.1, abs=0.005)
+
+
+def in_folder(folder: Path) -> Callable[..., tuple[int, Any]]:
+    def call(*args: str) -> tuple[int, Any]:
+        done = harness(*args, cwd=folder)
+        assert done.err == ""
+        return done.code, json.loads(done.out) if "json" in args else done.out
+
+    return call
+
+
+def test_the_command_line(stepped: Path) -> None:
+    call = in_folder(stepped)
+    code, found = call("history", "scenarios/which.yaml", "--format", "json")
+    assert (code, found["change_points"][0]["after"]) == (0, "run-08")
+    code, gated = call("compare", "--history", "run-08", "--format", "json")
+    (row,) = gated["rows"]
+    assert (code, row["word"], row["runs"], row["window"]) == (ExitCode.FAILED, "slower", 8, 1)
+    assert [one["key"] for one in gated["differences"]] == ["servers.a.image_digest"]
+    assert [call("compare", "--history", f"run-{n:02}")[0] for n in (3, 7, 8, 9, 10, 11)] == [0, 0, 4, 4, 4, 0]
+    code, text = call("compare", "--history", "run-10", "--format", "markdown")
+    assert (code, "| servers.a.image\\_digest | sha256:1111 | sha256:2222 |" in text) == (4, True)
+    code, text = call("compare", "--history", "run-08", "--format", "junit")
+    assert (code, '<failure type="slower"' in text) == (4, True)
+    code, text = call("history", "which")
+    assert (code, "Change point: run-07 -> run-08" in text) == (0, True)
+    code, page = call("history", "which", "--format", "html")
+    assert (code, page) == (0, html(history_of("which", stepped / "runs", stepped / "results")) + "\n")
+    for wrong in (["history", "nothing"], ["compare", "--history", "run-01", "run-02"]):
+        done = harness(*wrong, cwd=stepped)
+        assert (done.code, done.out) == (1, "")
+
+
+@pytest.mark.alone
+def test_an_engine_that_became_slower(tmp_path: Path) -> None:
+    """Short runs on the embedded engine, each gated; the last three are of an engine that takes twice as long."""
+    load = {"user": "batch", "batch_size": 2, "requests": 4, "output_tokens": 30}
+    codes = []
+    for number in range(10):
+        slower = ["--slowdown", "2"] if number >= 7 else []
+        variables = {"preset": "instant", "extra_args": ["--step-base-s", "0.01", *slower]}
+        engine = {"template": "simulated", "container": False, "variables": variables}
+        write(tmp_path, servers={"one": engine}, loads={"burst": load})
+        assert harness("run", "small.yaml", cwd=tmp_path).code == 0
+        newest = max(tmp_path.glob("runs/*/run.json"), key=lambda path: path.stat().st_mtime).parent.name
+        codes.append(harness("compare", "--history", newest, cwd=tmp_path).code)
+    assert codes[:7] == [0] * 7
+    assert codes[7] == ExitCode.FAILED
+    _, found = in_folder(tmp_path)("history", "small", "--format", "json")
+    (change,) = found["change_points"]
+    assert (change["before"], change["after"]) == (found["runs"][6], found["runs"][7])
+    assert "servers.one.effective.slowdown" in [one["key"] for one in change["differences"]]
