@@ -16,7 +16,6 @@ import yaml
 from junitparser import JUnitXml
 
 from harness.cli import app
-from harness.judge.noise_floors import NoiseRun, RowNoise, StoredNoise, write_noise
 from harness.paths import ROOT
 from harness.rundir.records import read_marks
 from tests.command import harness, only_run, server, write
@@ -155,9 +154,9 @@ def test_the_gate_without_and_with_a_published_run(tmp_path: Path) -> None:
     assert runner.outputs == {"run": f"results/machine/{path.stem}/{first.name}"}, "the newest of this scenario"
     assert runner.step("Measure") == 0, runner.said
     assert (runner.junit("run.xml").tests, runner.junit("run.xml").failures) == (5, 0)
-    assert runner.step("Compare with the last published run") == 0, runner.said
+    assert runner.step("Compare with the history") == 0, runner.said
     (suite,) = runner.junit("compare.xml")
-    assert (suite.tests, suite.skipped) == (1, 1), "one repeat a side inconclusive"
+    assert (suite.tests, suite.skipped) == (1, 1), "the history is too short"
     assert "inconclusive" in runner.summary.read_text()
 
 
@@ -181,46 +180,36 @@ def test_the_gate_against_what_was_published(tmp_path: Path) -> None:
     target = published(runner)
     assert runner.step("Measure") == 0, runner.said
     assert (runner.junit("run.xml").tests, runner.junit("run.xml").failures) == (3, 0)
-    assert runner.step("Compare with the last published run") == 0, runner.said
+    assert runner.step("Compare with the history") == 0, runner.said
     (suite,) = runner.junit("compare.xml")
     assert (suite.tests, suite.skipped) == (1, 1)
-    assert {one.name: one.value for one in suite.properties()}["baseline"] == target.name  # type: ignore[no-untyped-call]
-    said = runner.summary.read_text()  # beside others' work the client may have been the limit, which is said instead
-    assert "how far equal runs differ on this machine is not known" in said or "client-side bottleneck" in said
-
-    changed = json.loads((target / "run.json").read_text())
-    changed["workload_sha256"] = "ab" * 32
-    (target / "run.json").write_text(json.dumps(changed))
-    assert runner.step("Compare with the last published run") == 1, runner.said
-    assert "runs that differ in 'workload_sha256' are not compared" in runner.said
-    (suite,) = runner.junit("compare.xml")
-    assert (suite.tests, suite.errors) == (1, 1), "refused, and yet a file that can be read"
+    assert "inconclusive" in runner.summary.read_text()
+    assert target.parent.name == "small"
 
 
-def test_the_gate_closes_on_a_run_slower_than_the_published_one(tmp_path: Path) -> None:
-    path = write(tmp_path, repeats=4)
+def test_the_gate_closes_on_a_run_slower_than_its_history(tmp_path: Path) -> None:
+    path = write(tmp_path)
     runner = Runner(tmp_path, scenario=path.name, checks="", about="", relative_checks="")
     target = published(runner)
     summary = json.loads((target / "summary.json").read_text())
-    summary["rows"][0] |= {"wall_s": [wall_s / 10 for wall_s in summary["rows"][0]["wall_s"]], "client_limited": []}
-    (target / "summary.json").write_text(json.dumps(summary))
     run = json.loads((target / "run.json").read_text())
-    (target / "run.json").write_text(json.dumps(run | {"id": "before"}))  # another run, and not a copy of this one
-    quiet = [[[1.0, 1.01, 0.99]], [[1.01, 1.0, 0.99]]]
-    noise = StoredNoise(
-        machine=run["machine"]["name"], scenario=run["scenario_name"], model=run["scenario"]["model"],
-        workload_sha256=run["workload_sha256"], server="one", simulated=True, repeats=3,
-        runs=[NoiseRun(id=name, started_wall_s=0.0) for name in "ab"],
-        rows=[RowNoise(load="burst", metric="wall_s", a=quiet[0] * 2, again=quiet[1] * 2)],
-    )  # fmt: skip
-    write_noise(target.parent / "noise.json", noise)
+    wall_s = summary["rows"][0]["wall_s"][0] / 10
+    for number in range(10):  # ten earlier runs, ten times as fast
+        earlier = target.parent / f"{number}"
+        earlier.mkdir()
+        summary["rows"][0] |= {"wall_s": [wall_s * (1 + 0.001 * (number % 3))], "client_limited": []}
+        (earlier / "summary.json").write_text(json.dumps(summary | {"run": f"{number}"}))
+        when = {"id": f"{number}", "started_wall_s": run["started_wall_s"] - 3600 * (10 - number)}
+        (earlier / "run.json").write_text(json.dumps(run | when))
+        (earlier / "report.md").write_text("")
+    shutil.rmtree(target)
     # This machine may have been busy beside the run, which would leave no verdict.
     marks = only_run(runner.folder / "ci-runs") / "processes.jsonl"
     write_lines(marks, [msgspec.structs.replace(one, loop_lag_mean_s=None) for one in read_marks(marks)])
-    assert runner.step("Compare with the last published run") == 4, runner.said
+    assert runner.step("Compare with the history") == 4, runner.said
     (suite,) = runner.junit("compare.xml")
     assert (suite.tests, suite.failures) == (1, 1)
-    assert "slower: 0.1" in runner.summary.read_text()
+    assert "slower" in runner.summary.read_text()
 
 
 def test_the_gate_closes(tmp_path: Path) -> None:
