@@ -403,12 +403,11 @@ def _verdict(pair: Pair, seen: Effect, p: float, comparisons: int, noise: Noise)
     )
     least, freedom = max(len(side), len(base)), None if known is None else known.freedom
     needed = stats.needed_to_settle(seen.log, variances, least, comparisons, MARGIN, freedom)
-    for_same = stats.needed_to_settle(0.0, variances, 1, comparisons, MARGIN, freedom) if effect else None
-    settle = f"at this spread, {_about(needed, unit)} a side show " + (
-        f"a difference of this size, {_about(for_same, unit)} that there is none"
-        if effect
-        else f"that the sides are the same within ±{_percent(MARGIN)}"
-    )
+    open_ = effect and low <= 1 <= high  # whether there is a difference at all
+    for_same = stats.needed_to_settle(0.0, variances, 1, comparisons, MARGIN, freedom) if open_ else None
+    settle = f"at this spread, {_about(needed, unit)} a side show "
+    settle += "a difference of this size" if effect else f"that the sides are the same within ±{_percent(MARGIN)}"
+    settle += f", {_about(for_same, unit)} that there is none" if open_ else ""
     settle += f", with a probability of {POWER * 100:.0f} %"
     if not effect:
         reason, why = (

@@ -63,7 +63,7 @@ def _against_baseline(line: Line) -> str:
         "faster": factor,
         "slower": f"{factor}, so slower",
         "same": f", {by} the same as {base}",
-    }.get(verdict.word, f"{factor}, which may be chance")
+    }.get(verdict.word, f"{factor}, which is inconclusive")
 
 
 def of_validity(summary: Summary, run: Run) -> str:
@@ -135,6 +135,23 @@ def in_short(verdict: Verdict, comparison: Comparison) -> str:
     if verdict.reason == "in_margin":
         return f"about as fast{against}, but not surely within {floor}{_settled(verdict)}"
     return f"{factor}, but {_doubt(verdict)}{_settled(verdict)}"
+
+
+def in_short_by_side(comparison: Comparison) -> list[tuple[str, str, str]]:
+    """The word, the side, and what one needs to know; verdicts on one side that have the same word as one."""
+    groups: dict[tuple[str, str, str], list[Verdict]] = defaultdict(list)
+    for verdict in comparison.verdicts:
+        groups[verdict.word, verdict.side, verdict.baseline].append(verdict)
+    found = []
+    for (word, side, base), alike in groups.items():
+        if len(alike) == 1 or None in {verdict.ratio for verdict in alike}:
+            found += [(word, side, in_short(verdict, comparison)) for verdict in alike]
+            continue
+        factors = ", ".join(f"{METRIC_WORDS[verdict.metric]} {verdict.ratio:.2f}" for verdict in alike)
+        against = "" if base == comparison.verdicts[0].baseline else f" as {base}"
+        doubts = {f", but {_doubt(verdict)}{_settled(verdict)}" for verdict in alike if word == "inconclusive"}
+        found.append((word, side, f"{factors} times as fast{against}{doubts.pop() if len(doubts) == 1 else ''}"))
+    return found
 
 
 def effects(summary: Summary) -> list[list[tuple[Verdict, str]]]:
