@@ -20,7 +20,7 @@ from harness.rundir.records import read_marks
 from harness.summarize.summarize import summarize, write_summary
 from tests.made_runs import scenario, write_lines, write_made_run
 
-SAID = "the load generator (‡), not the server, was the limit of {}; all other numbers stand"
+SAID = "the load generator (‡), not the server, was the limit of {}; all other numbers are valid"
 RATES = "wall time, tok/s, prompt tok/s and requests/s of b / x"
 
 

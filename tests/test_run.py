@@ -18,7 +18,7 @@ from tests.command import Going, going, harness, only_run, server, until, write
 
 # Where others use this machine, the load generator may be told to have been the limit as well.
 VALID = r"\bVALID(: all conditions of a trustworthy measurement held|, CLIENT-LIMITED: )"
-INVALID = r"\bINVALID(: these numbers must not be trusted or compared\n|, CLIENT-LIMITED: )"
+INVALID = r"\bINVALID(: do not trust the rows concerned; the run is not compared with other runs\n|, CLIENT-LIMITED: )"
 
 # Longer than any test: whoever cuts it short does so in the middle.
 LONG = {"burst": {"user": "batch", "batch_size": 20, "requests": 100_000, "output_tokens": 150}}
@@ -91,7 +91,7 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert sorted(one.index for one in measured) == sorted([*range(6)] * 2)
     summary = summary_of(run)
     assert (summary["valid"], summary["reasons"]) == (True, [])
-    assert [check["passed"] for check in summary["checks"]] == [True]
+    assert [check["status"] for check in summary["checks"]] == ["passed"]
     assert path.read_text() == (run / "scenario.yaml").read_text()
     assert "tiny" in (run / "compose" / "one.yaml").read_text()
 
@@ -171,7 +171,7 @@ def test_a_failed_check(tmp_path: Path) -> None:
     assert (done.code, done.err) == (4, "")
     run = only_run(tmp_path / "runs")
     assert read_run(run).status == "valid"
-    assert [check["passed"] for check in summary_of(run)["checks"]] == [True, False]
+    assert [check["status"] for check in summary_of(run)["checks"]] == ["passed", "failed"]
     assert "wall <= 1 ms" in done.out
     assert harness("report", run.name, "--runs", "runs", cwd=tmp_path).code == 4
 
@@ -413,7 +413,8 @@ def test_server_of_someone_else_dies_just_before_the_end(tmp_path: Path) -> None
     with spawned("--preset", "instant", "--model", "tiny", "--fault", "exit:32") as there:
         done = harness("run", path.name, "--url", there.url, "--runs", "runs", cwd=tmp_path)
     run = only_run(tmp_path / "runs")
-    assert (done.code, done.err, len(records(run))) == (3, "", 34)
+    assert (done.code, done.err) == (3, "")
+    assert len(records(run)) in (33, 34)  # the load is ended before or after its last request is sent
     assert read_run(run).reasons == [
         f"r1-running-burst: the server died during the load: nothing listens at {there.url} any more"
     ]

@@ -56,17 +56,20 @@ def test_an_interval_needs_two_values_a_side_and_is_empty_for_equal_ones() -> No
     assert (equal.ratio, *equal.interval()) == (1.0, 1.0, 1.0)
 
 
-def test_a_known_variation_between_runs_is_pooled_with_what_the_runs_show() -> None:
+def test_runs_are_compared_by_the_known_variation_and_by_their_own() -> None:
     side, base = [2.0, 2.1, 1.9], [1.0, 1.02, 0.97]
-    alone = stats.effect_of_runs(side, base, variance=0.0, freedom=0)
-    theirs = scipy_stats.ttest_ind(np.log(side), np.log(base), equal_var=True)
-    bounds = theirs.confidence_interval(0.95)
-    assert alone.interval() == pytest.approx((math.exp(bounds.low), math.exp(bounds.high)), rel=1e-9)
-    assert alone.p() == pytest.approx(theirs.pvalue, rel=1e-9)
-    one = stats.effect_of_runs([1.1], [1.0], variance=0.0004, freedom=4)
+    known, own = stats.effects_of_runs(side, base, variance=0.0004, freedom=4)
+    assert known.freedom == 4
+    assert known.error == pytest.approx(0.02 * math.sqrt(2 / 3))
+    assert own == stats.effect(side, base)
+    theirs = scipy_stats.ttest_ind(np.log(side), np.log(base), equal_var=False)
+    assert own.p() == pytest.approx(theirs.pvalue, rel=1e-9)
+    (one,) = stats.effects_of_runs([1.1], [1.0], variance=0.0004, freedom=4)
     assert one.freedom == 4
     assert one.error == pytest.approx(0.02 * math.sqrt(2))
-    assert stats.effect_of_runs([1.0], [1.0], variance=0.0, freedom=4).p() == 1.0
+    _, several = stats.effects_of_runs([1.1], base, variance=0.0004, freedom=4)
+    assert several.freedom == 2
+    assert several.error == pytest.approx(math.sqrt(stats.var_log(base) * 4 / 3))
 
 
 def test_the_variation_between_runs_is_what_their_repeats_do_not_explain() -> None:

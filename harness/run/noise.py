@@ -31,6 +31,8 @@ from harness.summarize.summarize import summarize
 from harness.units import NOTHING, duration, figures
 from harness.units import count as counted
 
+_SHORT_S = 3600.0  # runs that are closer share the temperature and the neighbours of their hour
+
 
 def noise(
     experiment: Experiment,
@@ -106,6 +108,11 @@ def show(noise: StoredNoise, console: Console) -> None:
     console.print(table)
     if len(noise.runs) < 2:
         console.print("One run does not show how far runs differ: add runs of other hours and days with --add.")
+    elif span_s < _SHORT_S:
+        console.print(
+            f"Warning: these runs are from {duration(span_s)}. Runs of other hours and days differ more, and a verdict "
+            "that rests on this can be false. Spread runs with --every 60, or add some with --add."
+        )
 
 
 def _of_row(row: RowNoise, repeats: int) -> list[str]:
