@@ -18,7 +18,19 @@ import pytest
 
 from harness.rundir.records import Request
 from harness.scenario.scenario import Arrivals, Load
-from tests.fake_server import GOOD, exchanging, load_process, place, read_request, serving
+from tests.fake_server import (
+    BODY,
+    GOOD,
+    LEMONADE,
+    closing_after,
+    exchanging,
+    load_process,
+    place,
+    read_request,
+    reset,
+    serving,
+    whole,
+)
 from tests.load_runs import ROOT, make_job, records_of
 from tests.tls import Signed, sign
 
@@ -212,3 +224,82 @@ def test_nor_do_they_when_the_client_is_late(tmp_path: Path) -> None:
         holding.kill()
     print(f"{sum(record.resent for record in records)} requests sent twice")
     assert {(record.error, record.message) for record in records} == {(None, None)}
+
+
+# Servers that say keep-alive and close the connection after the response, as Lemonade does after each stream.
+
+WHOLE = whole(
+    b'{"choices":[{"index":0,"message":{"content":"hi"},"finish_reason":"stop"}],'
+    b'"usage":{"prompt_tokens":3,"completion_tokens":1}}'
+)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "wait_s",
+    [lambda number: 0.0, lambda number: 0.022, lambda number: 0.035, lambda number: 0.07 * (number % 8) / 7],
+    ids=["at once", "22 ms", "35 ms", "0 to 70 ms"],
+)
+def test_a_server_that_closes_after_each_stream_gets_each_request_once(
+    tmp_path: Path, wait_s: Callable[[int], float]
+) -> None:
+    requests: list[bytes] = []
+    with serving(closing_after(LEMONADE, wait_s, requests), backlog=5) as url:
+        records = sent_by_users(tmp_path, url, lambda chance: chance.choice([0.0, 0.0, 0.01, 0.05]))
+    assert len(records) == len(requests) == USERS * EACH
+    assert {(record.error, record.message, record.resent) for record in records} == {(None, None, False)}
+    assert all(record.connect_s is not None for record in records)
+
+
+def test_a_server_that_keeps_connections_has_them_reused(tmp_path: Path) -> None:
+    """What one stream shows holds for all connections of the process."""
+
+    def handler(connection: socket.socket, number: int) -> None:
+        while read_request(connection):
+            time.sleep(0.02)
+            connection.sendall(LEMONADE)
+
+    with serving(handler) as url:
+        records = sent_by_users(tmp_path, url, lambda chance: 0.0)
+    assert {(record.error, record.resent) for record in records} == {(None, False)}
+    opened = sum(record.connect_s is not None for record in records)
+    assert opened <= USERS * 15  # those of 0.2 s and some
+
+
+def test_a_kept_connection_that_ends_soon_after_a_response_is_sent_again_and_the_server_remembered() -> None:
+    requests: list[bytes] = []
+    closing = closing_after(LEMONADE, lambda number: 0.1, requests)
+    with serving(closing) as url, exchanging(url) as send:
+        found = [send() for _ in range(4)]
+    assert [answer.error for _, answer in found] == [None] * 4
+    assert [exchange.resent for exchange, _ in found] == [False, True, False, False]
+    assert len(requests) == 4
+
+
+def test_a_server_that_closes_after_whole_responses_is_remembered() -> None:
+    requests: list[bytes] = []
+    closing = closing_after(WHOLE, lambda number: 0.05, requests)
+    with serving(closing) as url, exchanging(url) as send:
+        found = [send(BODY.replace(b'"stream":true', b'"stream":false'))[0] for _ in range(4)]
+    assert [exchange.status for exchange in found] == [200] * 4
+    assert [exchange.resent for exchange in found] == [False, True, False, False]
+    assert len(requests) == 4
+
+
+def test_a_server_that_reads_requests_and_resets_them_later_has_failed_them(tmp_path: Path) -> None:
+    """Each second request of a connection is read and reset after a second: it is not sent again."""
+    requests: list[bytes] = []
+
+    def handler(connection: socket.socket, number: int) -> None:
+        requests.append(read_request(connection))
+        connection.sendall(GOOD)
+        if request := read_request(connection):
+            requests.append(request)
+            time.sleep(1.0)
+            reset(connection)
+
+    with serving(handler) as url, exchanging(url) as send:
+        found = [send() for _ in range(6)]
+    assert [answer.error for _, answer in found] == [None, "disconnect"] * 3
+    assert not any(exchange.resent for exchange, _ in found)
+    assert len(requests) == 6
