@@ -18,6 +18,7 @@ import pytest
 
 from harness.rundir.records import Request
 from harness.scenario.scenario import Arrivals, Load
+from harness.simulated.spawn import spawned
 from tests.fake_server import (
     BODY,
     GOOD,
@@ -31,7 +32,7 @@ from tests.fake_server import (
     serving,
     whole,
 )
-from tests.load_runs import ROOT, make_job, records_of
+from tests.load_runs import ROOT, end, log_of, make_job, records_of, start_job
 from tests.tls import Signed, sign
 
 REQUESTS = 10_000
@@ -114,6 +115,7 @@ def test_a_server_that_is_slow_to_accept_is_slow_to_answer() -> None:
         exchange, answer = send()
     assert answer.error is None
     assert exchange.connect_ns is not None and exchange.connect_ns < 0.1e9
+    assert exchange.connect_retries == 0
     assert 0.25 < answer.chunks_s[0] < 0.6
 
 
@@ -128,7 +130,43 @@ def test_a_server_whose_queue_is_full_is_slow_to_connect() -> None:
         exchange, answer = send()
     assert answer.error is None
     assert exchange.connect_ns is not None and 0.9e9 < exchange.connect_ns < 5e9
+    assert exchange.connect_retries == (1 if exchange.connect_ns < 2.5e9 else 2)
     assert answer.chunks_s[0] < 0.3
+
+
+def test_connections_that_waited_for_a_full_listen_queue_are_counted(tmp_path: Path) -> None:
+    """Users who arrive at once at a server that takes none for a while: real SYNs are dropped."""
+    users = 8
+
+    def serve(listener: socket.socket) -> None:
+        for _ in range(users):
+            connection, _ = listener.accept()
+            threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+    def answer(connection: socket.socket) -> None:
+        with connection:
+            read_request(connection)
+            connection.sendall(GOOD)
+
+    with (
+        listening(backlog=2) as listener,
+        load_process(tmp_path, url_of(listener)) as process,
+        after(0.3, serve, listener),
+    ):
+        gevent.joinall(
+            [
+                gevent.spawn(process.send, process.client(), [{"role": "user", "content": "hi"}], place(number))
+                for number in range(users)
+            ],
+            raise_error=True,
+        )
+    records = records_of(tmp_path)
+    assert [record.error for record in records] == [None] * users
+    # A queue of 2 takes 3.
+    assert sorted(bool(record.connect_retries) for record in records) == [False] * 3 + [True] * 5
+    waited = [record.connect_s or 0.0 for record in records if record.connect_retries]
+    assert min(waited) > 0.9
+    assert max(record.chunks_s[0] for record in records if record.connect_retries) < 0.3
 
 
 def test_a_slow_handshake_of_tls_is_part_of_connecting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,6 +287,17 @@ def test_a_server_that_closes_after_each_stream_gets_each_request_once(
     assert len(records) == len(requests) == USERS * EACH
     assert {(record.error, record.message, record.resent) for record in records} == {(None, None, False)}
     assert all(record.connect_s is not None for record in records)
+
+
+@pytest.mark.parametrize("closes_s", ["0", "0.022", "0.07"])
+def test_a_load_on_a_server_that_closes_after_each_stream(tmp_path: Path, closes_s: str) -> None:
+    """Without a warm-up, under real Locust: nothing fails, and nothing is sent twice."""
+    job = make_job(tmp_path, Load(user="batch", users=8, requests=200, output_tokens=3))
+    with spawned("--preset", "instant", "--served-model-name", "m", "--fault", f"close:{closes_s}") as server:
+        assert end(start_job(tmp_path, server.url, job)) == 0, log_of(tmp_path)
+    records = records_of(tmp_path)
+    assert len(records) == 200
+    assert {(record.error, record.message, record.resent) for record in records} == {(None, None, False)}
 
 
 def test_a_server_that_keeps_connections_has_them_reused(tmp_path: Path) -> None:
