@@ -20,6 +20,7 @@ from harness.rundir.telemetry import (
     GpuSample,
     HostSample,
     TelemetrySample,
+    machine_load,
     read_telemetry,
 )
 from harness.serve import Endpoint

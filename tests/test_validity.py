@@ -313,7 +313,10 @@ def test_more_than_one_percent_of_requests_sent_twice_is_a_reason(
         load=msgspec.structs.replace(LOAD, requests=sent),
         max_error_rate=0.5,
     )
-    texts = [[text for text in of if f"{resent} of 200 requests were sent twice" in text] for of in (found.reasons, found.notes)]
+    texts = [
+        [text for text in of if f"{resent} of 200 requests were sent twice" in text]
+        for of in (found.reasons, found.notes)
+    ]
     assert [len(of) for of in texts] == [reasons, notes]
 
 

@@ -209,10 +209,10 @@ def _work(evidence: Evidence) -> list[str]:
 
 
 def _resent(numbers: Numbers) -> str:
-    return (
-        f"{numbers.resent:,} of {count(numbers.sent, 'request')} were sent twice ({numbers.resent / numbers.sent:.1%}): "
-        f"the server closed a kept connection within {CLOSING_S:g} s after the response before"
+    share = (
+        f"{numbers.resent:,} of {count(numbers.sent, 'request')} were sent twice ({numbers.resent / numbers.sent:.1%})"
     )
+    return f"{share}: the server closed a kept connection within {CLOSING_S:g} s after a response"
 
 
 def _listen_queue(evidence: Evidence) -> list[str]:
