@@ -45,8 +45,8 @@ import msgspec
 _DEFAULTS: dict[str, float | None] = {
     "delay": 1, "429": 1, "503": 1, "500-html": None, "html": None, "cut": 3, "close": 0.03, "hang": 3,
     "error-event": 3, "lemonade-error": 0, "malformed": 3, "split": 7, "coalesce": 3, "crlf": None, "multiline": None,
-    "ping": 0.02, "no-usage": None, "reasoning": 4, "reasoning-content": 4, "tool-call": None, "stop-string": 2, "no-role": None,
-    "empty": None, "wrong": None, "invalid": None, "exit": 10, "never-ready": None,
+    "ping": 0.02, "no-usage": None, "reasoning": 4, "reasoning-content": 4, "tool-call": None, "stop-string": 2,
+    "no-role": None, "empty": None, "wrong": None, "invalid": None, "exit": 10, "never-ready": None,
 }  # fmt: skip
 KINDS = tuple(_DEFAULTS)
 PROCESS_KINDS = ("exit", "never-ready")
