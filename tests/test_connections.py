@@ -325,6 +325,27 @@ def test_a_kept_connection_that_ends_soon_after_a_response_is_sent_again_and_the
     assert len(requests) == 4
 
 
+def test_what_one_stream_shows_is_remembered_with_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first stream's connection is checked 0.2 s later; before that none is reused."""
+    signed = sign(tmp_path, "DNS:localhost")
+    monkeypatch.setenv("SSL_CERT_FILE", str(signed.ca))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(signed.certificate, signed.key)
+
+    def keeping_on(connection: socket.socket, number: int) -> None:
+        while read_request(connection):
+            connection.sendall(LEMONADE)
+
+    for handler, reused in [(closing_after(LEMONADE, lambda number: 0.03, []), False), (keeping_on, True)]:
+        with serving(handler, context) as url, exchanging(url, known=False) as send:
+            found = [send(), send()]
+            gevent.sleep(0.5)
+            found += [send(), send()]
+        assert [answer.error for _, answer in found] == [None] * 4
+        assert [exchange.connect_ns is None for exchange, _ in found] == [False, False, False, reused]
+        assert not any(exchange.resent for exchange, _ in found)
+
+
 def test_a_server_that_closes_after_whole_responses_is_remembered() -> None:
     requests: list[bytes] = []
     closing = closing_after(WHOLE, lambda number: 0.05, requests)
