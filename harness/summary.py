@@ -93,6 +93,8 @@ class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     unfinished: int
     abandoned: int = 0  # the user left: neither a success nor a failure
     errors: dict[str, int] = {}  # by kind
+    resent: int = 0  # requests that were sent twice: the server was closing the kept connection
+    connect_retried: int = 0  # requests whose connection needed a second SYN, so waited 1 s or more
     retry_after: int = 0  # requests after which the server asked their users to wait (Retry-After of 429 and 503)
     retry_after_s: float | None = None  # for how long in total, at most 60 s each
     prompt_tokens: int | None = None  # of the successful requests; None when one of them was not counted
@@ -186,6 +188,7 @@ class MachineLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     host_memory_least_bytes: int | None = None  # available
     container_cpu_mean_cores: float | None = None
     container_memory_most_bytes: int | None = None
+    listen_overflows: int | None = None  # connections that a full listen queue in the server's container turned away
 
 
 class ClientLimit(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -42,6 +42,7 @@ TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":"hi "},"finish_reason"
 FINISH = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"length"}]}\n\n'
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2}}\n\n'
 DONE = b"data: [DONE]\n\n"
+LEMONADE_LIMITS = b"Connection: keep-alive\r\nKeep-Alive: timeout=5, max=100\r\n"  # of every response of Lemonade
 
 
 def chunk(data: bytes) -> bytes:
@@ -54,6 +55,7 @@ def whole(body: bytes, kind: bytes = b"application/json", status: bytes = b"200 
 
 
 GOOD = CHUNKED + chunk(TOKEN) + chunk(TOKEN) + chunk(FINISH) + chunk(USAGE) + chunk(DONE) + b"0\r\n\r\n"
+LEMONADE = GOOD.replace(b"Transfer-Encoding", LEMONADE_LIMITS + b"Transfer-Encoding", 1)
 
 
 def read_request(connection: socket.socket) -> bytes:
@@ -73,10 +75,13 @@ def read_request(connection: socket.socket) -> bytes:
 
 @contextmanager
 def serving(
-    handler: Handler, tls: ssl.SSLContext | None = None, address: tuple[str, int] = ("127.0.0.1", 0)
+    handler: Handler,
+    tls: ssl.SSLContext | None = None,
+    address: tuple[str, int] = ("127.0.0.1", 0),
+    backlog: int | None = None,
 ) -> Iterator[str]:
     """A server in a thread; `handler` has a connection to itself, which is closed after it."""
-    listener = socket.create_server(address)
+    listener = socket.create_server(address, backlog=backlog)
     threads: list[threading.Thread] = []
 
     def run(connection: socket.socket, number: int) -> None:
@@ -135,6 +140,24 @@ def once(*pieces: bytes, then: Callable[[socket.socket], None] = lambda connecti
     return handler
 
 
+def closing_after(response: bytes, wait_s: Callable[[int], float], requests: list[bytes]) -> Handler:
+    """Closes each connection `wait_s(its number)` after one response, as Lemonade does after a stream.
+
+    It reads no second request. `requests` gets those that it has read.
+    """
+
+    def handler(connection: socket.socket, number: int) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        request = read_request(connection)
+        if request:
+            requests.append(request)
+            connection.sendall(response)
+            time.sleep(wait_s(number))
+            connection.shutdown(socket.SHUT_RDWR)
+
+    return handler
+
+
 @contextmanager
 def load_process(folder: Path, url: str, api_key_env: str | None = None, **load: Any) -> Iterator[LoadProcess]:
     more: dict[str, Any] = {"run": "4f1c", "prompts": Prompts(), "salt": None, "api_key_env": api_key_env}
@@ -182,11 +205,17 @@ def read_answer(exchange: Exchange) -> Answer:
 
 
 @contextmanager
-def exchanging(url: str, timeout_s: float = 5.0, **headers: str) -> Iterator[Send]:
-    """A client, to send requests one after another on its connection."""
+def exchanging(url: str, timeout_s: float = 5.0, known: bool = True, **headers: str) -> Iterator[Send]:
+    """A client, to send requests one after another on its connection.
+
+    `known`: it takes the server for one that keeps connections after streams.
+    """
     clock = KernelClock()
     reader = Reader(clock, Later())
-    client = Client(Dialer(Target.of(url)), clock, reader, timeout_s=timeout_s, headers=headers)
+    dialer = Dialer(Target.of(url))
+    if known:
+        dialer.keeps[True] = True
+    client = Client(dialer, clock, reader, timeout_s=timeout_s, headers=headers)
 
     def send(body: bytes = BODY) -> tuple[Exchange, Answer]:
         exchange = Exchange(id="x")

@@ -73,6 +73,7 @@ def pods(*addresses: str) -> Iterator[tuple[int, Counter[str]]]:
 def loading(folder: Path, port: int, users: int = 1) -> Iterator[list[Callable[[], None]]]:
     """For each user a function that sends a request, which must succeed."""
     with load_process(folder, f"http://{NAME}:{port}") as process:
+        process._dialer.keeps[True] = True  # as after a first stream
         clients = [process.client() for _ in range(users)]
 
         def send(client: Client) -> None:

@@ -127,7 +127,7 @@ def test_a_connection_that_closes_as_the_request_arrives_costs_no_request() -> N
     assert answer.headers_s > exchange.connect_ns / 1e9
 
 
-@pytest.mark.parametrize("worked_s", [0.05, 0.3])
+@pytest.mark.parametrize("worked_s", [0.3, 1.0])
 def test_a_server_that_dies_over_a_request_is_not_asked_again(worked_s: float) -> None:
     requests = []
 

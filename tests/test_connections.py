@@ -18,8 +18,21 @@ import pytest
 
 from harness.rundir.records import Request
 from harness.scenario.scenario import Arrivals, Load
-from tests.fake_server import GOOD, exchanging, load_process, place, read_request, serving
-from tests.load_runs import ROOT, make_job, records_of
+from harness.simulated.spawn import spawned
+from tests.fake_server import (
+    BODY,
+    GOOD,
+    LEMONADE,
+    closing_after,
+    exchanging,
+    load_process,
+    place,
+    read_request,
+    reset,
+    serving,
+    whole,
+)
+from tests.load_runs import ROOT, end, log_of, make_job, records_of, start_job
 from tests.tls import Signed, sign
 
 REQUESTS = 10_000
@@ -102,6 +115,7 @@ def test_a_server_that_is_slow_to_accept_is_slow_to_answer() -> None:
         exchange, answer = send()
     assert answer.error is None
     assert exchange.connect_ns is not None and exchange.connect_ns < 0.1e9
+    assert exchange.connect_retries == 0
     assert 0.25 < answer.chunks_s[0] < 0.6
 
 
@@ -116,7 +130,43 @@ def test_a_server_whose_queue_is_full_is_slow_to_connect() -> None:
         exchange, answer = send()
     assert answer.error is None
     assert exchange.connect_ns is not None and 0.9e9 < exchange.connect_ns < 5e9
+    assert exchange.connect_retries == (1 if exchange.connect_ns < 2.5e9 else 2)
     assert answer.chunks_s[0] < 0.3
+
+
+def test_connections_that_waited_for_a_full_listen_queue_are_counted(tmp_path: Path) -> None:
+    """Users who arrive at once at a server that takes none for a while: real SYNs are dropped."""
+    users = 8
+
+    def serve(listener: socket.socket) -> None:
+        for _ in range(users):
+            connection, _ = listener.accept()
+            threading.Thread(target=answer, args=(connection,), daemon=True).start()
+
+    def answer(connection: socket.socket) -> None:
+        with connection:
+            read_request(connection)
+            connection.sendall(GOOD)
+
+    with (
+        listening(backlog=2) as listener,
+        load_process(tmp_path, url_of(listener)) as process,
+        after(0.3, serve, listener),
+    ):
+        gevent.joinall(
+            [
+                gevent.spawn(process.send, process.client(), [{"role": "user", "content": "hi"}], place(number))
+                for number in range(users)
+            ],
+            raise_error=True,
+        )
+    records = records_of(tmp_path)
+    assert [record.error for record in records] == [None] * users
+    # A queue of 2 takes 3.
+    assert sorted(bool(record.connect_retries) for record in records) == [False] * 3 + [True] * 5
+    waited = [record.connect_s or 0.0 for record in records if record.connect_retries]
+    assert min(waited) > 0.9
+    assert max(record.chunks_s[0] for record in records if record.connect_retries) < 0.3
 
 
 def test_a_slow_handshake_of_tls_is_part_of_connecting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,3 +262,114 @@ def test_nor_do_they_when_the_client_is_late(tmp_path: Path) -> None:
         holding.kill()
     print(f"{sum(record.resent for record in records)} requests sent twice")
     assert {(record.error, record.message) for record in records} == {(None, None)}
+
+
+# Servers that say keep-alive and close the connection after the response, as Lemonade does after each stream.
+
+WHOLE = whole(
+    b'{"choices":[{"index":0,"message":{"content":"hi"},"finish_reason":"stop"}],'
+    b'"usage":{"prompt_tokens":3,"completion_tokens":1}}'
+)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "wait_s",
+    [lambda number: 0.0, lambda number: 0.022, lambda number: 0.035, lambda number: 0.07 * (number % 8) / 7],
+    ids=["at once", "22 ms", "35 ms", "0 to 70 ms"],
+)
+def test_a_server_that_closes_after_each_stream_gets_each_request_once(
+    tmp_path: Path, wait_s: Callable[[int], float]
+) -> None:
+    requests: list[bytes] = []
+    with serving(closing_after(LEMONADE, wait_s, requests), backlog=5) as url:
+        records = sent_by_users(tmp_path, url, lambda chance: chance.choice([0.0, 0.0, 0.01, 0.05]))
+    assert len(records) == len(requests) == USERS * EACH
+    assert {(record.error, record.message, record.resent) for record in records} == {(None, None, False)}
+    assert all(record.connect_s is not None for record in records)
+
+
+@pytest.mark.parametrize("closes_s", ["0", "0.022", "0.07"])
+def test_a_load_on_a_server_that_closes_after_each_stream(tmp_path: Path, closes_s: str) -> None:
+    """Without a warm-up, under real Locust: nothing fails, and nothing is sent twice."""
+    job = make_job(tmp_path, Load(user="batch", users=8, requests=200, output_tokens=3))
+    with spawned("--preset", "instant", "--served-model-name", "m", "--fault", f"close:{closes_s}") as server:
+        assert end(start_job(tmp_path, server.url, job)) == 0, log_of(tmp_path)
+    records = records_of(tmp_path)
+    assert len(records) == 200
+    assert {(record.error, record.message, record.resent) for record in records} == {(None, None, False)}
+
+
+def test_a_server_that_keeps_connections_has_them_reused(tmp_path: Path) -> None:
+    """What one stream shows holds for all connections of the process."""
+
+    def handler(connection: socket.socket, number: int) -> None:
+        while read_request(connection):
+            time.sleep(0.02)
+            connection.sendall(LEMONADE)
+
+    with serving(handler) as url:
+        records = sent_by_users(tmp_path, url, lambda chance: 0.0)
+    assert {(record.error, record.resent) for record in records} == {(None, False)}
+    opened = sum(record.connect_s is not None for record in records)
+    assert opened <= USERS * 15  # those of 0.2 s and some
+
+
+def test_a_kept_connection_that_ends_soon_after_a_response_is_sent_again_and_the_server_remembered() -> None:
+    requests: list[bytes] = []
+    closing = closing_after(LEMONADE, lambda number: 0.1, requests)
+    with serving(closing) as url, exchanging(url) as send:
+        found = [send() for _ in range(4)]
+    assert [answer.error for _, answer in found] == [None] * 4
+    assert [exchange.resent for exchange, _ in found] == [False, True, False, False]
+    assert len(requests) == 4
+
+
+def test_what_one_stream_shows_is_remembered_with_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first stream's connection is checked 0.2 s later; before that none is reused."""
+    signed = sign(tmp_path, "DNS:localhost")
+    monkeypatch.setenv("SSL_CERT_FILE", str(signed.ca))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(signed.certificate, signed.key)
+
+    def keeping_on(connection: socket.socket, number: int) -> None:
+        while read_request(connection):
+            connection.sendall(LEMONADE)
+
+    for handler, reused in [(closing_after(LEMONADE, lambda number: 0.03, []), False), (keeping_on, True)]:
+        with serving(handler, context) as url, exchanging(url, known=False) as send:
+            found = [send(), send()]
+            gevent.sleep(0.5)
+            found += [send(), send()]
+        assert [answer.error for _, answer in found] == [None] * 4
+        assert [exchange.connect_ns is None for exchange, _ in found] == [False, False, False, reused]
+        assert not any(exchange.resent for exchange, _ in found)
+
+
+def test_a_server_that_closes_after_whole_responses_is_remembered() -> None:
+    requests: list[bytes] = []
+    closing = closing_after(WHOLE, lambda number: 0.05, requests)
+    with serving(closing) as url, exchanging(url) as send:
+        found = [send(BODY.replace(b'"stream":true', b'"stream":false'))[0] for _ in range(4)]
+    assert [exchange.status for exchange in found] == [200] * 4
+    assert [exchange.resent for exchange in found] == [False, True, False, False]
+    assert len(requests) == 4
+
+
+def test_a_server_that_reads_requests_and_resets_them_later_has_failed_them(tmp_path: Path) -> None:
+    """Each second request of a connection is read and reset after a second: it is not sent again."""
+    requests: list[bytes] = []
+
+    def handler(connection: socket.socket, number: int) -> None:
+        requests.append(read_request(connection))
+        connection.sendall(GOOD)
+        if request := read_request(connection):
+            requests.append(request)
+            time.sleep(1.0)
+            reset(connection)
+
+    with serving(handler) as url, exchanging(url) as send:
+        found = [send() for _ in range(6)]
+    assert [answer.error for _, answer in found] == [None, "disconnect"] * 3
+    assert not any(exchange.resent for exchange, _ in found)
+    assert len(requests) == 6

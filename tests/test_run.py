@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import time
+import urllib.request
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import pytest
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.records import Request, read_marks, read_requests
 from harness.simulated.spawn import spawned
+from harness.summarize.summarize import read_summary
 from tests.command import Going, going, harness, only_run, server, until, write
+from tests.doubles.lemonade.spawn import spawned as lemonade
 
 # Where others use this machine, the load generator may be told to have been the limit as well.
 VALID = r"\bVALID(: all conditions of a trustworthy measurement held|, CLIENT-LIMITED: )"
@@ -111,6 +114,24 @@ def test_on_a_server_that_already_runs(tmp_path: Path) -> None:
     served = manifest.cells[0].served_by
     assert (served.url, served.model, served.template, served.simulated) == (there.url, "other", None, True)
     assert "SIMULATED ENGINE" in done.out
+
+
+def test_a_lemonade_that_closes_connections_after_streams_gives_a_valid_run(tmp_path: Path) -> None:
+    """No warm-up and eight users at once: no request fails, and none is sent twice."""
+    load = {"user": "batch", "requests": 120, "output_tokens": 4, "users": 8}
+    path = write(tmp_path, loads={"burst": load}, warmup={"requests": 0})
+    models = {"Tiny": {"checkpoint": "/models/tiny", "recipe": "vllm"}}
+    with lemonade(tmp_path / "lemonade", user_models=models, installed=True, close_s=0.03) as there:
+        asked = {"model_name": "user.Tiny"}
+        request = urllib.request.Request(f"{there.url}/v1/load", json.dumps(asked).encode(), method="POST")
+        urllib.request.urlopen(request, timeout=60).close()
+        asked_for = ["--url", there.url, "--model", "user.Tiny", "--runs", "runs"]
+        done = harness("run", path.name, *asked_for, cwd=tmp_path)
+    assert (done.code, done.err) == (0, ""), done.out
+    run = only_run(tmp_path / "runs")
+    assert {(one.error, one.message, one.resent) for one in records(run)} == {(None, None, False)}
+    (cell,) = read_summary(run).cells
+    assert (cell.numbers.succeeded, cell.numbers.resent, cell.problems) == (120, 0, [])
 
 
 def test_two_load_processes(tmp_path: Path) -> None:

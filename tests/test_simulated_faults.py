@@ -78,6 +78,24 @@ def test_cut_without_streaming_sends_half_a_body(server: Spawned) -> None:
     assert (head.startswith(b"HTTP/1.1 200"), len(body)) == (True, length // 2)
 
 
+def test_close_ends_the_connection_after_a_whole_stream_that_says_keep_alive(server: Spawned) -> None:
+    body = b'{"messages":[{"role":"user","content":"hello"}],"stream":true,"max_tokens":2,"ignore_eos":true}'
+    request = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nx-simulate-fault: close:0.2\r\ncontent-length: %d\r\n\r\n%b"
+        % (len(body), body)
+    )
+    with socket.create_connection(("127.0.0.1", server.port), 5) as link:
+        link.sendall(request)
+        data = b""
+        while not data.endswith(b"0\r\n\r\n"):
+            data += link.recv(65536)
+        whole_s = time.monotonic()
+        link.sendall(request)  # it is never read
+        assert link.recv(65536) == b""
+    assert 0.1 < time.monotonic() - whole_s < 2
+    assert b"[DONE]" in data and b"connection: close" not in data.lower()
+
+
 def test_hang_stays_silent(server: Spawned) -> None:
     with pytest.raises(TimeoutError):
         raw(server, "hang:1", timeout=0.3)

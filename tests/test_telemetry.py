@@ -20,6 +20,7 @@ from harness.rundir.telemetry import (
     GpuSample,
     HostSample,
     TelemetrySample,
+    machine_load,
     read_telemetry,
 )
 from harness.serve import Endpoint
@@ -174,6 +175,30 @@ def test_a_container(tmp_path: Path, version: int) -> None:
     assert sampled(meter, tmp_path, 10, paths).container == ContainerSample(memory_bytes=4000)
     write(tmp_path, {cpu[0]: cpu[1].format(23)})
     assert sampled(meter, tmp_path, 12, paths).container == ContainerSample(cpu_cores=1.5, memory_bytes=4000)
+
+
+def test_overflows_of_listen_queues_are_those_of_the_containers_network(tmp_path: Path) -> None:
+    head = "TcpExt: SyncookiesSent ListenOverflows ListenDrops\n"
+    write(tmp_path, {"proc/77/net/netstat": f"{head}TcpExt: 4 52 53\nIpExt: InNoRoutes\nIpExt: 7\n"})
+    write(tmp_path, {"proc/net/netstat": f"{head}TcpExt: 1 900 900\n"})
+    paths = find_files(tmp_path, ["proc/77/net/netstat"])
+    assert sampled(Meter(), tmp_path, 10, paths).container == ContainerSample(listen_overflows=52)
+    assert sampled(Meter(), tmp_path, 10, find_files(tmp_path)).container is None
+
+
+def test_overflows_of_the_measured_time() -> None:
+    def load(*counts: int | None) -> int | None:
+        samples = [
+            TelemetrySample(wall_s=float(at), cell="c", container=ContainerSample(listen_overflows=count))
+            for at, count in enumerate(counts)
+        ]
+        found = machine_load(samples, (1.5, 3.5), None)
+        return None if found is None else found.listen_overflows
+
+    assert load(1, 3, 3, 10, 12, 50) == 9  # from the last sample before to the first one after
+    assert load(7, 7, 7, 7, 7) == 0
+    assert load(None, None, None, None, None) is None
+    assert load(9, 9, 0, 0, 0) is None  # another container
 
 
 def test_a_process_of_another_container_is_not_taken_for_ours(tmp_path: Path) -> None:

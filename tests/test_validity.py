@@ -297,8 +297,41 @@ def test_a_load_above_what_a_gateway_serves_at_once_is_told() -> None:
 
 def test_connections_that_are_not_kept_are_told() -> None:
     assert judge(four(connect_s=0.002)).notes == []  # no more than are in flight at once
-    many = [request(index=i, connect_s=0.002 if i else 0.006) for i in range(4)]
-    assert judge(many).notes == [
-        "c: 4 of 4 requests opened a connection of their own, which took 3 ms on average and 6 ms at most: no latency "
+    many = [request(index=i, connect_s=0.002 if i else 0.007) for i in range(5)]
+    assert judge(many, load=msgspec.structs.replace(LOAD, requests=5)).notes == [
+        "c: 5 of 5 requests opened a connection of their own, which took 3 ms on average and 7 ms at most: no latency "
         "has it, wall time and rates do"
     ]
+
+
+@pytest.mark.parametrize(("sent", "resent", "reasons", "notes"), [(200, 2, 0, 1), (200, 3, 1, 0), (200, 0, 0, 0)])
+def test_more_than_one_percent_of_requests_sent_twice_is_a_reason(
+    sent: int, resent: int, reasons: int, notes: int
+) -> None:
+    found = judge(
+        [request(index=i, resent=i < resent, error="disconnect" if i == 0 else None) for i in range(sent)],
+        load=msgspec.structs.replace(LOAD, requests=sent),
+        max_error_rate=0.5,
+    )
+    texts = [
+        [text for text in of if f"{resent} of 200 requests were sent twice" in text]
+        for of in (found.reasons, found.notes)
+    ]
+    assert [len(of) for of in texts] == [reasons, notes]
+
+
+def test_a_full_listen_queue_is_reported_with_what_is_affected() -> None:
+    retried = [request(index=i, connect_s=1.03, connect_retries=int(i < 3)) for i in range(4)]
+    (note,) = [note for note in judge(retried).notes if "listen queue" in note]
+    assert "3 connections waited 1 s or more" in note and "gateway" in note and "from schedule" not in note
+    assert not any("listen queue" in note for note in judge(four(connect_s=0.9, connect_retries=0)).notes)
+    assert not any("listen queue" in note for note in judge(four(connect_s=0.9)).notes)
+
+
+def test_overflows_in_the_servers_container_are_reported() -> None:
+    """Behind Docker's proxy the client's own connections do not wait."""
+    seen = MachineLoad(samples=5, gap_most_s=1.0, listen_overflows=52)
+    (note,) = [note for note in judge(machine=seen).notes if "listen queue" in note]
+    assert "52 overflows in the server's container" in note and "TTFT" in note
+    none = msgspec.structs.replace(seen, listen_overflows=0)
+    assert not any("listen queue" in note for note in judge(machine=none).notes)

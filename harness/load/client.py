@@ -7,6 +7,7 @@ The bytes are read by `harness.load.reader`, one place for all connections; what
 import contextlib
 import errno
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,17 +20,17 @@ from harness.load.clock import KernelClock, ask_for_stamps
 from harness.load.dialer import CONNECT_TIMEOUT_S, Dialer
 from harness.load.exchange import Collector, Exchange, Failure
 from harness.load.reader import Direct, Inbox, Reader
+from harness.rundir.records import CLOSING_S
 
 _DONE_GRACE_S = 0.02  # for the end of the body after [DONE], which some proxies leave open
-# A kept connection whose end arrives this soon after the request was being closed as the request was on its way: the
-# two crossed, which takes a round trip. An end that comes later is what the server did with the request.
-_CROSSED_S = 0.02
-# Until a connection is closed here that the server said it closes: who closes first keeps the local port for a minute.
+# Wait before closing a connection that the server closes: who closes first keeps the local port for a minute.
 _LEAVING_S = 0.1
-_TCP_CLOSE = 7  # after a reset
+_ESTABLISHED = 1  # tcpi_state
+_TOTAL_RETRANS = slice(100, 104)  # tcpi_total_retrans
 _TLS_RECORD_BYTES = 16_384  # fit an idle connection's buffer
 _UPLOAD_BYTES = 1 << 18  # of a request at a time
-_IDLE_SHARE = 0.8  # of the server's stated idle limit, so that it never closes first
+_IDLE_SHARE = 0.8  # of the server's idle limit, so that it never closes first
+_IDLE_LIMIT_S = 5.0  # where the server states none: the default of uvicorn (vLLM, SGLang) and of Node.js
 
 Body = Callable[[], bytes]  # makes it
 
@@ -38,8 +39,8 @@ class Client:
     """One connection to one server, opened when needed and kept; for one request at a time."""
 
     __slots__ = (
-        "_clock", "_dialer", "_headers", "_idle_until_ns", "_reader", "_requests_left", "_socket", "_stamped",
-        "_timeout_s"
+        "_after_stream", "_clock", "_dialer", "_headers", "_idle_until_ns", "_kept_ns", "_reader", "_requests_left",
+        "_socket", "_stamped", "_timeout_s"
     )  # fmt: skip
 
     def __init__(
@@ -59,7 +60,8 @@ class Client:
         self._socket: socket.socket | None = None
         self._stamped = False
         self._requests_left: int | None = None  # on this connection, where the server limits them
-        self._idle_until_ns: int | None = None
+        self._idle_until_ns = self._kept_ns = 0  # the latter: end of the previous response on this connection
+        self._after_stream = False  # whether that was a stream
 
     def post(self, path: str, body: Body, exchange: Exchange) -> None:
         """Send `body`, a JSON text, to the API's `path` and collect the response in `exchange`; failures go there too.
@@ -102,7 +104,7 @@ class Client:
                 self.close()
 
     def _attempt(self, method: str, path: str, body: Body | None, exchange: Exchange) -> bool:
-        """One try. False: the kept connection was closed as the request was on its way; use a new one."""
+        """Send once. Return False if the server was already closing the kept connection: send on a new one."""
         self._drop_if_stale()
         reused = self._socket is not None
         sock = self._socket or self._connect(exchange)
@@ -118,9 +120,9 @@ class Client:
         except TimeoutError:
             raise Failure("timeout", f"no data arrived for {self._timeout_s:g} s") from None
         except (OSError, EOFError) as error:
-            unsent = upload is not None and upload.left > 0
-            crossed = unsent or _was_refused(sock) or time.monotonic_ns() - sent_ns < _CROSSED_S * 1e9
-            if reused and crossed and not exchange.arrivals:
+            was_closing = reused and time.monotonic_ns() - self._kept_ns < CLOSING_S * 1e9
+            if was_closing and not exchange.arrivals:
+                self._dialer.keeps[self._after_stream] = False
                 self.close()
                 exchange.resent = True
                 return False
@@ -200,6 +202,7 @@ class Client:
         sock = None
         try:
             sock = self._dialer.connect()
+            exchange.connect_retries = _retries(sock)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._stamped = self._dialer.tls is None and ask_for_stamps(sock)
             if self._dialer.tls is not None:
@@ -211,30 +214,45 @@ class Client:
                 raise Failure("connect", f"{self._dialer.target.authority}: {_words(error)}{_proxy_remark()}") from None
             raise
         self._socket = sock
-        self._requests_left = self._idle_until_ns = None
+        self._requests_left = None
         exchange.connect_ns = time.monotonic_ns() - began_ns
         return sock
 
     def _keep(self, collector: Collector) -> None:
-        """Keep the connection for the next request, within the limits that the server has stated."""
-        headers = collector.exchange.headers
-        if not collector.keep_alive:
-            if self._socket is not None:
-                gevent.spawn_later(_LEAVING_S, self._socket.close)
-                self._socket = None
+        """Keep the connection for the next request, unless the server closes it."""
+        sock, keeps = self._socket, self._dialer.keeps
+        if sock is None:
             return
-        if "keep-alive" in headers:
-            self._note_limits(headers["keep-alive"])
-        if self._requests_left is not None:
-            self._requests_left -= 1
+        self._after_stream = collector.waits_for_end
+        kept = keeps.get(self._after_stream)
+        if not collector.keep_alive or kept is False:
+            gevent.spawn_later(_LEAVING_S, sock.close)
+            self._socket = None
+        elif kept is None and self._after_stream:
+            # Until it is known what the server does after a stream, no request is sent on such a connection: it might
+            # be lost, or be processed twice.
+            gevent.spawn_later(CLOSING_S, self._learn, sock)
+            self._socket = None
+        else:
+            self._kept_ns = time.monotonic_ns()
+            self._note_limits(collector.exchange.headers.get("keep-alive", ""))
+
+    def _learn(self, sock: socket.socket) -> None:
+        """Note whether the server has closed a connection after its stream."""
+        self._dialer.keeps.setdefault(True, not self._has_ended(sock))
+        sock.close()
 
     def _note_limits(self, said: str) -> None:
         limits = dict(part.strip().partition("=")[::2] for part in said.lower().split(","))
+        idle_s = _IDLE_LIMIT_S
         with contextlib.suppress(KeyError, ValueError):
-            self._idle_until_ns = time.monotonic_ns() + int(float(limits["timeout"]) * _IDLE_SHARE * 1e9)
+            idle_s = min(max(0.0, float(limits["timeout"])), 3600.0)
+        self._idle_until_ns = self._kept_ns + int(idle_s * _IDLE_SHARE * 1e9)
         if self._requests_left is None:  # servers either count "max" down or repeat the same number
             with contextlib.suppress(KeyError, ValueError):
                 self._requests_left = int(limits["max"])
+        if self._requests_left is not None:
+            self._requests_left -= 1
 
     def _drop_if_stale(self) -> None:
         """Close a kept connection that the server has closed, or is about to."""
@@ -242,9 +260,23 @@ class Client:
         if sock is None:
             return
         worn = self._requests_left is not None and self._requests_left <= 0
-        idle = self._idle_until_ns is not None and time.monotonic_ns() > self._idle_until_ns
-        if worn or idle or (self._dialer.tls is None and _has_ended(sock)):
+        if worn or time.monotonic_ns() > self._idle_until_ns or self._has_ended(sock):
             self.close()
+
+    def _has_ended(self, sock: socket.socket) -> bool:
+        """Whether the server has closed an idle connection, or sent anything that no request asked for."""
+        if hasattr(socket, "TCP_INFO") and sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != _ESTABLISHED:
+            return True
+        if self._dialer.tls is not None:  # unread bytes may be of TLS itself
+            return False
+        raw: Any = sock._sock  # type: ignore[attr-defined]  # without gevent's waiting
+        try:
+            raw.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
 
 
 class Upload:
@@ -266,26 +298,12 @@ class Upload:
         self._greenlet.kill(block=False)
 
 
-def _has_ended(sock: socket.socket) -> bool:
-    """Whether there is an end, or anything else that no request asked for, on an idle connection."""
-    raw: Any = sock._sock  # type: ignore[attr-defined]  # without gevent's waiting
-    try:
-        raw.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
-def _was_refused(sock: socket.socket) -> bool:
-    """Whether the server's kernel did not take what was sent last, or threw it away unread: it never came to it,
-    however late that is noticed. Of a request that it has read a connection ends in order, with all acknowledged.
-    """
+def _retries(sock: socket.socket) -> int | None:
+    """Return how many SYNs were sent again until this new connection was open; None where the system does not say."""
     if not hasattr(socket, "TCP_INFO"):  # not Linux
-        return False
-    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 28)
-    return info[0] == _TCP_CLOSE or info[24:28] != bytes(4)  # tcpi_state, tcpi_unacked
+        return None
+    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TOTAL_RETRANS.stop)[_TOTAL_RETRANS]
+    return int.from_bytes(info, sys.byteorder) if info else None
 
 
 def _words(error: OSError) -> str:

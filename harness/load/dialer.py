@@ -59,6 +59,8 @@ class Dialer:
     def __init__(self, target: Target) -> None:
         self.target = target
         self.tls = _tls_context() if target.tls else None
+        # What the server does with a connection that it says it keeps, by whether the response was a stream. Learned.
+        self.keeps: dict[bool, bool] = {}
         self._fresh_s = math.inf if _is_address(target.host) else _FRESH_S
         self._found: list[_Address] = []
         self._found_s = -math.inf

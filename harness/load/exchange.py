@@ -55,6 +55,7 @@ class Exchange:
     id: str
     began_ns: int = field(default_factory=time.monotonic_ns)
     connect_ns: int | None = None  # duration of opening the connection; None when it was open
+    connect_retries: int | None = None  # SYNs that were sent again until the connection was open
     sent_ns: int | None = None  # the first time, where it had to be sent again
     resent: bool = False
     arrivals: Arrivals = field(default_factory=Arrivals)  # of each read

@@ -307,6 +307,7 @@ class LoadProcess:
             sent_s=exchange.start_ns / 1e9,
             scheduled_s=None if place.due_s is None else place.due_s - exchange.start_ns / 1e9,
             resent=exchange.resent,
+            connect_retries=exchange.connect_retries,
             connect_s=None if exchange.connect_ns is None else exchange.connect_ns / 1e9,
             coalesced_late=coalesced_late(exchange, answer),
             asked_tokens=None if embeddings else self._asked(place.question),

@@ -139,6 +139,8 @@ class Meter:
                 by_gpu[match[1]][match[2]] = content
             elif "/cgroup/" in path:
                 own[path.rpartition("/")[2]] = content
+            elif path.endswith("/net/netstat"):
+                own["netstat"] = content
         gpus = {name: self._gpu(name, found) for name, found in sorted(by_gpu.items())}
         return gpus, self._host(files, rated), self._container(own, passed_s, rated)
 
@@ -192,7 +194,10 @@ class Meter:
             cache = _field(statistics, b"total_inactive_file")
             cache = _field(statistics, b"inactive_file") if cache is None else cache
             memory = max(0, memory - (cache or 0))
-        return None if cores is None and memory is None else ContainerSample(cpu_cores=cores, memory_bytes=memory)
+        overflows = _listen_overflows(files.get("netstat", b""))
+        if cores is None and memory is None and overflows is None:
+            return None
+        return ContainerSample(cpu_cores=cores, memory_bytes=memory, listen_overflows=overflows)
 
 
 def _temperatures(files: Mapping[str, bytes]) -> dict[str, float]:
@@ -211,6 +216,12 @@ def _clock(files: Mapping[str, bytes], frequency: str, levels: str) -> float | N
         return hertz
     match = _CURRENT_CLOCK.search(files.get(levels, b""))
     return float(match[1]) if match else None
+
+
+def _listen_overflows(netstat: bytes) -> int | None:
+    """Return how many connections full listen queues of a network namespace have turned away since its start."""
+    rows = [line.split() for line in netstat.splitlines() if line.startswith(b"TcpExt:")]
+    return _whole(dict(zip(*rows, strict=False)).get(b"ListenOverflows")) if len(rows) == 2 else None
 
 
 def _field(content: bytes, name: bytes) -> int | None:

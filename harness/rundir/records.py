@@ -15,6 +15,8 @@ from harness.rundir.files import read_lines
 FORMAT_VERSION = 1
 MOST_CPU = 0.90  # of one core: a load process is one thread, and above that it is the limit
 LATE_READ_S = 0.005  # after the kernel had the bytes: a busy load process looks at its sockets each 2 ms
+# After a response, a server that does not keep the connection has closed it: Lemonade within 70 ms of [DONE].
+CLOSING_S = 0.2
 
 ErrorKind = Literal[
     "connect",  # no connection: refused, unreachable, name not resolved
@@ -54,8 +56,9 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     batch: int | None = None
     again: bool = False  # the question before, asked once more: the user wants another answer
     scheduled_s: float | None = None  # when the plan wanted it sent (negative: sent late); None in a closed loop
-    resent: bool = False  # a kept connection was closing as it was sent: sent again on a new one, within this record
+    resent: bool = False  # the server was closing the kept connection: sent again on a new one, within this record
     connect_s: float | None = None  # duration of opening the connection, before sent_s (resent: after); None: reused
+    connect_retries: int | None = None  # SYNs sent again until it was open, the first after 1 s; None: reused, unknown
     headers_s: float | None = None
     chunks_s: list[float] = []  # one per data event that carries generated tokens of any channel
     # Events that announce a token without text, such as the end token, before the first of chunks_s or after the last.

@@ -20,7 +20,9 @@ MOST_GAP_S = 5.0  # between two samples; beyond, what happened in between is not
 LEAST_BUSY = 5.0  # percent on average: a GPU below did not serve ...
 LEAST_PART = 0.1  # ... nor one below that part of the busiest
 
-_WHOLE = ("samples", "memory_most_bytes", "host_memory_least_bytes", "container_memory_most_bytes")
+_WHOLE = (
+    "samples", "memory_most_bytes", "host_memory_least_bytes", "container_memory_most_bytes", "listen_overflows"
+)  # fmt: skip
 
 Span = tuple[float, float]
 Series = list[tuple[float, float]]  # time, value
@@ -56,6 +58,7 @@ class ContainerSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
 
     cpu_cores: float | None = None  # how many cores it kept busy since the last sample
     memory_bytes: int | None = None  # without page cache that can be dropped, as `docker stats` counts
+    listen_overflows: int | None = None  # ListenOverflows of its network namespace: a counter since its start
 
 
 class TelemetrySample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
@@ -110,6 +113,7 @@ def machine_load(samples: Sequence[TelemetrySample], window: Span | None, tokens
         host_memory_least_bytes=min(_known(host, "memory_available_bytes"), default=None),
         container_cpu_mean_cores=_mean(_known(container, "cpu_cores")),
         container_memory_most_bytes=max(_known(container, "memory_bytes"), default=None),
+        listen_overflows=_listen_overflows(samples, window),
     )
 
 
@@ -207,6 +211,17 @@ def _counted(series: Series, window: Span) -> float | None:
     if any(late[1] < early[1] for early, late in itertools.pairwise(series)):
         return None
     return _at(series, window[1]) - _at(series, window[0])
+
+
+def _listen_overflows(samples: Sequence[TelemetrySample], window: Span) -> int | None:
+    """Return the growth of the counter from the last sample before the window to the first after it."""
+    series = [(one.wall_s, count) for one in samples if one.container for count in [one.container.listen_overflows]]
+    known = [(at, count) for at, count in series if count is not None]
+    first = max((point for point in known if point[0] <= window[0]), default=min(known, default=None))
+    last = min((point for point in known if point[0] >= window[1]), default=max(known, default=None))
+    if first is None or last is None or last[0] <= first[0] or last[1] < first[1]:
+        return None
+    return last[1] - first[1]
 
 
 def _at(series: Series, when: float) -> float:

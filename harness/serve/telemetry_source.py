@@ -16,8 +16,11 @@ def source_of(endpoint: Endpoint) -> Source | None:
     container = endpoint.container
     if container is None:
         return local_source() if _is_here(endpoint.url) else None
-    files = cgroup_files(root(), int(container.attrs["State"].get("Pid") or 0), str(container.id))
+    pid = int(container.attrs["State"].get("Pid") or 0)
+    files = cgroup_files(root(), pid, str(container.id))
     if files:
+        if container.attrs["HostConfig"].get("NetworkMode") != "host":  # else it counts for all programs
+            files.append(f"proc/{pid}/net/netstat")
         return local_source(files)
     # Its processes are not among this machine's: the engine is elsewhere, whatever its address is, or we are in a
     # container ourselves. What is seen from within is right in all cases.

@@ -44,6 +44,7 @@ class Answer:
     def open(self) -> None:
         """Send the headers of a stream; they go out before any token exists, as vLLM does."""
         if self.asked.stream:
+            self.http.closes_after_s = self.faults.get("close")
             self.http.start_stream(**{"x-request-id": self.sent.request_id})
 
     def ping(self) -> None:

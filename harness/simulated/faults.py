@@ -11,6 +11,7 @@ request header `X-Simulate-Fault: KIND[:PARAMETER][,KIND...]` strikes that reque
 | 500-html | | status 500 with an HTML page, as a proxy answers |
 | html | | status 200 with an HTML page |
 | cut | content events (3) | the connection is closed after that many, without `[DONE]` |
+| close | seconds (0.03) | the connection is closed so long after a whole stream, without notice: as Lemonade does |
 | hang | content events (3) | after that many the stream stays open and silent for ever |
 | error-event | content events (3) | then an error object in the 200 stream, `[DONE]`, end: as vLLM does |
 | lemonade-error | content events (0) | then an error object with `status_code`, no `[DONE]`: as Lemonade does |
@@ -42,10 +43,10 @@ import math
 import msgspec
 
 _DEFAULTS: dict[str, float | None] = {
-    "delay": 1, "429": 1, "503": 1, "500-html": None, "html": None, "cut": 3, "hang": 3, "error-event": 3,
-    "lemonade-error": 0, "malformed": 3, "split": 7, "coalesce": 3, "crlf": None, "multiline": None, "ping": 0.02,
-    "no-usage": None, "reasoning": 4, "reasoning-content": 4, "tool-call": None, "stop-string": 2, "no-role": None,
-    "empty": None, "wrong": None, "invalid": None, "exit": 10, "never-ready": None,
+    "delay": 1, "429": 1, "503": 1, "500-html": None, "html": None, "cut": 3, "close": 0.03, "hang": 3,
+    "error-event": 3, "lemonade-error": 0, "malformed": 3, "split": 7, "coalesce": 3, "crlf": None, "multiline": None,
+    "ping": 0.02, "no-usage": None, "reasoning": 4, "reasoning-content": 4, "tool-call": None, "stop-string": 2,
+    "no-role": None, "empty": None, "wrong": None, "invalid": None, "exit": 10, "never-ready": None,
 }  # fmt: skip
 KINDS = tuple(_DEFAULTS)
 PROCESS_KINDS = ("exit", "never-ready")

@@ -1,6 +1,7 @@
 """HTTP/1.1 over an asyncio transport: requests in, one socket write per piece out, connections kept alive."""
 
 import asyncio
+import contextlib
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -22,6 +23,7 @@ class HttpRequest:
         self.body = b""
         self.received_s = received_s
         self.on_disconnect: Callable[[], None] | None = None
+        self.closes_after_s: float | None = None  # the connection, although it says keep-alive
         self._connection = connection
         self._keep_alive = True
 
@@ -51,7 +53,10 @@ class HttpRequest:
 
     def done(self) -> None:
         self.on_disconnect = None
-        self._connection.finished(self._keep_alive)
+        if self.closes_after_s is None:
+            self._connection.finished(self._keep_alive)
+        else:
+            self._connection.close_later(self.closes_after_s)
 
     def drop(self) -> None:
         """Close the connection without an end, as a dying server or proxy does."""
@@ -138,6 +143,17 @@ class Connection(asyncio.Protocol):
                 self._current.answer(413, b"{}")
             else:
                 self._handle(self._current)
+
+    def close_later(self, wait_s: float) -> None:
+        """Read no more requests, and close."""
+        if not self.transport.is_closing():
+            self.transport.pause_reading()
+            asyncio.get_running_loop().call_later(wait_s, self._shut)
+
+    def _shut(self) -> None:
+        with contextlib.suppress(OSError):  # the client was faster
+            self.transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+        self.transport.close()
 
     def finished(self, keep_alive: bool) -> None:
         self._current = None

@@ -82,6 +82,8 @@ class Tally(Struct, kw_only=True):
     # Measured requests:
     sent: int = 0
     succeeded: int = 0
+    resent: int = 0
+    connect_retried: int = 0  # needed more than one SYN
     errors: Counter[str] = msgspec.field(default_factory=Counter)
     said: Said = msgspec.field(default_factory=Said)  # by failed requests
     retry_after: int = 0  # of these, those that have a `retry_after_s`,
@@ -109,7 +111,6 @@ class Tally(Struct, kw_only=True):
     coalesced_late: int = 0  # and those whose read was
     first_shared: int = 0  # streams whose first chunk shared a read with the second,
     first_shared_late: int = 0  # and some read of theirs that chunks shared was late
-    resent: int = 0
     ttft_s: "array[float]" = msgspec.field(default_factory=doubles)
     ttfo_s: "array[float]" = msgspec.field(default_factory=doubles)
     tpot_s: "array[float]" = msgspec.field(default_factory=doubles)
@@ -145,6 +146,8 @@ class Tally(Struct, kw_only=True):
         self.sent += 1
         self.first_sent_s = sent_s if self.first_sent_s is None else min(self.first_sent_s, sent_s)
         self.last_ended_s = ended_s if self.last_ended_s is None else max(self.last_ended_s, ended_s)
+        self.resent += request.resent
+        self.connect_retried += bool(request.connect_retries)
         _keep(self.send_lag_s, derive.send_lag_s(request))
         if self.scheduled or request.scheduled_s is not None:  # each row of a trace has its time
             self.schedule.add(request, sent_s)
@@ -200,7 +203,6 @@ class Tally(Struct, kw_only=True):
         if request.coalesced and request.chunks_s[0] == request.chunks_s[1]:
             self.first_shared += 1
             self.first_shared_late += bool(request.coalesced_late)
-        self.resent += request.resent
         self.wrong_length += derive.length_is_wrong(request)
         self.read_clock += bool(request.chunks_s) and request.clock == "read"
         self.without_prompt_tokens += request.prompt_tokens is None
@@ -327,6 +329,8 @@ def numbers_of(tallies: Sequence[Tally], cells: Sequence[Numbers] = ()) -> Numbe
         unfinished=errors["unfinished"],
         abandoned=errors["abandoned"],
         errors=dict(sorted(errors.items())),
+        resent=sum(t.resent for t in tallies),
+        connect_retried=sum(t.connect_retried for t in tallies),
         retry_after=(retry_after := sum(t.retry_after for t in tallies)),
         retry_after_s=math.fsum(t.retry_after_s for t in tallies) if retry_after else None,
         prompt_tokens=sum(t.prompt_tokens for t in tallies) if known_prompts else None,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 
 from harness.rundir.manifest import DIED, CellRun, Run
-from harness.rundir.records import LATE_READ_S, ProcessMark
+from harness.rundir.records import CLOSING_S, LATE_READ_S, ProcessMark
 from harness.rundir.telemetry import MOST_GAP_S
 from harness.scenario.scenario import Load, at_once, is_open
 from harness.summarize.schedule import counts_arrivals
@@ -24,6 +24,7 @@ MOST_TOKEN_DIFFERENCE = 0.01
 MOST_FOREIGN_MEMORY = 0.25  # of a GPU; a desktop on an APU needs some
 MOST_COALESCED = 0.01
 MOST_OPENED = 0.10  # of the requests
+MAX_RESENT = 0.01  # of the requests
 MOST_HEAT = 0.05  # of the measured time in which heat holds a GPU back
 MOST_ENERGY_DIFFERENCE = 0.10  # between power readings and a counter of the GPU
 
@@ -197,12 +198,41 @@ def _work(evidence: Evidence) -> list[str]:
             f"{numbers.failed:,} of {count(numbers.sent, 'request')} failed "
             f"({kinds}): an error rate of {rate:.2%}, and at most {evidence.max_error_rate:.2%} is allowed"
         )
+    if numbers.resent > MAX_RESENT * numbers.sent:
+        reasons.append(f"{_resent(numbers)}; at most {MAX_RESENT:.0%} is allowed, because the server may do them twice")
     if not numbers.succeeded and evidence.reached:
         reasons.append("no measured request succeeded")
     wrong = evidence.tally.wrong_length
     if wrong:
         reasons.append(f"{wrong:,} of {numbers.succeeded:,} answers do not have the fixed length {_length(load)}")
     return reasons
+
+
+def _resent(numbers: Numbers) -> str:
+    share = (
+        f"{numbers.resent:,} of {count(numbers.sent, 'request')} were sent twice ({numbers.resent / numbers.sent:.1%})"
+    )
+    return f"{share}: the server closed a kept connection within {CLOSING_S:g} s after a response"
+
+
+def _listen_queue(evidence: Evidence) -> list[str]:
+    """Connections that had to wait because the server's listen queue was full."""
+    numbers, load = evidence.numbers, evidence.machine_load
+    turned_away = (load.listen_overflows if load is not None else None) or 0
+    facts = []
+    if numbers.connect_retried:
+        waited = f"{count(numbers.connect_retried, 'connection')} waited 1 s or more for the server to take them"
+        schedule = ", TTFT and E2E latency from schedule" if is_open(evidence.load) else ""
+        facts.append(f"{waited}; this is in wall time and rates{schedule}, and in no other latency")
+    if turned_away:
+        inside = f"the kernel counted {count(turned_away, 'overflow')} in the server's container"
+        facts.append(f"{inside}; where Docker's proxy forwards the port, TTFT and E2E latency include the wait")
+    if not facts:
+        return []
+    return [
+        f"the server's listen queue overflowed: {'; '.join(facts)}. Put a gateway that keeps connections in front of "
+        "the server, or let fewer requests arrive at once"
+    ]
 
 
 def _prompts(evidence: Evidence) -> list[str]:
@@ -322,13 +352,14 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> list[str]:
     notes += _shared_reads(tally, numbers, limits)
     opened = numbers.connect_s
     took = [figures(1000 * (value or 0.0)) for value in (opened.mean, opened.most)]
-    if opened.n > max(at_once(load), MOST_OPENED * numbers.succeeded):
+    if opened.n > max(2 * at_once(load), MOST_OPENED * numbers.succeeded):
         notes.append(
             f"{opened.n:,} of {count(numbers.succeeded, 'request')} opened a connection of their own, which took "
             f"{took[0]} ms on average and {took[1]} ms at most: no latency has it, wall time and rates do"
         )
-    if tally.resent:
-        notes.append(f"{count(tally.resent, 'request')} went out twice: the kept connection had just been closed")
+    notes += _listen_queue(evidence)
+    if 0 < numbers.resent <= MAX_RESENT * numbers.sent:
+        notes.append(_resent(numbers))
     if numbers.retry_after:
         how = (
             "their users waited"

@@ -14,7 +14,7 @@ class PooledServer(socketserver.TCPServer):
     """Accepts at once; serves in the order of arrival, `threads` connections at a time."""
 
     allow_reuse_address = True
-    request_queue_size = 1024
+    request_queue_size = 5  # of cpp-httplib
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], threads: int) -> None:
         super().__init__(address, handler)

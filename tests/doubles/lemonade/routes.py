@@ -1,6 +1,7 @@
 """Requests of the double, under all the prefixes that Lemonade takes."""
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -156,6 +157,8 @@ class Lemonade(BaseHTTPRequestHandler):
             self.wfile.write(b"%x\r\n%b\r\n" % (len(event), event))
             self.wfile.flush()
         self.wfile.write(b"0\r\n\r\n")
+        self.close_connection = True  # after each stream, whatever the headers said
+        time.sleep(self.router.settings.behaviour.close_s)
 
     def _json(self, status: int, found: Any) -> None:
         self._send(status, "application/json", json.dumps(found, sort_keys=True).encode())
@@ -172,6 +175,7 @@ class Lemonade(BaseHTTPRequestHandler):
             self.send_header("Connection", "close")
         else:
             keep_s = self.router.settings.behaviour.keep_alive_s
+            self.send_header("Connection", "keep-alive")
             self.send_header("Keep-Alive", f"timeout={keep_s:g}, max={REQUESTS_PER_CONNECTION}")
         for name, value in more.items():
             self.send_header(name, value)

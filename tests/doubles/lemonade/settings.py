@@ -30,6 +30,7 @@ class Behaviour(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     preset: str = "instant"  # of the embedded engine
     unload_s: float = 2.0
     keep_alive_s: float = 5.0
+    close_s: float = 0.03  # from the end of a stream to that of its connection; 0 to 0.07 were seen
     version: str = "11.7.0"
 
 
