@@ -2,9 +2,6 @@
 
 import contextlib
 import os
-import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,13 +13,13 @@ from docker.models.containers import Container
 
 from harness.errors import HarnessError, ServerError
 from harness.machine.facts import gpus
-from harness.process import STOPS, signals_interrupt
+from harness.process import signals_interrupt
 from harness.rundir.manifest import ServedBy
 from harness.scenario.scenario import Scenario, Server
 from harness.serve import ask
 from harness.serve.compose.compose import GATEWAY, SERVER, ComposeFile, Service, Serving, filled_in
 from harness.serve.compose.document import written
-from harness.serve.compose.values import parse_port, parse_seconds
+from harness.serve.compose.values import parse_port
 from harness.serve.docker import containers, labels
 from harness.serve.docker.containers import Look
 from harness.serve.docker.daemon import connect, engine_host
@@ -152,7 +149,7 @@ def _in_container(start: _Start, run_id: str, cell_id: str) -> Iterator[Endpoint
         refuse_unfit(filled.server, list(gpus()))
     client = connect()
     logs = [LogFile(start.log_path, start.secrets())]
-    try:
+    with containers.torn_down(client, start.compose, owner, logs, start.on_progress):
         server = _bring_up(start, filled, client, owner, logs[0])
         if start.compose.serving.gateway is None:
             yield server
@@ -161,12 +158,6 @@ def _in_container(start: _Start, run_id: str, cell_id: str) -> Iterator[Endpoint
             gateway = msgspec.structs.replace(start, name=GATEWAY, log_path=log_path)
             logs.append(LogFile(gateway.log_path, start.secrets()))
             yield _in_front(_bring_up(gateway, filled, client, owner, logs[1]), server)
-    except BaseException:
-        # The first error is the one to show; what could not be removed is said beside it.
-        _take_down(start, client, owner, logs, complain=lambda text: print(text, file=sys.stderr))
-        raise
-    else:
-        _take_down(start, client, owner, logs)
 
 
 def _bring_up(
@@ -246,26 +237,6 @@ def _in_front(gateway: Endpoint, server: Endpoint) -> Endpoint:
         server.started, url=gateway.url, model=gateway.started.model, gateway=gateway.started
     )
     return msgspec.structs.replace(server, url=gateway.url, network_url=gateway.network_url, started=started, look=look)
-
-
-def _take_down(
-    start: _Start,
-    client: docker.DockerClient,
-    owner: dict[str, str],
-    logs: list[LogFile],
-    complain: Callable[[str], None] | None = None,
-) -> None:
-    with _undisturbed(), contextlib.closing(client):
-        start.on_progress("taking the server down")
-        slowest_s = max(parse_seconds(service.stop_grace_period) for service in start.compose.services.values())
-        try:
-            containers.remove(client, owner, slowest_s)
-        except ServerError as error:
-            if complain is None:
-                raise
-            complain(str(error))
-        for log in logs:
-            log.settle()
 
 
 def attach(
@@ -352,17 +323,3 @@ def _port_in_use(port: int) -> ServerError:
         next_step="Leave host_port out to get a free one, or stop what uses it "
         f"(ss -ltnp 'sport = :{port}'); `harness clean` removes leftovers of earlier runs.",
     )
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """A second Ctrl-C must not stop the clearing up, which ends by itself within the grace period."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *STOPS)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
