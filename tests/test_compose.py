@@ -371,7 +371,9 @@ def test_vllm_rocm_says_what_the_documents_ask_for() -> None:
     server = parse(rendered("vllm-rocm")).server
     assert server.devices == ["/dev/kfd", "/dev/dri"]
     assert server.group_add == ["44", "992"]
-    assert (server.ipc, server.shm_size) == ("host", None)
+    assert (server.ipc, server.shm_size) == (None, "16g")  # ends with the container; that of the host would not
+    hosts = parse(rendered("vllm-rocm", {"ipc": "host"})).server
+    assert (hosts.ipc, hosts.shm_size) == ("host", None)
     assert server.security_opt == ["seccomp=unconfined"]
     assert server.cap_add == ["SYS_PTRACE"]
     assert server.volumes == [
@@ -391,7 +393,7 @@ def test_a_digest_an_entrypoint_and_a_size_of_shared_memory_pass_through() -> No
     given = {
         "image": "rocm/vllm@sha256:" + "a" * 64,
         "entrypoint": ["vllm", "serve"],
-        "shm_size": "16g",
+        "shm_size": "8g",
         "max_num_seqs": None,
         "model_path": "/models/x",
         "huggingface_cache": "/data/hf",
@@ -402,7 +404,7 @@ def test_a_digest_an_entrypoint_and_a_size_of_shared_memory_pass_through() -> No
     server = compose.server
     assert server.image == given["image"]
     assert server.entrypoint == ["vllm", "serve"]
-    assert (server.ipc, server.shm_size) == (None, "16g")
+    assert (server.ipc, server.shm_size) == (None, "8g")
     assert server.command is not None and server.command[:3] == ["/models/x", "--served-model-name", "org/model"]
     assert "--max-num-seqs" not in server.command
     assert server.volumes == [

@@ -12,8 +12,7 @@ from harness.machine.doctor import Engine, User, diagnose, show
 from harness.machine.targets import table, without_code
 from harness.prepare.experiment import Experiment, Target, prepare
 from harness.prepare.preflight import SWITCH, blockers, notes, refuse_blocked
-from harness.serve import server_document, variables
-from harness.serve.compose.compose import parse
+from harness.serve import variables
 from tests import machines
 from tests.command import harness
 from tests.command import write as write_scenario
@@ -167,13 +166,6 @@ def test_a_plan_says_when_an_image_has_no_code_for_the_gpu(tmp_path: Path) -> No
         "docs/doctor.md has the table"
     ]
     assert without_code("kyuz0/vllm-therock-gfx1151:stable", ["gfx1151"]) == [], "nothing is known of it"
-
-
-def test_what_is_said_of_shared_memory_is_what_the_templates_do(tmp_path: Path) -> None:
-    experiment = scenario(tmp_path, {"vllm-rocm": {"template": "vllm-rocm"}, "vllm-cpu": {"template": "vllm-cpu"}})
-    for name in experiment.scenario.servers:
-        service = parse(server_document(experiment.scenario, name)).server
-        assert (service.ipc, service.shm_size) == ("host", None)
 
 
 def test_what_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,9 +23,7 @@ def container_problems(service: Service) -> list[str]:
     size = service.shm_size
     if service.ipc != "host" and (size is None or ("$" not in size and parse_bytes(size) < LEAST_SHM)):
         has = f"shm_size: {size}" if size else "Docker's 64 MB of /dev/shm"
-        problems.append(
-            f"{ranks} GPUs exchange data through /dev/shm, and {has} is too small; set ipc: host or shm_size: 16g"
-        )
+        problems.append(f"{ranks} GPUs exchange data through /dev/shm, and {has} is too small; set shm_size: 16g")
     nodes = {node for device in service.devices for node in _RENDER_NODE.findall(device)}
     if nodes and not any(device.split(":")[0] == "/dev/dri" for device in service.devices) and len(nodes) < ranks:
         problems.append(f"tensor_parallel_size is {ranks}, and `devices` gives {len(nodes)} GPU to the container")
