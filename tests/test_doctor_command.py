@@ -11,7 +11,7 @@ from harness.errors import ServerError
 from harness.machine.doctor import Engine, User, diagnose, show
 from harness.machine.targets import table, without_code
 from harness.prepare.experiment import Experiment, Target, prepare
-from harness.prepare.preflight import SWITCH, blockers, notes, refuse_blocked
+from harness.prepare.preflight import SWITCH, blockers, notes, preflight
 from harness.serve import variables
 from tests import machines
 from tests.command import harness
@@ -121,7 +121,7 @@ def test_a_run_meets_the_blockers_before_anything_is_pulled(tmp_path: Path) -> N
     assert blockers(experiment, machines.strix_halo_carve_out(tmp_path / "good")) == {}
     if not (Path("/dev/kfd")).exists():
         with pytest.raises(ServerError, match="^server 'vllm' cannot run here: there is no AMD GPU"):
-            refuse_blocked(experiment)
+            preflight(experiment, pytest.fail)
         done = harness("run", "small.yaml", "--runs", "runs", cwd=tmp_path)
         assert (done.code, (tmp_path / "runs").exists()) == (2, False)
         assert done.err.startswith("error: server 'vllm' cannot run here: there is no AMD GPU")
