@@ -20,7 +20,7 @@ from harness.serve.compose import template as template_module
 from harness.serve.compose.compose import filled_in, parse
 from harness.serve.compose.interpolate import interpolate
 from harness.serve.compose.template import quote, render
-from harness.serve.compose.values import parse_bytes, parse_device, parse_port, parse_seconds, parse_volume
+from harness.serve.compose.values import parse_bytes, parse_device, parse_port, parse_seconds, parse_volume, url_of
 from harness.serve.secrecy import secrets_in
 from harness.simulated.presets import PRESETS
 
@@ -482,6 +482,10 @@ def test_the_short_forms_of_values() -> None:
     ]  # fmt: skip
     assert [parse_seconds(text) for text in ("30s", "1m30s", "500ms", "1h")] == [30.0, 90.0, 0.5, 3600.0]
     assert parse_port("127.0.0.1:18000:8000") == ("127.0.0.1", 18000, 8000)
+    assert parse_port("[::1]:0:8000") == ("::1", 0, 8000)  # the engine chooses
+    assert [url_of(address, 80) for address in ("0.0.0.0", "::", "::1", "10.0.0.1")] == [
+        "http://127.0.0.1:80", "http://[::1]:80", "http://[::1]:80", "http://10.0.0.1:80"
+    ]  # fmt: skip
     assert parse_port("[::1]:1:2/tcp") == ("::1", 1, 2)
     assert parse_volume("/a:/b:ro") == ("/a", "/b", True)
     assert parse_volume("name:/b").named
@@ -490,7 +494,7 @@ def test_the_short_forms_of_values() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["8000:8000", "8000", "127.0.0.1:8000", "127.0.0.1::8000", "1.2.3.999:1:2", "127.0.0.1:0:1"]
+    "text", ["8000:8000", "8000", "127.0.0.1:8000", "127.0.0.1::8000", "1.2.3.999:1:2", "127.0.0.1:1:0"]
 )
 def test_a_port_must_say_where_it_is_published(text: str) -> None:
     with pytest.raises(ValueError):

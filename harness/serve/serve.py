@@ -1,6 +1,7 @@
 """A server of a scenario, from its template to a model that answers, and down again."""
 
 import contextlib
+import ipaddress
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from harness.scenario.scenario import Scenario, Server
 from harness.serve import ask
 from harness.serve.compose.compose import GATEWAY, SERVER, ComposeFile, Service, Serving, filled_in
 from harness.serve.compose.document import written
-from harness.serve.compose.values import parse_port
+from harness.serve.compose.values import parse_port, url_of
 from harness.serve.docker import containers, labels
 from harness.serve.docker.containers import Look
 from harness.serve.docker.daemon import connect, engine_host
@@ -166,7 +167,7 @@ def _bring_up(
     # The secrets of `start.service` are still names; `filled` goes to the engine and nowhere else.
     service = filled.services[start.name]
     port = parse_port(service.ports[0])
-    url = f"http://{_host(port.address)}:{port.host}"
+    address = _reached(port.address)
     phases = Phases()
     image = ensure_image(client, service.image, start.on_progress)
     if start.name == SERVER:
@@ -176,8 +177,6 @@ def _bring_up(
     if start.serving.help is not None:
         check_flags(client, image, service, start.serving.help, owner, start.on_progress)
         phases.done("flags")
-    if engine_host() is None and not is_free(port.host, port.address):
-        raise _port_in_use(port.host)
     start.on_progress(f"starting the {start.name}'s container")
     if start.name == SERVER:
         containers.prepare(client, filled, owner)
@@ -185,6 +184,10 @@ def _bring_up(
     phases.done("create")
     containers.follow_log(container, log)
     look = containers.watcher(container, log)
+    host_port = containers.host_port(container, port)
+    if host_port is None:
+        raise containers.death(look(True), log)
+    url = url_of(address, host_port)
     # What is asked of the server is filled in, too.
     asking = msgspec.structs.replace(start, compose=msgspec.structs.replace(start.compose, serving=filled.serving))
     ready = _wait(asking, url, look, log, container)
@@ -303,18 +306,18 @@ def _wait(
     return wait_ready(url, start.serving, start.model, waiting, api_key=start.api_key, key_name=start.key_name)
 
 
-def _host(published_on: str) -> str:
-    """Where to connect to what the engine published on this address."""
+def _reached(published_on: str) -> str:
+    """The address at which this host reaches what the engine publishes on an address."""
     remote = engine_host()
-    if remote is not None:
-        if published_on.startswith("127."):
-            raise HarnessError(
-                f"the Docker Engine is on {remote} and publishes the server's port on {published_on}, "
-                "which cannot be reached from here",
-                next_step="Set the server's variable `publish` to 0.0.0.0 or to an address of that host.",
-            )
-        return remote
-    return "127.0.0.1" if published_on == "0.0.0.0" else published_on
+    if remote is None:
+        return published_on
+    if ipaddress.ip_address(published_on).is_loopback:
+        raise HarnessError(
+            f"the Docker Engine is on {remote} and publishes the server's port on {published_on}, "
+            "which cannot be reached from here",
+            next_step="Set the server's variable `publish` to 0.0.0.0 or to an address of that host.",
+        )
+    return remote
 
 
 def _port_in_use(port: int) -> ServerError:

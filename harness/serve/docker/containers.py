@@ -19,7 +19,7 @@ from harness.failures.explain import State, explain
 from harness.failures.scan import Failure
 from harness.process import undisturbed
 from harness.serve.compose.compose import ComposeFile, Service
-from harness.serve.compose.values import parse_bytes, parse_device, parse_port, parse_seconds, parse_volume
+from harness.serve.compose.values import Port, parse_bytes, parse_device, parse_port, parse_seconds, parse_volume
 from harness.serve.docker import labels
 from harness.serve.docker.daemon import DOCKER_ERRORS, docker_error
 from harness.serve.logfile import LogFile
@@ -177,7 +177,7 @@ def _arguments(service: Service) -> dict[str, Any]:
         "security_opt": service.security_opt,
         "cap_add": service.cap_add,
         "ulimits": [Ulimit(name=name, soft=u.soft, hard=u.hard) for name, u in service.ulimits.items()],
-        "ports": {f"{port.container}/tcp": (port.address, port.host) for port in ports},
+        "ports": {f"{port.container}/tcp": (port.address, port.host or None) for port in ports},
         "healthcheck": _healthcheck(service),
         "init": service.init,
         "user": service.user,
@@ -189,6 +189,13 @@ def _arguments(service: Service) -> dict[str, Any]:
         "tty": False,
         "detach": True,
     }
+
+
+def host_port(container: Container, port: Port) -> int | None:
+    """The port of the host, which the engine has chosen unless `port` names one; None once the container has ended."""
+    container.reload()
+    bindings = container.attrs["NetworkSettings"]["Ports"].get(f"{port.container}/tcp") or []
+    return next((int(one["HostPort"]) for one in bindings if one["HostIp"] == port.address), None)
 
 
 def _mount(text: str) -> Mount:
