@@ -77,6 +77,20 @@ def signals_interrupt() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Within it, Ctrl-C and `STOPS` are ignored: for a teardown, which has a time limit of its own."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *STOPS)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _leave_terminal() -> None:
     """Write no more to a terminal that is gone: it would be an error in the midst of taking everything down."""
     for number in (1, 2):

@@ -80,6 +80,9 @@ def test_pages_of_the_host(tmp_path: Path) -> None:
         ({"gpus": [0, 1], "tensor_parallel_size": 2}, 0.75),
         ({"devices": ["/dev/kfd", "/dev/dri/renderD130"]}, 0.5),
         ({"devices": ["/dev/kfd:/dev/kfd", "/dev/dri/renderD129", "/dev/dri/renderD130"], "gpus": [1]}, 0.5),
+        ({"environment": {"HIP_VISIBLE_DEVICES": "3"}}, 0.16),
+        ({"environment": {"ROCR_VISIBLE_DEVICES": "2"}}, 0.5),
+        ({"environment": {"ROCR_VISIBLE_DEVICES": "1,3", "HIP_VISIBLE_DEVICES": "1"}}, 0.16),
     ],
 )
 def test_the_gpus_that_the_server_is_given_count(tmp_path: Path, variables: dict[str, Any], expected: float) -> None:
@@ -126,6 +129,23 @@ def test_behind_lemonade_it_stands_in_the_arguments(tmp_path: Path, given: str, 
     found = fill_in(experiment(tmp_path, lemonade=server), lambda _line: None, root)
     assert found.scenario.servers["lemonade"].variables == {"vllm_args": expected}
     assert list(found.computed) == ([] if given == expected else ["servers.lemonade.vllm_args"])
+
+
+def test_the_gpus_that_vllm_behind_lemonade_takes_count(tmp_path: Path) -> None:
+    root = host(tmp_path / "root", name="two", kernel="6.8", ram_gib=256, available_gib=200)
+    for number, used in enumerate((0, 18)):
+        gpu(root, 110000, minor=128 + number, vram_gib=24, gtt_gib=128, vram_used_gib=used, card=True)
+    text = "--tensor-parallel-size 2 --gpu-memory-utilization auto"
+    servers = {"two": {"template": "lemonade", "variables": {"vllm_args": text}}}
+    found = fill_in(experiment(tmp_path, **servers), lambda _line: None, root)
+    assert found.scenario.servers["two"].variables["vllm_args"] == text.replace("auto", "0.12")
+
+
+def test_gpus_that_are_named_otherwise_than_by_number_are_refused(tmp_path: Path) -> None:
+    named = rocm(environment={"ROCR_VISIBLE_DEVICES": "GPU-0123456789abcdef"})
+    with pytest.raises(HarnessError, match="ROCR_VISIBLE_DEVICES names 'GPU-0123456789abcdef'") as caught:
+        fill_in(experiment(tmp_path, vllm=named), pytest.fail, strix_halo_carve_out(tmp_path / "root"))
+    assert caught.value.next_step.startswith("Set gpu_memory_utilization to a number such as 0.75.")
 
 
 @pytest.mark.parametrize("docker_host", ["tcp://192.0.2.7:2376"])

@@ -20,7 +20,7 @@ from harness.serve.compose import template as template_module
 from harness.serve.compose.compose import filled_in, parse
 from harness.serve.compose.interpolate import interpolate
 from harness.serve.compose.template import quote, render
-from harness.serve.compose.values import parse_bytes, parse_device, parse_port, parse_seconds, parse_volume
+from harness.serve.compose.values import parse_bytes, parse_device, parse_port, parse_seconds, parse_volume, url_of
 from harness.serve.secrecy import secrets_in
 from harness.simulated.presets import PRESETS
 
@@ -371,7 +371,9 @@ def test_vllm_rocm_says_what_the_documents_ask_for() -> None:
     server = parse(rendered("vllm-rocm")).server
     assert server.devices == ["/dev/kfd", "/dev/dri"]
     assert server.group_add == ["44", "992"]
-    assert (server.ipc, server.shm_size) == ("host", None)
+    assert (server.ipc, server.shm_size) == (None, "16g")  # ends with the container; that of the host would not
+    hosts = parse(rendered("vllm-rocm", {"ipc": "host"})).server
+    assert (hosts.ipc, hosts.shm_size) == ("host", None)
     assert server.security_opt == ["seccomp=unconfined"]
     assert server.cap_add == ["SYS_PTRACE"]
     assert server.volumes == [
@@ -391,7 +393,7 @@ def test_a_digest_an_entrypoint_and_a_size_of_shared_memory_pass_through() -> No
     given = {
         "image": "rocm/vllm@sha256:" + "a" * 64,
         "entrypoint": ["vllm", "serve"],
-        "shm_size": "16g",
+        "shm_size": "8g",
         "max_num_seqs": None,
         "model_path": "/models/x",
         "huggingface_cache": "/data/hf",
@@ -402,7 +404,7 @@ def test_a_digest_an_entrypoint_and_a_size_of_shared_memory_pass_through() -> No
     server = compose.server
     assert server.image == given["image"]
     assert server.entrypoint == ["vllm", "serve"]
-    assert (server.ipc, server.shm_size) == (None, "16g")
+    assert (server.ipc, server.shm_size) == (None, "8g")
     assert server.command is not None and server.command[:3] == ["/models/x", "--served-model-name", "org/model"]
     assert "--max-num-seqs" not in server.command
     assert server.volumes == [
@@ -480,6 +482,10 @@ def test_the_short_forms_of_values() -> None:
     ]  # fmt: skip
     assert [parse_seconds(text) for text in ("30s", "1m30s", "500ms", "1h")] == [30.0, 90.0, 0.5, 3600.0]
     assert parse_port("127.0.0.1:18000:8000") == ("127.0.0.1", 18000, 8000)
+    assert parse_port("[::1]:0:8000") == ("::1", 0, 8000)  # the engine chooses
+    assert [url_of(address, 80) for address in ("0.0.0.0", "::", "::1", "10.0.0.1")] == [
+        "http://127.0.0.1:80", "http://[::1]:80", "http://[::1]:80", "http://10.0.0.1:80"
+    ]  # fmt: skip
     assert parse_port("[::1]:1:2/tcp") == ("::1", 1, 2)
     assert parse_volume("/a:/b:ro") == ("/a", "/b", True)
     assert parse_volume("name:/b").named
@@ -488,7 +494,7 @@ def test_the_short_forms_of_values() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["8000:8000", "8000", "127.0.0.1:8000", "127.0.0.1::8000", "1.2.3.999:1:2", "127.0.0.1:0:1"]
+    "text", ["8000:8000", "8000", "127.0.0.1:8000", "127.0.0.1::8000", "1.2.3.999:1:2", "127.0.0.1:1:0"]
 )
 def test_a_port_must_say_where_it_is_published(text: str) -> None:
     with pytest.raises(ValueError):

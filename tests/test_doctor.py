@@ -440,24 +440,11 @@ def test_the_engine(tmp_path: Path, engine: Engine, expected: dict[str, str]) ->
     assert levels(found(machines.strix_halo_carve_out(tmp_path), docker=engine)) == expected
 
 
-def test_shared_memory(tmp_path: Path) -> None:
-    root = machines.mi300x_eight(tmp_path)
-    write(root, {"proc/sys/kernel/numa_balancing": "0\n"})
-    told = "a container's own /dev/shm has 64 MB; the vLLM templates use the host's (ipc: host)"
-    assert found(root)["docker.shm"].fact == f"{told}, 1007.5 GiB"
-    write(root, {"proc/mounts": "shm /dev/shm tmpfs rw,nosuid,size=65536k 0 0\n"})
-    assert found(root)["docker.shm"].fact == f"{told}, but that has only 64 MB"
-    assert levels(found(root)) == {"docker.shm": "warning"}
-    write(root, {"proc/mounts": "", "etc/docker/daemon.json": '{"default-shm-size": "8G"}'})
-    assert found(root)["docker.shm"].fact.startswith("a container's own /dev/shm has 8192 MB;")
-
-
 def test_of_an_engine_elsewhere_this_machine_says_nothing(tmp_path: Path) -> None:
     seen = found(machines.no_gpu(tmp_path), docker=Engine(host="gpubox", version="28.0.1", cgroup="2"))
     assert levels(seen) == {"docker.remote": "warning"}
     assert {one.topic for one in seen.values()} == {"docker"}
     assert seen["docker.remote"].fact.startswith("DOCKER_HOST names gpubox: ")
-    assert "docker.shm" not in seen
 
 
 def test_orphans_are_told_from_engines_that_serve(tmp_path: Path) -> None:

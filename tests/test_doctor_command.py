@@ -11,9 +11,8 @@ from harness.errors import ServerError
 from harness.machine.doctor import Engine, User, diagnose, show
 from harness.machine.targets import table, without_code
 from harness.prepare.experiment import Experiment, Target, prepare
-from harness.prepare.preflight import SWITCH, blockers, notes, refuse_blocked
-from harness.serve import server_document, variables
-from harness.serve.compose.compose import parse
+from harness.prepare.preflight import SWITCH, blockers, notes, preflight
+from harness.serve import variables
 from tests import machines
 from tests.command import harness
 from tests.command import write as write_scenario
@@ -41,7 +40,7 @@ def test_it_fits_the_terminal(tmp_path: Path, width: int) -> None:
     too_long = [line for line in shown if len(line) > min(width, 110) and "http" not in line]
     assert too_long == []
     assert [line for line in shown if line != line.rstrip()] == []
-    assert shown[-1] == "3 warnings, 19 ok. Nothing stands in the way of a run."
+    assert shown[-1] == "3 warnings, 18 ok. Nothing stands in the way of a run."
 
 
 def test_topics_findings_fixes_and_sources(tmp_path: Path) -> None:
@@ -56,7 +55,7 @@ def test_topics_findings_fixes_and_sources(tmp_path: Path) -> None:
         "           fix: update to Linux 6.18.4 or newer, or a kernel with the backport (Ubuntu: sudo apt install",
         "           linux-oem-24.04), and see that no amdgpu-dkms replaces its driver",
     ]
-    assert shown[-1] == "1 blocker, 20 ok. Servers on the GPU cannot be relied on until the blockers are gone."
+    assert shown[-1] == "1 blocker, 19 ok. Servers on the GPU cannot be relied on until the blockers are gone."
 
 
 def test_only_the_level_has_a_colour(tmp_path: Path) -> None:
@@ -72,7 +71,7 @@ def test_without_a_gpu_it_says_what_runs(tmp_path: Path) -> None:
     assert sum("BLOCKER" in line for line in shown) == 1
     assert (
         shown[-1]
-        == "1 blocker, 9 ok. Servers on the GPU cannot run here; the embedded engine and the CPU templates can."
+        == "1 blocker, 8 ok. Servers on the GPU cannot run here; the embedded engine and the CPU templates can."
     )
 
 
@@ -122,7 +121,7 @@ def test_a_run_meets_the_blockers_before_anything_is_pulled(tmp_path: Path) -> N
     assert blockers(experiment, machines.strix_halo_carve_out(tmp_path / "good")) == {}
     if not (Path("/dev/kfd")).exists():
         with pytest.raises(ServerError, match="^server 'vllm' cannot run here: there is no AMD GPU"):
-            refuse_blocked(experiment)
+            preflight(experiment, pytest.fail)
         done = harness("run", "small.yaml", "--runs", "runs", cwd=tmp_path)
         assert (done.code, (tmp_path / "runs").exists()) == (2, False)
         assert done.err.startswith("error: server 'vllm' cannot run here: there is no AMD GPU")
@@ -167,13 +166,6 @@ def test_a_plan_says_when_an_image_has_no_code_for_the_gpu(tmp_path: Path) -> No
         "docs/doctor.md has the table"
     ]
     assert without_code("kyuz0/vllm-therock-gfx1151:stable", ["gfx1151"]) == [], "nothing is known of it"
-
-
-def test_what_is_said_of_shared_memory_is_what_the_templates_do(tmp_path: Path) -> None:
-    experiment = scenario(tmp_path, {"vllm-rocm": {"template": "vllm-rocm"}, "vllm-cpu": {"template": "vllm-cpu"}})
-    for name in experiment.scenario.servers:
-        service = parse(server_document(experiment.scenario, name)).server
-        assert (service.ipc, service.shm_size) == ("host", None)
 
 
 def test_what_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

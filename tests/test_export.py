@@ -70,6 +70,15 @@ def test_csv_holds_every_record(run: Path, tmp_path: Path) -> None:
     assert (odd["server"], odd["repeat"], odd["cell"], odd["sent_wall_s"]) == ("", "", "other", "")
 
 
+@pytest.mark.parametrize("text", ['=HYPERLINK("http://x")', "+1+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1+1"])
+def test_csv_has_no_formula(run: Path, tmp_path: Path, text: str) -> None:
+    write_lines(run / "requests.jsonl", [request(), request(id="bad", error="timeout", message=text)])
+    export.export(run, tmp_path / "r.csv")
+    with (tmp_path / "r.csv").open(newline="") as file:
+        _, bad = csv.DictReader(file)
+    assert bad["message"] == f"'{text}"
+
+
 def test_every_column_has_a_type_that_its_field_has() -> None:
     full: dict[str, Any] = {field.name: getattr(request(), field.name) for field in msgspec.structs.fields(Request)}
     kinds = {"string": str, "int64": int, "double": float, "bool": bool, "list<double>": list}

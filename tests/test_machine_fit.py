@@ -13,7 +13,7 @@ from harness.paths import SCENARIOS
 from harness.prepare.auto import fill_in
 from harness.prepare.experiment import Experiment, Target, prepare
 from harness.prepare.machine_fit import refuse_impossible, shortages
-from harness.prepare.preflight import notes, refuse_blocked
+from harness.prepare.preflight import notes, preflight
 from harness.units import GIB
 from tests.command import write
 from tests.machines import gpu, host, mi300x_eight, power, radeon, strix_halo_carve_out, strix_halo_gtt, ttm
@@ -57,11 +57,24 @@ def test_a_run_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")  # memory is known without an engine
     root = seed(tmp_path / "root")
     with pytest.raises(ServerError, match=r"server 's': gpu_memory_utilization 0.9 asks for 86.40 of") as caught:
-        refuse_blocked(experiment(tmp_path, gpu_memory_utilization=0.9), root)
+        preflight(experiment(tmp_path, gpu_memory_utilization=0.9), pytest.fail, root)
     assert caught.value.next_step.endswith("HARNESS_DOCTOR=off skips this check.")
-    refuse_blocked(experiment(tmp_path, gpu_memory_utilization=0.78), root)
+    preflight(experiment(tmp_path, gpu_memory_utilization=0.78), pytest.fail, root)
     monkeypatch.setenv("HARNESS_DOCTOR", "off")
-    refuse_blocked(experiment(tmp_path, gpu_memory_utilization=0.9), root)
+    preflight(experiment(tmp_path, gpu_memory_utilization=0.9), pytest.fail, root)
+
+
+def test_memory_is_checked_with_the_number_that_auto_became(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    root = seed(tmp_path / "root")
+    used = root / "sys/class/drm/renderD128/device/mem_info_vram_used"
+    asks = experiment(tmp_path, "lemonade", vllm_args="--gpu-memory-utilization auto")
+
+    def and_memory_moves(_line: str) -> None:
+        used.write_text(f"{60 * GIB}\n")
+
+    with pytest.raises(ServerError, match="gpu_memory_utilization 0.77 asks for 73.92 of 96.00 GiB"):
+        preflight(asks, and_memory_moves, root)
 
 
 @pytest.mark.parametrize(
@@ -125,18 +138,19 @@ def test_what_the_server_is_given_counts(tmp_path: Path) -> None:
     unit, card = cards
     assert working(cards) == [card]
     assert working([unit]) == [unit]
-    assert shown(cards, ["/dev/kfd", "/dev/dri"]) == [card]
-    assert shown(cards, ["/dev/kfd", "/dev/dri/renderD128"]) == [unit]
-    assert shown(cards, ["/dev/kfd", "/dev/dri"], [0]) == [unit]
-    assert shown(cards, ["/dev/kfd", "/dev/dri/renderD129:/dev/dri/renderD129"], ["0"]) == [card]
+    assert shown(cards, ["/dev/kfd", "/dev/dri"], {}) == [card]
+    assert shown(cards, ["/dev/kfd", "/dev/dri/renderD128"], {}) == [unit]
+    assert shown(cards, ["/dev/kfd", "/dev/dri"], {"HIP_VISIBLE_DEVICES": "0"}) == [unit]
+    assert shown(cards, ["/dev/kfd", "/dev/dri/renderD129:/dev/dri/renderD129"], {"HIP_VISIBLE_DEVICES": "0"}) == [card]
+    assert shown(cards, [], {"ROCR_VISIBLE_DEVICES": "1,0", "HIP_VISIBLE_DEVICES": "0"}) == [card]
     asks = experiment(tmp_path, gpus=[0, 7])
     assert notes(asks, strix_halo_carve_out(tmp_path / "halo")) == []
-    with pytest.raises(HarnessError, match="server 's': gpus names 7, and there are 1 GPUs here"):
+    with pytest.raises(HarnessError, match="server 's': HIP_VISIBLE_DEVICES names '7', and there are 1 GPUs here"):
         refuse_impossible(asks, tmp_path / "halo")
     by_id = experiment(tmp_path, environment={"HIP_VISIBLE_DEVICES": "GPU-1f2e"}, tensor_parallel_size=1)
     refuse_impossible(by_id, tmp_path / "halo")
-    with pytest.raises(HarnessError, match="gpus names 2, and there are 2 GPUs here, counted from 0"):
-        shown(cards, [], [2])
+    with pytest.raises(HarnessError, match="HIP_VISIBLE_DEVICES names '2', and there are 2 GPUs here, counted from 0"):
+        shown(cards, [], {"HIP_VISIBLE_DEVICES": "2"})
 
 
 @pytest.mark.parametrize(

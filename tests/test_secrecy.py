@@ -2,6 +2,7 @@
 by what a server says of a request.
 """
 
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 
 from harness.errors import HarnessError
+from harness.failures.explain import explain
+from harness.failures.redact import hidden, is_secret
 from harness.rundir.manifest import ServedBy
 from harness.serve.logfile import LogFile
 from harness.serve.recorded import recorded
-from harness.serve.secrecy import is_secret, open_secrets, open_secrets_in_text, secrets_in, without
+from harness.serve.secrecy import masked, open_secrets, open_secrets_in_text, secrets_in, without
 from tests.command import harness
 from tests.fake_server import answering, load_process, one_record, place, read_request, serving, whole
 
@@ -53,7 +56,7 @@ def test_a_switch_is_no_secret() -> None:
     assert open_secrets({"REQUIRE_AUTH": "false", "NO_API_KEY": 1, "DB_PWD": "${DB_PWD}"}, "$") == []
 
 
-@pytest.mark.parametrize(
+FORMS = pytest.mark.parametrize(
     "text",
     [
         HUB,
@@ -68,8 +71,23 @@ def test_a_switch_is_no_secret() -> None:
         "me:hunter2hunter@proxy.example:3128",
         "xoxb-123456789012-abcdef",
         "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl",
+        "AIzaSyA0123456789abcdefghijklmnopqrstuv",
+        "-----BEGIN PRIVATE KEY-----",
     ],
 )
+
+
+@FORMS
+def test_a_secret_is_hidden_wherever_it_is_shown(text: str) -> None:
+    """One detector for `harness explain`, messages of requests and the manifest."""
+    secret = "hunter2hunter" if "hunter2" in text else re.findall(r"-----BEGIN.*|[^\s:]{10,}", text)[-1]
+    for shown in (hidden(f"x {text} y"), masked(f"x {text} y"), masked({"a": [f"x {text}"]})["a"][0]):
+        assert secret not in shown and "***" in shown and shown.startswith("x ")
+    failure = explain(f"vllm: error: unrecognized arguments: --x {text}")
+    assert failure is not None and secret not in str(failure)
+
+
+@FORMS
 def test_a_value_that_looks_like_a_secret_is_refused_under_any_name(text: str) -> None:
     (problem,) = open_secrets({"PLAIN": f"x {text}"}, "$.environment")
     assert problem.startswith("$.environment.PLAIN: a secret must not stand in the scenario")
@@ -85,6 +103,53 @@ def test_a_value_that_looks_like_a_secret_is_refused_under_any_name(text: str) -
 )  # fmt: skip
 def test_a_plain_value_passes(text: str) -> None:
     assert open_secrets({"PLAIN": text}, "$") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("--api-key sk-abcdefgh1234567 --port 8000", "--api-key *** --port 8000"),
+        ("--api-key=plainword", "--api-key=***"),
+        ("['--api-key', 'plainword', '--port', '1']", "['--api-key', '***', '--port', '1']"),
+        ("{'api_key': ['plainword'], 'x': 1}", "{'api_key': ['***'], 'x': 1}"),
+        ('{"api_key": "plainword"}', '{"api_key": "***"}'),
+        (r'"{\"api_key\": \"plainword\"}"', r'"{\"api_key\": \"***\"}"'),
+        ("HF_TOKEN=hf_abcdefghijklm vllm", "HF_TOKEN=*** vllm"),
+        ("VLLM_API_KEY: plainword", "VLLM_API_KEY: ***"),
+        ("Authorization: Bearer abc.def", "Authorization: Bearer ***"),
+        ("{'authorization': 'Basic eHg6eQ=='}", "{'authorization': 'Basic ***'}"),
+        ("Authorization: plainword", "Authorization: ***"),
+        ("X-API-Key: plainword", "X-API-Key: ***"),
+        ("bad token hf_AbCdEfGh1234567!", "bad token ***!"),
+        ("Incorrect API key provided: sk-abcdefgh1234567.", "Incorrect API key provided: ***."),
+        ("https://me:plainword@host/x", "https://***@host/x"),
+        ("env: HF_TOKEN=plainword", "env: HF_TOKEN=***"),
+        ("LEMONADE_ADMIN_API_KEY='two words' x", "LEMONADE_ADMIN_API_KEY='***' x"),
+        ("SMTP_PW=plainword GITHUB_PAT: plainword", "SMTP_PW=*** GITHUB_PAT: ***"),
+        ("client_secret=plainword,x", "client_secret=***"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY----- x", "*** x"),
+    ],
+)
+def test_secrets_are_blacked_out(text: str, shown: str) -> None:
+    assert (hidden(text), masked(text)) == (shown, shown)
+    assert hidden(shown) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--max-num-batched-tokens 256 max_tokens=5000 --ssl-keyfile /x/y",
+        "argument --api-key: expected one argument",
+        "HF_TOKEN: ${HF_TOKEN} is missing",
+        "{'api_key': None, 'hf_token': None}",
+        "unexpected token: x, last token = 5, eos_token=</s>, EOS token = 2",
+        "missing key: model.layers, cache_key=abc, pass: 1/3, hf_transfer is not installed",
+        "Invalid or missing API key",
+        "(2049 input tokens), hf_hub_download, sk-learn, http://127.0.0.1:8000/v1",
+    ],
+)
+def test_what_is_no_secret_stays(text: str) -> None:
+    assert (hidden(text), masked(text)) == (text, text)
 
 
 def test_every_value_from_the_environment_is_hidden_whatever_it_is_called() -> None:

@@ -1,8 +1,11 @@
 """Who owns what was started, and whether the owner still lives."""
 
 import json
+import os
 import subprocess
 import sys
+
+import pytest
 
 from harness.serve.docker import labels
 
@@ -30,3 +33,21 @@ def test_what_was_started_before_a_reboot_has_no_owner() -> None:
 
 def test_the_owner_on_another_host_counts_as_alive() -> None:
     assert not labels.owner_is_gone(labels.owned("r", "c") | {labels.HOST: "elsewhere", labels.PID: "1"})
+
+
+def test_an_owner_in_another_pid_namespace_counts_as_alive() -> None:
+    """As in a CI runner's container with `--network host`: same host name, same boot, other process ids."""
+    inside = ["unshare", "--pid", "--fork", "--mount-proc", *([] if os.getuid() == 0 else ["--map-root-user"])]
+    if "CI" not in os.environ and subprocess.run([*inside, "true"], capture_output=True).returncode:
+        pytest.skip("this user may not make a pid namespace")
+    mine = labels.owned("r", "c")
+    code = "from harness.serve.docker import labels; import json; print(labels.owner_is_gone(json.loads(input())))"
+    answer = subprocess.run(
+        [*inside, sys.executable, "-c", code], input=json.dumps(mine), capture_output=True, text=True, check=True
+    )
+    assert answer.stdout == "False\n"
+
+
+def test_an_owner_whose_pid_namespace_is_not_known_counts_as_alive() -> None:
+    older = {key: text for key, text in labels.owned("r", "c").items() if key != labels.PID_NAMESPACE}
+    assert not labels.owner_is_gone(older | {labels.PID_START: "1"})

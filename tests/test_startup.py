@@ -321,7 +321,7 @@ def test_no_secret_gets_into_the_manifest(tmp_path: Path) -> None:
         "api_key": "***",
         "hf_token": "***",
         "url": "http://***@h/",
-        "note": "***",
+        "note": "Bearer ***",
         "extra": ["--password", "***", "--x=***"],
         "max_num_seqs": 4,
         "launch_command": ["s", "--api-key=***", "-np", "8"],

@@ -7,7 +7,6 @@ import traceback
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from harness import __version__
 from harness.cli import actions as actions  # importing them registers their commands, in this order
@@ -16,7 +15,7 @@ from harness.cli import memory as memory
 from harness.cli import results as results
 from harness.cli import worker as worker
 from harness.cli.common import app as app
-from harness.cli.common import mute
+from harness.cli.common import console, mute, protect_terminal
 from harness.errors import ExitCode, HarnessError, ScenarioError, SeveralErrors
 
 
@@ -37,7 +36,7 @@ def options(
 
 def tell(error: HarnessError) -> None:
     """An error as a person reads it: the sentence, the evidence, what to do next."""
-    stderr = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+    stderr = console(stderr=True)
     stderr.print(f"error: {error.what}", style="bold red")
     if error.detail:
         indent = "" if isinstance(error, ScenarioError | SeveralErrors) else "  | "
@@ -66,6 +65,7 @@ def main() -> None:
     command = typer.main.get_command(app)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that is not in UTF-8 must not cost a run its table
         sys.stdout.reconfigure(errors="backslashreplace")
+    protect_terminal()
     code: int = ExitCode.OK
     try:
         with command.make_context("harness", sys.argv[1:]) as context:

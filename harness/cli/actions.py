@@ -257,10 +257,11 @@ def scenarios() -> None:
 @command(short_help="Remove what a killed run left behind.")
 def clean(
     everything: Annotated[
-        bool, typer.Option("--all", help="Also what a harness that still lives has started.")
+        bool, typer.Option("--all", help="Also what a harness that lives, or may live, has started.")
     ] = False,
     caches: Annotated[
-        bool, typer.Option("--caches", help="Also the cache volumes (models, compiled kernels).")
+        bool,
+        typer.Option("--caches", help="Also the caches (models, kernels), unless a harness may use them."),
     ] = False,
 ) -> None:
     """Remove what a killed run left behind: containers, networks and volumes that carry our label, nothing else."""

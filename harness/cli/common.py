@@ -6,13 +6,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 from harness.cli.command import Command
 from harness.errors import ExitCode, HarnessError, RunError, did_you_mean
+from harness.failures.redact import printable
 
 if TYPE_CHECKING:
     from harness.prepare.experiment import Target
@@ -134,8 +136,25 @@ RUNS = Path("runs")
 RESULTS = Path("results")
 
 
+class Printable:
+    """A stream to a terminal for plain `print`: text of servers, models and logs cannot control the terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        return self.stream.write(printable(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
 class Output(Console):
-    """The standard output."""
+    """The standard output or error. Colours come from rich alone: control characters in the text are left out."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
 
     def on_broken_pipe(self) -> None:
         """A run goes on when its reader, such as `head`, has seen enough; rich would exit here."""
@@ -147,11 +166,20 @@ def mute() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def console() -> Console:
+def protect_terminal() -> None:
+    """Have control characters left out of all that is printed to a terminal."""
+    for name in ("stdout", "stderr"):
+        if (stream := getattr(sys, name)).isatty():
+            setattr(sys, name, Printable(stream))
+
+
+def console(*, stderr: bool = False) -> Console:
     # Wide enough for the table when the output is a file or a pipe, which has no width of its own.
     # What is printed comes from files as well: nothing in it is markup.
-    more: dict[str, Any] = {} if sys.stdout.isatty() else {"width": 160, "no_color": True}
-    return Output(markup=False, highlight=False, **more)
+    stream = sys.stderr if stderr else sys.stdout
+    file = stream.stream if isinstance(stream, Printable) else stream
+    more: dict[str, Any] = {} if file.isatty() or stderr else {"width": 160, "no_color": True}
+    return Output(file=file, markup=False, highlight=False, soft_wrap=stderr, **more)
 
 
 def target_of(url: str | None, metrics_url: str | None = None, ca: Path | None = None) -> "Target | None":

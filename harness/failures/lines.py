@@ -5,13 +5,11 @@ import json
 import re
 from typing import Literal, NamedTuple
 
+from harness.failures.redact import printable
+
 Level = Literal["chatter", "warning", "error"]  # chatter: INFO and below
 MOST_CHARS = 20_000  # of a line; what is longer is no sentence
 
-_ANSI = re.compile(
-    r"[\x1b](?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])|\x9b[0-9;?]*[ -/]*[@-~]"
-    r"|[\x00-\x08\x0a-\x1f\x7f-\x9f\u200b\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]"  # what moves a terminal's text
-)
 _PREFIXES = re.compile(
     r"\s*(?:"
     r"(?:[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d|\d{4}-\d\d-\d\dT\S+) [\w.-]+ [\w./-]+\[\d+\]: "  # journalctl
@@ -40,11 +38,6 @@ _FRAME = re.compile(r'^\s+File ".*", line \d+')
 _CARETS = re.compile(r"^\s+[\^~]+\s*$")
 
 
-def printable(text: str) -> str:
-    """`text` without what a terminal would obey: colours, control characters, directions of writing."""
-    return _ANSI.sub("", text)
-
-
 class Line(NamedTuple):
     """A line without what others put before it."""
 
@@ -58,7 +51,7 @@ def parsed(raw: bytes) -> Line:
     if text.startswith('{"log":"'):  # a file of Docker's json-file driver
         with contextlib.suppress(ValueError, KeyError):
             text = str(json.loads(text)["log"])
-    text = printable(text.rstrip("\r\n"))
+    text = printable(text.rstrip("\r\n")).replace("\n", "")
     place = 0
     level: Level | None = None
     while match := _PREFIXES.match(text, place):

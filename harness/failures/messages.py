@@ -6,7 +6,7 @@ from collections import Counter
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from harness.failures.lines import printable
+from harness.failures.redact import printable
 from harness.failures.scan import explain_message
 
 MOST_MESSAGES = 100  # different ones that are kept apart
@@ -21,7 +21,7 @@ class Said(Struct):
     examples: dict[tuple[str, str], str] = {}
 
     def add(self, kind: str, message: str | None, count: int = 1) -> None:
-        text = printable(message or "")
+        text = printable(message or "").replace("\n", " ")
         self._add((kind, _NUMBERS.sub("#", text)), text, count)
 
     def merge(self, other: "Said") -> None:

@@ -14,19 +14,27 @@ def working(cards: Sequence[Card]) -> list[Card]:
     return own or list(cards)
 
 
-def shown(cards: Sequence[Card], devices: Sequence[str] = (), numbers: Sequence[int | str] | None = None) -> list[Card]:
+# In the order in which they are applied: the runtime counts all GPUs, HIP those that the runtime shows.
+VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+
+
+def shown(cards: Sequence[Card], devices: Sequence[str], environment: Mapping[str, str]) -> list[Card]:
     """The GPUs that a container is given, in the order in which vLLM counts them.
 
-    `devices`: as in a Compose file; single render nodes among them leave out the others. `numbers`: of
-    HIP_VISIBLE_DEVICES. What neither of the two names is `working`. Raises HarnessError for a number that none has.
+    `devices`: as in a Compose file; single render nodes among them leave out the others. `environment`: of the
+    container, for `VISIBLE`. Without either the GPUs are those that are `working`. Raises HarnessError for what is not
+    the number of a GPU.
     """
     paths = [str(device).split(":")[0] for device in devices]
     nodes = [path for path in paths if path.startswith("/dev/dri/renderD")]
     named = bool(nodes) and "/dev/dri" not in paths
     found = [card for card in cards if not named or card["render_node"] in nodes]
-    if numbers is None:
-        return found if named else working(found)
-    missing = [number for number in numbers if not str(number).strip().isdigit() or int(number) >= len(found)]
-    if missing:
-        raise HarnessError(f"gpus names {missing[0]}, and there are {len(found)} GPUs here, counted from 0")
-    return [found[int(number)] for number in numbers]
+    for name in VISIBLE:
+        if (text := environment.get(name)) is None:
+            continue
+        named, numbers = True, [number.strip() for number in text.split(",")]
+        missing = [number for number in numbers if not number.isdigit() or int(number) >= len(found)]
+        if missing:
+            raise HarnessError(f"{name} names '{missing[0]}', and there are {len(found)} GPUs here, counted from 0")
+        found = [found[int(number)] for number in numbers]
+    return found if named else working(found)

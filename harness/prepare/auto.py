@@ -12,19 +12,23 @@ from typing import Any
 from msgspec import structs
 
 from harness.errors import HarnessError
-from harness.machine.facts import gpus as gpus_of
-from harness.machine.gpu_choice import shown
+from harness.machine.facts import gpus
+from harness.machine.gpu_choice import VISIBLE, shown
 from harness.machine.pool import pools
 from harness.memory.answer import Share, Wish, room_of, share_of
 from harness.memory.host import host_share
 from harness.memory.model import find_model, read_model
 from harness.memory.words import brief
 from harness.prepare.experiment import Experiment
+from harness.prepare.machine_fit import vllm_words
 from harness.scenario.scenario import Server
+from harness.serve import server_document
+from harness.serve.compose.compose import Service, parse
 from harness.serve.compose.template import AUTO, variable_of, variables
 from harness.serve.compose.values import parse_bytes
 from harness.serve.docker.daemon import engine_host
 from harness.serve.docker.probe import ask_image
+from harness.serve.vllm.flags import ranks_of
 
 UTILIZATION = "gpu_memory_utilization"
 ARGUMENTS = "vllm_args"  # of Lemonade, a text
@@ -41,17 +45,19 @@ def fill_in(experiment: Experiment, say: Callable[[str], None], root: Path = Pat
     servers: dict[str, Server] = {}
     said: dict[str, str] = {}
     known: list[tuple[list[Any], Share]] = []
-    # What decides how much is free for a server; the image where its runtime is asked.
-    deciding = ["devices", "gpus", "tensor_parallel_size", "mem_limit"]
-    deciding += [] if engine_host() is None else ["image", "environment"]
     for name, server in experiment.scenario.servers.items():
         where = _where(server)
         if where is None or experiment.target is not None:
             servers[name] = server
             continue
-        # Servers that are to be compared get equal numbers, though memory moves while it is looked at.
-        basis = [server.template in ON_HOST, *(variable_of(server, variable) for variable in deciding)]
-        share = next((share for other, share in known if other == basis), None) or _share(name, server, say, root)
+        service = parse(server_document(experiment.scenario, name)).server
+        ranks = ranks_of(vllm_words(server, service))
+        # Servers that are compared get equal numbers, though free memory changes between two looks at it.
+        basis = [server.template in ON_HOST, ranks, service.devices, service.mem_limit]
+        basis += [service.environment.get(variable) for variable in VISIBLE]
+        basis += [] if engine_host() is None else [service.image, service.environment]
+        share = next((share for other, share in known if other == basis), None)
+        share = share or _share(name, server, service, ranks, say, root)
         known.append((basis, share))
         if share.utilization is None:
             raise HarnessError(
@@ -98,21 +104,20 @@ def foretell(experiment: Experiment, root: Path = Path("/")) -> list[str]:
     return lines
 
 
-def _share(name: str, server: Server, say: Callable[[str], None], root: Path) -> Share:
+def _share(name: str, server: Server, service: Service, ranks: int, say: Callable[[str], None], root: Path) -> Share:
     try:
         if server.template in ON_HOST:
             if engine_host() is not None:
                 raise HarnessError(f"the Docker Engine is on {engine_host()}, whose memory is not known here")
-            limit = variable_of(server, "mem_limit")
+            limit = service.mem_limit
             return host_share(root, limit=None if limit is None else parse_bytes(limit))
-        gpus = variable_of(server, "tensor_parallel_size") or 1
         if engine_host() is not None:
             known = variables("vllm-rocm").keys() - {"image", UTILIZATION}
             given = {key: value for key, value in server.variables.items() if key in known}
             told = ask_image(variable_of(server, "image"), say, given)
-            return share_of(told, source="container", tensor_parallel=gpus)
-        cards = shown(list(gpus_of(root)), variable_of(server, "devices"), variable_of(server, "gpus"))
-        return share_of(pools(root, cards), tensor_parallel=gpus)
+            return share_of(told, source="container", tensor_parallel=ranks)
+        cards = shown(list(gpus(root)), service.devices, service.environment)
+        return share_of(pools(root, cards), tensor_parallel=ranks)
     except HarnessError as error:
         raise type(error)(
             f"server '{name}': {UTILIZATION} is auto, and it cannot be computed: {error.what}",

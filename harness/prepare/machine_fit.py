@@ -124,10 +124,15 @@ def _vllm(experiment: Experiment) -> Iterator[tuple[str, Server, Service, list[s
     """The servers with vLLM in containers of this machine, with vLLM's arguments."""
     for name, service in services_here(experiment):
         server = experiment.scenario.servers[name]
-        if server.template == "lemonade":
-            yield name, server, service, str(server.variables.get("vllm_args") or "").split()
-        elif server.template.startswith("vllm-"):
-            yield name, server, service, list(service.command or [])
+        if server.template == "lemonade" or server.template.startswith("vllm-"):
+            yield name, server, service, vllm_words(server, service)
+
+
+def vllm_words(server: Server, service: Service) -> list[str]:
+    """The arguments of a server's vLLM; behind Lemonade they are a text."""
+    if server.template == "lemonade":
+        return str(server.variables.get("vllm_args") or "").split()
+    return list(service.command or [])
 
 
 def services_here(experiment: Experiment) -> Iterator[tuple[str, Service]]:

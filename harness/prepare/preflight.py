@@ -1,5 +1,6 @@
 """Before a long pull: can the servers of a scenario use this machine's GPU at all?"""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -7,7 +8,9 @@ import msgspec
 from harness.errors import HarnessError, ServerError
 from harness.machine.doctor import Engine, Finding, device_blockers, engine_blockers
 from harness.machine.facts import gpus
+from harness.machine.gpu_choice import VISIBLE
 from harness.machine.targets import table, without_code
+from harness.prepare.auto import fill_in
 from harness.prepare.experiment import Experiment
 from harness.prepare.machine_fit import SWITCH as SWITCH
 from harness.prepare.machine_fit import refuse_impossible, services_here, shortages
@@ -33,10 +36,11 @@ def blockers(experiment: Experiment, root: Path = Path("/"), engine: Engine | No
     return found
 
 
-def refuse_blocked(experiment: Experiment, root: Path = Path("/")) -> None:
-    """Raise ServerError with what the doctor says when a server of the scenario cannot work here.
+def preflight(experiment: Experiment, say: Callable[[str], None], root: Path = Path("/")) -> Experiment:
+    """The experiment with numbers in place of `auto`, once it is known that its servers can work here.
 
-    Also for memory that is not free, and HarnessError for what the GPUs here cannot do.
+    Raises ServerError with what the doctor says against one, or for memory that is not free, and HarnessError for what
+    the GPUs here cannot do.
     """
     services = _on_gpu(experiment)
     for name, found in (blockers(experiment, root, _engine(services)) if services else {}).items():
@@ -47,10 +51,12 @@ def refuse_blocked(experiment: Experiment, root: Path = Path("/")) -> None:
             next_step=f"{_sentence(first.fix or '')} `harness doctor` shows everything; {SWITCH}=off skips this check.",
         )
     refuse_impossible(experiment, root)
+    experiment = fill_in(experiment, say, root)
     for short in shortages(experiment, root):
         if short.certain:
             next_step = f"{short.fix} {SWITCH}=off skips this check."
             raise ServerError(f"server '{short.server}': {short.fact}", next_step=next_step)
+    return experiment
 
 
 def notes(experiment: Experiment, root: Path = Path("/")) -> list[str]:
@@ -68,7 +74,7 @@ def notes(experiment: Experiment, root: Path = Path("/")) -> list[str]:
         targets = dict.fromkeys(str(card["target"]) for card in given)
         nodes = [str(card["render_node"]) for card in given]
         beside = [str(card["target"]) for card in cards if card not in given]
-        if beside and "HIP_VISIBLE_DEVICES" not in service.environment and "/dev/dri" in _devices(service):
+        if beside and not service.environment.keys() & set(VISIBLE) and "/dev/dri" in _devices(service):
             found.append(
                 f"note: server '{name}': its container sees {', '.join(dict.fromkeys(beside))} beside "
                 f"{', '.join(targets)}; `devices: [/dev/kfd, {', '.join(nodes)}]` leaves it out"

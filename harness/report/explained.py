@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.failures.lines import printable
 from harness.failures.scan import Failure, Scanned
 from harness.units import count
 
@@ -57,7 +56,7 @@ def print_explained(name: str, scanned: Scanned, console: Console) -> None:
     if cause is not None and cause.wrapper is not None:
         others = [one for one in others if one.severity != "wrapper"]  # they only say that there is that cause
     warnings = [one for one in scanned.findings if one.severity == "warning"]
-    where = "the standard input" if name == "-" else printable(name)
+    where = "the standard input" if name == "-" else name
     console.print(Text(f"{where}: {count(scanned.lines, 'line')}", "dim"))
     if cause is not None:
         console.print()

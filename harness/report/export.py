@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from harness.errors import HarnessError
+from harness.failures.redact import csv_field
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.records import ProcessMark, Request, read_marks, read_requests
 from harness.summarize import derive
@@ -148,7 +149,7 @@ def _write_csv(path: Path, rows: Iterator[dict[str, Any]]) -> int:
         writer = csv.DictWriter(file, fieldnames=list(columns()), lineterminator="\n")
         writer.writeheader()
         for row in rows:
-            plain = {name: int(value) if isinstance(value, bool) else value for name, value in row.items()}
+            plain = {name: int(value) if isinstance(value, bool) else csv_field(value) for name, value in row.items()}
             writer.writerow(plain | {"chunks_s": msgspec.json.encode(row["chunks_s"]).decode()})
             written += 1
     return written

@@ -6,9 +6,8 @@ from pathlib import Path
 import msgspec
 
 from harness.errors import HarnessError, Mistakes, RunError, ServerError
-from harness.prepare.auto import fill_in
 from harness.prepare.experiment import Experiment, load_name, server_name
-from harness.prepare.preflight import refuse_blocked
+from harness.prepare.preflight import preflight
 from harness.report.words import SIMULATED
 from harness.run.drive import GRACE_S, tail
 from harness.run.progress import Progress
@@ -54,8 +53,7 @@ def live(
         generator="process",
     )
     experiment = msgspec.structs.replace(experiment, scenario=scenario)
-    refuse_blocked(experiment)
-    experiment = fill_in(experiment, progress.line)
+    experiment = preflight(experiment, progress.line)
     cell = plan(experiment.scenario)[0]
     running, manifest = begin(experiment, [cell], runs, progress)
     try:

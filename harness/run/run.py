@@ -16,9 +16,8 @@ from harness.errors import HarnessError
 from harness.job import Job, warm_sign, write_job
 from harness.machine.facts import gpu_memory
 from harness.machine.sampler import Sampler
-from harness.prepare.auto import fill_in
 from harness.prepare.experiment import Experiment
-from harness.prepare.preflight import refuse_blocked
+from harness.prepare.preflight import preflight
 from harness.prepare.prompt_words import counted_words
 from harness.run.drive import Child, Count, Driven, LocalChild, drive, locust_arguments
 from harness.run.offline import offline_cell
@@ -47,8 +46,7 @@ def run(experiment: Experiment, runs: Path, progress: Progress) -> Path:
     ServerError when a server does not become ready, RunError when the load cannot be driven, KeyboardInterrupt
     after everything was taken down.
     """
-    refuse_blocked(experiment)
-    experiment = fill_in(experiment, progress.line)
+    experiment = preflight(experiment, progress.line)
     cells = plan(experiment.scenario)
     running, manifest = begin(experiment, cells, runs, progress)
     folder = running.folder

@@ -7,35 +7,12 @@ from typing import Any
 from urllib.parse import quote
 
 from harness.failures import redact
-from harness.failures.redact import HIDDEN, SHORTEST
+from harness.failures.redact import HIDDEN, SHORTEST, hidden, is_secret, looks_secret
 from harness.serve.compose.interpolate import names_in, written
 
-_NAME = re.compile(  # of an environment variable or an argument; MAX_TOKENS, PWD and SSL_KEYFILE are no secrets
-    r"(?:KEYS?|TOKEN|CREDS?|JWT|COOKIE|USERPWD)$"
-    r"|(?:^|_)(?:AUTH|PASS|PAT|PW)$|_PWD$"
-    r"|(?:^|_)(?:HF|HUB|API|AUTH|ACCESS|GH|GITHUB|GITLAB|NPM|BEARER|REFRESH|USER|ADMIN|SECRET)_TOKENS$"
-    r"|(?:API_?KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL)(?!.*(?:FILE|PATH|DIR|ENV|NAME)$)"
-)
 _SWITCHES = ("", "0", "1", "true", "false", "yes", "no", "on", "off", "none", "null")  # REQUIRE_AUTH: "true"
-_VALUE = re.compile(
-    r"(?<![\w/.-])(?:hf_(?:[A-Za-z0-9]{16,}|(?=[A-Za-z]*\d)[A-Za-z0-9]{8,})"  # Hugging Face
-    r"|(?:sk-|gh[pousr]_|github_pat_|glpat-|nvapi-)(?:[\w-]{16,}|(?=[A-Za-z_-]*\d)[\w-]{8,})"
-    r"|(?:AKIA|ASIA)[0-9A-Z]{16}\b|AIza[\w-]{30,}|xox[abeoprs]-[\w-]{10,}"  # Amazon, Google, Slack
-    r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*"  # a JSON Web Token
-    r"|[\w.-]+:[^\s/@:\0]{4,}@(?!sha256:)[\w-]+\.[\w.-]+)"  # user:password@host
-    r"|\bBearer\s+[\w.~+/-]{8,}|\b[Aa]uthorization[:=]\s*Basic\s+[\w+/=-]{4,}"
-    r"|://[^\s/:@\0]*:[^\s/@\0]+@"  # a password in an address
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
-)
 _WORD = re.compile(r"(?:\$\{[^}]*\}|\S)+")  # an interpolation's own words belong together
 _PLAIN = re.compile(r"\w[\w.-]*")
-# In a text that holds a whole command line: `--flag value`, `--flag=value`, `NAME=value`.
-_GIVEN = re.compile(r"(?P<name>--[\w.-]+(?= )|-{0,2}[A-Za-z][\w.-]*(?==))(?P<between>[= ]\s*)(?P<value>(?!--)\S+)")
-
-
-def is_secret(name: str) -> bool:
-    """Whether the name of an environment variable or argument says that its value must not be shown."""
-    return _NAME.search(re.sub(r"[-.]", "_", name).upper()) is not None
 
 
 def open_secrets(value: Any, path: str) -> list[str]:
@@ -46,8 +23,8 @@ def open_secrets(value: Any, path: str) -> list[str]:
         if shown.lower() not in _SWITCHES and "\0" not in written(text):
             found.setdefault(at, _problem(at, f" as {name}", name))
     for at, text in _texts(value, path):
-        if (match := _VALUE.search(written(text))) is not None:
-            name = "HF_TOKEN" if match[0].startswith("hf_") else "API_KEY"
+        if (secret := looks_secret(written(text))) is not None:
+            name = "HF_TOKEN" if secret.startswith("hf_") else "API_KEY"
             found.setdefault(at, _problem(at, ", and this looks like one", name))
     return list(found.values())
 
@@ -58,7 +35,7 @@ def open_secrets_in_text(text: str) -> list[str]:
         f"$ (line {number}): a secret must not stand in the scenario, and this line has what looks like one: "
         "the whole file is copied into each run"
         for number, line in enumerate(text.splitlines(), start=1)
-        if _VALUE.search(written(line)) is not None
+        if looks_secret(written(line)) is not None
     ]
 
 
@@ -72,13 +49,13 @@ def secrets_in(value: Any, environment: Mapping[str, str]) -> list[str]:
     asked = {name: environment[name] for text in texts for name in names_in(text) if name in environment}
     placed = {name for _, _, text in _in_secret_places(value, "$") for name in names_in(text)}
     known = {word for text in texts for word in _PLAIN.findall(written(text))} | set(_SWITCHES) | {"auto"}
-    hidden: set[str] = set()
+    found: set[str] = set()
     for name, text in asked.items():
-        if text not in known or is_secret(name) or name in placed or _VALUE.search(text) is not None:
+        if text not in known or is_secret(name) or name in placed or looks_secret(text) is not None:
             # As it is, as addresses and JSON write it, and line by line, as a log has it.
             for form in (text, quote(text, safe=""), json.dumps(text)[1:-1], *text.splitlines()):
-                hidden.add(form.strip())
-    return sorted((text for text in hidden if len(text) >= SHORTEST), key=lambda text: (-len(text), text))
+                found.add(form.strip())
+    return sorted((text for text in found if len(text) >= SHORTEST), key=lambda text: (-len(text), text))
 
 
 def masked(value: Any, secrets: Sequence[str] = ()) -> Any:
@@ -94,11 +71,9 @@ def masked(value: Any, secrets: Sequence[str] = ()) -> Any:
         flags = [
             isinstance(item, str) and item.startswith("-") and "=" not in item and is_secret(item) for item in value
         ]
-        hidden = [
-            before and not str(item).startswith("--") for before, item in zip([False, *flags], value, strict=False)
-        ]
-        return [HIDDEN if hide else masked(item, secrets) for hide, item in zip(hidden, value, strict=True)]
-    return _masked_text(value, secrets) if isinstance(value, str) else value
+        hide = [before and not str(item).startswith("--") for before, item in zip([False, *flags], value, strict=False)]
+        return [HIDDEN if given else masked(item, secrets) for given, item in zip(hide, value, strict=True)]
+    return hidden(redact.without(value, secrets)) if isinstance(value, str) else value
 
 
 def without(value: Any, secrets: Sequence[str]) -> Any:
@@ -108,12 +83,6 @@ def without(value: Any, secrets: Sequence[str]) -> Any:
     if isinstance(value, list):
         return [without(item, secrets) for item in value]
     return redact.without(value, secrets) if isinstance(value, str) else value
-
-
-def _masked_text(text: str, secrets: Sequence[str]) -> str:
-    text = redact.without(text, secrets)
-    text = _GIVEN.sub(lambda m: f"{m['name']}{m['between']}{HIDDEN}" if is_secret(m["name"]) else m[0], text)
-    return _VALUE.sub(lambda m: f"://{HIDDEN}@" if m[0].startswith("://") else HIDDEN, text)
 
 
 def _problem(at: str, which: str, name: str) -> str:

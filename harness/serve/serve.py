@@ -1,10 +1,8 @@
 """A server of a scenario, from its template to a model that answers, and down again."""
 
 import contextlib
+import ipaddress
 import os
-import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,13 +14,13 @@ from docker.models.containers import Container
 
 from harness.errors import HarnessError, ServerError
 from harness.machine.facts import gpus
-from harness.process import STOPS, signals_interrupt
+from harness.process import signals_interrupt
 from harness.rundir.manifest import ServedBy
 from harness.scenario.scenario import Scenario, Server
 from harness.serve import ask
 from harness.serve.compose.compose import GATEWAY, SERVER, ComposeFile, Service, Serving, filled_in
 from harness.serve.compose.document import written
-from harness.serve.compose.values import parse_port, parse_seconds
+from harness.serve.compose.values import parse_port, url_of
 from harness.serve.docker import containers, labels
 from harness.serve.docker.containers import Look
 from harness.serve.docker.daemon import connect, engine_host
@@ -152,7 +150,7 @@ def _in_container(start: _Start, run_id: str, cell_id: str) -> Iterator[Endpoint
         refuse_unfit(filled.server, list(gpus()))
     client = connect()
     logs = [LogFile(start.log_path, start.secrets())]
-    try:
+    with containers.torn_down(client, start.compose, owner, logs, start.on_progress):
         server = _bring_up(start, filled, client, owner, logs[0])
         if start.compose.serving.gateway is None:
             yield server
@@ -161,12 +159,6 @@ def _in_container(start: _Start, run_id: str, cell_id: str) -> Iterator[Endpoint
             gateway = msgspec.structs.replace(start, name=GATEWAY, log_path=log_path)
             logs.append(LogFile(gateway.log_path, start.secrets()))
             yield _in_front(_bring_up(gateway, filled, client, owner, logs[1]), server)
-    except BaseException:
-        # The first error is the one to show; what could not be removed is said beside it.
-        _take_down(start, client, owner, logs, complain=lambda text: print(text, file=sys.stderr))
-        raise
-    else:
-        _take_down(start, client, owner, logs)
 
 
 def _bring_up(
@@ -175,7 +167,7 @@ def _bring_up(
     # The secrets of `start.service` are still names; `filled` goes to the engine and nowhere else.
     service = filled.services[start.name]
     port = parse_port(service.ports[0])
-    url = f"http://{_host(port.address)}:{port.host}"
+    address = _reached(port.address)
     phases = Phases()
     image = ensure_image(client, service.image, start.on_progress)
     if start.name == SERVER:
@@ -185,8 +177,6 @@ def _bring_up(
     if start.serving.help is not None:
         check_flags(client, image, service, start.serving.help, owner, start.on_progress)
         phases.done("flags")
-    if engine_host() is None and not is_free(port.host, port.address):
-        raise _port_in_use(port.host)
     start.on_progress(f"starting the {start.name}'s container")
     if start.name == SERVER:
         containers.prepare(client, filled, owner)
@@ -194,6 +184,10 @@ def _bring_up(
     phases.done("create")
     containers.follow_log(container, log)
     look = containers.watcher(container, log)
+    host_port = containers.host_port(container, port)
+    if host_port is None:
+        raise containers.death(look(True), log)
+    url = url_of(address, host_port)
     # What is asked of the server is filled in, too.
     asking = msgspec.structs.replace(start, compose=msgspec.structs.replace(start.compose, serving=filled.serving))
     ready = _wait(asking, url, look, log, container)
@@ -246,26 +240,6 @@ def _in_front(gateway: Endpoint, server: Endpoint) -> Endpoint:
         server.started, url=gateway.url, model=gateway.started.model, gateway=gateway.started
     )
     return msgspec.structs.replace(server, url=gateway.url, network_url=gateway.network_url, started=started, look=look)
-
-
-def _take_down(
-    start: _Start,
-    client: docker.DockerClient,
-    owner: dict[str, str],
-    logs: list[LogFile],
-    complain: Callable[[str], None] | None = None,
-) -> None:
-    with _undisturbed(), contextlib.closing(client):
-        start.on_progress("taking the server down")
-        slowest_s = max(parse_seconds(service.stop_grace_period) for service in start.compose.services.values())
-        try:
-            containers.remove(client, owner, slowest_s)
-        except ServerError as error:
-            if complain is None:
-                raise
-            complain(str(error))
-        for log in logs:
-            log.settle()
 
 
 def attach(
@@ -332,18 +306,18 @@ def _wait(
     return wait_ready(url, start.serving, start.model, waiting, api_key=start.api_key, key_name=start.key_name)
 
 
-def _host(published_on: str) -> str:
-    """Where to connect to what the engine published on this address."""
+def _reached(published_on: str) -> str:
+    """The address at which this host reaches what the engine publishes on an address."""
     remote = engine_host()
-    if remote is not None:
-        if published_on.startswith("127."):
-            raise HarnessError(
-                f"the Docker Engine is on {remote} and publishes the server's port on {published_on}, "
-                "which cannot be reached from here",
-                next_step="Set the server's variable `publish` to 0.0.0.0 or to an address of that host.",
-            )
-        return remote
-    return "127.0.0.1" if published_on == "0.0.0.0" else published_on
+    if remote is None:
+        return published_on
+    if ipaddress.ip_address(published_on).is_loopback:
+        raise HarnessError(
+            f"the Docker Engine is on {remote} and publishes the server's port on {published_on}, "
+            "which cannot be reached from here",
+            next_step="Set the server's variable `publish` to 0.0.0.0 or to an address of that host.",
+        )
+    return remote
 
 
 def _port_in_use(port: int) -> ServerError:
@@ -352,17 +326,3 @@ def _port_in_use(port: int) -> ServerError:
         next_step="Leave host_port out to get a free one, or stop what uses it "
         f"(ss -ltnp 'sport = :{port}'); `harness clean` removes leftovers of earlier runs.",
     )
-
-
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """A second Ctrl-C must not stop the clearing up, which ends by itself within the grace period."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *STOPS)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

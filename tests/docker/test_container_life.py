@@ -15,6 +15,7 @@ from docker.models.containers import Container
 from harness.errors import ServerError
 from harness.scenario.scenario import Server
 from harness.serve import Endpoint, engine_version, serve
+from tests.command import harness, write
 from tests.docker.conftest import Served, remains, scenario
 
 
@@ -57,6 +58,29 @@ def test_a_server_comes_up_answers_and_goes(served: Served, client: docker.Docke
     assert "simulated engine: no model is computed" in log[0]
     assert log[0][:2] == "20"  # the engine's time stamp
     assert "stopping" in log[-1]  # it was asked to end, not killed
+
+
+def test_the_engine_chooses_the_port_when_the_container_starts(
+    served: Served, client: docker.DockerClient, tmp_path: Path
+) -> None:
+    with served() as endpoint:
+        asked = container_of(client, endpoint).attrs["HostConfig"]["PortBindings"]
+        assert asked == {"8000/tcp": [{"HostIp": "127.0.0.1", "HostPort": ""}]}
+        assert '"127.0.0.1:0:8000"' in (tmp_path / "compose/s.yaml").read_text()
+
+
+@pytest.mark.parametrize(("publish", "host"), [("[::1]", "[::1]"), ("0.0.0.0", "127.0.0.1")])
+def test_other_addresses_of_this_host(served: Served, publish: str, host: str) -> None:
+    with served(publish=publish) as endpoint:
+        assert endpoint.url.startswith(f"http://{host}:")
+        assert requests.get(f"{endpoint.url}/health", timeout=5).status_code == 200
+
+
+def test_a_run_over_ipv6(image: str, tmp_path: Path) -> None:
+    server = {"template": "simulated", "variables": {"preset": "instant", "image": image, "publish": "[::1]"}}
+    path = write(tmp_path, servers={"one": server})
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
 
 
 def test_the_server_is_known_by_name_in_its_network(served: Served, client: docker.DockerClient) -> None:
@@ -171,7 +195,7 @@ def test_a_program_that_the_image_lacks_is_named(client: docker.DockerClient, im
 def test_a_port_in_use_is_named(served: Served) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ServerError, match=f"port {port} is in use already"), served(host_port=port):
+        with pytest.raises(ServerError, match=f"the port 127.0.0.1:{port} is in use already"), served(host_port=port):
             pass
 
 

@@ -6,10 +6,15 @@ import sys
 from pathlib import Path
 
 import docker
+import pytest
 
+from harness.errors import ServerError
 from harness.rundir.manifest import read_run
 from harness.rundir.records import ProcessMark, read_marks, read_requests
+from harness.scenario.scenario import Load
+from harness.serve.docker import generator
 from tests.docker.conftest import remains
+from tests.load_runs import make_job
 from tests.made_runs import request, write_lines
 
 SCENARIO = """
@@ -37,7 +42,7 @@ class Own(LLMUser):
 """
 
 
-def harness_run(folder: Path, generator: str, engine: str) -> "subprocess.CompletedProcess[str]":
+def harness_run(folder: Path, locust: str, engine: str) -> "subprocess.CompletedProcess[str]":
     (folder / "scenario.yaml").write_text(SCENARIO.format(image=engine))
     (folder / "own.py").write_text(OWN)
     (folder / "then").mkdir()  # what two machines sent, half a second after each other
@@ -52,12 +57,12 @@ def harness_run(folder: Path, generator: str, engine: str) -> "subprocess.Comple
     ]
     write_lines(folder / "then" / "processes.jsonl", marks)
     command = [sys.executable, "-m", "harness", "run", str(folder / "scenario.yaml"), "--runs", str(folder / "runs")]
-    environment = {**os.environ, "HARNESS_IMAGE": generator}
+    environment = {**os.environ, "HARNESS_IMAGE": locust}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
 def test_a_run_with_the_generator_in_a_container(tmp_path: Path, image: str, client: docker.DockerClient) -> None:
-    result = harness_run(tmp_path, generator=image, engine=image)
+    result = harness_run(tmp_path, locust=image, engine=image)
     assert result.returncode == 0, result.stdout + result.stderr
     (folder,) = (tmp_path / "runs").iterdir()
     assert read_run(folder).status == "valid"
@@ -75,7 +80,7 @@ def test_a_run_with_the_generator_in_a_container(tmp_path: Path, image: str, cli
 
 
 def test_an_image_that_was_not_built_is_explained(tmp_path: Path, image: str, client: docker.DockerClient) -> None:
-    result = harness_run(tmp_path, generator="amd-llm-load:not-built", engine=image)
+    result = harness_run(tmp_path, locust="amd-llm-load:not-built", engine=image)
     assert result.returncode == 2
     assert result.stderr.splitlines() == [
         "error: the project's image amd-llm-load:not-built was not built yet",
@@ -84,3 +89,31 @@ def test_an_image_that_was_not_built_is_explained(tmp_path: Path, image: str, cl
     (folder,) = (tmp_path / "runs").iterdir()
     assert read_run(folder).status == "failed"
     assert remains(client, folder.name) == []
+
+
+def test_a_container_that_cannot_be_started_leaves_nothing(
+    tmp_path: Path, image: str, client: docker.DockerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generator, "IMAGE", image)
+    job = make_job(tmp_path, Load(user="batch", requests=1))
+    with pytest.raises(ServerError, match="the load generator's container cannot be started"):
+        generator.ContainerChild(tmp_path.name, job, [], [], "no-such-network", tmp_path / "a.log")
+    assert remains(client, tmp_path.name) == []
+
+
+def test_the_container_can_write_into_the_run_directory_only(
+    tmp_path: Path, image: str, client: docker.DockerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generator, "IMAGE", image)
+    job = make_job(tmp_path, Load(user="batch", requests=1))
+    child = generator.ContainerChild(tmp_path.name, job, ["--help"], [], None, tmp_path / "a.log")
+    try:
+        (name,) = remains(client, tmp_path.name)
+        attrs = client.containers.get(name).attrs
+        host = attrs["HostConfig"]
+        assert (host["ReadonlyRootfs"], host["CapDrop"], host["CapAdd"]) == (True, ["ALL"], None)
+        assert host["SecurityOpt"] == ["no-new-privileges"]
+        assert [mount["Destination"] for mount in attrs["Mounts"] if mount["RW"]] == [str(tmp_path)]
+    finally:
+        child.stop(1)
+    assert remains(client, tmp_path.name) == []

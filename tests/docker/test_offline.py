@@ -1,5 +1,7 @@
 """An offline job in a real container, with a double of vLLM in an image with Python."""
 
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import msgspec
 import pytest
 
 from harness import workload
-from harness.errors import HarnessError, ServerError
+from harness.errors import ExitCode, HarnessError, ServerError
 from harness.job import read_job
 from harness.paths import ROOT
 from harness.prepare.experiment import prepare
@@ -17,7 +19,7 @@ from harness.rundir.records import read_marks, read_requests
 from harness.scenario.scenario import Gateway, Load, Scenario, Server
 from harness.serve import compose_document, server_problems_of
 from harness.summary import Summary
-from tests.command import harness, only_run, write
+from tests.command import going, harness, only_run, until, write
 from tests.docker.conftest import BASE, remains
 
 DOUBLE = str(ROOT / "tests" / "doubles")
@@ -83,6 +85,40 @@ def test_a_job_that_fails_is_told_and_leaves_nothing(
     folder = only_run(tmp_path / "runs")
     assert read_run(folder).status == "failed"
     assert remains(client, folder.name) == []
+
+
+def test_more_than_one_ctrl_c_leaves_nothing(client: docker.DockerClient, tmp_path: Path) -> None:
+    path = write(tmp_path, model="slow", servers={"offline": offline()}, loads=BURSTS)
+    with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
+        until(lambda: len(remains(client, running_id(tmp_path))) == 2)
+        while command.process.poll() is None:
+            command.interrupt()
+            time.sleep(0.03)
+        done = command.end()
+    assert done.code in (ExitCode.INTERRUPTED, -signal.SIGINT)  # the last one may meet an interpreter that ends
+    assert done.err == "interrupted; everything that was started has been taken down\n"
+    assert remains(client, only_run(tmp_path / "runs").name) == []
+
+
+def test_a_removal_that_fails_does_not_hide_the_error(client: docker.DockerClient, tmp_path: Path) -> None:
+    server = offline() | {"startup_timeout_s": 1}
+    path = write(tmp_path, model="slow", servers={"offline": server}, loads=BURSTS)
+    with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
+        until(lambda: len(remains(client, running_id(tmp_path))) == 2)
+        (network,) = client.networks.list(filters={"label": f"amd-llm-load.run={running_id(tmp_path)}"})
+        other = client.containers.run(BASE, ["sleep", "60"], detach=True, network=network.id, init=True)
+        try:
+            done = command.end()
+        finally:
+            other.remove(force=True)
+            network.remove()
+    assert done.code == ServerError.exit_code
+    assert "active endpoints" in done.err.splitlines()[0]
+    assert done.err.splitlines()[1] == "error: the offline job had not loaded its model within 1 s"
+
+
+def running_id(folder: Path) -> str:
+    return next((path.parent.name for path in folder.glob("runs/*/run.json")), "none")
 
 
 def test_lengths_are_those_of_the_sequence(tmp_path: Path) -> None:

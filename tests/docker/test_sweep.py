@@ -86,6 +86,21 @@ def test_only_what_carries_the_label_is_touched(client: docker.DockerClient, ima
         cache.remove()
 
 
+def test_caches_stay_while_a_harness_lives_that_may_use_them(
+    client: docker.DockerClient, image: str, tmp_path: Path
+) -> None:
+    run = tmp_path.name
+    cache = client.volumes.create(f"{run}-cache", labels={labels.OURS: "1", labels.CACHE: "1", labels.RUN: run})
+    network = client.networks.create(run, labels=labels.owned(run, "c"))  # mounts nothing: its server is yet to start
+    try:
+        sweep(client, run, caches=True)
+        assert client.volumes.get(f"{run}-cache").name == cache.name
+        network.remove()
+        assert f"volume {run}-cache" in sweep(client, run, caches=True)
+    finally:
+        sweep(client, run, everything=True, caches=True)
+
+
 def test_all_takes_what_a_living_harness_started_too(
     served: Served, client: docker.DockerClient, tmp_path: Path
 ) -> None:

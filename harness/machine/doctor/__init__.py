@@ -26,12 +26,12 @@ def diagnose(
     are only findings about that engine. `user` None is this one.
     """
     if docker is not None and docker.host is not None:
-        return list(engine.check(root, docker, gpus=0))
+        return list(engine.check(docker, gpus=0))
     rootless = docker is not None and docker.rootless
     found = [*gpu.check(root, environ or {}), *memory.check(root), *kernel.check(root)]
     found += access.check(root, user, rootless=rootless)
     if docker is not None:
-        found += engine.check(root, docker, gpus=sum(1 for _ in gpus(root)))
+        found += engine.check(docker, gpus=sum(1 for _ in gpus(root)))
     return [*found, *processes.check(root)]
 
 
@@ -52,4 +52,4 @@ def device_blockers(root: Path, devices: Collection[str], *, rootless: bool = Fa
 def engine_blockers(root: Path, docker: Engine) -> Iterator[Finding]:
     """What keeps an engine that answers from running a server on the GPU."""
     if docker.problem is None:
-        yield from (one for one in engine.check(root, docker, gpus=1) if one.level == "blocker")
+        yield from (one for one in engine.check(docker, gpus=1) if one.level == "blocker")

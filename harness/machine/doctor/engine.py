@@ -1,22 +1,15 @@
 """The Docker Engine: what it says of itself, held against what servers on a GPU need."""
 
-import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from msgspec import Struct
 
 from harness.machine.doctor.finding import Finding, Level, finding
-from harness.machine.files import meminfo, text
-from harness.units import gib
 
 GB = 10**9
 IMAGE_BYTES = (10 * GB, 40 * GB)  # below the first no ROCm image fits, above the second any of them does
 _OLDEST = (20, 10)
-_DEFAULT_SHM_BYTES = 64 << 20
-_ENOUGH_SHM_BYTES = 1 << 30
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 class Engine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -36,7 +29,7 @@ class Engine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     stale: list[str] = []  # what killed runs of ours left in it
 
 
-def check(root: Path, engine: Engine, *, gpus: int) -> Iterator[Finding]:
+def check(engine: Engine, *, gpus: int) -> Iterator[Finding]:
     """Findings about the engine, for a machine with so many GPUs."""
     if engine.host is not None:
         here = "what follows is said by its Docker Engine, and nothing is known of its GPU, kernel and memory"
@@ -48,8 +41,6 @@ def check(root: Path, engine: Engine, *, gpus: int) -> Iterator[Finding]:
     yield finding("docker.reachable", "ok", "the Docker Engine answers")
     yield from _kind(engine, gpus)
     yield from _disk(engine)
-    if engine.host is None:
-        yield _shm(root, gpus)
     if engine.stale:
         more = f" and {len(engine.stale) - 3} more" if len(engine.stale) > 3 else ""
         yield finding("docker.stale", "warning", f"left behind by killed runs: {', '.join(engine.stale[:3])}{more}")
@@ -91,37 +82,3 @@ def _disk(engine: Engine) -> Iterator[Finding]:
         yield finding("docker.disk", "warning", f"{fact}; ROCm images need 10 to 35 GB, models their own", path=path)
     else:
         yield finding("docker.disk", "ok", fact)
-
-
-def _shm(root: Path, gpus: int) -> Finding:
-    default = _default_shm(root)
-    host = _host_shm(root)
-    told = f"a container's own /dev/shm has {default >> 20} MB; the vLLM templates use the host's (ipc: host)"
-    if host is None:
-        return finding("docker.shm", "ok", told)
-    if gpus and host < _ENOUGH_SHM_BYTES:
-        return finding("docker.shm", "warning", f"{told}, but that has only {host >> 20} MB")
-    return finding("docker.shm", "ok", f"{told}, {gib(host)}")
-
-
-def _default_shm(root: Path) -> int:
-    """Docker's 64 MB, or what the engine's settings say instead."""
-    try:
-        settings = json.loads(text(root / "etc/docker/daemon.json") or "{}")
-    except ValueError:
-        return _DEFAULT_SHM_BYTES
-    given = settings.get("default-shm-size") if isinstance(settings, dict) else None
-    match = re.fullmatch(r"(\d+)([kmg]?)b?", str(given).lower())
-    return int(match[1]) * _UNITS[match[2]] if match else _DEFAULT_SHM_BYTES
-
-
-def _host_shm(root: Path) -> int | None:
-    """Size of the host's /dev/shm; a tmpfs without a size has half of the RAM."""
-    mounts = re.findall(r"^\S+ /dev/shm tmpfs (\S+)", text(root / "proc/mounts") or "", re.MULTILINE)
-    if not mounts:
-        return None
-    match = re.search(r"(?:^|,)size=(\d+)([kmg]?)", mounts[-1])
-    if match:
-        return int(match[1]) * _UNITS[match[2]]
-    ram = meminfo(root / "proc/meminfo").get("MemTotal")
-    return ram // 2 if ram is not None else None

@@ -10,7 +10,7 @@ from harness.scenario.scenario import USERS, Gateway, Load, Scenario, Server
 from harness.serve.compose.compose import GATEWAY, SERVER, ComposeFile, parse
 from harness.serve.compose.merge import with_gateway
 from harness.serve.compose.template import render, variables
-from harness.serve.compose.values import parse_port
+from harness.serve.compose.values import parse_port, url_of
 from harness.serve.docker.daemon import engine_host
 from harness.serve.ports import free_port
 
@@ -49,7 +49,8 @@ def compose_document(scenario: Scenario, server_name: str, *, ui_port: int | Non
             next_step="Choose another of the scenario's servers with --server.",
         )
     taking = [GATEWAY, SERVER] if GATEWAY in compose.services else [SERVER]
-    addresses = [f"{name}: {_address(compose.services[name].ports[0])}" for name in taking]
+    ports = {name: parse_port(compose.services[name].ports[0]) for name in taking}
+    addresses = [f"{name}: {url_of(port.address, port.host)}" for name, port in ports.items()]
     load = next((load for load in scenario.loads.values() if load.user in USERS), Load(user="chat"))
     keys = {scenario.api_key_env: f"${{{scenario.api_key_env}}}"} if scenario.api_key_env else {}
     of_locust = variables("locust")
@@ -75,12 +76,6 @@ def compose_document(scenario: Scenario, server_name: str, *, ui_port: int | Non
             "waits_for": taking[0],
         },
     )
-
-
-def _address(published: str) -> str:
-    port = parse_port(published)
-    host = "127.0.0.1" if port.address == "0.0.0.0" else port.address
-    return f"http://{f'[{host}]' if ':' in host else host}:{port.host}"
 
 
 def _by_hand(scenario: Scenario, load: Load) -> list[str]:
@@ -125,22 +120,21 @@ def written(scenario: Scenario, server_name: str, run_folder: Path) -> tuple[Ser
 
 
 def rendered(server: Server, model: str, port: int | None = None, locust: dict[str, object] | None = None) -> str:
-    """The Compose file, published at `port` of the host; None is to start it now, at a free one.
+    """The Compose file, published at `port` of the host; None is to start it now, at a port that the engine chooses.
 
     A gateway has its own template: its services are added to those of the server.
     """
-    host_port = port or free_port()
     given = dict(server.variables)
     if not server.container and port is None:
         # A process has no port of its own inside a container: the port that it opens is the host's.
-        given["port"] = given.get("host_port") or host_port
+        given["port"] = given.get("host_port") or free_port()
     gateway = server.gateway
     upstream = None if gateway is None else f"http://{GATEWAY}:{port_inside(gateway)}"
     text = render(
         server.template,
         given,
         model=model,
-        host_port=host_port,
+        host_port=port or 0,
         groups=[] if engine_host() is not None else device_groups(),
         upstream=upstream,
         locust=locust,
@@ -151,7 +145,7 @@ def rendered(server: Server, model: str, port: int | None = None, locust: dict[s
         gateway.template,
         dict(gateway.variables),
         model=model,
-        host_port=free_port() if port is None else port_inside(gateway),
+        host_port=0 if port is None else port_inside(gateway),
         groups=[],
         upstream=f"http://{SERVER}:{port_inside(server)}",
     )

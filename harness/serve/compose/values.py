@@ -66,16 +66,25 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_port(text: str) -> Port:
-    """`ADDRESS:HOST:CONTAINER`; a published port must say where, so the address is not optional."""
+    """`ADDRESS:HOST:CONTAINER`; a published port must say where, so the address is not optional.
+
+    The host's port 0 leaves the choice to the Docker Engine.
+    """
     match = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[0-9.]+):(\d{1,5}):(\d{1,5})(?:/tcp)?", text)
     if match is None:
         raise ValueError(f"'{text}' is not a published port; write it like 127.0.0.1:8000:8000")
     address = match[1].strip("[]")
     ipaddress.ip_address(address)
     port = Port(address, int(match[2]), int(match[3]))
-    if not (1 <= port.host <= 65535 and 1 <= port.container <= 65535):
+    if not (port.host <= 65535 and 1 <= port.container <= 65535):
         raise ValueError(f"'{text}': a port is a number from 1 to 65535")
     return port
+
+
+def url_of(address: str, port: int) -> str:
+    """Where to connect to what is published on `address`; every address is this host's own."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def parse_volume(text: str) -> Mount:

@@ -2,9 +2,10 @@
 
 import contextlib
 import io
+import sys
 import tarfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import docker
@@ -16,8 +17,9 @@ from msgspec import Struct
 from harness.errors import ServerError
 from harness.failures.explain import State, explain
 from harness.failures.scan import Failure
+from harness.process import undisturbed
 from harness.serve.compose.compose import ComposeFile, Service
-from harness.serve.compose.values import parse_bytes, parse_device, parse_port, parse_seconds, parse_volume
+from harness.serve.compose.values import Port, parse_bytes, parse_device, parse_port, parse_seconds, parse_volume
 from harness.serve.docker import labels
 from harness.serve.docker.daemon import DOCKER_ERRORS, docker_error
 from harness.serve.logfile import LogFile
@@ -175,7 +177,7 @@ def _arguments(service: Service) -> dict[str, Any]:
         "security_opt": service.security_opt,
         "cap_add": service.cap_add,
         "ulimits": [Ulimit(name=name, soft=u.soft, hard=u.hard) for name, u in service.ulimits.items()],
-        "ports": {f"{port.container}/tcp": (port.address, port.host) for port in ports},
+        "ports": {f"{port.container}/tcp": (port.address, port.host or None) for port in ports},
         "healthcheck": _healthcheck(service),
         "init": service.init,
         "user": service.user,
@@ -187,6 +189,13 @@ def _arguments(service: Service) -> dict[str, Any]:
         "tty": False,
         "detach": True,
     }
+
+
+def host_port(container: Container, port: Port) -> int | None:
+    """The port of the host, which the engine has chosen unless `port` names one; None once the container has ended."""
+    container.reload()
+    bindings = container.attrs["NetworkSettings"]["Ports"].get(f"{port.container}/tcp") or []
+    return next((int(one["HostPort"]) for one in bindings if one["HostIp"] == port.address), None)
 
 
 def _mount(text: str) -> Mount:
@@ -317,16 +326,52 @@ def inspected(container: Container, compose: ComposeFile, service: Service) -> d
     return found
 
 
+@contextlib.contextmanager
+def torn_down(
+    client: docker.DockerClient,
+    compose: ComposeFile,
+    owner: dict[str, str],
+    logs: Sequence[LogFile],
+    say: Callable[[str], None],
+) -> Iterator[None]:
+    """Remove at the end what was started, whatever happens; a second Ctrl-C does not stop that. Closes the client.
+
+    Raises ServerError for what cannot be removed. After another error, which comes first, it is printed.
+    """
+    grace_s = max(parse_seconds(service.stop_grace_period) for service in compose.services.values())
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        with undisturbed(), contextlib.closing(client):
+            say("taking the server down")
+            try:
+                remove(client, owner, grace_s)
+            except ServerError as error:
+                if not failed:
+                    raise
+                print(error, file=sys.stderr)
+            for log in logs:
+                log.settle()
+
+
 def remove(client: docker.DockerClient, owner: dict[str, str], grace_s: float) -> None:
     """Stop and remove what `start` made, however far it came. Raises ServerError for what is left."""
     mine: dict[str, Any] = {"label": [f"{labels.RUN}={owner[labels.RUN]}", f"{labels.CELL}={owner[labels.CELL]}"]}
+    failed: list[Exception] = []
     try:
         for container in client.containers.list(all=True, filters=mine, ignore_removed=True):
-            _remove_container(container, grace_s)
+            try:
+                _remove_container(container, grace_s)
+            except DOCKER_ERRORS as error:
+                failed.append(error)  # the others go all the same
         for network in client.networks.list(filters=mine):
             network.remove()
     except DOCKER_ERRORS as error:
-        raise docker_error("the server's container cannot be removed; `harness clean` tries again", error) from None
+        failed.append(error)
+    if failed:
+        raise docker_error("the server's container cannot be removed; `harness clean` tries again", failed[0]) from None
 
 
 def _remove_container(container: Container, grace_s: float) -> None:

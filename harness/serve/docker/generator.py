@@ -14,6 +14,7 @@ from docker.types import Mount
 from harness.errors import ServerError
 from harness.job import SECRETS_ENV, Job
 from harness.paths import LOCUSTFILES
+from harness.process import undisturbed
 from harness.serve.docker import labels
 from harness.serve.docker.containers import follow_log
 from harness.serve.docker.daemon import DOCKER_ERRORS, connect, docker_error, engine_host
@@ -49,8 +50,16 @@ class ContainerChild:
             self._container = self._client.containers.create(
                 IMAGE, **self._options(run_id, job, arguments, files, network, secrets)
             )
-            self._container.start()
-        except DOCKER_ERRORS as error:
+            try:
+                self._container.start()
+            except BaseException:
+                with undisturbed(), contextlib.suppress(*DOCKER_ERRORS):
+                    self._container.remove(v=True, force=True)
+                raise
+        except BaseException as error:
+            self._client.close()
+            if not isinstance(error, DOCKER_ERRORS):
+                raise
             raise docker_error("the load generator's container cannot be started", error) from None
         self._log = LogFile(log_path)
         follow_log(self._container, self._log)
@@ -80,6 +89,11 @@ class ContainerChild:
                 SECRETS_ENV: json.dumps(list(secrets)),
                 **({key: os.environ[key]} if key else {}),
             },
+            # It writes into the run directory and nowhere else.
+            "read_only": True,
+            "tmpfs": {"/tmp": ""},
+            "cap_drop": ["ALL"],
+            "security_opt": ["no-new-privileges"],
             "hostname": socket.gethostname() if network is None else None,
             "init": True,
             "detach": True,
@@ -102,16 +116,16 @@ class ContainerChild:
     def stop(self, grace_s: float) -> int:
         """End it politely, kill it after `grace_s`, remove it."""
         try:
-            if self.poll() is None:
-                self._container.stop(timeout=int(grace_s))
-                self.poll()
-            self._log.settle()
-            self._container.remove(v=True, force=True)
+            try:
+                if self.poll() is None:
+                    self._container.stop(timeout=int(grace_s))
+                    self.poll()
+                self._log.settle()
+            finally:  # a second Ctrl-C only ends the patience
+                with undisturbed(), contextlib.closing(self._client):
+                    self._container.remove(v=True, force=True)
         except NotFound:
             pass
         except DOCKER_ERRORS as error:
             raise docker_error("the load generator's container cannot be removed", error) from None
-        finally:
-            with contextlib.suppress(*DOCKER_ERRORS):
-                self._client.close()
         return -1 if self._code is None else self._code

@@ -12,6 +12,7 @@ CACHE = "amd-llm-load.cache"  # volumes that are kept between runs
 HOST = "amd-llm-load.host"
 BOOT = "amd-llm-load.boot"
 PID = "amd-llm-load.pid"
+PID_NAMESPACE = "amd-llm-load.pid-namespace"  # process ids mean nothing outside of it
 PID_START = "amd-llm-load.pid-start"  # tells a process from a later one with the same id
 
 
@@ -27,6 +28,7 @@ def owner() -> dict[str, str]:
         HOST: socket.gethostname(),
         BOOT: _boot_id(),
         PID: str(pid),
+        PID_NAMESPACE: _pid_namespace(),
         PID_START: _start_time(pid) or "",
     }
 
@@ -34,12 +36,15 @@ def owner() -> dict[str, str]:
 def owner_is_gone(labels: Mapping[str, str]) -> bool:
     """Whether the harness process that started it has ended.
 
-    An owner on another host (an engine shared through DOCKER_HOST) cannot be looked at and counts as alive.
+    An owner that cannot be seen from here counts as alive: one on another host (an engine shared through DOCKER_HOST),
+    or in another or unknown pid namespace (a CI runner in a container with the host's network and name).
     """
     if labels.get(HOST) != socket.gethostname():
         return False
     if labels.get(BOOT) != _boot_id():
         return True
+    if (labels.get(PID_NAMESPACE) or None) != _pid_namespace():  # an empty one is unknown
+        return False
     pid = labels.get(PID, "")
     return not pid.isdigit() or _start_time(int(pid)) != (labels.get(PID_START) or None)
 
@@ -47,6 +52,13 @@ def owner_is_gone(labels: Mapping[str, str]) -> bool:
 def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
 

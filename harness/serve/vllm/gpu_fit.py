@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from harness.errors import HarnessError
-from harness.machine.gpu_choice import Card, shown
+from harness.machine.gpu_choice import VISIBLE, Card, shown
 from harness.machine.targets import has_fp8
 from harness.serve.compose.compose import Service
 from harness.serve.compose.values import parse_bytes
@@ -23,15 +23,14 @@ def container_problems(service: Service) -> list[str]:
     size = service.shm_size
     if service.ipc != "host" and (size is None or ("$" not in size and parse_bytes(size) < LEAST_SHM)):
         has = f"shm_size: {size}" if size else "Docker's 64 MB of /dev/shm"
-        problems.append(
-            f"{ranks} GPUs exchange data through /dev/shm, and {has} is too small; set ipc: host or shm_size: 16g"
-        )
+        problems.append(f"{ranks} GPUs exchange data through /dev/shm, and {has} is too small; set shm_size: 16g")
     nodes = {node for device in service.devices for node in _RENDER_NODE.findall(device)}
     if nodes and not any(device.split(":")[0] == "/dev/dri" for device in service.devices) and len(nodes) < ranks:
         problems.append(f"tensor_parallel_size is {ranks}, and `devices` gives {len(nodes)} GPU to the container")
-    visible = service.environment.get("HIP_VISIBLE_DEVICES")
-    if visible is not None and "$" not in visible and len(visible.split(",")) < ranks:
-        problems.append(f"tensor_parallel_size is {ranks}, and HIP_VISIBLE_DEVICES shows {visible or 'none'}")
+    for name in VISIBLE:
+        visible = service.environment.get(name)
+        if visible is not None and "$" not in visible and len(visible.split(",")) < ranks:
+            problems.append(f"tensor_parallel_size is {ranks}, and {name} shows {visible or 'none'}")
     return problems
 
 
@@ -71,8 +70,7 @@ def shown_to(service: Service, cards: Sequence[Card]) -> list[Card]:
     """The GPUs that the service is given; none where it has no device of them, or where a variable decides."""
     if not any(device.startswith(("/dev/kfd", "/dev/dri")) for device in service.devices):
         return []
-    visible = service.environment.get("HIP_VISIBLE_DEVICES")
-    numbers = None if visible is None else visible.split(",")
-    if not cards or not all(number.strip().isdigit() for number in numbers or []):
+    numbers = [number for name in VISIBLE for number in service.environment.get(name, "0").split(",")]
+    if not cards or not all(number.strip().isdigit() for number in numbers):
         return []  # ids of GPUs, or a variable of the shell
-    return shown(cards, service.devices, numbers)
+    return shown(cards, service.devices, service.environment)

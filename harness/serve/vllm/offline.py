@@ -1,12 +1,10 @@
 """A server that is no server: vLLM given a whole cell's requests at once, as a job in a container."""
 
-import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import docker
 import msgspec
 from docker.models.containers import Container
 
@@ -17,7 +15,6 @@ from harness.rundir.manifest import Phase, ServedBy
 from harness.scenario.scenario import Scenario, Server
 from harness.serve.compose.compose import SERVER, ComposeFile, Config, ConfigMount, filled_in, parse
 from harness.serve.compose.document import rendered, written
-from harness.serve.compose.values import parse_seconds
 from harness.serve.docker import containers, labels
 from harness.serve.docker.daemon import DOCKER_ERRORS, connect, docker_error, engine_host
 from harness.serve.docker.images import digest_of, ensure_image
@@ -89,7 +86,8 @@ def run_offline(
     hidden = secrets_in(msgspec.to_builtins(compose), os.environ)
     log = LogFile(run_folder / "logs" / f"{cell_id}.server.log", hidden)
     owner = labels.owned(run_id, cell_id)
-    with signals_interrupt(), contextlib.closing(connect()) as client, _removed(client, compose, owner, log, say):
+    client = connect()
+    with signals_interrupt(), containers.torn_down(client, compose, owner, [log], say):
         phases = Phases()
         image = ensure_image(client, filled.server.image, say)
         phases.done("pull")
@@ -124,18 +122,6 @@ def _with_files(filled: ComposeFile, requests: bytes) -> ComposeFile:
     service = msgspec.structs.replace(filled.server, configs=[*filled.server.configs, *mounts])
     configs = filled.configs | {path: Config(content=content) for path, content in files.items()}
     return msgspec.structs.replace(filled, services=filled.services | {SERVER: service}, configs=configs)
-
-
-@contextlib.contextmanager
-def _removed(
-    client: docker.DockerClient, compose: ComposeFile, owner: dict[str, str], log: LogFile, say: Callable[[str], None]
-) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        say("taking the job down")
-        containers.remove(client, owner, parse_seconds(compose.server.stop_grace_period))
-        log.settle()
 
 
 def _wait(container: Container, log: LogFile, loading_s: float, say: Callable[[str], None]) -> None:
