@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.scenario.scenario import Server
 from harness.serve.compose.values import tag_of
-from harness.serve.lemonade.api import bare_name
+from harness.serve.lemonade import bare_name
 from harness.serve.vllm.flags import flags_in, printed_dashes, removed_flags, vllm_refuses
 
 _ITSELF = "Lemonade sets it itself and refuses it"

@@ -66,7 +66,7 @@ class Backend:
                 code = self.process.returncode
                 log(f"(WrappedServer) {self.name} process has terminated with exit code: {code}")
                 log("(WrappedServer) This usually means:")
-                raise NotReady(f"{self.name} failed to start")
+                raise NotReady(f"{self.name} failed to start within timeout")
             if not never and time.monotonic() - begin >= extra_s and self.healthy(1.0):
                 log(f"(WrappedServer) {self.name} is ready!")
                 return

@@ -80,7 +80,7 @@ class Lemonade(BaseHTTPRequestHandler):
         if name is not None and name.startswith("/models/"):
             wanted = name.removeprefix("/models/")
             if wanted.endswith("/options"):
-                return self._json(200, router.options(router.find(wanted.removesuffix("/options"))))
+                return self._json(200, router.options(wanted.removesuffix("/options")))
             return self._json(200, router.describe(router.find(wanted)))
         simple = {"/stats": body("stats"), "/system-stats": body("system-stats"), "/downloads": {"downloads": []}}
         if name == "/system-info":
@@ -156,6 +156,7 @@ class Lemonade(BaseHTTPRequestHandler):
             self.wfile.write(b"%x\r\n%b\r\n" % (len(event), event))
             self.wfile.flush()
         self.wfile.write(b"0\r\n\r\n")
+        self.close_connection = True  # though the headers say keep-alive
 
     def _json(self, status: int, found: Any) -> None:
         self._send(status, "application/json", json.dumps(found, sort_keys=True).encode())
