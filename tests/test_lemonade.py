@@ -46,11 +46,9 @@ def lemonade(tmp_path: Path, **given: Any) -> Iterator[Spawned]:
 
 
 def bring_up(server: Spawned, tmp_path: Path, told: list[str] | None = None, **asked: Any) -> Ready:
-    log = LogFile(tmp_path / "server.log")
-    stop = threading.Event()
+    log = LogFile(server.log)
 
     def dead() -> ServerError | None:
-        log.path.write_text("".join(server.lines))
         return ServerError("it died") if server.process.poll() is not None else None
 
     timeout_s = float(asked.pop("timeout_s", 30.0))
@@ -58,10 +56,7 @@ def bring_up(server: Spawned, tmp_path: Path, told: list[str] | None = None, **a
     managed = Managed(**({"model": "user.Tiny", "options": {"ctx_size": 4096}} | asked))
     serving = Serving(template="lemonade", port=1, health="/live", lemonade=managed)
     waiting = Waiting(dead, log, timeout_s, (told if told is not None else []).append)
-    try:
-        return wait_ready(server.url, serving, managed.model, waiting, api_key=key, key_name="K")
-    finally:
-        stop.set()
+    return wait_ready(server.url, serving, managed.model, waiting, api_key=key, key_name="K")
 
 
 def chat(server: Spawned, model: str, **more: Any) -> requests.Response:
@@ -288,10 +283,9 @@ def test_a_backend_that_was_killed_and_loaded_again_without_a_trace_is_noticed(t
 
 
 def test_a_reset_by_the_watchdog_is_told_with_its_reason(tmp_path: Path) -> None:
-    log = LogFile(tmp_path / "server.log")
     with lemonade(tmp_path, preset="strix-halo-qwen3.5-0.8b") as server:
         bring_up(server, tmp_path, options={"ctx_size": 2000})
-        watch = Watch(Api(server.url), "user.Tiny", log, None)
+        watch = Watch(Api(server.url), "user.Tiny", LogFile(server.log), None)
         body = {"model": "user.Tiny", "stream": True, "max_tokens": 400, "ignore_eos": True,
                 "messages": [{"role": "user", "content": "Hello."}]}  # fmt: skip
         with requests.post(server.url + "/v1/chat/completions", json=body, stream=True, timeout=30) as answer:
@@ -301,7 +295,6 @@ def test_a_reset_by_the_watchdog_is_told_with_its_reason(tmp_path: Path) -> None
             rest = list(lines)
         assert answer.status_code == 200 and b"data: [DONE]" not in rest
         assert b"backend_watchdog_reset" in rest[-2]
-        log.path.write_text("".join(server.lines))
         (problem,) = watch.problems()
     assert problem.startswith(
         "Lemonade's watchdog reset the backend during the load (backend process exited during streaming request)"
