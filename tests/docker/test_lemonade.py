@@ -128,7 +128,7 @@ def test_settings_that_an_earlier_start_left_do_not_count(variables: Variables, 
             entry = requests.get(endpoint.url + "/api/v1/health", timeout=5).json()["all_models_loaded"][0]
             assert "launch_command" not in entry
             proof = endpoint.served_by.effective["launch_command"]  # as its process shows it
-            assert "harness.simulated" in proof and "user.Tiny" in proof
+            assert "vllm-server" in proof and "user.Tiny" in proof
 
 
 def test_an_orphaned_engine_is_named(variables: Variables, tmp_path: Path) -> None:
