@@ -226,6 +226,15 @@ def test_a_gateway_needs_the_name_that_vllm_knows() -> None:
     assert server_problems_of(msgspec.structs.replace(given, model="user.Tiny"), {}) == []
 
 
+@pytest.mark.parametrize("model", ["extra.Mine", "builtin.Mine"])
+def test_a_checkpoint_cannot_be_registered_under_lemonades_own_prefixes(model: str) -> None:
+    found = server_problems_of(scenario(model, checkpoint="org/m", recipe="vllm"), {})
+    assert found == [
+        f"$.model: Lemonade registers a checkpoint as user.NAME only (got '{model}'). Write Mine or user.Mine."
+    ]
+    assert server_problems_of(scenario(model), {}) == []
+
+
 def hints_of(load: Load, threads: int | None = 8, **variables: Any) -> list[str]:
     return hints(msgspec.structs.replace(scenario(**variables), loads={"l": load}), threads)
 
