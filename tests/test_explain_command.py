@@ -128,6 +128,13 @@ def test_logs_of_servers_that_were_stopped(name: str) -> None:
     assert "No failure that the table knows" not in shown and "It started well" not in shown
 
 
+def test_an_engine_that_lemonade_unloads_has_not_crashed_and_lemonade_goes_on(tmp_path: Path) -> None:
+    lines = (STOPPED / "lemonade-vllm.txt").read_text().splitlines(keepends=True)
+    (tmp_path / "some.log").write_text("".join([*lines[:7], *lines[10:-2]]))
+    told = json.loads(harness("explain", "some.log", "--json", cwd=tmp_path).out)
+    assert (told["stopped"], told["started"], told["findings"]) == (False, True, [])
+
+
 def test_a_crash_before_the_stop_is_a_crash(tmp_path: Path) -> None:
     """A killed engine makes vLLM's API server shut down as in order, even with exit code 0."""
     told = json.loads(harness("explain", "vllm-killed.txt", "--json", cwd=STOPPED).out)

@@ -28,9 +28,10 @@ _STARTING = (  # a start, which may follow a stop: of vLLM, Lemonade's engines, 
 )  # fmt: skip
 _STOPPING = (  # the first words of a server that was told to stop
     b"[shutdown] API server: shutdown triggered", b"trigger received signal=", b":     Shutting down",  # vLLM, uvicorn
-    b"Shutdown signal received, exiting", b"Unloading models and stopping backend", b") Unloading model...",  # Lemonade
+    b"Shutdown signal received, exiting", b"Unloading models and stopping backend",  # Lemonade
     b"cleaning up before exit", b"shutting down scheduler", b"[simulated] stopping",  # llama.cpp, Ollama, ours
 )  # fmt: skip
+_UNLOADING = (b") Unloading model...",)  # Lemonade ends an engine, and may go on
 _RAISED = (b"Traceback (most recent call last)", b"ERROR")
 _SERVERS = (  # words of their logs
     (b"WrappedServer", "Lemonade"), (b"emonade", "Lemonade"), (b"vLLM", "vLLM"), (b"vllm", "vLLM"),
@@ -129,6 +130,7 @@ class _Search:
         self._lines = 0
         self._ready: int | None = None
         self._stopping: int | None = None
+        self._ending = False  # a process of it was told to stop
         self._server: str | None = None
         self._trace = Trace()
         self._settings: dict[str, Any] = {}
@@ -191,9 +193,11 @@ class _Search:
     def _notice(self, raw: bytes, line: str, number: int) -> None:
         """What a line says of the server's way: its arguments, its model is there, it is ready, it stops."""
         if any(mark in raw for mark in _STARTING):
-            self._stopping = None
-        elif self._stopping is None and any(mark in raw for mark in _STOPPING):
-            self._stopping = number
+            self._stopping, self._ending = None, False
+        elif any(mark in raw for mark in (*_STOPPING, *_UNLOADING)):
+            own = b"(Process)" not in raw and not any(mark in raw for mark in _UNLOADING)
+            self._stopping = number if own and self._stopping is None else self._stopping
+            self._ending = True
         if any(mark in raw for mark in _READY):
             self._ready = number
             self._got_over(fetching=False)
@@ -208,7 +212,7 @@ class _Search:
                 self._found[key] = structs.replace(one, recovered=True)
 
     def _keep(self, failure: Failure, raw: bytes) -> None:
-        if self._stopping is not None and failure.severity not in ("cause", "request", "warning"):
+        if self._ending and failure.severity not in ("cause", "request", "warning"):
             return  # a server that stops ends its processes, and says that they are dead
         key = (failure.id, _DIGITS.sub("#", failure.cause))
         seen = self._found.get(key)
@@ -229,7 +233,7 @@ def _words() -> tuple[bytes, ...]:
     return tuple(
         dict.fromkeys(
             [pattern.needle.encode() for pattern in patterns()]
-            + [*_READY, *_FETCHED, *_STARTING, *_STOPPING, *_RAISED, *SETTINGS]
+            + [*_READY, *_FETCHED, *_STARTING, *_STOPPING, *_UNLOADING, *_RAISED, *SETTINGS]
         )
     )
 
