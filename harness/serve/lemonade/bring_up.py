@@ -16,7 +16,7 @@ from harness.serve.lemonade import served_name
 from harness.serve.lemonade.api import PREFIX, Api, Backend, Running, System, text_of
 from harness.serve.lemonade.pool import pool_size
 from harness.serve.lemonade.pull import download
-from harness.serve.waiting import Phases, Waiting, watched
+from harness.serve.waiting import Phases, Waiting, death, watched
 
 TELL_EVERY_S = 1.0
 BEYOND_S = 60.0  # beyond both attempts of a load: each may take 10 s to clear up
@@ -214,9 +214,9 @@ def _watched(call: Callable[[], T], waiting: Waiting, until: float, doing: str |
     try:
         return watched(call, waiting, look)
     except requests.RequestException as error:
-        raise waiting.dead() or ServerError(f"Lemonade gave no answer while {_last(doing)} ({reason(error)})") from None
+        raise death(waiting) or ServerError(f"Lemonade gave no answer while {_last(doing)} ({reason(error)})") from None
     except ServerError as error:
-        raise waiting.dead() or error from None
+        raise death(waiting) or error from None
 
 
 def _last(doing: str | list[str]) -> str:
