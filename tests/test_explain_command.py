@@ -111,6 +111,55 @@ def test_logs_of_real_starts_are_good_ones(name: str) -> None:
     assert (told["started"], told["recognised"], told["findings"]) == (True, False, [])
 
 
+STOPPED = Path(__file__).parent / "data" / "stopped"
+# The first three and vllm-killed are of real servers. Lemonade's lines are put around vLLM's as it puts them; Ollama's,
+# which logs its end with OLLAMA_DEBUG=1 alone, are written after its source.
+STOPS = {"vllm": 6, "vllm-busy": 7, "llamacpp": 20, "lemonade-vllm": 8, "ollama": 6}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_logs_of_servers_that_were_stopped(name: str) -> None:
+    done = harness("explain", f"{name}.txt", "--json", cwd=STOPPED)
+    told = json.loads(done.out)
+    assert (done.code, told["stopped"]) == (0, True)
+    assert (told["cause"], told["findings"], told["recognised"]) == (None, [], False)
+    shown = " ".join(harness("explain", f"{name}.txt", cwd=STOPPED).out.split())
+    assert f"It stopped normally. line {STOPS[name]} it began to stop" in shown
+    assert "No failure that the table knows" not in shown and "It started well" not in shown
+
+
+def test_an_engine_that_lemonade_unloads_has_not_crashed_and_lemonade_goes_on(tmp_path: Path) -> None:
+    lines = (STOPPED / "lemonade-vllm.txt").read_text().splitlines(keepends=True)
+    (tmp_path / "some.log").write_text("".join([*lines[:7], *lines[10:-2]]))
+    told = json.loads(harness("explain", "some.log", "--json", cwd=tmp_path).out)
+    assert (told["stopped"], told["started"], told["findings"]) == (False, True, [])
+
+
+def test_a_crash_before_the_stop_is_a_crash(tmp_path: Path) -> None:
+    """A killed engine makes vLLM's API server shut down as in order, even with exit code 0."""
+    told = json.loads(harness("explain", "vllm-killed.txt", "--json", cwd=STOPPED).out)
+    assert (told["stopped"], told["cause"]["id"], told["cause"]["number"]) == (False, "engine.dead", 18)
+    stopped = (STOPPED / "lemonade-vllm.txt").read_text()
+    first = stopped.splitlines(keepends=True)
+    dead = "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.\n"
+    (tmp_path / "some.log").write_text("".join([*first[:7], dead, *first[7:]]))
+    told = json.loads(harness("explain", "some.log", "--json", cwd=tmp_path).out)
+    assert (told["stopped"], told["cause"]["id"], told["cause"]["number"]) == (False, "engine.dead", 8)
+
+
+@pytest.mark.parametrize("start", ["vllm", "lemonade-vllm", "llamacpp"])
+def test_a_crash_of_the_next_start_is_one(tmp_path: Path, start: str) -> None:
+    """`docker logs` of a container that was restarted; Lemonade that loaded another model."""
+    text = (STOPPED / f"{start}.txt").read_text()
+    again = "".join(text.splitlines(keepends=True)[: STOPS[start] - 1])
+    for crash in ("vllm.v1.engine.exceptions.EngineDeadError: x", "RuntimeError: Engine core initialization failed."):
+        (tmp_path / "some.log").write_text(f"{text}{again}{crash}\n")
+        told = json.loads(harness("explain", "some.log", "--json", cwd=tmp_path).out)
+        assert (told["stopped"], told["recognised"]) == (False, True)
+    (tmp_path / "some.log").write_text(text + "torch.OutOfMemoryError: HIP out of memory.\n")
+    assert json.loads(harness("explain", "some.log", "--json", cwd=tmp_path).out)["cause"]["id"] == "mem.hip_oom"
+
+
 def test_a_failure_after_a_good_start_is_no_good_start(tmp_path: Path) -> None:
     for later, code in (("HIP out of memory\n", 0), ("KeyError: 'x'\n", 4)):
         (tmp_path / "some.log").write_text(GOOD_STARTS["vLLM"] + later)

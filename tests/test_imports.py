@@ -208,6 +208,19 @@ def test_lemonade_has_the_servers_own_speed_and_no_zero_for_nothing(tmp_path: Pa
     assert (gpu.output_tok_s, gpu.e2e_s.most, gpu.wall_s) == (44.5, 3.1, None)
     assert (npu.ttft_s.n, npu.ttft_s.mean, npu.output_tok_s) == (0, None, 25.6)
     assert run.cells[0].served_by.arguments == ["ctx_size=4096", "-b", "2048"]
+    assert run.origin is not None and run.origin.version == "11.7.0"
+    versions = {cell.server: cell.served_by.version for cell in run.cells}
+    assert versions == {
+        "llamacpp-vulkan": "Lemonade 11.7.0, llamacpp:vulkan b8600", "flm-npu": "Lemonade 11.7.0, flm:npu"}  # fmt: skip
+
+
+def test_a_lemonade_file_without_versions_has_none(tmp_path: Path) -> None:
+    def older(raw: dict[str, Any]) -> None:
+        raw["hardware"] = {"cpu": "a CPU"}
+
+    run = read_run(import_file(changed("lemonade-from-source.json", tmp_path / "x.json", older), tmp_path))
+    assert run.origin is not None
+    assert [run.origin.version, *(cell.served_by.version for cell in run.cells)] == [None, None, None]
 
 
 def test_lemonade_rows_of_two_speeds_have_no_ratio_and_the_reason_is_given(tmp_path: Path) -> None:

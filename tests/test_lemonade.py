@@ -17,12 +17,13 @@ import requests
 from harness.errors import ServerError
 from harness.rundir.metrics import parse
 from harness.serve.compose.compose import Managed, Serving
-from harness.serve.lemonade.api import Api, health, system
+from harness.serve.lemonade.api import Api, canonical_name, health, system
 from harness.serve.lemonade.attached import attached
 from harness.serve.lemonade.running import Watch
 from harness.serve.logfile import LogFile
 from harness.serve.ready import Ready, wait_ready
 from harness.serve.serve import attach
+from harness.serve.tokenize import counter
 from harness.serve.waiting import Waiting
 from tests.doubles.lemonade.spawn import Spawned, spawned
 
@@ -45,11 +46,9 @@ def lemonade(tmp_path: Path, **given: Any) -> Iterator[Spawned]:
 
 
 def bring_up(server: Spawned, tmp_path: Path, told: list[str] | None = None, **asked: Any) -> Ready:
-    log = LogFile(tmp_path / "server.log")
-    stop = threading.Event()
+    log = LogFile(server.log)
 
     def dead() -> ServerError | None:
-        log.path.write_text("".join(server.lines))
         return ServerError("it died") if server.process.poll() is not None else None
 
     timeout_s = float(asked.pop("timeout_s", 30.0))
@@ -57,10 +56,7 @@ def bring_up(server: Spawned, tmp_path: Path, told: list[str] | None = None, **a
     managed = Managed(**({"model": "user.Tiny", "options": {"ctx_size": 4096}} | asked))
     serving = Serving(template="lemonade", port=1, health="/live", lemonade=managed)
     waiting = Waiting(dead, log, timeout_s, (told if told is not None else []).append)
-    try:
-        return wait_ready(server.url, serving, managed.model, waiting, api_key=key, key_name="K")
-    finally:
-        stop.set()
+    return wait_ready(server.url, serving, managed.model, waiting, api_key=key, key_name="K")
 
 
 def chat(server: Spawned, model: str, **more: Any) -> requests.Response:
@@ -87,7 +83,7 @@ def test_a_model_is_installed_downloaded_loaded_and_proven(tmp_path: Path) -> No
     assert [phase.name for phase in ready.phases] == [
         "port open", "health", "install", "download", "load", "first answer"]  # fmt: skip
     assert ready.model == BUILT_IN
-    assert ready.version == "Lemonade 11.7.0, vllm:rocm vllm0.20.1-rocm7.12.0-gfx1151-simulated"
+    assert ready.version == "Lemonade 11.7.0, vllm:rocm"
     assert ready.brought_up is not None
     assert (ready.brought_up.notes, ready.brought_up.most_at_once) == ([], 32)
     words = running["launch_command"]
@@ -121,7 +117,7 @@ def test_llamacpp_behind_lemonade(tmp_path: Path) -> None:
     options = {"ctx_size": 4096, "llamacpp_args": "-np 8"}
     with lemonade(tmp_path) as server:
         ready = bring_up(server, tmp_path, model="user.Gguf", options=options)
-        assert ready.version is not None and ready.version.startswith("Lemonade 11.7.0, llamacpp:vulkan ")
+        assert ready.version == "Lemonade 11.7.0, llamacpp:vulkan"
         assert loaded(server).command[-2:] == ["-np", "8"]
         watch = Watch(Api(server.url), "user.Gguf", None, None)
         values = parse(watch.metrics())
@@ -163,9 +159,16 @@ def test_a_backend_that_cannot_be_had(
     assert said in str(caught.value)
 
 
-def test_a_model_that_lemonade_does_not_have_is_told_with_those_it_has(tmp_path: Path) -> None:
-    with lemonade(tmp_path) as server, pytest.raises(ServerError, match="Model 'Nope' was not found. Available models"):
-        bring_up(server, tmp_path, model="Nope")
+@pytest.mark.parametrize(("model", "meant"), [("Tny", "Did you mean 'Tiny'?"), ("user.Qwen3.5-0.8B-GUF", "-GGUF'?")])
+def test_a_model_that_lemonade_does_not_have_is_told_with_the_one_that_may_be_meant(
+    tmp_path: Path, model: str, meant: str
+) -> None:
+    with lemonade(tmp_path) as server:
+        for act in (lambda: bring_up(server, tmp_path, model=model), lambda: attach(server.url, model)):
+            with pytest.raises(ServerError, match=f"Model '{model}' was not found. Available models") as caught:
+                act()
+            assert caught.value.next_step.endswith(meant)
+            assert caught.value.next_step.startswith(f"the server has no model named {model}; set `model` to ")
 
 
 @pytest.mark.parametrize(
@@ -280,10 +283,9 @@ def test_a_backend_that_was_killed_and_loaded_again_without_a_trace_is_noticed(t
 
 
 def test_a_reset_by_the_watchdog_is_told_with_its_reason(tmp_path: Path) -> None:
-    log = LogFile(tmp_path / "server.log")
     with lemonade(tmp_path, preset="strix-halo-qwen3.5-0.8b") as server:
         bring_up(server, tmp_path, options={"ctx_size": 2000})
-        watch = Watch(Api(server.url), "user.Tiny", log, None)
+        watch = Watch(Api(server.url), "user.Tiny", LogFile(server.log), None)
         body = {"model": "user.Tiny", "stream": True, "max_tokens": 400, "ignore_eos": True,
                 "messages": [{"role": "user", "content": "Hello."}]}  # fmt: skip
         with requests.post(server.url + "/v1/chat/completions", json=body, stream=True, timeout=30) as answer:
@@ -293,7 +295,6 @@ def test_a_reset_by_the_watchdog_is_told_with_its_reason(tmp_path: Path) -> None
             rest = list(lines)
         assert answer.status_code == 200 and b"data: [DONE]" not in rest
         assert b"backend_watchdog_reset" in rest[-2]
-        log.path.write_text("".join(server.lines))
         (problem,) = watch.problems()
     assert problem.startswith(
         "Lemonade's watchdog reset the backend during the load (backend process exited during streaming request)"
@@ -365,6 +366,128 @@ def test_lemonade_tells_its_processor(tmp_path: Path) -> None:
     assert found is not None
     assert found.threads == 2
     assert {backend.name: backend.state for backend in found.backends["vllm"]} == {"rocm": "installed"}
+
+
+def test_a_model_of_a_folder_has_a_prefix_of_its_own(tmp_path: Path) -> None:
+    extra = {"Found": {"checkpoint": "/models/found", "recipe": "vllm"}}
+    with lemonade(tmp_path, extra_models=extra, config_dir=False, user_models=None) as server:
+        for name in ("Found", "extra.Found"):
+            assert attach(server.url, name).started.model == "extra.Found"
+
+
+def test_the_options_of_a_model_repeat_the_name_that_was_asked_for(tmp_path: Path) -> None:
+    with lemonade(tmp_path) as server:
+        api = Api(server.url)
+        asked = requests.get(server.url + "/api/v1/models/Tiny/options", timeout=5).json()
+        assert (asked["model_name"], asked["effective"]["model_name"]) == ("Tiny", "Tiny")
+        assert canonical_name(api, "Tiny") == "user.Tiny"
+        assert canonical_name(api, BUILT_IN) == f"builtin.{BUILT_IN}"
+        assert canonical_name(api, "Nope") == "Nope"
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "version"),
+    [
+        ("user.Tiny", "vllm:rocm", "0.32.0+simulated"),  # system-info says vllm0.20.1-rocm7.12.0-gfx1151
+        ("user.Gguf", "llamacpp:rocm", "b0-0.32.0+simulated"),  # vulkan is installed, too
+    ],
+)
+def test_the_engine_itself_says_its_version_and_what_it_runs_with(
+    tmp_path: Path, model: str, engine: str, version: str
+) -> None:
+    with lemonade(tmp_path, llamacpp_backend="rocm") as server:
+        bring_up(server, tmp_path, model=model)
+        started = attach(server.url, model).started
+    assert started.version == f"Lemonade 11.7.0, {engine} {version}"
+    assert started.simulated and started.startup is not None
+    assert started.startup.version == version
+    assert started.effective["recipe"] == engine.partition(":")[0]
+    if model == "user.Tiny":
+        assert (started.startup.engine, started.startup.kv_cache_tokens) == ("vllm", 51200)
+        assert (started.startup.kv_cache_blocks, started.startup.max_concurrency) == (3200, 12.5)
+        assert started.effective["enable_prefix_caching"] is True
+    else:
+        assert (started.startup.engine, started.startup.max_model_len) == ("llama.cpp", 4096)
+        assert started.effective["recipe_options"]["llamacpp_backend"] == "rocm"
+        assert (started.effective["parallel"], started.effective["model_path"]) == (4, "/m.gguf")
+
+
+def test_a_strangers_engine_on_the_same_port_is_not_believed(tmp_path: Path) -> None:
+    with lemonade(tmp_path) as server:
+        bring_up(server, tmp_path)
+        watch = Watch(Api(server.url), "user.Other", None, None)
+        assert watch.fetch("/version") == ""  # nothing is loaded under that name
+        watch = Watch(Api(server.url), "Tiny", None, None)
+        assert watch.fetch("/version") == ""  # what answers there serves user.Tiny
+
+
+def test_tokens_are_counted_by_the_engine_behind_lemonade(tmp_path: Path) -> None:
+    with lemonade(tmp_path) as server:
+        bring_up(server, tmp_path)
+        endpoint = attach(server.url, "Tiny")
+        with pytest.raises(ServerError, match="tokens cannot be counted, the server answers with status 404"):
+            counter(server.url, "user.Tiny")("one two")
+        assert counter(server.url, "user.Tiny", None, endpoint.ask_engine)("one two three") == 3
+
+
+def test_offline_a_path_is_looked_up_in_the_hubs_cache(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"hub": False}
+    with lemonade(tmp_path, **given) as server, pytest.raises(ServerError, match="resolve host name") as caught:
+        bring_up(server, tmp_path)
+    assert "offline" in caught.value.next_step and "config.json" in caught.value.next_step
+    there = tmp_path / ".cache/huggingface/hub/models----models--tiny/snapshots/x"
+    there.mkdir(parents=True)
+    (there / "config.json").write_text('{"quantization_config": {"quant_method": "none"}}')
+    with lemonade(tmp_path, **given) as server:
+        assert bring_up(server, tmp_path).model == "user.Tiny"
+
+
+def test_a_backend_with_a_newer_one_to_be_had_is_installed(tmp_path: Path) -> None:
+    with lemonade(tmp_path, update_available=True) as server:
+        ready = bring_up(server, tmp_path)
+        assert "install" not in [phase.name for phase in ready.phases]
+        assert ready.version == "Lemonade 11.7.0, vllm:rocm"
+        assert {backend.state for backend in system(Api(server.url)).backends["vllm"]} == {"update_available"}  # type: ignore[union-attr]
+
+
+def test_a_second_model_beside_a_pinned_one_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with lemonade(tmp_path) as server:
+        bring_up(server, tmp_path)
+        with pytest.raises(ServerError, match="All loaded models of type llm are pinned") as caught:
+            attach(server.url, "Gguf")
+    assert "unload or unpin the other model" in caught.value.next_step
+
+
+def test_a_backend_that_ends_at_once_is_not_called_slow(tmp_path: Path) -> None:
+    with lemonade(tmp_path, die_at_start=2) as server, pytest.raises(ServerError) as caught:
+        bring_up(server, tmp_path)
+    assert "vllm-server failed to start within timeout" in str(caught.value)
+    assert caught.value.next_step.startswith("the vllm-server that Lemonade had started ended with exit code -9; ")
+
+
+def test_a_model_that_was_loaded_again_is_the_same_but_for_its_pin(tmp_path: Path) -> None:
+    with lemonade(tmp_path) as server:
+        bring_up(server, tmp_path, options={"ctx_size": 4096, "vllm_args": "--max-num-seqs 8"})
+        before = shown(server)
+        os.kill(before["pid"], signal.SIGKILL)
+        assert chat(server, "user.Tiny").status_code == 200
+        after = shown(server)
+    assert (before["pinned"], after["pinned"]) == (True, False)
+    assert after["recipe_options"] == before["recipe_options"] and after["pid"] != before["pid"]
+
+
+def test_a_connection_holds_a_thread_after_an_answer_and_not_after_a_stream(tmp_path: Path) -> None:
+    """Waves of five seconds are those of kept connections: a stream's connection is closed when it ends."""
+    with lemonade(tmp_path, threads=1, keep_alive_s=1.5) as server:
+        bring_up(server, tmp_path)
+        for stream, low, high in ((True, 0.0, 0.7), (False, 1.2, 3.0)):
+            time.sleep(2.0)
+            with requests.Session() as session:  # keeps its connection
+                body = {"model": "user.Tiny", "messages": [{"role": "user", "content": "x"}], "stream": stream}
+                assert session.post(server.url + "/v1/chat/completions", json=body, timeout=30).status_code == 200
+                begin = time.monotonic()
+                assert requests.get(server.url + "/live", timeout=10).status_code == 200
+                assert low <= time.monotonic() - begin < high
 
 
 def test_nothing_of_the_double_is_left(tmp_path: Path) -> None:

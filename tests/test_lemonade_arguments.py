@@ -1,15 +1,18 @@
 """What Lemonade refuses is told before it starts."""
 
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import yaml
 
 from harness.scenario.scenario import Gateway, Load, Scenario, Server
 from harness.serve.compose.compose import parse
-from harness.serve.compose.document import server_document
+from harness.serve.compose.document import compose_document, server_document
 from harness.serve.compose.problems import server_problems_of
 from harness.serve.lemonade.arguments import PROTECTED, vllm_problems
 from harness.serve.lemonade.hints import hints
@@ -151,6 +154,61 @@ def test_the_server_waits_for_its_preparation_and_keeps_its_caches() -> None:
     assert [mount.target for mount in server.configs] == [environment["LEMONADE_DEFAULTS_PATH"]]
 
 
+def prepared(tmp_path: Path, **variables: Any) -> Path:
+    """The volumes of a server as its preparation leaves them, made of a folder; owners stay as they are."""
+    prepare = parse(server_document(scenario(**variables), "s")).services["prepare"]
+    (command,) = prepare.command or []
+    tools = tmp_path / "tools"
+    for folder in (tools, tmp_path / "configs", tmp_path / "cache/lemonade", tmp_path / "cache/huggingface"):
+        folder.mkdir(parents=True, exist_ok=True)
+    (tools / "chown").write_text("#!/bin/sh\n")
+    (tools / "chown").chmod(0o755)
+    for name in ("user_models", "recipe_options"):
+        (tmp_path / f"configs/{name}.json").write_text("{}")
+    script = command.replace("$$", "$").replace("/opt/lemonade/.cache", str(tmp_path / "cache"))
+    script = script.replace("/etc/amd-llm-load", str(tmp_path / "configs"))
+    subprocess.run(
+        ["sh", "-ec", script], check=True, env={**prepare.environment, "PATH": f"{tools}:{os.environ['PATH']}"}
+    )
+    return tmp_path / "cache"
+
+
+def test_settings_that_an_earlier_start_left_are_put_away(tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "lemonade"
+    folder.mkdir(parents=True)
+    for name in ("config", "aliases", "user_models"):
+        (folder / f"{name}.json").write_text('"old"')
+    prepared(tmp_path)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "aliases.json.before", "config.json.before", "recipe_options.json", "user_models.json",
+        "user_models.json.before"]  # fmt: skip
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_path_needs_no_network(tmp_path: Path, offline: bool) -> None:
+    """Lemonade asks the hub for the quantization of a path, too, unless the hub's cache has a config.json for it."""
+    cache = prepared(tmp_path, checkpoint="/models/tiny", recipe="vllm", offline=offline)
+    found = cache / "huggingface/hub/models----models--tiny/snapshots/amd-llm-load/config.json"
+    assert json.loads(found.read_text()) == {"quantization_config": {"quant_method": "none"}}
+    prepared(tmp_path, checkpoint="/models/tiny", recipe="vllm", offline=offline)  # a second start
+    assert not (prepared(tmp_path / "b", checkpoint="/m.gguf", recipe="llamacpp") / "huggingface/hub").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "variables", "sent"),
+    [
+        ("Mine", {"checkpoint": "org/m", "recipe": "vllm"}, "user.Mine"),
+        ("Qwen-vLLM", {}, "Qwen-vLLM"),
+        ("builtin.Qwen-vLLM", {}, "Qwen-vLLM"),
+        ("extra.Found", {}, "extra.Found"),
+    ],
+)
+def test_the_load_by_hand_asks_for_the_name_that_vllm_knows(model: str, variables: dict[str, Any], sent: str) -> None:
+    compose = yaml.safe_load(compose_document(scenario(model, **variables), "s"))
+    command = compose["services"]["locust"]["command"]
+    assert command[command.index("--model") + 1] == sent
+
+
 def test_a_folder_of_the_host_keeps_its_owner() -> None:
     given = scenario(huggingface_cache="/data/hf", lemonade_cache="/data/l", offline=True)
     command = parse(server_document(given, "s")).services["prepare"].command
@@ -166,6 +224,15 @@ def test_a_gateway_needs_the_name_that_vllm_knows() -> None:
         "write the scenario's model as user.Tiny"
     ]
     assert server_problems_of(msgspec.structs.replace(given, model="user.Tiny"), {}) == []
+
+
+@pytest.mark.parametrize("model", ["extra.Mine", "builtin.Mine"])
+def test_a_checkpoint_cannot_be_registered_under_lemonades_own_prefixes(model: str) -> None:
+    found = server_problems_of(scenario(model, checkpoint="org/m", recipe="vllm"), {})
+    assert found == [
+        f"$.model: Lemonade registers a checkpoint as user.NAME only (got '{model}'). Write Mine or user.Mine."
+    ]
+    assert server_problems_of(scenario(model), {}) == []
 
 
 def hints_of(load: Load, threads: int | None = 8, **variables: Any) -> list[str]:

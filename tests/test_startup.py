@@ -12,6 +12,8 @@ import pytest
 
 from harness.rundir.manifest import Phase, ServedBy, Startup
 from harness.serve.docker.contents import listed
+from harness.serve.lemonade.api import Api
+from harness.serve.lemonade.running import Watch
 from harness.serve.recorded import cache_config, recorded
 from harness.serve.secrecy import masked
 from harness.serve.startup import moment, of_lines, phases_of, started
@@ -282,8 +284,9 @@ def test_lemonades_command_line_is_the_proof_of_what_ran() -> None:
     loaded = {"model_name": "TinyVLLM", "launch_command": command, "recipe": "vllm", "recipe_options": options}
     health = {"all_models_loaded": [{"model_name": "other"}, loaded], "version": "11.7.0"}
     with server({"/api/v1/health": json.dumps(health)}) as url:
-        found = recorded(ServedBy(url=url, template="lemonade", model="user.TinyVLLM"))
-    assert found.version == "11.7.0"
+        behind = Watch(Api(url), "user.TinyVLLM", None, None)
+        found = recorded(ServedBy(url=url, template="lemonade", version="Lemonade 11.7.0, vllm"), behind=behind)
+    assert found.version == "Lemonade 11.7.0, vllm"  # the engine cannot be asked here
     assert found.effective == {
         "launch_command": [*command[:-1], "***"],
         "recipe": "vllm",
@@ -293,7 +296,7 @@ def test_lemonades_command_line_is_the_proof_of_what_ran() -> None:
 
 @pytest.mark.parametrize("answer", ["[]", "{}", '{"all_models_loaded": 7}', '{"all_models_loaded": [1]}', "<html>"])
 def test_answers_of_strangers_are_no_facts(answer: str) -> None:
-    with server({"/props": answer, "/api/v1/health": answer, "/metrics": answer}) as url:
+    with server({"/props": answer, "/version": answer, "/metrics": answer}) as url:
         found = recorded(ServedBy(url=url, version="1"), metrics_url=f"{url}/metrics")
     assert (found.startup, found.effective, found.version) == (None, {}, "1")
 
@@ -311,8 +314,8 @@ def test_no_secret_gets_into_the_manifest(tmp_path: Path) -> None:
     )
     health = {"all_models_loaded": [{"model_name": "m", "launch_command": ["s", f"--api-key={KEY}", "-np", "8"]}]}
     with server({"/api/v1/health": json.dumps(health)}) as url:
-        found = recorded(ServedBy(url=url, template="lemonade", model="m"), log, api_key="the-key-of-clients",
-                         secrets=[token])  # fmt: skip
+        behind = Watch(Api(url), "m", None, None)
+        found = recorded(ServedBy(url=url), log, api_key="the-key-of-clients", secrets=[token], behind=behind)
     text = msgspec.json.encode(found).decode()
     for secret in (KEY, token, "hunter22", "pass12", "12345678", "the-key-of-clients"):
         assert secret not in text

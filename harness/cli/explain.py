@@ -22,11 +22,12 @@ def explain(
 ) -> None:
     """Say what failed in a log, from wherever it comes: cause, the line that shows it, fix and source.
 
-    Exit code 0 when the log is explained: a failure was recognised, or it is of a server that started well and names
-    none (then `--json` has `started`). 4 when it is not; warnings, which good starts have as well, do not count.
+    Exit code 0 when the log is explained: a failure was recognised, or the server started well and the log names none
+    (`started` in `--json`), or it stopped normally (`stopped`). 4 when it is not; warnings do not count, since good
+    starts have them as well.
     """
     from harness.failures.scan import scan
-    from harness.report.explained import as_data, print_explained, recognised, started_well
+    from harness.report.explained import as_data, print_explained, recognised, started_well, stopped
 
     with _opened(log) as file:
         scanned = scan(file)
@@ -36,7 +37,7 @@ def explain(
         print(pretty_json(as_data(log, scanned)).decode(), end="")
     else:
         print_explained(log, scanned, console())
-    if not recognised(scanned) and not started_well(scanned):
+    if not (recognised(scanned) or started_well(scanned) or stopped(scanned)):
         raise typer.Exit(ExitCode.FAILED)
 
 

@@ -39,6 +39,10 @@ fetching the model is got over once the model is loaded. Lines of INFO and DEBUG
 a prompt are what users said, and name no failure. What was said before the server became ready does not explain how
 it ended. Refused requests do not, either.
 
+A server that was stopped ("shutdown triggered" of vLLM, "Unloading models" of Lemonade, "cleaning up before exit" of
+llama.cpp; Ollama says it with `OLLAMA_DEBUG=1` only) **stopped normally**: wrappers and unknown exceptions after that
+line, such as `EngineDeadError`, are part of the stop. Before it, they are a crash.
+
 A load whose first 5 requests (warm-up included) all fail for a mistake of the **scenario** is ended at once: the rest
 would fail as well. So is one that is steered by hand.
 

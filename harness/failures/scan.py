@@ -1,5 +1,6 @@
 """A log of any length against the table, in one pass and bounded memory: what failed, in order, with evidence."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -22,6 +23,15 @@ _DIGITS = re.compile(r"\d+")
 _WRAPPED = re.compile(rb"[ \t\r]*\n[ \t]*(?=[a-z]+ [a-z]|\(\d)")  # a line that goes on in the next one
 _READY = (b"Application startup complete", b"listening on http", b"-server is ready!", b"Listening on [::]")
 _FETCHED = (b"oading weights took", b"odel loading took", b"model loaded", b"checkpoint shards: 100%")
+_STARTING = (  # a start, which may follow a stop: of vLLM, Lemonade's engines, llama.cpp, Ollama
+    b"non-default args: ", b"to be ready (timeout", b"init: loading model", b'msg="server config"',
+)  # fmt: skip
+_STOPPING = (  # the first words of a server that was told to stop
+    b"[shutdown] API server: shutdown triggered", b"trigger received signal=", b":     Shutting down",  # vLLM, uvicorn
+    b"Shutdown signal received, exiting", b"Unloading models and stopping backend",  # Lemonade
+    b"cleaning up before exit", b"shutting down scheduler", b"[simulated] stopping",  # llama.cpp, Ollama, ours
+)  # fmt: skip
+_UNLOADING = (b") Unloading model...",)  # Lemonade ends an engine, and may go on
 _RAISED = (b"Traceback (most recent call last)", b"ERROR")
 _SERVERS = (  # words of their logs
     (b"WrappedServer", "Lemonade"), (b"emonade", "Lemonade"), (b"vLLM", "vLLM"), (b"vllm", "vLLM"),
@@ -55,6 +65,9 @@ class Scanned(Struct, frozen=True, kw_only=True):
     findings: list[Failure]  # each once, in the order of the log
     last: str = ""  # the last line that says something
     ready: int | None = None  # the line that says that the server became ready, of the last start
+    stopping: int | None = (
+        None  # the line that says that the server began to stop in the regular way, of the last start
+    )
     server: str | None = None  # whose log it seems to be
 
     def cause(self) -> Failure | None:
@@ -71,7 +84,7 @@ def most_telling(findings: Sequence[Failure]) -> Failure | None:
     known = [finding for finding in findings if finding.severity != "warning" and not finding.recovered]
     if not known:
         return None
-    first = min(known, key=lambda finding: (_rank(finding), finding.number or 0))
+    first = min(known, key=lambda finding: (_rank(finding), finding.number or math.inf))  # the log, then an API's words
     wrappers = [finding for finding in known if finding.severity == "wrapper"]
     if first.severity not in ("cause", "exception") or not wrappers:
         return first
@@ -116,6 +129,8 @@ class _Search:
         self._counts: Counter[tuple[str, str]] = Counter()
         self._lines = 0
         self._ready: int | None = None
+        self._stopping: int | None = None
+        self._ending = False  # a process of it was told to stop
         self._server: str | None = None
         self._trace = Trace()
         self._settings: dict[str, Any] = {}
@@ -143,7 +158,14 @@ class _Search:
         found = [structs.replace(failure, count=self._counts[key]) for key, failure in self._found.items()]
         findings = sorted(found, key=lambda finding: finding.number or 0)
         last = hidden(plain(self._said).strip())[:SHOWN_CHARS]
-        return Scanned(lines=self._lines, findings=findings, last=last, ready=self._ready, server=self._server)
+        return Scanned(
+            lines=self._lines,
+            findings=findings,
+            last=last,
+            ready=self._ready,
+            stopping=self._stopping,
+            server=self._server,
+        )
 
     def _look(self, raw: bytes, before: bytes, number: int, maybe: list[Pattern]) -> None:
         alike = raw.translate(None, b"0123456789")
@@ -169,7 +191,13 @@ class _Search:
         self._keep(failure, raw)
 
     def _notice(self, raw: bytes, line: str, number: int) -> None:
-        """What a line says of the server's way: its arguments, its model is there, it is ready."""
+        """What a line says of the server's way: its arguments, its model is there, it is ready, it stops."""
+        if any(mark in raw for mark in _STARTING):
+            self._stopping, self._ending = None, False
+        elif any(mark in raw for mark in (*_STOPPING, *_UNLOADING)):
+            own = b"(Process)" not in raw and not any(mark in raw for mark in _UNLOADING)
+            self._stopping = number if own and self._stopping is None else self._stopping
+            self._ending = True
         if any(mark in raw for mark in _READY):
             self._ready = number
             self._got_over(fetching=False)
@@ -184,6 +212,8 @@ class _Search:
                 self._found[key] = structs.replace(one, recovered=True)
 
     def _keep(self, failure: Failure, raw: bytes) -> None:
+        if self._ending and failure.severity not in ("cause", "request", "warning"):
+            return  # a server that stops ends its processes, and says that they are dead
         key = (failure.id, _DIGITS.sub("#", failure.cause))
         seen = self._found.get(key)
         if seen is None and len(self._found) >= MOST_FINDINGS:
@@ -201,7 +231,10 @@ class _Search:
 def _words() -> tuple[bytes, ...]:
     """What a line has to hold to be looked at."""
     return tuple(
-        dict.fromkeys([*(pattern.needle.encode() for pattern in patterns()), *_READY, *_FETCHED, *_RAISED, *SETTINGS])
+        dict.fromkeys(
+            [pattern.needle.encode() for pattern in patterns()]
+            + [*_READY, *_FETCHED, *_STARTING, *_STOPPING, *_UNLOADING, *_RAISED, *SETTINGS]
+        )
     )
 
 

@@ -4,7 +4,7 @@ import datetime
 import math
 from typing import Any
 
-from harness.imports.source import NO_RECORDS, Imported, Node, Part, Source, has
+from harness.imports.source import NO_RECORDS, Imported, Node, Part, Source, has, text_at
 from harness.summary import NEEDED, NO_SAMPLE, Distribution, Numbers
 
 TOOL = "lemonade bench"
@@ -48,6 +48,7 @@ def read(source: Source) -> Imported:
     model = models[0]
     wall_s = _wall_s(top.at("timestamp"))
     results = model.at("results").items()
+    version = text_at(top, "hardware", "lemonade_version")
     parts = [
         _part(model, scenario, _server(result, results), wall_s)
         for result in results
@@ -58,7 +59,8 @@ def read(source: Source) -> Imported:
         raise model.wrong("there is no scenario that generates text")
     return Imported(
         tool=TOOL,
-        version=None,  # the file does not carry it
+        version=version,
+        versions={_server(result, results): _version(version, result, top) for result in results if version},
         model=model.at("model").text(),
         arguments={_server(result, results): _arguments(result) for result in results},
         parts=parts,
@@ -95,6 +97,13 @@ def _server(result: Node, results: list[Node]) -> str:
 
 def _name(result: Node) -> str:
     return f"{result.at('recipe').text()}-{result.at('backend').text()}"
+
+
+def _version(lemonade: str, result: Node, top: Node) -> str:
+    """As of a Lemonade that the harness measures itself; the backend's version is the one that Lemonade lists."""
+    recipe, backend = result.at("recipe").text(), result.at("backend").text()
+    listed = text_at(top, "hardware", "backends", f"{recipe}/{backend}")
+    return f"Lemonade {lemonade}, {recipe}:{backend}" + (f" {listed}" if listed else "")
 
 
 def _arguments(result: Node) -> list[str]:

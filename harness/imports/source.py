@@ -51,6 +51,7 @@ class Imported(Struct, frozen=True, kw_only=True):
     model: str | None
     url: str | None = None
     arguments: dict[str, list[str]] = {}  # of each part's server, as far as known
+    versions: dict[str, str] = {}  # likewise
     parts: list[Part]
     work: Any  # what names the work: equal for two files, the work was the same as far as they can show
     definitions: dict[str, str]  # by field of Numbers, where it is not ours

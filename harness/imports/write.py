@@ -139,6 +139,7 @@ def _cell_run(cell: str, part: Part, imported: Imported) -> CellRun:
         served_by=ServedBy(
             url=imported.url or UNKNOWN,
             model=imported.model,
+            version=imported.versions.get(part.server),
             arguments=imported.arguments.get(part.server, []),
         ),
     )

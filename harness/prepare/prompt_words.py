@@ -28,5 +28,6 @@ def counted_words(
         )
     if (run_id, server) not in _known:
         model = endpoint.served_by.model or experiment.scenario.model
-        _known[run_id, server] = words_of(counter(endpoint.url, model, api_key), f"the server '{server}'")
+        count = counter(endpoint.url, model, api_key, endpoint.ask_engine)
+        _known[run_id, server] = words_of(count, f"the server '{server}'")
     return _known[run_id, server]

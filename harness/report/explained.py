@@ -36,6 +36,13 @@ def started_well(scanned: Scanned) -> bool:
     )
 
 
+def stopped(scanned: Scanned) -> bool:
+    """Whether the server was stopped in the regular way, and nothing before that says that it failed."""
+    return scanned.stopping is not None and not any(
+        finding.severity not in ("warning", "request") and not finding.recovered for finding in scanned.findings
+    )
+
+
 def as_data(name: str, scanned: Scanned) -> dict[str, Any]:
     """For programs: the most telling failure, every one in the order of the log, and warnings apart."""
     return {
@@ -43,6 +50,7 @@ def as_data(name: str, scanned: Scanned) -> dict[str, Any]:
         "lines": scanned.lines,
         "recognised": recognised(scanned),
         "started": started_well(scanned),
+        "stopped": stopped(scanned),
         "cause": msgspec.to_builtins(scanned.cause()),
         "findings": msgspec.to_builtins([one for one in scanned.findings if one.severity != "warning"]),
         "warnings": msgspec.to_builtins([one for one in scanned.findings if one.severity == "warning"]),
@@ -68,7 +76,10 @@ def print_explained(name: str, scanned: Scanned, console: Console) -> None:
         console.print("\nwarnings, which starts that went well have, too:", style="bold")
         for one in warnings:
             _row(console, Text(f"line {one.number}"), Text(f"{one.cause}; {one.fix} [{one.id}]"))
-    if started_well(scanned):
+    if stopped(scanned):
+        console.print("\nIt stopped normally.", style="bold green")
+        _row(console, Text(f"line {scanned.stopping}"), Text("it began to stop"))
+    elif started_well(scanned):
         _print_started(scanned, console)
     elif not recognised(scanned):
         _print_unknown(scanned, console)

@@ -14,6 +14,7 @@ from harness.failures import stranger as strangers
 from harness.failures.redact import without
 from harness.failures.stranger import CHECK_ADDRESS, Got
 from harness.rundir.manifest import ServedBy
+from harness.serve.lemonade import bare_name
 from harness.trust import open_session
 
 PROBE_TIMEOUT_S = 5.0
@@ -42,8 +43,7 @@ def attach(url: str, model: str | None, api_key: str | None = None, *, key_name:
     with open_session(api_key) as session:
         served, told = first_answer(base, model, session, partial(_post, session), key_name)
         version = server_version(base, session) or _ollama_version(base, session) or told
-        simulated = version is not None and "simulated" in version
-    return ServedBy(url=base, simulated=simulated, version=version, model=served)
+    return ServedBy(url=base, version=version, model=served)
 
 
 def first_answer(
@@ -113,7 +113,7 @@ def find_model(base: str, model: str | None, session: requests.Session, key_name
         if len(names) == 1:
             return names[0]
         raise ServerError(f"{base} serves {_listed(names)}; say which one is meant", next_step="Give `--model NAME`.")
-    if {model, model.removeprefix("user."), f"{model}:latest"} & set(names):  # Ollama's names have a tag
+    if {model, bare_name(model), f"{model}:latest"} & set(names):  # Ollama's names have a tag
         return model
     raise ServerError(
         f"{base} does not serve '{model}'; it serves {_listed(names)}",

@@ -1,6 +1,7 @@
 """A server that answers: what the load needs of it."""
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 from docker.models.containers import Container
@@ -19,6 +20,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     secrets: list[str] = []  # what the server got from the environment and may say again in an error
     fetch_metrics: Callable[[], str] | None = None  # in its place, where one address does not have them all
     find_problems: Callable[[], list[str]] | None = None  # what it hides from its clients, since the last call
+    ask_engine: Callable[[str, dict[str, Any]], str] | None = None  # POST to the engine behind it; empty: no answer
     network: str | None = None  # Docker network of the server's container
     network_url: str | None = None  # as a container in that network reaches it
     container: Container | None = None  # that works; None: a process, or a server that already ran

@@ -13,6 +13,7 @@ from harness.rundir.manifest import Contents, ServedBy, Startup
 from harness.serve import ollama
 from harness.serve.ask import PROBE_TIMEOUT_S
 from harness.serve.docker.contents import contents
+from harness.serve.lemonade.running import Watch
 from harness.serve.secrecy import masked, without
 from harness.serve.startup import Started, moment, of_lines, phases_of, started
 from harness.trust import open_session
@@ -36,13 +37,18 @@ def recorded(
     api_key: str | None = None,
     secrets: Sequence[str] = (),
     container: Container | None = None,
+    behind: Watch | None = None,
 ) -> ServedBy:
     """`served` with its start, its effective settings and its image's contents filled in.
 
-    Never raises for what a server does not say: that stays None. No secret gets in.
+    `behind`: the engine behind Lemonade, which is asked itself. Never raises for what a server does not say: that stays
+    None. No secret gets in.
     """
     log = of_lines([]) if log_path is None else started(log_path)
-    facts, effective = _asked(served, log, metrics_url, api_key)
+    facts, effective = _asked(served, log, metrics_url, api_key, behind)
+    version = served.version or facts.version
+    if behind is not None and facts.version is not None:
+        version = f"{served.version} {facts.version}"
     image, began_s = None, None
     if container is not None:
         image, began_s = contents(container), moment(str(container.attrs["State"].get("StartedAt") or ""))
@@ -53,30 +59,37 @@ def recorded(
         image=without(served.image, hidden),
         container=without(served.container, hidden),
         notes=without(served.notes, hidden),
-        version=without(served.version or effective.pop("version", None) or facts.version, hidden),
+        version=without(version, hidden),
         phases=phases_of(served.phases, log, began_s),
         startup=msgspec.convert(masked(msgspec.to_builtins(facts), hidden), Startup) if facts != Startup() else None,
-        effective={key: value for key, value in masked(effective, hidden).items() if key != "version"},
+        effective=masked(effective, hidden),
         contents=image if image != Contents() else None,
     )
 
 
 def _asked(
-    served: ServedBy, log: Started, metrics_url: str | None, api_key: str | None
+    served: ServedBy, log: Started, metrics_url: str | None, api_key: str | None, behind: Watch | None
 ) -> tuple[Startup, dict[str, Any]]:
     """What the log says, and what the server answers on top of it; only those are asked that would know."""
     facts, effective = msgspec.structs.asdict(log.facts), dict(log.effective)
     with open_session(api_key) as session:
+
+        def answer(path: str) -> dict[str, Any]:
+            return _decoded(_text(session, served.url + path) if behind is None else behind.fetch(path))
+
         if facts["engine"] in (None, "llama.cpp"):
-            props = _json(session, served.url + "/props")
+            props = answer("/props")
             if isinstance(props.get("default_generation_settings"), dict):
                 facts, effective = _llamacpp(props, facts, effective)
-        if served.template == "lemonade" or (facts["engine"] != "simulated" and served.template is None):
-            effective |= _lemonade(_json(session, served.url + "/api/v1/health"), served.model)
+        if behind is not None:
+            effective |= behind.effective()
+            own = answer("/version").get("version")
+            facts["version"] = own if isinstance(own, str) else facts["version"]
         if served.template == "ollama":
-            effective |= ollama.loaded(_json(session, served.url + "/api/ps"), served.model)
-        if metrics_url is not None:
-            labels = cache_config(_text(session, metrics_url))
+            effective |= ollama.loaded(answer("/api/ps"), served.model)
+        text = "" if behind is None else behind.fetch("/metrics")
+        if metrics_url is not None or text:
+            labels = cache_config(text or _text(session, metrics_url or ""))
             known = {name: value for name, value in labels.items() if value not in ("", "None")}
             told = {fact: _number(known[label]) for label, fact in _FACTS.items() if label in known}
             facts |= {fact: number for fact, number in told.items() if not isinstance(number, str)}
@@ -105,18 +118,6 @@ def _llamacpp(
     return facts, effective | {key: value for key, value in said.items() if value is not None}
 
 
-def _lemonade(health: dict[str, Any], model: str | None) -> dict[str, Any]:
-    """What Lemonade started for `model`: the command line that ran is the proof."""
-    loaded = health.get("all_models_loaded")
-    if not isinstance(loaded, list):
-        return {}
-    name = (model or "").removeprefix("user.")
-    entries = [one for one in loaded if isinstance(one, dict)]
-    mine = next((one for one in entries if str(one.get("model_name", "")).removeprefix("user.") == name), {})
-    kept = ("launch_command", "recipe", "recipe_options", "checkpoint", "device")
-    return {key: mine[key] for key in kept if mine.get(key)} | {"version": health.get("version")}
-
-
 def cache_config(text: str) -> dict[str, str]:
     """The labels of vLLM's `cache_config_info` in a text of metrics; of several engines those of the first."""
     line = next((line for line in text.splitlines() if line.startswith(_CACHE_INFO + "{")), None)
@@ -139,9 +140,9 @@ def _number(text: str) -> Any:
     return int(value) if text.lstrip("-").isdigit() else value
 
 
-def _json(session: requests.Session, url: str) -> dict[str, Any]:
+def _decoded(text: str) -> dict[str, Any]:
     try:
-        answer = msgspec.json.decode(_text(session, url))
+        answer = msgspec.json.decode(text)
     except msgspec.DecodeError:
         return {}
     return answer if isinstance(answer, dict) else {}

@@ -34,7 +34,7 @@ from harness.serve.logfile import LogFile
 from harness.serve.ports import is_free
 from harness.serve.ready import Ready, wait_ready
 from harness.serve.recorded import recorded
-from harness.serve.secrecy import masked, secrets_in
+from harness.serve.secrecy import secrets_in
 from harness.serve.vllm.flag_check import check_flags
 from harness.serve.vllm.gpu_fit import refuse_unfit
 from harness.serve.waiting import Phases, Waiting
@@ -103,7 +103,7 @@ class _Start(msgspec.Struct, frozen=True):
     def metrics_url(self, url: str) -> str | None:
         return None if self.serving.metrics is None else url + self.serving.metrics
 
-    def recorded(self, served: ServedBy, container: Container | None = None) -> ServedBy:
+    def recorded(self, served: ServedBy, container: Container | None = None, behind: Watch | None = None) -> ServedBy:
         """With what it turns out to run with."""
         return recorded(
             served,
@@ -112,6 +112,7 @@ class _Start(msgspec.Struct, frozen=True):
             api_key=self.api_key,
             secrets=self.secrets(),
             container=container,
+            behind=behind,
         )
 
 
@@ -197,7 +198,7 @@ def _bring_up(
     served_by = ServedBy(
         url=url,
         template=start.serving.template,
-        simulated=start.serving.simulated or "simulated" in (ready.version or ""),
+        simulated=start.serving.simulated,
         image=start.service.image,
         image_digest=digest_of(image),
         container=containers.inspected(container, start.compose, start.service),
@@ -208,10 +209,7 @@ def _bring_up(
         notes=[] if loaded is None else loaded.notes,
         phases=phases.all + ready.phases,
     )
-    started = start.recorded(served_by, container)
-    if watch is not None and "launch_command" not in started.effective:
-        proof = {"launch_command": masked(watch.command(), start.secrets())}
-        started = msgspec.structs.replace(started, effective=started.effective | proof)
+    started = _known_as_simulated(start.recorded(served_by, container, watch))
     return Endpoint(
         url=url,
         started=started,
@@ -223,7 +221,12 @@ def _bring_up(
         container=container,
         fetch_metrics=None if watch is None else watch.metrics,
         find_problems=None if watch is None else watch.problems,
+        ask_engine=None if watch is None else watch.fetch,
     )
+
+
+def _known_as_simulated(served: ServedBy) -> ServedBy:
+    return msgspec.structs.replace(served, simulated=served.simulated or "simulated" in (served.version or ""))
 
 
 def _in_front(gateway: Endpoint, server: Endpoint) -> Endpoint:
@@ -277,11 +280,8 @@ def attach(
 
     metrics = metrics_url or ask.metrics_url(served_by.url, api_key)
     if found is not None:
-        simulated = served_by.simulated or "simulated" in found.version
-        served_by = msgspec.structs.replace(
-            served_by, version=found.version, most_at_once=found.most_at_once, simulated=simulated
-        )
-    served_by = recorded(served_by, metrics_url=metrics, api_key=api_key)
+        served_by = msgspec.structs.replace(served_by, version=found.version, most_at_once=found.most_at_once)
+    served_by = _known_as_simulated(recorded(served_by, metrics_url=metrics, api_key=api_key, behind=watch))
     return Endpoint(
         url=served_by.url,
         started=served_by,
@@ -289,6 +289,7 @@ def attach(
         metrics_url=metrics,
         fetch_metrics=None if watch is None or metrics_url is not None else watch.metrics,
         find_problems=None if watch is None else watch.problems,
+        ask_engine=None if watch is None else watch.fetch,
     )
 
 

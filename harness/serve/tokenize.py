@@ -7,35 +7,50 @@ its server's README.
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import requests
 
 from harness.errors import ServerError
 from harness.serve.ask import base_url
 from harness.trust import open_session
 
+PATH = "/tokenize"
 TIMEOUT_S = 30.0
 _ADVICE = "Name a local tokenizer.json in prompts.tokenizer, or remove it: a word is then taken for a token."
 
 
-def counter(url: str, model: str, api_key: str | None = None) -> Callable[[str], int]:
+def counter(
+    url: str, model: str, api_key: str | None = None, ask_engine: Callable[[str, dict[str, Any]], str] | None = None
+) -> Callable[[str], int]:
     """A function that has the server count the tokens of a text, without special ones.
 
-    It raises ServerError in words where the server has no such thing.
+    `ask_engine` posts to the engine behind the server, where the server itself does not count: Lemonade does not for
+    vLLM. It raises ServerError in words where the server has no such thing.
     """
-    address = base_url(url) + "/tokenize"
+    address = base_url(url) + PATH
     session = open_session(api_key)
+
+    def ask(body: dict[str, Any]) -> dict[str, Any]:
+        return _ask(session, address, body) if ask_engine is None else _read(ask_engine(PATH, body), address)
 
     def count(text: str) -> int:
         # Each server looks at its own two keys; `model` is for those that serve several.
-        of_vllm = _ask(session, address, {"model": model, "prompt": text, "add_special_tokens": False})
+        of_vllm = ask({"model": model, "prompt": text, "add_special_tokens": False})
         if isinstance(of_vllm.get("count"), int):
             return int(of_vllm["count"])
-        tokens = _ask(session, address, {"content": text, "add_special": False}).get("tokens")
+        tokens = ask({"content": text, "add_special": False}).get("tokens")
         if not isinstance(tokens, list) or (text and not tokens):
             raise ServerError(f"{address}: the answer has neither a count nor tokens", next_step=_ADVICE)
         return len(tokens)
 
     return count
+
+
+def _read(text: str, address: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError:
+        raise ServerError(f"{address}: the engine behind it does not count tokens", next_step=_ADVICE) from None
 
 
 def _ask(session: requests.Session, address: str, body: dict[str, Any]) -> dict[str, Any]:

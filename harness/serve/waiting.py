@@ -13,6 +13,7 @@ from harness.rundir.manifest import Phase
 from harness.serve.logfile import LogFile
 
 POLL_S = 0.2
+DEATH_S = 1.0  # the connections of a process that dies break before its supervisor notices
 
 T = TypeVar("T")
 
@@ -25,6 +26,14 @@ class Waiting(Struct, frozen=True):
     timeout_s: float
     on_progress: Callable[[str], None]
     orphans: Callable[[], list[str]] = list  # engine processes that lost their server, in words
+
+
+def death(waiting: Waiting) -> ServerError | None:
+    """Why the server died, asked after it broke a request; None where it lives on."""
+    until = time.monotonic() + DEATH_S
+    while (dead := waiting.dead()) is None and time.monotonic() < until:
+        time.sleep(POLL_S / 4)
+    return dead
 
 
 class Phases:

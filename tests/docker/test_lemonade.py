@@ -24,6 +24,7 @@ from harness.serve import Endpoint, serve, server_document
 from harness.serve.docker.sweep import sweep
 from harness.serve.lemonade.running import orphans_of
 from harness.serve.ports import free_port
+from harness.serve.tokenize import counter
 from harness.summarize.summarize import read_summary
 from tests.command import harness
 from tests.docker.conftest import remains
@@ -90,7 +91,10 @@ def test_a_checkpoint_through_the_template(variables: Variables, client: docker.
     with served(scenario(given), tmp_path) as endpoint:
         found = endpoint.served_by
         assert (found.model, found.simulated, found.most_at_once) == ("user.Tiny", True, 32)
-        assert found.version == "Lemonade 11.7.0, vllm:rocm vllm0.20.1-rocm7.12.0-gfx1151-simulated"
+        assert found.version == "Lemonade 11.7.0, vllm:rocm 0.32.0+simulated"
+        assert found.startup is not None and found.startup.kv_cache_tokens == 51200
+        count = counter(endpoint.url, "user.Tiny", None, endpoint.ask_engine)
+        assert (count("one two three"), count('it\'s "5 %" \\n; $HOME')) == (3, 5)
         assert found.effective["launch_command"][-4:] == ["--kv-cache-memory-bytes", "4G", "--max-num-seqs", "8"]
         assert [phase.name for phase in found.phases][-4:] == ["port open", "health", "load", "first answer"]
         assert output(endpoint, "id -u") == "10001"
@@ -124,7 +128,7 @@ def test_settings_that_an_earlier_start_left_do_not_count(variables: Variables, 
             entry = requests.get(endpoint.url + "/api/v1/health", timeout=5).json()["all_models_loaded"][0]
             assert "launch_command" not in entry
             proof = endpoint.served_by.effective["launch_command"]  # as its process shows it
-            assert "harness.simulated" in proof and "user.Tiny" in proof
+            assert "vllm-server" in proof and "user.Tiny" in proof
 
 
 def test_an_orphaned_engine_is_named(variables: Variables, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from harness.serve.compose.merge import with_gateway
 from harness.serve.compose.template import render, variables
 from harness.serve.compose.values import parse_port, url_of
 from harness.serve.docker.daemon import engine_host
+from harness.serve.lemonade import served_name
 from harness.serve.ports import free_port
 
 COMPOSE_HEAD = """\
@@ -48,6 +49,7 @@ def compose_document(scenario: Scenario, server_name: str, *, ui_port: int | Non
             f"the server '{server_name}' is an offline job, which `harness run` gives its requests",
             next_step="Choose another of the scenario's servers with --server.",
         )
+    managed = compose.serving.lemonade
     taking = [GATEWAY, SERVER] if GATEWAY in compose.services else [SERVER]
     ports = {name: parse_port(compose.services[name].ports[0]) for name in taking}
     addresses = [f"{name}: {url_of(port.address, port.host)}" for name, port in ports.items()]
@@ -69,7 +71,7 @@ def compose_document(scenario: Scenario, server_name: str, *, ui_port: int | Non
         port=port_inside(server),
         locust={
             "locustfile": load.user,
-            "arguments": _by_hand(scenario, load),
+            "arguments": _by_hand(scenario, load, scenario.model if managed is None else served_name(managed.model)),
             "environment": keys,
             "ui_port": ui_port,
             "workers": workers,
@@ -78,13 +80,13 @@ def compose_document(scenario: Scenario, server_name: str, *, ui_port: int | Non
     )
 
 
-def _by_hand(scenario: Scenario, load: Load) -> list[str]:
+def _by_hand(scenario: Scenario, load: Load, model: str) -> list[str]:
     """A load in the options of a locustfile that is started by hand; the web form shows them and can change them."""
     prompts = scenario.prompts
     given = {
         "--users": load.users,
         "--spawn-rate": f"{load.users / max(load.ramp_s, 1):g}",
-        "--model": scenario.model,
+        "--model": model,
         "--prompts": prompts.kind if prompts.kind != "file" else "synthetic",  # a file of the host is not in the image
         # A length by distribution is a mapping, which no option of a locustfile is.
         "--prompt-tokens": prompts.tokens if isinstance(prompts.tokens, int) else None,

@@ -284,12 +284,12 @@ def death(look: Look, log: LogFile) -> ServerError:
     return ServerError(what, next_step=f"To solve it: {failure.fix}.", detail=evidence_in(failure, log))
 
 
-def advice(said: str, log: LogFile) -> tuple[str, str]:
-    """What to do about a server's words on why it could not load its model, and the evidence."""
-    failure = explain(log.path, State(error=said))
+def advice(said: str, log: LogFile | None = None) -> tuple[str, str]:
+    """What to do about a server's words on why it could not load its model, and the evidence in its log."""
+    failure = explain("" if log is None else log.path, State(error=said))
     if failure is None:
-        return "Look at its last lines.", log.tail()
-    return f"{failure.cause}; {failure.fix}.", evidence_in(failure, log)
+        return ("Read its log.", "") if log is None else ("Look at its last lines.", log.tail())
+    return f"{failure.cause}; {failure.fix}.", "" if log is None else evidence_in(failure, log)
 
 
 def evidence_in(failure: Failure, log: LogFile) -> str:

@@ -5,8 +5,10 @@ from typing import Any
 import msgspec
 import requests
 
-from harness.errors import ServerError
+from harness.errors import ServerError, did_you_mean
 from harness.serve.ask import reason
+from harness.serve.docker.containers import advice
+from harness.serve.lemonade import PREFIXES, bare_name
 from harness.trust import open_session
 
 PREFIX = "/api/v1"
@@ -40,8 +42,11 @@ class Backend(msgspec.Struct, frozen=True):
     """A backend of a recipe, in Lemonade's words."""
 
     name: str
-    state: str  # installed, installable, update_required, unsupported
-    version: str | None
+    state: str  # installed, update_available, update_required, installable, unsupported
+
+    @property
+    def installed(self) -> bool:
+        return self.state in ("installed", "update_available")
 
 
 class Running(msgspec.Struct, frozen=True):
@@ -53,12 +58,19 @@ class Running(msgspec.Struct, frozen=True):
     url: str | None  # of the backend, such as http://127.0.0.1:8001/v1: loopback inside the container
     command: list[str]  # what was started; empty before v11.8.0
     watchdog_reset: bool
+    facts: dict[str, Any]  # for the manifest: recipe, recipe_options, checkpoint, device
 
     @property
-    def served_name(self) -> str | None:
-        """The name that the backend knows the model by; None where it is not told."""
+    def backend(self) -> str | None:
+        """The backend of the recipe that runs, where Lemonade says it: several may be installed."""
+        options = self.facts.get("recipe_options")
+        name = options.get(f"{self.recipe}_backend") if isinstance(options, dict) else None
+        return name if isinstance(name, str) else None
+
+    def argument(self, flag: str) -> str | None:
+        """The value of a flag on the backend's command line; None where it is not known."""
         words = iter(self.command)
-        return next((next(words, None) for word in words if word == "--served-model-name"), None)
+        return next((next(words, None) for word in words if word == flag), None)
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -90,6 +102,7 @@ def _running(entry: dict[str, Any]) -> Running:
         url=url if isinstance(url, str) else None,
         command=[str(word) for word in command] if isinstance(command, list) else [],
         watchdog_reset=entry.get("watchdog_reset") is True,
+        facts={key: entry[key] for key in ("recipe", "recipe_options", "checkpoint", "device") if entry.get(key)},
     )
 
 
@@ -113,7 +126,7 @@ def system(api: Api) -> System | None:
         threads=threads if isinstance(threads, int) and threads > 0 else None,
         default_backends={name: str(entry["default_backend"]) for name, entry in recipes.items()
                           if entry.get("default_backend")},
-        backends={name: [Backend(key, str(value.get("state")), value.get("version") or None)
+        backends={name: [Backend(key, str(value.get("state")))
                          for key, value in (entry.get("backends") or {}).items()]
                   for name, entry in recipes.items()},
     )  # fmt: skip
@@ -127,7 +140,7 @@ class Model(msgspec.Struct, frozen=True):
 
 
 def find(api: Api, model: str) -> Model | ServerError:
-    """A model by its name, or why Lemonade does not have it (in its own words, which tell what it has)."""
+    """A model by its name, or why Lemonade does not have it, with the name that may be meant."""
     refused = ""
     for name in dict.fromkeys((model, bare_name(model))):
         try:
@@ -138,14 +151,23 @@ def find(api: Api, model: str) -> Model | ServerError:
         if response.status_code == 200 and isinstance(found, dict) and "recipe" in found:
             return Model(str(found["recipe"]), found.get("downloaded") is True)
         refused = refused or text_of(response)
-    return ServerError(f"Lemonade does not have '{model}': {refused}")
+    found = _json_of(api, f"{PREFIX}/models?show_all=true", HEALTH_S)
+    listed = found.get("data") if isinstance(found, dict) else None
+    names = [str(entry.get("id")) for entry in listed or [] if isinstance(entry, dict)]
+    meant = did_you_mean(bare_name(model), names)
+    meant = f" D{meant[1:]}" if meant.startswith("did") else ""
+    return ServerError(f"Lemonade does not have '{model}': {refused}", next_step=advice(refused)[0] + meant)
 
 
-def canonical_name(api: Api, model: str) -> str | None:
-    """The name with its prefix, as /models/ID/options gives it (since v11.7.0); None where it does not."""
-    found = _json_of(api, f"{PREFIX}/models/{model}/options", HEALTH_S)
-    name = found.get("model_name") if isinstance(found, dict) else None
-    return name if isinstance(name, str) else None
+def canonical_name(api: Api, model: str) -> str:
+    """The name with its prefix; without one where Lemonade does not know the model.
+
+    No answer has it: /models/ID lists the bare name, and /models/ID/options repeats the ID that was asked for.
+    """
+    if bare_name(model) != model:
+        return model
+    tried = (prefix + model for prefix in PREFIXES)
+    return next((name for name in tried if _json_of(api, f"{PREFIX}/models/{name}", HEALTH_S) is not None), model)
 
 
 def global_timeout_s(api: Api) -> float | None:
@@ -177,11 +199,3 @@ def _decoded(response: requests.Response) -> Any:
         return msgspec.json.decode(response.content)
     except msgspec.DecodeError:
         return None
-
-
-def bare_name(model: str) -> str:
-    """A model's name as Lemonade lists it: it knows `Tiny` as `user.Tiny`, and so does vLLM behind it."""
-    for prefix in ("user.", "extra.", "builtin."):
-        if model.startswith(prefix):
-            return model.removeprefix(prefix)
-    return model

@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.scenario.scenario import Server
 from harness.serve.compose.values import tag_of
-from harness.serve.lemonade.api import bare_name
+from harness.serve.lemonade import PREFIXES, bare_name
 from harness.serve.vllm.flags import flags_in, printed_dashes, removed_flags, vllm_refuses
 
 _ITSELF = "Lemonade sets it itself and refuses it"
@@ -49,6 +49,11 @@ def server_problems(server: Server, model: str, path: str) -> list[str]:
     given = server.variables
     problems = variable_problems(given, f"{path}.variables")
     problems += image_problems(str(given.get("image") or ""), _is_vllm(given, model), f"{path}.variables.image")
+    if given.get("checkpoint") is not None and model.startswith(PREFIXES) and not model.startswith("user."):
+        bare = bare_name(model)
+        problems.append(
+            f"$.model: Lemonade registers a checkpoint as user.NAME only (got '{model}'). Write {bare} or user.{bare}."
+        )
     # llama-server answers to any name; vLLM to its own alone.
     named = server.gateway is not None and given.get("checkpoint") is not None and given.get("recipe") != "llamacpp"
     if named and bare_name(model) == model:

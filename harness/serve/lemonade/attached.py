@@ -4,8 +4,9 @@ import requests
 
 from harness.errors import ServerError
 from harness.serve.ask import reason
+from harness.serve.docker.containers import advice
 from harness.serve.lemonade import api as lemonade
-from harness.serve.lemonade.api import PREFIX, Api, bare_name, text_of
+from harness.serve.lemonade.api import PREFIX, Api, text_of
 from harness.serve.lemonade.bring_up import BEYOND_S, Loaded, as_loaded
 
 ASSUMED_TIMEOUT_S = 600.0  # Lemonade's own default
@@ -32,24 +33,18 @@ def attached(url: str, model: str | None, key: str | None) -> Loaded | None:
         running = found.of(model)
     if running is None:
         return None
-    system = lemonade.system(api)
-    backends = [] if system is None else system.backends.get(running.recipe, [])
-    installed = [backend for backend in backends if backend.state in ("installed", "update_required")]
-    backend = installed[0] if len(installed) == 1 else None
-    return as_loaded(api, model, running, system, backend, found.version)
+    return as_loaded(api, model, running, found.version)
 
 
 def _load(api: Api, model: str) -> None:
     known = lemonade.find(api, model)
     if isinstance(known, ServerError):
         raise known
-    name = lemonade.canonical_name(api, bare_name(model)) or model
     limit_s = 2 * (lemonade.global_timeout_s(api) or ASSUMED_TIMEOUT_S) + BEYOND_S
     try:
-        answer = api.post(f"{PREFIX}/load", {"model_name": name}, limit_s)
+        answer = api.post(f"{PREFIX}/load", {"model_name": lemonade.canonical_name(api, model)}, limit_s)
     except requests.RequestException as error:
         raise ServerError(f"Lemonade gave no answer while loading '{model}' ({reason(error)})") from None
     if answer.status_code != 200:
-        raise ServerError(
-            f"Lemonade could not load '{model}': {text_of(answer)}", next_step="Look at Lemonade's own log."
-        )
+        said = text_of(answer)
+        raise ServerError(f"Lemonade could not load '{model}': {said}", next_step=advice(said)[0])

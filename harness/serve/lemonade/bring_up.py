@@ -12,10 +12,11 @@ from harness.serve.ask import reason
 from harness.serve.compose.compose import Managed
 from harness.serve.docker.containers import advice
 from harness.serve.lemonade import api as lemonade
-from harness.serve.lemonade.api import PREFIX, Api, Backend, Running, System, bare_name, text_of
+from harness.serve.lemonade import served_name
+from harness.serve.lemonade.api import PREFIX, Api, Backend, Running, System, text_of
 from harness.serve.lemonade.pool import pool_size
 from harness.serve.lemonade.pull import download
-from harness.serve.waiting import Phases, Waiting, watched
+from harness.serve.waiting import Phases, Waiting, death, watched
 
 TELL_EVERY_S = 1.0
 BEYOND_S = 60.0  # beyond both attempts of a load: each may take 10 s to clear up
@@ -32,7 +33,7 @@ class Loaded(msgspec.Struct, frozen=True):
     """A model that is loaded."""
 
     model: str  # id to send: vLLM knows no other name
-    version: str  # of Lemonade and of its backend
+    version: str  # of Lemonade, and which backend; that one's version only it knows itself
     most_at_once: int | None  # requests that it serves at once
     notes: list[str] = []
 
@@ -54,12 +55,12 @@ def bring_up(api: Api, asked: Managed, waiting: Waiting, until: float, phases: P
         phases.done("download")
     _load(api, asked, waiting, until)
     phases.done("load")
-    return _proven(api, asked.model, system, backend, waiting)
+    return _proven(api, asked.model, waiting)
 
 
 def _install(api: Api, recipe: str | None, backend: Backend | None, waiting: Waiting, until: float) -> bool:
     """Have the backend installed. False when there was nothing to do."""
-    if recipe is None or backend is None or backend.state == "installed":
+    if recipe is None or backend is None or backend.installed:
         return False
     name = f"{recipe}:{backend.name}"
     body = {"recipe": recipe, "backend": backend.name, "stream": False}
@@ -99,11 +100,11 @@ def _backend(system: System, recipe: str, wanted: str | None) -> Backend | None:
     """The backend that a load will take; None when that is Lemonade's to decide and one is there."""
     there = {backend.name: backend for backend in system.backends.get(recipe, [])}
     if wanted is not None:
-        return there.get(wanted) or Backend(wanted, "unknown", None)
+        return there.get(wanted) or Backend(wanted, "unknown")
     default = there.get(system.default_backends.get(recipe, ""))
-    if default is not None and default.state == "installed":
+    if default is not None and default.installed:
         return default
-    installed = next((backend for backend in there.values() if backend.state == "installed"), None)
+    installed = next((backend for backend in there.values() if backend.installed), None)
     usable = next((backend for backend in there.values() if backend.state != "unsupported"), None)
     only = next(iter(there.values())) if len(there) == 1 else None
     if default is not None and default.state != "unsupported":
@@ -134,7 +135,7 @@ def _check_installed(answer: requests.Response, name: str) -> None:
     )
 
 
-def _proven(api: Api, model: str, system: System | None, backend: Backend | None, waiting: Waiting) -> Loaded:
+def _proven(api: Api, model: str, waiting: Waiting) -> Loaded:
     found = lemonade.health(api)
     running = None if found is None else found.of(model)
     if found is None or running is None:
@@ -143,37 +144,30 @@ def _proven(api: Api, model: str, system: System | None, backend: Backend | None
             next_step="Look at the last lines of its log: the backend may have died at once.",
             detail=waiting.log.tail(),
         )
-    loaded = as_loaded(api, model, running, system, backend, found.version)
+    loaded = as_loaded(api, model, running, found.version)
     if RETRIED not in waiting.log.text():
         return loaded
     note = "Lemonade needed two attempts to load the model; its log has the reason of the first"
     return msgspec.structs.replace(loaded, notes=[note])
 
 
-def as_loaded(
-    api: Api, model: str, running: Running, system: System | None, backend: Backend | None, version: str | None
-) -> Loaded:
+def as_loaded(api: Api, model: str, running: Running, version: str | None) -> Loaded:
     """What is known of a loaded model, whoever has loaded it; `version` is Lemonade's own."""
+    system = lemonade.system(api)
     most_at_once = None if system is None or system.threads is None else pool_size(system.threads, version)
-    return Loaded(name_to_send(api, model, running), _version(version, running.recipe, backend), most_at_once)
+    backends = [] if system is None else system.backends.get(running.recipe, [])
+    there = [backend.name for backend in backends if backend.installed or backend.state == "update_required"]
+    name = running.backend or (there[0] if len(there) == 1 else None)
+    engine = ":".join(filter(None, (running.recipe, name)))
+    names = f"Lemonade {version or '(unknown version)'}, {engine}"
+    return Loaded(_name_to_send(api, model, running), names, most_at_once)
 
 
-def name_to_send(api: Api, model: str, running: Running) -> str:
-    """The id that the backend knows. vLLM behind Lemonade serves a user's model as user.NAME only."""
+def _name_to_send(api: Api, model: str, running: Running) -> str:
+    """The id that the backend knows: llama-server answers to any name, vLLM to one."""
     if running.recipe != "vllm":
         return model
-    if running.served_name is not None:
-        return running.served_name
-    name = lemonade.canonical_name(api, model) or model
-    return bare_name(name) if name.startswith("builtin.") else name
-
-
-def _version(version: str | None, recipe: str, backend: Backend | None) -> str:
-    """Such as "Lemonade 11.7.0, vllm:rocm vllm0.20.1-rocm7.12.0-gfx1151"; main says the same as the last release."""
-    front = f"Lemonade {version or '(unknown version)'}"
-    if backend is None:
-        return f"{front}, {recipe}"
-    return f"{front}, {recipe}:{backend.name}" + (f" {backend.version}" if backend.version else "")
+    return running.argument("--served-model-name") or served_name(lemonade.canonical_name(api, model))
 
 
 def _not_loaded(answer: requests.Response, model: str, waiting: Waiting) -> ServerError:
@@ -220,9 +214,9 @@ def _watched(call: Callable[[], T], waiting: Waiting, until: float, doing: str |
     try:
         return watched(call, waiting, look)
     except requests.RequestException as error:
-        raise waiting.dead() or ServerError(f"Lemonade gave no answer while {_last(doing)} ({reason(error)})") from None
+        raise death(waiting) or ServerError(f"Lemonade gave no answer while {_last(doing)} ({reason(error)})") from None
     except ServerError as error:
-        raise waiting.dead() or error from None
+        raise death(waiting) or error from None
 
 
 def _last(doing: str | list[str]) -> str:

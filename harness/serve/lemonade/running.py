@@ -5,9 +5,10 @@ again, and its client sees one very slow success. So the backend's process is co
 """
 
 import re
-from typing import cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
+import msgspec
 import requests
 from docker.models.containers import Container
 
@@ -16,6 +17,7 @@ from harness.serve.lemonade import api as lemonade
 from harness.serve.lemonade.api import HEALTH_S, Api, Running
 from harness.serve.lemonade.shell import FETCH_S, Shell
 from harness.serve.logfile import LogFile
+from harness.trust import open_session
 
 OWN_METRICS_S = 1.0  # above the pool's size they wait with all else, and must not hold up the engine's
 _UNAVAILABLE = re.compile(r"\(BackendWatchdog\).*marked unavailable: (?P<reason>.+)")
@@ -30,6 +32,7 @@ class Watch:
         self._shell = None if container is None else Shell(container)
         self._running = self._look()
         self._engine = self._running.url if self._running is not None else None
+        self._own: dict[str, bool] = {}  # by address: whether the engine there is this Lemonade's
         self._lines = len(self._log_lines())
 
     def metrics(self) -> str:
@@ -40,12 +43,30 @@ class Watch:
             raise OSError("neither Lemonade nor its engine gave metrics")
         return text
 
-    def command(self) -> list[str]:
-        """With what the backend was started: as Lemonade says it (since v11.8.0), or as its process shows it."""
+    def fetch(self, path: str, body: dict[str, Any] | None = None) -> str:
+        """What the engine answers to a GET, or to a POST with `body`; empty where that is no good answer.
+
+        Lemonade passes on requests of the OpenAI API alone.
+        """
+        port = urlsplit(self._engine or "").port
+        if port is None:
+            return ""
+        url, sent = f"http://127.0.0.1:{port}", None if body is None else msgspec.json.encode(body).decode()
+        if self._shell is not None:
+            return self._shell.fetch(url + path, sent)
+        if self._own.get(url) is None:
+            self._own[url] = self._is_own(url)
+        return _here(url + path, sent) if self._own[url] else ""
+
+    def effective(self) -> dict[str, Any]:
+        """With what the model runs. The command line is Lemonade's word (since v11.8.0), or that of the process."""
         running = self._running
-        if running is None or running.command or running.pid is None or self._container is None:
-            return running.command if running is not None else []
-        return command_inside(self._container, running.pid)
+        if running is None:
+            return {}
+        command = running.command
+        if not command and running.pid is not None and self._container is not None:
+            command = command_inside(self._container, running.pid)
+        return ({"launch_command": command} if command else {}) | running.facts
 
     def problems(self) -> list[str]:
         """Why what was measured since the last call, or since the start, cannot be trusted."""
@@ -78,31 +99,25 @@ class Watch:
         return [] if self._log is None else self._log.text().splitlines()
 
     def _engine_metrics(self) -> str:
-        text = self._read_engine()
+        text = self.fetch("/metrics")
         if not text:  # it may have been started anew, on another port
             found = self._look(FETCH_S)
             if found is not None and found.url != self._engine:
                 self._engine = found.url
-                text = self._read_engine()
+                text = self.fetch("/metrics")
         return text
 
-    def _read_engine(self) -> str:
-        port = urlsplit(self._engine or "").port
-        if port is None:
-            return ""
-        url = f"http://127.0.0.1:{port}/metrics"
-        return self._shell.fetch(url) if self._shell is not None else self._fetch_here(url)
-
-    def _fetch_here(self, url: str) -> str:
-        """Of a Lemonade on this machine; a stranger's port may have the same number, so the model must be its own."""
+    def _is_own(self, url: str) -> bool:
+        """Whether a port of this machine is the engine's: another Lemonade or container may use the same numbers."""
         if urlsplit(self._api.url).hostname not in ("127.0.0.1", "localhost", "::1"):
-            return ""
+            return False
+        path = None if self._running is None else self._running.argument("-m")
         try:
-            text = Api(url.removesuffix("/metrics")).get("/metrics", FETCH_S).text
-        except requests.RequestException:
-            return ""
-        served = self._running.served_name if self._running else None
-        return text if served is None or f'model_name="{served}"' in text else ""
+            if path is not None:  # of llama-server, which answers to any name
+                return bool(msgspec.json.decode(_here(url + "/props"))["model_path"] == path)
+            return self._model in [one["id"] for one in msgspec.json.decode(_here(url + "/v1/models"))["data"]]
+        except (msgspec.DecodeError, KeyError, TypeError):
+            return False
 
     def _own_metrics(self) -> str:
         try:
@@ -110,6 +125,17 @@ class Watch:
         except requests.RequestException:
             return ""
         return response.text if response.status_code == 200 else ""
+
+
+def _here(url: str, body: str | None = None) -> str:
+    """The good answer of an address on this machine, else nothing. The engine behind Lemonade wants no key."""
+    try:
+        with open_session(None) as session:
+            method, headers = "GET" if body is None else "POST", {"Content-Type": "application/json"}
+            response = session.request(method, url, data=body, headers=headers, timeout=FETCH_S, allow_redirects=False)
+    except requests.RequestException:
+        return ""
+    return response.text if response.status_code == 200 else ""
 
 
 def command_inside(container: Container, pid: int) -> list[str]:

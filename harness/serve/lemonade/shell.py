@@ -1,4 +1,4 @@
-"""What a URL answers inside a container's network, asked again and again by one shell.
+"""What a URL answers inside a container's network, fetched again and again by one shell.
 
 To start a process in a container costs the Docker Engine some 100 ms of CPU; one each second would be felt by an engine
 on the same machine. So one shell waits there, and fetches an address for each line that it is given.
@@ -6,6 +6,7 @@ on the same machine. So one shell waits there, and fetches an address for each l
 
 import contextlib
 import struct
+import threading
 from typing import Any
 
 from docker.models.containers import Container
@@ -14,7 +15,11 @@ from harness.serve.docker.daemon import DOCKER_ERRORS
 
 FETCH_S = 3.0
 _BEYOND_S = 2.0  # for the way to an engine elsewhere
-_SCRIPT = 'while read -r url; do curl --silent --fail --max-time {limit:g} "$url"; printf "\\000"; done'
+_SCRIPT = (  # a line is an address, and behind a space the JSON to post
+    'while read -r url body; do if [ -n "$body" ]; then printf %s "$body" | curl --silent --fail --max-time {limit:g} '
+    '--header "Content-Type: application/json" --data-binary @- "$url"; '
+    'else curl --silent --fail --max-time {limit:g} "$url"; fi; printf "\\000"; done'
+)
 _HEADER = struct.Struct(">BxxxL")  # of the engine's frames: which stream, how many bytes
 
 
@@ -25,19 +30,21 @@ class Shell:
         self._container = container
         self._stream: Any = None  # what the Docker SDK gives, which keeps the connection open
         self._socket: Any = None
+        self._lock = threading.Lock()  # metrics are read while others ask
 
-    def fetch(self, url: str) -> str:
-        """The answer's text; empty when there is none, or none in time."""
-        try:
-            if self._socket is None:
-                self._open()
-            self._socket.sendall(url.encode() + b"\n")
-            text = b""
-            while not text.endswith(b"\0"):
-                text += self._frame()
-        except (OSError, *DOCKER_ERRORS):
-            self.close()
-            return ""
+    def fetch(self, url: str, body: str | None = None) -> str:
+        """The answer's text to a GET, or to a POST of JSON without line ends; empty when there is none in time."""
+        with self._lock:
+            try:
+                if self._socket is None:
+                    self._open()
+                self._socket.sendall(f"{url} {body or ''}\n".encode())
+                text = b""
+                while not text.endswith(b"\0"):
+                    text += self._frame()
+            except (OSError, *DOCKER_ERRORS):
+                self.close()
+                return ""
         return text[:-1].decode("utf-8", "replace")
 
     def close(self) -> None:

@@ -64,14 +64,14 @@ class Backend:
         while time.monotonic() - begin < timeout_s:
             if not self.alive:
                 code = self.process.returncode
-                log(f"(WrappedServer) {self.name} process has terminated with exit code: {code}")
+                log(f"(WrappedServer) {self.name} process has terminated with exit code: {code}", "Error")
                 log("(WrappedServer) This usually means:")
-                raise NotReady(f"{self.name} failed to start")
+                raise NotReady(f"{self.name} failed to start within timeout")
             if not never and time.monotonic() - begin >= extra_s and self.healthy(1.0):
                 log(f"(WrappedServer) {self.name} is ready!")
                 return
             time.sleep(READY_EVERY_S)
-        log(f"(WrappedServer) {self.name} failed to start within timeout")
+        log(f"(WrappedServer) {self.name} failed to start within timeout", "Error")
         raise NotReady(f"{self.name} failed to start within timeout")
 
     def stop(self, after_s: float) -> None:
@@ -98,8 +98,8 @@ def free_port(start: int) -> int:
         port += 1
 
 
-def log(text: str) -> None:
-    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} [Info] {text}", flush=True)
+def log(text: str, level: str = "Info") -> None:
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} [{level}] {text}", flush=True)
 
 
 def _tell(stream: IO[bytes]) -> None:

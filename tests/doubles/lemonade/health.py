@@ -8,8 +8,6 @@ from typing import Any
 from tests.doubles.lemonade.bodies import body
 from tests.doubles.lemonade.router import FAMILY, Loaded, Router
 
-SIMULATED = "simulated"  # is in the version of every backend, so that no page takes its numbers for a machine's
-
 
 def health(router: Router) -> dict[str, Any]:
     """A backend that died is left out."""
@@ -47,10 +45,8 @@ def system_info(router: Router) -> dict[str, Any]:
     found = body("system-info-gfx1151")
     behaviour, config = router.settings.behaviour, router.settings.config
     found["no_fetch_executables"] = config["no_fetch_executables"]
-    for recipe, backend in (("vllm", "rocm"), ("llamacpp", "vulkan")):
+    for recipe, backend in (("vllm", "rocm"), ("llamacpp", "vulkan"), ("llamacpp", behaviour.llamacpp_backend)):
         entry = found["recipes"][recipe]["backends"][backend]
-        version = str(entry["version"])
-        entry["version"] = f"{version}-{SIMULATED}"
         fetched = not (config["no_fetch_executables"] or config["offline"])
         if recipe == "vllm" and not behaviour.gpu:
             found["devices"]["amd_gpu"] = []
@@ -60,7 +56,7 @@ def system_info(router: Router) -> dict[str, Any]:
             action = "Visit https://lemonade-server.ai/gfx1151_linux.html"
             entry |= {"state": state, "message": "Linux kernel missing support", "action": action}
         elif recipe in router.installed:
-            entry |= {"state": "installed", "message": ""}
+            entry |= {"state": "update_available" if behaviour.update_available else "installed", "message": ""}
         elif fetched:
             entry |= {"state": "installable", "message": ""}
         else:

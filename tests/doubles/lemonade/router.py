@@ -51,6 +51,8 @@ class Router:
 
     def models(self) -> list[Model]:
         own = [_model(name, f"user.{name}", found) for name, found in self._registered.items()]
+        folder = self.settings.behaviour.extra_models
+        own += [_model(name, f"extra.{name}", found) for name, found in folder.items()]
         return own + [_model(name, f"builtin.{name}", found) for name, found in BUILT_IN.items()]
 
     def find(self, name: str) -> Model:
@@ -84,11 +86,12 @@ class Router:
             "source": "local_path" if local else "huggingface",
         }
 
-    def options(self, model: Model) -> dict[str, Any]:
-        """The body of /models/ID/options."""
+    def options(self, asked: str) -> dict[str, Any]:
+        """The body of /models/ID/options: it repeats the ID that was asked for. Raises Refused."""
+        model = self.find(asked)
         saved = self.settings.saved_options.get(model.canonical, {})
-        effective = {"model_name": model.canonical, "merge_args": True, **self.resolve(model, {})}
-        return {"defaults": {"ctx_size": -1}, "effective": effective, "model_name": model.canonical,
+        effective = {"model_name": asked, "merge_args": True, **self.resolve(model, {})}
+        return {"defaults": {"ctx_size": -1}, "effective": effective, "model_name": asked,
                 "recipe": model.recipe, "saved": saved}  # fmt: skip
 
     def resolve(self, model: Model, asked: dict[str, Any]) -> dict[str, Any]:
@@ -99,6 +102,8 @@ class Router:
         saved = self.settings.saved_options.get(model.canonical, {})
         given = {key: value for key, value in asked.items() if key in OPTIONS and value is not None}
         found = {**below, **saved, **given}
+        if model.recipe == "llamacpp":
+            found.setdefault("llamacpp_backend", self.settings.behaviour.llamacpp_backend)
         if found["ctx_size"] == -1:
             found["ctx_size"] = 4096  # by the memory that is free
         return {key: value for key, value in found.items() if value != ""}
@@ -132,6 +137,8 @@ class Router:
             now = self.loaded
             if now is not None and now.backend.alive and now.model == model and now.options == options:
                 return model
+            if now is not None and now.backend.alive and now.model != model and now.options.get("pinned"):
+                raise error("slots_pinned", 409, requested_model=name)
             if not self.is_downloaded(model):
                 for _ in self.pull(model.canonical, {}):
                     pass
@@ -175,8 +182,8 @@ class Router:
         self.loaded = Loaded(model, options, backend)
 
     def _probe_quantization(self, model: Model) -> None:
-        """Without a quantization_config in the cache Lemonade asks the hub, also when it is told to be offline."""
-        if model.checkpoint.startswith("/") or self.settings.behaviour.hub:
+        """Without a quantization_config in the cache Lemonade asks the hub, offline or not, also for a path."""
+        if self.settings.behaviour.hub:
             return
         folder = self.settings.home / ".cache/huggingface/hub" / ("models--" + model.checkpoint.replace("/", "--"))
         texts = [path.read_text() for path in folder.glob("snapshots/*/config.json")]
@@ -204,8 +211,8 @@ class Router:
             model = self.find(name)
             now = self.loaded
             if now is None or now.model != model or not now.backend.alive:
-                options = now.options if now is not None and now.model == model else asked
-                self.load(name, {"ctx_size": asked.get("ctx_size")} if options is asked else options)
+                again = {**now.options, "pinned": None} if now is not None and now.model == model else None
+                self.load(name, again or {"ctx_size": asked.get("ctx_size")})
             assert self.loaded is not None
             return self.loaded
 

@@ -81,7 +81,7 @@ class Lemonade(BaseHTTPRequestHandler):
         if name is not None and name.startswith("/models/"):
             wanted = name.removeprefix("/models/")
             if wanted.endswith("/options"):
-                return self._json(200, router.options(router.find(wanted.removesuffix("/options"))))
+                return self._json(200, router.options(wanted.removesuffix("/options")))
             return self._json(200, router.describe(router.find(wanted)))
         simple = {"/stats": body("stats"), "/system-stats": body("system-stats"), "/downloads": {"downloads": []}}
         if name == "/system-info":

@@ -4,11 +4,11 @@ import json
 import os
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
@@ -18,8 +18,8 @@ from harness.serve.ports import free_port
 
 class Spawned(msgspec.Struct, frozen=True):
     url: str
-    process: subprocess.Popen[str]
-    lines: list[str]  # of its log, so far
+    process: subprocess.Popen[bytes]
+    log: Path
 
 
 @contextmanager
@@ -43,25 +43,15 @@ def spawned(
     given = {"HOME": str(home), "LEMONADE_DEFAULTS_PATH": str(home / "defaults.json"), "PYTHONPATH": str(ROOT)}
     given |= {"LEMONADE_DOUBLE": json.dumps({"unload_s": 0.0, **behaviour}), **(environment or {})}
     env = {key: value for key, value in os.environ.items() if not key.startswith(("LEMONADE_", "XDG_"))}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.doubles.lemonade", "--host", "127.0.0.1", "--port", str(port)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**env, **given},
-    )
-    assert process.stdout is not None
-    lines = [process.stdout.readline()]
-    reader = threading.Thread(target=_keep, args=(process.stdout, lines), daemon=True)
-    reader.start()
+    log = home / "lemond.log"
+    command = [sys.executable, "-m", "tests.doubles.lemonade", "--host", "127.0.0.1", "--port", str(port)]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, env={**env, **given})
     try:
-        yield Spawned(f"http://127.0.0.1:{port}", process, lines)
+        until = time.monotonic() + 20
+        while "Listening on" not in log.read_text() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.02)
+        yield Spawned(f"http://127.0.0.1:{port}", process, log)
     finally:
         process.terminate()
         process.wait(10)
-        reader.join(5)
-        process.stdout.close()
-
-
-def _keep(stream: IO[str], lines: list[str]) -> None:
-    for line in stream:
-        lines.append(line)
