@@ -35,6 +35,7 @@ STOP = {"finish": "stop"}
         ({"output_tokens": 12, "textless": 1} | STOP, 11),  # vLLM and llama.cpp: the usage counts the end token
         ({"output_tokens": 11, "textless": 1} | STOP, 11),  # a server that does not count it
         ({"output_tokens": 11, "textless": 0} | STOP, 11),  # the end token came with the last text
+        ({"output_tokens": 12, "textless": 0} | STOP, 11),  # likewise, and the usage counts it
         ({"output_tokens": 14, "textless": 3} | STOP, 11),  # a stop string of two tokens, and the end token
         ({"output_tokens": 30, "textless": 1} | STOP, 29),  # several tokens a chunk
         ({"output_tokens": 30, "textless": 0} | STOP, 30),  # likewise, the end token with the last of them

@@ -185,7 +185,7 @@ def test_a_run_shows_them(tmp_path: Path) -> None:
     records = sorted(records_of(run), key=lambda record: record.index)
     assert [record.retry_after_s for record in records] == [None, 1.5, None, None, 1.5, None]
     assert all(pause_s >= 1.5 for pause_s in pauses_s(records)[1::3])
-    note = "after 2 requests the server asked for a wait (Retry-After), 3.0 s in total: their users waited"
+    note = "after 2 requests the server asked for a wait (Retry-After), 3.0 s in total: their users waited as long as"
     assert note in " ".join(done.out.split())
 
 

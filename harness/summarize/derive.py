@@ -33,6 +33,8 @@ def carried_tokens(request: Request) -> int | None:
     textless = request.textless
     if textless is None:  # not observed by older harnesses: an answer that did not reach its limit has an end token
         textless = int(request.finish not in (None, "length"))
+    elif textless == 0 and request.finish == "stop" and tokens == chunks + 1:
+        return chunks  # one token a chunk, and an end token that came with the last of them
     return max(min(tokens, chunks), tokens - textless)  # a server may not count its end token
 
 

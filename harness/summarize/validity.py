@@ -362,7 +362,7 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> list[str]:
         notes.append(_resent(numbers))
     if numbers.retry_after:
         how = (
-            "their users waited"
+            "their users waited as long as asked, or until the load ended"
             if not is_open(load)
             else "only conversations that went on waited, the schedule did not"
         )
