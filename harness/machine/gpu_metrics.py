@@ -1,8 +1,8 @@
 """The binary table `gpu_metrics` of the amdgpu driver: what holds a GPU back, and its energy counter.
 
 Layouts are those of the structs gpu_metrics_v* in the kernel's drivers/gpu/drm/amd/include/kgd_pp_interface.h. Two
-kernels have used one revision for two layouts, so the table's size must be right as well. Nothing else is decoded:
-what is also a file of its own is read there.
+kernels have used one revision for two layouts, so the table's size must be right as well; revision 1.9 describes its
+own layout. Nothing else is decoded: what is also a file of its own is read there.
 """
 
 import struct
@@ -25,6 +25,12 @@ _INSTINCT = ("prochot", "power", "heat", "heat", "heat")  # socket, voltage regu
 # APUs count the time that they were held back, in a unit of their own and without a counter of all time.
 _APU = {(3, 0, 264): 228}
 _APU_KINDS = ("prochot", "power", "power", "power", "heat", "heat", "heat")  # SPL, fast and slow PPT; core, gfx, soc
+# Revision 1.9 (struct gpu_metrics_v1_9): a count of attributes; of each an encoding and its values, without padding.
+_ATTRIBUTES = (1, 9)
+_WIDTHS = (1, 1, 2, 2, 4, 4, 8, 8)  # bytes, by enum amdgpu_metrics_attr_type: U8, S8, U16, ... S64
+_UNSIGNED = (4, 6)  # U32, U64: a counter is one or the other
+_ENERGY_ID = 7  # in enum amdgpu_metrics_attr_id, as the next
+_RESIDENCY_IDS = range(9, 15)  # cycles, then the order of _INSTINCT
 
 
 class Table(Struct, frozen=True, kw_only=True):
@@ -42,6 +48,8 @@ def parse(raw: bytes) -> Table | None:
     if len(raw) < 4:
         return None
     size, form, content = struct.unpack_from("<HBB", raw)
+    if (form, content) == _ATTRIBUTES and len(raw) >= size:
+        return _from_attributes(raw[:size])
     key = (form, content, size)
     if len(raw) < size or not (key in _STATUS or key in _ENERGY or key in _APU):
         return None
@@ -65,6 +73,38 @@ def parse(raw: bytes) -> Table | None:
         kinds=() if empty else kinds,
         cycles=None if empty else cycles,
         energy_j=None if energy in (None, 2**64 - 1) else energy * _ENERGY_UNIT_J,
+    )
+
+
+def _from_attributes(raw: bytes) -> Table | None:
+    """The table of a revision that describes its own layout, or None when the description does not fit the size."""
+    if len(raw) < 8:
+        return None
+    (count,) = struct.unpack_from("<i", raw, 4)
+    offset = 8
+    counters: dict[int, int] = {}  # those filled in, by attribute
+    for _ in range(count):
+        if offset + 8 > len(raw):
+            return None
+        (encoding,) = struct.unpack_from("<Q", raw, offset)
+        unit, kind, number, values = encoding >> 24, encoding >> 20 & 0xF, encoding >> 10 & 0x3FF, encoding & 0x3FF
+        if kind >= len(_WIDTHS) or not values:
+            return None
+        content = raw[offset + 8 : offset + 8 + _WIDTHS[kind] * values]
+        offset += 8 + _WIDTHS[kind] * values
+        if not unit and kind in _UNSIGNED and values == 1 and content.strip(b"\xff"):
+            counters[number] = int.from_bytes(content, "little")
+    if count < 0 or offset != len(raw):
+        return None
+    cycles, *residencies = (counters.get(number) for number in _RESIDENCY_IDS)
+    found = tuple(value for value in residencies if value is not None)
+    full = cycles is not None and len(found) == len(_INSTINCT)
+    energy = counters.get(_ENERGY_ID)
+    return Table(
+        counters=found if full else None,
+        kinds=_INSTINCT if full else (),
+        cycles=cycles if full else None,
+        energy_j=None if energy is None else energy * _ENERGY_UNIT_J,
     )
 
 
