@@ -299,8 +299,8 @@ def test_connections_that_are_not_kept_are_told() -> None:
     assert judge(four(connect_s=0.002)).notes == []  # no more than are in flight at once
     many = [request(index=i, connect_s=0.002 if i else 0.007) for i in range(7)]
     assert judge(many, load=msgspec.structs.replace(LOAD, requests=7)).notes == [
-        "c: 7 of 7 requests opened a connection of their own, which took 2.7 ms on average and 7 ms at most: no latency "
-        "has it, wall time and rates do"
+        "c: 7 of 7 requests opened a connection of their own, which took 2.7 ms on average and 7 ms at most: no "
+        "latency has it, wall time and rates do"
     ]
 
 
