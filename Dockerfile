@@ -6,9 +6,8 @@ FROM ${BASE}
 
 WORKDIR /opt/amd-llm-load
 # Only what harness.load and harness.simulated import: the rest of the harness stays on the host.
-COPY constraints.txt ./
-RUN python3 -m pip install --no-cache-dir --constraint constraints.txt \
-        locust gevent httptools msgspec pyyaml prometheus-client \
+COPY requirements/image.txt ./
+RUN python3 -m pip install --no-cache-dir --require-hashes --requirement image.txt \
     && useradd --uid 10000 --create-home loadtest
 
 COPY LICENSE ./
@@ -17,5 +16,6 @@ COPY locustfiles locustfiles
 
 USER 10000
 ENV PYTHONPATH=/opt/amd-llm-load PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+# Locust's web UI. It listens on 127.0.0.1 of the container unless --web-host says otherwise: docs/live.md, "Access".
 EXPOSE 8089
 CMD ["python3", "-m", "locust", "--help"]

@@ -2,6 +2,9 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+	--custom-compile-command "make lock" $(UPGRADE)
 IMAGE := amd-llm-load:local
 BASE ?= python:3.11-slim
 TEST_PROCESSES ?= 3
@@ -15,7 +18,7 @@ all = status=0; set -x; $(call tests,$(1) -m alone); $(2) \
 	$(call tests,$(1) -m "not alone and not paired" $(BESIDE) $(TEST_PROCESSES)); exit $$status
 
 .DEFAULT_GOAL := help
-.PHONY: help demo install dev test test-fast lint format image clean
+.PHONY: help demo install dev test test-fast lint format image lock sbom clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -44,6 +47,15 @@ format: dev ## Format the code
 image: ## Build the load generator's image (BASE=... for another base)
 	docker build --build-arg BASE=$(BASE) --tag $(IMAGE) .
 
+lock: dev ## Write requirements/*.txt anew: every dependency with its version and hashes (UPGRADE=--upgrade for newer ones)
+	$(BIN)/python -m pip install --quiet uv
+	$(LOCK) pyproject.toml requirements/build.in -o requirements/run.txt
+	$(LOCK) pyproject.toml requirements/build.in --extra dev -o requirements/dev.txt
+	$(LOCK) requirements/image.in -o requirements/image.txt
+
+sbom: dev ## Write sbom.cdx.json: what is in the load generator's image, as a CycloneDX list
+	$(BIN)/cyclonedx-py requirements requirements/image.txt --output-reproducible --output-file sbom.cdx.json
+
 clean: ## Remove the virtual environment and caches of tools, never runs
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache build *.egg-info
 
@@ -53,12 +65,14 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV) \
 		|| { rm -rf $(VENV); echo "No virtual environment could be made. On Debian: apt install python3-venv"; exit 1; }
 
-$(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
+$(VENV)/installed: $(VENV)/bin/python pyproject.toml requirements/run.txt
 	@echo "Installing into $(VENV) (about half a minute) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable .
+	@$(PIP) --require-hashes --requirement requirements/run.txt
+	@$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(VENV)/installed-dev: $(VENV)/installed
+$(VENV)/installed-dev: $(VENV)/installed requirements/dev.txt
 	@echo "Installing the tests' tools ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@$(PIP) --require-hashes --requirement requirements/dev.txt
 	@touch $@
+

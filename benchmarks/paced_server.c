@@ -30,7 +30,7 @@
 #include <unistd.h>
 
 #define MAX_FD 20000
-#define MAX_REQUESTS 400000
+#define MAX_REQUESTS 2000000
 #define IN_BYTES 65536
 #define CONTENT_BYTES 5 /* as long as the text of a token is on average */
 

@@ -5,6 +5,7 @@ import json
 import re
 from typing import Any
 
+from harness.engines import engines, template_of
 from harness.failures.page import failures_page
 from harness.machine.doctor import page
 from harness.paths import ROOT
@@ -16,7 +17,7 @@ from harness.summarize.summarize import read_summary
 HEAD = """\
 # Servers
 
-<!-- Made by `python -m harness.docs`; edit compose/*.yaml.j2 instead. -->
+<!-- Made by `python -m harness.docs`; edit compose/*.yaml.j2 and harness/engines/*.yaml instead. -->
 
 A server is a Compose template of `compose/` with values for its variables. The template is the one definition: the
 harness renders it and starts it through the Docker SDK, and `harness compose SCENARIO` prints the same for
@@ -29,49 +30,44 @@ servers:
     variables: {max_model_len: 8192, max_num_seqs: 10}
 ```
 
-All of them are published on 127.0.0.1 unless `publish` says otherwise. A secret such as `HF_TOKEN` comes from your
-shell: write `${HF_TOKEN}` in `environment` or in an argument; the value itself is refused, and in logs it is blacked
-out, as is every other value that came in by `${NAME}`. `DOCKER_HOST` is respected. A type that ends in `?` also takes
-`null`. `model` is the scenario's own and is not set here; what else a template sets is refused in `extra_args`.
+All of them are published on 127.0.0.1, also those of a [Docker Engine on another
+machine](doctor.md#a-docker-engine-on-another-machine). What gives a container the machine that it runs on is refused
+unless the server consents in the scenario, which `harness check` and the report show:
 
-By engine: [vLLM](vllm.md), [Lemonade](lemonade.md), [llama.cpp](llamacpp.md), [Ollama and LocalAI](ollama-localai.md),
+| `allow: [...]` | lets through |
+|---|---|
+| `docker-socket` | a volume with the socket of Docker, containerd, Podman or CRI-O, or a folder that holds one |
+| `host-files` | a volume of `/proc`, `/sys`, `/dev`, `/boot`, a whole home, credentials in it or in `/etc` |
+| | or of the container engine's data; a writable one of `/etc`, `/usr`, `/bin`, `/lib` |
+| | or of `/var/log`; a folder that holds one of these |
+| `host-devices` | a device that is not a GPU's (`/dev/kfd`, `/dev/dri`, `/dev/accel`), such as a disk or `/dev/mem` |
+| `host-ipc` | `ipc: host` |
+| `open-port` | `publish` with an address that other machines reach, such as `0.0.0.0` or `[::]` |
+| `privileges` | `cap_add` or `security_opt` in a template of your own; those that ship need none |
+
+Paths count as they lead through `..` and symbolic links. `/` is always refused, and so are `privileged`, `pid`,
+`network_mode` and `userns_mode`, which the harness does not carry out.
+
+A secret such as `HF_TOKEN` comes from your shell: write `${HF_TOKEN}` in `environment` or in an argument; the value
+itself is refused, and in logs it is blacked out, as is every other value that came in by `${NAME}`. `model` takes no
+`${NAME}`. A type that ends in `?` also takes `null`. `model` is the scenario's own and is
+not set here; what else a template sets is refused in `extra_args`.
+
+By engine: {pages},
 [a server that already runs](running-server.md); in front of them, [gateways](gateways.md).
 """
 
-INTRODUCTIONS = {
-    "simulated": """\
-The [embedded engine](simulated.md): a model of continuous batching, for machines without a GPU. With `container: false`
-it runs as a process, without Docker.""",
-    "vllm-rocm": """\
-vLLM on an AMD GPU, with `/dev/kfd`, `/dev/dri`, the groups that own them, shared memory and caches in place.""",
-    "vllm-offline": """\
-Not a server: vLLM's offline engine (`LLM.chat`) given a whole cell's requests at once, as the bound that serving can
-come near; see [vLLM](vllm.md#the-offline-bound).""",
-    "vllm-cpu": "vLLM on the processor: slow, real, and good for trying a scenario.",
-    "llamacpp": "llama-server of [llama.cpp](llamacpp.md).",
-    "lemonade": """\
-[Lemonade Server](lemonade.md), which runs vLLM or llama.cpp behind itself. Backend and model are installed, downloaded
-and loaded before the first request.""",
-    "ollama": """\
-[Ollama](ollama-localai.md#ollama) with its ROCm build of llama.cpp. Its model is pulled through its own API at the
-first start, loaded before the
-first request, and kept loaded. It does not know `ignore_eos`: take `output: natural` in loads that compare it.""",
-    "localai": """\
-[LocalAI](ollama-localai.md#localai), which installs a backend (llama.cpp for ROCm) and the model from its gallery at
-the first start.""",
-    "litellm": """\
-Not a server: a LiteLLM proxy in front of one, as its `gateway`. It takes the load; metrics stay those of the server.
-See [gateways](gateways.md).""",
-    "locust": "Not a server: what `harness compose` puts in front of one, Locust's web UI.",
-}
+LOCUST = "Not a server: what `harness compose` puts in front of one, Locust's web UI."
 COLUMNS = "| variable | type | default | meaning |\n|---|---|---|---|\n"
 
 
 def servers_page() -> str:
     """docs/servers.md."""
-    parts = [HEAD]
+    parts = [HEAD.replace("{pages}", ", ".join(engine.page for engine in engines() if engine.page is not None))]
     for name in (*templates(), *GATEWAYS, "locust"):
-        parts.append(f"\n## {name}\n{INTRODUCTIONS[name]}\n\n{COLUMNS}")
+        known = template_of(name)
+        introduction = LOCUST if known is None else known.introduction
+        parts.append(f"\n## {name}\n{introduction}\n\n{COLUMNS}")
         parts += [_row(key, value) for key, value in variables(name).items() if key not in BY_THE_HARNESS]
     return "".join(parts)
 
@@ -89,12 +85,19 @@ def _shown(value: Any) -> str:
 
 
 def readme() -> str:
-    """README.md with the table of the committed example run between its marks."""
+    """README.md with the table of the committed example run, and the servers' names, between their marks."""
     example = ROOT / "docs" / "example"
     shown = ("server", "load", "wall", "rate", "ttft_p50", "speedup", "verdict")
     table = markdown.table(read_summary(example), read_run(example), shown)
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return re.sub(r"(<!-- table: .*? -->\n).*?(<!-- /table -->)", rf"\1\n{table}\n\n\2", text, flags=re.DOTALL)
+    names = ", ".join(f"`{name}`" for engine in engines() if not engine.gateway for name in engine.templates)
+    servers = f"{names}, and the gateway `{'`, `'.join(GATEWAYS)}` ([their variables](docs/servers.md));"
+    for opening, closing, made in (
+        ("<!-- table: .*? -->", "<!-- /table -->", f"\n{table}\n"),
+        ("<!-- servers -->", "<!-- /servers -->", servers),
+    ):
+        text = re.sub(rf"({opening}\n).*?({closing})", rf"\1{made}\n\2", text, flags=re.DOTALL)
+    return text
 
 
 def doctor_page() -> str:

@@ -14,6 +14,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from harness.redact import without
+
+SHOWN_PROBLEMS = 50  # of a scenario
 _TOLD_LINES = 5  # of one file
 _MOST_LINES = 1000  # after so many nothing more is read
 
@@ -36,6 +39,8 @@ class HarnessError(Exception):
     exit_code: ExitCode = ExitCode.USAGE
 
     def __init__(self, what: str, *, next_step: str = "", detail: str = "") -> None:
+        # A server's words are in many of these: whatever shows or keeps the error has it without secrets.
+        what, next_step, detail = without([what, next_step, detail], words=False)
         super().__init__(what)
         self.what = what
         self.next_step = next_step
@@ -51,10 +56,11 @@ class ScenarioError(HarnessError):
     """A scenario cannot be used; `problems` lists everything that is wrong with it."""
 
     def __init__(self, where: str, problems: list[str]) -> None:
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        count = "1 problem" if len(problems) == 1 else f"{len(problems):,} problems"
         super().__init__(f"{where}: {count}", next_step="Correct the file and run `harness check` on it.")
-        self.problems = problems
-        self.detail = "\n".join(problems)
+        self.problems = problems = without(problems, words=False)
+        more = len(problems) - SHOWN_PROBLEMS
+        self.detail = "\n".join(problems[:SHOWN_PROBLEMS] + ([f"and {more:,} more"] if more > 0 else []))
 
 
 class ServerError(HarnessError):

@@ -2,13 +2,15 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from harness.files import read_bytes
 from harness.scenario.scenario import Load, Prompts, Warmup
 from harness.workers import Workers
 
-# Of a load process: JSON list of the texts that must not get into a record, whatever a server's error says. They come
+# Of a load process: the texts that must not get into a record, whatever a server says, as JSON of `know`. They come
 # by the environment, as the API key does, because a job is a file.
 SECRETS_ENV = "AMD_LLM_LOAD_SECRETS"
 
@@ -44,11 +46,11 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     workers: Workers | None = None  # of the master: the machines that it waits for
 
 
-def secrets_of(job: Job) -> list[str]:
+def secrets_of(job: Job) -> dict[str, bool]:
     """The texts that this process knows and no record may hold: the API key, and what the server was started with."""
     key = os.environ.get(job.api_key_env, "").strip() if job.api_key_env else None
-    served = msgspec.json.decode(os.environ.get(SECRETS_ENV, "[]"), type=list[str])
-    return [*([key] if key else []), *served]
+    served = msgspec.json.decode(os.environ.get(SECRETS_ENV, "{}"), type=dict[str, bool])
+    return served | ({key: True} if key else {})
 
 
 def warm_sign(tickets_path: str) -> Path:
@@ -61,9 +63,25 @@ def quiet_sign(tickets_path: str) -> Path:
     return Path(f"{tickets_path}.quiet")
 
 
+def text_of(job: Job) -> str:
+    """The job for a command line: what is empty is left out, which is its default."""
+    return msgspec.json.encode(_filled(msgspec.to_builtins(job))).decode()
+
+
+def _filled(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _filled(inner) for key, inner in value.items() if inner not in (None, "", [])}
+    return [_filled(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
 def write_job(job: Job, path: Path) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(job), indent=1))
 
 
 def read_job(path: Path) -> Job:
-    return msgspec.json.decode(path.read_bytes(), type=Job)
+    return job_of_text(read_bytes(path))
+
+
+def job_of_text(text: bytes | str) -> Job:
+    """Raises msgspec.DecodeError."""
+    return msgspec.json.decode(text, type=Job)

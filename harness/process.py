@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import stat
 import subprocess
@@ -11,8 +12,31 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
 
+from harness.errors import HarnessError
+
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+FILES_BESIDE = 64  # of a load process, beside its connections
 STOPS = (signal.SIGTERM, signal.SIGHUP)  # beside Ctrl-C; SIGHUP: the terminal is closed, or ssh lost its connection
+
+
+def raise_file_limit() -> int:
+    """Let this process, and those that it starts, have as many files open as the system allows; return that number."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS refuses what its kernel does not have
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def refuse_too_few_files(most_at_once: int) -> None:
+    """Raise HarnessError when one process may not open a connection for each of `most_at_once` requests."""
+    limit = raise_file_limit()
+    if most_at_once + FILES_BESIDE > limit:
+        raise HarnessError(
+            f"{most_at_once:,} requests at once in one load process need {most_at_once + FILES_BESIDE:,} open files, "
+            f"and the system allows it {limit:,} (RLIMIT_NOFILE)",
+            next_step="Raise the hard limit (`ulimit -Hn` shows it; `--ulimit nofile=65535` in a container), or use "
+            "more 'processes' or fewer users.",
+        )
 
 
 def start(

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import force_setattr
@@ -211,6 +211,16 @@ class Warmed(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     steady: bool | None = None  # whether it found the server steady; None: it was not to find that out
 
 
+class BadFields(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A field of the server's answers whose value was not possible in some requests of a cell, warm-up included."""
+
+    field: str  # such as "usage.completion_tokens"
+    code: Literal["type", "below", "above"]  # "type" of JSON; less or more than `limit`, for which the cell is INVALID
+    requests: int
+    got: str  # of the first of them: the JSON type, else the number
+    limit: int | None = None  # likewise
+
+
 class CellSummary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One cell: one server under one load, once."""
 
@@ -223,6 +233,7 @@ class CellSummary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     machine_load: MachineLoad | None = None  # None: nothing was sampled
     ready_s: float | None = None  # the server's start until its first answer
     warmup: Warmed | None = None  # None: there was none
+    bad_fields: list[BadFields] = []
     problems: list[str] = []  # why it is not valid
     notes: list[str] = []  # what a reader should know and does not make it invalid
     limits: list[ClientLimit] = []  # each of them is a problem or a note as well
@@ -337,6 +348,10 @@ class Summary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     cells: list[CellSummary]
     comparison: "Comparison | None" = None  # each row against the scenario's baseline
     checks: list[CheckResult] = []
+    beside: list[Any] | UnsetType = UNSET  # only read, in summaries of older versions: its verdicts are in `comparison`
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "beside", UNSET)
 
 
 class Verdict(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

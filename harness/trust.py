@@ -6,11 +6,15 @@ The load processes ask OpenSSL, which reads SSL_CERT_FILE; what speaks through `
 import os
 import ssl
 from pathlib import Path
+from typing import Any
 
 import requests
 
 from harness.errors import HarnessError
+from harness.files import open_file
+from harness.redact import know
 
+MAX_ANSWER_BYTES = 16 << 20
 VARIABLE = "SSL_CERT_FILE"
 
 
@@ -20,12 +24,33 @@ def authorities() -> str | bool:
     return paths.cafile or paths.capath or True
 
 
+class _Session(requests.Session):
+    """Follows no redirect, and reads no whole answer of more than MAX_ANSWER_BYTES."""
+
+    def get_redirect_target(self, resp: requests.Response) -> None:
+        """Return None: requests raises ValueError for an address that is none, even where it is not to be followed."""
+
+    def send(self, request: requests.PreparedRequest, **how: Any) -> requests.Response:
+        """Raises requests.RequestException, also for an answer that is too long and was not to be streamed."""
+        response = super().send(request, **how | {"stream": True})
+        if not how.get("stream") or response.status_code != 200:
+            content = bytearray()
+            for piece in response.iter_content(65_536):
+                content += piece
+                if len(content) > MAX_ANSWER_BYTES:
+                    response.close()
+                    raise requests.RequestException(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
+            response._content = bytes(content)
+        return response
+
+
 def open_session(api_key: str | None) -> requests.Session:
     """What asks a server for anything but load."""
-    session = requests.Session()
+    session = _Session()
     session.trust_env = False  # a proxy of the environment must not stand between us and the server
     session.verify = authorities()
     if api_key:
+        know({api_key: True})
         session.headers["Authorization"] = f"Bearer {api_key}"
     return session
 
@@ -42,6 +67,7 @@ def trust(ca: Path) -> None:
 def refuse_no_authority(ca: Path) -> None:
     """Raise HarnessError for a file that holds no certificate."""
     try:
+        open_file(ca).close()
         ssl.create_default_context(cafile=str(ca))
     except (OSError, ValueError) as error:  # SSLError is an OSError
         raise HarnessError(

@@ -35,6 +35,9 @@ class Done(NamedTuple):
     err: str
 
 
+ENDED: list[Done] = []  # the commands of this test: see tests/faults.py
+
+
 class Going:
     """A command that runs, and every process that descends from it, orphans included."""
 
@@ -68,7 +71,8 @@ class Going:
 
     def end(self, timeout_s: float = 60) -> Done:
         out, err = self.process.communicate(timeout=timeout_s)
-        return Done(self.process.returncode, out, err)
+        ENDED.append(Done(self.process.returncode, out, err))
+        return ENDED[-1]
 
     def nothing_left(self, within_s: float = 1.0) -> None:
         deadline = time.monotonic() + within_s

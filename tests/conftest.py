@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,10 +10,17 @@ import docker
 import pytest
 from docker.errors import DockerException
 
+from harness import redact
 from harness.simulated.spawn import spawned
+from tests.command import ENDED
 from tests.engines.paths import missing
+from tests.faults import is_said
 
 HERE = Path(__file__).parent
+
+# Who starts the tests may ignore these, as `nohup` and a shell's `&` do; the commands under test would inherit it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def _no_docker() -> str | None:
@@ -33,6 +41,17 @@ def _no_engines() -> str | None:
 def _no_browser() -> str | None:
     there = shutil.which("chromium") and shutil.which("chromedriver")
     return None if there else "no chromium with its driver (Debian: apt install chromium chromium-driver)"
+
+
+@pytest.fixture(autouse=True)
+def _fault_as_it_is_listed(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What docs/reliability.md says of a fault is what the command said and its exit code."""
+    ENDED.clear()
+    yield
+    for mark in request.node.iter_markers("fault"):
+        if mark.kwargs["code"] is not None:
+            assert mark.kwargs["code"] in [done.code for done in ENDED]
+            assert is_said(mark.kwargs["seen"], [done.out + done.err for done in ENDED]), mark.kwargs["seen"]
 
 
 TIERS = {"docker": _no_docker, "real": _no_engines, "browser": _no_browser}
@@ -71,6 +90,13 @@ def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     yield
+
+
+@pytest.fixture(autouse=True)
+def _no_secrets_of_other_tests() -> Iterator[None]:
+    """What one test's server was told is no secret of the next one."""
+    yield
+    redact.forget()
 
 
 @pytest.fixture(scope="module")

@@ -196,9 +196,16 @@ def silence(connection: socket.socket) -> None:
     connection.recv(1)  # until the client gives up
 
 
-def read_answer(exchange: Exchange) -> Answer:
-    """The observations in an exchange that has ended."""
+def looked_at(id: str = "x", **more: Any) -> tuple[Exchange, Reading]:
+    """An exchange, and what takes in its body as it comes."""
+    exchange = Exchange(id, **more)
     reading = Reading(exchange)
+    exchange.look = reading.look
+    return exchange, reading
+
+
+def read_answer(reading: Reading) -> Answer:
+    """The observations in an exchange that has ended."""
     answer = reading.finish()
     reading.time()
     return answer
@@ -218,9 +225,9 @@ def exchanging(url: str, timeout_s: float = 5.0, known: bool = True, **headers: 
     client = Client(dialer, clock, reader, timeout_s=timeout_s, headers=headers)
 
     def send(body: bytes = BODY) -> tuple[Exchange, Answer]:
-        exchange = Exchange(id="x")
+        exchange, reading = looked_at()
         client.post("/chat/completions", lambda: body, exchange)
-        return exchange, read_answer(exchange)
+        return exchange, read_answer(reading)
 
     try:
         yield send

@@ -5,12 +5,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from harness.job import Job, write_job
+from harness.prepare.experiment import Experiment
+from harness.run.live import compose_file
 from harness.rundir.records import ProcessMark, Request, read_marks, read_requests
-from harness.scenario.scenario import Load, Prompts, Warmup
+from harness.scenario.scenario import Load, Prompts, Scenario, Warmup
 from harness.serve.ports import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +35,11 @@ def make_job(folder: Path, load: Load, warmup: Warmup | None = None, **more: obj
         tickets_path=str(folder / "tickets"),
     )
     return msgspec.structs.replace(job, **more)
+
+
+def composed(scenario: Scenario, server: str = "s", load: str | None = None, **options: Any) -> str:
+    """What `harness compose` prints for a scenario that is in no file."""
+    return compose_file(Experiment(Path("scenario.yaml"), scenario), server, load, **options)
 
 
 def start(folder: Path, url: str, locustfile: Path | str, *options: str) -> "subprocess.Popen[str]":

@@ -23,7 +23,7 @@ def request(**changes: Any) -> Request:
         "cell": "r1-a-x",
         "load": "x",
         "user_class": "BatchAgent",
-        "index": 0,
+        "index": -1 if changes.get("phase") == "warmup" else 0,
         "user": 0,
         "process": 7,
         "phase": "measured",
@@ -72,20 +72,19 @@ def served_by(**changes: Any) -> ServedBy:
 def work(cell: Cell, wall_s: float, count: int, process: int, start_s: float) -> list[Request]:
     """A warm-up request, then `count` requests one after another that take `wall_s` together."""
     each = wall_s / count
-    made = [request(id=f"{cell.id}-w", cell=cell.id, load=cell.load, process=process, phase="warmup", sent_s=start_s)]
+    mine = {"cell": cell.id, "load": cell.load, "process": process}
+    made = [request(id=f"{cell.id}-w", phase="warmup", sent_s=start_s, **mine)]
     for index in range(count):
         chunks = [each * (0.5 + 0.05 * i) for i in range(11)]
         made.append(
             request(
                 id=f"{cell.id}-{index}",
-                cell=cell.id,
-                load=cell.load,
                 index=index,
-                process=process,
                 sent_s=start_s + 2.0 + each * index,
                 ended_s=each,
                 chunks_s=chunks,
                 first_visible_s=chunks[0],
+                **mine,
             )
         )
     return made

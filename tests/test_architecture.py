@@ -7,56 +7,117 @@ from pathlib import Path
 
 import pytest
 
+from harness.engines import engines
 from harness.paths import ROOT
+from harness.serve.compose.template import GATEWAYS, templates
 
 # Which others of harness's rooms a room may import: the whole table, in the order of the arrows.
-ALLOWED = {
+BASE = {"errors", "files", "redact"}  # which every other room may import
+ALLOWED: dict[str, set[str]] = {
     "__version__": set(),
-    "errors": set(),
+    "redact": set(),
+    "errors": {"redact"},
+    "files": {"errors"},
     "paths": set(),
-    "process": set(),
     "units": set(),
     "utilization": {"units"},
     "data": set(),
+    "engines": set(),
     "summary": set(),
     "simulated": set(),
-    "trust": {"errors"},
-    "scenario": {"errors", "summary"},
-    "workers": {"errors", "scenario"},
+    "process": set(),
+    "trust": set(),
+    "scenario": {"summary"},
+    "workers": {"scenario"},
     "job": {"scenario", "workers"},
-    "rundir": {"errors", "scenario", "summary", "trust", "workers"},
-    "traces": {"errors", "rundir", "scenario"},
-    "workload": {"errors", "scenario", "traces"},
-    "failures": {"utilization"},
-    "machine": {"errors", "rundir", "units", "utilization"},
-    "memory": {"errors", "machine", "units", "utilization"},
-    "judge": {"errors", "rundir", "scenario", "summary", "units"},
-    "summarize": {"errors", "failures", "judge", "rundir", "scenario", "summary", "units", "workers"},
-    "compare": {"errors", "judge", "rundir", "scenario", "summarize", "summary"},
-    "report": {"compare", "errors", "failures", "judge", "rundir", "scenario", "summarize", "summary", "units"},
-    "imports": {"__version__", "errors", "rundir", "scenario", "summarize", "summary"},
+    "rundir": {"engines", "failures", "scenario", "summary", "trust", "workers"},
+    "traces": {"rundir", "scenario"},
+    "workload": {"scenario", "traces"},
+    "failures": {"engines", "utilization"},
+    "machine": {"engines", "rundir", "units", "utilization"},
+    "memory": {"machine", "units", "utilization"},
+    "judge": {"rundir", "scenario", "summary", "units"},
+    "summarize": {"failures", "judge", "rundir", "scenario", "summary", "units", "workers"},
+    "compare": {"judge", "rundir", "scenario", "summarize", "summary"},
+    "report": {"compare", "engines", "failures", "judge", "rundir", "scenario", "summarize", "summary", "units"},
+    "imports": {"__version__", "rundir", "scenario", "summarize", "summary"},
     "load": {
-        "__version__", "errors", "failures.first", "failures.redact", "failures.stranger", "job", "rundir.newest",
+        "__version__",
+        "failures.first",
+        "failures.stranger",
+        "job",
+        "process",
+        "rundir.newest",
         "rundir.records",
-        "scenario", "summarize.derive", "summarize.goodput", "traces", "workers", "workload",
+        "scenario",
+        "summarize.derive",
+        "summarize.goodput",
+        "traces",
+        "workers",
+        "workload",
     },
-    "serve": {"errors", "failures", "job", "machine", "paths", "process", "rundir", "scenario", "trust", "units"},
+    "serve": {"engines", "failures", "job", "machine", "paths", "process", "rundir", "scenario", "trust", "units"},
     "prepare": {
-        "errors", "judge", "machine", "memory", "report", "scenario", "serve", "traces", "units", "utilization",
-        "workers", "workload",
+        "engines",
+        "failures",
+        "judge",
+        "machine",
+        "memory",
+        "report",
+        "scenario",
+        "serve",
+        "traces",
+        "units",
+        "utilization",
+        "workers",
+        "workload",
     },
     "run": {
-        "__version__", "errors", "failures", "job", "judge", "machine", "paths", "prepare", "process", "report",
-        "rundir", "scenario", "serve", "simulated", "summarize", "summary", "units", "workers", "workload",
+        "__version__",
+        "failures",
+        "job",
+        "judge",
+        "machine",
+        "paths",
+        "prepare",
+        "process",
+        "report",
+        "rundir",
+        "scenario",
+        "serve",
+        "simulated",
+        "summarize",
+        "summary",
+        "units",
+        "workers",
+        "workload",
     },
     "cli": {
-        "__version__", "compare", "errors", "failures", "imports", "judge", "machine", "memory", "paths", "prepare",
-        "process", "report", "run", "rundir", "scenario", "serve", "summarize", "summary", "trust", "units",
-        "utilization", "workers",
+        "__version__",
+        "compare",
+        "failures",
+        "imports",
+        "judge",
+        "machine",
+        "memory",
+        "paths",
+        "prepare",
+        "process",
+        "report",
+        "run",
+        "rundir",
+        "scenario",
+        "serve",
+        "summarize",
+        "summary",
+        "trust",
+        "units",
+        "utilization",
+        "workers",
     },
-    "docs": {"failures", "machine", "paths", "report", "rundir", "serve", "summarize"},
+    "docs": {"engines", "failures", "machine", "paths", "report", "rundir", "serve", "summarize"},
     "__main__": {"cli"},
-}  # fmt: skip
+}
 
 
 def modules() -> list[Path]:
@@ -84,20 +145,67 @@ def test_imports_follow_the_table(path: Path) -> None:
     if here != "load":
         assert not {name for name in names if name.split(".")[0] in ("locust", "gevent")}
     own = {tuple(name.split(".")[1:3]) for name in names if name.startswith("harness.")}
-    assert {".".join(name) for name in own if not {name[0], ".".join(name)} & (ALLOWED[here] | {here})} == set()
+    assert {".".join(name) for name in own if not {name[0], ".".join(name)} & (ALLOWED[here] | BASE | {here})} == set()
 
 
 def test_the_arrows_go_one_way() -> None:
-    TopologicalSorter({here: {name.split(".")[0] for name in others} for here, others in ALLOWED.items()}).prepare()
+    base = {here: set() if here in (*BASE, "__version__") else BASE for here in ALLOWED}
+    TopologicalSorter(
+        {here: {name.split(".")[0] for name in others} | base[here] for here, others in ALLOWED.items()}
+    ).prepare()
 
 
 def test_the_locustfiles_see_the_load_room_and_what_it_sees() -> None:
     for path in (ROOT / "locustfiles").glob("*.py"):
         own = {name for name in imports(path) if name.startswith("harness")}
-        assert all(name.split(".")[1] in ALLOWED["load"] | {"load"} for name in own), path
+        assert all(name.split(".")[1] in ALLOWED["load"] | BASE | {"load"} for name in own), path
 
 
 def test_the_load_room_names_all_its_modules() -> None:
     here = ROOT / "harness" / "load"
     named = re.findall(r"^([a-z_]+\.py)\b", (here / "__init__.py").read_text(), re.MULTILINE)
     assert sorted(named) == sorted(path.name for path in here.glob("*.py") if path.name != "__init__.py")
+
+
+# Where a server type may be named in the program's own texts and names, and why.
+NAMED_IN = {
+    "engines": "the facts of each",
+    "serve/lemonade": "the room of what only Lemonade needs",
+    "serve/vllm": "the room of vLLM's flags, its checks and its offline engine",
+    "serve/fetch.py": "Ollama's and LocalAI's own ways to get a model",
+    "serve/compose/template.py": "the format vllm-size of a variable",
+    "serve/docker/probe.py": "the template whose container asks an image for its GPUs",
+    "memory": "what vLLM makes of a GPU's memory",
+    "machine/doctor/memory.py": "the same",
+    "prepare/machine_fit.py": "the same",
+    "prepare/auto.py": "the same",
+    "cli/memory.py": "the same",
+    "failures/removed_flags.py": "flags that vLLM removed",
+    "failures/page.py": "the same, and Lemonade's protected ones",
+    "imports": "formats of other tools",
+    "cli/results.py": "their names",
+    "simulated": "the embedded engine answers as vLLM does",
+    "docs.py": "an example",
+}
+SERVERS = re.compile("vllm|llama|lemonade|ollama|local-?ai|litellm|sglang", re.IGNORECASE)
+
+
+def texts_of(path: Path) -> list[str]:
+    """The texts of a module that the program uses: no docstrings, no names of modules."""
+    tree = ast.parse(path.read_text())
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings]
+    return [node.value for node in constants if isinstance(node.value, str)]
+
+
+def test_a_server_type_is_named_in_its_file_and_nowhere_else() -> None:
+    named = {str(path.relative_to(ROOT / "harness")) for path in modules() if any(map(SERVERS.search, texts_of(path)))}
+    allowed = {path: next((at for at in NAMED_IN if path == at or path.startswith(f"{at}/")), None) for path in named}
+    assert [path for path, at in allowed.items() if at is None] == []
+    assert set(allowed.values()) == set(NAMED_IN) - {"engines"}, "an exception that nothing needs"
+
+
+def test_each_template_belongs_to_one_server_type() -> None:
+    owned = [template for engine in engines() for template in engine.templates]
+    assert sorted(owned) == sorted([*templates(), *GATEWAYS])
+    assert len({engine.name for engine in engines()}) == len({engine.place for engine in engines()}) == len(engines())

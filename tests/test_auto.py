@@ -8,9 +8,9 @@ import pytest
 from harness.errors import HarnessError, ScenarioError
 from harness.prepare.auto import fill_in, foretell
 from harness.prepare.experiment import Experiment, Target, prepare
-from harness.serve import compose_document
 from harness.units import GIB
 from tests.command import harness, write
+from tests.load_runs import composed
 from tests.machines import gpu, host, strix_halo_carve_out, strix_halo_gtt
 from tests.test_memory_answer import qwen3
 
@@ -36,7 +36,7 @@ def test_auto_becomes_a_number_and_says_why(tmp_path: Path) -> None:
     why = "0.92 = (94.50 GiB free - 2.89 GiB reserve) / 96.00 GiB total = 0.9543, down to hundredths, at most 0.92"
     assert found.computed == {"servers.vllm.gpu_memory_utilization": f"{why} (vLLM's default)"}
     assert said == [f"server 'vllm': gpu_memory_utilization {why} (vLLM's default)"]
-    assert '"--gpu-memory-utilization"\n      - "0.92"' in compose_document(found.scenario, "vllm")
+    assert '"--gpu-memory-utilization"\n      - "0.92"' in composed(found.scenario, "vllm")
 
 
 def test_numbers_stay_and_nothing_is_looked_at(tmp_path: Path) -> None:

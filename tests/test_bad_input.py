@@ -16,6 +16,7 @@ import pytest
 from harness.rundir.manifest import read_run
 from harness.serve.ports import free_port
 from tests.command import Done, harness, only_run, server, write
+from tests.faults import fault
 
 CORRECT = "next: Correct the file and run `harness check` on it.\n"
 ALONE = "next: Correct it; it can be tried alone with `locust -f FILE --host URL`.\n"
@@ -86,6 +87,7 @@ def test_several_mistakes_at_once(tmp_path: Path) -> None:
     )
 
 
+@fault("input", "a scenario that is no YAML", seen="not valid YAML at line 3, column 6", code=1, kept="no run is begun")
 def test_malformed_yaml(tmp_path: Path) -> None:
     path = tmp_path / "small.yaml"
     path.write_text("version: 1\nquestion: [a\nmodel: x\n")
@@ -97,6 +99,7 @@ def test_malformed_yaml(tmp_path: Path) -> None:
     )
 
 
+@fault("input", "a binary file as a scenario", seen="not a text file in UTF-8", code=1, kept="no run is begun")
 def test_a_binary_file(tmp_path: Path) -> None:
     path = tmp_path / "small.yaml"
     path.write_bytes(b"\x89PNG\r\n\x1a\n\xff")
@@ -131,6 +134,13 @@ def test_empty_prompts_file(tmp_path: Path) -> None:
     )
 
 
+@fault(
+    "input",
+    "a damaged line in a file of prompts",
+    seen="some.jsonl:2: exactly one of 'prompt' and 'messages' is expected",
+    code=1,
+    kept="no run is begun",
+)
 def test_damaged_prompts_file(tmp_path: Path) -> None:
     (tmp_path / "some.jsonl").write_text('{"prompt": "a"}\n{"promt": "b"}\n')
     path = write(tmp_path, prompts={"kind": "file", "file": "some.jsonl"})
@@ -188,6 +198,7 @@ def test_a_damaged_file_of_several_loads_is_told_once_and_beside_other_problems(
     ],
     ids=["syntax", "raises", "imports", "shape", "stock", "none"],
 )
+@fault("input", "a locustfile with a mistake (6 cases)", seen="mine.py", code=1, kept="no run is begun")
 def test_locustfile(tmp_path: Path, text: str, sentence: str) -> None:
     (tmp_path / "mine.py").write_text(text)
     path = write(tmp_path, loads={"mine": {"user": "mine.py", "requests": 2}})
@@ -205,6 +216,13 @@ def test_no_such_locustfile(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [None, "", "  "])
+@fault(
+    "input",
+    "the API key is not set",
+    seen="the environment variable MY_TEST_KEY is not set",
+    code=1,
+    kept="no run is begun",
+)
 def test_api_key_not_set(tmp_path: Path, value: str | None) -> None:
     path = write(tmp_path, api_key_env="MY_TEST_KEY")
     refused(
@@ -225,6 +243,13 @@ def test_url_that_is_none(tmp_path: Path, url: str) -> None:
     )
 
 
+@fault(
+    "disk",
+    "the run directory cannot be written",
+    seen="the run directory cannot be written (Permission denied)",
+    code=1,
+    kept="no run is begun",
+)
 def test_run_directory_not_writable(tmp_path: Path) -> None:
     path = write(tmp_path)
     (tmp_path / "runs").mkdir(mode=0o555)
@@ -233,7 +258,7 @@ def test_run_directory_not_writable(tmp_path: Path) -> None:
     sentence, advice = done.err.splitlines()
     assert sentence.startswith("error: runs/")
     assert sentence.endswith(": the run directory cannot be written (Permission denied)")
-    assert advice == "next: Give a folder that can be written with --runs DIR."
+    assert advice == "next: Make room if the disk is full, or give another folder with --runs DIR."
 
 
 def test_run_directory_below_a_file(tmp_path: Path) -> None:
@@ -255,6 +280,9 @@ def failed(path: Path, done: Done, code: int, sentence: str, advice: str) -> Non
     assert (manifest.status, manifest.reasons) == ("failed", [sentence])
 
 
+@fault(
+    "network", "the port of the server is taken", seen="port ... is in use already", code=2, kept="a run marked failed"
+)
 def test_port_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
@@ -274,6 +302,13 @@ def test_port_in_use(tmp_path: Path) -> None:
 CONTAINER = {"one": {"template": "vllm-cpu"}}
 
 
+@fault(
+    "engine",
+    "there is no Docker Engine",
+    seen="there is no Docker Engine at unix://...",
+    code=2,
+    kept="a run marked failed",
+)
 def test_no_docker(tmp_path: Path) -> None:
     path = write(tmp_path, servers=CONTAINER)
     where = f"unix://{tmp_path}/none.sock"
@@ -293,6 +328,13 @@ def unix_socket(path: Path) -> None:
         bound.bind(str(path))
 
 
+@fault(
+    "engine",
+    "the Docker Engine does not run",
+    seen="does not run (connection refused)",
+    code=2,
+    kept="a run marked failed",
+)
 def test_docker_does_not_run(tmp_path: Path) -> None:
     path = write(tmp_path, servers=CONTAINER)
     unix_socket(tmp_path / "d.sock")
@@ -306,6 +348,13 @@ def test_docker_does_not_run(tmp_path: Path) -> None:
     )
 
 
+@fault(
+    "engine",
+    "no permission on the socket of the Docker Engine",
+    seen="no permission to use the Docker Engine at unix://...",
+    code=2,
+    kept="a run marked failed",
+)
 def test_no_permission_on_the_socket(tmp_path: Path) -> None:
     path = write(tmp_path, servers=CONTAINER)
     unix_socket(tmp_path / "d.sock")
@@ -364,6 +413,13 @@ def listening(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[int
             thread.join()
 
 
+@fault(
+    "engine",
+    "the image is not there and its registry cannot be reached",
+    seen="is not on this machine and its registry cannot be reached",
+    code=2,
+    kept="a run marked failed",
+)
 def test_image_not_available(tmp_path: Path) -> None:
     one = {"template": "vllm-cpu", "variables": {"image": "example/engine:1"}}
     path = write(tmp_path, servers={"one": one})
@@ -389,6 +445,13 @@ def test_own_image_not_built(tmp_path: Path) -> None:
         )
 
 
+@fault(
+    "server",
+    "the server ends while it starts",
+    seen="the server did not start; it ended with exit code 1",
+    code=2,
+    kept="its log",
+)
 def test_server_that_exits_at_once(tmp_path: Path) -> None:
     path = write(tmp_path, servers={"one": server("--fail-start", "RuntimeError: no memory left for it")})
     done = run(path)
@@ -405,6 +468,13 @@ def test_server_that_exits_at_once(tmp_path: Path) -> None:
     assert f"  | the whole log: {log}" in done.err.splitlines()
 
 
+@fault(
+    "server",
+    "the server never becomes ready",
+    seen="the server did not become ready within 1.5 s; last seen at GET .../health: HTTP 503",
+    code=2,
+    kept="its log",
+)
 def test_server_that_is_never_ready(tmp_path: Path) -> None:
     port = unused_port()
     one = server("--fault", "never-ready", startup_timeout_s=1.5)
@@ -444,6 +514,13 @@ def test_endpoint_that_answers_html(tmp_path: Path) -> None:
         )
 
 
+@fault(
+    "server",
+    "the answers are HTML pages",
+    seen="answers with an HTML page, not with an OpenAI-compatible API (HTTP 200)",
+    code=2,
+    kept="a run marked failed",
+)
 def test_server_whose_answers_are_html(tmp_path: Path) -> None:
     path = write(tmp_path, servers={"one": server("--fault", "html")})
     done = run(path)
@@ -454,6 +531,13 @@ def test_server_whose_answers_are_html(tmp_path: Path) -> None:
     assert advice == "next: Check the address; a web page of another program may live on this port."
 
 
+@fault(
+    "network",
+    "nothing listens at the address",
+    seen="connection refused, nothing listens there",
+    code=2,
+    kept="a run marked failed",
+)
 def test_nothing_listens(tmp_path: Path) -> None:
     path, port = write(tmp_path), unused_port()
     failed(
@@ -504,13 +588,14 @@ def test_what_is_wrong_with_runs_and_checks_is_told_together(tmp_path: Path) -> 
         ('{"format_version": 1, "id": "x"}', "Object missing required field `status`"),
     ],
 )
+@fault("disk", "a damaged run directory", seen="run.json", code=1, kept="the other runs can be read")
 def test_damaged_run(tmp_path: Path, text: str, why: str) -> None:
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "run.json").write_text(text)
     for command in (("report", "bad"), ("report", "bad", "--format", "json")):
         done = harness(*command, cwd=tmp_path)
         assert (done.code, done.out) == (1, "")
-        assert done.err == f"error: bad/run.json: cannot be read ({why})\nnext: The file was changed or damaged.\n"
+        assert done.err == f"error: bad/run.json:1: cannot be read ({why})\nnext: The file was changed or damaged.\n"
     listed = harness("runs", "--runs", ".", cwd=tmp_path)
     assert listed.code == 0
     assert "unreadable" in listed.out
@@ -528,7 +613,7 @@ def test_a_field_of_a_newer_harness_is_no_damage(tmp_path: Path) -> None:
     done = harness("report", "new", cwd=tmp_path)
     assert (done.code, done.out) == (1, "")
     assert done.err == (
-        "error: new/run.json: cannot be read (Object contains unknown field `weather`)\n"
+        "error: new/run.json:1: cannot be read (Object contains unknown field `weather`)\n"
         "next: A newer harness wrote it: update this one.\n"
     )
 

@@ -114,11 +114,11 @@ def test_mistakes_of_the_scenario_are_told_beside_those_of_the_command_line(tmp_
         "  $.repeat (line 21)",
         "--check 'two/burst",
     ]
-    assert harness("check", path.name, "--nope", cwd=tmp_path) == (
+    assert harness("check", path.name, "--zzz", cwd=tmp_path) == (
         1,
         "",
         "error: 2 problems\n"
-        "no such option: --nope. `harness check --help` shows what there is.\n"
+        "no such option: --zzz. `harness check --help` shows what there is.\n"
         "small.yaml: 1 problem. Correct the file and run `harness check` on it.\n"
         "  $.repeat (line 21): unknown key; did you mean 'repeats'?\n",
     )
@@ -404,7 +404,8 @@ def test_live_takes_one_load_and_no_mix(tmp_path: Path) -> None:
         done = harness("live", path.name, "--load", given, cwd=tmp_path)
         assert (done.code, done.out) == (1, "")
         assert done.err == (
-            "error: --load: 'both' is a mix, and a live load is one load alone\nnext: Give --load a or --load b.\n"
+            "error: --load: 'both' is a mix, which `harness run` sends; here it is one load alone\n"
+            "next: Give --load a or --load b, or use `harness run`.\n"
         )
 
 
@@ -415,3 +416,11 @@ def test_the_estimate_names_only_the_starts_that_there_are(tmp_path: Path) -> No
         "(assumed: 30 ms per token however many answers come at once, 60 s per container start, "
         "1 s per start of the embedded engine)\n"
     ) in harness("check", path.name, cwd=tmp_path).out
+
+
+def test_check_takes_what_run_overrides(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    done = harness("check", path.name, "--repeats", "3", "--model", "other", "--check", "ttft_p95 <= 1s", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    assert "3 cells: 3 repeats" in done.out
+    assert "check 'ttft_p95 <= 1s' cannot pass" in done.out

@@ -16,7 +16,6 @@ from harness.errors import HarnessError
 from harness.load.client import Client
 from harness.load.clock import KernelClock
 from harness.load.dialer import Dialer, Target
-from harness.load.exchange import Exchange
 from harness.load.later import Later
 from harness.load.reader import Arrivals, Inbox, Reader
 from harness.rundir.records import read_requests
@@ -32,6 +31,7 @@ from tests.fake_server import (
     chunk,
     exchanging,
     load_process,
+    looked_at,
     once,
     place,
     read_answer,
@@ -326,7 +326,7 @@ def test_the_embedded_engines_faults(engine: str, fault: str, error: str | None,
     clock = KernelClock()
     reader = Reader(clock, Later())
     client = Client(Dialer(Target.of(engine)), clock, reader, timeout_s=1.0, headers={"X-Simulate-Fault": fault})
-    exchange = Exchange(id=f"fault-{fault}")
+    exchange, reading = looked_at(f"fault-{fault}")
     body = (
         b'{"model":"m","messages":[{"role":"user","content":"hello there"}],"max_tokens":8,"ignore_eos":true,'
         b'"stream":true,"stream_options":{"include_usage":true}}'
@@ -335,7 +335,7 @@ def test_the_embedded_engines_faults(engine: str, fault: str, error: str | None,
     client.close()
     reader.close()
     clock.close()
-    answer = read_answer(exchange)
+    answer = read_answer(reading)
     assert (answer.error, len(answer.chunks_s)) == (error, chunks)
     if error is None:
         assert answer.output_tokens == (None if fault == "no-usage" else 8)

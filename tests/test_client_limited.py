@@ -13,8 +13,8 @@ from rich.console import Console
 
 from harness.cli.listing import show_runs
 from harness.compare.compare import compare_runs
+from harness.files import pretty_json
 from harness.report import junit, markdown, openmetrics, rows_csv, terminal
-from harness.rundir.files import pretty_json
 from harness.rundir.manifest import read_run
 from harness.rundir.records import read_marks
 from harness.summarize.summarize import summarize, write_summary

@@ -32,6 +32,7 @@ from tests.fake_server import (
     serving,
     whole,
 )
+from tests.faults import fault
 from tests.load_runs import ROOT, end, log_of, make_job, records_of, start_job
 from tests.tls import Signed, sign
 
@@ -66,6 +67,7 @@ def test_ports_do_not_run_out(tmp_path: Path, load: Load) -> None:
     assert all(record.connect_s is not None for record in records)
 
 
+@fault("network", "no free local port is left", seen="no free local port", kept="one record for each request")
 def test_when_ports_have_run_out_the_error_says_so(tmp_path: Path) -> None:
     in_own_network(tmp_path, Load(user="batch", users=10, requests=50, output_tokens=2), ports=4)
     said = {record.message for record in records_of(tmp_path) if record.error == "connect"}
@@ -134,6 +136,12 @@ def test_a_server_whose_queue_is_full_is_slow_to_connect() -> None:
     assert answer.chunks_s[0] < 0.3
 
 
+@fault(
+    "network",
+    "the listen queue of the server overflows",
+    seen="the server's listen queue overflowed: ... waited 1 s or more",
+    kept="all records; the wait is in no latency",
+)
 def test_connections_that_waited_for_a_full_listen_queue_are_counted(tmp_path: Path) -> None:
     """Users who arrive at once at a server that takes none for a while: real SYNs are dropped."""
     users = 8
@@ -278,6 +286,11 @@ WHOLE = whole(
     [lambda number: 0.0, lambda number: 0.022, lambda number: 0.035, lambda number: 0.07 * (number % 8) / 7],
     ids=["at once", "22 ms", "35 ms", "0 to 70 ms"],
 )
+@fault(
+    "network",
+    "the server closes each connection after a stream, though it says keep-alive",
+    seen="no request is lost or sent twice",
+)
 def test_a_server_that_closes_after_each_stream_gets_each_request_once(
     tmp_path: Path, wait_s: Callable[[int], float]
 ) -> None:
@@ -356,6 +369,11 @@ def test_a_server_that_closes_after_whole_responses_is_remembered() -> None:
     assert len(requests) == 4
 
 
+@fault(
+    "network",
+    "the server reads a request and resets the connection later",
+    seen="error kind disconnect; it is not sent again",
+)
 def test_a_server_that_reads_requests_and_resets_them_later_has_failed_them(tmp_path: Path) -> None:
     """Each second request of a connection is read and reset after a second: it is not sent again."""
     requests: list[bytes] = []

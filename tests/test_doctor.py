@@ -8,7 +8,7 @@ import pytest
 from harness.machine import pci
 from harness.machine.doctor import Engine, Finding, User, diagnose, known, page, worst
 from harness.machine.doctor.finding import finding
-from harness.machine.targets import table, target_of
+from harness.machine.targets import columns, table, target_of
 from harness.paths import ROOT
 from harness.units import GIB
 from tests import machines
@@ -150,7 +150,7 @@ def test_targets_of_little_standing(tmp_path: Path) -> None:
     assert seen["gpu.target"].level == "warning"
     assert seen["gpu.target"].fact == (
         "gfx1103 (RDNA 3) on 2026-11-21; supported: Lemonade with llama.cpp (ROCm); builds exist, not tried by their "
-        "makers: Lemonade with vLLM; unsupported: vLLM's ROCm image, llama.cpp's ROCm image"
+        "makers: Lemonade with vLLM; unsupported: vLLM's ROCm image, llama.cpp's ROCm image, SGLang's ROCm images"
     )
     seen = found(machines.gpu(machines.no_gpu(tmp_path / "b"), 130000, vram_gib=8, gtt_gib=8))
     assert seen["gpu.target"].fact == (
@@ -519,7 +519,7 @@ def test_this_machine_can_be_looked_at() -> None:
 def test_the_table_of_targets() -> None:
     names = [row.target for row in table().targets]
     assert len(set(names)) == len(names)
-    assert {server for row in table().targets for server in row.servers} == set(table().servers)
+    assert {target for column in columns().values() for target in column.targets} <= set(names)
     halo = target_of("gfx1151")
     assert halo is not None and (halo.standing("lemonade-vllm"), halo.standing("vllm-rocm")) == ("validated", "code")
     assert target_of("gfx906") is None

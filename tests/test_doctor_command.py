@@ -168,6 +168,15 @@ def test_a_plan_says_when_an_image_has_no_code_for_the_gpu(tmp_path: Path) -> No
     assert without_code("kyuz0/vllm-therock-gfx1151:stable", ["gfx1151"]) == [], "nothing is known of it"
 
 
+def test_an_image_for_one_instinct_has_no_code_for_another_gpu() -> None:
+    image = str(variables("sglang-rocm")["image"].default)
+    assert image.endswith("-mi30x")
+    targets = ["gfx942", "gfx950", "gfx1151"]
+    assert without_code(image, targets) == ["gfx950", "gfx1151"]
+    assert without_code("lmsysorg/sglang-rocm:v0.5.14-rocm720-mi35x-20260704", targets) == ["gfx942", "gfx1151"]
+    assert without_code("lmsysorg/sglang:latest", targets) == []
+
+
 def test_what_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = machines.no_gpu(tmp_path / "laptop")
     experiment = scenario(tmp_path, ROCM)

@@ -29,6 +29,7 @@ from tests.fake_server import (
     serving,
     whole,
 )
+from tests.faults import fault
 from tests.load_runs import end, ends_of, log_of, make_job, records_of, start_job
 from tests.tls import sign
 
@@ -83,6 +84,11 @@ def refused(send: Send) -> Exchange:
 
 
 @pytest.mark.parametrize("kept", [False, True], ids=["new connection", "kept connection"])
+@fault(
+    "network",
+    "the server refuses a long prompt before it has read it (413), and closes",
+    seen="the status and its message, not a broken connection",
+)
 def test_a_server_that_refuses_and_closes_with_the_request_unread(tls: ssl.SSLContext | None, kept: bool) -> None:
     seen = []
 
@@ -186,6 +192,7 @@ def test_what_does_not_refuse_gets_the_whole_request(tls: ssl.SSLContext | None,
         assert (answer.error, exchange.connect_ns) == (None, None)  # the connection was kept
 
 
+@fault("network", "the server stops reading in the middle of a request", seen="error kind timeout")
 def test_a_server_that_takes_no_more_data_times_out(tls: ssl.SSLContext | None) -> None:
     def handler(connection: socket.socket, number: int) -> None:
         read_head(connection)

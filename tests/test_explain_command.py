@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import subprocess
 import time
 from pathlib import Path
@@ -59,6 +60,15 @@ def test_a_pipe_and_a_packed_file(tmp_path: Path) -> None:
     piped = subprocess.run([HARNESS, "explain", "-"], input=FAILED, capture_output=True, text=True, timeout=60)
     assert (piped.returncode, piped.stderr) == (0, "")
     assert piped.stdout.startswith("the standard input: 6 lines\n")
+    read, write = os.pipe()  # as <(docker logs vllm) in a shell
+    with os.fdopen(write, "w") as pipe:
+        pipe.write(FAILED)
+    named = subprocess.run(
+        [HARNESS, "explain", f"/dev/fd/{read}"], capture_output=True, text=True, timeout=60, pass_fds=[read]
+    )
+    os.close(read)
+    assert (named.returncode, named.stderr) == (0, "")
+    assert named.stdout.startswith(f"/dev/fd/{read}: 6 lines\n")
 
 
 def test_what_docker_inspect_says(tmp_path: Path) -> None:
@@ -104,7 +114,7 @@ def test_a_good_start_is_said_to_be_one(tmp_path: Path, server_name: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "name", ["llamacpp", "llamacpp-docker", "vllm-cold", "vllm-eager-docker", "lemonade-vllm-warm"]
+    "name", ["llamacpp", "llamacpp-docker", "vllm-cold", "vllm-eager-docker", "lemonade-vllm-warm", "sglang-cpu"]
 )
 def test_logs_of_real_starts_are_good_ones(name: str) -> None:
     told = json.loads(harness("explain", f"{name}.txt", "--json", cwd=STARTS).out)
@@ -112,9 +122,9 @@ def test_logs_of_real_starts_are_good_ones(name: str) -> None:
 
 
 STOPPED = Path(__file__).parent / "data" / "stopped"
-# The first three and vllm-killed are of real servers. Lemonade's lines are put around vLLM's as it puts them; Ollama's,
-# which logs its end with OLLAMA_DEBUG=1 alone, are written after its source.
-STOPS = {"vllm": 6, "vllm-busy": 7, "llamacpp": 20, "lemonade-vllm": 8, "ollama": 6}
+# The first three, sglang and vllm-killed are of real servers. Lemonade's lines are put around vLLM's as it puts them;
+# Ollama's, which logs its end with OLLAMA_DEBUG=1 alone, are written after its source.
+STOPS = {"vllm": 6, "vllm-busy": 7, "llamacpp": 20, "lemonade-vllm": 8, "ollama": 6, "sglang": 32}
 
 
 @pytest.mark.parametrize("name", STOPS)
@@ -216,7 +226,10 @@ def test_what_is_no_log(tmp_path: Path) -> None:
     (tmp_path / "run" / "logs").mkdir(parents=True)
     (tmp_path / "run" / "logs" / "r1-a-b.server.log").touch()
     missing = harness("explain", "none.log", cwd=tmp_path)
-    assert (missing.code, missing.err) == (1, "error: none.log: No such file or directory\n")
+    assert (missing.code, missing.err) == (
+        1,
+        "error: none.log: there is no such file\nnext: Give a log, or - to read a pipe.\n",
+    )
     folder = harness("explain", "run", cwd=tmp_path)
     assert (folder.code, folder.err.splitlines()[0]) == (
         1, "error: run is a directory; it holds run/logs/r1-a-b.server.log",

@@ -251,8 +251,8 @@ def test_the_fraction_that_leaves_room_is_computed() -> None:
 def test_where_no_fraction_is_enough_it_says_so() -> None:
     failure = cause_of(arguments(0.9), TOTAL, ENGINE + LACKING.format("4.00"))
     assert failure.fix == (
-        "set max_model_len to 32704 or less, or take a smaller or quantised model, because no gpu_memory_utilization "
-        "(it is 0.9) gives the 12.00 GiB that are lacking"
+        "set max_model_len (ctx_size behind Lemonade) to 32704 or less, or take a smaller or quantised model, because "
+        "no gpu_memory_utilization (it is 0.9) gives the 12.00 GiB that are lacking"
     )
     occupied = "Initial free memory: 18.00 GiB; Requested memory: 0.700000 (util), 16.8 GiB"
     assert "because no gpu_memory_utilization" in cause_of(occupied, ENGINE + LACKING.format("11.00")).fix

@@ -6,9 +6,10 @@ import yaml
 from harness.errors import HarnessError
 from harness.scenario.scenario import Gateway, Load, Scenario, Server
 from harness.serve.compose.compose import parse
-from harness.serve.compose.document import compose_document, server_document
+from harness.serve.compose.document import server_document
 from harness.serve.compose.merge import with_gateway
 from harness.serve.compose.problems import server_problems_of
+from tests.load_runs import composed
 
 
 def scenario(**gateway: object) -> Scenario:
@@ -26,7 +27,7 @@ def test_the_gateway_passes_on_to_the_server_and_takes_the_load() -> None:
     told = yaml.safe_load(compose.configs["litellm"].content)
     assert told["model_list"][0]["model_name"] == "my/model"
     assert told["model_list"][0]["litellm_params"]["api_base"] == "http://server:8000/v1"
-    with_locust = yaml.safe_load(compose_document(scenario(), "s"))
+    with_locust = yaml.safe_load(composed(scenario()))
     assert "http://gateway:4000" in with_locust["services"]["locust"]["command"]
 
 

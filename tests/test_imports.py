@@ -558,3 +558,21 @@ def test_a_run_of_our_own_means_what_the_table_says(tmp_path: Path) -> None:
     with pytest.raises(HarnessError, match="definitions of 'wall_s' differ") as caught:
         refuse_other_definitions([run, other], "wall_s")
     assert f"(harness run): {DEFINITIONS['wall_s']}" in caught.value.detail
+
+
+@pytest.mark.parametrize("lengths", [[[1], 2], ["a", 3], 5, [{}]])
+def test_input_lens_that_are_no_counts_are_refused(tmp_path: Path, lengths: Any) -> None:
+    path = changed("vllm-plain.json", tmp_path / "a.json", lambda raw: raw.update(input_lens=lengths))
+    with pytest.raises(HarnessError, match="input_lens"):
+        read_file(path)
+
+
+@pytest.mark.parametrize("kind", ["successful", "errored"])
+def test_a_request_of_another_type_is_refused_where_it_is(tmp_path: Path, kind: str) -> None:
+    def change(raw: Any) -> None:
+        raw["benchmarks"][0]["requests"][kind].append("a")
+        del raw["benchmarks"][0]["scheduler_metrics"]
+
+    with pytest.raises(HarnessError, match="a request is expected") as told:
+        read_file(changed("guidellm-0.8.json", tmp_path / "a.json", change))
+    assert f"$.benchmarks[0].requests.{kind}[" in told.value.what

@@ -89,7 +89,7 @@ def test_a_model_is_installed_downloaded_loaded_and_proven(tmp_path: Path) -> No
     words = running["launch_command"]
     assert words[words.index("--served-model-name") + 1] == BUILT_IN
     assert words[-2:] == ["--max-num-seqs", "8"] and "--enforce-eager" in words
-    assert running["pinned"] is True and running["recipe_options"] == options
+    assert running["pinned"] is True and running["recipe_options"] == {**options, "pinned": True}
     assert any(line.startswith("install after ") for line in told)
 
 
@@ -386,17 +386,20 @@ def test_the_options_of_a_model_repeat_the_name_that_was_asked_for(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("model", "engine", "version"),
+    ("model", "options", "engine", "version"),
     [
-        ("user.Tiny", "vllm:rocm", "0.32.0+simulated"),  # system-info says vllm0.20.1-rocm7.12.0-gfx1151
-        ("user.Gguf", "llamacpp:rocm", "b0-0.32.0+simulated"),  # vulkan is installed, too
+        # system-info says vllm0.20.1-rocm7.12.0-gfx1151
+        ("user.Tiny", {}, "vllm:rocm", "0.32.0+simulated"),
+        # Two are installed. /health has a backend that was chosen, and not the default.
+        ("user.Gguf", {}, "llamacpp:vulkan", "b0-0.32.0+simulated"),
+        ("user.Gguf", {"llamacpp_backend": "rocm"}, "llamacpp:rocm", "b0-0.32.0+simulated"),
     ],
 )
 def test_the_engine_itself_says_its_version_and_what_it_runs_with(
-    tmp_path: Path, model: str, engine: str, version: str
+    tmp_path: Path, model: str, options: dict[str, Any], engine: str, version: str
 ) -> None:
     with lemonade(tmp_path, llamacpp_backend="rocm") as server:
-        bring_up(server, tmp_path, model=model)
+        bring_up(server, tmp_path, model=model, options={"ctx_size": 4096, **options})
         started = attach(server.url, model).started
     assert started.version == f"Lemonade 11.7.0, {engine} {version}"
     assert started.simulated and started.startup is not None
@@ -408,7 +411,7 @@ def test_the_engine_itself_says_its_version_and_what_it_runs_with(
         assert started.effective["enable_prefix_caching"] is True
     else:
         assert (started.startup.engine, started.startup.max_model_len) == ("llama.cpp", 4096)
-        assert started.effective["recipe_options"]["llamacpp_backend"] == "rocm"
+        assert started.effective["recipe_options"] == {"ctx_size": 4096, **options, "pinned": True}
         assert (started.effective["parallel"], started.effective["model_path"]) == (4, "/m.gguf")
 
 
@@ -428,6 +431,18 @@ def test_tokens_are_counted_by_the_engine_behind_lemonade(tmp_path: Path) -> Non
         with pytest.raises(ServerError, match="tokens cannot be counted, the server answers with status 404"):
             counter(server.url, "user.Tiny")("one two")
         assert counter(server.url, "user.Tiny", None, endpoint.ask_engine)("one two three") == 3
+
+
+def test_an_engine_that_counts_as_llamacpp_does_is_asked_once_for_each_text_after_the_first() -> None:
+    asked: list[set[str]] = []
+
+    def ask(path: str, body: dict[str, Any]) -> str:
+        asked.append(set(body))
+        return '{"tokens": [1, 2]}' if "content" in body else '{"tokens": []}'  # as a real one answers vLLM's keys
+
+    count = counter("http://127.0.0.1:1", "user.Gguf", None, ask)
+    assert [count("a b") for _ in range(3)] == [2, 2, 2]
+    assert asked == [{"model", "prompt", "add_special_tokens"}] + 3 * [{"content", "add_special"}]
 
 
 def test_offline_a_path_is_looked_up_in_the_hubs_cache(tmp_path: Path) -> None:
@@ -458,6 +473,13 @@ def test_a_second_model_beside_a_pinned_one_is_refused_with_what_to_do(tmp_path:
     assert "unload or unpin the other model" in caught.value.next_step
 
 
+def test_an_attached_lemonade_that_cannot_load_is_asked_for_its_log(tmp_path: Path) -> None:
+    with lemonade(tmp_path, die_at_start=2) as server, pytest.raises(ServerError) as caught:
+        attach(server.url, "Tiny")
+    assert "vllm-server failed to start within timeout" in str(caught.value)
+    assert "journalctl -u lemond | harness explain -" in caught.value.next_step
+
+
 def test_a_backend_that_ends_at_once_is_not_called_slow(tmp_path: Path) -> None:
     with lemonade(tmp_path, die_at_start=2) as server, pytest.raises(ServerError) as caught:
         bring_up(server, tmp_path)
@@ -465,15 +487,21 @@ def test_a_backend_that_ends_at_once_is_not_called_slow(tmp_path: Path) -> None:
     assert caught.value.next_step.startswith("the vllm-server that Lemonade had started ended with exit code -9; ")
 
 
-def test_a_model_that_was_loaded_again_is_the_same_but_for_its_pin(tmp_path: Path) -> None:
-    with lemonade(tmp_path) as server:
+def test_a_backend_that_died_unused_is_loaded_again_with_the_saved_options(tmp_path: Path) -> None:
+    with lemonade(tmp_path, recipe_options={"user.Tiny": {"ctx_size": 2048}}) as server:
         bring_up(server, tmp_path, options={"ctx_size": 4096, "vllm_args": "--max-num-seqs 8"})
-        before = shown(server)
+        watch, before = Watch(Api(server.url), "user.Tiny", None, None), shown(server)
         os.kill(before["pid"], signal.SIGKILL)
+        while health(Api(server.url)).loaded:  # type: ignore[union-attr]  # until Lemonade knows
+            time.sleep(0.05)
         assert chat(server, "user.Tiny").status_code == 200
         after = shown(server)
+        (problem,) = watch.problems()
     assert (before["pinned"], after["pinned"]) == (True, False)
-    assert after["recipe_options"] == before["recipe_options"] and after["pid"] != before["pid"]
+    assert after["recipe_options"] == {"ctx_size": 2048} and after["pid"] != before["pid"]
+    assert problem.endswith(
+        "; since then it has other options (ctx_size=2048; before: ctx_size=4096, vllm_args=--max-num-seqs 8)"
+    )
 
 
 def test_a_connection_holds_a_thread_after_an_answer_and_not_after_a_stream(tmp_path: Path) -> None:

@@ -10,15 +10,17 @@ import msgspec
 import pytest
 import yaml
 
+from harness.job import job_of_text
 from harness.scenario.scenario import Gateway, Load, Scenario, Server
 from harness.serve.compose.compose import parse
-from harness.serve.compose.document import compose_document, server_document
+from harness.serve.compose.document import server_document
 from harness.serve.compose.problems import server_problems_of
 from harness.serve.lemonade.arguments import PROTECTED, vllm_problems
 from harness.serve.lemonade.hints import hints
 from harness.serve.lemonade.pool import pool_size
 from tests.command import harness
 from tests.doubles.lemonade import arguments as double
+from tests.load_runs import composed
 
 EVIL = "a\"b\\c: {'d'} # ${x} \u2028é"
 
@@ -204,9 +206,9 @@ def test_a_path_needs_no_network(tmp_path: Path, offline: bool) -> None:
     ],
 )
 def test_the_load_by_hand_asks_for_the_name_that_vllm_knows(model: str, variables: dict[str, Any], sent: str) -> None:
-    compose = yaml.safe_load(compose_document(scenario(model, **variables), "s"))
+    compose = yaml.safe_load(composed(scenario(model, **variables)))
     command = compose["services"]["locust"]["command"]
-    assert command[command.index("--model") + 1] == sent
+    assert job_of_text(command[command.index("--job") + 1]).model == sent
 
 
 def test_a_folder_of_the_host_keeps_its_owner() -> None:

@@ -29,6 +29,7 @@ from harness.scenario.scenario import Load, Trace, Warmup
 from harness.serve.ports import free_port
 from harness.simulated.spawn import spawned
 from tests.command import harness, write
+from tests.faults import fault
 from tests.load_runs import make_job
 
 
@@ -193,8 +194,15 @@ def _agreed(url: str, records: Path) -> tuple[int, dict[str, Any]] | None:
 
 def swarm(url: str, **form: object) -> dict[str, Any]:
     data = urllib.parse.urlencode({"user_count": 1, "spawn_rate": 1, **form}).encode()
-    with urllib.request.urlopen(f"{url}/swarm", data=data, timeout=30) as answer:
-        return dict(json.loads(answer.read()))
+    try:
+        with urllib.request.urlopen(f"{url}/swarm", data=data, timeout=30) as answer:
+            found = dict(json.loads(answer.read()))
+            assert found["success"] is True
+            return found
+    except urllib.error.HTTPError as error:  # what is refused is a 4xx
+        with error:
+            assert error.code == 400
+            return dict(json.loads(error.read()))
 
 
 UNREACHED = "does not answer (connection refused). Check that the server runs there."
@@ -273,7 +281,7 @@ def test_a_wrong_value_while_a_test_goes_on_is_refused_and_forgotten(engine: str
         ({"output_tokens": 5, "think": "1 5"}, f"--output-tokens, --think: {UNCHANGED}"),
         (
             {"user_count": -1},
-            "Missing or invalid user_count or spawn_rate from /swarm request",
+            "--users: must be a whole number of 1 to 100,000 (got '-1').",
         ),
     ]
     with locust(engine, "--batch-size", "1", "--think", "0.2", log=log) as url:
@@ -339,6 +347,7 @@ def _agreed_of(url: str, least: int) -> bool:
     return len(counts) == 1 and counts.pop() >= least
 
 
+@fault("web", "a load process stands still (SIGSTOP)", seen="the page says which gives no sign of life")
 def test_a_load_process_that_gives_no_sign_of_life_is_told(engine: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with locust(engine, "--output-tokens", "5", "--think", "0.1", "--processes", "2", log=log) as url:

@@ -103,6 +103,15 @@ def test_a_glance_says_what_the_files_say(tmp_path: Path, monkeypatch: pytest.Mo
     assert (late.running, late.gpus, late.req_s, late.done) == (None, [], 0.0, 5)  # what is old is not shown
 
 
+def test_latencies_are_those_of_the_newest_requests_so_that_a_long_run_does_not_grow(tmp_path: Path) -> None:
+    watch = Watch(job(tmp_path, batch_size=1, requests=20_000), tmp_path)
+    for chunks_s, number in (([5.0, 6.0], 4_000), ([0.1, 0.3], 10_000)):
+        append(tmp_path / "requests.jsonl", record(0, chunks_s=chunks_s) * number)
+        found = watch.look()
+    assert found.done == 14_000
+    assert found.ttft_s == pytest.approx((0.1, 0.1)) and found.tpot_s == pytest.approx((0.02, 0.02))
+
+
 def test_who_left_or_was_cut_did_not_fail(tmp_path: Path) -> None:
     watch = Watch(job(tmp_path, batch_size=1, requests=20), tmp_path)
     errors = ("abandoned", "timeout", "unfinished")

@@ -120,5 +120,5 @@ def test_harness_check_shows_them(tmp_path: Path) -> None:
     assert done.code == 0
     shown = " ".join(done.out.split())
     assert "note: line 7 speaks of --swap-space: vLLM does not know it any more since 0.18.0" in shown
-    assert "a first start with vLLM compiles for 5 to 12 minutes more" in shown
+    assert "a first start compiles for 5 to 12 minutes more" in shown
     assert "compiles" not in harness("check", "first-look", cwd=tmp_path).out

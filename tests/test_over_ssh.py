@@ -12,7 +12,8 @@ import pytest
 
 from harness.errors import ServerError
 from harness.serve.docker.daemon import connect
-from harness.serve.docker.over_ssh import Tunnel, command_to
+from harness.serve.docker.location import engine_location
+from harness.serve.docker.over_ssh import SshSocket, engine_command
 
 SSH = """#!{python}
 import json, os, pathlib, socket, sys, threading
@@ -95,7 +96,8 @@ def test_what_ssh_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_without_an_ssh_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("DOCKER_HOST", "ssh://elsewhere")
-    with pytest.raises(ServerError, match="DOCKER_HOST is ssh://elsewhere, and there is no program `ssh`") as caught:
+    there_is_none = "the Docker Engine is at ssh://elsewhere, and there is no program `ssh`"
+    with pytest.raises(ServerError, match=there_is_none) as caught:
         connect()
     assert "openssh-client" in caught.value.next_step
 
@@ -111,18 +113,25 @@ def test_without_an_ssh_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 )  # fmt: skip
 def test_the_forms_of_an_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, end: list[str]) -> None:
     monkeypatch.setenv("PATH", str(program(tmp_path / "bin", REFUSES)))
-    assert command_to(where)[-3:] == end
-    for wrong in ("ssh://", "ssh://gpubox:many"):
-        with pytest.raises(ServerError, match=f"DOCKER_HOST is {wrong}"):
-            command_to(wrong)
+    monkeypatch.setenv("DOCKER_HOST", where)
+    assert engine_command(engine_location())[-3:] == end
 
 
-def test_a_tunnel_ends_what_it_started() -> None:
-    tunnel = Tunnel(["cat"])
+@pytest.mark.parametrize(
+    ("wrong", "why"), [("ssh://", "it has no host"), ("ssh://gpubox:many", "Port could not be cast to integer")]
+)
+def test_an_address_that_is_none(monkeypatch: pytest.MonkeyPatch, wrong: str, why: str) -> None:
+    monkeypatch.setenv("DOCKER_HOST", wrong)
+    with pytest.raises(ServerError, match=f"the Docker Engine at {wrong} cannot be used: {why}"):
+        connect()
+
+
+def test_a_socket_ends_what_it_started() -> None:
+    forwarded = SshSocket(["cat"])
     with socket.socket(socket.AF_UNIX) as client:
-        client.connect(tunnel.url.removeprefix("unix://"))
+        client.connect(forwarded.url.removeprefix("unix://"))
         client.sendall(b"x")
         assert client.recv(1) == b"x"
-        tunnel.close()
+        forwarded.close()
         assert client.recv(1) == b""
-    assert not Path(tunnel.url.removeprefix("unix://")).parent.exists()
+    assert not Path(forwarded.url.removeprefix("unix://")).parent.exists()

@@ -9,7 +9,7 @@ import pytest
 from harness.errors import ServerError
 from harness.rundir.manifest import ServedBy
 from harness.scenario.scenario import Server
-from harness.serve import attach, localai, ollama
+from harness.serve import attach, fetch
 from harness.serve.compose.compose import Fetch, LoadCall, Serving, parse
 from harness.serve.compose.document import rendered
 from harness.serve.logfile import LogFile
@@ -19,30 +19,29 @@ from harness.serve.waiting import Waiting
 from harness.trust import open_session
 from tests.doubles.pullers import serving
 
-FETCH = {"ollama": ollama.fetch, "localai": localai.fetch}
 MODEL = {"ollama": "qwen3:0.6b", "localai": "qwen3-0.6b"}
 
 
-def fetch(kind: str, url: str, model: str, source: str | None = None, left_s: float = 20.0) -> list[str]:
+def fetched(kind: str, url: str, model: str, source: str | None = None, left_s: float = 20.0) -> list[str]:
     said: list[str] = []
     with open_session(None) as session:
-        FETCH[kind](url, model, source, session, time.monotonic() + left_s, said.append)
+        fetch.FETCH[kind](url, model, source, session, time.monotonic() + left_s, said.append)
     return said
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(localai, "POLL_S", 0.01)
-    monkeypatch.setattr(ollama, "SAY_EVERY_S", -1.0)
+    monkeypatch.setattr(fetch, "POLL_S", 0.01)
+    monkeypatch.setattr(fetch, "SAY_EVERY_S", -1.0)
 
 
 @pytest.mark.parametrize("kind", ["ollama", "localai"])
 def test_a_model_is_fetched_once_with_progress(kind: str) -> None:
     with serving(kind) as (url, double):
-        said = fetch(kind, url, MODEL[kind])
+        said = fetched(kind, url, MODEL[kind])
         assert double.models == [MODEL[kind]]
         before = [line for line in double.asked if line.startswith("POST")]
-        assert fetch(kind, url, MODEL[kind]) == []
+        assert fetched(kind, url, MODEL[kind]) == []
         assert [line for line in double.asked if line.startswith("POST")] == before
     if kind == "ollama":
         assert "pulling qwen3:0.6b into Ollama: 0.00 of 2.00 GB" in said
@@ -52,18 +51,18 @@ def test_a_model_is_fetched_once_with_progress(kind: str) -> None:
 
 
 def test_a_name_of_ollama_without_a_tag_is_the_latest() -> None:
-    assert ollama.full_name("qwen3") == "qwen3:latest"
-    assert ollama.full_name("hf.co/a/b:Q4_0") == "hf.co/a/b:Q4_0"
+    assert fetch.full_name("qwen3") == "qwen3:latest"
+    assert fetch.full_name("hf.co/a/b:Q4_0") == "hf.co/a/b:Q4_0"
     with serving("ollama") as (url, double):
-        fetch("ollama", url, "qwen3")
+        fetched("ollama", url, "qwen3")
         assert double.models == ["qwen3:latest"]
-        assert fetch("ollama", url, "qwen3") == []
+        assert fetched("ollama", url, "qwen3") == []
         assert attach(url, "qwen3").started.version == "0.12.6"  # found under that name, too
 
 
 def test_a_configuration_elsewhere_is_installed_under_the_scenarios_name() -> None:
     with serving("localai") as (url, double):
-        fetch("localai", url, "mine", source="https://example.org/mine.yaml")
+        fetched("localai", url, "mine", source="https://example.org/mine.yaml")
         assert double.models == ["mine"]
         assert 'POST /models/apply {"name": "mine", "url": "https://example.org/mine.yaml"}' in double.asked
 
@@ -80,14 +79,14 @@ def test_a_configuration_elsewhere_is_installed_under_the_scenarios_name() -> No
 def test_what_is_in_the_way_is_said_in_words(kind: str, broken: str, model: str, words: str, step: str) -> None:
     with serving(kind, broken) as (url, double):
         with pytest.raises(ServerError, match=words) as caught:
-            fetch(kind, url, model)
+            fetched(kind, url, model)
         assert step in caught.value.next_step
         assert double.models == []
 
 
 def test_a_time_limit_ends_an_installation() -> None:
     with serving("localai") as (url, _), pytest.raises(ServerError, match="time limit") as caught:
-        fetch("localai", url, "qwen3-0.6b", left_s=0.0)
+        fetched("localai", url, "qwen3-0.6b", left_s=0.0)
     assert "startup_timeout_s" in caught.value.next_step
 
 

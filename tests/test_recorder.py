@@ -16,6 +16,7 @@ from harness.load.recorder import Recorder, this_host
 from harness.load.tickets import Plan, Ticket, Tickets
 from harness.rundir.records import Request, read_marks, read_requests
 from harness.scenario.scenario import Load
+from tests.faults import fault
 from tests.load_runs import make_job
 
 
@@ -67,6 +68,11 @@ def test_records_reach_the_file_within_a_moment(tmp_path: Path) -> None:
     one.close()
 
 
+@fault(
+    "disk",
+    "the disk is full for a while",
+    seen="records cannot be written: No space left on device (in the log), and written later",
+)
 def test_a_full_disk_is_not_a_loss_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = recorder(tmp_path)
     real = os.write
@@ -138,6 +144,11 @@ def test_every_ticket_goes_to_exactly_one_process(tmp_path: Path) -> None:
     assert Tickets(str(path), Plan(requests=900, warmup_requests=10)).finished()
 
 
+@fault(
+    "load process",
+    "kill -9 while it holds the lock of the shared counter",
+    seen="the others go on: the kernel gives the lock back",
+)
 def test_a_process_that_dies_with_the_lock_does_not_stop_the_others(tmp_path: Path) -> None:
     path = tmp_path / "tickets"
     code = "import fcntl, sys, time; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print('held', flush=True)"
@@ -302,6 +313,18 @@ def test_the_lag_of_reading_is_known_to_a_microsecond() -> None:
     assert health.read_lag_p99_s() == 0.0  # clocks that were read a moment apart
     health.note_reads([50] * 979 + [3000] * 19 + [70_000])
     assert health.read_lag_p99_s() == 0.003
+
+
+def test_lags_that_differ_by_microseconds_do_not_grow_with_time() -> None:
+    health = Health()
+    health.begin()
+    for number in range(200):
+        health.note_reads([number * 1000 + microsecond for microsecond in range(1000)])
+        health.note_loop(number / 1e3 + number / 1e6)
+    assert len(health._lags) <= 11_000
+    assert health._lags.total() == 200_000
+    assert health.read_lag_p99_s() == pytest.approx(0.198, rel=0.005)
+    assert health._lags[999] == 1, "of short ones each microsecond stays"
 
 
 def test_what_fell_due_while_the_loop_stood_still_was_late_as_well() -> None:

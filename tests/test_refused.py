@@ -7,7 +7,6 @@ import pytest
 
 from harness.scenario.scenario import Gateway, Load, Scenario, Server
 from harness.serve import server_problems_of
-from harness.serve.compose import problems as problems_module
 from harness.serve.compose.values import parse_vllm_bytes
 
 LOAD = Load(user="batch", requests=10)
@@ -151,14 +150,14 @@ def test_groups_are_numbers() -> None:
 def test_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     there, missing = tmp_path / "there", tmp_path / "not there"
     there.mkdir()
-    monkeypatch.delenv("DOCKER_HOST", raising=False)
-    monkeypatch.setattr(problems_module, "engine_sees_these_files", lambda: True)
+    socket_of = tmp_path / "docker.sock"
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{socket_of}")
     advice = f"there is no {missing} on this machine; correct the path, or make the folder: mkdir -p '{missing}'"
     assert problems("vllm-rocm", volumes=[f"{there}:/a", f"{missing}:/b:ro", "${X}:/c"], environment={"X": "1"}) == [
         f"variables.volumes: {advice}"
     ]
     assert problems("llamacpp", models=str(missing)) == [f"variables.models: {advice}"]
-    monkeypatch.setattr(problems_module, "engine_sees_these_files", lambda: False)
+    monkeypatch.setattr("os.path.ismount", lambda path: path == str(socket_of))  # it alone is mounted into a container
     assert problems("llamacpp", models=str(missing)) == []
 
 

@@ -164,7 +164,7 @@ def test_an_invalid_or_damaged_entry_is_shown_and_never_ranked(filed: Path) -> N
         ("far", False, False),
         ("far", False, False),
     ]
-    assert len(board.unreadable) == 1 and "strix/which/old/summary.json: cannot be read" in board.unreadable[0]
+    assert len(board.unreadable) == 1 and "strix/which/old/summary.json:1: cannot be read" in board.unreadable[0]
     assert '<span class="no">INVALID</span>' in boards.html(board)
     assert "- not readable: " in boards.markdown(board)
 

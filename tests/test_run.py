@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import signal
 import time
 import urllib.request
@@ -18,6 +19,7 @@ from harness.simulated.spawn import spawned
 from harness.summarize.summarize import read_summary
 from tests.command import Going, going, harness, only_run, server, until, write
 from tests.doubles.lemonade.spawn import spawned as lemonade
+from tests.faults import fault
 
 # Where others use this machine, the load generator may be told to have been the limit as well.
 VALID = r"\bVALID(: all conditions of a trustworthy measurement held|, CLIENT-LIMITED: )"
@@ -197,6 +199,12 @@ def test_a_failed_check(tmp_path: Path) -> None:
     assert harness("report", run.name, "--runs", "runs", cwd=tmp_path).code == 4
 
 
+@fault(
+    "server",
+    "every third request is answered 503",
+    seen="2 of 6 requests failed (rejected 2): an error rate of 33.33%",
+    code=3,
+)
 def test_too_many_errors(tmp_path: Path) -> None:
     # Every third completion request; the first is the question whether the model answers.
     path = write(tmp_path, servers={"one": server("--fault", "503@3")})
@@ -225,16 +233,26 @@ def test_a_locustfile_of_ones_own(tmp_path: Path) -> None:
         "class Mine(LLMUser):\n"
         "    @task\n"
         "    def work(self):\n"
-        "        self.ask(self.take()[0])\n"
+        "        import later\n"
+        "        later.ask(self)\n"
     )
+    (tmp_path / "later.py").write_text("def ask(user):\n    user.ask(user.take()[0])\n")
     path = write(tmp_path, loads={"mine": {"user": "mine.py", "users": 2, "requests": 6, "output_tokens": 3}})
-    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    done = harness("run", str(path), "--runs", str(tmp_path / "runs"), cwd=tmp_path / "elsewhere")
     assert (done.code, done.err) == (0, "")
     sent = [one for one in records(only_run(tmp_path / "runs")) if one.phase == "measured"]
     assert {one.user_class for one in sent} == {"Mine"}
     assert len(sent) == 6
 
 
+@fault(
+    "load process",
+    "the locustfile raises an exception",
+    seen="the load generator ended with exit code 1; its log has ValueError: boom",
+    code=3,
+    kept="all records; what was never sent is counted",
+)
 def test_a_locustfile_that_fails_while_it_runs(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from locust import task\n"
@@ -262,6 +280,13 @@ def test_a_locustfile_that_fails_while_it_runs(tmp_path: Path) -> None:
     [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGHUP, 1), (signal.SIGINT, 2)],
     ids=["int", "term", "hup", "int-2"],
 )
+@fault(
+    "harness",
+    "Ctrl-C, SIGTERM or SIGHUP in the middle of a load",
+    seen="interrupted; everything that was started has been taken down",
+    code=130,
+    kept="all records; what was in flight as unfinished",
+)
 def test_interrupted(tmp_path: Path, how: signal.Signals, processes: int) -> None:
     path = write(tmp_path, loads={"burst": {**LONG["burst"], "users": processes, "processes": processes}})
     with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
@@ -287,6 +312,7 @@ def test_interrupted(tmp_path: Path, how: signal.Signals, processes: int) -> Non
     assert {one.error for one in records(run)} <= {None, "unfinished"}
 
 
+@fault("harness", "Ctrl-C twice", seen="interrupted; everything that was started has been taken down", code=130)
 def test_interrupted_twice(tmp_path: Path) -> None:
     path = write(tmp_path, loads=LONG)
     with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
@@ -301,6 +327,13 @@ def test_interrupted_twice(tmp_path: Path) -> None:
     assert read_run(run).status == "interrupted"
 
 
+@fault(
+    "harness",
+    "Ctrl-C while the server starts",
+    seen="interrupted; everything that was started has been taken down",
+    code=130,
+    kept="a run marked interrupted",
+)
 def test_interrupted_while_the_server_starts(tmp_path: Path) -> None:
     path = write(tmp_path, servers={"one": server("--startup-s", "60")})
     with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
@@ -316,6 +349,14 @@ def test_interrupted_while_the_server_starts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
+@fault(
+    "harness",
+    "kill -9 of the harness in the middle of a load",
+    seen="only 0 of 1 planned cells ran",
+    code=3,
+    kept="all records; `harness report` shows them, INVALID",
+    left="nothing: Locust and the embedded engine end by themselves",
+)
 def test_killed(tmp_path: Path, processes: int) -> None:
     """kill -9 of the harness: Locust and the engine end by themselves, and what was measured can be read."""
     path = write(tmp_path, loads={"burst": {**LONG["burst"], "users": processes, "processes": processes}})
@@ -363,6 +404,13 @@ def reasons_after(command: Going, run: Path, within_s: float) -> list[str]:
     return manifest.reasons
 
 
+@fault(
+    "load process",
+    "kill -9 of the only load process",
+    seen="load process ... was killed: what was sent and not yet recorded is not known",
+    code=3,
+    kept="all records but those of the last 0.2 s",
+)
 def test_locust_killed(tmp_path: Path) -> None:
     path = write(tmp_path, loads=LONG)
     with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
@@ -376,6 +424,13 @@ def test_locust_killed(tmp_path: Path) -> None:
     ]
 
 
+@fault(
+    "load process",
+    "kill -9 of one of two load processes",
+    seen="the load was ended because a load process had been killed",
+    code=3,
+    kept="all records but those of the last 0.2 s of one process",
+)
 def test_one_of_two_load_processes_killed(tmp_path: Path) -> None:
     path = write(tmp_path, loads={"burst": {**LONG["burst"], "users": 2, "processes": 2}})
     with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
@@ -389,6 +444,87 @@ def test_one_of_two_load_processes_killed(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("processes", [1, 2])
+@fault(
+    "load process",
+    "SIGTERM or SIGINT to a load process (earlyoom, an eviction)",
+    seen="load process ... was told to end (SIGTERM or SIGINT) ... s before the end of the 6 s to measure; run again",
+    code=3,
+)
+def test_a_load_process_that_is_told_to_end_before_its_time(
+    tmp_path: Path, how: signal.Signals, processes: int
+) -> None:
+    """As by earlyoom, `docker stop` or an eviction: half of the time that was asked for is no valid run."""
+    load = {"user": "batch", "users": 2, "duration_s": 6, "output_tokens": 5, "processes": processes}
+    path = write(tmp_path, loads={"timed": load})
+    with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
+        in_mid_run(command, tmp_path / "runs")
+        victim = max(command.others("locust"), key=lambda process: (process.create_time(), process.pid))
+        victim.send_signal(how)
+        reasons = reasons_after(command, only_run(tmp_path / "runs"), within_s=15)
+    assert re.fullmatch(
+        rf"r1-one-timed: load process {victim.pid} was told to end \(SIGTERM or SIGINT\) [1-6]\.\d s before the end of "
+        "the 6 s to measure; run again",
+        reasons[0],
+    )
+
+
+OWN_END = """
+from locust import task
+from locust.exception import StopUser
+from harness.load.user import LLMUser
+
+class Mine(LLMUser):
+    @task
+    def work(self):
+        self.ask(self.take()[0])
+        if self.number == 1:
+            raise StopUser
+"""
+
+
+@fault(
+    "load process",
+    "a user of the locustfile stops before the load does",
+    seen="1 user of 3 ended before the load did",
+    code=3,
+)
+def test_a_user_that_ends_too_early(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN_END)
+    load = {"user": "mine.py", "users": 3, "duration_s": 1.5, "output_tokens": 5}
+    path = write(tmp_path, loads={"timed": load})
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
+    assert (done.code, done.err) == (3, "")
+    assert (
+        "r1-one-timed: 1 user of 3 ended before the load did (an exception, or StopUser in the locustfile): "
+        "the log of the load generator says more"
+    ) in read_run(only_run(tmp_path / "runs")).reasons
+
+
+@fault(
+    "load process",
+    "the ramp is longer than the measured time",
+    seen="of 8 users had come at the end of the measured time",
+    code=3,
+)
+def test_users_that_have_not_all_come(tmp_path: Path) -> None:
+    load = {"user": "batch", "users": 8, "duration_s": 1.0, "ramp_s": 4.0, "output_tokens": 5}
+    path = write(tmp_path, loads={"timed": load}, warmup={"requests": 0})
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
+    assert (done.code, done.err) == (3, "")
+    assert re.fullmatch(
+        r"r1-one-timed: [1-5] of 8 users had come at the end of the measured time",
+        read_run(only_run(tmp_path / "runs")).reasons[0],
+    )
+
+
+@fault(
+    "server",
+    "kill -9 of the server under load",
+    seen="the server died during the load: it ended with exit code -9",
+    code=3,
+)
 def test_server_killed(tmp_path: Path) -> None:
     path = write(tmp_path, loads=LONG)
     with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
@@ -401,6 +537,9 @@ def test_server_killed(tmp_path: Path) -> None:
     ]
 
 
+@fault(
+    "server", "the server exits under load", seen="the server died during the load: it ended with exit code 1", code=3
+)
 def test_server_dies(tmp_path: Path) -> None:
     path = write(tmp_path, loads=LONG, servers={"one": server("--fault", "exit:30")})
     with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
@@ -417,6 +556,12 @@ def test_server_dies(tmp_path: Path) -> None:
     assert ended - died < 2, "noticed within 2 s, the end of the load included"
 
 
+@fault(
+    "server",
+    "a server that the harness did not start (--url) dies under load",
+    seen="the server died during the load: nothing listens at ... any more",
+    code=3,
+)
 def test_server_of_someone_else_dies(tmp_path: Path) -> None:
     path = write(tmp_path, loads=LONG)
     with spawned("--preset", "instant", "--model", "tiny", "--fault", "exit:30") as there:
@@ -428,6 +573,12 @@ def test_server_of_someone_else_dies(tmp_path: Path) -> None:
     )
 
 
+@fault(
+    "server",
+    "it dies with the last request",
+    seen="the server died during the load: nothing listens at ... any more",
+    code=3,
+)
 def test_server_of_someone_else_dies_just_before_the_end(tmp_path: Path) -> None:
     loads = {"burst": {"user": "batch", "batch_size": 1, "requests": 33, "output_tokens": 5}}
     path = write(tmp_path, loads=loads, max_error_rate=1, warmup={"requests": 1}, checks=[])
@@ -441,6 +592,11 @@ def test_server_of_someone_else_dies_just_before_the_end(tmp_path: Path) -> None
     ]
 
 
+@fault(
+    "harness",
+    "the reader of the output goes away (`harness run ... | head`)",
+    seen="the run goes on to its end and is VALID",
+)
 def test_a_reader_that_goes_away_does_not_end_a_run(tmp_path: Path) -> None:
     path = write(tmp_path)
     with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
@@ -451,3 +607,61 @@ def test_a_reader_that_goes_away_does_not_end_a_run(tmp_path: Path) -> None:
         command.process.stderr.close()
         command.nothing_left()
     assert read_run(only_run(tmp_path / "runs")).status == "valid"
+
+
+@fault(
+    "load process",
+    "more requests at once than the system lets a process open files",
+    seen="200 requests at once in one load process need 264 open files, and the system allows it 150",
+    code=1,
+    kept="no run is begun",
+)
+def test_more_connections_than_the_process_may_open_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    def few_files() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (150, 150))
+
+    path = write(tmp_path, loads={"many": {"user": "batch", "users": 200, "requests": 400, "output_tokens": 5}})
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path, before=few_files)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith(
+        "error: 200 requests at once in one load process need 264 open files, and the system allows it 150 "
+        "(RLIMIT_NOFILE)\n"
+    )
+    assert not list(tmp_path.glob("runs/*"))
+
+
+@fault(
+    "load process",
+    "a locustfile opens more connections than files are allowed",
+    seen="an error rate of",
+    code=3,
+    kept="all records; the error names the limit, not the server",
+)
+def test_the_limit_of_open_files_is_raised_and_named_when_it_is_hit(tmp_path: Path) -> None:
+    """A server is not to blame for a connection that the load process could not open."""
+
+    def few_files() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (60, 150))
+
+    (tmp_path / "mine.py").write_text(GREEDY)
+    path = write(tmp_path, loads={"mine": {"user": "mine.py", "users": 1, "requests": 200, "output_tokens": 5}})
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path, before=few_files)
+    assert done.code == 3
+    sent = records(only_run(tmp_path / "runs"))
+    errors = {(one.error, one.message) for one in sent if one.error}
+    assert errors == {
+        ("client", "too many open files (this load process may have 150): raise the limit, or use more 'processes' or "
+         "fewer users")
+    }  # fmt: skip
+    assert sum(one.error is None for one in sent) > 60
+
+
+GREEDY = """
+from locust import task
+from harness.load.user import LLMUser
+
+class Greedy(LLMUser):
+    @task
+    def work(self):
+        self.ask_all(self.take(200))
+"""

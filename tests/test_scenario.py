@@ -97,6 +97,14 @@ def test_duplicate_keys_are_refused(tmp_path: Path) -> None:
     assert problems_of(tmp_path, GOOD + "seed: 1\nseed: 2\n") == ["$.seed (line 10): written twice; keep one"]
 
 
+def test_half_a_character_is_refused_where_it_is(tmp_path: Path) -> None:
+    half = (
+        "\\ud800 to \\udfff are halves of a character; write the whole character, or its \\U escape with eight digits"
+    )
+    assert problems_of(tmp_path, GOOD + 'notes: "\\ud83d"\n')[0] == f"$.notes (line 9): {half} (got '\\ud83d')"
+    assert problems_of(tmp_path, GOOD + '"\\ude00": 1\n') == [f"$ (line 9): {half} (got '\\ude00')"]
+
+
 def test_broken_yaml_names_the_place(tmp_path: Path) -> None:
     assert problems_of(tmp_path, "version: [1\n") == [
         "not valid YAML at line 2, column 1: expected ',' or ']', but got '<stream end>'"
@@ -253,7 +261,7 @@ baseline: {server: b, load: three}
             "checks: [&a [x, x, x, x, x, x, x, x, x], &b [*a, *a, *a, *a, *a, *a, *a, *a, *a], "
             "&c [*b, *b, *b, *b, *b, *b, *b, *b, *b], &d [*c, *c, *c, *c, *c, *c, *c, *c, *c], "
             "&e [*d, *d, *d, *d, *d, *d, *d, *d, *d], &f [*e, *e, *e, *e, *e, *e, *e, *e, *e]]",
-            "it has more than 100,000 values, counting what aliases (*name) repeat",
+            "it has more than 50,000 values, counting what aliases (*name) repeat",
         ),
         ("checks: " + 5000 * "[", "not a scenario: its lists and mappings are nested too deeply"),
         ("? [a]\n: 1", "$ (line 9): a key is a name, not a list or mapping"),
@@ -294,7 +302,10 @@ def test_more_comparisons_name_rows(tmp_path: Path) -> None:
         ("version: 1\nchecks: x\n", "$.checks (line 2): a list is expected, got 'x'"),
         ("version: 1\nrestart: 3\n", "$.restart (line 2): true or false is expected, got 3"),
         ("version: 1\nseed: x\n", "$.seed (line 2): a whole number is expected, got 'x'"),
-        ("version: 1\nquestion: [q]\n", "$.question (line 2): a text is expected, got ['q']"),
+        (
+            "version: 1\nquestion: [q]\n",
+            "$.question (line 2): a text of at most 10,000 characters is expected, got ['q']",
+        ),
         (
             "version: 1\nbaseline: {server: off, load: l}\n",
             "$.baseline.server (line 2): a text is expected, got False; YAML reads on, off, yes and no so: "

@@ -11,11 +11,11 @@ import pytest
 
 from harness.errors import HarnessError
 from harness.failures.explain import explain
-from harness.failures.redact import hidden, is_secret
+from harness.redact import is_secret, know, masked, without
 from harness.rundir.manifest import ServedBy
 from harness.serve.logfile import LogFile
 from harness.serve.recorded import recorded
-from harness.serve.secrecy import masked, open_secrets, open_secrets_in_text, secrets_in, without
+from harness.serve.secrecy import open_secrets, open_secrets_in_text, secrets_in
 from tests.command import harness
 from tests.fake_server import answering, load_process, one_record, place, read_request, serving, whole
 
@@ -81,7 +81,7 @@ FORMS = pytest.mark.parametrize(
 def test_a_secret_is_hidden_wherever_it_is_shown(text: str) -> None:
     """One detector for `harness explain`, messages of requests and the manifest."""
     secret = "hunter2hunter" if "hunter2" in text else re.findall(r"-----BEGIN.*|[^\s:]{10,}", text)[-1]
-    for shown in (hidden(f"x {text} y"), masked(f"x {text} y"), masked({"a": [f"x {text}"]})["a"][0]):
+    for shown in (masked(f"x {text} y"), masked({"a": [f"x {text}"]})["a"][0]):
         assert secret not in shown and "***" in shown and shown.startswith("x ")
     failure = explain(f"vllm: error: unrecognized arguments: --x {text}")
     assert failure is not None and secret not in str(failure)
@@ -131,8 +131,8 @@ def test_a_plain_value_passes(text: str) -> None:
     ],
 )
 def test_secrets_are_blacked_out(text: str, shown: str) -> None:
-    assert (hidden(text), masked(text)) == (shown, shown)
-    assert hidden(shown) == shown
+    assert masked(text) == shown
+    assert masked(shown) == shown
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_secrets_are_blacked_out(text: str, shown: str) -> None:
     ],
 )
 def test_what_is_no_secret_stays(text: str) -> None:
-    assert (hidden(text), masked(text)) == (text, text)
+    assert masked(text) == text
 
 
 def test_every_value_from_the_environment_is_hidden_whatever_it_is_called() -> None:
@@ -169,23 +169,18 @@ def test_every_value_from_the_environment_is_hidden_whatever_it_is_called() -> N
         "LINES": "first line\nsecond line",
         "OTHER": "not asked for",
     }
-    assert secrets_in(asked, environment) == [
-        "first%20line%0Asecond%20line",
-        "first line\\nsecond line",
-        "first line\nsecond line",
-        "an%20odd%20value",
-        "mything-value",
-        "an odd value",
-        "second line",
-        "first line",
-        "a%2Fb%20c",
-        "a/b c",
-        "pass",
-    ]
+    found = secrets_in(asked, environment)
+    assert found == {
+        "an odd value": False, "a/b c": False, "mything-value": False, "pass": True, "first line\nsecond line": False,
+    }  # fmt: skip
+    know(found)
+    text = "first%20line%0Asecond%20line first line\\nsecond line an%20odd%20value mything-value second line a%2Fb%20c"
+    assert without(f"{text} pass level 64 true abc") == "*** *** *** *** *** *** *** level 64 true abc"
 
 
 def test_the_log_has_none_of_them(tmp_path: Path) -> None:
-    log = LogFile(tmp_path / "a.log", ["pass", "password1", "abc"])
+    know({"pass": True, "password1": True, "abc": True})
+    log = LogFile(tmp_path / "a.log")
     log.follow(lambda: [b"got pass", b"word1, and pass\nabc ", b"password1"])
     log.settle()
     assert (tmp_path / "a.log").read_text() == "got ***, and ***\nabc ***\n"
@@ -198,14 +193,15 @@ def test_the_manifest_has_none_of_them_and_keeps_the_names() -> None:
         "HostConfig": {"Mounts": [{"Source": "/secret/my-own-value", "ReadOnly": True}]},
     }
     served = ServedBy(url="http://127.0.0.1:9", template="ollama", version="my-own-value 1", container=container)
-    found = recorded(served, secrets=["my-own-value"])
+    know({"my-own-value": True})
+    found = recorded(served)
     assert found.version == "*** 1"
     assert found.container == {
         "Entrypoint": ["env", "X=***", "vllm"],
         "Environment": {"HF_TOKEN": "${HF_TOKEN-}"},
         "HostConfig": {"Mounts": [{"Source": "/secret/***", "ReadOnly": True}]},
     }
-    assert without({"a": [1, None, "my-own-value"]}, ["my-own-value"]) == {"a": [1, None, "***"]}
+    assert without({"a": [1, None, "my-own-value"]}) == {"a": [1, None, "***"]}
 
 
 @pytest.mark.parametrize("with_url", [False, True])
@@ -250,7 +246,7 @@ def test_messages_are_short_and_hold_no_secret(tmp_path: Path, monkeypatch: pyte
 def test_what_the_server_got_from_the_environment_is_in_no_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AMD_LLM_LOAD_SECRETS", '["the-database-password"]')
+    monkeypatch.setenv("AMD_LLM_LOAD_SECRETS", '{"the-database-password": true}')
     body = b'{"error":{"message":"%s the-database-password was refused","code":500}}' % (b"x" * 260)
 
     def handler(connection: socket.socket, number: int) -> None:

@@ -1,10 +1,13 @@
 """A Docker Engine that cannot be used is explained; none is needed here."""
 
+import hashlib
+import json
 import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +15,10 @@ from harness.errors import HarnessError, ServerError
 from harness.paths import ROOT
 from harness.scenario.scenario import Load, Scenario, Server
 from harness.serve import engine_version, serve
-from harness.serve.docker.daemon import connect, engine_host
+from harness.serve.docker.daemon import connect
 from harness.serve.docker.images import cannot_pull
+from harness.serve.docker.location import engine_location
+from harness.serve.serve import reached
 
 CONNECT_AS_NOBODY = """
 import os
@@ -75,23 +80,133 @@ def test_an_engine_that_does_not_run_any_more(tmp_path: Path, monkeypatch: pytes
     assert "systemctl start docker" in caught.value.next_step
 
 
+def context(folder: Path, name: str, **endpoint: Any) -> Path:
+    """A context of Docker as its command line stores it; the folder of its certificates."""
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    path = folder / "contexts/meta" / digest / "meta.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"Name": name, "Metadata": {}, "Endpoints": {"docker": endpoint}}))
+    return folder / "contexts/tls" / digest / "docker"
+
+
+@pytest.fixture
+def docker_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    return tmp_path
+
+
 @pytest.mark.parametrize(
-    ("host", "name"),
+    ("address", "host", "has_our_files", "loopback", "every", "one"),
     [
-        (None, None),
-        ("unix:///run/docker.sock", None),
-        ("tcp://127.0.0.1:2375", None),
-        ("ssh://me@gpu-box", "gpu-box"),
-        ("tcp://10.0.0.7:2376", "10.0.0.7"),
+        (None, None, True, "127.0.0.1", "0.0.0.0", "10.0.0.9"),
+        ("unix:///run/docker.sock", None, True, "127.0.0.1", "0.0.0.0", "10.0.0.9"),
+        ("tcp://127.0.0.1:2375", None, False, "127.0.0.1", "0.0.0.0", "10.0.0.9"),
+        (f"tcp://{socket.gethostname()}:2375", None, False, "127.0.0.1", "0.0.0.0", "10.0.0.9"),
+        ("ssh://me@Gpu-Box", "Gpu-Box", False, None, "Gpu-Box", "10.0.0.9"),
+        ("ssh://me@127.0.0.1:2222", "127.0.0.1", False, None, "127.0.0.1", "10.0.0.9"),
+        ("tcp://10.0.0.7:2376", "10.0.0.7", False, None, "10.0.0.7", "10.0.0.9"),
+        ("tcp://[fe80::7]:2376", "fe80::7", False, None, "fe80::7", "10.0.0.9"),
+        ("10.0.0.7:2376", "10.0.0.7", False, None, "10.0.0.7", "10.0.0.9"),
+        (" gpu-box:2376 ", "gpu-box", False, None, "gpu-box", "10.0.0.9"),
     ],
 )
-def test_an_engine_on_another_machine_is_known(
-    monkeypatch: pytest.MonkeyPatch, host: str | None, name: str | None
+def test_where_an_engine_is(
+    docker_config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    address: str | None,
+    host: str | None,
+    has_our_files: bool,
+    loopback: str | None,
+    every: str,
+    one: str,
 ) -> None:
-    monkeypatch.delenv("DOCKER_HOST", raising=False)
-    if host is not None:
-        monkeypatch.setenv("DOCKER_HOST", host)
-    assert engine_host() == name
+    if address is not None:
+        monkeypatch.setenv("DOCKER_HOST", address)
+    location = engine_location()
+    assert (location.host, location.is_here, location.has_our_files) == (host, host is None, has_our_files)
+    assert location.reached_at("127.0.0.1") == loopback
+    assert (location.reached_at("0.0.0.0"), location.reached_at("10.0.0.9")) == (every, one)
+    assert (location.named_by, location.problem) == ("DOCKER_HOST", None)
+
+
+def test_the_socket_alone_is_mounted_into_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "unix:///proc")  # the mount that every machine has
+    location = engine_location()
+    assert (location.is_here, location.has_our_files) == (True, False)
+
+
+def test_docker_contexts_are_followed(docker_config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DOCKER_HOST comes first, then DOCKER_CONTEXT, then the current context: tests/docker asks Docker itself."""
+    context(docker_config, "gpubox", Host="ssh://ada@gpubox")
+    context(docker_config, "rootless", Host="unix:///run/user/1000/docker.sock")
+    context(docker_config, "empty")
+    monkeypatch.setenv("DOCKER_CONTEXT", "gpubox")  # which needs no config.json
+    found = engine_location()
+    assert (found.address, found.named_by, found.host) == ("ssh://ada@gpubox", "the Docker context 'gpubox'", "gpubox")
+    (docker_config / "config.json").write_text('{"currentContext": "rootless", "auths": {}}')
+    assert engine_location() is found, "for as long as the process lives"
+    monkeypatch.setenv("DOCKER_CONTEXT", "default")
+    assert engine_location().address == "unix:///var/run/docker.sock"
+    monkeypatch.setenv("DOCKER_CONTEXT", "")
+    assert engine_location().address == "unix:///run/user/1000/docker.sock"
+    monkeypatch.setenv("DOCKER_CONTEXT", "empty")
+    assert engine_location().address == "unix:///var/run/docker.sock"
+    monkeypatch.setenv("DOCKER_HOST", "tcp://10.0.0.7:2375")
+    assert (engine_location().host, engine_location().named_by) == ("10.0.0.7", "DOCKER_HOST")
+
+
+def test_a_damaged_config_file_names_no_context(docker_config: Path) -> None:
+    (docker_config / "config.json").write_text("{broken")
+    assert engine_location().address == "unix:///var/run/docker.sock"
+
+
+def test_a_context_with_certificates(docker_config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, unverified in (("checked", False), ("unchecked", True)):
+        folder = context(docker_config, name, Host="tcp://10.0.0.7:2376", SkipTLSVerify=unverified)
+        folder.mkdir(parents=True)
+        for file in ("ca", "cert", "key"):
+            (folder / f"{file}.pem").touch()
+        monkeypatch.setenv("DOCKER_CONTEXT", name)
+        tls = engine_location().tls
+        assert tls is not None
+        assert (tls.ca_cert, tls.verify) == (str(folder / "ca.pem"), not unverified)
+        assert tls.cert == (str(folder / "cert.pem"), str(folder / "key.pem"))
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("DOCKER_CONTEXT", "none", "the Docker context 'none' cannot be used: there is none"),
+        ("DOCKER_CONTEXT", "broken", "the Docker context 'broken' cannot be used: DecodeError"),
+        ("DOCKER_HOST", "tcp://[::1", r"the Docker Engine at tcp://\[::1 cannot be used: Invalid IPv6 URL"),
+        ("DOCKER_HOST", "tcp://gpubox", "the Docker Engine at tcp://gpubox cannot be used: .*port is required"),
+        ("DOCKER_TLS_VERIFY", "1", "the Docker Engine at unix:///var/run/docker.sock cannot be used: Path to a cert"),
+    ],
+)
+def test_a_place_that_cannot_be_known(
+    docker_config: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
+) -> None:
+    path = docker_config / "contexts/meta" / hashlib.sha256(b"broken").hexdigest() / "meta.json"
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    monkeypatch.setenv("DOCKER_CERT_PATH", str(docker_config))
+    if variable != "DOCKER_TLS_VERIFY":
+        monkeypatch.delenv("DOCKER_CERT_PATH")
+    monkeypatch.setenv(variable, value)
+    assert (engine_location().is_here, engine_location().has_our_files) == (False, False)
+    with pytest.raises(ServerError, match=message) as caught:
+        connect()
+    assert "`docker context ls`" in caught.value.next_step
+
+
+def test_a_loopback_port_of_an_engine_over_tcp_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "tcp://gpubox:2376")
+    with pytest.raises(HarnessError, match="publishes the server's port on 127.0.0.1") as caught:
+        reached(engine_location(), "127.0.0.1")
+    assert "ssh://USER@HOST" in caught.value.next_step
+    assert "`publish` to 0.0.0.0" in caught.value.next_step
 
 
 @pytest.mark.parametrize(

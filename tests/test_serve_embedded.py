@@ -17,9 +17,11 @@ import requests
 
 from harness.errors import ServerError
 from harness.paths import ROOT
+from harness.redact import know
 from harness.scenario.scenario import Load, Scenario, Server
 from harness.serve import Endpoint, serve
 from harness.serve.logfile import LogFile
+from tests.faults import fault
 
 
 @contextlib.contextmanager
@@ -74,7 +76,8 @@ def test_a_death_in_mid_run_is_noticed(tmp_path: Path) -> None:
             assert time.monotonic() - begin < 2
             time.sleep(0.01)
         assert endpoint.check_alive() == (
-            "it ended with exit code -9: it was killed from outside, or the host ran out of memory"
+            "the server died during the load: it ended with exit code -9: it was killed from outside, or the host ran "
+            "out of memory"
         )
         assert endpoint.served_by.exit_code == -9
 
@@ -160,6 +163,7 @@ with serve(scenario, "s", run_id="r", cell_id="c", run_folder=Path(sys.argv[1]))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@fault("harness", "kill -9, SIGTERM or SIGINT of the owner of the embedded engine", seen="the engine ends with it")
 def test_the_engine_ends_with_its_owner(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-c", OWNER, str(tmp_path)]
     with subprocess.Popen(
@@ -178,7 +182,8 @@ def test_the_engine_ends_with_its_owner(tmp_path: Path, number: signal.Signals) 
 
 
 def test_a_log_hides_secrets_and_the_engines_time_stamps(tmp_path: Path) -> None:
-    log = LogFile(tmp_path / "x.log", ["hf_secret"])
+    know({"hf_secret": True})
+    log = LogFile(tmp_path / "x.log")
     stamp = b"2026-11-21T11:53:00.123456789Z "
     log.follow(lambda: iter([stamp + b"token=hf_se", b"cret\n" + stamp + b"a\xff", b"b"]))
     log.settle()

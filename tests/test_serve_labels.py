@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -27,8 +28,27 @@ def test_a_later_process_with_the_same_id_is_not_the_owner() -> None:
     assert labels.owner_is_gone(labels.owned("r", "c") | {labels.PID_START: "1"})
 
 
-def test_what_was_started_before_a_reboot_has_no_owner() -> None:
-    assert labels.owner_is_gone(labels.owned("r", "c") | {labels.BOOT: "another"})
+def test_what_was_started_before_a_reboot_has_no_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another boot of this machine; another machine may have the same name, and share an engine with this one."""
+    monkeypatch.setattr(labels, "MACHINE_ID", tmp_path / "machine-id")
+    labels.MACHINE_ID.write_text("3d1219c7c4c5404aaa1f6d2a48adfda4\n")
+    earlier = labels.owned("r", "c") | {labels.BOOT: "another"}
+    assert "3d1219" not in earlier[labels.MACHINE], "the id itself is confidential"
+    assert labels.owner_is_gone(earlier)
+    labels.MACHINE_ID.write_text("of-a-namesake\n")
+    assert not labels.owner_is_gone(earlier)
+    assert not labels.owner_is_gone(earlier | {labels.MACHINE: ""})
+
+
+@pytest.mark.parametrize("content", [None, "\n"])
+def test_without_a_machine_id_an_earlier_boot_may_be_another_machine_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None
+) -> None:
+    monkeypatch.setattr(labels, "MACHINE_ID", tmp_path / "machine-id")
+    if content is not None:
+        labels.MACHINE_ID.write_text(content)
+    assert labels.owner()[labels.MACHINE] == ""
+    assert not labels.owner_is_gone(labels.owned("r", "c") | {labels.BOOT: "another"})
 
 
 def test_the_owner_on_another_host_counts_as_alive() -> None:

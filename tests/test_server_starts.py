@@ -89,12 +89,25 @@ def two(folder: Path, other: Callable[[Cell], ServedBy], **manifest: Any) -> lis
             serving(contents=Contents(rocm="7.3.0", versions={"TRITON_BRANCH": "a"})),
             "runs that differ in 'servers.a.contents.rocm' are not compared: 7.2.0 in one, 7.3.0 in two (and 1 more)",
         ),
+        (
+            serving(over_ssh=True),
+            "runs that differ in 'servers.a.over_ssh' are not compared: false in one, true in two (and 1 more)",
+        ),
     ],
 )
 def test_settings_must_be_equal(tmp_path: Path, other: Callable[[Cell], ServedBy], sentence: str) -> None:
     with pytest.raises(HarnessError) as raised:
         compare_runs(two(tmp_path, other))
     assert raised.value.what == sentence
+
+
+def test_a_tunnel_in_the_way_of_the_load_is_noted(tmp_path: Path) -> None:
+    """Once a server; where a gateway takes the load, the way to it counts."""
+    write_made_run(tmp_path / "one", steady(), served=lambda cell: served_by(over_ssh=cell.server == "a"))
+    (note,) = server_starts.notes(read_run(tmp_path / "one"))
+    assert note.startswith("a: the load went through an ssh tunnel (over_ssh), which adds to every latency.")
+    write_made_run(tmp_path / "gateway", steady(), served=lambda cell: served_by(over_ssh=True, gateway=served_by()))
+    assert server_starts.notes(read_run(tmp_path / "gateway")) == []
 
 
 def test_seconds_and_memory_never_refuse_and_noise_is_not_told(tmp_path: Path) -> None:

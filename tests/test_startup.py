@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from harness.redact import know, masked
 from harness.rundir.manifest import Phase, ServedBy, Startup
 from harness.serve.docker.contents import listed
 from harness.serve.lemonade.api import Api
 from harness.serve.lemonade.running import Watch
-from harness.serve.recorded import cache_config, recorded
-from harness.serve.secrecy import masked
+from harness.serve.recorded import labels_of, recorded
 from harness.serve.startup import moment, of_lines, phases_of, started
 
 DATA = Path(__file__).parent / "data" / "startup"
@@ -224,9 +224,9 @@ def test_a_part_compiled_anew_is_not_warm() -> None:
 
 
 def test_labels_of_vllms_metrics() -> None:
-    assert cache_config(METRICS)["kv_cache_size_tokens"] == "74880"
-    assert cache_config("<html>") == {}
-    assert cache_config("vllm:cache_config_info{broken") == {}
+    assert labels_of(METRICS, "vllm:cache_config_info")["kv_cache_size_tokens"] == 74880
+    assert labels_of("<html>", "vllm:cache_config_info") == {}
+    assert labels_of("vllm:cache_config_info{broken", "vllm:cache_config_info") == {}
 
 
 @contextlib.contextmanager
@@ -313,9 +313,10 @@ def test_no_secret_gets_into_the_manifest(tmp_path: Path) -> None:
         f"'note': 'Bearer {KEY}', 'extra': ['--password', 'hunter22', '--x={token}'], 'max_num_seqs': 4}}\n"
     )
     health = {"all_models_loaded": [{"model_name": "m", "launch_command": ["s", f"--api-key={KEY}", "-np", "8"]}]}
+    know({token: True})
     with server({"/api/v1/health": json.dumps(health)}) as url:
         behind = Watch(Api(url), "m", None, None)
-        found = recorded(ServedBy(url=url), log, api_key="the-key-of-clients", secrets=[token], behind=behind)
+        found = recorded(ServedBy(url=url), log, api_key="the-key-of-clients", behind=behind)
     text = msgspec.json.encode(found).decode()
     for secret in (KEY, token, "hunter22", "pass12", "12345678", "the-key-of-clients"):
         assert secret not in text
@@ -351,3 +352,20 @@ def test_versions_of_an_image() -> None:
         "TRITON_BRANCH": "f9e5bf54",
         "line 3": "odd line",
     }
+
+
+def test_numbers_of_a_log_that_no_manifest_can_hold_are_left_out() -> None:
+    """A server writes its log; run.json has to be readable whatever is in it."""
+    for digits in (400, 5000):
+        number = "9" * digits
+        found = of_lines(
+            [
+                f"{number}.00.000.000 I x",
+                f"INFO GPU KV cache size: {number} tokens",
+                f"INFO Chunked prefill is enabled with max_num_batched_tokens={number}",
+                "INFO Maximum concurrency for 512 tokens per request: 3.5x",
+            ]
+        )
+        assert (found.facts.kv_cache_tokens, found.facts.max_concurrency) == (None, 3.5)
+        assert msgspec.json.decode(msgspec.json.encode(found.facts), type=Startup) == found.facts
+        assert all(not isinstance(value, int) for value in found.effective.values())

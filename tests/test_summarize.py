@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from harness.errors import HarnessError
+from harness.files import pretty_json
 from harness.judge.stats import percentile_interval
-from harness.rundir.files import pretty_json
 from harness.rundir.manifest import read_run, write_run
 from harness.rundir.metrics import MetricsSample
 from harness.rundir.records import Request, read_requests

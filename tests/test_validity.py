@@ -9,11 +9,12 @@ import msgspec
 import pytest
 
 from harness.rundir.manifest import CellRun
-from harness.rundir.records import ProcessMark, Request
+from harness.rundir.records import BadField, ProcessMark, Request
 from harness.scenario.scenario import Arrivals, Load
+from harness.summarize.summarize import summarize
 from harness.summarize.tally import Clock, Tally, numbers_of
 from harness.summarize.validity import Evidence, Findings, not_run, of_cell, of_run
-from harness.summary import Kept, MachineLoad, ServerLoad
+from harness.summary import BadFields, Kept, MachineLoad, ServerLoad
 from tests.made_runs import both_marks, request, scenario, served_by, write_made_run
 
 LOAD = Load(user="batch", batch_size=2, requests=4, output_tokens=11)
@@ -335,3 +336,154 @@ def test_overflows_in_the_servers_container_are_reported() -> None:
     assert "52 overflows in the server's container" in note and "TTFT" in note
     none = msgspec.structs.replace(seen, listen_overflows=0)
     assert not any("listen queue" in note for note in judge(machine=none).notes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "said"),
+    [
+        ({"output_tokens": -5}, "below", "usage.completion_tokens of the server's answers is not possible in "
+         "1 request: it must be at least 0 (got -5)"),
+        ({"output_tokens": 10**18}, "above", "usage.completion_tokens of the server's answers is not possible in "
+         "1 request: it must be at most 11 (got 1000000000000000000)"),
+        ({"prompt_tokens": 10**18}, "above", "usage.prompt_tokens of the server's answers is not possible in "
+         "1 request: it must be at most 2,147,483,647 (got 1000000000000000000)"),
+        ({"output_tokens": None, "bad_fields": [BadField("usage.completion_tokens", "above", "12", 11)]}, "above",
+         "usage.completion_tokens of the server's answers is not possible in 1 request: "
+         "it must be at most 11 (got 12)"),
+    ],
+)  # fmt: skip
+def test_counts_that_are_not_possible(changes: dict[str, Any], code: str, said: str) -> None:
+    """Those that the client noted, and those in the records of older harnesses and other tools."""
+    load = msgspec.structs.replace(LOAD, output="natural")
+    records = [msgspec.structs.replace(one, fixed_length=False) for one in four(**changes)]
+    found = judge(records, load=load)
+    assert found.reasons == [f"c: {said}"]
+    tally = Tally(clock=Clock(MARKS))
+    for record in records:
+        tally.add(record)
+    (bad,) = tally.bad_fields.found.values()
+    assert (bad.code, bad.requests) == (code, 1)
+    assert (tally.output_tokens, tally.prompt_tokens) in ((33, 80), (44, 60))
+
+
+def test_a_value_of_another_type_is_a_note() -> None:
+    bad = [BadField("usage.completion_tokens", "type", "boolean")]
+    found = judge(four(output_tokens=None, bad_fields=bad))
+    assert found.reasons == []
+    assert found.notes[0] == (
+        "c: usage.completion_tokens of the server's answers is not possible in 1 request: it has a value of another "
+        "type (boolean), and counts as missing"
+    )
+
+
+def test_what_is_not_possible_is_added_up() -> None:
+    first, second = Tally(clock=Clock(MARKS)), Tally(clock=Clock(MARKS))
+    for tally, tokens in ((first, -5), (second, -7), (second, 12)):
+        tally.add(request(output_tokens=tokens))
+    first.merge(second)
+    assert [(bad.code, bad.requests, bad.got, bad.limit) for bad in first.bad_fields.found.values()] == [
+        ("below", 2, "-5", 0),
+        ("above", 1, "12", 11),
+    ]
+
+
+def test_a_run_with_a_count_that_is_not_possible_is_invalid(tmp_path: Path) -> None:
+    write_made_run(tmp_path / "run")
+    path = tmp_path / "run" / "requests.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    lines[1] = lines[1].replace('"output_tokens":11', '"output_tokens":-5')
+    path.write_text("".join(lines))
+    found = summarize(tmp_path / "run")
+    (cell,) = (one for one in found.cells if one.bad_fields)
+    assert cell.bad_fields == [BadFields(field="usage.completion_tokens", code="below", requests=1, got="-5", limit=0)]
+    assert not found.valid and found.rows[0].invalid is not None
+    assert "must be at least 0 (got -5)" in found.rows[0].invalid
+
+
+def test_a_record_that_is_there_twice_hides_none_that_was_lost(tmp_path: Path) -> None:
+    write_made_run(tmp_path / "run")
+    assert summarize(tmp_path / "run").valid
+    path = tmp_path / "run" / "requests.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:4], lines[0], *lines[5:]]))  # of the same cell: the counts are as they were
+    found = summarize(tmp_path / "run")
+    assert not found.valid
+    assert "r1-a-x: requests.jsonl: 1 request recorded more than once (index -1)" in found.reasons[0]
+
+
+def test_records_and_marks_that_are_there_twice() -> None:
+    assert reason(judge([*four()[:3], request(index=1)])) == (
+        "c: requests.jsonl: 1 request recorded more than once (index 1)"
+    )
+    many = judge([request(index=i // 2) for i in range(14)], load=TIMED, marks=both_marks("c", 7, 0.0, 10.0, sent=14))
+    assert reason(many) == "c: requests.jsonl: 7 requests recorded more than once (index 0, 1, 2, 3, 4 ...)"
+    assert reason(judge(marks=[*MARKS, MARKS[0]])) == "c: processes.jsonl: load process 7 has 2 start marks"
+    assert reason(judge(marks=[*MARKS, MARKS[1]])) == "c: processes.jsonl: load process 7 has 2 end marks"
+
+
+def test_parts_of_a_file_know_of_each_other_what_is_there_twice() -> None:
+    first, second = Tally(clock=Clock(MARKS)), Tally(clock=Clock(MARKS))
+    for index in range(3):
+        first.add(request(index=index))
+        second.add(request(index=index + 2))
+    assert (first.repeated(), second.repeated(), Tally(clock=Clock([])).repeated()) == ([], [], [])
+    first.merge(second)
+    assert first.repeated() == [2]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"chunks_s": [0.5, 0.3, *(0.6 + 0.1 * i for i in range(9))]},
+        {"ended_s": 1.4},
+        {"chunks_s": [], "textless": 0},
+    ],
+)
+def test_times_that_contradict_each_other(changes: dict[str, Any]) -> None:
+    assert "c: requests.jsonl: the times of 1 answer contradict each other" in reason(judge(four(**changes)))
+
+
+def test_times_may_lie_as_far_apart_as_clocks_are_joined() -> None:
+    good = request().chunks_s
+    assert judge(four(chunks_s=[good[0], good[0] - 0.0009, *good[2:]], ended_s=1.4991)) == Findings([], [])
+    assert judge(four(chunks_s=[])) == Findings([], [])  # in one piece
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("sent_s", value) for value in (-5, 1e12)),
+        *((name, -5) for name in ("ended_s", "headers_s", "first_visible_s", "connect_s", "connect_retries", "user")),
+        *((name, value) for name in ("asked_tokens", "textless", "coalesced") for value in (-1, 10**15)),
+        *(("status", value) for value in (-5, 1000, 10**15)),
+        ("chunks_s", [-5]),
+    ],
+)
+def test_a_record_with_an_impossible_value_cannot_be_read(tmp_path: Path, field: str, value: object) -> None:
+    write_made_run(tmp_path / "run")
+    path = tmp_path / "run" / "requests.jsonl"
+    first, *others = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([msgspec.json.encode(msgspec.json.decode(first) | {field: value}) + b"\n", *others]))
+    assert "requests.jsonl: 1 line cannot be read (line 1)" in summarize(tmp_path / "run").reasons
+
+
+@pytest.mark.parametrize("field", ["monotonic_s", "sent", "recorded", "left_s", "cpu_s", "users"])
+def test_a_mark_with_an_impossible_value_cannot_be_read(tmp_path: Path, field: str) -> None:
+    write_made_run(tmp_path / "run")
+    path = tmp_path / "run" / "processes.jsonl"
+    first, end, *others = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([first, msgspec.json.encode(msgspec.json.decode(end) | {field: -1}) + b"\n", *others]))
+    assert "processes.jsonl: 1 line cannot be read (line 2)" in summarize(tmp_path / "run").reasons
+
+
+def test_fewer_tokens_than_pieces_of_text_are_noted() -> None:
+    few: dict[str, Any] = {"output_tokens": 9, "fixed_length": False}
+    told = (
+        "c: the server counted fewer tokens than it sent pieces of text in 1 answer of 4: its count, and every rate "
+        "that uses it, is too low"
+    )
+    assert judge(four(**few)) == Findings([], [told])
+    # A tool call may come in more pieces than tokens; one token may end the reasoning and begin the answer.
+    assert told not in judge(four(**few, tool_chunks=2)).notes
+    assert told not in judge(four(**few, tool_chunks=1, reasoning_chunks=3)).notes
+    assert told in judge(four(**few, reasoning_chunks=3)).notes

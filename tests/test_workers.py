@@ -13,14 +13,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import msgspec
 import pytest
+import zmq
 
+from harness import __version__
 from harness.errors import HarnessError, RunError
 from harness.job import SECRETS_ENV, secrets_of, write_job
 from harness.load import spool
 from harness.load.spool import Intake, Spool
 from harness.paths import ROOT
+from harness.redact import know
 from harness.run import drive as driving
 from harness.run import worker as lending
 from harness.run.drive import Count, LocalChild, drive, locust_arguments
@@ -32,6 +36,7 @@ from harness.simulated.spawn import Spawned, spawned
 from harness.summarize.summarize import summarize
 from harness.workers import Workers, parse_part, parse_workers, process_number
 from tests.command import Going, going, harness, only_run, until, write
+from tests.faults import fault
 from tests.load_runs import make_job
 from tests.made_runs import request, write_lines
 
@@ -118,6 +123,11 @@ def test_an_address_of_another_machine_is_refused_at_once() -> None:
         Workers(machines=2, bind="192.0.2.1").refuse_unusable()  # kept free for documentation: RFC 5737
     assert caught.value.what == "--bind: 192.0.2.1:5557 cannot be listened at (Cannot assign requested address)"
     Workers(machines=2, bind="127.0.0.1", port=free_port()).refuse_unusable()
+    with socket.create_server(("127.0.0.1", 0)) as another_master:
+        port = another_master.getsockname()[1]
+        with pytest.raises(HarnessError) as caught:
+            Workers(machines=2, bind="127.0.0.1", port=port).refuse_unusable()
+    assert caught.value.what == f"--bind: 127.0.0.1:{port} cannot be listened at (Address already in use)"
     part = Workers(machines=2, bind="h", port=6000, parts=2).of_part(1)
     assert part.command == "harness worker --master h:6001"
     assert Workers(machines=2, bind="0.0.0.0").command == "harness worker --master ADDRESS:5557"
@@ -134,26 +144,42 @@ def test_a_machine_may_be_told_its_part_by_hand() -> None:
 def test_pieces_are_taken_once_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spool, "PIECE", 8)
     source, target = tmp_path / "source", tmp_path / "target"
-    source.write_bytes(b"one\ntwo\nthree\na long line\nhal")
-    sender, receiver = Spool(source), Intake(target)
+    source.write_bytes(b"123\n456\n12345\n12345678901\n789")
+    sender, receiver = Spool(source), Intake(target, int)
     pieces = []
     while piece := sender.piece():
         pieces.append(piece)
         assert receiver.take(sender.taken, piece) == receiver.take(sender.taken, piece)  # it came twice
-        assert receiver.take(sender.taken + len(piece) + 1, b"from the future\n") == receiver.taken
+        assert receiver.take(sender.taken + len(piece) + 1, b"1234\n") == receiver.taken
         sender.taken = receiver.taken
-    assert pieces == [b"one\ntwo\n", b"three\n", b"a long line\n"]
-    assert target.read_bytes() == b"one\ntwo\nthree\na long line\n"
+    assert pieces == [b"123\n456\n", b"12345\n", b"12345678901\n"]
+    assert target.read_bytes() == b"123\n456\n12345\n12345678901\n"
     assert sender.rest() == 3
+
+
+@fault(
+    "worker",
+    "a worker delivers records that cannot be read",
+    seen="they are left out and named; the counts differ, so the row is INVALID",
+    kept="all readable records",
+)
+def test_lines_that_are_no_records_are_left_out_and_counted(tmp_path: Path) -> None:
+    whole = msgspec.json.encode(request()) + b"\n"
+    receiver = Intake(tmp_path / "requests.jsonl", Request)
+    data = whole + b'{"id": 7}\n' + b"\xff\n" + b"[" * 20_000 + b"\n" + whole
+    assert receiver.take(0, data) == len(data)
+    assert receiver.left_out == 3
+    assert (tmp_path / "requests.jsonl").read_bytes() == whole * 2
 
 
 def test_secrets_that_only_the_master_knows_do_not_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server of the master's machine quotes in its errors what it was started with; no worker knows that."""
     password = 'the-"database\\-password'
-    monkeypatch.setenv(SECRETS_ENV, json.dumps([password]))
+    monkeypatch.setenv(SECRETS_ENV, json.dumps({password: True}))
     monkeypatch.setenv("KEY_OF_THIS_TEST", " sk-of-the-api\n")
     job = make_job(tmp_path, Load(user="batch"), api_key_env="KEY_OF_THIS_TEST")
-    assert secrets_of(job) == ["sk-of-the-api", password]
+    assert secrets_of(job) == {password: True, "sk-of-the-api": True}
+    know(secrets_of(job))
     told = [
         "nothing of it",
         f"status 500: {password}, or {password}",
@@ -165,7 +191,7 @@ def test_secrets_that_only_the_master_knows_do_not_arrive(tmp_path: Path, monkey
     )
     source = tmp_path / "source"
     source.write_bytes(sent)
-    sender, receiver = Spool(source), Intake(tmp_path / "requests.jsonl", secrets_of(job))
+    sender, receiver = Spool(source), Intake(tmp_path / "requests.jsonl", Request)
     assert receiver.take(0, sender.piece()) == len(sent)  # as the sender counts it
     assert [one.message for one in read_requests(tmp_path / "requests.jsonl")] == [
         "nothing of it",
@@ -173,7 +199,7 @@ def test_secrets_that_only_the_master_knows_do_not_arrive(tmp_path: Path, monkey
         "key ***, ***...",
         "sk-...",  # what all keys begin with tells nothing
     ]
-    clean = Intake(tmp_path / "clean.jsonl", secrets_of(job))
+    clean = Intake(tmp_path / "clean.jsonl", Request)
     clean.take(0, line := sent.splitlines(keepends=True)[0])
     assert (tmp_path / "clean.jsonl").read_bytes() == line
 
@@ -182,7 +208,8 @@ def test_a_key_that_is_an_everyday_word_leaves_the_records_whole(tmp_path: Path)
     """Servers without a key are asked with any: nothing but messages quotes a server."""
     failed = request(error="http", message="status 401: token x is not null")
     sent = b"".join(msgspec.json.encode(one) + b"\n" for one in (request(), failed))
-    receiver = Intake(tmp_path / "requests.jsonl", ["x", "null", "token"])
+    know({"x": True, "null": True, "token": True})
+    receiver = Intake(tmp_path / "requests.jsonl", Request)
     assert receiver.take(0, sent) == len(sent)
     whole, without = read_requests(tmp_path / "requests.jsonl")
     assert whole == request()
@@ -272,6 +299,9 @@ def test_the_parts_of_a_mix_are_sent_by_workers_at_the_same_time(tmp_path: Path,
     assert abs(first - other) < 0.5  # one machine, one clock
 
 
+@fault(
+    "worker", "kill -9 of a worker", seen="was lost (killed, or its link was cut)", code=3, kept="what it had delivered"
+)
 def test_a_killed_worker_makes_the_run_invalid(tmp_path: Path, engine: Spawned) -> None:
     load = {"user": "chat", "users": 4, "duration_s": 60, "output_tokens": 5, "think_s": [0.05, 0.05]}
     with run_with_workers(tmp_path, engine, load) as (run, workers):
@@ -293,6 +323,12 @@ def delivered(folder: Path) -> list[Request]:
     return records(folder) if list(folder.glob("*/run.json")) else []
 
 
+@fault(
+    "worker",
+    "the master is killed",
+    seen="nothing was heard of the master for 10 s: this load ends",
+    kept="what was not delivered is in a folder that the worker names",
+)
 def test_workers_end_when_the_master_is_gone(tmp_path: Path, engine: Spawned) -> None:
     load = {"user": "chat", "users": 4, "duration_s": 60, "output_tokens": 5, "think_s": [0.05, 0.05]}
     with run_with_workers(tmp_path, engine, load) as (run, workers):
@@ -315,6 +351,11 @@ time.time = lambda: now() + 3600 * os.path.exists(os.environ["CLOCK_IS_SET"])
 """
 
 
+@fault(
+    "clock",
+    "the wall clock of a worker is set while a load runs",
+    seen="the load goes on; latencies do not use that clock",
+)
 def test_a_wall_clock_that_is_set_while_a_load_runs_does_not_end_it(tmp_path: Path, engine: Spawned) -> None:
     load = {"user": "chat", "users": 4, "duration_s": 4, "output_tokens": 5, "think_s": [0.05, 0.05]}
     (tmp_path / "sitecustomize.py").write_text(STEPPED)
@@ -358,6 +399,12 @@ def test_a_trace_of_two_machines_is_sent_as_it_was_by_workers(tmp_path: Path, en
     assert [round(due[index] - due[1], 1) for index in (1, 3)] == [0.0, 0.5]
 
 
+@fault(
+    "worker",
+    "a worker does not come",
+    seen="waiting for workers: 1 of 2 are there; missing: gen2",
+    kept="nothing was sent",
+)
 def test_a_load_that_waits_says_who_is_missing(
     tmp_path: Path, engine: Spawned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,6 +430,78 @@ def test_a_load_that_waits_says_who_is_missing(
     assert caught.value.next_step == (f"On each machine: harness worker --master 127.0.0.1:{port}. The log is {log}.")
 
 
+@fault(
+    "worker",
+    "a worker of another version, and messages that make no sense",
+    seen="they are left out and named in the log; the load goes on and is VALID",
+)
+def test_who_does_not_belong_to_a_run_is_sent_home_and_garbage_is_left_out(tmp_path: Path, engine: Spawned) -> None:
+    """The others go on. Each message on its own ended Locust's listener, and with it the load."""
+    port = free_port()
+    here = socket.gethostname()
+    scenario = write(
+        tmp_path, model="simulated", loads={"l": {"user": "chat", "users": 2, "requests": 20, "output_tokens": 5}}
+    )
+    run = [
+        "run",
+        str(scenario),
+        "--url",
+        engine.url,
+        "--workers",
+        here,
+        "--bind",
+        f"127.0.0.1:{port}",
+        "--runs",
+        str(tmp_path),
+    ]
+    with going(*run, cwd=tmp_path) as command:
+        until(lambda: not is_free(port), within_s=20)
+        log = next(tmp_path.glob("*/logs/*locust*"))
+        with strangers(port) as stranger:
+            for garbage in (
+                b"",
+                b"\xc1",
+                b"\x93\x01\x02\x03",
+                msgpack.dumps([1]),
+                msgpack.dumps(["stats", None, "another"]),
+            ):
+                stranger.send(garbage)
+            for data in (None, 7, {"__datetime__": True}):
+                stranger.send(msgpack.dumps(["client_ready", data, "stranger"]))
+            stranger.send(msgpack.dumps(["llm-hello", {"name": here, "version": "0.0.1"}, "stranger"]))
+            until(lambda: "worker " in log.read_text(), within_s=10)
+            with going("worker", "--master", f"127.0.0.1:{port}", "--once", cwd=tmp_path) as worker:
+                done = command.end()
+                assert worker.end().code == 0
+    assert done.code == 0, done.out + done.err
+    assert (
+        f"worker {here} was sent home: it has version 0.0.1 of the harness, and the master {__version__}"
+        in log.read_text()
+    )
+    assert log.read_text().count("ignored a message to the master that is not from a worker") == 3
+
+
+@contextmanager
+def strangers(port: int) -> Iterator[Any]:
+    """A socket that speaks to a master as a worker called `stranger` does."""
+    context = zmq.Context()
+    made = context.socket(zmq.DEALER)
+    made.setsockopt(zmq.IDENTITY, b"stranger")
+    made.connect(f"tcp://127.0.0.1:{port}")
+    try:
+        yield made
+    finally:
+        made.close(linger=0)
+        context.term()
+
+
+@fault(
+    "worker",
+    "a worker lacks the API key",
+    seen="the environment variable SCALE_OUT_KEY, which should hold the API key, is not set",
+    code=3,
+    kept="a run marked failed",
+)
 def test_a_worker_without_the_key_is_named(tmp_path: Path, engine: Spawned, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SCALE_OUT_KEY", raising=False)
     load = {"user": "chat", "users": 4, "requests": 8, "output_tokens": 5}
@@ -401,6 +520,13 @@ def test_a_worker_without_the_key_is_named(tmp_path: Path, engine: Spawned, monk
             worker.end()
 
 
+@fault(
+    "worker",
+    "Ctrl-C of the run on the master",
+    seen="interrupted; everything that was started has been taken down",
+    code=130,
+    kept="all records of all machines",
+)
 def test_an_interrupted_run_has_all_that_was_recorded(tmp_path: Path, engine: Spawned) -> None:
     load = {"user": "chat", "users": 4, "duration_s": 60, "output_tokens": 5, "think_s": [0.05, 0.05]}
     with run_with_workers(tmp_path, engine, load) as (run, workers):
@@ -551,6 +677,13 @@ def test_the_users_of_all_workers_follow_the_stages(
     assert [path.name for path in (tmp_path / "spool").glob("amd-llm-load-*")] == []
 
 
+@fault(
+    "worker",
+    "kill -9 of a worker in a later stage",
+    seen="was lost (killed, or its link was cut)",
+    code=3,
+    kept="earlier stages stay valid",
+)
 def test_a_worker_that_is_lost_in_a_later_stage_makes_the_run_invalid(tmp_path: Path, engine: Spawned) -> None:
     stages = [{"users": 2, "for_s": 1}, {"users": 4, "for_s": 60}]
     load = {"user": "chat", "output_tokens": 5, "think_s": [0.05, 0.05], "stages": stages}

@@ -112,6 +112,10 @@ class Server:
         while is_free(self.port):
             time.sleep(0.02)
 
+    @property
+    def pid(self) -> int:
+        return self._child.pid  # taskset and chrt become the program
+
     def stop(self) -> Truth:
         """End it; what it did."""
         self._child.send_signal(signal.SIGTERM)

@@ -17,6 +17,7 @@ from harness.cli import worker as worker
 from harness.cli.common import app as app
 from harness.cli.common import console, mute, protect_terminal
 from harness.errors import ExitCode, HarnessError, ScenarioError, SeveralErrors
+from harness.redact import without
 
 
 def version(value: bool) -> None:
@@ -93,9 +94,9 @@ def main() -> None:
         code = ExitCode.USAGE
     except Exception as error:
         if os.environ.get("HARNESS_DEBUG"):
-            traceback.print_exc()
+            print(without(traceback.format_exc(), words=False), file=sys.stderr)
         print(
-            f"error: a defect of the harness itself: {type(error).__name__}: {error}\n"
+            f"error: a defect of the harness itself: {type(error).__name__}: {without(str(error), words=False)}\n"
             "next: please report it, with what HARNESS_DEBUG=1 prints in addition.",
             file=sys.stderr,
         )

@@ -134,7 +134,12 @@ def live(
 
 
 @command(short_help="Validate a scenario and show its plan.")
-def check(scenario: ScenarioArg) -> None:
+def check(
+    scenario: ScenarioArg,
+    model: ModelOpt = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Override the scenario's repeats.")] = None,
+    checks: ChecksOpt = None,
+) -> None:
     """Validate a scenario and show its plan, without running anything."""
     from harness.prepare import experiment as experiments
     from harness.prepare.auto import foretell
@@ -143,7 +148,7 @@ def check(scenario: ScenarioArg) -> None:
     from harness.prepare.preview import show_plan
     from harness.run import trusted_streams
 
-    experiment = experiments.prepare(scenario)
+    experiment = experiments.prepare(scenario, None, model, repeats, checks or [])
     show_plan(experiment, console())
     for note in [*notes(experiment), *foretell(experiment), *trusted_streams.notes(experiment.scenario)]:
         console().print(note)
@@ -194,20 +199,27 @@ def calibrate(
 def compose(
     scenario: ScenarioArg,
     server: ServerOpt = None,
+    load: Annotated[str | None, typer.Option(help="Which of the scenario's loads; required with several.")] = None,
     ui_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of Locust's web UI on 127.0.0.1.")] = UI_PORT,
     workers: Annotated[
         int, typer.Option(min=0, max=1000, help="Containers that send the load (`--scale worker=N`).")
     ] = 0,
+    records: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write the request records to this folder.")
+    ] = None,
+    headless: Annotated[
+        bool, typer.Option("--headless", help="No web UI: send the load once, as a run would, and exit.")
+    ] = False,
 ) -> None:
     """Print the Compose file that the harness would run, for `docker compose up`."""
     from harness.prepare import experiment as experiments
     from harness.prepare.auto import fill_in
-    from harness.serve import compose_document
+    from harness.run.live import compose_file
 
     experiment = experiments.prepare(scenario)
     experiment = fill_in(experiment, lambda line: print(line, file=sys.stderr))
-    name = experiments.server_name(experiment, server)
-    print(compose_document(experiment.scenario, name, ui_port=ui_port, workers=workers), end="")
+    text = compose_file(experiment, server, load, ui_port=ui_port, workers=workers, records=records, headless=headless)
+    print(text, end="")
 
 
 @command(short_help="Measure how far equal runs differ on this machine.")

@@ -14,7 +14,7 @@ from rich.segment import Segment
 
 from harness.cli.command import Command
 from harness.errors import ExitCode, HarnessError, RunError, did_you_mean
-from harness.failures.redact import printable
+from harness.redact import printable
 
 if TYPE_CHECKING:
     from harness.prepare.experiment import Target
@@ -179,7 +179,7 @@ def console(*, stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     file = stream.stream if isinstance(stream, Printable) else stream
     more: dict[str, Any] = {} if file.isatty() or stderr else {"width": 160, "no_color": True}
-    return Output(file=file, markup=False, highlight=False, soft_wrap=stderr, **more)
+    return Output(file=file, markup=False, emoji=False, highlight=False, soft_wrap=stderr, **more)
 
 
 def target_of(url: str | None, metrics_url: str | None = None, ca: Path | None = None) -> "Target | None":

@@ -15,6 +15,8 @@ from harness.scenario.file import load_scenario
 from harness.serve.docker.labels import owner_is_gone
 from harness.summarize.summarize import read_summary
 
+MOST_CHARS = 100  # of the reason why a run cannot be read
+
 
 def find_run(given: Path, runs: Path) -> Path:
     """A run directory given by its path or by the id of a run below `runs`."""
@@ -55,7 +57,13 @@ def show_runs(runs: Path, console: Console) -> None:
         try:
             run = read_run(path.parent)
         except HarnessError as error:
-            table.add_row(path.parent.name, "", "", "", Text(f"unreadable: {error.what}"))
+            table.add_row(
+                path.parent.name,
+                "",
+                "",
+                "",
+                Text(f"unreadable: {error.what.removeprefix(f'{path.parent}/')}"[:MOST_CHARS]),
+            )
             continue
         started = datetime.datetime.fromtimestamp(run.started_wall_s).strftime("%Y-%m-%d %H:%M")
         reason = f": {run.reasons[0]}" if run.reasons else ""

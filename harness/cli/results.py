@@ -45,9 +45,9 @@ def report(
     """
     from harness.cli.listing import find_run
     from harness.compare.reference import reference_to
+    from harness.files import pretty_json
     from harness.prepare.experiment import refuse_misplaced
     from harness.report import html, junit, markdown, openmetrics, rows_csv, terminal
-    from harness.rundir.files import pretty_json
     from harness.rundir.manifest import read_run
     from harness.summarize.summarize import summarize, write_summary
 

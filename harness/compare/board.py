@@ -10,6 +10,7 @@ import yaml
 from msgspec import Struct
 
 from harness.errors import HarnessError
+from harness.files import read_text
 from harness.judge.noise_floors import RESERVED, date_of
 from harness.judge.verdicts import RATES, fields_of, is_paced, metric_of, values_of
 from harness.rundir.manifest import Run, ServedBy, read_run
@@ -111,7 +112,7 @@ def collect(results: Path, shipped: Path) -> Board:
 def read_figures(path: Path) -> list[Figure]:
     """The third-party figures in a file; none without one. Raises HarnessError for a damaged one."""
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = yaml.safe_load(read_text(path))
         return msgspec.convert(raw["figures"], list[Figure])
     except FileNotFoundError:
         return []

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.errors import HarnessError, RunError
+from harness.files import pretty_json, replace_file
 from harness.judge.comparable import refuse_unlike
-from harness.rundir.files import pretty_json, replace_file
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.origin import DEFINITIONS, refuse_other_definitions
 from harness.summarize.summarize import read_summary, summarize

@@ -6,6 +6,7 @@ from pathlib import Path
 from msgspec import Struct, structs
 
 from harness.failures.scan import SHOWN_CHARS, Failure, Scanned, most_telling, scan
+from harness.files import open_file
 
 _TAIL_BYTES = 1 << 16
 
@@ -39,7 +40,7 @@ def explain(log: str | Path, state: State = State()) -> Failure | None:  # noqa:
 def scan_text(log: str | Path) -> Scanned:
     """What a log says, given as its text or its file. Raises OSError."""
     if isinstance(log, Path):
-        with log.open("rb") as file:
+        with open_file(log) as file:
             return scan(file)
     return scan(io.BytesIO(log.encode("utf-8", "replace")))
 
@@ -56,7 +57,7 @@ def _ended(state: State, log: str | Path) -> Failure | None:
 
 def _last_line(log: str | Path) -> str:
     if isinstance(log, Path):
-        with log.open("rb") as file:
+        with open_file(log) as file:
             file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
             log = file.read().decode("utf-8", "replace")
     return next((line.strip()[-SHOWN_CHARS:] for line in reversed(log.splitlines()) if line.strip()), "")

@@ -6,8 +6,8 @@ from collections import Counter
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from harness.failures.redact import printable
 from harness.failures.scan import explain_message
+from harness.redact import printable
 
 MOST_MESSAGES = 100  # different ones that are kept apart
 _NUMBERS = re.compile(r"\d+")

@@ -9,7 +9,7 @@ from harness.failures.words import IN_PIECES
 HEAD = """\
 # Failures
 
-<!-- Made by `python -m harness.docs`; edit harness/failures/table/*.yaml instead. -->
+<!-- Made by `python -m harness.docs`; edit harness/failures/table/*.yaml or harness/engines/*.yaml instead. -->
 
 What the harness recognises in logs, in what Docker says, in exit codes and in the errors of an API. Each failure is
 told as cause, evidence (the line of the log, with its number), fix (the flag and the value for this machine, where
@@ -17,17 +17,17 @@ they follow from the line) and source. `harness run` does so for a server that d
 that fail; `harness explain LOGFILE` does it for a log from elsewhere:
 
 ```
-docker logs vllm 2>&1 | harness explain -
-journalctl -u lemonade | harness explain -
+docker logs SERVER 2>&1 | harness explain -
+journalctl -u lemond | harness explain -
 dmesg | harness explain -
-docker inspect -f '{{json .State}}' vllm | harness explain -
+docker inspect -f '{{json .State}}' SERVER | harness explain -
 ```
 
 A log in UTF-16, as PowerShell's `>` writes it, is read as well. What looks like a secret (tokens, `--api-key`,
 `Authorization`) is blacked out in what is shown, and control characters are left out.
 
-Time stamps and prefixes of Docker, Compose, journald, Lemonade (`(Process)`), vLLM (`(EngineCore pid=9) ERROR ...`)
-and llama.cpp are left out before a line is compared. Source lines of a traceback are not looked at: they name errors
+Time stamps and prefixes of Docker, Compose, journald and of each server, such as `(EngineCore pid=9) ERROR ...`, are
+left out before a line is compared. Source lines of a traceback are not looked at: they name errors
 that did not happen.
 
 Which of several is the cause: a kill for memory that Docker reports, then what Docker said, then the first line of
@@ -39,8 +39,8 @@ fetching the model is got over once the model is loaded. Lines of INFO and DEBUG
 a prompt are what users said, and name no failure. What was said before the server became ready does not explain how
 it ended. Refused requests do not, either.
 
-A server that was stopped ("shutdown triggered" of vLLM, "Unloading models" of Lemonade, "cleaning up before exit" of
-llama.cpp; Ollama says it with `OLLAMA_DEBUG=1` only) **stopped normally**: wrappers and unknown exceptions after that
+A server that was stopped, by the first words of its own shutdown such as "cleaning up before exit" (`stopping` in
+harness/engines/*.yaml), **stopped normally**: wrappers and unknown exceptions after that
 line, such as `EngineDeadError`, are part of the stop. Before it, they are a crash.
 
 A load whose first 5 requests (warm-up included) all fail for a mistake of the **scenario** is ended at once: the rest

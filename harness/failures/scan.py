@@ -3,40 +3,44 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, BinaryIO
 
 from msgspec import Struct, structs
 
+from harness.engines import Log, engines
 from harness.failures.blocks import BLOCK_BYTES, blocks
 from harness.failures.exceptions import RULE, Trace, exception_in
-from harness.failures.lines import Line, is_code, is_quoting, parsed, plain
-from harness.failures.redact import hidden
+from harness.failures.lines import Line, is_code, is_frame, is_quoting, is_shown, parsed, plain
 from harness.failures.table import RANKS, Pattern, Phase, Rule, Severity, patterns, rules
 from harness.failures.words import SETTINGS, in_words, settings_in
+from harness.redact import masked
 
 MOST_FINDINGS = 200  # different ones; a log that repeats itself has few
 OFTEN = 100  # from then on lines that differ in numbers only are counted and not looked at
 SHOWN_CHARS = 500
+MOST_SHAPES = 20_000  # lines that differ in more than numbers, remembered as not telling: at most 10 MB
+_DIGIT = b"0123456789"
 _DIGITS = re.compile(r"\d+")
 _WRAPPED = re.compile(rb"[ \t\r]*\n[ \t]*(?=[a-z]+ [a-z]|\(\d)")  # a line that goes on in the next one
-_READY = (b"Application startup complete", b"listening on http", b"-server is ready!", b"Listening on [::]")
-_FETCHED = (b"oading weights took", b"odel loading took", b"model loaded", b"checkpoint shards: 100%")
-_STARTING = (  # a start, which may follow a stop: of vLLM, Lemonade's engines, llama.cpp, Ollama
-    b"non-default args: ", b"to be ready (timeout", b"init: loading model", b'msg="server config"',
-)  # fmt: skip
-_STOPPING = (  # the first words of a server that was told to stop
-    b"[shutdown] API server: shutdown triggered", b"trigger received signal=", b":     Shutting down",  # vLLM, uvicorn
-    b"Shutdown signal received, exiting", b"Unloading models and stopping backend",  # Lemonade
-    b"cleaning up before exit", b"shutting down scheduler", b"[simulated] stopping",  # llama.cpp, Ollama, ours
-)  # fmt: skip
-_UNLOADING = (b") Unloading model...",)  # Lemonade ends an engine, and may go on
+
+
+def _marks(texts: Callable[[Log], list[str]]) -> tuple[bytes, ...]:
+    return tuple(text.encode() for engine in engines() for text in texts(engine.log))
+
+
+_READY = (b"Application startup complete", *_marks(lambda log: log.ready))  # uvicorn's, and those of the engines
+_FETCHED = _marks(lambda log: log.fetched)
+_STARTING = _marks(lambda log: log.starting)
+_STOPPING = (b":     Shutting down", *_marks(lambda log: log.stopping))
+_UNLOADING = _marks(lambda log: log.unloading)
 _RAISED = (b"Traceback (most recent call last)", b"ERROR")
-_SERVERS = (  # words of their logs
-    (b"WrappedServer", "Lemonade"), (b"emonade", "Lemonade"), (b"vLLM", "vLLM"), (b"vllm", "vLLM"),
-    (b"EngineCore", "vLLM"), (b"llama_", "llama.cpp"), (b"llama-server", "llama.cpp"), (b"ollama", "Ollama"),
-)  # fmt: skip
+_SERVERS = tuple(  # words of their logs; those that run another engine have its words, too
+    (word.encode(), engine.title)
+    for engine in sorted(engines(), key=lambda engine: not engine.log.wraps)
+    for word in engine.log.words
+)
 
 
 class Failure(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -133,31 +137,57 @@ class _Search:
         self._ending = False  # a process of it was told to stop
         self._server: str | None = None
         self._trace = Trace()
+        # Lines without their digits, a bounded number of each: without a word to look at, and of no meaning anywhere.
+        self._dull: set[bytes] = set()
+        self._mute: set[bytes] = set()
         self._settings: dict[str, Any] = {}
         self._before = b""  # the last line of the block before
         self._said = b""  # the last line that is not empty
 
     def feed(self, block: bytes) -> None:
         """Search whole lines."""
-        words = [word for word in _words() if word in block]
         self._server = self._server or next((name for mark, name in _SERVERS if mark in block), None)
         lines = block.split(b"\n")
         if not block.endswith(b"\n"):  # the end of the log, or of a piece of an endless line
             lines.append(b"")
         lines.pop()
+        shapes = block.translate(None, _DIGIT).split(b"\n")
+        words = [word for word in _with_digits() if word in block]
+        telling: set[bytes] = set()
+        if fresh := set(shapes) - self._dull:
+            text = b"\n".join(fresh)
+            found = [word for word in _without_digits() if word in text]
+            telling = {shape for shape in fresh if any(word in shape for word in found)}
+            self._dull = _bounded(self._dull, fresh - telling)
+            words += found
         if words or self._trace.open:
+            counted = [word for word in words if word in _with_digits()]
             maybe = [pattern for pattern in patterns() if pattern.needle.encode() in words]
-            for place, raw in enumerate(lines):
-                if self._trace.open or any(word in raw for word in words):
-                    self._look(raw, lines[place - 1] if place else self._before, self._lines + place + 1, maybe)
+            if self._full:  # a million different exceptions tell no more than so many
+                maybe = [pattern for pattern in maybe if pattern.rule.id != RULE]
+            noticed = not _noticed().isdisjoint(words)
+            for place, (raw, shape) in enumerate(zip(lines, shapes, strict=False)):
+                if shape in self._mute:
+                    continue
+                if self._trace.open or shape in telling or any(word in raw for word in counted):
+                    before = lines[place - 1] if place else self._before
+                    self._look(raw, shape, before, self._lines + place + 1, maybe, noticed)
         self._lines += len(lines)
         self._before = lines[-1] if lines else b""
         self._said = next((line for line in reversed(lines) if line.strip()), self._said)
 
+    @property
+    def _full(self) -> bool:
+        return len(self._found) >= MOST_FINDINGS
+
     def result(self) -> Scanned:
-        found = [structs.replace(failure, count=self._counts[key]) for key, failure in self._found.items()]
+        names = next((engine.log.names for engine in engines() if engine.title == self._server), {})
+        found = [
+            structs.replace(failure, count=self._counts[key], fix=_named(failure.fix, names))
+            for key, failure in self._found.items()
+        ]
         findings = sorted(found, key=lambda finding: finding.number or 0)
-        last = hidden(plain(self._said).strip())[:SHOWN_CHARS]
+        last = masked(plain(self._said).strip())[:SHOWN_CHARS]
         return Scanned(
             lines=self._lines,
             findings=findings,
@@ -167,22 +197,27 @@ class _Search:
             server=self._server,
         )
 
-    def _look(self, raw: bytes, before: bytes, number: int, maybe: list[Pattern]) -> None:
-        alike = raw.translate(None, b"0123456789")
-        often = self._often.get(alike)
+    def _look(self, raw: bytes, shape: bytes, before: bytes, number: int, maybe: list[Pattern], noticed: bool) -> None:
+        often = self._often.get(shape)
         if often is not None and not self._found[often].recovered:
             self._counts[often] += 1
             return
         line = parsed(raw)
         if is_quoting(line):
+            self._mute = _bounded(self._mute, {shape})
             return
-        self._notice(raw, line.text, number)
-        if is_code(line.text, plain(before)):
+        if noticed:
+            self._notice(raw, line.text, number)
+        if is_code(line.text):
+            if not noticed:
+                self._mute = _bounded(self._mute, {shape})
+            return
+        if is_shown(line.text) and is_frame(plain(before)):
             return
         failure = _of(line, maybe, self._settings, number)
         if failure is None:
             # An exception of any name: what a traceback ends with, or what was logged as an error before a wrapper.
-            if (raised := self._trace.feed(line, number)) is not None:
+            if (raised := self._trace.feed(line, number)) is not None and not self._full:
                 self._keep(_raised(raised, number, self._settings), b"")
             return
         self._trace.close()
@@ -216,7 +251,7 @@ class _Search:
             return  # a server that stops ends its processes, and says that they are dead
         key = (failure.id, _DIGITS.sub("#", failure.cause))
         seen = self._found.get(key)
-        if seen is None and len(self._found) >= MOST_FINDINGS:
+        if seen is None and self._full:
             return
         # What a failed start ends with is what one sees of the log; what was said again counts anew.
         keeps_last = failure.severity == "wrapper" and failure.phase == "start"
@@ -224,7 +259,14 @@ class _Search:
             self._found[key] = failure
         self._counts[key] += 1
         if raw and self._counts[key] >= OFTEN and not keeps_last and len(self._often) < MOST_FINDINGS:
-            self._often[raw.translate(None, b"0123456789")] = key
+            self._often[raw.translate(None, _DIGIT)] = key
+
+
+def _named(fix: str, names: dict[str, str]) -> str:
+    """A fix in the names of the server's own variables."""
+    for name, own in names.items():
+        fix = re.sub(rf"\b{name}\b", own, fix)
+    return fix
 
 
 @cache
@@ -236,6 +278,29 @@ def _words() -> tuple[bytes, ...]:
             + [*_READY, *_FETCHED, *_STARTING, *_STOPPING, *_UNLOADING, *_RAISED, *SETTINGS]
         )
     )
+
+
+@cache
+def _with_digits() -> tuple[bytes, ...]:
+    return tuple(word for word in _words() if word.translate(None, _DIGIT) != word)
+
+
+@cache
+def _without_digits() -> tuple[bytes, ...]:
+    """What a line has without its digits, too."""
+    return tuple(word for word in _words() if word not in _with_digits())
+
+
+@cache
+def _noticed() -> frozenset[bytes]:
+    return frozenset([*_READY, *_FETCHED, *_STARTING, *_STOPPING, *_UNLOADING, *SETTINGS])
+
+
+def _bounded(known: set[bytes], more: set[bytes]) -> set[bytes]:
+    """Add lines to those that are known; start anew when there are too many of them."""
+    known = known if len(known) + len(more) <= MOST_SHAPES else set()
+    known.update(line for line in more if len(line) <= SHOWN_CHARS)
+    return known
 
 
 @cache
@@ -280,7 +345,7 @@ def _failure(
 ) -> Failure:
     rule = pattern.rule
     cause, fix = in_words(rule, match, settings)
-    line = hidden(line)
+    line = masked(line)
     shown = line.strip()
     if len(shown) > SHOWN_CHARS:  # the part around what was found
         found = pattern.regex.search(line)

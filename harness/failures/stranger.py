@@ -1,14 +1,17 @@
 """An answer that no OpenAI-compatible API gives to who asks rightly: the same words before a load and at its start."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from contextlib import suppress
+from typing import Any, NamedTuple
 from urllib.parse import urljoin
 
 import msgspec
 
-from harness.failures.redact import hidden
+from harness.redact import masked, without
 
 CHECK_ADDRESS = "Check that the address is that of an OpenAI-compatible server."
+_MAX_ID = 1000  # characters of a model's name
+_SEARCHED_CHARS = 65_536  # of a message, for secrets
 _REDIRECTS = (301, 302, 303, 307, 308)
 
 
@@ -20,6 +23,12 @@ class Got(NamedTuple):
     headers: Mapping[str, str]  # found by names in lower case
     body: bytes
 
+    @classmethod
+    def of(cls, url: str, status: int, headers: Mapping[str, str], body: bytes) -> "Got":
+        """Without secrets: some servers repeat the key that they got."""
+        clean = {name.lower(): without(value) for name, value in headers.items()}
+        return cls(url, status, clean, without(body.decode(errors="replace")).encode())
+
 
 class Key(NamedTuple):
     """What was sent of an API key."""
@@ -27,6 +36,25 @@ class Key(NamedTuple):
     sent: bool
     name: str | None = None  # of the environment variable that holds it
     given: str = "as 'api_key_env' in the scenario"  # how a person names that variable
+
+
+def decoded(raw: bytes | str) -> Any:
+    """The JSON value in `raw`. Raises ValueError, also where it is nested too deeply."""
+    try:
+        return msgspec.json.decode(raw)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def model_ids(raw: bytes) -> list[str]:
+    """The models that an answer to GET /v1/models lists. Raises ValueError for anything else than such a list."""
+    try:
+        ids = [entry["id"] for entry in decoded(raw)["data"]]
+    except (KeyError, TypeError):
+        raise ValueError("not a list of models") from None
+    if not all(isinstance(one, str) and 0 < len(one) <= _MAX_ID for one in ids):
+        raise ValueError("a model's id is not a name")
+    return ids
 
 
 Words = tuple[str, str]  # what is wrong, and what to do next
@@ -37,7 +65,9 @@ def stranger(got: Got, base: str, key: Key) -> Words | None:
     if got.status in (401, 403):
         return _no_entry(got, base, key)
     if got.status in _REDIRECTS and "location" in got.headers:
-        target = urljoin(got.url, got.headers["location"])
+        target = got.headers["location"]
+        with suppress(ValueError):  # it is no address
+            target = urljoin(got.url, target)
         return (
             f"{got.url} redirects to {target}; redirects are not followed",
             "Give the address of the server itself, without the API's path.",
@@ -58,13 +88,21 @@ def unlike(got: Got, what: str) -> str:
     return f"{got.url} answers with something that is not {what}"
 
 
+def secret_model(base: str) -> Words:
+    """Of a server whose model has a known secret in its name."""
+    return (
+        f"{base}: the id of its model has the API key in it, which may not be recorded",
+        "Give the model another name in the server's settings, or change the key.",
+    )
+
+
 def message(body: bytes) -> str:
     """What an API says of an error, without what looks like a secret."""
     try:
-        error = msgspec.json.decode(body)["error"]
-        return hidden(str(error["message"] if isinstance(error, dict) else error))[:300]
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return hidden(body.decode(errors="replace"))[:200].strip() or "no text"
+        error = decoded(body)["error"]
+        return masked(str(error["message"] if isinstance(error, dict) else error)[:_SEARCHED_CHARS])[:300]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return masked(body.decode(errors="replace")[:_SEARCHED_CHARS])[:200].strip() or "no text"
 
 
 def _no_entry(got: Got, base: str, key: Key) -> Words:

@@ -9,8 +9,10 @@ import msgspec
 import yaml
 from msgspec import Struct
 
+from harness.engines import engines
+
 # Files in the order of preference for one line; within a file the first row that matches decides.
-FILES = ("docker", "memory", "gpu", "lemonade", "others", "requests", "arguments", "exits", "engine")
+FILES = ("docker", "memory", "gpu", "*", "host", "requests", "arguments", "exits", "engine")  # *: rows of the engines
 Phase = Literal["create", "start", "load", "request", "stop"]
 Where = Literal["docker", "log", "http", "exit"]
 Severity = Literal[  # the most telling first
@@ -59,17 +61,23 @@ class Replacements(Struct, frozen=True, forbid_unknown_fields=True):
     protected: dict[str, str]
 
 
+# A line may repeat what stands before `.*` as often as it likes: without a bound that takes quadratic time.
+_BETWEEN = re.compile(r"(?<!\\)\.\*(?!\)?$)")
+
+
 @cache
 def rules() -> tuple[Rule, ...]:
     """Every row."""
-    return tuple(rule for name in FILES for rule in msgspec.convert(_read(Path("table") / f"{name}.yaml"), list[Rule]))
+    of_engines = [row for engine in engines() for row in engine.failures]
+    rows = [row for name in FILES for row in (of_engines if name == "*" else _read(Path("table") / f"{name}.yaml"))]
+    return tuple(msgspec.convert(rows, list[Rule]))
 
 
 @cache
 def patterns() -> tuple[Pattern, ...]:
     """Every expression, in the order of preference: a line such as "load failed: REASON" is explained by its reason."""
     return tuple(
-        Pattern(rule, re.compile(text), needle(text))
+        Pattern(rule, re.compile(_BETWEEN.sub(".{0,1000}", text)), needle(text))
         for rule in sorted(rules(), key=lambda rule: rule.severity in ("wrapper", "exception"))
         for text in ([rule.match] if isinstance(rule.match, str) else rule.match)
     )

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from harness.failures.redact import hidden
 from harness.failures.removed_flags import removed_flags
 from harness.failures.table import Rule, replacements
+from harness.redact import masked
 from harness.utilization import safe_from_printed
 
 WORKING_SEQUENCES = 64  # a sampler's warm-up with so many is small beside any model's weights
@@ -40,7 +40,7 @@ _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 def in_words(rule: Rule, match: re.Match[str], settings: Mapping[str, Any]) -> tuple[str, str]:
     """Cause and fix of a row for a matching line. `settings`: what the log said before of the server's arguments."""
-    said = {name: hidden((value or "").strip()) for name, value in match.groupdict().items()}
+    said = {name: masked((value or "").strip()) for name, value in match.groupdict().items()}
     shown = {name: value[:MOST_CHARS] for name, value in said.items() if value}
     known = _settings(settings) | _computed(rule, said) | shown
     known |= _fraction(rule, said, settings)

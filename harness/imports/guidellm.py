@@ -69,17 +69,21 @@ def read(source: Source) -> Imported:
 
 def _work(benchmark: Node) -> Any:
     """The requests themselves where the report has them, else what it says of how they were made."""
-    config = benchmark.at("config").value
+    asked = [request.get("request_args") for _, request in _requests(benchmark)]
+    constraints = benchmark.get("config", "constraints")
     return {
-        "strategy": config.get("strategy", {}).get("type_"),
-        "constraints": config.get("constraints"),
-        "asked": sorted(str(request.value.get("request_args")) for _, request in _requests(benchmark)),
+        "strategy": text_at(benchmark, "config", "strategy", "type_"),
+        "constraints": constraints and constraints.value,
+        "asked": sorted(str(node and node.value) for node in asked),
     }
 
 
 def _requests(benchmark: Node) -> list[tuple[ErrorKind | None, Node]]:
     lists = [(kind, benchmark.get("requests", name)) for name, kind in _LISTS.items()]
-    return [(kind, request) for kind, found in lists if found for request in found.items()]
+    requests = [(kind, request) for kind, found in lists if found for request in found.items()]
+    if (other := next((one for _, one in requests if not isinstance(one.value, dict)), None)) is not None:
+        raise other.wrong("a request is expected")
+    return requests
 
 
 def _load_name(strategy: Node) -> str:

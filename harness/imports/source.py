@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from harness.errors import HarnessError
+from harness.files import UNDECODABLE, in_words, read_bytes
 from harness.rundir.records import Request
 from harness.summary import Numbers
 
@@ -63,17 +64,17 @@ class Imported(Struct, frozen=True, kw_only=True):
 def read_source(path: Path) -> Source:
     """Read a file of JSON or JSON Lines. Raises HarnessError when it is neither."""
     try:
-        raw = path.read_bytes()
+        raw = read_bytes(path)
     except OSError as error:
         raise HarnessError(f"{path}: cannot be read ({error.strerror or error})") from None
     digest = hashlib.sha256(raw).hexdigest()
     try:
         return Source(path, digest, msgspec.json.decode(raw))
-    except msgspec.DecodeError as error:
+    except UNDECODABLE as error:
         return Source(path, digest, _lines(path, raw, error))
 
 
-def _lines(path: Path, raw: bytes, as_json: msgspec.DecodeError) -> list[Any]:
+def _lines(path: Path, raw: bytes, as_json: Exception) -> list[Any]:
     """The documents of JSON Lines. Raises HarnessError that says which line is none, or that none is."""
     lines = [(number, line) for number, line in enumerate(raw.splitlines(), start=1) if line.strip()]
     if not lines:
@@ -82,16 +83,16 @@ def _lines(path: Path, raw: bytes, as_json: msgspec.DecodeError) -> list[Any]:
     for number, line in lines:
         try:
             found.append(msgspec.json.decode(line))
-        except msgspec.DecodeError as error:
+        except UNDECODABLE as error:
             if not found or not isinstance(found[0], dict):
                 raise HarnessError(
-                    f"{path}: neither JSON nor JSON Lines ({as_json})",
+                    f"{path}: neither JSON nor JSON Lines ({in_words(as_json)})",
                     next_step="The file was cut or is something else.",
                 ) from None
             cut = number == lines[-1][0] and "truncated" in str(error)
             raise HarnessError(
                 f"{path}: line {number} of {lines[-1][0]} "
-                + (f"is cut off: the {len(found)} before it are whole" if cut else f"is not JSON ({error})"),
+                + (f"is cut off: the {len(found)} before it are whole" if cut else f"is not JSON ({in_words(error)})"),
                 next_step=f"Nothing was written. {_CUT if cut else _DAMAGED}",
             ) from None
     return found

@@ -45,6 +45,7 @@ def read(source: Source) -> Imported:
     records = _records(top) if "ttfts" in source.value else []
     _refuse_contradictions(top, records)
     started, ended = _times(top)
+    lengths = top.get("input_lens")
     part = Part(
         load=_load_name(top),
         at_once=count_at(top, "max_concurrency"),
@@ -67,7 +68,7 @@ def read(source: Source) -> Imported:
             key: source.value.get(key)
             for key in ("backend", "num_prompts", "request_rate", "burstiness", "max_concurrency", "total_input_tokens")
         }
-        | {"input_lens": sorted(source.value.get("input_lens") or [])},
+        | {"input_lens": sorted(one.count() for one in lengths.items()) if lengths else []},
         definitions=DEFINITIONS if records else DEFINITIONS | AGGREGATE,
         missing={} if records else {"chunk_gap_s": none, "tokens_per_chunk": none},
         notes=notes,

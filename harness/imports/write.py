@@ -10,9 +10,9 @@ import msgspec
 
 from harness import __version__
 from harness.errors import HarnessError
+from harness.files import pretty_json
 from harness.imports.formats import read_file
 from harness.imports.source import Imported, Part, Source
-from harness.rundir.files import pretty_json
 from harness.rundir.manifest import CellRun, Machine, Origin, RowOrigin, Run, ServedBy, write_run
 from harness.rundir.origin import NUMBERS_FILE
 from harness.scenario.scenario import Load, Scenario, Server, Warmup

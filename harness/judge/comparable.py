@@ -28,7 +28,7 @@ _SCENARIO = (
     "compare", "question", "servers", "loads", "repeats", "baseline", "checks", "max_error_rate", "model",
     "api_key_env",
 )  # fmt: skip
-_SERVER = ("startup_timeout_s",)
+_SERVER = ("startup_timeout_s", "allow")
 _CONTAINER = ("NetworkMode", "PortBindings")
 _ALWAYS = ("workload_sha256", "simulated")  # equal in every comparison
 # Shown where it differs, and no reason to refuse: a checkout also moves when results are committed (of the code that
@@ -184,6 +184,7 @@ def _served(served: ServedBy, run: Run, cell: CellRun) -> dict[str, Any]:
         "image_digest": served.image_digest,
         "version": served.version,
         "model": served.model,
+        "over_ssh": served.over_ssh,
         "arguments": _without_names(_without_port(served.arguments), run.id, cell.id),
         "container": _without_names(container, run.id, cell.id),
         **_without_names(_without_ports(server_starts.settings(served)), run.id, cell.id),

@@ -10,10 +10,10 @@ import msgspec
 from msgspec import Struct
 
 from harness.errors import HarnessError
+from harness.files import pretty_json, read_json, replace_file
 from harness.judge import stats
 from harness.judge.stats import Variation
 from harness.judge.verdicts import WORK, Measured, Noise, metrics_of, speeds
-from harness.rundir.files import pretty_json, read_json, replace_file
 from harness.rundir.manifest import Run
 from harness.summary import NEEDED, Summary
 

@@ -87,6 +87,11 @@ def notes(run: Run) -> list[str]:
     cache = cache_note({name: found.get("startup.kv_cache_tokens") for name, found in facts.items()})
     found = [cache] if cache is not None else []
     for name, server in run.scenario.servers.items():
+        if any((served.gateway or served).over_ssh for served in starts[name]):
+            found.append(
+                f"{name}: the load went through an ssh tunnel (over_ssh), which adds to every latency. To measure "
+                "without it: publish the port on an address of the server's machine, or run the harness there"
+            )
         said = starts[name][0].effective if starts[name] else None
         given = server.variables
         for key in _BY_MEMORY:

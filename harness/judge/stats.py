@@ -254,8 +254,9 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 def repeats_to_reach_p(comparisons: int) -> int:
-    """The least repeats a side with which a corrected p below ALPHA is possible at all."""
-    return next(n for n in range(2, MOST_REPEATS) if smallest_p(n, n) * comparisons < ALPHA)
+    """The least repeats a side with which a corrected p below ALPHA is possible at all; MOST_REPEATS + 1: none is."""
+    tried = range(2, MOST_REPEATS + 1)
+    return next((n for n in tried if smallest_p(n, n) * comparisons < ALPHA), MOST_REPEATS + 1)
 
 
 def needed_to_settle(

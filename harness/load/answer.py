@@ -9,26 +9,40 @@ import re
 import time
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-import msgspec
-
-from harness.failures.redact import hidden, without
-from harness.load.exchange import Clock, Exchange
-from harness.load.sse import Event, Parser
+from harness.failures.stranger import decoded
+from harness.load.exchange import Clock, Exchange, Failure
+from harness.load.sse import MAX_EVENT_BYTES, Event, EventTooLong, Parser
 from harness.load.tools import Call, gather
-from harness.rundir.records import ErrorKind
+from harness.redact import masked, without
+from harness.rundir.records import TEMPLATE_TOKENS, BadField, ErrorKind, impossible
+
+T = TypeVar("T")
 
 _MESSAGE_CHARS = 300
+_MASKED_CHARS = 4096  # of a message that are looked at for secrets, before it is shortened
+_FINISHES = {"stop", "length", "tool_calls", "function_call", "content_filter", "abort", "error"}  # no secrets
 _MOST_TEXTS = 64  # that are kept apart: each of its own takes ten times the room of its letters
-_CHANNELS = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls", "function_call", "text")
+_MAX_FINISH = 64  # characters of a finish reason
+_CHANNELS: dict[str, type] = {  # of generated tokens, with the JSON type of each
+    "content": str, "reasoning_content": str, "reasoning": str, "refusal": str, "tool_calls": list,
+    "function_call": dict, "text": str,
+}  # fmt: skip
 _REASONING = ("reasoning_content", "reasoning")
 _VISIBLE = ("content", "text", "refusal")
 MAX_RETRY_AFTER_S = 60.0
 _SECONDS = re.compile(r"[0-9]+(?:\.[0-9]+)?")  # of Retry-After: some servers send fractions, which RFC 9110 has not
+_COUNTS = (  # of usage: the name in a record, the object inside usage, the key
+    ("prompt_tokens", None, "prompt_tokens"),
+    ("output_tokens", None, "completion_tokens"),
+    ("cached_tokens", "prompt_tokens_details", "cached_tokens"),
+    ("reasoning_tokens", "completion_tokens_details", "reasoning_tokens"),
+)
+_TYPES = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}  # others are numbers
 _BROKEN_OFF = ("abort", "error")  # finish reasons of answers that the server gave up
 
 
@@ -42,7 +56,6 @@ class Answer:
 
     error: ErrorKind | None = "client"
     message: str | None = "the answer was never read"
-    secrets: Sequence[str] = field(default=(), repr=False)  # are kept out of the message
     status: int | None = None  # None: the server has not begun to answer
     retry_after_s: float | None = None  # the wait that it asked for, see `_retry_after_s`
     clock: Clock = "read"
@@ -56,6 +69,8 @@ class Answer:
     output_tokens: int | None = None
     cached_tokens: int | None = None
     reasoning_tokens: int | None = None
+    replaced: dict[str, int] = field(default_factory=dict)  # counts that a later event corrected: the least possible
+    bad: dict[str, BadField] = field(default_factory=dict)  # fields whose values are not possible, by their names
     vectors: int | None = None  # of embeddings
     reasoning_chunks: int = 0  # of the chunks, those with nothing but reasoning
     tool_chunks: int = 0  # and those with nothing but a tool call
@@ -69,11 +84,43 @@ class Answer:
     def text(self) -> str:
         return "".join(self.texts)
 
+    @property
+    def bad_fields(self) -> list[BadField]:
+        return list(self.bad.values())
+
+    def bound(self, asked_tokens: int | None, request_bytes: int) -> None:
+        """Take counts that are not possible for missing, and note them.
+
+        `asked_tokens` is the max_tokens of the request; `request_bytes` is the size of its body.
+        """
+        prompt_max, output_min = request_bytes + TEMPLATE_TOKENS, int(self.generated and self.vectors is None)
+        found = impossible(self, asked_tokens, prompt_max=prompt_max, output_min=output_min)
+        if self.replaced:  # of a stream that goes on, 0 tokens are possible
+            earlier = Answer(**({name: getattr(self, name) for name, *_ in _COUNTS} | self.replaced))
+            found |= impossible(earlier, asked_tokens, prompt_max=prompt_max)
+        for name, details, key in _COUNTS:
+            if name in found:
+                self.bad[found[name].field] = found[name]
+            if ".".join(filter(None, ("usage", details, key))) in self.bad:  # also where another event had a number
+                setattr(self, name, None)
+
+    def value(self, source: dict[str, Any], key: str, kind: type[T], name: str | None = None) -> T | None:
+        """Return the value of a field. One of another JSON type is noted under `name` and counts as missing."""
+        value = source.get(key)
+        if value is None or type(value) is kind:  # a boolean is no number
+            return value
+        self.note(name or key, value)
+        return None
+
+    def note(self, name: str, value: Any) -> None:
+        """Note a field whose value has another JSON type."""
+        self.bad[name] = BadField(name, "type", _TYPES.get(type(value), "number"))
+
     def fail(self, kind: ErrorKind, message: str) -> None:
         """Note an error; the first one noted stays."""
         if self.error is None:
             self.error = kind
-            message = hidden(without(message, self.secrets))  # before it is shortened, which could leave half of one
+            message = masked(message[:_MASKED_CHARS])  # before it is shortened, which could leave half of one
             self.message = message if len(message) <= _MESSAGE_CHARS else message[: _MESSAGE_CHARS - 3] + "..."
 
 
@@ -85,11 +132,11 @@ class Reading:
         "_visible_read"
     )  # fmt: skip
 
-    def __init__(self, exchange: Exchange, secrets: Sequence[str] = (), *, embeddings: bool = False) -> None:
-        """`secrets` are kept out of every message; `embeddings`: vectors were asked for, not text."""
+    def __init__(self, exchange: Exchange, *, embeddings: bool = False) -> None:
+        """`embeddings`: vectors were asked for, not text."""
         self._exchange = exchange
         self._embeddings = embeddings
-        self._answer = Answer(None, None, secrets)
+        self._answer = Answer(None, None)
         self._events = Parser()
         self._form = exchange.form
         self._count = 0  # of events; those that the form took come to it
@@ -109,16 +156,22 @@ class Reading:
         if exchange.status is None or not 200 <= exchange.status < 300 or not exchange.is_stream:
             return
         self._fetch_text()
-        for read, data in exchange.body:
+        body, exchange.body = exchange.body, []
+        exchange.known_stream = True
+        for read, data in body:
             whole = self._events.idle
-            events = self._events.feed(data)
+            try:
+                events = self._events.feed(data)
+            except EventTooLong:
+                raise Failure("malformed", f"an event has more than {MAX_EVENT_BYTES >> 20} MiB") from None
+            if self._events.said:
+                exchange.said_read = read
             for event in events:
                 self._take(event, read)
             # What comes behind the finish reason has no text.
             if whole and len(events) == 1 and answer.finish is None and data == b"data: %s\n\n" % events[0].data:
                 self._form.learn(data)
-        exchange.body.clear()
-        exchange.known_stream = True
+        exchange.done = answer.done
         self._form.ready = self._events.idle and not answer.done
 
     def _fetch_text(self) -> None:
@@ -208,9 +261,9 @@ def _unframed(raw: bytes, answer: Answer) -> None:
         return
     try:
         body = _decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except ValueError:
         return
-    words = _error_words(body) if isinstance(body, dict) and not _first_choice(body) else None
+    words = _error_words(body) if isinstance(body, dict) and not _first_choice(body, answer) else None
     if words:
         answer.fail("stream_error", f"{words} (sent outside of an event)")
 
@@ -222,7 +275,7 @@ def _take_event(event: Event, number: int, answer: Answer) -> Literal["text", "n
         return None
     try:
         body = _decode(event.data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         answer.fail("malformed", f"event {number} is not JSON: {error}")
         return None
     if not isinstance(body, dict):
@@ -233,39 +286,48 @@ def _take_event(event: Event, number: int, answer: Answer) -> Literal["text", "n
         answer.fail("stream_error", problem)
         return None
     _usage(body, answer)
-    choice = _first_choice(body)
+    choice = _first_choice(body, answer)
     if choice is None:
         return None
-    _finish(choice, answer)
-    delta = choice.get("delta")
-    part = delta if isinstance(delta, dict) else choice  # completions have `text` beside the finish reason
-    if not any(part.get(channel) for channel in _CHANNELS):
-        return "no text" if _is_token(choice, part) else None
-    answer.generated = True
-    for channel in _VISIBLE:
-        if part.get(channel):
-            answer.texts.append(str(part[channel]))
-    if not any(part.get(channel) for channel in _VISIBLE):
-        _unseen(part, answer)
-    elif part.get("tool_calls"):
-        gather(answer.calls, part["tool_calls"])
+    finish = _finish(choice, answer)
+    delta = answer.value(choice, "delta", dict)
+    part = choice if delta is None else delta  # completions have `text` beside the finish reason
+    channels = _channels(part, answer)
+    if not channels:
+        return "no text" if _is_token(finish, part) else None
+    if not _take_part(part, channels, answer):
+        if any(channel in channels for channel in _REASONING):
+            answer.reasoning_chunks += 1
+        else:
+            answer.tool_chunks += 1
     return "text"
 
 
-def _is_token(choice: dict[str, Any], part: dict[str, Any]) -> bool:
+def _channels(part: dict[str, Any], answer: Answer) -> list[str]:
+    """The channels that have something in a delta, or in a whole message."""
+    channels = []
+    for key, value in part.items():
+        kind = _CHANNELS.get(key) if value else None
+        if kind is not None and answer.value(part, key, kind) is not None:
+            channels.append(key)
+    return channels
+
+
+def _take_part(part: dict[str, Any], channels: list[str], answer: Answer) -> bool:
+    """Keep the text and the tool calls. Return whether there is visible text."""
+    answer.generated = True
+    visible = [channel for channel in _VISIBLE if channel in channels]
+    answer.texts += [part[channel] for channel in visible]
+    if "tool_calls" in channels and not gather(answer.calls, part["tool_calls"]):
+        answer.note("tool_calls", part["tool_calls"])
+    return bool(visible)
+
+
+def _is_token(finish: str | None, part: dict[str, Any]) -> bool:
     """Whether an event without text announces a token: one whose text is held back or hidden, or the end token."""
-    if choice.get("finish_reason"):
-        return bool(choice["finish_reason"] != "length")
+    if finish:
+        return finish != "length"
     return "role" not in part and any(part.get(channel) == "" for channel in _CHANNELS)
-
-
-def _unseen(part: dict[str, Any], answer: Answer) -> None:
-    """Count a chunk without visible text."""
-    if any(part.get(channel) for channel in _REASONING):
-        answer.reasoning_chunks += 1
-    else:
-        answer.tool_chunks += 1
-    gather(answer.calls, part.get("tool_calls"))
 
 
 def _whole(exchange: Exchange, answer: Answer, *, embeddings: bool) -> None:
@@ -273,7 +335,7 @@ def _whole(exchange: Exchange, answer: Answer, *, embeddings: bool) -> None:
     raw = b"".join(data for _, data in exchange.body)
     try:
         body = _decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except ValueError:
         answer.fail("not_api", f"status {exchange.status} with {_described(exchange, raw)} in place of an API answer")
         return
     problem = _error_in(body) if isinstance(body, dict) else None
@@ -283,19 +345,18 @@ def _whole(exchange: Exchange, answer: Answer, *, embeddings: bool) -> None:
     if embeddings:
         _vectors(exchange, body, answer)
         return
-    choice = _first_choice(body) if isinstance(body, dict) else None
+    choice = _first_choice(body, answer) if isinstance(body, dict) else None
     if choice is None:
         answer.fail("not_api", f"status {exchange.status} with JSON that has no choices")
         return
     _usage(body, answer)
     answer.done = True
     _finish(choice, answer)
-    message = choice.get("message")
-    part = message if isinstance(message, dict) else choice
-    answer.generated = any(part.get(channel) for channel in _CHANNELS)
-    answer.texts = [str(part[channel]) for channel in _VISIBLE if part.get(channel)]
-    gather(answer.calls, part.get("tool_calls"))
-    if not answer.generated:
+    message = answer.value(choice, "message", dict)
+    part = choice if message is None else message
+    if channels := _channels(part, answer):
+        _take_part(part, channels, answer)
+    else:
         answer.fail("empty", f"a complete answer without any generated text; {_usage_words(answer)}")
 
 
@@ -306,12 +367,12 @@ def _vectors(exchange: Exchange, body: Any, answer: Answer) -> None:
         answer.fail("not_api", f"status {exchange.status} with JSON that has no data")
         return
     _usage(body, answer)
-    answer.done, answer.output_tokens = True, None
+    answer.done, answer.output_tokens, answer.reasoning_tokens = True, None, None
     vectors = [one.get("embedding") if isinstance(one, dict) else None for one in data]
     answer.vectors = len(vectors)
-    answer.generated = bool(vectors) and all(vectors)
+    empty = sum(not (isinstance(vector, list | str) and vector) for vector in vectors)  # a string: base64
+    answer.generated = bool(vectors) and not empty
     if not answer.generated:
-        empty = sum(not vector for vector in vectors)
         what = f"{empty} of {len(vectors)} vectors are empty" if vectors else "no vector"
         answer.fail("empty", f"a complete answer with nothing in it: {what}")
 
@@ -320,12 +381,14 @@ def _refused(exchange: Exchange, status: int, answer: Answer) -> None:
     raw = b"".join(data for _, data in exchange.body)
     try:
         body = _decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except ValueError:
         body = None
-    if 300 <= status < 400:
+    if status == 101:
+        words = "the server changes the protocol, which no request asked for"
+    elif 300 <= status < 400:
         words = f"redirect to {exchange.headers.get('location', 'nowhere')}, which a load test does not follow"
     elif isinstance(body, dict):
-        words = _error_words(body) or str(body)
+        words = _error_words(body) or _shown(body)
     else:
         words = _described(exchange, raw)
     if status in (429, 503):
@@ -356,35 +419,38 @@ def _http_date_s(value: str) -> float | None:
 
 
 def _decode(raw: bytes) -> Any:
-    """The JSON in `raw`. Raises as msgspec does.
+    """The JSON in `raw`. Raises ValueError.
 
     What some servers send although it is no JSON is taken as Python takes it: NaN, half a surrogate pair, broken UTF-8.
     """
     try:
-        return msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        return decoded(raw)
+    except ValueError:
         try:
             loaded = json.loads(raw.decode("utf-8", "replace"))
-        except ValueError:
-            loaded = None
-        if loaded is None:
+            # Once more, for strings that can be encoded again.
+            again = json.loads(json.dumps(loaded, ensure_ascii=False).encode("utf-8", "replace"))
+        except (ValueError, RecursionError):
+            again = None
+        if again is None:
             raise
-    # Once more, for strings that can be encoded again.
-    return json.loads(json.dumps(loaded, ensure_ascii=False).encode("utf-8", "replace"))
+        return again
 
 
-def _finish(choice: dict[str, Any], answer: Answer) -> None:
-    if not choice.get("finish_reason"):
-        return
-    answer.finish = str(choice["finish_reason"])
-    if answer.finish in _BROKEN_OFF:
-        answer.fail("stream_error", f"the server ended the answer with finish reason {answer.finish!r}")
+def _finish(choice: dict[str, Any], answer: Answer) -> str | None:
+    finish = answer.value(choice, "finish_reason", str)
+    if not finish:
+        return None
+    answer.finish = finish if finish in _FINISHES else without(finish, words=False)[:_MAX_FINISH]
+    if finish in _BROKEN_OFF:
+        answer.fail("stream_error", f"the server ended the answer with finish reason {finish!r}")
+    return finish
 
 
 def _error_words(body: dict[str, Any]) -> str | None:
     """What a body that is not an answer says, wherever servers put it. Never a mapping, which may hold model output."""
     words = _error_in(body) or body.get("detail") or body.get("message")
-    return str(words) if words and not isinstance(words, dict) else None
+    return _shown(words) if words and not isinstance(words, dict) else None
 
 
 def _error_in(body: dict[str, Any]) -> str | None:
@@ -395,42 +461,52 @@ def _error_in(body: dict[str, Any]) -> str | None:
     if not error:
         return None
     if not isinstance(error, dict):
-        return str(error)
-    kinds = [str(error[key]) for key in ("type", "code") if error.get(key)]
-    return f"{' '.join(kinds) or 'error'}: {error.get('message') or 'no message'}"
+        return _shown(error)
+    kinds = [_shown(error[key]) for key in ("type", "code") if error.get(key)]
+    return f"{' '.join(kinds) or 'error'}: {_shown(error.get('message') or 'no message')}"
+
+
+def _shown(value: Any) -> str:
+    """A JSON value for a message."""
+    try:
+        return str(value)
+    except (RecursionError, ValueError):  # nested too deeply; a number of more than 4,300 digits
+        return _TYPES.get(type(value), "number")
 
 
 def _words_of(raw: bytes) -> str | None:
     """What an error says that need not be JSON."""
     try:
         body = _decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except ValueError:
         return raw.decode("utf-8", "replace")
-    return _error_words(body) if isinstance(body, dict) else str(body or "")
+    return _error_words(body) if isinstance(body, dict) else _shown(body or "")
 
 
-def _first_choice(body: dict[str, Any]) -> dict[str, Any] | None:
-    choices = body.get("choices")
-    first = choices[0] if isinstance(choices, list) and choices else None
-    return first if isinstance(first, dict) else None
+def _first_choice(body: dict[str, Any], answer: Answer) -> dict[str, Any] | None:
+    choices = answer.value(body, "choices", list)
+    if not choices or isinstance(choices[0], dict):
+        return choices[0] if choices else None
+    answer.note("choices[0]", choices[0])
+    return None
 
 
 def _usage(body: dict[str, Any], answer: Answer) -> None:
-    usage = body.get("usage")
-    if not isinstance(usage, dict):
+    """Note the counts. An earlier one stays where an event has none: some servers spread them over several events."""
+    usage = answer.value(body, "usage", dict)
+    if not usage:
         return
-    answer.prompt_tokens = _count(usage, "prompt_tokens", answer.prompt_tokens)
-    answer.output_tokens = _count(usage, "completion_tokens", answer.output_tokens)
-    answer.cached_tokens = _count(usage.get("prompt_tokens_details"), "cached_tokens", answer.cached_tokens)
-    answer.reasoning_tokens = _count(
-        usage.get("completion_tokens_details"), "reasoning_tokens", answer.reasoning_tokens
-    )
-
-
-def _count(counts: Any, key: str, before: int | None) -> int | None:
-    """What `counts` says; what was said before, where it says nothing: some spread it over several events."""
-    value = counts.get(key) if isinstance(counts, dict) else None
-    return value if isinstance(value, int) else before
+    for name, details, key in _COUNTS:
+        counts, path = usage, "usage"
+        if details is not None:
+            path = f"usage.{details}"
+            counts = answer.value(usage, details, dict, path) or {}
+        value = answer.value(counts, key, int, f"{path}.{key}")
+        if value is not None:
+            earlier, worst = getattr(answer, name), answer.replaced.get(name, 0)
+            if earlier is not None and not 0 <= earlier <= value and worst >= 0 and not 0 <= earlier <= worst:
+                answer.replaced[name] = earlier  # counts grow as the answer does
+            setattr(answer, name, value)
 
 
 def _usage_words(answer: Answer) -> str:
@@ -444,7 +520,8 @@ def _described(exchange: Exchange, raw: bytes) -> str:
     if coded := _coded(exchange):
         return coded
     kind = exchange.headers.get("content-type", "no content type").split(";")[0]
-    text = " ".join(re.sub(r"<[^>]*>", " ", raw[:4000].decode("utf-8", "replace")).split())
+    page = masked(raw[:_MASKED_CHARS].decode("utf-8", "replace"))
+    text = " ".join(re.sub(r"<[^>]*>", " ", page).split())
     return f"{kind} ({text[:120]!r})"
 
 

@@ -7,6 +7,8 @@ The bytes are read by `harness.load.reader`, one place for all connections; what
 import contextlib
 import errno
 import os
+import re
+import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -31,6 +33,9 @@ _TLS_RECORD_BYTES = 16_384  # fit an idle connection's buffer
 _UPLOAD_BYTES = 1 << 18  # of a request at a time
 _IDLE_SHARE = 0.8  # of the server's idle limit, so that it never closes first
 _IDLE_LIMIT_S = 5.0  # where the server states none: the default of uvicorn (vLLM, SGLang) and of Node.js
+
+# Of Keep-Alive: whole seconds, whole requests. What is anything else is not said.
+_LIMIT = re.compile(r"(?<![^,\s])(timeout|max)\s*=\s*([0-9]{1,6})\s*(?=,|$)")
 
 Body = Callable[[], bytes]  # makes it
 
@@ -82,13 +87,14 @@ class Client:
             self._socket.close()
             self._socket = None
 
-    def _request(self, method: str, path: str, body: Body | None, request_id: str) -> bytes:
+    def _request(self, method: str, path: str, body: Body | None, exchange: Exchange) -> bytes:
         content = b"" if body is None else body()
+        exchange.request_bytes = len(content)
         length = "" if body is None else f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n"
         head = (
             f"{method} {self._dialer.target.prefix}{path} HTTP/1.1\r\nHost: {self._dialer.target.authority}\r\n"
             f"Accept: text/event-stream, application/json\r\nAccept-Encoding: identity\r\n"
-            f"X-Request-Id: {request_id}\r\n{self._headers}{length}\r\n"
+            f"X-Request-Id: {exchange.id}\r\n{self._headers}{length}\r\n"
         )
         return head.encode("latin-1") + content  # in one packet where it fits
 
@@ -109,7 +115,7 @@ class Client:
         reused = self._socket is not None
         sock = self._socket or self._connect(exchange)
         sock.settimeout(self._timeout_s)
-        request = self._request(method, path, body, exchange.id)
+        request = self._request(method, path, body, exchange)
         sent_ns = time.monotonic_ns()
         if exchange.sent_ns is None:
             exchange.sent_ns = sent_ns
@@ -153,7 +159,7 @@ class Client:
         try:
             self._collect(sock, collector, upload)
         except (OSError, EOFError, httptools.HttpParserError):
-            if not (collector.done or exchange.complete):
+            if not (exchange.done or exchange.complete):
                 raise
             exchange.complete = True  # all was said; only the connection is of no more use
             self.close()
@@ -170,10 +176,10 @@ class Client:
         try:
             while not exchange.complete:
                 # Pings keep a connection open, but they do not keep us waiting.
-                said_ns = began_ns if collector.said_read is None else exchange.arrivals[collector.said_read][0]
+                said_ns = began_ns if exchange.said_read is None else exchange.arrivals[exchange.said_read][0]
                 if upload is not None:
                     said_ns = max(said_ns, upload.moved_ns)
-                patience_s = _DONE_GRACE_S if collector.done else self._timeout_s
+                patience_s = _DONE_GRACE_S if exchange.done else self._timeout_s
                 left_s = patience_s - (time.monotonic_ns() - said_ns) / 1e9
                 if left_s <= 0:
                     raise TimeoutError
@@ -184,7 +190,7 @@ class Client:
         except (gevent.GreenletExit, gevent.Timeout):
             # Cut: what has come by now has come. If that is the connection's end, cut is still what it is: an error
             # raised here would take the place of the cut, and the greenlet would live on.
-            with contextlib.suppress(OSError, EOFError, httptools.HttpParserError):
+            with contextlib.suppress(OSError, EOFError, httptools.HttpParserError, Failure):
                 collector.catch_up()
                 for data in inbox.rest():
                     collector.take(data)
@@ -210,6 +216,8 @@ class Client:
         except BaseException as error:
             if sock is not None:
                 sock.close()
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                raise Failure("client", _no_more_files(error)) from None
             if isinstance(error, OSError):
                 raise Failure("connect", f"{self._dialer.target.authority}: {_words(error)}{_proxy_remark()}") from None
             raise
@@ -243,14 +251,10 @@ class Client:
         sock.close()
 
     def _note_limits(self, said: str) -> None:
-        limits = dict(part.strip().partition("=")[::2] for part in said.lower().split(","))
-        idle_s = _IDLE_LIMIT_S
-        with contextlib.suppress(KeyError, ValueError):
-            idle_s = min(max(0.0, float(limits["timeout"])), 3600.0)
-        self._idle_until_ns = self._kept_ns + int(idle_s * _IDLE_SHARE * 1e9)
+        limits = {name: int(number) for name, number in _LIMIT.findall(said.lower())}
+        self._idle_until_ns = self._kept_ns + int(limits.get("timeout", _IDLE_LIMIT_S) * _IDLE_SHARE * 1e9)
         if self._requests_left is None:  # servers either count "max" down or repeat the same number
-            with contextlib.suppress(KeyError, ValueError):
-                self._requests_left = int(limits["max"])
+            self._requests_left = limits.get("max")
         if self._requests_left is not None:
             self._requests_left -= 1
 
@@ -312,6 +316,12 @@ def _words(error: OSError) -> str:
     if error.errno == errno.EADDRNOTAVAIL:
         return "no free local port (or no local address that it could be reached from)"
     return str(error.strerror or error or type(error).__name__).lower()
+
+
+def _no_more_files(error: OSError) -> str:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    whose = f"this load process may have {limit:,}" if error.errno == errno.EMFILE else "all processes together"
+    return f"too many open files ({whose}): raise the limit, or use more 'processes' or fewer users"
 
 
 def _proxy_remark() -> str:

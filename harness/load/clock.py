@@ -9,6 +9,8 @@ import socket
 import struct
 import time
 
+from harness.rundir.records import SLACK_S
+
 _SO_TIMESTAMPNS = 35  # asm-generic/socket.h; Python has no name for it
 _SOL_SOCKET = socket.SOL_SOCKET  # this and the next as names of this module, as each read looks them up
 _unpack = struct.Struct("@ll").unpack  # a timespec
@@ -17,7 +19,7 @@ CONTROL_BYTES = socket.CMSG_SPACE(_TIMESPEC_BYTES) if hasattr(socket, "CMSG_SPAC
 
 _START_S = 0.5  # for the kernel to begin with its stamps
 _PAIR_NS = 20_000  # readings further apart than this were interrupted, and say nothing about the offset
-SLACK_NS = 1_000_000  # how far a stamp may lie outside what is possible before it is not believed
+SLACK_NS = round(SLACK_S * 1e9)
 
 
 def ask_for_stamps(sock: socket.socket) -> bool:

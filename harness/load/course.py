@@ -75,6 +75,10 @@ class Course:
         """Until the end of all; see Tickets."""
         return self.stages[-1].left_s()
 
+    def unmeasured_s(self) -> list[float | None]:
+        """Of each stage, the measured time that has not passed. None: it has no time."""
+        return [stage.unmeasured_s() for stage in self.stages]
+
     def finished(self) -> bool:
         """Whether no ticket is left and every request has ended."""
         return all(tickets.finished() for tickets in reversed(self.stages))

@@ -61,7 +61,7 @@ class Dialer:
         self.tls = _tls_context() if target.tls else None
         # What the server does with a connection that it says it keeps, by whether the response was a stream. Learned.
         self.keeps: dict[bool, bool] = {}
-        self._fresh_s = math.inf if _is_address(target.host) else _FRESH_S
+        self._fresh_s = math.inf if is_address(target.host) else _FRESH_S
         self._found: list[_Address] = []
         self._found_s = -math.inf
         self._preferred = 0  # family that the system puts first
@@ -140,7 +140,8 @@ class Dialer:
         return ordered
 
 
-def _is_address(host: str) -> bool:
+def is_address(host: str) -> bool:
+    """Whether a host is given by its IP address and not by a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

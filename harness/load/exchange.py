@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from typing import Literal
 
 import httptools
@@ -17,11 +18,11 @@ from harness.rundir.records import ErrorKind
 
 Clock = Literal["kernel", "read"]
 
-# Never inside an event's JSON, which cannot hold a line end. The second line end completes the event.
-_DONE = re.compile(rb"\[DONE\][ \t]*(?:\r\n|\n|\r(?!\n))[\r\n]")
-_TAIL_BYTES = 16  # of the body so far: a mark may be split over two reads
+_HEAD_BYTES = 1 << 20  # of status line and headers, 1xx responses included
+_BODY_BYTES = 16 << 20  # of a body that is no stream; embeddings of a long input have some
 _STREAM = re.compile(rb"(?:data|event|id|retry)?:")  # how events begin; JSON and HTML never do
 _STREAM_BYTES = 6  # that tell
+_STREAM_PIECES = 64  # of the body that are searched for them
 
 
 class Failure(Exception):
@@ -68,6 +69,9 @@ class Exchange:
     look: Callable[[], None] | None = None  # takes in what has come of the body
     watched: bool = False  # look at each piece as it comes
     known_stream: bool = False
+    said_read: int | None = None  # the last that says something: in a stream, data and not only comments
+    done: bool = False  # [DONE] and the end of its event have been taken in
+    request_bytes: int = 0  # of the request's body
     complete: bool = False
     failure: Failure | None = None
     ended_ns: int | None = None  # when it was complete, or had failed
@@ -90,7 +94,7 @@ class Exchange:
         if self.headers.get("content-type", "").lower().startswith("text/event-stream"):
             return True
         first = b""  # some servers name no type, or that of a whole answer
-        for _, data in self.body:
+        for _, data in islice(self.body, _STREAM_PIECES):
             first = (first + data).lstrip()
             if len(first) >= _STREAM_BYTES:
                 break
@@ -107,18 +111,17 @@ class Collector:
     """What httptools calls back: sorts the pieces of one response into an Exchange."""
 
     __slots__ = (
-        "_between", "_glanced", "_informational", "_parser", "_tail", "done", "exchange", "keep_alive", "said_read"
+        "_between", "_glanced", "_informational", "_parser", "_size", "exchange", "keep_alive"
     )  # fmt: skip
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
         exchange.parsed = _numbers()  # not those of an earlier try
+        exchange.said_read = None
         self._glanced = 0  # reads that the form had taken when somebody looked last
         self._parser = httptools.HttpResponseParser(self)
         self.keep_alive = False
-        self.said_read: int | None = None  # the last that says something: in a stream, data and not only comments
-        self.done = False  # [DONE] and the end of its event have been read
-        self._tail = b""
+        self._size = 0  # bytes that were looked into
         self._informational = False
         self._between = False  # the last that the parser told is that a chunk of the body is complete
 
@@ -133,28 +136,31 @@ class Collector:
         """Somebody may have offered reads to the form."""
         if self.exchange.form.reads > self._glanced:
             self._glanced = self.exchange.form.reads
-            self.said_read = self.exchange.reads - 1
+            self.exchange.said_read = self.exchange.reads - 1
 
     def take_in(self, inbox: Inbox) -> None:
         """Look into all that was read; raises as `take` does."""
         look = self.exchange.look
         self.catch_up()
         for data in inbox.rest():
-            self.take(data)
-            if look is not None:
-                look()
+            try:
+                self.take(data)
+            finally:  # what came before the error was said
+                if look is not None:
+                    look()
 
     def pass_by(self, inbox: Inbox) -> None:
         """The same while who asked sleeps, who is woken at the end."""
         self.take_in(inbox)
         inbox.form = self.form
-        if self.exchange.complete or self.done:
+        if self.exchange.complete or self.exchange.done:
             inbox.wake()
 
     def take(self, data: bytes) -> None:
         """Look into the next read; empty is the end of the connection.
 
-        Raises EOFError when that is not how this body ends, httptools.HttpParserError for what is no HTTP.
+        Raises EOFError when that is not how this body ends, httptools.HttpParserError for what is no HTTP, Failure for
+        more bytes than an answer has.
         """
         exchange = self.exchange
         if self.form is not None and self.form.takes(data, len(data)):
@@ -165,8 +171,16 @@ class Collector:
         if exchange.complete:
             self.keep_alive = False  # nobody asked for what comes now
         elif data:
-            self._parser.feed_data(data)
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade:  # 101: complete, and what follows is not HTTP
+                self.keep_alive = False
             self._between = self._between and data.endswith(b"\n")
+            self._size += len(data)
+            if exchange.headers_read is None and self._size > _HEAD_BYTES:
+                raise Failure("not_api", f"the response's headers have more than {_HEAD_BYTES >> 20} MiB")
+            if not exchange.known_stream and self._size > _BODY_BYTES:
+                raise Failure("not_api", f"the response has more than {_BODY_BYTES >> 20} MiB")
         elif self._ends_with_connection():
             exchange.complete = True
         else:
@@ -186,11 +200,13 @@ class Collector:
             raise ValueError("nobody asked for this one")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.exchange.headers[_name(name)] = _value(value)
+        if self.exchange.headers_read is None:  # else it is a trailer, which changes nothing
+            self.exchange.headers[_name(name)] = _value(value)
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        self._informational = 100 <= status < 200  # such as "100 Continue": the response itself is still to come
+        # Such as "100 Continue": the response itself is still to come. After 101 nothing comes that is HTTP.
+        self._informational = 100 <= status < 200 and status != 101
         if not self._informational:
             self.exchange.status = status
             self.exchange.headers_read = self.exchange.reads - 1
@@ -202,15 +218,11 @@ class Collector:
         self._between = True  # and still so after a read that has not begun the next one
 
     def on_body(self, data: bytes) -> None:
-        read = self.exchange.reads - 1
-        self.exchange.body.append((read, data))
-        tail, self._tail = self._tail, data[-_TAIL_BYTES:]
-        if b"data:" in data or b"data:" in tail[-4:] + data[:4] or not self.exchange.is_stream:
-            self.said_read = read
-        if (b"[DONE]" in data or b"[" in tail) and _DONE.search(tail + data):
-            self.done = True
-        if len(data) < _TAIL_BYTES:
-            self._tail = (tail + data)[-_TAIL_BYTES:]
+        exchange = self.exchange
+        read = exchange.reads - 1
+        exchange.body.append((read, data))
+        if not exchange.known_stream and not exchange.is_stream:  # of a stream, who looks into it says so
+            exchange.said_read = read
 
     def on_message_complete(self) -> None:
         self._between = False

@@ -3,19 +3,18 @@
 import os
 
 import gevent
-import msgspec
 
 from harness.errors import HarnessError
 from harness.failures import stranger as strangers
-from harness.failures.redact import without
 from harness.failures.stranger import CHECK_ADDRESS, Got, Key
-from harness.job import Job, secrets_of
+from harness.job import Job
 from harness.load.client import Client
 from harness.load.clock import KernelClock
 from harness.load.dialer import Dialer, Target
 from harness.load.exchange import Exchange
 from harness.load.later import Later
 from harness.load.reader import Reader
+from harness.redact import know, without
 
 _REACH_S = 5.0
 
@@ -51,19 +50,21 @@ def first_model(job: Job, target: Target) -> str:
         )
     body = b"".join(data for _, data in exchange.body)
     url = f"{'https' if target.tls else 'http'}://{target.authority}{path}"
-    secrets = secrets_of(job)  # some servers repeat a key in what they say
-    headers = {name: without(value, secrets) for name, value in exchange.headers.items()}
-    got = Got(url, exchange.status or 0, headers, without(body.decode(errors="replace"), secrets).encode())
+    got = Got.of(url, exchange.status or 0, exchange.headers, body)
     key = Key(secret is not None, job.api_key_env, "with --api-key-env")
     words = strangers.stranger(got, url.removesuffix("/v1/models"), key)
     if words is not None:
         raise HarnessError(words[0], next_step=words[1])
     try:
-        return str(msgspec.json.decode(body)["data"][0]["id"])
-    except (msgspec.DecodeError, LookupError, TypeError):
+        model = strangers.model_ids(body)[0]
+    except (ValueError, IndexError):
         what = strangers.unlike(got, "a list of models") if got.status == 200 else strangers.status_in_words(got)
         next_step = f"{CHECK_ADDRESS.removesuffix('.')}, or name the model with --model."
         raise HarnessError(what, next_step=next_step) from None
+    if without(model, words=False) != model:
+        what, next_step = strangers.secret_model(url)
+        raise HarnessError(what, next_step=next_step)
+    return model
 
 
 def api_key(name: str | None) -> str | None:
@@ -78,6 +79,7 @@ def api_key(name: str | None) -> str | None:
         )
     if not value.isascii() or not value.isprintable():
         raise HarnessError(f"the environment variable {name} holds characters that no API key has")
+    know({value: True})
     return value
 
 

@@ -13,6 +13,7 @@ from harness.rundir.records import LATE_READ_S
 
 TICK_S = 0.05
 _WINDOW_S = 5.0
+_MOST_VALUES = 10_000  # different lags; three digits of up to a second are 3,600
 _LEAST_S = 1.0  # a shorter time says nothing
 _SCHEDSTAT = Path("/proc/self/schedstat")  # of the main thread, which does all the work: ns run, ns waited, ...
 
@@ -75,6 +76,7 @@ class Health:
     def note_reads(self, lags_us: list[int]) -> None:
         """How long the bytes of each read had been there, in microseconds."""
         self._lags.update(lags_us)
+        self._lags = _bounded(self._lags)
 
     def note_loop(self, late_s: float) -> None:
         """How much later than it was due the event loop ran something that is due each TICK_S.
@@ -85,13 +87,14 @@ class Health:
             return
         late_us = max(0, round(late_s * 1e6))
         self._loop_lags.update(range(late_us, -1, -round(TICK_S * 1e6)))
+        self._loop_lags = _bounded(self._loop_lags)
 
     def read_lag_p99_s(self) -> float | None:
-        """99 % of all reads came at most so long after the kernel had the bytes, to a microsecond."""
+        """99 % of all reads came at most so long after the kernel had the bytes (see `_bounded`)."""
         return _percentile_s(self._lags, 0.99)
 
     def loop_lag_s(self, share: float) -> float | None:
-        """So much of what was due ran at most so late, to a microsecond. None: too little was due to tell."""
+        """So much of what was due ran at most so late (see `_bounded`). None: too little was due to tell."""
         return _percentile_s(self._loop_lags, share) if self._loop_lags.total() * (1 - share) >= 1 else None
 
     def loop_lag_mean_s(self) -> float | None:
@@ -134,6 +137,16 @@ def _percentile_s(values_us: Counter[int], share: float) -> float | None:
         if left <= 0:
             return max(value_us, 0) / 1e6
     return None
+
+
+def _bounded(values_us: Counter[int]) -> Counter[int]:
+    """The same values. Where too many differ, they keep three digits: memory must not grow with time."""
+    if len(values_us) <= _MOST_VALUES:
+        return values_us
+    rounded: Counter[int] = Counter()
+    for value_us, number in values_us.items():
+        rounded[round(value_us, 3 - len(str(abs(value_us))))] += number
+    return rounded
 
 
 def _use() -> _Use:

@@ -2,6 +2,9 @@
 
 No machine is asked twice for the same thing: each sends its own part of the sequence. One that is lost ends the run:
 its start mark stays without an end mark, which makes the run INVALID, and what it had delivered is kept.
+
+Locust's connection has no password. Messages that are not from a worker are ignored, and who does not belong to the
+run is sent home by name: the others go on.
 """
 
 import logging
@@ -12,10 +15,14 @@ from typing import Any
 import gevent
 import msgspec
 from locust.env import Environment
+from locust.exception import RPCError
+from locust.rpc.protocol import Message
+from locust.rpc.zmqrpc import Server
 from locust.runners import STATE_MISSING, MasterRunner
 
 from harness import __version__
 from harness.errors import HarnessError
+from harness.files import read_bytes
 from harness.job import Job, quiet_sign, secrets_of
 from harness.load.meet import all_are_warm
 from harness.load.spool import FILES, Intake
@@ -32,10 +39,12 @@ from harness.load.worker import (
     QUIET,
     READY,
     RECORDS,
+    REFUSED,
     TAKEN,
     THERE,
     WARM,
 )
+from harness.redact import know
 from harness.workers import Workers
 
 _HELLO_S = 10.0  # until all that have connected have said who they are
@@ -47,16 +56,51 @@ _ANSWER_S = 1.0
 _LEAD_S = 0.6  # from the word that all are warm until an open loop is measured: more than warm-up is handed out ahead
 _MOST_FILE = 256 * 2**20
 
+_FEW = 3  # messages that make no sense are logged so often
+
 logger = logging.getLogger(__name__)
+
+
+def hear_only_sense(runner: MasterRunner) -> None:
+    """Ignore messages that are not from a worker: they would end the listener of Locust's master."""
+    receive: Any = Server.recv_from_client  # it has no types
+    hear, left_out = runner.handle_message, 0
+
+    def leave_out(why: object) -> None:
+        nonlocal left_out
+        left_out += 1
+        if left_out <= _FEW:
+            logger.error("ignored a message to the master that is not from a worker (%s)", why)
+
+    def received(server: Server) -> tuple[str, Message]:
+        while True:
+            try:
+                sender, message = receive(server)
+                if isinstance(message.type, str) and message.node_id == sender:
+                    return sender, message
+                leave_out(f"it says that it is of {str(message.node_id)[:40]!r}")
+            except RPCError:  # of the connection itself
+                raise
+            except Exception as error:
+                leave_out(type(error).__name__)
+
+    def heard(client_id: str, msg: Message) -> None:
+        try:
+            hear(client_id, msg)
+        except Exception as error:
+            leave_out(f"{msg.type}: {type(error).__name__}")
+
+    of_class: Any = Server  # the listener may be waiting by now, and Locust may make a new server
+    of_class.recv_from_client = received
+    runner.handle_message = heard  # type: ignore[method-assign]
 
 
 class _Machine:
     """A load process elsewhere, as the master knows it."""
 
-    def __init__(self, client_id: str, name: str, version: str) -> None:
+    def __init__(self, client_id: str, name: str) -> None:
         self.client_id = client_id
         self.name = name
-        self.version = version
         self.correction_s: float | None = None  # from its wall clock to ours ...
         self.error_s: float | None = None  # ... which is known to so much
         self.ahead_s = 0.0  # its monotonic clock is ahead of ours
@@ -77,9 +121,14 @@ class Master:
         self._environment = environment
         self._runner = runner
         self._job = job
+        know(secrets_of(job))  # workers know the API key, and nothing of the server
         self._workers = workers
         self._stages = [job, *job.then]
-        self._machines: dict[str, _Machine] = {}  # all that have said hello
+        self._machines: dict[str, _Machine] = {}  # those that belong to the run
+        self._ready: dict[str, Message] = {}  # what Locust is to hear of each worker, once it belongs to the run
+        self._refused: set[str] = set()
+        self._hear = runner.handle_message
+        runner.handle_message = self._hear_who_belongs  # type: ignore[method-assign]
         self._at_work: list[_Machine] = []  # those that the load is handed out to
         self._ended = False
         listeners = ((HELLO, self._on_hello), (READY, self._on_ready), (BEGUN, self._on_begun), (WARM, self._on_warm))
@@ -92,9 +141,7 @@ class Master:
 
     def hand_out(self) -> None:
         """Give each machine its part, before users are spawned. Raises HarnessError that names who cannot take it."""
-        until(lambda: all(client in self._machines for client in self._runner.clients), _HELLO_S)
         self._at_work = machines = self._in_order()
-        self._admit_nobody_else()
         for machine in machines:
             self._compare_clocks(machine)
         files = _files(self._job)
@@ -131,19 +178,13 @@ class Master:
                 told = said
             gevent.sleep(LOOK_S)
 
-    def _admit_nobody_else(self) -> None:
-        """Who comes now waits for the next load: Locust would give them users of the others, and they have no part."""
-        hear, at_work = self._runner.handle_message, {machine.client_id for machine in self._at_work}
-
-        def hear_those_at_work(client_id: str, msg: Any) -> None:
-            if client_id in at_work:
-                hear(client_id, msg)
-            elif msg.type == "client_ready":  # with the locustfile of this load: let in, and then sent home
-                self._runner.send_message("ack", client_id=client_id)
-            elif msg.type == HELLO:
-                self._runner.send_message("quit", client_id=client_id)
-
-        self._runner.handle_message = hear_those_at_work  # type: ignore[method-assign]
+    def _hear_who_belongs(self, client_id: str, msg: Message) -> None:
+        """Locust counts who is ready, and gives them users: it hears of nobody else than the workers of the run."""
+        if client_id in self._machines or msg.type in (HELLO, "locustfile"):
+            self._hear(client_id, msg)
+        elif msg.type == "client_ready":  # it says hello only after this answer
+            self._ready[client_id] = msg
+            self._runner.send_message("ack", client_id=client_id)
 
     def watch(self) -> None:
         """Until all is done or somebody is lost; then end the run."""
@@ -203,18 +244,23 @@ class Master:
 
     def _in_order(self) -> list[_Machine]:
         """Those that the run waits for, as it names them. Raises HarnessError when it is not these that are here."""
-        workers, names = self._workers, self._workers.names
-        here = [machine for client, machine in self._machines.items() if client in self._runner.clients]
-        wrong = [m.name for m in here if m.version != __version__]
-        if wrong:
-            raise HarnessError(f"worker {wrong[0]} has another version of the harness than {__version__}")
-        found = sorted(here, key=lambda m: (names.index(m.name) if m.name in names else 0, m.name, m.client_id))
-        expected = sorted(names * workers.processes)
-        right = sorted(m.name for m in here) == expected if names else len(here) == workers.total
-        if not right or len(here) != len(self._runner.clients):
-            asked = ", ".join(expected) if names else f"{workers.total} of any name"
-            raise HarnessError(f"the workers are {', '.join(m.name for m in found) or 'none'}, and not {asked}")
-        return found
+        names = self._workers.names
+        here = [machine for machine in self._machines.values() if not self._is_lost(machine)]
+        if len(here) < self._workers.total:
+            raise HarnessError(self._workers.awaited([machine.name for machine in here]))
+        return sorted(here, key=lambda m: (names.index(m.name) if names else 0, m.name, m.client_id))
+
+    def _why_not(self, name: str, version: str) -> str | None:
+        """Why a worker does not belong to the run; None: it does."""
+        names = [machine.name for machine in self._machines.values() if not self._is_lost(machine)]
+        if version != __version__:
+            return f"it has version {version} of the harness, and the master {__version__}"
+        if self._workers.names and name not in self._workers.names:
+            return f"the run is for {', '.join(self._workers.names)}"
+        places = self._workers.processes if self._workers.names else self._workers.total
+        if (names.count(name) if self._workers.names else len(names)) >= places:
+            return "all places are taken"
+        return None
 
     def _compare_clocks(self, machine: _Machine) -> None:
         """By the shortest of several round trips: the answer was written within it (Cristian 1989)."""
@@ -232,8 +278,18 @@ class Master:
         return client is None or client.state == STATE_MISSING
 
     def _on_hello(self, msg: Any, **_: Any) -> None:
-        if msg.node_id not in self._machines:
-            self._machines[msg.node_id] = _Machine(msg.node_id, msg.data["name"], msg.data["version"])
+        client_id, name, version = msg.node_id, str(msg.data["name"])[:80], str(msg.data["version"])[:40]
+        if client_id in self._machines or client_id in self._refused or client_id not in self._ready:
+            return
+        if self._at_work:  # who comes now waits for the next load
+            self._runner.send_message("quit", client_id=client_id)
+        elif why := self._why_not(name, version):
+            self._refused.add(client_id)
+            logger.error("worker %s was sent home: %s", name, why)
+            self._runner.send_message(REFUSED, {"why": why}, client_id)
+        else:
+            self._machines[client_id] = _Machine(client_id, name)
+            self._hear(client_id, self._ready[client_id])
 
     def _on_ready(self, msg: Any, **_: Any) -> None:
         machine, now, wall_s = self._machines.get(msg.node_id), time.monotonic(), time.time()
@@ -273,10 +329,13 @@ class Master:
             return
         if not machine.intakes:
             paths = {name: Path(getattr(self._job, f"{name}_path")) for name in FILES}
-            secrets = secrets_of(self._job)  # workers know the API key, and nothing of the server
-            machine.intakes = {name: Intake(path, secrets) for name, path in paths.items()}
+            machine.intakes = {name: Intake(path, FILES[name]) for name, path in paths.items()}
         try:
-            taken = machine.intakes[data["file"]].take(data["offset"], data["data"])
+            intake = machine.intakes[data["file"]]
+            before, taken = intake.left_out, intake.take(data["offset"], data["data"])
+            if intake.left_out > before:
+                number = intake.left_out - before
+                logger.error("%d records of worker %s cannot be read and are left out", number, machine.name)
         except OSError as error:  # it comes again
             logger.error("records cannot be written: %s", error.strerror)
             return
@@ -299,5 +358,5 @@ def _files(job: Job) -> dict[str, bytes]:
         path = Path(name)
         if path.stat().st_size > _MOST_FILE:
             raise HarnessError(f"{path}: too large to be sent to workers (at most {_MOST_FILE // 2**20} MiB)")
-        files[field] = path.read_bytes()
+        files[field] = read_bytes(path)
     return files

@@ -7,16 +7,18 @@ import uuid
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from locust.argument_parser import LocustArgumentParser
+from locust.util.timespan import parse_timespan
 
 from harness.errors import HarnessError, Mistakes
-from harness.job import Job, read_job
+from harness.files import UNDECODABLE
+from harness.job import Job, job_of_text, read_job
 from harness.scenario.behaviour import Abandon, Agent, Pause, Rag
 from harness.scenario.check_syntax import Slo, parse_check
-from harness.scenario.scenario import TURNS, Arrivals, Load, Prompts, Warmup
+from harness.scenario.scenario import MAX_USERS, TURNS, Arrivals, Load, Prompts, Users, Warmup
 from harness.scenario.strict import decode
 from harness.workers import FROM_MASTER, parse_part
 from harness.workload import salt_words
@@ -24,6 +26,15 @@ from harness.workload import salt_words
 AS_PLANNED = "as in the scenario"  # what is not one number: lengths by distribution, a rate that changes
 ENDPOINTS = ["chat", "completions", "embeddings"]
 _YES_NO = ["yes", "no"]
+_MAX_RUN_TIME_S = 10_000_000  # as the longest load of a scenario
+_AMOUNTS: dict[str, tuple[Any, str]] = {  # Locust's own options that say how much, and what each may be
+    "users": (Users, f"a whole number of 1 to {MAX_USERS:,}"),
+    "spawn_rate": (Annotated[float, msgspec.Meta(gt=0, le=MAX_USERS)], f"a number above 0, at most {MAX_USERS:,}"),
+    "run_time": (
+        Annotated[int, msgspec.Meta(ge=0, le=_MAX_RUN_TIME_S)],
+        f"a time of at most {_MAX_RUN_TIME_S:,} s, such as 90, 20m or 1h30m",
+    ),
+}
 
 
 class _Offered(list[str]):
@@ -53,10 +64,11 @@ def add_options(parser: LocustArgumentParser) -> None:
 
     With a job, its values are the defaults, so that the form shows what will be done.
     """
+    parser.set_defaults(web_host="127.0.0.1")  # Locust's UI is open to all of the network otherwise
     job = _job_on_command_line()
     load, prompts = (job.load, job.prompts) if job else (Load(user="by-hand", output="natural"), Prompts())
     add = parser.add_argument
-    add("--job", metavar="FILE", help="job file, written by the harness", include_in_web_ui=False)
+    add("--job", metavar="FILE", help="job file, written by the harness, or its text", include_in_web_ui=False)
     add("--records", metavar="FILE", help="append a record of each request to FILE", include_in_web_ui=False)
     add(
         "--machine",
@@ -117,14 +129,33 @@ def add_options(parser: LocustArgumentParser) -> None:
     add("--slos", default=job.slos if job else "", help="for goodput, such as 'ttft<=2s, tpot<=50ms'")
 
 
+def refuse_amounts(**given: object) -> None:
+    """Raise HarnessError, for all together, when `users`, `spawn_rate` or `run_time` (s) are out of bounds.
+
+    Values are numbers or the texts of a form; None: not given.
+    """
+    wrong = Mistakes()
+    for name, value in given.items():
+        type_, expected = _AMOUNTS[name]
+        try:
+            number = parse_timespan(value) if name == "run_time" and isinstance(value, str) else value
+            if number is not None:
+                msgspec.convert(number, type_, strict=False)
+        except (ValueError, OverflowError):
+            shown = repr(value)[:60]
+            wrong.add(HarnessError(f"--{name.replace('_', '-')}: must be {expected} (got {shown})"))
+    wrong.refuse()
+
+
 def job_file(options: Namespace) -> Job | None:
     """The job that the harness has written, if this process was started with one. Raises HarnessError."""
     if not options.job or options.job == FROM_MASTER:
         return None
     try:
-        return _with_machine(read_job(Path(options.job)), options)
-    except (OSError, msgspec.DecodeError) as error:
-        raise HarnessError(f"{options.job}: the job cannot be read ({error})") from None
+        is_text = options.job.startswith("{")
+        return _with_machine(job_of_text(options.job) if is_text else read_job(Path(options.job)), options)
+    except (OSError, *UNDECODABLE) as error:
+        raise HarnessError(f"--job {options.job:.100}: the job cannot be read ({error})") from None
 
 
 def job_by_hand(options: Namespace) -> Job:

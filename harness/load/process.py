@@ -31,11 +31,13 @@ from harness.load.reader import Reader
 from harness.load.recorder import Recorder
 from harness.load.tickets import Plan, Seen, Ticket
 from harness.load.tools import Tools
+from harness.process import refuse_too_few_files
+from harness.redact import know
 from harness.rundir.records import ErrorKind, Request
 from harness.scenario import structured
 from harness.scenario.arrivals import Due, Schedule, steady
 from harness.scenario.behaviour import Abandon
-from harness.scenario.scenario import Arrivals, taken_together
+from harness.scenario.scenario import Arrivals, connections_per_process, taken_together
 from harness.scenario.steady import Steadiness, steadiness
 from harness.scenario.structured import Judged
 from harness.traces.replay import Beginning, Replay, replay_of
@@ -89,6 +91,8 @@ class Given(NamedTuple):
         """Raises HarnessError when host, prompt file, trace or API key cannot be used, for all of them together."""
         wrong = Mistakes()
         with wrong.noted():
+            refuse_too_few_files(max(connections_per_process(stage.load) for stage in [job, *job.then]))
+        with wrong.noted():
             target = Target.of(host)
         with wrong.noted():
             rows = workload.read_rows(job.prompt_file) if job.prompt_file else []
@@ -112,7 +116,7 @@ class LoadProcess:
         self._nothing_due_until_s = 0.0  # monotonic clock: the longest known wait of a user
         self.by_hand = not job.load_name
         self._target, self._rows, self._replay, self._secret = Given.of(job, host)
-        self._secrets = secrets_of(job)
+        know(secrets_of(job))
         self._model = job.model
         self._no_model: HarnessError | None = None
         self._asking_for_model = Semaphore()
@@ -124,6 +128,7 @@ class LoadProcess:
         gevent.spawn(self._look_up)
         self.tickets = course_of(job)
         recorder.steady = lambda stage: self.tickets.stages[stage].steady()
+        recorder.users = None if self.tickets.several else 0
         if self.by_hand:
             for stage in self._stages:
                 os.unlink(stage.tickets_path)  # of use to this process only, which has it open
@@ -131,6 +136,11 @@ class LoadProcess:
     def _look_up(self) -> None:
         with suppress(OSError):  # the requests will say what is wrong with it
             self._dialer.look_up()
+
+    def told_to_end(self) -> None:
+        """Note how much of the measured time has not passed: more than nothing when a signal ends the load."""
+        if self.recorder.unmeasured_s is None:
+            self.recorder.unmeasured_s = self.tickets.unmeasured_s()
 
     def close(self) -> None:
         """Let go of everything but the recorder."""
@@ -198,7 +208,7 @@ class LoadProcess:
         next request of this user does not wait for it.
         """
         exchange = Exchange(id=self._id(place.ticket))
-        reading = Reading(exchange, self._secrets, embeddings=self.job.load.endpoint == "embeddings")
+        reading = Reading(exchange, embeddings=self.job.load.endpoint == "embeddings")
         exchange.look = reading.look
         answer: Answer | None = None
         cut = False
@@ -210,12 +220,12 @@ class LoadProcess:
             else:
                 with leaving(leave, exchange, reading):
                     client.post(path, body, exchange)
-            answer = self._finish(reading)
+            answer = self._finish(reading, place, exchange)
         except Exception as error:
             logger.exception("defect in the load generator, recorded as error kind 'client'")
             answer = Answer("client", f"{type(error).__name__}: {error}")
         except BaseException as error:  # GreenletExit, gevent.Timeout ...: from outside, and for others to handle
-            answer, cut = self._finish(reading), True
+            answer, cut = self._finish(reading, place, exchange), True
             answer.fail(*_cut(error))
             raise
         finally:
@@ -240,7 +250,13 @@ class LoadProcess:
         try:
             reading.time()
             self.recorder.health.note_reads(exchange.arrivals.lags_us())
-            self.recorder.add(self._record(exchange, answer, place, tools), place.ticket.stage)
+            try:
+                record = self._record(exchange, answer, place, tools)
+            except Exception as error:
+                logger.exception("defect in the load generator, recorded as error kind 'client'")
+                failed = Answer("client", f"{type(error).__name__}: {error}", ended_s=answer.ended_s)
+                record = self._record(exchange, failed, place, tools)
+            self.recorder.add(record, place.ticket.stage)
         finally:
             # Whatever happens: the end of the load waits for it.
             self.tickets.stages[place.ticket.stage].settle(seen=_seen(exchange, place, answer))
@@ -286,9 +302,11 @@ class LoadProcess:
             return self._replay.prompt_tokens[index] + (workload.SALT_WORDS if job.salt else 0)
         return workload.asked_prompt_tokens(job.prompts, job.seed, index, job.salt, job.prompt_lengths)
 
-    def _finish(self, reading: Reading) -> Answer:
+    def _finish(self, reading: Reading, place: Place, exchange: Exchange) -> Answer:
         try:
-            return reading.finish()
+            answer = reading.finish()
+            answer.bound(self._asked(place.question), exchange.request_bytes)
+            return answer
         except Exception as error:
             logger.exception("defect in the load generator, recorded as error kind 'client'")
             return Answer("client", f"{type(error).__name__}: {error}")
@@ -317,6 +335,7 @@ class LoadProcess:
             tool_calls_valid=None if tools is None else sum(tools.is_valid(call) for call in answer.calls),
             answer_valid=judged.valid,
             answer_right=judged.right,
+            bad_fields=answer.bad_fields,
             status=exchange.status,
             **{name: getattr(place, name) for name in _OF_PLACE},
             **{name: getattr(answer, name) for name in _OF_ANSWER},

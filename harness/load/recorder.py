@@ -54,6 +54,9 @@ class Recorder:
         self.in_flight_of: Counter[str] = Counter()  # by user class
         self.watcher: Callable[[Request], None] | None = None  # of a live load: is told of each record
         self.steady: Callable[[int], bool | None] | None = None  # whether a stage's warm-up found the server steady
+        self.unmeasured_s: list[float | None] | None = None  # of each stage, where the load was told to end
+        self.users: int | None = None  # that this process has had; None: their number changes with the stages
+        self.users_gone = 0  # of them, those that ended before they were told to
         self.health = Health()
         self.later = Later()  # makes the records
         self._cells = [job.cell if job.load_name else "by-hand", *(stage.cell for stage in job.then)]
@@ -151,7 +154,12 @@ class Recorder:
                 monotonic_s=time.monotonic(),
                 **(self._said_of(stage) if event == "end" else {}),
             )
-            os.write(self._processes, self._encoder.encode(mark) + b"\n")
+            try:
+                os.write(self._processes, self._encoder.encode(mark) + b"\n")
+            except OSError as error:
+                if event == "start":
+                    raise
+                logger.error("the end mark cannot be written: %s", error.strerror)
 
     def _said_of(self, stage: int) -> dict[str, Any]:
         """Of a mark: what there is to say at the end. What could not be written is said with the last stage."""
@@ -159,6 +167,9 @@ class Recorder:
             "steady": None if self.steady is None else self.steady(stage),
             "sent": self._sent_in[stage],
             "recorded": self._added_in[stage] - self._pending * (stage == len(self._cells) - 1),
+            "left_s": None if self.unmeasured_s is None else self.unmeasured_s[stage],
+            "users": self.users,
+            "users_gone": None if self.users is None else self.users_gone,
             "cpu_s": time.process_time() - self._cpu_s,
             **(_health_fields(self.health) if stage == self._stage else self._health_in.get(stage, {})),
         }

@@ -5,19 +5,22 @@ one that begins where the last one ended, and the sender goes on when it hears h
 """
 
 import os
-from collections.abc import Sequence
+import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from harness.failures.redact import HIDDEN, SHORTEST, without
+from harness.files import UNDECODABLE, open_file
+from harness.redact import known, without
+from harness.rundir.records import ProcessMark, Request
 
 PIECE = 262_144  # bytes at once, so that no message holds up Locust's own
 
-_MESSAGE = b'"message":"'  # of a record of a failed request
-_CUT = "..."  # how a message ends that was shortened
+# What a server has said in a record: a message, a finish reason of its own.
+_SAID = re.compile(rb'"message":"|"finish":"(?!stop"|length"|tool_calls")')
 
-FILES = ("requests", "processes")
+FILES: dict[str, type[Any]] = {"requests": Request, "processes": ProcessMark}
 
 
 class Spool:
@@ -36,7 +39,7 @@ class Spool:
 
     def piece(self) -> bytes:
         """The next whole lines that have not arrived, one at least; empty when there are none."""
-        with self._path.open("rb") as file:
+        with open_file(self._path) as file:
             file.seek(self.taken)
             data = file.read(PIECE)
             end = data.rfind(b"\n") + 1
@@ -48,45 +51,46 @@ class Spool:
 class Intake:
     """The same file where it arrives: appended to one that takes in several."""
 
-    def __init__(self, path: Path, secrets: Sequence[str] = ()) -> None:
-        """`secrets` are known here and not there, and kept out of the file."""
+    def __init__(self, path: Path, kind: type[Any]) -> None:
+        """`kind`: what each of its lines is."""
         self._path = path
-        self._secrets = [secret for secret in secrets if secret]
+        self._decoder = msgspec.json.Decoder(kind)
+        self.left_out = 0  # lines that cannot be read
         self.taken = 0  # as it was sent
 
     def take(self, offset: int, data: bytes) -> int:
         """Take a piece, unless it came before; how far the file is now. Raises OSError, having taken nothing."""
         if offset == self.taken:
-            _append(self._path, _without(data, self._secrets))
+            lines = data.splitlines(keepends=True)
+            readable = [line for line in lines if self._is_readable(line)]
+            _append(self._path, _clean(b"".join(readable)))
+            self.left_out += len(lines) - len(readable)
             self.taken += len(data)
         return self.taken
 
+    def _is_readable(self, line: bytes) -> bool:
+        try:
+            self._decoder.decode(line)
+        except UNDECODABLE:
+            return False
+        return line.endswith(b"\n")
 
-def _without(lines: bytes, secrets: Sequence[str]) -> bytes:
-    """Whole lines of JSON, their messages without the secrets: nothing else in them is what a server has said."""
-    if not secrets or _MESSAGE not in lines:
+
+def _clean(lines: bytes) -> bytes:
+    """Whole lines of JSON, what a server has said in them without the secrets that are known here and not there."""
+    if not known() or _SAID.search(lines) is None:
         return lines
-    return b"".join(_clean(line, secrets) if _MESSAGE in line else line for line in lines.splitlines(keepends=True))
+    return b"".join(_clean_line(line) if _SAID.search(line) else line for line in lines.splitlines(keepends=True))
 
 
-def _clean(line: bytes, secrets: Sequence[str]) -> bytes:
+def _clean_line(line: bytes) -> bytes:
     try:
         record = msgspec.json.decode(line)
-    except msgspec.DecodeError:  # damaged where it was written, as its reader will say
+        said = {name: record[name] for name in ("message", "finish") if record.get(name)}
+    except (*UNDECODABLE, AttributeError):  # damaged where it was written, as its reader will say
         return line
-    message = str(record["message"])
-    clean = _redacted(message, secrets)
-    return line if clean == message else msgspec.json.encode(record | {"message": clean}) + b"\n"
-
-
-def _redacted(message: str, secrets: Sequence[str]) -> str:
-    """Without the secrets, and without the beginning of one that the end of the message cut off."""
-    message = without(message, secrets)
-    for secret in secrets:
-        for length in range(len(secret) - 1, SHORTEST - 1, -1):
-            if message.endswith(beginning := secret[:length] + _CUT):
-                message = message.removesuffix(beginning) + HIDDEN + _CUT
-    return message
+    clean = {name: without(text, words=name == "message") for name, text in said.items()}
+    return line if clean == said else msgspec.json.encode(record | clean) + b"\n"
 
 
 def _append(path: Path, data: bytes) -> None:

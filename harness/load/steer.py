@@ -37,6 +37,11 @@ def job_of_form(environment: Environment, planned: Job | None, options: Namespac
 def refuse(environment: Environment, planned: Job | None, given: Namespace) -> None:
     """Raise HarnessError when no load could go on or start with these options; none of them is taken over yet."""
     now, runner = options_of(environment), environment.runner
+    if given.host != now.host and now.host and (planned is not None or now.api_key_env):
+        raise HarnessError(
+            f"--host: cannot be changed after the start (got {given.host!r})",  # the API key would go there
+            next_step="Stop Locust and start it for the other host.",
+        )
     job = job_of_form(environment, planned, given)
     if runner is not None and runner.state in UNDER_WAY:
         changed = [name for name, value in vars(given).items() if value != vars(now)[name]]

@@ -202,6 +202,11 @@ class Tickets:
         """Until the end of the measured time: negative after it, None while that is not known."""
         return self._left_s(self._look())
 
+    def unmeasured_s(self) -> float | None:
+        """Of the measured time, what has not passed: all of it before it has begun. None: no time is set."""
+        left_s = self.left_s()
+        return self._plan.duration_s if left_s is None else max(0.0, left_s)
+
     def finished(self) -> bool:
         """Whether no ticket is left and every request has ended."""
         counts = self._look()

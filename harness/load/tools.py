@@ -69,7 +69,7 @@ class Tools(NamedTuple):
             return False
         try:
             given = msgspec.json.decode(call.arguments or "{}")
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (ValueError, RecursionError):
             return False
         return isinstance(given, dict) and set(known[call.name]["parameters"]["required"]) <= given.keys()
 
@@ -92,14 +92,18 @@ def returned(call: Call, result: str) -> ToolMessage:
     return {"role": "tool", "tool_call_id": call.id, "content": result}
 
 
-def gather(calls: list[Call], deltas: Any) -> None:
-    """Add the `tool_calls` of a delta, or of a whole message, to the calls of an answer."""
-    for place, delta in enumerate(deltas if isinstance(deltas, list) else []):
-        if not isinstance(delta, dict):
+def gather(calls: list[Call], deltas: list[Any]) -> bool:
+    """Add the `tool_calls` of a delta, or of a whole message, to the calls of an answer.
+
+    Return False if one of them is not a call.
+    """
+    good = True
+    for place, delta in enumerate(deltas):
+        index = delta.get("index", place) if isinstance(delta, dict) else None
+        if type(index) is not int:
+            good = False
             continue
-        index, function = delta.get("index", place), delta.get("function")
-        if not isinstance(index, int):
-            continue
+        function = delta.get("function")
         if not isinstance(function, dict):
             function = {}
         id, name, arguments = _text(delta.get("id")), _text(function.get("name")), function.get("arguments")
@@ -110,8 +114,15 @@ def gather(calls: list[Call], deltas: Any) -> None:
             calls.append(call)
         call.id, call.name = call.id or id, call.name or name
         # Some servers send an object in place of its text.
-        as_text = msgspec.json.encode(arguments).decode() if isinstance(arguments, dict) else _text(arguments)
-        call.arguments += as_text
+        call.arguments += _as_text(arguments) if isinstance(arguments, dict) else _text(arguments)
+    return good
+
+
+def _as_text(arguments: dict[str, Any]) -> str:
+    try:
+        return msgspec.json.encode(arguments).decode()
+    except (ValueError, RecursionError, OverflowError):
+        return ""
 
 
 def _text(value: Any) -> str:

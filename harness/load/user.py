@@ -26,6 +26,7 @@ from typing import Any, ClassVar, TypeVar
 import gevent
 import msgspec
 from gevent.event import Event
+from gevent.pool import Group
 from locust import User
 from locust.env import Environment
 from locust.exception import StopUser
@@ -38,6 +39,7 @@ from harness.load.process import Place
 from harness.load.tickets import Ticket
 from harness.load.tools import Tools
 from harness.load.wiring import give_up, load_process
+from harness.redact import printable
 from harness.rundir.records import CUT
 from harness.scenario import behaviour
 from harness.scenario.behaviour import Abandon
@@ -99,6 +101,7 @@ class LLMUser(User):
     abstract = True
     endpoints: ClassVar[tuple[str, ...]] = ("chat", "completions", "embeddings")  # that it can be used with
     think_s: ClassVar[tuple[float, float]] = (0.0, 0.0)  # least and most, where neither scenario nor user says so
+    _told_to_stop = False
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
@@ -112,6 +115,8 @@ class LLMUser(User):
         self._pausing: Event | None = None  # made when it is needed: each takes room
         self._last = 0  # index of the request that was sent last
         self.number = self._process.tickets.user()
+        if self._process.recorder.users is not None:
+            self._process.recorder.users += 1
         if type(self).wait_time is not User.wait_time:
             self.wait_time = partial(self._drawn_wait_time, self.wait_time)  # type: ignore[method-assign]
 
@@ -302,6 +307,15 @@ class LLMUser(User):
                 self._pausing.set()
         self._pausing.wait(wait_s)
 
+    def start(self, group: Group) -> Any:
+        """As Locust's own. Counts a user that ends before it is told to: the load then has too few."""
+        greenlet = super().start(group)
+        greenlet.link(self._note_end)
+        return greenlet
+
+    def _note_end(self, _greenlet: object) -> None:
+        self._process.recorder.users_gone += not self._told_to_stop
+
     def on_stop(self) -> None:
         if self._held and self._process.tickets.several:  # one user too many: the stage does not wait for what he held
             self._give_up_held()
@@ -318,6 +332,7 @@ class LLMUser(User):
 
         Who is killed is not woken from a pause either, for the same reason.
         """
+        self._told_to_stop = True
         if self._pausing is not None and not force:
             self._pausing.set()
         if force or self._state != LOCUST_STATE_WAITING:
@@ -348,7 +363,8 @@ class LLMUser(User):
             name=name if answer.error != "abandoned" else f"{name} (abandoned)",
             response_time=ended_s * 1000,
             response_length=answer.output_tokens or 0,
-            exception=RequestFailed(f"{answer.error}: {answer.message}") if failed else None,
+            # Locust writes it into its own CSV files and pages.
+            exception=RequestFailed(printable(f"{answer.error}: {answer.message}")) if failed else None,
             context={},
             response=None,
         )

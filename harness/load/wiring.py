@@ -6,6 +6,7 @@ and workers; the master only watches for the end.
 
 import atexit
 import gc
+import inspect
 import logging
 import signal
 import socket
@@ -27,16 +28,18 @@ from harness.errors import HarnessError, sentence
 from harness.job import Job, quiet_sign
 from harness.load.course import Course
 from harness.load.drain import Drain
+from harness.load.live import access
 from harness.load.live.wire import Live
-from harness.load.master import Master
+from harness.load.master import Master, hear_only_sense
 from harness.load.meet import meet
-from harness.load.options import add_options, job_file
+from harness.load.options import add_options, job_file, refuse_amounts
 from harness.load.process import LoadProcess, course_of, plan_of
 from harness.load.recorder import Anchor, Recorder
 from harness.load.refused import FirstRequests
 from harness.load.stages import follow
 from harness.load.steer import UNDER_WAY, host_of, job_of_form, look_first, look_over, options_of, refuse, writable
 from harness.load.worker import Worker
+from harness.redact import without
 from harness.scenario import behaviour
 from harness.workers import FROM_MASTER
 
@@ -49,6 +52,7 @@ _LISTENERS_WHEN_INTERRUPTED_S = 2.0
 _STOP_S = 35.0  # at the end, for load processes to stop: more than their listeners of `request` may take
 
 logger = logging.getLogger(__name__)
+_LOGS = ("", "locust", "locust.stats_logger")  # that have handlers
 
 _hooks: Any = events  # they have no types
 
@@ -74,14 +78,24 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     """The process has been forked and has its role."""
     global _job, _recorder, _process, _live, _master, _worker, _drain
     options = options_of(environment)
+    for folder in {str(Path(inspect.getfile(one)).parent) for one in environment.user_classes} - set(sys.path):
+        sys.path.append(folder)  # Locust has it there while it loads a locustfile, whose tasks may import later
     if isinstance(runner, WorkerRunner) and options.job == FROM_MASTER:
         _worker = Worker(environment, runner, _begin)
         _handle_ends()
         return
+    for handler in [handler for name in _LOGS for handler in logging.getLogger(name).handlers]:
+        handler.addFilter(_without_secrets)
     try:
+        if environment.web_ui is not None:
+            access.add_to(environment.web_ui)
+        if not isinstance(runner, WorkerRunner):
+            refuse_amounts(users=options.num_users, spawn_rate=options.spawn_rate, run_time=options.run_time)
         _job = job_file(options)
         if _job is not None and environment.shape_class is not None:  # from another module: `harness check` saw none
             raise HarnessError("the locustfile brings a LoadTestShape, and the scenario says how many users there are")
+        if isinstance(runner, MasterRunner):
+            hear_only_sense(runner)
         if isinstance(runner, MasterRunner) and _job is not None and _job.workers is not None:
             _master = Master(environment, runner, _job, _job.workers)
         if _job is None and not isinstance(runner, WorkerRunner):
@@ -115,6 +129,14 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
     _handle_ends()
     # Locust starts its timer of --run-time next, by the time at which the loop last ran: before all imports.
     gevent.get_hub().loop.update_now()
+
+
+def _without_secrets(record: logging.LogRecord) -> bool:
+    """Have a line of Locust's log, and a traceback below it, without what a server repeats of the API key."""
+    record.msg, record.args = without(record.getMessage(), words=False), ()
+    if record.exc_info:
+        record.exc_text = without(logging.Formatter().formatException(record.exc_info), words=False)
+    return True
 
 
 def _end_workers() -> None:
@@ -251,6 +273,7 @@ def _on_cut(environment: Environment, **_: Any) -> None:
 def _cut_all(environment: Environment) -> None:
     environment.stop_timeout = 0
     if _process is not None:
+        _process.told_to_end()
         _process.listeners.patience_s = _LISTENERS_WHEN_INTERRUPTED_S
 
 

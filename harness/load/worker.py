@@ -24,6 +24,7 @@ from locust.runners import WorkerRunner
 
 from harness import __version__
 from harness.errors import HarnessError, sentence
+from harness.files import UNDECODABLE
 from harness.job import Job
 from harness.load.process import LoadProcess
 from harness.load.recorder import Anchor, Recorder
@@ -33,11 +34,14 @@ from harness.load.wait import until
 HELLO, READY, BEGUN, WARM, QUIET, FINISHED, RECORDS, DONE = (
     f"llm-{name}" for name in ("hello", "ready", "begun", "warm", "quiet", "finished", "records", "done")
 )
-ASK, JOB, THERE, GO, TAKEN, END = (f"llm-{name}" for name in ("ask", "job", "there", "go", "taken", "end"))
+ASK, JOB, THERE, GO, TAKEN, END, REFUSED = (
+    f"llm-{name}" for name in ("ask", "job", "there", "go", "taken", "end", "refused")
+)
 
 _HELLO_S = 1.0
 _SHIP_S = 0.2
 _AGAIN_S = 3.0  # a piece that nobody confirmed is sent again
+_REFUSED_S = 10.0  # until it comes again
 _SILENT_S = 10.0  # Locust's master answers a heartbeat each second; Locust itself waits for 60 s of the wall clock
 
 logger = logging.getLogger(__name__)
@@ -65,6 +69,7 @@ class Worker:
         for message, listener in (*listeners, (TAKEN, self._on_taken)):
             runner.register_message(message, listener)
         runner.register_message(END, self._on_end, concurrent=True)
+        runner.register_message(REFUSED, self._on_refused, concurrent=True)
         _hooks.heartbeat_received.add_listener(self._on_heartbeat)
         gevent.spawn(self._say_hello)
         gevent.spawn(self._watch_master)
@@ -112,7 +117,7 @@ class Worker:
             job = self._unpacked(data["job"], data["files"])
             anchor = Anchor(machine=job.machine, correction_s=data["correction_s"], error_s=data["error_s"])
             self._process = self._begin(job, data["host"], anchor)
-        except (HarnessError, OSError, msgspec.DecodeError) as error:
+        except (HarnessError, OSError, *UNDECODABLE) as error:
             logger.error(sentence(error))
             self._send(READY, {"error": sentence(error)})
             if self._folder is not None:  # in which nothing is that was sent
@@ -146,6 +151,14 @@ class Worker:
             for number, stage in enumerate([job, *job.then])
         ]
         return msgspec.structs.replace(stages[0], then=stages[1:])
+
+    def _on_refused(self, msg: Any, **_: Any) -> None:
+        """This machine does not belong to the run: it comes again, perhaps for the next one."""
+        self._told = True
+        logger.error("the master sent this worker home: %s", msg.data["why"])
+        gevent.sleep(_REFUSED_S)
+        self._environment.process_exit_code = 1
+        self._runner.quit()
 
     def _on_there(self, **_: Any) -> None:
         """All machines together have exactly the users of the stage."""

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from harness.errors import HarnessError
+from harness.files import read_bytes
 
 
 def folder(root: Path) -> Path:
@@ -20,7 +21,7 @@ def folder(root: Path) -> Path:
 def text(path: Path) -> str | None:
     """A small file's text; None when it is missing or the driver refuses to answer now."""
     try:
-        return os.fsdecode(path.read_bytes()).strip()
+        return os.fsdecode(read_bytes(path)).strip()
     except OSError:
         return None
 

@@ -1,16 +1,17 @@
-"""What a gfx target is called in shops, and where it stands with each server: targets.yaml, with date and sources."""
+"""What a gfx target is called in shops (targets.yaml), and where it stands with each server (harness.engines)."""
 
 import re
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import yaml
 from msgspec import Struct
 
-Standing = Literal["validated", "supported", "code", "wheels", "prepared", "unsupported"]
+from harness.engines import Column, Standing, engines
+
 WORDS: dict[Standing, str] = {
     "validated": "validated by its makers",
     "supported": "supported",
@@ -21,24 +22,15 @@ WORDS: dict[Standing, str] = {
 }
 
 
-class Server(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A server of the table, in words, and where its column was read."""
-
-    title: str
-    source: str
-    image: str | None = None  # the repository of its image, as far as the column speaks of one
-
-
 class Target(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A row of the table."""
 
     target: str
     family: str
     architecture: str
-    servers: dict[str, Standing] = {}
 
-    def standing(self, server: str) -> Standing:
-        return self.servers.get(server, "unsupported")
+    def standing(self, column: str) -> Standing:
+        return columns()[column].targets.get(self.target, "unsupported")
 
     @property
     def instinct(self) -> bool:
@@ -49,8 +41,13 @@ class Table(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """targets.yaml."""
 
     checked: str  # the day on which the sources were read
-    servers: dict[str, Server]
     targets: list[Target]
+
+
+@cache
+def columns() -> dict[str, Column]:
+    """Images and builds of servers, in words, each with its targets."""
+    return {key: column for engine in engines() for key, column in engine.columns.items()}
 
 
 @cache
@@ -61,10 +58,11 @@ def table() -> Table:
 
 def without_code(image: str, targets: Iterable[str]) -> list[str]:
     """Those of the targets for which an image, such as vllm/vllm-openai-rocm:v0.25.0, is known to have no code."""
-    for name, server in table().servers.items():
-        if server.image is not None and image.startswith((f"{server.image}:", f"{server.image}@")):
-            rows = {target: target_of(target) for target in targets}
-            return [target for target, row in rows.items() if row is None or row.standing(name) == "unsupported"]
+    for name, column in columns().items():
+        for pattern, only in column.images.items():
+            if fnmatchcase(image, pattern):
+                known = only or [row.target for row in table().targets if row.standing(name) != "unsupported"]
+                return [target for target in dict.fromkeys(targets) if target not in known]
     return []
 
 

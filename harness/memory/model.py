@@ -8,6 +8,7 @@ from typing import Any
 from msgspec import Struct
 
 from harness.errors import HarnessError, did_you_mean
+from harness.files import read_text
 
 # Their head size is hidden_size / heads where the file does not say otherwise. Other architectures have defaults in
 # their code, which the file need not repeat.
@@ -67,7 +68,7 @@ def find_model(name: str, environment: dict[str, str] | None = None) -> Path:
     cache = hub_cache(environment)
     repository = cache / f"models--{name.replace('/', '--')}"
     try:
-        revision = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
+        revision = read_text(repository / "refs" / "main").strip()
     except (OSError, ValueError):
         revision = None
     snapshots = repository / "snapshots"
@@ -198,8 +199,8 @@ def _whole(config: dict[str, Any], key: str) -> int:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        found = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise HarnessError(f"{path}: cannot be read ({reason})", next_step="Download it again.") from None
     if not isinstance(found, dict):

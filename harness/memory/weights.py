@@ -6,6 +6,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from harness.files import open_file, read_text
+
 HEADER_LIMIT = 100 << 20  # of the format itself
 _FLOATS = ("F16", "BF16", "F32", "F64")  # all become 16 bit, where nothing is quantised
 
@@ -34,7 +36,7 @@ def weight_bytes(folder: Path, *, quantized: bool) -> tuple[int | None, str]:
 
 def _index(path: Path) -> tuple[list[str], int | None]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_text(path))
         total = found.get("metadata", {}).get("total_size")
         return sorted(set(found["weight_map"].values())), int(total) if total else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -42,7 +44,7 @@ def _index(path: Path) -> tuple[list[str], int | None]:
 
 
 def _of_file(path: Path, quantized: bool) -> int:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > HEADER_LIMIT:
             raise ValueError(f"{path.name}: no header")

@@ -20,20 +20,18 @@ from harness.memory.host import host_share
 from harness.memory.model import find_model, read_model
 from harness.memory.words import brief
 from harness.prepare.experiment import Experiment
-from harness.prepare.machine_fit import vllm_words
+from harness.prepare.machine_fit import arguments_of, on_host, vllm_words
 from harness.scenario.scenario import Server
 from harness.serve import server_document
 from harness.serve.compose.compose import Service, parse
 from harness.serve.compose.template import AUTO, variable_of, variables
 from harness.serve.compose.values import parse_bytes
-from harness.serve.docker.daemon import engine_host
-from harness.serve.docker.probe import ask_image
+from harness.serve.docker.location import engine_location
+from harness.serve.docker.probe import PROBED, ask_image
 from harness.serve.vllm.flags import ranks_of
 
 UTILIZATION = "gpu_memory_utilization"
-ARGUMENTS = "vllm_args"  # of Lemonade, a text
 _ARGUMENT = re.compile(r"(--gpu[-_]memory[-_]utilization[= ])\s*auto(?=\s|$)")
-ON_HOST = ("vllm-cpu",)  # templates in which the flag rules the host's memory
 
 
 def fill_in(experiment: Experiment, say: Callable[[str], None], root: Path = Path("/")) -> Experiment:
@@ -53,9 +51,9 @@ def fill_in(experiment: Experiment, say: Callable[[str], None], root: Path = Pat
         service = parse(server_document(experiment.scenario, name)).server
         ranks = ranks_of(vllm_words(server, service))
         # Servers that are compared get equal numbers, though free memory changes between two looks at it.
-        basis = [server.template in ON_HOST, ranks, service.devices, service.mem_limit]
+        basis = [on_host(server), ranks, service.devices, service.mem_limit]
         basis += [service.environment.get(variable) for variable in VISIBLE]
-        basis += [] if engine_host() is None else [service.image, service.environment]
+        basis += [] if engine_location().is_here else [service.image, service.environment]
         share = next((share for other, share in known if other == basis), None)
         share = share or _share(name, server, service, ranks, say, root)
         known.append((basis, share))
@@ -80,8 +78,9 @@ def _where(server: Server) -> str | None:
     """The variable that says `auto`: the utilization itself, or the text of arguments that has it."""
     if server.variables.get(UTILIZATION) == AUTO:
         return UTILIZATION
-    text = server.variables.get(ARGUMENTS)
-    return ARGUMENTS if isinstance(text, str) and _ARGUMENT.search(text) else None
+    arguments = arguments_of(server)
+    text = None if arguments is None else server.variables.get(arguments)
+    return arguments if isinstance(text, str) and _ARGUMENT.search(text) else None
 
 
 def _with(server: Server, where: str, value: Decimal) -> Server:
@@ -92,8 +91,8 @@ def _with(server: Server, where: str, value: Decimal) -> Server:
 
 def foretell(experiment: Experiment, root: Path = Path("/")) -> list[str]:
     """What `fill_in` would say now, for a plan: nothing is started, and what cannot be known is a note."""
-    remote = engine_host()
     servers = [] if experiment.target is not None else list(experiment.scenario.servers.values())
+    remote = engine_location().host
     if remote is not None and any(_where(server) is not None for server in servers):
         return [f"note: {UTILIZATION} is auto: the runtime in the server's image is asked on {remote} before the run"]
     lines: list[str] = []
@@ -105,14 +104,17 @@ def foretell(experiment: Experiment, root: Path = Path("/")) -> list[str]:
 
 
 def _share(name: str, server: Server, service: Service, ranks: int, say: Callable[[str], None], root: Path) -> Share:
+    location = engine_location()
     try:
-        if server.template in ON_HOST:
-            if engine_host() is not None:
-                raise HarnessError(f"the Docker Engine is on {engine_host()}, whose memory is not known here")
+        if on_host(server):
+            if not location.is_here:
+                raise HarnessError(
+                    location.problem or f"the Docker Engine is on {location.host}, whose memory is not known here"
+                )
             limit = service.mem_limit
             return host_share(root, limit=None if limit is None else parse_bytes(limit))
-        if engine_host() is not None:
-            known = variables("vllm-rocm").keys() - {"image", UTILIZATION}
+        if not location.is_here:
+            known = variables(PROBED).keys() - {"image", UTILIZATION}
             given = {key: value for key, value in server.variables.items() if key in known}
             told = ask_image(variable_of(server, "image"), say, given)
             return share_of(told, source="container", tensor_parallel=ranks)
@@ -121,14 +123,14 @@ def _share(name: str, server: Server, service: Service, ranks: int, say: Callabl
     except HarnessError as error:
         raise type(error)(
             f"server '{name}': {UTILIZATION} is auto, and it cannot be computed: {error.what}",
-            next_step=f"Set {UTILIZATION} to a number such as 0.75. {error.next_step}",
+            next_step=f"Set {UTILIZATION} to a number such as 0.75. {error.next_step}".rstrip(),
             detail=error.detail,
         ) from None
 
 
 def _room(server: Server, model: str, share: Share) -> list[str]:
     """A line on what is left for the model, where this machine has its files."""
-    if server.template in ON_HOST:
+    if on_host(server):
         return []
     try:
         cache = str(variable_of(server, "huggingface_cache") or "")

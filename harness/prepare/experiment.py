@@ -10,7 +10,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from harness.errors import HarnessError, Mistakes, ScenarioError, which_row
+from harness.files import read_text
 from harness.prepare.locustfile import check_locustfile
+from harness.redact import know
 from harness.scenario.arrivals import Schedule
 from harness.scenario.check_syntax import misplaced, on_server
 from harness.scenario.file import read_scenario
@@ -57,6 +59,7 @@ def prepare(
 ) -> Experiment:
     """Load a scenario, apply what the command line overrides, and find every mistake that can be found early."""
     read = read_scenario(path)
+    know({os.environ.get(read.scenario.api_key_env or "", ""): True})
     problems = read.problems if target is not None else read.problems + server_problems_of(read.scenario, read.lines)
     problems = problems + _secrets_of(path, problems)
     problems = problems or _never_due(read.scenario, read.lines)
@@ -131,7 +134,7 @@ def _refuse_unset(name: str | None) -> None:
 
 def _secrets_of(path: Path, found: Sequence[str]) -> list[str]:
     """Secrets in any text of the file, a question or a comment, on lines of which nothing is said yet."""
-    problems = open_secrets_in_text(path.read_text(encoding="utf-8"))
+    problems = open_secrets_in_text(read_text(path))
     return [problem for problem in problems if not any(problem.split(":")[0][2:] in other for other in found)]
 
 
@@ -243,8 +246,8 @@ def load_name(experiment: Experiment, given: str | None) -> str:
     mix = given if given in mixes else mix_of(given or "")
     if mix in mixes:
         raise HarnessError(
-            f"--load: '{mix}' is a mix, and a live load is one load alone",
-            next_step=f"Give --load {' or --load '.join(mixes[mix])}.",
+            f"--load: '{mix}' is a mix, which `harness run` sends; here it is one load alone",
+            next_step=f"Give --load {' or --load '.join(mixes[mix])}, or use `harness run`.",
         )
     return _choose(experiment, "load", given, list(experiment.scenario.loads))
 
@@ -252,4 +255,4 @@ def load_name(experiment: Experiment, given: str | None) -> str:
 def _choose(experiment: Experiment, kind: str, given: str | None, known: list[str]) -> str:
     if given is not None and given not in known:
         raise HarnessError(f"--{kind}: {experiment.path} has no {kind} '{given}'; {which_row(given, known)}")
-    return given or known[0]
+    return known[0] if given is None else given

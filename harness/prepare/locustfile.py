@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from harness.errors import HarnessError
+from harness.files import read_bytes
 
 IMPORT_S = 60.0
 _TRY_ALONE = "Correct it; it can be tried alone with `locust -f FILE --host URL`."
@@ -19,7 +20,7 @@ def check_locustfile(path: Path, *, try_it: bool = True) -> None:
     `try_it` lets Locust import it, in a process of its own.
     """
     try:
-        tree = ast.parse(path.read_bytes(), str(path))
+        tree = ast.parse(read_bytes(path), str(path))
         compile(tree, str(path), "exec")
     except SyntaxError as error:
         raise HarnessError(
@@ -47,7 +48,7 @@ def sources_of(path: Path, shipped: Path) -> list[Path]:
     found, left = {path}, [path]
     while left:
         file = left.pop()
-        for node in ast.walk(ast.parse(file.read_bytes(), str(file))):
+        for node in ast.walk(ast.parse(read_bytes(file), str(file))):
             for module in _modules(node, file, path.parent, shipped) - found:
                 found.add(module)
                 left.append(module)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from harness.engines import template_of
 from harness.errors import HarnessError
 from harness.machine.facts import gpus
 from harness.machine.pool import Pool, pools
@@ -20,14 +21,13 @@ from harness.scenario.scenario import Server
 from harness.serve import server_document
 from harness.serve.compose.compose import Service, parse
 from harness.serve.compose.values import parse_bytes
-from harness.serve.docker.daemon import engine_host
+from harness.serve.docker.location import engine_location
 from harness.serve.vllm.flags import ranks_of, value_of
 from harness.serve.vllm.gpu_fit import refuse_unfit, shown_to
 from harness.units import GIB, gib
 from harness.utilization import VLLM_DEFAULT, vllm_accepts
 
 SWITCH = "HARNESS_DOCTOR"  # "off" starts servers whatever this machine looks like
-_DEFAULTED = ("vllm-rocm", "vllm-offline")  # without the flag, vLLM's own default counts
 
 
 class Shortage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -56,7 +56,7 @@ def shortages(experiment: Experiment, root: Path = Path("/")) -> Iterator[Shorta
         if asked is None:
             continue
         try:
-            if server.template == "vllm-cpu":
+            if on_host(server):
                 found = _on_host(service, asked, whose, root)
             else:
                 given = pools(root, shown_to(service, list(gpus(root))))
@@ -112,7 +112,9 @@ def _asked(server: Server, words: list[str]) -> tuple[Decimal | None, str]:
     """The utilization that is asked for, and whose number it is; None: not known, or still to be computed."""
     value = value_of(words, "--gpu-memory-utilization")
     if value is None:
-        return (VLLM_DEFAULT, " (vLLM's default)") if server.template in _DEFAULTED else (None, "")
+        known = template_of(server.template)
+        defaulted = known is not None and known.utilization_default
+        return (VLLM_DEFAULT, " (vLLM's default)") if defaulted else (None, "")
     try:
         number = Decimal(value)
     except InvalidOperation:
@@ -124,20 +126,33 @@ def _vllm(experiment: Experiment) -> Iterator[tuple[str, Server, Service, list[s
     """The servers with vLLM in containers of this machine, with vLLM's arguments."""
     for name, service in services_here(experiment):
         server = experiment.scenario.servers[name]
-        if server.template == "lemonade" or server.template.startswith("vllm-"):
+        known = template_of(server.template)
+        if known is not None and known.utilization is not None:
             yield name, server, service, vllm_words(server, service)
 
 
 def vllm_words(server: Server, service: Service) -> list[str]:
     """The arguments of a server's vLLM; behind Lemonade they are a text."""
-    if server.template == "lemonade":
-        return str(server.variables.get("vllm_args") or "").split()
+    if (text := arguments_of(server)) is not None:
+        return str(server.variables.get(text) or "").split()
     return list(service.command or [])
+
+
+def arguments_of(server: Server) -> str | None:
+    """The variable that has the arguments of a server's vLLM as a text; None where they are its command."""
+    known = template_of(server.template)
+    return None if known is None else known.arguments
+
+
+def on_host(server: Server) -> bool:
+    """Whether its gpu_memory_utilization rules the host's memory."""
+    known = template_of(server.template)
+    return known is not None and known.utilization == "host"
 
 
 def services_here(experiment: Experiment) -> Iterator[tuple[str, Service]]:
     """The servers in containers of this machine; none where the user wants no look at it."""
-    if experiment.target is not None or engine_host() is not None or os.environ.get(SWITCH) == "off":
+    if experiment.target is not None or not engine_location().is_here or os.environ.get(SWITCH) == "off":
         return
     for name, server in experiment.scenario.servers.items():
         if server.container:

@@ -8,8 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 from harness import units
+from harness.engines import template_of
+from harness.files import read_text
 from harness.judge.checks import undecidable
-from harness.judge.stats import ALPHA, repeats_to_reach_p
+from harness.judge.stats import ALPHA, MOST_REPEATS, repeats_to_reach_p
 from harness.judge.verdicts import comparisons_of
 from harness.prepare.experiment import Experiment
 from harness.report import words
@@ -22,7 +24,7 @@ from harness.scenario.plan import baseline_of, plan
 from harness.scenario.scenario import Load, Scenario, at_once, taken_together, warmup_of
 from harness.scenario.steady import WINDOWS, steadiness
 from harness.serve.compose.notes import notes, notes_on_comments
-from harness.serve.docker.daemon import engine_host
+from harness.serve.docker.location import engine_location
 from harness.serve.lemonade.hints import hints
 from harness.traces.replay import Beginning, Replay, replay_of
 from harness.units import count
@@ -31,8 +33,6 @@ from harness.units import count
 ASSUMED_TPOT_S = 0.03
 ASSUMED_START_S = 60.0
 ASSUMED_EMBEDDED_START_S = 1.0
-COMPILING = {"vllm-rocm", "vllm-cpu", "vllm-offline", "lemonade"}
-SLOW_AT_FIRST = {*COMPILING, "llamacpp", "ollama", "localai"}
 GENERATOR_START_S = 2.0
 
 
@@ -67,7 +67,8 @@ def show_plan(experiment: Experiment, console: Console) -> None:
     if comparisons and scenario.repeats < (needed := repeats_to_reach_p(comparisons)):
         say(
             f"note: with {count(comparisons, 'comparison')}, {count(scenario.repeats, 'repeat')} can never reach "
-            f"p < {ALPHA:g}: no verdict will be 'faster' or 'slower'. {needed} repeats are the least that can decide."
+            f"p < {ALPHA:g}: no verdict will be 'faster' or 'slower'. "
+            + (f"{needed} repeats are the least that can decide." if needed <= MOST_REPEATS else "Compare fewer rows.")
         )
     for name, load in scenario.loads.items():
         warmup = warmup_of(scenario, load)
@@ -86,8 +87,8 @@ def show_plan(experiment: Experiment, console: Console) -> None:
                 f"note: {name}: {load.trace.file} is read as {replay.format}, its last row is due after "
                 f"{units.duration(replay.at_s[-1])}{less}"
             )
-    threads = os.cpu_count() if engine_host() is None else None
-    told = notes_on_comments(experiment.path.read_text(encoding="utf-8"))
+    threads = os.cpu_count() if engine_location().is_here else None
+    told = notes_on_comments(read_text(experiment.path))
     for hint in [*check_notes(scenario), *notes(scenario), *hints(scenario, threads), *told]:
         say(f"note: {hint}")
 
@@ -112,12 +113,13 @@ def _starts(scenario: Scenario) -> str:
 
 def _first_starts(scenario: Scenario) -> str:
     """What the assumption leaves out: starts that download, install and compile, which is kept for later ones."""
-    slow = {server.template for server in scenario.servers.values() if server.container} & SLOW_AT_FIRST
+    known = [template_of(server.template) for server in scenario.servers.values() if server.container]
+    slow = {template.first_start for template in known if template is not None} - {None}
     if not slow:
         return ""
     return (
-        "; a first start with vLLM compiles for 5 to 12 minutes more, and any first one downloads its image and model"
-        if slow & COMPILING
+        "; a first start compiles for 5 to 12 minutes more, and any first one downloads its image and model"
+        if "compiles" in slow
         else "; a first start downloads its image and model, too"
     )
 

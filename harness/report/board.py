@@ -7,12 +7,12 @@ from markupsafe import Markup
 from harness import units
 from harness.compare.board import Board, Entry, Figure, Group
 from harness.errors import HarnessError
+from harness.files import replace_file
 from harness.judge.verdicts import METRIC_WORDS, RATES
 from harness.report import words
 from harness.report.markdown import escape, grid
 from harness.report.page import asset, template
 from harness.report.table import LIMITED
-from harness.rundir.files import replace_file
 
 RANKING = (
     "A ranking is no verdict: it says who was fastest, not whether the difference is more than chance. "

@@ -7,15 +7,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from harness.engines import engines
 from harness.failures.scan import Failure, Scanned
 from harness.units import count
 
-SAY_MORE = {
-    "vLLM": "VLLM_LOGGING_LEVEL=DEBUG",
-    "Lemonade": "log_level debug",
-    "llama.cpp": "--verbose",
-    "Ollama": "OLLAMA_DEBUG=1",
-}
+SAY_MORE = {engine.title: engine.log.more for engine in engines() if engine.log.more is not None}
 UNKNOWN = (
     "Ask how it ended: docker inspect -f '{{json .State}}' CONTAINER | harness explain -",
     "Look for a GPU fault or a kill on the engine's host: dmesg | harness explain -",

@@ -5,12 +5,12 @@ import os
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 
 from harness.errors import HarnessError
-from harness.failures.redact import csv_field
+from harness.redact import csv_field
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.records import ProcessMark, Request, read_marks, read_requests
 from harness.summarize import derive
@@ -88,7 +88,7 @@ def _without_records(folder: Path) -> HarnessError:
 
 def columns() -> dict[str, str]:
     """The columns and their types, as Arrow names them; all but those of a record's own required fields may be null."""
-    fields = {field.name: _type(field.type) for field in msgspec.structs.fields(Request)}
+    fields = {name: _type(hint) for name, hint in get_type_hints(Request).items()}
     return BEFORE | fields | AFTER
 
 
@@ -113,6 +113,7 @@ def _rows(run: Run, requests: Iterator[Request], marks: list[ProcessMark]) -> It
             "repeat": None if cell is None else cell.repeat,
         }
         row |= {name: getattr(request, name) for name in request.__struct_fields__}
+        row["bad_fields"] = msgspec.json.encode(request.bad_fields).decode() if request.bad_fields else None
         succeeded = request.error is None
         row["sent_wall_s"] = clock.wall_s(request.sent_s + clock.offset_s(request.process))
         row["ttft_s"] = derive.ttft_s(request) if succeeded else None

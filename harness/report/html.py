@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from harness import units
 from harness.compare.differences import server_differences
+from harness.files import replace_file
 from harness.report import machine_load, schedules, sentences, words
 from harness.report.charts import figures, marks, scatter, starts, tradeoff
 from harness.report.charts.events import Event, events_of
@@ -18,7 +19,6 @@ from harness.report.charts.observed import Observed, observe
 from harness.report.charts.timeline import figure_of
 from harness.report.page import LIBRARY, asset, neutral, packed, policy, template
 from harness.report.table import columns, errors, interval, lines
-from harness.rundir.files import replace_file
 from harness.rundir.manifest import Run, ServedBy, read_run
 from harness.summarize.summarize import read_summary
 from harness.summary import Summary

@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 from harness.errors import HarnessError, RunError
+from harness.files import open_file, pretty_json, read_bytes, replace_file
 from harness.judge.noise_floors import folder_name, is_noise_run, noise_path
 from harness.report import markdown
-from harness.rundir.files import pretty_json, replace_file
 from harness.rundir.manifest import Run, read_run
 from harness.summarize.summarize import summarize
 from harness.summary import Summary
@@ -69,7 +69,7 @@ def _refuse(run: Run, summary: Summary, folder: Path) -> None:
 
 def _replace(path: Path, content: bytes) -> bool:
     """Write a file in one step unless it is so already; whether it had to be."""
-    if path.exists() and path.read_bytes() == content:
+    if path.exists() and read_bytes(path) == content:
         return False
     replace_file(path, content)
     return True
@@ -79,7 +79,7 @@ def _pack(source: Path, path: Path) -> bool:
     """gzip without a name or a time, so that the same records always give the same file."""
     temporary = path.with_name(f"{path.name}.new")
     with (
-        source.open("rb") as plain,
+        open_file(source) as plain,
         temporary.open("wb") as raw,
         gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed,
     ):

@@ -3,7 +3,7 @@
 import csv
 import io
 
-from harness.failures.redact import csv_field
+from harness.redact import csv_field
 from harness.report import schedules
 from harness.report.machine_load import VALUES, raw
 from harness.report.table import Line, lines
@@ -25,7 +25,7 @@ def render(summary: Summary, run: Run) -> str:
     rows = [_record(line, others(line.row.load, run.scenario.mixes)) for line in lines(summary, run)]
     out = io.StringIO()
     writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else ["server", "load"], lineterminator="\n")
-    writer.writeheader()
+    writer.writerow({name: csv_field(name) for name in writer.fieldnames})
     writer.writerows({name: csv_field(value) for name, value in row.items()} for row in rows)
     return out.getvalue()
 

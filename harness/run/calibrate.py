@@ -19,11 +19,11 @@ import numpy as np
 from rich.console import Console
 
 from harness.errors import RunError
+from harness.files import pretty_json, read_bytes
 from harness.job import Job, write_job
 from harness.paths import LOCUSTFILES
 from harness.run.drive import locust_arguments
 from harness.run.trusted_streams import store
-from harness.rundir.files import pretty_json
 from harness.rundir.records import MOST_CPU, Request, read_marks, read_requests
 from harness.scenario.scenario import Load, Prompts, Warmup
 from harness.simulated.sendlog import Sent
@@ -184,7 +184,7 @@ def reading_of(folder: Path, sent: Path, streams: int, processes: int = 1) -> Re
 def chunk_errors_s(records: list[Request], sent: Path) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
     """For each chunk that had a read to itself: time in the record minus time of sending, in seconds."""
     decoder = msgspec.json.Decoder(Sent)
-    truth = {one.request_id: one.chunks_s for one in map(decoder.decode, sent.read_bytes().splitlines()[1:])}
+    truth = {one.request_id: one.chunks_s for one in map(decoder.decode, read_bytes(sent).splitlines()[1:])}
     errors: list[float] = []
     for record in records:
         times = record.chunks_s

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from harness.files import UNDECODABLE, open_file
 from harness.job import Job
 from harness.rundir.newest import Samples, Tail
 from harness.rundir.records import CUT, Request
@@ -19,6 +20,7 @@ from harness.workers import MACHINE
 
 RECENT_S = 10.0  # of rates, or as long as the longest answer took that ended in it
 _SETTLED_S = 1.0  # before that a rate is one of single answers
+_SHOWN = 10_000  # the newest requests whose latencies are shown: a run of a million does not grow
 _FEWEST = 3  # requests before the time left is told by their rate
 
 
@@ -32,7 +34,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Glance(msgspec.Struct, frozen=True, kw_only=True):
-    """A cell until now. Latencies in seconds over its measured requests, exact; rates of those that ended last."""
+    """A cell until now. Latencies in seconds of its newest measured requests, exact; rates of those that ended last."""
 
     done: int = 0  # measured requests that ended
     planned: int | None = None
@@ -67,8 +69,8 @@ class Watch:
         self._requests = Tail(Path(job.requests_path), from_end=True)
         self._metrics = Samples(folder / "metrics.jsonl", job.cell)
         self._telemetry = Samples(folder / "telemetry.jsonl", job.cell)
-        self._ttft: list[float] = []
-        self._tpot: list[float] = []
+        self._ttft: deque[float] = deque(maxlen=_SHOWN)
+        self._tpot: deque[float] = deque(maxlen=_SHOWN)
         self._failed: Counter[str] = Counter()
         self._done = self._warmup = 0
         self._recent: deque[_Ended] = deque()
@@ -109,7 +111,7 @@ class Watch:
         for line in self._requests.lines():
             try:
                 request = self._decoder.decode(line)
-            except msgspec.DecodeError:
+            except UNDECODABLE:
                 continue
             if request.cell != self._job.cell:
                 continue
@@ -164,11 +166,11 @@ class Watch:
         if load.user != "batch" or load.arrivals is not None:
             return None
         try:
-            with Path(self._job.tickets_path).open("rb") as file:
+            with open_file(self._job.tickets_path) as file:
                 counts = msgspec.json.decode(file.readline())
             out = counts["warmup_taken"] + counts["measured_taken"] - counts["settled"]
             return min(max(int(out), 0), at_once(load))
-        except (OSError, msgspec.DecodeError, KeyError, TypeError):
+        except (OSError, *UNDECODABLE, KeyError, TypeError):
             return None
 
     def _left_s(self, now: float) -> float | None:
@@ -185,10 +187,10 @@ class Watch:
         return max(0.0, (load.requests - self._done) * (now - self._began) / self._done)
 
 
-def _percentiles(values: list[float]) -> tuple[float, float] | None:
+def _percentiles(values: deque[float]) -> tuple[float, float] | None:
     if not values:
         return None
-    p50, p95 = np.percentile(values, [50, 95])
+    p50, p95 = np.percentile(list(values), [50, 95])
     return float(p50), float(p95)
 
 

@@ -1,11 +1,12 @@
 """Drive one cell: Locust as a process of its own, with stock options, watched until it ends."""
 
+import errno
 import json
 import os
 import re
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -15,10 +16,13 @@ import psutil
 from harness import process
 from harness.errors import RunError
 from harness.failures.first import FIRST, mistake_of
+from harness.files import open_file, read_bytes, read_text
 from harness.job import SECRETS_ENV, Job, quiet_sign
-from harness.rundir.manifest import DIED
+from harness.redact import known
+from harness.rundir.manifest import disk_is_full, release_space
 from harness.rundir.records import CUT, Request, read_marks
 from harness.scenario.lengths import most_of
+from harness.scenario.scenario import MAX_USERS
 from harness.serve.ports import free_port
 from harness.workers import AWAITED
 
@@ -66,8 +70,8 @@ class Child(Protocol):
 class LocalChild:
     """Locust as a process of this host."""
 
-    def __init__(self, command: list[str], log_path: Path, secrets: Sequence[str] = ()) -> None:
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", SECRETS_ENV: json.dumps(list(secrets))}
+    def __init__(self, command: list[str], log_path: Path) -> None:
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", SECRETS_ENV: json.dumps(known())}
         with log_path.open("wb") as log:
             self._child = process.start(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
@@ -79,13 +83,16 @@ class LocalChild:
 
 
 def locust_arguments(
-    job: Job, job_path: Path, locustfile: Path, url: str, ui: tuple[str, int] | None = None
+    job: Job, given: Path | str, locustfile: Path, url: str, ui: tuple[str, int] | None = None
 ) -> list[str]:
-    """Stock Locust arguments of a cell: headless, or with the web UI at an address and port."""
+    """Stock Locust arguments of a cell: headless, or with the web UI at an address and port.
+
+    `given`: how Locust gets the job, by its file or as its text.
+    """
     load = job.load
-    arguments = ["-f", str(locustfile), "--host", url, "--job", str(job_path)]
+    arguments = ["-f", str(locustfile), "--host", url, "--job", str(given)]
     arguments += ["--headless"] if ui is None else ["--web-host", ui[0], "--web-port", str(ui[1])]
-    rate = load.users / max(load.ramp_s, 0.001)
+    rate = min(load.users / max(load.ramp_s, 0.001), MAX_USERS)
     # What a form proposes is read: more would make Locust warn of it, and all users are there in the wink of an eye.
     arguments += ["--users", str(load.users), "--spawn-rate", f"{rate if ui is None else min(rate, PROPOSED_RATE):g}"]
     arguments += ["--only-summary", "--exit-code-on-error", "0"]  # failed requests are results; verdicts come later
@@ -110,8 +117,9 @@ def drive(
 ) -> Driven:
     """Run a cell's load to its end.
 
-    `alive` is asked all the time whether the server lives; when it says why not, the load is ended.
-    Raises RunError when Locust itself could not run, such as for a locustfile that fails to import.
+    `alive` is asked all the time whether the server lives; when it says why the load must end, it is ended.
+    Raises RunError when Locust itself could not run, such as for a locustfile that fails to import, and OSError when
+    the disk is full.
     """
     started = time.time()
     child = start()
@@ -163,9 +171,12 @@ def _watch(
     last_change = last_quiet = last_look = begin
     quiet, sign_ns = quiet_sign(job.tickets_path), 0
     while child.poll() is None:
+        if disk_is_full(folder := Path(job.requests_path).parent):
+            release_space(folder, half=True)  # for the records that the load processes still hold
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), job.requests_path)
         dead = alive()
         if dead is not None:
-            return [f"{DIED}: {dead}"]
+            return [dead]
         before = counter.lines
         counter.update()
         now = time.monotonic()
@@ -247,7 +258,7 @@ class LineCounter:
     def update(self) -> None:
         if not self.path.exists():
             return
-        with self.path.open("rb") as file:
+        with open_file(self.path) as file:
             file.seek(self.offset)
             new = file.read()
         self.offset += len(new)
@@ -309,14 +320,14 @@ def awaited_workers(path: Path) -> str:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return read_text(path, errors="replace").splitlines()
     except OSError:
         return []
 
 
 def exceptions_in(path: Path) -> int:
     """How many tracebacks a log has."""
-    return path.read_bytes().count(b"\nTraceback ") if path.exists() else 0
+    return read_bytes(path).count(b"\nTraceback ") if path.exists() else 0
 
 
 def last_exception(path: Path) -> str | None:

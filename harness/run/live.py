@@ -1,24 +1,37 @@
-"""Live load: a scenario's server with Locust's web UI in front of it, until Ctrl-C."""
+"""Live load: a scenario's server with Locust's web UI in front of it, until Ctrl-C, or printed for Docker Compose."""
 
+import os
 import time
 from pathlib import Path
 
 import msgspec
+from rich.console import Console
 
+from harness import paths
 from harness.errors import HarnessError, Mistakes, RunError, ServerError
+from harness.job import Job, text_of
 from harness.prepare.experiment import Experiment, load_name, server_name
 from harness.prepare.preflight import preflight
 from harness.report.words import SIMULATED
-from harness.run.drive import GRACE_S, tail
+from harness.run.drive import GRACE_S, locust_arguments, tail
 from harness.run.progress import Progress
 from harness.run.run import endpoint_of, generator, make_job, watched
-from harness.run.running import begin, finish
+from harness.run.running import Running, begin, finish
+from harness.rundir.manifest import disk_is_full
 from harness.scenario.check_syntax import parse_check, slos_key
+from harness.scenario.mixes import mix_of
 from harness.scenario.plan import plan
+from harness.scenario.scenario import SERVER_TOKENIZER, locustfile_of
+from harness.scenario.stages import staged
+from harness.serve import compose_document, upstream_of
+from harness.serve.docker.generator import IMAGE, files_needed, in_image
 from harness.serve.ports import is_free
 
 UI_HOST = "127.0.0.1"
 INTERVAL_S = 1.0
+_RECORDS = "/records"  # in the container
+_TICKETS = "/dev/shm"  # in the container; the containers of the service `worker` have that of `locust`
+_MAX_ARGUMENT = 128 * 1024  # bytes of one argument with its end: MAX_ARG_STRLEN of Linux, execve(2)
 
 
 def live(
@@ -40,20 +53,7 @@ def live(
     wrong.refuse()
     slos = slos_for(experiment.scenario.checks, cell_server, cell_load)
     # The UI belongs to this host, whatever the scenario says about its measured runs.
-    # The person decides what is sent and when it ends, so nothing is planned and nothing is checked.
-    free = msgspec.structs.replace(experiment.scenario.loads[cell_load], requests=None, duration_s=None)
-    scenario = msgspec.structs.replace(
-        experiment.scenario,
-        servers={cell_server: experiment.scenario.servers[cell_server]},
-        loads={cell_load: free},
-        baseline=None,
-        compare=[],
-        checks=[],
-        repeats=1,
-        generator="process",
-    )
-    experiment = msgspec.structs.replace(experiment, scenario=scenario)
-    experiment = preflight(experiment, progress.line)
+    experiment = preflight(_alone(experiment, cell_server, [cell_load], endless=True), progress.line)
     cell = plan(experiment.scenario)[0]
     running, manifest = begin(experiment, [cell], runs, progress)
     try:
@@ -69,9 +69,13 @@ def live(
                     progress.line(f"LLM numbers, live: the tab LLM there, and http://{UI_HOST}:{port}/llm")
                     progress.stage("serving; Ctrl-C takes everything down")
                     while child.poll() is None:
+                        if disk_is_full(running.folder):
+                            raise RunError(
+                                f"{running.folder}: the disk is full", next_step="Make room, and start it again."
+                            )
                         dead = endpoint.check_alive()
                         if dead is not None:
-                            raise ServerError(f"the server died: {dead}")
+                            raise ServerError(dead)
                         time.sleep(0.5)
                 finally:
                     code = child.stop(GRACE_S)
@@ -80,6 +84,181 @@ def live(
         finish(running.folder, manifest, "live", ["a live load, steered by hand, is not judged"])
         if (running.folder / "requests.jsonl").stat().st_size:
             progress.line(f"What was sent is recorded: harness report {running.folder}")
+
+
+def _alone(experiment: Experiment, server: str, loads: list[str], *, endless: bool) -> Experiment:
+    """The experiment with one server and these loads, once, without checks.
+
+    `endless`: a person decides what is sent and when it ends, so nothing is planned.
+    """
+    scenario = experiment.scenario
+    kept = {name: scenario.loads[name] for name in loads}
+    if endless:
+        kept = {name: msgspec.structs.replace(load, requests=None, duration_s=None) for name, load in kept.items()}
+    scenario = msgspec.structs.replace(
+        scenario,
+        servers={server: scenario.servers[server]},
+        loads=kept,
+        mixes={},
+        baseline=None,
+        compare=[],
+        checks=[],
+        repeats=1,
+        generator="process",
+    )
+    return msgspec.structs.replace(experiment, scenario=scenario)
+
+
+def compose_file(
+    experiment: Experiment,
+    server: str | None = None,
+    load: str | None = None,
+    *,
+    ui_port: int = 8089,
+    workers: int = 0,
+    records: Path | None = None,
+    headless: bool = False,
+) -> str:
+    """Return the Compose file of a server with a load generator in front of it that sends one load of the scenario.
+
+    With the web UI, a user starts and stops the load. `headless` sends all of it, as one repeat of a run would, and
+    exits. `records`: folder of this host for the request records. `workers`: containers that send the load; 0: the one
+    with the UI does. Raises HarnessError, with all that such a file cannot express.
+    """
+    wrong = Mistakes()
+    with wrong.noted():
+        name = server_name(experiment, server)
+    with wrong.noted():
+        names = _loads_of(experiment, load, headless=headless)
+    with wrong.noted():
+        if experiment.scenario.prompts.tokenizer == SERVER_TOKENIZER:
+            raise HarnessError(
+                f"prompts.tokenizer: '{SERVER_TOKENIZER}' needs the running server before the load starts",
+                next_step="Name a local tokenizer.json, or use `harness run`.",
+            )
+    with wrong.noted():
+        if headless and workers:
+            raise HarnessError(
+                "--workers: goes with the web UI only",
+                next_step="Use `processes` of the load for several load processes, or `harness run --workers`.",
+            )
+    with wrong.noted():
+        if headless and records is None:
+            raise HarnessError(
+                "--headless: needs --records, or the measurement is lost", next_step="Give --records FOLDER."
+            )
+    with wrong.noted():
+        if records is not None and not records.is_dir():
+            raise HarnessError(f"--records: {records} is not a folder", next_step="Create it first.")
+    wrong.refuse()
+    upstream = upstream_of(experiment.scenario, name)
+    slos = slos_for(experiment.scenario.checks, name, names[0])
+    folder = Path(_RECORDS)
+    one = Running("compose", folder, _alone(experiment, name, names, endless=not headless), Progress(Console()))
+    jobs = [
+        msgspec.structs.replace(
+            make_job(one, cell, None),
+            run="",
+            model=upstream.model,
+            simulated=upstream.simulated,
+            slos=slos,
+            requests_path=os.devnull if records is None else f"{_RECORDS}/requests.jsonl",
+            processes_path=os.devnull if records is None else f"{_RECORDS}/processes.jsonl",
+            tickets_path=f"{_TICKETS}/{cell.id}.tickets",
+        )
+        for cell in plan(one.scenario)
+    ]
+    job = msgspec.structs.replace(jobs[0], then=jobs[1:])
+    locustfile = locustfile_of(job.load, experiment.folder, paths.LOCUSTFILES)
+    text, file = _argument(job), in_image(locustfile)
+    sending = msgspec.structs.replace(job, load=msgspec.structs.replace(job.load, processes=1)) if workers else job
+    command = ["locust", *locust_arguments(sending, text, file, upstream.url, None if headless else ("0.0.0.0", 8089))]
+    files = files_needed(job, locustfile)
+    key, whole = experiment.scenario.api_key_env, staged(names[0]) or names[0]
+    return compose_document(
+        experiment.scenario,
+        name,
+        {
+            "image": IMAGE,
+            "command": _literal([*command, *(["--master"] if workers else [])]),
+            "worker_command": _literal(
+                ["locust", "-f", str(file), "--job", text, "--worker", "--master-host", "locust"]
+            ),
+            "environment": {"HOME": "/tmp", **({key: f"${{{key}}}"} if key else {})},
+            "files": _literal(files),
+            "records": None if records is None else _literal([str(records.resolve())])[0],
+            # Files and folder may be readable by their owner only.
+            "user": f"{os.getuid()}:{os.getgid()}" if files or records else None,
+            "ui_port": None if headless else ui_port,
+            "workers": workers,
+            "waits_for": upstream.service,
+        },
+        [
+            f"The server '{name}' and the load '{whole}' of {experiment.path.name}, printed by `harness compose`.",
+            *_how_to(headless, upstream.prepared),
+            f"The image {IMAGE} is made by `make image`. ${{NAME}} is taken from your shell.",
+            *([f"Records are appended to {records.resolve()}/requests.jsonl"] if records else []),
+            *([] if headless else [f"Locust: http://{UI_HOST}:{ui_port}"]),
+        ],
+    )
+
+
+def _how_to(headless: bool, prepared: bool) -> list[str]:
+    """How to use a Compose file. `prepared`: a service ends before the server starts, at which `up` would end all."""
+    if not headless:
+        return [
+            "Save it as compose.yaml, then: docker compose up",
+            "A user starts and stops the load in the web UI: `requests` and `duration_s` do not apply.",
+        ]
+    command = "run --rm locust" if prepared else "up --exit-code-from locust"
+    return [
+        f"Save it as compose.yaml, then: docker compose {command}; docker compose down",
+        "It sends the load once. `harness run` repeats it and gives verdicts.",
+    ]
+
+
+def _loads_of(experiment: Experiment, given: str | None, *, headless: bool) -> list[str]:
+    """The load that a Compose file is to send, or its stages. Raises HarnessError."""
+    loads = experiment.scenario.loads
+    whole = list(dict.fromkeys(staged(name) or name for name in loads if mix_of(name) is None))
+    if given is None and len(whole) > 1:
+        raise HarnessError(
+            f"--load: required, because the scenario has {len(whole)} loads and the file sends one",
+            next_step=f"Give --load {' or --load '.join(whole)}.",
+        )
+    name = whole[0] if given is None else given
+    stages = [one for one in loads if staged(one) == name]
+    if not stages:
+        return [load_name(experiment, name)]
+    if not headless:
+        raise HarnessError(
+            f"loads.{name}.stages: the web UI has one number of users",
+            next_step=f"Give --load {' or --load '.join(stages)}, or --headless to send all of them.",
+        )
+    return stages
+
+
+def _argument(job: Job) -> str:
+    """The job as an argument of Locust. Raises HarnessError for one that no command line holds."""
+    text = text_of(job)
+    if len(text.encode()) < _MAX_ARGUMENT:
+        return text
+    sizes = {
+        "prompts.tokenizer": len(job.words),
+        "prompts.tokens": len(job.prompt_lengths),
+        f"loads.{job.load_name}.output_tokens": len(job.output_lengths),
+    }
+    where = max(sizes, key=lambda key: sizes[key])
+    raise HarnessError(
+        f"{where}: too large for a Compose file: the load takes {len(text.encode()):,} bytes, and one argument of a "
+        f"command can have {_MAX_ARGUMENT - 1:,}",
+        next_step="Use `harness run`, or a shorter list.",
+    )
+
+
+def _literal(texts: list[str]) -> list[str]:
+    """Texts in which Compose must not replace `$NAME`."""
+    return [text.replace("$", "$$") for text in texts]
 
 
 def slos_for(checks: list[str], server: str, load: str) -> str:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.job import Job
+from harness.redact import without
 from harness.run.cell_progress import Glance, Watch
 from harness.run.drive import Count
 from harness.scenario.plan import Cell
@@ -52,7 +53,7 @@ class Progress:
 
     def line(self, text: str) -> None:
         """A line that stays."""
-        self.console.print(text, soft_wrap=True)
+        self.console.print(without(text, words=False), soft_wrap=True)
 
     def cell(self, number: int, cells: int, cell: Cell, left_s: float | None) -> None:
         """The next cell begins; `left_s` is the estimate of the time for it and all that follow."""
@@ -64,7 +65,7 @@ class Progress:
     def stage(self, text: str) -> None:
         """What is being done for the current cell, such as pulling an image."""
         self._watch = self._glance = None
-        self._show(": ".join(part for part in (self.head, text) if part))
+        self._show(": ".join(part for part in (self.head, without(text, words=False)) if part))
 
     def load(self, job: Job, folder: Path) -> None:
         """The load of the current cell begins: from now on `count` shows what its files say."""

@@ -1,6 +1,7 @@
 """The one orchestrator: serve, drive and record every cell of a scenario, and leave a run directory."""
 
 import contextlib
+import errno
 import sys
 import threading
 import time
@@ -12,24 +13,25 @@ from pathlib import Path
 import msgspec
 
 from harness import paths
-from harness.errors import HarnessError
+from harness.errors import HarnessError, RunError
 from harness.job import Job, warm_sign, write_job
 from harness.machine.facts import gpu_memory
 from harness.machine.sampler import Sampler
 from harness.prepare.experiment import Experiment
 from harness.prepare.preflight import preflight
 from harness.prepare.prompt_words import counted_words
-from harness.run.drive import Child, Count, Driven, LocalChild, drive, locust_arguments
+from harness.process import refuse_too_few_files
+from harness.run.drive import Child, Count, Driven, LineCounter, LocalChild, drive, locust_arguments
 from harness.run.offline import offline_cell
 from harness.run.progress import Progress
 from harness.run.running import Running, begin, finish
-from harness.rundir.manifest import DIED, CellRun, Status, write_run
+from harness.rundir.manifest import CUT_OFF, DIED, CellRun, Run, Status, release_space, write_run
 from harness.rundir.metrics import Scraper
 from harness.scenario.mixes import mix_of
 from harness.scenario.plan import Cell, at_once, plan
-from harness.scenario.scenario import Warmup, locustfile_of, warmup_of, wave_of
+from harness.scenario.scenario import Warmup, connections_per_process, locustfile_of, warmup_of, wave_of
 from harness.serve import Endpoint, attach, is_offline, serve
-from harness.serve.docker.generator import ContainerChild
+from harness.serve.docker.generator import ContainerChild, in_image
 from harness.serve.telemetry_source import source_of
 from harness.units import count
 from harness.workers import Workers
@@ -46,14 +48,12 @@ def run(experiment: Experiment, runs: Path, progress: Progress) -> Path:
     ServerError when a server does not become ready, RunError when the load cannot be driven, KeyboardInterrupt
     after everything was taken down.
     """
+    if experiment.scenario.generator == "process" and experiment.workers is None:
+        refuse_too_few_files(max(map(connections_per_process, experiment.scenario.loads.values())))
     experiment = preflight(experiment, progress.line)
     cells = plan(experiment.scenario)
     running, manifest = begin(experiment, cells, runs, progress)
     folder = running.folder
-    progress.line(f"Run {running.id}: {count(len(cells), 'cell')}. Records go to {folder}")
-    if experiment.workers is not None:
-        who = ", ".join(experiment.workers.names) or f"{experiment.workers.machines} machines"
-        progress.line(f"Workers: {who}. On each of them: {experiment.workers.command}")
     known: dict[str, CellRun] = {}
 
     def note(*cell_runs: CellRun) -> None:
@@ -63,22 +63,42 @@ def run(experiment: Experiment, runs: Path, progress: Progress) -> Path:
         write_run(folder, manifest)
 
     try:
+        progress.line(f"Run {running.id}: {count(len(cells), 'cell')}. Records go to {folder}")
+        if experiment.workers is not None:
+            who = ", ".join(experiment.workers.names) or f"{experiment.workers.machines} machines"
+            progress.line(f"Workers: {who}. On each of them: {experiment.workers.command}")
         with progress.live():
             for cell_run in _cells(running, cells, note):
                 note(cell_run)
-    except BaseException as error:
+    except BaseException as raised:
+        error = _disk_error(raised, manifest, folder) or raised
         finish(folder, manifest, *_how_it_ended(error))
         left = f"What was measured until then: harness report {folder}"
         if (folder / "requests.jsonl").stat().st_size == 0:
-            raise
+            raise error from None
         if isinstance(error, HarnessError):
             error.next_step = f"{error.next_step} {left}".strip()
         if isinstance(error, KeyboardInterrupt):
             with contextlib.suppress(OSError):  # nobody reads it any more
                 progress.line(left)
-        raise
+        raise error from None
     finish(folder, manifest)
     return folder
+
+
+def _disk_error(error: BaseException, manifest: Run, folder: Path) -> RunError | None:
+    """What a full disk, or a limit of it, has cost; None for any other error."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return None
+    release_space(folder, half=True)
+    counter = LineCounter(folder / "requests.jsonl")
+    counter.offset = 0
+    counter.update()
+    return RunError(
+        f"{folder}: the disk is full ({error.strerror}): {len(manifest.ran)} of {count(len(manifest.order), 'cell')} "
+        f"have run, {count(counter.lines, 'request')} recorded; the rest was not measured",
+        next_step="Make room, or give a folder on another disk with --runs DIR, and run it again.",
+    )
 
 
 def _how_it_ended(error: BaseException) -> tuple[Status, list[str]]:
@@ -109,9 +129,9 @@ def _cells(running: Running, cells: list[Cell], note: Note) -> Iterator[CellRun]
             for _, parts in groupby(together, key=at_once):
                 cell, *others = parts
                 if cell is not first:
-                    if endpoint.check_alive() is not None:
-                        # The cell in which it died says why; that not all planned cells ran is said of the run.
-                        progress.line(f"{cell.id} is not run: its server has died")
+                    if (dead := endpoint.check_alive()) is not None:
+                        # That not all planned cells ran is said of the run.
+                        progress.line(f"{cell.id} is not run: {dead}")
                         continue
                     progress.cell(cells.index(cell) + 1, len(cells), cell, None)
                 note(*(_cell_run(each, endpoint, time.time()) for each in [cell, *others]))
@@ -217,8 +237,9 @@ def _cell_run(
 
 def _died_unnoticed(endpoint: Endpoint, driven: Driven) -> list[str]:
     """That the server has died since the load last looked, unless it is told already."""
-    dead = endpoint.look(True).problem
-    return [] if dead is None or any(DIED in problem for problem in driven.problems) else [f"{DIED}: {dead}"]
+    dead = endpoint.check_alive(now=True)
+    told = any(problem.startswith((DIED, CUT_OFF)) for problem in driven.problems)
+    return [] if dead is None or told else [dead]
 
 
 def _by_stage(
@@ -273,12 +294,11 @@ def generator(running: Running, job: Job, endpoint: Endpoint, ui: tuple[str, int
     write_job(job, job_path)
     locustfile = locustfile_of(job.load, running.experiment.folder, paths.LOCUSTFILES)
     if running.scenario.generator == "container":
-        arguments = locust_arguments(job, job_path, locustfile, endpoint.network_url or endpoint.url)
-        return lambda: ContainerChild(
-            running.id, job, arguments, [locustfile], endpoint.network, log_path, endpoint.secrets
-        )
+        url = endpoint.network_url or endpoint.url
+        arguments = locust_arguments(job, job_path, in_image(locustfile), url)
+        return lambda: ContainerChild(running.id, job, arguments, locustfile, endpoint.network, log_path)
     command = [sys.executable, "-m", "locust", *locust_arguments(job, job_path, locustfile, endpoint.url, ui)]
-    return lambda: LocalChild(command, log_path, endpoint.secrets)
+    return lambda: LocalChild(command, log_path)
 
 
 def _workers(running: Running, load: str) -> Workers | None:

@@ -18,12 +18,13 @@ import msgspec
 
 from harness import __version__, paths
 from harness.errors import HarnessError
+from harness.files import read_bytes
 from harness.machine.facts import machine
 from harness.prepare.experiment import Experiment
 from harness.prepare.locustfile import sources_of
 from harness.report import html
 from harness.run.progress import Progress
-from harness.rundir.manifest import Run, Status, write_run
+from harness.rundir.manifest import Run, Status, release_space, reserve_space, write_run
 from harness.scenario.plan import Cell
 from harness.scenario.scenario import Scenario, locustfile_of
 from harness.serve import engine_version
@@ -71,18 +72,6 @@ def begin(experiment: Experiment, cells: list[Cell], runs: Path, progress: Progr
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].rstrip("-") or "run"
     run_id = f"{started:%Y%m%d-%H%M%S}-{slug}-{secrets.token_hex(2)}"
     folder = runs / run_id
-    try:
-        for part in ("jobs", "logs", "compose"):
-            (folder / part).mkdir(parents=True)
-        shutil.copyfile(experiment.path, folder / "scenario.yaml")
-        # Opened before the first request, so that a full or read-only disk is noticed now.
-        for output in ("requests.jsonl", "processes.jsonl", "metrics.jsonl", "telemetry.jsonl"):
-            (folder / output).touch()
-    except OSError as error:
-        raise HarnessError(
-            f"{folder}: the run directory cannot be written ({error.strerror})",
-            next_step="Give a folder that can be written with --runs DIR.",
-        ) from None
     manifest = Run(
         id=run_id,
         status="running",
@@ -102,7 +91,24 @@ def begin(experiment: Experiment, cells: list[Cell], runs: Path, progress: Progr
         computed=experiment.computed,
         workers=experiment.workers,
     )
-    write_run(folder, manifest)
+    try:
+        folder.mkdir(parents=True)
+        write_run(folder, manifest)
+        reserve_space(folder, len(cells))
+        for part in ("jobs", "logs", "compose"):
+            (folder / part).mkdir()
+        (folder / "scenario.yaml").write_bytes(read_bytes(experiment.path))
+        # Opened before the first request, so that a read-only disk is noticed now.
+        for output in ("requests.jsonl", "processes.jsonl", "metrics.jsonl", "telemetry.jsonl"):
+            (folder / output).touch()
+    except BaseException as error:  # nothing was measured: half a run directory helps nobody
+        shutil.rmtree(folder, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
+        raise HarnessError(
+            f"{folder}: the run directory cannot be written ({error.strerror})",
+            next_step="Make room if the disk is full, or give another folder with --runs DIR.",
+        ) from None
     return Running(run_id, folder, experiment, progress), manifest
 
 
@@ -119,9 +125,11 @@ def finish(folder: Path, manifest: Run, status: Status | None = None, reasons: S
     Without one, raises HarnessError when the results cannot be written.
     """
     ended = msgspec.structs.replace(manifest, ended_wall_s=time.time())
+    release_space(folder)
     if status is not None:
         with contextlib.suppress(Exception):
             write_run(folder, msgspec.structs.replace(ended, status=status, reasons=list(reasons)))
+        with contextlib.suppress(Exception):
             _write_results(folder, summarize(folder))
         return
     try:
@@ -160,7 +168,7 @@ def _versions() -> dict[str, str]:
 
 def _digest(files: Sequence[Path]) -> str:
     # By content: where the files are must not change it.
-    return hashlib.sha256(b"".join(sorted(path.read_bytes() for path in files))).hexdigest()[:16]
+    return hashlib.sha256(b"".join(sorted(read_bytes(path) for path in files))).hexdigest()[:16]
 
 
 def _git_commit() -> str | None:

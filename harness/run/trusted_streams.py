@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from harness import __version__, paths
+from harness.files import UNDECODABLE, read_bytes
 from harness.scenario.scenario import Scenario, at_once
 from harness.units import count
 
@@ -54,8 +55,8 @@ def notes(scenario: Scenario) -> list[str]:
 def _read(processes: int) -> Trusted | None:
     """None: never calibrated, or on another machine or with another version."""
     try:
-        found = msgspec.json.decode(_path(processes).read_bytes(), type=Trusted)
-    except (OSError, msgspec.DecodeError):
+        found = msgspec.json.decode(read_bytes(_path(processes)), type=Trusted)
+    except (OSError, *UNDECODABLE):
         return None
     return found if (found.host, found.version) == (socket.gethostname(), __version__) else None
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from harness.errors import HarnessError
+from harness.files import UNDECODABLE, open_file
 from harness.rundir.records import Request
 
 BLOCK_BYTES = 16 * 2**20
@@ -34,7 +35,7 @@ class Block(msgspec.Struct, frozen=True):
     end: int
 
     def lines(self) -> Iterator[bytes]:
-        with open(self.path, "rb") as file:
+        with open_file(self.path) as file:
             file.seek(self.start)
             left = self.end - self.start
             for line in file:
@@ -57,7 +58,7 @@ def blocks_of(path: Path, block_bytes: int | None = None) -> list[Block]:
         return []
     size = path.stat().st_size
     places = [0]
-    with path.open("rb") as file:
+    with open_file(path) as file:
         for place in range(block_bytes or BLOCK_BYTES, size, block_bytes or BLOCK_BYTES):
             file.seek(place - 1)  # a block that ends with its line ends there
             file.readline()
@@ -74,7 +75,7 @@ def requests_in(block: Block, lines: Lines) -> Iterator[Request]:
         lines.count += 1
         try:
             yield decode(line)
-        except msgspec.DecodeError:
+        except UNDECODABLE:
             lines.damaged.append(lines.count)
 
 

@@ -1,17 +1,25 @@
 """The run's manifest, run.json: written first with status `running`, after every cell, and last with the verdict."""
 
+import contextlib
+import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct, to_builtins
 from msgspec.structs import replace
 
 from harness.errors import HarnessError
-from harness.rundir.files import pretty_json, read_json, replace_file
-from harness.rundir.records import FORMAT_VERSION
+from harness.files import pretty_json, read_json, replace_file
+from harness.redact import without
+from harness.rundir.records import FORMAT_VERSION, Seconds, Whole
 from harness.scenario.scenario import Scenario
 from harness.workers import Workers
 
+RESERVE = "reserve"  # a file of the run directory, while the run goes on
+RESERVED_BYTES = 2**19  # for the last records, and as much for the last manifest
+FULL_BYTES = 2**16
+MOST_CELLS = 100_000  # of a plan
+WallSeconds = Annotated[float, Meta(ge=0, le=1e11)]  # Unix time
 Status = Literal["running", "valid", "invalid", "failed", "interrupted", "live"]
 
 
@@ -26,7 +34,7 @@ class Phase(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A step of a server's start, and how long it took. They follow each other without a gap."""
 
     name: str  # one of PHASES
-    seconds: float
+    seconds: Seconds
 
 
 class Startup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -84,6 +92,7 @@ class ServedBy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     contents: Contents | None = None  # of its image
     most_at_once: int | None = None  # requests that it serves at once; more wait before it, not before the engine
     notes: list[str] = []  # on its start, for the reader of its numbers
+    over_ssh: bool = False  # what is sent to it goes through an ssh tunnel
     restarts: int = 0
     oom_killed: bool = False
     exit_code: int | None = None  # set when it died before it was stopped
@@ -98,7 +107,8 @@ class GpuMemory(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     total_bytes: int
 
 
-DIED = "the server died during the load"  # begins the problem that says so
+DIED = "the server died during the load"  # begins the problem that says so ...
+CUT_OFF = "the server could not be reached any more"  # ... and this one, that it may still live
 
 
 class CellRun(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -107,9 +117,9 @@ class CellRun(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     id: str
     server: str
     load: str
-    repeat: int
-    started_wall_s: float
-    ended_wall_s: float | None = None  # None: it had not come to its end when this was written
+    repeat: Whole
+    started_wall_s: WallSeconds
+    ended_wall_s: WallSeconds | None = None  # None: it had not come to its end when this was written
     served_by: ServedBy
     gpu_memory_before: list[GpuMemory] = []  # just before the server was started; not for one that already ran
     problems: list[str] = []  # why this cell cannot be trusted, as seen while it ran
@@ -144,7 +154,7 @@ class Origin(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     tool: str
     version: str | None = None  # None: its files do not say
     files: dict[str, str]  # SHA-256 by name
-    imported_wall_s: float
+    imported_wall_s: WallSeconds
     importer: str  # version of the harness that read them
     definitions: dict[str, str] = {}  # by field of a summary's numbers, where it is not ours
     missing: dict[str, str] = {}  # by field of a summary's numbers: why it is not known
@@ -165,9 +175,9 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     id: str
     status: Status
     reasons: list[str] = []  # why it is not valid
-    started_wall_s: float
+    started_wall_s: WallSeconds
     owner: dict[str, str] = {}  # the process that runs it: tells a run that goes on from one that was killed
-    ended_wall_s: float | None = None
+    ended_wall_s: WallSeconds | None = None
     scenario_name: str  # file name without its ending
     scenario: Scenario  # as resolved, defaults filled in
     workload_sha256: str
@@ -194,14 +204,59 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 def write_run(folder: Path, run: Run) -> None:
-    replace_file(folder / "run.json", pretty_json(run))
+    # Whatever a server, an engine or an image said of itself is in it.
+    replace_file(folder / "run.json", pretty_json(without(to_builtins(run), words=False)))
+
+
+def reserve_space(folder: Path, cells: int) -> None:
+    """Reserve space for the last manifest, so that a full disk cannot hide how a run ended. Raises OSError."""
+    with (folder / RESERVE).open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, 2 * RESERVED_BYTES + 2**16 * min(cells, 500))
+
+
+def release_space(folder: Path, *, half: bool = False) -> None:
+    """Release what was reserved; `half`: for the last records, and the rest stays for the manifest."""
+    path = folder / RESERVE
+    with contextlib.suppress(OSError):
+        os.truncate(path, path.stat().st_size // 2) if half else path.unlink()
+
+
+def disk_is_full(folder: Path) -> bool:
+    """Whether the file system of a run directory has no space left. One that does not report its size is not full."""
+    found = os.statvfs(folder)
+    free = found.f_bfree if os.geteuid() == 0 else found.f_bavail
+    return found.f_blocks > 0 and free * found.f_frsize < FULL_BYTES
 
 
 def read_run(folder: Path) -> Run:
     """The manifest of a run directory. Raises HarnessError that says what is wrong with it."""
     try:
-        return read_json(folder / "run.json", Run, FORMAT_VERSION)
-    except OSError:
+        return read_json(folder / "run.json", Run, FORMAT_VERSION, contradiction=_contradiction)
+    except FileNotFoundError:
         raise HarnessError(
             f"{folder}: not a run directory (it has no run.json)", next_step="`harness runs` lists the runs."
         ) from None
+    except OSError as error:
+        raise HarnessError(
+            f"{folder / 'run.json'}: cannot be read ({error.strerror})", next_step="`harness runs` lists the runs."
+        ) from None
+
+
+def _contradiction(run: Run) -> tuple[str, str] | None:
+    """What no run can be, and the path of it in run.json."""
+    scenario = run.scenario
+    for name, parts in (("servers", scenario.servers), ("loads", scenario.loads)):
+        if not parts:
+            return "at least one is needed", f"$.scenario.{name}"
+    if (planned := len(scenario.servers) * len(scenario.loads) * scenario.repeats) > MOST_CELLS:
+        return f"a plan of {planned:,} cells; at most {MOST_CELLS:,} are read", "$.scenario"
+    names: set[str] = set()
+    for place, cell in enumerate(run.cells):
+        if cell.server not in scenario.servers:
+            return f"the scenario has no server '{cell.server}'", f"$.cells[{place}].server"
+        if cell.load not in scenario.loads:
+            return f"the scenario has no load '{cell.load}'", f"$.cells[{place}].load"
+        if cell.id in names:
+            return f"the cell '{cell.id}' is there twice", f"$.cells[{place}].id"
+        names.add(cell.id)
+    return None

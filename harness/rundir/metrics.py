@@ -17,6 +17,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 
@@ -24,62 +25,63 @@ import msgspec
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from harness.rundir.files import read_lines
+from harness.engines import engines
+from harness.files import read_lines
+from harness.rundir.records import Number, Seconds
 from harness.rundir.samples import append_sample, by_cell
 from harness.summary import ServerLoad
 from harness.trust import open_session
 
-# vLLM's names of release 0.10 and later, then older ones, then llama.cpp's. The embedded engine uses vLLM's.
-NAMES = {
-    "running": ("vllm:num_requests_running", "llamacpp:requests_processing", "lemonade_llamacpp_requests_processing"),
-    "waiting": ("vllm:num_requests_waiting", "llamacpp:requests_deferred", "lemonade_llamacpp_requests_deferred"),
-    "kv_usage": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "llamacpp:kv_cache_usage_ratio"),
-    "preemptions": ("vllm:num_preemptions_total",),
-    "prompt_tokens": (
-        "vllm:prompt_tokens_total", "llamacpp:prompt_tokens_total", "lemonade_llamacpp_prompt_tokens_total",
-    ),
-    "generated_tokens": (
-        "vllm:generation_tokens_total", "llamacpp:tokens_predicted_total", "lemonade_llamacpp_tokens_predicted_total",
-    ),
-    "prefix_queries": (
-        "vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total",
-    ),
-    "prefix_hits": ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
-    "started_s": ("process_start_time_seconds",),
-}  # fmt: skip
+KEYS = (
+    "running", "waiting", "kv_usage", "preemptions", "prompt_tokens", "generated_tokens", "prefix_queries",
+    "prefix_hits", "started_s",
+)  # fmt: skip
 COUNTERS = ("preemptions", "prompt_tokens", "generated_tokens", "prefix_queries", "prefix_hits")
 _NOT_SUMMED = ("kv_usage", "started_s")  # over engines (data parallel): the most of any
 
+_MOST = 2.0**53  # beyond this a float does not count
 _SAME_START_S = 0.5  # a restarted server needs longer than that
 
 
 class MetricsSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One line of metrics.jsonl."""
 
-    wall_s: float  # when the server was asked
+    wall_s: Seconds  # when the server was asked
     cell: str
-    values: dict[str, float]  # what the server has of NAMES
+    values: dict[str, Number]  # what the server has of KEYS
 
 
 def parse(text: str) -> dict[str, float]:
-    """The values of NAMES in a text of the Prometheus format; of several names the first that is there.
+    """The values of KEYS in a text of the Prometheus format; of several names the first that is there.
 
     Raises ValueError for anything else than that format, such as HTML.
     """
     found: dict[str, list[float]] = defaultdict(list)
-    known = set(itertools.chain.from_iterable(NAMES.values()))
-    for family in text_string_to_metric_families(text):
+    names_of = _names()
+    known = set(itertools.chain.from_iterable(names_of.values()))
+    try:
+        families = list(text_string_to_metric_families(text))
+    except (ArithmeticError, LookupError, TypeError) as error:  # what its parser makes of some other texts
+        raise ValueError(f"no metrics ({type(error).__name__})") from None
+    for family in families:
         for sample in family.samples:
             # A counter may come without its suffix, depending on the version of the exporter.
             name = sample.name if sample.name in known else f"{sample.name}_total"
-            if name in known and sample.value == sample.value:  # NaN: not known yet
+            if name in known and 0 <= sample.value <= _MOST:  # NaN: not known yet
                 found[name].append(float(sample.value))
     values = {}
-    for key, names in NAMES.items():
+    for key, names in names_of.items():
         numbers = next((found[name] for name in names if name in found), None)
         if numbers is not None:
             values[key] = max(numbers) if key in _NOT_SUMMED else sum(numbers)
     return values
+
+
+@cache
+def _names() -> dict[str, list[str]]:
+    """By key what servers call it: the engines' names, and one that all of them may have."""
+    found = {key: [name for engine in engines() for name in engine.metrics.get(key, [])] for key in KEYS}
+    return {**found, "started_s": ["process_start_time_seconds"]}
 
 
 class Scraper:
@@ -143,8 +145,9 @@ class Scraper:
         if not isinstance(self.source, str):
             return self.source()
         response = self._session.get(self.source, timeout=min(5.0, max(1.0, self._interval_s)))
-        response.raise_for_status()
-        return response.text
+        if response.status_code != 200:
+            raise OSError(f"HTTP {response.status_code}")
+        return response.content.decode("utf-8", "replace")
 
     def _keep_scraping(self) -> None:
         due = time.monotonic() + self._interval_s

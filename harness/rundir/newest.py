@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from harness.files import UNDECODABLE, open_file
+
 _FRESH_S = 6.0  # an older sample says nothing of now
 _MOST_BYTES = 4_000_000  # of one look; with more than that, the oldest are left out
 
@@ -23,17 +25,14 @@ class Tail:
 
     def lines(self) -> list[bytes]:
         try:
-            file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            with open_file(self.path) as file:
+                skipped = os.fstat(file.fileno()).st_size - self._offset - _MOST_BYTES
+                if skipped > 0:
+                    self._offset += skipped
+                    self._torn = b""
+                new = os.pread(file.fileno(), _MOST_BYTES, self._offset)
         except OSError:
             return []
-        try:
-            skipped = os.fstat(file).st_size - self._offset - _MOST_BYTES
-            if skipped > 0:
-                self._offset += skipped
-                self._torn = b""
-            new = os.pread(file, _MOST_BYTES, self._offset)
-        finally:
-            os.close(file)
         self._offset += len(new)
         whole, end, rest = (self._torn + new).rpartition(b"\n")
         self._torn = rest
@@ -61,7 +60,7 @@ class Samples:
     def _decoded(self, line: bytes) -> dict[str, Any] | None:
         try:
             sample = msgspec.json.decode(line)
-        except msgspec.DecodeError:
+        except UNDECODABLE:
             return None
         known = isinstance(sample, dict) and isinstance(sample.get("wall_s"), float)
         return sample if known and self._cell in (None, sample.get("cell")) else None

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from harness.errors import HarnessError
-from harness.rundir.files import read_json
+from harness.files import read_json
 from harness.rundir.manifest import Origin, RowOrigin, Run
 from harness.summary import NO_SAMPLE, Distribution, Numbers, Row
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from harness.rundir.files import read_lines
+from harness.files import read_lines
+from harness.rundir.records import Number, Seconds, Whole
 from harness.rundir.samples import by_cell
 from harness.summary import GpuLoad, MachineLoad, median_of_known
 
@@ -31,42 +32,42 @@ Series = list[tuple[float, float]]  # time, value
 class GpuSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """One GPU at one moment."""
 
-    busy_percent: float | None = None
-    memory_busy_percent: float | None = None
-    vram_used_bytes: int | None = None
-    gtt_used_bytes: int | None = None
-    power_w: float | None = None
+    busy_percent: Number | None = None
+    memory_busy_percent: Number | None = None
+    vram_used_bytes: Whole | None = None
+    gtt_used_bytes: Whole | None = None
+    power_w: Number | None = None
     package: bool = False  # the power is that of an APU's whole package, its CPU included
-    temperatures_c: dict[str, float] = {}  # by the driver's label: edge, junction, mem
-    clock_mhz: float | None = None
-    memory_clock_mhz: float | None = None
+    temperatures_c: dict[str, Number] = {}  # by the driver's label: edge, junction, mem
+    clock_mhz: Number | None = None
+    memory_clock_mhz: Number | None = None
     # What limited its clocks since the last sample, and for which part of that time; {}: nothing. Kinds: "heat",
     # "prochot" (a signal from outside, such as the power supply), "power", "current".
-    held_back: dict[str, float] | None = None
-    energy_j: float | None = None  # a counter, since an unknown moment
+    held_back: dict[str, Number] | None = None
+    energy_j: Number | None = None  # a counter, since an unknown moment
 
 
 class HostSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """The machine that the server is on."""
 
-    cpu_busy: float | None = None  # 0 to 1 of all cores, since the last sample
-    memory_available_bytes: int | None = None
+    cpu_busy: Number | None = None  # 0 to 1 of all cores, since the last sample
+    memory_available_bytes: Whole | None = None
 
 
 class ContainerSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """The server's container."""
 
-    cpu_cores: float | None = None  # how many cores it kept busy since the last sample
-    memory_bytes: int | None = None  # without page cache that can be dropped, as `docker stats` counts
-    listen_overflows: int | None = None  # ListenOverflows of its network namespace: a counter since its start
+    cpu_cores: Number | None = None  # how many cores it kept busy since the last sample
+    memory_bytes: Whole | None = None  # without page cache that can be dropped, as `docker stats` counts
+    listen_overflows: Whole | None = None  # ListenOverflows of its network namespace: a counter since its start
 
 
 class TelemetrySample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
     """One line of telemetry.jsonl."""
 
-    wall_s: float  # when reading began; through a container: when the reading arrived
+    wall_s: Seconds  # when reading began; through a container: when the reading arrived
     cell: str
-    took_s: float | None = None  # how long reading took; None: through a container
+    took_s: Number | None = None  # how long reading took; None: through a container
     gpus: dict[str, GpuSample] = {}  # by render node, such as renderD128
     host: HostSample | None = None
     container: ContainerSample | None = None

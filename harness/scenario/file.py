@@ -9,10 +9,13 @@ from typing import Any
 from msgspec import Struct
 
 from harness.errors import HarnessError, ScenarioError, did_you_mean, which_row
+from harness.files import read_text
 from harness.scenario import behaviour, lengths, mixes, stages, structured
 from harness.scenario.check_syntax import misplaced
 from harness.scenario.scenario import SERVER_TOKENIZER, USERS, Arrivals, Load, Prompts, Scenario, Server, Trace, Warmup
 from harness.scenario.strict import decode, load_yaml, where
+
+MOST_BYTES = 2**18  # of a scenario: YAML is read at about 100 kB a second
 
 
 class Read(Struct, frozen=True):
@@ -38,7 +41,7 @@ def load_scenario(path: Path) -> Scenario:
 def read_scenario(path: Path) -> Read:
     """As `load_scenario`, for who adds problems of its own. Raises what leaves nothing to look at."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, most=MOST_BYTES)
     except OSError as error:
         raise HarnessError(
             f"{path}: the scenario cannot be read ({error.strerror})",
@@ -281,7 +284,7 @@ def _file_problems(prompts: Prompts, folder: Path) -> list[str]:
     path = folder / prompts.file
     if not path.is_file():
         return [f"$.prompts.file: there is no file {prompts.file} beside the scenario"]
-    if not path.read_text(encoding="utf-8", errors="replace").strip():
+    if not read_text(path, errors="replace").strip():
         return [f"$.prompts.file: {prompts.file} is empty; one JSON object a line is expected"]
     return []
 

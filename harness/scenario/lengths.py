@@ -10,6 +10,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from harness.errors import BadLines, HarnessError
+from harness.files import read_text
 
 Tokens = Annotated[int, Meta(ge=1, le=1_000_000)]
 # The upper bounds keep a slip of the finger from running for years.
@@ -123,7 +124,7 @@ def in_words(lengths: int | Lengths) -> str:
 def read_pairs(path: Path) -> list[tuple[int, int]]:
     """The lines of a file of lengths; of a line with one number, that is both. Raises HarnessError, file and line."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = read_text(path, "utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise HarnessError(f"{path}: the lengths cannot be read ({error})") from None
     found: list[tuple[int, int]] = []

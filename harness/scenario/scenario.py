@@ -15,6 +15,8 @@ _NAMES = "lower-case letters, digits and '-', at most 40"
 Name = Annotated[str, Meta(pattern=f"^{NAME}$", description=_NAMES)]
 LoadName = Annotated[str, Meta(pattern=f"^{LOAD_NAME}$", description=_NAMES)]
 Count = Annotated[int, Meta(ge=1, le=10_000_000)]
+MAX_USERS = 100_000  # of scenario, command line and web form; each takes 10 KiB and more
+Users = Annotated[int, Meta(ge=1, le=MAX_USERS)]
 VariableName = Annotated[
     str,
     Meta(
@@ -37,13 +39,18 @@ class Gateway(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     variables: dict[str, Any] = {}
 
 
+# What a server's containers may get of their machine that needs consent; harness.serve.compose.consent says why.
+Consent = Literal["docker-socket", "host-files", "host-devices", "host-ipc", "open-port", "privileges"]
+
+
 class Server(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A server to start: a Compose template of compose/ and values for its variables."""
 
     template: str
     variables: dict[str, Any] = {}
     container: bool = True  # false: the embedded engine as a process (template `simulated` only)
-    startup_timeout_s: Positive = 900.0
+    startup_timeout_s: Positive = 1800.0  # a first start downloads, and compiles FP8 for 12 minutes on gfx1151
+    allow: list[Consent] = []
     gateway: Gateway | None = None  # takes the load and passes it on to the server; the metrics are the server's
 
 
@@ -82,7 +89,7 @@ class Trace(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class Stage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """So many users, measured for so long."""
 
-    users: Annotated[int, Meta(ge=1, le=100_000)]
+    users: Users
     for_s: Positive
 
 
@@ -90,7 +97,7 @@ class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Who sends requests, how many, and how long the answers are."""
 
     user: str  # one of USERS, or the path of a locustfile of your own, relative to the scenario
-    users: Annotated[int, Meta(ge=1, le=100_000)] = 1
+    users: Users = 1
     stages: list[Stage] = []  # or a number that changes while the load runs; each is a row LOAD@USERS
     processes: Annotated[int, Meta(ge=1, le=1024)] = 1  # Locust load processes
     requests: Count | None = None  # a fixed amount of work, in requests ...
@@ -131,7 +138,7 @@ class Prompts(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class Warmup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Work sent before the measurement, at the concurrency to come, recorded and marked. One of the first three."""
 
-    requests: Annotated[int, Meta(ge=0)] | None = None
+    requests: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
     duration_s: NotNegative | None = None
     until: Literal["steady"] | None = None  # as long as it takes, by the rule of harness.scenario.steady
     within: Annotated[float, Meta(gt=0, le=1)] = 0.05  # steady: how far windows may differ
@@ -157,7 +164,7 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A question about LLM servers and the experiment that answers it."""
 
     version: Literal[1]
-    question: str
+    question: Annotated[str, Meta(max_length=10_000, description="a text of at most 10,000 characters is expected")]
     model: str  # as the server knows it
     servers: dict[Name, Server]
     loads: dict[LoadName, Load]
@@ -212,6 +219,11 @@ def at_once(load: Load) -> int:
     if load.user == "agent":
         return load.users * max(1, (load.agent or Agent()).sub_agents)
     return load.users * ((load.in_flight or load.batch_size or 1) if load.user == "batch" else 1)
+
+
+def connections_per_process(load: Load) -> int:
+    """The most connections that one of its load processes has open to send it."""
+    return -(-at_once(load) // load.processes)
 
 
 def locustfile_of(load: Load, folder: Path, shipped: Path) -> Path:

@@ -13,11 +13,13 @@ from typing import Any, TypeVar
 import msgspec
 import yaml
 
-from harness.errors import did_you_mean
+from harness.errors import SHOWN_PROBLEMS, did_you_mean
 
 T = TypeVar("T")
 _PLAIN_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
-MOST_VALUES = 100_000  # a few aliases of aliases are billions
+MOST_VALUES = 50_000  # a few aliases of aliases are billions
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_HALF = "\\ud800 to \\udfff are halves of a character; write the whole character, or its \\U escape with eight digits"
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
 
 
@@ -32,7 +34,7 @@ def load_yaml(text: str, problems: list[str]) -> tuple[Any, dict[str, int]]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problems.append(f"not valid YAML{where}: {getattr(error, 'problem', None) or error}")
+        problems.append(f"not valid YAML{where}: {getattr(error, 'problem', None) or ' '.join(str(error).split())}")
         return None, {}
     except RecursionError:
         problems.append("not a scenario: its lists and mappings are nested too deeply")
@@ -49,6 +51,9 @@ def load_yaml(text: str, problems: list[str]) -> tuple[Any, dict[str, int]]:
 
 def _value(node: yaml.Node, path: str, lines: dict[str, int], problems: list[str]) -> Any:
     line = node.start_mark.line + 1
+    if isinstance(node, yaml.ScalarNode) and _SURROGATE.search(node.value):
+        problems.append(f"{path} (line {line}): {_HALF} (got {node.value!r})")
+        return _SURROGATE.sub("?", node.value)
     lines[path] = line
     if len(lines) > MOST_VALUES:
         raise _TooMany
@@ -87,6 +92,8 @@ def _no_key(node: yaml.Node) -> str | None:
     """Why what stands in front of a colon is no key."""
     if not isinstance(node, yaml.ScalarNode):
         return "a key is a name, not a list or mapping"
+    if _SURROGATE.search(node.value):
+        return f"{_HALF} (got {node.value!r})"
     if node.tag == "tag:yaml.org,2002:merge":
         return "merging with << is not done; write the keys out, or repeat a whole value with an alias: name: *other"
     return None
@@ -168,7 +175,7 @@ def _decode_struct(
     before = len(problems)
     for key, value in raw.items():
         if key not in fields:
-            advice = did_you_mean(key, fields)
+            advice = did_you_mean(key, fields) if len(problems) < SHOWN_PROBLEMS else ""
             problems.append(f"{where(f'{path}.{key}', lines)}: unknown key; {advice}")
             continue
         name = fields[key].name

@@ -86,9 +86,9 @@ def judge(form: Structured, choices: Sequence[str], label: str | None, text: str
         return Judged(bare in choices, None if label is None else bare == label)
     try:
         value = json.loads(text)
-    except ValueError:
+        valid = fits(value, form.json_schema)
+    except (ValueError, RecursionError):  # the latter: nested too deeply
         return Judged(False, None if label is None else False)
-    valid = fits(value, form.json_schema)
     chosen = value.get("label") if isinstance(value, dict) else value
     return Judged(valid, None if label is None else valid and chosen == label)
 
@@ -161,7 +161,7 @@ def _unquoted(text: str) -> str:
     if text[:1] == '"':
         try:
             value = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return text
         return value if isinstance(value, str) else text
     return text

@@ -2,6 +2,7 @@
 
 from harness.serve.compose.document import compose_document as compose_document
 from harness.serve.compose.document import server_document as server_document
+from harness.serve.compose.document import upstream_of as upstream_of
 from harness.serve.compose.problems import server_problems_of as server_problems_of
 from harness.serve.compose.template import templates as templates
 from harness.serve.compose.template import variables as variables

@@ -3,16 +3,17 @@
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
 import requests
 
+from harness.engines import engines
 from harness.errors import HarnessError, ServerError, did_you_mean
 from harness.failures import stranger as strangers
-from harness.failures.redact import without
 from harness.failures.stranger import CHECK_ADDRESS, Got
+from harness.redact import without
 from harness.rundir.manifest import ServedBy
 from harness.serve.lemonade import bare_name
 from harness.trust import open_session
@@ -22,6 +23,8 @@ ANSWER_S = 300.0  # for a first answer, which may wait for a model that is being
 CONNECT_S = 2.0
 RETRY_S = 10.0  # one broken answer is no reason to give up a server
 RETRY_EVERY_S = 0.5
+_MAX_VERSION = 200  # characters
+_MAX_LINE = 65_536  # bytes
 
 T = TypeVar("T")
 Post = Callable[[str, dict[str, Any]], requests.Response]  # to an address, a body
@@ -42,7 +45,7 @@ def attach(url: str, model: str | None, api_key: str | None = None, *, key_name:
     base = base_url(url)
     with open_session(api_key) as session:
         served, told = first_answer(base, model, session, partial(_post, session), key_name)
-        version = server_version(base, session) or _ollama_version(base, session) or told
+        version = server_version(base, session) or _other_version(base, session) or told
     return ServedBy(url=base, version=version, model=served)
 
 
@@ -64,7 +67,8 @@ def first_answer(
     def answer() -> str | None:
         response = post(base + "/v1/chat/completions", body)
         check_answer(response, base, key_name)
-        return response.headers.get("x-litellm-version")
+        named = (engine.version_header for engine in engines() if engine.version_header is not None)
+        return next((response.headers[name] for name in named if name in response.headers), None)
 
     return served, patiently(answer, until)
 
@@ -97,7 +101,7 @@ def metrics_url(base: str, api_key: str | None = None) -> str | None:
             response = session.get(base + "/metrics", timeout=PROBE_TIMEOUT_S)
         except requests.RequestException:
             return None
-    text = response.text.lstrip()
+    text = text_of(response).lstrip()
     return base + "/metrics" if response.status_code == 200 and not text.startswith("<") else None
 
 
@@ -106,11 +110,15 @@ def find_model(base: str, model: str | None, session: requests.Session, key_name
     response = _get(session, base + "/v1/models")
     refuse_no_api(response, base, key_name)
     try:
-        names = [str(entry["id"]) for entry in _json(response)["data"]]
-    except (ValueError, KeyError, TypeError):
+        _json(response)
+        names = strangers.model_ids(response.content)
+    except ValueError:
         raise _unlike("a list of models", response) from None
     if model is None:
         if len(names) == 1:
+            if without(names[0], words=False) != names[0]:
+                what, next_step = strangers.secret_model(base)
+                raise ServerError(what, next_step=next_step)
             return names[0]
         raise ServerError(f"{base} serves {_listed(names)}; say which one is meant", next_step="Give `--model NAME`.")
     if {model, bare_name(model), f"{model}:latest"} & set(names):  # Ollama's names have a tag
@@ -125,19 +133,20 @@ def find_model(base: str, model: str | None, session: requests.Session, key_name
 def server_version(base: str, session: requests.Session, path: str = "/version") -> str | None:
     """What GET /version says; None for a server that has no such thing."""
     try:
-        version = session.get(base + path, timeout=PROBE_TIMEOUT_S).json()["version"]
+        version = strangers.decoded(session.get(base + path, timeout=PROBE_TIMEOUT_S).content)["version"]
     except (requests.RequestException, ValueError, KeyError, TypeError):
         return None
-    return version if isinstance(version, str) else None
+    return version if isinstance(version, str) and len(version) <= _MAX_VERSION else None
 
 
-def _ollama_version(base: str, session: requests.Session) -> str | None:
-    """The version of a server that says that it is Ollama; others imitate its API, and then name another version."""
+def _other_version(base: str, session: requests.Session) -> str | None:
+    """The version of a server that has no /version, from where one of the known engines tells it."""
     try:
-        own = session.get(base + "/", timeout=PROBE_TIMEOUT_S).text.strip() == "Ollama is running"
+        greeting = session.get(base + "/", timeout=PROBE_TIMEOUT_S).content.decode(errors="replace").strip()
     except requests.RequestException:
         return None
-    return server_version(base, session, "/api/version") if own else None
+    asked = (one for engine in engines() for one in engine.versions if one.only_if in (None, greeting))
+    return next((found for one in asked if (found := server_version(base, session, one.path)) is not None), None)
 
 
 def listens(host: str, port: int) -> bool:
@@ -181,11 +190,7 @@ def refuse_no_api(response: requests.Response, base: str, key_name: str | None) 
 
 
 def _got(response: requests.Response) -> Got:
-    """What came, without the key that was sent: some servers repeat it in what they say."""
-    secrets = [response.request.headers.get("Authorization", "").removeprefix("Bearer ")]
-    headers = {name.lower(): without(value, secrets) for name, value in response.headers.items()}
-    body = without(response.content.decode(errors="replace"), secrets)
-    return Got(response.url, response.status_code, headers, body.encode())
+    return Got.of(response.url, response.status_code, response.headers, response.content)
 
 
 def _kind(response: requests.Response) -> type[ServerError]:
@@ -210,14 +215,16 @@ def check_answer(response: requests.Response, base: str, key_name: str | None) -
             next_step="Look at the server's log.",
         )
     try:
-        _json(response)["choices"][0]["message"]
+        good = isinstance(_json(response)["choices"][0]["message"], dict)
     except (ValueError, KeyError, TypeError, IndexError):
-        raise _unlike("a chat completion", response) from None
+        good = False
+    if not good:
+        raise _unlike("a chat completion", response)
 
 
 def _json(response: requests.Response) -> Any:
     try:
-        return response.json()
+        return strangers.decoded(response.content)
     except ValueError:
         raise _unlike("JSON", response, Passing) from None
 
@@ -229,6 +236,23 @@ def _unlike(what: str, response: requests.Response, kind: type[ServerError] = Se
         next_step=CHECK_ADDRESS,
         detail=_got(response).body.decode(errors="replace")[:500],
     )
+
+
+def text_of(response: requests.Response) -> str:
+    """The body as UTF-8, which JSON and metrics are; to guess the encoding of a long one takes minutes."""
+    return response.content.decode("utf-8", "replace")
+
+
+def lines_of(response: requests.Response) -> Iterator[bytes]:
+    """The lines of a stream as they come, without their ends. Raises requests.RequestException, also for a long one."""
+    rest = b""
+    for piece in response.iter_content(512):
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from (line.removesuffix(b"\r") for line in lines)
+        if len(rest) > _MAX_LINE:
+            raise requests.RequestException(f"a line of more than {_MAX_LINE} bytes")
+    if rest:
+        yield rest
 
 
 def message(response: requests.Response) -> str:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from harness import process
@@ -33,14 +33,9 @@ def arguments_of(service: Service) -> list[str]:
 
 
 @contextlib.contextmanager
-def embedded(
-    service: Service, log_path: Path, secrets: Sequence[str] = ()
-) -> Iterator[tuple[Callable[[bool], Look], LogFile]]:
-    """The engine while it runs: a function that looks at it, and its log. It ends with us, however we end.
-
-    `secrets` are blacked out in the log.
-    """
-    log = LogFile(log_path, secrets)
+def embedded(service: Service, log_path: Path) -> Iterator[tuple[Callable[[bool], Look], LogFile]]:
+    """The engine while it runs: a function that looks at it, and its log. It ends with us, however we end."""
+    log = LogFile(log_path)
     environment = {**os.environ, **service.environment}
     try:
         child = process.start(command_of(service), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)

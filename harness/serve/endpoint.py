@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from docker.models.containers import Container
 
-from harness.rundir.manifest import ServedBy
+from harness.rundir.manifest import CUT_OFF, DIED, ServedBy
 from harness.serve.docker.containers import Look
 
 
@@ -17,7 +17,6 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     started: ServedBy  # as it was when it became ready
     look: Callable[[bool], Look]  # with true: look now, else within the last half second
     metrics_url: str | None = None
-    secrets: list[str] = []  # what the server got from the environment and may say again in an error
     fetch_metrics: Callable[[], str] | None = None  # in its place, where one address does not have them all
     find_problems: Callable[[], list[str]] | None = None  # what it hides from its clients, since the last call
     ask_engine: Callable[[str, dict[str, Any]], str] | None = None  # POST to the engine behind it; empty: no answer
@@ -47,6 +46,7 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
         seen = self.look(False)
         return [] if seen.problem is None or seen.evidence is None else [seen.evidence]
 
-    def check_alive(self) -> str | None:
-        """None while the server lives, else what happened to it. Cheap: made to be asked all the time."""
-        return self.look(False).problem
+    def check_alive(self, now: bool = False) -> str | None:
+        """None while the server lives, else why the load must end. Cheap: made to be asked all the time."""
+        seen = self.look(now)
+        return None if seen.problem is None else f"{CUT_OFF if seen.cut_off else DIED}: {seen.problem}"

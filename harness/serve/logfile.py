@@ -2,10 +2,11 @@
 
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from harness.failures.redact import without
+from harness.files import open_file
+from harness.redact import without
 
 TAIL_LINES = 25
 LINE_CHARS = 100
@@ -15,9 +16,8 @@ _STAMP = re.compile(r"^\d{4}-\d\d-\d\dT[\d:.]+Z ")  # put there by the Docker En
 class LogFile:
     """Copies a stream of bytes to a file in a thread of its own."""
 
-    def __init__(self, path: Path, secrets: Sequence[str] = ()) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._secrets = secrets
         self._thread: threading.Thread | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -43,7 +43,7 @@ class LogFile:
 
     def text(self, limit: int = 4_000_000) -> str:
         """The log, at most its last `limit` bytes, without the engine's time stamps."""
-        with self.path.open("rb") as file:
+        with open_file(self.path) as file:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - limit))
             text = file.read().decode("utf-8", "replace")
@@ -64,4 +64,4 @@ class LogFile:
                 file.write(self._clean(rest) + b"\n")
 
     def _clean(self, line: bytes) -> bytes:
-        return without(line.decode(errors="surrogateescape"), self._secrets).encode(errors="surrogateescape")
+        return without(line.decode(errors="surrogateescape")).encode(errors="surrogateescape")

@@ -11,10 +11,10 @@ from msgspec import Struct
 from harness.errors import ServerError
 from harness.failures.explain import explain
 from harness.rundir.manifest import Phase
-from harness.serve import localai, ollama
 from harness.serve.ask import PROBE_TIMEOUT_S, first_answer, message, no_answer, reason, refuse_no_api, server_version
 from harness.serve.compose.compose import Fetch, Serving
 from harness.serve.docker.containers import advice, evidence_in
+from harness.serve.fetch import FETCH
 from harness.serve.lemonade.api import Api
 from harness.serve.lemonade.bring_up import Loaded, bring_up
 from harness.serve.waiting import POLL_S, Phases, Waiting, watched
@@ -76,9 +76,8 @@ def wait_ready(
 
 
 def _fetch(url: str, fetch: Fetch, session: requests.Session, deadline: float, waiting: Waiting) -> None:
-    get = {"ollama": ollama.fetch, "localai": localai.fetch}[fetch.protocol]
     try:
-        get(url, fetch.model, fetch.source, session, deadline, waiting.on_progress)
+        FETCH[fetch.protocol](url, fetch.model, fetch.source, session, deadline, waiting.on_progress)
     except ServerError as error:
         raise waiting.dead() or error from None
 

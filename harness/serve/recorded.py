@@ -1,6 +1,6 @@
 """What a server turns out to run with, for the manifest: from its log, its metrics, its own answers and its image."""
 
-from collections.abc import Sequence
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,24 +9,16 @@ import requests
 from docker.models.containers import Container
 from prometheus_client.parser import text_string_to_metric_families
 
+from harness.engines import Reading, engines
+from harness.failures.stranger import decoded
+from harness.redact import masked, without
 from harness.rundir.manifest import Contents, ServedBy, Startup
-from harness.serve import ollama
-from harness.serve.ask import PROBE_TIMEOUT_S
+from harness.serve.ask import PROBE_TIMEOUT_S, text_of
 from harness.serve.docker.contents import contents
+from harness.serve.fetch import LOADED
 from harness.serve.lemonade.running import Watch
-from harness.serve.secrecy import masked, without
-from harness.serve.startup import Started, moment, of_lines, phases_of, started
+from harness.serve.startup import Started, can_be_kept, moment, of_lines, phases_of, started
 from harness.trust import open_session
-
-_CACHE_INFO = "vllm:cache_config_info"
-# Its labels, by the name of the fact or of the effective setting; vLLM writes None for what it does not know.
-_FACTS = {
-    "num_gpu_blocks": "kv_cache_blocks",
-    "block_size": "kv_block_size",
-    "kv_cache_size_tokens": "kv_cache_tokens",
-    "kv_cache_max_concurrency": "max_concurrency",
-}
-_SETTINGS = ("gpu_memory_utilization", "enable_prefix_caching", "block_size", "cache_dtype")
 
 
 def recorded(
@@ -35,7 +27,6 @@ def recorded(
     *,
     metrics_url: str | None = None,
     api_key: str | None = None,
-    secrets: Sequence[str] = (),
     container: Container | None = None,
     behind: Watch | None = None,
 ) -> ServedBy:
@@ -52,17 +43,16 @@ def recorded(
     image, began_s = None, None
     if container is not None:
         image, began_s = contents(container), moment(str(container.attrs["State"].get("StartedAt") or ""))
-    hidden = [*secrets, *([api_key] if api_key else [])]
     return msgspec.structs.replace(
         served,
         # Filled in from the environment, or said by the server; the model's name is what requests carry, and stays.
-        image=without(served.image, hidden),
-        container=without(served.container, hidden),
-        notes=without(served.notes, hidden),
-        version=without(version, hidden),
+        image=without(served.image),
+        container=without(served.container),
+        notes=without(served.notes),
+        version=without(version),
         phases=phases_of(served.phases, log, began_s),
-        startup=msgspec.convert(masked(msgspec.to_builtins(facts), hidden), Startup) if facts != Startup() else None,
-        effective=masked(effective, hidden),
+        startup=msgspec.convert(masked(msgspec.to_builtins(facts)), Startup) if facts != Startup() else None,
+        effective=masked(effective),
         contents=image if image != Contents() else None,
     )
 
@@ -77,57 +67,67 @@ def _asked(
         def answer(path: str) -> dict[str, Any]:
             return _decoded(_text(session, served.url + path) if behind is None else behind.fetch(path))
 
-        if facts["engine"] in (None, "llama.cpp"):
-            props = answer("/props")
-            if isinstance(props.get("default_generation_settings"), dict):
-                facts, effective = _llamacpp(props, facts, effective)
+        for name, reading in _readings():
+            if reading.path is not None and facts["engine"] in (None, name):
+                facts, effective = _read(name, reading, answer(reading.path), facts, effective)
         if behind is not None:
             effective |= behind.effective()
             own = answer("/version").get("version")
             facts["version"] = own if isinstance(own, str) else facts["version"]
-        if served.template == "ollama":
-            effective |= ollama.loaded(answer("/api/ps"), served.model)
+        if served.template in LOADED:
+            path, loaded = LOADED[served.template]
+            effective |= loaded(answer(path), served.model)
         text = "" if behind is None else behind.fetch("/metrics")
-        if metrics_url is not None or text:
-            labels = cache_config(text or _text(session, metrics_url or ""))
-            known = {name: value for name, value in labels.items() if value not in ("", "None")}
-            told = {fact: _number(known[label]) for label, fact in _FACTS.items() if label in known}
-            facts |= {fact: number for fact, number in told.items() if not isinstance(number, str)}
-            effective |= {label: _number(known[label]) for label in _SETTINGS if label in known}
-            if known and facts["engine"] is None:
-                facts["engine"] = "vllm"
+        if metrics_url is not None and not text:
+            text = _text(session, metrics_url)
+        for name, reading in _readings():
+            if reading.metric is not None:
+                facts, effective = _read(name, reading, labels_of(text, reading.metric), facts, effective)
+    effective = {name: value for name, value in effective.items() if can_be_kept(value)}
     try:
-        return msgspec.convert(facts, Startup), effective
+        return msgspec.convert({name: value for name, value in facts.items() if can_be_kept(value)}, Startup), effective
     except msgspec.ValidationError:  # an answer of another shape than we know
         return log.facts, effective
 
 
-def _llamacpp(
-    props: dict[str, Any], facts: dict[str, Any], effective: dict[str, Any]
+def _readings() -> list[tuple[str, Reading]]:
+    return [(engine.name, reading) for engine in engines() for reading in engine.answers]
+
+
+def _read(
+    engine: str, reading: Reading, told: dict[str, Any], facts: dict[str, Any], effective: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What llama.cpp's /props says; `n_ctx` there is that of one slot."""
-    ctx = props["default_generation_settings"].get("n_ctx")
-    said = {
-        "parallel": props.get("total_slots"),
-        "ctx_per_slot": ctx,
-        "model_path": props.get("model_path"),
-        "model_ftype": props.get("model_ftype"),
-    }
-    facts = facts | {"engine": "llama.cpp", "max_model_len": facts["max_model_len"] or ctx}
-    facts["version"] = facts["version"] or props.get("build_info")
-    return facts, effective | {key: value for key, value in said.items() if value is not None}
+    """Facts and effective settings with what an answer tells; a metric counts more than the log, a path less."""
+    if not told or (reading.known_by is not None and _at(told, reading.known_by) is None):
+        return facts, effective
+    found = {name: value for name, key in reading.startup.items() if (value := _at(told, key)) is not None}
+    if reading.metric is None:
+        found = {name: facts[name] or value for name, value in found.items()}
+    else:
+        found = {name: value for name, value in found.items() if not isinstance(value, str)}
+    keys = reading.effective if isinstance(reading.effective, dict) else {key: key for key in reading.effective}
+    settings = {name: value for name, key in keys.items() if (value := _at(told, key)) is not None}
+    return facts | found | {"engine": facts["engine"] or engine}, effective | settings
 
 
-def cache_config(text: str) -> dict[str, str]:
-    """The labels of vLLM's `cache_config_info` in a text of metrics; of several engines those of the first."""
-    line = next((line for line in text.splitlines() if line.startswith(_CACHE_INFO + "{")), None)
+def _at(told: dict[str, Any], key: str) -> Any:
+    """The value at a key such as a.b; None where there is none."""
+    value: Any = told
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def labels_of(text: str, metric: str) -> dict[str, Any]:
+    """The labels of a metric in a text of metrics, as numbers where they are; of several lines those of the first."""
+    line = next((line for line in text.splitlines() if line.startswith(metric + "{")), None)
     if line is None:
         return {}
     try:
         family = next(iter(text_string_to_metric_families(line + "\n")))
-    except (ValueError, StopIteration):
+    except (ValueError, ArithmeticError, LookupError, TypeError, StopIteration):
         return {}
-    return dict(family.samples[0].labels)
+    return {name: _number(value) for name, value in family.samples[0].labels.items() if value not in ("", "None")}
 
 
 def _number(text: str) -> Any:
@@ -137,13 +137,15 @@ def _number(text: str) -> Any:
         value = float(text)
     except ValueError:
         return text
-    return int(value) if text.lstrip("-").isdigit() else value
+    if not math.isfinite(value):
+        return text
+    return int(value) if value.is_integer() and text.lstrip("-").isdigit() else value
 
 
 def _decoded(text: str) -> dict[str, Any]:
     try:
-        answer = msgspec.json.decode(text)
-    except msgspec.DecodeError:
+        answer = decoded(text)
+    except ValueError:
         return {}
     return answer if isinstance(answer, dict) else {}
 
@@ -154,4 +156,4 @@ def _text(session: requests.Session, url: str) -> str:
         response = session.get(url, timeout=PROBE_TIMEOUT_S, allow_redirects=False)
     except requests.RequestException:
         return ""
-    return response.text if response.status_code == 200 else ""
+    return text_of(response) if response.status_code == 200 else ""

@@ -1,13 +1,10 @@
-"""Secrets stay in the shell: found where a scenario writes one out, and blacked out of what a server logs."""
+"""Secrets stay in the shell: found where a scenario writes one out, and where it names one of the environment."""
 
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import quote
 
-from harness.failures import redact
-from harness.failures.redact import HIDDEN, SHORTEST, hidden, is_secret, looks_secret
+from harness.redact import SHORTEST, is_secret, looks_secret, without
 from harness.serve.compose.interpolate import names_in, written
 
 _SWITCHES = ("", "0", "1", "true", "false", "yes", "no", "on", "off", "none", "null")  # REQUIRE_AUTH: "true"
@@ -30,17 +27,20 @@ def open_secrets(value: Any, path: str) -> list[str]:
 
 
 def open_secrets_in_text(text: str) -> list[str]:
-    """Problems for the lines of a file that hold what looks like a secret, comments included. They never show one."""
+    """Problems for the lines of a file that hold a known secret or what looks like one, comments included. They never
+    show one.
+    """
     return [
         f"$ (line {number}): a secret must not stand in the scenario, and this line has what looks like one: "
         "the whole file is copied into each run"
         for number, line in enumerate(text.splitlines(), start=1)
-        if looks_secret(written(line)) is not None
+        if looks_secret(written(line)) is not None or without(line, words=False) != line
     ]
 
 
-def secrets_in(value: Any, environment: Mapping[str, str]) -> list[str]:
-    """What `value` got from the environment, longest first: all of it is blacked out, whatever it is called.
+def secrets_in(value: Any, environment: Mapping[str, str]) -> dict[str, bool]:
+    """What `value` got from the environment, and whether it is surely a secret: all of it is blacked out, whatever it
+    is called.
 
     Left out are what is too short, and a plain word or number that stands in `value` itself, too: blacking it out
     would hide nothing and make the log unreadable. What is a secret by its name or place is never left out for that.
@@ -49,40 +49,12 @@ def secrets_in(value: Any, environment: Mapping[str, str]) -> list[str]:
     asked = {name: environment[name] for text in texts for name in names_in(text) if name in environment}
     placed = {name for _, _, text in _in_secret_places(value, "$") for name in names_in(text)}
     known = {word for text in texts for word in _PLAIN.findall(written(text))} | set(_SWITCHES) | {"auto"}
-    found: set[str] = set()
+    found: dict[str, bool] = {}
     for name, text in asked.items():
-        if text not in known or is_secret(name) or name in placed or looks_secret(text) is not None:
-            # As it is, as addresses and JSON write it, and line by line, as a log has it.
-            for form in (text, quote(text, safe=""), json.dumps(text)[1:-1], *text.splitlines()):
-                found.add(form.strip())
-    return sorted((text for text in found if len(text) >= SHORTEST), key=lambda text: (-len(text), text))
-
-
-def masked(value: Any, secrets: Sequence[str] = ()) -> Any:
-    """What a server or image says of itself, with everything blacked out that is one of `secrets`, looks like one,
-    or stands where one is given: under a secret's name, after a secret's flag. Keys, numbers and None stay.
-    """
-    if isinstance(value, dict):
-        return {
-            key: HIDDEN if is_secret(str(key)) and item not in (None, "", [], {}) else masked(item, secrets)
-            for key, item in value.items()
-        }
-    if isinstance(value, list):
-        flags = [
-            isinstance(item, str) and item.startswith("-") and "=" not in item and is_secret(item) for item in value
-        ]
-        hide = [before and not str(item).startswith("--") for before, item in zip([False, *flags], value, strict=False)]
-        return [HIDDEN if given else masked(item, secrets) for given, item in zip(hide, value, strict=True)]
-    return hidden(redact.without(value, secrets)) if isinstance(value, str) else value
-
-
-def without(value: Any, secrets: Sequence[str]) -> Any:
-    """`value` with `secrets` blacked out and all else as it is: names of variables and of flags stay."""
-    if isinstance(value, dict):
-        return {key: without(item, secrets) for key, item in value.items()}
-    if isinstance(value, list):
-        return [without(item, secrets) for item in value]
-    return redact.without(value, secrets) if isinstance(value, str) else value
+        sure = is_secret(name) or name in placed or looks_secret(text) is not None
+        if len(text) >= SHORTEST and (sure or text not in known):
+            found[text] = found.get(text, False) or sure
+    return found
 
 
 def _problem(at: str, which: str, name: str) -> str:

@@ -1,7 +1,6 @@
 """A server of a scenario, from its template to a model that answers, and down again."""
 
 import contextlib
-import ipaddress
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ import docker
 import msgspec
 from docker.models.containers import Container
 
+from harness import redact
 from harness.errors import HarnessError, ServerError
 from harness.machine.facts import gpus
 from harness.process import signals_interrupt
@@ -19,12 +19,15 @@ from harness.rundir.manifest import ServedBy
 from harness.scenario.scenario import Scenario, Server
 from harness.serve import ask
 from harness.serve.compose.compose import GATEWAY, SERVER, ComposeFile, Service, Serving, filled_in
+from harness.serve.compose.consent import allowed, refuse_without_consent
 from harness.serve.compose.document import written
 from harness.serve.compose.values import parse_port, url_of
 from harness.serve.docker import containers, labels
 from harness.serve.docker.containers import Look
-from harness.serve.docker.daemon import connect, engine_host
+from harness.serve.docker.daemon import connect
 from harness.serve.docker.images import digest_of, ensure_image
+from harness.serve.docker.location import EngineLocation, engine_location
+from harness.serve.docker.over_ssh import address_of, tunnel
 from harness.serve.embedded import arguments_of, embedded
 from harness.serve.endpoint import Endpoint
 from harness.serve.lemonade.api import Api
@@ -64,6 +67,8 @@ def serve(
         raise HarnessError(f"the server '{server_name}' is an offline job, which answers nobody but `harness run`")
     log_path = run_folder / "logs" / f"{cell_id}.server.log"
     api_key = os.environ.get(scenario.api_key_env) if scenario.api_key_env else None
+    # What the server got from the environment it may say again, in its log and in an error.
+    redact.know(secrets_in(msgspec.to_builtins(compose), os.environ) | {api_key or "": True})
     started = _Start(server, compose, scenario.model, SERVER, log_path, api_key, scenario.api_key_env, on_progress)
     with signals_interrupt():
         if server.container:
@@ -95,11 +100,6 @@ class _Start(msgspec.Struct, frozen=True):
         front = self.compose.serving.gateway
         return front if self.name == GATEWAY and front is not None else self.compose.serving
 
-    def secrets(self) -> list[str]:
-        """What must not get into the log."""
-        keys = [self.api_key] if self.api_key else []
-        return [*keys, *secrets_in(msgspec.to_builtins(self.compose), os.environ)]
-
     def metrics_url(self, url: str) -> str | None:
         return None if self.serving.metrics is None else url + self.serving.metrics
 
@@ -110,7 +110,6 @@ class _Start(msgspec.Struct, frozen=True):
             self.log_path,
             metrics_url=self.metrics_url(served.url),
             api_key=self.api_key,
-            secrets=self.secrets(),
             container=container,
             behind=behind,
         )
@@ -123,7 +122,7 @@ def _as_process(start: _Start) -> Iterator[Endpoint]:
     if not is_free(port):
         raise _port_in_use(port)
     filled = filled_in(start.compose, os.environ)
-    with embedded(filled.server, start.log_path, start.secrets()) as (look, log):
+    with embedded(filled.server, start.log_path) as (look, log):
         ready = _wait(start, url, look, log)
         served_by = ServedBy(
             url=url,
@@ -139,7 +138,6 @@ def _as_process(start: _Start) -> Iterator[Endpoint]:
             started=start.recorded(served_by),
             look=look,
             metrics_url=start.metrics_url(url),
-            secrets=start.secrets(),
         )
 
 
@@ -147,28 +145,37 @@ def _as_process(start: _Start) -> Iterator[Endpoint]:
 def _in_container(start: _Start, run_id: str, cell_id: str) -> Iterator[Endpoint]:
     owner = labels.owned(run_id, cell_id)
     filled = filled_in(start.compose, os.environ)  # a variable that is not set is noticed before a long pull
-    if start.serving.help is not None and engine_host() is None:
+    refuse_without_consent(start.server, start.compose)
+    if start.serving.help is not None and engine_location().is_here:
         refuse_unfit(filled.server, list(gpus()))
     client = connect()
-    logs = [LogFile(start.log_path, start.secrets())]
-    with containers.torn_down(client, start.compose, owner, logs, start.on_progress):
-        server = _bring_up(start, filled, client, owner, logs[0])
+    logs = [LogFile(start.log_path)]
+    torn_down = containers.torn_down(client, start.compose, owner, logs, start.on_progress)
+    with torn_down, contextlib.ExitStack() as tunnels:
+        server = _bring_up(start, filled, client, owner, logs[0], tunnels)
         if start.compose.serving.gateway is None:
             yield server
         else:
             log_path = start.log_path.with_suffix("").with_suffix(".gateway.log")
             gateway = msgspec.structs.replace(start, name=GATEWAY, log_path=log_path)
-            logs.append(LogFile(gateway.log_path, start.secrets()))
-            yield _in_front(_bring_up(gateway, filled, client, owner, logs[1]), server)
+            logs.append(LogFile(gateway.log_path))
+            yield _in_front(_bring_up(gateway, filled, client, owner, logs[1], tunnels), server)
 
 
 def _bring_up(
-    start: _Start, filled: ComposeFile, client: docker.DockerClient, owner: dict[str, str], log: LogFile
+    start: _Start,
+    filled: ComposeFile,
+    client: docker.DockerClient,
+    owner: dict[str, str],
+    log: LogFile,
+    tunnels: contextlib.ExitStack,
 ) -> Endpoint:
+    """A server that is ready, or its gateway; a tunnel to it is left to `tunnels`. Raises ServerError."""
     # The secrets of `start.service` are still names; `filled` goes to the engine and nowhere else.
     service = filled.services[start.name]
     port = parse_port(service.ports[0])
-    address = _reached(port.address)
+    location = engine_location()
+    address = reached(location, port.address)
     phases = Phases()
     image = ensure_image(client, service.image, start.on_progress)
     if start.name == SERVER:
@@ -188,7 +195,12 @@ def _bring_up(
     host_port = containers.host_port(container, port)
     if host_port is None:
         raise containers.death(look(True), log)
-    url = url_of(address, host_port)
+    if address is None:
+        start.on_progress(f"opening an ssh tunnel to the {start.name} on {location.host}")
+        local, broken = tunnels.enter_context(tunnel(location, port.address, host_port))
+        url, look = url_of("127.0.0.1", local), _through(broken, look)
+    else:
+        url = url_of(address, host_port)
     # What is asked of the server is filled in, too.
     asking = msgspec.structs.replace(start, compose=msgspec.structs.replace(start.compose, serving=filled.serving))
     ready = _wait(asking, url, look, log, container)
@@ -204,9 +216,10 @@ def _bring_up(
         container=containers.inspected(container, start.compose, start.service),
         version=ready.version,
         model=ready.model,
+        over_ssh=address is None,
         arguments=[*(start.service.entrypoint or []), *(start.service.command or [])],
         most_at_once=None if loaded is None else loaded.most_at_once,
-        notes=[] if loaded is None else loaded.notes,
+        notes=[*([] if loaded is None else loaded.notes), *(allowed(start.compose) if start.name == SERVER else [])],
         phases=phases.all + ready.phases,
     )
     started = _known_as_simulated(start.recorded(served_by, container, watch))
@@ -215,7 +228,6 @@ def _bring_up(
         started=started,
         look=look,
         metrics_url=start.metrics_url(url),
-        secrets=start.secrets(),
         network=containers.network_name(owner),
         network_url=f"http://{start.name}:{port.container}",
         container=container,
@@ -307,18 +319,28 @@ def _wait(
     return wait_ready(url, start.serving, start.model, waiting, api_key=start.api_key, key_name=start.key_name)
 
 
-def _reached(published_on: str) -> str:
-    """The address at which this host reaches what the engine publishes on an address."""
-    remote = engine_host()
-    if remote is None:
-        return published_on
-    if ipaddress.ip_address(published_on).is_loopback:
+def reached(location: EngineLocation, published_on: str) -> str | None:
+    """The address at which this machine reaches what the engine publishes on an address; None: by an ssh tunnel."""
+    address = location.reached_at(published_on)
+    if address is None and not location.ssh:
         raise HarnessError(
-            f"the Docker Engine is on {remote} and publishes the server's port on {published_on}, "
+            f"the Docker Engine is on {location.host} and publishes the server's port on {published_on}, "
             "which cannot be reached from here",
-            next_step="Set the server's variable `publish` to 0.0.0.0 or to an address of that host.",
+            next_step="Use an engine at ssh://USER@HOST, to which the harness opens a tunnel, or set the server's "
+            "variable `publish` to 0.0.0.0 or to an address of that host, and write allow: [open-port] in the server.",
         )
-    return remote
+    return address_of(location) if location.ssh and address == location.host else address
+
+
+def _through(broken: Callable[[], str | None], look: Callable[[bool], Look]) -> Callable[[bool], Look]:
+    """A look at a server and at the tunnel to it: a server that has ended is the reason, not what came of it."""
+
+    def both(now: bool) -> Look:
+        seen = look(now)
+        problem = broken() if seen.problem is None or seen.cut_off else None
+        return seen if problem is None else msgspec.structs.replace(seen, problem=problem, cut_off=True)
+
+    return both
 
 
 def _port_in_use(port: int) -> ServerError:

@@ -1,7 +1,7 @@
 """What a server's log tells of its start: facts, its effective settings, and when each phase was over.
 
-The table is startup.yaml. Of a line's time the Docker Engine's stamp is preferred, else what the server wrote itself,
-which may be whole seconds. Times are only ever compared with others of the same log.
+The lines are `startup` of each engine. Of a line's time the Docker Engine's stamp is preferred, else what the server
+wrote itself, which may be whole seconds. Times are only ever compared with others of the same log.
 """
 
 import ast
@@ -9,40 +9,34 @@ import re
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from functools import cache
-from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, get_type_hints
 
 import msgspec
-import yaml
 from msgspec import Struct
 
+from harness.engines import Start, engines
+from harness.files import open_file
 from harness.rundir.manifest import Phase, Startup
 
 # A log is read as far as starts go; what an engine says under load comes later and is never of interest here.
 LIMIT = 4_000_000
 _SLACK_S = 1.0  # clocks are set now and then; phases that claim more than this above what we saw are not believed
+_DOCKER = (re.compile(r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d+)?Z "), "%Y-%m-%dT%H:%M:%S")  # the Docker Engine's stamp
+# The stamps of engines that run others come first: theirs are before those of the engine.
 _STAMPS = (
-    (re.compile(r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d+)?Z "), "%Y-%m-%dT%H:%M:%S"),  # the Docker Engine
-    (re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(\.\d+)? \[\w+\] "), "%Y-%m-%d %H:%M:%S"),  # Lemonade
-    (re.compile(r"\b(\d\d-\d\d \d\d:\d\d:\d\d)() \["), "%m-%d %H:%M:%S"),  # vLLM
+    _DOCKER,
+    *(
+        (re.compile(engine.log.stamp["regex"]), engine.log.stamp["form"])
+        for engine in sorted(engines(), key=lambda engine: not engine.log.wraps)
+        if engine.log.stamp
+    ),
 )
-_SINCE_START = re.compile(r"^(\d+)\.(\d\d)\.(\d{3})\.(\d{3}) [A-Z] ")  # llama.cpp: minutes, seconds, ms, us
+_SINCE_START = re.compile(r"^(\d{1,6})\.(\d\d)\.(\d{3})\.(\d{3}) [A-Z] ")  # llama.cpp: minutes, seconds, ms, us
 _ARGUMENTS = re.compile(r"non-default args: \{(?P<all>.*)\}\s*$")
 _PARAMETERS = re.compile(r"\[simulated\] parameters: (?P<all>\w+=.*)$")
 _TYPES = get_type_hints(Startup)
 _VARIABLE = ("port", "host", "model_tag")  # of the arguments: any free port; a second name of `model`
-
-
-class Rule(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A line of startup.yaml."""
-
-    regex: str
-    engine: str | None = None
-    ends: str | None = None
-    effective: bool = False
-    add: bool = False
-    compile_cache: Literal["cold", "warm"] | None = None
 
 
 class Started(Struct, frozen=True):
@@ -56,7 +50,7 @@ class Started(Struct, frozen=True):
 
 def started(path: Path) -> Started:
     """What the log at `path` tells of the server's start; nothing for one that tells nothing."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         text = file.read(LIMIT).decode("utf-8", "replace")
     return of_lines(text.splitlines())
 
@@ -69,10 +63,10 @@ def of_lines(lines: Sequence[str]) -> Started:
     arguments: dict[str, Any] = {}
     ends: dict[str, float] = {}
     for at_s, line in stamped:
-        for rule, pattern in _rules():
+        for engine, rule, pattern in _rules():
             if (match := pattern.search(line)) is None:
                 continue
-            _note(rule, match, effective if rule.effective else found)
+            _note(engine, rule, match, effective if rule.effective else found)
             if rule.ends is not None and at_s is not None:
                 ends[rule.ends] = max(at_s, ends.get(rule.ends, at_s))
         if (match := _ARGUMENTS.search(line)) is not None:
@@ -84,9 +78,19 @@ def of_lines(lines: Sequence[str]) -> Started:
     return Started(Startup(**found), effective, ends, began_s)
 
 
-def _note(rule: Rule, match: re.Match[str], into: dict[str, Any]) -> None:
-    if rule.engine is not None:
-        into["engine"] = rule.engine
+def can_be_kept(value: Any, depth: int = 8) -> bool:
+    """Whether a manifest with this value can be written and read again, whatever server reported it."""
+    if isinstance(value, dict | list):
+        inner = value.values() if isinstance(value, dict) else value
+        return depth > 0 and len(value) <= 1000 and all(can_be_kept(one, depth - 1) for one in inner)
+    if isinstance(value, str):
+        return len(value) <= 10_000
+    return not isinstance(value, int | float) or abs(value) <= 2**63
+
+
+def _note(engine: str, rule: Start, match: re.Match[str], into: dict[str, Any]) -> None:
+    if rule.engine:
+        into["engine"] = engine
     if rule.compile_cache is not None and into.get("compile_cache") != "cold":  # what is new in part is not warm
         into["compile_cache"] = rule.compile_cache
     for group, text in match.groupdict().items():
@@ -99,7 +103,7 @@ def _note(rule: Rule, match: re.Match[str], into: dict[str, Any]) -> None:
             continue
         if group.endswith("_mib"):
             value = round(value / 1024, 3)
-        if value is not None:
+        if value is not None and can_be_kept(value):
             into[name] = round(into.get(name, 0) + value, 3) if rule.add else value
 
 
@@ -138,12 +142,12 @@ def phases_of(measured: Sequence[Phase], log: Started, began_s: float | None = N
 
 def moment(text: str) -> float | None:
     """A time stamp of the Docker Engine, such as a container's StartedAt, on the clock of its logs."""
-    return _time(f"{text} ", *_STAMPS[0])
+    return _time(f"{text} ", *_DOCKER)
 
 
 def _stamped(lines: Sequence[str]) -> list[tuple[float | None, str]]:
     """Each line with its time, by the best kind of stamp that the log has, and without the Docker Engine's."""
-    docker = _STAMPS[0][0]
+    docker = _DOCKER[0]
     kind = next((kind for kind in _STAMPS if any(kind[0].search(line) for line in lines)), None)
     from_start = kind is None and _counts_from_start(lines)
     result = []
@@ -215,6 +219,5 @@ def _literal(text: str) -> Any:
 
 
 @cache
-def _rules() -> list[tuple[Rule, re.Pattern[str]]]:
-    text = (resources.files("harness.serve") / "startup.yaml").read_text(encoding="utf-8")
-    return [(rule, re.compile(rule.regex)) for rule in msgspec.convert(yaml.safe_load(text), list[Rule])]
+def _rules() -> list[tuple[str, Start, re.Pattern[str]]]:
+    return [(engine.name, rule, re.compile(rule.regex)) for engine in engines() for rule in engine.startup]

@@ -1,13 +1,11 @@
 """Where a server's telemetry comes from: this machine's files, or its container."""
 
-import socket
-from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from harness.machine.sampler import Source, local_source, root
 from harness.machine.telemetry import cgroup_files
-from harness.serve.docker.daemon import engine_host
 from harness.serve.docker.inside import has_shell, inside
+from harness.serve.docker.location import engine_location, is_this_machine
 from harness.serve.endpoint import Endpoint
 
 
@@ -15,7 +13,7 @@ def source_of(endpoint: Endpoint) -> Source | None:
     """None for a server on another machine that nobody can look into."""
     container = endpoint.container
     if container is None:
-        return local_source() if _is_here(endpoint.url) else None
+        return local_source() if is_this_machine(urlsplit(endpoint.url).hostname or "") else None
     pid = int(container.attrs["State"].get("Pid") or 0)
     files = cgroup_files(root(), pid, str(container.id))
     if files:
@@ -26,15 +24,4 @@ def source_of(endpoint: Endpoint) -> Source | None:
     # container ourselves. What is seen from within is right in all cases.
     if has_shell(container):
         return inside(container)
-    return local_source() if engine_host() is None else None
-
-
-def _is_here(url: str) -> bool:
-    """Whether a URL leads to this machine, by its name or a loopback address."""
-    host = urlsplit(url).hostname or ""
-    if host in ("localhost", socket.gethostname()):
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return local_source() if engine_location().is_here else None

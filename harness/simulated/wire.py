@@ -39,7 +39,7 @@ def error_body(message: str, kind: str, code: int, param: str | None = None) -> 
 def parse_json(body: bytes) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(body)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest(f"1 validation error:\n  {{'type': 'json_invalid', 'msg': 'JSON decode error', 'ctx': "
                          f"{{'error': {str(error)!r}}}}}", "body", kind="Bad Request") from None  # fmt: skip
     if not isinstance(value, dict):

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from harness.files import UNDECODABLE
 from harness.rundir.blocks import Block, Lines, blocks_of, in_file, reader, requests_in
 from harness.rundir.blocks import Run as Reading
 from harness.rundir.records import Request
@@ -167,7 +168,7 @@ def _look(block: Block, places: dict[str, Place], sampling: bool) -> _Look:
                     if head.scheduled_s is not None and first_due_s is not None:
                         start_s += head.scheduled_s - first_due_s  # of the first that was due; it is the least of all
                     look.starts[head.cell] = min(start_s, look.starts.get(head.cell, start_s))
-        except msgspec.DecodeError:
+        except UNDECODABLE:
             continue
     return look
 

@@ -3,7 +3,20 @@
 Times in seconds. Fields of a record but `sent_s` are already relative to the moment of sending.
 """
 
-from harness.rundir.records import Request
+from itertools import pairwise
+
+import msgspec
+
+from harness.rundir.records import SLACK_S, Request, impossible
+
+
+def possible(request: Request) -> Request:
+    """The record without counts that are not possible, which other tools and older harnesses keep."""
+    bad = impossible(request, request.asked_tokens)
+    if not bad:
+        return request
+    without: dict[str, None] = dict.fromkeys(bad)
+    return msgspec.structs.replace(request, **without, bad_fields=[*request.bad_fields, *bad.values()])
 
 
 def ttft_s(request: Request) -> float | None:
@@ -36,6 +49,27 @@ def carried_tokens(request: Request) -> int | None:
     elif textless == 0 and request.finish == "stop" and tokens == chunks + 1:
         return chunks  # one token a chunk, and an end token that came with the last of them
     return max(min(tokens, chunks), tokens - textless)  # a server may not count its end token
+
+
+def has_fewer_tokens(request: Request) -> bool:
+    """Whether the server counted fewer tokens than it sent pieces of text, each of which has at least one.
+
+    Several pieces of a tool call may come of one token, and the last of the reasoning with the first of the answer.
+    """
+    pieces = len(request.chunks_s) - request.tool_chunks - bool(request.reasoning_chunks)
+    return request.output_tokens is not None and request.output_tokens < pieces
+
+
+def is_backwards(request: Request) -> bool:
+    """Whether the times of a success contradict each other: chunks that go back or end after it did, or a stream
+    without any.
+    """
+    chunks = request.chunks_s
+    if not chunks:
+        return request.textless is not None
+    if chunks[-1] > request.ended_s + SLACK_S:
+        return True
+    return chunks != sorted(chunks) and any(b < a - SLACK_S for a, b in pairwise(chunks))
 
 
 def tpot_s(request: Request) -> float | None:

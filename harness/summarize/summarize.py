@@ -9,10 +9,10 @@ import msgspec
 
 from harness.errors import HarnessError
 from harness.failures.messages import Said, grouped
+from harness.files import pretty_json, read_json, replace_file
 from harness.judge import checks, server_starts
 from harness.judge.verdicts import compare_rows
 from harness.rundir import origin
-from harness.rundir.files import pretty_json, read_json, replace_file
 from harness.rundir.manifest import CellRun, Origin, Run, read_run
 from harness.rundir.metrics import MetricsSample, read_samples, server_load
 from harness.rundir.records import ProcessMark, read_marks
@@ -292,6 +292,7 @@ def _cell(
         machine_load=did,
         ready_s=sum(phase.seconds for phase in phases) if phases else None,
         warmup=warmup,
+        bad_fields=list(counted.bad_fields.found.values()),
         problems=found.reasons,
         notes=found.notes,
         limits=found.limits,

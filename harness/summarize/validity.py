@@ -68,8 +68,8 @@ def of_cell(evidence: Evidence) -> Findings:
         reasons += _server(evidence.ran, evidence.server_load)
         reasons += _memory(evidence.ran)
         reasons += evidence.ran.problems
-    reasons += [] if evidence.imported else _processes(evidence)
-    reasons += _work(evidence) + _prompts(evidence)
+    reasons += [] if evidence.imported else _processes(evidence) + _contradictions(evidence)
+    reasons += _work(evidence) + _prompts(evidence) + _bad_fields(evidence.tally, invalid=True)
     # Of a cell that was cut, what is missing is already known to be missing.
     if evidence.ran is not None and not evidence.ran.problems and not evidence.mixed:
         reasons += _tokens(evidence.tally, evidence.server_load)
@@ -157,6 +157,48 @@ def _processes(evidence: Evidence) -> list[str]:
             )
         elif mark.recorded is not None and mark.recorded != found:
             reasons.append(f"load process {name} wrote {count(mark.recorded, 'record')} and the file has {found:,}")
+    if evidence.ran is not None and not evidence.ran.problems:
+        reasons += _cut_short(evidence, ends)
+    return reasons
+
+
+def _contradictions(evidence: Evidence) -> list[str]:
+    """What no load process writes: records or marks that are there twice, times that contradict each other."""
+    reasons, repeated = [], evidence.tally.repeated()
+    if repeated:
+        which = ", ".join(map(str, repeated[:5])) + (" ..." if len(repeated) > 5 else "")
+        reasons.append(f"requests.jsonl: {count(len(repeated), 'request')} recorded more than once (index {which})")
+    for (process, event), times in Counter((mark.process, mark.event) for mark in evidence.marks).items():
+        if times > 1:
+            name = called(process, evidence.marks, evidence.workers)
+            reasons.append(f"processes.jsonl: load process {name} has {times:,} {event} marks")
+    if backwards := evidence.tally.backwards:
+        reasons.append(
+            f"requests.jsonl: the times of {count(backwards, 'answer')} contradict each other (chunks that go back in "
+            "time, end after their answer or are missing)"
+        )
+    return reasons
+
+
+def _cut_short(evidence: Evidence, ends: Mapping[int, ProcessMark]) -> list[str]:
+    """Load processes that sent for less than the time that was asked for, and users that were not there."""
+    load, asked_s = evidence.load, evidence.load.duration_s
+    reasons = [
+        f"load process {called(process, evidence.marks, evidence.workers)} was told to end (SIGTERM or SIGINT) "
+        f"{mark.left_s:.1f} s before the end of the {asked_s:g} s to measure; run again"
+        for process, mark in sorted(ends.items())
+        if mark.left_s and asked_s
+    ]
+    gone = sum(mark.users_gone or 0 for mark in ends.values())
+    if gone:
+        reasons.append(
+            f"{count(gone, 'user')} of {load.users:,} ended before the load did (an exception, or StopUser in the "
+            "locustfile): the log of the load generator says more"
+        )
+    if asked_s and not reasons and ends and all(mark.users is not None for mark in ends.values()):
+        had = sum(mark.users or 0 for mark in ends.values())
+        if had < load.users:
+            reasons.append(f"{had:,} of {count(load.users, 'user')} had come at the end of the measured time")
     return reasons
 
 
@@ -222,7 +264,7 @@ def _listen_queue(evidence: Evidence) -> list[str]:
     turned_away = (load.listen_overflows if load is not None else None) or 0
     facts = []
     if numbers.connect_retried:
-        waited = f"{count(numbers.connect_retried, 'connection')} waited 1 s or more for the server to take them"
+        waited = f"{count(numbers.connect_retried, 'connection')} waited 1 s or more for the server to accept"
         schedule = ", TTFT and E2E latency from schedule" if is_open(evidence.load) else ""
         facts.append(f"{waited}; this is in wall time and rates{schedule}, and in no other latency")
     if turned_away:
@@ -260,6 +302,20 @@ def _tokens(tally: Tally, load: ServerLoad) -> list[str]:
     return [
         f"the server counted {served:,.0f} generated tokens and the client {own}, warm-up included: "
         f"they differ by more than {MOST_TOKEN_DIFFERENCE:.0%}"
+    ]
+
+
+def _bad_fields(tally: Tally, *, invalid: bool) -> list[str]:
+    """Fields of answers, warm-up included: counts out of bounds, or values of another JSON type."""
+    return [
+        f"{bad.field} of the server's answers is not possible in {count(bad.requests, 'request')}: it "
+        + (
+            f"must be at {'least' if bad.code == 'below' else 'most'} {bad.limit:,} (got {bad.got})"
+            if invalid
+            else f"has a value of another type ({bad.got}), and counts as missing"
+        )
+        for bad in tally.bad_fields.found.values()
+        if (bad.code != "type") == invalid
     ]
 
 
@@ -344,7 +400,7 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> list[str]:
     tally, numbers, load = evidence.tally, evidence.numbers, evidence.load
     notes = _clocks(evidence) + _heat(evidence, invalid=False) + _unseen(evidence.machine_load)
     notes += _energy(evidence.machine_load) + _front(evidence)
-    notes += in_words(evidence.warmup)
+    notes += in_words(evidence.warmup) + _bad_fields(tally, invalid=False)
     if tally.read_clock:
         notes.append(
             f"the chunk times of {tally.read_clock:,} of {count(numbers.succeeded, 'request')} are those of the read, "
@@ -376,6 +432,11 @@ def _notes(evidence: Evidence, limits: Sequence[ClientLimit]) -> list[str]:
         notes.append(
             f"the server did not report the tokens of {tally.without_output_tokens:,} of "
             f"{count(numbers.succeeded, 'request')}: tok/s is not known"
+        )
+    if tally.fewer_tokens and not evidence.imported:
+        notes.append(
+            f"the server counted fewer tokens than it sent pieces of text in {count(tally.fewer_tokens, 'answer')} of "
+            f"{numbers.succeeded:,}: its count, and every rate that uses it, is too low"
         )
     if numbers.reasoning_tokens and numbers.output_tokens:
         share = numbers.reasoning_tokens / numbers.output_tokens

@@ -11,6 +11,7 @@ from typing import BinaryIO
 import msgspec
 
 from harness.errors import BadLines
+from harness.files import open_file
 from harness.scenario.scenario import Trace
 from harness.traces.row import Row
 
@@ -52,6 +53,6 @@ def rows(file: BinaryIO, trace: Trace, bad: BadLines) -> Iterator[Row]:
 
 def hash_ids(path: Path, begins: int) -> list[int]:
     """The blocks of the prompt whose line begins there: they stay in the file, however long that is."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         file.seek(begins)
         return msgspec.json.decode(file.readline(), type=Line).hash_ids

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from harness.errors import BadLines, HarnessError
+from harness.files import open_file
 from harness.scenario.scenario import Trace
 from harness.traces import azure, burstgpt, mooncake, requests
 from harness.traces.row import BadLine
@@ -35,7 +36,7 @@ class Replay:
         self.without_tokens = 0  # rows left out, because they have no prompt or no answer
         bad = BadLines(path, "docs/traces.md says what each format holds.")
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 if file.read(len(BOM_UTF8)) != BOM_UTF8:
                     file.seek(0)
                 self.format = trace.format or _detect(path, file)
@@ -139,7 +140,7 @@ def _kept(path: Path, trace: Trace, _size: int, _changed_ns: int) -> Replay:
 def sha256_of(path: Path) -> str:
     """The hash of a file's content, however large it is. Raises HarnessError."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise HarnessError(f"{path}: the trace cannot be read ({error.strerror})") from None

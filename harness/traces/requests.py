@@ -12,6 +12,7 @@ from typing import Annotated, BinaryIO
 import msgspec
 
 from harness.errors import BadLines
+from harness.files import UNDECODABLE
 from harness.rundir.records import read_marks
 from harness.scenario.scenario import Trace
 from harness.traces.row import BadLine, Row
@@ -52,7 +53,7 @@ def rows(file: BinaryIO, trace: Trace, bad: BadLines) -> Iterator[Row]:
             continue
         try:
             line = decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNDECODABLE as error:
             bad.add(number, str(error))
             continue
         if chosen is None:

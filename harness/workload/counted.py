@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from harness.errors import HarnessError
+from harness.files import read_text
 from harness.workload.words import common, text
 
 ENOUGH = 100  # with fewer words, texts repeat themselves so much that a prefix cache or a draft model has an easy time
@@ -51,7 +52,7 @@ def one_token_words(path: Path) -> tuple[str, ...]:
             next_step=f"pip install 'amd-llm-load[{EXTRA}]', or write `tokenizer: server`.",
         ) from None
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_str(read_text(path))
     except Exception as error:  # the package raises nothing narrower
         raise HarnessError(
             f"{path}: not a tokenizer ({str(error)[:200]})", next_step="Give the tokenizer.json of the model."

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from harness.errors import BadLines, HarnessError
+from harness.files import read_bytes
 
 _ADVICE = (
     'Each line is a JSON object: {"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}. Files of '
@@ -70,7 +71,7 @@ class _Line(msgspec.Struct, frozen=True):
 def read_rows(path: str | Path) -> list[Row]:
     """The rows of a prompt file. Raises HarnessError that names the file and the line of the first few problems."""
     try:
-        data = Path(path).read_bytes().removeprefix(BOM_UTF8)
+        data = read_bytes(path).removeprefix(BOM_UTF8)
     except OSError as error:
         raise HarnessError(f"{path}: the prompts cannot be read ({error.strerror})") from None
     decoder = msgspec.json.Decoder(_Line)

@@ -26,6 +26,7 @@ from harness.simulated.spawn import spawned
 from tests.browser.test_report_page import complaints, keep, script
 from tests.command import going, write
 from tests.fake_gpus import gpu, host
+from tests.fake_server import answering, serving, whole
 
 HOSTILE = "<script>document.title=1</script><img src=x onerror=document.title=1>${alert(1)}"
 CHARTS = [
@@ -124,17 +125,24 @@ def test_the_form_says_what_is_wrong_with_it(browser: webdriver.Chrome, live: st
     WebDriverWait(browser, 20).until(lambda _: field.is_displayed())
     field.send_keys(Keys.CONTROL, "a")
     field.send_keys("soon")
+    users = browser.find_element(By.CSS_SELECTOR, "input[name=userCount]")
+    users.send_keys(Keys.CONTROL, "a")
+    users.send_keys("99999999")
     press = "[...document.querySelectorAll('button')].find((b) => /^start/i.test(b.textContent)).click()"
     script(browser, press)
     said = wait(browser, "return document.querySelector('form [role=alert]')?.textContent")
-    assert said == "--slos: 'soon' are no SLOs. Give some such as 'ttft<=2s, tpot<=50ms'."
+    assert said == (
+        "--users: must be a whole number of 1 to 100,000 (got '99999999').\n"
+        "--slos: 'soon' are no SLOs. Give some such as 'ttft<=2s, tpot<=50ms'."
+    )
     assert script(browser, "return document.querySelector('[role=tab]') === null"), "the form is still there"
     keep(browser, "live-form-refused")
     time.sleep(1.5)
     assert script(browser, "return document.querySelector('form [role=alert]') !== null")
     browser.get(live)
     wait(browser, "return document.querySelector('input[name=slos]')?.value === 'ttft<=500ms, tpot<=200ms'")
-    assert complaints(browser) == []
+    (status,) = complaints(browser)  # which the browser writes of every 4xx
+    assert "/swarm - Failed to load resource: the server responded with a status of 400" in status["message"]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -144,8 +152,8 @@ def test_the_tab_has_table_and_charts(browser: webdriver.Chrome, live: str, sche
     tabs = browser.find_elements(By.CSS_SELECTOR, "[role=tab]")
     (tab,) = [one for one in tabs if one.text == "LLM"]
     tab.click()
-    inside = "document.querySelector('iframe')?.contentDocument"
-    wait(browser, f"return {inside}?.body?.dataset.charts === '{len(CHARTS)}'")
+    inside = "window.llmLive?.shadowRoot"
+    wait(browser, f"return window.llmLive?.dataset.charts === '{len(CHARTS)}'")
     rows = "[...document.querySelectorAll('main > div tbody tr, main tbody tr')]"
     found = f"{rows}.find((e) => e.cells[0].textContent === 'ChatUser')"  # next to it is the warm-up
     row = f"return [...({found}?.cells ?? [])].map((e) => e.textContent)"
@@ -154,11 +162,11 @@ def test_the_tab_has_table_and_charts(browser: webdriver.Chrome, live: str, sche
     assert 0 <= int(cells[3]) <= 4
     assert all(float(cell) > 0 for cell in cells[4:]), cells
     assert script(browser, f"return {inside}.getElementById('notes').textContent").startswith("SIMULATED ENGINE: ")
-    theme = script(browser, f"return {inside}.documentElement.dataset.theme")
+    theme = script(browser, "return window.llmLive.dataset.theme")
     assert theme == scheme
     time.sleep(1.0)
-    frame = browser.find_element(By.TAG_NAME, "iframe")
-    assert script(browser, f"return {inside}.body.scrollHeight") <= frame.size["height"]  # no second scroll bar
+    assert browser.find_elements(By.TAG_NAME, "iframe") == []  # no page of the UI may be framed
+    assert script(browser, f"return getComputedStyle({inside}.querySelector('h1')).display") == "none"
     assert complaints(browser) == []
     keep(browser, f"live-tab-{scheme}")
     other = {"light": "dark", "dark": "light"}[scheme]
@@ -167,16 +175,16 @@ def test_the_tab_has_table_and_charts(browser: webdriver.Chrome, live: str, sche
             browser,
             "[...document.querySelectorAll('header button')].filter((b) => b.querySelector('svg')).at(-1).click()",
         )
-        wait(browser, f"return {inside}.documentElement.dataset.theme === '{wanted}'")
+        wait(browser, f"return window.llmLive.dataset.theme === '{wanted}'")
     script(browser, "localStorage.removeItem('theme')")
     screen(browser, width=390, scheme=scheme)
     time.sleep(1.0)
-    assert script(browser, f"return {inside}.documentElement.scrollWidth") <= 390
+    assert script(browser, "return window.llmLive.scrollWidth") <= 390
     keep(browser, f"live-tab-phone-{scheme}")
     screen(browser, scheme=scheme)
     others = [one for one in browser.find_elements(By.CSS_SELECTOR, "[role=tab]") if one.text == "STATISTICS"]
     others[0].click()
-    wait(browser, "return getComputedStyle(document.querySelector('iframe')).display === 'none'")
+    wait(browser, "return getComputedStyle(window.llmLive).display === 'none'")
 
 
 @pytest.mark.parametrize("width", [1280, 768, 390, 320])
@@ -311,7 +319,7 @@ def test_the_tab_says_of_which_time_its_numbers_are_and_why_a_load_was_ended(bro
         swarm(url, user_count=2, spawn_rate=2)
         screen(browser)
         browser.get(f"{url}?tab=llm")
-        inside = "document.querySelector('iframe')?.contentDocument"
+        inside = "window.llmLive?.shadowRoot"
         why = wait(browser, f"return {inside}?.querySelector('#why:not([hidden])')?.textContent")
         assert why.startswith("the load was ended because its first 5 requests all failed, as the rest would: ")
         heads = "[...document.querySelectorAll('main th')].map((e) => e.textContent)"
@@ -344,9 +352,21 @@ def test_edit_changes_the_users_of_a_running_load_and_offers_nothing_else(browse
         wait(browser, "return document.querySelector('form input[name=turns]') !== null")
         wait(browser, "return document.querySelector('form .MuiAccordion-root').offsetHeight === 0")
         keep(browser, "live-edit")
-        box = browser.find_element(By.CSS_SELECTOR, "form input[name=userCount]")
-        box.send_keys(Keys.CONTROL, "a")
-        box.send_keys("3")
+
+        def give(users: str) -> None:
+            box = browser.find_element(By.CSS_SELECTOR, "form input[name=userCount]")
+            box.send_keys(Keys.CONTROL, "a")
+            box.send_keys(users)
+
+        give("100001")
+        script(browser, f"{press.format('update')}.click()")
+        said = wait(browser, "return document.querySelector('main > [role=alert]')?.textContent")
+        assert said == "--users: must be a whole number of 1 to 100,000 (got '100001')."
+        wait(browser, "return document.querySelector('form') === null")
+        keep(browser, "live-edit-refused")
+        script(browser, f"{press.format('edit')}.click()")
+        wait(browser, "return document.querySelector('form input[name=turns]') !== null")
+        give("3")
         # What it sends of the others is what they are: the page was opened after they had been changed.
         script(browser, f"{press.format('update')}.click()")
         wait(browser, "return document.querySelector('form') === null")
@@ -356,6 +376,38 @@ def test_edit_changes_the_users_of_a_running_load_and_offers_nothing_else(browse
                 return bool(json.load(answer)["users"] == 3)
 
         until(users)
+
+
+def test_a_page_of_another_site_can_neither_steer_nor_read_nor_frame_the_ui(browser: webdriver.Chrome) -> None:
+    with (
+        spawned("--preset", "instant", "--served-model-name", "m") as server,
+        serving(answering(whole(b"<title>other</title><main></main>", b"text/html"))) as other,
+        by_hand("--host", server.url) as url,
+    ):
+        browser.get(other)
+        tries = f"""
+            const [done] = arguments, said = [], url = {url!r};
+            const form = new URLSearchParams({{ user_count: 1, spawn_rate: 1, host: location.origin }});
+            const ask = (path, options) => fetch(url + path, options)
+                .then((answer) => said.push(`${{path}}: ${{answer.type}}`), () => said.push(`${{path}}: failed`));
+            const frame = document.createElement("iframe");
+            frame.src = url;
+            document.body.append(frame);
+            ask("swarm", {{ method: "POST", mode: "no-cors", body: form }})
+                .then(() => ask("swarm", {{ method: "POST", body: form }}))
+                .then(() => ask("llm/live.json"))
+                .then(() => ask("stats/reset", {{ method: "POST", mode: "no-cors" }}))
+                .then(() => setTimeout(() => done(said), 1000));
+        """
+        assert browser.execute_async_script(tries) == [
+            "swarm: failed", "swarm: failed", "llm/live.json: failed", "stats/reset: failed",
+        ]  # fmt: skip
+        browser.switch_to.frame(0)
+        assert browser.find_elements(By.CSS_SELECTOR, "#root, form") == []
+        browser.switch_to.default_content()
+        complaints(browser)
+        with urllib.request.urlopen(f"{url}llm/live.json") as answer:
+            assert json.load(answer)["state"] == "ready"
 
 
 def processes_of(url: str) -> list[psutil.Process]:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import docker
 import pytest
 
 from harness.paths import ROOT
-from harness.scenario.scenario import Load, Scenario, Server
+from harness.scenario.scenario import Consent, Load, Scenario, Server
 from harness.serve import Endpoint, serve
 from harness.serve.docker.daemon import connect
 from harness.serve.docker.sweep import sweep
@@ -62,8 +62,9 @@ def served(image: str, tmp_path: Path, client: docker.DockerClient) -> Iterator[
     """`serve` with the embedded engine in a container; afterwards nothing of it may be left."""
 
     @contextlib.contextmanager
-    def start(timeout_s: float = 30.0, **variables: Any) -> Iterator[Endpoint]:
-        server = Server(template="simulated", variables={"image": image} | variables, startup_timeout_s=timeout_s)
+    def start(timeout_s: float = 30.0, allow: Sequence[Consent] = (), **variables: Any) -> Iterator[Endpoint]:
+        given = {"image": image} | variables
+        server = Server(template="simulated", variables=given, startup_timeout_s=timeout_s, allow=list(allow))
         with serve(scenario(server), "s", run_id=tmp_path.name, cell_id="c", run_folder=tmp_path) as endpoint:
             yield endpoint
 

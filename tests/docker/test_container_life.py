@@ -13,10 +13,12 @@ import requests
 from docker.models.containers import Container
 
 from harness.errors import ServerError
+from harness.rundir.manifest import DIED
 from harness.scenario.scenario import Server
 from harness.serve import Endpoint, engine_version, serve
 from tests.command import harness, write
 from tests.docker.conftest import Served, remains, scenario
+from tests.faults import fault
 
 
 def container_of(client: docker.DockerClient, endpoint: Endpoint) -> Container:
@@ -71,7 +73,7 @@ def test_the_engine_chooses_the_port_when_the_container_starts(
 
 @pytest.mark.parametrize(("publish", "host"), [("[::1]", "[::1]"), ("0.0.0.0", "127.0.0.1")])
 def test_other_addresses_of_this_host(served: Served, publish: str, host: str) -> None:
-    with served(publish=publish) as endpoint:
+    with served(publish=publish, allow=["open-port"]) as endpoint:
         assert endpoint.url.startswith(f"http://{host}:")
         assert requests.get(f"{endpoint.url}/health", timeout=5).status_code == 200
 
@@ -81,6 +83,23 @@ def test_a_run_over_ipv6(image: str, tmp_path: Path) -> None:
     path = write(tmp_path, servers={"one": server})
     done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
     assert (done.code, done.err) == (0, "")
+
+
+def test_what_the_scenario_consents_to_is_in_the_plan_and_in_the_report(image: str, tmp_path: Path) -> None:
+    variables = {"preset": "instant", "image": image, "publish": "0.0.0.0"}
+    path = write(tmp_path, servers={"one": {"template": "simulated", "variables": variables}})
+    refused = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
+    assert refused.code == 1 and not (tmp_path / "runs").exists()
+    assert "variables.publish (line" in refused.err and "write allow: [open-port] in the server" in refused.err
+    one = {"template": "simulated", "variables": variables, "allow": ["open-port"]}
+    write(tmp_path, servers={"one": one})
+    note = "the scenario lets its container reach this machine: open-port (ports: 0.0.0.0)"
+    assert note in harness("check", path.name, cwd=tmp_path).out
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    assert note in " ".join(done.out.split())
+    (report,) = tmp_path.glob("runs/*/report.html")
+    assert note in report.read_text()
 
 
 def test_the_server_is_known_by_name_in_its_network(served: Served, client: docker.DockerClient) -> None:
@@ -110,7 +129,9 @@ def test_devices_groups_and_shared_memory_are_in_effect(served: Served, client: 
 
 
 def test_ipc_host_is_in_effect(served: Served, client: docker.DockerClient) -> None:
-    with served(ipc="host") as endpoint:
+    with served(ipc="host", allow=["host-ipc"]) as endpoint:
+        (note,) = endpoint.served_by.notes
+        assert note == "the scenario lets its container reach this machine: host-ipc (ipc: host)"
         container = container_of(client, endpoint)
         assert output(container, "readlink /proc/self/ns/ipc") == os.readlink("/proc/self/ns/ipc")
         stat = os.statvfs("/dev/shm")
@@ -159,7 +180,11 @@ def test_a_secret_argument_reaches_the_server_and_no_file(
 @pytest.mark.parametrize(
     ("variables", "message", "advice"),
     [
-        ({"devices": ["/dev/kfd-of-nobody"]}, "the engine's host has no /dev/kfd-of-nobody", "modprobe amdgpu"),
+        (
+            {"devices": ["/dev/kfd-of-nobody"], "allow": ["host-devices"]},
+            "the engine's host has no /dev/kfd-of-nobody",
+            "modprobe amdgpu",
+        ),
         ({"volumes": ["/no/such/folder:/models"]}, "the host has no folder /no/such/folder to mount", "create it"),
         ({"volumes": ["no-such-volume-of-ours:/models"]}, "there is no Docker volume no-such-volume-of-ours", "create"),
         ({"image": "127.0.0.1:9/none:v1"}, "its registry cannot be reached", "docker save 127.0.0.1:9/none:v1"),
@@ -169,6 +194,12 @@ def test_a_secret_argument_reaches_the_server_and_no_file(
         ({"mem_limit": "8m"}, "exit code 137: the kernel killed it because", "raise mem_limit"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+@fault(
+    "engine",
+    "a start that fails: no device, folder, volume, image, argument, memory (8 cases)",
+    seen="the cause in one sentence, and what to do",
+    kept="the server's log",
 )
 def test_a_start_that_fails_is_explained_and_leaves_nothing(
     served: Served, variables: dict[str, Any], message: str, advice: str
@@ -181,6 +212,7 @@ def test_a_start_that_fails_is_explained_and_leaves_nothing(
     assert time.monotonic() - begin < 10
 
 
+@fault("engine", "the image lacks the program", seen="the image has no program vllm", kept="a run marked failed")
 def test_a_program_that_the_image_lacks_is_named(client: docker.DockerClient, image: str, tmp_path: Path) -> None:
     server = Server(template="vllm-cpu", variables={"image": image, "entrypoint": ["vllm", "serve"],
                     "huggingface_cache": None, "vllm_cache": None})  # fmt: skip
@@ -192,6 +224,7 @@ def test_a_program_that_the_image_lacks_is_named(client: docker.DockerClient, im
     assert remains(client, tmp_path.name) == []
 
 
+@fault("engine", "the port is taken", seen="the port 127.0.0.1:... is in use already", kept="a run marked failed")
 def test_a_port_in_use_is_named(served: Served) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -199,6 +232,12 @@ def test_a_port_in_use_is_named(served: Served) -> None:
             pass
 
 
+@fault(
+    "server",
+    "a container never becomes ready",
+    seen="did not become ready within 2 s; last seen at GET .../health",
+    kept="the last lines of its log",
+)
 def test_never_ready_ends_in_time(served: Served) -> None:
     with (
         pytest.raises(ServerError, match="did not become ready within 2 s; last seen at GET .*/health") as caught,
@@ -209,6 +248,7 @@ def test_never_ready_ends_in_time(served: Served) -> None:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+@fault("engine", "a container is killed or stopped from outside", seen="it ended with exit code 137 (or 0), within 2 s")
 def test_a_death_in_mid_run_is_noticed_within_two_seconds(
     served: Served, client: docker.DockerClient, sent: signal.Signals
 ) -> None:
@@ -219,18 +259,20 @@ def test_a_death_in_mid_run_is_noticed_within_two_seconds(
             time.sleep(0.02)
         assert time.monotonic() - begin < 2
         code = 137 if sent is signal.SIGKILL else 0
-        assert (endpoint.check_alive() or "").startswith(f"it ended with exit code {code}")
+        assert (endpoint.check_alive() or "").startswith(f"{DIED}: it ended with exit code {code}")
         assert endpoint.served_by.exit_code == code
 
 
+@fault("engine", "`docker rm -f` of the server", seen="its container was removed from outside")
 def test_a_container_removed_from_outside_is_noticed(served: Served, client: docker.DockerClient) -> None:
     with served() as endpoint:
         container_of(client, endpoint).remove(force=True)
         time.sleep(0.6)
-        assert endpoint.check_alive() == "its container was removed from outside"
+        assert endpoint.check_alive() == f"{DIED}: its container was removed from outside"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+@fault("harness", "an error or Ctrl-C between start and load", seen="container and network are taken down")
 def test_an_error_of_the_load_takes_the_server_down(served: Served, error: type[BaseException]) -> None:
     with pytest.raises(error), served():
         raise error

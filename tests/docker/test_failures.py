@@ -13,6 +13,7 @@ from harness.failures.explain import State, explain
 from harness.failures.scan import Failure
 from harness.serve.docker import labels
 from tests.docker.conftest import BASE
+from tests.faults import fault
 
 OWNER = {labels.RUN: f"failures-{os.getpid()}", labels.CELL: "c"}
 HOG = "data = []\nwhile True: data.append(bytearray(8 << 20))"
@@ -79,6 +80,7 @@ def ended(client: docker.DockerClient, program: str, **arguments: Any) -> tuple[
         container.remove(force=True)
 
 
+@fault("server", "the kernel kills the server for memory", seen="exit code 137: the kernel killed it because ...")
 def test_a_kill_for_memory(client: docker.DockerClient) -> None:
     state, log = ended(client, HOG, mem_limit="64m", memswap_limit="64m")
     known = State(exit_code=state["ExitCode"], oom_killed=state["OOMKilled"], error=state["Error"])
@@ -86,6 +88,7 @@ def test_a_kill_for_memory(client: docker.DockerClient) -> None:
     assert failure is not None and (failure.id, state["ExitCode"]) == ("mem.container_oom", 137)
 
 
+@fault("server", "the kernel kills a child of the server for memory", seen="the cause from the parent's last words")
 def test_a_child_that_is_killed_for_memory_is_told_from_its_parent_s_words(client: docker.DockerClient) -> None:
     """As with vLLM: the engine process is killed, and its parent ends with a code of its own."""
     parent = (
@@ -100,6 +103,7 @@ def test_a_child_that_is_killed_for_memory_is_told_from_its_parent_s_words(clien
     assert failure.id == ("mem.container_oom" if state["OOMKilled"] else "engine.killed")
 
 
+@fault("server", "/dev/shm of the container is full", seen="the cause, and the shm_size to set")
 def test_a_full_shared_memory(client: docker.DockerClient) -> None:
     state, log = ended(client, "open('/dev/shm/psm_1', 'wb').write(bytes(8 << 20))", shm_size="1m")
     failure = explain(log, State(exit_code=state["ExitCode"]))
@@ -107,6 +111,7 @@ def test_a_full_shared_memory(client: docker.DockerClient) -> None:
     assert failure.id == "disk.full" and "/dev/shm" in failure.fix, "Python names no file: it may be either"
 
 
+@fault("server", "kill -9 of the server in its container", seen="it was killed from outside, not for memory")
 def test_a_kill_from_outside(client: docker.DockerClient) -> None:
     container = client.containers.run(BASE, ["python3", "-c", "import time; time.sleep(60)"], labels=OWNER, detach=True)
     try:

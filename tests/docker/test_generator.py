@@ -9,11 +9,13 @@ import docker
 import pytest
 
 from harness.errors import ServerError
+from harness.paths import LOCUSTFILES
 from harness.rundir.manifest import read_run
 from harness.rundir.records import ProcessMark, read_marks, read_requests
 from harness.scenario.scenario import Load
 from harness.serve.docker import generator
 from tests.docker.conftest import remains
+from tests.faults import fault
 from tests.load_runs import make_job
 from tests.made_runs import request, write_lines
 
@@ -91,13 +93,19 @@ def test_an_image_that_was_not_built_is_explained(tmp_path: Path, image: str, cl
     assert remains(client, folder.name) == []
 
 
+@fault(
+    "engine",
+    "the load generator's container cannot be started",
+    seen="the cause in one sentence",
+    kept="a run marked failed",
+)
 def test_a_container_that_cannot_be_started_leaves_nothing(
     tmp_path: Path, image: str, client: docker.DockerClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generator, "IMAGE", image)
     job = make_job(tmp_path, Load(user="batch", requests=1))
     with pytest.raises(ServerError, match="the load generator's container cannot be started"):
-        generator.ContainerChild(tmp_path.name, job, [], [], "no-such-network", tmp_path / "a.log")
+        generator.ContainerChild(tmp_path.name, job, [], LOCUSTFILES / "chat.py", "no-such-network", tmp_path / "a.log")
     assert remains(client, tmp_path.name) == []
 
 
@@ -106,7 +114,7 @@ def test_the_container_can_write_into_the_run_directory_only(
 ) -> None:
     monkeypatch.setattr(generator, "IMAGE", image)
     job = make_job(tmp_path, Load(user="batch", requests=1))
-    child = generator.ContainerChild(tmp_path.name, job, ["--help"], [], None, tmp_path / "a.log")
+    child = generator.ContainerChild(tmp_path.name, job, ["--help"], LOCUSTFILES / "chat.py", None, tmp_path / "a.log")
     try:
         (name,) = remains(client, tmp_path.name)
         attrs = client.containers.get(name).attrs

@@ -4,17 +4,22 @@ import json
 import os
 import subprocess
 import time
+import uuid
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 
+from harness.rundir.records import read_requests
 from harness.scenario.scenario import Load, Server
-from harness.serve import compose_document, server_document, templates, variables
+from harness.serve import server_document, templates, variables
 from harness.serve.compose.compose import parse
-from tests.command import until
+from harness.serve.ports import free_port
+from tests.command import harness, until, write
 from tests.docker.conftest import scenario
+from tests.load_runs import composed
 
 ODD = "a \"b\" 'c' # d: {e} [f] & * ! | > % @ ` \\ \n \t é 漢"
 GIVEN: dict[str, dict[str, Any]] = {
@@ -25,6 +30,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "ollama": {"mem_limit": "8g"},
     "localai": {"mem_limit": "8g"},
     "vllm-offline": {"shm_size": "16g", "volumes": ["/a:/b:ro"]},
+    "sglang-rocm": {"shm_size": "16g", "gpus": [0, 1], "tensor_parallel_size": 2, "volumes": ["/a:/b:ro"]},
     "simulated": {"ipc": "shareable", "devices": ["/dev/null:/dev/kfd"], "groups": [44]},
 }
 
@@ -73,7 +79,7 @@ def test_compose_accepts_and_reads_it_as_we_do(
 def test_compose_accepts_the_load_generator_beside_it(
     template: str, compose_environment: dict[str, str], tmp_path: Path
 ) -> None:
-    text = compose_document(scenario(Server(template=template)), "s")
+    text = composed(scenario(Server(template=template)))
     found = judged(text, compose_environment, tmp_path)
     alone = parse(server_document(scenario(Server(template=template)), "s"))
     assert set(found["services"]) == {"server", "locust", *alone.preparations}
@@ -83,19 +89,10 @@ def test_compose_accepts_the_load_generator_beside_it(
 
 def test_compose_brings_the_same_server_up(image: str, compose_environment: dict[str, str], tmp_path: Path) -> None:
     """`docker compose up` on the printed file: healthy by its own health check, and the web UI answers."""
-    from harness.serve.compose.template import render
-    from harness.serve.ports import free_port
-
     ui_port = free_port()
-    text = render(
-        "simulated",
-        {"image": image},
-        model="sim",
-        host_port=free_port(),
-        groups=[],
-        locust={"image": image, "ui_port": ui_port, "locustfile": "batch", "arguments": ["--batch-size", "2"]},
-    )
-    (tmp_path / "compose.yaml").write_text(text)
+    given = scenario(Server(template="simulated", variables={"image": image, "host_port": free_port()}))
+    text = composed(given, ui_port=ui_port)
+    (tmp_path / "compose.yaml").write_text(text.replace("amd-llm-load:local", image))
     command = ["docker", "compose", "--project-name", f"t{os.getpid()}", "--file", str(tmp_path / "compose.yaml")]
     try:
         up = subprocess.run([*command, "up", "--wait", "--wait-timeout", "90"], capture_output=True, text=True,
@@ -112,6 +109,70 @@ def test_compose_brings_the_same_server_up(image: str, compose_environment: dict
         assert _load_runs(ui_port)
     finally:
         subprocess.run([*command, "down", "--volumes", "--timeout", "3"], capture_output=True, env=compose_environment)
+
+
+OWN = """
+from locust import task
+from harness.load.user import LLMUser
+import beside
+
+class Own(LLMUser):
+    @task
+    def one(self) -> None:
+        self.ask(self.take()[0].saying([{"role": "user", "content": beside.QUESTION}]))
+"""
+MISTAKE = "        raise RuntimeError('a mistake of the user class')"
+LOADS: dict[str, Any] = {
+    "own": {"user": "own.py", "users": 2, "requests": 10, "output_tokens": 5},
+    "steps": {"user": "chat", "think_s": [0, 0.1], "output_tokens": 5,
+              "stages": [{"users": 1, "for_s": 1}, {"users": 3, "for_s": 1}]},
+    "prompts": {"user": "batch", "users": 2, "processes": 2, "requests": 8, "output_tokens": 5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("load", "code", "sent"),
+    [
+        ("own", 0, {"own": 10}),
+        ("steps", 0, {"steps@1": None, "steps@3": None}),
+        ("prompts", 0, {"prompts": 8}),
+        ("broken", 1, {"broken": 4}),
+    ],
+)
+def test_compose_sends_a_load_and_ends_with_its_exit_code(
+    load: str, code: int, sent: dict[str, int | None], image: str, compose_environment: dict[str, str], tmp_path: Path
+) -> None:
+    """`docker compose up` on a file printed with --headless: no web UI, the records on the host."""
+    (tmp_path / "records").mkdir()
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "broken.py").write_text(OWN + MISTAKE)
+    (tmp_path / "beside.py").write_text("QUESTION = 'Costs it $HOME or ${HOME}?'")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Costs it $HOME?"}\n')
+    servers = {
+        "s": {"template": "simulated", "variables": {"image": image, "preset": "instant", "host_port": free_port()}}
+    }
+    loads = LOADS | {"broken": {"user": "broken.py", "requests": 4}}
+    path = write(tmp_path, servers=servers, loads=loads, prompts={"kind": "file", "file": "prompts.jsonl"})
+    options = ["--load", load, "--headless", "--records", "records"]
+    printed = harness("compose", path.name, *options, cwd=tmp_path, env={"HARNESS_IMAGE": image})
+    assert (printed.code, printed.err) == (0, "")
+    assert f"# image {image} is here: sha256:" in printed.out
+    (tmp_path / "compose.yaml").write_text(printed.out)
+    command = ["docker", "compose", "--project-name", f"t{uuid.uuid4().hex[:8]}"]
+    try:
+        up = subprocess.run(
+            [*command, "up", "--exit-code-from", "locust"],
+            cwd=tmp_path, capture_output=True, text=True, env=compose_environment, timeout=120,
+        )  # fmt: skip
+        assert up.returncode == code, up.stdout + up.stderr
+    finally:
+        subprocess.run([*command, "down", "--timeout", "3"], cwd=tmp_path, capture_output=True, env=compose_environment)
+    records = [one for one in read_requests(tmp_path / "records/requests.jsonl") if one.phase == "measured"]
+    counts = Counter(one.load for one in records)
+    assert set(counts) == set(sent)
+    assert all(number in (None, counts[name]) for name, number in sent.items())
+    assert all(one.error is None for one in records)
+    assert {path.stat().st_uid for path in (tmp_path / "records").iterdir()} == {os.getuid()}
 
 
 def _answers(ui_port: int) -> bool:

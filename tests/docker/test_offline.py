@@ -17,10 +17,12 @@ from harness.prepare.experiment import prepare
 from harness.rundir.manifest import read_run
 from harness.rundir.records import read_marks, read_requests
 from harness.scenario.scenario import Gateway, Load, Scenario, Server
-from harness.serve import compose_document, server_problems_of
+from harness.serve import server_problems_of
 from harness.summary import Summary
 from tests.command import going, harness, only_run, until, write
 from tests.docker.conftest import BASE, remains
+from tests.faults import fault
+from tests.load_runs import composed
 
 DOUBLE = str(ROOT / "tests" / "doubles")
 
@@ -87,6 +89,7 @@ def test_a_job_that_fails_is_told_and_leaves_nothing(
     assert remains(client, folder.name) == []
 
 
+@fault("harness", "Ctrl-C again and again while a container is removed", seen="the removal goes on to its end")
 def test_more_than_one_ctrl_c_leaves_nothing(client: docker.DockerClient, tmp_path: Path) -> None:
     path = write(tmp_path, model="slow", servers={"offline": offline()}, loads=BURSTS)
     with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
@@ -100,6 +103,12 @@ def test_more_than_one_ctrl_c_leaves_nothing(client: docker.DockerClient, tmp_pa
     assert remains(client, only_run(tmp_path / "runs").name) == []
 
 
+@fault(
+    "engine",
+    "the Docker Engine fails to remove a container",
+    seen="the first error, and that something is left",
+    left="that container, until `harness clean`",
+)
 def test_a_removal_that_fails_does_not_hide_the_error(client: docker.DockerClient, tmp_path: Path) -> None:
     server = offline() | {"startup_timeout_s": 1}
     path = write(tmp_path, model="slow", servers={"offline": server}, loads=BURSTS)
@@ -147,4 +156,4 @@ def test_what_an_offline_server_cannot_be_is_said_with_the_scenario(tmp_path: Pa
     path = write(tmp_path, servers={"offline": offline()}, loads=BURSTS)
     good = prepare(path).scenario
     with pytest.raises(HarnessError, match="the server 'offline' is an offline job"):
-        compose_document(good, "offline")
+        composed(good, "offline", next(iter(good.loads)))

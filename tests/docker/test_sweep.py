@@ -14,6 +14,7 @@ from harness.paths import ROOT
 from harness.serve import sweep
 from harness.serve.docker import labels
 from tests.docker.conftest import Served, remains
+from tests.faults import fault
 
 OWNER = """
 import sys, time
@@ -42,6 +43,13 @@ def owner(image: str, tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
         process.kill()
 
 
+@fault(
+    "harness",
+    "kill -9 while a container runs",
+    seen="`harness clean` removes it",
+    left="a container and a network, until `harness clean`",
+    kept="the server's log until then",
+)
 def test_kill_minus_nine_then_sweep_leaves_nothing(
     owner: "subprocess.Popen[str]", client: docker.DockerClient, tmp_path: Path
 ) -> None:
@@ -59,6 +67,7 @@ def test_kill_minus_nine_then_sweep_leaves_nothing(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@fault("harness", "SIGTERM, SIGINT or SIGHUP while a container runs", seen="container and network are taken down")
 def test_every_way_of_stopping_takes_everything_down(
     owner: "subprocess.Popen[str]", client: docker.DockerClient, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -67,6 +76,12 @@ def test_every_way_of_stopping_takes_everything_down(
     assert remains(client, tmp_path.name) == []
 
 
+@fault(
+    "engine",
+    "`harness clean` beside containers and volumes of others",
+    seen="only what carries the label of the harness is removed",
+    left="what others own, and caches",
+)
 def test_only_what_carries_the_label_is_touched(client: docker.DockerClient, image: str, tmp_path: Path) -> None:
     run = tmp_path.name
     gone = labels.owned(run, "c") | {labels.PID_START: "1"}

@@ -21,6 +21,7 @@ from harness.rundir.manifest import read_run
 from harness.rundir.records import read_marks, read_requests
 from harness.serve.ports import free_port
 from tests.command import Going, going, harness, only_run, until, write
+from tests.faults import fault
 
 CHAT = {"user": "chat", "users": 4, "turns": 4, "output_tokens": 5, "think_s": [0.02, 0.05]}
 
@@ -101,6 +102,13 @@ def test_two_hosts_send_each_request_once(tmp_path: Path, hosts: Hosts) -> None:
     assert "2 machines sent the load, their clocks joined to" in done.out
 
 
+@fault(
+    "worker",
+    "a machine of the load dies",
+    seen="of gen2 was lost (killed, or its link was cut)",
+    code=3,
+    kept="what it had delivered",
+)
 def test_a_killed_host_makes_the_run_invalid(tmp_path: Path, hosts: Hosts) -> None:
     hosts.workers("gen1", "gen2")
     with run(tmp_path, hosts, "gen1,gen2", {"duration_s": 60}) as command:
@@ -116,6 +124,13 @@ def test_a_killed_host_makes_the_run_invalid(tmp_path: Path, hosts: Hosts) -> No
     assert len(processes(tmp_path)) == 2  # what it had delivered
 
 
+@fault(
+    "network",
+    "the link to a worker is cut",
+    seen="of gen2 was lost (killed, or its link was cut)",
+    code=3,
+    kept="what it had delivered; the rest in a folder that it names",
+)
 def test_a_cut_link_makes_the_run_invalid(tmp_path: Path, hosts: Hosts) -> None:
     hosts.workers("gen1", "gen2")
     with run(tmp_path, hosts, "gen1,gen2", {"duration_s": 60}) as command:
@@ -134,12 +149,15 @@ def test_a_cut_link_makes_the_run_invalid(tmp_path: Path, hosts: Hosts) -> None:
     assert "bytes of records were not delivered: they are in /tmp/amd-llm-load-" in log
 
 
-def test_a_host_that_nobody_asked_for_is_named(tmp_path: Path, hosts: Hosts) -> None:
+def test_a_host_that_nobody_asked_for_is_sent_home_and_the_others_go_on(tmp_path: Path, hosts: Hosts) -> None:
     hosts.workers("gen1", "gen3")
     with run(tmp_path, hosts, "gen1,gen2", {"requests": 8}) as command:
+        said = "the master sent this worker home: the run is for gen1, gen2"
+        until(lambda: said in hosts.containers["gen3"].logs().decode(), within_s=40)
+        hosts.workers("gen2")
         done = command.end()
-        assert done.code == 3
-        assert "the workers are gen1, gen3, and not gen1, gen2" in done.err
+        assert done.code == 0, done.out + done.err
+    assert hosts.ends("gen1", 10) == hosts.ends("gen2", 10) == 0
 
 
 def test_docker_compose_scales_the_workers(tmp_path: Path, image: str, compose_environment: dict[str, str]) -> None:

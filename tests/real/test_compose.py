@@ -13,8 +13,9 @@ import requests
 
 from harness.paths import ROOT, SCENARIOS
 from harness.scenario.file import load_scenario
-from harness.serve import compose_document, is_offline
+from harness.serve import is_offline
 from tests.engines.paths import BASE_IMAGE, DOCKER_CONFIG
+from tests.load_runs import composed
 from tests.real.conftest import Say
 from tests.real.parts import docker, harness, llamacpp, vllm, wait_for, write_scenario
 
@@ -76,7 +77,7 @@ def test_docker_compose_accepts_every_server_of_the_scenarios_that_ship(
     scenario = load_scenario(path)
     served = {name: server for name, server in scenario.servers.items() if not is_offline(server)}
     for name, server in served.items():
-        (tmp_path / "compose.yaml").write_text(compose_document(scenario, name), encoding="utf-8")
+        (tmp_path / "compose.yaml").write_text(composed(scenario, name, next(iter(scenario.loads))), encoding="utf-8")
         found = json.loads(compose(tmp_path, "config", "--format", "json"))["services"]
         assert {"server", "locust"} | ({"gateway"} if server.gateway else set()) <= set(found)
 

@@ -60,7 +60,7 @@ def test_kv_cache_too_small(said: dict[str, str], say: Say) -> None:
     (most,) = re.findall(r"estimated maximum model length is (\d+)", failure.line)
     assert 0 < int(most) < 4096
     assert failure.cause.startswith("one request of max_model_len 4096 needs 0.01 GiB of KV cache")
-    assert failure.fix.startswith(f"set max_model_len to {most} or less")
+    assert failure.fix.startswith(f"set max_model_len (ctx_size behind Lemonade) to {most} or less")
 
 
 @pytest.mark.timeout(300)
@@ -77,7 +77,7 @@ def test_removed_flags(said: dict[str, str], say: Say) -> None:
 def test_context_above_the_model(said: dict[str, str], say: Say) -> None:
     failure = cause_of(said["context"], say)
     assert failure.id == "cli.maxlen"
-    assert failure.fix == "set max_model_len to 4096 or less"
+    assert failure.fix == "set max_model_len (ctx_size behind Lemonade) to 4096 or less"
     assert failure.wrapper is not None and "1 validation error for ModelConfig" in failure.wrapper
 
 

@@ -25,10 +25,10 @@ WARMUP = "(warm-up)"
 _LINES = 25  # points that are written at once
 ASSETS = Path(__file__).with_name("assets")
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-# The page needs its own files and nothing else; Locust's page may hold it in its tab.
+# The page needs its own files and nothing else.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _COLUMNS = {
     "user_class": "Whole test, by user class",
@@ -189,7 +189,6 @@ def _asset(name: str) -> Response:
 
 def _plain(answer: Response) -> Response:
     answer.headers["Cache-Control"] = "no-store"
-    answer.headers["X-Content-Type-Options"] = "nosniff"
     return answer
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from harness.files import UNDECODABLE
 from harness.load.live.histogram import Histogram, add, note
 from harness.rundir.records import CUT, Request
 from harness.scenario.check_syntax import Slo
@@ -122,5 +123,5 @@ def unpacked(raw: Any) -> HandOver | None:
     """None for what no worker of this version has sent."""
     try:
         return msgspec.msgpack.decode(raw, type=HandOver)
-    except (msgspec.DecodeError, TypeError):
+    except (*UNDECODABLE, TypeError):
         return None

@@ -15,7 +15,8 @@ _OLDEST = (20, 10)
 class Engine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What a Docker Engine says of itself. Unknown is None; `problem` is why it cannot be used at all."""
 
-    host: str | None = None  # the other machine that DOCKER_HOST names
+    host: str | None = None  # the other machine that it is on
+    named_by: str = "DOCKER_HOST"  # what names it, such as a context of Docker
     problem: str | None = None
     remedy: str = ""
     version: str | None = None
@@ -33,7 +34,7 @@ def check(engine: Engine, *, gpus: int) -> Iterator[Finding]:
     """Findings about the engine, for a machine with so many GPUs."""
     if engine.host is not None:
         here = "what follows is said by its Docker Engine, and nothing is known of its GPU, kernel and memory"
-        yield finding("docker.remote", "warning", f"DOCKER_HOST names {engine.host}: {here}", host=engine.host)
+        yield finding("docker.remote", "warning", f"{engine.named_by} names {engine.host}: {here}", host=engine.host)
     if engine.problem is not None:
         fact = f"{engine.problem}: servers in containers cannot run"
         yield finding("docker.reachable", "blocker", fact, "told" if engine.remedy else "unknown", remedy=engine.remedy)

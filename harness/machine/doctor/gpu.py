@@ -4,15 +4,15 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from harness.engines import Standing
 from harness.machine import pci
 from harness.machine.doctor.finding import Finding, finding
 from harness.machine.facts import gpus
 from harness.machine.files import text
 from harness.machine.gpu_choice import working
-from harness.machine.targets import WORDS, Standing, Target, table, target_of
+from harness.machine.targets import WORDS, Target, columns, table, target_of
 
 _READY: tuple[Standing, ...] = ("validated", "supported", "code")
-_VLLM = {"vllm-rocm", "lemonade-vllm"}
 
 
 def check(root: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -68,17 +68,18 @@ def _standing(target: str) -> Finding:
         fact = f"{target} is not in the table of {checked}: no server is known to have code for it"
         return finding("gpu.target", "warning", fact, "nothing")
     fact = f"{target} ({row.architecture}) on {checked}; {_in_words(row)}"
-    ready = {server for server in table().servers if row.standing(server) in _READY}
-    if ready & _VLLM:
+    ready = [column for key, column in columns().items() if row.standing(key) in _READY]
+    if any(column.batches for column in ready):
         return finding("gpu.target", "ok", fact)
-    return finding("gpu.target", "warning", fact, "llamacpp" if ready else "untried" if row.servers else "nothing")
+    named = any(target in column.targets for column in columns().values())
+    return finding("gpu.target", "warning", fact, "single" if ready else "untried" if named else "nothing")
 
 
 def _in_words(row: Target) -> str:
     """Servers by their standing, the best first."""
     groups = []
     for standing, words in WORDS.items():
-        titles = [server.title for name, server in table().servers.items() if row.standing(name) == standing]
+        titles = [column.title for key, column in columns().items() if row.standing(key) == standing]
         if titles:
             groups.append(f"{words}: {', '.join(titles)}")
     return "; ".join(groups)

@@ -1,9 +1,9 @@
-"""The tables of docs/doctor.md, made of findings.yaml and targets.yaml."""
+"""The tables of docs/doctor.md, made of findings.yaml and the targets."""
 
 import re
 
 from harness.machine.doctor.finding import TOPICS, known
-from harness.machine.targets import WORDS, table
+from harness.machine.targets import WORDS, columns, table
 
 
 def filled(page: str) -> str:
@@ -17,7 +17,7 @@ def filled(page: str) -> str:
 
 def targets_table() -> str:
     """Where each target stands with each server, and where that was read."""
-    servers = table().servers
+    servers = columns()
     lines = [f"Read on {table().checked}.", ""]
     lines.append(_row(["target", "family", *(server.title for server in servers.values())]))
     lines.append("|---" * (2 + len(servers)) + "|")

@@ -6,14 +6,15 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from harness.engines import any_of, engines
 from harness.machine.doctor.finding import Finding, finding
 from harness.machine.files import text
 from harness.machine.holders import holders, pids
 from harness.units import gib
 
-# Names as the kernel keeps them, cut to 15 characters. vLLM's engine and workers are children of its server.
-_CHILDREN = re.compile(r"^VLLM::(?:EngineCor|Worker)")
-_ENGINES = re.compile(r"^(?:VLLM::\w+|vllm|vllm-server|llama-server|lemond|ollama|local-ai)$")
+# Names as the kernel keeps them, cut to 15 characters.
+_CHILDREN = any_of([name for engine in engines() for name in engine.children])
+_ENGINES = any_of([name for engine in engines() for name in engine.processes])
 # Who takes over a process whose parent has ended: the first process, a user's systemd, the first one of a container.
 _ADOPTERS = {"systemd", "init", "docker-init", "tini", "dumb-init", "catatonit", "lemond", "bash", "sh"}
 

@@ -58,7 +58,7 @@ class Counts:
         if self._times:
             sent, sizes, weights = (np.array(column) for column in zip(*self._streams, strict=True))
             times = np.array(self._times) + np.repeat(sent, sizes)
-            places = np.minimum((times / FINE_S).astype(np.int64), len(self.tokens) - 1)
+            places = np.clip((times / FINE_S).astype(np.int64), 0, len(self.tokens) - 1)
             self.tokens += np.bincount(places, weights=np.repeat(weights, sizes), minlength=len(self.tokens))
             del self._times[:]
             self._streams.clear()
@@ -93,4 +93,4 @@ class Counts:
 
 
 def bin_of(at_s: float) -> int:
-    return min(int(at_s / FINE_S), MOST_FINE - 1)
+    return max(0, min(int(at_s / FINE_S), MOST_FINE - 1))

@@ -18,7 +18,7 @@ MOST_FAILED = 150  # and failed ones
 Row = tuple[str, str]  # server, load
 
 
-class Dot(Struct, frozen=True, order=True):
+class Dot(Struct, frozen=True):
     """A measured request."""
 
     draw: int  # what chooses it: as good as random, and always the same
@@ -27,6 +27,11 @@ class Dot(Struct, frozen=True, order=True):
     took_s: float  # until the answer was whole, or until it failed
     ttft_s: float | None
     error: str | None
+
+
+def _order(dot: Dot) -> tuple[int, str, float, float]:
+    """An order of known values, for copies of one record as well."""
+    return dot.draw, dot.cell, dot.sent_s, dot.took_s
 
 
 class Choice(Struct):
@@ -68,11 +73,11 @@ class Choice(Struct):
         self.thin()
 
     def thin(self) -> None:
-        self.good = heapq.nsmallest(MOST_DOTS, self.good)
+        self.good = heapq.nsmallest(MOST_DOTS, self.good, key=_order)
         if len(self.good) == MOST_DOTS:
             self.limit = self.good[-1].draw
-        self.failed = heapq.nsmallest(MOST_FAILED, self.failed)
-        self.slow = sorted(self.slow, key=lambda dot: (dot.took_s, dot))[-SLOWEST:]
+        self.failed = heapq.nsmallest(MOST_FAILED, self.failed, key=_order)
+        self.slow = sorted(self.slow, key=lambda dot: (dot.took_s, *_order(dot)))[-SLOWEST:]
         if len(self.slow) == SLOWEST:
             self.slow_from_s = self.slow[0].took_s
 

@@ -6,6 +6,7 @@ from itertools import chain
 from typing import Any
 
 from harness import units
+from harness.engines import engines
 from harness.judge import server_starts
 from harness.report.charts.marks import COLOURS, Chart, colour, plain
 from harness.rundir.manifest import Run, ServedBy
@@ -14,8 +15,7 @@ MEANS = {
     "pull": "the image, where it was not on the machine yet",
     "flags": "the server’s flags, checked against the image’s own help",
     "create": "the container, made and started",
-    "install": "Lemonade gets the engine",
-    "download": "Lemonade gets the model",
+    **{name: text for engine in engines() for name, text in engine.phases.items()},
     "model": "the server gets the model",
     "process": "from the start of the process until it reads weights: imports, configuration, workers",
     "weights": "weights into memory, downloaded first where they were not there",

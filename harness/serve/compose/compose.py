@@ -96,7 +96,7 @@ class LoadCall(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class Fetch(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A model that the server gets through its own API before it is loaded."""
 
-    protocol: Literal["ollama", "localai"]
+    protocol: str  # of harness.serve.fetch
     model: str
     source: str | None = None  # address of its configuration
 
@@ -191,10 +191,10 @@ def _unsupported(raw: Any) -> list[str]:
     if problems:
         return problems
     problems = _unknown(raw, ComposeFile, "$")
-    for name, service in raw["services"].items():
-        problems += _unknown(service, Service, f"$.services.{name}")
-    for name, volume in (raw.get("volumes") or {}).items():
-        problems += _unknown(volume, Volume, f"$.volumes.{name}")
+    for part, kind in (("services", Service), ("volumes", Volume)):
+        items = raw.get(part)
+        for name, item in items.items() if isinstance(items, dict) else ():
+            problems += _unknown(item, kind, f"$.{part}.{name}")
     return problems
 
 
@@ -270,6 +270,12 @@ def _service_problems(service: Service, path: str, may_interpolate: bool) -> lis
                 check(value)
             except ValueError as error:
                 problems.append(f"{path}.{key}: {error}")
+    problems += [f"{path}.environment: {problem}" for problem in map(_bad_name, service.environment) if problem]
+    problems += [
+        f"{path}.{key}: a text has the character NUL in it, which no program can be given; remove it"
+        for key, value in msgspec.to_builtins(service).items()
+        if _has_nul(value)
+    ]
     if service.ipc == "host" and service.shm_size is not None:
         problems.append(
             f"{path}: give ipc: host or shm_size, not both; with ipc: host the container uses the host's "
@@ -299,6 +305,19 @@ def _mount_problems(compose: ComposeFile, name: str, may_interpolate: bool) -> l
         if not mount.target.startswith("/"):
             problems.append(f"$.services.{name}.configs: '{mount.target}' is not an absolute path")
     return problems
+
+
+def _bad_name(name: str) -> str | None:
+    """Why a variable of the environment cannot have this name; None: it can."""
+    if name and name.isprintable() and not set(name) & set("= "):
+        return None
+    return f"{name!r} cannot be the name of a variable; use letters, digits and '_'"
+
+
+def _has_nul(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_has_nul(item) for pair in value.items() for item in pair)
+    return any(map(_has_nul, value)) if isinstance(value, list) else isinstance(value, str) and "\0" in value
 
 
 def _given(value: str | None) -> list[str]:

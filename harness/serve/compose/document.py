@@ -1,30 +1,24 @@
 """The Compose file of a scenario's server: rendered to be started, and printed to use by hand."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from harness.errors import HarnessError
 from harness.machine.facts import device_groups
-from harness.scenario.check_syntax import slo_sets
-from harness.scenario.scenario import USERS, Gateway, Load, Scenario, Server
+from harness.scenario.scenario import Gateway, Scenario, Server
 from harness.serve.compose.compose import GATEWAY, SERVER, ComposeFile, parse
 from harness.serve.compose.merge import with_gateway
 from harness.serve.compose.template import render, variables
 from harness.serve.compose.values import parse_port, url_of
-from harness.serve.docker.daemon import engine_host
+from harness.serve.docker.images import digests_here
+from harness.serve.docker.location import engine_location
 from harness.serve.lemonade import served_name
 from harness.serve.ports import free_port
 
-COMPOSE_HEAD = """\
-# The server '{server}' of a scenario with Locust's web UI in front of it, printed by `harness compose`.
-# Save it as compose.yaml, then: docker compose up
-# Locust: http://127.0.0.1:{ui_port}   {addresses}
-# The image {image} is made by `make image`. ${{NAME}} is taken from your shell.
-"""
-_NO_GROUPS = """\
-# group_add is empty: there is no /dev/kfd and no /dev/dri here, or only root owns them. Put in what
-# `stat -c %g /dev/kfd /dev/dri/render*` prints on the GPU's machine, or set the server's variable `groups`.
-"""
+_NO_GROUPS = [
+    "group_add is empty: there is no /dev/kfd and no /dev/dri here, or only root owns them. Put in what",
+    "`stat -c %g /dev/kfd /dev/dri/render*` prints on the GPU's machine, or set the server's variable `groups`.",
+]
 
 
 def server_document(scenario: Scenario, server_name: str) -> str:
@@ -36,73 +30,47 @@ def server_document(scenario: Scenario, server_name: str) -> str:
     return rendered(server, scenario.model, port=port_inside(server))
 
 
-def compose_document(scenario: Scenario, server_name: str, *, ui_port: int | None = None, workers: int = 0) -> str:
-    """The same for `docker compose up`, with Locust's web UI in front of the server.
+class Upstream(NamedTuple):
+    """What a load generator in the server's network needs to know."""
 
-    `ui_port`: the host's port for the UI; None: the one that the template `locust` declares. `workers`: containers that
-    send the load; 0: the one with the UI does.
-    """
+    service: str  # takes the load: the gateway where there is one
+    url: str
+    model: str  # to ask for
+    simulated: bool
+    prepared: bool  # other services end before the server starts
+
+
+def upstream_of(scenario: Scenario, server_name: str) -> Upstream:
+    """Where the load of a server goes, in the network of its Compose file. Raises HarnessError for an offline job."""
     server = server_of(scenario, server_name)
     compose = parse(server_document(scenario, server_name))
-    if compose.serving.offline:
+    serving = compose.serving
+    if serving.offline:
         raise HarnessError(
             f"the server '{server_name}' is an offline job, which `harness run` gives its requests",
             next_step="Choose another of the scenario's servers with --server.",
         )
-    managed = compose.serving.lemonade
-    taking = [GATEWAY, SERVER] if GATEWAY in compose.services else [SERVER]
-    ports = {name: parse_port(compose.services[name].ports[0]) for name in taking}
-    addresses = [f"{name}: {url_of(port.address, port.host)}" for name, port in ports.items()]
-    load = next((load for load in scenario.loads.values() if load.user in USERS), Load(user="chat"))
-    keys = {scenario.api_key_env: f"${{{scenario.api_key_env}}}"} if scenario.api_key_env else {}
-    of_locust = variables("locust")
-    ui_port = ui_port or of_locust["ui_port"].default
-    head = COMPOSE_HEAD.format(
-        server=server_name,
-        addresses="   ".join(addresses),
-        ui_port=ui_port,
-        image=of_locust["image"].default,
-    )
+    service, port = (SERVER, port_inside(server)) if server.gateway is None else (GATEWAY, port_inside(server.gateway))
+    model = scenario.model if serving.lemonade is None else served_name(serving.lemonade.model)
+    return Upstream(service, f"http://{service}:{port}", model, serving.simulated, bool(compose.preparations))
+
+
+def compose_document(scenario: Scenario, server_name: str, locust: dict[str, Any], head: list[str]) -> str:
+    """The same for `docker compose up`, with a load generator in front of the server.
+
+    `locust`: values for the variables of the template `locust`. `head`: lines for the top of the file; those with the
+    addresses of the server and the digests of the images follow.
+    """
+    server = server_of(scenario, server_name)
+    text = rendered(server, scenario.model, port=port_inside(server), locust=locust)
+    compose = parse(server_document(scenario, server_name))
+    ports = {name: parse_port(one.ports[0]) for name, one in compose.services.items() if one.ports}
+    head = head + [f"{name}: {url_of(port.address, port.host)}" for name, port in sorted(ports.items())]
+    images = [locust["image"], *(service.image for service in compose.services.values())]
+    head += [f"image {name} is here: {digest}" for name, digest in digests_here(images).items()]
     if compose.server.devices and not compose.server.group_add:
         head += _NO_GROUPS
-    return head + rendered(
-        server,
-        scenario.model,
-        port=port_inside(server),
-        locust={
-            "locustfile": load.user,
-            "arguments": _by_hand(scenario, load, scenario.model if managed is None else served_name(managed.model)),
-            "environment": keys,
-            "ui_port": ui_port,
-            "workers": workers,
-            "waits_for": taking[0],
-        },
-    )
-
-
-def _by_hand(scenario: Scenario, load: Load, model: str) -> list[str]:
-    """A load in the options of a locustfile that is started by hand; the web form shows them and can change them."""
-    prompts = scenario.prompts
-    given = {
-        "--users": load.users,
-        "--spawn-rate": f"{load.users / max(load.ramp_s, 1):g}",
-        "--model": model,
-        "--prompts": prompts.kind if prompts.kind != "file" else "synthetic",  # a file of the host is not in the image
-        # A length by distribution is a mapping, which no option of a locustfile is.
-        "--prompt-tokens": prompts.tokens if isinstance(prompts.tokens, int) else None,
-        "--output-tokens": load.output_tokens if isinstance(load.output_tokens, int) else None,
-        "--output": load.output,
-        "--stream": "yes" if load.stream else "no",
-        "--system-tokens": prompts.system_tokens or None,
-        "--arrivals": None if load.arrivals is None or load.arrivals.rate is None else f"{load.arrivals.rate:g}",
-        "--timeout": f"{load.timeout_s:g}",
-        "--slos": next(iter(slo_sets(scenario.checks)), None),
-        "--batch-size": load.batch_size,
-        "--turns": load.turns,
-        "--think": " ".join(f"{number:g}" for number in load.think_s) if load.think_s else None,
-        "--api-key-env": scenario.api_key_env,
-    }
-    return [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
+    return "".join(f"# {line}\n" for line in head) + text
 
 
 def port_inside(server: Server | Gateway) -> Any:
@@ -137,7 +105,7 @@ def rendered(server: Server, model: str, port: int | None = None, locust: dict[s
         given,
         model=model,
         host_port=port or 0,
-        groups=[] if engine_host() is not None else device_groups(),
+        groups=device_groups() if engine_location().is_here else [],
         upstream=upstream,
         locust=locust,
     )

@@ -7,41 +7,15 @@ where nobody asks. Lemonade's own protected arguments are in harness.serve.lemon
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from harness.engines import Command, engine_of, engines
 from harness.serve.vllm.flags import flags_in, printed_dashes
 
-SHORT = {  # of the servers' own parsers, by what they mean
-    "vllm": {"-q": "--quantization", "-tp": "--tensor-parallel-size"},
-    "llamacpp": {
-        "-m": "--model", "-mu": "--model", "--model-url": "--model", "-hf": "--hf-repo", "-hfr": "--hf-repo",
-        "-a": "--alias", "-np": "--parallel", "-c": "--ctx-size", "-b": "--batch-size", "-ub": "--ubatch-size",
-        "-fa": "--flash-attn", "-ctk": "--cache-type-k", "-ctv": "--cache-type-v", "-ngl": "--n-gpu-layers",
-        "--gpu-layers": "--n-gpu-layers", "-s": "--seed", "-cb": "--cont-batching", "-nocb": "--cont-batching",
-        "-kvu": "--kv-unified",
-    },
-}  # fmt: skip
 _ADVICE = {
     "--host": "the server listens inside its container only; `publish` is the host's address",
     "--served-model-name": "the scenario's `model` is the name for clients",
     "--alias": "the scenario's `model` is the name for clients",
     "--model": "the scenario's `model` says what is served, and `model_path` what is loaded where that differs",
     "--n-gpu-layers": "set the variable 'gpu_layers'",
-}
-# Templates whose settings are environment variables; what each is, as a variable of the template.
-_SETTINGS = {
-    "OLLAMA_HOST": "port",
-    "OLLAMA_NUM_PARALLEL": "num_parallel",
-    "OLLAMA_CONTEXT_LENGTH": "context_length",
-    "OLLAMA_MAX_QUEUE": "max_queue",
-    "OLLAMA_KEEP_ALIVE": "keep_alive",
-    "OLLAMA_FLASH_ATTENTION": "flash_attention",
-    "OLLAMA_KV_CACHE_TYPE": "kv_cache_type",
-    "LOCALAI_ADDRESS": "port",
-    "LOCALAI_CONTEXT_SIZE": "context_size",
-    "LOCALAI_MODELS_PATH": "localai_models",
-    "LOCALAI_BACKENDS_PATH": "localai_backends",
-    "LLAMACPP_PARALLEL": "parallel",
-    "VLLM_CPU_KVCACHE_SPACE": "kv_cache_gib",
-    "VLLM_CPU_OMP_THREADS_BIND": "omp_threads",
 }
 
 
@@ -51,15 +25,16 @@ def managed_flags(template: str, extra: Sequence[Any], own: Sequence[str], varia
     `own`: the command line that the template makes without it. `variables`: those that the template declares.
     """
     names = {f"--{name.replace('_', '-')}": name for name in variables}
-    if template == "localai":
-        names |= {_as_flag(setting): name for setting, name in _SETTINGS.items() if setting.startswith("LOCALAI_")}
+    command = _command(template)
+    if (prefix := command.settings_as_flags) is not None:
+        names |= {_as_flag(setting): name for setting, name in command.settings.items() if setting.startswith(prefix)}
     # An offline job's own options end with `--`, and so do those of others that nobody looks at behind it.
     behind = own[own.index("--") + 1 :] if "--" in own else own
     set_by_it = {_plain(flag) for flag in flags_in(behind)} | names.keys() | ({"--model"} if own else set())
     words = [str(word) for word in extra]
     problems = printed_dashes(words)
     for flag in dict.fromkeys(flags_in(words)):
-        found = _meant(flag, template, set_by_it)
+        found = _meant(flag, command, set_by_it)
         if found is not None:
             said = flag if flag == found else f"{flag} ({found})"
             known = f"set the variable '{names[found]}'" if found in names else "remove it"
@@ -70,20 +45,25 @@ def managed_flags(template: str, extra: Sequence[Any], own: Sequence[str], varia
 def managed_settings(environment: Any, variables: Iterable[str]) -> list[str]:
     """The names in a server's `environment` that variables of its template stand for."""
     declared = set(variables)
+    settings = {name: own for engine in engines() for name, own in engine.command.settings.items()}
     return [
-        f"{name}: the template sets it already; set the variable '{_SETTINGS[name]}'"
+        f"{name}: the template sets it already; set the variable '{settings[name]}'"
         for name in (environment if isinstance(environment, dict) else ())
-        if _SETTINGS.get(name) in declared
+        if settings.get(name) in declared
     ]
 
 
-def _meant(flag: str, template: str, known: set[str]) -> str | None:
-    """The managed flag that `flag` is: by itself, by its short name, switched off, or cut short as vLLM allows it."""
-    vllm = template.startswith("vllm")
-    plain = _plain(SHORT["vllm" if vllm else template].get(flag, flag) if vllm or template in SHORT else flag)
+def _command(template: str) -> Command:
+    engine = engine_of(template)
+    return Command() if engine is None else engine.command
+
+
+def _meant(flag: str, command: Command, known: set[str]) -> str | None:
+    """The managed flag that `flag` is: by itself, by its short name, switched off, or cut short."""
+    plain = _plain(command.short.get(flag, flag))
     if plain in known:
         return plain
-    if not vllm or len(plain) < len("--xxxx"):
+    if not command.cut_short or len(plain) < len("--xxxx"):
         return None
     longer = [name for name in known if name.startswith(plain) and name not in ("--devices", "--models")]
     return longer[0] if len(longer) == 1 else None

@@ -3,12 +3,16 @@
 import re
 from typing import Any
 
+from harness.engines import Context, engine_of, engines, template_of
 from harness.failures.removed_flags import removed_flags
 from harness.failures.table import replacements
 from harness.scenario.behaviour import Agent, Rag
 from harness.scenario.lengths import most_of, unread
 from harness.scenario.scenario import TURNS, Load, Prompts, Scenario, Server
-from harness.serve.compose.template import variable_of
+from harness.serve.compose.compose import read
+from harness.serve.compose.consent import allowed
+from harness.serve.compose.document import server_document
+from harness.serve.compose.template import variable_of, variables
 from harness.serve.vllm.flags import flags_in, value_of, version_of
 
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
@@ -18,7 +22,6 @@ _FORCED_TARGET = (
 )
 _HUB = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")  # guides set them to folders that their `docker run` mounts
 _CACHE = "/root/.cache/huggingface"  # where the templates mount the volume
-_NO_STATS = "vLLM then has no running and waiting requests and no KV cache in its metrics, so the report has none"
 
 
 def notes(scenario: Scenario) -> list[str]:
@@ -29,6 +32,8 @@ def notes(scenario: Scenario) -> list[str]:
         of_it += [f"under {load_name}: {note}" for load_name, load in scenario.loads.items()
                   if (note := _of_length(server, load, scenario.prompts)) is not None]  # fmt: skip
         found += [f"server '{name}'{' ' if note.startswith('under ') else ': '}{note}" for note in of_it]
+        compose, _ = read(server_document(scenario, name)) if server.allow else (None, [])
+        found += [f"server '{name}': {note}" for note in ([] if compose is None else allowed(compose))]
     return found
 
 
@@ -50,9 +55,14 @@ def _of_environment(server: Server) -> list[str]:
     found = [f"{name} has no effect any more: {gone[name]}" for name in given if name in gone]
     if "HSA_OVERRIDE_GFX_VERSION" in given:
         found.append(f"HSA_OVERRIDE_GFX_VERSION {_FORCED_TARGET}")
-    if str(given.get("VLLM_LOGGING_LEVEL", "")).upper() == "DEBUG":
-        found.append("VLLM_LOGGING_LEVEL=DEBUG writes lines for each step, which is measured with it: leave it out")
-    if server.template.startswith("vllm"):
+    verbose = {name: level for engine in engines() for name, level in engine.command.verbose.items()}
+    found += [
+        f"{name}={level} writes lines for each step, which is measured with it: leave it out"
+        for name, level in verbose.items()
+        if str(given.get(name, "")).upper() == level
+    ]
+    engine = engine_of(server.template)
+    if engine is not None and engine.command.hub_cache:
         lost = [name for name in _HUB if _is_lost(server, given.get(name))]
         found += [
             f"{name}={given[name]} is on no volume: each start downloads the model again; leave it out, or mount a "
@@ -75,17 +85,18 @@ def _is_lost(server: Server, folder: Any) -> bool:
 
 
 def _of_arguments(server: Server) -> list[str]:
-    if not (server.template.startswith("vllm") or server.template == "lemonade"):
+    known = template_of(server.template)
+    if known is None or known.utilization is None:  # no vLLM
         return []
     given = server.variables.get("extra_args")
     words = [str(word) for word in given] if isinstance(given, list) else []
-    words += str(server.variables.get("vllm_args") or "").split()
+    words += str(server.variables.get(known.arguments or "") or "").split()
     flags = list(dict.fromkeys(flags_in(words)))
-    found = []
-    if "--disable-log-stats" in flags and server.template != "vllm-offline":
-        found.append(f"--disable-log-stats: {_NO_STATS}")
+    lost = {flag: text for engine in engines() for flag, text in engine.command.without_metrics.items()}
+    has_metrics = "port" in variables(server.template)  # an offline job has neither
+    found = [f"{flag}: {lost[flag]}" for flag in flags if flag in lost and has_metrics]
     image = str(variable_of(server, "image"))
-    if server.template != "lemonade" and version_of(image) is None:  # else it was refused already
+    if known.arguments is None and version_of(image) is None:  # else it was refused already
         rows = [removed_flags()[flag] for flag in flags if flag in removed_flags()]
         found += [f"{row.flag}: the tag of {image} does not tell its version; {row.advice}" for row in rows]
     return found
@@ -100,10 +111,14 @@ def _of_length(server: Server, load: Load, prompts: Prompts) -> str | None:
     prompt = _prompt(load, prompts, answer)
     if prompt is None or prompt + answer <= limit:
         return None
-    if server.template == "lemonade" and answer >= variable_of(server, "ctx_size"):
+    template = template_of(server.template)
+    context = Context(size=which) if template is None or template.context is None else template.context
+    if context.arguments is not None and answer >= variable_of(server, context.size):
         return None  # harness.serve.lemonade.hints says so
-    what = "Ollama cuts such prompts short" if server.template == "ollama" else "the server refuses such requests"
-    return f"a request has up to {prompt:,} tokens of prompt and {answer:,} of answer, and {which} is {limit:,}: {what}"
+    return (
+        f"a request has up to {prompt:,} tokens of prompt and {answer:,} of answer, and {which} is {limit:,}: "
+        f"{context.too_long}"
+    )
 
 
 def _prompt(load: Load, prompts: Prompts, answer: int) -> int | None:
@@ -126,19 +141,17 @@ def _prompt(load: Load, prompts: Prompts, answer: int) -> int | None:
 
 def _context(server: Server) -> tuple[int | None, str]:
     """Tokens that one request may have, and what says so."""
-    match server.template:
-        case "llamacpp" | "localai":
-            name = "ctx_size" if server.template == "llamacpp" else "context_size"
-            slots, unified = variable_of(server, "parallel"), variable_of(server, "kv_unified")
-            return _shared(variable_of(server, name), slots, unified, name)
-        case "lemonade":
-            size, words = variable_of(server, "ctx_size"), str(server.variables.get("llamacpp_args") or "").split()
-            parallel = value_of(words, "--parallel", "-np") or ""
-            return _shared(size, int(parallel) if parallel.isdigit() else 1, "--kv-unified" in words, "ctx_size")
-        case "ollama":
-            return _number(variable_of(server, "context_length")), "context_length"
-        case _:
-            return _number(variable_of(server, "max_model_len")), "max_model_len"
+    known = template_of(server.template)
+    if known is None or known.context is None:
+        return None, ""
+    context = known.context
+    slots = 1 if context.slots is None else variable_of(server, context.slots)
+    unified = variable_of(server, "kv_unified")
+    if context.arguments is not None:
+        words = str(server.variables.get(context.arguments) or "").split()
+        parallel = value_of(words, "--parallel", "-np") or ""
+        slots, unified = int(parallel) if parallel.isdigit() else 1, "--kv-unified" in words
+    return _shared(variable_of(server, context.size), slots, unified, context.size)
 
 
 def _shared(size: Any, slots: Any, unified: Any, name: str) -> tuple[int | None, str]:

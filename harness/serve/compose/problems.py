@@ -1,5 +1,6 @@
 """Everything that is wrong with the servers of a scenario, as far as it can be known before anything starts."""
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -7,20 +8,20 @@ from typing import Any
 
 import msgspec
 
+from harness.engines import engines, template_of
 from harness.scenario.scenario import Load, Scenario, Server
 from harness.scenario.strict import where
 from harness.serve.compose.compose import GATEWAY, SERVER, ComposeFile, Service, read
+from harness.serve.compose.consent import missing
 from harness.serve.compose.document import port_inside, rendered, server_document
+from harness.serve.compose.interpolate import names_in
 from harness.serve.compose.managed import managed_flags, managed_settings
 from harness.serve.compose.template import server_problems, variables
-from harness.serve.docker.daemon import engine_sees_these_files
+from harness.serve.docker.location import engine_location
 from harness.serve.lemonade.arguments import server_problems as lemonade_problems
 from harness.serve.vllm.flags import removed_in, vllm_refuses
 from harness.serve.vllm.gpu_fit import container_problems
 
-# Images that start a shell, by the program that the template expects of them; see docs/vllm.md.
-_SHELLS = re.compile(r"(?:docker\.io/)?(?:rocm/vllm(?:-dev)?|kyuz0/[\w.-]+)(?:[:@]|$)")
-_PROGRAMS = {"vllm-rocm": "[vllm, serve]", "vllm-cpu": "[vllm, serve]", "llamacpp": "[llama-server]"}
 # What may be said of a load whose requests are all given at once; of the rest nothing but its default.
 _OFFLINE = {"user", "users", "processes", "requests", "batch_size", "think_s", "output_tokens", "output", "stream",
             "ramp_s", "drain_s", "timeout_s"}  # fmt: skip
@@ -33,8 +34,7 @@ def server_problems_of(scenario: Scenario, lines: dict[str, int]) -> list[str]:
     for name, server in scenario.servers.items():
         path = f"$.servers.{name}"
         found = server_problems(server, path)
-        if server.template == "lemonade":
-            found += lemonade_problems(server, scenario.model, path)
+        found += lemonade_problems(server, scenario.model, path)
         if not found:
             found = _managed(server, scenario.model, path)
             compose, wrong = read(server_document(scenario, name))
@@ -42,6 +42,10 @@ def server_problems_of(scenario: Scenario, lines: dict[str, int]) -> list[str]:
             if compose is not None:
                 found += [f"{path}.{problem}" for problem in _command_problems(server, compose)]
                 found += [f"{path}.{problem}" for problem in _folder_problems(server, compose)]
+                found += [
+                    _in_scenario(f"$.services.server.{key}: {problem}", server, path)
+                    for key, problem in missing(server, compose, os.environ)
+                ]
                 if compose.serving.offline:
                     found += [f"{path}{problem}" for problem in _offline_problems(server, scenario)]
         problems += found
@@ -52,6 +56,9 @@ def server_problems_of(scenario: Scenario, lines: dict[str, int]) -> list[str]:
 def _model_problems(scenario: Scenario) -> list[str]:
     if scenario.servers and not scenario.model.strip():
         return ["$.model: it is empty; write the name that the servers know, such as Qwen/Qwen3-0.6B"]
+    if scenario.servers and names_in(scenario.model):
+        # It stands in every record of the work, and a server that got it filled in would repeat it.
+        return [f"$.model: {scenario.model!r} has a variable in it, which is not filled in here; write the name itself"]
     if scenario.model.startswith("-"):
         return [f"$.model: {scenario.model!r} begins with '-', which servers take for an option of theirs"]
     return []
@@ -84,26 +91,28 @@ def _command_problems(server: Server, compose: ComposeFile) -> list[str]:
     """What the server's program, or the image that has it, would refuse."""
     service, serving = compose.server, compose.serving
     problems = [f"variables.entrypoint: {problem}" for problem in _starts_a_shell(server.template, service)]
+    problems += [f"variables: {problem}" for problem in container_problems(service)]
     if serving.help is None and not serving.offline:
         return problems
     if serving.help is not None:
         gone = removed_in(service.command or [], service.image)
         problems += [f"variables.extra_args: {problem}" for problem in gone]
-    wrong = [*container_problems(service), *vllm_refuses(service.command or [])]
-    return problems + [f"variables: {problem}" for problem in wrong]
+    return problems + [f"variables: {problem}" for problem in vllm_refuses(service.command or [])]
 
 
 def _starts_a_shell(template: str, service: Service) -> list[str]:
     """The entrypoint that an image needs and was not given."""
-    program = _PROGRAMS.get(template)
-    if program is None or service.entrypoint is not None or _SHELLS.match(service.image) is None:
+    known = template_of(template)
+    shells = [name for engine in engines() for name in engine.command.shells]
+    starts_one = re.match(rf"(?:docker\.io/)?(?:{'|'.join(shells)})(?:[:@]|$)", service.image) is not None
+    if known is None or known.program is None or service.entrypoint is not None or not starts_one:
         return []
-    return [f"{service.image} starts a shell, not the server; add to the variables: entrypoint: {program}"]
+    return [f"{service.image} starts a shell, not the server; add to the variables: entrypoint: {known.program}"]
 
 
 def _folder_problems(server: Server, compose: ComposeFile) -> list[str]:
     """Folders of this machine that are to be mounted and are not there; of another machine's nothing is known."""
-    if not engine_sees_these_files():
+    if not engine_location().has_our_files:
         return []
     sources = dict.fromkeys(text.split(":")[0] for service in compose.services.values() for text in service.volumes)
     missing = [source for source in sources if source.startswith("/") and "$" not in source and not _there(source)]

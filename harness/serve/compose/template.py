@@ -14,7 +14,9 @@ import yaml
 from jinja2 import FileSystemLoader, StrictUndefined, TemplateError, Undefined
 from jinja2.sandbox import SandboxedEnvironment
 
+from harness.engines import engines
 from harness.errors import HarnessError, ScenarioError, did_you_mean
+from harness.files import read_text
 from harness.paths import COMPOSE
 from harness.scenario.scenario import Server
 from harness.serve.compose.values import parse_bytes, parse_vllm_bytes
@@ -23,7 +25,7 @@ from harness.serve.secrecy import open_secrets
 AUTO = "auto"  # of a variable with `auto`: the harness computes it before the first start
 Kind = Literal["string", "integer", "number", "boolean", "list", "mapping"]
 BY_THE_HARNESS = ("model", "upstream")  # declared in the templates, filled in by the harness
-GATEWAYS = ("litellm",)
+GATEWAYS = tuple(name for engine in engines() if engine.gateway for name in engine.templates)
 INCLUDED = ("locust", "volumes", *GATEWAYS)  # templates that are no server of their own
 
 _FORMATS = {"size": parse_bytes, "vllm-size": parse_vllm_bytes}
@@ -73,7 +75,7 @@ def variables(template: str) -> dict[str, Variable]:
             f"there is no server template '{template}'; {did_you_mean(template, templates())}",
             next_step=f"Templates are the files *.yaml.j2 in {COMPOSE}.",
         )
-    comment = path.read_text(encoding="utf-8").split("{#", 1)[-1].split("#}", 1)[0]
+    comment = read_text(path).split("{#", 1)[-1].split("#}", 1)[0]
     return msgspec.convert(yaml.safe_load(comment), dict[str, Variable])
 
 

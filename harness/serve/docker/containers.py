@@ -38,6 +38,7 @@ class Look(Struct, frozen=True):
     oom_killed: bool = False
     restarts: int = 0
     evidence: str | None = None  # once it has ended: what its log says about that, and what to do
+    cut_off: bool = False  # the problem is of the way to it: the server itself may be well
 
 
 def prepare(client: docker.DockerClient, compose: ComposeFile, owner: dict[str, str]) -> None:
@@ -237,7 +238,8 @@ def watcher(container: Container, log: LogFile) -> Callable[[bool], Look]:
             except DOCKER_ERRORS as error:
                 # A busy engine may miss one look; that is no reason to call its container dead.
                 if looked_at - answered_at > ENGINE_SILENT_S:
-                    last = Look(f"the Docker Engine has given no answer for {ENGINE_SILENT_S:.0f} s ({error})")
+                    silent = f"the Docker Engine has given no answer for {ENGINE_SILENT_S:.0f} s ({error})"
+                    last = Look(silent, cut_off=True)
         return last
 
     return look
@@ -274,7 +276,9 @@ def look_at_end(exit_code: int, ended: State, log: LogFile, restarts: int = 0) -
 
 
 def death(look: Look, log: LogFile) -> ServerError:
-    """The error for a server that ended before it was ready."""
+    """The error for a server that ended, or could not be reached any more, before it was ready."""
+    if look.cut_off:
+        return ServerError(f"the server cannot be reached: {look.problem}", next_step="Check the way to its machine.")
     failure = explain(log.path, State(exit_code=look.exit_code, oom_killed=look.oom_killed))
     what = f"the server did not start; {look.problem}"
     if failure is None:

@@ -5,10 +5,11 @@ import tarfile
 
 from docker.models.containers import Container
 
+from harness.engines import engines
+from harness.redact import masked
 from harness.rundir.manifest import Contents
 from harness.serve.docker.containers import unpacked
 from harness.serve.docker.daemon import DOCKER_ERRORS
-from harness.serve.secrecy import masked
 
 ROCM_VERSION = "/opt/rocm/.info/version"
 VERSIONS = "/app/versions.txt"  # of vLLM's images
@@ -16,7 +17,8 @@ _MOST_BYTES = 65536
 # Of the environment that an image sets: GPU runtime, engines, and the libraries that they compute with.
 _MATTERS = re.compile(
     r"^(?:HIP|HSA|ROCM|ROC[RM]|AMD|GPU|GFX|PYTORCH|TORCH|TRITON|FLASH_ATTENTION|AITER|MIOPEN|TENSILE|HIPBLAS\w*|NCCL|RCCL"
-    r"|VLLM|GGML|LLAMA|LEMONADE|OLLAMA|LITELLM|SAFETENSORS|TOKENIZERS|OMP|MKL|OPENBLAS|MALLOC|CUDA)_|^LD_PRELOAD$"
+    rf"|{'|'.join(prefix for engine in engines() for prefix in engine.command.environment)}"
+    r"|SAFETENSORS|TOKENIZERS|OMP|MKL|OPENBLAS|MALLOC|CUDA)_|^LD_PRELOAD$"
 )
 
 

@@ -2,9 +2,7 @@
 
 import contextlib
 import getpass
-import os
 import socket
-from urllib.parse import urlsplit
 
 import docker
 import requests
@@ -12,24 +10,29 @@ from docker.errors import APIError, DockerException
 
 from harness.errors import ServerError
 from harness.failures.explain import State, explain
-from harness.serve.docker.over_ssh import tunnel_to
+from harness.serve.docker.location import EngineLocation, engine_location
+from harness.serve.docker.over_ssh import engine_socket
 
-DEFAULT_HOST = "unix:///var/run/docker.sock"
 DOCKER_ERRORS = (DockerException, requests.RequestException)
 
 
 def connect() -> docker.DockerClient:
-    """A client of the Docker Engine that DOCKER_HOST names, else of this machine's. Raises ServerError."""
-    where = os.environ.get("DOCKER_HOST", "")
-    tunnel = tunnel_to(where) if where.startswith("ssh://") else None
+    """A client of the Docker Engine that `engine_location` finds. Raises ServerError."""
+    location = engine_location()
+    if location.problem is not None:
+        raise ServerError(
+            location.problem, next_step=f"Check {location.named_by}; `docker context ls` lists what Docker can use."
+        )
+    forwarded = engine_socket(location) if location.ssh else None
+    address = location.address if forwarded is None else forwarded.url
     try:
-        _knock()
-        client = docker.from_env(timeout=60) if tunnel is None else docker.DockerClient(tunnel.url, timeout=60)
+        _knock(address)
+        client = docker.DockerClient(base_url=address, tls=location.tls or False, timeout=60)
         client.ping()
     except (*DOCKER_ERRORS, OSError, ValueError) as error:
-        if tunnel is not None:
-            raise _cannot_reach(where, tunnel.said() or str(error)) from None
-        raise _cannot_connect(error) from None
+        if forwarded is not None:
+            raise _cannot_reach(location, forwarded.said() or str(error)) from None
+        raise _cannot_connect(location, error) from None
     return client
 
 
@@ -43,17 +46,15 @@ def engine_version() -> str | None:
         return str(client.version()["Version"])
 
 
-def _knock() -> None:
+def _knock(address: str) -> None:
     """Try a local engine's socket first: the SDK wraps the reason for a refusal and leaves its socket open."""
-    where = os.environ.get("DOCKER_HOST") or DEFAULT_HOST
-    if where.startswith("unix://"):
+    if address.startswith("unix://"):
         with socket.socket(socket.AF_UNIX) as probe:
-            probe.connect(where.removeprefix("unix://"))
+            probe.connect(address.removeprefix("unix://"))
 
 
-def _cannot_connect(error: Exception) -> ServerError:
-    where = os.environ.get("DOCKER_HOST") or DEFAULT_HOST
-    text = str(error)
+def _cannot_connect(location: EngineLocation, error: Exception) -> ServerError:
+    where, text = location.address, str(error)
     if isinstance(error, PermissionError) or "Permission denied" in text:
         return ServerError(
             f"no permission to use the Docker Engine at {where}",
@@ -68,16 +69,18 @@ def _cannot_connect(error: Exception) -> ServerError:
     if "refused" in text:
         return ServerError(
             f"the Docker Engine at {where} does not run (connection refused)",
-            next_step="Start it: sudo systemctl start docker.",
+            next_step="Start it: sudo systemctl start docker."
+            if where.startswith("unix://")
+            else f"Start it there, or check {location.named_by}.",
         )
-    return ServerError(f"the Docker Engine at {where} cannot be used: {text}", next_step="Check DOCKER_HOST.")
+    return ServerError(f"the Docker Engine at {where} cannot be used: {text}", next_step=f"Check {location.named_by}.")
 
 
-def _cannot_reach(where: str, said: str) -> ServerError:
+def _cannot_reach(location: EngineLocation, said: str) -> ServerError:
     return ServerError(
-        f"the Docker Engine at {where} cannot be reached over ssh: {said}",
-        next_step=f"`docker -H {where} version` has to work without a question: a key in the agent, a known host, "
-        "Docker and the right to use it over there.",
+        f"the Docker Engine at {location.address} cannot be reached over ssh: {said}",
+        next_step=f"`docker -H {location.address} version` has to work without a question: a key in the agent, a known "
+        "host, Docker and the right to use it over there.",
     )
 
 
@@ -97,17 +100,3 @@ def docker_error(doing: str, error: Exception) -> ServerError:
     if isinstance(error, requests.RequestException) and not isinstance(error, APIError):
         return ServerError(f"{doing}: the Docker Engine gave no answer", next_step="Is it running?", detail=text)
     return ServerError(f"{doing}: {text}", next_step="This is what the Docker Engine said.")
-
-
-def engine_host() -> str | None:
-    """The host of an engine on another machine; None for this machine's."""
-    parts = urlsplit(os.environ.get("DOCKER_HOST", ""))
-    local = parts.hostname in (None, "localhost", "127.0.0.1", "::1")
-    return None if parts.scheme not in ("tcp", "ssh", "http", "https") or local else parts.hostname
-
-
-def engine_sees_these_files() -> bool:
-    """Whether a path means the same to the engine as here: not on another machine, nor where only its socket is."""
-    where = os.environ.get("DOCKER_HOST") or DEFAULT_HOST
-    # Mounted into a container, the socket is of another file system than the folder that it is in.
-    return engine_host() is None and not os.path.ismount(where.removeprefix("unix://"))

@@ -6,27 +6,30 @@ from collections.abc import Iterable
 from typing import Any
 
 import docker
+from msgspec import structs
 
 from harness.errors import ServerError
 from harness.machine.doctor import Engine
 from harness.serve.docker import labels
-from harness.serve.docker.daemon import DOCKER_ERRORS, connect, engine_host
+from harness.serve.docker.daemon import DOCKER_ERRORS, connect
+from harness.serve.docker.location import EngineLocation, engine_location
 
 _CONTAINERD = "/var/lib/containerd"  # where images are when the engine leaves them to containerd
 
 
 def engine_facts() -> Engine:
     """The facts of the engine that the environment names. Never raises: what is wrong with it is one of the facts."""
-    host = engine_host()
+    location = engine_location()
+    known = Engine(host=location.host, named_by=location.named_by)
     try:
         client = connect()
     except ServerError as error:
-        return Engine(host=host, problem=error.what, remedy=error.next_step.rstrip("."))
+        return structs.replace(known, problem=error.what, remedy=error.next_step.rstrip("."))
     with contextlib.closing(client):
         try:
-            return _facts(client, host)
+            return _facts(client, known, location)
         except DOCKER_ERRORS as error:
-            return Engine(host=host, problem=f"the Docker Engine does not tell about itself: {error}")
+            return structs.replace(known, problem=f"the Docker Engine does not tell about itself: {error}")
 
 
 def has_images(names: Iterable[str]) -> bool:
@@ -40,12 +43,12 @@ def has_images(names: Iterable[str]) -> bool:
     return True
 
 
-def _facts(client: docker.DockerClient, host: str | None) -> Engine:
+def _facts(client: docker.DockerClient, known: Engine, location: EngineLocation) -> Engine:
     info, version = client.info(), client.version()
     components = {part.get("Name") for part in version.get("Components") or []}
     folder = _image_folder(info)
-    return Engine(
-        host=host,
+    return structs.replace(
+        known,
         version=version.get("Version"),
         rootless=any("rootless" in option for option in info.get("SecurityOptions") or []),
         desktop="Docker Desktop" in (info.get("OperatingSystem") or ""),
@@ -53,7 +56,7 @@ def _facts(client: docker.DockerClient, host: str | None) -> Engine:
         cgroup=info.get("CgroupVersion"),
         memory_limits=bool(info.get("MemoryLimit", True)),
         image_folder=folder,
-        free_bytes=_free(folder) if host is None and folder else None,
+        free_bytes=_free(folder) if location.has_our_files and folder else None,
         stale=_stale(client),
     )
 

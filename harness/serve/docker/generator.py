@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,31 @@ from harness.errors import ServerError
 from harness.job import SECRETS_ENV, Job
 from harness.paths import LOCUSTFILES
 from harness.process import undisturbed
+from harness.redact import known
 from harness.serve.docker import labels
 from harness.serve.docker.containers import follow_log
-from harness.serve.docker.daemon import DOCKER_ERRORS, connect, docker_error, engine_host
+from harness.serve.docker.daemon import DOCKER_ERRORS, connect, docker_error
 from harness.serve.docker.images import ensure_image
+from harness.serve.docker.location import engine_location
 from harness.serve.logfile import LogFile
 
 IMAGE = os.environ.get("HARNESS_IMAGE", "amd-llm-load:local")  # `make image`
 IN_IMAGE = Path("/opt/amd-llm-load/locustfiles")
+
+
+def in_image(locustfile: Path) -> Path:
+    """Where a locustfile is in the container: one that ships is in the image, any other is mounted at its own path."""
+    return IN_IMAGE / locustfile.name if locustfile.parent == LOCUSTFILES else locustfile
+
+
+def files_needed(job: Job, locustfile: Path) -> list[str]:
+    """The files and folders of this host that a load generator in a container has to read, besides its job.
+
+    The whole folder of an own locustfile, which may import from it and open its files; those that ship are in the
+    image.
+    """
+    own = [] if locustfile.parent == LOCUSTFILES else [str(locustfile.parent)]
+    return [*own, *(file for file in (job.prompt_file, job.trace_file, job.trace_marks) if file)]
 
 
 class ContainerChild:
@@ -33,13 +49,12 @@ class ContainerChild:
         run_id: str,
         job: Job,
         arguments: list[str],
-        files: list[Path],
+        locustfile: Path,
         network: str | None,
         log_path: Path,
-        secrets: Sequence[str] = (),
     ) -> None:
-        """`files` are what the arguments name besides the job: locustfiles. Raises ServerError."""
-        if engine_host() is not None:
+        """Raises ServerError."""
+        if engine_location().host is not None:
             raise ServerError(
                 "generator: container needs the Docker Engine of this host, because the records are written here",
                 next_step="Use `generator: process`; the server may stay on the other host.",
@@ -48,7 +63,7 @@ class ContainerChild:
         try:
             ensure_image(self._client, IMAGE, lambda _line: None)
             self._container = self._client.containers.create(
-                IMAGE, **self._options(run_id, job, arguments, files, network, secrets)
+                IMAGE, **self._options(run_id, job, arguments, locustfile, network)
             )
             try:
                 self._container.start()
@@ -66,18 +81,13 @@ class ContainerChild:
         self._code: int | None = None
 
     @staticmethod
-    def _options(
-        run_id: str, job: Job, arguments: list[str], files: list[Path], network: str | None, secrets: Sequence[str]
-    ) -> dict[str, Any]:
+    def _options(run_id: str, job: Job, arguments: list[str], locustfile: Path, network: str | None) -> dict[str, Any]:
         folder = str(Path(job.requests_path).parent)
         mounts = [Mount(folder, folder, type="bind")]
-        readable = [file for file in files if file.parent != LOCUSTFILES]
-        readable += [Path(file) for file in (job.prompt_file, job.trace_file, job.trace_marks) if file]
-        mounts += [Mount(str(file), str(file), type="bind", read_only=True) for file in readable]
-        inside = [str(IN_IMAGE / Path(a).name) if Path(a).parent == LOCUSTFILES else a for a in arguments]
+        mounts += [Mount(file, file, type="bind", read_only=True) for file in files_needed(job, locustfile)]
         key = job.api_key_env
         return {
-            "command": ["locust", *inside],
+            "command": ["locust", *arguments],
             "name": f"amd-llm-load-{run_id}-{job.cell}-locust",
             "labels": labels.owned(run_id, job.cell),
             "network": network or "host",
@@ -86,7 +96,7 @@ class ContainerChild:
             "user": f"{os.getuid()}:{os.getgid()}",
             "environment": {
                 "HOME": "/tmp",
-                SECRETS_ENV: json.dumps(list(secrets)),
+                SECRETS_ENV: json.dumps(known()),
                 **({key: os.environ[key]} if key else {}),
             },
             # It writes into the run directory and nowhere else.

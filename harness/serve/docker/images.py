@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import docker
 from docker.errors import ImageNotFound
@@ -10,7 +10,7 @@ from docker.models.images import Image
 from docker.utils import parse_repository_tag
 
 from harness.errors import ServerError
-from harness.serve.docker.daemon import DOCKER_ERRORS, docker_error
+from harness.serve.docker.daemon import DOCKER_ERRORS, connect, docker_error
 
 OWN_IMAGE = "amd-llm-load"  # built on the spot, never pulled
 _PROGRESS_EVERY_S = 0.5
@@ -37,6 +37,16 @@ def digest_of(image: Image) -> str:
     """The digest in the registry (name@sha256:...) where there is one, else the image's id."""
     digests: list[str] = image.attrs.get("RepoDigests") or []
     return digests[0] if digests else str(image.id)
+
+
+def digests_here(names: Iterable[str]) -> dict[str, str]:
+    """The digests of those images that the engine has; empty, too, when it does not answer."""
+    found = {}
+    with contextlib.suppress(ServerError, *DOCKER_ERRORS), contextlib.closing(connect()) as client:
+        for name in names:
+            with contextlib.suppress(ImageNotFound):
+                found[name] = digest_of(client.images.get(name))
+    return found
 
 
 def _pull(

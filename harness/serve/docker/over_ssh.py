@@ -1,69 +1,157 @@
-"""A Docker Engine behind ssh, as a socket of this machine: each connection is an `ssh HOST docker system dial-stdio`.
+"""A machine behind ssh: its Docker Engine as a socket of this one, and a port of it as a port of this one.
 
-So does Docker's own command line. The SDK knows ssh:// only with a second implementation of SSH (paramiko), which
-reads little of ~/.ssh/config; this takes the user's own `ssh` with all of its settings, keys and agent.
+As with Docker's own command line, the user's `ssh` does it, with all of its settings, keys and agent. The SDK knows
+ssh:// only with a second implementation of SSH (paramiko), which reads little of ~/.ssh/config.
 """
 
 import atexit
 import contextlib
+import os
+import select
 import shlex
 import shutil
 import socket
 import subprocess
 import tempfile
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 from urllib.parse import urlsplit
 
+from harness import process
 from harness.errors import ServerError
+from harness.serve.docker.location import EngineLocation
+from harness.serve.ports import free_port, is_free
 
 LONGEST_S = 30  # until ssh gives up on a host that does not answer
 _END_S = 5.0
-_tunnels: dict[str, "Tunnel"] = {}
+_PORTS = 5  # free ports to try: another program may take one before ssh does
+_SAID_BYTES = 4096
+_FORBIDDEN = "administratively prohibited"  # OpenSSH's name of the reason in RFC 4254, section 5.1
+_TUNNEL = (
+    # A process of its own, whose end is the tunnel's: a shared connection would keep the port open.
+    "-o", "ControlMaster=no", "-o", "ControlPath=none", "-o", "ExitOnForwardFailure=yes",
+    # A connection that is cut without a word is noticed within 15 s.
+    "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3",
+    # Run as soon as the port is open.
+    "-o", "PermitLocalCommand=yes", "-o", "LocalCommand=echo open",
+)  # fmt: skip
+_sockets: dict[tuple[str, ...], "SshSocket"] = {}
 _guard = threading.Lock()
 
 
-def tunnel_to(where: str) -> "Tunnel":
-    """The tunnel to an engine such as ssh://ada@gpubox:22, one for each in a process. Raises ServerError."""
+def engine_socket(location: EngineLocation) -> "SshSocket":
+    """The socket of an engine behind ssh, one for each in a process. Raises ServerError."""
+    command = engine_command(location)
     with _guard:
-        if where not in _tunnels:
-            _tunnels[where] = Tunnel(command_to(where))
-        return _tunnels[where]
+        if tuple(command) not in _sockets:
+            _sockets[tuple(command)] = SshSocket(command)
+        return _sockets[tuple(command)]
 
 
-def command_to(where: str) -> list[str]:
-    """What speaks with the engine on its standard input and output. Raises ServerError."""
+def engine_command(location: EngineLocation) -> list[str]:
+    """The command that speaks with the engine on its standard input and output. Raises ServerError."""
+    remote = ["docker", "system", "dial-stdio"]
+    path = urlsplit(location.address).path
+    if path not in ("", "/"):
+        remote[1:1] = ["--host", f"unix://{path}"]
+    return [*_ssh(location), shlex.join(remote)]
+
+
+@contextlib.contextmanager
+def tunnel(location: EngineLocation, address: str, port: int) -> Iterator[tuple[int, Callable[[], str | None]]]:
+    """A port of 127.0.0.1 that leads to `address` and `port` of the engine's machine, while it is needed.
+
+    With it comes a function that says why the tunnel does not carry; None while it does. Its `ssh` ends with us,
+    however we end. Raises ServerError when it cannot be opened.
+    """
+    with tempfile.TemporaryFile() as words:
+        local, child = _open(location, f"[{address}]:{port}", words)
+        try:
+            yield local, lambda: _broken(location, child, words)
+        finally:
+            process.stop(child)
+
+
+def address_of(location: EngineLocation) -> str:
+    """The address behind a name of ~/.ssh/config, which only `ssh` knows; the name itself when it does not say."""
+    try:
+        asked = subprocess.run(
+            _ssh(location, "-G"), capture_output=True, text=True, timeout=LONGEST_S, errors="replace"
+        )
+    except subprocess.TimeoutExpired:
+        return str(location.host)
+    lines = (line.partition(" ") for line in asked.stdout.splitlines())
+    return next((value for key, _, value in lines if key == "hostname"), str(location.host))
+
+
+def _ssh(location: EngineLocation, *options: str) -> list[str]:
     if shutil.which("ssh") is None:
         raise ServerError(
-            f"DOCKER_HOST is {where}, and there is no program `ssh` on this machine",
-            next_step="Install it (on Debian: sudo apt-get install openssh-client), or use another DOCKER_HOST.",
+            f"the Docker Engine is at {location.address}, and there is no program `ssh` on this machine",
+            next_step=f"Install it (on Debian: sudo apt-get install openssh-client), or change {location.named_by}.",
         )
-    try:
-        parts = urlsplit(where)
-        port, user = parts.port, parts.username
-    except ValueError as error:
-        raise ServerError(
-            f"DOCKER_HOST is {where}: {error}", next_step="It has the form ssh://USER@HOST:PORT."
-        ) from None
-    address = parts.netloc.rpartition("@")[2]
-    # As it is written: a name of ~/.ssh/config may have capitals, which urlsplit makes small.
-    host = (parts.hostname or "") if address.startswith("[") else address.partition(":")[0]
-    if not host:
-        raise ServerError(f"DOCKER_HOST is {where}, without a host", next_step="It has the form ssh://USER@HOST:PORT.")
-    remote = ["docker", "system", "dial-stdio"]
-    if parts.path not in ("", "/"):
-        remote[1:1] = ["--host", f"unix://{parts.path}"]
-    options = [*(["-l", user] if user else []), *(["-p", str(port)] if port else [])]
-    return ["ssh", *options, "-o", f"ConnectTimeout={LONGEST_S}", "-T", "--", host, shlex.join(remote)]
+    *where, end, host = location.ssh
+    return ["ssh", *where, "-o", f"ConnectTimeout={LONGEST_S}", "-T", *options, end, host]
 
 
-class Tunnel:
-    """A socket in a folder of its own, until the process ends."""
+def _open(location: EngineLocation, there: str, words: IO[bytes]) -> tuple[int, subprocess.Popen[bytes]]:
+    """A local port and the `ssh` that listens at it."""
+    for _ in range(_PORTS):
+        local = free_port()
+        command = _ssh(location, *_TUNNEL, "-n", "-N", "-L", f"127.0.0.1:{local}:{there}")
+        child = process.start(command, stdout=subprocess.PIPE, stderr=words)
+        assert child.stdout is not None
+        try:
+            with child.stdout:
+                opened = select.select([child.stdout], [], [], 2 * LONGEST_S)[0] and child.stdout.readline()
+            if opened:
+                return local, child
+        except BaseException:
+            process.stop(child)
+            raise
+        process.stop(child)
+        if is_free(local):
+            break
+    raise ServerError(
+        f"no ssh tunnel to {location.host} can be opened: {_last_line(words) or 'ssh gives no answer'}",
+        next_step=f"Try it: {shlex.join(['ssh', *location.ssh])}. Without a tunnel: set the server's variable "
+        "`publish` to an address of that host, which opens the port to its network.",
+        detail=_said(words),
+    )
+
+
+def _broken(location: EngineLocation, child: subprocess.Popen[bytes], words: IO[bytes]) -> str | None:
+    code = child.poll()
+    if code is not None:
+        why = _last_line(words) or "ssh did not say why"
+        return f"the ssh tunnel to {location.host} ended (exit code {code}): {why}"
+    if _FORBIDDEN in _said(words):
+        return f"the ssh server of {location.host} forbids tunnels (AllowTcpForwarding, PermitOpen in its sshd_config)"
+    return None
+
+
+def _said(words: IO[bytes]) -> str:
+    """The first and the last that ssh said on its standard error."""
+    size = os.fstat(words.fileno()).st_size
+    parts = [os.pread(words.fileno(), _SAID_BYTES, 0)]
+    if size > _SAID_BYTES:
+        parts.append(os.pread(words.fileno(), _SAID_BYTES, max(_SAID_BYTES, size - _SAID_BYTES)))
+    return b"".join(parts).decode("utf-8", "replace")
+
+
+def _last_line(words: IO[bytes]) -> str:
+    return next((line.strip() for line in reversed(_said(words).splitlines()) if line.strip()), "")
+
+
+class SshSocket:
+    """A socket in a folder of its own, each connection of which is a command's input and output, until we end."""
 
     def __init__(self, command: list[str]) -> None:
         self._command = command
         self._folder = Path(tempfile.mkdtemp(prefix="amd-llm-load-ssh-"))  # of this user alone
-        self._log = self._folder / "ssh.log"
+        self._words = (self._folder / "ssh.log").open("ab+")
         self._running: list[subprocess.Popen[bytes]] = []
         self._listening = socket.socket(socket.AF_UNIX)
         self._listening.bind(str(self._folder / "docker.sock"))
@@ -78,11 +166,7 @@ class Tunnel:
 
     def said(self) -> str:
         """The last that ssh said on its standard error; empty when nothing."""
-        try:
-            lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
-        except OSError:
-            return ""
-        return next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return _last_line(self._words)
 
     def close(self) -> None:
         """End what still runs."""
@@ -90,11 +174,12 @@ class Tunnel:
             self._listening.shutdown(socket.SHUT_RDWR)  # which ends the accepting; closing alone does not
         self._accepting.join(_END_S)
         self._listening.close()
-        for process in self._running:
-            process.terminate()
-        for process in self._running:
+        for child in self._running:
+            child.terminate()
+        for child in self._running:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_END_S)
+                child.wait(_END_S)
+        self._words.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _keep_accepting(self) -> None:
@@ -103,13 +188,13 @@ class Tunnel:
                 connection, _ = self._listening.accept()
             except OSError:
                 return  # closed
-            with connection, self._log.open("ab") as log:
+            with connection:
                 # Of a session of its own: Ctrl-C is for the harness, which still has to take its containers down.
-                process = subprocess.Popen(
+                child = subprocess.Popen(
                     self._command,
                     stdin=connection.fileno(),
                     stdout=connection.fileno(),
-                    stderr=log,
+                    stderr=self._words,
                     start_new_session=True,
                 )
-            self._running = [*(one for one in self._running if one.poll() is None), process]
+            self._running = [*(one for one in self._running if one.poll() is None), child]

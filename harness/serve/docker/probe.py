@@ -19,10 +19,12 @@ from harness.scenario.scenario import Server
 from harness.serve.compose.compose import filled_in, parse
 from harness.serve.compose.document import rendered
 from harness.serve.docker import containers, labels
-from harness.serve.docker.daemon import connect, engine_host
+from harness.serve.docker.daemon import connect
 from harness.serve.docker.images import ensure_image
+from harness.serve.docker.location import engine_location
 from harness.units import gib
 
+PROBED = "vllm-rocm"  # the template whose container asks: it has the devices and groups
 PROBE_S = 180.0  # torch imports for ten seconds, from a cold disk for a minute
 PROGRAM = """
 import json, torch
@@ -45,12 +47,12 @@ class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def ask_image(image: str, on_progress: Callable[[str], None], variables: dict[str, Any] | None = None) -> list[Pool]:
-    """The GPUs that the runtime in an image sees, in its order; `variables` are those of the template vllm-rocm.
+    """The GPUs that the runtime in an image sees, in its order; `variables` are those of the template PROBED.
 
     Raises ServerError: no Docker, no image, no device, no torch in it.
     """
     given = {"image": image, **(variables or {})}
-    service = parse(rendered(Server(template="vllm-rocm", variables=given), "probe", port=8000))
+    service = parse(rendered(Server(template=PROBED, variables=given), "probe", port=8000))
     asked = msgspec.structs.replace(
         filled_in(service, os.environ).server,
         entrypoint=["python3"],
@@ -66,7 +68,7 @@ def ask_image(image: str, on_progress: Callable[[str], None], variables: dict[st
         ensure_image(client, image, on_progress)
         on_progress(f"asking the runtime in {image}")
         code, text = containers.run_once(client, asked, "ask", owner, PROBE_S)
-    of_driver = pools(cards=list(gpus())) if engine_host() is None else []  # a runtime sees all
+    of_driver = pools(cards=list(gpus())) if engine_location().is_here else []  # a runtime sees all
     told = _answer(image, code, text)
     same = [pool.target for pool in of_driver] == [gpu.target for gpu in told]
     return [_pool(gpu, number, of_driver[number] if same else None) for number, gpu in enumerate(told)]

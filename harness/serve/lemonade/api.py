@@ -1,11 +1,13 @@
 """Lemonade's own HTTP API, as far as it takes to bring a model up and to look at it."""
 
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import requests
 
 from harness.errors import ServerError, did_you_mean
+from harness.failures.stranger import decoded
 from harness.serve.ask import reason
 from harness.serve.docker.containers import advice
 from harness.serve.lemonade import PREFIXES, bare_name
@@ -13,6 +15,8 @@ from harness.trust import open_session
 
 PREFIX = "/api/v1"
 HEALTH_S = 30.0  # it waits for a lock, and above the pool's size for a thread
+_MAX_MODELS = 5000  # of its list, in which a similar name is searched
+_MAX_TIMEOUT_S = 7 * 86_400
 INFO_S = 120.0  # the first call on a machine looks for its hardware
 
 
@@ -62,7 +66,7 @@ class Running(msgspec.Struct, frozen=True):
 
     @property
     def backend(self) -> str | None:
-        """The backend of the recipe that runs, where Lemonade says it: several may be installed."""
+        """The backend of the recipe that a load or a setting chose; None for Lemonade's default."""
         options = self.facts.get("recipe_options")
         name = options.get(f"{self.recipe}_backend") if isinstance(options, dict) else None
         return name if isinstance(name, str) else None
@@ -96,10 +100,10 @@ def health(api: Api, timeout_s: float = HEALTH_S) -> Health | None:
 def _running(entry: dict[str, Any]) -> Running:
     pid, url, command = entry.get("pid"), entry.get("backend_url"), entry.get("launch_command")
     return Running(
-        name=str(entry.get("model_name")),
-        recipe=str(entry.get("recipe")),
-        pid=pid if isinstance(pid, int) else None,
-        url=url if isinstance(url, str) else None,
+        name=_text(entry.get("model_name")),
+        recipe=_text(entry.get("recipe")),
+        pid=pid if type(pid) is int and 0 < pid < 2**31 else None,
+        url=url if isinstance(url, str) and _has_port(url) else None,
         command=[str(word) for word in command] if isinstance(command, list) else [],
         watchdog_reset=entry.get("watchdog_reset") is True,
         facts={key: entry[key] for key in ("recipe", "recipe_options", "checkpoint", "device") if entry.get(key)},
@@ -119,15 +123,14 @@ def system(api: Api) -> System | None:
     found = _json_of(api, f"{PREFIX}/system-info", INFO_S)
     if not isinstance(found, dict):
         return None
-    recipes = {name: entry for name, entry in (found.get("recipes") or {}).items() if isinstance(entry, dict)}
-    processor = (found.get("devices") or {}).get("cpu") or {}
-    threads = processor.get("threads")
+    recipes = {name: _object(entry) for name, entry in _object(found.get("recipes")).items()}
+    threads = _object(_object(found.get("devices")).get("cpu")).get("threads")
     return System(
-        threads=threads if isinstance(threads, int) and threads > 0 else None,
-        default_backends={name: str(entry["default_backend"]) for name, entry in recipes.items()
+        threads=threads if type(threads) is int and 0 < threads < 2**16 else None,
+        default_backends={name: _text(entry["default_backend"]) for name, entry in recipes.items()
                           if entry.get("default_backend")},
-        backends={name: [Backend(key, str(value.get("state")))
-                         for key, value in (entry.get("backends") or {}).items()]
+        backends={name: [Backend(key, _text(_object(value).get("state")))
+                         for key, value in _object(entry.get("backends")).items()]
                   for name, entry in recipes.items()},
     )  # fmt: skip
 
@@ -149,11 +152,12 @@ def find(api: Api, model: str) -> Model | ServerError:
             return ServerError(f"Lemonade gave no answer about '{model}': {reason(error)}")
         found = _decoded(response)
         if response.status_code == 200 and isinstance(found, dict) and "recipe" in found:
-            return Model(str(found["recipe"]), found.get("downloaded") is True)
+            return Model(_text(found["recipe"]), found.get("downloaded") is True)
         refused = refused or text_of(response)
     found = _json_of(api, f"{PREFIX}/models?show_all=true", HEALTH_S)
     listed = found.get("data") if isinstance(found, dict) else None
-    names = [str(entry.get("id")) for entry in listed or [] if isinstance(entry, dict)]
+    entries = listed[:_MAX_MODELS] if isinstance(listed, list) else []
+    names = [_text(entry.get("id")) for entry in entries if isinstance(entry, dict)]
     meant = did_you_mean(bare_name(model), names)
     meant = f" D{meant[1:]}" if meant.startswith("did") else ""
     return ServerError(f"Lemonade does not have '{model}': {refused}", next_step=advice(refused)[0] + meant)
@@ -173,8 +177,10 @@ def canonical_name(api: Api, model: str) -> str:
 def global_timeout_s(api: Api) -> float | None:
     """How long Lemonade waits for a backend, by its own configuration."""
     found = _json_of(api, "/internal/config", HEALTH_S)
-    value = found.get("global_timeout") if isinstance(found, dict) else None
-    return float(value) if isinstance(value, int | float) else None
+    value = _object(found).get("global_timeout")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 < value <= _MAX_TIMEOUT_S else None
 
 
 def text_of(response: requests.Response) -> str:
@@ -182,8 +188,10 @@ def text_of(response: requests.Response) -> str:
     found = _decoded(response)
     inner = found.get("error") if isinstance(found, dict) else None
     if isinstance(inner, dict):
-        return str(inner.get("message"))[:600]
-    return str(inner)[:600] if inner else f"HTTP {response.status_code}: {response.text[:200].strip() or 'no text'}"
+        inner = inner.get("message")
+    if isinstance(inner, str) and inner:
+        return inner[:600]
+    return f"HTTP {response.status_code}: {response.content[:200].decode('utf-8', 'replace').strip() or 'no text'}"
 
 
 def _json_of(api: Api, path: str, timeout_s: float) -> Any:
@@ -196,6 +204,21 @@ def _json_of(api: Api, path: str, timeout_s: float) -> Any:
 
 def _decoded(response: requests.Response) -> Any:
     try:
-        return msgspec.json.decode(response.content)
-    except msgspec.DecodeError:
+        return decoded(response.content)
+    except ValueError:
         return None
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _has_port(url: str) -> bool:
+    try:
+        return urlsplit(url).port is not None
+    except ValueError:
+        return False

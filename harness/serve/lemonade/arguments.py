@@ -45,7 +45,9 @@ MOST_TOKENS = 8192  # a request that asks for more makes Lemonade count its prom
 
 
 def server_problems(server: Server, model: str, path: str) -> list[str]:
-    """What is wrong with a server of the template `lemonade`; `path` such as $.servers.a."""
+    """What is wrong with a server, if its template is `lemonade`; `path` such as $.servers.a."""
+    if server.template != "lemonade":
+        return []
     given = server.variables
     problems = variable_problems(given, f"{path}.variables")
     problems += image_problems(str(given.get("image") or ""), _is_vllm(given, model), f"{path}.variables.image")

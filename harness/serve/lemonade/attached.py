@@ -10,6 +10,7 @@ from harness.serve.lemonade.api import PREFIX, Api, text_of
 from harness.serve.lemonade.bring_up import BEYOND_S, Loaded, as_loaded
 
 ASSUMED_TIMEOUT_S = 600.0  # Lemonade's own default
+LOG = "`journalctl -u lemond | harness explain -`, or what it printed where you started it."
 
 
 def attached(url: str, model: str | None, key: str | None) -> Loaded | None:
@@ -47,4 +48,6 @@ def _load(api: Api, model: str) -> None:
         raise ServerError(f"Lemonade gave no answer while loading '{model}' ({reason(error)})") from None
     if answer.status_code != 200:
         said = text_of(answer)
-        raise ServerError(f"Lemonade could not load '{model}': {said}", next_step=advice(said)[0])
+        # The reason is in a log that only its owner has.
+        log = f" Its log has the reason: {LOG}" if "failed to start" in said else ""
+        raise ServerError(f"Lemonade could not load '{model}': {said}", next_step=advice(said)[0] + log)

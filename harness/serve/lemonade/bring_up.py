@@ -8,6 +8,7 @@ import msgspec
 import requests
 
 from harness.errors import ServerError
+from harness.failures.stranger import decoded
 from harness.serve.ask import reason
 from harness.serve.compose.compose import Managed
 from harness.serve.docker.containers import advice
@@ -115,7 +116,7 @@ def _backend(system: System, recipe: str, wanted: str | None) -> Backend | None:
 def _check_installed(answer: requests.Response, name: str) -> None:
     """Raise ServerError unless the backend is installed. A kernel that lacks the fix is a status 200 with `action`."""
     try:
-        found = answer.json()
+        found = decoded(answer.content)
     except ValueError:
         found = {}
     action = found.get("action") if isinstance(found, dict) else None
@@ -155,9 +156,8 @@ def as_loaded(api: Api, model: str, running: Running, version: str | None) -> Lo
     """What is known of a loaded model, whoever has loaded it; `version` is Lemonade's own."""
     system = lemonade.system(api)
     most_at_once = None if system is None or system.threads is None else pool_size(system.threads, version)
-    backends = [] if system is None else system.backends.get(running.recipe, [])
-    there = [backend.name for backend in backends if backend.installed or backend.state == "update_required"]
-    name = running.backend or (there[0] if len(there) == 1 else None)
+    taken = None if system is None else _backend(system, running.recipe, None)
+    name = running.backend or (None if taken is None else taken.name)
     engine = ":".join(filter(None, (running.recipe, name)))
     names = f"Lemonade {version or '(unknown version)'}, {engine}"
     return Loaded(_name_to_send(api, model, running), names, most_at_once)

@@ -8,7 +8,8 @@ import msgspec
 import requests
 
 from harness.errors import ServerError
-from harness.serve.ask import reason
+from harness.failures.stranger import decoded
+from harness.serve.ask import lines_of, reason
 from harness.serve.lemonade.api import PREFIX, Api, text_of
 
 SILENCE_S = 300.0  # between two events; a hub may take its time
@@ -30,7 +31,7 @@ class Progress(msgspec.Struct, frozen=True):
     def in_words(self) -> str:
         part = f" ({self.file_index} of {self.total_files})" if self.total_files > 1 else ""
         of = f" of {self.bytes_total / 1e9:.1f} GB" if self.bytes_total else ""
-        return f"downloading {self.file or 'the model'}{part}: {self.percent:.0f} %{of}"
+        return f"downloading {self.file[:200] or 'the model'}{part}: {self.percent:.0f} %{of}"
 
 
 def download(api: Api, body: dict[str, Any], told: list[str], until: float) -> None:
@@ -42,12 +43,12 @@ def download(api: Api, body: dict[str, Any], told: list[str], until: float) -> N
                 said = text_of(response)
                 step = OFFLINE if "offline" in said else "Check its name, and that the machine reaches the hub."
                 raise ServerError(f"Lemonade cannot download '{name}': {said}", next_step=step)
-            for kind, data in events(response.iter_lines()):
+            for kind, data in events(lines_of(response)):
                 if kind == "error":
                     raise _failed(name, data)
                 if kind == "complete":
                     return
-                told.append(_progress(data).in_words())
+                told[-1:] = [_progress(data).in_words()]
                 if time.monotonic() > until:
                     return
     except requests.RequestException as error:
@@ -75,17 +76,17 @@ def events(lines: Iterator[bytes]) -> Iterator[tuple[str, bytes]]:
 def _progress(data: bytes) -> Progress:
     try:
         return msgspec.json.decode(data, type=Progress, strict=False)
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         return Progress()
 
 
 def _failed(name: str, data: bytes) -> ServerError:
     try:
-        said = msgspec.json.decode(data)["error"]
-    except (msgspec.DecodeError, KeyError, TypeError):
-        said = data.decode("utf-8", "replace")[:300]
-    if isinstance(said, dict):
-        said = said.get("message")
+        said = decoded(data)["error"]
+        said = said.get("message") if isinstance(said, dict) else said
+    except (ValueError, KeyError, TypeError):
+        said = None
+    said = (said if isinstance(said, str) else data.decode("utf-8", "replace"))[:300]
     return ServerError(
         f"Lemonade could not download '{name}': {said}",
         next_step="Check the network of the container, the model's name, and HF_TOKEN for a gated model.",

@@ -12,6 +12,8 @@ import msgspec
 import requests
 from docker.models.containers import Container
 
+from harness.failures.stranger import decoded, model_ids
+from harness.serve.ask import text_of
 from harness.serve.docker.daemon import DOCKER_ERRORS
 from harness.serve.lemonade import api as lemonade
 from harness.serve.lemonade.api import HEALTH_S, Api, Running
@@ -82,8 +84,11 @@ class Watch:
             why = f" ({found[0]})" if found else ""
             problems.append(f"Lemonade's watchdog reset the backend during the load{why}: {again}")
         elif before is not None and now is not None and before.pid != now.pid:
+            options, earlier = _options(now), _options(before)
+            other = f"; since then it has other options ({options}; before: {earlier})" if options != earlier else ""
             problems.append(
-                f"Lemonade started its backend anew during the load (process {before.pid}, then {now.pid}): {again}"
+                f"Lemonade started its backend anew during the load (process {before.pid}, then {now.pid}): "
+                f"{again}{other}"
             )
         elif before is not None and now is None:
             problems.append("after the load Lemonade did not have the model any more: its backend died or was unloaded")
@@ -114,9 +119,9 @@ class Watch:
         path = None if self._running is None else self._running.argument("-m")
         try:
             if path is not None:  # of llama-server, which answers to any name
-                return bool(msgspec.json.decode(_here(url + "/props"))["model_path"] == path)
-            return self._model in [one["id"] for one in msgspec.json.decode(_here(url + "/v1/models"))["data"]]
-        except (msgspec.DecodeError, KeyError, TypeError):
+                return bool(decoded(_here(url + "/props"))["model_path"] == path)
+            return self._model in model_ids(_here(url + "/v1/models").encode())
+        except (ValueError, KeyError, TypeError):
             return False
 
     def _own_metrics(self) -> str:
@@ -124,7 +129,14 @@ class Watch:
             response = self._api.get("/metrics", OWN_METRICS_S)
         except requests.RequestException:
             return ""
-        return response.text if response.status_code == 200 else ""
+        return text_of(response) if response.status_code == 200 else ""
+
+
+def _options(running: Running) -> str:
+    """Those of its load; without the pin, which changes no speed."""
+    given = running.facts.get("recipe_options")
+    named = given.items() if isinstance(given, dict) else []
+    return ", ".join(f"{name}={value}" for name, value in sorted(named) if name != "pinned" and value != "")
 
 
 def _here(url: str, body: str | None = None) -> str:
@@ -135,7 +147,7 @@ def _here(url: str, body: str | None = None) -> str:
             response = session.request(method, url, data=body, headers=headers, timeout=FETCH_S, allow_redirects=False)
     except requests.RequestException:
         return ""
-    return response.text if response.status_code == 200 else ""
+    return text_of(response) if response.status_code == 200 else ""
 
 
 def command_inside(container: Container, pid: int) -> list[str]:

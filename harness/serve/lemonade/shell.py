@@ -12,6 +12,7 @@ from typing import Any
 from docker.models.containers import Container
 
 from harness.serve.docker.daemon import DOCKER_ERRORS
+from harness.trust import MAX_ANSWER_BYTES
 
 FETCH_S = 3.0
 _BEYOND_S = 2.0  # for the way to an engine elsewhere
@@ -42,6 +43,8 @@ class Shell:
                 text = b""
                 while not text.endswith(b"\0"):
                     text += self._frame()
+                    if len(text) > MAX_ANSWER_BYTES:
+                        raise ConnectionError("an answer without an end")
             except (OSError, *DOCKER_ERRORS):
                 self.close()
                 return ""

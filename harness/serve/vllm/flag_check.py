@@ -15,6 +15,7 @@ from docker.models.images import Image
 
 from harness import paths
 from harness.errors import ServerError
+from harness.files import UNDECODABLE, read_bytes
 from harness.serve.compose.compose import Service
 from harness.serve.docker.containers import run_once
 from harness.serve.vllm.flags import options_of, unknown_flags
@@ -45,8 +46,8 @@ def check_flags(
     """
     path = cache_path(str(image.id), service)
     try:
-        options = msgspec.json.decode(path.read_bytes(), type=Known).options
-    except (OSError, msgspec.DecodeError):
+        options = msgspec.json.decode(read_bytes(path), type=Known).options
+    except (OSError, *UNDECODABLE):
         say(f"asking {service.image} which flags it knows, once for this image")
         try:
             options = _asked(client, service, help_argument, owner)

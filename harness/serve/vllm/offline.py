@@ -8,16 +8,20 @@ from pathlib import Path
 import msgspec
 from docker.models.containers import Container
 
+from harness import redact
 from harness.errors import HarnessError, ServerError
+from harness.files import UNDECODABLE
 from harness.machine.facts import gpus
 from harness.process import signals_interrupt
 from harness.rundir.manifest import Phase, ServedBy
 from harness.scenario.scenario import Scenario, Server
 from harness.serve.compose.compose import SERVER, ComposeFile, Config, ConfigMount, filled_in, parse
+from harness.serve.compose.consent import allowed, refuse_without_consent
 from harness.serve.compose.document import rendered, written
 from harness.serve.docker import containers, labels
-from harness.serve.docker.daemon import DOCKER_ERRORS, connect, docker_error, engine_host
+from harness.serve.docker.daemon import DOCKER_ERRORS, connect, docker_error
 from harness.serve.docker.images import digest_of, ensure_image
+from harness.serve.docker.location import engine_location
 from harness.serve.logfile import LogFile
 from harness.serve.recorded import recorded
 from harness.serve.secrecy import secrets_in
@@ -81,10 +85,11 @@ def run_offline(
     """
     server, compose = written(scenario, server_name, run_folder)
     filled = _with_files(filled_in(compose, os.environ), requests)
-    if engine_host() is None:
+    refuse_without_consent(server, compose)
+    if engine_location().is_here:
         refuse_unfit(filled.server, list(gpus()))
-    hidden = secrets_in(msgspec.to_builtins(compose), os.environ)
-    log = LogFile(run_folder / "logs" / f"{cell_id}.server.log", hidden)
+    redact.know(secrets_in(msgspec.to_builtins(compose), os.environ))
+    log = LogFile(run_folder / "logs" / f"{cell_id}.server.log")
     owner = labels.owned(run_id, cell_id)
     client = connect()
     with signals_interrupt(), containers.torn_down(client, compose, owner, [log], say):
@@ -109,9 +114,10 @@ def run_offline(
             version=head.version,
             model=scenario.model,
             arguments=[*(compose.server.entrypoint or []), *(compose.server.command or [])],
+            notes=allowed(compose),
             phases=[*phases.all, load],
         )
-        served_by = recorded(served_by, log.path, secrets=hidden, container=container)
+        served_by = recorded(served_by, log.path, container=container)
         return Outcome(served_by=served_by, head=head, lines=lines)
 
 
@@ -154,5 +160,5 @@ def _answers(container: Container) -> tuple[Head, list[Line]]:
         first, *rest = raw.splitlines()
         decoder = msgspec.json.Decoder(Line)
         return msgspec.json.decode(first, type=Head), [decoder.decode(line) for line in rest]
-    except (ValueError, msgspec.DecodeError) as error:
+    except (ValueError, *UNDECODABLE) as error:
         raise HarnessError(f"the answers of the offline job cannot be read ({error})") from None

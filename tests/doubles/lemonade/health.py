@@ -33,7 +33,7 @@ def _entry(router: Router, loaded: Loaded) -> dict[str, Any]:
         "model_name": model.name,
         "pid": backend.process.pid,
         "pinned": bool(loaded.options.get("pinned")),
-        "recipe_options": {key: value for key, value in loaded.options.items() if key != "pinned"},
+        "recipe_options": {key: value for key, value in loaded.options.items() if value is not None},
     }
     if not router.settings.behaviour.config_dir:
         del entry["launch_command"]
@@ -45,7 +45,8 @@ def system_info(router: Router) -> dict[str, Any]:
     found = body("system-info-gfx1151")
     behaviour, config = router.settings.behaviour, router.settings.config
     found["no_fetch_executables"] = config["no_fetch_executables"]
-    for recipe, backend in (("vllm", "rocm"), ("llamacpp", "vulkan"), ("llamacpp", behaviour.llamacpp_backend)):
+    llamacpp = dict.fromkeys(filter(None, ("vulkan", behaviour.llamacpp_backend)))
+    for recipe, backend in [("vllm", "rocm"), *(("llamacpp", name) for name in llamacpp)]:
         entry = found["recipes"][recipe]["backends"][backend]
         fetched = not (config["no_fetch_executables"] or config["offline"])
         if recipe == "vllm" and not behaviour.gpu:

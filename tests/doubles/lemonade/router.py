@@ -46,6 +46,7 @@ class Router:
         self.installed = {"vllm"} | {"llamacpp"} if settings.behaviour.installed else set()
         self.downloaded: set[str] = set()
         self.loads = 0  # started backends
+        self._reset: dict[str, Any] | None = None  # options of a backend that failed during a request
         self._registered: dict[str, dict[str, Any]] = dict(settings.user_models)
         self._lock = threading.RLock()
 
@@ -102,8 +103,6 @@ class Router:
         saved = self.settings.saved_options.get(model.canonical, {})
         given = {key: value for key, value in asked.items() if key in OPTIONS and value is not None}
         found = {**below, **saved, **given}
-        if model.recipe == "llamacpp":
-            found.setdefault("llamacpp_backend", self.settings.behaviour.llamacpp_backend)
         if found["ctx_size"] == -1:
             found["ctx_size"] = 4096  # by the memory that is free
         return {key: value for key, value in found.items() if value != ""}
@@ -200,18 +199,21 @@ class Router:
             return True
 
     def reset(self, backend: Backend, reason: str) -> None:
-        """What the watchdog does to a backend that died or hangs; the next request loads the model again."""
+        """What the watchdog does to a backend that dies or hangs during a request: it is loaded again as it was."""
         log(f"(BackendWatchdog) {backend.name} backend marked unavailable: {reason}")
         if backend.alive:
             backend.kill()
+        if self.loaded is not None and self.loaded.backend is backend:
+            self._reset = self.loaded.options
 
     def for_request(self, name: str, asked: dict[str, Any]) -> Loaded:
-        """The model of a chat request, loaded when it is not: only the request's ctx_size counts then."""
+        """The model of a chat request. One that is not loaded, or whose backend died unused, gets the saved options."""
         with self._lock:
             model = self.find(name)
             now = self.loaded
             if now is None or now.model != model or not now.backend.alive:
-                again = {**now.options, "pinned": None} if now is not None and now.model == model else None
+                again = self._reset if now is not None and now.model == model else None
+                self._reset = None
                 self.load(name, again or {"ctx_size": asked.get("ctx_size")})
             assert self.loaded is not None
             return self.loaded

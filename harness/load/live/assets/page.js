@@ -3,9 +3,10 @@
 (() => {
   const EVERY_MS = 2000, PATIENCE_MS = 8000, HEIGHT = 170, LEFT = 46, RIGHT = 10, TOP = 8, BOTTOM = 22;
   const GIB = 2 ** 30, SVG = "http://www.w3.org/2000/svg";
-  const framed = new URLSearchParams(location.search).has("framed");
-  document.documentElement.classList.toggle("framed", framed);
-  const $ = (id) => document.getElementById(id);
+  // In the tab of Locust's page all of it is in a shadow tree; on its own page there is none.
+  const host = globalThis.llmLive, root = host?.shadowRoot || document;
+  const outer = host || document.documentElement;
+  const $ = (id) => root.getElementById(id);
   let last = null, points = [], span = "now", chosen = "all", pointer = null;
 
   // Locust's page keeps its theme in localStorage; ours follows it, also while both are open.
@@ -13,11 +14,12 @@
   const theme = () => {
     let stored = null;
     try { stored = localStorage.theme; } catch { /* no storage: the system's */ }
-    document.documentElement.dataset.theme = stored === "dark" || stored === "light" ? stored : dark.matches ? "dark" : "light";
+    outer.dataset.theme = stored === "dark" || stored === "light" ? stored : dark.matches ? "dark" : "light";
   };
   theme();
   dark.addEventListener("change", theme);
   addEventListener("storage", theme);
+  if (host) setInterval(theme, 300);  // a page gets no event of what it stores itself
 
   const element = (name, text, kind) => {
     const made = document.createElement(name);
@@ -252,11 +254,11 @@
       svg.setAttribute("aria-label", fresh.getAttribute("aria-label"));
       svg.replaceChildren(...fresh.childNodes);
     });
-    document.body.dataset.charts = String($("charts").children.length);
+    (host || document.body).dataset.charts = String($("charts").children.length);
   }
 
   function show() {
-    document.querySelector("[data-span=now]").textContent = `last ${last.window_s} s`;
+    root.querySelector("[data-span=now]").textContent = `last ${last.window_s} s`;
     const ended = last.trace_ended && last.state === "running";
     const state = { ready: "not started", spawning: "ramping up", running: "running", stopping: "stopping", cleanup: "stopping", stopped: "stopped" };
     $("state").textContent = [state[last.state] || last.state, `${last.users} ${last.users === 1 ? "user" : "users"}`,
@@ -281,10 +283,10 @@
     setTimeout(ask, document.hidden ? 5 * EVERY_MS : EVERY_MS);
   }
 
-  for (const button of document.querySelectorAll("[data-span]")) {
+  for (const button of root.querySelectorAll("[data-span]")) {
     button.addEventListener("click", () => {
       span = button.dataset.span;
-      for (const other of document.querySelectorAll("[data-span]")) other.setAttribute("aria-pressed", String(other === button));
+      for (const other of root.querySelectorAll("[data-span]")) other.setAttribute("aria-pressed", String(other === button));
       if (last) table();
     });
   }

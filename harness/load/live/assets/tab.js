@@ -1,30 +1,55 @@
 // On Locust's own page: the charts of /llm below the table of the tab "LLM"; EDIT without what cannot be edited.
 "use strict";
 (() => {
-  const frame = document.createElement("iframe");
-  frame.title = "LLM load, live";
-  frame.style.cssText = "display:none;width:100%;height:900px;border:0";
+  let place = null;
   const opened = () => new URLSearchParams(location.search).get("tab") === "llm";
+  const made = () => {
+    const host = document.createElement("div"), inside = host.attachShadow({ mode: "open" });
+    globalThis.llmLive = host;  // where page.js finds it
+    fetch("./llm").then((answer) => answer.text()).then((text) => {
+      const page = new DOMParser().parseFromString(text, "text/html");
+      inside.append(page.querySelector("link[rel=stylesheet]"), ...page.body.childNodes);
+      const script = document.createElement("script");
+      script.src = "./llm/page.js";
+      document.body.append(script);
+    });
+    return host;
+  };
   const follow = () => {
     const main = document.querySelector("main");
     const shown = main !== null && opened() && document.querySelector("[role=tab]") !== null;
-    frame.style.display = shown ? "block" : "none";
-    if (!shown) return;
-    if (frame.parentNode !== main || main.lastElementChild !== frame) {
-      frame.src = "./llm?framed";
-      main.append(frame);
-    }
-    const inside = frame.contentDocument?.body;
-    const height = inside ? Math.max(300, inside.scrollHeight + 4) : 900;
-    if (Math.abs(frame.offsetHeight - height) > 4) frame.style.height = `${height}px`;
+    if (shown) place ??= made();
+    if (place === null) return;
+    place.style.display = shown ? "block" : "none";
+    if (shown && main.lastElementChild !== place) main.append(place);
   };
-  // EDIT closes whatever the answer is, so nobody would see that a parameter of a running load is refused.
-  const fixed = () => {
+  // EDIT closes whatever the answer is: it offers only what can change, and the page says what was refused.
+  const edit = () => {
     const heads = [...document.querySelectorAll("h2")];
-    const edit = heads.find((head) => head.textContent === "Edit running load test")?.parentElement;
-    for (const part of edit?.querySelectorAll(".MuiAccordion-root") || []) {
+    return heads.find((head) => head.textContent === "Edit running load test")?.parentElement;
+  };
+  const say = (text) => {
+    const told = document.createElement("p");
+    told.setAttribute("role", "alert");
+    told.style.cssText = "margin:16px 0;padding:8px 16px;border-radius:4px;background:#b3261e;color:#fff;white-space:pre-line";
+    told.textContent = text;
+    document.querySelector("main").prepend(told);
+    setTimeout(() => told.remove(), 15000);
+  };
+  const fixed = () => {
+    for (const part of edit()?.querySelectorAll(".MuiAccordion-root") || []) {
       if (part.textContent.startsWith("Custom parameters")) part.style.display = "none";
     }
+  };
+  // Locust's page shows the message of an answer only when its status is 200.
+  const ask = window.fetch;
+  window.fetch = async (...given) => {
+    const answer = await ask(...given);
+    const refused = answer.status >= 400 && new URL(answer.url).pathname.endsWith("/swarm");
+    if (!refused || !answer.headers.get("Content-Type")?.startsWith("application/json")) return answer;
+    const body = await answer.blob();
+    if (edit()) say(JSON.parse(await body.text()).message);
+    return new Response(body, { headers: answer.headers });
   };
   setInterval(() => { follow(); fixed(); }, 300);
 })();

@@ -1,0 +1,167 @@
+"""What the product knows of each server type: one file NAME.yaml each. CONTRIBUTING.md tells how to add one.
+
+Nothing else in harness/ names a server type; tests/test_architecture.py holds the few exceptions, with reasons.
+"""
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import yaml
+from msgspec import Struct
+
+from harness.errors import HarnessError
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, and every command reads these files
+Standing = Literal["validated", "supported", "code", "wheels", "prepared", "unsupported"]
+
+
+class Context(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Which variables of a template limit one request's tokens."""
+
+    size: str
+    slots: str | None = None  # a variable with the number of slots that share `size`
+    arguments: str | None = None  # a variable with arguments as one text, where `--parallel` may be
+    too_long: str = "the server refuses such requests"
+
+
+class Template(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A template of compose/, as far as it does not declare this itself."""
+
+    introduction: str  # in docs/servers.md
+    program: str | None = None  # the entrypoint that an image needs that starts a shell
+    first_start: Literal["compiles", "downloads"] | None = None  # what makes a first start slow
+    context: Context | None = None
+    utilization: Literal["gpu", "host"] | None = None  # the memory that its gpu_memory_utilization is a share of
+    utilization_default: bool = False  # without the flag, the engine's own default counts
+    arguments: str | None = None  # a variable with the engine's arguments as one text; None: they are its command
+
+
+class Command(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The command line and the environment of a server's program."""
+
+    short: dict[str, str] = {}  # other names of a flag
+    cut_short: bool = False  # a flag may be cut short where that leaves one
+    settings: dict[str, str] = {}  # environment variables that the templates set, by variable of a template
+    settings_as_flags: str | None = None  # settings with this prefix are flags as well
+    verbose: dict[str, str] = {}  # environment variable: the value with which it writes lines for each step
+    without_metrics: dict[str, str] = {}  # flag: what is lost with it
+    hub_cache: bool = False  # its templates keep the hub's downloads at /root/.cache/huggingface
+    shells: list[str] = []  # names of images that start a shell, as regular expressions
+    environment: list[str] = []  # prefixes of environment variables of its images that decide about speed
+
+
+class Column(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the GPU targets stand with one image or build, and where that was read."""
+
+    title: str
+    source: str
+    images: dict[str, list[str] | None] = {}  # patterns such as `name:*-mi30x`, and the targets of each; null: all
+    batches: bool = False  # a server for many users, which the doctor hopes for
+    targets: dict[str, Standing] = {}
+
+
+class Start(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A line of a log that tells of a start: a regular expression, searched without the Docker Engine's time stamp.
+
+    Named groups are fields of `Startup`, or names of their own below `effective`; one that ends in _mib is the field
+    that ends in _gib. The last line that matches counts.
+    """
+
+    regex: str
+    engine: bool = False  # only this engine writes this line
+    ends: str | None = None  # the phase of the start that is over with it
+    effective: bool = False
+    add: bool = False  # lines of several devices are added up
+    compile_cache: Literal["cold", "warm"] | None = None
+
+
+class Log(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How its log reads."""
+
+    words: list[str] = []  # that give away whose log it is
+    wraps: bool = False  # it has the words of the engines that it runs, too
+    prefixes: list[str] = []  # before the text of a line; a group named `level` holds its level
+    stamp: dict[str, str] = {}  # `regex` and `form` of its own time stamps
+    starting: list[str] = []  # a start, which may follow a stop
+    fetched: list[str] = []  # the model is there
+    ready: list[str] = []
+    stopping: list[str] = []  # the first words of a server that was told to stop
+    unloading: list[str] = []  # it ends an engine, and may go on
+    more: str | None = None  # what makes it say more
+    names: dict[str, str] = {}  # of its variables, where the table of failures names another server's
+
+
+class Reading(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A JSON object that a server answers, or the labels of a metric: what of it is recorded."""
+
+    path: str | None = None  # of a GET
+    metric: str | None = None  # or the name of a metric
+    known_by: str | None = None  # a key that only this engine's answer has
+    startup: dict[str, str] = {}  # field of `Startup`: key, dots between levels; what the log says counts more
+    effective: dict[str, str] | list[str] = []  # setting: key, or a list of those that have one name
+
+
+class Version(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A path whose answer has `version`, for servers without GET /version."""
+
+    path: str
+    only_if: str | None = None  # the text that GET / of this server answers; others may imitate its paths
+
+
+class Engine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One server type, as its file has it."""
+
+    place: int  # in lists
+    name: str  # in run.json
+    title: str  # in sentences
+    page: str | None = None  # link in docs/, such as `[vLLM](vllm.md)`
+    templates: dict[str, Template] = {}
+    gateway: bool = False
+    command: Command = Command()
+    metrics: dict[str, list[str]] = {}  # name in metrics.jsonl: names in a Prometheus text, the first that is there
+    answers: list[Reading] = []
+    versions: list[Version] = []
+    version_header: str | None = None  # of its answers
+    startup: list[Start] = []
+    phases: dict[str, str] = {}  # of its start, in words
+    log: Log = Log()
+    failures: list[dict[str, Any]] = []  # rows, see harness.failures.table
+    processes: list[str] = []  # regular expressions for names as the kernel keeps them, cut to 15 characters
+    children: list[str] = []  # those that are children of its server
+    columns: dict[str, Column] = {}
+
+
+@cache
+def engines() -> tuple[Engine, ...]:
+    """Every server type, in the order of lists."""
+    found = [_read(path) for path in Path(__file__).parent.glob("*.yaml")]
+    return tuple(sorted(found, key=lambda engine: engine.place))
+
+
+def _read(path: Path) -> Engine:
+    try:
+        return msgspec.convert(yaml.load(path.read_text(encoding="utf-8"), Loader=_LOADER), Engine)
+    except (yaml.YAMLError, msgspec.ValidationError) as error:
+        raise HarnessError(
+            f"{path}: not the facts of a server type: {error}",
+            next_step="Correct the file; harness/engines/__init__.py names its keys.",
+        ) from None
+
+
+def engine_of(template: str) -> Engine | None:
+    """The server type of a template; None for one that no file names."""
+    return next((engine for engine in engines() if template in engine.templates), None)
+
+
+def template_of(name: str) -> Template | None:
+    """What is known of a template."""
+    engine = engine_of(name)
+    return None if engine is None else engine.templates[name]
+
+
+def any_of(expressions: list[str]) -> re.Pattern[str]:
+    """One expression for a whole text that is any of these; none matches nothing."""
+    return re.compile(f"(?:{'|'.join(expressions) or '(?!)'})$")

@@ -1,0 +1,160 @@
+"""How files are read and written: regular files only, JSON that people can read, and each replaced in one step."""
+
+import errno
+import io
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from harness.errors import HarnessError
+
+T = TypeVar("T")
+UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what msgspec raises for damaged JSON
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+_STEP = re.compile(r"\.([^.\[`]+)|\[(\d+)\]")
+
+
+def open_file(path: str | Path) -> io.BufferedReader:
+    """Open a regular file for reading. Raises OSError for anything else, without waiting for a writer.
+
+    A named pipe blocks its reader, and a device may have no end.
+    """
+    _refuse_irregular(os.stat(path).st_mode, path)
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    try:
+        _refuse_irregular(os.fstat(file.fileno()).st_mode, path)  # it may have been replaced since
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def _refuse_irregular(mode: int, path: str | Path) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise OSError(errno.EINVAL, f"not a regular file but {kind}", str(path))
+
+
+def read_bytes(path: str | Path) -> bytes:
+    """The content of a regular file. Raises OSError."""
+    with open_file(path) as file:
+        return file.read()
+
+
+def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict", most: int | None = None) -> str:
+    """The text of a regular file of at most so many bytes, its lines ended by a line feed.
+
+    Raises OSError, UnicodeDecodeError.
+    """
+    with io.TextIOWrapper(open_file(path), encoding, errors) as file:
+        if most is not None and os.fstat(file.fileno()).st_size > most:
+            raise OSError(errno.EFBIG, f"it is larger than {most // 1024} KiB", str(path))
+        return file.read()
+
+
+def pretty_json(value: Any) -> bytes:
+    """Indented, and with the end of its last line."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
+
+
+def read_json(
+    path: Path,
+    kind: type[T],
+    newest: int | None = None,
+    advice: str = "",
+    contradiction: Callable[[T], tuple[str, str] | None] = lambda _: None,
+) -> T:
+    """The one value in a file. Raises OSError; HarnessError for a damaged file, or a format later than the `newest`.
+
+    The error has the line. `contradiction` returns what is wrong with a value that decodes, and the path of it.
+    """
+    raw = read_bytes(path)
+    try:
+        head = None if newest is None else msgspec.json.decode(raw)
+        version = head.get("format_version") if isinstance(head, dict) else None
+        if newest is not None and isinstance(version, int) and version > newest:
+            raise HarnessError(
+                f"{path}: format {version} was written by a newer harness; this one reads up to {newest}",
+                next_step="Update the harness.",
+            )
+        value = msgspec.json.decode(raw, type=kind)
+        if (wrong := contradiction(value)) is not None:
+            raise msgspec.ValidationError("{} - at `{}`".format(*wrong))
+        return value
+    except UNDECODABLE as error:
+        said = in_words(error)
+        newer = "unknown field" in said  # fields are added without a new format, which older files lack
+        step = "A newer harness wrote it: update this one." if newer else f"The file was changed or damaged{advice}."
+        line = _line_of(raw, said)
+        raise HarnessError(f"{path}{line and f':{line}'}: cannot be read ({said})", next_step=step) from None
+
+
+def in_words(error: Exception) -> str:
+    """Why JSON cannot be decoded, in one short line."""
+    said = "nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+    return said if len(said) <= 300 else f"{said[:300]}..."
+
+
+def _line_of(raw: bytes, said: str) -> str:
+    """The line, from 1 on, that a message of msgspec is about; empty where it names no place."""
+    if (byte := re.search(r"\(byte (\d+)\)", said)) is not None:
+        return str(raw.count(b"\n", 0, int(byte[1])) + 1)
+    if "truncated" in said:
+        return str(raw.count(b"\n") + 1)
+    if not said.endswith("`") and "- at" not in said:
+        return ""
+    at, value = 0, raw
+    for key, index in _STEP.findall(said.partition("- at `$")[2]):
+        try:
+            parts: Any = msgspec.json.decode(value, type=dict[str, msgspec.Raw] if key else list[msgspec.Raw])
+            for name, part in parts.items() if key else enumerate(parts):
+                at = raw.index(begins := msgspec.json.encode(name), at) + len(begins) if key else at
+                at, value = raw.index(bytes(part), at), bytes(part)
+                if name == (key or int(index)):
+                    break
+                at += len(value)
+            else:
+                break
+        except (*UNDECODABLE, ValueError):
+            break
+    return str(raw.count(b"\n", 0, at) + 1)
+
+
+def read_lines(path: Path, kind: type[T], damaged: list[int] | None = None) -> Iterator[T]:
+    """The values in a file of one a line, however its writer ended; none where there is no such file.
+
+    A line that cannot be decoded (torn by a kill) is skipped; its number goes to `damaged`.
+    """
+    decoder = msgspec.json.Decoder(kind)
+    if not path.exists():
+        return
+    with open_file(path) as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield decoder.decode(line)
+            except UNDECODABLE:
+                if damaged is not None:
+                    damaged.append(number)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace a file in one step, so that a reader never sees half of it. Raises OSError, and then nothing is left."""
+    temporary = path.with_name(f"{path.name}.new")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,255 @@
+"""What is read is a regular file with bounded values, and a damaged one costs an error that names file and line."""
+
+import ast
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.errors import HarnessError
+from harness.failures.explain import scan_text
+from harness.failures.table import patterns
+from harness.files import open_file
+from harness.imports.formats import read_file
+from harness.load.live.tally import unpacked
+from harness.paths import ROOT
+from harness.redact import csv_field
+from harness.report.html import write_report
+from harness.rundir.manifest import read_run
+from harness.rundir.records import read_requests
+from harness.scenario.scenario import Load
+from harness.serve.compose.compose import read
+from harness.simulated.wire import BadRequest, parse_json
+from harness.summarize.summarize import summarize, write_summary
+from tests.command import harness, write
+from tests.faults import fault
+from tests.made_runs import scenario, write_made_run
+
+# Modules that open files for reading by themselves, and why.
+OPENERS = {
+    "files.py": "the one function",
+    "cli/explain.py": "a pipe that the shell has opened",
+    "engines/__init__.py": "its own files",
+    "load/live/page.py": "its own assets",
+    "machine/telemetry.py": "files of /sys and /proc, each second",
+    "load/health.py": "/proc",
+    "load/recorder.py": "/proc",
+    "serve/docker/labels.py": "/proc",
+    "run/calibrate.py": "/proc",
+    "serve/vllm/offline_job.py": "runs in a container without the harness",
+}
+
+
+def test_files_are_opened_for_reading_by_one_function() -> None:
+    found = set()
+    for path in sorted((ROOT / "harness").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            text = ast.unparse(node)
+            own = any(
+                part in text for part in ("__file__", "resources", "files(", "ROOT", "read_text(path", "wb", "'w'")
+            )
+            reads = isinstance(node.func, ast.Attribute) and node.func.attr in ("read_text", "read_bytes")
+            opens = text.startswith("open(") or (text.endswith((".open()", ".open('rb')", ".open('r')")))
+            if (reads or opens) and not own and "os.devnull" not in text and "'ab'" not in text:
+                found.add(str(path.relative_to(ROOT / "harness")))
+    assert found - {"simulated/answer.py", "simulated/server.py", "simulated/forms.py"} <= set(OPENERS)
+
+
+def irregular(folder: Path) -> dict[str, Path]:
+    os.mkfifo(folder / "pipe")
+    (folder / "folder").mkdir()
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(folder / "socket"))
+    return {name: folder / name for name in ("pipe", "socket", "folder")} | {"device": Path("/dev/zero")}
+
+
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    words = {"pipe": "a named pipe", "socket": "a socket", "device": "a device"}
+    for name, path in irregular(tmp_path).items():
+        with pytest.raises(OSError) as told:
+            open_file(path)
+        assert told.value.strerror == (f"not a regular file but {words[name]}" if name in words else "Is a directory")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("explain", "pipe"), ("check", "pipe"), ("import", "pipe"), ("report", "runs/made"), ("runs",),
+        ("run", "small.yaml"), ("check", "trace.yaml"),
+        ("run", "small.yaml", "--url", "https://127.0.0.1:1", "--ca", "pipe"),
+    ],
+)  # fmt: skip
+@fault("disk", "a named pipe in place of a file", seen="not a regular file but a named pipe", kept="as it was")
+def test_no_command_waits_for_a_named_pipe(tmp_path: Path, command: tuple[str, ...]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    write_made_run(tmp_path / "runs" / "made")
+    (tmp_path / "runs" / "made" / "run.json").unlink()
+    os.mkfifo(tmp_path / "runs" / "made" / "run.json")
+    write(tmp_path, prompts={"kind": "file", "file": "pipe"})
+    (tmp_path / "more").mkdir()
+    path = write(tmp_path / "more", loads={"a": {"user": "batch", "trace": {"file": "../pipe"}}})
+    (tmp_path / "trace.yaml").write_text(path.read_text().replace("../pipe", "pipe"))
+    done = harness(*command, cwd=tmp_path, timeout_s=60)
+    assert (done.code, "Traceback" in done.err) == (0 if command == ("runs",) else 1, False)
+    assert "pipe" in done.out + done.err or "neither a run directory" in done.err
+
+
+def damaged(runs: Path, name: str, change: Any) -> None:
+    folder = runs / name
+    write_made_run(folder, made_of=scenario(repeats=1))
+    path = folder / "run.json"
+    if isinstance(change, str):
+        path.write_text(change)
+    else:
+        found = json.loads(path.read_text())
+        change(found)
+        path.write_text(json.dumps(found, indent=1))
+
+
+CASES: dict[str, Any] = {
+    "deep": "[" * 200_000,
+    "torn": '{"id": "x",\n "status": ',
+    "empty": "",
+    "late": lambda run: run.update(started_wall_s=1e308),
+    "huge": lambda run: run.update(started_wall_s=10**400),
+    "no-servers": lambda run: run["scenario"].update(servers={}),
+    "no-loads": lambda run: run["scenario"].update(loads={}),
+    "no-such-load": lambda run: run["cells"][1].update(load="other"),
+    "twice": lambda run: run["cells"].append(run["cells"][0]),
+    "unknown-field": lambda run: run.update({"\x1b[31m\nerror: forged": 1}),
+    "many-cells": lambda run: run["scenario"].update(
+        repeats=1000, loads={f"l{i}": run["scenario"]["loads"]["x"] for i in range(200)}
+    ),
+}
+
+
+def test_a_damaged_run_is_one_line_in_the_list_and_an_error_with_its_line_elsewhere(tmp_path: Path) -> None:
+    write_made_run(tmp_path / "runs" / "good")
+    for name, change in CASES.items():
+        damaged(tmp_path / "runs", name, change)
+    listed = harness("runs", "--runs", "runs", cwd=tmp_path)
+    lines = {line.split()[0]: line for line in listed.out.splitlines()[1:]}
+    assert (listed.code, listed.err, sorted(lines)) == (0, "", sorted([*CASES, "good"]))
+    assert lines["good"].rstrip().endswith("valid")
+    assert all("unreadable: run.json" in lines[name] for name in CASES)
+    for name in CASES:
+        begin = time.process_time()
+        with pytest.raises(HarnessError) as told:
+            read_run(tmp_path / "runs" / name)
+        assert time.process_time() - begin < 2
+        assert told.value.what.startswith(f"{tmp_path / 'runs' / name / 'run.json'}:"), told.value.what
+        assert "\n" not in told.value.what
+    text = (tmp_path / "runs" / "no-such-load" / "run.json").read_text().splitlines()
+    with pytest.raises(HarnessError, match="the scenario has no load 'other'") as told:
+        read_run(tmp_path / "runs" / "no-such-load")
+    assert text[int(told.value.what.split(":")[1]) - 1].strip() == '"load": "other",'
+    done = harness("report", "runs/no-servers", cwd=tmp_path)
+    assert (done.code, done.out, done.err.splitlines()[1]) == (1, "", "next: The file was changed or damaged.")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {}, {"sent_s": 1e308}, {"sent_s": -1e308}, {"ended_s": 1e308}, {"chunks_s": [-1e300, 1e300]}, {"chunks_s": []},
+        {"chunks_s": [-5.0]}, {"ended_s": -5.0}, {"output_tokens": 2**70}, {"process": 10**30},
+        {"prompt_tokens": -(2**63)},
+        {"error": "http", "message": "=1+\x1b[31m\x00"}, {"deep": [[[[]]]]},
+    ],
+)  # fmt: skip
+@fault("disk", "duplicated and extreme records", seen="a report, INVALID where records are lost or doubled")
+def test_duplicated_and_extreme_records_are_reported(tmp_path: Path, change: dict[str, Any]) -> None:
+    folder = tmp_path / "run"
+    write_made_run(folder, made_of=scenario(repeats=1))
+    path = folder / "requests.jsonl"
+    first, second, *others = path.read_bytes().splitlines()
+    odd = json.dumps(json.loads(second) | change).encode()
+    path.write_bytes(b"\n".join([first, *[odd] * 700, *others, b"[" * 100_000, b""]))
+    damaged = list[int]()
+    list(read_requests(path, damaged))
+    summary = summarize(folder)
+    write_summary(folder, summary)
+    assert not summary.valid and any("requests.jsonl" in reason for reason in summary.reasons)
+    write_report(folder)
+
+
+def test_what_a_spreadsheet_computes_or_a_terminal_obeys_is_in_no_csv() -> None:
+    assert csv_field("=1+1") == "'=1+1"
+    assert csv_field(" \x1b[31m\x00=cmd|' /C calc'!A0") == "' =cmd|' /C calc'!A0"
+    assert csv_field("\x00-1") == "'-1"
+    assert csv_field("\uff1d1") == "'\uff1d1"
+    assert csv_field(-1.5) == -1.5
+
+
+def test_no_expression_takes_quadratic_time() -> None:
+    for pattern in patterns():
+        for part in (pattern.needle, pattern.rule.samples[0], "-a", "1", "a "):
+            line = (part * 20_000)[:10_000] + pattern.needle + (part * 20_000)[:10_000]
+            begin = time.process_time()
+            pattern.regex.search(line)
+            assert time.process_time() - begin < 0.5, (pattern.regex.pattern, part)
+
+
+def test_a_long_log_is_explained_in_a_short_time() -> None:
+    line = "(EngineCore pid=8) ERROR 11-21 10:00:00 [core.py:867] {}\n"
+    parts = (
+        "Traceback (most recent call last):",
+        '  File "/x.py", line 3, in f',
+        "ValueError: no block {:x}",
+        "{:x} failed",
+    )
+    log = "".join(line.format(parts[n % 4].format(n * 7919)) for n in range(60_000)) + "HIP out of memory. Tried to\n"
+    begin = time.process_time()
+    scanned = scan_text("torch.OutOfMemoryError: HIP out of memory.\n" + log)
+    assert time.process_time() - begin < 5, "half a second; several where each line is explained"
+    cause = scanned.cause()
+    assert cause is not None and cause.id == "mem.hip_oom"
+
+
+def test_a_scenario_is_checked_in_a_short_time_and_told_in_a_few_lines(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    good = path.read_text()
+    path.write_text(good + "".join(f"u{number}: 1\n" for number in range(10_000)))
+    done = harness("check", "small.yaml", cwd=tmp_path)
+    assert done.code == 1 and done.err.startswith("error: small.yaml: 10,000 problems\n")
+    assert done.err.splitlines()[-2:] == ["and 9,950 more", "next: Correct the file and run `harness check` on it."]
+    path.write_text(good + "# " + "x" * 300_000)
+    done = harness("check", "small.yaml", cwd=tmp_path)
+    assert done.err.startswith("error: small.yaml: the scenario cannot be read (it is larger than 256 KiB)\n")
+    path.write_text(good.replace("Does", '"\\e[31mDoes\\u009b1m\\a').replace("work?", 'work?"'))
+    done = harness("check", "small.yaml", cwd=tmp_path)
+    assert (done.code, done.out.splitlines()[1]) == (0, "Does the smallest run work?")
+
+
+NO_JSON = {"not UTF-8": b'{"cell": "\xff", "message": "\xff"}', "too deep": b'{"cell":' + b"[" * 100_000}
+
+
+@pytest.mark.parametrize("line", NO_JSON.values(), ids=NO_JSON)
+def test_json_that_cannot_be_decoded_is_damage_in_every_reader(tmp_path: Path, line: bytes) -> None:
+    timed = {"x": Load(user="batch", users=2, duration_s=10, output_tokens=11)}
+    write_made_run(tmp_path / "run", made_of=scenario(repeats=1, loads=timed))
+    with (tmp_path / "run" / "requests.jsonl").open("ab") as file:
+        file.write(line + b"\n")
+    assert any("requests.jsonl" in reason for reason in summarize(tmp_path / "run").reasons)
+    whole, second = tmp_path / "whole.json", tmp_path / "lines.jsonl"
+    whole.write_bytes(line)
+    second.write_bytes(b'{"a": 1}\n' + line)
+    for path in (whole, second):
+        with pytest.raises(HarnessError) as told:
+            read_file(path)
+        assert told.value.what.startswith(f"{path}: ") and "\n" not in told.value.what
+    assert unpacked(b"\xd9\x01\xff") is None and unpacked(b"\x91" * 100_000) is None
+    with pytest.raises(BadRequest):
+        parse_json(line)
+
+
+@pytest.mark.parametrize("part", ["volumes", "services"])
+@pytest.mark.parametrize("value", ["a", 1, ["a"], {"a": "b"}])
+def test_parts_of_a_compose_file_of_another_type_are_problems(part: str, value: Any) -> None:
+    _, problems = read(json.dumps({"services": {"server": {"image": "a:1"}}, part: value}))
+    assert problems and all(problem.startswith("$") for problem in problems)

@@ -1,0 +1,419 @@
+"""Servers that repeat the API key, each in another place and form: nothing that a run leaves or prints has it."""
+
+import html
+import json
+import os
+import re
+import socket
+from base64 import b32encode, b64encode, urlsafe_b64encode
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+import pytest
+import yaml
+
+from harness.errors import HarnessError
+from harness.redact import know, masked, without
+from harness.rundir.records import read_requests
+from harness.serve.serve import attach
+from tests.command import harness, only_run, write
+from tests.fake_server import (
+    CHUNKED,
+    DONE,
+    FINISH,
+    GOOD,
+    OK,
+    TOKEN,
+    UNTIL_CLOSED,
+    chunk,
+    load_process,
+    once,
+    place,
+    read_request,
+    serving,
+    whole,
+)
+from tests.load_runs import end, start
+
+KEY = "Zq7Lw2Xn9Rb4Tv6Yk1Hd3Pm8Jc5Gf0Ws"
+SHOWN = 8  # neighbouring characters of it are a leak
+NAME = "LEAKED_KEY"
+
+
+def b64(before: str) -> str:
+    return b64encode(f"{before}{KEY}".encode()).decode()
+
+
+def each(form: str) -> str:
+    return "".join(form.format(ord(char)) for char in KEY)
+
+
+FORMS = {
+    "as it is": KEY,
+    "lower case": KEY.lower(),
+    "upper case": KEY.upper(),
+    "all but two": KEY[:30],
+    "all but the first two": KEY[2:],
+    "the middle": f"{KEY[3:20]}...",
+    "in an address": f"http://x/?key={quote(KEY)}&x=1",
+    "percent": each("%{:02x}"),
+    "percent in capitals": each("%{:02X}"),
+    "percent twice": each("%25{:02x}"),
+    "some percent": KEY.replace("R", "%52").replace("k", "%6B"),
+    "base64": b64(""),
+    "base64, one before": b64("a"),
+    "base64, two before": b64("ab"),
+    "base64 of the header": b64("Bearer "),
+    "base64 for addresses": urlsafe_b64encode(f"?~>{KEY}".encode()).decode(),
+    "base64 in an address": quote(b64("x"), safe=""),
+    "base64 in lines": f"{b64('a')[:20]}\n{b64('a')[20:]}",
+    "hex": KEY.encode().hex(),
+    "HEX": KEY.encode().hex().upper(),
+    "JSON": each("\\u{:04x}"),
+    "Python": each("\\x{:02x}"),
+    "entities": each("&#{};"),
+    "entities in hex": each("&#x{:x};"),
+    "tags inside": f"{KEY[:7]}<b>{KEY[7:20]}</b>{KEY[20:]}",
+    "colours inside": f"{KEY[:5]}\x1b[31m{KEY[5:]}\x1b[0m",
+    "blanks inside": f"{KEY[:6]}\n   {KEY[6:12]}\t{KEY[12:]}\n",
+    "invisible inside": f"{KEY[:6]}\u200b{KEY[6:]}",
+    "invisible joiners": "\u2060".join(KEY),
+    "soft hyphens": "\u00ad".join(KEY),
+    "letter by letter": " ".join(KEY),
+    "in groups of four": " ".join(KEY[at : at + 4] for at in range(0, 32, 4)),
+    "in groups with commas": ",".join(KEY[at : at + 4] for at in range(0, 32, 4)),
+    "full width": "".join(chr(ord(char) + 0xFEE0) for char in KEY),
+    "backwards": KEY[::-1],
+    "hex with blanks": KEY.encode().hex(" "),
+    "hex with colons": KEY.encode().hex(":"),
+    "hex numbers": each("0x{:02x} "),
+    "octal": each("\\{:03o}"),
+    "quoted-printable": each("={:02X}"),
+    "decimal": each("{}, "),
+    "base32": b32encode(f"x{KEY}".encode()).decode(),
+    "base64 twice": b64encode(b64("Bearer ").encode()).decode(),
+    "base64 of UTF-16": b64encode(KEY.encode("utf-16-le")).decode(),
+}
+
+
+def found(text: str) -> str | None:
+    """The part of the key that is in a text in any form: looked for without the code that hides it."""
+    raw = text
+    texts = {raw, unquote(raw), unquote(unquote(raw)), html.unescape(raw)}
+    texts |= {re.sub(r"\\+(?:u00|x)([0-9a-fA-F]{2})", lambda one: chr(int(one[1], 16)), raw)}
+    texts |= {re.sub(r"<[^<>]*>|\x1b\[\d*m|\s+|\u200b|\\n", "", one) for one in list(texts)}
+    needles = {KEY[at : at + SHOWN] for at in range(len(KEY) - SHOWN + 1)}
+    texts |= {re.sub(r"(?:\\+|=|%)([0-9A-F]{2})", lambda one: chr(int(one[1], 16)), raw)}
+    texts |= {re.sub(r"\\+([01][0-7]{2})", lambda one: chr(int(one[1], 8)), raw)}
+    texts |= {"".join(chr(ord(char) - 0xFEE0) if 0xFF01 <= ord(char) <= 0xFF5E else char for char in raw)}
+    texts |= {re.sub(r"0x|[^0-9a-zA-Z]+", "", one) for one in list(texts)}
+    needles |= {needle[::-1] for needle in needles}
+    needles |= {needle.encode().hex() for needle in needles} | {"".join(str(ord(c)) for c in n) for n in needles}
+    needles |= {b32encode(b"x" + KEY.encode()).decode()[at : at + 14] for at in range(2, 36)}
+    needles |= {b64encode(b64("Bearer ").encode()).decode()[at : at + 20] for at in range(16, 40)}
+    needles |= {b64encode(KEY.encode("utf-16-le")).decode()[at : at + 24] for at in range(60)}
+    for before in range(3):
+        coded = b64("a" * before).rstrip("=")[2:-2]
+        needles |= {coded[at : at + 14] for at in range(len(coded) - 13)}
+    low = [one.lower() for one in texts]
+    return next((needle for needle in needles for one in low if needle.lower() in one), None)
+
+
+def error(message: str, status: bytes = b"500 Internal Server Error") -> bytes:
+    return whole(json.dumps({"error": {"message": message, "code": 1}}).encode(), status=status)
+
+
+def event(body: object, kind: bytes = b"") -> bytes:
+    return kind + b"data: %s\n\n" % json.dumps(body).encode()
+
+
+def streamed(*events: bytes) -> bytes:
+    return UNTIL_CLOSED + b"".join(events)
+
+
+def choice(**delta: object) -> dict[str, object]:
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+
+
+def page(text: str, status: bytes = b"502 Bad Gateway") -> bytes:
+    return whole(f"<html><body><h1>{text}</h1></body></html>".encode(), b"text/html", status)
+
+
+RAW = KEY.encode()
+PLACES: dict[str, bytes] = {
+    "status text": whole(b"{}", status=b"500 " + RAW),
+    "status line": b"HTTP/1.1 " + RAW + b"\r\n\r\n",
+    "a header": whole(b"{}", status=b"500 x", more=b"X-Key: " + RAW + b"\r\n"),
+    "content type": whole(b"<x>", b"text/" + RAW, b"500 x"),
+    "content encoding": whole(b"x", more=b"Content-Encoding: " + RAW + b"\r\n"),
+    "content length": OK + b"Content-Length: " + RAW + b"\r\n\r\n",
+    "a header without a colon": OK + RAW + b"\r\n\r\n",
+    "retry after": whole(b"{}", status=b"429 x", more=b"Retry-After: " + RAW + b"\r\n"),
+    "redirect": whole(b"", status=b"302 Found", more=b"Location: http://x/" + RAW + b"\r\n"),
+    "chunk size": CHUNKED + RAW + b"\r\n",
+    "bad request": error(f"Incorrect key {KEY}", b"400 Bad Request"),
+    "unauthorized": error(f"Incorrect key {KEY}", b"401 Unauthorized"),
+    "busy": error(f"Incorrect key {KEY}", b"503 Service Unavailable"),
+    "error type": whole(json.dumps({"error": {"type": KEY, "message": "no"}}).encode(), status=b"400 x"),
+    "error text": whole(json.dumps({"error": KEY}).encode(), status=b"400 x"),
+    "detail": whole(json.dumps({"detail": [{"input": KEY}]}).encode(), status=b"422 x"),
+    "message": whole(json.dumps({"object": "error", "message": KEY}).encode(), status=b"400 x"),
+    "name of a field": whole(json.dumps({KEY: 1}).encode(), status=b"400 x"),
+    "error with status 200": error(KEY, b"200 OK"),
+    "a page": page(KEY),
+    "an attribute": page(f'<a href="?key={KEY}">x</a>'),
+    "a page with status 200": page(KEY, b"200 OK"),
+    "plain text": whole(RAW, b"text/plain", b"500 x"),
+    "error event": streamed(b"event: error\ndata: " + RAW + b"\n\n"),
+    "error in an event": streamed(event({"error": {"message": KEY}})),
+    "no event": streamed(json.dumps({"error": {"message": KEY}}).encode() + b"\n"),
+    "no JSON": streamed(b"data: " + RAW + b"\n\n"),
+    "name of an event": streamed(b"event: " + RAW + b"\n" + event([1])),
+    "finish reason": streamed(TOKEN, event({"choices": [{"delta": {}, "finish_reason": KEY}]}), DONE),
+    "finish reason of one piece": whole(
+        json.dumps({"choices": [{"message": {"content": "hi"}, "finish_reason": KEY}]}).encode()
+    ),
+    "id and model": streamed(event(choice(content="x") | {"id": KEY, "model": KEY}), FINISH, DONE),
+    "content": streamed(event(choice(content=KEY)), FINISH, DONE),
+    "reasoning": streamed(event(choice(reasoning_content=KEY)), FINISH, DONE),
+    "tool call": streamed(
+        event(choice(tool_calls=[{"index": 0, "id": KEY, "function": {"name": KEY, "arguments": KEY}}])), FINISH, DONE
+    ),
+    "role": streamed(event(choice(role=KEY, content="x")), FINISH, DONE),
+    "usage": streamed(TOKEN, FINISH, event({"choices": [], "usage": {"completion_tokens": KEY}}), DONE),
+    "two reads": CHUNKED + chunk(b'data: {"error": "' + RAW[:16]) + chunk(RAW[16:] + b'"}\n\n') + b"0\r\n\r\n",
+    "cut by the server": whole(b'{"error": "' + RAW[:30]),
+    "cut connection": OK + b"Content-Length: 999\r\nContent-Type: text/plain\r\n\r\n" + RAW[:30],
+    "before a long rest": error(f"{KEY} {'x' * 50_000}"),
+    "after much": error(f"{'x' * 20_000} {KEY}"),
+}
+# Where a message is shortened: the key lies across the cut.
+CUTS = {f"cut after {length}": error("x" * length + " " + KEY) for length in range(240, 300, 4)}
+CUTS |= {f"page cut after {length}": page("y" * length + " " + KEY) for length in range(88, 124, 4)}
+LEAKS = {
+    **PLACES,
+    **CUTS,
+    **{f"message, {name}": error(f"the key {form} is wrong") for name, form in FORMS.items()},
+    **{f"page, {name}": page(f"the key {form} is wrong") for name, form in FORMS.items()},
+    **{
+        f"finish reason, {name}": streamed(TOKEN, event({"choices": [{"delta": {}, "finish_reason": form}]}), DONE)
+        for name, form in FORMS.items()
+    },
+}
+assert len(LEAKS) > 100
+
+
+@pytest.fixture(autouse=True)
+def _key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NAME, KEY)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_search_of_this_test_finds_each_form(name: str) -> None:
+    assert found(f"x {FORMS[name]} y") is not None
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_each_form_is_masked(name: str) -> None:
+    know({KEY: True})
+    for shown in (without(f"x {FORMS[name]} y"), masked({"a": [f"x {FORMS[name]} y"]})["a"][0]):
+        assert found(shown) is None
+        assert shown.startswith("x ") and "***" in shown and shown.endswith(" y")
+
+
+@pytest.mark.parametrize("name", LEAKS)
+def test_no_record_has_the_key(tmp_path: Path, name: str) -> None:
+    """One server for each leak."""
+    with serving(once(LEAKS[name])) as url, load_process(tmp_path, url, api_key_env=NAME) as process:
+        client = process.client()
+        process.send(client, [{"role": "user", "content": "hi"}], place())
+        client.close()
+    (record,) = read_requests(tmp_path / "requests.jsonl")
+    assert record.status is not None or record.error is not None
+    assert found((tmp_path / "requests.jsonl").read_text()) is None
+
+
+def leaking(paths: dict[str, bytes], answers: list[bytes]) -> Callable[[socket.socket, int], None]:
+    """A server with these answers to GET by path, and to POST one after the other; the first two are good."""
+    posts = 0
+
+    def handler(connection: socket.socket, number: int) -> None:
+        nonlocal posts
+        head = read_request(connection).split(b"\r\n", 1)[0].decode()
+        if head.startswith("POST"):
+            posts += 1
+            connection.sendall(answers[(posts - 3) % len(answers)] if posts > 2 else FIRST if posts == 1 else GOOD)
+        elif len(words := head.split()) > 1:
+            connection.sendall(paths.get(words[1], whole(b"{}", status=b"404 Not Found")))
+
+    return handler
+
+
+def of_json(value: object) -> bytes:
+    return whole(json.dumps(value).encode())
+
+
+FIRST = of_json({"choices": [{"message": {"content": "yes"}}], "id": KEY})
+MODELS = of_json({"data": [{"id": "tiny", "owned_by": KEY}]})
+CACHE = f'vllm:cache_config_info{{block_size="16",cache_dtype="{KEY}",gpu_memory_utilization="{KEY}"}} 1.0\n'
+SAID = {
+    "/v1/models": MODELS,
+    "/version": of_json({"version": f"0.25 {KEY}"}),
+    "/metrics": whole(f'{CACHE}vllm:num_requests_running{{model_name="{KEY}"}} 1.0\n'.encode(), b"text/plain"),
+    "/props": of_json(
+        {
+            "default_generation_settings": {"n_ctx": 4},
+            "model_path": f"/m/{b64('')}",
+            "build_info": KEY,
+            "model_ftype": KEY,
+        }
+    ),
+}
+STARTS: dict[str, dict[str, bytes]] = {
+    "the only model": {"/v1/models": of_json({"data": [{"id": f"org/{KEY}"}]})},
+    "another model": {"/v1/models": of_json({"data": [{"id": f"{KEY}-{n}"} for n in range(20)]})},
+    "no list": {"/v1/models": of_json({"error": KEY})},
+    "an error": {"/v1/models": error(KEY)},
+    "no entry": {"/v1/models": error(KEY, b"403 Forbidden")},
+    "a page": {"/v1/models": page(KEY, b"200 OK")},
+    "a text": {"/v1/models": whole(("x" * 480 + KEY).encode(), b"text/plain")},
+    "a redirect": {"/v1/models": PLACES["redirect"]},
+    "no answer": {"/v1/models": PLACES["status line"]},
+}
+
+
+def search(folder: Path) -> None:
+    """No file below a folder has the key, in its name or its text."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert files
+    for path in files:
+        assert found(f"{path.name}\n{path.read_bytes().decode('utf-8', 'replace')}") is None, path
+
+
+@pytest.mark.parametrize("name", STARTS)
+@pytest.mark.parametrize("model", ["tiny", None])
+def test_no_error_of_a_start_has_the_key(name: str, model: str | None) -> None:
+    with serving(leaking(SAID | STARTS[name], [GOOD])) as url, pytest.raises(HarnessError) as caught:
+        attach(url, model, KEY, key_name=NAME)
+    told = caught.value
+    assert found(f"{told} {told.what} {told.detail} {told.next_step}") is None
+
+
+@pytest.mark.parametrize("name", [name for name in LEAKS if name.startswith("message")])
+def test_no_error_of_a_first_answer_has_the_key(name: str) -> None:
+    def handler(connection: socket.socket, number: int) -> None:
+        asked = read_request(connection)
+        connection.sendall(LEAKS[name].replace(b" 500 ", b" 400 ") if asked.startswith(b"POST") else MODELS)
+
+    with serving(handler) as url, pytest.raises(HarnessError) as caught:
+        attach(url, "tiny", KEY, key_name=NAME)
+    assert found(f"{caught.value.what} {caught.value.detail} {caught.value.next_step}") is None
+
+
+def test_nothing_that_a_run_leaves_or_prints_has_the_key(tmp_path: Path) -> None:
+    """The whole product against one server that leaks at every request and whenever it is asked what it is."""
+    load = {"user": "batch", "batch_size": 4, "requests": len(LEAKS), "output_tokens": 2, "timeout_s": 5}
+    path = write(tmp_path, loads={"leaks": load}, api_key_env=NAME, max_error_rate=1, warmup={"requests": 0})
+    said = []
+    for model in ([], ["--model", "tiny"]):
+        with serving(leaking(SAID, list(LEAKS.values()))) as url:
+            done = harness("run", path.name, "--url", url, *model, "--runs", "runs", "--junit", "j.xml", cwd=tmp_path)
+        assert done.code in (0, 3), done
+        said.append(done)
+    runs = sorted(path.parent.name for path in (tmp_path / "runs").glob("*/run.json"))
+    records = list(read_requests(tmp_path / "runs" / runs[0] / "requests.jsonl"))
+    assert len(records) == len(LEAKS) and sum(record.error is not None for record in records) > 60
+    for kind in ("terminal", "markdown", "json", "html", "junit", "csv", "openmetrics"):
+        said.append(harness("report", runs[0], "--format", kind, "--runs", "runs", cwd=tmp_path))
+    for kind in ("terminal", "markdown", "json", "junit"):
+        said.append(harness("compare", *runs, "--format", kind, "--runs", "runs", cwd=tmp_path))
+    said.append(harness("diff", *runs, "--runs", "runs", cwd=tmp_path))
+    said.append(harness("runs", "--runs", "runs", cwd=tmp_path))
+    said.append(harness("export", runs[0], "--to", "out.csv", "--runs", "runs", cwd=tmp_path))
+    for done in said:
+        assert found(f"{done.out}\n{done.err}") is None, done
+    search(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["the only model", "an error", "a redirect"])
+def test_nothing_that_a_failed_start_leaves_has_the_key(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, api_key_env=NAME)
+    with serving(leaking(SAID | STARTS[name], [GOOD])) as url:
+        done = harness("run", path.name, "--url", url, "--runs", "runs", "--junit", "j.xml", cwd=tmp_path)
+    assert done.code == 2
+    assert found(f"{done.out}\n{done.err}") is None
+    assert only_run(tmp_path / "runs")
+    search(tmp_path)
+
+
+def test_what_locust_writes_by_hand_has_no_key(tmp_path: Path) -> None:
+    files = ["--csv", "out", "--csv-full-history", "--html", "out.html", "--json-file", "out", "--records", "r.jsonl"]
+    options = ["--headless", "--users", "4", "--spawn-rate", "50", "--run-time", "4s", "--think", "0", "--timeout", "5"]
+    with serving(leaking(SAID, list(LEAKS.values()))) as url:
+        child = start(tmp_path, url, "chat", *options, *files, "--turns", "2", "--api-key-env", NAME)
+        end(child)
+    assert len(list(read_requests(tmp_path / "r.jsonl"))) > 60
+    assert (tmp_path / "out.html").exists() and (tmp_path / "out_failures.csv").read_text().count("***") > 10
+    search(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["the only model", "an error", "a page", "a redirect"])
+def test_what_locust_says_of_a_bad_start_has_no_key(tmp_path: Path, name: str) -> None:
+    with serving(leaking(STARTS[name], [GOOD])) as url:
+        options = ["--headless", "--users", "1", "--run-time", "2s", "--api-key-env", NAME]
+        assert end(start(tmp_path, url, "chat", *options)) != 0
+    search(tmp_path)
+
+
+def test_a_server_that_the_harness_starts(tmp_path: Path) -> None:
+    """What it got from the environment may be anywhere: in its arguments, its log, its settings."""
+    variables = {"preset": "instant", "environment": {"A": "${LEAKED_KEY}"}}
+    one = {"template": "simulated", "container": False, "variables": variables}
+    path = write(tmp_path, servers={"one": one}, api_key_env=NAME)
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
+    assert done.code == 0, done
+    assert found(f"{done.out}\n{done.err}") is None
+    search(tmp_path)
+
+
+def test_a_scenario_that_has_the_key_in_it_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, api_key_env=NAME, question=f"Is {KEY} a good key?")
+    done = harness("check", path.name, cwd=tmp_path)
+    assert done.code == 1 and "a secret must not stand in the scenario" in done.err
+    assert found(f"{done.out}\n{done.err}") is None
+
+
+def test_a_model_has_no_variable_in_its_name(tmp_path: Path) -> None:
+    """It stands in every record of the work, and a server that got it filled in would tell it."""
+    path = write(tmp_path, api_key_env=NAME, model="org/${LEAKED_KEY}")
+    done = harness("check", path.name, cwd=tmp_path)
+    assert done.code == 1 and "model (line 3): 'org/${LEAKED_KEY}' has a variable in it" in done.err
+
+
+@pytest.mark.parametrize("word", ["stop", "null", "token", "tiny", "batch", "lemonade", "12345", "/models", "x"])
+def test_a_key_that_is_an_everyday_word_leaves_a_run_whole(tmp_path: Path, word: str) -> None:
+    know({word: True})
+    record = {"model": "tiny", "finish": "stop", "path": "/models/lemonade", "n": 12345, "none": None, "user": "batch"}
+    assert without(record, words=False) == record
+
+
+def test_parts_that_are_words_stay() -> None:
+    know({"lemonade-local-key-2024": True, "sk-model-tokens-per-second-1": True})
+    text = "lemonade serves the model with 12 tokens per second, lemonade-server"
+    assert without(text) == text
+    assert without("lemonade-local-ke") == "***"
+    know({"my-own-key": True})
+    assert without("x my-own-key, MY-OWN-KEY") == "x ***, ***"
+
+
+def test_what_is_named_in_the_environment_and_no_secret_is_masked_as_a_whole_only() -> None:
+    know({"Qwen/Qwen3-0.6B": False})
+    assert without("Qwen/Qwen3-0.6B or Qwen/Qwen3-8B") == "*** or Qwen/Qwen3-8B"
+    assert without("Qwen/Qwen3-0.6B", words=False) == "Qwen/Qwen3-0.6B"
+
+
+def test_the_environment_that_the_load_generator_gets_is_not_in_its_job(tmp_path: Path) -> None:
+    with load_process(tmp_path, "http://127.0.0.1:1", api_key_env=NAME):
+        assert os.environ[NAME] == KEY
+        assert found(yaml.safe_dump({path.name: path.read_text() for path in tmp_path.iterdir()})) is None

@@ -1,0 +1,648 @@
+"""Whatever a server sends: one record that can be read, with counts that are possible, and no exception."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httptools
+import msgspec
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from requests import RequestException
+
+from harness.errors import HarnessError
+from harness.files import read_lines
+from harness.load import sse
+from harness.load.answer import Answer
+from harness.load.dialer import Target
+from harness.load.exchange import Collector, Exchange, Failure
+from harness.load.first_look import first_model
+from harness.load.process import LoadProcess
+from harness.load.tools import Call, Tools
+from harness.rundir.manifest import ServedBy
+from harness.rundir.metrics import MetricsSample, Scraper
+from harness.rundir.records import TEMPLATE_TOKENS, BadField, Request, read_requests
+from harness.scenario.scenario import Load
+from harness.scenario.structured import Judged, Structured, judge
+from harness.serve import ask, fetch, tokenize
+from harness.serve.lemonade import api as lemonade
+from harness.serve.lemonade.api import Api
+from harness.serve.lemonade.attached import attached
+from harness.serve.lemonade.pull import download
+from harness.serve.lemonade.running import Watch
+from harness.serve.recorded import recorded
+from harness.trust import open_session
+from tests.fake_server import (
+    CHUNKED,
+    DONE,
+    FINISH,
+    GOOD,
+    TOKEN,
+    UNTIL_CLOSED,
+    answering,
+    chunk,
+    exchanging,
+    load_process,
+    looked_at,
+    once,
+    one_record,
+    place,
+    read_request,
+    serving,
+    whole,
+)
+from tests.faults import fault
+from tests.load_runs import make_job
+from tests.made_runs import served_by
+
+ASKED = 4  # max_tokens
+BODY_BYTES = 100  # of the request
+fuzzed = settings(
+    derandomize=True, max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None
+)
+
+
+class Pieces:
+    """An inbox that holds these reads."""
+
+    def __init__(self, reads: Sequence[bytes]) -> None:
+        self._reads = list(reads)
+
+    def rest(self) -> list[bytes]:
+        reads, self._reads = self._reads, []
+        return reads
+
+
+def received(*reads: bytes) -> tuple[Exchange, Answer]:
+    """What the client makes of these reads, the last of which ends the connection. Only declared exceptions pass."""
+    exchange, reading = looked_at(sent_ns=0, request_bytes=BODY_BYTES)
+    for number in range(len(reads) + 1):
+        exchange.arrivals.append(number, None)
+    collector = Collector(exchange)
+    try:
+        collector.take_in(Pieces([*(one for one in reads if one), b""]))  # type: ignore[arg-type]  # all it needs
+    except (EOFError, httptools.HttpParserError) as error:
+        if not (exchange.done or exchange.complete):
+            exchange.failure = Failure("disconnect" if isinstance(error, EOFError) else "not_api", str(error))
+    except Failure as failure:
+        exchange.failure = failure
+    exchange.complete = exchange.complete or exchange.done
+    answer = reading.finish()
+    answer.bound(ASKED, exchange.request_bytes)
+    reading.time()
+    return exchange, answer
+
+
+def event(**body: Any) -> bytes:
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+def usage(**counts: Any) -> bytes:
+    return event(choices=[], usage=counts)
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadProcess]:
+    with load_process(tmp_path_factory.mktemp("process"), "http://127.0.0.1:9") as made:
+        yield made
+
+
+def check_record(process: LoadProcess, exchange: Exchange, answer: Answer) -> Request:
+    """The record as it is read back; its counts are possible."""
+    tools = Tools.of(3, "auto")
+    raw = msgspec.json.encode(process._record(exchange, answer, place(), tools))
+    record = msgspec.json.decode(raw, type=Request)
+    prompt_max = BODY_BYTES + TEMPLATE_TOKENS
+    for count, most in (
+        (record.prompt_tokens, prompt_max),
+        (record.output_tokens, ASKED),
+        (record.cached_tokens, prompt_max if record.prompt_tokens is None else record.prompt_tokens),
+        (record.reasoning_tokens, ASKED if record.output_tokens is None else record.output_tokens),
+    ):
+        assert count is None or 0 <= count <= most
+    assert len(raw) < 4000
+    assert record.finish is None or len(record.finish) <= 64
+    return record
+
+
+WRONG_TYPES: dict[str, Any] = {
+    "boolean": True, "string": "12", "number": 1.5, "array": [], "object": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WRONG_TYPES)
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_count_of_another_type_is_a_note_and_the_record_is_readable(
+    process: LoadProcess, kind: str, stream: bool
+) -> None:
+    counts = {"prompt_tokens": 3, "completion_tokens": WRONG_TYPES[kind]}
+    if stream:
+        exchange, answer = received(UNTIL_CLOSED + TOKEN + usage(completion_tokens=2) + usage(**counts) + DONE)
+    else:
+        body = {"choices": [{"message": {"content": "a"}, "finish_reason": "stop"}], "usage": counts}
+        exchange, answer = received(whole(json.dumps(body).encode()))
+    record = check_record(process, exchange, answer)
+    assert (record.error, record.prompt_tokens, record.output_tokens) == (None, 3, None)
+    assert record.bad_fields == [BadField("usage.completion_tokens", "type", kind)]
+
+
+@pytest.mark.parametrize(
+    ("counts", "bad"),
+    [
+        ({"completion_tokens": -5}, ("usage.completion_tokens", "below", "-5", 1)),
+        ({"completion_tokens": 0}, ("usage.completion_tokens", "below", "0", 1)),
+        ({"completion_tokens": 5}, ("usage.completion_tokens", "above", "5", ASKED)),
+        ({"completion_tokens": 10**18}, ("usage.completion_tokens", "above", str(10**18), ASKED)),
+        ({"completion_tokens": 10**30}, ("usage.completion_tokens", "above", "more than 64 bits", ASKED)),
+        ({"prompt_tokens": -1}, ("usage.prompt_tokens", "below", "-1", 0)),
+        ({"prompt_tokens": 16_485}, ("usage.prompt_tokens", "above", "16485", 16_484)),
+        (
+            {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 10}},
+            ("usage.prompt_tokens_details.cached_tokens", "above", "10", 9),
+        ),
+        (
+            {"completion_tokens": 2, "completion_tokens_details": {"reasoning_tokens": 3}},
+            ("usage.completion_tokens_details.reasoning_tokens", "above", "3", 2),
+        ),
+    ],
+)
+def test_a_count_out_of_bounds_is_a_note_with_its_bound(
+    process: LoadProcess, counts: dict[str, Any], bad: tuple[Any, ...]
+) -> None:
+    record = check_record(process, *received(UNTIL_CLOSED + TOKEN + FINISH + usage(**counts) + DONE))
+    assert (record.error, record.bad_fields) == (None, [BadField(*bad)])
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "expected"),
+    [
+        (
+            {"completion_tokens": 10**9},
+            {"completion_tokens": 3},
+            ("usage.completion_tokens", "above", str(10**9), ASKED),
+        ),
+        ({"completion_tokens": -7}, {"completion_tokens": 3}, ("usage.completion_tokens", "below", "-7", 0)),
+        (
+            {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 10}},
+            {"prompt_tokens_details": {"cached_tokens": 9}},
+            ("usage.prompt_tokens_details.cached_tokens", "above", "10", 9),
+        ),
+    ],
+)
+def test_a_count_that_is_not_possible_stays_so_when_another_follows(
+    process: LoadProcess, first: dict[str, Any], then: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    for events in ((first, then), (first, {"completion_tokens": 2}, then), (first, then, then)):
+        stream = b"".join(usage(**counts) for counts in events)
+        record = check_record(process, *received(UNTIL_CLOSED + TOKEN + FINISH + stream + DONE))
+        assert record.bad_fields == [BadField(*expected)]
+
+
+def test_counts_that_grow_or_are_corrected_are_possible(process: LoadProcess) -> None:
+    stream = b"".join(usage(completion_tokens=number) for number in (0, 1, 3, 2))
+    record = check_record(process, *received(UNTIL_CLOSED + TOKEN + FINISH + stream + DONE))
+    assert (record.bad_fields, record.output_tokens) == ([], 2)
+
+
+def test_bounds_are_inclusive(process: LoadProcess) -> None:
+    counts = {
+        "prompt_tokens": BODY_BYTES + TEMPLATE_TOKENS, "prompt_tokens_details": {"cached_tokens": 100},
+        "completion_tokens": ASKED, "completion_tokens_details": {"reasoning_tokens": ASKED},
+    }  # fmt: skip
+    record = check_record(process, *received(UNTIL_CLOSED + TOKEN + FINISH + usage(**counts) + DONE))
+    assert (record.output_tokens, record.reasoning_tokens, record.bad_fields) == (ASKED, ASKED, [])
+
+
+@fault(
+    "server",
+    "counts of tokens that cannot be (true, -5, 10^18)",
+    seen="a note in the record; out of bounds the row is INVALID",
+)
+def test_a_server_with_impossible_counts_on_a_socket(tmp_path: Path) -> None:
+    stream = TOKEN + FINISH + usage(prompt_tokens=True, completion_tokens=-5) + DONE
+    record = one_record(tmp_path, once(UNTIL_CLOSED, stream), output_tokens=8, output="natural")
+    assert (record.error, record.prompt_tokens, record.output_tokens) == (None, None, None)
+    assert record.bad_fields == [
+        BadField("usage.prompt_tokens", "type", "boolean"),
+        BadField("usage.completion_tokens", "below", "-5", 1),
+    ]
+
+
+def test_text_of_another_type_is_no_token() -> None:
+    wrong = [event(choices=[{"delta": {"content": value}}]) for value in (5, {"a": 1}, ["x"], True)]
+    _, answer = received(UNTIL_CLOSED + TOKEN + b"".join(wrong) + FINISH + DONE)
+    assert (answer.error, answer.text, len(answer.chunks_s)) == (None, "hi ", 1)
+    assert answer.bad_fields == [BadField("content", "type", "boolean")]
+    _, answer = received(UNTIL_CLOSED + b"".join(wrong) + FINISH + DONE)
+    assert answer.error == "empty"
+
+
+def deep(levels: int) -> bytes:
+    return b"[" * levels + b"]" * levels
+
+
+@pytest.mark.parametrize("levels", [900, 20_000])
+def test_json_that_is_nested_deeply_is_no_defect_of_ours(process: LoadProcess, levels: int) -> None:
+    error = {900: None, 20_000: "malformed"}[levels]
+    for key in (b"usage", b"choices", b"other"):
+        stream = UNTIL_CLOSED + TOKEN + b'data: {"%s":%s}\n\n' % (key, deep(levels)) + FINISH + DONE
+        exchange, answer = received(stream)
+        assert answer.error == error
+        check_record(process, exchange, answer)
+    for body, status, kind in (
+        (deep(levels), b"200 OK", "not_api"),
+        (b'{"error":%s}' % deep(levels), b"200 OK", "not_api" if error else "stream_error"),
+        (b'{"detail":%s}' % deep(levels), b"500 Oops", "http"),
+    ):
+        exchange, answer = received(whole(body, status=status))
+        assert answer.error == kind
+        check_record(process, exchange, answer)
+    call = Call("a", "read_file", deep(levels).decode())
+    assert not Tools.of(1, "auto").is_valid(call)
+    form = Structured(json_schema={"type": "object"})
+    assert judge(form, [], "a", deep(levels).decode()) == Judged(False, False)
+
+
+def test_a_comment_that_says_done_ends_nothing() -> None:
+    for comment in (b": data: [DONE]\n\n", b":data: [DONE]\n\n", b"x: [DONE]\n\n", b": x [DONE]\n\n"):
+        pieces = [UNTIL_CLOSED, TOKEN, comment, TOKEN, FINISH, DONE]
+        with serving(answering(*pieces, pause_s=0.05)) as url, exchanging(url) as send:
+            _, answer = send()
+            assert (answer.error, answer.text, answer.finish) == (None, "hi hi ", "length")
+
+
+def test_a_comment_with_data_in_it_does_not_keep_us(tmp_path: Path) -> None:
+    def pings(connection: Any) -> None:
+        for _ in range(100):
+            connection.sendall(b": data: ping\n\n")
+            connection.settimeout(0.05)
+            try:
+                connection.recv(1)
+                return
+            except TimeoutError:
+                pass
+
+    record = one_record(tmp_path, once(UNTIL_CLOSED, TOKEN, then=pings), timeout_s=0.5)
+    assert (record.error, record.message) == ("timeout", "no data arrived for 0.5 s")
+
+
+def test_switching_protocols_is_a_failed_request(tmp_path: Path) -> None:
+    head = b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n\x81\x05hello"
+    record = one_record(tmp_path, once(head))
+    assert (record.error, record.status) == ("http", 101)
+    assert record.message == "status 101: the server changes the protocol, which no request asked for"
+
+
+@pytest.mark.parametrize(
+    "said", ["timeout=1e400", "timeout=nan", "timeout=inf", "timeout=-1", "timeout=1_0", "timeout=" + "9" * 5000,
+             "timeout=0x10", "max=1e400", "max=-1", "max=" + "9" * 5000, "timeout", "=", "xtimeout=0", "max=0.5"],
+)  # fmt: skip
+def test_limits_of_a_connection_that_are_no_numbers_are_not_said(said: str) -> None:
+    answer = GOOD.replace(b"Content-Type", f"Keep-Alive: {said}\r\nContent-Type".encode(), 1)
+    with serving(answering(answer)) as url, exchanging(url) as send:
+        connections = [send()[0].connect_ns is not None for _ in range(3)]
+        assert connections == [True, False, False]
+
+
+@fault("server", "an answer without end", seen="the request fails when the answer is longer than the bound")
+def test_a_server_that_never_ends_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.load.sse.MAX_EVENT_BYTES", 1 << 20)
+    monkeypatch.setattr("harness.load.exchange._BODY_BYTES", 1 << 20)
+    assert sse.MAX_EVENT_BYTES == 1 << 20
+    for number, (begin, more, error) in enumerate(
+        (
+            (UNTIL_CLOSED, b"data: " + b"a" * 65_536, "malformed"),
+            (UNTIL_CLOSED, b"data: aaaaaaaa\n" * 4096, "malformed"),
+            (b"HTTP/1.1 200 OK\r\n\r\n", b" " * 65_536, "not_api"),
+            (b"HTTP/1.1 200 OK\r\n", b"x: " + b"a" * 60_000 + b"\r\n", "not_api"),
+            (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 3000, "not_api"),
+        )
+    ):
+
+        def endless(connection: Any, _: int, begin: bytes = begin, more: bytes = more) -> None:
+            read_request(connection)
+            connection.sendall(begin)
+            for _ in range(1000):
+                connection.sendall(more)
+
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        record = one_record(folder, endless, timeout_s=5)
+        assert (record.error, " MiB" in (record.message or "")) == (error, True)
+
+
+def test_a_trailer_changes_no_header() -> None:
+    exchange, answer = received(GOOD.removesuffix(b"\r\n") + b"Content-Type: text/html\r\nx: y\r\n\r\n")
+    assert (answer.error, exchange.headers["content-type"], "x" in exchange.headers) == (
+        None,
+        "text/event-stream",
+        False,
+    )
+
+
+def outcome(reads: Sequence[bytes]) -> tuple[Any, ...]:
+    exchange, answer = received(*reads)
+    counts = answer.prompt_tokens, answer.output_tokens, answer.cached_tokens, answer.reasoning_tokens
+    return (
+        answer.error, exchange.status, answer.text, answer.finish, counts, answer.bad, answer.done, answer.generated,
+        len(answer.chunks_s), answer.textless, [(call.name, call.arguments) for call in answer.calls],
+    )  # fmt: skip
+
+
+LINES = st.sampled_from(
+    [
+        *(TOKEN[:-2], FINISH[:-2], DONE[:-2], usage(completion_tokens=3)[:-2], usage(completion_tokens=True)[:-2]),
+        *(b": data: [DONE]", b": ping", b"event: error", b"id: 1", b"retry: 9", b"data", b"", b"", b"", b"{"),
+        *(
+            b'{"error":"x"}',
+            b"data: [DONE] ",
+            b"data: {",
+            b"data: [[[[",
+            b"\xef\xbb\xbf",
+            b"data: \xff\x00",
+            b"a" * 9000,
+        ),
+    ]
+)
+ENDS = st.sampled_from([b"\n", b"\r", b"\r\n", b"\n\n"])
+STREAM = st.lists(st.tuples(LINES, ENDS).map(b"".join), max_size=12)
+
+
+def framed(pieces: Sequence[bytes], chunked: bool) -> bytes:
+    if not chunked:
+        return UNTIL_CLOSED + b"".join(pieces)
+    return CHUNKED + b"".join(chunk(piece) for piece in pieces) + b"0\r\n\r\n"
+
+
+@fuzzed
+@given(STREAM, st.booleans(), st.booleans(), st.lists(st.integers(0, 400), max_size=8))
+@example([TOKEN, b": data: [DONE]\n\n", TOKEN, FINISH, DONE], True, False, [])
+def test_a_stream_says_the_same_however_it_is_cut(
+    pieces: list[bytes], chunked: bool, bom: bool, cuts: list[int]
+) -> None:
+    raw = framed([b"\xef\xbb\xbf", *pieces] if bom else pieces, chunked)
+    edges = [0, *sorted(min(cut, len(raw)) for cut in cuts), len(raw)]
+    expected = outcome([raw])
+    assert outcome([raw[a:b] for a, b in zip(edges, edges[1:], strict=False)]) == expected
+    if len(raw) < 1500:
+        assert outcome([raw[i : i + 1] for i in range(len(raw))]) == expected
+
+
+HEADS = st.sampled_from(
+    [
+        *(b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: h2c\r\nConnection: Upgrade\r\n\r\n"),
+        *(
+            b"HTTP/1.1 100 Continue\r\n\r\n",
+            b"HTTP/1.1 204 No Content\r\n\r\n",
+            b"HTTP/1.1 999 X\r\n",
+            b"HTTP/1.0 200\r\n",
+        ),
+        *(
+            b"HTTP/1.1 503 Busy\r\nRetry-After: 1e400\r\n",
+            b"HTTP/2 200\r\n",
+            b"ICY 200 OK\r\n",
+            b"\r\n",
+            b"\x16\x03\x01\x00",
+        ),
+        *(b"Transfer-Encoding: chunked\r\n", b"Transfer-Encoding: chunked, gzip\r\n", b"Content-Length: 5\r\n"),
+        *(
+            b"Content-Length: -1\r\n",
+            b"Content-Length: 99999999999999999999\r\n",
+            b"Content-Type: text/event-stream\r\n",
+        ),
+        *(
+            b"Content-Encoding: br\r\n",
+            b"Keep-Alive: timeout=1e400, max=-1\r\n",
+            b"X" * 500,
+            b"\x00: \xff\r\n",
+            b"\r\n",
+        ),
+        *(
+            b"5\r\nhello\r\n",
+            b"FFFFFFFFFFFFFFFFFF\r\n",
+            b"0\r\n\r\n",
+            b"-1\r\n",
+            b'{"choices":[{"text":"a"}]}',
+            b"3;x=y\r\n{}\n\r\n",
+        ),
+        *(TOKEN, DONE, chunk(TOKEN), chunk(DONE)),
+    ]
+)
+
+
+@fuzzed
+@given(st.lists(st.one_of(HEADS, st.binary(max_size=20)), max_size=12), st.integers(0, 300))
+def test_whatever_comes_as_http_is_one_record(process: LoadProcess, pieces: list[bytes], cut: int) -> None:
+    raw = b"".join(pieces)
+    for reads in ([raw], [raw[:cut], raw[cut:]], pieces):
+        exchange, answer = received(*reads)
+        process_note(process, exchange)
+        check_record(process, exchange, answer)
+
+
+def process_note(process: LoadProcess, exchange: Exchange) -> None:
+    """What the client takes from the headers when it keeps the connection."""
+    process.client()._note_limits(exchange.headers.get("keep-alive", ""))
+
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.text(max_size=8), st.floats(),
+    st.sampled_from([0, 1, 3, -5, 10**18, 10**30, -(10**30), 2**63, "", "stop", "abort", "length", "\ud83d"]),
+)  # fmt: skip
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def objects(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """An object with some of these fields, each as it should be or with any value; or any value in its place."""
+    some = st.fixed_dictionaries({}, optional={name: st.one_of(kind, VALUES) for name, kind in fields.items()})
+    return st.one_of(some, some, some, VALUES)
+
+
+COUNT = st.integers(-1, 6)
+CALL = objects(
+    index=st.integers(0, 2), id=st.just("a"), function=objects(name=st.just("search"), arguments=st.just("{}"))
+)
+PART = objects(
+    role=st.just("assistant"), content=st.just("hi"), reasoning_content=st.just("hm"), reasoning=st.just("hm"),
+    refusal=st.just("no"), tool_calls=st.lists(CALL, max_size=2), function_call=VALUES,
+)  # fmt: skip
+CHOICE = objects(
+    index=st.just(0), delta=PART, message=PART, text=st.just("a"),
+    finish_reason=st.sampled_from(["stop", "length", "x" * 5000]), logprobs=VALUES,
+)  # fmt: skip
+BODY = objects(
+    id=st.just("x"), object=st.sampled_from(["chat.completion.chunk", "error"]), model=st.just("m"), created=COUNT,
+    choices=st.lists(CHOICE, max_size=2), error=objects(message=st.just("gone"), code=COUNT, type=st.just("t")),
+    message=VALUES, detail=VALUES, data=st.lists(objects(embedding=st.lists(COUNT, max_size=2)), max_size=2),
+    usage=objects(
+        prompt_tokens=COUNT, completion_tokens=COUNT, prompt_tokens_details=objects(cached_tokens=COUNT),
+        completion_tokens_details=objects(reasoning_tokens=COUNT),
+    ),
+)  # fmt: skip
+
+
+@fuzzed
+@given(st.lists(BODY, max_size=4))
+def test_any_json_in_a_chunk_is_one_record(process: LoadProcess, bodies: list[Any]) -> None:
+    chunks = [b"data: " + json.dumps(body).encode() + b"\n\n" for body in bodies]
+    check_record(process, *received(CHUNKED + b"".join(chunk(one) for one in [TOKEN, *chunks, DONE]) + b"0\r\n\r\n"))
+    check_record(process, *received(UNTIL_CLOSED, *chunks))
+
+
+@fuzzed
+@given(BODY, st.sampled_from([b"200 OK", b"201 Made", b"429 Busy", b"500 Oops", b"302 Found"]))
+def test_any_json_as_an_answer_is_one_record(process: LoadProcess, body: Any, status: bytes) -> None:
+    raw = json.dumps(body).encode()
+    check_record(process, *received(whole(raw, status=status)))
+
+
+def test_a_file_of_such_records_is_read(tmp_path: Path) -> None:
+    """Each line of what was written is a record."""
+    bodies: list[Any] = [True, -5, 10**18, 10**400, "x", [], {}, None, 2]
+    streams = [UNTIL_CLOSED + TOKEN + FINISH + usage(completion_tokens=value) + DONE for value in bodies]
+    with (
+        serving(lambda connection, number: once(streams[number])(connection, number)) as url,
+        load_process(tmp_path, url, output="natural", output_tokens=8) as process,
+    ):
+        for number in range(len(bodies)):
+            client = process.client()
+            process.send(client, [{"role": "user", "content": "hi"}], place(number))
+            client.close()
+    damaged: list[int] = []
+    records = list(read_requests(tmp_path / "requests.jsonl", damaged))
+    assert (damaged, [one.output_tokens for one in records]) == ([], [None] * 8 + [2])
+    assert [len(one.bad_fields) for one in records] == [1, 1, 1, 1, 1, 1, 1, 0, 0]
+    assert {one.error for one in records} == {None}
+
+
+HUGE = b"1" + b"0" * 400
+NASTY = [
+    *(b"", b"null", b"true", b"5", b"[]", b"{}", b"[5]", b'"x"', b"\xff", b"<p>", b"{", HUGE, deep(900), deep(20_000)),
+    *(
+        b'{"data":5}',
+        b'{"data":[5]}',
+        b'{"data":[{"id":5}]}',
+        b'{"data":[{"id":""}]}',
+        b'{"data":[{}]}',
+        b'{"data":{}}',
+    ),
+    *(b'{"error":"\xff"}', b'{"error":%s}' % deep(900), b'{"error":{"message":{}}}', b'{"message":%s}' % deep(20_000)),
+    *(b'{"models":5}', b'{"models":[5]}', b'{"models":[{"name":"m:latest","size":true,"size_vram":-1,"details":5}]}'),
+    *(
+        b'{"models":[{"name":"m:latest","size":%s,"size_vram":%s,"details":[]}]}' % (HUGE, HUGE),
+        b'{"models":[{"name":{}}]}',
+    ),
+    b'{"all_models_loaded":[5,{"pid":true,"backend_url":"http://[::1","model_name":"m","recipe":{},"device":%s}]}'
+    % HUGE,
+    b'{"all_models_loaded":[{"model_name":"m","backend_url":"x:99999999","recipe_options":%s}]}' % deep(900),
+    *(b'{"recipes":[1],"devices":5}', b'{"recipes":{"a":5},"devices":{"cpu":{"threads":true}}}'),
+    b'{"recipes":{"a":{"backends":[5],"default_backend":[1]},"b":{"backends":{"c":5}}},"devices":{"cpu":[]}}',
+    *(b'{"recipe":{},"downloaded":"yes"}', b'{"global_timeout":1e400}', b'{"global_timeout":%s}' % HUGE),
+    *(b'{"global_timeout":true}', b'{"version":{}}', b'{"version":"%s"}' % (b"9" * 5000), b'{"action":[1]}'),
+    *(
+        b'{"count":true}',
+        b'{"count":-1}',
+        b'{"count":%s}' % HUGE,
+        b'{"count":1000000}',
+        b'{"tokens":5}',
+        b'{"tokens":[]}',
+    ),
+    *(b'{"status":5,"digest":[],"total":"x"}', b'{"status":"success","digest":"d","total":-1,"completed":[]}'),
+    *(b'{"uuid":[]}', b'{"uuid":"../x","processed":{},"progress":"x"}', b'{"uuid":"a","progress":[],"error":{}}'),
+    b'{"default_generation_settings":{"n_ctx":%s},"total_slots":%s,"model_path":[],"build_info":5}' % (HUGE, deep(900)),
+    b'{"default_generation_settings":5}',
+    *(b'{"choices":5}', b'{"choices":[]}', b'{"choices":[{"message":5}]}', b'{"choices":[{"message":null}]}'),
+    b'vllm:cache_config_info{block_size="%s",num_gpu_blocks="nan",cache_dtype="x"} 1\n' % (b"9" * 400),
+    b"vllm:num_requests_running 1e400\nvllm:generation_tokens_total -5\nprocess_start_time_seconds NaN\n",
+    *(b"event: error\ndata: %s\n\n" % deep(20_000), b"data: \xff\n\n", b"event: error\ndata: [\xff\n\n", b"a" * 70_000),
+]
+
+
+def probes(url: str, folder: Path) -> Iterator[Callable[[], object]]:
+    """What asks a server anything before, during and after the load."""
+    session, api, say = open_session(None), Api(url), list[str]().append
+    yield lambda: ask.find_model(url, "m", session)
+    yield lambda: ask.find_model(url, None, session)
+    yield lambda: ask.attach(url, "m")
+    yield lambda: ask.server_version(url, session)
+    yield lambda: ask.metrics_url(url)
+    yield lambda: tokenize.counter(url, "m")("text")
+    yield lambda: tokenize.counter(url, "m", ask_engine=lambda path, body: ask.text_of(session.get(url)))("text")
+    yield lambda: lemonade.health(api)
+    yield lambda: lemonade.system(api)
+    yield lambda: lemonade.find(api, "m")
+    yield lambda: lemonade.canonical_name(api, "m")
+    yield lambda: lemonade.global_timeout_s(api)
+    yield lambda: attached(url, "m", None)
+    yield lambda: download(api, {"model_name": "m"}, ["x"], time.monotonic() + 1)
+    yield lambda: Watch(api, "m", None, None).effective()
+    yield lambda: Watch(api, "m", None, None).fetch("/props")
+    yield lambda: Watch(api, "m", None, None).problems()
+    yield lambda: fetch.FETCH["ollama"](url, "m", None, session, time.monotonic() + 1, say)
+    yield lambda: fetch.FETCH["localai"](url, "m", None, session, time.monotonic() + 0.1, say)
+    yield lambda: first_model(make_job(folder, Load(user="batch")), Target.of(url))
+    yield lambda: kept(url, "ollama", None)
+    yield lambda: kept(url, "llama-cpp", Watch(api, "m", None, None))
+    yield Scraper(url + "/metrics", "c", folder / "metrics.jsonl").scrape_now
+
+
+def kept(url: str, template: str, behind: Watch | None) -> None:
+    """What is found out of a server is in a manifest that can be read."""
+    served = served_by(url=url, template=template, version=None, model="m")
+    found = recorded(served, metrics_url=url + "/metrics", behind=behind)
+    assert msgspec.json.decode(msgspec.json.encode(found), type=ServedBy) == found
+
+
+@pytest.mark.parametrize("status", [b"200 OK", b"401 No", b"500 Oops", b"302 Found\r\nLocation: http://[x"])
+def test_whatever_a_probe_is_told_is_an_error_of_ours_at_most(
+    tmp_path: Path, status: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ask, "RETRY_S", 0.0)
+    monkeypatch.setattr(fetch, "POLL_S", 0.05)
+    told = [b""]
+
+    def handler(connection: Any, number: int) -> None:
+        read_request(connection)
+        connection.sendall(whole(told[0], status=status, more=b"Connection: close\r\n"))
+
+    with serving(handler) as url:
+        url = url.replace("localhost", "127.0.0.1")
+        for told[0] in NASTY if status == b"200 OK" else NASTY[::4]:
+            for probe in probes(url, tmp_path):
+                with suppress(HarnessError):
+                    probe()
+    damaged: list[int] = []
+    samples = list(read_lines(tmp_path / "metrics.jsonl", MetricsSample, damaged))
+    assert damaged == []
+    assert all(0 <= value < 2**54 for sample in samples for value in sample.values.values())
+
+
+def test_no_answer_is_longer_than_memory_and_no_redirect_is_followed() -> None:
+    requests: list[bytes] = []
+
+    def handler(connection: Any, number: int) -> None:
+        requests.append(read_request(connection))
+        if b"/moved" in requests[-1]:
+            connection.sendall(whole(b"", status=b"302 Found", more=b"Location: /endless\r\n"))
+            return
+        connection.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
+        for _ in range(400):
+            connection.sendall(b"a" * 65_536)
+
+    with serving(handler) as url, open_session("key") as session:
+        assert session.get(url + "/moved").status_code == 302
+        assert len(requests) == 1
+        for path in ("/endless", "/metrics"):
+            with pytest.raises(RequestException, match="more than 16 MiB"):
+                session.get(url + path)
+        assert ask.metrics_url(url) is None
+        with session.get(url, stream=True) as response, pytest.raises(RequestException, match="a line of more than"):
+            list(ask.lines_of(response))
