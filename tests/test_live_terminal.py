@@ -263,7 +263,7 @@ def test_a_warm_up_of_which_nobody_knows_how_long_it_is_is_told(
     progress = Progress(Console(file=out, width=200, color_system=None))
     progress.cell(2, 2, Cell(id=CELL, server="one", load="people@5", repeat=1), None)
     progress.load(job(tmp_path, user="chat", duration_s=9.0), tmp_path)
-    append(tmp_path / "requests.jsonl", *(record(index, phase="warmup") for index in (-1, -2)))
+    append(tmp_path / "requests.jsonl", *(record(index, phase="warmup") for index in (0, 1)))
     progress.count(Count(12, None, 2.0))
     append(tmp_path / "requests.jsonl", record(0))
     progress.count(Count(13, None, 3.0))
