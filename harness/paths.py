@@ -1,9 +1,11 @@
-"""Where the project's own files are: beside the package, as in its repository and its image."""
+"""Where the project's own files are: next to the package in a checkout and in the image, inside it when installed."""
 
 import os
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = Path(__file__).resolve().parent
+INSTALLED = PACKAGE / "shipped"  # setup.py copies the folders there when it builds a wheel
+ROOT = INSTALLED if INSTALLED.is_dir() else PACKAGE.parent
 LOCUSTFILES = ROOT / "locustfiles"
 COMPOSE = ROOT / "compose"
 SCENARIOS = ROOT / "scenarios"

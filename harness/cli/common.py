@@ -39,8 +39,9 @@ def scenario_path(given: Path) -> Path:
     if given.exists():
         return given
     shipped = {path.stem: path for path in SCENARIOS.glob("*.yaml")}
-    if str(given) in shipped:
-        return shipped[str(given)]
+    names = (given.stem, f"{given.stem}.yaml", f"{SCENARIOS.name}/{given.stem}.yaml")  # as the listing has it
+    if given.stem in shipped and str(given) in names:
+        return shipped[given.stem]
     raise HarnessError(
         f"{given}: there is no such scenario; {did_you_mean(given.stem, shipped)}",
         next_step="Give a file, or the name of a scenario that ships: `harness scenarios` lists them.",

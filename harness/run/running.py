@@ -154,7 +154,7 @@ def _write_results(folder: Path, summary: Summary) -> None:
 
 def _versions() -> dict[str, str]:
     """What touches the measurement: packages, and a digest of our own code that sends and stamps requests."""
-    harness = paths.ROOT / "harness"
+    harness = paths.PACKAGE
     own = [path for part in ("load", "workload") for path in sorted((harness / part).glob("*.py"))]
     own += [harness / "scenario" / f"{name}.py" for name in ("lengths", "structured", "behaviour", "steady")]
     packages = {package: importlib.metadata.version(package) for package in MEASURING_PACKAGES}
@@ -172,6 +172,8 @@ def _digest(files: Sequence[Path]) -> str:
 
 
 def _git_commit() -> str | None:
+    if not (paths.ROOT / ".git").exists():  # installed: a repository further up is another project's
+        return None
     try:
         command = ["git", "-C", str(paths.ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() or None
