@@ -38,7 +38,6 @@ from harness.serve.ports import is_free
 from harness.serve.ready import Ready, wait_ready
 from harness.serve.recorded import recorded
 from harness.serve.secrecy import secrets_in
-from harness.serve.vllm.flag_check import check_flags
 from harness.serve.vllm.gpu_fit import refuse_unfit
 from harness.serve.waiting import Phases, Waiting
 
@@ -146,7 +145,7 @@ def _in_container(start: _Start, run_id: str, cell_id: str) -> Iterator[Endpoint
     owner = labels.owned(run_id, cell_id)
     filled = filled_in(start.compose, os.environ)  # a variable that is not set is noticed before a long pull
     refuse_without_consent(start.server, start.compose)
-    if start.serving.help is not None and engine_location().is_here:
+    if start.serving.vllm and engine_location().is_here:
         refuse_unfit(filled.server, list(gpus()))
     client = connect()
     logs = [LogFile(start.log_path)]
@@ -182,9 +181,6 @@ def _bring_up(
         for name in filled.preparations:
             ensure_image(client, filled.services[name].image, start.on_progress)
     phases.done("pull")
-    if start.serving.help is not None:
-        check_flags(client, image, service, start.serving.help, owner, start.on_progress)
-        phases.done("flags")
     start.on_progress(f"starting the {start.name}'s container")
     if start.name == SERVER:
         containers.prepare(client, filled, owner)
