@@ -555,6 +555,8 @@ def test_server_killed(tmp_path: Path) -> None:
         "r1-one-burst: the server died during the load: it ended with exit code -9: "
         "it was killed from outside, or the host ran out of memory",
     ]
+    death = read_run(run).cells[0].served_by.death
+    assert death is not None and (death.how, death.exit_code) == ("ended", -9) and death.failure is not None
 
 
 @fault(

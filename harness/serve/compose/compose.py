@@ -126,7 +126,7 @@ class Serving(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     fetch: Fetch | None = None
     load: LoadCall | None = None
     lemonade: Managed | None = None
-    help: str | None = None  # makes the server's program print all its options; they are checked against it
+    vllm: bool = False  # its command line is that of `vllm serve`
     gateway: "Serving | None" = None  # what stands in front of the server and takes the load
 
 

@@ -92,9 +92,9 @@ def _command_problems(server: Server, compose: ComposeFile) -> list[str]:
     service, serving = compose.server, compose.serving
     problems = [f"variables.entrypoint: {problem}" for problem in _starts_a_shell(server.template, service)]
     problems += [f"variables: {problem}" for problem in container_problems(service)]
-    if serving.help is None and not serving.offline:
+    if not serving.vllm and not serving.offline:
         return problems
-    if serving.help is not None:
+    if serving.vllm:
         gone = removed_in(service.command or [], service.image)
         problems += [f"variables.extra_args: {problem}" for problem in gone]
     return problems + [f"variables: {problem}" for problem in vllm_refuses(service.command or [])]
