@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from harness.errors import ServerError
 from harness.failures.explain import State, explain
-from harness.failures.scan import Failure
+from harness.failures.scan import Diagnosis
 from harness.process import undisturbed
 from harness.serve.compose.compose import ComposeFile, Service
 from harness.serve.compose.values import Port, parse_bytes, parse_device, parse_port, parse_seconds, parse_volume
@@ -296,7 +296,7 @@ def advice(said: str, log: LogFile | None = None) -> tuple[str, str]:
     return f"{failure.cause}; {failure.fix}.", "" if log is None else evidence_in(failure, log)
 
 
-def evidence_in(failure: Failure, log: LogFile) -> str:
+def evidence_in(failure: Diagnosis, log: LogFile) -> str:
     """The telling line instead of the traceback around it, and where the rest is; else the log's last lines."""
     if failure.number is None:
         return log.tail()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from harness.errors import did_you_mean
-from harness.failures.removed_flags import removed_flags as removed_flags
+from harness.failures.table import removed_flags as removed_flags
 
 _OPTION = re.compile(r"(?:^|, )(--?[A-Za-z][\w-]*)")
 _NEGATIVE = re.compile(r"-[\d.]")
