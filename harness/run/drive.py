@@ -14,7 +14,7 @@ import psutil
 
 from harness import process
 from harness.errors import RunError
-from harness.failures.first import FIRST, mistake_of
+from harness.failures.explain import FIRST, mistake_of
 from harness.files import open_file, read_bytes, read_text
 from harness.job import SECRETS_ENV, GaveUp, Job, WaitsForWorkers, quiet_sign, read_status, status_file
 from harness.redact import known

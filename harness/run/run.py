@@ -15,8 +15,8 @@ import msgspec
 from harness import paths
 from harness.errors import HarnessError, RunError
 from harness.job import Job, warm_sign, write_job
-from harness.machine.facts import gpu_memory
-from harness.machine.sampler import Sampler
+from harness.machine.gpus import gpu_memory
+from harness.machine.telemetry import Sampler
 from harness.prepare.experiment import Experiment
 from harness.prepare.preflight import preflight
 from harness.prepare.prompt_words import counted_words

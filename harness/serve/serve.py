@@ -13,7 +13,7 @@ from docker.models.containers import Container
 
 from harness import redact
 from harness.errors import HarnessError, ServerError
-from harness.machine.facts import gpus
+from harness.machine.gpus import gpus
 from harness.process import signals_interrupt
 from harness.rundir.manifest import ServedBy, ServerDeath
 from harness.scenario.scenario import Scenario, Server

@@ -10,7 +10,7 @@ import pytest
 from docker.models.containers import Container
 from docker.types import Mount
 
-from harness.machine.sampler import Sampler
+from harness.machine.telemetry import Sampler
 from harness.rundir.manifest import ServedBy
 from harness.rundir.telemetry import TelemetrySample, read_telemetry
 from harness.serve import Endpoint

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from harness.errors import ServerError
 from harness.failures.explain import State, explain
-from harness.failures.scan import Failure
+from harness.failures.scan import Diagnosis
 from harness.process import undisturbed
 from harness.rundir.manifest import ServerDeath
 from harness.serve.compose.compose import ComposeFile, Service
@@ -37,7 +37,7 @@ class Look(Struct, frozen=True):
     death: ServerDeath | None = None  # None: it runs
     oom_killed: bool = False
     restarts: int = 0
-    failure: Failure | None = None  # in its log, once it has ended
+    failure: Diagnosis | None = None  # in its log, once it has ended
 
 
 def prepare(client: docker.DockerClient, compose: ComposeFile, owner: dict[str, str]) -> None:
@@ -296,7 +296,7 @@ def advice(said: str, log: LogFile | None = None) -> tuple[str, str]:
     return f"{failure.cause}; {failure.fix}.", "" if log is None else evidence_in(failure, log)
 
 
-def evidence_in(failure: Failure, log: LogFile) -> str:
+def evidence_in(failure: Diagnosis, log: LogFile) -> str:
     """The telling line instead of the traceback around it, and where the rest is; else the log's last lines."""
     if failure.number is None:
         return log.tail()

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from harness.failures.removed_flags import removed_flags as removed_flags
+from harness.failures.table import removed_flags as removed_flags
 
 _NEGATIVE = re.compile(r"-[\d.]")
 _DASHES = re.compile(r"-*[\u2010-\u2015\u2212][-\u2010-\u2015\u2212]*")  # hyphens as web pages print them

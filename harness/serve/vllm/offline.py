@@ -11,7 +11,7 @@ from docker.models.containers import Container
 from harness import redact
 from harness.errors import HarnessError, ServerError
 from harness.files import UNDECODABLE
-from harness.machine.facts import gpus
+from harness.machine.gpus import gpus
 from harness.process import signals_interrupt
 from harness.rundir.manifest import Phase, ServedBy
 from harness.scenario.scenario import Scenario, Server
