@@ -43,7 +43,7 @@ with atheris.instrument_imports(include=["harness", "yaml"]):
     from harness.scenario.strict import load_yaml
     from harness.serve.compose import compose
     from harness.traces.replay import Replay
-    from harness.workload.rows import read_rows
+    from harness.workload.prompt_file import read_rows
     from tests.test_fuzz import COMPOSE, IMPORTS, LOGS, TRACES, changed
     from tests.test_golden import GOLDEN
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from harness.engines import engines, template_of
 from harness.failures.page import failures_page
-from harness.machine.doctor import page
+from harness.machine.doctor import show
 from harness.paths import ROOT
 from harness.report import markdown
 from harness.rundir.manifest import read_run
@@ -102,7 +102,7 @@ def readme() -> str:
 
 def doctor_page() -> str:
     """docs/doctor.md with its tables."""
-    return page.filled((ROOT / "docs" / "doctor.md").read_text(encoding="utf-8"))
+    return show.filled((ROOT / "docs" / "doctor.md").read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ ALLOWED: dict[str, set[str]] = {
     "imports": {"__version__", "rundir", "scenario", "summarize", "summary"},
     "load": {
         "__version__",
-        "failures.first",
-        "failures.stranger",
+        "failures.explain",
+        "failures.unexpected_response",
         "job",
         "process",
         "rundir.newest",
@@ -116,7 +116,7 @@ ALLOWED: dict[str, set[str]] = {
         "workers",
     },
     "docs": {"engines", "failures", "machine", "paths", "report", "rundir", "serve", "summarize"},
-    "__main__": {"cli"},
+    "__main__": {"cli", "errors", "process"},
 }
 
 
@@ -179,8 +179,8 @@ NAMED_IN = {
     "machine/doctor/memory.py": "the same",
     "prepare/machine_fit.py": "the same",
     "prepare/auto.py": "the same",
-    "cli/memory.py": "the same",
-    "failures/removed_flags.py": "flags that vLLM removed",
+    "cli/tools.py": "the same",
+    "failures/table.py": "flags that vLLM removed",
     "failures/page.py": "the same, and Lemonade's protected ones",
     "imports": "formats of other tools",
     "cli/results.py": "their names",

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from harness.machine import pci
-from harness.machine.doctor import Engine, Finding, User, diagnose, known, page, worst
+from harness.machine.doctor import DockerEngine, Finding, User, diagnose, known, show, worst
 from harness.machine.doctor.finding import finding
-from harness.machine.targets import columns, table, target_of
+from harness.machine.gfx_support import columns, table, target_of
+from harness.machine.sysfs import PciCard, pci_cards
 from harness.paths import ROOT
 from harness.units import GIB
 from tests import machines
 from tests.machines import drm, write
 
-ENGINE = Engine(
+ENGINE = DockerEngine(
     version="28.2.2", cgroup="2", image_folder="/var/lib/docker", free_bytes=500 * 10**9
 )  # one with which all is well
 RENDER = f"{machines.RENDER_GID} (render)"
@@ -22,7 +22,7 @@ MEMBER = User(54321, frozenset({54321, machines.RENDER_GID}))
 STRANGER = User(54321, frozenset({54321}))
 
 
-def found(root: Path, docker: Engine | None = ENGINE, user: User = MEMBER, **environ: str) -> dict[str, Finding]:
+def found(root: Path, docker: DockerEngine | None = ENGINE, user: User = MEMBER, **environ: str) -> dict[str, Finding]:
     """Findings by id; those that come more than once are an error here."""
     findings = diagnose(root, docker, environ, user)
     by_id = {one.id: one for one in findings}
@@ -134,7 +134,7 @@ def test_a_gpu_without_its_driver(tmp_path: Path) -> None:
     slot = "sys/bus/pci/devices/0000:03:00.0"
     ids = {f"{slot}/class": "0x120000\n", f"{slot}/vendor": "0x1002\n", f"{slot}/device": "0x74a1\n"}
     root = write(machines.no_gpu(tmp_path), ids)
-    assert list(pci.cards(root)) == [pci.Card(slot="0000:03:00.0", vendor=0x1002, device=0x74A1)]
+    assert list(pci_cards(root)) == [PciCard(slot="0000:03:00.0", vendor=0x1002, device=0x74A1)]
     seen = found(root)
     what = "the AMD GPU at 0000:03:00.0 (1002:74a1) is not known to the compute driver"
     assert seen["gpu.driver"].fact == f"{what}: amdgpu is not loaded"
@@ -405,7 +405,7 @@ def test_a_user_who_may_not_open_the_devices(tmp_path: Path) -> None:
         "root may, servers that you start yourself may not"
     )
     assert seen["access.kfd"].fix == "sudo usermod -aG render $USER, then log in again"
-    rootless = Engine(version="28.2.2", rootless=True)
+    rootless = DockerEngine(version="28.2.2", rootless=True)
     assert levels(found(root, docker=rootless, user=STRANGER)) == {
         "access.kfd": "blocker",
         "access.render": "blocker",
@@ -425,23 +425,23 @@ def test_devices_that_are_missing_or_roots(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("engine", "expected"),
     [
-        (Engine(problem="no permission to use the Docker Engine", remedy="x"), {"docker.reachable": "blocker"}),
-        (Engine(version="19.3.5"), {"docker.version": "warning"}),
-        (Engine(version="5.4.0", podman=True), {"docker.podman": "warning"}),
-        (Engine(version="28.0.1", desktop=True), {"docker.desktop": "blocker"}),
-        (Engine(version="28.0.1", cgroup="2", memory_limits=False), {"docker.cgroup": "warning"}),
-        (Engine(version="28.0.1", free_bytes=5 * 10**9), {"docker.disk": "blocker"}),
-        (Engine(version="28.0.1", free_bytes=20 * 10**9), {"docker.disk": "warning"}),
-        (Engine(version="28.0.1", stale=["container amd-llm-load-x-server"]), {"docker.stale": "warning"}),
+        (DockerEngine(problem="no permission to use the Docker Engine", remedy="x"), {"docker.reachable": "blocker"}),
+        (DockerEngine(version="19.3.5"), {"docker.version": "warning"}),
+        (DockerEngine(version="5.4.0", podman=True), {"docker.podman": "warning"}),
+        (DockerEngine(version="28.0.1", desktop=True), {"docker.desktop": "blocker"}),
+        (DockerEngine(version="28.0.1", cgroup="2", memory_limits=False), {"docker.cgroup": "warning"}),
+        (DockerEngine(version="28.0.1", free_bytes=5 * 10**9), {"docker.disk": "blocker"}),
+        (DockerEngine(version="28.0.1", free_bytes=20 * 10**9), {"docker.disk": "warning"}),
+        (DockerEngine(version="28.0.1", stale=["container amd-llm-load-x-server"]), {"docker.stale": "warning"}),
     ],
     ids=["none", "old", "podman", "desktop", "no-limits", "no-room", "little-room", "stale"],
 )
-def test_the_engine(tmp_path: Path, engine: Engine, expected: dict[str, str]) -> None:
+def test_the_engine(tmp_path: Path, engine: DockerEngine, expected: dict[str, str]) -> None:
     assert levels(found(machines.strix_halo_carve_out(tmp_path), docker=engine)) == expected
 
 
 def test_of_an_engine_elsewhere_this_machine_says_nothing(tmp_path: Path) -> None:
-    seen = found(machines.no_gpu(tmp_path), docker=Engine(host="gpubox", version="28.0.1", cgroup="2"))
+    seen = found(machines.no_gpu(tmp_path), docker=DockerEngine(host="gpubox", version="28.0.1", cgroup="2"))
     assert levels(seen) == {"docker.remote": "warning"}
     assert {one.topic for one in seen.values()} == {"docker"}
     assert seen["docker.remote"].fact.startswith("DOCKER_HOST names gpubox: ")
@@ -527,7 +527,7 @@ def test_the_table_of_targets() -> None:
 
 def test_the_page_lists_every_finding_and_target() -> None:
     text = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
-    assert text == page.filled(text), "python -m harness.docs"
+    assert text == show.filled(text), "python -m harness.docs"
     for row in known().values():
         assert f"| `{row.id}` | {row.looks_at} | " in text
     assert all(f"| `{row.target}` | {row.family}" in text for row in table().targets)

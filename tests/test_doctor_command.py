@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from harness.errors import ServerError
-from harness.machine.doctor import Engine, User, diagnose, show
-from harness.machine.targets import table, without_code
+from harness.machine.doctor import DockerEngine, User, diagnose, show
+from harness.machine.gfx_support import table, without_code
 from harness.prepare.experiment import Experiment, Target, prepare
 from harness.prepare.preflight import SWITCH, blockers, notes, preflight
 from harness.serve import variables
@@ -27,7 +27,7 @@ def scenario(folder: Path, servers: dict[str, Any]) -> Experiment:
 def lines(root: Path, width: int) -> list[str]:
     console = Console(width=width, no_color=True, force_terminal=False)
     member = User(54321, frozenset({54321, machines.RENDER_GID}))
-    engine = Engine(version="28.2.2", cgroup="2", image_folder="/var/lib/docker", free_bytes=500 * 10**9)
+    engine = DockerEngine(version="28.2.2", cgroup="2", image_folder="/var/lib/docker", free_bytes=500 * 10**9)
     with console.capture() as capture:
         show.show(diagnose(root, engine, {}, member), console, root)
     return capture.get().splitlines()
@@ -149,12 +149,14 @@ def test_vulkan_needs_a_render_node_only(tmp_path: Path) -> None:
 def test_an_engine_without_room_or_without_a_gpu_is_met_too(tmp_path: Path) -> None:
     experiment = scenario(tmp_path, ROCM)
     root = machines.strix_halo_carve_out(tmp_path / "halo")
-    full = Engine(version="28.2.2", image_folder="/var/lib/docker", free_bytes=5 * 10**9, desktop=True)
+    full = DockerEngine(version="28.2.2", image_folder="/var/lib/docker", free_bytes=5 * 10**9, desktop=True)
     assert [one.fact for one in blockers(experiment, root, full)["vllm"]] == [
         "the engine of Docker Desktop has no access to this machine's GPU",
         "only 5 GB free for images in /var/lib/docker; ROCm images need 10 to 35 GB",
     ]
-    assert blockers(experiment, root, Engine(problem="it does not run")) == {}, "the run itself says so, with its cause"
+    assert blockers(experiment, root, DockerEngine(problem="it does not run")) == {}, (
+        "the run itself says so, with its cause"
+    )
 
 
 def test_a_plan_says_when_an_image_has_no_code_for_the_gpu(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harness.failures.first import FIRST
+from harness.failures.explain import FIRST
 from harness.run.drive import scenario_mistake
 from harness.rundir.manifest import read_run
 from harness.rundir.records import Request, read_requests

@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.failures.blocks import BLOCK_BYTES
-from harness.failures.explain import State, explain, scan_text
-from harness.failures.lines import is_code, is_frame, is_shown, plain
-from harness.failures.messages import MOST_MESSAGES, Said, grouped
+from harness.failures.explain import MOST_MESSAGES, ErrorMessages, State, explain, grouped, scan_text
+from harness.failures.log_lines import BLOCK_BYTES, is_code, is_frame, is_shown, plain
 from harness.failures.scan import MOST_FINDINGS, explain_message, scan
 from harness.failures.table import RANKS, Rule, needle, patterns, replacements, rules
 from harness.serve.lemonade.arguments import PROTECTED
@@ -428,7 +426,7 @@ def test_the_number_of_a_line_is_right_across_blocks() -> None:
 
 
 def test_messages_that_mean_the_same_are_one_group() -> None:
-    said, more = Said(), Said()
+    said, more = ErrorMessages(), ErrorMessages()
     for prompt in range(2049, 2079):
         end = f"However, your prompt contains at least {prompt} input tokens"
         said.add("http", f"status 400: This model's maximum context length is 2048 tokens. {end}")
@@ -448,7 +446,7 @@ def test_messages_that_mean_the_same_are_one_group() -> None:
 
 
 def test_different_messages_without_end_take_no_memory() -> None:
-    said = Said()
+    said = ErrorMessages()
     names = ("".join(choice) for choice in itertools.product("abcdefghijklmnopqrstuvwxyz", repeat=2))
     for name in names:
         said.add("http", f"status 418: {name}")

@@ -3,7 +3,7 @@
 import pytest
 
 from harness.failures.explain import State, explain, scan_text
-from harness.failures.scan import Failure
+from harness.failures.scan import Diagnosis
 
 ENGINE = "(EngineCore pid=277) ERROR 11-21 08:53:41 [core.py:1200] "
 WRAPPER = (
@@ -17,7 +17,7 @@ HUB = (
 LOADED = "INFO 11-21 08:53:50 [x.py:1] Loading weights took 3.2 seconds"
 
 
-def cause_of(*lines: str) -> Failure:
+def cause_of(*lines: str) -> Diagnosis:
     failure = explain("\n".join(lines) + "\n")
     assert failure is not None
     return failure

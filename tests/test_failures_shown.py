@@ -5,9 +5,8 @@ import io
 
 import pytest
 
-from harness.failures.blocks import BLOCK_BYTES
-from harness.failures.explain import explain, scan_text
-from harness.failures.messages import Said
+from harness.failures.explain import ErrorMessages, explain, scan_text
+from harness.failures.log_lines import BLOCK_BYTES
 from harness.failures.scan import scan
 
 
@@ -88,6 +87,6 @@ def test_control_characters_are_not_shown(control: str) -> None:
     assert scanned.findings[0].line == "KeyError: 'ab'"
     assert scanned.findings[0].cause.endswith("KeyError: 'ab'")
     assert scanned.last == "last line"
-    said = Said()
+    said = ErrorMessages()
     said.add("http", f"a{control}b")
     assert list(said.examples.values()) == ["ab"]

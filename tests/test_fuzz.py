@@ -26,7 +26,7 @@ from harness.scenario.scenario import Trace
 from harness.serve.compose.compose import parse, read
 from harness.summarize.summarize import read_summary, summarize
 from harness.traces.replay import Replay
-from harness.workload.rows import read_rows
+from harness.workload.prompt_file import read_rows
 from tests.made_runs import scenario, write_made_run
 
 # The same examples each time; a deadline in ms for one of them, generous for a busy machine.

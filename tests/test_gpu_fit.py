@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from harness.errors import HarnessError
-from harness.machine.targets import has_fp8
+from harness.machine.gfx_support import has_fp8
 from harness.scenario.scenario import Load, Scenario, Server
 from harness.serve.compose.compose import Service, parse
 from harness.serve.compose.document import rendered

@@ -23,7 +23,7 @@ COUNTERS = dict.fromkeys((CYCLES, PROCHOT, POWER, CHIP, REGULATOR, MEMORY), 0)
 
 
 def held(*tables: bytes) -> list[dict[str, float] | None]:
-    before: gpu_metrics.Table | None = None
+    before: gpu_metrics.GpuMetrics | None = None
     found = []
     for raw in tables:
         parsed = gpu_metrics.parse(raw)
@@ -76,7 +76,7 @@ def test_a_table_of_attributes() -> None:
     raw = mi300x_attributes(values)
     # Encoded from the header; a published recording of an MI300X has the same size and number of attributes.
     assert struct.unpack_from("<HBBi", raw) == (len(raw), 1, 9, 47) and len(raw) == 1150
-    assert gpu_metrics.parse(raw) == gpu_metrics.Table(
+    assert gpu_metrics.parse(raw) == gpu_metrics.GpuMetrics(
         counters=(0, 633093, 0, 0, 0),
         kinds=("prochot", "power", "heat", "heat", "heat"),
         cycles=54536484,
@@ -96,11 +96,11 @@ def test_attributes_are_found_in_any_order_among_unknown_ones(kind: int) -> None
 
 
 def test_attributes_not_filled_in_or_of_another_kind_are_unknown() -> None:
-    assert gpu_metrics.parse(attribute_table()) == gpu_metrics.Table()
-    assert gpu_metrics.parse(mi300x_attributes({})) == gpu_metrics.Table()
-    assert gpu_metrics.parse(mi300x_attributes({POWER: 1, ENERGY: 2**16})) == gpu_metrics.Table(energy_j=1.0)
+    assert gpu_metrics.parse(attribute_table()) == gpu_metrics.GpuMetrics()
+    assert gpu_metrics.parse(mi300x_attributes({})) == gpu_metrics.GpuMetrics()
+    assert gpu_metrics.parse(mi300x_attributes({POWER: 1, ENERGY: 2**16})) == gpu_metrics.GpuMetrics(energy_j=1.0)
     for other in ((ENERGY, 3, 6, 1), (ENERGY, 256, 6, 1), (ENERGY, 0, 7, 1), (ENERGY, 0, 2, 1), (ENERGY, 0, 6, 2)):
-        assert gpu_metrics.parse(attribute_table(attribute(*other, 7))) == gpu_metrics.Table()
+        assert gpu_metrics.parse(attribute_table(attribute(*other, 7))) == gpu_metrics.GpuMetrics()
 
 
 @pytest.mark.parametrize("count", [-(2**31), -1, 0, 46, 48, 2**31 - 1])
@@ -130,7 +130,7 @@ def test_no_table_of_attributes_is_a_mistake_of_ours(content: bytes, count: int)
 
 def test_what_the_driver_did_not_fill_in_is_unknown() -> None:
     for raw in (table(1, 3, 120, {}), table(3, 0, 264, {}), table(1, 7, 2208, {})):
-        assert gpu_metrics.parse(raw) == gpu_metrics.Table()
+        assert gpu_metrics.parse(raw) == gpu_metrics.GpuMetrics()
     assert held(table(1, 7, 2208, {}), table(1, 7, 2208, {})) == [None, None]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.machine.facts import device_groups, gfx_target, gpu_memory, gpus, machine
+from harness.machine.gpus import device_groups, gfx_target, gpu_memory, gpus, machine
 from tests.machines import CPU_NODE, write
 
 STRIX_HALO = """cpu_cores_count 0

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from harness.errors import HarnessError, ServerError
-from harness.machine.facts import gpus
-from harness.machine.gpu_choice import shown, working
-from harness.machine.pool import pools
+from harness.machine.gpu_memory import pools
+from harness.machine.gpus import gpus, shown, working
 from harness.paths import SCENARIOS
 from harness.prepare.auto import fill_in
 from harness.prepare.experiment import Experiment, Target, prepare

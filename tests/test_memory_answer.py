@@ -9,11 +9,21 @@ import pytest
 from msgspec import structs
 
 from harness.errors import HarnessError
-from harness.machine.pool import Pool, pools
-from harness.memory.answer import OTHER_BYTES, Room, Wish, room_of, share, share_of
-from harness.memory.host import host_share
-from harness.memory.model import Model, read_model
-from harness.memory.words import brief, of_pool, of_room, of_share
+from harness.machine.gpu_memory import Pool, pools
+from harness.memory.estimate import (
+    OTHER_BYTES,
+    Room,
+    Wish,
+    brief,
+    host_share,
+    of_pool,
+    of_room,
+    of_share,
+    room_of,
+    share,
+    share_of,
+)
+from harness.memory.model import ModelShape, read_model
 from harness.units import GIB
 from harness.utilization import vllm_accepts
 from tests.command import harness
@@ -38,7 +48,7 @@ def pool(free_gib: float | None, total_gib: float = 96, *, available_gib: float 
     )
 
 
-def qwen3(folder: Path, gib: float = 1.5, **changes: Any) -> Model:
+def qwen3(folder: Path, gib: float = 1.5, **changes: Any) -> ModelShape:
     """Qwen3-0.6B with weights of any size."""
     model(folder, QWEN3 | changes)
     size = int(gib * GIB)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.memory.cache import CPU_BLOCK, capacity, layout_of
-from harness.memory.model import Geometry
+from harness.memory.model import CPU_BLOCK, Geometry, capacity, layout_of
 from harness.units import GIB
 
 DATA = Path(__file__).parent / "data" / "vllm_kv_capacity.jsonl"

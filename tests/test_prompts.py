@@ -21,8 +21,8 @@ from harness.scenario.lengths import (
 )
 from harness.scenario.scenario import Load, Prompts, Scenario, Server
 from harness.workload import (
-    Row,
-    RowMessage,
+    PromptMessage,
+    PromptRow,
     asked_prompt_tokens,
     messages,
     output_tokens,
@@ -30,8 +30,7 @@ from harness.workload import (
     text,
     workload_sha256,
 )
-from harness.workload.counted import one_token_words, words_of
-from harness.workload.words import common
+from harness.workload.vocabulary import common, one_token_words, words_of
 from tests.engines.paths import QWEN3_100M
 
 MANY = 20_000
@@ -243,8 +242,8 @@ SHARE = [
     {"id": "c", "conversations": [{"from": "gpt", "value": "Hello"}, {"from": "user", "value": "Three?"}]},
 ]  # fmt: skip
 OF_SHARE = [
-    Row(messages=[RowMessage("system", "Be brief."), RowMessage("user", "One?")]),
-    Row(messages=[RowMessage("user", "Three?")]),
+    PromptRow(messages=[PromptMessage("system", "Be brief."), PromptMessage("user", "One?")]),
+    PromptRow(messages=[PromptMessage("user", "Three?")]),
 ]
 
 
@@ -274,9 +273,9 @@ def test_a_batch_file_is_read_with_the_length_of_each_answer(tmp_path: Path) -> 
     )
     rows = read_rows(path)
     assert rows == [
-        Row(messages=[RowMessage("system", "s"), RowMessage("user", "u")], max_tokens=7),
-        Row(prompt="p", max_tokens=9),
-        Row(prompt="e"),
+        PromptRow(messages=[PromptMessage("system", "s"), PromptMessage("user", "u")], max_tokens=7),
+        PromptRow(prompt="p", max_tokens=9),
+        PromptRow(prompt="e"),
     ]
     load = Load(user="batch", requests=3, output_tokens=100)
     assert [output_tokens(load, 1, index, rows) for index in range(4)] == [7, 9, 100, 7]

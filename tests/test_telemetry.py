@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.machine.sampler import Sampler, local_source
-from harness.machine.telemetry import Meter, Reading, cgroup_files, find_files, read_now
+from harness.machine.telemetry import HostReading, Meter, Sampler, cgroup_files, find_files, local_source, read_now
 from harness.paths import ROOT
 from harness.rundir.manifest import ServedBy, read_run
 from harness.rundir.telemetry import (
@@ -35,7 +34,7 @@ from tests.machines import write
 
 def sampled(meter: Meter, root: Path, clock_s: float, paths: list[str] | None = None) -> TelemetrySample:
     found = read_now(root, paths or find_files(root))
-    reading = Reading(found.wall_s, clock_s, 0.0, found.files)
+    reading = HostReading(found.wall_s, clock_s, 0.0, found.files)
     gpus, machine, container = meter.sample(reading)
     return TelemetrySample(wall_s=1000 + clock_s, cell="c", gpus=gpus, host=machine, container=container)
 
@@ -265,7 +264,7 @@ def test_samples_are_taken_at_the_start_each_interval_and_at_the_end(tmp_path: P
 
 def test_a_driver_that_hangs_does_not_hold_up_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AMD_LLM_LOAD_TELEMETRY_ROOT", str(tmp_path))
-    monkeypatch.setattr("harness.machine.sampler.LONGEST_END_S", 0.1)
+    monkeypatch.setattr("harness.machine.telemetry.LONGEST_END_S", 0.1)
     gpu(tmp_path)
     hangs = tmp_path / device() / "gpu_busy_percent"
     hangs.unlink()
@@ -370,7 +369,7 @@ def test_half_a_reading_is_none() -> None:
 
 def test_whose_telemetry_can_be_had() -> None:
     def at(url: str) -> Endpoint:
-        return Endpoint(url=url, started=ServedBy(url=url), look=lambda now: Look(None))
+        return Endpoint(url=url, started=ServedBy(url=url), look=lambda now: Look())
 
     for url in ("http://127.0.0.1:8000", "http://localhost:1", "http://[::1]:8", f"http://{socket.gethostname()}:80"):
         assert source_of(at(url)) is not None

@@ -10,7 +10,7 @@ import harness.data
 from harness.errors import HarnessError
 from harness.scenario import scenario as scenario_module
 from harness.scenario.scenario import Load, Prompts, Scenario, Server
-from harness.workload import Row, RowMessage, messages, read_rows, salt_words, text, workload_sha256
+from harness.workload import PromptMessage, PromptRow, messages, read_rows, salt_words, text, workload_sha256
 from tests.make_classification import items
 
 DATA = Path(harness.data.__file__).parent
@@ -54,7 +54,7 @@ def test_each_cell_has_its_own_salt() -> None:
 
 
 def test_rows_of_a_file_are_cycled_and_keep_their_roles() -> None:
-    rows = [Row(prompt="a"), Row(messages=[RowMessage("system", "s"), RowMessage("user", "b")])]
+    rows = [PromptRow(prompt="a"), PromptRow(messages=[PromptMessage("system", "s"), PromptMessage("user", "b")])]
     prompts = Prompts(kind="file", file="x.jsonl")
     sequence = [messages(prompts, 1, index, None, rows) for index in range(3)]
     a = [{"role": "user", "content": "a"}]
@@ -66,7 +66,7 @@ def test_rows_of_a_file_are_cycled_and_keep_their_roles() -> None:
 @pytest.mark.parametrize("salt", [None, "one two three four"])
 def test_no_prompt_of_the_warmup_comes_back(kind: Literal["file", "classification", "synthetic"], salt: str) -> None:
     """Only what all requests share is the same: the salt and the system prompt."""
-    rows = [Row(prompt="a"), Row(messages=[RowMessage("system", "s"), RowMessage("user", "b")])]
+    rows = [PromptRow(prompt="a"), PromptRow(messages=[PromptMessage("system", "s"), PromptMessage("user", "b")])]
     prompts = Prompts(kind=kind, tokens=8, system_tokens=3)
     warmup, measured = ([messages(prompts, 1, i, salt, rows) for i in span] for span in (range(-6, 0), range(300)))
     assert {str(prompt[0]) for prompt in warmup} == {str(prompt[0]) for prompt in measured}
@@ -80,7 +80,7 @@ def test_no_prompt_of_the_warmup_comes_back(kind: Literal["file", "classificatio
 def test_rows_are_read_and_other_keys_ignored(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a", "label": 3}\n\n{"messages": [{"role": "user", "content": "b"}]}\n')
-    assert read_rows(path) == [Row(prompt="a"), Row(messages=[RowMessage("user", "b")])]
+    assert read_rows(path) == [PromptRow(prompt="a"), PromptRow(messages=[PromptMessage("user", "b")])]
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,11 @@ import typer
 
 from harness import __version__
 from harness.cli import actions as actions  # importing them registers their commands, in this order
-from harness.cli import explain as explain
-from harness.cli import memory as memory
 from harness.cli import results as results
-from harness.cli import worker as worker
+from harness.cli import tools as tools
 from harness.cli.common import app as app
 from harness.cli.common import console, mute, protect_terminal
-from harness.errors import ExitCode, HarnessError, ScenarioError, SeveralErrors
+from harness.errors import INTERRUPTED, ExitCode, HarnessError, ScenarioError, SeveralErrors
 from harness.redact import without
 
 
@@ -81,7 +79,7 @@ def main() -> None:
         tell_usage(error)
         code = ExitCode.USAGE
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted; everything that was started has been taken down", file=sys.stderr)
+        print(INTERRUPTED, file=sys.stderr)
         code = ExitCode.INTERRUPTED
     except BrokenPipeError:
         mute()

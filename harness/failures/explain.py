@@ -1,12 +1,17 @@
-"""Why a server did not start or died: the table against what Docker, the exit code and the server's log say."""
+"""Explain why a server did not start or stopped, and what failed requests reported."""
 
 import io
+import re
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
-from msgspec import Struct, structs
+from msgspec import Struct, field, structs
+from msgspec.structs import replace
 
-from harness.failures.scan import SHOWN_CHARS, Failure, Scanned, most_telling, scan
+from harness.failures.scan import SHOWN_CHARS, Diagnosis, Scanned, explain_message, most_telling, scan
 from harness.files import open_file
+from harness.redact import printable
 
 _TAIL_BYTES = 1 << 16
 
@@ -19,7 +24,7 @@ class State(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     error: str = ""  # what the Docker Engine said when it could not start the container, or an API's error
 
 
-def explain(log: str | Path, state: State = State()) -> Failure | None:  # noqa: B008 - a frozen value
+def explain(log: str | Path, state: State = State()) -> Diagnosis | None:  # noqa: B008 - a frozen value
     """The most telling known cause, or None. `log`: its text, or its file.
 
     A kill for memory comes first, then a cause in `state.error`, then the log: its first known cause, whatever wrappers
@@ -45,7 +50,7 @@ def scan_text(log: str | Path) -> Scanned:
     return scan(io.BytesIO(log.encode("utf-8", "replace")))
 
 
-def _ended(state: State, log: str | Path) -> Failure | None:
+def _ended(state: State, log: str | Path) -> Diagnosis | None:
     """What an exit code alone says, with the last line of the log."""
     code = state.exit_code
     if code is None and not state.oom_killed:
@@ -61,3 +66,69 @@ def _last_line(log: str | Path) -> str:
             file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
             log = file.read().decode("utf-8", "replace")
     return next((line.strip()[-SHOWN_CHARS:] for line in reversed(log.splitlines()) if line.strip()), "")
+
+
+FIRST = 5  # requests, warm-up included
+
+
+def mistake_of(first: Sequence[str | None]) -> Diagnosis | None:
+    """The mistake that failed the first requests and will fail the rest as well; None: others may succeed.
+
+    `first`: the kind of error and the message of each, as `http: status 404: ...`; None of one that did not fail.
+    """
+    causes = [explain_message(said) for said in first if said is not None]
+    known = [cause for cause in causes if cause is not None and cause.scenario]
+    return known[0] if known and len(known) == len(first) else None
+
+
+MOST_MESSAGES = 100  # different ones that are kept apart
+_NUMBERS = re.compile(r"\d+")
+_OTHERS = "other messages"
+
+
+class ErrorMessages(Struct):
+    """Messages of failed requests, those that differ in numbers only as one."""
+
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)  # by kind of error, and message without numbers
+    examples: dict[tuple[str, str], str] = {}
+
+    def add(self, kind: str, message: str | None, count: int = 1) -> None:
+        text = printable(message or "").replace("\n", " ")
+        self._add((kind, _NUMBERS.sub("#", text)), text, count)
+
+    def merge(self, other: "ErrorMessages") -> None:
+        """Add what was said further on."""
+        for key, count in other.counts.items():
+            self._add(key, other.examples[key], count)
+
+    def _add(self, key: tuple[str, str], example: str, count: int) -> None:
+        if key not in self.counts and len(self.counts) >= MOST_MESSAGES:
+            key, example = (key[0], _OTHERS), _OTHERS
+        self.counts[key] += count
+        self.examples.setdefault(key, example)
+
+
+class FailureGroup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Failed requests that have the same cause."""
+
+    kind: str
+    count: int
+    message: str  # of the first of them
+    id: str | None = None  # of the row of the table; None: not in it
+    cause: str | None = None
+    fix: str | None = None
+
+
+def grouped(said: ErrorMessages) -> list[FailureGroup]:
+    """The groups, the most frequent first. What has the same cause is one, whatever numbers it said."""
+    groups: dict[tuple[str, str], FailureGroup] = {}
+    for (kind, text), count in said.counts.most_common():
+        example = said.examples[kind, text]
+        failure = explain_message(f"{kind}: {example}")
+        key = (kind, text if failure is None else failure.id + _NUMBERS.sub("#", failure.cause))
+        if key in groups:
+            groups[key] = replace(groups[key], count=groups[key].count + count)
+            continue
+        words = {} if failure is None else {"id": failure.id, "cause": failure.cause, "fix": failure.fix}
+        groups[key] = FailureGroup(kind=kind, count=count, message=example, **words)
+    return sorted(groups.values(), key=lambda group: -group.count)

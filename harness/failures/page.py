@@ -2,9 +2,8 @@
 
 import re
 
-from harness.failures.removed_flags import removed_flags
-from harness.failures.table import Rule, replacements, rules
-from harness.failures.words import IN_PIECES
+from harness.failures.advice import IN_PIECES
+from harness.failures.table import Rule, removed_flags, replacements, rules
 
 HEAD = """\
 # Failures

@@ -10,11 +10,22 @@ from typing import Any, BinaryIO
 from msgspec import Struct, structs
 
 from harness.engines import Log, engines
-from harness.failures.blocks import BLOCK_BYTES, blocks
-from harness.failures.exceptions import RULE, Trace, exception_in
-from harness.failures.lines import Line, is_code, is_frame, is_quoting, is_shown, parsed, plain
+from harness.failures.advice import SETTINGS, cause_and_fix, settings_in
+from harness.failures.log_lines import (
+    BLOCK_BYTES,
+    RULE,
+    LogLine,
+    TracebackReader,
+    blocks,
+    exception_in,
+    is_code,
+    is_frame,
+    is_quoting,
+    is_shown,
+    parsed,
+    plain,
+)
 from harness.failures.table import RANKS, Pattern, Phase, Rule, Severity, patterns, rules
-from harness.failures.words import SETTINGS, in_words, settings_in
 from harness.redact import masked
 
 MOST_FINDINGS = 200  # different ones; a log that repeats itself has few
@@ -43,7 +54,7 @@ _SERVERS = tuple(  # words of their logs; those that run another engine have its
 )
 
 
-class Failure(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Diagnosis(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Something that a log says, explained."""
 
     id: str
@@ -66,7 +77,7 @@ class Scanned(Struct, frozen=True, kw_only=True):
     """What a log says."""
 
     lines: int
-    findings: list[Failure]  # each once, in the order of the log
+    findings: list[Diagnosis]  # each once, in the order of the log
     last: str = ""  # the last line that says something
     ready: int | None = None  # the line that says that the server became ready, of the last start
     stopping: int | None = (
@@ -74,12 +85,12 @@ class Scanned(Struct, frozen=True, kw_only=True):
     )
     server: str | None = None  # whose log it seems to be
 
-    def cause(self) -> Failure | None:
+    def cause(self) -> Diagnosis | None:
         """The most telling one, or None; see `most_telling`."""
         return most_telling(self.findings)
 
 
-def most_telling(findings: Sequence[Failure]) -> Failure | None:
+def most_telling(findings: Sequence[Diagnosis]) -> Diagnosis | None:
     """The first of the highest rank, with the wrapper that it came through.
 
     No warning, and nothing that was said before the server became ready: it does not explain how it ended. What was
@@ -96,7 +107,7 @@ def most_telling(findings: Sequence[Failure]) -> Failure | None:
     return structs.replace(first, wrapper=last.line, wrapper_number=last.number)
 
 
-def _rank(finding: Failure) -> float:
+def _rank(finding: Diagnosis) -> float:
     rank = RANKS.index(finding.severity)
     return max(rank, RANKS.index("wrapper") - 0.5) if finding.hint else rank
 
@@ -128,7 +139,7 @@ class _Search:
     """A search that goes on from block to block."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str], Failure] = {}  # by row and cause, whatever its numbers
+        self._found: dict[tuple[str, str], Diagnosis] = {}  # by row and cause, whatever its numbers
         self._often: dict[bytes, tuple[str, str]] = {}  # lines without their digits that were seen again and again
         self._counts: Counter[tuple[str, str]] = Counter()
         self._lines = 0
@@ -136,7 +147,7 @@ class _Search:
         self._stopping: int | None = None
         self._ending = False  # a process of it was told to stop
         self._server: str | None = None
-        self._trace = Trace()
+        self._trace = TracebackReader()
         # Lines without their digits, a bounded number of each: without a word to look at, and of no meaning anywhere.
         self._dull: set[bytes] = set()
         self._mute: set[bytes] = set()
@@ -246,7 +257,7 @@ class _Search:
             if not fetching or _rules()[one.id].fetching:
                 self._found[key] = structs.replace(one, recovered=True)
 
-    def _keep(self, failure: Failure, raw: bytes) -> None:
+    def _keep(self, failure: Diagnosis, raw: bytes) -> None:
         if self._ending and failure.severity not in ("cause", "request", "warning"):
             return  # a server that stops ends its processes, and says that they are dead
         key = (failure.id, _DIGITS.sub("#", failure.cause))
@@ -308,13 +319,13 @@ def _rules() -> dict[str, Rule]:
     return {rule.id: rule for rule in rules()}
 
 
-def explain_message(message: str) -> Failure | None:
+def explain_message(message: str) -> Diagnosis | None:
     """What an API's error means: `message` is `KIND: what it said`, as in a record."""
     line = plain(message.replace("\n", " ").encode())
     return _explain(line, patterns(), {}, None)
 
 
-def _of(line: Line, maybe: Iterable[Pattern], settings: dict[str, Any], number: int | None) -> Failure | None:
+def _of(line: LogLine, maybe: Iterable[Pattern], settings: dict[str, Any], number: int | None) -> Diagnosis | None:
     """What a line of a log says, as far as its level allows it."""
     failure = _explain(line.text, maybe, settings, number)
     if failure is None:
@@ -324,7 +335,7 @@ def _of(line: Line, maybe: Iterable[Pattern], settings: dict[str, Any], number: 
     return structs.replace(failure, hint=True) if line.level == "warning" else failure
 
 
-def _raised(line: str, number: int, settings: dict[str, Any]) -> Failure:
+def _raised(line: str, number: int, settings: dict[str, Any]) -> Diagnosis:
     """An exception that no row knows."""
     pattern = next(pattern for pattern in patterns() if pattern.rule.id == RULE)
     match = exception_in(line)
@@ -332,7 +343,7 @@ def _raised(line: str, number: int, settings: dict[str, Any]) -> Failure:
     return _failure(pattern, match, line, settings, number)
 
 
-def _explain(line: str, maybe: Iterable[Pattern], settings: dict[str, Any], number: int | None) -> Failure | None:
+def _explain(line: str, maybe: Iterable[Pattern], settings: dict[str, Any], number: int | None) -> Diagnosis | None:
     for pattern in maybe:
         match = pattern.regex.search(line) if pattern.needle in line else None
         if match is not None:
@@ -342,16 +353,16 @@ def _explain(line: str, maybe: Iterable[Pattern], settings: dict[str, Any], numb
 
 def _failure(
     pattern: Pattern, match: re.Match[str], line: str, settings: dict[str, Any], number: int | None
-) -> Failure:
+) -> Diagnosis:
     rule = pattern.rule
-    cause, fix = in_words(rule, match, settings)
+    cause, fix = cause_and_fix(rule, match, settings)
     line = masked(line)
     shown = line.strip()
     if len(shown) > SHOWN_CHARS:  # the part around what was found
         found = pattern.regex.search(line)
         begin = max(0, min((found.start() if found else 0) - 60, len(line) - SHOWN_CHARS))
         shown = ("..." if begin else "") + line[begin : begin + SHOWN_CHARS].strip() + "..."
-    return Failure(
+    return Diagnosis(
         id=rule.id,
         phase=rule.phase,
         severity=rule.severity,

@@ -1,4 +1,4 @@
-"""The table of known failures: rows of table/*.yaml, compiled, each with plain words that a line must hold."""
+"""The table of known failures and of removed flags: rows of YAML files, compiled."""
 
 import re
 from functools import cache
@@ -10,6 +10,29 @@ import yaml
 from msgspec import Struct
 
 from harness.engines import engines
+
+
+class Removed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A row of removed_flags.yaml."""
+
+    flag: str
+    gone_in: str | None  # the first version without it; None where it is not known
+    instead: str
+    source: str
+
+    @property
+    def advice(self) -> str:
+        since = f" since {self.gone_in}" if self.gone_in else ""
+        return f"vLLM does not know it any more{since}: {self.instead} ({self.source})"
+
+
+@cache
+def removed_flags() -> dict[str, Removed]:
+    """The table, by flag."""
+    text = Path(__file__).with_name("removed_flags.yaml").read_text(encoding="utf-8")
+    rows: list[Removed] = msgspec.convert(yaml.safe_load(text), list[Removed])
+    return {row.flag: row for row in rows}
+
 
 # Files in the order of preference for one line; within a file the first row that matches decides.
 FILES = ("docker", "memory", "gpu", "*", "host", "requests", "arguments", "exits", "engine")  # *: rows of the engines
@@ -28,7 +51,7 @@ RANKS: tuple[Severity, ...] = get_args(Severity)
 
 
 class Rule(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A row. Named groups of `match` stand in `cause` and `fix` as {name}, see harness.failures.words."""
+    """A row. Named groups of `match` stand in `cause` and `fix` as {name}, see harness.failures.advice."""
 
     id: str
     phase: Phase

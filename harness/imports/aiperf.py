@@ -7,8 +7,8 @@ from harness.errors import HarnessError
 from harness.imports.source import (
     EMPTY,
     Imported,
+    ImportedPart,
     Node,
-    Part,
     Source,
     count_at,
     has,
@@ -60,7 +60,7 @@ def read(source: Source) -> Imported:
     records = [_record(node, index, zero, counted) for index, node in enumerate(nodes)]
     measured = [record for record in records if record.phase == "measured"]
     _refuse_contradictions(summary, measured)
-    part = Part(
+    part = ImportedPart(
         load=load,
         at_once=at_once,
         planned=len(measured),

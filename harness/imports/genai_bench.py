@@ -7,7 +7,7 @@ from array import array
 from collections import Counter
 from typing import Any
 
-from harness.imports.source import Imported, Node, Part, Source, has, read_source, text_at
+from harness.imports.source import Imported, ImportedPart, Node, Source, has, read_source, text_at
 from harness.summarize.tally import distribution
 from harness.summary import Distribution, Numbers
 
@@ -53,7 +53,7 @@ def read(source: Source) -> Imported:
         model=text_at(about, "model"),
         url=text_at(about, "api_base"),
         parts=[
-            Part(
+            ImportedPart(
                 load=name,
                 at_once=at_once if kind == "num_concurrency" else None,
                 planned=numbers.sent,

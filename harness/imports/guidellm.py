@@ -7,8 +7,8 @@ from harness.errors import HarnessError
 from harness.imports.source import (
     EMPTY,
     Imported,
+    ImportedPart,
     Node,
-    Part,
     Source,
     count_at,
     has,
@@ -95,7 +95,7 @@ def _load_name(strategy: Node) -> str:
     return kind
 
 
-def _part(benchmark: Node) -> Part:
+def _part(benchmark: Node) -> ImportedPart:
     strategy = benchmark.at("config", "strategy")
     requests = _requests(benchmark)
     if benchmark.get("config", "sample_size"):
@@ -119,7 +119,7 @@ def _part(benchmark: Node) -> Part:
     planned = strategy.at("type_").text() in _PLANNED_STARTS
     records = [_record(request, kind, index, zero, planned) for index, (_, kind, request) in enumerate(sent)]
     streams = strategy.get("streams") or strategy.get("max_concurrency")
-    return Part(
+    return ImportedPart(
         load=load,
         at_once=streams.count() if streams else None,
         planned=len(records),

@@ -4,7 +4,7 @@ import datetime
 import math
 from typing import Any
 
-from harness.imports.source import NO_RECORDS, Imported, Node, Part, Source, has, text_at
+from harness.imports.source import NO_RECORDS, Imported, ImportedPart, Node, Source, has, text_at
 from harness.summary import NEEDED, NO_SAMPLE, Distribution, Numbers
 
 TOOL = "lemonade bench"
@@ -110,7 +110,7 @@ def _arguments(result: Node) -> list[str]:
     return [f"ctx_size={result.at('ctx_size').count()}", *result.at("backend_args").text().split()]
 
 
-def _part(model: Node, scenario: Node, server: str, wall_s: float) -> Part:
+def _part(model: Node, scenario: Node, server: str, wall_s: float) -> ImportedPart:
     runs = model.at("config", "measurement_runs").count()
     failed = scenario.at("failed_runs").count()
     if "all_runs_failed" in scenario.value:
@@ -131,7 +131,7 @@ def _part(model: Node, scenario: Node, server: str, wall_s: float) -> Part:
         ttft_s=_latency(scenario, "ttft_ms", n),
         e2e_s=_latency(scenario, "duration_ms", n),
     )
-    return Part(
+    return ImportedPart(
         server=server,
         load=scenario.at("name").text(),
         at_once=1,

@@ -29,7 +29,7 @@ class Source(Struct, frozen=True):
     value: Any
 
 
-class Part(Struct, frozen=True, kw_only=True):
+class ImportedPart(Struct, frozen=True, kw_only=True):
     """One server under one load, once, as a tool's file has it: either its records or its finished numbers."""
 
     server: str = "running"
@@ -53,7 +53,7 @@ class Imported(Struct, frozen=True, kw_only=True):
     url: str | None = None
     arguments: dict[str, list[str]] = {}  # of each part's server, as far as known
     versions: dict[str, str] = {}  # likewise
-    parts: list[Part]
+    parts: list[ImportedPart]
     work: Any  # what names the work: equal for two files, the work was the same as far as they can show
     definitions: dict[str, str]  # by field of Numbers, where it is not ours
     missing: dict[str, str]  # by field of Numbers: why it is not known

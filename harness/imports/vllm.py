@@ -5,7 +5,7 @@ from itertools import accumulate
 from typing import Any
 
 from harness.errors import HarnessError
-from harness.imports.source import Imported, Node, Part, Source, count_at, has, imported_request, last_line
+from harness.imports.source import Imported, ImportedPart, Node, Source, count_at, has, imported_request, last_line
 from harness.rundir.records import Request
 from harness.summary import NEEDED, NO_SAMPLE, Distribution, Numbers
 
@@ -46,7 +46,7 @@ def read(source: Source) -> Imported:
     _refuse_contradictions(top, records)
     started, ended = _times(top)
     lengths = top.get("input_lens")
-    part = Part(
+    part = ImportedPart(
         load=_load_name(top),
         at_once=count_at(top, "max_concurrency"),
         planned=top.at("num_prompts").count(),

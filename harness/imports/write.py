@@ -12,7 +12,7 @@ from harness import __version__
 from harness.errors import HarnessError
 from harness.files import pretty_json
 from harness.imports.formats import read_file
-from harness.imports.source import Imported, Part, Source
+from harness.imports.source import Imported, ImportedPart, Source
 from harness.rundir.manifest import CellRun, Machine, Origin, RowOrigin, Run, ServedBy, write_run
 from harness.rundir.origin import NUMBERS_FILE
 from harness.scenario.scenario import Load, Scenario, Server, Warmup
@@ -69,7 +69,7 @@ def import_file(path: Path, runs: Path, given: str | None = None, machine: str |
 
 
 def _run(
-    run_id: str, name: str, source: Source, imported: Imported, cells: dict[str, Part], machine: str | None
+    run_id: str, name: str, source: Source, imported: Imported, cells: dict[str, ImportedPart], machine: str | None
 ) -> Run:
     tool = f"{imported.tool} {imported.version}" if imported.version else imported.tool
     servers = dict.fromkeys(part.server for part in cells.values())
@@ -111,12 +111,12 @@ def _run(
     )
 
 
-def _load(part: Part) -> Load:
+def _load(part: ImportedPart) -> Load:
     # Never fixed: no file says that every answer had to have a certain length.
     return Load(user="imported", users=_at_once(part), requests=max(part.planned, 1), output="natural")
 
 
-def _at_once(part: Part) -> int:
+def _at_once(part: ImportedPart) -> int:
     """How many requests were in flight at most: as asked for, else as the records show; 1 where neither is known."""
     if part.at_once is not None:
         return max(part.at_once, 1)
@@ -128,7 +128,7 @@ def _at_once(part: Part) -> int:
     return max(most, 1)
 
 
-def _cell_run(cell: str, part: Part, imported: Imported) -> CellRun:
+def _cell_run(cell: str, part: ImportedPart, imported: Imported) -> CellRun:
     return CellRun(
         id=cell,
         server=part.server,
@@ -145,7 +145,7 @@ def _cell_run(cell: str, part: Part, imported: Imported) -> CellRun:
     )
 
 
-def _cell(part: Part) -> str:
+def _cell(part: ImportedPart) -> str:
     return f"r1-{part.server}-{part.load}"
 
 

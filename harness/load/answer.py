@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal, TypeVar
 
-from harness.failures.stranger import decoded
+from harness.failures.unexpected_response import decoded
 from harness.load.exchange import Clock, Exchange, Failure
 from harness.load.sse import MAX_EVENT_BYTES, Event, EventTooLong, Parser
 from harness.load.tools import Call, gather

@@ -5,8 +5,8 @@ import os
 import gevent
 
 from harness.errors import HarnessError
-from harness.failures import stranger as strangers
-from harness.failures.stranger import CHECK_ADDRESS, Got, Key
+from harness.failures import unexpected_response
+from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse, SentKey
 from harness.job import Job
 from harness.load.client import Client
 from harness.load.clock import KernelClock
@@ -50,19 +50,23 @@ def first_model(job: Job, target: Target) -> str:
         )
     body = b"".join(data for _, data in exchange.body)
     url = f"{'https' if target.tls else 'http'}://{target.authority}{path}"
-    got = Got.of(url, exchange.status or 0, exchange.headers, body)
-    key = Key(secret is not None, job.api_key_env, "with --api-key-env")
-    words = strangers.stranger(got, url.removesuffix("/v1/models"), key)
+    got = HttpResponse.of(url, exchange.status or 0, exchange.headers, body)
+    key = SentKey(secret is not None, job.api_key_env, "with --api-key-env")
+    words = unexpected_response.stranger(got, url.removesuffix("/v1/models"), key)
     if words is not None:
         raise HarnessError(words[0], next_step=words[1])
     try:
-        model = strangers.model_ids(body)[0]
+        model = unexpected_response.model_ids(body)[0]
     except (ValueError, IndexError):
-        what = strangers.unlike(got, "a list of models") if got.status == 200 else strangers.status_in_words(got)
+        what = (
+            unexpected_response.unlike(got, "a list of models")
+            if got.status == 200
+            else unexpected_response.status_in_words(got)
+        )
         next_step = f"{CHECK_ADDRESS.removesuffix('.')}, or name the model with --model."
         raise HarnessError(what, next_step=next_step) from None
     if without(model, words=False) != model:
-        what, next_step = strangers.secret_model(url)
+        what, next_step = unexpected_response.secret_model(url)
         raise HarnessError(what, next_step=next_step)
     return model
 

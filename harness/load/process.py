@@ -41,7 +41,7 @@ from harness.scenario.scenario import Arrivals, connections_per_process, taken_t
 from harness.scenario.steady import Steadiness, steadiness
 from harness.scenario.structured import Judged
 from harness.traces.replay import Beginning, Replay, replay_of
-from harness.workload import Message, Row
+from harness.workload import Message, PromptRow
 
 _SIGN_S = 1.0
 
@@ -82,7 +82,7 @@ class Given(NamedTuple):
     """What a job names that is outside of it."""
 
     target: Target
-    rows: list[Row]
+    rows: list[PromptRow]
     replay: Replay | None
     secret: str | None
 

@@ -11,7 +11,7 @@ from locust.env import Environment
 from locust.runners import MasterRunner, WorkerRunner
 
 from harness.errors import HarnessError
-from harness.failures.first import FIRST, mistake_of
+from harness.failures.explain import FIRST, mistake_of
 
 _REFUSED = "llm-refused"
 

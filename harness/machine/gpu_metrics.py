@@ -33,7 +33,7 @@ _ENERGY_ID = 7  # in enum amdgpu_metrics_attr_id, as the next
 _RESIDENCY_IDS = range(9, 15)  # cycles, then the order of _INSTINCT
 
 
-class Table(Struct, frozen=True, kw_only=True):
+class GpuMetrics(Struct, frozen=True, kw_only=True):
     """What a table says. `now` is a state; `counters` only grow."""
 
     now: frozenset[str] | None = None  # kinds of limits that hold the GPU back
@@ -43,7 +43,7 @@ class Table(Struct, frozen=True, kw_only=True):
     energy_j: float | None = None  # since an unknown moment
 
 
-def parse(raw: bytes) -> Table | None:
+def parse(raw: bytes) -> GpuMetrics | None:
     """The table, or None for one of a revision or size that is not known here. A field not filled in is None."""
     if len(raw) < 4:
         return None
@@ -67,7 +67,7 @@ def parse(raw: bytes) -> Table | None:
     if key in _ENERGY:
         energy = struct.unpack_from("<Q", raw, _ENERGY[key])[0]
     empty = counters is None or 0xFFFFFFFF in (*counters, cycles)  # the driver fills a table with ones at first
-    return Table(
+    return GpuMetrics(
         now=now,
         counters=None if empty else counters,
         kinds=() if empty else kinds,
@@ -76,7 +76,7 @@ def parse(raw: bytes) -> Table | None:
     )
 
 
-def _from_attributes(raw: bytes) -> Table | None:
+def _from_attributes(raw: bytes) -> GpuMetrics | None:
     """The table of a revision that describes its own layout, or None when the description does not fit the size."""
     if len(raw) < 8:
         return None
@@ -100,7 +100,7 @@ def _from_attributes(raw: bytes) -> Table | None:
     found = tuple(value for value in residencies if value is not None)
     full = cycles is not None and len(found) == len(_INSTINCT)
     energy = counters.get(_ENERGY_ID)
-    return Table(
+    return GpuMetrics(
         counters=found if full else None,
         kinds=_INSTINCT if full else (),
         cycles=cycles if full else None,
@@ -108,7 +108,7 @@ def _from_attributes(raw: bytes) -> Table | None:
     )
 
 
-def held_back(before: Table | None, table: Table) -> dict[str, float] | None:
+def held_back(before: GpuMetrics | None, table: GpuMetrics) -> dict[str, float] | None:
     """The part of the time between two tables in which each kind of limit held the GPU back; {}: none did.
 
     A status counts for the whole time. So does a counter of unknown unit that has moved: then it is an upper bound.

@@ -1,4 +1,4 @@
-"""Telemetry out of the kernel's own files: AMD GPUs, CPU, memory and a container's share of both.
+"""Telemetry of the host and its GPUs: files of /proc and /sys, read and converted once per second.
 
 Which files there are is found once. What a driver refuses to answer (EPERM, EBUSY, ENODATA) is missing from the
 sample, and never 0. The same files may also come from within a container, see `harness.serve.docker.inside`.
@@ -7,17 +7,21 @@ sample, and never 0. The same files may also come from within a container, see `
 import math
 import os
 import re
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from threading import Event
+from types import TracebackType
 
 from msgspec import Struct
 
 from harness.machine import gpu_metrics
-from harness.machine.files import text
-from harness.rundir.telemetry import ContainerSample, GpuSample, HostSample
+from harness.machine.sysfs import text
+from harness.rundir.samples import append_sample
+from harness.rundir.telemetry import ContainerSample, GpuSample, HostSample, TelemetrySample
 
 Files = Mapping[str, bytes]  # content by path below the root, without a slash in front
 
@@ -42,7 +46,7 @@ _GPU = re.compile(r"^sys/class/drm/(renderD\d+)/device/(?:hwmon/hwmon\d+/)?([^/]
 _CURRENT_CLOCK = re.compile(rb"(\d+)\s*[Mm][Hh]z\s*\*")
 
 
-class Reading(Struct, frozen=True):
+class HostReading(Struct, frozen=True):
     """Files read at one moment."""
 
     wall_s: float
@@ -89,7 +93,7 @@ def cgroup_files(root: Path, pid: int, container: str) -> list[str]:
     return list(unique.values())
 
 
-def local_readings(root: Path, paths: list[str], interval_s: float, enough: Event) -> Iterator[Reading]:
+def local_readings(root: Path, paths: list[str], interval_s: float, enough: Event) -> Iterator[HostReading]:
     """Read the files at once, each interval, and when there is `enough`."""
     due = time.monotonic()
     while True:
@@ -100,7 +104,7 @@ def local_readings(root: Path, paths: list[str], interval_s: float, enough: Even
         due = max(due + interval_s, time.monotonic())  # after a slow reading there is nothing to catch up
 
 
-def read_now(root: Path, paths: list[str]) -> Reading:
+def read_now(root: Path, paths: list[str]) -> HostReading:
     """The content of those of the files that can be read now."""
     wall_s, clock_s = time.time(), time.monotonic()
     files = {}
@@ -113,7 +117,7 @@ def read_now(root: Path, paths: list[str]) -> Reading:
                 os.close(file)
         except OSError:
             continue
-    return Reading(wall_s, clock_s, time.monotonic() - clock_s, files)
+    return HostReading(wall_s, clock_s, time.monotonic() - clock_s, files)
 
 
 class Meter:
@@ -121,11 +125,11 @@ class Meter:
 
     def __init__(self) -> None:
         self._clock_s: float | None = None
-        self._tables: dict[str, gpu_metrics.Table] = {}
+        self._tables: dict[str, gpu_metrics.GpuMetrics] = {}
         self._cpu: tuple[int, int] | None = None
         self._used_s: float | None = None
 
-    def sample(self, reading: Reading) -> tuple[dict[str, GpuSample], HostSample | None, ContainerSample | None]:
+    def sample(self, reading: HostReading) -> tuple[dict[str, GpuSample], HostSample | None, ContainerSample | None]:
         """GPUs by render node, the host, and the container where there is one."""
         files = reading.files
         passed_s = None if self._clock_s is None else reading.clock_s - self._clock_s
@@ -253,3 +257,61 @@ def _whole(content: bytes | None) -> int | None:
         return None if content is None else int(content)
     except ValueError:
         return None
+
+
+ROOT_VARIABLE = "AMD_LLM_LOAD_TELEMETRY_ROOT"  # instead of /, for tests on trees of files
+INTERVAL_S = 1.0
+LONGEST_END_S = 3.0  # a driver that hangs must not hold up the run
+
+Source = Callable[[threading.Event], Iterator[HostReading]]  # readings until there is enough
+
+
+def root() -> Path:
+    """Below which /sys and /proc are."""
+    return Path(os.environ.get(ROOT_VARIABLE) or "/")
+
+
+def local_source(container: list[str] | None = None, interval_s: float = INTERVAL_S) -> Source:
+    """This machine's files; `container`: those of the control group of the server's container."""
+    here = root()
+    return partial(local_readings, here, find_files(here, container), interval_s)
+
+
+class Sampler:
+    """Samples from entering to leaving. Without a source it does nothing; what fails leaves a gap, nothing more."""
+
+    def __init__(self, source: Source | None, cell: str, path: Path) -> None:
+        self.samples = 0
+        self.last_failure: str | None = None
+        self._source = source
+        self.cell = cell
+        self._path = path
+        self._enough = threading.Event()
+        self._thread = threading.Thread(target=self._keep_sampling, name=f"telemetry of {cell}", daemon=True)
+
+    def __enter__(self) -> "Sampler":
+        if self._source is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._enough.set()
+        if self._thread.is_alive():
+            self._thread.join(LONGEST_END_S)
+
+    def _keep_sampling(self) -> None:
+        assert self._source is not None
+        meter = Meter()
+        try:
+            for reading in self._source(self._enough):
+                gpus, host, container = meter.sample(reading)
+                took_s = None if reading.took_s is None else round(reading.took_s, 6)
+                sample = TelemetrySample(
+                    wall_s=reading.wall_s, cell=self.cell, took_s=took_s, gpus=gpus, host=host, container=container
+                )
+                append_sample(self._path, sample)
+                self.samples += 1
+        except Exception as failure:  # of an observer; the measurement goes on without it
+            self.last_failure = f"{type(failure).__name__}: {failure}"

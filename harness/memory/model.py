@@ -1,14 +1,20 @@
-"""What a model's config.json says of its KV cache. What it does not say clearly is unknown, never guessed."""
+"""A model's configuration, the size of its weights and of its KV cache.
+
+Source: vllm/v1/core/kv_cache_utils.py. A block holds `block` tokens of a group of layers. Layers that keep all tokens
+and layers with a sliding window are put into groups of equal size, which share one pool of blocks.
+"""
 
 import json
+import math
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
 
 from harness.errors import HarnessError, did_you_mean
-from harness.files import read_text
+from harness.files import open_file, read_text
 
 # Their head size is hidden_size / heads where the file does not say otherwise. Other architectures have defaults in
 # their code, which the file need not repeat.
@@ -42,7 +48,7 @@ class Geometry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     latent: bool = False  # one vector instead of key and value
 
 
-class Model(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ModelShape(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A model on this machine, as its files tell."""
 
     name: str
@@ -93,7 +99,7 @@ def hub_cache(environment: dict[str, str] | None = None) -> Path:
     return Path(home) / "hub"
 
 
-def read_model(folder: Path, name: str | None = None) -> Model:
+def read_model(folder: Path, name: str | None = None) -> ModelShape:
     """A model by its folder. Raises HarnessError for a config.json that cannot be read."""
     config = _json(folder / "config.json")
     nested = next((config[key] for key in ("text_config", "llm_config") if isinstance(config.get(key), dict)), None)
@@ -112,7 +118,7 @@ def read_model(folder: Path, name: str | None = None) -> Model:
         kv_bytes = None
         unknown.append("the KV cache's data type: the checkpoint brings one of its own; give --kv-cache-dtype")
     longest = text.get("max_position_embeddings")
-    return Model(
+    return ModelShape(
         name=name or folder.name,
         folder=folder,
         geometry=geometry,
@@ -206,3 +212,154 @@ def _json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise HarnessError(f"{path}: is not the configuration of a model", next_step="Download it again.")
     return found
+
+
+HEADER_LIMIT = 100 << 20  # of the format itself
+_FLOATS = ("F16", "BF16", "F32", "F64")  # all become 16 bit, where nothing is quantised
+
+
+def weight_bytes(folder: Path, *, quantized: bool) -> tuple[int | None, str]:
+    """Bytes in GPU memory and where they come from; None, with the reason, where the files do not tell.
+
+    The files of a folder are those of its index, if it has one: repositories keep the same weights in other forms, too.
+    """
+    index = folder / "model.safetensors.index.json"
+    files, total = sorted(folder.glob("*.safetensors")), None
+    if index.is_file():
+        names, total = _index(index)
+        files = [folder / name for name in names]
+    elif (folder / "model.safetensors").is_file():
+        files = [folder / "model.safetensors"]
+    if files and all(path.is_file() for path in files):
+        try:
+            return sum(_of_file(path, quantized) for path in files), f"the headers of {len(files)} safetensors"
+        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+            return None, f"a safetensors file is damaged ({error})"
+    if total is not None:
+        return total, "the index of the safetensors"
+    return None, "there are no safetensors of it on this machine"
+
+
+def _index(path: Path) -> tuple[list[str], int | None]:
+    try:
+        found = json.loads(read_text(path))
+        total = found.get("metadata", {}).get("total_size")
+        return sorted(set(found["weight_map"].values())), int(total) if total else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return [], None
+
+
+def _of_file(path: Path, quantized: bool) -> int:
+    with open_file(path) as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > HEADER_LIMIT:
+            raise ValueError(f"{path.name}: no header")
+        header: dict[str, Any] = json.loads(file.read(length))
+    tensors = (tensor for name, tensor in header.items() if name != "__metadata__")
+    return sum(_of_tensor(tensor, quantized) for tensor in tensors)
+
+
+def _of_tensor(tensor: dict[str, Any], quantized: bool) -> int:
+    if not quantized and tensor["dtype"] in _FLOATS:
+        return 2 * math.prod(int(size) for size in tensor["shape"])
+    begin, end = tensor["data_offsets"]
+    return int(end) - int(begin)
+
+
+GPU_BLOCK = 16  # vLLM's default on a GPU
+CPU_BLOCK = 128
+DTYPE_BYTES = {"auto": None, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+
+
+def known_dtype(name: str) -> None:
+    """Raise HarnessError for a data type whose size is not known here."""
+    if name not in DTYPE_BYTES:
+        raise HarnessError(
+            f"--kv-cache-dtype: '{name}' is not known here; {did_you_mean(name, DTYPE_BYTES)}",
+            next_step="Leave it out for the model's own.",
+        )
+
+
+class Layout(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How one GPU stores the cache."""
+
+    block: int  # tokens
+    block_bytes: int
+    full_groups: int
+    sliding_groups: int = 0
+    window: int | None = None
+    in_flight: int = 0  # tokens of a sliding window that are computed, but not yet let go
+
+    def blocks_per_request(self, length: int) -> int:
+        """Blocks that a request of `length` tokens holds at most."""
+        blocks = self.full_groups * _up(length, self.block)
+        if self.sliding_groups and self.window is not None:
+            kept = min(self.window - 1 + self.in_flight, length)
+            blocks += self.sliding_groups * (_up(kept, self.block) + 1)  # a window may begin within a block
+        return blocks
+
+    def request_bytes(self, length: int) -> int:
+        return self.blocks_per_request(length) * self.block_bytes
+
+    @property
+    def token_bytes(self) -> int | None:
+        """Bytes of one more token of a request; None where it depends on how long the request is already."""
+        return None if self.sliding_groups else self.full_groups * self.block_bytes // self.block
+
+
+class Capacity(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a KV cache holds, as vLLM prints it at start."""
+
+    tokens: int
+    concurrency: float  # requests of the greatest length at once
+    longest: int  # the greatest max_model_len that vLLM would start with, at most the one asked for
+
+    @property
+    def fits(self) -> bool:
+        """Whether a request of the greatest length fits, without which vLLM does not start."""
+        return self.longest > 0 and self.concurrency >= 1
+
+
+def layout_of(
+    geometry: Geometry, number_bytes: int, *, tensor_parallel: int = 1, block: int = GPU_BLOCK, in_flight: int = 0
+) -> Layout:
+    """The cache on each of `tensor_parallel` GPUs: key heads are divided, but at least one is on each."""
+    heads = max(1, geometry.kv_heads // tensor_parallel)
+    page = block * heads * geometry.head_size * number_bytes * (1 if geometry.latent else 2)
+    full, sliding = geometry.full_layers, geometry.sliding_layers
+    if not full or not sliding:
+        size = full or sliding
+    else:
+        # Groups of the smaller kind's size; unless they are about equal, then of the greater one's, with padding.
+        size = max(full, sliding) if max(full, sliding) < min(full, sliding) * 1.5 else min(full, sliding)
+    return Layout(
+        block=block,
+        block_bytes=size * page,
+        full_groups=_up(full, size),
+        sliding_groups=_up(sliding, size),
+        window=geometry.window,
+        in_flight=in_flight,
+    )
+
+
+def capacity(layout: Layout, available: int, length: int) -> Capacity:
+    """What `available` bytes hold at a max_model_len of `length` tokens."""
+    blocks = max(0, available) // layout.block_bytes
+    concurrency = blocks / layout.blocks_per_request(length)
+    usable = available - layout.block_bytes  # vLLM keeps one block for itself, and looks at the rest
+    return Capacity(tokens=int(concurrency * length), concurrency=concurrency, longest=_longest(layout, usable, length))
+
+
+def _longest(layout: Layout, available: int, length: int) -> int:
+    low, high = 0, length
+    while low < high:
+        middle = (low + high + 1) // 2
+        if layout.request_bytes(middle) <= available:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _up(number: int, by: int) -> int:
+    return -(-number // by)

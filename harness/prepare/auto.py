@@ -12,13 +12,10 @@ from typing import Any
 from msgspec import structs
 
 from harness.errors import HarnessError
-from harness.machine.facts import gpus
-from harness.machine.gpu_choice import VISIBLE, shown
-from harness.machine.pool import pools
-from harness.memory.answer import Share, Wish, room_of, share_of
-from harness.memory.host import host_share
+from harness.machine.gpu_memory import pools
+from harness.machine.gpus import VISIBLE, gpus, shown
+from harness.memory.estimate import Share, Wish, brief, host_share, room_of, share_of
 from harness.memory.model import find_model, read_model
-from harness.memory.words import brief
 from harness.prepare.experiment import Experiment
 from harness.prepare.machine_fit import arguments_of, on_host, vllm_words
 from harness.scenario.scenario import Server

@@ -12,10 +12,9 @@ from msgspec import Struct
 
 from harness.engines import template_of
 from harness.errors import HarnessError
-from harness.machine.facts import gpus
-from harness.machine.pool import Pool, pools
-from harness.memory.answer import share_of
-from harness.memory.host import host_share
+from harness.machine.gpu_memory import Pool, pools
+from harness.machine.gpus import gpus
+from harness.memory.estimate import host_share, share_of
 from harness.prepare.experiment import Experiment
 from harness.scenario.scenario import Server
 from harness.serve import server_document

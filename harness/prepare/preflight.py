@@ -6,10 +6,9 @@ from pathlib import Path
 import msgspec
 
 from harness.errors import HarnessError, ServerError
-from harness.machine.doctor import Engine, Finding, device_blockers, engine_blockers
-from harness.machine.facts import gpus
-from harness.machine.gpu_choice import VISIBLE
-from harness.machine.targets import table, without_code
+from harness.machine.doctor import DockerEngine, Finding, device_blockers, engine_blockers
+from harness.machine.gfx_support import table, without_code
+from harness.machine.gpus import VISIBLE, gpus
 from harness.prepare.auto import fill_in
 from harness.prepare.experiment import Experiment
 from harness.prepare.machine_fit import SWITCH as SWITCH
@@ -20,7 +19,9 @@ from harness.serve.docker.engine import engine_facts, has_images
 from harness.serve.vllm.gpu_fit import shown_to
 
 
-def blockers(experiment: Experiment, root: Path = Path("/"), engine: Engine | None = None) -> dict[str, list[Finding]]:
+def blockers(
+    experiment: Experiment, root: Path = Path("/"), engine: DockerEngine | None = None
+) -> dict[str, list[Finding]]:
     """What stands against each server in a container that is given the GPU; servers without blockers are left out.
 
     Nothing is known of an engine on another machine, nor of a server that already runs. `engine` None: not asked.
@@ -102,7 +103,7 @@ def _devices(service: Service) -> list[str]:
     return [parse_device(text)[0] for text in service.devices]
 
 
-def _engine(services: dict[str, Service]) -> Engine:
+def _engine(services: dict[str, Service]) -> DockerEngine:
     """The engine's facts; room for images counts only when one has to be pulled."""
     engine = engine_facts()
     if engine.problem is None and has_images(service.image for service in services.values()):

@@ -6,7 +6,7 @@ from harness.scenario.scenario import SERVER_TOKENIZER
 from harness.serve import Endpoint
 from harness.serve.tokenize import counter
 from harness.workload import local_words
-from harness.workload.counted import words_of
+from harness.workload.vocabulary import words_of
 
 _known: dict[tuple[str, str], tuple[str, ...]] = {}  # by run and server, however often that starts
 

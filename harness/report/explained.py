@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.engines import engines
-from harness.failures.scan import Failure, Scanned
+from harness.failures.scan import Diagnosis, Scanned
 from harness.units import count
 
 SAY_MORE = {engine.title: engine.log.more for engine in engines() if engine.log.more is not None}
@@ -81,17 +81,17 @@ def print_explained(name: str, scanned: Scanned, console: Console) -> None:
         _print_unknown(scanned, console)
 
 
-def _same(one: Failure, cause: Failure | None) -> bool:
+def _same(one: Diagnosis, cause: Diagnosis | None) -> bool:
     return cause is not None and (one.id, one.cause) == (cause.id, cause.cause)
 
 
-def _title(one: Failure) -> str:
+def _title(one: Diagnosis) -> str:
     if one.recovered:
         return "got over"  # it became ready, or loaded the model, afterwards
     return {"request": "requests", "exception": "also", "wrapper": "so it says"}.get(one.severity, "also")
 
 
-def _print(one: Failure, title: str, console: Console, style: str) -> None:
+def _print(one: Diagnosis, title: str, console: Console, style: str) -> None:
     _row(console, Text(title, style), Text(one.cause, style))
     again = f" [{one.count:,} times]" if one.count > 1 else ""
     _row(console, Text(f"line {one.number}"), Text(f"{one.line}{again}"))

@@ -19,7 +19,7 @@ import msgspec
 from harness import __version__, paths
 from harness.errors import HarnessError
 from harness.files import read_bytes
-from harness.machine.facts import machine
+from harness.machine.gpus import machine
 from harness.prepare.experiment import Experiment
 from harness.prepare.locustfile import sources_of
 from harness.report import html

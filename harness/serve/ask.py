@@ -11,8 +11,8 @@ import requests
 
 from harness.engines import engines
 from harness.errors import HarnessError, ServerError, did_you_mean
-from harness.failures import stranger as strangers
-from harness.failures.stranger import CHECK_ADDRESS, Got
+from harness.failures import unexpected_response
+from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse
 from harness.redact import without
 from harness.rundir.manifest import ServedBy
 from harness.serve.lemonade import bare_name
@@ -111,13 +111,13 @@ def find_model(base: str, model: str | None, session: requests.Session, key_name
     refuse_no_api(response, base, key_name)
     try:
         _json(response)
-        names = strangers.model_ids(response.content)
+        names = unexpected_response.model_ids(response.content)
     except ValueError:
         raise _unlike("a list of models", response) from None
     if model is None:
         if len(names) == 1:
             if without(names[0], words=False) != names[0]:
-                what, next_step = strangers.secret_model(base)
+                what, next_step = unexpected_response.secret_model(base)
                 raise ServerError(what, next_step=next_step)
             return names[0]
         raise ServerError(f"{base} serves {_listed(names)}; say which one is meant", next_step="Give `--model NAME`.")
@@ -133,7 +133,7 @@ def find_model(base: str, model: str | None, session: requests.Session, key_name
 def server_version(base: str, session: requests.Session, path: str = "/version") -> str | None:
     """What GET /version says; None for a server that has no such thing."""
     try:
-        version = strangers.decoded(session.get(base + path, timeout=PROBE_TIMEOUT_S).content)["version"]
+        version = unexpected_response.decoded(session.get(base + path, timeout=PROBE_TIMEOUT_S).content)["version"]
     except (requests.RequestException, ValueError, KeyError, TypeError):
         return None
     return version if isinstance(version, str) and len(version) <= _MAX_VERSION else None
@@ -186,11 +186,11 @@ def refuse_no_api(response: requests.Response, base: str, key_name: str | None) 
     """Raise ServerError, in words, for an answer that is none of an OpenAI-compatible API."""
     _refuse_stranger(response, base, key_name)
     if response.status_code != 200:
-        raise _kind(response)(strangers.status_in_words(_got(response)), next_step=CHECK_ADDRESS)
+        raise _kind(response)(unexpected_response.status_in_words(_got(response)), next_step=CHECK_ADDRESS)
 
 
-def _got(response: requests.Response) -> Got:
-    return Got.of(response.url, response.status_code, response.headers, response.content)
+def _got(response: requests.Response) -> HttpResponse:
+    return HttpResponse.of(response.url, response.status_code, response.headers, response.content)
 
 
 def _kind(response: requests.Response) -> type[ServerError]:
@@ -199,8 +199,8 @@ def _kind(response: requests.Response) -> type[ServerError]:
 
 def _refuse_stranger(response: requests.Response, base: str, key_name: str | None) -> None:
     """Answers of a server that does not let us in, or is another one than was meant."""
-    words = strangers.stranger(
-        _got(response), base, strangers.Key("Authorization" in response.request.headers, key_name)
+    words = unexpected_response.stranger(
+        _got(response), base, unexpected_response.SentKey("Authorization" in response.request.headers, key_name)
     )
     if words is not None:
         raise ServerError(words[0], next_step=words[1])
@@ -224,7 +224,7 @@ def check_answer(response: requests.Response, base: str, key_name: str | None) -
 
 def _json(response: requests.Response) -> Any:
     try:
-        return strangers.decoded(response.content)
+        return unexpected_response.decoded(response.content)
     except ValueError:
         raise _unlike("JSON", response, Passing) from None
 
@@ -232,7 +232,7 @@ def _json(response: requests.Response) -> Any:
 def _unlike(what: str, response: requests.Response, kind: type[ServerError] = ServerError) -> ServerError:
     """The error for an answer that is something else than it has to be."""
     return kind(
-        strangers.unlike(_got(response), what),
+        unexpected_response.unlike(_got(response), what),
         next_step=CHECK_ADDRESS,
         detail=_got(response).body.decode(errors="replace")[:500],
     )
@@ -256,7 +256,7 @@ def lines_of(response: requests.Response) -> Iterator[bytes]:
 
 
 def message(response: requests.Response) -> str:
-    return strangers.message(_got(response).body)
+    return unexpected_response.message(_got(response).body)
 
 
 def reason(error: Exception) -> str:

@@ -11,7 +11,7 @@ from urllib.parse import quote
 import requests
 
 from harness.errors import ServerError
-from harness.failures.stranger import decoded, model_ids
+from harness.failures.unexpected_response import decoded, model_ids
 from harness.serve.ask import PROBE_TIMEOUT_S, lines_of, message, reason
 from harness.serve.docker.images import amount
 

@@ -10,7 +10,7 @@ from docker.models.containers import Container
 from prometheus_client.parser import text_string_to_metric_families
 
 from harness.engines import Reading, engines
-from harness.failures.stranger import decoded
+from harness.failures.unexpected_response import decoded
 from harness.redact import masked, without
 from harness.rundir.manifest import Contents, ServedBy, Startup
 from harness.serve.ask import PROBE_TIMEOUT_S, text_of

@@ -2,8 +2,7 @@
 
 from urllib.parse import urlsplit
 
-from harness.machine.sampler import Source, local_source, root
-from harness.machine.telemetry import cgroup_files
+from harness.machine.telemetry import Source, cgroup_files, local_source, root
 from harness.serve.docker.inside import has_shell, inside
 from harness.serve.docker.location import engine_location, is_this_machine
 from harness.serve.endpoint import Endpoint

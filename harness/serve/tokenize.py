@@ -10,7 +10,7 @@ from typing import Any
 import requests
 
 from harness.errors import ServerError
-from harness.failures.stranger import decoded
+from harness.failures.unexpected_response import decoded
 from harness.serve.ask import base_url
 from harness.trust import open_session
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from harness.errors import HarnessError
-from harness.failures.messages import Said, grouped
+from harness.failures.explain import ErrorMessages, grouped
 from harness.files import pretty_json, read_json, replace_file
 from harness.judge import checks, server_starts
 from harness.judge.verdicts import compare_rows
@@ -144,7 +144,7 @@ def _failures(rows: list[Row], tallies: dict[str, Tally]) -> list[FailedRequests
     """Why requests failed: the most frequent causes of each row."""
     found = []
     for row in rows:
-        said = Said()
+        said = ErrorMessages()
         for cell in row.cells:
             said.merge(tallies[cell].said)
         for group in grouped(said)[:MOST_CAUSES]:

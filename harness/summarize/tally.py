@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from harness.failures.messages import Said
+from harness.failures.explain import ErrorMessages
 from harness.judge.stats import Array, percentile, percentile_interval
 from harness.rundir.records import CUT, ProcessMark, Request
 from harness.summarize import answers, derive, gaps
@@ -102,7 +102,7 @@ class Tally(Struct, kw_only=True):
     resent: int = 0
     connect_retried: int = 0  # needed more than one SYN
     errors: Counter[str] = msgspec.field(default_factory=Counter)
-    said: Said = msgspec.field(default_factory=Said)  # by failed requests
+    said: ErrorMessages = msgspec.field(default_factory=ErrorMessages)  # by failed requests
     retry_after: int = 0  # of these, those that have a `retry_after_s`,
     retry_after_s: float = 0.0  # and its sum
     first_sent_s: float | None = None

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from harness.errors import BadLines
 from harness.scenario.scenario import Trace
-from harness.traces.row import Row, columns, places, with_care
+from harness.traces.row import TraceRow, columns, places, with_care
 
 NAMES = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _MINUTE = len("2023-11-16 18:15")
@@ -21,7 +21,7 @@ def matches(first: bytes) -> bool:
     return set(NAMES) <= set(columns(first))
 
 
-def rows(file: BinaryIO, _: Trace, bad: BadLines) -> Iterator[Row]:
+def rows(file: BinaryIO, _: Trace, bad: BadLines) -> Iterator[TraceRow]:
     """The rows in the order of the file, in Unix time. Lines that cannot be used go to `bad`. Raises BadLine."""
     where = places(file.readline(), NAMES)
     when, prompt, output = where.values()
@@ -34,7 +34,7 @@ def rows(file: BinaryIO, _: Trace, bad: BadLines) -> Iterator[Row]:
                 minute_s = _unix(at[:_MINUTE])
                 minute = at[:_MINUTE]
             at_s = minute_s + _seconds(at[_MINUTE:])
-            yield Row(number, at_s, int(cells[prompt]), int(cells[output]))
+            yield TraceRow(number, at_s, int(cells[prompt]), int(cells[output]))
         except (ValueError, IndexError):
             if line.strip():
                 yield from with_care(cells, number, where, _at_s, _WANTED, bad)

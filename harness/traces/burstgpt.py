@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 from harness.errors import BadLines
 from harness.scenario.scenario import Trace
-from harness.traces.row import Row, columns, places, with_care
+from harness.traces.row import TraceRow, columns, places, with_care
 
 NAMES = ("Timestamp", "Request tokens", "Response tokens")
 
@@ -18,14 +18,14 @@ def matches(first: bytes) -> bool:
     return set(NAMES) <= set(columns(first))
 
 
-def rows(file: BinaryIO, _: Trace, bad: BadLines) -> Iterator[Row]:
+def rows(file: BinaryIO, _: Trace, bad: BadLines) -> Iterator[TraceRow]:
     """The rows in the order of the file. Lines that cannot be used go to `bad`. Raises BadLine."""
     where = places(file.readline(), NAMES)
     at, prompt, output = where.values()
     for number, line in enumerate(file, start=2):
         cells = line.split(b",")
         try:
-            yield Row(number, float(cells[at]), int(cells[prompt]), int(cells[output]))
+            yield TraceRow(number, float(cells[at]), int(cells[prompt]), int(cells[output]))
         except (ValueError, IndexError):
             if line.strip():
                 yield from with_care(cells, number, where, float, "seconds are", bad)

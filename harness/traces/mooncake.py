@@ -13,10 +13,10 @@ import msgspec
 from harness.errors import BadLines
 from harness.files import open_file
 from harness.scenario.scenario import Trace
-from harness.traces.row import Row
+from harness.traces.row import TraceRow
 
 
-class Line(msgspec.Struct, frozen=True):
+class MooncakeLine(msgspec.Struct, frozen=True):
     """A line of the file. Other keys are ignored."""
 
     timestamp: float
@@ -29,9 +29,9 @@ def matches(first: bytes) -> bool:
     return first.lstrip().startswith(b"{") and b'"input_length"' in first and b'"timestamp"' in first
 
 
-def rows(file: BinaryIO, trace: Trace, bad: BadLines) -> Iterator[Row]:
+def rows(file: BinaryIO, trace: Trace, bad: BadLines) -> Iterator[TraceRow]:
     """The rows in the order of the file. Lines that cannot be used go to `bad`, also where their ids fit no block."""
-    decode = msgspec.json.Decoder(Line).decode
+    decode = msgspec.json.Decoder(MooncakeLine).decode
     begins = file.tell()
     for number, raw in enumerate(file, start=1):
         if raw.strip():
@@ -47,7 +47,7 @@ def rows(file: BinaryIO, trace: Trace, bad: BadLines) -> Iterator[Row]:
                 bad.add(number, str(error))
             else:
                 more = begins if ids else -1
-                yield Row(number, line.timestamp / 1000, line.input_length, line.output_length, more)
+                yield TraceRow(number, line.timestamp / 1000, line.input_length, line.output_length, more)
         begins += len(raw)
 
 
@@ -55,4 +55,4 @@ def hash_ids(path: Path, begins: int) -> list[int]:
     """The blocks of the prompt whose line begins there: they stay in the file, however long that is."""
     with open_file(path) as file:
         file.seek(begins)
-        return msgspec.json.decode(file.readline(), type=Line).hash_ids
+        return msgspec.json.decode(file.readline(), type=MooncakeLine).hash_ids

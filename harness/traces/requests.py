@@ -15,12 +15,12 @@ from harness.errors import BadLines
 from harness.files import UNDECODABLE
 from harness.rundir.records import read_marks
 from harness.scenario.scenario import Trace
-from harness.traces.row import BadLine, Row
+from harness.traces.row import BadLine, TraceRow
 
 _Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # that an array takes
 
 
-class Line(msgspec.Struct, frozen=True):
+class RecordLine(msgspec.Struct, frozen=True):
     """What is needed of a record."""
 
     cell: str
@@ -38,13 +38,13 @@ def matches(first: bytes) -> bool:
     return first.lstrip().startswith(b"{") and b'"sent_s"' in first and b'"cell"' in first
 
 
-def rows(file: BinaryIO, trace: Trace, bad: BadLines) -> Iterator[Row]:
+def rows(file: BinaryIO, trace: Trace, bad: BadLines) -> Iterator[TraceRow]:
     """The rows in the order of sending. Lines that cannot be used go to `bad`.
 
     Raises BadLine for a file of several cells where none is chosen.
     """
     offsets = _offsets(Path(file.name).resolve().with_name("processes.jsonl"))
-    decode = msgspec.json.Decoder(Line).decode
+    decode = msgspec.json.Decoder(RecordLine).decode
     chosen, others = trace.cell, set[str]()
     numbers, at_s = array("q"), array("d")
     prompts, outputs, conversations = array("q"), array("q"), array("q")
@@ -72,10 +72,10 @@ def rows(file: BinaryIO, trace: Trace, bad: BadLines) -> Iterator[Row]:
         problem = "which of its cells is meant?" if trace.cell is None else f"there is no cell '{trace.cell}'."
         raise BadLine(1, f"{problem} Say it with trace.cell: {names}")
     for place in sorted(range(len(at_s)), key=at_s.__getitem__):  # without numpy, which the image does not have
-        yield Row(numbers[place], at_s[place], prompts[place], outputs[place], conversations[place])
+        yield TraceRow(numbers[place], at_s[place], prompts[place], outputs[place], conversations[place])
 
 
-def _output(line: Line) -> int:
+def _output(line: RecordLine) -> int:
     """What was asked for where exactly that was, else what came."""
     known = (line.asked_tokens, line.output_tokens) if line.fixed_length else (line.output_tokens, line.asked_tokens)
     return known[0] or known[1] or 0

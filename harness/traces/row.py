@@ -6,7 +6,7 @@ from typing import NamedTuple
 from harness.errors import BadLines
 
 
-class Row(NamedTuple):
+class TraceRow(NamedTuple):
     """One request of a trace."""
 
     line: int  # of the file, from 1 on
@@ -32,7 +32,7 @@ def with_care(
     seconds: Callable[[bytes], float],
     wanted: str,
     bad: BadLines,
-) -> Iterator[Row]:
+) -> Iterator[TraceRow]:
     """The row of a CSV line that may be in quotes; nothing of one that cannot be used, which goes to `bad`.
 
     `where`: the columns of time, prompt and output, by name. `seconds` raises ValueError for one that is no `wanted`.
@@ -45,7 +45,7 @@ def with_care(
         except ValueError:
             problem = f"{when} is {at.decode(errors='replace')!r}, and {wanted} expected"
             raise BadLine(line, problem) from None
-        yield Row(line, at_s, _count(prompt, line, prompts), _count(output, line, outputs))
+        yield TraceRow(line, at_s, _count(prompt, line, prompts), _count(output, line, outputs))
     except BadLine as error:
         bad.add(error.line, error.problem)
 

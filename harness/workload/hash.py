@@ -7,10 +7,9 @@ import msgspec
 
 from harness.scenario.lengths import Lengths, Pairs, read_pairs
 from harness.scenario.scenario import SERVER_TOKENIZER, Load, Prompts, Scenario, taken_together
-from harness.workload.counted import one_token_words
-from harness.workload.rows import read_rows
-from harness.workload.sequence import messages, output_tokens
-from harness.workload.trace_prompts import trace_digest
+from harness.workload.prompt_file import read_rows
+from harness.workload.prompts import messages, output_tokens, trace_digest
+from harness.workload.vocabulary import one_token_words
 
 _TIMED_REQUESTS = 1000  # of a load that has no fixed number, so many go into the hash
 

@@ -5,7 +5,7 @@ import uuid
 
 import docker
 
-from harness.machine.doctor import Engine, diagnose
+from harness.machine.doctor import DockerEngine, diagnose
 from harness.serve.docker import labels
 from harness.serve.docker.engine import engine_facts
 
@@ -34,7 +34,7 @@ def test_what_a_killed_run_left_is_named_and_what_a_living_one_has_is_not(client
         stale = engine_facts().stale
         assert f"network amd-llm-load-facts-{mark}-gone" in stale
         assert f"network amd-llm-load-facts-{mark}-alive" not in stale
-        (finding,) = [one for one in diagnose(docker=Engine(stale=stale)) if one.id == "docker.stale"]
+        (finding,) = [one for one in diagnose(docker=DockerEngine(stale=stale)) if one.id == "docker.stale"]
         assert (finding.level, finding.fix) == ("warning", "harness clean")
     finally:
         for network in made:

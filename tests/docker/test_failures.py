@@ -10,7 +10,7 @@ import pytest
 from docker.errors import APIError
 
 from harness.failures.explain import State, explain
-from harness.failures.scan import Failure
+from harness.failures.scan import Diagnosis
 from harness.serve.docker import labels
 from tests.docker.conftest import BASE
 from tests.faults import fault
@@ -19,7 +19,7 @@ OWNER = {labels.RUN: f"failures-{os.getpid()}", labels.CELL: "c"}
 HOG = "data = []\nwhile True: data.append(bytearray(8 << 20))"
 
 
-def refused(client: docker.DockerClient, **arguments: Any) -> Failure:
+def refused(client: docker.DockerClient, **arguments: Any) -> Diagnosis:
     """What the engine says of a container that it does not start, explained."""
     container = None
     try:

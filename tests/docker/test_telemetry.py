@@ -10,7 +10,7 @@ import pytest
 from docker.models.containers import Container
 from docker.types import Mount
 
-from harness.machine.sampler import Sampler
+from harness.machine.telemetry import Sampler
 from harness.rundir.manifest import ServedBy
 from harness.rundir.telemetry import TelemetrySample, read_telemetry
 from harness.serve import Endpoint
@@ -49,7 +49,7 @@ def container(client: docker.DockerClient, image: str, tmp_path: Path) -> Iterat
 
 def endpoint(container: Container) -> Endpoint:
     url = "http://gpu-box:8000"
-    return Endpoint(url=url, started=ServedBy(url=url), look=lambda now: Look(None), container=container)
+    return Endpoint(url=url, started=ServedBy(url=url), look=lambda now: Look(), container=container)
 
 
 def until(sampler: Sampler, samples: int) -> None:

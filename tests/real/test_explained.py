@@ -8,7 +8,7 @@ import pytest
 
 from harness.errors import ExitCode
 from harness.failures.explain import State, explain, scan_text
-from harness.failures.scan import Failure
+from harness.failures.scan import Diagnosis
 from tests.engines.paths import BASE_IMAGE, QWEN3_4M, VLLM_VENV
 from tests.real.conftest import Say
 from tests.real.parts import left_behind, llamacpp, run, write_scenario
@@ -36,7 +36,7 @@ def said() -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def cause_of(text: str, say: Say) -> Failure:
+def cause_of(text: str, say: Say) -> Diagnosis:
     failure = explain(text)
     assert failure is not None, text
     say(f"{failure.id}: {failure.cause}\n  line {failure.number}: {failure.line}\n  fix: {failure.fix}")

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.memory.cache import CPU_BLOCK, capacity, layout_of
-from harness.memory.model import read_model
+from harness.memory.model import CPU_BLOCK, capacity, layout_of, read_model
 from harness.rundir.manifest import Run
 from harness.units import GIB
 from tests.engines.paths import QWEN3_100M

@@ -3,20 +3,20 @@
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from harness.machine.doctor import access, engine, gpu, kernel, memory, processes
-from harness.machine.doctor.access import User as User
-from harness.machine.doctor.engine import Engine as Engine
+from harness.machine.doctor import gpu, memory, system
 from harness.machine.doctor.finding import TOPICS as TOPICS
 from harness.machine.doctor.finding import Finding as Finding
 from harness.machine.doctor.finding import Level as Level
 from harness.machine.doctor.finding import known as known
 from harness.machine.doctor.finding import worst as worst
-from harness.machine.facts import gpus
+from harness.machine.doctor.gpu import DockerEngine as DockerEngine
+from harness.machine.doctor.system import User as User
+from harness.machine.gpus import gpus
 
 
 def diagnose(
     root: Path = Path("/"),
-    docker: Engine | None = None,
+    docker: DockerEngine | None = None,
     environ: Mapping[str, str] | None = None,
     user: User | None = None,
 ) -> list[Finding]:
@@ -26,13 +26,13 @@ def diagnose(
     are only findings about that engine. `user` None is this one.
     """
     if docker is not None and docker.host is not None:
-        return list(engine.check(docker, gpus=0))
+        return list(gpu.engine_findings(docker, gpus=0))
     rootless = docker is not None and docker.rootless
-    found = [*gpu.check(root, environ or {}), *memory.check(root), *kernel.check(root)]
-    found += access.check(root, user, rootless=rootless)
+    found = [*gpu.gpu_findings(root, environ or {}), *memory.memory_findings(root), *system.kernel_findings(root)]
+    found += system.access_findings(root, user, rootless=rootless)
     if docker is not None:
-        found += engine.check(docker, gpus=sum(1 for _ in gpus(root)))
-    return [*found, *processes.check(root)]
+        found += gpu.engine_findings(docker, gpus=sum(1 for _ in gpus(root)))
+    return [*found, *memory.process_findings(root)]
 
 
 def device_blockers(root: Path, devices: Collection[str], *, rootless: bool = False) -> Iterator[Finding]:
@@ -41,15 +41,15 @@ def device_blockers(root: Path, devices: Collection[str], *, rootless: bool = Fa
     /dev/kfd is ROCm's, and needs the compute driver; /dev/dri alone is enough for Vulkan. Other devices say nothing.
     """
     if "/dev/kfd" in devices:
-        for one in (*gpu.check(root, {}), *kernel.cwsr(root), *access.check(root, rootless=rootless)):
+        for one in (*gpu.gpu_findings(root, {}), *system.cwsr(root), *system.access_findings(root, rootless=rootless)):
             if one.level == "blocker":
                 yield one
     elif "/dev/dri" in devices:
-        yield from access.no_render_node(root)
-    yield from access.missing(root, [device for device in devices if device.startswith("/dev/dri/")])
+        yield from system.no_render_node(root)
+    yield from system.missing(root, [device for device in devices if device.startswith("/dev/dri/")])
 
 
-def engine_blockers(root: Path, docker: Engine) -> Iterator[Finding]:
+def engine_blockers(root: Path, docker: DockerEngine) -> Iterator[Finding]:
     """What keeps an engine that answers from running a server on the GPU."""
     if docker.problem is None:
-        yield from (one for one in engine.check(docker, gpus=1) if one.level == "blocker")
+        yield from (one for one in gpu.engine_findings(docker, gpus=1) if one.level == "blocker")

@@ -31,7 +31,7 @@ class Finding(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     source: str
 
 
-class Known(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class FindingKind(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A row of findings.yaml: what can be found."""
 
     id: str
@@ -43,10 +43,10 @@ class Known(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 @cache
-def known() -> dict[str, Known]:
+def known() -> dict[str, FindingKind]:
     """findings.yaml, by id."""
     text = Path(__file__).with_name("findings.yaml").read_text(encoding="utf-8")
-    return {row.id: row for row in msgspec.convert(yaml.safe_load(text), list[Known])}
+    return {row.id: row for row in msgspec.convert(yaml.safe_load(text), list[FindingKind])}
 
 
 def finding(id: str, level: Level, fact: str, case: str = "", **values: Any) -> Finding:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.errors import HarnessError
-from harness.machine.facts import device_groups
+from harness.machine.gpus import device_groups
 from harness.scenario.scenario import Gateway, Scenario, Server
 from harness.serve.compose.compose import GATEWAY, SERVER, ComposeFile, parse
 from harness.serve.compose.merge import with_gateway

@@ -4,8 +4,7 @@ import re
 from typing import Any
 
 from harness.engines import Context, engine_of, engines, template_of
-from harness.failures.removed_flags import removed_flags
-from harness.failures.table import replacements
+from harness.failures.table import removed_flags, replacements
 from harness.scenario.behaviour import Agent, Rag
 from harness.scenario.lengths import most_of, unread
 from harness.scenario.scenario import TURNS, Load, Prompts, Scenario, Server

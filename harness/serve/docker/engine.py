@@ -9,7 +9,7 @@ import docker
 from msgspec import structs
 
 from harness.errors import ServerError
-from harness.machine.doctor import Engine
+from harness.machine.doctor import DockerEngine
 from harness.serve.docker import labels
 from harness.serve.docker.daemon import DOCKER_ERRORS, connect
 from harness.serve.docker.location import EngineLocation, engine_location
@@ -17,10 +17,10 @@ from harness.serve.docker.location import EngineLocation, engine_location
 _CONTAINERD = "/var/lib/containerd"  # where images are when the engine leaves them to containerd
 
 
-def engine_facts() -> Engine:
+def engine_facts() -> DockerEngine:
     """The facts of the engine that the environment names. Never raises: what is wrong with it is one of the facts."""
     location = engine_location()
-    known = Engine(host=location.host, named_by=location.named_by)
+    known = DockerEngine(host=location.host, named_by=location.named_by)
     try:
         client = connect()
     except ServerError as error:
@@ -43,7 +43,7 @@ def has_images(names: Iterable[str]) -> bool:
     return True
 
 
-def _facts(client: docker.DockerClient, known: Engine, location: EngineLocation) -> Engine:
+def _facts(client: docker.DockerClient, known: DockerEngine, location: EngineLocation) -> DockerEngine:
     info, version = client.info(), client.version()
     components = {part.get("Name") for part in version.get("Components") or []}
     folder = _image_folder(info)

@@ -13,8 +13,7 @@ from typing import Any
 from docker.models.containers import Container
 from docker.utils.socket import frames_iter
 
-from harness.machine.sampler import INTERVAL_S, Source, root
-from harness.machine.telemetry import AMD, CGROUP_FILES, GPU_FILES, SENSORS, Reading
+from harness.machine.telemetry import AMD, CGROUP_FILES, GPU_FILES, INTERVAL_S, SENSORS, HostReading, Source, root
 from harness.serve.docker.daemon import DOCKER_ERRORS
 
 # Of files with many lines, the lines that count; `grep` needs one more file to say the names of all.
@@ -56,7 +55,7 @@ done
 def inside(container: Container, interval_s: float = INTERVAL_S) -> Source:
     """Readings of the machine that the container is on, by the container's own clock of time passed."""
 
-    def readings(enough: threading.Event) -> Iterator[Reading]:
+    def readings(enough: threading.Event) -> Iterator[HostReading]:
         api = container.client.api  # type: ignore[union-attr]
         script = _script(str(root()).rstrip("/"), interval_s)
         run = api.exec_create(container.id, ["sh", "-c", script], stdout=True, stderr=False)["Id"]
@@ -78,7 +77,7 @@ def has_shell(container: Container) -> bool:
         return False
 
 
-def readings_of(lines: Iterable[bytes]) -> Iterator[Reading]:
+def readings_of(lines: Iterable[bytes]) -> Iterator[HostReading]:
     """Readings out of what the script prints. What it does not end with `end` is no reading."""
     prefix = f"{str(root()).rstrip('/')}/".encode()
     files: dict[str, bytes] = {}
@@ -87,7 +86,7 @@ def readings_of(lines: Iterable[bytes]) -> Iterator[Reading]:
         if line == b"end":
             uptime = files.pop("proc/uptime", b"").split()
             clock_s = float(uptime[0]) if uptime else time.monotonic()
-            yield Reading(time.time(), clock_s, None, files)
+            yield HostReading(time.time(), clock_s, None, files)
             files, table = {}, None
         elif line.startswith(b"table "):
             table = line.removeprefix(b"table ").removeprefix(prefix).decode()

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from harness.errors import ServerError
-from harness.machine.facts import gpus
-from harness.machine.pool import Pool, pools
+from harness.machine.gpu_memory import Pool, pools
+from harness.machine.gpus import gpus
 from harness.scenario.scenario import Server
 from harness.serve.compose.compose import filled_in, parse
 from harness.serve.compose.document import rendered

@@ -7,7 +7,7 @@ import msgspec
 import requests
 
 from harness.errors import ServerError, did_you_mean
-from harness.failures.stranger import decoded
+from harness.failures.unexpected_response import decoded
 from harness.serve.ask import reason
 from harness.serve.docker.containers import advice
 from harness.serve.lemonade import PREFIXES, bare_name

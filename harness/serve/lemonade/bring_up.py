@@ -8,14 +8,13 @@ import msgspec
 import requests
 
 from harness.errors import ServerError
-from harness.failures.stranger import decoded
+from harness.failures.unexpected_response import decoded
 from harness.serve.ask import reason
 from harness.serve.compose.compose import Managed
 from harness.serve.docker.containers import advice
 from harness.serve.lemonade import api as lemonade
-from harness.serve.lemonade import served_name
+from harness.serve.lemonade import pool_size, served_name
 from harness.serve.lemonade.api import PREFIX, Api, Backend, Running, System, text_of
-from harness.serve.lemonade.pool import pool_size
 from harness.serve.lemonade.pull import download
 from harness.serve.waiting import Phases, Waiting, death, watched
 

@@ -8,7 +8,7 @@ import msgspec
 import requests
 
 from harness.errors import ServerError
-from harness.failures.stranger import decoded
+from harness.failures.unexpected_response import decoded
 from harness.serve.ask import lines_of, reason
 from harness.serve.lemonade.api import PREFIX, Api, text_of
 

@@ -12,7 +12,7 @@ import msgspec
 import requests
 from docker.models.containers import Container
 
-from harness.failures.stranger import decoded, model_ids
+from harness.failures.unexpected_response import decoded, model_ids
 from harness.serve.ask import text_of
 from harness.serve.docker.daemon import DOCKER_ERRORS
 from harness.serve.lemonade import api as lemonade

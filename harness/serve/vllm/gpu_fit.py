@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 
 from harness.errors import HarnessError
-from harness.machine.gpu_choice import VISIBLE, Card, shown
-from harness.machine.targets import has_fp8
+from harness.machine.gfx_support import has_fp8
+from harness.machine.gpus import VISIBLE, Card, shown
 from harness.serve.compose.compose import Service
 from harness.serve.compose.values import parse_bytes
 from harness.serve.vllm.flags import ranks_of, value_of

@@ -1,12 +1,13 @@
-"""What this machine is: kernel, CPU, memory and AMD GPUs, as the kernel's own files tell."""
+"""What this machine is (kernel, CPU, memory, AMD GPUs), and which of its GPUs a server uses."""
 
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.machine.files import meminfo, number, text
+from harness.errors import HarnessError
+from harness.machine.sysfs import meminfo, number, text
 from harness.rundir.manifest import GpuMemory, Machine
 
 # Parameters of the kernel command line that change what a GPU can do or how fast memory is.
@@ -124,3 +125,38 @@ def _parameters(root: Path) -> dict[str, str]:
     found = {word.partition("=")[0]: word.partition("=")[2] for word in words if _PARAMETERS.match(word)}
     settings = {name: text(root / path) for name, path in _SETTINGS.items()}
     return found | {name: value for name, value in settings.items() if value}
+
+
+Card = Mapping[str, Any]  # as `gpus` returns it
+
+
+def working(cards: Sequence[Card]) -> list[Card]:
+    """Cards of their own where there are any: the graphics unit of the processor beside them serves no model."""
+    own = [card for card in cards if card.get("integrated") is False]
+    return own or list(cards)
+
+
+# In the order in which they are applied: the runtime counts all GPUs, HIP those that the runtime shows.
+VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+
+
+def shown(cards: Sequence[Card], devices: Sequence[str], environment: Mapping[str, str]) -> list[Card]:
+    """The GPUs that a container is given, in the order in which vLLM counts them.
+
+    `devices`: as in a Compose file; single render nodes among them leave out the others. `environment`: of the
+    container, for `VISIBLE`. Without either the GPUs are those that are `working`. Raises HarnessError for what is not
+    the number of a GPU.
+    """
+    paths = [str(device).split(":")[0] for device in devices]
+    nodes = [path for path in paths if path.startswith("/dev/dri/renderD")]
+    named = bool(nodes) and "/dev/dri" not in paths
+    found = [card for card in cards if not named or card["render_node"] in nodes]
+    for name in VISIBLE:
+        if (text := environment.get(name)) is None:
+            continue
+        named, numbers = True, [number.strip() for number in text.split(",")]
+        missing = [number for number in numbers if not number.isdigit() or int(number) >= len(found)]
+        if missing:
+            raise HarnessError(f"{name} names '{missing[0]}', and there are {len(found)} GPUs here, counted from 0")
+        found = [found[int(number)] for number in numbers]
+    return found if named else working(found)

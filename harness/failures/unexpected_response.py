@@ -1,4 +1,4 @@
-"""An answer that no OpenAI-compatible API gives to who asks rightly: the same words before a load and at its start."""
+"""Check that a response comes from an OpenAI-compatible API, and explain one that does not."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,7 +15,7 @@ _SEARCHED_CHARS = 65_536  # of a message, for secrets
 _REDIRECTS = (301, 302, 303, 307, 308)
 
 
-class Got(NamedTuple):
+class HttpResponse(NamedTuple):
     """What came, as any client may have it."""
 
     url: str
@@ -24,13 +24,13 @@ class Got(NamedTuple):
     body: bytes
 
     @classmethod
-    def of(cls, url: str, status: int, headers: Mapping[str, str], body: bytes) -> "Got":
+    def of(cls, url: str, status: int, headers: Mapping[str, str], body: bytes) -> "HttpResponse":
         """Without secrets: some servers repeat the key that they got."""
         clean = {name.lower(): without(value) for name, value in headers.items()}
         return cls(url, status, clean, without(body.decode(errors="replace")).encode())
 
 
-class Key(NamedTuple):
+class SentKey(NamedTuple):
     """What was sent of an API key."""
 
     sent: bool
@@ -60,7 +60,7 @@ def model_ids(raw: bytes) -> list[str]:
 Words = tuple[str, str]  # what is wrong, and what to do next
 
 
-def stranger(got: Got, base: str, key: Key) -> Words | None:
+def stranger(got: HttpResponse, base: str, key: SentKey) -> Words | None:
     """Of a server that does not let us in, or is another one than was meant; None: it is neither."""
     if got.status in (401, 403):
         return _no_entry(got, base, key)
@@ -80,11 +80,11 @@ def stranger(got: Got, base: str, key: Key) -> Words | None:
     return None
 
 
-def status_in_words(got: Got) -> str:
+def status_in_words(got: HttpResponse) -> str:
     return f"{got.url} answers HTTP {got.status}: {message(got.body)}"
 
 
-def unlike(got: Got, what: str) -> str:
+def unlike(got: HttpResponse, what: str) -> str:
     return f"{got.url} answers with something that is not {what}"
 
 
@@ -105,7 +105,7 @@ def message(body: bytes) -> str:
         return masked(body.decode(errors="replace")[:_SEARCHED_CHARS])[:200].strip() or "no text"
 
 
-def _no_entry(got: Got, base: str, key: Key) -> Words:
+def _no_entry(got: HttpResponse, base: str, key: SentKey) -> Words:
     if key.sent:
         which = f"the key in {key.name}" if key.name else "the API key"
         return (

@@ -1,17 +1,17 @@
-"""The answer: the share to set, how it was computed, and what it leaves for a model."""
+"""Estimate the safe GPU memory fraction, and whether a model fits."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from decimal import Decimal
+from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct, structs
 
 from harness.errors import HarnessError
-from harness.machine.pool import Pool
-from harness.machine.targets import has_fp8
-from harness.memory.cache import DTYPE_BYTES, Capacity, Layout, capacity, layout_of
-from harness.memory.model import Model
-from harness.memory.weights import weight_bytes
+from harness.machine.gfx_support import has_fp8
+from harness.machine.gpu_memory import Pool
+from harness.machine.sysfs import meminfo
+from harness.memory.model import DTYPE_BYTES, Capacity, Layout, ModelShape, capacity, layout_of, weight_bytes
 from harness.units import GIB, gib
 from harness.utilization import (
     ENGINE_BYTES,
@@ -72,7 +72,7 @@ class Room(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     advice: list[str] = []
 
 
-class Answer(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class MemoryEstimate(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All of it, as `harness memory --json` prints it."""
 
     pools: list[Pool] = []
@@ -188,7 +188,7 @@ def _formula(free: int, total: int, reserve: int, host: int | None, found: Decim
     return f"{text}, at most {VLLM_DEFAULT} (vLLM's default)" if capped else text
 
 
-def room_of(model: Model, share: Share | None, wish: Wish = Wish()) -> Room:  # noqa: B008 - a frozen value
+def room_of(model: ModelShape, share: Share | None, wish: Wish = Wish()) -> Room:  # noqa: B008 - a frozen value
     """What the share leaves for the model. Raises HarnessError where no length is known."""
     length = wish.max_model_len or model.longest
     if length is None:
@@ -227,7 +227,7 @@ def room_of(model: Model, share: Share | None, wish: Wish = Wish()) -> Room:  # 
     return structs.replace(room, fits=_fits(room), advice=_advice(model, room, share, wish))
 
 
-def _refuse(model: Model, share: Share | None, wish: Wish) -> None:
+def _refuse(model: ModelShape, share: Share | None, wish: Wish) -> None:
     """What vLLM refuses whatever memory there is."""
     ranks = wish.tensor_parallel
     if model.heads is not None and model.heads % ranks:
@@ -259,7 +259,7 @@ def _fits(room: Room) -> bool | None:
     return True if careful.fits else None if hopeful.fits else False
 
 
-def _layout(model: Model, wish: Wish, unknown: list[str]) -> Layout | None:
+def _layout(model: ModelShape, wish: Wish, unknown: list[str]) -> Layout | None:
     if wish.kv_cache_dtype not in DTYPE_BYTES:
         known = ", ".join(DTYPE_BYTES)
         unknown.append(f"the size of a number as {wish.kv_cache_dtype} in the KV cache (known: {known})")
@@ -278,7 +278,7 @@ def _layout(model: Model, wish: Wish, unknown: list[str]) -> Layout | None:
     )
 
 
-def _advice(model: Model, room: Room, share: Share | None, wish: Wish) -> list[str]:
+def _advice(model: ModelShape, room: Room, share: Share | None, wish: Wish) -> list[str]:
     """What to set when it does not fit, or when it fits fewer requests than are wanted at once."""
     if room.kv_bytes is None:
         return []
@@ -307,3 +307,110 @@ def _advice(model: Model, room: Room, share: Share | None, wish: Wish) -> list[s
             "that certain"
         )
     return advice
+
+
+SOURCES = {
+    "driver": "as the kernel's driver tells; 1 GiB of the reserve is for the runtime, which has not started yet",
+    "container": "as the runtime in a container of the image tells",
+    "given": "as given",
+    "host": "as the kernel tells of the host's memory; 3 GiB of the reserve are for vLLM's processes, which have not "
+    "started yet",
+}
+
+
+def of_answer(answer: MemoryEstimate) -> list[str]:
+    """All of it, in lines."""
+    lines = [of_pool(pool) for pool in answer.pools]
+    lines += [NO_GPU] if answer.share is None else of_share(answer.share)
+    return lines + (of_room(answer.room) if answer.room is not None else [])
+
+
+def of_pool(pool: Pool) -> str:
+    """One line on a GPU's memory."""
+    kind = "memory" if pool.kind is None else "pages of the host (GTT)" if pool.unified else "VRAM"
+    text = f"{pool.render_node or 'GPU'} {pool.target}: {_gib(pool.free_bytes)} of {_gib(pool.total_bytes)} {kind} free"
+    return text + (f"; {_gib(pool.host_available_bytes)} available on the host" if pool.unified else "")
+
+
+def of_share(share: Share) -> list[str]:
+    """The value and how it was computed, in lines."""
+    by = f": {share.node}" if share.node is not None else ""
+    several = f" of each of {share.gpus} GPUs, by the one that has least{by}" if share.gpus > 1 else ""
+    if share.utilization is None:
+        head = "nothing is left for vLLM: stop what holds the memory (`harness doctor` names it)"
+    else:
+        head = f"--gpu-memory-utilization {share.utilization} ({_gib(share.budget_bytes)}{several})"
+    return [head, f"  {share.formula}", f"  {SOURCES[share.source]}", *(f"  doubt: {text}" for text in share.doubts)]
+
+
+def of_room(room: Room) -> list[str]:
+    """What is left for the model, in lines."""
+    lines = [
+        f"{room.model}{', on each GPU' if room.gpus > 1 else ''}:",
+        f"  weights: {_gib(room.weights_bytes)} ({room.weights_from})",
+    ]
+    if room.request_bytes is not None:
+        each = f"{room.token_bytes:,} bytes a token, " if room.token_bytes is not None else ""
+        lines.append(f"  KV cache: {each}{_gib(room.request_bytes)} for a request of {room.max_model_len:,} tokens")
+    if room.kv_bytes is not None:
+        lines.append(
+            f"  left for the KV cache: {_from_to(_gib(max(0, size)) for size in room.kv_bytes)} "
+            f"(an estimate: activations and graphs take {OTHER_BYTES[0] / GIB:.1f} to {OTHER_BYTES[1] / GIB:.1f} GiB, "
+            "which vLLM finds out at start)"
+        )
+    if room.capacity is not None:
+        tokens = _from_to(f"{held.tokens:,}" for held in room.capacity)
+        at_once = _from_to(f"{held.concurrency:.2f}x" for held in room.capacity)
+        lines.append(f"  KV cache size: {tokens} tokens")
+        lines.append(f"  concurrency for {room.max_model_len:,} tokens per request: {at_once}")
+    if room.fits is not None:
+        lines.append(f"  {'it fits' if room.fits else 'it does NOT fit'}")
+    elif room.capacity is not None:
+        lines.append("  whether it fits is decided by what vLLM needs besides")
+    lines += [f"  unknown: {text}" for text in room.unknown]
+    return lines + [f"  to do: {text}" for text in room.advice]
+
+
+def brief(room: Room) -> list[str]:
+    """What is left for the model, in a line; and what to do where that is not enough."""
+    if room.capacity is None:
+        return [f"unknown: {text}" for text in room.unknown]
+    tokens = _from_to(f"{held.tokens:,}" for held in room.capacity)
+    at_once = _from_to(f"{held.concurrency:.1f}" for held in room.capacity)
+    line = f"left for the KV cache: about {tokens} tokens, {at_once} requests of {room.max_model_len:,}"
+    return [line, *(f"to do: {text}" for text in room.advice)]
+
+
+def _gib(size: int | None) -> str:
+    return "unknown" if size is None else gib(size, 2)
+
+
+def _from_to(values: Iterable[str]) -> str:
+    first, last = values
+    return first if first == last else f"{first} to {last}"
+
+
+_FREE = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")  # what vLLM adds up
+
+
+def host_share(root: Path = Path("/"), *, limit: int | None = None) -> Share:
+    """The share of a memory node that is safe for vLLM on the CPU; `limit` is the container's mem_limit in bytes.
+
+    Source: vllm/utils/cpu_resource_utils.py, get_memory_node_info. With several nodes, the one that has least.
+    Raises HarnessError where the kernel does not tell.
+    """
+    whole = meminfo(root / "proc/meminfo")
+    nodes = [meminfo(path) for path in sorted(root.glob("sys/devices/system/node/node*/meminfo"))]
+    nodes = [node for node in nodes if node.get("MemTotal") and all(name in node for name in _FREE)]
+    pairs = [(sum(node[name] for name in _FREE), node["MemTotal"]) for node in nodes]
+    if not pairs and {"MemAvailable", "MemTotal"} <= whole.keys():
+        pairs = [(whole["MemAvailable"], whole["MemTotal"])]
+    if not pairs:
+        raise HarnessError(
+            f"how much memory of this host is free is not known ({root / 'proc/meminfo'})",
+            next_step="Set gpu_memory_utilization to a number.",
+        )
+    if limit is not None:
+        pairs = [(min(free, limit), min(total, limit)) for free, total in pairs]
+    available = whole.get("MemAvailable")
+    return least([share(free, total, source="host", host_available=available) for free, total in pairs])

@@ -1,16 +1,39 @@
-"""Exact token counts: which of the common words are one token each, by a local tokenizer or by the server's own.
+"""Texts of common words, a function of the seed and the place; exact token counts where a tokenizer is known.
 
 A text of such words has as many tokens as words, whatever its length: nothing has to be counted while load is sent,
 and every later request is exact as well, however many there will be. That is tried on whole texts before it is used.
 """
 
+import random
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 
 from harness.errors import HarnessError
 from harness.files import read_text
-from harness.workload.words import common, text
+
+SALT_WORDS = 4
+
+
+def text(tokens: int, seed: int, place: int | str, words: Sequence[str] = ()) -> str:
+    """`tokens` common words, each of which is one token in the usual vocabularies; `words`: out of these alone."""
+    words = words or common()
+    number = len(words)
+    draw = random.Random(f"{seed}:{place}").random  # the one method whose results Python promises to keep
+    return " ".join([words[int(draw() * number)] for _ in range(tokens)])
+
+
+def salt_words(run_id: str, cell_id: str, words: Sequence[str] = ()) -> str:
+    """Four words that belong to this cell of this run alone: one in about 10^11 others has the same."""
+    return text(SALT_WORDS, 0, f"{run_id}/{cell_id}", words)
+
+
+@cache
+def common() -> tuple[str, ...]:
+    """The words that texts are made of."""
+    return tuple(files("harness.data").joinpath("words.txt").read_text(encoding="ascii").split())
+
 
 ENOUGH = 100  # with fewer words, texts repeat themselves so much that a prefix cache or a draft model has an easy time
 EXTRA = "tokenizer"  # the optional dependencies of pyproject.toml that hold `tokenizers`

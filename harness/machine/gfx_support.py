@@ -22,7 +22,7 @@ WORDS: dict[Standing, str] = {
 }
 
 
-class Target(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class GfxTarget(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A row of the table."""
 
     target: str
@@ -37,11 +37,11 @@ class Target(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return self.architecture.startswith("CDNA")
 
 
-class Table(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class GfxTable(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """targets.yaml."""
 
     checked: str  # the day on which the sources were read
-    targets: list[Target]
+    targets: list[GfxTarget]
 
 
 @cache
@@ -51,9 +51,9 @@ def columns() -> dict[str, Column]:
 
 
 @cache
-def table() -> Table:
+def table() -> GfxTable:
     text = Path(__file__).with_name("targets.yaml").read_text(encoding="utf-8")
-    return msgspec.convert(yaml.safe_load(text), Table)
+    return msgspec.convert(yaml.safe_load(text), GfxTable)
 
 
 def without_code(image: str, targets: Iterable[str]) -> list[str]:
@@ -74,6 +74,6 @@ def has_fp8(target: str) -> bool:
     return re.match(r"gfx(10[0-3]|11)", target) is None
 
 
-def target_of(name: str) -> Target | None:
+def target_of(name: str) -> GfxTarget | None:
     """The row of a target such as gfx1151; None for one that the table does not have."""
     return next((row for row in table().targets if row.target == name), None)

@@ -1,4 +1,4 @@
-"""The words of a row for one line of a log: what the line says, and what is computed from it."""
+"""The cause and the fix of a table row, filled in for one line of a log."""
 
 import ast
 import math
@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from harness.failures.removed_flags import removed_flags
-from harness.failures.table import Rule, replacements
+from harness.failures.table import Rule, removed_flags, replacements
 from harness.redact import masked
 from harness.utilization import safe_from_printed
 
@@ -38,7 +37,7 @@ SETTINGS = (
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
-def in_words(rule: Rule, match: re.Match[str], settings: Mapping[str, Any]) -> tuple[str, str]:
+def cause_and_fix(rule: Rule, match: re.Match[str], settings: Mapping[str, Any]) -> tuple[str, str]:
     """Cause and fix of a row for a matching line. `settings`: what the log said before of the server's arguments."""
     said = {name: masked((value or "").strip()) for name, value in match.groupdict().items()}
     shown = {name: value[:MOST_CHARS] for name, value in said.items() if value}

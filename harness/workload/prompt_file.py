@@ -19,18 +19,18 @@ _ADVICE = (
 )
 
 
-class RowMessage(msgspec.Struct, frozen=True):
+class PromptMessage(msgspec.Struct, frozen=True):
     """A message in a prompt file."""
 
     role: Literal["system", "user", "assistant"]
     content: str
 
 
-class Row(msgspec.Struct, frozen=True):
+class PromptRow(msgspec.Struct, frozen=True):
     """A prompt of a file: one of the first two."""
 
     prompt: str | None = None
-    messages: list[RowMessage] | None = None
+    messages: list[PromptMessage] | None = None
     max_tokens: int | None = None  # of its answer, where the file says so
 
 
@@ -39,14 +39,14 @@ class _Said(msgspec.Struct, frozen=True):
     value: str
 
 
-class _Part(msgspec.Struct, frozen=True):
+class _ContentPart(msgspec.Struct, frozen=True):
     type: str
     text: str = ""
 
 
 class _BodyMessage(msgspec.Struct, frozen=True):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[_Part]
+    content: str | list[_ContentPart]
 
 
 class _Body(msgspec.Struct, frozen=True):
@@ -63,19 +63,19 @@ class _Line(msgspec.Struct, frozen=True):
     """A line of any known kind. Other keys are ignored."""
 
     prompt: str | None = None
-    messages: list[RowMessage] | None = None
+    messages: list[PromptMessage] | None = None
     conversations: list[_Said] | None = None
     body: _Body | None = None
 
 
-def read_rows(path: str | Path) -> list[Row]:
+def read_rows(path: str | Path) -> list[PromptRow]:
     """The rows of a prompt file. Raises HarnessError that names the file and the line of the first few problems."""
     try:
         data = read_bytes(path).removeprefix(BOM_UTF8)
     except OSError as error:
         raise HarnessError(f"{path}: the prompts cannot be read ({error.strerror})") from None
     decoder = msgspec.json.Decoder(_Line)
-    rows: list[Row] = []
+    rows: list[PromptRow] = []
     bad = BadLines(path, _ADVICE)
     try:
         for number, raw in _objects(data):
@@ -110,7 +110,7 @@ def _objects(data: bytes) -> Iterator[tuple[int, bytes]]:
         number += raw.count(b"\n")
 
 
-def _row(line: _Line) -> Row | None:
+def _row(line: _Line) -> PromptRow | None:
     """The prompt of a line; None for a conversation in which no human says anything, as some collections have.
 
     Raises ValueError in words.
@@ -123,21 +123,21 @@ def _row(line: _Line) -> Row | None:
         raise ValueError("exactly one of 'prompt' and 'messages' is expected")
     if line.prompt == "" or line.messages == []:
         raise ValueError("the prompt is empty")
-    return Row(line.prompt, line.messages)
+    return PromptRow(line.prompt, line.messages)
 
 
-def _first_question(said: list[_Said]) -> Row | None:
+def _first_question(said: list[_Said]) -> PromptRow | None:
     """What the human says first, and what the system says before: later turns depend on answers of another model."""
-    before: list[RowMessage] = []
+    before: list[PromptMessage] = []
     for one in said:
         if one.by == "system" and one.value.strip():
-            before.append(RowMessage("system", one.value))
+            before.append(PromptMessage("system", one.value))
         elif one.by in ("human", "user") and one.value.strip():
-            return Row(messages=[*before, RowMessage("user", one.value)])
+            return PromptRow(messages=[*before, PromptMessage("user", one.value)])
     return None
 
 
-def _request(body: _Body) -> Row:
+def _request(body: _Body) -> PromptRow:
     given = [name for name in ("messages", "prompt", "input") if getattr(body, name) is not None]
     if len(given) != 1:
         raise ValueError("exactly one of 'messages', 'prompt' and 'input' is expected in the body")
@@ -145,14 +145,14 @@ def _request(body: _Body) -> Row:
         raise ValueError("the prompt is empty")
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if body.messages is None:
-        return Row(prompt=body.prompt or body.input, max_tokens=most)
-    return Row(messages=[_plain(message) for message in body.messages], max_tokens=most)
+        return PromptRow(prompt=body.prompt or body.input, max_tokens=most)
+    return PromptRow(messages=[_plain(message) for message in body.messages], max_tokens=most)
 
 
-def _plain(message: _BodyMessage) -> RowMessage:
+def _plain(message: _BodyMessage) -> PromptMessage:
     content = message.content
     if isinstance(content, list):
         if any(part.type != "text" for part in content):
             raise ValueError("only parts of type 'text' can be sent")
         content = "\n".join(part.text for part in content)
-    return RowMessage("system" if message.role == "developer" else message.role, content)
+    return PromptMessage("system" if message.role == "developer" else message.role, content)

@@ -1,8 +1,11 @@
-"""Small files of /proc and /sys, which a driver may refuse to answer at any time."""
+"""Small files of /proc and /sys, which a driver may refuse to answer at any time, and the PCI devices in them."""
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
+
+from msgspec import Struct
 
 from harness.errors import HarnessError
 from harness.files import read_bytes
@@ -36,3 +39,31 @@ def meminfo(path: Path) -> dict[str, int]:
     """Bytes by name, such as MemTotal, of a meminfo file of the host or of one node; empty when there is none."""
     lines = re.findall(r"^(?:Node \d+ )?(\S+):\s*(\d+) kB$", text(path) or "", re.MULTILINE)
     return {name: int(kib) * 1024 for name, kib in lines}
+
+
+AMD, NVIDIA = 0x1002, 0x10DE
+_DISPLAY, _ACCELERATOR = 0x03, 0x12  # base classes of the PCI specification; Instinct cards are accelerators
+
+
+class PciCard(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A graphics or compute card, by its PCI address and ids."""
+
+    slot: str
+    vendor: int
+    device: int
+
+
+def pci_cards(root: Path = Path("/")) -> Iterator[PciCard]:
+    """The graphics and compute cards of the machine whose /sys is under `root`, in the order of their slots."""
+    folder = root / "sys/bus/pci/devices"
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        kind, vendor, device = (_hex(path / name) for name in ("class", "vendor", "device"))
+        if kind is not None and kind >> 16 in (_DISPLAY, _ACCELERATOR) and vendor is not None and device is not None:
+            yield PciCard(slot=path.name, vendor=vendor, device=device)
+
+
+def _hex(path: Path) -> int | None:
+    try:
+        return int(text(path) or "", 16)
+    except ValueError:
+        return None

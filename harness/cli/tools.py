@@ -1,0 +1,192 @@
+"""Commands without a run of their own: explain a log, estimate memory, run load workers."""
+
+import gzip
+import math
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, BinaryIO, cast
+
+import msgspec
+import typer
+
+from harness.cli.common import command, console, listening_address, root_folder
+from harness.errors import ExitCode, HarnessError
+from harness.files import open_file
+
+
+@command(short_help="Say what failed in a log, and what to do.")
+def explain(
+    log: Annotated[
+        str, typer.Argument(metavar="LOGFILE", help="A log of a server, of Docker or of the kernel; - reads a pipe.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what failed in a log, from wherever it comes: cause, the line that shows it, fix and source.
+
+    Exit code 0 when the log is explained: a failure was recognised, or the server started well and the log names none
+    (`started` in `--json`), or it stopped normally (`stopped`). 4 when it is not; warnings do not count, since good
+    starts have them as well.
+    """
+    from harness.failures.scan import scan
+    from harness.report.explained import as_data, print_explained, recognised, started_well, stopped
+
+    with _opened(log) as file:
+        scanned = scan(file)
+    if as_json:
+        from harness.files import pretty_json
+
+        print(pretty_json(as_data(log, scanned)).decode(), end="")
+    else:
+        print_explained(log, scanned, console())
+    if not (recognised(scanned) or started_well(scanned) or stopped(scanned)):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+@contextmanager
+def _opened(log: str) -> Iterator[BinaryIO]:
+    """The log, unpacked where it was packed when it was put away."""
+    if log == "-":
+        yield sys.stdin.buffer
+        return
+    path = Path(log)
+    if path.is_dir():
+        logs = sorted(path.glob("logs/*.server.log"))
+        found = "; it holds " + ", ".join(map(str, logs[:3])) + (" ..." if len(logs) > 3 else "") if logs else ""
+        raise HarnessError(f"{path} is a directory{found}", next_step="Give the log itself.")
+    # What a shell has opened for us, as in `harness explain <(docker logs vllm 2>&1)`, is no pipe without a writer.
+    opened_by_shell = str(path).startswith("/dev/fd/")
+    try:
+        file = path.open("rb") if opened_by_shell else open_file(path)
+    except FileNotFoundError:
+        raise HarnessError(f"{path}: there is no such file", next_step="Give a log, or - to read a pipe.") from None
+    except OSError as error:
+        raise HarnessError(f"{path}: cannot be read ({error.strerror})", next_step="To read a pipe, give -.") from None
+    with file:
+        packed = file.peek(2)[:2] == b"\x1f\x8b"
+        try:
+            yield cast(BinaryIO, gzip.GzipFile(fileobj=file)) if packed else file
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise HarnessError(f"{path}: cannot be unpacked ({error})", next_step="Pack the log again.") from None
+
+
+if TYPE_CHECKING:
+    from harness.machine.gpu_memory import Pool
+    from harness.memory.estimate import Share
+
+
+MOST_GIB = 1 << 20  # no machine has more, and beyond numbers lose their bytes
+
+
+def _dtype(given: str) -> str:
+    from harness.memory.model import known_dtype
+
+    known_dtype(given)
+    return given
+
+
+@command(short_help="The largest safe gpu_memory_utilization, and the KV cache that it leaves.")
+def memory(
+    model: Annotated[
+        str | None, typer.Option(help="A model's folder, or a hub id in this machine's Hugging Face cache.")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="Longest request in tokens (default: the model's).")
+    ] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Requests that are to run at once.")] = None,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs that share the model.")] = 1,
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="As vLLM's: auto, bfloat16, float16, fp8.", callback=_dtype)
+    ] = "auto",
+    free: Annotated[
+        float | None, typer.Option(min=0, metavar="GIB", help="Instead of this machine's: as vLLM's log tells.")
+    ] = None,
+    total: Annotated[float | None, typer.Option(min=0, metavar="GIB", help="Belongs to --free.")] = None,
+    image: Annotated[
+        str | None, typer.Option(help="Ask the runtime in a container of this image; the surest source.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    root: Annotated[Path, typer.Option(help="Where /proc and /sys are.", callback=root_folder)] = Path("/"),
+) -> None:
+    """The largest gpu_memory_utilization with which vLLM starts now, how it was computed, and what is left for a model.
+
+    Exit code 4 when the model does not fit, or when nothing is left.
+    """
+    from harness.memory.estimate import MemoryEstimate, Wish, of_answer, room_of
+    from harness.memory.model import find_model, read_model
+
+    read = None if model is None else read_model(find_model(model), model)
+    wish = Wish(
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        tensor_parallel=tensor_parallel,
+        kv_cache_dtype=kv_cache_dtype,
+    )
+    pools: list[Pool] = []
+    share: Share | None
+    if free is not None and total is not None:
+        share = _given(free, total, tensor_parallel)
+    else:
+        pools, share = _found(image, root, tensor_parallel, needed=read is None)
+    answer = MemoryEstimate(pools=pools, share=share, room=None if read is None else room_of(read, share, wish))
+    if as_json:
+        print(msgspec.json.encode(answer).decode())
+    else:
+        console().print("\n".join(of_answer(answer)), soft_wrap=True)
+    if (share is not None and share.utilization is None) or (answer.room is not None and answer.room.fits is False):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+def _given(free: float, total: float, gpus: int) -> "Share":
+    from harness.memory.estimate import share
+    from harness.units import GIB
+
+    if not (math.isfinite(free) and math.isfinite(total) and free <= MOST_GIB and 0 < total <= MOST_GIB):
+        raise HarnessError(
+            f"--free {free:g} --total {total:g}: two sizes in GiB are expected, as in 76.45 and 96",
+            next_step="Take them from vLLM's line `Free memory on device (76.45/96.0 GiB)`.",
+        )
+    sizes = [int(Decimal(str(size)) * GIB) for size in (free, total)]
+    return share(sizes[0], max(1, sizes[1]), source="given", gpus=gpus)
+
+
+def _found(image: str | None, root: Path, gpus: int, *, needed: bool) -> "tuple[list[Pool], Share | None]":
+    """This machine's pools and their share; no share without a GPU, where it is not needed."""
+    from harness.machine.gpu_memory import pools
+    from harness.memory.estimate import share_of
+    from harness.serve.docker.probe import ask_image
+
+    if image is not None:
+        told = ask_image(image, lambda line: print(line, file=sys.stderr))
+        return told, share_of(told, source="container", tensor_parallel=gpus)
+    found = pools(root)
+    # What a model needs can be told without a GPU.
+    return found, share_of(found, tensor_parallel=gpus) if found or needed else None
+
+
+@command(short_help="Send load for a run of another machine.")
+def worker(
+    master: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Where `harness run --workers` was started (port 5557).",
+            callback=listening_address,
+        ),
+    ],
+    processes: Annotated[int, typer.Option(min=1, max=1024, help="Load processes on this machine.")] = 1,
+    once: Annotated[bool, typer.Option("--once", help="End after one load instead of waiting for the next.")] = False,
+) -> None:
+    """Send load for a run of another machine, one load after the other, until Ctrl-C.
+
+    It is a stock Locust worker. User class and job come from the master, so trust it; an API key does not: set its
+    variable here.
+    """
+    from harness.process import signals_interrupt
+    from harness.run.worker import lend
+
+    with signals_interrupt():
+        lend(master, processes, once=once)
