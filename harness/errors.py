@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 from harness.redact import without
 
+INTERRUPTED = "interrupted; everything that was started has been taken down"
 SHOWN_PROBLEMS = 50  # of a scenario
 _TOLD_LINES = 5  # of one file
 _MOST_LINES = 1000  # after so many nothing more is read

@@ -1,11 +1,17 @@
-"""The job: all that the load processes of one cell need to know, handed over as one JSON file."""
+"""The files between the harness and the load processes of one cell.
 
+The job, one JSON file, is all that they need to know. The status file, one JSON object a line, is what they report: why
+the load cannot start, and which workers have come.
+"""
+
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from harness.errors import HarnessError, SeveralErrors, sentence
 from harness.files import read_bytes
 from harness.scenario.scenario import Load, Prompts, Warmup
 from harness.workers import Workers
@@ -61,6 +67,66 @@ def warm_sign(tickets_path: str) -> Path:
 def quiet_sign(tickets_path: str) -> Path:
     """The file that is touched each second while the load has nothing due: see LoadProcess.is_quiet."""
     return Path(f"{tickets_path}.quiet")
+
+
+class ReportedError(msgspec.Struct, frozen=True):
+    """A HarnessError as a load process reports it."""
+
+    what: str
+    next_step: str = ""
+    detail: str = ""
+
+
+class GaveUp(msgspec.Struct, frozen=True, tag_field="code", tag="gave_up"):
+    """A load process reports that the load cannot start or cannot go on, for each of these errors."""
+
+    errors: list[ReportedError]
+
+    @property
+    def text(self) -> str:
+        """The errors for a person: see `harness.errors.sentence`."""
+        errors = [HarnessError(one.what, next_step=one.next_step, detail=one.detail) for one in self.errors]
+        return sentence(errors[0] if len(errors) == 1 else SeveralErrors(errors))
+
+
+class WaitsForWorkers(msgspec.Struct, frozen=True, tag_field="code", tag="waits_for_workers"):
+    """The master reports which workers have come, by the names of their machines."""
+
+    here: list[str]
+
+
+Status = GaveUp | WaitsForWorkers
+
+
+def status_file(tickets_path: str) -> Path:
+    """The file to which the load processes of a cell append what they report."""
+    return Path(f"{tickets_path}.status")
+
+
+def report(job: Job, status: Status) -> None:
+    """Append to the status file. A full disk must not hide the error that is reported: it is in the log as well."""
+    with contextlib.suppress(OSError), status_file(job.tickets_path).open("ab") as file:
+        file.write(msgspec.json.encode(status) + b"\n")
+
+
+def report_error(job: Job, error: Exception) -> None:
+    """Append to the status file why the load cannot start or go on."""
+    errors = error.errors if isinstance(error, SeveralErrors) else [error]
+    known = [one if isinstance(one, HarnessError) else HarnessError(str(one)) for one in errors]
+    report(job, GaveUp([ReportedError(one.what, one.next_step, one.detail) for one in known]))
+
+
+def read_status(job: Job) -> list[Status]:
+    """All that the load processes of a cell have reported so far. A line that is not complete yet is left out."""
+    try:
+        *lines, _ = read_bytes(status_file(job.tickets_path)).split(b"\n")
+    except OSError:
+        return []
+    found = list[Status]()
+    for line in lines:
+        with contextlib.suppress(msgspec.DecodeError):
+            found.append(msgspec.json.decode(line, type=Status))
+    return found
 
 
 def text_of(job: Job) -> str:

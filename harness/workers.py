@@ -14,7 +14,6 @@ from harness.scenario.stages import users_path
 
 PORT = 5557  # Locust's own
 FROM_MASTER = "-"  # of the option --job: the master sends it, as it sends the locustfile with `-f -`
-AWAITED = "waiting for workers: "
 MACHINE = 10_000_000  # beyond every pid: what a load process is called is its machine times this, and its pid
 
 
@@ -51,9 +50,11 @@ class Workers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """How many load processes are there, and which are not. `here`: the name of its machine, of each one."""
         come, asked = Counter(here), Counter(self.names * self.processes)
         if not self.names:
-            return f"{AWAITED}{len(here)} of {self.total} are there" + (f" ({_listed(come)})" if here else "")
+            return f"waiting for workers: {len(here)} of {self.total} are there" + (
+                f" ({_listed(come)})" if here else ""
+            )
         some = {"missing": asked - come, "not asked for": come - asked}
-        told = [f"{AWAITED}{(come & asked).total()} of {self.total} are there"]
+        told = [f"waiting for workers: {(come & asked).total()} of {self.total} are there"]
         return "; ".join(told + [f"{word}: {_listed(those)}" for word, those in some.items() if those])
 
     def refuse_unusable(self) -> None:

@@ -116,7 +116,7 @@ ALLOWED: dict[str, set[str]] = {
         "workers",
     },
     "docs": {"engines", "failures", "machine", "paths", "report", "rundir", "serve", "summarize"},
-    "__main__": {"cli"},
+    "__main__": {"cli", "errors", "process"},
 }
 
 

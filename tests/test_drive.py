@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from harness import paths
-from harness.errors import HarnessError, RunError
-from harness.job import Job
+from harness.errors import HarnessError, RunError, SeveralErrors
+from harness.job import Job, WaitsForWorkers, report, report_error, status_file, write_job
 from harness.prepare import locustfile
 from harness.run import drive as driving
 from harness.run.drive import (
@@ -94,9 +94,17 @@ def test_a_generator_that_cannot_start(tmp_path: Path) -> None:
 
 
 def test_a_generator_that_says_why_it_cannot_start(tmp_path: Path) -> None:
-    said = "[2026-09-21 10:00:00,000] vm/ERROR/harness.load.wiring: 2 problems:\\nno model\\nno key"
+    program = f"""
+from pathlib import Path
+from harness.errors import HarnessError, SeveralErrors
+from harness.job import read_job, report_error
+job = read_job(Path({str(tmp_path / "job.json")!r}))
+report_error(job, SeveralErrors([HarnessError("no model"), HarnessError("no key")]))
+raise SystemExit(1)
+"""
+    write_job(job(tmp_path), tmp_path / "job.json")
     with pytest.raises(RunError) as caught:
-        run(tmp_path, f"import sys; print('{said}'); sys.exit(1)")
+        run(tmp_path, program)
     assert caught.value.what == "cell r1-a-b: the load could not start: 2 problems:"
     assert caught.value.detail == "no model\nno key"
 
@@ -107,9 +115,16 @@ def test_workers_that_do_not_come_are_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(driving, "LOOK_S", 0.1)
     monkeypatch.setattr(driving, "_patience_s", lambda job: 1.0)
     log = tmp_path / "log"
-    who = "[2026-09-21 10:00:00,000] vm/INFO/harness.load.master:"
     said = "waiting for workers: 1 of 2 are there; missing: b"
-    program = f"import sys, time; print({f'{who} {said}'!r}, flush=True); time.sleep(2.5); sys.exit(1)"
+    program = f"""
+import sys, time
+from pathlib import Path
+from harness.job import WaitsForWorkers, read_job, report
+report(read_job(Path({str(tmp_path / "job.json")!r})), WaitsForWorkers(["a"]))
+time.sleep(2.5)
+sys.exit(1)
+"""
+    write_job(job(tmp_path), tmp_path / "job.json")
     workers = Workers(names=["a", "b"], machines=2, bind="10.0.0.1")
     seen: list[Count] = []
     with pytest.raises(RunError) as caught:
@@ -251,18 +266,18 @@ def test_the_last_exception_of_a_log(tmp_path: Path) -> None:
 
 
 def test_why_a_load_could_not_begin(tmp_path: Path) -> None:
-    """Many workers that go home, and Locust's empty tables, follow the reason."""
-    log = tmp_path / "log"
-    assert gave_up(log) == ""
-    log.write_text("[2026-09-21 10:00:00,000] vm/INFO/locust.main: Starting\n" + "Type  Name\n" * 30)
-    assert gave_up(log) == ""
-    log.write_text(
-        "[2026-09-21 10:00:00,000] vm/ERROR/harness.load.wiring: worker a: no key.\n"
-        "[2026-09-21 10:00:00,000] vm/INFO/locust.runners: Worker 'a' (index 1) quit. 9 workers ready.\n"
-        "[2026-09-21 10:00:00,100] vm/ERROR/harness.load.wiring: 2 problems:\nno model\nno prompts\n"
-        "[2026-09-21 10:00:01,000] vm/INFO/locust.main: Shutting down (exit code 1)\n" + "Type  Name\n" * 30
-    )
-    assert gave_up(log) == "worker a: no key.\n2 problems:\nno model\nno prompts"
+    """Several load processes report the same; a line that is being written is left out."""
+    cell = job(tmp_path)
+    assert gave_up(cell) == ""
+    report(cell, WaitsForWorkers(["a"]))
+    assert gave_up(cell) == ""
+    report_error(cell, HarnessError("worker a: no key", next_step="Set it."))
+    report_error(cell, SeveralErrors([HarnessError("no model"), HarnessError("no prompts")]))
+    report_error(cell, HarnessError("worker a: no key", next_step="Set it."))
+    report_error(cell, OSError("disk"))
+    with status_file(cell.tickets_path).open("ab") as file:
+        file.write(b'{"code":"of a newer harness"}\n{"code":"gave')
+    assert gave_up(cell) == "worker a: no key. Set it.\n2 problems:\nno model\nno prompts\ndisk."
 
 
 def test_tail(tmp_path: Path) -> None:

@@ -161,6 +161,25 @@ def test_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert problems("llamacpp", models=str(missing)) == []
 
 
+@pytest.mark.parametrize(
+    ("volume", "problem"),
+    [
+        ("${NOSUCH:-/}:/x", "'${NOSUCH:-/}:/x' would give the whole host to the container"),
+        ("${ROOT}:/x", "'${ROOT}:/x' would give the whole host to the container"),
+        ("${NOSUCH:-/no-such-folder}:/x", "there is no /no-such-folder on this machine"),
+        ("${NAMED}:/x", "there is no volume 'other' in this file"),
+    ],
+)
+def test_a_volume_is_checked_with_its_variables_filled_in(
+    monkeypatch: pytest.MonkeyPatch, volume: str, problem: str
+) -> None:
+    monkeypatch.setenv("ROOT", "/")
+    monkeypatch.setenv("NAMED", "other")
+    (found,) = problems("vllm-rocm", volumes=[volume])
+    assert found.startswith("variables.volumes: ") and problem in found
+    assert problems("vllm-rocm", volumes=["${NOSUCH}:/x"]) == []  # not set yet
+
+
 def test_another_machine_s_folders_are_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "ssh://gpu-box")
     assert problems("llamacpp", models="/srv/models-of-that-machine") == []

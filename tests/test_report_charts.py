@@ -18,7 +18,7 @@ from harness.report.charts.telemetry import MachineSamples
 from harness.report.charts.timeline import figure_of
 from harness.report.charts.tradeoff import tradeoffs
 from harness.report.html import render
-from harness.rundir.manifest import CellRun, Run, ServedBy, read_run
+from harness.rundir.manifest import CellRun, Run, ServedBy, ServerDeath, read_run
 from harness.rundir.records import Request
 from harness.scenario.behaviour import Agent
 from harness.summarize.summarize import read_summary
@@ -131,6 +131,9 @@ def test_a_death_is_marked_where_connections_broke() -> None:
         10.0, "the server died, exit code 1", True, "died"
     )
     assert len(events_of(timeline(), None, cell())) == 1
+    removed, unreachable = ServerDeath(how="removed"), ServerDeath(how="unreachable", detail="the tunnel ended")
+    assert events_of(timeline(), None, cell(death=removed))[-1] == Event(10.0, "the server died", True, "died")
+    assert len(events_of(timeline(), None, cell(death=unreachable))) == 1
 
 
 def test_queues_and_preemptions_are_marked_and_not_without_end() -> None:

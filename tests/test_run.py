@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from harness.errors import INTERRUPTED
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.records import Request, read_marks, read_requests
 from harness.simulated.spawn import spawned
@@ -312,6 +313,25 @@ def test_interrupted(tmp_path: Path, how: signal.Signals, processes: int) -> Non
     assert {one.error for one in records(run)} <= {None, "unfinished"}
 
 
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=["term", "hup", "int"])
+@fault(
+    "harness",
+    "Ctrl-C, SIGTERM or SIGHUP while the program is still being imported",
+    seen="interrupted; everything that was started has been taken down",
+    code=130,
+)
+def test_interrupted_in_the_first_moment(tmp_path: Path, how: signal.Signals) -> None:
+    path = write(tmp_path, loads=LONG)
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    (slow / "typer.py").write_text("import time\nopen('importing', 'w').close()\ntime.sleep(30)\n")
+    with going("run", path.name, cwd=tmp_path, env={"PYTHONPATH": str(slow)}) as command:
+        until((tmp_path / "importing").exists)
+        command.process.send_signal(how)
+        done = command.end()
+    assert done == (130, "", f"{INTERRUPTED}\n")
+
+
 @fault("harness", "Ctrl-C twice", seen="interrupted; everything that was started has been taken down", code=130)
 def test_interrupted_twice(tmp_path: Path) -> None:
     path = write(tmp_path, loads=LONG)
@@ -535,6 +555,8 @@ def test_server_killed(tmp_path: Path) -> None:
         "r1-one-burst: the server died during the load: it ended with exit code -9: "
         "it was killed from outside, or the host ran out of memory",
     ]
+    death = read_run(run).cells[0].served_by.death
+    assert death is not None and (death.how, death.exit_code) == ("ended", -9) and death.failure is not None
 
 
 @fault(

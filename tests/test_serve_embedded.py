@@ -79,6 +79,8 @@ def test_a_death_in_mid_run_is_noticed(tmp_path: Path) -> None:
             "the server died during the load: it ended with exit code -9: it was killed from outside, or the host ran "
             "out of memory"
         )
+        death = endpoint.served_by.death
+        assert death is not None and (death.how, death.exit_code, death.failure) == ("ended", -9, "container.killed")
         assert endpoint.served_by.exit_code == -9
 
 

@@ -370,7 +370,7 @@ def test_half_a_reading_is_none() -> None:
 
 def test_whose_telemetry_can_be_had() -> None:
     def at(url: str) -> Endpoint:
-        return Endpoint(url=url, started=ServedBy(url=url), look=lambda now: Look(None))
+        return Endpoint(url=url, started=ServedBy(url=url), look=lambda now: Look())
 
     for url in ("http://127.0.0.1:8000", "http://localhost:1", "http://[::1]:8", f"http://{socket.gethostname()}:80"):
         assert source_of(at(url)) is not None

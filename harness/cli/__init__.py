@@ -16,7 +16,7 @@ from harness.cli import results as results
 from harness.cli import worker as worker
 from harness.cli.common import app as app
 from harness.cli.common import console, mute, protect_terminal
-from harness.errors import ExitCode, HarnessError, ScenarioError, SeveralErrors
+from harness.errors import INTERRUPTED, ExitCode, HarnessError, ScenarioError, SeveralErrors
 from harness.redact import without
 
 
@@ -81,7 +81,7 @@ def main() -> None:
         tell_usage(error)
         code = ExitCode.USAGE
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted; everything that was started has been taken down", file=sys.stderr)
+        print(INTERRUPTED, file=sys.stderr)
         code = ExitCode.INTERRUPTED
     except BrokenPipeError:
         mute()

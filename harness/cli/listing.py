@@ -2,6 +2,7 @@
 
 import datetime
 import difflib
+import os
 from pathlib import Path
 
 from rich.console import Console
@@ -21,7 +22,8 @@ MOST_CHARS = 100  # of the reason why a run cannot be read
 def find_run(given: Path, runs: Path) -> Path:
     """A run directory given by its path or by the id of a run below `runs`."""
     for folder in (given, runs / given):
-        if (folder / "run.json").is_file():
+        # `read_run` explains a run.json that is no regular file, or that this user may not read.
+        if os.path.lexists(folder / "run.json"):
             return folder
     # Only a close one is named: a list of all runs would be long, and `harness runs` has it.
     close = difflib.get_close_matches(given.name, [path.parent.name for path in runs.glob("*/run.json")], n=1)

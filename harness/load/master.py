@@ -23,7 +23,7 @@ from locust.runners import STATE_MISSING, MasterRunner
 from harness import __version__
 from harness.errors import HarnessError
 from harness.files import read_bytes
-from harness.job import Job, quiet_sign, secrets_of
+from harness.job import Job, WaitsForWorkers, quiet_sign, report, secrets_of
 from harness.load.meet import all_are_warm
 from harness.load.spool import FILES, Intake
 from harness.load.wait import LOOK_S, until
@@ -166,16 +166,14 @@ class Master:
         Path(self._job.tickets_path).touch()  # the sign of a load that could be started
 
     def _say_who_is_missing(self, end_s: float) -> None:
-        """While Locust waits, which knows how many there are and not which: `drive` reads it in the log.
-
-        Then it gives up and sends home who is there.
-        """
-        told = ""
+        """While Locust waits, which knows how many workers there are and not which. Then it sends home who is there."""
+        told: list[str] | None = None
         while not self._at_work and time.monotonic() < end_s:
-            said = self._workers.awaited([m.name for m in self._machines.values() if not self._is_lost(m)])
-            if said != told:
-                logger.info(said)
-                told = said
+            here = [machine.name for machine in self._machines.values() if not self._is_lost(machine)]
+            if here != told:
+                report(self._job, WaitsForWorkers(here))
+                logger.info(self._workers.awaited(here))
+                told = here
             gevent.sleep(LOOK_S)
 
     def _hear_who_belongs(self, client_id: str, msg: Message) -> None:

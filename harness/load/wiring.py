@@ -25,7 +25,7 @@ from locust.exception import StopTest
 from locust.runners import STATE_INIT, MasterRunner, Runner, WorkerRunner
 
 from harness.errors import HarnessError, sentence
-from harness.job import Job, quiet_sign
+from harness.job import Job, quiet_sign, report_error
 from harness.load.course import Course
 from harness.load.drain import Drain
 from harness.load.live import access
@@ -108,6 +108,8 @@ def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
             if options.headless:
                 _process = LoadProcess(job, host_of(environment, environment.host), _recorder)
     except (HarnessError, OSError) as error:
+        if _job is not None:
+            report_error(_job, error)
         if isinstance(runner, MasterRunner):
             _end_workers()
         told_by_master = _job is None and options.processes and isinstance(runner, WorkerRunner)
@@ -292,10 +294,12 @@ def _on_quit(exit_code: int, **_: Any) -> None:
 
 
 def give_up(environment: Environment, error: Exception) -> None:
-    """End a run that cannot go on, with one sentence in the log; the web UI stays up for another try."""
+    """End a run that cannot go on, and report why in the log and the status file. The web UI stays up."""
     if environment.web_ui is None and environment.process_exit_code:
         return  # each user finds the same
     logger.error(sentence(error))
+    if _job is not None:
+        report_error(_job, error)
     if _live is not None:
         _live.gave_up(sentence(error))
     assert environment.runner is not None

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -17,14 +16,13 @@ from harness import process
 from harness.errors import RunError
 from harness.failures.first import FIRST, mistake_of
 from harness.files import open_file, read_bytes, read_text
-from harness.job import SECRETS_ENV, Job, quiet_sign
+from harness.job import SECRETS_ENV, GaveUp, Job, WaitsForWorkers, quiet_sign, read_status, status_file
 from harness.redact import known
 from harness.rundir.manifest import disk_is_full, release_space
 from harness.rundir.records import CUT, Request, read_marks
 from harness.scenario.lengths import most_of
 from harness.scenario.scenario import MAX_USERS
 from harness.serve.ports import free_port
-from harness.workers import AWAITED
 
 POLL_S = 0.2
 LOOK_S = 1.0  # between looks at the load processes
@@ -35,9 +33,6 @@ STUCK_S = 30.0  # without a record, while the users' own code raises ...
 PROPOSED_RATE = 100.0  # users a second; above that Locust warns
 STUCK_EXCEPTIONS = 3  # ... so often: then it will not get better
 QUIET_S = 60.0  # beyond every time limit of the load: then Locust itself hangs
-_LOGGED = re.compile(r"\[\d[^\]]*\] [^/ ]*/(?P<who>[A-Z]+/[\w.]+): ")  # how a line of Locust's log begins
-_GIVES_UP = "ERROR/harness.load.wiring"
-_WAITS = "INFO/harness.load.master"
 
 
 class Count(msgspec.Struct, frozen=True):
@@ -122,6 +117,7 @@ def drive(
     the disk is full.
     """
     started = time.time()
+    status_file(job.tickets_path).unlink(missing_ok=True)  # of an earlier try, which was resumed
     child = start()
     try:
         problems = _watch(child, job, log_path, alive, progress)
@@ -132,14 +128,14 @@ def drive(
         raised = last_exception(log_path)
         problems = [f"the load generator ended with exit code {code}" + (f"; its log has {raised}" if raised else "")]
         if not Path(job.tickets_path).exists():
-            if said := gave_up(log_path):
+            if said := gave_up(job):
                 why, *more = said.splitlines()
                 raise RunError(
                     f"cell {job.cell}: the load could not start: {why.removesuffix('.')}",
                     next_step=f"Its log is {log_path}.",
                     detail="\n".join(more),
                 )
-            awaited = awaited_workers(log_path)
+            awaited = awaited_workers(job)
             if job.workers is not None and awaited and time.time() - started > WORKERS_S:
                 raise RunError(
                     f"cell {job.cell}: the load could not start: {WORKERS_S} s of {awaited}",
@@ -183,7 +179,7 @@ def _watch(
         if isinstance(child, LocalChild) and now - last_look > LOOK_S:
             last_look = now
             if job.workers is not None:
-                awaited = "" if Path(job.tickets_path).exists() else awaited_workers(log_path)
+                awaited = "" if Path(job.tickets_path).exists() else awaited_workers(job)
             elif killed_processes(job):
                 # What it held is never done, so the others would wait for it; validity names it.
                 return ["the load was ended because a load process had been killed"]
@@ -296,26 +292,16 @@ def tail(path: Path, lines: int = 15) -> str:
     return "\n".join(_lines(path)[-lines:])
 
 
-def gave_up(path: Path) -> str:
-    """Why our own code in Locust could not begin, as its log says; empty where it does not."""
-    found, inside = list[str](), False
-    for line in _lines(path):
-        logged = _LOGGED.match(line)
-        if logged is not None:
-            inside = logged["who"] == _GIVES_UP
-        if inside:  # what there are several of has a line each
-            found.append(line if logged is None else line[logged.end() :])
-    return "\n".join(dict.fromkeys(found))
+def gave_up(job: Job) -> str:
+    """Why the load could not start, as its load processes report it, each reason once; empty where they do not."""
+    texts = [status.text for status in read_status(job) if isinstance(status, GaveUp)]
+    return "\n".join(dict.fromkeys(line for text in texts for line in text.splitlines()))
 
 
-def awaited_workers(path: Path) -> str:
-    """Which workers our own master in Locust waits for, as its log says last; empty where it says nothing of it."""
-    found = ""
-    for line in _lines(path):
-        logged = _LOGGED.match(line)
-        if logged is not None and logged["who"] == _WAITS and line[logged.end() :].startswith(AWAITED):
-            found = line[logged.end() :]
-    return found
+def awaited_workers(job: Job) -> str:
+    """Which workers the master waits for, as it reports last; empty where it reports nothing of it."""
+    reports = [status for status in read_status(job) if isinstance(status, WaitsForWorkers)]
+    return job.workers.awaited(reports[-1].here) if job.workers is not None and reports else ""
 
 
 def _lines(path: Path) -> list[str]:

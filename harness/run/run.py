@@ -25,7 +25,7 @@ from harness.run.drive import Child, Count, Driven, LineCounter, LocalChild, dri
 from harness.run.offline import offline_cell
 from harness.run.progress import Progress
 from harness.run.running import Running, begin, finish
-from harness.rundir.manifest import CUT_OFF, DIED, CellRun, Run, Status, release_space, write_run
+from harness.rundir.manifest import CellRun, Run, Status, release_space, write_run
 from harness.rundir.metrics import Scraper
 from harness.scenario.mixes import mix_of
 from harness.scenario.plan import Cell, at_once, plan
@@ -219,7 +219,7 @@ def _cell(
                 running, cells, jobs, watchers, lambda stage: note(_cell_run(stage, endpoint, begun_s, time.time()))
             )
         driven = drive(start, job, log_path=running.log_path(job.cell), alive=alive, progress=count)
-    problems = [*driven.problems, *_died_unnoticed(endpoint, driven), *endpoint.evidence(), *endpoint.problems()]
+    problems = [*driven.problems, *_death_problems(endpoint, driven), *endpoint.problems()]
     return [_cell_run(each, endpoint, driven.started_wall_s, driven.ended_wall_s, problems) for each in cells]
 
 
@@ -235,11 +235,13 @@ def _cell_run(
     )
 
 
-def _died_unnoticed(endpoint: Endpoint, driven: Driven) -> list[str]:
-    """That the server has died since the load last looked, unless it is told already."""
-    dead = endpoint.check_alive(now=True)
-    told = any(problem.startswith((DIED, CUT_OFF)) for problem in driven.problems)
-    return [] if dead is None or told else [dead]
+def _death_problems(endpoint: Endpoint, driven: Driven) -> list[str]:
+    """How the server died, unless the load was ended for it, and what its log says about it."""
+    death = endpoint.death(now=True)
+    if death is None:
+        return []
+    sentences = (death.problem(), death.evidence())
+    return [sentence for sentence in sentences if sentence is not None and sentence not in driven.problems]
 
 
 def _by_stage(

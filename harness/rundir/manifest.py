@@ -74,6 +74,50 @@ class Contents(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, om
     environment: dict[str, str] = {}  # what it sets for GPU, engine and libraries; secrets blacked out
 
 
+DIED = "the server died during the load"
+CUT_OFF = "the server could not be reached any more"
+EVIDENCE_CHARS = 300  # of a log line, within a sentence
+
+
+class ServerDeath(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
+    """How a server ended, or why it could not be used any more."""
+
+    how: Literal["ended", "restarted", "removed", "paused", "closed", "unreachable"]
+    of_gateway: bool = False
+    detail: str = ""  # closed: its address; unreachable: what the way to it reported
+    exit_code: int | None = None
+    failure: str | None = None  # id of the row of the failure table; None: the cause is not known
+    cause: str | None = None
+    fix: str | None = None
+    line: str | None = None  # of the log: it shows the cause, or is the last one
+    line_number: int | None = None  # from 1
+
+    def sentence(self) -> str:
+        how = {
+            "ended": f"it ended with exit code {self.exit_code}",
+            "restarted": "it was restarted",
+            "removed": "its container was removed from outside",
+            "paused": "its container was paused from outside",
+            "closed": f"nothing listens at {self.detail} any more",
+            "unreachable": self.detail,
+        }[self.how]
+        return ("its gateway: " if self.of_gateway else "") + how + (f": {self.cause}" if self.cause else "")
+
+    def problem(self) -> str:
+        """The sentence as a reason of an invalid cell."""
+        return f"{CUT_OFF if self.how == 'unreachable' else DIED}: {self.sentence()}"
+
+    def evidence(self) -> str | None:
+        """What the log says about it."""
+        if self.line is None or self.of_gateway:
+            return None
+        if self.failure is None:
+            return f"the last line of its log: {self.line}"
+        where = "its log ends with" if self.line_number is None else f"line {self.line_number} of its log says"
+        shown = self.line[:EVIDENCE_CHARS] + ("..." if len(self.line) > EVIDENCE_CHARS else "")
+        return f"{where}: {shown or 'nothing'}; to solve it: {self.fix}"
+
+
 class ServedBy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What really served a cell, as found out from the outside."""
 
@@ -96,6 +140,7 @@ class ServedBy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     restarts: int = 0
     oom_killed: bool = False
     exit_code: int | None = None  # set when it died before it was stopped
+    death: ServerDeath | None = None  # why it could not be used any more; runs before 0.2.0 do not have it
     gateway: "ServedBy | None" = None  # what stood in front of it and took the load
 
 
@@ -105,10 +150,6 @@ class GpuMemory(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     render_node: str
     used_bytes: int
     total_bytes: int
-
-
-DIED = "the server died during the load"  # begins the problem that says so ...
-CUT_OFF = "the server could not be reached any more"  # ... and this one, that it may still live
 
 
 class CellRun(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

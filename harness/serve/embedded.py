@@ -55,5 +55,5 @@ def embedded(service: Service, log_path: Path) -> Iterator[tuple[Callable[[bool]
 def _look(child: "subprocess.Popen[bytes]", log: LogFile) -> Look:
     code = child.poll()
     if code is None:
-        return Look(None)
+        return Look()
     return look_at_end(code, State(exit_code=code), log)

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from docker.models.containers import Container
 
-from harness.rundir.manifest import CUT_OFF, DIED, ServedBy
+from harness.rundir.manifest import ServedBy, ServerDeath
 from harness.serve.docker.containers import Look
 
 
@@ -29,7 +29,11 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
         """What served until now: restarts, OOM kills and an early end included."""
         seen = self.look(True)
         return msgspec.structs.replace(
-            self.started, restarts=seen.restarts, oom_killed=seen.oom_killed, exit_code=seen.exit_code
+            self.started,
+            restarts=seen.restarts,
+            oom_killed=seen.oom_killed,
+            exit_code=None if seen.death is None or seen.death.of_gateway else seen.death.exit_code,
+            death=seen.death,
         )
 
     @property
@@ -41,12 +45,10 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
         """Why what was measured since the last call cannot be trusted, as far as the server lives to tell."""
         return [] if self.find_problems is None or self.check_alive() is not None else self.find_problems()
 
-    def evidence(self) -> list[str]:
-        """Once it has died: what its log says about that."""
-        seen = self.look(False)
-        return [] if seen.problem is None or seen.evidence is None else [seen.evidence]
+    def death(self, now: bool = False) -> ServerDeath | None:
+        return self.look(now).death
 
-    def check_alive(self, now: bool = False) -> str | None:
+    def check_alive(self) -> str | None:
         """None while the server lives, else why the load must end. Cheap: made to be asked all the time."""
-        seen = self.look(now)
-        return None if seen.problem is None else f"{CUT_OFF if seen.cut_off else DIED}: {seen.problem}"
+        death = self.death()
+        return None if death is None else death.problem()

@@ -15,7 +15,7 @@ from harness import redact
 from harness.errors import HarnessError, ServerError
 from harness.machine.facts import gpus
 from harness.process import signals_interrupt
-from harness.rundir.manifest import ServedBy
+from harness.rundir.manifest import ServedBy, ServerDeath
 from harness.scenario.scenario import Scenario, Server
 from harness.serve import ask
 from harness.serve.compose.compose import GATEWAY, SERVER, ComposeFile, Service, Serving, filled_in
@@ -38,7 +38,6 @@ from harness.serve.ports import is_free
 from harness.serve.ready import Ready, wait_ready
 from harness.serve.recorded import recorded
 from harness.serve.secrecy import secrets_in
-from harness.serve.vllm.flag_check import check_flags
 from harness.serve.vllm.gpu_fit import refuse_unfit
 from harness.serve.waiting import Phases, Waiting
 
@@ -146,7 +145,7 @@ def _in_container(start: _Start, run_id: str, cell_id: str) -> Iterator[Endpoint
     owner = labels.owned(run_id, cell_id)
     filled = filled_in(start.compose, os.environ)  # a variable that is not set is noticed before a long pull
     refuse_without_consent(start.server, start.compose)
-    if start.serving.help is not None and engine_location().is_here:
+    if start.serving.vllm and engine_location().is_here:
         refuse_unfit(filled.server, list(gpus()))
     client = connect()
     logs = [LogFile(start.log_path)]
@@ -182,9 +181,6 @@ def _bring_up(
         for name in filled.preparations:
             ensure_image(client, filled.services[name].image, start.on_progress)
     phases.done("pull")
-    if start.serving.help is not None:
-        check_flags(client, image, service, start.serving.help, owner, start.on_progress)
-        phases.done("flags")
     start.on_progress(f"starting the {start.name}'s container")
     if start.name == SERVER:
         containers.prepare(client, filled, owner)
@@ -194,7 +190,7 @@ def _bring_up(
     look = containers.watcher(container, log)
     host_port = containers.host_port(container, port)
     if host_port is None:
-        raise containers.death(look(True), log)
+        raise containers.death_error(look(True), log)
     if address is None:
         start.on_progress(f"opening an ssh tunnel to the {start.name} on {location.host}")
         local, broken = tunnels.enter_context(tunnel(location, port.address, host_port))
@@ -246,10 +242,10 @@ def _in_front(gateway: Endpoint, server: Endpoint) -> Endpoint:
 
     def look(now: bool) -> Look:
         behind = server.look(now)
-        if behind.problem is not None:
+        if behind.death is not None:
             return behind
         front = gateway.look(now)
-        return behind if front.problem is None else Look(f"its gateway: {front.problem}")
+        return behind if front.death is None else Look(msgspec.structs.replace(front.death, of_gateway=True))
 
     started = msgspec.structs.replace(
         server.started, url=gateway.url, model=gateway.started.model, gateway=gateway.started
@@ -274,16 +270,16 @@ def attach(
     watch = None if found is None else Watch(Api(served_by.url, api_key), found.model, None, None)
     parts = urlsplit(served_by.url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-    last, looked_at, misses = Look(None), time.monotonic(), 0
+    last, looked_at, misses = Look(), time.monotonic(), 0
 
     def look(now: bool) -> Look:
         nonlocal last, looked_at, misses
-        while last.problem is None and (now or time.monotonic() - looked_at > (_AGAIN_S if misses else _LOOK_S)):
+        while last.death is None and (now or time.monotonic() - looked_at > (_AGAIN_S if misses else _LOOK_S)):
             looked_at = time.monotonic()
             # A full listen queue can refuse one connection of a server that lives.
             misses = 0 if ask.listens(host, port) else misses + 1
             if misses >= MISSES:  # the parts of a mix may look at the same time
-                last = Look(f"nothing listens at {served_by.url} any more")
+                last = Look(ServerDeath(how="closed", detail=served_by.url))
             elif not now or not misses:
                 break
             else:
@@ -310,7 +306,7 @@ def _wait(
 ) -> Ready:
     def dead() -> ServerError | None:
         seen = look(False)
-        return None if seen.problem is None else containers.death(seen, log)
+        return None if seen.death is None else containers.death_error(seen, log)
 
     def orphans() -> list[str]:
         return [] if container is None else orphans_of(container)
@@ -337,8 +333,10 @@ def _through(broken: Callable[[], str | None], look: Callable[[bool], Look]) -> 
 
     def both(now: bool) -> Look:
         seen = look(now)
-        problem = broken() if seen.problem is None or seen.cut_off else None
-        return seen if problem is None else msgspec.structs.replace(seen, problem=problem, cut_off=True)
+        problem = broken() if seen.death is None or seen.death.how == "unreachable" else None
+        if problem is None:
+            return seen
+        return msgspec.structs.replace(seen, death=ServerDeath(how="unreachable", detail=problem))
 
     return both
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from harness.rundir.manifest import DIED, CellRun, Run
+from harness.rundir.manifest import CellRun, Run
 from harness.rundir.records import CLOSING_S, LATE_READ_S, ProcessMark
 from harness.rundir.telemetry import MOST_GAP_S
 from harness.scenario.scenario import Load, at_once, is_open
@@ -112,7 +112,7 @@ def _server(ran: CellRun, load: ServerLoad) -> list[str]:
     reasons = []
     if served.oom_killed:
         reasons.append("the server was killed because memory ran out")
-    if served.exit_code is not None and not any(DIED in problem for problem in ran.problems):
+    if served.exit_code is not None and served.death is None and not ran.problems:
         reasons.append(f"the server died with exit code {served.exit_code}")
     if served.restarts:
         reasons.append(f"the server was restarted {count(served.restarts, 'time')}")

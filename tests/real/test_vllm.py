@@ -138,9 +138,9 @@ def test_the_harness_itself_costs_little_time(batching: Timed, say: Say) -> None
     )
     phases = {phase.name: phase.seconds for phase in ran.manifest.cells[0].served_by.phases}
     by_log = ["process", "weights", "warm-up", "ready"]
-    assert list(phases) == ["pull", "flags", "create", *by_log, "first answer"]
+    assert list(phases) == ["pull", "create", *by_log, "first answer"]
     # Its flags are asked for once for an image: vLLM imports itself for that.
-    engine = sum(phases[name] for name in ("flags", *by_log, "first answer"))
+    engine = sum(phases[name] for name in (*by_log, "first answer"))
     command = ran.manifest.started_wall_s - batching.began_wall_s
     before = phases["pull"] + phases["create"]
     ready = command + sum(phases.values())

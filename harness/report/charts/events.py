@@ -8,7 +8,7 @@ from harness import units
 from harness.report.charts.observed import Timeline
 from harness.report.charts.server_metrics import ServerSamples
 from harness.report.charts.telemetry import MachineSamples
-from harness.rundir.manifest import CellRun
+from harness.rundir.manifest import CellRun, ServerDeath
 from harness.summary import CellSummary
 
 MOST_ALIKE = 12  # about so many of one kind in a cell: what lies closer together is one
@@ -46,12 +46,16 @@ def events_of(line: Timeline, cell: CellSummary | None, ran: CellRun | None) -> 
 
 
 def _death(line: Timeline, ran: CellRun | None) -> Event | None:
-    if ran is None or (ran.served_by.exit_code is None and not any("the server died" in one for one in ran.problems)):
+    if ran is None or (ran.served_by.exit_code is None and not _dead(ran.served_by.death)):
         return None
     broken = [line.failures[kind].first_s for kind in _BROKEN if kind in line.failures]
     code = ran.served_by.exit_code
     why = ", out of memory" if ran.served_by.oom_killed else "" if code is None else f", exit code {code}"
     return Event(min(broken) if broken else line.ends_s, f"the server died{why}", True, "died")
+
+
+def _dead(death: ServerDeath | None) -> bool:
+    return death is not None and death.how != "unreachable"
 
 
 def _waiting(server: ServerSamples) -> Iterator[Span]:

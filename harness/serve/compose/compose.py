@@ -1,5 +1,6 @@
 """A rendered Compose file as typed values: the keys that the harness carries out, and no other."""
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -125,7 +126,7 @@ class Serving(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     fetch: Fetch | None = None
     load: LoadCall | None = None
     lemonade: Managed | None = None
-    help: str | None = None  # makes the server's program print all its options; they are checked against it
+    vllm: bool = False  # its command line is that of `vllm serve`
     gateway: "Serving | None" = None  # what stands in front of the server and takes the load
 
 
@@ -236,6 +237,15 @@ def _advice(key: str, known: list[str]) -> str:
     return hint if hint.startswith("did") else f"supported: {', '.join(sorted(known))}"
 
 
+def _known(text: str, may_interpolate: bool) -> str | None:
+    """A text with its variables filled in; None: one of them is not set yet."""
+    if not may_interpolate:
+        return text
+    problems: list[str] = []
+    filled: str = interpolate(text, os.environ, problems)
+    return None if problems else filled
+
+
 def _value_problems(compose: ComposeFile, *, may_interpolate: bool) -> list[str]:
     """Values that Docker would misread or refuse later. (Its SDK takes much of it without a word.)"""
     problems = []
@@ -264,12 +274,14 @@ def _service_problems(service: Service, path: str, may_interpolate: bool) -> lis
     problems = []
     for key, values, check in checks:
         for value in values:
-            if may_interpolate and "$" in value:
+            known = _known(value, may_interpolate)
+            if known is None:
                 continue
             try:
-                check(value)
+                check(known)
             except ValueError as error:
-                problems.append(f"{path}.{key}: {error}")
+                # The text as written: what the environment holds may be a secret.
+                problems.append(f"{path}.{key}: {str(error).replace(known, value) if known else error}")
     problems += [f"{path}.environment: {problem}" for problem in map(_bad_name, service.environment) if problem]
     problems += [
         f"{path}.{key}: a text has the character NUL in it, which no program can be given; remove it"
@@ -288,9 +300,10 @@ def _mount_problems(compose: ComposeFile, name: str, may_interpolate: bool) -> l
     service = compose.services[name]
     problems = []
     for text in service.volumes:
-        source = text.split(":")[0]
-        if may_interpolate and "$" in text:
+        known = _known(text, may_interpolate)
+        if known is None:
             continue
+        source = known.split(":")[0]
         # What is no name of a volume either was said already.
         if is_volume_name(source) and source not in compose.volumes:
             problems.append(

@@ -14,7 +14,7 @@ from harness.scenario.strict import where
 from harness.serve.compose.compose import GATEWAY, SERVER, ComposeFile, Service, read
 from harness.serve.compose.consent import missing
 from harness.serve.compose.document import port_inside, rendered, server_document
-from harness.serve.compose.interpolate import names_in
+from harness.serve.compose.interpolate import interpolate, names_in
 from harness.serve.compose.managed import managed_flags, managed_settings
 from harness.serve.compose.template import server_problems, variables
 from harness.serve.docker.location import engine_location
@@ -92,9 +92,9 @@ def _command_problems(server: Server, compose: ComposeFile) -> list[str]:
     service, serving = compose.server, compose.serving
     problems = [f"variables.entrypoint: {problem}" for problem in _starts_a_shell(server.template, service)]
     problems += [f"variables: {problem}" for problem in container_problems(service)]
-    if serving.help is None and not serving.offline:
+    if not serving.vllm and not serving.offline:
         return problems
-    if serving.help is not None:
+    if serving.vllm:
         gone = removed_in(service.command or [], service.image)
         problems += [f"variables.extra_args: {problem}" for problem in gone]
     return problems + [f"variables: {problem}" for problem in vllm_refuses(service.command or [])]
@@ -114,12 +114,16 @@ def _folder_problems(server: Server, compose: ComposeFile) -> list[str]:
     """Folders of this machine that are to be mounted and are not there; of another machine's nothing is known."""
     if not engine_location().has_our_files:
         return []
-    sources = dict.fromkeys(text.split(":")[0] for service in compose.services.values() for text in service.volumes)
-    missing = [source for source in sources if source.startswith("/") and "$" not in source and not _there(source)]
+    sources: dict[str, str] = {}
+    for written in dict.fromkeys(text for service in compose.services.values() for text in service.volumes):
+        unset: list[str] = []
+        source = interpolate(written, os.environ, unset).split(":")[0]
+        if not unset and source.startswith("/") and not _there(source):
+            sources.setdefault(source, _variable_with(written, server))
     return [
-        f"variables.{_variable_with(source, server)}: there is no {source} on this machine; correct the path, or make "
+        f"variables.{variable}: there is no {source} on this machine; correct the path, or make "
         f"the folder: mkdir -p {shlex.quote(source)}"
-        for source in missing
+        for source, variable in sources.items()
     ]
 
 
@@ -130,11 +134,11 @@ def _there(path: str) -> bool:
         return True
 
 
-def _variable_with(source: str, server: Server) -> str:
-    """The variable that names a folder."""
+def _variable_with(volume: str, server: Server) -> str:
+    """The variable that a volume, as it is written, comes from."""
     for name, value in server.variables.items():
         texts = value if isinstance(value, list) else [value]
-        if any(str(text).split(":")[0] == source for text in texts):
+        if any(volume == str(text) or volume.startswith(f"{text}:") for text in texts):
             return name
     return "volumes"
 

@@ -13,11 +13,13 @@ from docker.errors import APIError, ImageNotFound, NotFound
 from docker.models.containers import Container
 from docker.types import Healthcheck, Mount, Ulimit
 from msgspec import Struct
+from msgspec.structs import replace
 
 from harness.errors import ServerError
 from harness.failures.explain import State, explain
 from harness.failures.scan import Failure
 from harness.process import undisturbed
+from harness.rundir.manifest import ServerDeath
 from harness.serve.compose.compose import ComposeFile, Service
 from harness.serve.compose.values import Port, parse_bytes, parse_device, parse_port, parse_seconds, parse_volume
 from harness.serve.docker import labels
@@ -26,19 +28,16 @@ from harness.serve.logfile import LogFile
 
 ENGINE_SILENT_S = 15.0
 PREPARE_S = 300  # such as changing the owner of a volume full of models
-EVIDENCE_CHARS = 300  # of a line, within a sentence
 LOOK_EVERY_S = 0.5  # a look at the container costs the engine a millisecond or two
 
 
 class Look(Struct, frozen=True):
     """How a server is doing."""
 
-    problem: str | None  # None: it runs
-    exit_code: int | None = None
+    death: ServerDeath | None = None  # None: it runs
     oom_killed: bool = False
     restarts: int = 0
-    evidence: str | None = None  # once it has ended: what its log says about that, and what to do
-    cut_off: bool = False  # the problem is of the way to it: the server itself may be well
+    failure: Failure | None = None  # in its log, once it has ended
 
 
 def prepare(client: docker.DockerClient, compose: ComposeFile, owner: dict[str, str]) -> None:
@@ -224,13 +223,13 @@ def follow_log(container: Container, log: LogFile) -> None:
 
 def watcher(container: Container, log: LogFile) -> Callable[[bool], Look]:
     """A function that looks at the container; cheap enough to be called all the time. With true it looks now."""
-    last = Look(None)
+    last = Look()
     looked_at = float("-inf")
     answered_at = time.monotonic()
 
     def look(now: bool) -> Look:
         nonlocal last, looked_at, answered_at
-        if last.problem is None and (now or time.monotonic() - looked_at >= LOOK_EVERY_S):
+        if last.death is None and (now or time.monotonic() - looked_at >= LOOK_EVERY_S):
             looked_at = time.monotonic()
             try:
                 last = _look(container, log)
@@ -239,7 +238,7 @@ def watcher(container: Container, log: LogFile) -> Callable[[bool], Look]:
                 # A busy engine may miss one look; that is no reason to call its container dead.
                 if looked_at - answered_at > ENGINE_SILENT_S:
                     silent = f"the Docker Engine has given no answer for {ENGINE_SILENT_S:.0f} s ({error})"
-                    last = Look(silent, cut_off=True)
+                    last = Look(ServerDeath(how="unreachable", detail=silent))
         return last
 
     return look
@@ -249,43 +248,44 @@ def _look(container: Container, log: LogFile) -> Look:
     try:
         container.reload()
     except NotFound:
-        return Look("its container was removed from outside")
+        return Look(ServerDeath(how="removed"))
     state = container.attrs["State"]
     restarts = int(container.attrs.get("RestartCount") or 0)
     oom_killed = bool(state.get("OOMKilled"))
     if state["Running"] and not state.get("Paused"):
-        return Look("it was restarted" if restarts else None, None, oom_killed, restarts)
-    code = int(state["ExitCode"])
+        return Look(ServerDeath(how="restarted") if restarts else None, oom_killed, restarts)
     if state.get("Paused"):
-        return Look("its container was paused from outside", None, oom_killed, restarts)
+        return Look(ServerDeath(how="paused"), oom_killed, restarts)
+    code = int(state["ExitCode"])
     ended = State(exit_code=code, oom_killed=oom_killed, error=str(state.get("Error") or ""))
     return look_at_end(code, ended, log, restarts)
 
 
 def look_at_end(exit_code: int, ended: State, log: LogFile, restarts: int = 0) -> Look:
-    """How a server ended and why, in one line, with what its log has to say about it."""
+    """How a server ended and why, with what its log has to say about it."""
     log.settle()
-    failure = explain(log.path, ended)
-    problem = f"it ended with exit code {exit_code}"
-    if failure is None:
-        return Look(problem, exit_code, ended.oom_killed, restarts, f"the last line of its log: {log.last_line()}")
-    where = "its log ends with" if failure.number is None else f"line {failure.number} of its log says"
-    shown = failure.line[:EVIDENCE_CHARS] + ("..." if len(failure.line) > EVIDENCE_CHARS else "")
-    evidence = f"{where}: {shown or 'nothing'}; to solve it: {failure.fix}"
-    return Look(f"{problem}: {failure.cause}", exit_code, ended.oom_killed, restarts, evidence)
+    found = explain(log.path, ended)
+    death = ServerDeath(how="ended", exit_code=exit_code, line=log.last_line())
+    if found is not None:
+        death = replace(
+            death, failure=found.id, cause=found.cause, fix=found.fix, line=found.line, line_number=found.number
+        )
+    return Look(death, ended.oom_killed, restarts, found)
 
 
-def death(look: Look, log: LogFile) -> ServerError:
+def death_error(look: Look, log: LogFile) -> ServerError:
     """The error for a server that ended, or could not be reached any more, before it was ready."""
-    if look.cut_off:
-        return ServerError(f"the server cannot be reached: {look.problem}", next_step="Check the way to its machine.")
-    failure = explain(log.path, State(exit_code=look.exit_code, oom_killed=look.oom_killed))
-    what = f"the server did not start; {look.problem}"
-    if failure is None:
-        if look.exit_code is not None:  # of a server that already worked, the last line would be any request's
+    assert look.death is not None
+    sentence, ended = look.death.sentence(), look.death.how == "ended"
+    if look.death.how == "unreachable":
+        return ServerError(f"the server cannot be reached: {sentence}", next_step="Check the way to its machine.")
+    found = look.failure if ended else explain(log.path, State(oom_killed=look.oom_killed))
+    what = f"the server did not start; {sentence}"
+    if found is None:
+        if ended:  # of a server that already worked, the last line would be any request's
             what += f": {log.last_line()}"
         return ServerError(what, next_step=f"Its log is {log.path}.", detail=log.tail())
-    return ServerError(what, next_step=f"To solve it: {failure.fix}.", detail=evidence_in(failure, log))
+    return ServerError(what, next_step=f"To solve it: {found.fix}.", detail=evidence_in(found, log))
 
 
 def advice(said: str, log: LogFile | None = None) -> tuple[str, str]:

@@ -13,9 +13,8 @@ from harness.serve.ask import reason
 from harness.serve.compose.compose import Managed
 from harness.serve.docker.containers import advice
 from harness.serve.lemonade import api as lemonade
-from harness.serve.lemonade import served_name
+from harness.serve.lemonade import pool_size, served_name
 from harness.serve.lemonade.api import PREFIX, Api, Backend, Running, System, text_of
-from harness.serve.lemonade.pool import pool_size
 from harness.serve.lemonade.pull import download
 from harness.serve.waiting import Phases, Waiting, death, watched
 

@@ -4,8 +4,8 @@ from harness.scenario.lengths import most_of, unread
 from harness.scenario.scenario import Load, Scenario, Server, at_once
 from harness.serve.compose.template import variable_of
 from harness.serve.compose.values import tag_of
+from harness.serve.lemonade import MOST, pool_size
 from harness.serve.lemonade.arguments import MOST_TOKENS
-from harness.serve.lemonade.pool import MOST, pool_size
 
 
 def hints(scenario: Scenario, threads: int | None) -> list[str]:

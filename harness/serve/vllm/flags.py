@@ -1,33 +1,17 @@
-"""Flags of `vllm serve`, judged before a start of minutes: by the image's own help, and by what was removed.
+"""Flags of `vllm serve`, checked before the start: those that vLLM removed, and values that exclude each other.
 
-A wrong flag ends vLLM at once, but only after its image was pulled and its program imported, and a guide's flag of
-last year is wrong today. The rules are those of vLLM's parser: `_` means `-` in a name, a name may be cut short where
-that leaves one option, `--flag=value`, and `--config.key value` for options that take JSON.
+Names are read as vLLM's parser reads them: `_` means `-` in a name, `--flag=value`, `--config.key value`.
 """
 
 import re
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from harness.errors import did_you_mean
 from harness.failures.removed_flags import removed_flags as removed_flags
 
-_OPTION = re.compile(r"(?:^|, )(--?[A-Za-z][\w-]*)")
 _NEGATIVE = re.compile(r"-[\d.]")
 _DASHES = re.compile(r"-*[\u2010-\u2015\u2212][-\u2010-\u2015\u2212]*")  # hyphens as web pages print them
 _VERSION = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?")
-
-
-def options_of(help_text: str) -> list[str]:
-    """The options that `vllm serve --help=all` lists, long and short, with and without `no-`."""
-    heads = (line[2:].split("  ")[0] for line in help_text.splitlines() if line.startswith("  -"))
-    return sorted({option for head in heads for option in _OPTION.findall(head)})
-
-
-def unknown_flags(words: Sequence[str], options: Iterable[str]) -> list[str]:
-    """What of a command line a vLLM with these options would refuse; each with advice."""
-    known = sorted(options)
-    return [problem for flag in flags_in(words) if (problem := _refused(flag, known)) is not None]
 
 
 def removed_in(words: Sequence[str], image: str) -> list[str]:
@@ -99,22 +83,3 @@ def version_of(image: str) -> tuple[int, int, int] | None:
         return None
     match = _VERSION.match(after if marked else tag)
     return (int(match[1]), int(match[2]), int(match[3] or 0)) if match else None
-
-
-def _refused(flag: str, known: list[str]) -> str | None:
-    if flag in known:
-        return None
-    if not flag.startswith("--"):
-        # -O3 is -O 3, and a short name may be followed by its value.
-        short = [option for option in known if not option.startswith("--")]
-        return None if any(flag.startswith(option) for option in ("-O", *short)) else f"{flag}: vLLM has no such option"
-    longer = [option for option in known if option.startswith(flag)]
-    if len(longer) == 1:
-        return None
-    if longer:
-        return f"{flag}: could be any of {', '.join(longer[:6])}; write it in full"
-    row = removed_flags().get(flag)
-    if row is not None:
-        return f"{flag}: {row.advice}"
-    hint = did_you_mean(flag, known)
-    return f"{flag}: this vLLM has no such option" + (f"; {hint}" if hint.startswith("did") else "")

@@ -136,7 +136,7 @@ def _wait(container: Container, log: LogFile, loading_s: float, say: Callable[[s
     look = containers.watcher(container, log)
     deadline = time.monotonic() + loading_s
     works = False
-    while (seen := look(False)).problem is None:
+    while (seen := look(False)).death is None:
         works = works or WORKS in log.text(65_536)
         if not works and time.monotonic() > deadline:
             raise ServerError(
@@ -146,9 +146,9 @@ def _wait(container: Container, log: LogFile, loading_s: float, say: Callable[[s
             )
         say(f"offline: {log.last_line()}")
         time.sleep(LOOK_S)
-    if seen.exit_code != 0 or seen.oom_killed:
+    if seen.death is None or seen.death.exit_code != 0 or seen.oom_killed:
         log.settle()
-        raise containers.death(seen, log)
+        raise containers.death_error(seen, log)
 
 
 def _answers(container: Container) -> tuple[Head, list[Line]]:
