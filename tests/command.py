@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import psutil
 import yaml
 
+from tests import prefork
+
 HARNESS = str(Path(sys.executable).with_name("harness"))
 MARK = "HARNESS_TEST_MARK"
 
@@ -38,6 +40,31 @@ class Done(NamedTuple):
 ENDED: list[Done] = []  # the commands of this test: see tests/faults.py
 
 
+def descendants(mark: str, pid: int, word: str = "") -> list[psutil.Process]:
+    """Return the living processes that the command `pid` started, with `word` in their command line."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != pid and process.environ().get(MARK) == mark:
+                dead = process.status() == psutil.STATUS_ZOMBIE
+                if not dead and word in " ".join(process.cmdline()):
+                    found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def no_descendants(mark: str, pid: int, within_s: float = 1.0) -> None:
+    """Assert that no process that the command started is left, and end those that are."""
+    deadline = time.monotonic() + within_s
+    while (left := descendants(mark, pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    words = [" ".join(process.cmdline()) for process in left]
+    for process in left:
+        process.kill()
+    assert words == []
+
+
 class Going:
     """A command that runs, and every process that descends from it, orphans included."""
 
@@ -58,16 +85,7 @@ class Going:
 
     def others(self, word: str = "") -> list[psutil.Process]:
         """The living processes that it started, with `word` in their command line."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.pid != self.process.pid and process.environ().get(MARK) == self._mark:
-                    dead = process.status() == psutil.STATUS_ZOMBIE
-                    if not dead and word in " ".join(process.cmdline()):
-                        found.append(process)
-            except psutil.Error:
-                continue
-        return found
+        return descendants(self._mark, self.process.pid, word)
 
     def end(self, timeout_s: float = 60) -> Done:
         out, err = self.process.communicate(timeout=timeout_s)
@@ -75,10 +93,7 @@ class Going:
         return ENDED[-1]
 
     def nothing_left(self, within_s: float = 1.0) -> None:
-        deadline = time.monotonic() + within_s
-        while (left := self.others()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert [" ".join(process.cmdline()) for process in left] == []
+        no_descendants(self._mark, self.process.pid, within_s)
 
     def interrupt(self) -> None:
         self.process.send_signal(signal.SIGINT)
@@ -100,6 +115,17 @@ def going(
             process.kill()
 
 
+def _forked(args: tuple[str, ...], cwd: Path, timeout_s: float) -> Done:
+    mark = uuid.uuid4().hex
+    pid = 0
+    try:
+        pid, code, out, err = prefork.run([HARNESS, *args], cwd, {**os.environ, MARK: mark}, timeout_s)
+        ENDED.append(Done(code, out, err))
+    finally:
+        no_descendants(mark, pid)
+    return ENDED[-1]
+
+
 def harness(
     *args: str,
     cwd: Path,
@@ -107,10 +133,16 @@ def harness(
     before: Callable[[], None] | None = None,
     timeout_s: float = 60,
 ) -> Done:
-    """Run a command to its end. No process of its own is left and no traceback is shown, whatever the command."""
-    with going(*args, cwd=cwd, env=env, before=before) as command:
-        done = command.end(timeout_s)
-        command.nothing_left()
+    """Run a command to its end. No process of its own is left and no traceback is shown, whatever the command.
+
+    With `env` or `before` the installed script is started, since both may concern what Python does at its start.
+    """
+    if env is None and before is None:
+        done = _forked(args, cwd, timeout_s)
+    else:
+        with going(*args, cwd=cwd, env=env, before=before) as command:
+            done = command.end(timeout_s)
+            command.nothing_left()
     assert "Traceback" not in done.out + done.err
     return done
 
