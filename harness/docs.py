@@ -37,9 +37,10 @@ unless the server consents in the scenario, which `harness check` and the report
 | `allow: [...]` | lets through |
 |---|---|
 | `docker-socket` | a volume with the socket of Docker, containerd, Podman or CRI-O, or a folder that holds one |
-| `host-files` | a volume of `/proc`, `/sys`, `/dev`, `/boot`, a whole home, credentials in it or in `/etc` |
-| | or of the container engine's data; a writable one of `/etc`, `/usr`, `/bin`, `/lib` |
-| | or of `/var/log`; a folder that holds one of these |
+| `host-files` | a volume of `/proc`, `/sys`, `/dev`, `/boot`, a whole home, credentials in `/etc` |
+| | or of the container engine's data; hidden files of a home, but for `.cache`, `.local/share`, `.NAME/models` |
+| | a writable one of `/etc`, `/usr`, `/bin`, `/lib`; of the whole `/opt`, `/srv`, `/tmp`, `/mnt`, `/media` |
+| | or of what is in `/var` and `/run`, but for `/var/tmp/...` and `/run/media/...`; a folder that holds one of these |
 | `host-devices` | a device that is not a GPU's (`/dev/kfd`, `/dev/dri`, `/dev/accel`), such as a disk or `/dev/mem` |
 | `host-ipc` | `ipc: host` |
 | `open-port` | `publish` with an address that other machines reach, such as `0.0.0.0` or `[::]` |

@@ -18,6 +18,7 @@ from harness.redact import without
 
 INTERRUPTED = "interrupted; everything that was started has been taken down"
 SHOWN_PROBLEMS = 50  # of a scenario
+MOST_CHARACTERS = 1000  # of one of them
 _TOLD_LINES = 5  # of one file
 _MOST_LINES = 1000  # after so many nothing more is read
 
@@ -59,9 +60,17 @@ class ScenarioError(HarnessError):
     def __init__(self, where: str, problems: list[str]) -> None:
         count = "1 problem" if len(problems) == 1 else f"{len(problems):,} problems"
         super().__init__(f"{where}: {count}", next_step="Correct the file and run `harness check` on it.")
-        self.problems = problems = without(problems, words=False)
+        # Masked first: a value that is cut could hide from the mask.
+        self.problems = problems = [shortened(problem) for problem in without(problems, words=False)]
         more = len(problems) - SHOWN_PROBLEMS
         self.detail = "\n".join(problems[:SHOWN_PROBLEMS] + ([f"and {more:,} more"] if more > 0 else []))
+
+
+def shortened(problem: str) -> str:
+    """A problem with at most so much of a long value that the rest of the sentence is still read."""
+    if len(problem) <= MOST_CHARACTERS:
+        return problem
+    return f"{problem[: MOST_CHARACTERS // 2]} … {problem[-MOST_CHARACTERS // 2 :]}"
 
 
 class ServerError(HarnessError):

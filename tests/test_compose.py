@@ -300,7 +300,7 @@ def test_a_secret_that_is_written_out_is_refused_and_not_shown(given: dict[str, 
         {"extra_args": ["--api-key", "${A}", "--hf-token=$HF_TOKEN", "--header", "Bearer ${API_KEY:?it is needed}"]},
         {"extra_args": ["--max-num-partial-prefills", 2, "--long-prefill-token-threshold=128", "--tokenizer", "a/b"]},
         {"extra_args": ["--ssl-keyfile", "/keys/a", "--api-key-file=/keys/b", "--api-key-env", "MY_KEY", "--hf-token"]},
-        {"extra_args": ["--use-key", "--other"], "volumes": ["/tmp:/models/hf_transformers_cache"]},
+        {"extra_args": ["--use-key", "--other"], "volumes": ["/tmp:/models/hf_transformers_cache:ro"]},
         {"environment": {"HF_TOKEN": "${HF_TOKEN-}", "TOKENIZERS_PARALLELISM": "false", "HF_TOKEN_PATH": "/run/t"}},
         {"model_path": "/disk-images/sk-learn", "huggingface_cache": "hf_cache"},
     ],
@@ -527,7 +527,11 @@ def test_a_port_must_say_where_it_is_published(text: str) -> None:
             "/root", "/home", "/home/somebody", "/home/somebody/.ssh", "/home/somebody/.docker/config.json", "/var",
             "/var/lib", "/var/lib/docker/volumes", "/models/../proc", "/root/.ssh/id_rsa")),
         *(({"volumes": [f"{path}:/x"]}, "host-files") for path in (
-            "/etc/cron.d", "/usr", "/usr/local/bin", "/bin", "/lib/modules", "/var/log", "/var/spool/cron")),
+            "/etc/cron.d", "/usr", "/usr/local/bin", "/bin", "/lib/modules", "/var/log", "/var/spool/cron", "/opt",
+            "/srv", "/tmp", "/var/tmp", "/mnt", "/media", "/run/media", "/run/postgresql", "/var/www/html")),
+        *(({"volumes": [f"{home}/{name}:/x:ro"]}, "host-files") for home in ("/root", "/home/somebody", "/var/home/a")
+          for name in (".bashrc", ".profile", ".ssh", ".local", ".local/bin", ".mozilla/firefox", ".ollama",
+                       ".cache/huggingface/token", ".cache/huggingface/stored_tokens", ".cachet", ".config/models/..")),
         *(({"devices": [device]}, "host-devices") for device in (
             "/dev/mem", "/dev/sda", "/dev/nvme0n1:/dev/kfd", "/dev/kmem", "/dev/dri/../mem", "/dev/fuse", "/dev/kvm",
             "/dev/mapper/control", "/dev/kfd-of-nobody", "/dev/input/event0")),
@@ -558,8 +562,9 @@ def test_what_gives_the_container_this_machine_needs_consent(
     "given",
     [
         {},
-        {"volumes": ["/tmp:/models", "/etc/ssl/certs:/certs:ro", "/usr/share:/share:ro"]},
+        {"volumes": ["/tmp/models:/models", "/etc/ssl/certs:/certs:ro", "/usr/share:/share:ro"]},
         {"volumes": ["/home/somebody/.cache/huggingface:/a", "/root/.cache:/b", "/srv/models:/c", "/mnt/disk:/d",
+                     "/home/somebody/.ollama/models:/i", "/root/.local/share/models:/j", "/var/home/a/models:/k",
                      "/opt/models:/e", "/run/media/somebody/disk:/f", "/var/tmp/x:/g", "/data/etc:/h"]},
         {"devices": ["/dev/kfd", "/dev/dri/renderD128", "/dev/dri/card0", "/dev/null:/dev/kfd"], "publish": "[::1]"},
         {"ipc": "shareable", "publish": "127.0.0.2", "huggingface_cache": None},

@@ -387,3 +387,37 @@ def test_parts_of_a_mix_are_estimated_at_once(tmp_path: Path) -> None:
         repeats=1, warmup=Warmup(duration_s=5),
     )  # fmt: skip
     assert estimate_s(scenario, tmp_path) == 3 + 5 + 60 + 3
+
+
+@pytest.mark.parametrize(
+    ("part", "number", "problem"),
+    [
+        ("servers", 201, "it has 201 servers; at most 200 are read"),
+        ("loads", 5000, "a plan of 125,000 cells (servers x loads x repeats); at most 100,000 are read"),
+    ],
+)
+def test_a_scenario_that_is_too_large_is_refused(tmp_path: Path, part: str, number: int, problem: str) -> None:
+    servers = "\n".join(f"  s{i}: {{template: simulated}}" for i in range(number if part == "servers" else 5))
+    loads = "\n".join(f"  l{i}: {{user: batch, requests: 1}}" for i in range(number if part == "loads" else 1))
+    path = tmp_path / "large.yaml"
+    path.write_text(f"version: 1\nquestion: q\nmodel: m\nservers:\n{servers}\nloads:\n{loads}\n")
+    with pytest.raises(ScenarioError) as caught:
+        load_scenario(path)
+    assert any(problem in told for told in caught.value.problems)
+
+
+def test_long_values_are_cut_and_long_numbers_refused(tmp_path: Path) -> None:
+    path = tmp_path / "long.yaml"
+    for value in ("9" * 5000, "0" + "1" * 5000, "1" * 5000 + ":30"):
+        path.write_text(
+            f"version: 1\nquestion: q\nmodel: m\nrepeats: {value}\nservers: {{a: {{template: simulated}}}}\n"
+        )
+        with pytest.raises(ScenarioError) as caught:
+            load_scenario(path)
+        assert "at most 30 are read" in caught.value.detail
+        assert "4300" not in caught.value.detail
+    path.write_text(f"version: 1\nquestion: q\nmodel: m\nsorver: {'x' * 5000}\nchecks: ['ttft_p95 <= {'9' * 400}s']\n")
+    with pytest.raises(ScenarioError) as caught:
+        load_scenario(path)
+    assert all(len(problem) <= 1003 for problem in caught.value.problems)
+    assert "a bound has at most 30 characters" in caught.value.detail

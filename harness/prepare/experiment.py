@@ -17,7 +17,7 @@ from harness.scenario.arrivals import Schedule
 from harness.scenario.check_syntax import misplaced, on_server
 from harness.scenario.file import read_scenario
 from harness.scenario.mixes import alone, mix_of
-from harness.scenario.scenario import USERS, Baseline, Scenario, Server, taken_together
+from harness.scenario.scenario import USERS, Baseline, Scenario, Server, taken_together, too_large
 from harness.scenario.stages import staged
 from harness.scenario.strict import where
 from harness.serve import server_problems_of
@@ -68,6 +68,8 @@ def prepare(
         scenario = msgspec.structs.replace(scenario, model=model)
     if repeats is not None:
         scenario = msgspec.structs.replace(scenario, repeats=repeats)
+        too_many = too_large(len(scenario.servers), len(scenario.loads), repeats)
+        problems = [*problems, f"--repeats: {too_many}"] if too_many else problems
     if checks:
         scenario = msgspec.structs.replace(scenario, checks=[*scenario.checks, *checks])
     if target is not None:

@@ -12,13 +12,12 @@ from harness.errors import HarnessError
 from harness.files import pretty_json, read_json, replace_file
 from harness.redact import without
 from harness.rundir.records import FORMAT_VERSION, Seconds, Whole
-from harness.scenario.scenario import Scenario
+from harness.scenario.scenario import Scenario, too_large
 from harness.workers import Workers
 
 RESERVE = "reserve"  # a file of the run directory, while the run goes on
 RESERVED_BYTES = 2**19  # for the last records, and as much for the last manifest
 FULL_BYTES = 2**16
-MOST_CELLS = 100_000  # of a plan
 WallSeconds = Annotated[float, Meta(ge=0, le=1e11)]  # Unix time
 Status = Literal["running", "valid", "invalid", "failed", "interrupted", "live"]
 
@@ -289,8 +288,8 @@ def _contradiction(run: Run) -> tuple[str, str] | None:
     for name, parts in (("servers", scenario.servers), ("loads", scenario.loads)):
         if not parts:
             return "at least one is needed", f"$.scenario.{name}"
-    if (planned := len(scenario.servers) * len(scenario.loads) * scenario.repeats) > MOST_CELLS:
-        return f"a plan of {planned:,} cells; at most {MOST_CELLS:,} are read", "$.scenario"
+    if too_many := too_large(len(scenario.servers), len(scenario.loads), scenario.repeats):
+        return too_many, "$.scenario"
     names: set[str] = set()
     for place, cell in enumerate(run.cells):
         if cell.server not in scenario.servers:

@@ -4,6 +4,7 @@ METRIC is a name, or `attainment(SLO, ...)` or `goodput(SLO, ...)` with SLOs suc
 its unit, or a multiple of what the baseline has: `0.97 * baseline`. What a check comes to, `harness.judge.checks` says.
 """
 
+import math
 import operator
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -50,6 +51,7 @@ UNITS: dict[str, dict[str, float]] = {
 JUDGED_BY_SLOS = ("attainment", "goodput")
 OF_ANSWERS = ("valid_share", "right_share")
 BASELINE = "baseline"
+MOST_DIGITS = 30  # of a bound
 _NUMBER = r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?"
 
 
@@ -122,6 +124,8 @@ def parse_check(text: str) -> Check:
         raise reader.wrong("'speedup' is relative to the baseline already; use a plain number")
     if not relative and not number:
         raise reader.wrong(f"{reader.next()} is not a number")
+    if len(number) > MOST_DIGITS or not math.isfinite(float(number or 1)):
+        raise reader.wrong(f"a bound has at most {MOST_DIGITS} characters, and is not infinite")
     bound = float(number or 1) if relative else float(number) / _unit(reader, metric, UNITS[metric])
     if metric == "goodput" and not relative and reader.unit != _RATE:
         metric = "attainment"
@@ -217,6 +221,8 @@ def _slo(reader: _Reader) -> Slo:
     number = reader.word(_NUMBER)
     if not number:
         raise reader.wrong(f"{reader.next()} is not a number")
+    if len(number) > MOST_DIGITS or not math.isfinite(float(number)):
+        raise reader.wrong(f"a bound has at most {MOST_DIGITS} characters, and is not infinite")
     unit = reader.word(r"[^,) ]*")
     if unit not in _TIME:
         reader.back()

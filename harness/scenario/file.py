@@ -12,7 +12,18 @@ from harness.errors import HarnessError, ScenarioError, did_you_mean, which_row
 from harness.files import read_text
 from harness.scenario import behaviour, lengths, mixes, stages, structured
 from harness.scenario.check_syntax import misplaced
-from harness.scenario.scenario import SERVER_TOKENIZER, USERS, Arrivals, Load, Prompts, Scenario, Server, Trace, Warmup
+from harness.scenario.scenario import (
+    SERVER_TOKENIZER,
+    USERS,
+    Arrivals,
+    Load,
+    Prompts,
+    Scenario,
+    Server,
+    Trace,
+    Warmup,
+    too_large,
+)
 from harness.scenario.strict import decode, load_yaml, where
 
 MOST_BYTES = 2**18  # of a scenario: YAML is read at about 100 kB a second
@@ -59,6 +70,9 @@ def read_scenario(path: Path) -> Read:
         raise ScenarioError(
             str(path), [f"$.version: {version} was written for a newer harness; this one reads version 1"]
         )
+    rows = [len(raw[part]) if isinstance(raw.get(part), dict) else 1 for part in ("servers", "loads")]
+    if too_many := too_large(*rows):
+        raise ScenarioError(str(path), [f"$: {too_many}"])
     scenario = written = decode(raw, Scenario, lines, problems) or _what_decodes(raw)
     known = {part: list(raw[part]) if isinstance(raw.get(part), dict) else [] for part in ("servers", "loads")}
     wrong = mixes.problems_of(scenario, known["loads"]) + stages.problems_of(scenario, lines)
@@ -67,6 +81,8 @@ def read_scenario(path: Path) -> Read:
         whole = mixes.expanded(scenario)
         scenario = stages.expanded(whole)
         known["loads"] = [name for name in known["loads"] if name not in whole.loads] + list(scenario.loads)
+        if too_many := too_large(len(scenario.servers), len(scenario.loads), scenario.repeats):
+            wrong.append(f"$: {too_many}")
     wrong += [f"$.{part}: at least one is needed" for part in ("servers", "loads") if raw.get(part) == {}]
     faulty = {name: item for name, item in _mappings(raw.get("loads")) if name not in written.loads}
     wrong += [f"$.loads.{name}.{said}" for name, item in faulty.items() for said in _of_the_rest(item, path.parent)]

@@ -29,6 +29,8 @@ VariableName = Annotated[
 _OPEN_WARMUP = 8
 SERVER_TOKENIZER = "server"  # of `prompts.tokenizer`: the tokenizer that the server has
 TURNS = 4  # of a conversation, where nobody says how many
+MOST_SERVERS = 200  # of a scenario: each is rendered, and its settings are checked
+MOST_CELLS = 100_000  # of a plan
 USERS = ("agent", "batch", "chat", "rag")  # the user classes that ship, locustfiles/<name>.py
 
 
@@ -212,6 +214,15 @@ def taken_together(load: Load) -> int:
         agent = load.agent or Agent()
         return agent.steps * (1 + agent.sub_agents)
     return load.batch_size or 1
+
+
+def too_large(servers: int, loads: int, repeats: int = 1) -> str | None:
+    """Why a scenario with so many servers, loads and repeats is refused; None: it is not."""
+    if servers > MOST_SERVERS:
+        return f"it has {servers:,} servers; at most {MOST_SERVERS:,} are read"
+    if (cells := servers * loads * repeats) > MOST_CELLS:
+        return f"a plan of {cells:,} cells (servers x loads x repeats); at most {MOST_CELLS:,} are read"
+    return None
 
 
 def at_once(load: Load) -> int:

@@ -18,6 +18,7 @@ from harness.errors import SHOWN_PROBLEMS, did_you_mean
 T = TypeVar("T")
 _PLAIN_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 MOST_VALUES = 50_000  # a few aliases of aliases are billions
+MOST_DIGITS = 30
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _HALF = "\\ud800 to \\udfff are halves of a character; write the whole character, or its \\U escape with eight digits"
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
@@ -71,10 +72,15 @@ def _value(node: yaml.Node, path: str, lines: dict[str, int], problems: list[str
         return mapping
     if isinstance(node, yaml.SequenceNode):
         return [_value(item, f"{path}[{i}]", lines, problems) for i, item in enumerate(node.value)]
+    if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MOST_DIGITS:
+        problems.append(
+            f"{path} (line {line}): a whole number of {len(node.value):,} digits; at most {MOST_DIGITS} are read"
+        )
+        return 1
     if node.tag == "tag:yaml.org,2002:int" and not _PLAIN_INTEGER.fullmatch(node.value):
         # YAML 1.1 reads 010 as 8 and 1:30 as 90.
         problems.append(f"{path} (line {line}): '{node.value}' is not a plain whole number; write it in digits")
-        return int("".join(filter(str.isdigit, node.value)))  # a number, so that nothing else is said of it
+        return 1  # a number, so that nothing else is said of it
     plain = isinstance(node, yaml.ScalarNode) and node.style is None
     if plain and node.tag == "tag:yaml.org,2002:str" and _EXPONENT.fullmatch(node.value):
         return float(node.value)  # YAML 1.1 takes 1e3 for a text

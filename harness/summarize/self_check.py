@@ -114,7 +114,7 @@ def _send_lag(load: Load, tally: Tally, marks: Sequence[ProcessMark]) -> list[Cl
 
 
 def _shared(load: Load, tally: Tally, numbers: Numbers, marks: Sequence[ProcessMark]) -> list[ClientLimit]:
-    """Chunks that the client put together, since it read late. What a server smarks at once is none of its doing.
+    """Chunks that the client put together, since it read late. What a server sends at once is none of its doing.
 
     Of fast streams a late read often looks timely (its last bytes have just come): where the loop was late most of the
     time, all chunks that shared a read are taken for the client's.

@@ -37,9 +37,15 @@ _CLOSED = (
 )  # fmt: skip
 # Not to be written: likewise.
 _SYSTEM = ("/etc", "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/var/log", "/var/spool")
-# A whole home; in one, what programs keep their credentials in. Its other folders hold models.
+# Whole, not to be written; of the folders in them, those that programs of this machine keep their state in.
+_WHOLE = re.compile(
+    r"/(?:opt|srv|tmp|mnt|media|var/tmp|var/mnt|run/media)|/(?:var|run)/(?!(?:tmp|mnt|home|media)(?:/|$)).*"
+)
+# A whole home; in one, the hidden files, which hold credentials and what a login runs. Other folders hold models.
+_A_HOME = r"(?:(?:/var)?/home/[^/]+|/root|/var/roothome)"
 _HOME = re.compile(
-    r"/home|(?:/home/[^/]+|/root)(?:/\.(?:ssh|gnupg|aws|azure|kube|docker|netrc|config|password-store)(?:/.*)?)?"
+    rf"(?:/var)?/home|{_A_HOME}(?:/\.(?!(?:cache|local/share|[^/]+/models)(?:/|$)).*)?"
+    rf"|{_A_HOME}/\.cache/huggingface/(?:token|stored_tokens)"
 )
 _GPU = re.compile(r"/dev/(?:kfd|dri|accel|nvidia[\w-]*|null|zero|full|u?random)(?:/.*)?")
 _THEIRS = ("seccomp=unconfined", "SYS_PTRACE", "SYS_NICE")  # what templates that ship need, as their makers' commands
@@ -134,7 +140,9 @@ def _of_path(source: str, *, read_only: bool) -> Consent | None:
             return "docker-socket"
     for path in _ways(source):
         closed = _CLOSED if read_only else (*_CLOSED, *_SYSTEM)
-        if _HOME.fullmatch(path) or any(_holds(path, one) or _holds(one, path) for one in closed):
+        if _HOME.fullmatch(path) or (not read_only and _WHOLE.fullmatch(path)):
+            return "host-files"
+        if any(_holds(path, one) or _holds(one, path) for one in closed):
             return "host-files"
     return None
 
