@@ -32,7 +32,7 @@ from tests.made_runs import scenario, write_made_run
 # Modules that open files for reading by themselves, and why.
 OPENERS = {
     "files.py": "the one function",
-    "cli/explain.py": "a pipe that the shell has opened",
+    "cli/tools.py": "a pipe that the shell has opened",
     "engines/__init__.py": "its own files",
     "load/live/page.py": "its own assets",
     "machine/telemetry.py": "files of /sys and /proc, each second",
