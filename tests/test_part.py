@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.load.part import Part
-from harness.load.tickets import Plan, Ticket, Tickets
+from harness.load.tickets import Part, Plan, Ticket, Tickets
 from harness.scenario.arrivals import Schedule
 from harness.scenario.scenario import Arrivals
 

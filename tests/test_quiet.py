@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from harness.job import Job, write_job
-from harness.load.part import Part
-from harness.load.tickets import Plan, Tickets
+from harness.load.tickets import Part, Plan, Tickets
 from harness.run import drive as driving
 from harness.run.drive import LocalChild, drive, locust_arguments
 from harness.scenario.arrivals import Schedule

@@ -10,9 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.load.part import Part
 from harness.load.process import plan_of
-from harness.load.tickets import Plan, Seen, Tickets
+from harness.load.tickets import Part, Plan, Seen, Tickets
 from harness.rundir.records import ProcessMark, read_requests
 from harness.scenario.file import load_scenario
 from harness.scenario.scenario import Arrivals, Load, Trace, Warmup

@@ -3,15 +3,11 @@
 What to send, and when:
 user.py       the base class of every simulated person or agent
 tools.py      the tools of an agent, and a server's calls of them
-process.py    what all users of one load process share; where a request becomes a record
+process.py    what all users of one load process share; the body of a request; where a request becomes a record
 first_look.py whether the server is there, and which model it offers
-tickets.py    which request of the sequence comes next, across processes
-course.py     the tickets of a load's stages, one after the other
+tickets.py    which request of the sequence comes next, across processes and machines
+course.py     the tickets of a load's stages, one after the other; where the parts of a mix wait for each other
 stages.py     how many users there are in which stage
-part.py       which part of the sequence a machine sends
-wait.py       until something is so
-meet.py       where the parts of a mix wait for each other
-body.py       a request in the words of each endpoint
 
 One request and its answer:
 client.py     one keep-alive connection; bytes with the time at which they arrived
@@ -22,7 +18,6 @@ exchange.py   one request and what came back of it
 form.py       what the events of one stream have in common, so that most need no parsing
 sse.py        bytes to events
 answer.py     events and times to the observations of a Request
-leave.py      a user who leaves before the answer is there
 later.py      what can wait until nothing else is to be done
 recorder.py   records and marks to their files
 health.py     whether the load process itself is the limit

@@ -6,15 +6,27 @@ is drained between them.
 """
 
 import logging
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import gevent
 import msgspec
 
+from harness.job import Job, warm_sign
 from harness.load.tickets import Plan, Ticket, Tickets
-from harness.load.wait import until
 
 logger = logging.getLogger(__name__)
+
+LOOK_S = 0.05
+
+
+def until(so: Callable[[], object], at_most_s: float = math.inf, look_s: float = LOOK_S) -> None:
+    """Look again and again, until it is so or the time is over."""
+    end_s = time.monotonic() + at_most_s
+    while not so() and time.monotonic() < end_s:
+        gevent.sleep(look_s)
 
 
 class Stage(NamedTuple):
@@ -101,3 +113,26 @@ class Course:
     def users_are_there(self) -> None:
         """As many as there should be, and no others."""
         self.stages[self.stage()].users_are_there()
+
+
+def meet(job: Job, tickets: Course) -> None:
+    """Hold the warm-up of a part of a mix until all parts are warm, so that all are measured from the same moment.
+
+    Each part has its own load processes or its own master. It knows of the other parts one file each, the sign that
+    their warm-up is over. To be called before the first request.
+    """
+    tickets.hold()
+    gevent.spawn(_wait, job, tickets)
+
+
+def all_are_warm(job: Job) -> bool:
+    """Say that the warm-up of this load is over. Whether those of the other parts of its mix are, where it has any."""
+    if job.beside:
+        warm_sign(job.tickets_path).touch()
+    return all(warm_sign(path).exists() for path in job.beside)
+
+
+def _wait(job: Job, tickets: Course) -> None:
+    until(tickets.stages[0].warmed_up)
+    until(lambda: all_are_warm(job))
+    tickets.stages[0].held = False

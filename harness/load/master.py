@@ -24,9 +24,8 @@ from harness import __version__
 from harness.errors import HarnessError
 from harness.files import read_bytes
 from harness.job import Job, WaitsForWorkers, quiet_sign, report, secrets_of
-from harness.load.meet import all_are_warm
+from harness.load.course import LOOK_S, all_are_warm, until
 from harness.load.spool import FILES, Intake
-from harness.load.wait import LOOK_S, until
 from harness.load.worker import (
     ASK,
     BEGUN,

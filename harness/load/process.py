@@ -4,32 +4,30 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import gevent
+import msgspec
 from gevent.lock import Semaphore
 
 from harness import workload
 from harness.errors import HarnessError, Mistakes
 from harness.job import Job, secrets_of
 from harness.load.answer import Answer, Reading
-from harness.load.body import PATHS, body_of
 from harness.load.client import Client
 from harness.load.clock import KernelClock
 from harness.load.course import Course, Stage
 from harness.load.dialer import Dialer, Target
-from harness.load.exchange import Exchange
+from harness.load.exchange import Exchange, Failure
 from harness.load.first_look import api_key, first_model, key_header
 from harness.load.health import coalesced_late
 from harness.load.later import Listeners
-from harness.load.leave import leaving
-from harness.load.part import Part
 from harness.load.reader import Reader
 from harness.load.recorder import Recorder
-from harness.load.tickets import Plan, Seen, Ticket
+from harness.load.tickets import Part, Plan, Seen, Ticket
 from harness.load.tools import Tools
 from harness.process import refuse_too_few_files
 from harness.redact import know
@@ -37,7 +35,7 @@ from harness.rundir.records import ErrorKind, Request
 from harness.scenario import structured
 from harness.scenario.arrivals import Due, Schedule, steady
 from harness.scenario.behaviour import Abandon
-from harness.scenario.scenario import Arrivals, connections_per_process, taken_together
+from harness.scenario.scenario import Arrivals, Load, connections_per_process, taken_together
 from harness.scenario.steady import Steadiness, steadiness
 from harness.scenario.structured import Judged
 from harness.traces.replay import Beginning, Replay, replay_of
@@ -410,3 +408,55 @@ def _replay(job: Job) -> Replay | None:
     if job.load.trace is None or job.trace_file is None:
         return None
     return replay_of(job.trace_file, job.load.trace)
+
+
+PATHS = {"chat": "/chat/completions", "completions": "/completions", "embeddings": "/embeddings"}
+
+
+def body_of(load: Load, model: str, messages: Sequence[Message], max_tokens: int, more: dict[str, Any]) -> bytes:
+    """The JSON text of a request. `more` is what a structured answer adds."""
+    if load.endpoint == "embeddings":
+        return msgspec.json.encode({"model": model, "input": as_text(messages)})
+    body: dict[str, Any] = {"model": model}
+    body |= {"messages": messages} if load.endpoint == "chat" else {"prompt": as_text(messages)}
+    body |= {
+        "max_tokens": max_tokens,
+        "temperature": 0,  # the same choices on both sides of a comparison
+        "stream": load.stream,
+    }
+    if load.stream:
+        body["stream_options"] = {"include_usage": True}
+    if load.output == "fixed":
+        body["ignore_eos"] = True
+    return msgspec.json.encode(body | more)
+
+
+def as_text(messages: Sequence[Message]) -> str:
+    """Messages for an endpoint that takes a text: one after the other, without the roles that only a template knows."""
+    return "\n\n".join(message["content"] for message in messages)
+
+
+class _Left(gevent.Timeout):  # cut like any other timeout
+    """Raised where the user waits."""
+
+
+@contextmanager
+def leaving(how: Abandon, exchange: Exchange, reading: Reading) -> Iterator[None]:
+    """Cut what is sent inside, as `how` says; the exchange then has failed as `abandoned`."""
+    tokens, look = how.after_tokens, exchange.look
+    with _Left(how.after_s) as left:
+
+        def look_and_leave() -> None:
+            if look is not None:
+                look()
+            if tokens is not None and reading.chunks >= tokens and not exchange.complete:
+                raise left
+
+        exchange.look, exchange.watched = look_and_leave, tokens is not None
+        try:
+            yield
+        except _Left as error:
+            if error is not left:
+                raise
+            when = f"after {how.after_s:g} s" if tokens is None else f"after {tokens} chunks"
+            exchange.failure = Failure("abandoned", f"the user left {when}")

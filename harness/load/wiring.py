@@ -26,12 +26,11 @@ from locust.runners import STATE_INIT, MasterRunner, Runner, WorkerRunner
 
 from harness.errors import HarnessError, sentence
 from harness.job import Job, quiet_sign, report_error
-from harness.load.course import Course
+from harness.load.course import Course, meet
 from harness.load.drain import Drain
 from harness.load.live import access
 from harness.load.live.wire import Live
 from harness.load.master import Master, hear_only_sense
-from harness.load.meet import meet
 from harness.load.options import add_options, job_file, refuse_amounts
 from harness.load.process import LoadProcess, course_of, plan_of
 from harness.load.recorder import Anchor, Recorder

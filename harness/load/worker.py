@@ -26,10 +26,10 @@ from harness import __version__
 from harness.errors import HarnessError, sentence
 from harness.files import UNDECODABLE
 from harness.job import Job
+from harness.load.course import until
 from harness.load.process import LoadProcess
 from harness.load.recorder import Anchor, Recorder
 from harness.load.spool import FILES, Spool
-from harness.load.wait import until
 
 HELLO, READY, BEGUN, WARM, QUIET, FINISHED, RECORDS, DONE = (
     f"llm-{name}" for name in ("hello", "ready", "begun", "warm", "quiet", "finished", "records", "done")
