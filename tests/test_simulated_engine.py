@@ -5,8 +5,7 @@ import re
 import msgspec
 import pytest
 
-from harness.simulated.engine import Engine, EngineConfig, Sequence
-from harness.simulated.kvcache import BlockPool, block_hashes
+from harness.simulated.engine import BlockPool, Engine, EngineConfig, Sequence, block_hashes
 from tests.predict import predict_batches
 
 PLAIN = EngineConfig(

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from harness.simulated import Spawned, spawned
 from harness.simulated.faults import KINDS, Fault, active_faults, parse_fault
-from harness.simulated.spawn import Spawned, spawned
 
 
 @pytest.fixture(scope="module")

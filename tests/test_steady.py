@@ -17,8 +17,8 @@ from harness.rundir.records import ProcessMark, read_requests
 from harness.scenario.file import load_scenario
 from harness.scenario.scenario import Arrivals, Load, Trace, Warmup
 from harness.scenario.steady import Steadiness, agree
+from harness.simulated import spawned
 from harness.simulated.engine import Engine, EngineConfig, Sequence
-from harness.simulated.spawn import spawned
 from harness.summarize.tally import Clock, Tally
 from harness.summarize.warmup import in_words, warmed
 from harness.summary import Warmed

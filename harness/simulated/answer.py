@@ -12,7 +12,6 @@ from harness.simulated import wire
 from harness.simulated.faults import Active
 from harness.simulated.http import HttpRequest
 from harness.simulated.sendlog import Sent
-from harness.simulated.tokens import WORDS, output_word
 
 _SPLIT_PAUSE_S = 0.0002
 _ENGINE_ERROR = "EngineCore encountered an issue. See stack trace (above) for the root cause."
@@ -76,7 +75,7 @@ class Answer:
             return ""
         if self.words is not None:
             return self.words[index] if index < len(self.words) else ""
-        return WORDS[output_word(self.number, index)]
+        return wire.WORDS[wire.output_word(self.number, index)]
 
     def close(self, finish: str, usage: dict[str, Any]) -> None:
         """The end of the answer: usage and `[DONE]`, or the whole body."""
