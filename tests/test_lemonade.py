@@ -18,7 +18,7 @@ from harness.errors import ServerError
 from harness.rundir.metrics import parse
 from harness.serve.compose.compose import Managed, Serving
 from harness.serve.lemonade.api import Api, canonical_name, health, system
-from harness.serve.lemonade.attached import attached
+from harness.serve.lemonade.bring_up import attached
 from harness.serve.lemonade.running import Watch
 from harness.serve.logfile import LogFile
 from harness.serve.ready import Ready, wait_ready

@@ -31,8 +31,7 @@ from harness.scenario.structured import Judged, Structured, judge
 from harness.serve import ask, fetch, tokenize
 from harness.serve.lemonade import api as lemonade
 from harness.serve.lemonade.api import Api
-from harness.serve.lemonade.attached import attached
-from harness.serve.lemonade.pull import download
+from harness.serve.lemonade.bring_up import attached, download
 from harness.serve.lemonade.running import Watch
 from harness.serve.recorded import recorded
 from harness.trust import open_session

@@ -31,7 +31,7 @@ from harness.serve.docker.over_ssh import address_of, tunnel
 from harness.serve.embedded import arguments_of, embedded
 from harness.serve.endpoint import Endpoint
 from harness.serve.lemonade.api import Api
-from harness.serve.lemonade.attached import attached
+from harness.serve.lemonade.bring_up import attached
 from harness.serve.lemonade.running import Watch, orphans_of
 from harness.serve.logfile import LogFile
 from harness.serve.ports import is_free
