@@ -22,7 +22,7 @@ from harness.job import write_job
 from harness.rundir.records import Request, read_marks, read_requests
 from harness.scenario.behaviour import Abandon, Pause
 from harness.scenario.scenario import Load
-from harness.serve.ports import free_port
+from harness.serve.ask import free_port
 from harness.simulated import spawned
 from tests.command import until
 from tests.fake_server import answering, serving, whole

@@ -26,7 +26,7 @@ from harness.load.live.book import ALL
 from harness.paths import ROOT
 from harness.rundir.records import Request
 from harness.scenario.scenario import Load, Trace, Warmup
-from harness.serve.ports import free_port
+from harness.serve.ask import free_port
 from harness.simulated import spawned
 from tests.command import harness, write
 from tests.faults import fault

@@ -12,10 +12,9 @@ import pytest
 
 from harness.redact import know, masked
 from harness.rundir.manifest import Phase, ServedBy, Startup
-from harness.serve.docker.contents import listed
 from harness.serve.lemonade.api import Api
 from harness.serve.lemonade.running import Watch
-from harness.serve.recorded import labels_of, recorded
+from harness.serve.recorded import labels_of, listed, recorded
 from harness.serve.startup import moment, of_lines, phases_of, started
 
 DATA = Path(__file__).parent / "data" / "startup"

@@ -18,6 +18,7 @@ from harness.process import signals_interrupt
 from harness.rundir.manifest import ServedBy, ServerDeath
 from harness.scenario.scenario import Scenario, Server
 from harness.serve import ask
+from harness.serve.ask import is_free
 from harness.serve.compose.compose import GATEWAY, SERVER, ComposeFile, Service, Serving, filled_in
 from harness.serve.compose.consent import allowed, refuse_without_consent
 from harness.serve.compose.document import written
@@ -34,7 +35,6 @@ from harness.serve.lemonade.api import Api
 from harness.serve.lemonade.bring_up import attached
 from harness.serve.lemonade.running import Watch, orphans_of
 from harness.serve.logfile import LogFile
-from harness.serve.ports import is_free
 from harness.serve.ready import Ready, wait_ready
 from harness.serve.recorded import recorded
 from harness.serve.secrecy import secrets_in
