@@ -19,7 +19,7 @@ from harness.serve.ask import PROBE_TIMEOUT_S, text_of
 from harness.serve.docker.containers import unpacked
 from harness.serve.docker.daemon import DOCKER_ERRORS
 from harness.serve.fetch import LOADED
-from harness.serve.lemonade.running import Watch
+from harness.serve.lemonade.running import LemonadeMonitor
 from harness.serve.startup import Started, can_be_kept, moment, of_lines, phases_of, started
 from harness.trust import open_session
 
@@ -31,7 +31,7 @@ def recorded(
     metrics_url: str | None = None,
     api_key: str | None = None,
     container: Container | None = None,
-    behind: Watch | None = None,
+    behind: LemonadeMonitor | None = None,
 ) -> ServedBy:
     """`served` with its start, its effective settings and its image's contents filled in.
 
@@ -61,7 +61,7 @@ def recorded(
 
 
 def _asked(
-    served: ServedBy, log: Started, metrics_url: str | None, api_key: str | None, behind: Watch | None
+    served: ServedBy, log: Started, metrics_url: str | None, api_key: str | None, behind: LemonadeMonitor | None
 ) -> tuple[Startup, dict[str, Any]]:
     """What the log says, and what the server answers on top of it; only those are asked that would know."""
     facts, effective = msgspec.structs.asdict(log.facts), dict(log.effective)

@@ -187,7 +187,7 @@ class Step(msgspec.Struct, frozen=True):
     preempted: int
 
 
-class Engine:
+class SimulatedEngine:
     """Waiting queue, running batch and KV cache. `begin` plans a step, `complete` yields its tokens."""
 
     def __init__(self, config: EngineConfig) -> None:

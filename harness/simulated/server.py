@@ -14,9 +14,9 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from harness.simulated import wire
-from harness.simulated.answer import Answer
-from harness.simulated.engine import Engine, EngineConfig, Sequence
-from harness.simulated.faults import Active, Fault, active_faults
+from harness.simulated.answer import CompletionAnswer
+from harness.simulated.engine import EngineConfig, Sequence, SimulatedEngine
+from harness.simulated.faults import Active, InjectedFault, active_faults
 from harness.simulated.http import Connection, HttpRequest
 from harness.simulated.sendlog import SendLog, Sent
 
@@ -33,22 +33,22 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     natural_output_tokens: int = 120
     send_log: Path | None = None
-    faults: list[Fault] = []
+    faults: list[InjectedFault] = []
 
 
 def log(text: str) -> None:
     print(f"INFO {time.strftime('%m-%d %H:%M:%S')} [simulated] {text}", file=sys.stderr, flush=True)
 
 
-class Server:
+class SimulatedServer:
     """All state of a running server. `serve` listens; `stop` ends every connection at once."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self.engine = Engine(config.engine)
+        self.engine = SimulatedEngine(config.engine)
         self.metrics = Metrics(self.engine, config.model, config.preset)
         self.send_log = SendLog(config.send_log)
-        self._answers: dict[int, tuple[Sequence, Answer]] = {}
+        self._answers: dict[int, tuple[Sequence, CompletionAnswer]] = {}
         self._connections: set[Connection] = set()
         self._wake = asyncio.Event()
         self._created = int(time.time())
@@ -140,13 +140,13 @@ class Server:
         elif answer.broken and answer.sent.finish != "hang":
             self._abort(sequence, answer, answer.sent.finish or "abort")
 
-    def _abort(self, sequence: Sequence, answer: Answer, reason: str) -> None:
+    def _abort(self, sequence: Sequence, answer: CompletionAnswer, reason: str) -> None:
         if sequence.key in self._answers:
             self.engine.abort(sequence)
             self.metrics.finished(sequence, "abort", time.monotonic())
             self._forget(sequence, answer, reason)
 
-    def _forget(self, sequence: Sequence, answer: Answer, reason: str) -> None:
+    def _forget(self, sequence: Sequence, answer: CompletionAnswer, reason: str) -> None:
         sent = answer.sent
         sent.scheduled_s = sequence.scheduled_s
         sent.output_tokens = sequence.output_tokens
@@ -219,20 +219,20 @@ class Server:
         *,
         words: list[str] | None = None,
         vectors: int = 0,
-    ) -> Answer:
+    ) -> CompletionAnswer:
         identity = http.headers.get("x-request-id") or uuid.uuid4().hex[:16]
         kind = "embd-" if vectors else "chatcmpl-" if asked.chat else "cmpl-"
         shape = wire.Shape(asked.chat, kind + identity, int(time.time()), self.config.model)
         sent = Sent(identity, http.received_s, len(asked.prompt))
-        return Answer(http, asked, shape, sent, faults, number, words, vectors)
+        return CompletionAnswer(http, asked, shape, sent, faults, number, words, vectors)
 
-    def _later(self, answer: Answer, target: int) -> None:
+    def _later(self, answer: CompletionAnswer, target: int) -> None:
         if "delay" in answer.faults:
             asyncio.get_running_loop().call_later(answer.faults["delay"], self._begin, answer, target)
         else:
             self._begin(answer, target)
 
-    def _target(self, answer: Answer) -> int:
+    def _target(self, answer: CompletionAnswer) -> int:
         """How many tokens the answer has."""
         asked = answer.asked
         if "empty" in answer.faults:
@@ -247,7 +247,7 @@ class Server:
             answer.stopped_at = max(1, target - int(answer.faults["stop-string"]))
         return target
 
-    def _begin(self, answer: Answer, target: int) -> None:
+    def _begin(self, answer: CompletionAnswer, target: int) -> None:
         if answer.http.closed or _refused(answer):
             answer.sent.ended_s = time.monotonic()
             answer.sent.finish = answer.sent.finish or "abort"
@@ -280,13 +280,13 @@ class Server:
                 self._late_s = 0.0
 
 
-async def _pings(answer: Answer, sequence: Sequence) -> None:
+async def _pings(answer: CompletionAnswer, sequence: Sequence) -> None:
     while sequence.first_token_s is None and not answer.http.closed:
         answer.ping()
         await asyncio.sleep(answer.faults["ping"])
 
 
-def _refused(answer: Answer) -> bool:
+def _refused(answer: CompletionAnswer) -> bool:
     """Answer with a status instead of a completion if a fault says so."""
     http, faults = answer.http, answer.faults
     headers: dict[str, Any] = {"x-request-id": answer.sent.request_id}
@@ -321,7 +321,7 @@ class Metrics:
     alone: it shows that no model was computed.
     """
 
-    def __init__(self, engine: Engine, model: str, preset: str) -> None:
+    def __init__(self, engine: SimulatedEngine, model: str, preset: str) -> None:
         self._engine = engine
         self._registry = registry = CollectorRegistry()
         base = {"model_name": model, "engine": "0"}

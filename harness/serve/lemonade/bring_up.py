@@ -17,7 +17,7 @@ from harness.serve.compose.compose import Managed
 from harness.serve.docker.containers import advice
 from harness.serve.lemonade import api as lemonade
 from harness.serve.lemonade import pool_size, served_name
-from harness.serve.lemonade.api import PREFIX, Api, Backend, Running, System, text_of
+from harness.serve.lemonade.api import PREFIX, Api, Backend, RunningModel, System, text_of
 from harness.serve.waiting import Phases, Waiting, death, watched
 
 TELL_EVERY_S = 1.0
@@ -153,7 +153,7 @@ def _proven(api: Api, model: str, waiting: Waiting) -> Loaded:
     return msgspec.structs.replace(loaded, notes=[note])
 
 
-def as_loaded(api: Api, model: str, running: Running, version: str | None) -> Loaded:
+def as_loaded(api: Api, model: str, running: RunningModel, version: str | None) -> Loaded:
     """What is known of a loaded model, whoever has loaded it; `version` is Lemonade's own."""
     system = lemonade.system(api)
     most_at_once = None if system is None or system.threads is None else pool_size(system.threads, version)
@@ -164,7 +164,7 @@ def as_loaded(api: Api, model: str, running: Running, version: str | None) -> Lo
     return Loaded(_name_to_send(api, model, running), names, most_at_once)
 
 
-def _name_to_send(api: Api, model: str, running: Running) -> str:
+def _name_to_send(api: Api, model: str, running: RunningModel) -> str:
     """The id that the backend knows: llama-server answers to any name, vLLM to one."""
     if running.recipe != "vllm":
         return model
@@ -231,7 +231,7 @@ OFFLINE = (
 )
 
 
-class Progress(msgspec.Struct, frozen=True):
+class DownloadProgress(msgspec.Struct, frozen=True):
     """An event of a download."""
 
     file: str = ""
@@ -285,11 +285,11 @@ def events(lines: Iterator[bytes]) -> Iterator[tuple[str, bytes]]:
         yield kind, data
 
 
-def _progress(data: bytes) -> Progress:
+def _progress(data: bytes) -> DownloadProgress:
     try:
-        return msgspec.json.decode(data, type=Progress, strict=False)
+        return msgspec.json.decode(data, type=DownloadProgress, strict=False)
     except (ValueError, RecursionError):
-        return Progress()
+        return DownloadProgress()
 
 
 def _failed(name: str, data: bytes) -> ServerError:

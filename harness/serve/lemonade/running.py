@@ -19,7 +19,7 @@ from harness.failures.unexpected_response import decoded, model_ids
 from harness.serve.ask import text_of
 from harness.serve.docker.daemon import DOCKER_ERRORS
 from harness.serve.lemonade import api as lemonade
-from harness.serve.lemonade.api import HEALTH_S, Api, Running
+from harness.serve.lemonade.api import HEALTH_S, Api, RunningModel
 from harness.serve.logfile import LogFile
 from harness.trust import MAX_ANSWER_BYTES, open_session
 
@@ -104,7 +104,7 @@ _UNAVAILABLE = re.compile(r"\(BackendWatchdog\).*marked unavailable: (?P<reason>
 _RESET = re.compile(r"has been reset by the backend watchdog")
 
 
-class Watch:
+class LemonadeMonitor:
     """One model of one Lemonade. `container` is None where nobody can look inside."""
 
     def __init__(self, api: Api, model: str, log: LogFile | None, container: Container | None) -> None:
@@ -174,7 +174,7 @@ class Watch:
         orphans = [] if self._container is None else orphans_of(self._container)
         return problems + [f"{name} held memory beside the server" for name in orphans]
 
-    def _look(self, timeout_s: float = HEALTH_S) -> Running | None:
+    def _look(self, timeout_s: float = HEALTH_S) -> RunningModel | None:
         found = lemonade.health(self._api, timeout_s)
         return None if found is None else found.of(self._model)
 
@@ -210,7 +210,7 @@ class Watch:
         return text_of(response) if response.status_code == 200 else ""
 
 
-def _options(running: Running) -> str:
+def _options(running: RunningModel) -> str:
     """Those of its load; without the pin, which changes no speed."""
     given = running.facts.get("recipe_options")
     named = given.items() if isinstance(given, dict) else []
