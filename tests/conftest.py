@@ -11,7 +11,7 @@ import pytest
 from docker.errors import DockerException
 
 from harness import redact
-from harness.simulated.spawn import spawned
+from harness.simulated import spawned
 from tests.command import ENDED
 from tests.engines.paths import missing
 from tests.faults import is_said

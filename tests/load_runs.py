@@ -14,7 +14,7 @@ from harness.prepare.experiment import Experiment
 from harness.run.live import compose_file
 from harness.rundir.records import ProcessMark, Request, read_marks, read_requests
 from harness.scenario.scenario import Load, Prompts, Scenario, Warmup
-from harness.serve.ports import free_port
+from harness.serve.ask import free_port
 
 ROOT = Path(__file__).parents[1]
 RUN_S = 60.0

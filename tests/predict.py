@@ -4,7 +4,7 @@ from collections.abc import Sequence as Seq
 
 import msgspec
 
-from harness.simulated.engine import Engine, EngineConfig, Sequence
+from harness.simulated.engine import EngineConfig, Sequence, SimulatedEngine
 
 
 class Prediction(msgspec.Struct, frozen=True):
@@ -21,7 +21,7 @@ def predict_batches(config: EngineConfig, requests: Seq[tuple[int, int]], batch:
 
     All prompts differ from their first token on, so that the prefix cache finds nothing.
     """
-    engine, now, steps, max_running, max_waiting = Engine(config), 0.0, 0, 0, 0
+    engine, now, steps, max_running, max_waiting = SimulatedEngine(config), 0.0, 0, 0, 0
     for start in range(0, len(requests), batch):
         for key, (prompt, output) in enumerate(requests[start : start + batch], start):
             engine.add(Sequence(key, [hash((key, i)) for i in range(prompt)], output, now))

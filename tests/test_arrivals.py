@@ -15,7 +15,7 @@ from harness.load.tickets import Plan, Ticket, Tickets
 from harness.scenario.arrivals import Schedule, steady, times
 from harness.scenario.behaviour import Agent, Pause
 from harness.scenario.scenario import Arrivals, Load, Warmup, Wave
-from harness.simulated.spawn import spawned
+from harness.simulated import spawned
 from tests.load_runs import end, log_of, make_job, records_of, start_job
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from harness.rundir.manifest import read_run
-from harness.serve.ports import free_port
+from harness.serve.ask import free_port
 from tests.command import Done, harness, only_run, server, write
 from tests.faults import fault
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from harness.scenario.scenario import Load, Warmup
-from harness.simulated.spawn import spawned
+from harness.simulated import spawned
 from tests.load_runs import end, ends_of, log_of, make_job, most_in_flight, records_of, start_job
 
 

@@ -22,8 +22,8 @@ from harness.job import write_job
 from harness.rundir.records import Request, read_marks, read_requests
 from harness.scenario.behaviour import Abandon, Pause
 from harness.scenario.scenario import Load
-from harness.serve.ports import free_port
-from harness.simulated.spawn import spawned
+from harness.serve.ask import free_port
+from harness.simulated import spawned
 from tests.command import until
 from tests.fake_server import answering, serving, whole
 from tests.load_runs import ROOT, RUN_S, end, ends_of, log_of, make_job, records_of, start, start_job, wait_for_records

@@ -14,8 +14,8 @@ from harness.rundir.records import Request
 from harness.scenario.behaviour import Abandon, Pause, chance, leaves, pause_s
 from harness.scenario.scenario import Load, Prompts, Warmup
 from harness.scenario.structured import Structured
-from harness.serve.ports import free_port
-from harness.simulated.spawn import spawned
+from harness.serve.ask import free_port
+from harness.simulated import spawned
 from tests.load_runs import (
     end,
     ends_of,

@@ -15,7 +15,7 @@ import yaml
 from harness import __version__
 from harness.paths import SCENARIOS
 from harness.rundir.manifest import read_run
-from harness.serve.ports import free_port
+from harness.serve.ask import free_port
 from tests.command import HARNESS, going, harness, only_run, server, until, write
 
 

@@ -19,7 +19,7 @@ from harness.load.dialer import Dialer, Target
 from harness.load.later import Later
 from harness.load.reader import Arrivals, Inbox, Reader
 from harness.rundir.records import read_requests
-from harness.simulated.spawn import spawned
+from harness.simulated import spawned
 from tests.fake_server import (
     CHUNKED,
     DONE,

@@ -19,10 +19,17 @@ from harness.serve import server_document, server_problems_of, templates, variab
 from harness.serve.compose import template as template_module
 from harness.serve.compose.compose import filled_in, parse
 from harness.serve.compose.consent import missing, refuse_without_consent
-from harness.serve.compose.interpolate import interpolate
 from harness.serve.compose.notes import notes
 from harness.serve.compose.template import quote, render
-from harness.serve.compose.values import parse_bytes, parse_device, parse_port, parse_seconds, parse_volume, url_of
+from harness.serve.compose.values import (
+    interpolate,
+    parse_bytes,
+    parse_device,
+    parse_port,
+    parse_seconds,
+    parse_volume,
+    url_of,
+)
 from harness.serve.secrecy import secrets_in
 from harness.simulated.presets import PRESETS
 from tests.load_runs import composed

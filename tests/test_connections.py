@@ -18,7 +18,7 @@ import pytest
 
 from harness.rundir.records import Request
 from harness.scenario.scenario import Arrivals, Load
-from harness.simulated.spawn import spawned
+from harness.simulated import spawned
 from tests.fake_server import (
     BODY,
     GOOD,

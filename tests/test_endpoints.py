@@ -12,7 +12,7 @@ import yaml
 
 from harness.rundir.records import Request, read_requests
 from harness.scenario.scenario import Prompts
-from harness.simulated.spawn import Spawned, spawned
+from harness.simulated import Spawned, spawned
 from harness.summarize.summarize import read_summary
 from harness.summary import Answers, PromptLengths, Row, Summary
 from tests.command import SMALL, harness

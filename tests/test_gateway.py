@@ -6,8 +6,7 @@ import yaml
 from harness.errors import HarnessError
 from harness.scenario.scenario import Gateway, Load, Scenario, Server
 from harness.serve.compose.compose import parse
-from harness.serve.compose.document import server_document
-from harness.serve.compose.merge import with_gateway
+from harness.serve.compose.document import server_document, with_gateway
 from harness.serve.compose.problems import server_problems_of
 from tests.load_runs import composed
 

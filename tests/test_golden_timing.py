@@ -15,8 +15,8 @@ import pytest
 
 from harness.run.calibrate import chunk_errors_s
 from harness.scenario.scenario import Load, Warmup
+from harness.simulated import spawned
 from harness.simulated.sendlog import Sent
-from harness.simulated.spawn import spawned
 from harness.summarize import derive
 from tests.load_runs import end, log_of, make_job, records_of, start_job
 

@@ -18,8 +18,8 @@ from harness.errors import ServerError
 from harness.rundir.metrics import parse
 from harness.serve.compose.compose import Managed, Serving
 from harness.serve.lemonade.api import Api, canonical_name, health, system
-from harness.serve.lemonade.attached import attached
-from harness.serve.lemonade.running import Watch
+from harness.serve.lemonade.bring_up import attached
+from harness.serve.lemonade.running import LemonadeMonitor
 from harness.serve.logfile import LogFile
 from harness.serve.ready import Ready, wait_ready
 from harness.serve.serve import attach
@@ -119,7 +119,7 @@ def test_llamacpp_behind_lemonade(tmp_path: Path) -> None:
         ready = bring_up(server, tmp_path, model="user.Gguf", options=options)
         assert ready.version == "Lemonade 11.7.0, llamacpp:vulkan"
         assert loaded(server).command[-2:] == ["-np", "8"]
-        watch = Watch(Api(server.url), "user.Gguf", None, None)
+        watch = LemonadeMonitor(Api(server.url), "user.Gguf", None, None)
         values = parse(watch.metrics())
         assert values["generated_tokens"] >= 1 and values["running"] == 0
 
@@ -254,7 +254,7 @@ def test_a_load_in_progress_is_shown_and_a_death_ends_it(tmp_path: Path) -> None
 def test_the_numbers_are_those_of_the_engine_behind_it(tmp_path: Path) -> None:
     with lemonade(tmp_path) as server:
         bring_up(server, tmp_path)
-        watch = Watch(Api(server.url), "user.Tiny", None, None)
+        watch = LemonadeMonitor(Api(server.url), "user.Tiny", None, None)
         text = watch.metrics()
         values = parse(text)
         assert values["generated_tokens"] == 1.0  # the first answer's
@@ -267,7 +267,7 @@ def test_the_numbers_are_those_of_the_engine_behind_it(tmp_path: Path) -> None:
 def test_a_backend_that_was_killed_and_loaded_again_without_a_trace_is_noticed(tmp_path: Path) -> None:
     with lemonade(tmp_path) as server:
         bring_up(server, tmp_path)
-        watch = Watch(Api(server.url), "user.Tiny", None, None)
+        watch = LemonadeMonitor(Api(server.url), "user.Tiny", None, None)
         before = loaded(server)
         os.kill(before.pid, signal.SIGKILL)
         answer = chat(server, "user.Tiny")
@@ -285,7 +285,7 @@ def test_a_backend_that_was_killed_and_loaded_again_without_a_trace_is_noticed(t
 def test_a_reset_by_the_watchdog_is_told_with_its_reason(tmp_path: Path) -> None:
     with lemonade(tmp_path, preset="strix-halo-qwen3.5-0.8b") as server:
         bring_up(server, tmp_path, options={"ctx_size": 2000})
-        watch = Watch(Api(server.url), "user.Tiny", LogFile(server.log), None)
+        watch = LemonadeMonitor(Api(server.url), "user.Tiny", LogFile(server.log), None)
         body = {"model": "user.Tiny", "stream": True, "max_tokens": 400, "ignore_eos": True,
                 "messages": [{"role": "user", "content": "Hello."}]}  # fmt: skip
         with requests.post(server.url + "/v1/chat/completions", json=body, stream=True, timeout=30) as answer:
@@ -304,7 +304,7 @@ def test_a_reset_by_the_watchdog_is_told_with_its_reason(tmp_path: Path) -> None
 def test_a_model_that_is_gone_is_told(tmp_path: Path) -> None:
     with lemonade(tmp_path) as server:
         bring_up(server, tmp_path)
-        watch = Watch(Api(server.url), "user.Tiny", None, None)
+        watch = LemonadeMonitor(Api(server.url), "user.Tiny", None, None)
         assert requests.post(server.url + "/api/v1/unload", json={}, timeout=10).status_code == 200
         assert watch.problems() == [
             "after the load Lemonade did not have the model any more: its backend died or was unloaded"
@@ -314,7 +314,7 @@ def test_a_model_that_is_gone_is_told(tmp_path: Path) -> None:
 def test_above_its_pool_the_engine_does_not_see_the_load_and_is_still_read(tmp_path: Path) -> None:
     with lemonade(tmp_path, threads=3, preset="strix-halo-qwen3.5-0.8b") as server:
         bring_up(server, tmp_path, options={"ctx_size": 2000, "vllm_args": "--max-num-seqs 2"})
-        watch = Watch(Api(server.url), "user.Tiny", None, None)
+        watch = LemonadeMonitor(Api(server.url), "user.Tiny", None, None)
         more = {"max_tokens": 80, "ignore_eos": True, "stream": True}
         users = [threading.Thread(target=chat, args=(server, "user.Tiny"), kwargs=more) for _ in range(6)]
         for user in users:
@@ -418,9 +418,9 @@ def test_the_engine_itself_says_its_version_and_what_it_runs_with(
 def test_a_strangers_engine_on_the_same_port_is_not_believed(tmp_path: Path) -> None:
     with lemonade(tmp_path) as server:
         bring_up(server, tmp_path)
-        watch = Watch(Api(server.url), "user.Other", None, None)
+        watch = LemonadeMonitor(Api(server.url), "user.Other", None, None)
         assert watch.fetch("/version") == ""  # nothing is loaded under that name
-        watch = Watch(Api(server.url), "Tiny", None, None)
+        watch = LemonadeMonitor(Api(server.url), "Tiny", None, None)
         assert watch.fetch("/version") == ""  # what answers there serves user.Tiny
 
 
@@ -490,7 +490,7 @@ def test_a_backend_that_ends_at_once_is_not_called_slow(tmp_path: Path) -> None:
 def test_a_backend_that_died_unused_is_loaded_again_with_the_saved_options(tmp_path: Path) -> None:
     with lemonade(tmp_path, recipe_options={"user.Tiny": {"ctx_size": 2048}}) as server:
         bring_up(server, tmp_path, options={"ctx_size": 4096, "vllm_args": "--max-num-seqs 8"})
-        watch, before = Watch(Api(server.url), "user.Tiny", None, None), shown(server)
+        watch, before = LemonadeMonitor(Api(server.url), "user.Tiny", None, None), shown(server)
         os.kill(before["pid"], signal.SIGKILL)
         while health(Api(server.url)).loaded:  # type: ignore[union-attr]  # until Lemonade knows
             time.sleep(0.05)

@@ -16,8 +16,7 @@ from harness.serve.compose.compose import parse
 from harness.serve.compose.document import server_document
 from harness.serve.compose.problems import server_problems_of
 from harness.serve.lemonade import pool_size
-from harness.serve.lemonade.arguments import PROTECTED, vllm_problems
-from harness.serve.lemonade.hints import hints
+from harness.serve.lemonade.arguments import PROTECTED, hints, vllm_problems
 from tests.command import harness
 from tests.doubles.lemonade import arguments as double
 from tests.load_runs import composed

@@ -26,8 +26,8 @@ from harness.load.live.book import ALL
 from harness.paths import ROOT
 from harness.rundir.records import Request
 from harness.scenario.scenario import Load, Trace, Warmup
-from harness.serve.ports import free_port
-from harness.simulated.spawn import spawned
+from harness.serve.ask import free_port
+from harness.simulated import spawned
 from tests.command import harness, write
 from tests.faults import fault
 from tests.load_runs import make_job

@@ -17,8 +17,8 @@ import pytest
 from harness.job import write_job
 from harness.run.drive import locust_arguments
 from harness.scenario.scenario import MAX_USERS, Load
-from harness.serve.ports import free_port
-from harness.simulated.spawn import spawned
+from harness.serve.ask import free_port
+from harness.simulated import spawned
 from tests.fake_server import read_request, serving, whole
 from tests.faults import fault
 from tests.load_runs import end, log_of, make_job, start

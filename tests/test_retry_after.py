@@ -9,7 +9,7 @@ import pytest
 
 from harness.rundir.records import Request
 from harness.scenario.scenario import Arrivals, Load, Warmup
-from harness.simulated.spawn import spawned
+from harness.simulated import spawned
 from harness.summarize.tally import Clock, Tally, numbers_of
 from tests.command import harness, only_run, server, write
 from tests.fake_server import answering, exchanging, serving, whole

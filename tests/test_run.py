@@ -16,7 +16,7 @@ import pytest
 from harness.errors import INTERRUPTED
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.records import Request, read_marks, read_requests
-from harness.simulated.spawn import spawned
+from harness.simulated import spawned
 from harness.summarize.summarize import read_summary
 from tests.command import Going, going, harness, only_run, server, until, write
 from tests.doubles.lemonade.spawn import spawned as lemonade

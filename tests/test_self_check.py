@@ -16,7 +16,7 @@ import pytest
 
 from harness.rundir.records import ProcessMark, Request, read_marks
 from harness.scenario.scenario import Arrivals, Load, Warmup
-from harness.simulated.spawn import spawned
+from harness.simulated import spawned
 from harness.summarize.self_check import client_limits, in_words, limited
 from harness.summarize.tally import Clock, Tally, numbers_of
 from harness.summary import ClientLimit

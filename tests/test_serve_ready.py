@@ -12,10 +12,9 @@ import pytest
 
 from harness.errors import HarnessError, ServerError
 from harness.serve import ask, attach
-from harness.serve.ask import base_url, find_model
+from harness.serve.ask import base_url, find_model, free_port
 from harness.serve.compose.compose import LoadCall, Serving
 from harness.serve.logfile import LogFile
-from harness.serve.ports import free_port
 from harness.serve.ready import Ready, wait_ready
 from harness.serve.waiting import Waiting
 from harness.trust import open_session

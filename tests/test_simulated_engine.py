@@ -5,8 +5,7 @@ import re
 import msgspec
 import pytest
 
-from harness.simulated.engine import Engine, EngineConfig, Sequence
-from harness.simulated.kvcache import BlockPool, block_hashes
+from harness.simulated.engine import BlockPool, EngineConfig, Sequence, SimulatedEngine, block_hashes
 from tests.predict import predict_batches
 
 PLAIN = EngineConfig(
@@ -19,17 +18,17 @@ PLAIN = EngineConfig(
 )
 
 
-def engine(**changes: object) -> Engine:
-    return Engine(msgspec.structs.replace(PLAIN, **changes))
+def engine(**changes: object) -> SimulatedEngine:
+    return SimulatedEngine(msgspec.structs.replace(PLAIN, **changes))
 
 
-def add(target: Engine, key: int, prompt: int, output: int, now: float = 0.0) -> Sequence:
+def add(target: SimulatedEngine, key: int, prompt: int, output: int, now: float = 0.0) -> Sequence:
     sequence = Sequence(key, [key * 1000 + i for i in range(prompt)], output, now)
     target.add(sequence)
     return sequence
 
 
-def run(target: Engine, now: float = 0.0) -> list[tuple[float, list[int]]]:
+def run(target: SimulatedEngine, now: float = 0.0) -> list[tuple[float, list[int]]]:
     """Every step's end and the keys that got a token in it."""
     steps = []
     while (step := target.begin(now)) is not None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from harness.simulated.faults import KINDS, Fault, active_faults, parse_fault
-from harness.simulated.spawn import Spawned, spawned
+from harness.simulated import Spawned, spawned
+from harness.simulated.faults import KINDS, InjectedFault, active_faults, parse_fault
 
 
 @pytest.fixture(scope="module")
@@ -235,14 +235,14 @@ def test_never_ready_says_so_on_health() -> None:
 
 
 def test_faults_are_read_strictly() -> None:
-    assert parse_fault("cut:5@3") == Fault("cut", 5.0, 3)
-    assert parse_fault("crlf") == Fault("crlf", 0.0, 1)
+    assert parse_fault("cut:5@3") == InjectedFault("cut", 5.0, 3)
+    assert parse_fault("crlf") == InjectedFault("crlf", 0.0, 1)
     for text in ("cut:x", "crlf:1", "cut@0", "split:0", "", "cut:-1"):
         with pytest.raises(ValueError, match="fault"):
             parse_fault(text)
     with pytest.raises(ValueError, match="only be set on the command line"):
         active_faults([], 1, "exit:3")
-    assert active_faults([Fault("crlf", 0, 2)], 4, "cut:1, ping") == {"crlf": 0.0, "cut": 1.0, "ping": 0.02}
+    assert active_faults([InjectedFault("crlf", 0, 2)], 4, "cut:1, ping") == {"crlf": 0.0, "cut": 1.0, "ping": 0.02}
 
 
 def test_every_fault_is_documented() -> None:

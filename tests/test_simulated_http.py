@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from harness.simulated.spawn import Spawned, spawned
+from harness.simulated import Spawned, spawned
 
 CHAT = "/v1/chat/completions"
 

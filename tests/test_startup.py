@@ -12,10 +12,9 @@ import pytest
 
 from harness.redact import know, masked
 from harness.rundir.manifest import Phase, ServedBy, Startup
-from harness.serve.docker.contents import listed
 from harness.serve.lemonade.api import Api
-from harness.serve.lemonade.running import Watch
-from harness.serve.recorded import labels_of, recorded
+from harness.serve.lemonade.running import LemonadeMonitor
+from harness.serve.recorded import labels_of, listed, recorded
 from harness.serve.startup import moment, of_lines, phases_of, started
 
 DATA = Path(__file__).parent / "data" / "startup"
@@ -284,7 +283,7 @@ def test_lemonades_command_line_is_the_proof_of_what_ran() -> None:
     loaded = {"model_name": "TinyVLLM", "launch_command": command, "recipe": "vllm", "recipe_options": options}
     health = {"all_models_loaded": [{"model_name": "other"}, loaded], "version": "11.7.0"}
     with server({"/api/v1/health": json.dumps(health)}) as url:
-        behind = Watch(Api(url), "user.TinyVLLM", None, None)
+        behind = LemonadeMonitor(Api(url), "user.TinyVLLM", None, None)
         found = recorded(ServedBy(url=url, template="lemonade", version="Lemonade 11.7.0, vllm"), behind=behind)
     assert found.version == "Lemonade 11.7.0, vllm"  # the engine cannot be asked here
     assert found.effective == {
@@ -315,7 +314,7 @@ def test_no_secret_gets_into_the_manifest(tmp_path: Path) -> None:
     health = {"all_models_loaded": [{"model_name": "m", "launch_command": ["s", f"--api-key={KEY}", "-np", "8"]}]}
     know({token: True})
     with server({"/api/v1/health": json.dumps(health)}) as url:
-        behind = Watch(Api(url), "m", None, None)
+        behind = LemonadeMonitor(Api(url), "m", None, None)
         found = recorded(ServedBy(url=url), log, api_key="the-key-of-clients", behind=behind)
     text = msgspec.json.encode(found).decode()
     for secret in (KEY, token, "hunter22", "pass12", "12345678", "the-key-of-clients"):

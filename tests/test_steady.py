@@ -16,8 +16,8 @@ from harness.rundir.records import ProcessMark, read_requests
 from harness.scenario.file import load_scenario
 from harness.scenario.scenario import Arrivals, Load, Trace, Warmup
 from harness.scenario.steady import Steadiness, agree
-from harness.simulated.engine import Engine, EngineConfig, Sequence
-from harness.simulated.spawn import spawned
+from harness.simulated import spawned
+from harness.simulated.engine import EngineConfig, Sequence, SimulatedEngine
 from harness.summarize.tally import Clock, Tally
 from harness.summarize.warmup import in_words, warmed
 from harness.summary import Warmed
@@ -330,7 +330,7 @@ def test_by_hand(tmp_path: Path, engine: str) -> None:
 
 
 def test_the_engine_is_cold_at_first() -> None:
-    engine = Engine(
+    engine = SimulatedEngine(
         EngineConfig(step_base_s=1.0, step_per_sequence_s=0.0, prefill_per_token_s=0.0, compile_s=5.0, compile_steps=2)
     )
     took = []

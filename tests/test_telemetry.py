@@ -25,7 +25,7 @@ from harness.rundir.telemetry import (
 from harness.serve import Endpoint
 from harness.serve.docker import inside
 from harness.serve.docker.containers import Look
-from harness.serve.telemetry_source import source_of
+from harness.serve.endpoint import source_of
 from harness.summarize.summarize import read_summary
 from tests import command
 from tests.fake_gpus import device, gpu, host, instinct_table

@@ -10,7 +10,7 @@ from harness.load.tools import Call, Tools, called, gather, returned, valid_call
 from harness.rundir.records import Request
 from harness.scenario.behaviour import Agent, Pause, chance
 from harness.scenario.scenario import Load
-from harness.simulated.spawn import spawned
+from harness.simulated import spawned
 from tests.load_runs import end, ends_of, log_of, make_job, records_of, start_job
 
 QUICK = Pause(mean_s=0.01)

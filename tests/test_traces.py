@@ -13,7 +13,7 @@ from harness.errors import HarnessError, ScenarioError
 from harness.prepare.experiment import prepare
 from harness.rundir.records import ProcessMark, Request
 from harness.scenario.scenario import Load, Trace, Warmup
-from harness.simulated.spawn import spawned
+from harness.simulated import spawned
 from harness.traces.replay import Beginning, Replay, replay_of
 from harness.workload import text, trace_messages, workload_sha256
 from tests.command import harness

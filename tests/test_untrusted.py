@@ -31,9 +31,8 @@ from harness.scenario.structured import Judged, Structured, judge
 from harness.serve import ask, fetch, tokenize
 from harness.serve.lemonade import api as lemonade
 from harness.serve.lemonade.api import Api
-from harness.serve.lemonade.attached import attached
-from harness.serve.lemonade.pull import download
-from harness.serve.lemonade.running import Watch
+from harness.serve.lemonade.bring_up import attached, download
+from harness.serve.lemonade.running import LemonadeMonitor
 from harness.serve.recorded import recorded
 from harness.trust import open_session
 from tests.fake_server import (
@@ -583,18 +582,18 @@ def probes(url: str, folder: Path) -> Iterator[Callable[[], object]]:
     yield lambda: lemonade.global_timeout_s(api)
     yield lambda: attached(url, "m", None)
     yield lambda: download(api, {"model_name": "m"}, ["x"], time.monotonic() + 1)
-    yield lambda: Watch(api, "m", None, None).effective()
-    yield lambda: Watch(api, "m", None, None).fetch("/props")
-    yield lambda: Watch(api, "m", None, None).problems()
+    yield lambda: LemonadeMonitor(api, "m", None, None).effective()
+    yield lambda: LemonadeMonitor(api, "m", None, None).fetch("/props")
+    yield lambda: LemonadeMonitor(api, "m", None, None).problems()
     yield lambda: fetch.FETCH["ollama"](url, "m", None, session, time.monotonic() + 1, say)
     yield lambda: fetch.FETCH["localai"](url, "m", None, session, time.monotonic() + 0.1, say)
     yield lambda: first_model(make_job(folder, Load(user="batch")), Target.of(url))
     yield lambda: kept(url, "ollama", None)
-    yield lambda: kept(url, "llama-cpp", Watch(api, "m", None, None))
+    yield lambda: kept(url, "llama-cpp", LemonadeMonitor(api, "m", None, None))
     yield Scraper(url + "/metrics", "c", folder / "metrics.jsonl").scrape_now
 
 
-def kept(url: str, template: str, behind: Watch | None) -> None:
+def kept(url: str, template: str, behind: LemonadeMonitor | None) -> None:
     """What is found out of a server is in a manifest that can be read."""
     served = served_by(url=url, template=template, version=None, model="m")
     found = recorded(served, metrics_url=url + "/metrics", behind=behind)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.scenario.scenario import Arrivals, Load, Warmup
-from harness.serve.ports import free_port
+from harness.serve.ask import free_port
 from tests.fake_server import answering, serving, whole
 from tests.load_runs import (
     ROOT,

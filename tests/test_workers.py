@@ -31,8 +31,8 @@ from harness.run.drive import Count, LocalChild, drive, locust_arguments
 from harness.rundir.manifest import read_run
 from harness.rundir.records import ProcessMark, Request, read_marks, read_requests
 from harness.scenario.scenario import Load
-from harness.serve.ports import free_port, is_free
-from harness.simulated.spawn import Spawned, spawned
+from harness.serve.ask import free_port, is_free
+from harness.simulated import Spawned, spawned
 from harness.summarize.summarize import summarize
 from harness.workers import Workers, parse_part, parse_workers, process_number
 from tests.command import Going, going, harness, only_run, until, write

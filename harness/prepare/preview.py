@@ -25,7 +25,7 @@ from harness.scenario.scenario import Load, Scenario, at_once, taken_together, w
 from harness.scenario.steady import WINDOWS, steadiness
 from harness.serve.compose.notes import notes, notes_on_comments
 from harness.serve.docker.location import engine_location
-from harness.serve.lemonade.hints import hints
+from harness.serve.lemonade.arguments import hints
 from harness.traces.replay import Beginning, Replay, replay_of
 from harness.units import count
 

@@ -26,8 +26,8 @@ from harness.run.drive import locust_arguments
 from harness.run.trusted_streams import store
 from harness.rundir.records import MOST_CPU, Request, read_marks, read_requests
 from harness.scenario.scenario import Load, Prompts, Warmup
+from harness.simulated import spawned
 from harness.simulated.sendlog import Sent
-from harness.simulated.spawn import spawned
 from harness.units import count
 
 STREAMS = (10, 50, 100, 200, 350, 500, 750, 1000, 1500, 2000)

@@ -22,7 +22,7 @@ from harness.rundir.manifest import disk_is_full, release_space
 from harness.rundir.records import CUT, Request, read_marks
 from harness.scenario.lengths import most_of
 from harness.scenario.scenario import MAX_USERS
-from harness.serve.ports import free_port
+from harness.serve.ask import free_port
 
 POLL_S = 0.2
 LOOK_S = 1.0  # between looks at the load processes

@@ -24,8 +24,8 @@ from harness.scenario.plan import plan
 from harness.scenario.scenario import SERVER_TOKENIZER, locustfile_of
 from harness.scenario.stages import staged
 from harness.serve import compose_document, upstream_of
+from harness.serve.ask import is_free
 from harness.serve.docker.generator import IMAGE, files_needed, in_image
-from harness.serve.ports import is_free
 
 UI_HOST = "127.0.0.1"
 INTERVAL_S = 1.0

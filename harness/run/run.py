@@ -32,7 +32,7 @@ from harness.scenario.plan import Cell, at_once, plan
 from harness.scenario.scenario import Warmup, connections_per_process, locustfile_of, warmup_of, wave_of
 from harness.serve import Endpoint, attach, is_offline, serve
 from harness.serve.docker.generator import ContainerChild, in_image
-from harness.serve.telemetry_source import source_of
+from harness.serve.endpoint import source_of
 from harness.units import count
 from harness.workers import Workers
 from harness.workload import pairs_of, salt_words

@@ -1,5 +1,6 @@
-"""Asking a server who it is: what it serves, whether its model answers, and in words what is in the way."""
+"""Asking a server who it is: what it serves, whether its model answers, and in words what is in the way; free ports."""
 
+import random
 import re
 import socket
 import time
@@ -289,3 +290,25 @@ def _way_out(error: Exception) -> str:
 def _listed(names: list[str]) -> str:
     shown = ", ".join(f"'{name}'" for name in names[:8])
     return (shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")) or "no model at all"
+
+
+# Below the range from which Linux takes the ports of outgoing connections, so nobody gets one by chance.
+FIRST_PORT, LAST_PORT = 18000, 29999
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nothing uses now. Random, so that two harnesses at once rarely meet."""
+    while True:
+        port = random.randint(FIRST_PORT, LAST_PORT)
+        if is_free(port):
+            return port
+
+
+def is_free(port: int, address: str = "127.0.0.1") -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a closed connection's rest is no user
+        try:
+            probe.bind((address, port))
+        except OSError:
+            return False
+    return True

@@ -2,12 +2,16 @@
 
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 from docker.models.containers import Container
 
+from harness.machine.telemetry import Source, cgroup_files, local_source, root
 from harness.rundir.manifest import ServedBy, ServerDeath
 from harness.serve.docker.containers import Look
+from harness.serve.docker.inside import has_shell, inside
+from harness.serve.docker.location import engine_location, is_this_machine
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,3 +56,24 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
         """None while the server lives, else why the load must end. Cheap: made to be asked all the time."""
         death = self.death()
         return None if death is None else death.problem()
+
+
+def source_of(endpoint: Endpoint) -> Source | None:
+    """Where a server's telemetry comes from: the files of this machine, or its container.
+
+    None for a server on another machine when its container cannot print them.
+    """
+    container = endpoint.container
+    if container is None:
+        return local_source() if is_this_machine(urlsplit(endpoint.url).hostname or "") else None
+    pid = int(container.attrs["State"].get("Pid") or 0)
+    files = cgroup_files(root(), pid, str(container.id))
+    if files:
+        if container.attrs["HostConfig"].get("NetworkMode") != "host":  # else it counts for all programs
+            files.append(f"proc/{pid}/net/netstat")
+        return local_source(files)
+    # Its processes are not among this machine's: the engine is elsewhere, whatever its address is, or we are in a
+    # container ourselves. What is seen from within is right in all cases.
+    if has_shell(container):
+        return inside(container)
+    return local_source() if engine_location().is_here else None

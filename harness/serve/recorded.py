@@ -1,6 +1,8 @@
 """What a server turns out to run with, for the manifest: from its log, its metrics, its own answers and its image."""
 
 import math
+import re
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ from harness.failures.unexpected_response import decoded
 from harness.redact import masked, without
 from harness.rundir.manifest import Contents, ServedBy, Startup
 from harness.serve.ask import PROBE_TIMEOUT_S, text_of
-from harness.serve.docker.contents import contents
+from harness.serve.docker.containers import unpacked
+from harness.serve.docker.daemon import DOCKER_ERRORS
 from harness.serve.fetch import LOADED
-from harness.serve.lemonade.running import Watch
+from harness.serve.lemonade.running import LemonadeMonitor
 from harness.serve.startup import Started, can_be_kept, moment, of_lines, phases_of, started
 from harness.trust import open_session
 
@@ -28,7 +31,7 @@ def recorded(
     metrics_url: str | None = None,
     api_key: str | None = None,
     container: Container | None = None,
-    behind: Watch | None = None,
+    behind: LemonadeMonitor | None = None,
 ) -> ServedBy:
     """`served` with its start, its effective settings and its image's contents filled in.
 
@@ -58,7 +61,7 @@ def recorded(
 
 
 def _asked(
-    served: ServedBy, log: Started, metrics_url: str | None, api_key: str | None, behind: Watch | None
+    served: ServedBy, log: Started, metrics_url: str | None, api_key: str | None, behind: LemonadeMonitor | None
 ) -> tuple[Startup, dict[str, Any]]:
     """What the log says, and what the server answers on top of it; only those are asked that would know."""
     facts, effective = msgspec.structs.asdict(log.facts), dict(log.effective)
@@ -157,3 +160,48 @@ def _text(session: requests.Session, url: str) -> str:
     except requests.RequestException:
         return ""
     return text_of(response) if response.status_code == 200 else ""
+
+
+ROCM_VERSION = "/opt/rocm/.info/version"
+VERSIONS = "/app/versions.txt"  # of vLLM's images
+_MOST_BYTES = 65536
+# Of the environment that an image sets: GPU runtime, engines, and the libraries that they compute with.
+_MATTERS = re.compile(
+    r"^(?:HIP|HSA|ROCM|ROC[RM]|AMD|GPU|GFX|PYTORCH|TORCH|TRITON|FLASH_ATTENTION|AITER|MIOPEN|TENSILE|HIPBLAS\w*|NCCL|RCCL"
+    rf"|{'|'.join(prefix for engine in engines() for prefix in engine.command.environment)}"
+    r"|SAFETENSORS|TOKENIZERS|OMP|MKL|OPENBLAS|MALLOC|CUDA)_|^LD_PRELOAD$"
+)
+
+
+def contents(container: Container) -> Contents:
+    """What the container's image holds, read through the Docker API. Unknown is None; a file it lacks is no error."""
+    try:
+        config = container.image.attrs["Config"] if container.image is not None else {}
+    except DOCKER_ERRORS:
+        config = {}
+    pairs = [str(entry).partition("=") for entry in config.get("Env") or []]
+    return Contents(
+        rocm=file_in(container, ROCM_VERSION),
+        versions=masked(listed(file_in(container, VERSIONS) or "")),
+        environment=masked({name: text for name, _, text in sorted(pairs) if _MATTERS.match(name)}),
+    )
+
+
+def file_in(container: Container, path: str) -> str | None:
+    """A small text file of a container; None where it has no such file, or the engine does not hand it out."""
+    try:
+        stream, about = container.get_archive(path)
+        if about is None or about["size"] > _MOST_BYTES:
+            return None
+        return unpacked(stream).decode("utf-8", "replace").strip() or None
+    except (*DOCKER_ERRORS, tarfile.TarError, KeyError):
+        return None
+
+
+def listed(text: str) -> dict[str, str]:
+    """Lines such as `TRITON_BRANCH: 57c693b6` as a dictionary; a line of another form is its own value."""
+    found: dict[str, str] = {}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        name, colon, value = line.partition(": ")
+        found[name if colon else f"line {len(found) + 1}"] = value.strip() if colon else line
+    return found

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from harness.redact import SHORTEST, is_secret, looks_secret, without
-from harness.serve.compose.interpolate import names_in, written
+from harness.serve.compose.values import literal_of, names_in
 
 _SWITCHES = ("", "0", "1", "true", "false", "yes", "no", "on", "off", "none", "null")  # REQUIRE_AUTH: "true"
 _WORD = re.compile(r"(?:\$\{[^}]*\}|\S)+")  # an interpolation's own words belong together
@@ -16,11 +16,11 @@ def open_secrets(value: Any, path: str) -> list[str]:
     """Problems for what `value`, found at `path`, holds of secrets that are written out. They never show one."""
     found: dict[str, str] = {}
     for at, name, text in _in_secret_places(value, path):
-        shown = written(text).strip("\0'\" ")
-        if shown.lower() not in _SWITCHES and "\0" not in written(text):
+        shown = literal_of(text).strip("\0'\" ")
+        if shown.lower() not in _SWITCHES and "\0" not in literal_of(text):
             found.setdefault(at, _problem(at, f" as {name}", name))
     for at, text in _texts(value, path):
-        if (secret := looks_secret(written(text))) is not None:
+        if (secret := looks_secret(literal_of(text))) is not None:
             name = "HF_TOKEN" if secret.startswith("hf_") else "API_KEY"
             found.setdefault(at, _problem(at, ", and this looks like one", name))
     return list(found.values())
@@ -34,7 +34,7 @@ def open_secrets_in_text(text: str) -> list[str]:
         f"$ (line {number}): a secret must not stand in the scenario, and this line has what looks like one: "
         "the whole file is copied into each run"
         for number, line in enumerate(text.splitlines(), start=1)
-        if looks_secret(written(line)) is not None or without(line, words=False) != line
+        if looks_secret(literal_of(line)) is not None or without(line, words=False) != line
     ]
 
 
@@ -48,7 +48,7 @@ def secrets_in(value: Any, environment: Mapping[str, str]) -> dict[str, bool]:
     texts = [text for _, text in _texts(value, "$")]
     asked = {name: environment[name] for text in texts for name in names_in(text) if name in environment}
     placed = {name for _, _, text in _in_secret_places(value, "$") for name in names_in(text)}
-    known = {word for text in texts for word in _PLAIN.findall(written(text))} | set(_SWITCHES) | {"auto"}
+    known = {word for text in texts for word in _PLAIN.findall(literal_of(text))} | set(_SWITCHES) | {"auto"}
     found: dict[str, bool] = {}
     for name, text in asked.items():
         sure = is_secret(name) or name in placed or looks_secret(text) is not None

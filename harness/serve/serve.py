@@ -18,6 +18,7 @@ from harness.process import signals_interrupt
 from harness.rundir.manifest import ServedBy, ServerDeath
 from harness.scenario.scenario import Scenario, Server
 from harness.serve import ask
+from harness.serve.ask import is_free
 from harness.serve.compose.compose import GATEWAY, SERVER, ComposeFile, Service, Serving, filled_in
 from harness.serve.compose.consent import allowed, refuse_without_consent
 from harness.serve.compose.document import written
@@ -31,10 +32,9 @@ from harness.serve.docker.over_ssh import address_of, tunnel
 from harness.serve.embedded import arguments_of, embedded
 from harness.serve.endpoint import Endpoint
 from harness.serve.lemonade.api import Api
-from harness.serve.lemonade.attached import attached
-from harness.serve.lemonade.running import Watch, orphans_of
+from harness.serve.lemonade.bring_up import attached
+from harness.serve.lemonade.running import LemonadeMonitor, orphans_of
 from harness.serve.logfile import LogFile
-from harness.serve.ports import is_free
 from harness.serve.ready import Ready, wait_ready
 from harness.serve.recorded import recorded
 from harness.serve.secrecy import secrets_in
@@ -102,7 +102,9 @@ class _Start(msgspec.Struct, frozen=True):
     def metrics_url(self, url: str) -> str | None:
         return None if self.serving.metrics is None else url + self.serving.metrics
 
-    def recorded(self, served: ServedBy, container: Container | None = None, behind: Watch | None = None) -> ServedBy:
+    def recorded(
+        self, served: ServedBy, container: Container | None = None, behind: LemonadeMonitor | None = None
+    ) -> ServedBy:
         """With what it turns out to run with."""
         return recorded(
             served,
@@ -201,7 +203,7 @@ def _bring_up(
     asking = msgspec.structs.replace(start, compose=msgspec.structs.replace(start.compose, serving=filled.serving))
     ready = _wait(asking, url, look, log, container)
     loaded = ready.brought_up
-    watch = None if loaded is None else Watch(Api(url, start.api_key), ready.model, log, container)
+    watch = None if loaded is None else LemonadeMonitor(Api(url, start.api_key), ready.model, log, container)
     container.reload()
     served_by = ServedBy(
         url=url,
@@ -267,7 +269,7 @@ def attach(
     """
     found = attached(ask.base_url(url), model, api_key)  # Lemonade's models have two names
     served_by = ask.attach(url, model if found is None else found.model, api_key, key_name=key_name)
-    watch = None if found is None else Watch(Api(served_by.url, api_key), found.model, None, None)
+    watch = None if found is None else LemonadeMonitor(Api(served_by.url, api_key), found.model, None, None)
     parts = urlsplit(served_by.url)
     host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
     last, looked_at, misses = Look(), time.monotonic(), 0

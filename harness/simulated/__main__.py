@@ -12,7 +12,7 @@ import msgspec
 from harness.simulated.engine import EngineConfig
 from harness.simulated.faults import parse_fault
 from harness.simulated.presets import DEFAULT_PRESET, PRESETS
-from harness.simulated.server import Server, ServerConfig, log
+from harness.simulated.server import ServerConfig, SimulatedServer, log
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -94,7 +94,7 @@ async def _run(config: ServerConfig, startup_s: float, fail_start: str | None, e
     if fail_start is not None:
         print(fail_start, file=sys.stderr, flush=True)
         return exit_code
-    server = Server(config)
+    server = SimulatedServer(config)
     listening, port = await server.serve()
     shown = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     log("Application startup complete.")

@@ -12,14 +12,13 @@ from harness.simulated import wire
 from harness.simulated.faults import Active
 from harness.simulated.http import HttpRequest
 from harness.simulated.sendlog import Sent
-from harness.simulated.tokens import WORDS, output_word
 
 _SPLIT_PAUSE_S = 0.0002
 _ENGINE_ERROR = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 _TOOL = {"name": "classify", "id": "call_simulated"}
 
 
-class Answer:
+class CompletionAnswer:
     """Turns tokens into events on the wire and notes when each was sent.
 
     `token` is called for every output token, `finish` belongs to the last one. Times are CLOCK_MONOTONIC.
@@ -76,7 +75,7 @@ class Answer:
             return ""
         if self.words is not None:
             return self.words[index] if index < len(self.words) else ""
-        return WORDS[output_word(self.number, index)]
+        return wire.WORDS[wire.output_word(self.number, index)]
 
     def close(self, finish: str, usage: dict[str, Any]) -> None:
         """The end of the answer: usage and `[DONE]`, or the whole body."""
@@ -233,24 +232,24 @@ class Answer:
         self.sent.ended_s = time.monotonic()
 
 
-def _cut(answer: Answer) -> None:
+def _cut(answer: CompletionAnswer) -> None:
     answer._flush()
     answer.http.drop()
     answer.sent.ended_s = time.monotonic()
 
 
-def _error_event(answer: Answer) -> None:
+def _error_event(answer: CompletionAnswer) -> None:
     answer._event(wire.error_body(_ENGINE_ERROR, "InternalServerError", 500))
     answer._done()
 
 
-def _lemonade_error(answer: Answer) -> None:
+def _lemonade_error(answer: CompletionAnswer) -> None:
     error = {"code": 500, "message": "vllm-server request failed: connection closed", "status_code": 500,
              "type": "backend_error"}  # fmt: skip
     answer._event(msgspec.json.encode({"error": error}))
     answer._end()
 
 
-_BREAKS: dict[str, Callable[[Answer], None]] = {
-    "cut": _cut, "hang": Answer._flush, "error-event": _error_event, "lemonade-error": _lemonade_error
+_BREAKS: dict[str, Callable[[CompletionAnswer], None]] = {
+    "cut": _cut, "hang": CompletionAnswer._flush, "error-event": _error_event, "lemonade-error": _lemonade_error
 }  # fmt: skip

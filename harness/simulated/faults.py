@@ -55,13 +55,13 @@ Active = dict[str, float]
 """The faults of one request: kind and parameter (0 where a kind has none)."""
 
 
-class Fault(msgspec.Struct, frozen=True):
+class InjectedFault(msgspec.Struct, frozen=True):
     kind: str
     parameter: float
     every: int = 1
 
 
-def parse_fault(text: str) -> Fault:
+def parse_fault(text: str) -> InjectedFault:
     """Read `kind[:parameter][@every_nth]`; ValueError says what is wrong with it."""
     rest, _, every = text.strip().partition("@")
     kind, colon, parameter = rest.partition(":")
@@ -77,10 +77,10 @@ def parse_fault(text: str) -> Fault:
         raise ValueError(f"fault {text!r} is not KIND[:NUMBER][@N]") from None
     if not 0 <= value < math.inf or nth < 1 or (kind in ("split", "coalesce") and value < 1):
         raise ValueError(f"fault {text!r}: the number is out of range")
-    return Fault(kind, value, nth)
+    return InjectedFault(kind, value, nth)
 
 
-def active_faults(configured: list[Fault], number: int, header: str) -> Active:
+def active_faults(configured: list[InjectedFault], number: int, header: str) -> Active:
     """The faults that strike completion request `number` (from 1), the header's included."""
     active = {f.kind: f.parameter for f in configured if number % f.every == 0 and f.kind not in PROCESS_KINDS}
     for text in filter(None, (part.strip() for part in header.split(","))):

@@ -1,4 +1,4 @@
-"""The server: routes requests to the engine, runs the engine by the clock, hands out tokens."""
+"""The server: routes requests to the engine, runs the engine by the clock, hands out tokens, counts for /metrics."""
 
 import asyncio
 import os
@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from harness.simulated import forms, wire
-from harness.simulated.answer import Answer
-from harness.simulated.engine import Engine, EngineConfig, Sequence
-from harness.simulated.faults import Active, Fault, active_faults
+from harness.simulated import wire
+from harness.simulated.answer import CompletionAnswer
+from harness.simulated.engine import EngineConfig, Sequence, SimulatedEngine
+from harness.simulated.faults import Active, InjectedFault, active_faults
 from harness.simulated.http import Connection, HttpRequest
-from harness.simulated.metrics import Metrics
 from harness.simulated.sendlog import SendLog, Sent
-from harness.simulated.tokens import natural_length, prompt_hash, token_id
 
 VERSION = "0.32.0+simulated"
 _STATS_EVERY_S = 10.0
@@ -34,22 +33,22 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     natural_output_tokens: int = 120
     send_log: Path | None = None
-    faults: list[Fault] = []
+    faults: list[InjectedFault] = []
 
 
 def log(text: str) -> None:
     print(f"INFO {time.strftime('%m-%d %H:%M:%S')} [simulated] {text}", file=sys.stderr, flush=True)
 
 
-class Server:
+class SimulatedServer:
     """All state of a running server. `serve` listens; `stop` ends every connection at once."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self.engine = Engine(config.engine)
+        self.engine = SimulatedEngine(config.engine)
         self.metrics = Metrics(self.engine, config.model, config.preset)
         self.send_log = SendLog(config.send_log)
-        self._answers: dict[int, tuple[Sequence, Answer]] = {}
+        self._answers: dict[int, tuple[Sequence, CompletionAnswer]] = {}
         self._connections: set[Connection] = set()
         self._wake = asyncio.Event()
         self._created = int(time.time())
@@ -126,7 +125,7 @@ class Server:
         if not last:
             # the real id of the token, so that the next turn of a conversation finds its blocks
             word = answer.word(index)
-            sequence.tokens[-1] = token_id(word) if word else 0
+            sequence.tokens[-1] = wire.token_id(word) if word else 0
         finish = None
         if last:
             full = sequence.target >= answer.asked.max_tokens and answer.stopped_at is None
@@ -141,13 +140,13 @@ class Server:
         elif answer.broken and answer.sent.finish != "hang":
             self._abort(sequence, answer, answer.sent.finish or "abort")
 
-    def _abort(self, sequence: Sequence, answer: Answer, reason: str) -> None:
+    def _abort(self, sequence: Sequence, answer: CompletionAnswer, reason: str) -> None:
         if sequence.key in self._answers:
             self.engine.abort(sequence)
             self.metrics.finished(sequence, "abort", time.monotonic())
             self._forget(sequence, answer, reason)
 
-    def _forget(self, sequence: Sequence, answer: Answer, reason: str) -> None:
+    def _forget(self, sequence: Sequence, answer: CompletionAnswer, reason: str) -> None:
         sent = answer.sent
         sent.scheduled_s = sequence.scheduled_s
         sent.output_tokens = sequence.output_tokens
@@ -184,11 +183,11 @@ class Server:
         faults = self._arrived(http)
         body = wire.parse_json(http.body)
         asked = wire.parse_asked(body, chat, config.model, config.engine.max_model_len)
-        number = prompt_hash(asked.prompt, config.engine.seed)
-        form, words = forms.form_of(body), None
+        number = wire.prompt_hash(asked.prompt, config.engine.seed)
+        form, words = wire.form_of(body), None
         if form is not None:
             text = wire.prompt_text(body, chat)
-            words = forms.words_of(form, text, number, wrong="wrong" in faults, invalid="invalid" in faults)
+            words = wire.words_of(form, text, number, wrong="wrong" in faults, invalid="invalid" in faults)
         answer = self._answer(http, asked, faults, number, words=words)
         self._later(answer, self._target(answer))
 
@@ -197,7 +196,7 @@ class Server:
         config = self.config
         faults = self._arrived(http)
         asked, vectors = wire.parse_embeddings(wire.parse_json(http.body), config.model, config.engine.max_model_len)
-        number = prompt_hash(asked.prompt, config.engine.seed)
+        number = wire.prompt_hash(asked.prompt, config.engine.seed)
         self._later(self._answer(http, asked, faults, number, vectors=vectors), 1)
 
     def _arrived(self, http: HttpRequest) -> Active:
@@ -220,20 +219,20 @@ class Server:
         *,
         words: list[str] | None = None,
         vectors: int = 0,
-    ) -> Answer:
+    ) -> CompletionAnswer:
         identity = http.headers.get("x-request-id") or uuid.uuid4().hex[:16]
         kind = "embd-" if vectors else "chatcmpl-" if asked.chat else "cmpl-"
         shape = wire.Shape(asked.chat, kind + identity, int(time.time()), self.config.model)
         sent = Sent(identity, http.received_s, len(asked.prompt))
-        return Answer(http, asked, shape, sent, faults, number, words, vectors)
+        return CompletionAnswer(http, asked, shape, sent, faults, number, words, vectors)
 
-    def _later(self, answer: Answer, target: int) -> None:
+    def _later(self, answer: CompletionAnswer, target: int) -> None:
         if "delay" in answer.faults:
             asyncio.get_running_loop().call_later(answer.faults["delay"], self._begin, answer, target)
         else:
             self._begin(answer, target)
 
-    def _target(self, answer: Answer) -> int:
+    def _target(self, answer: CompletionAnswer) -> int:
         """How many tokens the answer has."""
         asked = answer.asked
         if "empty" in answer.faults:
@@ -242,13 +241,13 @@ class Server:
             return asked.max_tokens
         if answer.words is not None:
             return min(len(answer.words) + 1, asked.max_tokens)  # and the end mark
-        natural = natural_length(answer.number, self.config.natural_output_tokens)
+        natural = wire.natural_length(answer.number, self.config.natural_output_tokens)
         target = min(max(natural, asked.min_tokens), asked.max_tokens)
         if "stop-string" in answer.faults:
             answer.stopped_at = max(1, target - int(answer.faults["stop-string"]))
         return target
 
-    def _begin(self, answer: Answer, target: int) -> None:
+    def _begin(self, answer: CompletionAnswer, target: int) -> None:
         if answer.http.closed or _refused(answer):
             answer.sent.ended_s = time.monotonic()
             answer.sent.finish = answer.sent.finish or "abort"
@@ -281,13 +280,13 @@ class Server:
                 self._late_s = 0.0
 
 
-async def _pings(answer: Answer, sequence: Sequence) -> None:
+async def _pings(answer: CompletionAnswer, sequence: Sequence) -> None:
     while sequence.first_token_s is None and not answer.http.closed:
         answer.ping()
         await asyncio.sleep(answer.faults["ping"])
 
 
-def _refused(answer: Answer) -> bool:
+def _refused(answer: CompletionAnswer) -> bool:
     """Answer with a status instead of a completion if a fault says so."""
     http, faults = answer.http, answer.faults
     headers: dict[str, Any] = {"x-request-id": answer.sent.request_id}
@@ -305,3 +304,92 @@ def _refused(answer: Answer) -> bool:
         return False
     answer.sent.finish = next(kind for kind in ("429", "503", "500-html", "html") if kind in faults)
     return True
+
+
+_TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+         80.0, 160.0, 640.0, 2560.0)  # fmt: skip
+_ITL = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_E2E = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+        1920.0, 7680.0)  # fmt: skip
+_REASONS = ("stop", "length", "abort", "error", "repetition")
+
+
+class Metrics:
+    """`/metrics` with vLLM's names and labels (vllm/v1/metrics/loggers.py, release 0.32), as far as the model has them.
+
+    Tokens count when computed; those of an aborted request are included, as in vLLM. `simulated_engine_info` is ours
+    alone: it shows that no model was computed.
+    """
+
+    def __init__(self, engine: SimulatedEngine, model: str, preset: str) -> None:
+        self._engine = engine
+        self._registry = registry = CollectorRegistry()
+        base = {"model_name": model, "engine": "0"}
+
+        def gauge(name: str, text: str, **extra: str) -> Gauge:
+            labels = {**base, **extra}
+            return Gauge(name, text, list(labels), registry=registry).labels(**labels)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(name, text, list(base), registry=registry).labels(**base)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, list(base), registry=registry, buckets=buckets).labels(**base)
+
+        self._running = gauge("vllm:num_requests_running", "Number of requests in model execution batches.")
+        self._waiting = gauge("vllm:num_requests_waiting", "Number of requests waiting to be processed.")
+        self._usage = gauge("vllm:kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.")
+        self._preemptions = counter("vllm:num_preemptions", "Cumulative number of preemption from the engine.")
+        self._queries = counter("vllm:prefix_cache_queries", "Prefix cache queries, in number of queried tokens.")
+        self._hits = counter("vllm:prefix_cache_hits", "Prefix cache hits, in number of cached tokens.")
+        self._prompt = counter("vllm:prompt_tokens", "Number of prefill tokens processed.")
+        self._cached = counter("vllm:prompt_tokens_cached", "Number of cached prompt tokens.")
+        self._generated = counter("vllm:generation_tokens", "Number of generation tokens processed.")
+        success = Counter("vllm:request_success", "Count of successfully processed requests.",
+                          [*base, "finished_reason"], registry=registry)  # fmt: skip
+        self._success = {reason: success.labels(**base, finished_reason=reason) for reason in _REASONS}
+        self._ttft = histogram("vllm:time_to_first_token_seconds", "Time to first token in seconds.", _TTFT)
+        self._itl = histogram("vllm:inter_token_latency_seconds", "Inter-token latency in seconds.", _ITL)
+        self._e2e = histogram("vllm:e2e_request_latency_seconds", "E2e request latency in seconds.", _E2E)
+        self._queue = histogram("vllm:request_queue_time_seconds", "Time spent in WAITING phase.", _E2E)
+        config = engine.config
+        gauge("vllm:cache_config_info", "Information of the LLMEngine CacheConfig",
+              block_size=str(config.block_size), num_gpu_blocks=str(config.num_gpu_blocks),
+              enable_prefix_caching=str(config.enable_prefix_caching)).set(1)  # fmt: skip
+        gauge("simulated_engine_info", "This engine is simulated: no model is computed.", preset=preset).set(1)
+        self._synced = (0, 0, 0)
+        self._totals = [0, 0]
+
+    def token(self, sequence: Sequence, gap_s: float | None, now: float) -> None:
+        """One output token; `gap_s` is the time since the one before, None for the first."""
+        self._generated.inc()
+        self._totals[1] += 1
+        if gap_s is not None:
+            self._itl.observe(gap_s)
+            return
+        self._prompt.inc(sequence.prompt_tokens)
+        self._totals[0] += sequence.prompt_tokens
+        self._cached.inc(sequence.cached_tokens)
+        self._ttft.observe(now - sequence.arrived_s)
+        if sequence.scheduled_s is not None:
+            self._queue.observe(max(0.0, sequence.scheduled_s - sequence.arrived_s))
+
+    def finished(self, sequence: Sequence, reason: str, now: float) -> None:
+        self._success[reason].inc()
+        self._e2e.observe(now - sequence.arrived_s)
+
+    def tokens(self) -> tuple[int, int]:
+        """Prompt and output tokens so far."""
+        return self._totals[0], self._totals[1]
+
+    def render(self) -> bytes:
+        """The page, with the engine's state as of now."""
+        engine = self._engine
+        self._running.set(len(engine.running))
+        self._waiting.set(len(engine.waiting))
+        self._usage.set(engine.pool.usage)
+        totals = (engine.preemptions, engine.prefix_queries, engine.prefix_hits)
+        for counter, new, old in zip((self._preemptions, self._queries, self._hits), totals, self._synced, strict=True):
+            counter.inc(new - old)
+        self._synced = totals
+        return generate_latest(self._registry)

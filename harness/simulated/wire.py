@@ -1,11 +1,16 @@
-"""Request bodies in, response bodies out, in the shapes that vLLM 0.32 puts on the wire."""
+"""Request bodies in, response bodies out, in the shapes that vLLM 0.32 puts on the wire.
+
+The tokenizer is simple: one token per whitespace-separated word. `/tokenize` counts by the same rule.
+"""
 
 import json
+import zlib
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 import msgspec
-
-from harness.simulated.tokens import chat_tokens, text_tokens
 
 FINGERPRINT = "simulated"
 
@@ -206,3 +211,129 @@ def models_body(model: str, max_model_len: int, created: int) -> bytes:
     card = {"id": model, "object": "model", "created": created, "owned_by": "simulated", "root": model,
             "parent": None, "max_model_len": max_model_len}  # fmt: skip
     return msgspec.json.encode({"object": "list", "data": [card]})
+
+
+START, END = "<|im_start|>", "<|im_end|>"
+_TEXT = """
+the of a to and in is that it was for on as with by at from are this be or an have not which one all
+their there can more time about into some other than then its only new these two may first any my now
+such like our over even most me after also did many before must through back years where much your way
+well down should because each just those people how too little state good very make world still own see
+work long get here between both life being under never day same another know while last might us great
+"""
+WORDS = tuple(_TEXT.split())
+
+
+def token_id(word: str) -> int:
+    """A stable id for a word (CRC-32: the same in every process, unlike `hash`)."""
+    return zlib.crc32(word.encode())
+
+
+def text_tokens(text: str) -> list[int]:
+    return [token_id(word) for word in text.split()]
+
+
+def chat_tokens(messages: Sequence[tuple[str, str]]) -> list[int]:
+    """Token ids of a conversation of (role, text), the generation prompt included.
+
+    A message adds a start marker, the role and an end marker, as a real chat template does; the two tokens at the end
+    open the assistant's answer. So a single user message of W words has W + 5 tokens, and the next turn of a
+    conversation begins with exactly the tokens of the turn before: prefix caching sees what a real server sees.
+    """
+    ids: list[int] = []
+    for role, text in messages:
+        ids += [token_id(START), token_id(role), *text_tokens(text), token_id(END)]
+    return [*ids, token_id(START), token_id("assistant")]
+
+
+def prompt_hash(prompt: Sequence[int], seed: int) -> int:
+    """A number that depends on the prompt and the seed alone; it picks the words and the natural length."""
+    return zlib.crc32(b"".join(i.to_bytes(8, "little") for i in prompt), seed & 0xFFFFFFFF)
+
+
+def output_word(number: int, index: int) -> int:
+    """Index into `WORDS` of output token `index` of the request whose `prompt_hash` is `number`."""
+    return (number + index * (2 * (number >> 7) % len(WORDS) + 1)) % len(WORDS)
+
+
+def natural_length(number: int, mean: int) -> int:
+    """A seeded answer length of at least 1 token, spread evenly over half to one and a half times `mean`."""
+    return max(1, mean // 2 + (number * 2654435761 >> 7) % (mean + 1))
+
+
+_DEPTH = 20
+
+
+def form_of(body: dict[str, Any]) -> dict[str, Any] | None:
+    """The form that a request asks for, as a JSON schema; {"choice": [...]} for a bare text. None: any text will do."""
+    outputs, response = body.get("structured_outputs"), body.get("response_format")
+    if isinstance(outputs, dict) and isinstance(outputs.get("choice"), list) and outputs["choice"]:
+        return {"choice": outputs["choice"]}
+    if isinstance(outputs, dict) and isinstance(outputs.get("json"), dict):
+        return {"schema": outputs["json"]}
+    if isinstance(response, dict) and response.get("type") == "json_schema":
+        inner = response.get("json_schema")
+        if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
+            raise BadRequest("response_format.json_schema.schema must be a mapping", "response_format")
+        return {"schema": inner["schema"]}
+    grammar = body.get("grammar")
+    if isinstance(grammar, str) and grammar.startswith("root ::= "):
+        return {"choice": [json.loads(part) for part in grammar.removeprefix("root ::= ").split(" | ")]}
+    return None
+
+
+def words_of(form: dict[str, Any], text: str, number: int, *, wrong: bool, invalid: bool) -> list[str]:
+    """The words of an answer to the prompt `text`, whose hash is `number`.
+
+    A choice that holds the label of a known text of the shipped classification set is answered rightly, so that the
+    share of right answers is that of the faults `wrong` and `invalid`. Everything else follows from the prompt.
+    """
+    if invalid:
+        return ["none", "of", "these"]
+    label = _label_in(text)
+    if "choice" in form:
+        return str(_chosen(form["choice"], label, number, wrong)).split()
+    return json.dumps(_instance(form["schema"], label, number, wrong)).split(" ")
+
+
+def _chosen(choices: list[Any], label: str | None, number: int, wrong: bool) -> Any:
+    right = choices.index(label) if label in choices else number % len(choices)
+    return choices[(right + wrong) % len(choices)]
+
+
+def _instance(schema: Any, label: str | None, number: int, wrong: bool, depth: int = 0) -> Any:
+    """A small value that has the form of a schema, as far as its types say it."""
+    if not isinstance(schema, dict) or depth > _DEPTH:
+        return None
+    if "const" in schema:
+        return schema["const"]
+    if schema.get("enum"):
+        return _chosen(schema["enum"], label, number, wrong)
+    if schema.get("anyOf"):
+        return _instance(schema["anyOf"][0], label, number, wrong, depth + 1)
+    kind = schema.get("type", "object" if "properties" in schema else "string")
+    if isinstance(kind, list):
+        kind = kind[0]
+    if kind == "object":
+        inner = schema.get("properties", {})
+        return {name: _instance(one, label, number, wrong, depth + 1) for name, one in inner.items()}
+    if kind == "array":
+        item = _instance(schema.get("items", {}), label, number, wrong, depth + 1)
+        return [item] * max(1, schema.get("minItems", 1))
+    values: dict[str, Any] = {"integer": 1, "number": 0.5, "boolean": True, "null": None}
+    if kind in ("integer", "number") and "minimum" in schema:
+        return schema["minimum"]
+    return values.get(kind, label or "text")
+
+
+def _label_in(text: str) -> str | None:
+    """The label of the last text of the classification set that a prompt holds: the others are of earlier turns."""
+    # The question puts the text into a paragraph of its own.
+    return next((_labels()[part] for part in reversed(text.split("\n\n")) if part in _labels()), None)
+
+
+@cache
+def _labels() -> dict[str, str]:
+    lines = files("harness.data").joinpath("classification.jsonl").read_bytes().splitlines()
+    items = [msgspec.json.decode(line) for line in lines]
+    return {item["text"]: item["label"] for item in items}

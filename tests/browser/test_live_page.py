@@ -21,8 +21,8 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
 from harness.paths import ROOT
-from harness.serve.ports import free_port
-from harness.simulated.spawn import spawned
+from harness.serve.ask import free_port
+from harness.simulated import spawned
 from tests.browser.test_report_page import complaints, keep, script
 from tests.command import going, write
 from tests.fake_gpus import gpu, host

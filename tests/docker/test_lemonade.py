@@ -21,9 +21,9 @@ from harness.rundir.manifest import read_run
 from harness.rundir.metrics import parse, read_samples
 from harness.scenario.scenario import Load, Scenario, Server
 from harness.serve import Endpoint, serve, server_document
+from harness.serve.ask import free_port
 from harness.serve.docker.sweep import sweep
 from harness.serve.lemonade.running import orphans_of
-from harness.serve.ports import free_port
 from harness.serve.tokenize import counter
 from harness.summarize.summarize import read_summary
 from tests.command import harness

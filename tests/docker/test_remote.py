@@ -17,9 +17,9 @@ import requests
 from harness.errors import ServerError
 from harness.paths import ROOT
 from harness.rundir.manifest import read_run
+from harness.serve.ask import free_port
 from harness.serve.docker import over_ssh
 from harness.serve.docker.location import engine_location
-from harness.serve.ports import free_port
 from tests.command import going, harness, only_run, until, write
 from tests.docker.conftest import Served, remains
 from tests.docker.test_sweep import OWNER

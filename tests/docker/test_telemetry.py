@@ -17,7 +17,7 @@ from harness.serve import Endpoint
 from harness.serve.docker import labels
 from harness.serve.docker.containers import Look
 from harness.serve.docker.inside import has_shell, inside
-from harness.serve.telemetry_source import source_of
+from harness.serve.endpoint import source_of
 from tests.docker.conftest import Served
 from tests.fake_gpus import apu_table, device, gpu, host
 
@@ -98,7 +98,7 @@ def test_a_container_is_measured_from_within_alike(
     container: Container, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outside = local(container, tmp_path)[-1].container
-    monkeypatch.setattr("harness.serve.telemetry_source.cgroup_files", lambda *_: [])  # as with an engine elsewhere
+    monkeypatch.setattr("harness.serve.endpoint.cgroup_files", lambda *_: [])  # as with an engine elsewhere
     within = local(container, tmp_path)
     assert all(one.took_s is None for one in within)
     last = within[1].container  # the one at the very end may follow at once, and then has no rates

@@ -19,7 +19,7 @@ from docker.models.networks import Network
 
 from harness.rundir.manifest import read_run
 from harness.rundir.records import read_marks, read_requests
-from harness.serve.ports import free_port
+from harness.serve.ask import free_port
 from tests.command import Going, going, harness, only_run, until, write
 from tests.faults import fault
 

@@ -10,8 +10,8 @@ from msgspec import Struct
 
 from harness.errors import HarnessError, did_you_mean
 from harness.scenario.strict import decode, load_yaml
-from harness.serve.compose.interpolate import interpolate
 from harness.serve.compose.values import (
+    interpolate,
     is_volume_name,
     parse_bytes,
     parse_device,

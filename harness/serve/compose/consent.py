@@ -12,8 +12,7 @@ from harness.engines import template_of
 from harness.errors import ServerError
 from harness.scenario.scenario import Consent, Server
 from harness.serve.compose.compose import ComposeFile, Service
-from harness.serve.compose.interpolate import interpolate
-from harness.serve.compose.values import parse_device, parse_port, parse_volume
+from harness.serve.compose.values import interpolate, parse_device, parse_port, parse_volume
 from harness.serve.docker.location import engine_location
 
 WHY: dict[Consent, str] = {

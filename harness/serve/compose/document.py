@@ -1,19 +1,21 @@
 """The Compose file of a scenario's server: rendered to be started, and printed to use by hand."""
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import yaml
 
 from harness.errors import HarnessError
 from harness.machine.gpus import device_groups
 from harness.scenario.scenario import Gateway, Scenario, Server
+from harness.serve.ask import free_port
 from harness.serve.compose.compose import GATEWAY, SERVER, ComposeFile, parse
-from harness.serve.compose.merge import with_gateway
 from harness.serve.compose.template import render, variables
 from harness.serve.compose.values import parse_port, url_of
 from harness.serve.docker.images import digests_here
 from harness.serve.docker.location import engine_location
 from harness.serve.lemonade import served_name
-from harness.serve.ports import free_port
 
 _NO_GROUPS = [
     "group_add is empty: there is no /dev/kfd and no /dev/dri here, or only root owns them. Put in what",
@@ -127,3 +129,36 @@ def server_of(scenario: Scenario, name: str) -> Server:
     if name not in scenario.servers:
         raise HarnessError(f"the scenario has no server '{name}'; it has {', '.join(scenario.servers)}")
     return scenario.servers[name]
+
+
+def with_gateway(server: str, gateway: str) -> str:
+    """The Compose file of a server with that of its gateway added, both as text."""
+    whole, front = yaml.safe_load(server), yaml.safe_load(gateway)
+    whole["x-amd-llm-load"]["gateway"] = front.pop("x-amd-llm-load")
+    for part, entries in front.items():
+        both = whole.setdefault(part, {})
+        for name in entries.keys() & both.keys():
+            raise HarnessError(
+                f"the templates of the server and of its gateway both have $.{part}.{name}",
+                next_step="Rename it in one of the two templates in compose/.",
+            )
+        both.update(entries)
+    return yaml.dump(whole, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every text that is not plainly a word: what YAML 1.1 reads as text, YAML 1.2 may read as a number."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_WORD = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null)$)[a-z][\w./-]*", re.IGNORECASE)
+
+
+def _text(dumper: _Dumper, text: str) -> yaml.Node:
+    style = "|" if "\n" in text else None if _WORD.fullmatch(text) else '"'
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)

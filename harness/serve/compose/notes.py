@@ -113,7 +113,7 @@ def _of_length(server: Server, load: Load, prompts: Prompts) -> str | None:
     template = template_of(server.template)
     context = Context(size=which) if template is None or template.context is None else template.context
     if context.arguments is not None and answer >= variable_of(server, context.size):
-        return None  # harness.serve.lemonade.hints says so
+        return None  # `hints` of harness.serve.lemonade.arguments says so
     return (
         f"a request has up to {prompt:,} tokens of prompt and {answer:,} of answer, and {which} is {limit:,}: "
         f"{context.too_long}"

@@ -14,9 +14,9 @@ from harness.scenario.strict import where
 from harness.serve.compose.compose import GATEWAY, SERVER, ComposeFile, Service, read
 from harness.serve.compose.consent import missing
 from harness.serve.compose.document import port_inside, rendered, server_document
-from harness.serve.compose.interpolate import interpolate, names_in
 from harness.serve.compose.managed import managed_flags, managed_settings
 from harness.serve.compose.template import server_problems, variables
+from harness.serve.compose.values import interpolate, names_in
 from harness.serve.docker.location import engine_location
 from harness.serve.lemonade.arguments import server_problems as lemonade_problems
 from harness.serve.vllm.flags import removed_in, vllm_refuses

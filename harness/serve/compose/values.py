@@ -1,9 +1,13 @@
-"""The short texts inside a Compose file: sizes, durations, ports, volumes, devices. Errors are ValueError."""
+"""The short texts inside a Compose file: sizes, durations, ports, volumes, devices, and `${NAME}` of the environment.
+
+Errors of the parsers are ValueError.
+"""
 
 import ipaddress
 import posixpath
 import re
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "kb": 1 << 10, "m": 1 << 20, "mb": 1 << 20, "g": 1 << 30, "gb": 1 << 30}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -113,3 +117,63 @@ def parse_device(text: str) -> Device:
     if len(parts) > 3 or not in_dev or not permissions or not set(permissions) <= set("rwm"):
         raise ValueError(f"'{text}' is not a device; write it like /dev/kfd or /dev/kfd:/dev/kfd:rw")
     return Device(host, container, permissions)
+
+
+_PART = re.compile(
+    r"\$(?:(?P<escaped>\$)|(?P<plain>[A-Za-z_][A-Za-z0-9_]*)"
+    r"|\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?:(?P<operator>:?[-?+])(?P<word>[^${}]*))?\}|(?P<bad>))"
+)
+
+
+def interpolate(value: Any, environment: Mapping[str, str], problems: list[str], path: str = "$") -> Any:
+    """`value` with every text in it filled in; what cannot be filled in goes to `problems`.
+
+    The forms are those of Compose: $NAME, ${NAME}, ${NAME-default}, ${NAME:-default}, ${NAME?error},
+    ${NAME:?error}, ${NAME+other}, ${NAME:+other}, and $$ for a dollar sign. Stricter than Compose in one point:
+    a plain ${NAME} that is not set is an error, where Compose warns and uses nothing.
+    """
+    if isinstance(value, str):
+        return _PART.sub(lambda match: _filled(match, environment, problems, path), value)
+    if isinstance(value, list):
+        return [interpolate(item, environment, problems, f"{path}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, dict):
+        return {key: interpolate(item, environment, problems, f"{path}.{key}") for key, item in value.items()}
+    return value
+
+
+def names_in(text: str) -> set[str]:
+    """The environment variables that a text asks for."""
+    return {name for match in _PART.finditer(text) if (name := match["plain"] or match["name"])}
+
+
+def literal_of(text: str) -> str:
+    """What stands in a text itself, defaults included; what comes from the environment becomes a NUL."""
+    return _PART.sub(_literal, text)
+
+
+def _literal(match: re.Match[str]) -> str:
+    if match["plain"] or match["name"]:
+        return (match["word"] if (match["operator"] or "")[-1:] in ("-", "+") else "") or "\0"
+    return "$"
+
+
+def _filled(match: re.Match[str], environment: Mapping[str, str], problems: list[str], path: str) -> str:
+    if match["escaped"]:
+        return "$"
+    if match["bad"] is not None:
+        problems.append(f"{path}: a dollar sign that starts no ${{NAME}}; write $$ for a plain one")
+        return ""
+    name = match["plain"] or match["name"]
+    operator, word = match["operator"] or "", match["word"] or ""
+    found = environment.get(name)
+    given = bool(found) if operator.startswith(":") else found is not None
+    match operator[-1:]:
+        case "-":
+            return found if given and found is not None else word
+        case "+":
+            return word if given else ""
+    if not given or found is None:
+        advice = word or f"export it, or write ${{{name}-}} where it may be missing"
+        problems.append(f"{path}: the environment variable {name} is not set; {advice}")
+        return ""
+    return found

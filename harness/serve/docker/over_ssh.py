@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 
 from harness import process
 from harness.errors import ServerError
+from harness.serve.ask import free_port, is_free
 from harness.serve.docker.location import EngineLocation
-from harness.serve.ports import free_port, is_free
 
 LONGEST_S = 30  # until ssh gives up on a host that does not answer
 _END_S = 5.0

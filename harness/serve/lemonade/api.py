@@ -53,7 +53,7 @@ class Backend(msgspec.Struct, frozen=True):
         return self.state in ("installed", "update_available")
 
 
-class Running(msgspec.Struct, frozen=True):
+class RunningModel(msgspec.Struct, frozen=True):
     """A loaded model, out of /health."""
 
     name: str  # as listed, without a prefix
@@ -77,29 +77,29 @@ class Running(msgspec.Struct, frozen=True):
         return next((next(words, None) for word in words if word == flag), None)
 
 
-class Health(msgspec.Struct, frozen=True):
+class LemonadeHealth(msgspec.Struct, frozen=True):
     version: str | None
-    loaded: list[Running]
+    loaded: list[RunningModel]
 
-    def of(self, model: str) -> Running | None:
+    def of(self, model: str) -> RunningModel | None:
         """The entry of a model by any of its names."""
         bare = bare_name(model)
         return next((entry for entry in self.loaded if bare_name(entry.name) == bare), None)
 
 
-def health(api: Api, timeout_s: float = HEALTH_S) -> Health | None:
+def health(api: Api, timeout_s: float = HEALTH_S) -> LemonadeHealth | None:
     """What is loaded; None when there is no answer, or not Lemonade's."""
     found = _json_of(api, f"{PREFIX}/health", timeout_s)
     if not isinstance(found, dict) or not isinstance(found.get("all_models_loaded"), list):
         return None
     version = found.get("version")
     entries = [_running(entry) for entry in found["all_models_loaded"] if isinstance(entry, dict)]
-    return Health(version if isinstance(version, str) else None, entries)
+    return LemonadeHealth(version if isinstance(version, str) else None, entries)
 
 
-def _running(entry: dict[str, Any]) -> Running:
+def _running(entry: dict[str, Any]) -> RunningModel:
     pid, url, command = entry.get("pid"), entry.get("backend_url"), entry.get("launch_command")
-    return Running(
+    return RunningModel(
         name=_text(entry.get("model_name")),
         recipe=_text(entry.get("recipe")),
         pid=pid if type(pid) is int and 0 < pid < 2**31 else None,

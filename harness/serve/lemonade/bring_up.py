@@ -1,7 +1,10 @@
-"""A Lemonade that listens, made to serve one model: backend installed, model downloaded, loaded, pinned, and proven."""
+"""A Lemonade that listens, made to serve one model: backend installed, model downloaded, loaded, pinned, and proven.
+
+`bring_up` does this for a server that the harness started, `attached` loads a model in one that already runs.
+"""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import msgspec
@@ -9,13 +12,12 @@ import requests
 
 from harness.errors import ServerError
 from harness.failures.unexpected_response import decoded
-from harness.serve.ask import reason
+from harness.serve.ask import lines_of, reason
 from harness.serve.compose.compose import Managed
 from harness.serve.docker.containers import advice
 from harness.serve.lemonade import api as lemonade
 from harness.serve.lemonade import pool_size, served_name
-from harness.serve.lemonade.api import PREFIX, Api, Backend, Running, System, text_of
-from harness.serve.lemonade.pull import download
+from harness.serve.lemonade.api import PREFIX, Api, Backend, RunningModel, System, text_of
 from harness.serve.waiting import Phases, Waiting, death, watched
 
 TELL_EVERY_S = 1.0
@@ -151,7 +153,7 @@ def _proven(api: Api, model: str, waiting: Waiting) -> Loaded:
     return msgspec.structs.replace(loaded, notes=[note])
 
 
-def as_loaded(api: Api, model: str, running: Running, version: str | None) -> Loaded:
+def as_loaded(api: Api, model: str, running: RunningModel, version: str | None) -> Loaded:
     """What is known of a loaded model, whoever has loaded it; `version` is Lemonade's own."""
     system = lemonade.system(api)
     most_at_once = None if system is None or system.threads is None else pool_size(system.threads, version)
@@ -162,7 +164,7 @@ def as_loaded(api: Api, model: str, running: Running, version: str | None) -> Lo
     return Loaded(_name_to_send(api, model, running), names, most_at_once)
 
 
-def _name_to_send(api: Api, model: str, running: Running) -> str:
+def _name_to_send(api: Api, model: str, running: RunningModel) -> str:
     """The id that the backend knows: llama-server answers to any name, vLLM to one."""
     if running.recipe != "vllm":
         return model
@@ -220,3 +222,128 @@ def _watched(call: Callable[[], T], waiting: Waiting, until: float, doing: str |
 
 def _last(doing: str | list[str]) -> str:
     return doing if isinstance(doing, str) else doing[-1]
+
+
+SILENCE_S = 300.0  # between two events; a hub may take its time
+OFFLINE = (
+    "Set offline and no_fetch_executables to false for one run: what is downloaded stays on the volume. "
+    "Without a network, put the model into the folder that huggingface_cache names."
+)
+
+
+class DownloadProgress(msgspec.Struct, frozen=True):
+    """An event of a download."""
+
+    file: str = ""
+    file_index: int = 0
+    total_files: int = 0
+    bytes_total: float = 0.0
+    percent: float = 0.0
+
+    def in_words(self) -> str:
+        part = f" ({self.file_index} of {self.total_files})" if self.total_files > 1 else ""
+        of = f" of {self.bytes_total / 1e9:.1f} GB" if self.bytes_total else ""
+        return f"downloading {self.file[:200] or 'the model'}{part}: {self.percent:.0f} %{of}"
+
+
+def download(api: Api, body: dict[str, Any], told: list[str], until: float) -> None:
+    """Wait until the model is there; `told` gets the progress in words. Raises ServerError, also for an error event."""
+    name = body["model_name"]
+    try:
+        with api.post(f"{PREFIX}/pull", body, SILENCE_S, stream=True) as response:
+            if response.status_code != 200:
+                said = text_of(response)
+                step = OFFLINE if "offline" in said else "Check its name, and that the machine reaches the hub."
+                raise ServerError(f"Lemonade cannot download '{name}': {said}", next_step=step)
+            for kind, data in events(lines_of(response)):
+                if kind == "error":
+                    raise _failed(name, data)
+                if kind == "complete":
+                    return
+                told[-1:] = [_progress(data).in_words()]
+                if time.monotonic() > until:
+                    return
+    except requests.RequestException as error:
+        raise ServerError(
+            f"the download of '{name}' by Lemonade broke off ({reason(error)})", next_step="Run it again: it goes on."
+        ) from None
+
+
+def events(lines: Iterator[bytes]) -> Iterator[tuple[str, bytes]]:
+    """Kind and data of server-sent events."""
+    kind, data = "progress", b""
+    for line in lines:
+        if line.startswith(b"event:"):
+            kind = line.removeprefix(b"event:").strip().decode("utf-8", "replace")
+        elif line.startswith(b"data:"):
+            data = line.removeprefix(b"data:").strip()
+        elif not line.strip():
+            if data:
+                yield kind, data
+            kind, data = "progress", b""
+    if data:
+        yield kind, data
+
+
+def _progress(data: bytes) -> DownloadProgress:
+    try:
+        return msgspec.json.decode(data, type=DownloadProgress, strict=False)
+    except (ValueError, RecursionError):
+        return DownloadProgress()
+
+
+def _failed(name: str, data: bytes) -> ServerError:
+    try:
+        said = decoded(data)["error"]
+        said = said.get("message") if isinstance(said, dict) else said
+    except (ValueError, KeyError, TypeError):
+        said = None
+    said = (said if isinstance(said, str) else data.decode("utf-8", "replace"))[:300]
+    return ServerError(
+        f"Lemonade could not download '{name}': {said}",
+        next_step="Check the network of the container, the model's name, and HF_TOKEN for a gated model.",
+    )
+
+
+ASSUMED_TIMEOUT_S = 600.0  # Lemonade's own default
+LOG = "`journalctl -u lemond | harness explain -`, or what it printed where you started it."
+
+
+def attached(url: str, model: str | None, key: str | None) -> Loaded | None:
+    """What runs at `url`, with `model` loaded, or what is loaded there. None when that is no Lemonade.
+
+    A model that is not loaded yet is loaded with the options that its owner saved; loading is never part of a
+    measurement. Raises ServerError when that fails.
+    """
+    api = Api(url, key)
+    found = lemonade.health(api, timeout_s=5.0)
+    if found is None:
+        return None
+    if model is None:
+        if len(found.loaded) != 1:
+            return None
+        model = found.loaded[0].name
+    running = found.of(model)
+    if running is None:
+        _load_as_saved(api, model)
+        found = lemonade.health(api) or found
+        running = found.of(model)
+    if running is None:
+        return None
+    return as_loaded(api, model, running, found.version)
+
+
+def _load_as_saved(api: Api, model: str) -> None:
+    known = lemonade.find(api, model)
+    if isinstance(known, ServerError):
+        raise known
+    limit_s = 2 * (lemonade.global_timeout_s(api) or ASSUMED_TIMEOUT_S) + BEYOND_S
+    try:
+        answer = api.post(f"{PREFIX}/load", {"model_name": lemonade.canonical_name(api, model)}, limit_s)
+    except requests.RequestException as error:
+        raise ServerError(f"Lemonade gave no answer while loading '{model}' ({reason(error)})") from None
+    if answer.status_code != 200:
+        said = text_of(answer)
+        # The reason is in a log that only its owner has.
+        log = f" Its log has the reason: {LOG}" if "failed to start" in said else ""
+        raise ServerError(f"Lemonade could not load '{model}': {said}", next_step=advice(said)[0] + log)

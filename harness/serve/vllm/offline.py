@@ -43,7 +43,7 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     version: str
 
 
-class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class OfflineResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What came of one request."""
 
     index: int
@@ -61,7 +61,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     served_by: ServedBy
     head: Head
-    lines: list[Line]
+    lines: list[OfflineResult]
 
 
 def is_offline(server: Server) -> bool:
@@ -151,14 +151,14 @@ def _wait(container: Container, log: LogFile, loading_s: float, say: Callable[[s
         raise containers.death_error(seen, log)
 
 
-def _answers(container: Container) -> tuple[Head, list[Line]]:
+def _answers(container: Container) -> tuple[Head, list[OfflineResult]]:
     try:
         raw = containers.unpacked(container.get_archive(ANSWERS)[0])
     except DOCKER_ERRORS as error:
         raise docker_error("the answers of the offline job cannot be read", error) from None
     try:
         first, *rest = raw.splitlines()
-        decoder = msgspec.json.Decoder(Line)
+        decoder = msgspec.json.Decoder(OfflineResult)
         return msgspec.json.decode(first, type=Head), [decoder.decode(line) for line in rest]
     except (ValueError, *UNDECODABLE) as error:
         raise HarnessError(f"the answers of the offline job cannot be read ({error})") from None

@@ -10,7 +10,7 @@ import sys
 import msgspec
 
 from harness.simulated import __main__ as simulated
-from harness.simulated.server import VERSION, Server, ServerConfig
+from harness.simulated.server import VERSION, ServerConfig, SimulatedServer
 
 FREE_GIB, TOTAL_GIB = 76.45, 96.0  # of the machine that it pretends to run on
 CACHE = (
@@ -20,7 +20,7 @@ CACHE = (
 )
 
 
-class VllmServer(Server):
+class VllmServer(SimulatedServer):
     """With the settings of its cache among the metrics, as the real one has them."""
 
     def __init__(self, config: ServerConfig) -> None:
@@ -29,7 +29,7 @@ class VllmServer(Server):
         self._routes["GET", "/metrics"] = lambda http: http.answer(200, CACHE + self.metrics.render(), kind)
 
 
-class LlamaServer(Server):
+class LlamaServer(SimulatedServer):
     """With /props in place of what only vLLM has."""
 
     model_path = ""
@@ -72,7 +72,7 @@ def main() -> None:
         command += [flag, value] if value else []
     command += ["--enable-prefix-caching" if given.enable_prefix_caching else "--no-enable-prefix-caching"]
     LlamaServer.model_path = str(given.model)
-    vars(simulated)["Server"] = LlamaServer if name == "llama-server" else VllmServer
+    vars(simulated)["SimulatedServer"] = LlamaServer if name == "llama-server" else VllmServer
     sys.argv = command
     sys.exit(simulated.main())
 
