@@ -7,15 +7,12 @@ import pytest
 
 from harness.compare.differences import server_differences
 from harness.report import sentences
-from harness.report.charts import scatter
-from harness.report.charts.events import Event, events_of
-from harness.report.charts.figures import first_token, throughput
+from harness.report.charts.figures import first_token, scatters, throughput
 from harness.report.charts.marks import Chart
 from harness.report.charts.observed import Timeline, observe
 from harness.report.charts.request_dots import MOST_DOTS, MOST_FAILED, SLOWEST, Failures, Seen
-from harness.report.charts.server_metrics import ServerSamples
-from harness.report.charts.telemetry import MachineSamples
-from harness.report.charts.timeline import figure_of
+from harness.report.charts.telemetry import MachineSamples, ServerSamples
+from harness.report.charts.timeline import Event, events_of, figure_of
 from harness.report.charts.tradeoff import tradeoffs
 from harness.report.html import render
 from harness.rundir.manifest import CellRun, Run, ServedBy, ServerDeath, read_run
@@ -243,7 +240,7 @@ def test_latency_against_throughput_has_the_tail_only_where_it_is_carried(folder
 
 
 def test_single_requests_show_failures(folder: Path, run: Run) -> None:
-    chart = scatter.scatters(read_summary(folder), observe(folder, run))[0]
+    chart = scatters(read_summary(folder), observe(folder, run))[0]
     failed = [trace for trace in chart.figure["data"] if trace["marker"]["symbol"] == "x"]
     assert [len(trace["x"]) for trace in failed] == [6] * 6
     assert set(failed[0]["text"]) == {"timeout", "stream_error", "rejected"}

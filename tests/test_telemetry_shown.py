@@ -9,10 +9,9 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from harness.report import machine_load, openmetrics, rows_csv
-from harness.report.charts.events import Event, events_of
 from harness.report.charts.observed import observe
 from harness.report.charts.telemetry import of_cell
-from harness.report.charts.timeline import figure_of
+from harness.report.charts.timeline import Event, events_of, figure_of
 from harness.rundir.manifest import read_run
 from harness.rundir.telemetry import (
     GpuSample,

@@ -12,11 +12,10 @@ from harness import units
 from harness.compare.differences import server_differences
 from harness.files import replace_file
 from harness.report import machine_load, schedules, sentences, words
-from harness.report.charts import figures, marks, scatter, starts, tradeoff
-from harness.report.charts.events import Event, events_of
-from harness.report.charts.forest import Forest
+from harness.report.charts import figures, marks, starts, tradeoff
+from harness.report.charts.marks import Forest
 from harness.report.charts.observed import Observed, observe
-from harness.report.charts.timeline import figure_of
+from harness.report.charts.timeline import Event, events_of, figure_of
 from harness.report.page import LIBRARY, asset, neutral, packed, policy, template
 from harness.report.table import columns, errors, interval, lines
 from harness.rundir.manifest import Run, ServedBy, read_run
@@ -47,7 +46,7 @@ def render(summary: Summary, run: Run, observed: Observed) -> str:
         figures.first_token(summary, run),
         *tradeoff.tradeoffs(summary, run),
         *figures.distributions(summary, observed),
-        *scatter.scatters(summary, observed),
+        *figures.scatters(summary, observed),
         starts.startup(run),
     ]
     drawn = {chart.id: chart.figure for chart in charts if not chart.empty}

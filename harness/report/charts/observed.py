@@ -17,9 +17,14 @@ from numpy.typing import NDArray
 
 from harness.report.charts.bins import FINE_S, Counts, Times, bin_of
 from harness.report.charts.request_dots import Choice, Failures, Seen
-from harness.report.charts.server_metrics import ServerSamples, server_samples, shifted
-from harness.report.charts.telemetry import MachineSamples, machine_samples
-from harness.report.charts.telemetry import shifted as shifted_machine
+from harness.report.charts.telemetry import (
+    MachineSamples,
+    ServerSamples,
+    machine_samples,
+    server_samples,
+    shifted_machine,
+    shifted_server,
+)
 from harness.rundir.blocks import Block, Lines, blocks_of, in_file, reader, requests_in
 from harness.rundir.manifest import Run
 from harness.rundir.records import ProcessMark, Request, read_marks
@@ -255,7 +260,7 @@ def _timeline(
         arrivals_at_s=arrivals_at,
         asked_s=asked,
         gone_s=gone,
-        server=shifted(server, count.zero_s + zero, 2 * MOST_BINS),
+        server=shifted_server(server, count.zero_s + zero, 2 * MOST_BINS),
         machine=shifted_machine(machine, count.zero_s + zero, 2 * MOST_BINS),
         failures={
             kind: Failures(found.count, round(found.first_s - zero, 2))
