@@ -15,7 +15,7 @@ from harness.rundir.manifest import read_run
 from harness.scenario.behaviour import Agent
 from harness.scenario.scenario import Arrivals, Load, Trace
 from harness.summarize.count import Place, tally
-from harness.summarize.parts import add_up
+from harness.summarize.derive import add_up
 from harness.summarize.schedule import ScheduleTally, kept_of, kind_of, planned_of, pooled
 from harness.summarize.summarize import read_summary
 from harness.summarize.tally import Clock

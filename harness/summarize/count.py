@@ -15,9 +15,9 @@ from harness.rundir.blocks import Run as Reading
 from harness.rundir.records import Request
 from harness.scenario.check_syntax import Slo
 from harness.summarize import gaps
+from harness.summarize.derive import add_up
 from harness.summarize.gaps import Gaps, Interval, Sample
 from harness.summarize.goodput import SloTally
-from harness.summarize.parts import add_up
 from harness.summarize.tally import Clock, Tally
 
 KEEP_BYTES = 256 * 2**20  # of records; of a longer file only those chunk gaps are kept that percentiles need

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from harness.judge.stats import Array
-from harness.summarize.parts import add_up, doubles
+from harness.summarize.derive import add_up, doubles
 
 PERMILLES = {"p50": 500, "p90": 900, "p95": 950, "p99": 990}
 LEAST_SAMPLE = 16  # requests: a cell with fewer in the sample has so few gaps that all can be kept

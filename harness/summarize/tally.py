@@ -20,9 +20,9 @@ from harness.judge.stats import Array, percentile, percentile_interval
 from harness.rundir.records import CUT, ProcessMark, Request
 from harness.summarize import answers, derive, gaps
 from harness.summarize.answers import AnswerTally
+from harness.summarize.derive import add_up, doubles
 from harness.summarize.gaps import Gaps
 from harness.summarize.goodput import SloTally, attained
-from harness.summarize.parts import add_up, doubles
 from harness.summarize.schedule import ScheduleTally, pooled
 from harness.summary import NEEDED, NO_SAMPLE, BadFields, Distribution, Numbers, median_of_known
 

@@ -32,7 +32,7 @@ from harness.rundir.samples import by_cell
 from harness.scenario.plan import plan
 from harness.summarize import derive
 from harness.summarize.count import together
-from harness.summarize.parts import add_up, doubles
+from harness.summarize.derive import add_up, doubles
 from harness.summarize.summarize import places_of
 from harness.summarize.tally import Clock, is_counted
 
