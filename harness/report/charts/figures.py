@@ -27,7 +27,7 @@ from harness.report.charts.marks import (
     symbol,
     whiskers,
 )
-from harness.report.charts.observed import Observed, Sample, distribution
+from harness.report.charts.observed import ChartData, LatencySamples, distribution
 from harness.report.charts.request_dots import MOST_DOTS, SLOWEST, Choice, Dot
 from harness.report.words import FORMULAS
 from harness.rundir.manifest import Run
@@ -161,7 +161,7 @@ LATENCIES = (
 )
 
 
-def distributions(summary: Summary, observed: Observed) -> list[Chart]:
+def distributions(summary: Summary, observed: ChartData) -> list[Chart]:
     """The distribution functions of TTFT, TPOT and E2E, a line per row."""
     charts = []
     for key, title, caption in LATENCIES:
@@ -188,8 +188,8 @@ def distributions(summary: Summary, observed: Observed) -> list[Chart]:
     return charts
 
 
-def _curve(summary: Summary, row: Row, observed: Observed, field: str) -> Figure:
-    sample: list[float] = getattr(observed.samples.get(row.key, Sample()), field)
+def _curve(summary: Summary, row: Row, observed: ChartData, field: str) -> Figure:
+    sample: list[float] = getattr(observed.samples.get(row.key, LatencySamples()), field)
     values, shares = distribution(1000 * value for value in sample)
     hue, dash = row_style(summary, row)
     return {
@@ -243,7 +243,7 @@ def _spread(row: Row, sample: Distribution) -> list[str]:
     return [row.server, row.load, f"{sample.n:,}", ends[0], *middle, ends[1]]
 
 
-def scatters(summary: Summary, observed: Observed) -> list[Chart]:
+def scatters(summary: Summary, observed: ChartData) -> list[Chart]:
     """TTFT and E2E of requests over the second in which they were sent, thinned for long runs."""
     each = max(30, min(MOST_DOTS, MOST_OF_ALL // max(1, len(summary.rows))))
     choices = [observed.chosen.get(row.key, Choice()) for row in summary.rows]

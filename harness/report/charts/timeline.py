@@ -17,7 +17,7 @@ Span = tuple[float, float, float]  # start, end, the most within it
 _BROKEN = ("connect", "disconnect", "truncated")  # what a client sees first of a server that is gone
 
 
-class Event(Struct, frozen=True, order=True):
+class TimelineEvent(Struct, frozen=True, order=True):
     """A mark: seconds since the first measured request, and what it was."""
 
     at_s: float
@@ -26,32 +26,34 @@ class Event(Struct, frozen=True, order=True):
     label: str = ""  # what is written beside the mark, where there is room
 
 
-def events_of(line: Timeline, cell: CellSummary | None, ran: CellRun | None) -> list[Event]:
+def events_of(line: Timeline, cell: CellSummary | None, ran: CellRun | None) -> list[TimelineEvent]:
     """The events of one cell in the order of time."""
-    found = [Event(0.0, "measurement starts", label="start")]
+    found = [TimelineEvent(0.0, "measurement starts", label="start")]
     if cell is not None and cell.numbers.window == "timed" and cell.numbers.window_s is not None:
-        found.append(Event(round(cell.numbers.window_s, 2), "measured time is over", label="end"))
+        found.append(TimelineEvent(round(cell.numbers.window_s, 2), "measured time is over", label="end"))
     died = _death(line, ran)
     found += [died] if died else []
     for kind, failures in line.failures.items():
         many = "a request fails" if failures.count == 1 else f"the first of {failures.count:,} requests fails"
-        found.append(Event(failures.first_s, f"{many}: {kind}", True))
+        found.append(TimelineEvent(failures.first_s, f"{many}: {kind}", True))
     near_s = (line.ends_s - (line.warmup_until_s or 0.0)) / MOST_ALIKE
     for start, end, most in _joined(_waiting(line.server), near_s):
         lasted = units.figures(end - start)
-        found.append(Event(start, f"requests wait in the server during {lasted} s, {most:,.0f} at most"))
-    found += [Event(start, text, True, "heat") for start, text in _heat(line.machine, near_s)]
-    found += [Event(at, units.count(int(many), "preemption")) for at, many in _summed(line.server.preempted, near_s)]
+        found.append(TimelineEvent(start, f"requests wait in the server during {lasted} s, {most:,.0f} at most"))
+    found += [TimelineEvent(start, text, True, "heat") for start, text in _heat(line.machine, near_s)]
+    found += [
+        TimelineEvent(at, units.count(int(many), "preemption")) for at, many in _summed(line.server.preempted, near_s)
+    ]
     return sorted(found)
 
 
-def _death(line: Timeline, ran: CellRun | None) -> Event | None:
+def _death(line: Timeline, ran: CellRun | None) -> TimelineEvent | None:
     if ran is None or (ran.served_by.exit_code is None and not _dead(ran.served_by.death)):
         return None
     broken = [line.failures[kind].first_s for kind in _BROKEN if kind in line.failures]
     code = ran.served_by.exit_code
     why = ", out of memory" if ran.served_by.oom_killed else "" if code is None else f", exit code {code}"
-    return Event(min(broken) if broken else line.ends_s, f"the server died{why}", True, "died")
+    return TimelineEvent(min(broken) if broken else line.ends_s, f"the server died{why}", True, "died")
 
 
 def _dead(death: ServerDeath | None) -> bool:
@@ -120,7 +122,7 @@ _FEW_POINTS = 5
 _ROOM = 0.08  # of the width, that a label of an event needs
 
 
-def figure_of(line: Timeline, events: Sequence[Event]) -> Figure:
+def figure_of(line: Timeline, events: Sequence[TimelineEvent]) -> Figure:
     """Requests, tokens per second, and whatever else was recorded, over the seconds of one cell."""
     cache = [KV_CACHE[0]] if "kv_usage" in line.server.values else []
     watched = [name for name in PANELS if name in line.machine.panels]
@@ -164,7 +166,7 @@ def _axis(number: int) -> str:
     return "yaxis" if number == 1 else f"yaxis{number}"
 
 
-def _marks(events: Sequence[Event], line: Timeline) -> Figure:
+def _marks(events: Sequence[TimelineEvent], line: Timeline) -> Figure:
     return {
         "type": "scatter", "mode": "markers+text", "name": "event",
         "customdata": [event.text for event in events], "x": [event.at_s for event in events],
@@ -178,7 +180,7 @@ def _marks(events: Sequence[Event], line: Timeline) -> Figure:
     }  # fmt: skip
 
 
-def _labels(events: Sequence[Event], line: Timeline) -> list[str]:
+def _labels(events: Sequence[TimelineEvent], line: Timeline) -> list[str]:
     """The labels of those events that have room to their right."""
     room = _ROOM * (line.ends_s - (line.warmup_until_s or 0.0))
     nexts = [event.at_s for event in events[1:]] + [float("inf")]
@@ -282,7 +284,7 @@ def _mode(at_s: Sequence[float]) -> str:
     return "lines+markers" if len(at_s) <= _MOST_POINTS else "lines"
 
 
-def _rule(event: Event) -> Figure:
+def _rule(event: TimelineEvent) -> Figure:
     return {
         "type": "line", "xref": "x", "yref": "paper", "x0": event.at_s, "x1": event.at_s, "y0": 0, "y1": 1,
         "line": {"color": "@bad" if event.bad else "@strong", "width": 1, "dash": "dot"}, "layer": "below",
