@@ -7,7 +7,7 @@ import pytest
 from harness.rundir.records import Request
 from harness.scenario.check_syntax import parse_check
 from harness.summarize.goodput import SloTally, missed_before_leaving
-from harness.summarize.tally import Clock, Tally, numbers_of
+from harness.summarize.tally import CellCounts, Clock, numbers_of
 from tests.made_runs import request
 
 
@@ -26,8 +26,8 @@ def answered(chunks_s: list[float], **changes: Any) -> Request:
     return request(chunks_s=chunks_s, first_visible_s=chunks_s[0], ended_s=chunks_s[-1], output_tokens=4, **changes)
 
 
-def tally_of(*requests: Request, text: str = "ttft<=1s", **more: Any) -> Tally:
-    counted = Tally(clock=Clock([]), slos=SloTally(sets={text: slos(text)}), **more)
+def tally_of(*requests: Request, text: str = "ttft<=1s", **more: Any) -> CellCounts:
+    counted = CellCounts(clock=Clock([]), slos=SloTally(sets={text: slos(text)}), **more)
     for one in requests:
         counted.add(one)
     return counted

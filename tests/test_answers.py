@@ -4,7 +4,7 @@ from harness.judge.verdicts import metric_of
 from harness.scenario.scenario import Load
 from harness.scenario.structured import Structured
 from harness.summarize.answers import AnswerTally, answers_of, difference, prompts_of
-from harness.summarize.parts import add_up
+from harness.summarize.derive import add_up
 from harness.summary import Answers, PromptLengths
 from tests.made_runs import request
 

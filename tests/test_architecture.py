@@ -47,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
         "failures.unexpected_response",
         "job",
         "process",
-        "rundir.newest",
+        "rundir.samples",
         "rundir.records",
         "scenario",
         "summarize.derive",

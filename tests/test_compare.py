@@ -19,7 +19,7 @@ from harness.errors import ExitCode, HarnessError, RunError
 from harness.judge import verdicts as rules
 from harness.judge.comparable import UnlikeError, facts_of, refuse_unlike
 from harness.judge.stats import Variation
-from harness.judge.verdicts import Noise, Pair, compare_rows, metric_of, speeds, verdicts
+from harness.judge.verdicts import ComparedSides, Noise, compare_rows, metric_of, speeds, verdicts
 from harness.report import sentences
 from harness.rundir.manifest import Machine, Origin, ServedBy, write_run
 from harness.rundir.records import read_requests
@@ -39,7 +39,7 @@ TIGHT = [0.996, 0.998, 1.0, 1.002, 1.004]
 
 def judge(side: list[float], base: list[float], others: int = 0) -> Verdict:
     """The verdict on one pair of a run, in a table with `others` that say nothing."""
-    pair = Pair(
+    pair = ComparedSides(
         side="b / x", baseline="a / x", metric="wall_s", side_speeds=[side], baseline_speeds=[base], within_run=True
     )
     dull = msgspec.structs.replace(pair, side="d", side_speeds=[TIGHT], baseline_speeds=[TIGHT])
@@ -131,7 +131,9 @@ def test_one_repeat() -> None:
 def test_nothing_measured() -> None:
     verdict = judge([], TIGHT, others=1)
     assert (verdict.ratio, verdict.p, verdict.n, verdict.reason) == (None, None, (0, 5), "no_values")
-    pair = Pair(side="b", baseline="a", metric="output_tok_s", side_speeds=[[]], baseline_speeds=[[]], within_run=True)
+    pair = ComparedSides(
+        side="b", baseline="a", metric="output_tok_s", side_speeds=[[]], baseline_speeds=[[]], within_run=True
+    )
     assert verdicts([pair]).comparisons == 0
 
 

@@ -14,8 +14,8 @@ from harness.load.live.histogram import Histogram, add, note, percentiles
 from harness.load.live.observed import Observed
 from harness.load.live.tally import HandOver, Tally, packed, unpacked
 from harness.run.live import slos_for
-from harness.rundir.newest import Tail
 from harness.rundir.records import ErrorKind, Request
+from harness.rundir.samples import Tail
 from harness.scenario.check_syntax import Slo
 
 

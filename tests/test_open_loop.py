@@ -14,8 +14,8 @@ from harness.report.charts.observed import observe
 from harness.rundir.manifest import read_run
 from harness.scenario.behaviour import Agent
 from harness.scenario.scenario import Arrivals, Load, Trace
-from harness.summarize.count import Place, tally
-from harness.summarize.parts import add_up
+from harness.summarize.count import CellContext, tally
+from harness.summarize.derive import add_up
 from harness.summarize.schedule import ScheduleTally, kept_of, kind_of, planned_of, pooled
 from harness.summarize.summarize import read_summary
 from harness.summarize.tally import Clock
@@ -146,7 +146,7 @@ def test_both_ways_are_about_the_same_requests(tmp_path: Path) -> None:
         request(index=2, sent_s=1006.0, turn=3, chunks_s=[0.1, 0.2]),
     ]
     write_lines(tmp_path / "requests.jsonl", records)
-    for place in (Place(Clock([]), duration_s=10.0, first_due_s=0.0), Place(Clock([]))):
+    for place in (CellContext(Clock([]), duration_s=10.0, first_due_s=0.0), CellContext(Clock([]))):
         (found,) = tally(tmp_path / "requests.jsonl", {"r1-a-x": place}, [], Counter()).values()
         open_loop = place.first_due_s is not None
         assert sorted(found.schedule.ttft_s) == ([0.1, 0.1, 2.0] if open_loop else [2.0])
@@ -286,10 +286,10 @@ def test_the_time_of_an_open_loop_begins_with_its_schedule(tmp_path: Path) -> No
     sent = [(1003.01, -0.01), (1005.5, 0.0), (1004.5, -0.5)]
     records = [request(sent_s=at, scheduled_s=lag) for at, lag in sent]
     write_lines(tmp_path / "requests.jsonl", records)
-    place = Place(Clock([]), duration_s=10.0, first_due_s=3.0)
+    place = CellContext(Clock([]), duration_s=10.0, first_due_s=3.0)
     (found,) = tally(tmp_path / "requests.jsonl", {"r1-a-x": place}, [], Counter()).values()
     assert found.window_s == pytest.approx((1000.0, 1010.0))
-    closed = tally(tmp_path / "requests.jsonl", {"r1-a-x": Place(Clock([]), duration_s=10.0)}, [], Counter())
+    closed = tally(tmp_path / "requests.jsonl", {"r1-a-x": CellContext(Clock([]), duration_s=10.0)}, [], Counter())
     assert closed["r1-a-x"].window_s == pytest.approx((1003.01, 1013.01))
 
 
@@ -298,7 +298,7 @@ def test_the_warm_up_is_no_part_of_the_rate_of_an_open_loop(tmp_path: Path) -> N
     records = [request(sent_s=999.0, phase="warmup", index=-1), request(sent_s=1000.0, scheduled_s=0.0)]
     write_lines(tmp_path / "requests.jsonl", records)
     for first_due_s, ended in ((0.0, 1), (None, 2)):
-        place = Place(Clock([]), duration_s=10.0, first_due_s=first_due_s)
+        place = CellContext(Clock([]), duration_s=10.0, first_due_s=first_due_s)
         (found,) = tally(tmp_path / "requests.jsonl", {"r1-a-x": place}, [], Counter()).values()
         assert (found.ended_inside, len(found.tokens_inside)) == (ended, ended)
 
@@ -322,8 +322,8 @@ def test_of_a_part_of_a_mix_only_the_common_time_is_planned(tmp_path: Path) -> N
     other = [request(cell="r1-a-y", sent_s=1001.05)]
     write_lines(tmp_path / "requests.jsonl", [*opened, *other])
     places = {
-        "r1-a-x": Place(Clock([]), duration_s=4.0, first_due_s=0.0, mix="m"),
-        "r1-a-y": Place(Clock([]), duration_s=2.0, mix="m"),
+        "r1-a-x": CellContext(Clock([]), duration_s=4.0, first_due_s=0.0, mix="m"),
+        "r1-a-y": CellContext(Clock([]), duration_s=2.0, mix="m"),
     }
     found = tally(tmp_path / "requests.jsonl", places, [], Counter())["r1-a-x"]
     assert found.part_s() == pytest.approx((1.05, 3.05))
@@ -336,6 +336,6 @@ def test_of_a_part_of_a_mix_only_the_common_time_is_planned(tmp_path: Path) -> N
 def test_the_window_of_an_interrupted_cell_ends_with_its_last_record(tmp_path: Path) -> None:
     write_lines(tmp_path / "requests.jsonl", [request(sent_s=1000.0 + k, ended_s=1.5, index=k) for k in range(4)])
     for interrupted, end in ((True, 1004.5), (False, 1060.0)):
-        place = Place(Clock([]), duration_s=60.0, interrupted=interrupted)
+        place = CellContext(Clock([]), duration_s=60.0, interrupted=interrupted)
         (found,) = tally(tmp_path / "requests.jsonl", {"r1-a-x": place}, [], Counter()).values()
         assert found.window_s == pytest.approx((1000.0, end))

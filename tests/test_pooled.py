@@ -14,7 +14,7 @@ from scipy import stats as scipy_stats
 
 from harness.judge import stats, verdicts
 from harness.judge.stats import ALPHA
-from harness.judge.verdicts import Pair
+from harness.judge.verdicts import ComparedSides
 from harness.paths import ROOT
 
 METHOD = (ROOT / "docs" / "method.md").read_text(encoding="utf-8")
@@ -54,7 +54,7 @@ def found(spread: float, effect: float = 1.0) -> Rates:
     runs = seen.mean(axis=3)
     ours = 0
     for base, side in runs:
-        pair = Pair(
+        pair = ComparedSides(
             side="b",
             baseline="a",
             metric="wall_s",

@@ -7,15 +7,12 @@ import pytest
 
 from harness.compare.differences import server_differences
 from harness.report import sentences
-from harness.report.charts import scatter
-from harness.report.charts.events import Event, events_of
-from harness.report.charts.figures import first_token, throughput
+from harness.report.charts.figures import first_token, scatters, throughput
 from harness.report.charts.marks import Chart
 from harness.report.charts.observed import Timeline, observe
-from harness.report.charts.request_dots import MOST_DOTS, MOST_FAILED, SLOWEST, Failures, Seen
-from harness.report.charts.server_metrics import ServerSamples
-from harness.report.charts.telemetry import MachineSamples
-from harness.report.charts.timeline import figure_of
+from harness.report.charts.request_dots import MOST_DOTS, MOST_FAILED, SLOWEST, FailureCount, RequestChoices
+from harness.report.charts.telemetry import MachineSamples, ServerSamples
+from harness.report.charts.timeline import TimelineEvent, events_of, figure_of
 from harness.report.charts.tradeoff import tradeoffs
 from harness.report.html import render
 from harness.rundir.manifest import CellRun, Run, ServedBy, ServerDeath, read_run
@@ -62,7 +59,7 @@ def request(number: int, took_s: float = 1.0, failed: bool = False) -> Request:
 
 def test_a_long_row_is_thinned_and_keeps_its_slowest() -> None:
     requests = [request(i, 1.0 + (i % 1000 == 0) * (30_000 - i), failed=i % 50 == 7) for i in range(20_000)]
-    whole, first, second = Seen(), Seen(), Seen()
+    whole, first, second = RequestChoices(), RequestChoices(), RequestChoices()
     for i, one in enumerate(requests):
         whole.add(one, ROW, one.sent_s)
         (first if i % 3 else second).add(one, ROW, one.sent_s)
@@ -80,13 +77,13 @@ def test_a_long_row_is_thinned_and_keeps_its_slowest() -> None:
 
 
 def test_the_first_of_each_kind_of_failure_is_known() -> None:
-    seen, other = Seen(), Seen()
+    seen, other = RequestChoices(), RequestChoices()
     seen.add(request(9, 2.0, failed=True), ROW, 9.0)
     other.add(request(4, 3.0, failed=True), ROW, 4.0)
     cut = msgspec.structs.replace(request(1, failed=True), error="unfinished")
     other.add(cut, ROW, 1.0)
     seen.merge(other)
-    assert seen.failures == {"r1-a-x": {"timeout": Failures(2, 7.0)}}
+    assert seen.failures == {"r1-a-x": {"timeout": FailureCount(2, 7.0)}}
 
 
 def timeline(**more: object) -> Timeline:
@@ -118,21 +115,21 @@ def cell(**more: object) -> CellRun:
 
 def test_a_death_is_marked_where_connections_broke() -> None:
     line = timeline(
-        failures={"rejected": Failures(3, 1.0), "disconnect": Failures(7, 4.5), "connect": Failures(1, 4.6)}
+        failures={"rejected": FailureCount(3, 1.0), "disconnect": FailureCount(7, 4.5), "connect": FailureCount(1, 4.6)}
     )
     assert events_of(line, None, cell(exit_code=137, oom_killed=True)) == [
-        Event(0.0, "measurement starts", label="start"),
-        Event(1.0, "the first of 3 requests fails: rejected", True),
-        Event(4.5, "the first of 7 requests fails: disconnect", True),
-        Event(4.5, "the server died, out of memory", True, "died"),
-        Event(4.6, "a request fails: connect", True),
+        TimelineEvent(0.0, "measurement starts", label="start"),
+        TimelineEvent(1.0, "the first of 3 requests fails: rejected", True),
+        TimelineEvent(4.5, "the first of 7 requests fails: disconnect", True),
+        TimelineEvent(4.5, "the server died, out of memory", True, "died"),
+        TimelineEvent(4.6, "a request fails: connect", True),
     ]
-    assert events_of(timeline(), None, cell(exit_code=1))[-1] == Event(
+    assert events_of(timeline(), None, cell(exit_code=1))[-1] == TimelineEvent(
         10.0, "the server died, exit code 1", True, "died"
     )
     assert len(events_of(timeline(), None, cell())) == 1
     removed, unreachable = ServerDeath(how="removed"), ServerDeath(how="unreachable", detail="the tunnel ended")
-    assert events_of(timeline(), None, cell(death=removed))[-1] == Event(10.0, "the server died", True, "died")
+    assert events_of(timeline(), None, cell(death=removed))[-1] == TimelineEvent(10.0, "the server died", True, "died")
     assert len(events_of(timeline(), None, cell(death=unreachable))) == 1
 
 
@@ -147,7 +144,7 @@ def test_queues_and_preemptions_are_marked_and_not_without_end() -> None:
     assert texts.count("5 preemptions") == 12
     assert len(found) == 1 + 12 + 10
     once = ServerSamples(at_s=[0.0, 1.0, 2.0], values={"waiting": [0.0, 3.0, 0.0]})
-    assert events_of(timeline(server=once), None, None)[1] == Event(
+    assert events_of(timeline(server=once), None, None)[1] == TimelineEvent(
         1.0, "requests wait in the server during 1 s, 3 at most"
     )
 
@@ -156,7 +153,7 @@ def test_what_a_run_recorded_has_a_panel_and_nothing_else_has() -> None:
     gauges: dict[str, list[float | None]] = {"running": [1.0, 2.0], "kv_usage": [0.5, None]}
     machine = MachineSamples(at_s=[0.0, 1.0], panels={"power": {"power": [80.0, 95.5]}}, drawn=1)
     line = timeline(server=ServerSamples(at_s=[0.0, 1.0], values=gauges), machine=machine)
-    figure = figure_of(line, [Event(0.0, "x")])
+    figure = figure_of(line, [TimelineEvent(0.0, "x")])
     titles = {key: axis["title"]["text"] for key, axis in figure["layout"].items() if key.startswith("yaxis")}
     assert titles == {
         "yaxis": "",
@@ -243,7 +240,7 @@ def test_latency_against_throughput_has_the_tail_only_where_it_is_carried(folder
 
 
 def test_single_requests_show_failures(folder: Path, run: Run) -> None:
-    chart = scatter.scatters(read_summary(folder), observe(folder, run))[0]
+    chart = scatters(read_summary(folder), observe(folder, run))[0]
     failed = [trace for trace in chart.figure["data"] if trace["marker"]["symbol"] == "x"]
     assert [len(trace["x"]) for trace in failed] == [6] * 6
     assert set(failed[0]["text"]) == {"timeout", "stream_error", "rejected"}

@@ -15,7 +15,7 @@ import pytest
 
 from harness.errors import HarnessError
 from harness.paths import ROOT
-from harness.report.charts.forest import Forest
+from harness.report.charts.marks import Forest
 from harness.report.charts.observed import MOST_BINS, MOST_POINTS, distribution, observe
 from harness.report.html import render, write_report
 from harness.report.page import LIBRARY

@@ -10,7 +10,7 @@ import pytest
 from harness.rundir.records import Request
 from harness.scenario.scenario import Arrivals, Load, Warmup
 from harness.simulated import spawned
-from harness.summarize.tally import Clock, Tally, numbers_of
+from harness.summarize.tally import CellCounts, Clock, numbers_of
 from tests.command import harness, only_run, server, write
 from tests.fake_server import answering, exchanging, serving, whole
 from tests.load_runs import end, ends_of, log_of, make_job, records_of, start_job
@@ -152,7 +152,7 @@ def test_whoever_was_turned_away_is_free_for_the_next_arrival(tmp_path: Path) ->
 
 def test_a_summary_counts_them() -> None:
     marks = both_marks("c", 7, 0.0, 10.0, sent=4)
-    parts = [Tally(clock=Clock(marks)) for _ in range(2)]
+    parts = [CellCounts(clock=Clock(marks)) for _ in range(2)]
     turned_away = {"error": "rejected", "status": 429, "chunks_s": [], "output_tokens": None}
     parts[0].add(request(index=0))
     parts[0].add(request(index=1, **turned_away, retry_after_s=2.5))
@@ -162,7 +162,7 @@ def test_a_summary_counts_them() -> None:
     parts[0].merge(parts[1])
     numbers = numbers_of([parts[0]])
     assert (numbers.failed, numbers.retry_after, numbers.retry_after_s) == (3, 2, 2.5)
-    parts = [Tally(clock=Clock(marks))]
+    parts = [CellCounts(clock=Clock(marks))]
     parts[0].add(request(index=0))
     assert (numbers_of(parts).retry_after, numbers_of(parts).retry_after_s) == (0, None)
 

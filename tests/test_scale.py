@@ -22,9 +22,9 @@ from harness.rundir import blocks
 from harness.rundir.blocks import Lines, blocks_of, in_file, requests_in
 from harness.rundir.manifest import Run
 from harness.summarize import count, gaps, tally
-from harness.summarize.gaps import ALL, Gaps, Interval, Sample, intervals_around
+from harness.summarize.gaps import ALL, Gaps, GapSample, Interval, intervals_around
 from harness.summarize.summarize import summarize, write_summary
-from harness.summarize.tally import Tally, gap_distribution
+from harness.summarize.tally import CellCounts, gap_distribution
 from harness.summary import Numbers, Summary
 from tests.made_runs import request, write_lines
 
@@ -83,7 +83,7 @@ def spy(seen: list[float]) -> object:
     """`count._all_found` that also notes which share of all gaps was kept."""
     asked = count._all_found
 
-    def found(tallies: dict[str, Tally], places: dict[str, count.Place]) -> bool:
+    def found(tallies: dict[str, CellCounts], places: dict[str, count.CellContext]) -> bool:
         kept = sum(len(kept.values) for t in tallies.values() for kept in t.chunk_gap_s.kept)
         seen.append(kept / sum(t.chunk_gap_s.n for t in tallies.values()))
         return asked(tallies, places)
@@ -111,7 +111,7 @@ def test_a_sample_that_misleads_is_noticed(folder: Path, limits: pytest.MonkeyPa
     alone = summarize(folder)
     asked: list[float] = []
 
-    def misled(samples: list[Sample], widened: float) -> list[Interval]:
+    def misled(samples: list[GapSample], widened: float) -> list[Interval]:
         asked.append(widened)
         return [Interval(0.0, 0.001)] if widened == 1 else intervals_around(samples, widened)
 
@@ -227,7 +227,7 @@ def test_every_count_of_a_tally_is_merged() -> None:
         request(index=3, output_tokens=5, prompt_tokens=None, scheduled_s=0.2),
     ]
     for cut in range(len(records) + 1):
-        whole, first, second = (Tally(clock=tally.Clock([]), window_s=(1000.0, 1001.0)) for _ in range(3))
+        whole, first, second = (CellCounts(clock=tally.Clock([]), window_s=(1000.0, 1001.0)) for _ in range(3))
         for i, record in enumerate(records):
             whole.add(record)
             (first if i < cut else second).add(record)

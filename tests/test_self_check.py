@@ -18,7 +18,7 @@ from harness.rundir.records import ProcessMark, Request, read_marks
 from harness.scenario.scenario import Arrivals, Load, Warmup
 from harness.simulated import spawned
 from harness.summarize.self_check import client_limits, in_words, limited
-from harness.summarize.tally import Clock, Tally, numbers_of
+from harness.summarize.tally import CellCounts, Clock, numbers_of
 from harness.summary import ClientLimit
 from tests.load_runs import end, log_of, make_job, records_of, start_job, wait_for_records
 from tests.made_runs import both_marks, request
@@ -35,7 +35,7 @@ def limits(records: Sequence[Request], load: Load = LOAD, **lags: float) -> list
 
 
 def found(marks: Sequence[ProcessMark], records: Sequence[Request], load: Load) -> list[ClientLimit]:
-    tally = Tally(clock=Clock(marks))
+    tally = CellCounts(clock=Clock(marks))
     for record in records:
         tally.add(record)
     return client_limits(load, tally, numbers_of([tally]), marks)

@@ -24,7 +24,7 @@ from harness.scenario.scenario import Load
 from harness.scenario.scenario import Stage as Planned
 from harness.scenario.stages import names, staged
 from harness.scenario.steady import Steadiness
-from harness.summarize.count import Place, tally
+from harness.summarize.count import CellContext, tally
 from harness.summarize.tally import Clock
 from harness.workers import parse_workers
 from harness.workload import workload_sha256
@@ -211,14 +211,16 @@ def test_what_the_server_does_for_requests_of_the_stage_before_is_part_of_the_ra
         request(cell="r1-a-p@2", load="p@2", sent_s=1000.8, phase="warmup"),
     ]
     write_lines(tmp_path / "requests.jsonl", made)
-    places = {cell: Place(Clock([]), duration_s=1.05, course="p") for cell in ("r1-a-p@1", "r1-a-p@2")}
+    places = {cell: CellContext(Clock([]), duration_s=1.05, course="p") for cell in ("r1-a-p@1", "r1-a-p@2")}
     found = tally(tmp_path / "requests.jsonl", places, [], Counter())
     one, two = found["r1-a-p@1"], found["r1-a-p@2"]
     assert (one.sent, two.sent) == (1, 1)
     assert (round(sum(one.tokens_inside), 6), one.ended_inside) == (6, 0)
     # Of its own 6, of its warm-up 9, of the stage before the last 5, whose request ended in it.
     assert (round(sum(two.tokens_inside), 6), two.ended_inside) == (6 + 9 + 5, 1)
-    apart = tally(tmp_path / "requests.jsonl", {c: Place(Clock([]), duration_s=1.05) for c in places}, [], Counter())
+    apart = tally(
+        tmp_path / "requests.jsonl", {c: CellContext(Clock([]), duration_s=1.05) for c in places}, [], Counter()
+    )
     assert sum(apart["r1-a-p@2"].tokens_inside) == pytest.approx(6 + 9)
 
 

@@ -18,7 +18,7 @@ from harness.scenario.scenario import Arrivals, Load, Trace, Warmup
 from harness.scenario.steady import Steadiness, agree
 from harness.simulated import spawned
 from harness.simulated.engine import EngineConfig, Sequence, SimulatedEngine
-from harness.summarize.tally import Clock, Tally
+from harness.summarize.tally import CellCounts, Clock
 from harness.summarize.warmup import in_words, warmed
 from harness.summary import Warmed
 from tests.command import harness
@@ -275,14 +275,14 @@ def test_what_is_known_of_a_warm_up() -> None:
         ProcessMark(event="end", process=process, cell="c", wall_s=0.0, monotonic_s=0.0, steady=steady)
         for process, steady in ((1, True), (2, False))
     ]
-    counted = Tally(clock=Clock([]))
+    counted = CellCounts(clock=Clock([]))
     assert warmed(counted, marks) is None
     for at, phase in ((1000.0, "warmup"), (1002.0, "warmup"), (1003.5, "measured")):
         counted.add(request(sent_s=at, phase=phase))
     assert warmed(counted, []) == Warmed(requests=2, seconds=3.5)
     assert warmed(counted, marks[:1]) == Warmed(requests=2, seconds=3.5, steady=True)
     assert warmed(counted, marks) == Warmed(requests=2, seconds=3.5, steady=False)
-    timed = Tally(clock=Clock([]), begun_s=1002.5)  # when its schedule began, in which nobody comes at first
+    timed = CellCounts(clock=Clock([]), begun_s=1002.5)  # when its schedule began, in which nobody comes at first
     for one in (request(sent_s=1000.0, phase="warmup"), request(sent_s=1009.0, scheduled_s=-0.5)):
         counted.add(one)
         timed.add(one)

@@ -9,10 +9,9 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from harness.report import machine_load, openmetrics, rows_csv
-from harness.report.charts.events import Event, events_of
 from harness.report.charts.observed import observe
 from harness.report.charts.telemetry import of_cell
-from harness.report.charts.timeline import figure_of
+from harness.report.charts.timeline import TimelineEvent, events_of, figure_of
 from harness.rundir.manifest import read_run
 from harness.rundir.telemetry import (
     GpuSample,
@@ -37,7 +36,7 @@ def test_the_panels_of_an_apu(watched: Path) -> None:
     assert {panel: list(lines) for panel, lines in line.machine.panels.items()} == {
         "busy": ["busy"], "memory": ["VRAM", "GTT"], "power": ["power"], "temperature": ["edge"], "clock": ["GPU"],
     }  # fmt: skip
-    figure = figure_of(line, [Event(0.0, "x")])
+    figure = figure_of(line, [TimelineEvent(0.0, "x")])
     titles = [axis["title"]["text"] for key, axis in figure["layout"].items() if key.startswith("yaxis")]
     assert titles == ["", "requests", "tok/s", "KV cache, %", "busy, %", "memory, GiB", "power, W", "°C", "clock, MHz"]
     drawn = {trace["name"]: trace for trace in figure["data"]}
@@ -50,7 +49,9 @@ def test_of_several_gpus_each_has_a_line_and_one_entry_in_the_legend(tmp_path: P
     watch(tmp_path, gpus=3)
     line = observe(tmp_path, read_run(tmp_path)).timelines[0]
     assert list(line.machine.panels["temperature"]) == ["renderD128", "renderD129", "renderD130"]
-    traces = [trace for trace in figure_of(line, [Event(0.0, "x")])["data"] if trace["name"].startswith("renderD")]
+    traces = [
+        trace for trace in figure_of(line, [TimelineEvent(0.0, "x")])["data"] if trace["name"].startswith("renderD")
+    ]
     assert len(traces) == 15
     assert [trace["name"] for trace in traces if trace["showlegend"]] == ["renderD128", "renderD129", "renderD130"]
 

@@ -12,7 +12,7 @@ from harness.rundir.manifest import CellRun
 from harness.rundir.records import BadField, ProcessMark, Request
 from harness.scenario.scenario import Arrivals, Load
 from harness.summarize.summarize import summarize
-from harness.summarize.tally import Clock, Tally, numbers_of
+from harness.summarize.tally import CellCounts, Clock, numbers_of
 from harness.summarize.validity import Evidence, Findings, not_run, of_cell, of_run
 from harness.summary import BadFields, Kept, MachineLoad, ServerLoad
 from tests.made_runs import both_marks, request, scenario, served_by, write_made_run
@@ -39,7 +39,7 @@ def judge(
     machine: MachineLoad | None = None,
     max_error_rate: float = 0.0,
 ) -> Findings:
-    tally = Tally(clock=Clock(marks))
+    tally = CellCounts(clock=Clock(marks))
     for record in four() if records is None else records:
         tally.add(record)
     return of_cell(
@@ -61,7 +61,7 @@ def test_who_was_killed_is_no_reason_for_more_users() -> None:
     late = [request(index=i, scheduled_s=-0.5) for i in range(4)]
     other = msgspec.structs.replace(MARKS[0], process=8)
     for marks, advised in ((MARKS, 2), ([*MARKS, other], 0)):
-        tally = Tally(clock=Clock(marks))
+        tally = CellCounts(clock=Clock(marks))
         for record in late:
             tally.add(record)
         numbers = msgspec.structs.replace(numbers_of([tally]), schedule=Kept(planned=10, sent=4, never_sent=6))
@@ -127,7 +127,7 @@ def test_a_machine_that_nobody_looked_at_for_long_is_noted() -> None:
 
 
 def test_a_stage_whose_turn_never_came_is_not_said_to_have_failed() -> None:
-    tally = Tally(clock=Clock(MARKS))
+    tally = CellCounts(clock=Clock(MARKS))
     never = Evidence(
         cell="c", ran=None, reached=False, load=TIMED, max_error_rate=0.0, tally=tally, numbers=numbers_of([tally]),
         server_load=ServerLoad(), marks=both_marks("c", 7, 0.0, 10.0, sent=0),
@@ -358,7 +358,7 @@ def test_counts_that_are_not_possible(changes: dict[str, Any], code: str, said: 
     records = [msgspec.structs.replace(one, fixed_length=False) for one in four(**changes)]
     found = judge(records, load=load)
     assert found.reasons == [f"c: {said}"]
-    tally = Tally(clock=Clock(MARKS))
+    tally = CellCounts(clock=Clock(MARKS))
     for record in records:
         tally.add(record)
     (bad,) = tally.bad_fields.found.values()
@@ -377,7 +377,7 @@ def test_a_value_of_another_type_is_a_note() -> None:
 
 
 def test_what_is_not_possible_is_added_up() -> None:
-    first, second = Tally(clock=Clock(MARKS)), Tally(clock=Clock(MARKS))
+    first, second = CellCounts(clock=Clock(MARKS)), CellCounts(clock=Clock(MARKS))
     for tally, tokens in ((first, -5), (second, -7), (second, 12)):
         tally.add(request(output_tokens=tokens))
     first.merge(second)
@@ -422,11 +422,11 @@ def test_records_and_marks_that_are_there_twice() -> None:
 
 
 def test_parts_of_a_file_know_of_each_other_what_is_there_twice() -> None:
-    first, second = Tally(clock=Clock(MARKS)), Tally(clock=Clock(MARKS))
+    first, second = CellCounts(clock=Clock(MARKS)), CellCounts(clock=Clock(MARKS))
     for index in range(3):
         first.add(request(index=index))
         second.add(request(index=index + 2))
-    assert (first.repeated(), second.repeated(), Tally(clock=Clock([])).repeated()) == ([], [], [])
+    assert (first.repeated(), second.repeated(), CellCounts(clock=Clock([])).repeated()) == ([], [], [])
     first.merge(second)
     assert first.repeated() == [2]
 

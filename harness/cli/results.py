@@ -227,7 +227,7 @@ def diff(
 
     from harness.cli.listing import find_runs
     from harness.compare.differences import differences_of
-    from harness.report.differences import markdown, print_differences
+    from harness.report.comparison import differences_markdown, print_differences
     from harness.rundir.manifest import read_run
 
     ((first, second),) = find_runs([one, other], runs=runs)
@@ -236,7 +236,7 @@ def diff(
     if output == "terminal":
         print_differences(found, sides, console())
     elif output == "markdown":
-        print(markdown(found, sides))
+        print(differences_markdown(found, sides))
     else:
         print(msgspec.json.encode({"sides": sides, "differences": found}).decode())
 

@@ -36,7 +36,7 @@ class LeftOut(Struct, frozen=True, kw_only=True):
     runs: list[str]
 
 
-class Point(Struct, frozen=True, kw_only=True):
+class HistoryPoint(Struct, frozen=True, kw_only=True):
     """A run in a series."""
 
     run: str
@@ -60,7 +60,7 @@ class Series(Struct, frozen=True, kw_only=True):
     server: str
     load: str
     metric: str
-    points: list[Point]
+    points: list[HistoryPoint]
     levels: list[Level]
     left_out: list[LeftOut] = []
 
@@ -330,7 +330,7 @@ def _one_series(
         elif not known or len(known) < len(values):
             out.setdefault("no_value", []).append(run.id)
         else:
-            points.append(Point(run=run.id, started_wall_s=run.started_wall_s, value=_value(metric, known)))
+            points.append(HistoryPoint(run=run.id, started_wall_s=run.started_wall_s, value=_value(metric, known)))
     return Series(server=key[0], load=key[1], metric=metric, points=points, levels=[], left_out=_left_out(out))
 
 

@@ -70,7 +70,7 @@ class StoredNoise(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     rows: list[RowNoise]
 
 
-class _Head(Struct, frozen=True):
+class _VersionHead(Struct, frozen=True):
     format_version: int
 
 
@@ -142,7 +142,7 @@ def write_noise(path: Path, noise: StoredNoise) -> None:
 def read_noise(path: Path) -> StoredNoise | None:
     """A noise.json; None where there is none. Raises HarnessError for a damaged one or one of a newer format."""
     try:
-        if read_json(path, _Head).format_version < FORMAT_VERSION:
+        if read_json(path, _VersionHead).format_version < FORMAT_VERSION:
             return None  # format 1 has one run, which does not show how far runs differ
         return read_json(path, StoredNoise, FORMAT_VERSION, advice="; measure it anew")
     except FileNotFoundError:

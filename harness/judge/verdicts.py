@@ -59,7 +59,7 @@ class Measured(Struct, frozen=True, kw_only=True):
         ]
 
 
-class Pair(Struct, frozen=True, kw_only=True):
+class ComparedSides(Struct, frozen=True, kw_only=True):
     """Two sides and their values as speeds: more is faster. A list for each run, in it a value for each repeat.
 
     Within a run each side has one list, and repeats are the sample; else runs are.
@@ -114,7 +114,7 @@ def metrics_of(side: Measured, base: Measured) -> list[str]:
     return found
 
 
-def pairs_of(side: Measured, base: Measured, *, within_run: bool) -> Iterator[Pair]:
+def pairs_of(side: Measured, base: Measured, *, within_run: bool) -> Iterator[ComparedSides]:
     """The comparisons of two rows, one for each metric."""
     for metric in metrics_of(side, base):
         found = [one.values(metric) for one in (side, base)]
@@ -125,7 +125,7 @@ def pairs_of(side: Measured, base: Measured, *, within_run: bool) -> Iterator[Pa
             for one in (side, base)
             for number, row in enumerate(one.rows, 1)
         ]
-        yield Pair(
+        yield ComparedSides(
             side=side.name,
             baseline=base.name,
             metric=metric,
@@ -297,7 +297,7 @@ def metric_of(loads: Sequence[Load]) -> str:
     return "input_tok_s" if all(load.endpoint == "embeddings" for load in loads) else "output_tok_s"
 
 
-def verdicts(pairs: Sequence[Pair], noise: Noise | None = None) -> Comparison:
+def verdicts(pairs: Sequence[ComparedSides], noise: Noise | None = None) -> Comparison:
     """The verdicts of a table of pairs, corrected for how many there are.
 
     `noise` is what is known of how far equal runs differ on the machine; within one run it is not needed.
@@ -325,7 +325,7 @@ def speeds(metric: str, values: Sequence[float]) -> list[float]:
     return [value if metric in RATES else 1 / value for value in values if value > 0]
 
 
-def _sample(pair: Pair) -> tuple[list[float], list[float]]:
+def _sample(pair: ComparedSides) -> tuple[list[float], list[float]]:
     """The values of both sides that are independent: of one run its repeats, of several runs their geometric means."""
     if pair.within_run:
         return list(pair.side_speeds[0]), list(pair.baseline_speeds[0])
@@ -335,11 +335,11 @@ def _sample(pair: Pair) -> tuple[list[float], list[float]]:
     return side, base
 
 
-def _known(pair: Pair, noise: Noise) -> Variation | None:
+def _known(pair: ComparedSides, noise: Noise) -> Variation | None:
     return None if pair.within_run else noise.rows.get((pair.metric, pair.load))
 
 
-def _effect(pair: Pair, noise: Noise) -> tuple[Effect, float] | None:
+def _effect(pair: ComparedSides, noise: Noise) -> tuple[Effect, float] | None:
     """The effect with its standard error and p-value; None where nothing says how large the error is.
 
     Repeats of one run, and runs about which nothing else is known, are compared by what they show: Welch's interval and
@@ -358,7 +358,7 @@ def _effect(pair: Pair, noise: Noise) -> tuple[Effect, float] | None:
     return max(found, key=Effect.half), max(one.p() for one in found)
 
 
-def _without_effect(pair: Pair) -> Verdict:
+def _without_effect(pair: ComparedSides) -> Verdict:
     """A pair whose difference has no interval: the ratio where there is one, and what would settle it."""
     side, base = _sample(pair)
     if pair.refused:
@@ -382,7 +382,7 @@ def _without_effect(pair: Pair) -> Verdict:
     return _made(pair, "run_variation_unknown", text, needed, ratio=ratio)
 
 
-def _verdict(pair: Pair, seen: Effect, p: float, comparisons: int, noise: Noise) -> Verdict:
+def _verdict(pair: ComparedSides, seen: Effect, p: float, comparisons: int, noise: Noise) -> Verdict:
     """The verdict on two sides that have an interval."""
     side, base = _sample(pair)
     known = _known(pair, noise)
@@ -439,7 +439,7 @@ def _about(needed: int | None, unit: str) -> str:
 
 
 def _made(
-    pair: Pair,
+    pair: ComparedSides,
     found: str,
     text: str,
     needed: int | None = None,

@@ -1,16 +1,21 @@
-"""A comparison of runs, for the terminal and for Markdown."""
+"""A comparison of runs and the differences between their manifests, for the terminal and for Markdown."""
+
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from harness.judge.verdicts import METRIC_WORDS
-from harness.report import differences, sentences, words
-from harness.report.markdown import check_item, escape
+from harness.report import sentences, words
+from harness.report.markdown import check_item, escape, grid
 from harness.report.terminal import STYLES, check_line
-from harness.summary import Comparison, Verdict
+from harness.report.words import one_line
+from harness.summary import Comparison, Difference, Verdict
 
 HEADINGS = ("Side", "Baseline", "Runs", "By", "Speed", "95 % interval", "p", "Verdict")
+EQUAL = "Nothing that is recorded differs between them."
+_MOST = 300  # characters of a value that people are shown; JSON has all of it
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
@@ -34,7 +39,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         console.print(Text("- ") + check_line(check))
     if comparison.sides:
         console.print()
-        differences.print_differences(comparison.differences, comparison.sides, console)
+        print_differences(comparison.differences, comparison.sides, console)
 
 
 def markdown(comparison: Comparison) -> str:
@@ -47,7 +52,7 @@ def markdown(comparison: Comparison) -> str:
     text = f"{banner}{table}\n\n{noted}" + "\n".join(f"- {sentence}" for sentence in said)
     for check in comparison.checks:
         text += f"\n- {check_item(check)}"
-    return f"{text}\n\n{differences.markdown(comparison.differences, comparison.sides)}" if comparison.sides else text
+    return f"{text}\n\n{differences_markdown(comparison.differences, comparison.sides)}" if comparison.sides else text
 
 
 def _cells(verdict: Verdict) -> tuple[str, ...]:
@@ -62,3 +67,28 @@ def _cells(verdict: Verdict) -> tuple[str, ...]:
         "n/a" if verdict.p is None else f"{verdict.p:.3f}",
         verdict.word,
     )
+
+
+def print_differences(found: Sequence[Difference], sides: Sequence[str], console: Console) -> None:
+    """A line for each key that differs. What is equal is not shown."""
+    if not found:
+        console.print(Text(EQUAL, "dim"))
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("What differs", *sides):
+        table.add_column(Text(one_line(heading)), overflow="fold")
+    for difference in found:
+        table.add_row(Text(difference.key), *(Text(_short(value)) for value in difference.values))
+    console.print(table)
+
+
+def differences_markdown(found: Sequence[Difference], sides: Sequence[str]) -> str:
+    """The same for a pull request."""
+    if not found:
+        return EQUAL
+    return grid(["What differs", *sides], [[one.key, *map(_short, one.values)] for one in found])
+
+
+def _short(value: str) -> str:
+    text = one_line(value)
+    return text if len(text) <= _MOST else f"{text[: _MOST - 3]}..."

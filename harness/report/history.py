@@ -15,8 +15,9 @@ from harness.judge.change_points import DETECTED, MIN_HISTORY
 from harness.judge.noise_floors import date_of
 from harness.judge.stats import MOST_REPEATS
 from harness.judge.verdicts import METRIC_WORDS, RATES
-from harness.report import differences, words
+from harness.report import words
 from harness.report.charts.marks import Chart, Figure, plain
+from harness.report.comparison import EQUAL, differences_markdown, print_differences
 from harness.report.markdown import escape, grid
 from harness.report.page import LIBRARY, asset, neutral, packed, policy, template
 from harness.report.terminal import STYLES
@@ -64,7 +65,7 @@ def print_history(history: History, console: Console) -> None:
             console.print(Text(words.one_line(text), STYLES[_word(moved)]))
         if near := nearby(change):
             console.print(Text(words.one_line(near), "yellow"))
-        differences.print_differences(change.differences, change.sides, console)
+        print_differences(change.differences, change.sides, console)
 
 
 def html(history: History) -> str:
@@ -83,7 +84,7 @@ def html(history: History) -> str:
         word=_word,
         nearby=nearby,
         charts=charts,
-        nothing_differs=differences.EQUAL,
+        nothing_differs=EQUAL,
         style=Markup(style),
         theme=Markup(theme),
         script=Markup(script),
@@ -112,7 +113,7 @@ def print_gate(gate: Gate, console: Console) -> None:
         console.print(Text(f"- {words.one_line(gated_in_words(row, gate.run))}", _GATE_STYLES[row.word]))
     if len(gate.sides) > 1:
         console.print()
-        differences.print_differences(gate.differences, gate.sides, console)
+        print_differences(gate.differences, gate.sides, console)
 
 
 def gate_markdown(gate: Gate) -> str:
@@ -122,7 +123,7 @@ def gate_markdown(gate: Gate) -> str:
     parts.append(grid(GATE_HEAD, [gate_cells(row) for row in gate.rows]))
     parts.append("\n".join(f"- {escape(gated_in_words(row, gate.run))}" for row in gate.rows))
     if len(gate.sides) > 1:
-        parts.append(differences.markdown(gate.differences, gate.sides))
+        parts.append(differences_markdown(gate.differences, gate.sides))
     return "\n\n".join(parts)
 
 

@@ -12,11 +12,10 @@ from harness import units
 from harness.compare.differences import server_differences
 from harness.files import replace_file
 from harness.report import machine_load, schedules, sentences, words
-from harness.report.charts import figures, marks, scatter, starts, tradeoff
-from harness.report.charts.events import Event, events_of
-from harness.report.charts.forest import Forest
-from harness.report.charts.observed import Observed, observe
-from harness.report.charts.timeline import figure_of
+from harness.report.charts import figures, marks, starts, tradeoff
+from harness.report.charts.marks import Forest
+from harness.report.charts.observed import ChartData, observe
+from harness.report.charts.timeline import TimelineEvent, events_of, figure_of
 from harness.report.page import LIBRARY, asset, neutral, packed, policy, template
 from harness.report.table import columns, errors, interval, lines
 from harness.rundir.manifest import Run, ServedBy, read_run
@@ -36,7 +35,7 @@ def write_report(folder: Path) -> Path:
     return path
 
 
-def render(summary: Summary, run: Run, observed: Observed) -> str:
+def render(summary: Summary, run: Run, observed: ChartData) -> str:
     """The page."""
     filters = {"seconds": units.seconds, "ms": units.milliseconds, "number": units.significant}
     report = template("report.html.j2", moment=_moment, yaml=_yaml, **filters)
@@ -47,7 +46,7 @@ def render(summary: Summary, run: Run, observed: Observed) -> str:
         figures.first_token(summary, run),
         *tradeoff.tradeoffs(summary, run),
         *figures.distributions(summary, observed),
-        *scatter.scatters(summary, observed),
+        *figures.scatters(summary, observed),
         starts.startup(run),
     ]
     drawn = {chart.id: chart.figure for chart in charts if not chart.empty}
@@ -89,7 +88,7 @@ def render(summary: Summary, run: Run, observed: Observed) -> str:
     )
 
 
-def _shown_first(run: Run, events: dict[str, list[Event]]) -> str:
+def _shown_first(run: Run, events: dict[str, list[TimelineEvent]]) -> str:
     """The cell whose timeline is shown first: where a server died or requests failed, else the most at once."""
     best, most = next(iter(events), ""), (False, False, -1)
     for cell in run.cells:

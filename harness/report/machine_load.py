@@ -10,7 +10,7 @@ from harness.report.table import Meaning
 from harness.summary import GpuLoad, MachineLoad, Summary
 
 
-class Column(Meaning, frozen=True, kw_only=True):
+class MachineColumn(Meaning, frozen=True, kw_only=True):
     """One column of the table."""
 
     text: Callable[[MachineLoad], str | None]  # None: not known
@@ -19,7 +19,7 @@ class Column(Meaning, frozen=True, kw_only=True):
 class MachineTable(Struct, frozen=True):
     """The table: those columns of which some row knows a value."""
 
-    columns: list[Column]
+    columns: list[MachineColumn]
     rows: list[tuple[str, str, list[str]]]  # server, load, texts
     sampling: str = ""  # how well it was looked at
 
@@ -122,7 +122,7 @@ def _power(did: MachineLoad) -> str | None:
 
 
 COLUMNS = (
-    Column(
+    MachineColumn(
         key="energy_per_token",
         title="Energy per output token",
         explanation="What the GPUs that served drew for each output token. Of an APU it is the whole package, its CPU "
@@ -130,14 +130,14 @@ COLUMNS = (
         formula="∫ power dt over the window ÷ output tokens generated inside the window, by the trapezoid rule",
         text=lambda did: _joules(did.energy_per_token_j),
     ),
-    Column(
+    MachineColumn(
         key="power",
         title="Power, mean and most",
         explanation="Of the GPUs that served together, as their driver tells it.",
         formula="hwmon power1_average, else power1_input",
         text=_power,
     ),
-    Column(
+    MachineColumn(
         key="busy",
         title="GPU busy, mean and most",
         explanation="Part of the time in which the GPU did anything. 100 % says that there always was something to "
@@ -145,21 +145,21 @@ COLUMNS = (
         formula="gpu_busy_percent, mean over the GPUs that served",
         text=lambda did: _of(_percent(did.busy_mean_percent), _percent(did.busy_most_percent)),
     ),
-    Column(
+    MachineColumn(
         key="memory",
         title="GPU memory, most",
         explanation="VRAM and GTT of the GPUs that served together, whoever used them.",
         formula="mem_info_vram_used + mem_info_gtt_used",
         text=lambda did: _gib(did.memory_most_bytes),
     ),
-    Column(
+    MachineColumn(
         key="temperature",
         title="Hottest",
         explanation="The highest temperature of any sensor of the GPUs that served.",
         formula="hwmon temp1_input to temp3_input",
         text=lambda did: _unit(did.temperature_most_c, "°C", 0),
     ),
-    Column(
+    MachineColumn(
         key="heat",
         title="Throttled by heat",
         explanation="How long heat, or a signal from outside such as the power supply’s, held back the clocks of the "
@@ -167,14 +167,14 @@ COLUMNS = (
         formula="gpu_metrics: thermal and PROCHOT bits, or what their counters grew by",
         text=lambda did: _unit(did.heat_s, "s"),
     ),
-    Column(
+    MachineColumn(
         key="limited",
         title="At a power limit",
         explanation="How long a limit of power or current set the clocks, which is normal at full load.",
         formula="gpu_metrics: PPT, TDC and EDC bits, or what their counters grew by",
         text=lambda did: _unit(did.limited_s, "s"),
     ),
-    Column(
+    MachineColumn(
         key="container",
         title="Container: CPU and memory",
         explanation="Cores that the server’s container kept busy on average, and the most memory it used, without "
@@ -182,7 +182,7 @@ COLUMNS = (
         formula="control group: CPU time ÷ time, memory",
         text=lambda did: _of(_unit(did.container_cpu_mean_cores, "cores", 2), _gib(did.container_memory_most_bytes)),
     ),
-    Column(
+    MachineColumn(
         key="host",
         title="Host: CPU and free memory",
         explanation="How busy all cores of the machine were on average, the load generator included where it runs "

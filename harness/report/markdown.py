@@ -69,7 +69,7 @@ def grid(head: Sequence[str], body: Iterable[Sequence[str]], rule: str = "") -> 
     return "\n".join([first, rule or "| " + " | ".join("---" for _ in head) + " |", *others])
 
 
-def _schedules(lines_: list[schedules.Line]) -> str:
+def _schedules(lines_: list[schedules.ScheduleLine]) -> str:
     """How open loops kept their schedule."""
     head = ["Server", "Load", "Schedule", *(column.title for column in schedules.COLUMNS)]
     body = [[line.server, line.load, line.course, *line.texts] for line in lines_]

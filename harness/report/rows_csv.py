@@ -6,7 +6,7 @@ import io
 from harness.redact import csv_field
 from harness.report import schedules
 from harness.report.machine_load import VALUES, raw
-from harness.report.table import Line, lines
+from harness.report.table import TableLine, lines
 from harness.rundir.manifest import Run
 from harness.scenario.mixes import others
 from harness.summary import Summary
@@ -30,7 +30,7 @@ def render(summary: Summary, run: Run) -> str:
     return out.getvalue()
 
 
-def _record(line: Line, beside: list[str]) -> dict[str, str | int | float | None]:
+def _record(line: TableLine, beside: list[str]) -> dict[str, str | int | float | None]:
     numbers = line.row.pooled
     record: dict[str, str | int | float | None] = {
         "server": line.row.server,

@@ -11,13 +11,13 @@ from harness.rundir.manifest import Run
 from harness.summary import Kept, Numbers, Row, Summary
 
 
-class Column(Meaning, frozen=True, kw_only=True):
+class ScheduleColumn(Meaning, frozen=True, kw_only=True):
     """One column of the table."""
 
     text: Callable[[Numbers, Kept], str]
 
 
-class Line(Struct, frozen=True, kw_only=True):
+class ScheduleLine(Struct, frozen=True, kw_only=True):
     """One row of an open loop."""
 
     server: str
@@ -26,10 +26,10 @@ class Line(Struct, frozen=True, kw_only=True):
     texts: list[str]
 
 
-def lines(summary: Summary, run: Run) -> list[Line]:
+def lines(summary: Summary, run: Run) -> list[ScheduleLine]:
     """The rows of open loops, in the order of the summary; none in a run that has only closed ones."""
     return [
-        Line(
+        ScheduleLine(
             server=row.server,
             load=row.load,
             course=words.loop(run.scenario.loads[row.load]),
@@ -40,7 +40,7 @@ def lines(summary: Summary, run: Run) -> list[Line]:
     ]
 
 
-def in_words(line: Line) -> str:
+def in_words(line: ScheduleLine) -> str:
     """A row as one sentence."""
     parts = [f"{column.title} {text}" for column, text in zip(COLUMNS, line.texts, strict=True)]
     return f"{line.server} / {line.load}: {line.course}. {'; '.join(parts)}"
@@ -91,28 +91,28 @@ def _both(sent: str, scheduled: str, name: str) -> Callable[[Numbers, Kept], str
 
 
 COLUMNS = (
-    Column(
+    ScheduleColumn(
         key="asked",
         title="asked",
         explanation="Requests a second that the schedule asked for.",
         formula="of a fixed time: due ÷ time; of a fixed number or a trace: (requests − 1) ÷ (last due − first due)",
         text=lambda _, found: _rate(found.asked_per_s),
     ),
-    Column(
+    ScheduleColumn(
         key="achieved",
         title="achieved",
         explanation="Requests a second that were sent, whatever became of them.",
         formula="of a fixed time: sent ÷ time; else (requests − 1) ÷ (last sent − first sent)",
         text=lambda _, found: _rate(found.achieved_per_s),
     ),
-    Column(
+    ScheduleColumn(
         key="never",
         title="never sent",
         explanation="Requests that were due and for which nobody was free until the end. Any makes the run INVALID.",
         formula="due − sent",
         text=_never,
     ),
-    Column(
+    ScheduleColumn(
         key="lag",
         title="send lag p50, p99, most",
         explanation="How late requests went out. A median above 10 ms makes the run INVALID: the load generator was "
@@ -121,7 +121,7 @@ COLUMNS = (
         text=_lag,
     ),
     *(
-        Column(
+        ScheduleColumn(
             key=f"{key}_{name}",
             title=f"{title} {name}",
             explanation=f"{title} from send → from schedule. The second counts from the moment at which the schedule "

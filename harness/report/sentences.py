@@ -9,7 +9,7 @@ import msgspec
 from harness import units
 from harness.judge.verdicts import METRIC_WORDS, RATES, WORK
 from harness.report import words
-from harness.report.table import LIMITED, Line
+from harness.report.table import LIMITED, TableLine
 from harness.rundir.manifest import Run
 from harness.scenario.mixes import alone, mix_of
 from harness.scenario.plan import plan
@@ -19,7 +19,7 @@ from harness.summary import Comparison, FailedRequests, Row, Summary, Verdict
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]\d+)?")  # 2, 2.1, 1,234 and 1.2e+02 alike
 
 
-def of_row(line: Line, run: Run) -> str:
+def of_row(line: TableLine, run: Run) -> str:
     """A row of the table as one sentence."""
     numbers = line.row.pooled
     load = run.scenario.loads.get(line.row.load)
@@ -39,7 +39,7 @@ def of_row(line: Line, run: Run) -> str:
     return f"{text}."
 
 
-def _outcome(line: Line) -> str:
+def _outcome(line: TableLine) -> str:
     numbers = line.row.pooled
     if numbers.wall_s is not None:
         return f"A run took {units.seconds(numbers.wall_s)}"
@@ -50,7 +50,7 @@ def _outcome(line: Line) -> str:
     return "Neither wall time nor rate is known"
 
 
-def _against_baseline(line: Line) -> str:
+def _against_baseline(line: TableLine) -> str:
     if line.baseline:
         return ", the baseline for the others"
     verdict = line.verdict

@@ -17,7 +17,7 @@ from harness.summary import Numbers, Row, Summary, Verdict, median_of_known
 LIMITED = "‡"  # beside a number that the load generator limited in one of the row's cells
 
 
-class Line(Struct, frozen=True, kw_only=True):
+class TableLine(Struct, frozen=True, kw_only=True):
     """A row of the summary with what the comparison says about it."""
 
     row: Row
@@ -74,19 +74,19 @@ class Meaning(Struct, frozen=True, kw_only=True):
         return self.title
 
 
-class Column(Meaning, frozen=True, kw_only=True):
+class TableColumn(Meaning, frozen=True, kw_only=True):
     """One column of the main table, and how its text is made."""
 
     unit: str = ""  # shown with the title; empty where the values carry it or have none
     group: Literal["name", "work", "latency", "verdict"]
-    text: Callable[[Line], str]
+    text: Callable[[TableLine], str]
 
     @property
     def heading(self) -> str:
         return f"{self.title}, {self.unit}" if self.unit else self.title
 
 
-def lines(summary: Summary, run: Run) -> list[Line]:
+def lines(summary: Summary, run: Run) -> list[TableLine]:
     """The rows in the order of the summary."""
     base = baseline_of(run.scenario)
     name = f"{base.server} / {base.load}"
@@ -100,7 +100,7 @@ def lines(summary: Summary, run: Run) -> list[Line]:
         own = [one for one in found if one.side == row.name and one.baseline == first[row.name]]
         own = [] if row.name == name else list({one.metric: one for one in own}.values())
         result.append(
-            Line(
+            TableLine(
                 row=row,
                 tokens=median_of_known(map(tokens.get, row.cells)),
                 verdicts=own,
@@ -119,12 +119,12 @@ def interval(verdict: Verdict) -> str:
     return f"{verdict.low:.2f}–{verdict.high:.2f}"
 
 
-def _rate(line: Line) -> str:
+def _rate(line: TableLine) -> str:
     value = line.row.pooled.output_tok_s
     return units.NOTHING if value is None else f"{units.significant(value)}{line.rate_mark}"
 
 
-def _of_answers(line: Line, which: str) -> str:
+def _of_answers(line: TableLine, which: str) -> str:
     """ "297 of 300 (99.0 %)" """
     answers = line.row.pooled.answers
     if answers is None:
@@ -140,7 +140,7 @@ def errors(numbers: Numbers) -> str:
     return ", ".join(said) or "0"
 
 
-def _speedup(line: Line) -> str:
+def _speedup(line: TableLine) -> str:
     if line.baseline:
         return "1 (baseline)"
     if line.verdict is None or line.verdict.ratio is None:
@@ -149,12 +149,12 @@ def _speedup(line: Line) -> str:
     return f"{line.metric}{line.verdict.ratio:.2f}×{against} ({interval(line.verdict)})"
 
 
-def _verdict(line: Line) -> str:
+def _verdict(line: TableLine) -> str:
     return "baseline" if line.baseline else line.words or units.NOTHING
 
 
 _NAMES_AND_WORK = (
-    Column(
+    TableColumn(
         key="server",
         title="Server",
         group="name",
@@ -162,7 +162,7 @@ _NAMES_AND_WORK = (
         formula="servers.NAME",
         text=lambda line: line.row.server,
     ),
-    Column(
+    TableColumn(
         key="load",
         title="Load",
         group="name",
@@ -170,7 +170,7 @@ _NAMES_AND_WORK = (
         formula="loads.NAME",
         text=lambda line: line.row.load,
     ),
-    Column(
+    TableColumn(
         key="wall",
         title="Wall time",
         group="work",
@@ -179,7 +179,7 @@ _NAMES_AND_WORK = (
         formula="wall time = last ended − first sent",
         text=lambda line: units.seconds(line.row.pooled.wall_s),
     ),
-    Column(
+    TableColumn(
         key="tokens",
         title="Completion tokens",
         group="work",
@@ -187,7 +187,7 @@ _NAMES_AND_WORK = (
         formula="Σ usage.completion_tokens of the run’s successful requests",
         text=lambda line: units.NOTHING if line.tokens is None else f"{line.tokens:,.0f}",
     ),
-    Column(
+    TableColumn(
         key="rate",
         title="Aggregate tok/s",
         group="work",
@@ -197,7 +197,7 @@ _NAMES_AND_WORK = (
         text=_rate,
     ),
 )
-_INPUT = Column(
+_INPUT = TableColumn(
     key="input_rate",
     title="Prompt tok/s",
     group="work",
@@ -206,7 +206,7 @@ _INPUT = Column(
     formula="Σ usage.prompt_tokens of the requests that ended inside the window ÷ window",
     text=lambda line: units.significant(line.row.pooled.input_tok_s),
 )
-_VALID = Column(
+_VALID = TableColumn(
     key="valid",
     title="Valid answers",
     group="work",
@@ -215,7 +215,7 @@ _VALID = Column(
     formula="valid ÷ answers",
     text=lambda line: _of_answers(line, "valid"),
 )
-_RIGHT = Column(
+_RIGHT = TableColumn(
     key="right",
     title="Right answers",
     group="work",
@@ -224,7 +224,7 @@ _RIGHT = Column(
     text=lambda line: _of_answers(line, "right"),
 )
 _ERRORS_AND_VERDICT = (
-    Column(
+    TableColumn(
         key="errors",
         title="Errors",
         group="latency",
@@ -233,7 +233,7 @@ _ERRORS_AND_VERDICT = (
         formula="errors = failed; error rate = failed ÷ sent",
         text=lambda line: errors(line.row.pooled),
     ),
-    Column(
+    TableColumn(
         key="speedup",
         title="Speedup (95 %)",
         group="verdict",
@@ -243,7 +243,7 @@ _ERRORS_AND_VERDICT = (
         "baseline. Geometric means over the repeats, interval by Welch’s t on logarithms",
         text=_speedup,
     ),
-    Column(
+    TableColumn(
         key="verdict",
         title="Verdict",
         group="verdict",
@@ -266,7 +266,7 @@ _MEANINGS = {
 _SHARES = {"p50": "half of the", "p90": "90 of 100", "p95": "95 of 100", "p99": "99 of 100"}
 
 
-def columns(summary: Summary) -> tuple[Column, ...]:
+def columns(summary: Summary) -> tuple[TableColumn, ...]:
     """The table's columns. The tail percentile is the highest that every row carries, p95 where none is.
 
     A run whose loads all have a fixed duration has no wall times.
@@ -289,11 +289,11 @@ def columns(summary: Summary) -> tuple[Column, ...]:
 _FIELDS = {"wall": "wall_s", "rate": "output_tok_s", "input_rate": "input_tok_s"}  # of Numbers, by column
 
 
-def _marked(column: Column) -> Column:
+def _marked(column: TableColumn) -> TableColumn:
     """A column whose numbers are marked where the load generator was their limit."""
     field = _FIELDS.get(column.key, f"{column.key.partition('_')[0]}_s")
 
-    def text(line: Line) -> str:
+    def text(line: TableLine) -> str:
         shown = column.text(line)
         limited = field in line.row.client_limited and shown != units.NOTHING and not shown.startswith("n/a")
         return f"{shown}{LIMITED}" if limited else shown
@@ -301,17 +301,17 @@ def _marked(column: Column) -> Column:
     return msgspec.structs.replace(column, text=text)
 
 
-def _latency(name: str, percentile: str) -> Column:
+def _latency(name: str, percentile: str) -> TableColumn:
     title, outcome, formula = _MEANINGS[name]
 
-    def text(line: Line) -> str:
+    def text(line: TableLine) -> str:
         numbers = line.row.pooled
         sample = getattr(numbers, f"{name}_s")
         if numbers.e2e_s.n and not sample.n:
             return units.NOTHING  # however many there were: vectors and answers in one piece have no first token
         return words.percentile(sample, percentile)
 
-    return Column(
+    return TableColumn(
         key=f"{name}_{percentile}",
         title=f"{name.upper()} {percentile}",
         unit="ms",

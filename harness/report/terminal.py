@@ -10,7 +10,7 @@ from rich.text import Text
 from harness.report import schedules, sentences, words
 from harness.report.charts import starts
 from harness.report.machine_load import MachineTable, table_of
-from harness.report.table import Column, Line, Meaning, columns, lines
+from harness.report.table import Meaning, TableColumn, TableLine, columns, lines
 from harness.rundir.manifest import Run
 from harness.summary import CheckResult, Summary
 
@@ -58,7 +58,7 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
     console.print(Text("Report: ", "bold") + Text(where, no_wrap=True, overflow="ignore"), soft_wrap=True)
 
 
-def _tables(columns: Sequence[Column], rows: list[Line], width: int) -> Sequence[RenderableType]:
+def _tables(columns: Sequence[TableColumn], rows: list[TableLine], width: int) -> Sequence[RenderableType]:
     """One table where it fits, else the work and the latencies one below the other.
 
     Where even that does not fit, the rows are numbered, so that no name is cut; then no longer tables, so that no
@@ -70,7 +70,7 @@ def _tables(columns: Sequence[Column], rows: list[Line], width: int) -> Sequence
     latency = [column for column in columns if column.group in ("name", "latency")]
     if all(_fits(part, rows, 1, width) for part in (work, latency)):
         return [_table(part, rows, 2 if _fits(part, rows, 2, width) else 1) for part in (work, latency)]
-    number = Column(
+    number = TableColumn(
         key="number", title="#", group="name", explanation="The row's number.", formula="",
         text=lambda line: str(rows.index(line) + 1),
     )  # fmt: skip
@@ -81,7 +81,7 @@ def _tables(columns: Sequence[Column], rows: list[Line], width: int) -> Sequence
     return [_table(part, rows, 2 if _fits(part, rows, 2, width) else 1) for part in parts]
 
 
-def _block(columns: Sequence[Column], line: Line) -> Group:
+def _block(columns: Sequence[TableColumn], line: TableLine) -> Group:
     """A row, its numbers one below the other."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column()
@@ -92,11 +92,11 @@ def _block(columns: Sequence[Column], line: Line) -> Group:
     return Group(Text(line.row.name, "bold"), grid)
 
 
-def _fits(columns: Sequence[Column], rows: list[Line], gap: int, width: int) -> bool:
+def _fits(columns: Sequence[TableColumn], rows: list[TableLine], gap: int, width: int) -> bool:
     return Console(width=1000).measure(_table(columns, rows, gap)).maximum <= width
 
 
-def _table(columns: Sequence[Column], rows: list[Line], gap: int) -> Table:
+def _table(columns: Sequence[TableColumn], rows: list[TableLine], gap: int) -> Table:
     table = Table(box=None, padding=(0, gap, 0, 0), header_style="bold", pad_edge=False)
     for column in columns:
         left = column.group == "name" or column.key == "verdict"
@@ -109,12 +109,12 @@ def _table(columns: Sequence[Column], rows: list[Line], gap: int) -> Table:
     return table
 
 
-def _heading(column: Column) -> Text:
+def _heading(column: TableColumn) -> Text:
     title, _, rest = column.title.partition(" ")
     return Text(f"{title}\n{rest} {column.unit}".rstrip())
 
 
-def _style(column: Column, line: Line) -> str:
+def _style(column: TableColumn, line: TableLine) -> str:
     if column.key == "verdict":
         return STYLES.get("baseline" if line.baseline else line.word, "")
     return "bold red" if column.key == "errors" and column.text(line) != "0" else ""

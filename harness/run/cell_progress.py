@@ -11,8 +11,8 @@ import numpy as np
 
 from harness.files import UNDECODABLE, open_file
 from harness.job import Job
-from harness.rundir.newest import Samples, Tail
 from harness.rundir.records import CUT, Request
+from harness.rundir.samples import Samples, Tail
 from harness.rundir.telemetry import GpuSample
 from harness.scenario.scenario import at_once
 from harness.summarize import derive

@@ -57,7 +57,7 @@ class BadField(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     limit: int | None = None
 
 
-class Counts(Protocol):
+class TokenCounts(Protocol):
     """The token counts that a server reports for one request."""
 
     @property
@@ -74,7 +74,7 @@ class Counts(Protocol):
 
 
 def impossible(
-    counts: Counts, asked_tokens: int | None, *, prompt_max: int = MOST_TOKENS, output_min: int = 0
+    counts: TokenCounts, asked_tokens: int | None, *, prompt_max: int = MOST_TOKENS, output_min: int = 0
 ) -> dict[str, BadField]:
     """Return the counts that are out of bounds, by their names in a record.
 

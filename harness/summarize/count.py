@@ -15,10 +15,10 @@ from harness.rundir.blocks import Run as Reading
 from harness.rundir.records import Request
 from harness.scenario.check_syntax import Slo
 from harness.summarize import gaps
-from harness.summarize.gaps import Gaps, Interval, Sample
+from harness.summarize.derive import add_up
+from harness.summarize.gaps import Gaps, GapSample, Interval
 from harness.summarize.goodput import SloTally
-from harness.summarize.parts import add_up
-from harness.summarize.tally import Clock, Tally
+from harness.summarize.tally import CellCounts, Clock
 
 KEEP_BYTES = 256 * 2**20  # of records; of a longer file only those chunk gaps are kept that percentiles need
 _SAMPLED = 16  # one of so many lines of a long file,
@@ -26,7 +26,7 @@ _SAMPLED_GAPS = 5  # and of these one of so many gaps, tell where the percentile
 _WIDENED = (1.0, 4.0, math.inf)  # how wide to look for them; the last holds every value
 
 
-class Place(Struct, frozen=True):
+class CellContext(Struct, frozen=True):
     """What the tally must know of a cell before it reads its records."""
 
     clock: Clock
@@ -40,7 +40,7 @@ class Place(Struct, frozen=True):
     slos: dict[str, tuple[Slo, ...]] = {}  # sets of SLOs to count
 
 
-class _Head(Struct):
+class _RecordHead(Struct):
     """The part of a record that a first look needs; the rest of the line is skipped."""
 
     cell: str
@@ -56,17 +56,19 @@ class _Look(Struct):
 
     starts: dict[str, float] = {}  # of timed cells: the first measured request, or the start of the schedule
     ends: dict[str, float] = {}  # of interrupted timed cells: of their last record
-    samples: dict[str, Sample] = {}
+    samples: dict[str, GapSample] = {}
 
 
-def tally(path: Path, places: dict[str, Place], damaged: list[int], strangers: Counter[str]) -> dict[str, Tally]:
+def tally(
+    path: Path, places: dict[str, CellContext], damaged: list[int], strangers: Counter[str]
+) -> dict[str, CellCounts]:
     """The tally of each cell that has records. Torn lines go to `damaged`, records of unknown cells to `strangers`.
 
     Raises HarnessError when a process that read a part of a long file was killed.
     """
     blocks = blocks_of(path)
     long = bool(blocks) and blocks[-1].end > KEEP_BYTES
-    tallies: dict[str, Tally] = {}
+    tallies: dict[str, CellCounts] = {}
     with reader(blocks) as run:
         look = _Look()
         if long or any(place.duration_s is not None for place in places.values()):
@@ -93,7 +95,7 @@ def tally(path: Path, places: dict[str, Place], damaged: list[int], strangers: C
     return tallies
 
 
-def together(path: Path, places: dict[str, Place]) -> dict[str, tuple[float, float]]:
+def together(path: Path, places: dict[str, CellContext]) -> dict[str, tuple[float, float]]:
     """Of each part of a mix when all its parts were measured, on its axis: its numbers are about that time alone."""
     parts = {cell: place for cell, place in places.items() if place.mix is not None}
     if not parts:
@@ -104,21 +106,21 @@ def together(path: Path, places: dict[str, Place]) -> dict[str, tuple[float, flo
 
 def _tally(
     block: Block,
-    places: dict[str, Place],
+    places: dict[str, CellContext],
     starts: dict[str, float],
     windows: dict[str, tuple[float, float]],
     intervals: dict[str, list[Interval]],
-) -> tuple[dict[str, Tally], Counter[str], Lines]:
-    tallies: dict[str, Tally] = {}
+) -> tuple[dict[str, CellCounts], Counter[str], Lines]:
+    tallies: dict[str, CellCounts] = {}
     strangers: Counter[str] = Counter()
     lines = Lines()
     beside = _other_stages(places)
 
-    def of(cell: str) -> Tally:
+    def of(cell: str) -> CellCounts:
         if cell not in tallies:
             kept = Gaps(intervals[cell]) if cell in intervals else Gaps()
             place = places[cell]
-            tallies[cell] = Tally(
+            tallies[cell] = CellCounts(
                 clock=place.clock,
                 window_s=windows.get(cell),
                 begun_s=starts.get(cell),
@@ -142,16 +144,16 @@ def _tally(
     return tallies, strangers, lines
 
 
-def _other_stages(places: dict[str, Place]) -> dict[str, list[str]]:
+def _other_stages(places: dict[str, CellContext]) -> dict[str, list[str]]:
     """Of each cell that is a stage of a load, the other stages of it."""
     courses = _groups(places, lambda cell: places[cell].course)
     return {cell: [other for other in cells if other != cell] for cells in courses for cell in cells}
 
 
-def _look(block: Block, places: dict[str, Place], sampling: bool) -> _Look:
+def _look(block: Block, places: dict[str, CellContext], sampling: bool) -> _Look:
     look = _Look()
     timed = {cell: place for cell, place in places.items() if place.duration_s is not None}
-    decode_head, decode = msgspec.json.Decoder(_Head).decode, msgspec.json.Decoder(Request).decode
+    decode_head, decode = msgspec.json.Decoder(_RecordHead).decode, msgspec.json.Decoder(Request).decode
     for number, line in enumerate(block.lines()):
         try:
             if sampling and number % _SAMPLED == 0:
@@ -173,7 +175,7 @@ def _look(block: Block, places: dict[str, Place], sampling: bool) -> _Look:
     return look
 
 
-def _whole_look(run: Reading[_Look], places: dict[str, Place], *, sampling: bool) -> _Look:
+def _whole_look(run: Reading[_Look], places: dict[str, CellContext], *, sampling: bool) -> _Look:
     whole = _Look()
     for found in run(partial(_look, places=places, sampling=sampling)):
         for cell, start in found.starts.items():
@@ -181,13 +183,13 @@ def _whole_look(run: Reading[_Look], places: dict[str, Place], *, sampling: bool
         for cell, end in found.ends.items():
             whole.ends[cell] = max(end, whole.ends.get(cell, end))
         for cell, sample in found.samples.items():
-            add_up(whole.samples.setdefault(cell, Sample()), sample)
+            add_up(whole.samples.setdefault(cell, GapSample()), sample)
     return whole
 
 
 def _sample(look: _Look, request: Request, turn: int) -> None:
     if request.phase == "measured" and request.error is None:
-        sample = look.samples.setdefault(request.cell, Sample())
+        sample = look.samples.setdefault(request.cell, GapSample())
         # Not always the same gaps of an answer: an engine may have a rhythm.
         sample.add(request.chunks_s, turn % _SAMPLED_GAPS, _SAMPLED_GAPS)
 
@@ -201,11 +203,13 @@ def _groups(cells: Iterable[str], name: Callable[[str], str | None]) -> list[lis
     return list(groups.values())
 
 
-def _by_row(cells: Iterable[str], places: dict[str, Place]) -> list[list[str]]:
+def _by_row(cells: Iterable[str], places: dict[str, CellContext]) -> list[list[str]]:
     return _groups((cell for cell in cells if cell in places), lambda cell: places[cell].row or cell)
 
 
-def _intervals(samples: dict[str, Sample], places: dict[str, Place], widened: float) -> dict[str, list[Interval]]:
+def _intervals(
+    samples: dict[str, GapSample], places: dict[str, CellContext], widened: float
+) -> dict[str, list[Interval]]:
     """Which chunk gaps are to be kept of each cell; cells not named keep all, such as those with few records."""
     if widened == math.inf:
         return {}
@@ -218,7 +222,7 @@ def _intervals(samples: dict[str, Sample], places: dict[str, Place], widened: fl
     }
 
 
-def _all_found(tallies: dict[str, Tally], places: dict[str, Place]) -> bool:
+def _all_found(tallies: dict[str, CellCounts], places: dict[str, CellContext]) -> bool:
     """Whether each percentile of each cell and row lies where values were kept."""
     for cells in [[cell] for cell in tallies] + _by_row(tallies, places):
         parts = [tallies[cell].chunk_gap_s for cell in cells if tallies[cell].chunk_gap_s.n]
@@ -227,7 +231,7 @@ def _all_found(tallies: dict[str, Tally], places: dict[str, Place]) -> bool:
     return True
 
 
-def _windows(look: _Look, places: dict[str, Place]) -> dict[str, tuple[float, float]]:
+def _windows(look: _Look, places: dict[str, CellContext]) -> dict[str, tuple[float, float]]:
     """The measured time of each timed cell: from its first measured request on, as long as the load asks for.
 
     That of an open loop begins with its schedule, in which the first may be due later. It is shorter where the cell was
@@ -244,7 +248,9 @@ def _windows(look: _Look, places: dict[str, Place]) -> dict[str, tuple[float, fl
     return windows | _together(windows, places)
 
 
-def _together(windows: dict[str, tuple[float, float]], places: dict[str, Place]) -> dict[str, tuple[float, float]]:
+def _together(
+    windows: dict[str, tuple[float, float]], places: dict[str, CellContext]
+) -> dict[str, tuple[float, float]]:
     """Of the parts of a mix the time in which all of them were measured, if there is one."""
     found: dict[str, tuple[float, float]] = {}
     for cells in _groups(windows, lambda cell: places[cell].mix):

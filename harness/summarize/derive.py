@@ -1,11 +1,18 @@
-"""What follows from one record. Every function takes a Request and gives None where the number is undefined.
+"""Numbers derived from one record: a function of a Request gives None where the number is undefined.
+
+`add_up` joins what was counted in the parts of a file.
 
 Times in seconds. Fields of a record but `sent_s` are already relative to the moment of sending.
 """
 
+import operator
+from array import array
+from collections.abc import Callable, Collection
 from itertools import pairwise
+from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from harness.rundir.records import SLACK_S, Request, impossible
 
@@ -131,3 +138,32 @@ def share_inside(request: Request, start_s: float, end_s: float) -> float:
     if request.ended_s <= 0:
         return 1.0 if start_s <= 0 <= end_s else 0.0
     return max(0.0, min(end_s, request.ended_s) - max(start_s, 0.0)) / request.ended_s
+
+
+def doubles() -> "array[float]":
+    return array("d")
+
+
+def add_up(mine: Struct, other: Struct, *, given: Collection[str] = ()) -> None:
+    """Add the counts of a part further on in the file, but for what is `given` to both.
+
+    Values are joined, numbers added up; of `first_..._s` the least is kept, of `last_..._s` the most. None: not known.
+    """
+    for name in mine.__struct_fields__:
+        here, there = getattr(mine, name), getattr(other, name)
+        if name in given or there is None:
+            continue
+        if hasattr(here, "merge"):
+            here.merge(there)
+        elif isinstance(here, Struct):
+            add_up(here, there)
+        elif isinstance(here, array):
+            here.extend(there)
+        else:
+            setattr(mine, name, there if here is None else _how(name)(here, there))
+
+
+def _how(name: str) -> Callable[[Any, Any], Any]:
+    if not name.endswith("_s"):
+        return operator.add
+    return {"first": min, "last": max}.get(name.partition("_")[0], operator.add)

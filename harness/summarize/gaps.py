@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from harness.judge.stats import Array
-from harness.summarize.parts import add_up, doubles
+from harness.summarize.derive import add_up, doubles
 
 PERMILLES = {"p50": 500, "p90": 900, "p95": 950, "p99": 990}
 LEAST_SAMPLE = 16  # requests: a cell with fewer in the sample has so few gaps that all can be kept
@@ -33,7 +33,7 @@ class Interval(NamedTuple):
 ALL = Interval(-math.inf, math.inf)
 
 
-class Kept(msgspec.Struct):
+class IntervalCounts(msgspec.Struct):
     """What is known of one interval: counts, and the values strictly inside. One that many gaps have, such as 0 for
     chunks that shared a packet, soon is an interval's end, where it need only be counted."""
 
@@ -66,12 +66,12 @@ class Gaps(msgspec.Struct):
     least: float = math.inf
     most: float = -math.inf
     spans_s: "array[float]" = msgspec.field(default_factory=doubles)  # first to last chunk of each request
-    kept: list[Kept] = []
+    kept: list[IntervalCounts] = []
     _times: "array[float]" = msgspec.field(default_factory=doubles)
     _ends: list[int] = []
 
     def __post_init__(self) -> None:
-        self.kept = self.kept or [Kept() for _ in self.intervals]
+        self.kept = self.kept or [IntervalCounts() for _ in self.intervals]
 
     @property
     def whole(self) -> bool:
@@ -115,13 +115,13 @@ class Gaps(msgspec.Struct):
         for mine, others in zip(self.kept, other.kept, strict=True):
             add_up(mine, others)
 
-    def within(self, interval: Interval) -> Kept | None:
+    def within(self, interval: Interval) -> IntervalCounts | None:
         """What is known of an interval. None when that is not enough."""
         if interval in self.intervals:
             return self.kept[self.intervals.index(interval)]
         if not self.whole:
             return None
-        kept = Kept()
+        kept = IntervalCounts()
         kept.take(interval, np.asarray(self.kept[0].values))
         return kept
 
@@ -159,7 +159,7 @@ def mean(parts: Sequence[Gaps]) -> float:
     return math.fsum(span for part in parts for span in part.spans_s) / sum(part.n for part in parts)
 
 
-class Sample(msgspec.Struct):
+class GapSample(msgspec.Struct):
     """Some gaps of some requests, taken evenly from a file."""
 
     requests: int = 0
@@ -173,13 +173,13 @@ class Sample(msgspec.Struct):
             self.values.frombytes(taken.tobytes())
 
 
-def intervals_around(samples: Sequence[Sample], widened: float) -> list[Interval]:
+def intervals_around(samples: Sequence[GapSample], widened: float) -> list[Interval]:
     """Where the percentiles of what the samples were taken from should lie; each sample's own, and all together's.
 
     As wide as if all gaps of a request were alike, which is the worst that a sample of requests can meet.
     """
     found: list[Interval] = []
-    together = Sample()
+    together = GapSample()
     for sample in samples:
         add_up(together, sample)
     for sample in [*samples, together] if len(samples) > 1 else samples:

@@ -9,7 +9,7 @@ import msgspec
 from harness.rundir.records import Request
 from harness.scenario.check_syntax import Slo
 from harness.summarize import derive
-from harness.summarize.parts import add_up
+from harness.summarize.derive import add_up
 from harness.summary import Attained, Numbers, median_of_known
 
 _SINCE_SENT: dict[str, Callable[[Request], float | None]] = {

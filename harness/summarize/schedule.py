@@ -16,7 +16,7 @@ from harness.rundir.records import Request
 from harness.scenario.arrivals import Schedule, times
 from harness.scenario.scenario import Arrivals, Load, taken_together
 from harness.summarize import derive
-from harness.summarize.parts import doubles
+from harness.summarize.derive import doubles
 from harness.summary import Kept, median_of_known
 
 _KNOWN = ("batch", "chat", "agent", "rag")  # of these it is known how many requests begin with an arrival

@@ -9,7 +9,7 @@ import msgspec
 
 from harness.rundir.records import MOST_CPU, ProcessMark
 from harness.scenario.scenario import Load, is_open
-from harness.summarize.tally import Tally
+from harness.summarize.tally import CellCounts
 from harness.summary import ClientLimit, Numbers
 from harness.workers import MACHINE, Workers
 
@@ -34,7 +34,7 @@ WORDS = {
 
 
 def client_limits(
-    load: Load, tally: Tally, numbers: Numbers, marks: Sequence[ProcessMark], workers: Workers | None = None
+    load: Load, tally: CellCounts, numbers: Numbers, marks: Sequence[ProcessMark], workers: Workers | None = None
 ) -> list[ClientLimit]:
     """What of a cell the load generator limited; nothing where it was good enough, or left no marks."""
     found = [
@@ -97,7 +97,7 @@ def _cpu(load: Load, marks: Sequence[ProcessMark], workers: Workers | None) -> l
     return found
 
 
-def _send_lag(load: Load, tally: Tally, marks: Sequence[ProcessMark]) -> list[ClientLimit]:
+def _send_lag(load: Load, tally: CellCounts, marks: Sequence[ProcessMark]) -> list[ClientLimit]:
     lag_s = tally.median_send_lag_s()
     if lag_s is None or lag_s <= MOST_SEND_LAG_S:
         return []
@@ -113,7 +113,7 @@ def _send_lag(load: Load, tally: Tally, marks: Sequence[ProcessMark]) -> list[Cl
     ]
 
 
-def _shared(load: Load, tally: Tally, numbers: Numbers, marks: Sequence[ProcessMark]) -> list[ClientLimit]:
+def _shared(load: Load, tally: CellCounts, numbers: Numbers, marks: Sequence[ProcessMark]) -> list[ClientLimit]:
     """Chunks that the client put together, since it read late. What a server sends at once is none of its doing.
 
     Of fast streams a late read often looks timely (its last bytes have just come): where the loop was late most of the
@@ -138,7 +138,7 @@ def _shared(load: Load, tally: Tally, numbers: Numbers, marks: Sequence[ProcessM
     return [ClientLimit(what="shared_reads", value=most, allowed=MOST_SHARED, unit="ratio", numbers=spoilt, text=text)]
 
 
-def _read_late(load: Load, tally: Tally, marks: Sequence[ProcessMark]) -> list[ClientLimit]:
+def _read_late(load: Load, tally: CellCounts, marks: Sequence[ProcessMark]) -> list[ClientLimit]:
     """Without the kernel's stamps a late loop is a late time."""
     share, lag_s = "1 %", _worst(marks, "loop_lag_p99_s")
     if lag_s is None:  # too short a time

@@ -23,11 +23,11 @@ from harness.scenario.mixes import mix_of
 from harness.scenario.plan import Cell, at_once, baseline_of, plan
 from harness.scenario.stages import staged
 from harness.summarize import answers, validity
-from harness.summarize.count import Place, tally
+from harness.summarize.count import CellContext, tally
 from harness.summarize.goodput import SloTally
 from harness.summarize.schedule import first_due_of, kept_of, kind_of
 from harness.summarize.self_check import WORDS, limited
-from harness.summarize.tally import Clock, Tally, numbers_of
+from harness.summarize.tally import CellCounts, Clock, numbers_of
 from harness.summarize.warmup import warmed
 from harness.summary import CellSummary, FailedRequests, Numbers, Reference, Row, Summary
 
@@ -55,7 +55,9 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
     ran = run.ran
     seen = {name: cell for name, cell in cells.items() if name in ran or name in tallies}
     # A cell without a record still is a cell: it was run and gave nothing.
-    tallies = {name: tallies.get(name) or Tally(clock=places[name].clock, slos=SloTally(sets=slos)) for name in seen}
+    tallies = {
+        name: tallies.get(name) or CellCounts(clock=places[name].clock, slos=SloTally(sets=slos)) for name in seen
+    }
     summaries = [
         _cell(
             run,
@@ -110,7 +112,7 @@ def summarize(folder: Path, more_checks: Sequence[str] = (), reference: Referenc
 
 
 def _apart(
-    run: Run, cells: dict[str, Cell], tallies: dict[str, Tally], marks: dict[str, list[ProcessMark]]
+    run: Run, cells: dict[str, Cell], tallies: dict[str, CellCounts], marks: dict[str, list[ProcessMark]]
 ) -> dict[tuple[int, str, str], str]:
     """Mixes whose parts were hardly measured at the same time, and for how long they were."""
     mixes: dict[tuple[int, str, str], list[tuple[float, float]]] = {}
@@ -140,7 +142,7 @@ def _apart(
     return reasons
 
 
-def _failures(rows: list[Row], tallies: dict[str, Tally]) -> list[FailedRequests]:
+def _failures(rows: list[Row], tallies: dict[str, CellCounts]) -> list[FailedRequests]:
     """Why requests failed: the most frequent causes of each row."""
     found = []
     for row in rows:
@@ -189,18 +191,18 @@ def _cells(run: Run) -> dict[str, Cell]:
 
 def places_of(
     run: Run, marks: dict[str, list[ProcessMark]], slos: dict[str, tuple[Slo, ...]] | None = None
-) -> dict[str, Place]:
+) -> dict[str, CellContext]:
     """What the tally must know of each cell that there may be records of."""
     return {name: _place(run, cell, marks.get(name, []), slos or {}) for name, cell in _cells(run).items()}
 
 
-def _place(run: Run, cell: Cell, marks: list[ProcessMark], slos: dict[str, tuple[Slo, ...]]) -> Place:
+def _place(run: Run, cell: Cell, marks: list[ProcessMark], slos: dict[str, tuple[Slo, ...]]) -> CellContext:
     load = run.scenario.loads.get(cell.load)
     ended = run.ran[cell.id].ended_wall_s if cell.id in run.ran else None
     duration_s = None if load is None else load.duration_s
     first_due_s = None if load is None or run.origin else first_due_of(load, run.scenario.seed)
     row, group = f"{cell.server} {cell.load}", "-".join(map(str, at_once(cell)))
-    return Place(
+    return CellContext(
         Clock(marks),
         duration_s,
         first_due_s,
@@ -225,7 +227,7 @@ def _unchecked(cells: list[CellSummary]) -> list[str]:
     return notes
 
 
-def _window(counted: Tally) -> tuple[float, float] | None:
+def _window(counted: CellCounts) -> tuple[float, float] | None:
     """What the rates of a cell refer to, as Unix time."""
     begin, end = counted.window_s or (counted.first_sent_s, counted.last_ended_s)
     begin_s, end_s = counted.clock.wall_s(begin), counted.clock.wall_s(end)
@@ -236,7 +238,7 @@ def _cell(
     run: Run,
     cell: Cell,
     ran: CellRun | None,
-    counted: Tally,
+    counted: CellCounts,
     metrics: list[MetricsSample],
     telemetry: list[TelemetrySample],
     marks: list[ProcessMark],
@@ -300,7 +302,7 @@ def _cell(
 
 
 def _rows(
-    run: Run, cells: list[CellSummary], tallies: dict[str, Tally], invalid: dict[tuple[str, str], str]
+    run: Run, cells: list[CellSummary], tallies: dict[str, CellCounts], invalid: dict[tuple[str, str], str]
 ) -> list[Row]:
     """The rows of the table. `invalid`: by row, why one of its cells is not valid."""
     rows = []
@@ -321,7 +323,7 @@ def _imported(row: Row, numbers: Numbers, origin: Origin) -> Row:
     return msgspec.structs.replace(row, pooled=numbers, definitions=own.definitions, missing=own.missing)
 
 
-def _row(server: str, load: str, cells: list[CellSummary], tallies: dict[str, Tally]) -> Row:
+def _row(server: str, load: str, cells: list[CellSummary], tallies: dict[str, CellCounts]) -> Row:
     good = [cell.numbers for cell in cells if not cell.problems]
     return Row(
         server=server,

@@ -20,9 +20,9 @@ from harness.judge.stats import Array, percentile, percentile_interval
 from harness.rundir.records import CUT, ProcessMark, Request
 from harness.summarize import answers, derive, gaps
 from harness.summarize.answers import AnswerTally
+from harness.summarize.derive import add_up, doubles
 from harness.summarize.gaps import Gaps
 from harness.summarize.goodput import SloTally, attained
-from harness.summarize.parts import add_up, doubles
 from harness.summarize.schedule import ScheduleTally, pooled
 from harness.summary import NEEDED, NO_SAMPLE, BadFields, Distribution, Numbers, median_of_known
 
@@ -88,7 +88,7 @@ class BadTally(Struct):
             self.add(bad)
 
 
-class Tally(Struct, kw_only=True):
+class CellCounts(Struct, kw_only=True):
     """What was counted of one cell. Times on the cell's axis, see Clock."""
 
     clock: Clock
@@ -203,7 +203,7 @@ class Tally(Struct, kw_only=True):
             return None
         return self.window_s[0] - self.begun_s, self.window_s[1] - self.begun_s
 
-    def merge(self, other: "Tally") -> None:
+    def merge(self, other: "CellCounts") -> None:
         """Add what was counted of the same cell further on in the file."""
         unbounded = self.most_tokens is None or other.most_tokens is None
         add_up(self, other, given=_GIVEN)
@@ -344,7 +344,7 @@ def gap_distribution(parts: Sequence[Gaps]) -> Distribution:
     )
 
 
-def numbers_of(tallies: Sequence[Tally], cells: Sequence[Numbers] = ()) -> Numbers:
+def numbers_of(tallies: Sequence[CellCounts], cells: Sequence[Numbers] = ()) -> Numbers:
     """The numbers of one cell's tally, or of several pooled: then times and rates are medians over `cells`."""
     succeeded = sum(t.succeeded for t in tallies)
     errors: Counter[str] = sum((t.errors for t in tallies), Counter())
@@ -388,7 +388,7 @@ def numbers_of(tallies: Sequence[Tally], cells: Sequence[Numbers] = ()) -> Numbe
     )
 
 
-def _rates(one: Tally) -> dict[str, Any]:
+def _rates(one: CellCounts) -> dict[str, Any]:
     """Those fields of Numbers that refer to a window."""
     if one.first_sent_s is None or one.last_ended_s is None:
         return {}
@@ -406,7 +406,7 @@ def _rates(one: Tally) -> dict[str, Any]:
     return {**which, "window_s": window_s, "output_tok_s": output_tok_s, "requests_per_s": ended / window_s}
 
 
-def _cut_tokens(one: Tally) -> float:
+def _cut_tokens(one: CellCounts) -> float:
     """About how many tokens the requests had that were cut: by their chunks, as many tokens each as in the others."""
     if not one.cut_chunks_inside or not one.counted_chunks:
         return 0.0

@@ -14,7 +14,7 @@ from harness.rundir.telemetry import MOST_GAP_S
 from harness.scenario.scenario import Load, at_once, is_open
 from harness.summarize.schedule import counts_arrivals
 from harness.summarize.self_check import called, client_limits, killed, more_users
-from harness.summarize.tally import Tally
+from harness.summarize.tally import CellCounts
 from harness.summarize.warmup import in_words
 from harness.summary import ClientLimit, MachineLoad, Numbers, ServerLoad, Warmed
 from harness.units import GIB, count, figures, gib
@@ -43,7 +43,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     reached: bool = True  # by the load; False: a stage whose turn never came
     load: Load
     max_error_rate: float
-    tally: Tally
+    tally: CellCounts
     numbers: Numbers
     server_load: ServerLoad
     machine_load: MachineLoad | None = None
@@ -289,7 +289,7 @@ def _prompts(evidence: Evidence) -> list[str]:
     ]
 
 
-def _tokens(tally: Tally, load: ServerLoad) -> list[str]:
+def _tokens(tally: CellCounts, load: ServerLoad) -> list[str]:
     """The server's counter against the tokens of all requests of the cell, warm-up included."""
     served = load.generated_tokens
     if served is None or load.restarted:
@@ -305,7 +305,7 @@ def _tokens(tally: Tally, load: ServerLoad) -> list[str]:
     ]
 
 
-def _bad_fields(tally: Tally, *, invalid: bool) -> list[str]:
+def _bad_fields(tally: CellCounts, *, invalid: bool) -> list[str]:
     """Fields of answers, warm-up included: counts out of bounds, or values of another JSON type."""
     return [
         f"{bad.field} of the server's answers is not possible in {count(bad.requests, 'request')}: it "
@@ -376,7 +376,7 @@ def _energy(load: MachineLoad | None) -> list[str]:
     ]
 
 
-def _shared_reads(tally: Tally, numbers: Numbers, limits: Sequence[ClientLimit]) -> list[str]:
+def _shared_reads(tally: CellCounts, numbers: Numbers, limits: Sequence[ClientLimit]) -> list[str]:
     """Chunks that arrived together, where that is not what the self-check says.
 
     Of a stream that is faster than a read is late nobody can say who put them together: the stamp is of the last one.

@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 
 from harness.rundir.records import ProcessMark
-from harness.summarize.tally import Tally
+from harness.summarize.tally import CellCounts
 from harness.summary import Warmed
 from harness.units import count
 
 
-def warmed(counted: Tally, marks: Iterable[ProcessMark], first_due_s: float | None = None) -> Warmed | None:
+def warmed(counted: CellCounts, marks: Iterable[ProcessMark], first_due_s: float | None = None) -> Warmed | None:
     """None where there was none. `first_due_s`: of an open loop, when the first is due after the measurement began."""
     if not counted.warmup:
         return None

@@ -1,1 +1,1 @@
-"""Traces of real traffic as loads: when each request came and how long it was. One module per format."""
+"""Traces of real traffic as loads: when each request came and how long it was."""

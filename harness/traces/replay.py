@@ -7,17 +7,31 @@ import hashlib
 import math
 from array import array
 from codecs import BOM_UTF8
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from harness.errors import BadLines, HarnessError
 from harness.files import open_file
 from harness.scenario.scenario import Trace
-from harness.traces import azure, burstgpt, mooncake, requests
-from harness.traces.row import BadLine
+from harness.traces import formats, requests
+from harness.traces.formats import BadLine, TraceRow
 
-FORMATS = {"burstgpt": burstgpt, "mooncake": mooncake, "azure": azure, "requests": requests}
+
+class TraceFormat(NamedTuple):
+    """How a format is recognised by its first line, and the rows of a file."""
+
+    matches: Callable[[bytes], bool]
+    rows: Callable[[BinaryIO, Trace, BadLines], Iterator[TraceRow]]
+
+
+FORMATS = {
+    "burstgpt": TraceFormat(formats.is_burstgpt, formats.burstgpt_rows),
+    "mooncake": TraceFormat(formats.is_mooncake, formats.mooncake_rows),
+    "azure": TraceFormat(formats.is_azure, formats.azure_rows),
+    "requests": TraceFormat(requests.matches, requests.rows),
+}
 MOST_TOKENS = 10_000_000  # of one prompt or answer; beyond it is a slip
 _GZIP = b"\x1f\x8b"
 
@@ -60,7 +74,7 @@ class Replay:
         """The blocks of a row's prompt, where its format has such."""
         if self.format != "mooncake" or self.more[number] < 0:
             return []
-        return mooncake.hash_ids(self.path, self.more[number])
+        return formats.mooncake_hash_ids(self.path, self.more[number])
 
     def conversation(self, number: int) -> int | None:
         """What belongs together, where its format says so."""

@@ -15,7 +15,7 @@ from harness.errors import BadLines
 from harness.files import UNDECODABLE
 from harness.rundir.records import read_marks
 from harness.scenario.scenario import Trace
-from harness.traces.row import BadLine, TraceRow
+from harness.traces.formats import BadLine, TraceRow
 
 _Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # that an array takes
 

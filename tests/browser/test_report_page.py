@@ -14,8 +14,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
+from harness.report.charts.figures import MOST_OF_ALL
 from harness.report.charts.observed import observe
-from harness.report.charts.scatter import MOST_OF_ALL
 from harness.report.html import render, write_report
 from harness.summarize.summarize import read_summary
 from harness.summary import Answers, FailedRequests

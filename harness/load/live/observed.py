@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from harness.rundir.newest import Samples
+from harness.rundir.samples import Samples
 
 SERVER = ("running", "waiting", "kv_usage", "preemptions")
 GPU = ("busy_percent", "vram_used_bytes", "gtt_used_bytes", "power_w")

@@ -15,7 +15,7 @@ FLUSH = 100_000  # chunk times held before they are counted
 _BINS = ("tokens", "change", "due", "gone")
 
 
-class Counts:
+class BinCounts:
     """The bins of one cell while its records are read. Seconds count from the start of its first load process."""
 
     def __init__(self, zero_s: float) -> None:
@@ -72,7 +72,7 @@ class Counts:
         for name in _BINS:
             setattr(self, name, getattr(self, name)[first : last + 1].copy())
 
-    def merge(self, other: "Counts") -> None:
+    def merge(self, other: "BinCounts") -> None:
         """Add the trimmed counts of another part of the file."""
         first, end = other.first_bin, other.first_bin + len(other.tokens)
         self._hold(max(end, bin_of(other.last_ended_s)))

@@ -11,12 +11,14 @@ from harness.judge.verdicts import but_for_concurrency
 from harness.report import words
 from harness.report.charts.knee import FORMULA, Knee, in_words, knee_of
 from harness.report.charts.marks import (
+    GLYPHS,
     Chart,
     Figure,
     axis,
     colour,
     left_out,
     line,
+    loads,
     open_loops,
     other_rates,
     plain,
@@ -25,10 +27,16 @@ from harness.report.charts.marks import (
     symbol,
     whiskers,
 )
-from harness.report.charts.observed import Observed, Sample, distribution
+from harness.report.charts.observed import ChartData, LatencySamples, distribution
+from harness.report.charts.request_dots import MOST_DOTS, SLOWEST, Choice, Dot
+from harness.report.words import FORMULAS
 from harness.rundir.manifest import Run
 from harness.scenario.mixes import mix_of
 from harness.summary import Distribution, Row, Summary
+
+MOST_OF_ALL = 2400  # dots of one chart, whatever the number of rows; two charts of 6,000 take a browser 0.8 s
+
+_DOT_TITLES = {"ttft": "Time to first token of single requests", "e2e": "Whole answers of single requests"}
 
 
 def throughput(summary: Summary, run: Run) -> Chart:
@@ -153,7 +161,7 @@ LATENCIES = (
 )
 
 
-def distributions(summary: Summary, observed: Observed) -> list[Chart]:
+def distributions(summary: Summary, observed: ChartData) -> list[Chart]:
     """The distribution functions of TTFT, TPOT and E2E, a line per row."""
     charts = []
     for key, title, caption in LATENCIES:
@@ -180,8 +188,8 @@ def distributions(summary: Summary, observed: Observed) -> list[Chart]:
     return charts
 
 
-def _curve(summary: Summary, row: Row, observed: Observed, field: str) -> Figure:
-    sample: list[float] = getattr(observed.samples.get(row.key, Sample()), field)
+def _curve(summary: Summary, row: Row, observed: ChartData, field: str) -> Figure:
+    sample: list[float] = getattr(observed.samples.get(row.key, LatencySamples()), field)
     values, shares = distribution(1000 * value for value in sample)
     hue, dash = row_style(summary, row)
     return {
@@ -233,3 +241,90 @@ def _spread(row: Row, sample: Distribution) -> list[str]:
     ends = [units.milliseconds(value) for value in (sample.least, sample.most)]
     middle = [words.percentile(sample, name) for name in ("p50", "p90", "p95", "p99")]
     return [row.server, row.load, f"{sample.n:,}", ends[0], *middle, ends[1]]
+
+
+def scatters(summary: Summary, observed: ChartData) -> list[Chart]:
+    """TTFT and E2E of requests over the second in which they were sent, thinned for long runs."""
+    each = max(30, min(MOST_DOTS, MOST_OF_ALL // max(1, len(summary.rows))))
+    choices = [observed.chosen.get(row.key, Choice()) for row in summary.rows]
+    dots = [choice.chosen(each) for choice in choices]
+    thinned = any(len(shown) < choice.count + choice.failures for shown, choice in zip(dots, choices, strict=True))
+    return [_scatter(summary, dots, choices, key, thinned) for key in _DOT_TITLES]
+
+
+def _scatter(summary: Summary, dots: list[list[Dot]], choices: list[Choice], key: str, thinned: bool) -> Chart:
+    data: list[Figure] = []
+    for i, row in enumerate(summary.rows):
+        good = [(dot, _dot_value(dot, key)) for dot in dots[i] if dot.error is None]
+        known = [(dot, value) for dot, value in good if value is not None]
+        failed = [dot for dot in dots[i] if dot.error is not None]
+        if known:
+            data.append(_good_dots(summary, row, known) | {"meta": i})
+        if failed:
+            data.append(_failed_dots(row, failed) | {"meta": i})
+    values = [value for trace in data for value in trace["y"]]
+    few = f" Long rows are thinned by chance; the {SLOWEST} slowest of each are always there." if thinned else ""
+    return Chart(
+        id=f"dots-{key}",
+        title=_DOT_TITLES[key],
+        caption=f"All repeats over each other. ✕: failed, at the time until it failed.{few}",
+        formula=f"across: second of sending − second of its run’s first measured request; up: {FORMULAS[key]}",
+        figure={
+            "data": data,
+            "layout": {
+                "xaxis": {"title": {"text": "sent, seconds after the first measured request"}, "zeroline": False},
+                "yaxis": axis("ms", values, logarithmic_from=10),
+            },
+        },
+        head=["Server", "Load", "Requests", "Drawn", "Failed", "Slowest, ms"],
+        body=[
+            [
+                row.server,
+                row.load,
+                f"{choice.count + choice.failures:,}",
+                f"{len(shown):,}",
+                f"{choice.failures:,}",
+                units.milliseconds(getattr(row.pooled, f"{key}_s").most),
+            ]
+            for row, choice, shown in zip(summary.rows, choices, dots, strict=True)
+        ],
+        empty="" if data else "No measured request was recorded.",
+    )
+
+
+def _good_dots(summary: Summary, row: Row, known: list[tuple[Dot, float]]) -> Figure:
+    hue, _ = row_style(summary, row)
+    symbols = tuple(GLYPHS)
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": plain(row.name),
+        "x": [round(dot.sent_s, 2) for dot, _ in known],
+        "y": [round(value, 2) for _, value in known],
+        "marker": {
+            "color": f"@{hue}",
+            "symbol": symbols[loads(summary).index(row.load) % len(symbols)],
+            "size": 6,
+            "opacity": 0.6,
+        },
+        "hovertemplate": "sent at %{x:.1f} s: <b>%{y:,.1f} ms</b><extra>%{fullData.name}</extra>",
+    }
+
+
+def _failed_dots(row: Row, failed: list[Dot]) -> Figure:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": plain(row.name),
+        "x": [round(dot.sent_s, 2) for dot in failed],
+        "y": [round(1000 * dot.took_s, 2) for dot in failed],
+        "text": [dot.error for dot in failed],
+        "marker": {"color": "@bad", "symbol": "x", "size": 9},
+        "hovertemplate": "sent at %{x:.1f} s, <b>%{text}</b> after %{y:,.1f} ms<extra>%{fullData.name}</extra>",
+    }
+
+
+def _dot_value(dot: Dot, key: str) -> float | None:
+    """Milliseconds."""
+    seconds = dot.ttft_s if key == "ttft" else dot.took_s
+    return None if seconds is None else 1000 * seconds

@@ -1,11 +1,12 @@
 """What all charts share: the noun, legends, styles, axes. Colours are names such as "@s1", the page's own."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
 
-from harness.summary import Row, Summary
+from harness.summary import Row, Summary, Verdict
 
 Figure = dict[str, Any]  # {"data": [...], "layout": {...}} of plotly
 
@@ -141,3 +142,22 @@ def axis(unit: str, values: list[float] | None = None, logarithmic_from: float =
             "ticktext": [f"{step:,g}" for step in shown],
         }
     return {"title": {"text": unit}, "rangemode": "tozero", "tickformat": ","}
+
+
+class Forest(Struct, frozen=True):
+    """A logarithmic scale that holds every interval and the 1 of the baseline."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, verdicts: list[Verdict]) -> "Forest":
+        values = [v for verdict in verdicts for v in (verdict.ratio, verdict.low, verdict.high) if v and v > 0]
+        low, high = min([0.9, *values]), max([1.1, *values])
+        margin = (high / low) ** 0.06
+        return cls(low / margin, high * margin)
+
+    def place(self, ratio: float) -> float:
+        """Where a ratio lies, 0 to 100."""
+        inside = min(max(ratio, self.low), self.high)
+        return round(100 * math.log(inside / self.low) / math.log(self.high / self.low), 2)

@@ -15,11 +15,16 @@ import numpy as np
 from msgspec import Struct, field
 from numpy.typing import NDArray
 
-from harness.report.charts.bins import FINE_S, Counts, Times, bin_of
-from harness.report.charts.request_dots import Choice, Failures, Seen
-from harness.report.charts.server_metrics import ServerSamples, server_samples, shifted
-from harness.report.charts.telemetry import MachineSamples, machine_samples
-from harness.report.charts.telemetry import shifted as shifted_machine
+from harness.report.charts.bins import FINE_S, BinCounts, Times, bin_of
+from harness.report.charts.request_dots import Choice, FailureCount, RequestChoices
+from harness.report.charts.telemetry import (
+    MachineSamples,
+    ServerSamples,
+    machine_samples,
+    server_samples,
+    shifted_machine,
+    shifted_server,
+)
 from harness.rundir.blocks import Block, Lines, blocks_of, in_file, reader, requests_in
 from harness.rundir.manifest import Run
 from harness.rundir.records import ProcessMark, Request, read_marks
@@ -27,7 +32,7 @@ from harness.rundir.samples import by_cell
 from harness.scenario.plan import plan
 from harness.summarize import derive
 from harness.summarize.count import together
-from harness.summarize.parts import add_up, doubles
+from harness.summarize.derive import add_up, doubles
 from harness.summarize.summarize import places_of
 from harness.summarize.tally import Clock, is_counted
 
@@ -38,7 +43,7 @@ _COARSER = 3  # times as long as other steps
 EXAMPLES = 3  # messages kept for each kind of error
 
 
-class Sample(Struct):
+class LatencySamples(Struct):
     """Latencies of one row's successful measured requests, in seconds."""
 
     ttft_s: "array[float]" = field(default_factory=doubles)
@@ -46,13 +51,13 @@ class Sample(Struct):
     e2e_s: "array[float]" = field(default_factory=doubles)
 
 
-class Fault(Struct):
+class ErrorExamples(Struct):
     """A kind of error in one row."""
 
     count: int = 0
     messages: list[str] = []
 
-    def merge(self, other: "Fault") -> None:
+    def merge(self, other: "ErrorExamples") -> None:
         self.count += other.count
         self.messages += [message for message in other.messages if message not in self.messages]
         del self.messages[EXAMPLES:]
@@ -71,16 +76,16 @@ class Timeline(Struct, frozen=True, kw_only=True):
     gone_s: list[float] = []  # ... and sent a second
     server: ServerSamples
     machine: MachineSamples = field(default_factory=MachineSamples)
-    failures: dict[str, Failures]  # of measured requests by kind, the earliest first
+    failures: dict[str, FailureCount]  # of measured requests by kind, the earliest first
     warmup_until_s: float | None  # None: no warm-up
     ends_s: float
 
 
-class Observed(Struct, frozen=True, kw_only=True):
+class ChartData(Struct, frozen=True, kw_only=True):
     """Everything that the charts draw."""
 
-    samples: dict[tuple[str, str], Sample]  # by server and load
-    faults: dict[tuple[str, str], dict[str, Fault]]
+    samples: dict[tuple[str, str], LatencySamples]  # by server and load
+    faults: dict[tuple[str, str], dict[str, ErrorExamples]]
     timelines: list[Timeline]
     chosen: dict[tuple[str, str], Choice]  # requests to draw; seconds count from their cell's first measured one
     without_usage: int  # successful requests for text whose tokens the server did not report
@@ -107,14 +112,14 @@ _ALL = _Joint(Clock([]), None)
 class _Part(Struct):
     """What a part of the file holds."""
 
-    samples: dict[tuple[str, str], Sample]
-    faults: dict[tuple[str, str], dict[str, Fault]]
-    counts: dict[str, Counts]
-    seen: Seen
+    samples: dict[tuple[str, str], LatencySamples]
+    faults: dict[tuple[str, str], dict[str, ErrorExamples]]
+    counts: dict[str, BinCounts]
+    seen: RequestChoices
     without_usage: int = 0
 
 
-def observe(folder: Path, run: Run) -> Observed:
+def observe(folder: Path, run: Run) -> ChartData:
     """Read requests.jsonl, processes.jsonl, metrics.jsonl and telemetry.jsonl of a run, whatever state they are in."""
     cells = {cell.id: (cell.server, cell.load) for cell in plan(run.scenario)}
     marks = by_cell(read_marks(folder / "processes.jsonl"))
@@ -122,8 +127,8 @@ def observe(folder: Path, run: Run) -> Observed:
     windows = together(folder / "requests.jsonl", places)
     zero = _zero(marks)
     joint = {cell: _Joint(places[cell].clock, window_s) for cell, window_s in windows.items()}
-    counts = {cell: Counts(start_s) for cell, start_s in zero.starts_s.items()}
-    whole = _Part(samples={}, faults={}, counts=counts, seen=Seen())
+    counts = {cell: BinCounts(start_s) for cell, start_s in zero.starts_s.items()}
+    whole = _Part(samples={}, faults={}, counts=counts, seen=RequestChoices())
     lines = []
     blocks = blocks_of(folder / "requests.jsonl")
     with reader(blocks) as parts_of:
@@ -132,7 +137,7 @@ def observe(folder: Path, run: Run) -> Observed:
             lines.append(read)
     scraped = server_samples(folder / "metrics.jsonl")
     watched = machine_samples(folder / "telemetry.jsonl")
-    return Observed(
+    return ChartData(
         samples=whole.samples,
         faults={row: whole.faults[row] for row in dict.fromkeys(cells.values()) if row in whole.faults},
         timelines=[
@@ -164,7 +169,7 @@ def _zero(marks: dict[str, list[ProcessMark]]) -> _Zero:
 def _observe(
     block: Block, cells: dict[str, tuple[str, str]], zero: _Zero, joint: dict[str, _Joint]
 ) -> tuple[_Part, Lines]:
-    part = _Part(samples=defaultdict(Sample), faults=defaultdict(dict), counts={}, seen=Seen())
+    part = _Part(samples=defaultdict(LatencySamples), faults=defaultdict(dict), counts={}, seen=RequestChoices())
     lines = Lines()
     for request in requests_in(block, lines):
         row = cells.get(request.cell)
@@ -174,7 +179,7 @@ def _observe(
         if anchor is not None:
             start_s = zero.starts_s[request.cell]
             if request.cell not in part.counts:
-                part.counts[request.cell] = Counts(start_s)
+                part.counts[request.cell] = BinCounts(start_s)
             part.counts[request.cell].add(request, anchor - start_s)
         one = joint.get(request.cell, _ALL)
         if not is_counted(request, request.sent_s + one.clock.offset_s(request.process), one.window_s):
@@ -185,7 +190,7 @@ def _observe(
             part.seen.add(request, row, request.sent_s + anchor - start_s)
         if request.error is not None:
             said = [request.message] if request.message else []
-            part.faults[row].setdefault(request.error, Fault()).merge(Fault(1, said))
+            part.faults[row].setdefault(request.error, ErrorExamples()).merge(ErrorExamples(1, said))
         else:
             part.without_usage += request.output_tokens is None and request.vectors is None
             _note_latencies(part.samples[row], request)
@@ -197,17 +202,17 @@ def _observe(
 
 def _merge(whole: _Part, part: _Part) -> None:
     for row, sample in part.samples.items():
-        add_up(whole.samples.setdefault(row, Sample()), sample)
+        add_up(whole.samples.setdefault(row, LatencySamples()), sample)
     for row, faults in part.faults.items():
         for kind, fault in faults.items():
-            whole.faults.setdefault(row, {}).setdefault(kind, Fault()).merge(fault)
+            whole.faults.setdefault(row, {}).setdefault(kind, ErrorExamples()).merge(fault)
     for cell, count in part.counts.items():
         whole.counts[cell].merge(count)
     whole.seen.merge(part.seen)
     whole.without_usage += part.without_usage
 
 
-def _note_latencies(sample: Sample, request: Request) -> None:
+def _note_latencies(sample: LatencySamples, request: Request) -> None:
     for values, value in (
         (sample.ttft_s, derive.ttft_s(request)),
         (sample.tpot_s, derive.shown_tpot_s(request)),
@@ -233,7 +238,7 @@ def distribution(values: Iterable[float]) -> tuple[list[float], list[float]]:
 
 
 def _timeline(
-    name: str, count: Counts, server: ServerSamples, machine: MachineSamples, failures: dict[str, Failures]
+    name: str, count: BinCounts, server: ServerSamples, machine: MachineSamples, failures: dict[str, FailureCount]
 ) -> Timeline:
     count.flush()
     start = count.first_sent_s or 0.0
@@ -255,10 +260,10 @@ def _timeline(
         arrivals_at_s=arrivals_at,
         asked_s=asked,
         gone_s=gone,
-        server=shifted(server, count.zero_s + zero, 2 * MOST_BINS),
+        server=shifted_server(server, count.zero_s + zero, 2 * MOST_BINS),
         machine=shifted_machine(machine, count.zero_s + zero, 2 * MOST_BINS),
         failures={
-            kind: Failures(found.count, round(found.first_s - zero, 2))
+            kind: FailureCount(found.count, round(found.first_s - zero, 2))
             for kind, found in sorted(failures.items(), key=lambda item: item[1].first_s)
         },
         warmup_until_s=None if zero == start else round(start - zero, 2),
@@ -266,7 +271,7 @@ def _timeline(
     )
 
 
-def _arrivals(count: Counts, low: int, high: int, zero: float) -> tuple[list[float], list[float], list[float]]:
+def _arrivals(count: BinCounts, low: int, high: int, zero: float) -> tuple[list[float], list[float], list[float]]:
     """Middles of steps, requests due and sent a second in each; nothing in a closed loop. A step has some arrivals."""
     if not count.due.any():
         return [], [], []

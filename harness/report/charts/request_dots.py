@@ -15,7 +15,7 @@ MOST_DOTS = 600  # requests of a row that are drawn at most
 SLOWEST = 20  # of them those that took longest
 MOST_FAILED = 150  # and failed ones
 
-Row = tuple[str, str]  # server, load
+RowKey = tuple[str, str]  # server, load
 
 
 class Dot(Struct, frozen=True):
@@ -99,28 +99,28 @@ class Choice(Struct):
         return sorted(kept, key=lambda dot: (dot.cell, dot.sent_s, dot.draw))
 
 
-class Failures(Struct):
+class FailureCount(Struct):
     """How often one kind of failure came in a cell, and when first (seconds of the cell)."""
 
     count: int
     first_s: float
 
 
-class Seen(Struct):
+class RequestChoices(Struct):
     """What is kept of single requests of a run."""
 
-    rows: dict[Row, Choice] = {}
-    failures: dict[str, dict[str, Failures]] = {}  # by cell and kind
+    rows: dict[RowKey, Choice] = {}
+    failures: dict[str, dict[str, FailureCount]] = {}  # by cell and kind
 
-    def add(self, request: Request, row: Row, sent_s: float) -> None:
+    def add(self, request: Request, row: RowKey, sent_s: float) -> None:
         """A measured request, sent at that second of its cell."""
         if row not in self.rows:
             self.rows[row] = Choice()
         self.rows[row].add(request, sent_s)
         if request.error is not None and request.error != "unfinished":
-            self._note(request.cell, request.error, Failures(1, sent_s + request.ended_s))
+            self._note(request.cell, request.error, FailureCount(1, sent_s + request.ended_s))
 
-    def merge(self, other: "Seen") -> None:
+    def merge(self, other: "RequestChoices") -> None:
         for row, choice in other.rows.items():
             self.rows.setdefault(row, Choice()).merge(choice)
         for cell, kinds in other.failures.items():
@@ -132,11 +132,11 @@ class Seen(Struct):
         for choice in self.rows.values():
             choice.thin()
 
-    def since(self, zero_s: dict[str, float]) -> dict[Row, Choice]:
+    def since(self, zero_s: dict[str, float]) -> dict[RowKey, Choice]:
         """The choice of each row, with seconds that count from `zero_s` of each cell."""
         return {row: choice.since(zero_s) for row, choice in self.rows.items()}
 
-    def _note(self, cell: str, kind: str, more: Failures) -> None:
-        known = self.failures.setdefault(cell, {}).setdefault(kind, Failures(0, more.first_s))
+    def _note(self, cell: str, kind: str, more: FailureCount) -> None:
+        known = self.failures.setdefault(cell, {}).setdefault(kind, FailureCount(0, more.first_s))
         known.count += more.count
         known.first_s = min(known.first_s, more.first_s)

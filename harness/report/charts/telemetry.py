@@ -1,12 +1,53 @@
-"""What a server's machine was seen to do over the time of a cell: the lines of its timeline."""
+"""Samples of a server and of its machine over the time of a cell: the lines of its timeline."""
 
-import itertools
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from msgspec import Struct
 
+from harness.rundir.metrics import read_samples
 from harness.rundir.telemetry import GpuSample, TelemetrySample, read_telemetry, serving
+
+# Lines of the timeline in the order in which they are drawn; a run shows those that it has.
+GAUGES = ("running", "waiting", "kv_usage")
+
+
+class ServerSamples(Struct):
+    """Samples of one cell; None where one of them lacks the value."""
+
+    at_s: list[float] = []
+    values: dict[str, list[float | None]] = {}  # by gauge; those without any value are left out
+    preempted: list[tuple[float, float]] = []  # when it was noticed, and how many since the last look
+
+
+def server_samples(path: Path) -> dict[str, ServerSamples]:
+    """The gauges in metrics.jsonl by cell, times as Unix time."""
+    result = {}
+    for cell, scrapes in read_samples(path).items():
+        known = [scrape for scrape in scrapes if any(gauge in scrape.values for gauge in GAUGES)]
+        counted = [(one.wall_s, one.values["preemptions"]) for one in scrapes if "preemptions" in one.values]
+        result[cell] = ServerSamples(
+            at_s=[scrape.wall_s for scrape in known],
+            values={
+                gauge: [scrape.values.get(gauge) for scrape in known]
+                for gauge in GAUGES
+                if any(gauge in scrape.values for scrape in known)
+            },
+            preempted=[(at, count - before) for (_, before), (at, count) in pairwise(counted) if count > before],
+        )
+    return result
+
+
+def shifted_server(samples: ServerSamples, zero_s: float, most: int) -> ServerSamples:
+    """The same with times relative to `zero_s` and about `most` samples at most."""
+    keep = range(0, len(samples.at_s), max(1, -(-len(samples.at_s) // most)))
+    return ServerSamples(
+        at_s=[round(samples.at_s[i] - zero_s, 2) for i in keep],
+        values={gauge: [values[i] for i in keep] for gauge, values in samples.values.items()},
+        preempted=[(round(at - zero_s, 2), count) for at, count in samples.preempted],
+    )
+
 
 Line = list[float | None]
 MOST_GPUS = 8  # that are drawn; a ninth would have no colour of its own
@@ -73,7 +114,7 @@ def _lines(samples: Sequence[TelemetrySample], name: str, gpus: int) -> dict[str
 def _heat(samples: Sequence[TelemetrySample], name: str) -> list[tuple[float, float, str]]:
     """Spans of samples, one behind the other, in which heat held the GPU back."""
     spans: list[tuple[float, float, str]] = []
-    for before, one in itertools.pairwise(samples):
+    for before, one in pairwise(samples):
         held = one.gpus[name].held_back if name in one.gpus else None
         if held and any(held.get(kind) for kind in HEAT):
             if spans and spans[-1][1] == before.wall_s:
@@ -83,7 +124,7 @@ def _heat(samples: Sequence[TelemetrySample], name: str) -> list[tuple[float, fl
     return spans
 
 
-def shifted(samples: MachineSamples, zero_s: float, most: int) -> MachineSamples:
+def shifted_machine(samples: MachineSamples, zero_s: float, most: int) -> MachineSamples:
     """The same with times relative to `zero_s` and about `most` samples at most."""
     keep = range(0, len(samples.at_s), max(1, -(-len(samples.at_s) // most)))
     return MachineSamples(

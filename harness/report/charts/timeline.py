@@ -1,10 +1,109 @@
-"""The timeline of one cell as a plotly figure: panels one above the other that share the time."""
+"""The timeline of one cell as a plotly figure, and the events that it marks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from harness.report.charts.events import Event
+from msgspec import Struct
+
+from harness import units
 from harness.report.charts.marks import Figure, colour, plain
 from harness.report.charts.observed import Timeline
+from harness.report.charts.telemetry import MachineSamples, ServerSamples
+from harness.rundir.manifest import CellRun, ServerDeath
+from harness.summary import CellSummary
+
+MOST_ALIKE = 12  # about so many of one kind in a cell: what lies closer together is one
+Span = tuple[float, float, float]  # start, end, the most within it
+
+_BROKEN = ("connect", "disconnect", "truncated")  # what a client sees first of a server that is gone
+
+
+class TimelineEvent(Struct, frozen=True, order=True):
+    """A mark: seconds since the first measured request, and what it was."""
+
+    at_s: float
+    text: str
+    bad: bool = False
+    label: str = ""  # what is written beside the mark, where there is room
+
+
+def events_of(line: Timeline, cell: CellSummary | None, ran: CellRun | None) -> list[TimelineEvent]:
+    """The events of one cell in the order of time."""
+    found = [TimelineEvent(0.0, "measurement starts", label="start")]
+    if cell is not None and cell.numbers.window == "timed" and cell.numbers.window_s is not None:
+        found.append(TimelineEvent(round(cell.numbers.window_s, 2), "measured time is over", label="end"))
+    died = _death(line, ran)
+    found += [died] if died else []
+    for kind, failures in line.failures.items():
+        many = "a request fails" if failures.count == 1 else f"the first of {failures.count:,} requests fails"
+        found.append(TimelineEvent(failures.first_s, f"{many}: {kind}", True))
+    near_s = (line.ends_s - (line.warmup_until_s or 0.0)) / MOST_ALIKE
+    for start, end, most in _joined(_waiting(line.server), near_s):
+        lasted = units.figures(end - start)
+        found.append(TimelineEvent(start, f"requests wait in the server during {lasted} s, {most:,.0f} at most"))
+    found += [TimelineEvent(start, text, True, "heat") for start, text in _heat(line.machine, near_s)]
+    found += [
+        TimelineEvent(at, units.count(int(many), "preemption")) for at, many in _summed(line.server.preempted, near_s)
+    ]
+    return sorted(found)
+
+
+def _death(line: Timeline, ran: CellRun | None) -> TimelineEvent | None:
+    if ran is None or (ran.served_by.exit_code is None and not _dead(ran.served_by.death)):
+        return None
+    broken = [line.failures[kind].first_s for kind in _BROKEN if kind in line.failures]
+    code = ran.served_by.exit_code
+    why = ", out of memory" if ran.served_by.oom_killed else "" if code is None else f", exit code {code}"
+    return TimelineEvent(min(broken) if broken else line.ends_s, f"the server died{why}", True, "died")
+
+
+def _dead(death: ServerDeath | None) -> bool:
+    return death is not None and death.how != "unreachable"
+
+
+def _waiting(server: ServerSamples) -> Iterator[Span]:
+    """When the server's queue was seen not empty, and the most that waited."""
+    start: float | None = None
+    most = 0.0
+    for at, value in zip(server.at_s, server.values.get("waiting", []), strict=False):
+        if value:
+            start, most = (at, value) if start is None else (start, max(most, value))
+        elif start is not None:
+            yield start, at, most
+            start = None
+    if start is not None:
+        yield start, server.at_s[-1], most
+
+
+def _heat(machine: MachineSamples, near_s: float) -> Iterator[tuple[float, str]]:
+    """When heat held a GPU back, as the spans between two samples say."""
+    for name in dict.fromkeys(name for _, _, name in machine.heat):
+        spans = [(start, end, 0.0) for start, end, gpu in machine.heat if gpu == name]
+        for start, end, _ in _joined(spans, near_s):
+            yield start, f"heat throttles the GPU {name}, last seen at {end:.1f} s"
+
+
+def _joined(spans: Iterable[Span], near_s: float) -> list[Span]:
+    """Spans of which each begins at least so long after the one before it; those between belong to that one."""
+    joined: list[Span] = []
+    for start, end, most in spans:
+        if joined and start - joined[-1][0] < near_s:
+            first, _, before = joined[-1]
+            joined[-1] = first, end, max(before, most)
+        else:
+            joined.append((start, end, most))
+    return joined
+
+
+def _summed(counts: Iterable[tuple[float, float]], near_s: float) -> list[tuple[float, float]]:
+    """Counts that lie closer together than that as one."""
+    summed: list[tuple[float, float]] = []
+    for at, many in counts:
+        if summed and at - summed[-1][0] < near_s:
+            summed[-1] = summed[-1][0], summed[-1][1] + many
+        else:
+            summed.append((at, many))
+    return summed
+
 
 # Panels of what is beside requests and tokens: title, factor to what is shown, hover text, colour of a single line.
 # The first is the server's own gauge, the others are what its machine was seen to do.
@@ -23,7 +122,7 @@ _FEW_POINTS = 5
 _ROOM = 0.08  # of the width, that a label of an event needs
 
 
-def figure_of(line: Timeline, events: Sequence[Event]) -> Figure:
+def figure_of(line: Timeline, events: Sequence[TimelineEvent]) -> Figure:
     """Requests, tokens per second, and whatever else was recorded, over the seconds of one cell."""
     cache = [KV_CACHE[0]] if "kv_usage" in line.server.values else []
     watched = [name for name in PANELS if name in line.machine.panels]
@@ -67,7 +166,7 @@ def _axis(number: int) -> str:
     return "yaxis" if number == 1 else f"yaxis{number}"
 
 
-def _marks(events: Sequence[Event], line: Timeline) -> Figure:
+def _marks(events: Sequence[TimelineEvent], line: Timeline) -> Figure:
     return {
         "type": "scatter", "mode": "markers+text", "name": "event",
         "customdata": [event.text for event in events], "x": [event.at_s for event in events],
@@ -81,7 +180,7 @@ def _marks(events: Sequence[Event], line: Timeline) -> Figure:
     }  # fmt: skip
 
 
-def _labels(events: Sequence[Event], line: Timeline) -> list[str]:
+def _labels(events: Sequence[TimelineEvent], line: Timeline) -> list[str]:
     """The labels of those events that have room to their right."""
     room = _ROOM * (line.ends_s - (line.warmup_until_s or 0.0))
     nexts = [event.at_s for event in events[1:]] + [float("inf")]
@@ -185,7 +284,7 @@ def _mode(at_s: Sequence[float]) -> str:
     return "lines+markers" if len(at_s) <= _MOST_POINTS else "lines"
 
 
-def _rule(event: Event) -> Figure:
+def _rule(event: TimelineEvent) -> Figure:
     return {
         "type": "line", "xref": "x", "yref": "paper", "x0": event.at_s, "x1": event.at_s, "y0": 0, "y1": 1,
         "line": {"color": "@bad" if event.bad else "@strong", "width": 1, "dash": "dot"}, "layer": "below",
