@@ -83,7 +83,7 @@ def remains(client: docker.DockerClient, run: str) -> list[str]:
     """Names of what carries a run's label, in any state."""
     mine: dict[str, Any] = {"label": [f"amd-llm-load.run={run}"]}
     return [
-        *(str(container.name) for container in client.containers.list(all=True, filters=mine)),
+        *(str(container.name) for container in client.containers.list(all=True, filters=mine, ignore_removed=True)),
         *(str(network.name) for network in client.networks.list(filters=mine)),
         *(str(volume.name) for volume in client.volumes.list(filters=mine)),
     ]
