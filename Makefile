@@ -7,18 +7,17 @@ LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generat
 	--custom-compile-command "make lock" $(UPGRADE)
 IMAGE := amd-llm-load:local
 BASE ?= python:3.11-slim
-TEST_PROCESSES ?= 3
+TEST_PROCESSES ?= 4
 WITHOUT_TIERS := --ignore tests/docker --ignore tests/real --ignore tests/browser
-# First the tests that bear nothing beside them, then real engines two at a time, then the others, several files at once.
-# Other work on a shared machine fails a test that depends on time now and then: a few are tried once more, and shown.
-PYTEST := $(BIN)/python -m pytest --reruns 1 --max-suite-reruns 5 --rerun-show-tracebacks
-BESIDE := --dist loadfile --no-loadscope-reorder --numprocesses
+# First the tests that must run alone, then the others, several at once.
+PYTEST := $(BIN)/python -m pytest
 tests = $(PYTEST) $(1) $(PYTEST_ARGS) || status=$$?
-all = status=0; set -x; $(call tests,$(1) -m alone); $(2) \
-	$(call tests,$(1) -m "not alone and not paired" $(BESIDE) $(TEST_PROCESSES)); exit $$status
+all = status=0; set -x; $(call tests,$(1) -m alone); \
+	$(call tests,$(1) -m "not alone" --dist loadfile --no-loadscope-reorder --numprocesses $(TEST_PROCESSES)); \
+	exit $$status
 
 .DEFAULT_GOAL := help
-.PHONY: help demo install dev test test-fast lint format image lock sbom clean
+.PHONY: help demo install dev test test-fast test-nightly lint format image lock sbom clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -33,10 +32,13 @@ dev: $(VENV)/installed-dev ## Install what the tests need, too
 test: dev ## Run every tier of tests that this machine can carry, and say which it cannot and why
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 	tests/engines/setup-for-tests
-	@$(call all,,$(call tests,-m paired $(BESIDE) 2);)
+	@$(call all)
 
 test-fast: dev ## Run the tests that need neither Docker nor real engines nor a browser
 	@$(call all,$(WITHOUT_TIERS))
+
+test-nightly: ## Run `make test` with the slow tests and all draws of the simulations (CONTRIBUTING.md lists them)
+	NIGHTLY=1 $(MAKE) test
 
 lint: dev ## Check style and types
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

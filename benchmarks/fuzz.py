@@ -31,19 +31,19 @@ with atheris.instrument_imports(include=["harness", "yaml"]):
     from harness.errors import HarnessError
     from harness.failures.scan import explain_message, scan
     from harness.failures.table import patterns
-    from harness.imports.formats import FORMATS, read_file
-    from harness.load.answer import Reading
+    from harness.imports.write import FORMATS, read_file
     from harness.load.exchange import Collector, Exchange, Failure
+    from harness.load.response import ResponseReader
     from harness.load.sse import EventTooLong, Parser
     from harness.paths import ROOT, SCENARIOS
     from harness.rundir.manifest import read_run
     from harness.rundir.records import read_marks, read_requests
     from harness.scenario import file as scenario_file
+    from harness.scenario.file import load_yaml
     from harness.scenario.scenario import Trace
-    from harness.scenario.strict import load_yaml
-    from harness.serve.compose import compose
-    from harness.traces.replay import Replay
+    from harness.serve import compose_file
     from harness.workload.prompt_file import read_rows
+    from harness.workload.traces import Replay
     from tests.test_fuzz import COMPOSE, IMPORTS, LOGS, TRACES, changed
     from tests.test_golden import GOLDEN
 
@@ -76,7 +76,7 @@ def http(data: bytes) -> None:
     """The first byte says how the others are cut into reads, the last of which ends the connection."""
     size = max(data[0] + 1 if data else 1, len(data) // 16)
     exchange = Exchange("x", sent_ns=0, request_bytes=100)
-    reading, collector = Reading(exchange), Collector(exchange)
+    reading, collector = ResponseReader(exchange), Collector(exchange)
     try:
         for number, read in enumerate([*(data[n : n + size] for n in range(1, len(data), size)), b""]):
             exchange.arrivals.append(number, None)
@@ -150,7 +150,7 @@ PARSERS: dict[str, tuple[Parse, list[bytes]]] = {
         [json.dumps(yaml.safe_load(path.read_text())).encode() for path in SCENARIOS.glob("*.yaml")],
     ),
     "compose": (
-        below_yaml(compose, lambda path: compose.filled_in(compose.parse(path.read_text()), {"A": "b"})),
+        below_yaml(compose_file, lambda path: compose_file.filled_in(compose_file.parse(path.read_text()), {"A": "b"})),
         [json.dumps(COMPOSE).encode()],
     ),
     "yaml": (lambda data: load_yaml(data.decode("utf-8", "replace"), []), [YAML]),

@@ -24,9 +24,9 @@ from typing import NamedTuple
 import psutil
 
 from benchmarks.make_run import make_run
+from harness.analysis.summarize import summarize, write_summary
 from harness.errors import HarnessError
 from harness.report.html import write_report
-from harness.summarize.summarize import summarize, write_summary
 
 SIZES = (10_000, 100_000, 1_000_000)
 TARGET_REQUESTS, TARGET_SUMMARY_S, TARGET_BYTES, TARGET_REPORT_S = 1_000_000, 20.0, 2e9, 30.0

@@ -27,7 +27,7 @@ from benchmarks.instrument.server import Schedule, Server
 from harness.rundir.manifest import read_run
 from harness.rundir.records import read_marks
 
-MOST_CHANGE = 0.05
+MAX_CHANGE = 0.05
 KINDS: dict[str, tuple[Schedule, dict[str, Any]]] = {
     "requests": (Schedule(ttft_ms=10, gap_ms=10, chunks=4), {"users": 200, "requests": 1_000_000, "output_tokens": 4}),
     "streams": (
@@ -99,7 +99,7 @@ def show(found: dict[str, list[Sample]]) -> bool:
             times, values = [one.at_s / 3600 for one in after], [number(one) for one in after]
             slope = statistics.linear_regression(times, values).slope
             change = late / early - 1
-            grows = name != "server" and abs(change) > MOST_CHANGE
+            grows = name != "server" and abs(change) > MAX_CHANGE
             flat = flat and not grows
             mark = " GROWS" if grows else ""
             numbers = f"{early:,.1f} | {late:,.1f} | {change:+.1%}{mark} | {max(values):,.1f} | {slope:+,.1f}"
@@ -149,7 +149,7 @@ def main() -> None:
         marks = [mark for mark in read_marks(run / "processes.jsonl") if mark.event == "end"]
         print(
             f"{read_run(run).status}, {sum(mark.recorded or 0 for mark in marks):,} records, busiest 5 s of a load "
-            f"process {max(mark.cpu_most or 0 for mark in marks):.0%} of a core, {len(found['harness'])} samples"
+            f"process {max(mark.cpu_max or 0 for mark in marks):.0%} of a core, {len(found['harness'])} samples"
         )
         flat = show(found)
     sys.exit(0 if flat and code == 0 else 1)

@@ -1,26 +1,28 @@
-"""What a user is told when something cannot be done, and the exit code that goes with it.
+"""The errors that a user sees, and their exit codes.
 
 HarnessError
  +- ScenarioError      the scenario cannot be used            exit 1
- +- UnlikeError        runs that are not compared             exit 1 (harness.judge.comparable)
+ +- UnlikeError        runs that are not compared             exit 1 (harness.rundir.origin)
  +- SeveralErrors      more than one of these                 the least of theirs
  +- ServerError        the server did not become ready        exit 2
+ |   +- StartError     for a reason of its own, not its host's
  +- RunError           the run cannot give valid numbers      exit 3
 """
 
 import difflib
 import enum
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
-from harness.redact import without
+from harness.redact import masked
 
 INTERRUPTED = "interrupted; everything that was started has been taken down"
 SHOWN_PROBLEMS = 50  # of a scenario
-MOST_CHARACTERS = 1000  # of one of them
-_TOLD_LINES = 5  # of one file
-_MOST_LINES = 1000  # after so many nothing more is read
+MAX_CHARACTERS = 1000  # of one of them
+_SHOWN_LINES = 5  # of one file
+_MAX_LINES = 1000  # after so many nothing more is read
 
 
 class ExitCode(enum.IntEnum):
@@ -42,7 +44,7 @@ class HarnessError(Exception):
 
     def __init__(self, what: str, *, next_step: str = "", detail: str = "") -> None:
         # A server's words are in many of these: whatever shows or keeps the error has it without secrets.
-        what, next_step, detail = without([what, next_step, detail], words=False)
+        what, next_step, detail = masked([what, next_step, detail], "sure")
         super().__init__(what)
         self.what = what
         self.next_step = next_step
@@ -54,29 +56,74 @@ class HarnessError(Exception):
         return f"{self.what}{'' if self.what.endswith('?') else '.'} {self.next_step}" if self.next_step else self.what
 
 
+class Problem(NamedTuple):
+    """What is wrong at one place of a file."""
+
+    path: str  # such as $.loads.chat.users, or below another one: .users; "": the whole file
+    text: str
+    line: int | None = None
+    keys: tuple[str, ...] = ()  # other keys next to this one on which it depends
+
+    def __str__(self) -> str:
+        line = "" if self.line is None else f" (line {self.line})"
+        return f"{self.path}{line}: {self.text}" if self.path else self.text
+
+    def below(self, path: str) -> "Problem":
+        return self._replace(path=f"{path}{self.path}")
+
+    def located(self, lines: Mapping[str, int]) -> "Problem":
+        """With the line in which its path, or the nearest one around it, starts."""
+        known = self.path
+        while known not in lines and "." in known:
+            known = known.rpartition(".")[0]
+        return self._replace(line=lines.get(known))
+
+
 class ScenarioError(HarnessError):
     """A scenario cannot be used; `problems` lists everything that is wrong with it."""
 
-    def __init__(self, where: str, problems: list[str]) -> None:
+    def __init__(self, where: str, found: Iterable[Problem | str]) -> None:
+        problems = list(map(str, found))
         count = "1 problem" if len(problems) == 1 else f"{len(problems):,} problems"
         super().__init__(f"{where}: {count}", next_step="Correct the file and run `harness check` on it.")
         # Masked first: a value that is cut could hide from the mask.
-        self.problems = problems = [shortened(problem) for problem in without(problems, words=False)]
+        self.problems = problems = [shortened(problem) for problem in masked(problems, "sure")]
         more = len(problems) - SHOWN_PROBLEMS
         self.detail = "\n".join(problems[:SHOWN_PROBLEMS] + ([f"and {more:,} more"] if more > 0 else []))
 
 
 def shortened(problem: str) -> str:
     """A problem with at most so much of a long value that the rest of the sentence is still read."""
-    if len(problem) <= MOST_CHARACTERS:
+    if len(problem) <= MAX_CHARACTERS:
         return problem
-    return f"{problem[: MOST_CHARACTERS // 2]} … {problem[-MOST_CHARACTERS // 2 :]}"
+    return f"{problem[: MAX_CHARACTERS // 2]} … {problem[-MAX_CHARACTERS // 2 :]}"
 
 
 class ServerError(HarnessError):
     """A server could not be started or did not become ready."""
 
     exit_code = ExitCode.SERVER
+
+
+class StartError(ServerError):
+    """A server that its host could start ended, refused its model, or did not become ready: in a sweep a result.
+
+    `known`: the `failure` (id), `cause` and `fix` of the failure table, where it knows the failure.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        next_step: str = "",
+        detail: str = "",
+        failure: str | None = None,
+        cause: str | None = None,
+        fix: str | None = None,
+    ) -> None:
+        super().__init__(what, next_step=next_step, detail=detail)
+        found = {"failure": failure, "cause": cause, "fix": fix}
+        self.known: dict[str, str] = masked({key: value for key, value in found.items() if value}, "sure")
 
 
 class RunError(HarnessError):
@@ -108,8 +155,8 @@ def sentence(error: Exception) -> str:
     if isinstance(error, SeveralErrors):
         return "\n".join(filter(None, [f"{error.what}:", error.detail, error.next_step]))
     if isinstance(error, HarnessError):
-        told = "; ".join([error.what, *error.detail.splitlines()])
-        return f"{told.removesuffix('.')}. {error.next_step}".strip()
+        text = "; ".join([error.what, *error.detail.splitlines()])
+        return f"{text.removesuffix('.')}. {error.next_step}".strip()
     return str(error)
 
 
@@ -120,7 +167,7 @@ class Mistakes:
         self.found: list[HarnessError] = []
 
     def add(self, error: HarnessError) -> None:
-        """One more, if it was not told already."""
+        """Add an error, unless it was reported already."""
         errors = error.errors if isinstance(error, SeveralErrors) else [error]
         self.found += [one for one in errors if one.what not in [known.what for known in self.found]]
 
@@ -139,7 +186,7 @@ class Mistakes:
 
 
 class BadLines:
-    """Lines of a file that cannot be used: the first few are told, and how many more there are."""
+    """Lines of a file that cannot be used: the first few are shown, and how many more there are."""
 
     def __init__(self, path: object, next_step: str) -> None:
         self._path = path
@@ -150,9 +197,9 @@ class BadLines:
     def add(self, line: int, problem: str) -> None:
         """One more. Raises as `refuse` does when there are so many that the file is not what it was taken for."""
         self._count += 1
-        if self._count <= _TOLD_LINES:
+        if self._count <= _SHOWN_LINES:
             self._told.append(f"{self._path}:{line}: {problem}")
-        if self._count == _MOST_LINES:
+        if self._count == _MAX_LINES:
             self.refuse()
 
     def refuse(self) -> None:
@@ -160,8 +207,8 @@ class BadLines:
         if self._count == 1:
             raise HarnessError(self._told[0], next_step=self._next_step)
         if self._count:
-            more = [f"and {self._count - _TOLD_LINES:,} more"] if self._count > _TOLD_LINES else []
-            some = " or more" if self._count == _MOST_LINES else ""
+            more = [f"and {self._count - _SHOWN_LINES:,} more"] if self._count > _SHOWN_LINES else []
+            some = " or more" if self._count == _MAX_LINES else ""
             raise HarnessError(
                 f"{self._path}: {self._count:,}{some} lines cannot be used",
                 detail="\n".join(self._told + more),

@@ -53,14 +53,14 @@ def read_bytes(path: str | Path) -> bytes:
         return file.read()
 
 
-def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict", most: int | None = None) -> str:
+def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict", max_bytes: int | None = None) -> str:
     """The text of a regular file of at most so many bytes, its lines ended by a line feed.
 
     Raises OSError, UnicodeDecodeError.
     """
     with io.TextIOWrapper(open_file(path), encoding, errors) as file:
-        if most is not None and os.fstat(file.fileno()).st_size > most:
-            raise OSError(errno.EFBIG, f"it is larger than {most // 1024} KiB", str(path))
+        if max_bytes is not None and os.fstat(file.fileno()).st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"it is larger than {max_bytes // 1024} KiB", str(path))
         return file.read()
 
 
@@ -69,16 +69,48 @@ def pretty_json(value: Any) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
 
 
+# Names of JSON fields until 0.2.0, which files of format 1 have.
+OLD_NAMES = {
+    "most": "max", "least": "min", "most_s": "max_s", "most_requests": "max_requests", "most_at_once": "max_parallel",
+    "running_most": "running_max", "waiting_most": "waiting_max", "kv_usage_most": "kv_usage_max",
+    "gap_most_s": "gap_max_s", "took_most_s": "took_max_s", "cpu_most": "cpu_max",
+    "loop_lag_most_s": "loop_lag_max_s", "busy_most_percent": "busy_max_percent", "power_most_w": "power_max_w",
+    "memory_most_bytes": "memory_max_bytes", "vram_most_bytes": "vram_max_bytes", "gtt_most_bytes": "gtt_max_bytes",
+    "temperature_most_c": "temperature_max_c", "temperatures_most_c": "temperatures_max_c",
+    "clock_least_mhz": "clock_min_mhz", "container_memory_most_bytes": "container_memory_max_bytes",
+    "host_memory_least_bytes": "host_memory_min_bytes",
+}  # fmt: skip
+_NAMED_BY_USERS = {"servers", "loads", "mixes"}  # the keys below these are no fields
+_NOT_OURS = {
+    "variables", "environment", "container", "effective", "versions", "gpus", "kernel_parameters", "json_schema",
+    "locustfiles", "files", "computed",
+}  # fmt: skip
+
+
+def with_new_names(value: Any, key: str = "") -> Any:
+    """JSON of format 1, or what is below `key` in it, with the names that fields have now."""
+    if isinstance(value, list):
+        return [with_new_names(part, key) for part in value]
+    if not isinstance(value, dict) or key in _NOT_OURS:
+        return value
+    if key in _NAMED_BY_USERS:
+        return {name: with_new_names(part) for name, part in value.items()}
+    names = OLD_NAMES | {"most": "max_requests"} if key == "trace" else OLD_NAMES
+    return {names.get(name, name): with_new_names(part, name) for name, part in value.items()}
+
+
 def read_json(
     path: Path,
     kind: type[T],
     newest: int | None = None,
     advice: str = "",
     contradiction: Callable[[T], tuple[str, str] | None] = lambda _: None,
+    upgrade: Callable[[dict[str, Any]], None] | None = None,
 ) -> T:
     """The one value in a file. Raises OSError; HarnessError for a damaged file, or a format later than the `newest`.
 
     The error has the line. `contradiction` returns what is wrong with a value that decodes, and the path of it.
+    `upgrade` changes a value of an earlier format, whose fields have their new names, to the newest, in place.
     """
     raw = read_bytes(path)
     try:
@@ -89,7 +121,10 @@ def read_json(
                 f"{path}: format {version} was written by a newer harness; this one reads up to {newest}",
                 next_step="Update the harness.",
             )
-        value = msgspec.json.decode(raw, type=kind)
+        if upgrade is not None and isinstance(head, dict) and (not isinstance(version, int) or version < (newest or 0)):
+            value = msgspec.convert(_upgraded(head, upgrade, newest), kind)
+        else:
+            value = msgspec.json.decode(raw, type=kind)
         if (wrong := contradiction(value)) is not None:
             raise msgspec.ValidationError("{} - at `{}`".format(*wrong))
         return value
@@ -99,6 +134,15 @@ def read_json(
         step = "A newer harness wrote it: update this one." if newer else f"The file was changed or damaged{advice}."
         line = _line_of(raw, said)
         raise HarnessError(f"{path}{line and f':{line}'}: cannot be read ({said})", next_step=step) from None
+
+
+def _upgraded(raw: dict[str, Any], upgrade: Callable[[dict[str, Any]], None], newest: int | None) -> dict[str, Any]:
+    raw = with_new_names(raw)
+    try:
+        upgrade(raw)
+    except (AttributeError, KeyError, TypeError):  # of another shape: the decoder says where
+        return raw
+    return raw if "format_version" not in raw else raw | {"format_version": newest}
 
 
 def in_words(error: Exception) -> str:
@@ -150,10 +194,16 @@ def read_lines(path: Path, kind: type[T], damaged: list[int] | None = None) -> I
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file in one step, so that a reader never sees half of it. Raises OSError, and then nothing is left."""
+    """Replace a file in one step: no reader, and no power loss, ever sees half of it.
+
+    Raises OSError, and then nothing is left.
+    """
     temporary = path.with_name(f"{path.name}.new")
     try:
-        temporary.write_bytes(content)
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # else some file systems rename before they write
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)

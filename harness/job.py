@@ -32,7 +32,7 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     prompts: Prompts
     prompt_file: str | None = None
     trace_file: str | None = None
-    trace_marks: str | None = None  # processes.jsonl beside it: how the clocks of those who sent it then are joined
+    trace_marks: str | None = None  # processes.jsonl next to it: joins the clocks of the processes that sent it
     prompt_lengths: list[tuple[int, int]] = []  # where a file of lengths says them: its lines
     output_lengths: list[tuple[int, int]] = []
     words: list[str] = []  # those that are one token each, where tokens are counted; else all of them
@@ -42,13 +42,13 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     api_key_env: str | None = None
     requests_path: str  # requests.jsonl of the run, appended to by every process
     processes_path: str  # processes.jsonl of the run
-    tickets_path: str  # the cell's shared counter: which request of the sequence comes next
-    simulated: bool = False  # the server is the embedded engine, which whoever watches is told
+    counter_path: str  # the cell's shared counter: which request of the sequence comes next
+    simulated: bool = False  # the server is the embedded engine, which every page shows
     slos: str = ""  # of a live load, for the goodput that is shown
     machine: int = 0  # whose part of the sequence this is, from 0 ...
     machines: int = 1  # ... of so many that send it; each of them has a counter of its own
     then: list["Job"] = []  # the further stages of a load whose number of users changes; each has a counter of its own
-    beside: list[str] = []  # of a part of a mix: the tickets_path of each other part, measured with it
+    concurrent_loads: list[str] = []  # of a load of a mix: the counter_path of each other one
     workers: Workers | None = None  # of the master: the machines that it waits for
 
 
@@ -59,14 +59,14 @@ def secrets_of(job: Job) -> dict[str, bool]:
     return served | ({key: True} if key else {})
 
 
-def warm_sign(tickets_path: str) -> Path:
+def warm_sign(counter_path: str) -> Path:
     """The file whose being there says that the warm-up of a part of a mix is over, or that it has ended."""
-    return Path(f"{tickets_path}.warm")
+    return Path(f"{counter_path}.warm")
 
 
-def quiet_sign(tickets_path: str) -> Path:
+def quiet_sign(counter_path: str) -> Path:
     """The file that is touched each second while the load has nothing due: see LoadProcess.is_quiet."""
-    return Path(f"{tickets_path}.quiet")
+    return Path(f"{counter_path}.quiet")
 
 
 class ReportedError(msgspec.Struct, frozen=True):
@@ -98,14 +98,14 @@ class WaitsForWorkers(msgspec.Struct, frozen=True, tag_field="code", tag="waits_
 Status = GaveUp | WaitsForWorkers
 
 
-def status_file(tickets_path: str) -> Path:
+def status_file(counter_path: str) -> Path:
     """The file to which the load processes of a cell append what they report."""
-    return Path(f"{tickets_path}.status")
+    return Path(f"{counter_path}.status")
 
 
 def report(job: Job, status: Status) -> None:
     """Append to the status file. A full disk must not hide the error that is reported: it is in the log as well."""
-    with contextlib.suppress(OSError), status_file(job.tickets_path).open("ab") as file:
+    with contextlib.suppress(OSError), status_file(job.counter_path).open("ab") as file:
         file.write(msgspec.json.encode(status) + b"\n")
 
 
@@ -119,7 +119,7 @@ def report_error(job: Job, error: Exception) -> None:
 def read_status(job: Job) -> list[Status]:
     """All that the load processes of a cell have reported so far. A line that is not complete yet is left out."""
     try:
-        *lines, _ = read_bytes(status_file(job.tickets_path)).split(b"\n")
+        *lines, _ = read_bytes(status_file(job.counter_path)).split(b"\n")
     except OSError:
         return []
     found = list[Status]()

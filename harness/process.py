@@ -15,8 +15,8 @@ from typing import IO
 from harness.errors import HarnessError
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-FILES_BESIDE = 64  # of a load process, beside its connections
-STOPS = (signal.SIGTERM, signal.SIGHUP)  # beside Ctrl-C; SIGHUP: the terminal is closed, or ssh lost its connection
+OTHER_FILES = 64  # of a load process, in addition to its connections
+STOPS = (signal.SIGTERM, signal.SIGHUP)  # as well as Ctrl-C; SIGHUP: the terminal is closed, or ssh lost its connection
 
 
 def raise_file_limit() -> int:
@@ -27,12 +27,12 @@ def raise_file_limit() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
-def refuse_too_few_files(most_at_once: int) -> None:
-    """Raise HarnessError when one process may not open a connection for each of `most_at_once` requests."""
+def refuse_too_few_files(connections: int) -> None:
+    """Raise HarnessError when one process may not open a connection for each of `connections` requests."""
     limit = raise_file_limit()
-    if most_at_once + FILES_BESIDE > limit:
+    if connections + OTHER_FILES > limit:
         raise HarnessError(
-            f"{most_at_once:,} requests at once in one load process need {most_at_once + FILES_BESIDE:,} open files, "
+            f"{connections:,} requests at once in one load process need {connections + OTHER_FILES:,} open files, "
             f"and the system allows it {limit:,} (RLIMIT_NOFILE)",
             next_step="Raise the hard limit (`ulimit -Hn` shows it; `--ulimit nofile=65535` in a container), or use "
             "more 'processes' or fewer users.",

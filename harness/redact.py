@@ -9,7 +9,7 @@ import re
 from base64 import b32encode, b64encode
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 from unicodedata import normalize
 from urllib.parse import quote
 
@@ -80,7 +80,7 @@ class _Needle(NamedTuple):
     """One form of a secret in lower case. A part of it is found by the anchors: each long enough part holds one."""
 
     text: str
-    least: int  # characters of a part that is blacked out
+    shortest: int  # characters of a part that is blacked out
     anchors: tuple[str, ...]
     letters: bool  # whether parts of letters alone may be words, which stay
 
@@ -115,16 +115,8 @@ def forget() -> None:
 
 
 def known() -> dict[str, bool]:
-    """What `know` was told."""
+    """The secrets that `know` got."""
     return dict(_known)
-
-
-def without(value: T, *, words: bool = True) -> T:
-    """`value`, a text or what JSON can hold, with the known secrets blacked out in every encoding, and all else as is.
-
-    `words` False leaves those that may be everyday words or paths: for names and numbers, which must stay readable.
-    """
-    return value if not _known else cast(T, _each(value, lambda text: _known_out(text, words)))
 
 
 def _each(value: Any, change: Callable[[str], str]) -> Any:
@@ -148,10 +140,14 @@ def _cleaned(text: str, words: bool) -> str:
     return text
 
 
-def masked(value: T) -> T:
-    """`value`, a text or what JSON can hold, with everything blacked out that is a known secret, looks like a secret,
-    or is given as one: under a secret's name, after a secret's flag. Keys, numbers and None stay.
+def masked(value: T, which: Literal["all", "known", "sure"] = "all") -> T:
+    """Return `value`, a text or what JSON can hold, with secrets blacked out. Numbers and None stay.
+
+    `sure`: known secrets, except those that may be everyday words or paths: for names, which must stay readable.
+    `known`: every known secret. `all`: also what has the form of a secret, or is given under a secret's name or flag.
     """
+    if which != "all":
+        return value if not _known else cast(T, _each(value, lambda text: _known_out(text, which == "known")))
     made: Any = value
     if isinstance(value, dict):
         made = {
@@ -166,7 +162,7 @@ def masked(value: T) -> T:
         made = [HIDDEN if given else masked(item) for given, item in zip(hide, value, strict=True)]
     elif isinstance(value, str):
         made = _without_forms(_known_out(value, words=True))
-    return cast(T, without(made) if isinstance(made, dict) else made)
+    return cast(T, masked(made, "known") if isinstance(made, dict) else made)
 
 
 def _without_forms(text: str) -> str:
@@ -187,8 +183,8 @@ def _is_strong(secret: str) -> bool:
     return not (secret.isdigit() and len(secret) < _WHOLE) and _PATH.match(secret) is None
 
 
-def _may_be_word(text: str, most: int = _WORD_CHARS) -> bool:
-    return text.isalpha() and len(text) < most
+def _may_be_word(text: str, max_chars: int = _WORD_CHARS) -> bool:
+    return text.isalpha() and len(text) < max_chars
 
 
 @lru_cache
@@ -207,15 +203,15 @@ def _needles() -> list[_Needle]:
         if not (sure and _is_strong(secret)):
             continue
         size = len(secret)
-        least = size if size < _WHOLE else min(_PART[1], max(_PART[0], size // 3))
+        part = size if size < _WHOLE else min(_PART[1], max(_PART[0], size // 3))
         letters = not secret.isalpha()
         raw = secret.encode()
-        forms = [(form, least, letters) for form in {secret, secret[::-1], *(plain for plain, _, _ in _layers(secret))}]
-        forms += [(raw.hex(), 2 * least, False), ("".join(map(str, raw)), 2 * least, False)]
+        forms = [(form, part, letters) for form in {secret, secret[::-1], *(plain for plain, _, _ in _layers(secret))}]
+        forms += [(raw.hex(), 2 * part, False), ("".join(map(str, raw)), 2 * part, False)]
         once = list(_inner(raw, 6))
         coded = [*once, *_inner(raw, 5), *_inner(secret.encode("utf-16-le"), 6)]
         for inner in coded + [twice for one in once for twice in _inner(one.encode(), 6)]:
-            shortest = -(-least * len(inner) // size)  # characters for as large a part of the secret
+            shortest = -(-part * len(inner) // size)  # characters for as large a part of the secret
             forms += [(inner, shortest, False), (inner.translate(_URL_SAFE), shortest, False)]
         for text, shortest, words in forms:
             text = text.lower()
@@ -310,11 +306,11 @@ def _runs(plain: str, joined: bool) -> Iterator[_Span]:
             while at >= 0:
                 start, end = _extended(plain, at, needle, number * len(anchor), len(anchor))
                 run = plain[start:end]
-                most = len(run) + 1 if joined else _WHOLE
-                word = needle.letters and run != needle.text and _may_be_word(_JOINTS.sub("", run), most)
-                if len(run) >= needle.least and not word:
+                max_chars = len(run) + 1 if joined else _WHOLE
+                word = needle.letters and run != needle.text and _may_be_word(_JOINTS.sub("", run), max_chars)
+                if len(run) >= needle.shortest and not word:
                     yield _Span(start, end)
-                at = plain.find(anchor, max(at + 1, end if len(run) >= needle.least else 0))
+                at = plain.find(anchor, max(at + 1, end if len(run) >= needle.shortest else 0))
 
 
 def _extended(plain: str, at: int, needle: _Needle, place: int, size: int) -> _Span:

@@ -1,14 +1,33 @@
 """What a run says in numbers: a Summary derived from its records, cell by cell and row by row."""
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType
-from msgspec.structs import force_setattr
+from msgspec import Struct
 
 # Requests that a percentile needs at 99 % confidence; the rule is stats.samples_needed, and a test holds them equal.
 NEEDED = {"p50": 11, "p90": 64, "p95": 130, "p99": 662}
+
+FORMAT_VERSION = 2  # of run.json and summary.json; in version 1 reasons were sentences
+# The rules of verdicts, see docs/method.md.
+ALPHA = 0.05  # of tests and intervals
+POWER = 0.8  # with which a recommended number of repeats, runs or requests decides
+MARGIN = 0.02  # differences under this are treated as noise: "faster" and "slower" are larger, "same" is within it
+MAX_REPEATS = 100  # beyond which no number of repeats is suggested
+
+
+class Reason(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Why something is so, as data: `harness.reasons` has the sentence of each code."""
+
+    code: str
+    values: dict[str, Any] = {}  # what JSON can hold; a reason within a reason is a mapping
+    cell: str | None = None  # None: it is not about a cell, or what has it is the cell's
+
+
+def because(code: str, /, **values: Any) -> Reason:
+    """A reason with its values."""
+    return Reason(code, values)
 
 
 def median_of_known(values: Iterable[float | None]) -> float | None:
@@ -25,8 +44,8 @@ class Distribution(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     n: int  # values in the sample
     mean: float | None = None
-    least: float | None = None
-    most: float | None = None
+    min: float | None = None
+    max: float | None = None
     p50: float | None = None
     p90: float | None = None
     p95: float | None = None
@@ -41,7 +60,7 @@ NO_SAMPLE = Distribution(n=0)
 
 class Attained(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How many of the requests sent met every SLO of a set. Failed and unfinished ones did not, nor did abandoned ones
-    that had missed one when the user left; of the others nobody knows, and they do not count.
+    that had missed one when the user left; the others are unknown and do not count.
     """
 
     met: int
@@ -58,7 +77,7 @@ class Kept(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     planned: int | None = None
     sent: int = 0
-    never_sent: int | None = None  # nobody was free to send them until the end
+    never_sent: int | None = None  # all users were busy until the end
     asked_per_s: float | None = None
     achieved_per_s: float | None = None
 
@@ -100,7 +119,7 @@ class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     prompt_tokens: int | None = None  # of the successful requests; None when one of them was not counted
     output_tokens: int | None = None  # likewise
     cached_tokens: int | None = None  # where the server reports them
-    reasoning_tokens: float | None = None  # of the output tokens, see harness.summarize.derive; None: none were
+    reasoning_tokens: float | None = None  # of the output tokens, see harness.analysis.derive; None: none were
     tool_calls: int | None = None  # that answers held; None: no request had tools
     tool_calls_valid: int | None = None
     wall_s: float | None = None  # fixed amount of work: first sent to last ended; None for a timed load
@@ -134,14 +153,33 @@ class Numbers(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class ServerLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the server's own metrics said during a cell. None: it has no such metric, or it was not read in time."""
 
-    running_most: float | None = None
+    running_max: float | None = None
     running_mean: float | None = None
-    waiting_most: float | None = None
-    kv_usage_most: float | None = None  # 0 to 1
+    waiting_max: float | None = None
+    kv_usage_max: float | None = None  # 0 to 1
     preemptions: float | None = None
     generated_tokens: float | None = None  # by the server's counter, warm-up included
     restarted: bool = False  # a counter went backwards or the process has another start time
     prefix_hit_ratio: float | None = None
+    # In the measured time: seconds of all requests that ended in it together, and how many these are.
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    decode_s: float | None = None
+    timed_requests: float | None = None
+
+
+LimitedBy = Literal["client", "kv_cache", "queue", "api", "prefill", "decode"]
+
+
+class TimeSplit(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where the time of a request went, in seconds on average. None: the server does not say."""
+
+    connect_s: float | None = None  # by the client; before `e2e_s`
+    api_s: float | None = None  # e2e_s - queue_s - prefill_s - decode_s: the API process, the network, the client
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    decode_s: float | None = None
+    e2e_s: float  # by the client
 
 
 class GpuLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -149,18 +187,18 @@ class GpuLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     used: bool  # whether it worked for the server; totals are over those that did
     busy_mean_percent: float | None = None
-    busy_most_percent: float | None = None
+    busy_max_percent: float | None = None
     memory_busy_mean_percent: float | None = None
-    vram_most_bytes: int | None = None
-    gtt_most_bytes: int | None = None
+    vram_max_bytes: int | None = None
+    gtt_max_bytes: int | None = None
     power_mean_w: float | None = None
-    power_most_w: float | None = None
+    power_max_w: float | None = None
     package: bool = False  # power is that of an APU's package, its CPU included
     energy_j: float | None = None  # integral of the power over the window
     counted_energy_j: float | None = None  # the same by the GPU's own counter
-    temperatures_most_c: dict[str, float] = {}
+    temperatures_max_c: dict[str, float] = {}
     clock_mean_mhz: float | None = None
-    clock_least_mhz: float | None = None
+    clock_min_mhz: float | None = None
     heat_s: float | None = None  # for how long heat or a signal from outside held it back
     limited_s: float | None = None  # for how long a limit of power or current did, which is normal at full load
 
@@ -169,25 +207,25 @@ class MachineLoad(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """What the server's machine was seen to do in the measured window. Of GPUs, those that worked for the server."""
 
     samples: int
-    gap_most_s: float  # the longest time without one
-    took_most_s: float | None = None  # the longest that one took
+    gap_max_s: float  # the longest time without one
+    took_max_s: float | None = None  # the longest that one took
     gpus: dict[str, GpuLoad] = {}  # all of them, by render node
     busy_mean_percent: float | None = None  # over GPUs and time
-    busy_most_percent: float | None = None  # of any GPU
-    memory_most_bytes: int | None = None  # VRAM and GTT of all together
+    busy_max_percent: float | None = None  # of any GPU
+    memory_max_bytes: int | None = None  # VRAM and GTT of all together
     power_mean_w: float | None = None  # of all together
-    power_most_w: float | None = None  # likewise, at one moment
+    power_max_w: float | None = None  # likewise, at one moment
     package: bool = False
     energy_j: float | None = None
     energy_per_token_j: float | None = None  # energy / output tokens generated inside the window
     counted_energy_j: float | None = None
-    temperature_most_c: float | None = None  # of any sensor
+    temperature_max_c: float | None = None  # of any sensor
     heat_s: float | None = None  # of the GPU that was held back longest
     limited_s: float | None = None  # likewise
     host_cpu_mean: float | None = None  # 0 to 1 of all cores
-    host_memory_least_bytes: int | None = None  # available
+    host_memory_min_bytes: int | None = None  # available
     container_cpu_mean_cores: float | None = None
-    container_memory_most_bytes: int | None = None
+    container_memory_max_bytes: int | None = None
     listen_overflows: int | None = None  # connections that a full listen queue in the server's container turned away
 
 
@@ -199,8 +237,7 @@ class ClientLimit(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     allowed: float  # at most
     unit: Literal["s", "ratio"]
     numbers: list[str]  # fields of Numbers
-    invalid: bool = False  # whether the run is INVALID for it; else all other numbers stand
-    text: str
+    invalid: bool = False  # whether the run is INVALID for it; else all other numbers are valid
 
 
 class Warmed(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -228,15 +265,25 @@ class CellSummary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     server: str
     load: str
     repeat: int
+    mix: str | None = None  # see harness.scenario.plan.Cell, as of the following
+    stage: str | None = None
+    group: str = ""
+    again: str | None = None
+    session: int | None = (
+        None  # from 0, where the run was resumed or paused for an hour between cells; None: it was not
+    )
     numbers: Numbers
     server_load: ServerLoad
     machine_load: MachineLoad | None = None  # None: nothing was sampled
     ready_s: float | None = None  # the server's start until its first answer
     warmup: Warmed | None = None  # None: there was none
     bad_fields: list[BadFields] = []
-    problems: list[str] = []  # why it is not valid
-    notes: list[str] = []  # what a reader should know and does not make it invalid
+    failed: Reason | None = None  # of a sweep: why the setting failed, which is its result; then it has no other
+    problems: list[Reason] = []  # why it is not valid
+    notes: list[Reason] = []  # what a reader should know and does not make it invalid
     limits: list[ClientLimit] = []  # each of them is a problem or a note as well
+    time: TimeSplit | None = None  # None: the server does not say, as of `limited_by`
+    limited_by: LimitedBy | None = None
 
 
 class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -255,7 +302,10 @@ class Row(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     machine_load: MachineLoad | None = None  # each value the median over its cells; without single GPUs
     kind: str = ""  # what decides when a request is sent: closed loop, bursts, open loop, trace
     client_limited: list[str] = []  # fields of Numbers that the load generator limited in one of the cells
-    invalid: str | None = None  # the first reason why one of its cells is not valid; then it has no verdict
+    invalid: Reason | None = None  # the first reason why one of its cells is not valid; then it has no verdict
+    failed: Reason | None = None  # of a sweep: why its setting failed; it is not compared
+    time: TimeSplit | None = None  # means over the cells of which it is known
+    limited_by: LimitedBy | None = None  # that of more than half of its cells
 
     @property
     def key(self) -> tuple[str, str]:
@@ -284,6 +334,7 @@ Inconclusive = Literal[
     "refused",  # the two sides have no ratio, such as numbers of other definitions
     "no_values",
     "too_few",  # for an interval, or for p < 0.05
+    "apart",  # the repeats of the two sides are of different sessions, so a drift of the machine is in the ratio
     "run_variation_unknown",  # runs are compared, and how far equal ones differ on this machine is not known
     "in_margin",  # the difference is smaller than what counts, but its interval is not
     "includes_one",
@@ -291,12 +342,15 @@ Inconclusive = Literal[
 ]
 
 
+OPEN = ("too_few", "in_margin", "includes_one", "p_too_large")  # what more repeats may decide
+
+
 class Reference(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """baseline.json: the run that checks call the baseline, as far as they need it."""
 
     run: str
     rows: list[Row] = []
-    refused: str | None = None  # why the two runs are not compared
+    refused: Reason | None = None  # why the two runs are not compared
 
 
 class CheckResult(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -317,41 +371,31 @@ class CheckResult(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         ]
         | None
     ) = None  # None: of an older version
-    evidence: str  # the same as a sentence
+    evidence: list[Reason] = []  # what was found, of each row that decides
     row: str | None = None
     value: float | None = None
-    low: float | None = None  # the 95 % interval of the value; None: there is none on that side
+    low: float | None = None  # the 95 % interval of the value; None: unbounded on that side
     high: float | None = None
     bound: float | None = None
     more_requests: int | None = None  # that would decide it; None: unknown, too many, or requests do not help
-    passed: bool | UnsetType = UNSET  # only read, in summaries of older versions
-
-    def __post_init__(self) -> None:
-        if self.passed is not UNSET:
-            force_setattr(self, "status", "passed" if self.passed else "failed")
-            force_setattr(self, "passed", UNSET)
 
 
 class Summary(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """summary.json."""
 
-    format_version: int = 1
+    format_version: int = FORMAT_VERSION
     run: str
     scenario: str
     question: str
     simulated: bool
-    valid: bool
-    reasons: list[str]  # why it is not valid
-    notes: list[str] = []
+    valid: bool | None  # None: an import, whose file cannot show the conditions that are otherwise checked
+    reasons: list[Reason]  # why it is not valid
+    notes: list[Reason] = []
     failures: list[FailedRequests] = []  # the most frequent causes of each row
     rows: list[Row]
     cells: list[CellSummary]
     comparison: "Comparison | None" = None  # each row against the scenario's baseline
     checks: list[CheckResult] = []
-    beside: list[Any] | UnsetType = UNSET  # only read, in summaries of older versions: its verdicts are in `comparison`
-
-    def __post_init__(self) -> None:
-        force_setattr(self, "beside", UNSET)
 
 
 class Verdict(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -367,9 +411,11 @@ class Verdict(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     n: tuple[int, int]  # values of side and baseline: repeats of one run, else runs
     word: str  # "faster", "slower", "same", "inconclusive"
     reason: Inconclusive | None = None
+    refused: Reason | None = None  # why the two sides have no ratio
+    unit: Literal["repeats", "runs"] = "repeats"  # what the values are of
+    comparisons: int = 1  # that p is corrected for
     needed: int | None = None  # values a side that would settle an inconclusive verdict; None: not known, or too many
-    needed_for_same: int | None = None  # of a difference beyond the margin: to show that there is none
-    sentence: str  # the verdict in words, with its reason and what would settle it
+    needed_for_same: int | None = None  # of a difference beyond the margin: to show that there is no difference
 
 
 class Difference(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -385,10 +431,62 @@ class Comparison(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     metric: str | None  # that of all verdicts; None: they have several, each its own
     comparisons: int  # how many were made, and corrected for
     noise_floor: float  # relative difference under which a difference is treated as noise
-    noise_source: str  # of a comparison of runs: how the variation between them is known
+    noise_source: list[Reason]  # of a comparison of runs: how the variation between them is known
     verdicts: list[Verdict]
     simulated: bool = False  # of a comparison of runs: an engine's model was measured, not hardware
     sides: list[str] = []  # of a comparison of runs: the sides, baseline first, ...
     differences: list[Difference] = []  # ... and in what their manifests differ
     checks: list[CheckResult] = []  # of a comparison of runs: what was asked of the sides
-    notes: list[str] = []  # what to know of the sides before the verdicts
+    notes: list[Reason] = []  # what to know of the sides before the verdicts
+
+
+def upgrade_summary(raw: dict[str, Any]) -> None:
+    """Make a summary.json of version 1 one of this version, in place."""
+    raw.pop("beside", None)  # its verdicts are in `comparison`
+    cells = {cell.get("id") for cell in raw.get("cells", [])}
+    upgrade_reasons(raw, "reasons", "notes", cells=cells)
+    for cell in raw.get("cells", []):
+        upgrade_reasons(cell, "problems", "notes", cells=cells)
+        for limit in cell.get("limits", []):
+            limit.pop("text", None)
+    for row in raw.get("rows", []):
+        upgrade_reasons(row, "invalid", cells=cells)
+    for check in raw.get("checks", []):
+        upgrade_reasons(check, "evidence")
+        check["evidence"] = [check["evidence"]] if isinstance(check.get("evidence"), dict) else []
+        if "passed" in check:
+            check["status"] = "passed" if check.pop("passed") else "failed"
+    comparison = raw.get("comparison")
+    if comparison:
+        comparison["noise_source"] = []  # within a run nothing is known of other runs
+        for verdict in comparison.get("verdicts", []):
+            text = verdict.pop("sentence", "")
+            if verdict.get("word") == "inconclusive" and verdict.get("reason") in (None, "refused"):
+                said = text.removeprefix(f"{verdict['side']}: ").removeprefix("inconclusive: ").removesuffix(".")
+                verdict["refused"] = {"code": "text", "values": {"text": said}}
+            verdict["comparisons"] = comparison.get("comparisons", 1)
+
+
+def upgrade_reference(raw: dict[str, Any]) -> None:
+    """Make a baseline.json of an earlier version one of this version, in place; a newer one is left as it is."""
+    upgrade_reasons(raw, "refused")
+    for row in raw.get("rows", []):
+        upgrade_reasons(row, "invalid")
+
+
+def upgrade_reasons(raw: dict[str, Any], *keys: str, cells: Collection[Any] = ()) -> None:
+    """Make reasons of sentences, in place. One that begins with one of `cells` is about that cell."""
+
+    def upgraded(text: Any) -> Any:
+        if not isinstance(text, str):
+            return text
+        cell, colon, rest = text.partition(": ")
+        own = bool(colon) and cell in cells
+        found = {"code": "text", "values": {"text": rest if own else text}}
+        return found | {"cell": cell} if own else found
+
+    for key in keys:
+        if isinstance(raw.get(key), list):
+            raw[key] = [upgraded(text) for text in raw[key]]
+        elif key in raw:
+            raw[key] = upgraded(raw[key])

@@ -1,6 +1,6 @@
 """Whose certificates are believed of an https server: the same for probes, metrics and load. Nothing turns it off.
 
-The load processes ask OpenSSL, which reads SSL_CERT_FILE; what speaks through `requests` is told the same here.
+The load processes ask OpenSSL, which reads SSL_CERT_FILE; this module sets the same for `requests`.
 """
 
 import os
@@ -28,7 +28,7 @@ class _Session(requests.Session):
     """Follows no redirect, and reads no whole answer of more than MAX_ANSWER_BYTES."""
 
     def get_redirect_target(self, resp: requests.Response) -> None:
-        """Return None: requests raises ValueError for an address that is none, even where it is not to be followed."""
+        """Return None: requests raises ValueError for an invalid address, even of a redirect that is not followed."""
 
     def send(self, request: requests.PreparedRequest, **how: Any) -> requests.Response:
         """Raises requests.RequestException, also for an answer that is too long and was not to be streamed."""
@@ -47,7 +47,7 @@ class _Session(requests.Session):
 def open_session(api_key: str | None) -> requests.Session:
     """What asks a server for anything but load."""
     session = _Session()
-    session.trust_env = False  # a proxy of the environment must not stand between us and the server
+    session.trust_env = False  # no proxy of the environment between the harness and the server
     session.verify = authorities()
     if api_key:
         know({api_key: True})
@@ -56,7 +56,7 @@ def open_session(api_key: str | None) -> requests.Session:
 
 
 def trust(ca: Path) -> None:
-    """Believe what this authority has signed, and nobody else, here and in every process started from here.
+    """Trust only this certificate authority, here and in every process started from here.
 
     Raises HarnessError for a file that holds no certificate.
     """

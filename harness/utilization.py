@@ -43,7 +43,7 @@ def safe_utilization(
 ) -> Decimal | None:
     """The largest utilization in hundredths that leaves the reserve; None where not even 0.01 is left.
 
-    All in bytes. `free` above `total`, which HIP has told on APUs, counts as `total`. `host_available` is given for
+    All in bytes. `free` above `total`, which HIP reports on some APUs, counts as `total`. `host_available` is given for
     a pool whose pages are the host's memory: then the host keeps HOST_BYTES. Never more than `cap`.
     """
     if total <= 0:
@@ -66,6 +66,6 @@ def safe_from_printed(free_gib: str | float, total_gib: str | float) -> Decimal 
     They were seen by vLLM itself, after its runtime had taken its share.
     """
     free, total = Decimal(str(free_gib)), Decimal(str(total_gib))
-    least_free = int((free - _HALF_PRINTED) * GIB)
-    most_total = math.ceil((total + _HALF_PRINTED) * GIB)
-    return safe_utilization(least_free, most_total)
+    min_free = int((free - _HALF_PRINTED) * GIB)
+    max_total = math.ceil((total + _HALF_PRINTED) * GIB)
+    return safe_utilization(min_free, max_total)

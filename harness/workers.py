@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from harness.errors import HarnessError, Mistakes
-from harness.scenario.mixes import mix_of
+from harness.scenario.plan import mix_of, users_path
 from harness.scenario.scenario import Load
-from harness.scenario.stages import users_path
 
 PORT = 5557  # Locust's own
 FROM_MASTER = "-"  # of the option --job: the master sends it, as it sends the locustfile with `-f -`
@@ -47,18 +46,18 @@ class Workers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return msgspec.structs.replace(self, port=self.port + number, parts=1)
 
     def awaited(self, here: Sequence[str]) -> str:
-        """How many load processes are there, and which are not. `here`: the name of its machine, of each one."""
+        """How many load processes have connected, and which are missing. `here`: the name of each one's machine."""
         come, asked = Counter(here), Counter(self.names * self.processes)
         if not self.names:
-            return f"waiting for workers: {len(here)} of {self.total} are there" + (
+            return f"waiting for workers: {len(here)} of {self.total} connected" + (
                 f" ({_listed(come)})" if here else ""
             )
         some = {"missing": asked - come, "not asked for": come - asked}
-        told = [f"waiting for workers: {(come & asked).total()} of {self.total} are there"]
-        return "; ".join(told + [f"{word}: {_listed(those)}" for word, those in some.items() if those])
+        texts = [f"waiting for workers: {(come & asked).total()} of {self.total} connected"]
+        return "; ".join(texts + [f"{word}: {_listed(those)}" for word, those in some.items() if those])
 
     def refuse_unusable(self) -> None:
-        """Raise HarnessError when nobody can listen there: known before a server is asked and workers are started."""
+        """Raise HarnessError when a port cannot be opened, before a server or worker is started."""
         for port in self._ports:
             try:
                 with socket.socket() as trial:
@@ -111,7 +110,7 @@ def _parse_bind(bind: str | None) -> tuple[str, int]:
     if bind is None:
         raise HarnessError(
             "--workers needs --bind: the address of this machine at which the workers find it",
-            next_step="Give one that they reach and strangers do not, such as --bind 10.0.0.1: "
+            next_step="Give one that only they reach, such as --bind 10.0.0.1: "
             "Locust's connection has neither a password nor encryption.",
         )
     return parse_address("--bind", bind)

@@ -1,13 +1,13 @@
 """An agent with tools: a model call, a tool that works for a while, and again with what the tool returned.
 
-By hand:  locust -f locustfiles/agent.py --host http://127.0.0.1:8000 --steps 6 --sub-agents 2
+Stock Locust:  locust -f locustfiles/agent.py --host http://127.0.0.1:8000 --steps 6 --sub-agents 2
 """
 
 from functools import partial
 
 from locust import task
 
-from harness.load.tools import Tools, called, returned, valid_call
+from harness.load.openai_api import Tools, called, returned, valid_call
 from harness.load.user import LLMUser, Work
 from harness.scenario.behaviour import Agent, chance, pause_s
 from harness.workload import Message
@@ -21,6 +21,7 @@ class ToolAgent(LLMUser):
     """
 
     endpoints = ("chat",)
+    uses = ("--steps", "--sub-agents")
 
     @task
     def work(self) -> None:

@@ -1,7 +1,7 @@
 """A batch agent: software that has work to do and sends it in bursts, or keeps so many requests under way.
 
-By hand:  locust -f locustfiles/batch.py --host http://127.0.0.1:8000 --batch-size 5
-          locust -f locustfiles/batch.py --host http://127.0.0.1:8000 --in-flight 5
+Stock Locust:  locust -f locustfiles/batch.py --host http://127.0.0.1:8000 --batch-size 5
+               locust -f locustfiles/batch.py --host http://127.0.0.1:8000 --in-flight 5
 """
 
 from locust import task
@@ -12,8 +12,10 @@ from harness.load.user import LLMUser
 class BatchAgent(LLMUser):
     """Sends N requests at once, waits for all answers, and repeats. N = 1 is one request after another.
 
-    Or keeps N in flight: as soon as one has ended the next goes out, and nobody waits for the slowest.
+    Or keeps N in flight: as soon as one has ended the next is sent, without waiting for the slowest.
     """
+
+    uses = ("--batch-size", "--in-flight")
 
     @task
     def work(self) -> None:

@@ -1,6 +1,6 @@
-"""A person in a chat.
+"""A user in a chat.
 
-By hand:  locust -f locustfiles/chat.py --host http://127.0.0.1:8000 --users 10 --turns 6 --think "1 5"
+Stock Locust:  locust -f locustfiles/chat.py --host http://127.0.0.1:8000 --users 10 --turns 6 --think "1 5"
 """
 
 from locust import task
@@ -14,10 +14,11 @@ from harness.workload import Message
 class ChatUser(LLMUser):
     """Asks, reads the answer, thinks, asks again. The history grows until a new conversation begins.
 
-    Now and then leaves before the answer is there, or is not content with it and asks the same again.
+    Sometimes leaves before the answer is complete, or asks the same again.
     """
 
     endpoints = ("chat", "completions")
+    uses = ("--turns", "--abandon", "--regenerate")
     think_s = (1.0, 5.0)
 
     @task

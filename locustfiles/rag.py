@@ -1,6 +1,6 @@
-"""Somebody who asks about documents: the same long texts again and again, and each time another question.
+"""A user who asks about documents: the same long texts again and again, and each time another question.
 
-By hand:  locust -f locustfiles/rag.py --host http://127.0.0.1:8000 --documents 20 --document-tokens 2000
+Stock Locust:  locust -f locustfiles/rag.py --host http://127.0.0.1:8000 --documents 20 --document-tokens 2000
 """
 
 from locust import task
@@ -13,6 +13,7 @@ class RagUser(LLMUser):
     """Asks one question about a document, reads the answer, thinks. Some documents are asked about more than others."""
 
     endpoints = ("chat",)
+    uses = ("--documents", "--document-tokens")
     think_s = (1.0, 5.0)
 
     @task

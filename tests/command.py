@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -16,8 +15,8 @@ import yaml
 
 from tests import prefork
 
-HARNESS = str(Path(sys.executable).with_name("harness"))
-MARK = "HARNESS_TEST_MARK"
+HARNESS = prefork.SCRIPT
+MARK = prefork.MARK
 
 SMALL: dict[str, Any] = {
     "version": 1,
@@ -54,7 +53,7 @@ def descendants(mark: str, pid: int, word: str = "") -> list[psutil.Process]:
     return found
 
 
-def no_descendants(mark: str, pid: int, within_s: float = 1.0) -> None:
+def no_descendants(mark: str, pid: int, within_s: float = 10.0) -> None:
     """Assert that no process that the command started is left, and end those that are."""
     deadline = time.monotonic() + within_s
     while (left := descendants(mark, pid)) and time.monotonic() < deadline:
@@ -69,10 +68,16 @@ class Going:
     """A command that runs, and every process that descends from it, orphans included."""
 
     def __init__(
-        self, *args: str, cwd: Path, env: dict[str, str] | None = None, before: Callable[[], None] | None = None
+        self,
+        *args: str,
+        cwd: Path,
+        env: dict[str, str] | None = None,
+        before: Callable[[], None] | None = None,
+        forked: bool = True,
     ) -> None:
         self._mark = uuid.uuid4().hex
-        self.process = subprocess.Popen(
+        popen = prefork.Popen if forked and before is None else subprocess.Popen
+        self.process: subprocess.Popen[str] = popen(
             [HARNESS, *args],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -87,12 +92,13 @@ class Going:
         """The living processes that it started, with `word` in their command line."""
         return descendants(self._mark, self.process.pid, word)
 
-    def end(self, timeout_s: float = 60) -> Done:
+    def end(self, timeout_s: float = 120) -> Done:
         out, err = self.process.communicate(timeout=timeout_s)
+        assert "Reason(code=" not in f"{out}{err}"  # no command prints a code where a sentence belongs
         ENDED.append(Done(self.process.returncode, out, err))
         return ENDED[-1]
 
-    def nothing_left(self, within_s: float = 1.0) -> None:
+    def nothing_left(self, within_s: float = 10.0) -> None:
         no_descendants(self._mark, self.process.pid, within_s)
 
     def interrupt(self) -> None:
@@ -101,10 +107,17 @@ class Going:
 
 @contextmanager
 def going(
-    *args: str, cwd: Path, env: dict[str, str] | None = None, before: Callable[[], None] | None = None
+    *args: str,
+    cwd: Path,
+    env: dict[str, str] | None = None,
+    before: Callable[[], None] | None = None,
+    forked: bool = True,
 ) -> Iterator[Going]:
-    """The command while it runs; killed with all that it started when the test fails."""
-    command = Going(*args, cwd=cwd, env=env, before=before)
+    """The command while it runs; killed with all that it started when the test fails.
+
+    With `before`, which the new process calls first, or without `forked` it is started as a user does.
+    """
+    command = Going(*args, cwd=cwd, env=env, before=before, forked=forked)
     try:
         yield command
     finally:
@@ -115,34 +128,17 @@ def going(
             process.kill()
 
 
-def _forked(args: tuple[str, ...], cwd: Path, timeout_s: float) -> Done:
-    mark = uuid.uuid4().hex
-    pid = 0
-    try:
-        pid, code, out, err = prefork.run([HARNESS, *args], cwd, {**os.environ, MARK: mark}, timeout_s)
-        ENDED.append(Done(code, out, err))
-    finally:
-        no_descendants(mark, pid)
-    return ENDED[-1]
-
-
 def harness(
     *args: str,
     cwd: Path,
     env: dict[str, str] | None = None,
     before: Callable[[], None] | None = None,
-    timeout_s: float = 60,
+    timeout_s: float = 120,
 ) -> Done:
-    """Run a command to its end. No process of its own is left and no traceback is shown, whatever the command.
-
-    With `env` or `before` the installed script is started, since both may concern what Python does at its start.
-    """
-    if env is None and before is None:
-        done = _forked(args, cwd, timeout_s)
-    else:
-        with going(*args, cwd=cwd, env=env, before=before) as command:
-            done = command.end(timeout_s)
-            command.nothing_left()
+    """Run a command to its end. No process of its own is left and no traceback is shown, whatever the command."""
+    with going(*args, cwd=cwd, env=env, before=before) as command:
+        done = command.end(timeout_s)
+        command.nothing_left()
     assert "Traceback" not in done.out + done.err
     return done
 
@@ -166,7 +162,7 @@ def only_run(folder: Path) -> Path:
     return run
 
 
-def until(condition: Callable[[], bool], within_s: float = 20) -> None:
+def until(condition: Callable[[], bool], within_s: float = 60) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, "it did not come to that in time"

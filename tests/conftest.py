@@ -5,31 +5,35 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import docker
 import pytest
-from docker.errors import DockerException
+from xdist.scheduler.loadscope import LoadScopeScheduling  # type: ignore[import-untyped]
 
 from harness import redact
-from harness.simulated import spawned
+from harness.errors import ServerError
+from harness.serve import connect
+from harness.simulated import Spawned, spawned
 from tests.command import ENDED
 from tests.engines.paths import missing
 from tests.faults import is_said
+from tests.nightly import NIGHTLY
 
 HERE = Path(__file__).parent
 
 # Who starts the tests may ignore these, as `nohup` and a shell's `&` do; the commands under test would inherit it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+# readline, which pytest imports, sets these for its child processes, the tests' commands among them.
+for name in ("COLUMNS", "LINES"):
+    os.environ.pop(name, None)
 
 
 def _no_docker() -> str | None:
     try:
-        client = docker.from_env(timeout=10)
-        client.ping()
-        client.close()
-    except DockerException as error:
-        return f"no Docker Engine answers ({error})"
+        connect().close()
+    except ServerError as error:
+        return f"no Docker Engine answers ({error.what})"
     return missing("base-image")
 
 
@@ -54,20 +58,41 @@ def _fault_as_it_is_listed(request: pytest.FixtureRequest) -> Iterator[None]:
             assert is_said(mark.kwargs["seen"], [done.out + done.err for done in ENDED]), mark.kwargs["seen"]
 
 
+TOGETHER = ("real", "docker")  # tests with real engines, and those with containers: one at a time of each
 TIERS = {"docker": _no_docker, "real": _no_engines, "browser": _no_browser}
-ALONE = ("docker", "real")  # one Docker Engine, whose containers they count
-LONGEST = "test_workers"  # minutes: begun first, so that at the end nobody waits for it. Others like it not beside it.
+LONGEST = (
+    "test_mixes",
+    "test_workers",
+    "test_worker_stages",
+    "test_worker_command",
+    "test_by_hand",
+)  # started first, so that the end does not wait for them
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+class _ByFile(LoadScopeScheduling):  # type: ignore[misc]
+    """One process runs all tests of a file, so that what they share is made once; and all of a folder of TOGETHER."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        path = nodeid.partition("::")[0]
+        folder = path.split("/")[-2]
+        return folder if folder in TOGETHER else path
+
+
+@pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _ByFile:
+    return _ByFile(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     absent: dict[str, str | None] = {}
-    items.sort(key=lambda item: item.path.stem != LONGEST)
+    if not NIGHTLY:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("nightly")])
+        items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+    items.sort(key=lambda item: item.path.stem not in LONGEST and item.path.parent.name not in TOGETHER)
     for item in items:
         tier = item.path.relative_to(HERE).parts[0]
         if tier not in TIERS:
             continue
-        if tier in ALONE and item.get_closest_marker("paired") is None:
-            item.add_marker(pytest.mark.alone)
         if tier not in absent:
             absent[tier] = TIERS[tier]()
         reason = absent[tier]
@@ -99,6 +124,14 @@ def _no_secrets_of_other_tests() -> Iterator[None]:
     redact.forget()
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time of sequencers in seconds: it stands still until a test moves it."""
+    now = [1000.0]
+    monkeypatch.setattr("harness.load.sequencer.time.monotonic", lambda: now[0])
+    return now
+
+
 @pytest.fixture(scope="module")
 def engine() -> Iterator[str]:
     """The embedded engine: 2 ms per token, whatever the load."""
@@ -111,3 +144,10 @@ def slow_engine() -> Iterator[str]:
     """The embedded engine: a token each 50 ms."""
     with spawned("--preset", "instant", "--served-model-name", "m", "--step-base-s", "0.05") as server:
         yield server.url
+
+
+@pytest.fixture(scope="module")
+def engine_process() -> Iterator[Spawned]:
+    """The embedded engine and its process."""
+    with spawned("--preset", "instant") as server:
+        yield server

@@ -1,5 +1,6 @@
 """A server in a thread that answers as a test says, and the client and load process to ask it."""
 
+import contextlib
 import socket
 import ssl
 import threading
@@ -9,16 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from harness.load.answer import Answer, Reading
-from harness.load.client import Client
-from harness.load.clock import KernelClock
-from harness.load.dialer import Dialer, Target
+from harness.load.answer import Answer
+from harness.load.client import ApiAddress, Client, Dialer
 from harness.load.exchange import Exchange
-from harness.load.later import Later
 from harness.load.process import LoadProcess, Place
-from harness.load.reader import Reader
+from harness.load.reader import IdleQueue, KernelClock, Reader
 from harness.load.recorder import Recorder
-from harness.load.tickets import Ticket
+from harness.load.response import ResponseReader
+from harness.load.sequencer import Slot
 from harness.rundir.records import Request, read_requests
 from harness.scenario.scenario import Load, Prompts
 from tests.load_runs import make_job
@@ -83,11 +82,13 @@ def serving(
     """A server in a thread; `handler` has a connection to itself, which is closed after it."""
     listener = socket.create_server(address, backlog=backlog)
     threads: list[threading.Thread] = []
+    open_ones: list[socket.socket] = []
 
     def run(connection: socket.socket, number: int) -> None:
         try:
             if tls is not None:
                 connection = tls.wrap_socket(connection, server_side=True)
+            open_ones.append(connection)
             with connection:
                 handler(connection, number)
         except OSError:
@@ -110,6 +111,12 @@ def serving(
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
         acceptor.join(5)
+        ends_s = time.monotonic() + 0.2
+        for thread in threads:
+            thread.join(max(0.0, ends_s - time.monotonic()))
+        for connection in open_ones:  # which a client keeps, and a handler waits at for its next request
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
         for thread in threads:
             thread.join(5)
 
@@ -173,7 +180,7 @@ def load_process(folder: Path, url: str, api_key_env: str | None = None, **load:
 
 
 def place(index: int = 0) -> Place:
-    return Place(Ticket("measured", index), "Tester", user=0)
+    return Place(Slot("measured", index), "Tester", user=0)
 
 
 def one_record(folder: Path, handler: Handler, **load: Any) -> Request:
@@ -196,15 +203,15 @@ def silence(connection: socket.socket) -> None:
     connection.recv(1)  # until the client gives up
 
 
-def looked_at(id: str = "x", **more: Any) -> tuple[Exchange, Reading]:
+def looked_at(id: str = "x", **more: Any) -> tuple[Exchange, ResponseReader]:
     """An exchange, and what takes in its body as it comes."""
     exchange = Exchange(id, **more)
-    reading = Reading(exchange)
+    reading = ResponseReader(exchange)
     exchange.look = reading.look
     return exchange, reading
 
 
-def read_answer(reading: Reading) -> Answer:
+def read_answer(reading: ResponseReader) -> Answer:
     """The observations in an exchange that has ended."""
     answer = reading.finish()
     reading.time()
@@ -218,8 +225,8 @@ def exchanging(url: str, timeout_s: float = 5.0, known: bool = True, **headers: 
     `known`: it takes the server for one that keeps connections after streams.
     """
     clock = KernelClock()
-    reader = Reader(clock, Later())
-    dialer = Dialer(Target.of(url))
+    reader = Reader(clock, IdleQueue())
+    dialer = Dialer(ApiAddress.of(url))
     if known:
         dialer.keeps[True] = True
     client = Client(dialer, clock, reader, timeout_s=timeout_s, headers=headers)

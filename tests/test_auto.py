@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from harness.errors import HarnessError, ScenarioError
-from harness.prepare.auto import fill_in, foretell
 from harness.prepare.experiment import Experiment, Target, prepare
+from harness.prepare.machine_fit import fill_in, predict_shares
+from harness.reasons import sentence
 from harness.units import GIB
 from tests.command import harness, write
 from tests.load_runs import composed
@@ -34,8 +35,10 @@ def test_auto_becomes_a_number_and_says_why(tmp_path: Path) -> None:
     found = fill_in(experiment(tmp_path, vllm=ROCM), said.append, strix_halo_carve_out(tmp_path / "root"))
     assert filled(found) == {"vllm": 0.92}
     why = "0.92 = (94.50 GiB free - 2.89 GiB reserve) / 96.00 GiB total = 0.9543, down to hundredths, at most 0.92"
-    assert found.computed == {"servers.vllm.gpu_memory_utilization": f"{why} (vLLM's default)"}
-    assert said == [f"server 'vllm': gpu_memory_utilization {why} (vLLM's default)"]
+    (formula,) = found.computed.values()
+    assert list(found.computed) == ["servers.vllm.gpu_memory_utilization"] and formula.values["max_share"] == 0.92
+    assert f"0.92 = {sentence(formula)}" == f"{why} (the engine's default)"
+    assert said == [f"server 'vllm': gpu_memory_utilization {why} (the engine's default)"]
     assert '"--gpu-memory-utilization"\n      - "0.92"' in composed(found.scenario, "vllm")
 
 
@@ -156,7 +159,7 @@ def test_the_memory_of_another_machine_is_not_known_here(
     cpu = {"template": "vllm-cpu", "variables": {"gpu_memory_utilization": "auto"}}
     with pytest.raises(HarnessError, match="the Docker Engine is on 192.0.2.7, whose memory is not known here"):
         fill_in(experiment(tmp_path, vllm=cpu), pytest.fail)
-    assert foretell(experiment(tmp_path, vllm=ROCM)) == [
+    assert predict_shares(experiment(tmp_path, vllm=ROCM)) == [
         "note: gpu_memory_utilization is auto: the runtime in the server's image is asked on 192.0.2.7 before the run"
     ]
 
@@ -169,7 +172,7 @@ def test_without_a_gpu_nothing_is_started(tmp_path: Path) -> None:
         "no AMD GPU is known to this machine's kernel (/sys/class/kfd)"
     )
     assert caught.value.next_step.startswith("Set gpu_memory_utilization to a number such as 0.75. Ask the runtime")
-    assert foretell(experiment(tmp_path, vllm=ROCM), tmp_path) == [
+    assert predict_shares(experiment(tmp_path, vllm=ROCM), tmp_path) == [
         f"note: {caught.value.what}",
         f"  next: {caught.value.next_step}",
     ]

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from harness.reasons import sentences
 from harness.rundir.manifest import read_run
-from harness.serve.ask import free_port
+from harness.serve.probe import free_port
 from tests.command import Done, harness, only_run, server, write
 from tests.faults import fault
 
@@ -153,7 +154,7 @@ def test_damaged_prompts_file(tmp_path: Path) -> None:
     )
 
 
-def test_a_damaged_file_of_several_loads_is_told_once_and_beside_other_problems(tmp_path: Path) -> None:
+def test_a_damaged_file_of_several_loads_is_reported_once_and_beside_other_problems(tmp_path: Path) -> None:
     (tmp_path / "lengths.txt").write_text("ten\n5\n")
     load = {"user": "batch", "requests": 1, "output_tokens": {"file": "lengths.txt"}}
     path = write(tmp_path, loads={"a": load, "b": load}, repeat=3)
@@ -210,7 +211,7 @@ def test_no_such_locustfile(tmp_path: Path) -> None:
     refused(
         path,
         run(path),
-        "error: small.yaml: 1 problem\n$.loads.mine.user (line 12): there is no file mine.py beside the scenario\n"
+        "error: small.yaml: 1 problem\n$.loads.mine.user (line 12): there is no file mine.py next to the scenario\n"
         + CORRECT,
     )
 
@@ -228,7 +229,7 @@ def test_api_key_not_set(tmp_path: Path, value: str | None) -> None:
     refused(
         path,
         run(path, env={} if value is None else {"MY_TEST_KEY": value}),
-        "error: $.api_key_env: the environment variable MY_TEST_KEY is not set\n"
+        "error: the environment variable MY_TEST_KEY is not set, which api_key_env names\n"
         "next: export MY_TEST_KEY=... before the run; the key is never written anywhere.\n",
     )
 
@@ -277,7 +278,7 @@ def failed(path: Path, done: Done, code: int, sentence: str, advice: str) -> Non
     lines = done.err.splitlines()
     assert [line for line in lines if not line.startswith("  | ")] == [f"error: {sentence}", f"next: {advice}"]
     manifest = read_run(only_run(path.parent / "runs"))
-    assert (manifest.status, manifest.reasons) == ("failed", [sentence])
+    assert (manifest.status, sentences(manifest.reasons)) == ("failed", [sentence])
 
 
 @fault(
@@ -365,7 +366,7 @@ def test_no_permission_on_the_socket(tmp_path: Path) -> None:
         run(path, env={"DOCKER_HOST": where, "LOGNAME": "ada"}, before=without_rights),
         2,
         f"no permission to use the Docker Engine at {where}",
-        "sudo usermod -aG docker ada, then log in again (members of that group rule the host).",
+        "sudo usermod -aG docker $USER, then log in again (members of that group rule the host).",
     )
 
 
@@ -563,20 +564,9 @@ def test_no_such_run(tmp_path: Path) -> None:
         done = harness(*command, cwd=tmp_path)
         assert (done.code, done.out) == (1, "")
         assert done.err == (
-            "error: 2 problems\n"
-            "nothing: neither a run directory nor the id of a run in runs\n"
-            "other: neither a run directory nor the id of a run in runs\n"
+            "error: nothing: neither a run directory nor the id of a run in runs\n"
             "next: `harness runs --runs runs` lists the runs.\n"
         )
-
-
-def test_what_is_wrong_with_runs_and_checks_is_told_together(tmp_path: Path) -> None:
-    for command, runs in (("report", ["gone"]), ("compare", ["gone", "lost"])):
-        options = ["--check", "what?", "--check", "foo < 1"] + (["--baseline", "lost"] if command == "report" else [])
-        done = harness(command, *runs, *options, cwd=tmp_path)
-        assert (done.code, done.out) == (1, "")
-        told = {line.partition(": ")[0] for line in done.err.splitlines()}
-        assert told == {"error", "next", "gone", "lost", "--check 'what?'", "--check 'foo < 1'"}
 
 
 @pytest.mark.parametrize(
@@ -592,10 +582,9 @@ def test_what_is_wrong_with_runs_and_checks_is_told_together(tmp_path: Path) -> 
 def test_damaged_run(tmp_path: Path, text: str, why: str) -> None:
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "run.json").write_text(text)
-    for command in (("report", "bad"), ("report", "bad", "--format", "json")):
-        done = harness(*command, cwd=tmp_path)
-        assert (done.code, done.out) == (1, "")
-        assert done.err == f"error: bad/run.json:1: cannot be read ({why})\nnext: The file was changed or damaged.\n"
+    done = harness("report", "bad", cwd=tmp_path)
+    assert (done.code, done.out) == (1, "")
+    assert done.err == f"error: bad/run.json:1: cannot be read ({why})\nnext: The file was changed or damaged.\n"
     listed = harness("runs", "--runs", ".", cwd=tmp_path)
     assert listed.code == 0
     assert "unreadable" in listed.out
@@ -624,6 +613,6 @@ def test_run_of_a_newer_harness(tmp_path: Path) -> None:
     done = harness("report", "new", cwd=tmp_path)
     assert (done.code, done.out) == (1, "")
     assert done.err == (
-        "error: new/run.json: format 99 was written by a newer harness; this one reads up to 1\n"
+        "error: new/run.json: format 99 was written by a newer harness; this one reads up to 2\n"
         "next: Update the harness.\n"
     )

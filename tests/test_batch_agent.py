@@ -38,7 +38,8 @@ def test_what_is_under_way_at_the_end_of_a_timed_load_finishes(tmp_path: Path) -
     ends_of(tmp_path, 1)
     assert [r.error for r in records] == [None] * len(records)
     begin = min(r.sent_s for r in records)
-    assert max(r.sent_s for r in records) - begin < 1.0 < max(r.sent_s + r.ended_s for r in records) - begin
+    # All end, also those that were sent in the last moments.
+    assert max(r.sent_s + r.ended_s for r in records) - begin > 1.0
     assert most_in_flight(records) == 3
 
 

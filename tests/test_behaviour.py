@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
-from harness.scenario.behaviour import Abandon, Pause, chance, leaves, longest_s, pause_s, problems_of
+from harness.scenario.behaviour import Abandon, Pause, behaviour_problems, chance, leaves, longest_s, pause_s
 
 
 @pytest.mark.parametrize(
     ("pause", "mean", "median"),
     [
         (Pause(mean_s=3.0, distribution="fixed"), 3.0, 3.0),
-        (Pause(mean_s=3.0, distribution="exponential", most_s=1000.0), 3.0, 2.08),
-        (Pause(mean_s=3.0, sigma=0.5, most_s=1000.0), 3.0, 2.65),
+        (Pause(mean_s=3.0, distribution="exponential", max_s=1000.0), 3.0, 2.08),
+        (Pause(mean_s=3.0, sigma=0.5, max_s=1000.0), 3.0, 2.65),
         ([1.0, 5.0], 3.0, 3.0),
     ],
 )
@@ -28,10 +28,10 @@ def test_pauses_have_the_stated_distribution(pause: Pause | list[float], mean: f
 
 def test_a_long_pause_is_cut() -> None:
     assert max(pause_s(Pause(mean_s=1.0, sigma=2.0), 1, "x", index) for index in range(5000)) == 10.0
-    assert max(pause_s(Pause(mean_s=1.0, most_s=1.5), 1, "x", index) for index in range(500)) == 1.5
-    assert pause_s(Pause(mean_s=3.0, distribution="fixed", most_s=1.5), 1, "x", 0) == 1.5
+    assert max(pause_s(Pause(mean_s=1.0, max_s=1.5), 1, "x", index) for index in range(500)) == 1.5
+    assert pause_s(Pause(mean_s=3.0, distribution="fixed", max_s=1.5), 1, "x", 0) == 1.5
     assert pause_s(Pause(mean_s=0), 1, "x", 0) == 0.0
-    assert longest_s(Pause(mean_s=3.0, distribution="fixed", most_s=100.0)) == 3.0
+    assert longest_s(Pause(mean_s=3.0, distribution="fixed", max_s=100.0)) == 3.0
     assert longest_s(None) == 0.0
 
 
@@ -59,5 +59,5 @@ def test_as_many_leave_as_said() -> None:
     ],
 )
 def test_what_cannot_be_meant_is_said(given: dict[str, Any], key: str) -> None:
-    (problem,) = problems_of(**{"think": None, "think_s": None, "abandon": None, **given})
-    assert problem.startswith(f"{key}:")
+    (problem,) = behaviour_problems(**{"think": None, "think_s": None, "abandon": None, **given})
+    assert problem.path == key

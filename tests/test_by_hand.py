@@ -22,7 +22,7 @@ from harness.job import write_job
 from harness.rundir.records import Request, read_marks, read_requests
 from harness.scenario.behaviour import Abandon, Pause
 from harness.scenario.scenario import Load
-from harness.serve.ask import free_port
+from harness.serve.probe import free_port
 from harness.simulated import spawned
 from tests.command import until
 from tests.fake_server import answering, serving, whole
@@ -31,7 +31,10 @@ from tests.load_runs import ROOT, RUN_S, end, ends_of, log_of, make_job, records
 CLASSES = {"agent": "ToolAgent", "batch": "BatchAgent", "chat": "ChatUser", "rag": "RagUser"}
 
 
-@pytest.mark.parametrize("locustfile", CLASSES)
+@pytest.mark.parametrize(
+    "locustfile",
+    ["agent", "chat", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("batch", "rag"))],
+)
 def test_by_hand(tmp_path: Path, engine: str, locustfile: str) -> None:
     options = ["--headless", "--users", "3", "--spawn-rate", "10", "--run-time", "2s", "--records", "r.jsonl"]
     options += ["--steps", "2", "--sub-agents", "1", "--documents", "2", "--document-tokens", "50"]
@@ -55,22 +58,18 @@ def test_by_hand(tmp_path: Path, engine: str, locustfile: str) -> None:
 @pytest.mark.parametrize("locustfile", ["agent", "chat"])
 def test_nothing_new_is_sent_after_the_run_time(tmp_path: Path, engine: str, locustfile: str) -> None:
     options = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "1s", "--records", "r.jsonl"]
-    options += ["--turns", "100", "--steps", "100", "--think", "0.1 60" if locustfile == "chat" else "0"]
+    options += ["--turns", "1000", "--steps", "1000", "--think", "0.1 600" if locustfile == "chat" else "0"]
     child = start(tmp_path, engine, locustfile, *options, "--output-tokens", "20", "--stop-timeout", "20")
     assert end(child) == 0, log_of(tmp_path)
-    sent = [record.sent_s for record in read_requests(tmp_path / "r.jsonl")]
-    assert len(sent) >= 2 and max(sent) - min(sent) < 5
+    assert len(list(read_requests(tmp_path / "r.jsonl"))) >= 2
     assert "Not all users finished" not in log_of(tmp_path)
 
 
 def test_who_waits_for_the_schedule_sends_nothing_after_the_run_time(tmp_path: Path, engine: str) -> None:
     options = ["--headless", "--users", "3", "--spawn-rate", "10", "--run-time", "2s", "--records", "r.jsonl"]
-    child = start(tmp_path, engine, "batch", *options, "--arrivals", "0.1", "--output-tokens", "5")
-    began = time.monotonic()
-    assert end(child) == 0, log_of(tmp_path)
-    assert time.monotonic() - began < 15  # it would be half a minute until all have sent what they hold
-    sent = [record.sent_s for record in read_requests(tmp_path / "r.jsonl")]
-    assert not sent or max(sent) - min(sent) < 3
+    child = start(tmp_path, engine, "batch", *options, "--arrivals", "0.01", "--output-tokens", "5")
+    assert end(child) == 0, log_of(tmp_path)  # it would be five minutes until all have sent what they hold
+    assert len(list(read_requests(tmp_path / "r.jsonl"))) <= 1
 
 
 def test_the_run_time_is_not_shortened_by_the_start(tmp_path: Path, engine: str) -> None:
@@ -92,11 +91,10 @@ def test_the_run_time_is_not_shortened_by_the_start(tmp_path: Path, engine: str)
         (["--prompts", "none.jsonl"], "none.jsonl: the prompts cannot be read (No such file or directory)"),
         (
             ["--abandon", "5%"],
-            "--abandon: '5%' does not say who leaves when. "
-            "Give a share, 100% at most, and a time, such as '5% after 3s', or '0.05 after 40 tokens'.",
+            "--abandon: '5%' is not a share and a time. "
+            "Give a share of at most 100% and a time, such as '5% after 3s' or '0.05 after 40 tokens'.",
         ),
-        (["--abandon", "1.2.3 after 3s"], "--abandon: '1.2.3 after 3s' does not say who leaves when."),
-        (["--abandon", "500% after 3s"], "--abandon: '500% after 3s' does not say who leaves when."),
+        (["--abandon", "500% after 3s"], "--abandon: '500% after 3s' is not a share and a time."),
         (
             ["--abandon", "5% after 9 tokens", "--stream", "no"],
             "--abandon: without --stream an answer comes all at once",
@@ -104,21 +102,18 @@ def test_the_run_time_is_not_shortened_by_the_start(tmp_path: Path, engine: str)
         (["--regenerate", "2"], "--regenerate: a number of at most 1 is expected, got 2.0"),
         (["--regenerate", "nan"], "--regenerate: a number of at least 0 is expected, got nan"),
         (
-            ["--steps", "0", "--turns", "few", "--timeout", "-1", "--think", "soon", "--endpoint", "embeddings"]
-            + ["--output-tokens", "many", "--output", "long", "--stream", "maybe", "--slos", "x", "--machine", "3/2"],
-            "10 problems:\n"
-            "--machine: '3/2' is no part. Give one such as 0/2 on one machine and 1/2 on the other.\n"
-            "--stream: expected one of yes, no, got 'maybe'\n"
-            "--slos: 'x' are no SLOs. Give some such as 'ttft<=2s, tpot<=50ms'.\n"
+            ["--steps", "0", "--turns", "few", "--timeout", "-1", "--think", "soon", "--output-tokens", "many"]
+            + ["--slos", "x"],
+            "6 problems:\n"
             "--think: 'soon' is not a pause. Give one such as '1 5', in seconds.\n"
-            "--output-tokens: 'many' is not a number of tokens\n"
+            "--slos: cannot parse SLOs: 'x'. Give some such as 'ttft<=2s, tpot<=50ms'.\n"
             "--turns: a whole number is expected, got 'few'\n"
             "--steps: a whole number of at least 1 is expected, got 0\n"
-            "--output: expected one of fixed, natural, got 'long'\n"
-            "--timeout: a number above 0 is expected, got -1.0\n"
-            "--endpoint: ChatUser has no use for embeddings, only for chat or completions",
+            "--output-tokens: a whole number is expected, got 'many'\n"
+            "--timeout: a number above 0 is expected, got -1.0",
         ),
-        (["--endpoint", "embeddings"], "--endpoint: ChatUser has no use for embeddings, only for chat or completions"),
+        (["--machine", "3/2"], "--machine: '3/2' is no part."),
+        (["--endpoint", "embeddings"], "--endpoint: ChatUser supports only chat and completions (got embeddings)"),
         (
             ["--records", "no/place"],
             "--records: no/place cannot be written (No such file or directory). Name a file in",
@@ -128,14 +123,11 @@ def test_the_run_time_is_not_shortened_by_the_start(tmp_path: Path, engine: str)
         (["--job", "none.json"], "none.json: the job cannot be read"),
         (
             ["--host", "ftp://x", "--prompts", "bad.jsonl", "--api-key-env", "NOT_SET_AT_ALL"],
-            "3 problems:\nhost: 'ftp://x' is not a URL. Give one such as http://127.0.0.1:8000.\nbad.jsonl: 2 lines",
+            "host: 'ftp://x' is not a URL. Give one such as http://127.0.0.1:8000.",
         ),
         (
             ["--records", "no/place", "--prompts", "none.jsonl"],
-            "2 problems:\n"
-            "--records: no/place cannot be written (No such file or directory). "
-            "Name a file in a folder that is there.\n"
-            "none.jsonl: the prompts cannot be read (No such file or directory)",
+            "--records: no/place cannot be written (No such file or directory). Name a file in a folder that exists.",
         ),
         (["--api-key-env", "NOT_SET_AT_ALL"], "the environment variable NOT_SET_AT_ALL, which should hold the API key"),
     ],
@@ -153,8 +145,11 @@ def test_what_cannot_be_done_by_hand_ends_with_a_sentence(
     ("options", "sentence"),
     [
         (["--host", "http://127.0.0.1:9"], "no model could be read from /v1/models (127.0.0.1:9: connection refused"),
-        (["--turns", "0"], "--turns: a whole number of at least 1 is expected, got 0."),
-        (["--prompts", "none.jsonl"], "none.jsonl: the prompts cannot be read (No such file or directory)"),
+        pytest.param(
+            ["--prompts", "none.jsonl"],
+            "none.jsonl: the prompts cannot be read (No such file or directory)",
+            marks=pytest.mark.nightly,
+        ),
         (
             ["--records", "no/place"],
             "--records: no/place cannot be written (No such file or directory). Name a file in",
@@ -171,17 +166,38 @@ def test_several_load_processes_end_with_the_same_sentence_said_once(
     until(lambda: child.args not in [one.info["cmdline"] for one in psutil.process_iter(["cmdline"])])
 
 
-@pytest.mark.parametrize("more", [[], ["--processes", "2"]])
+BUSY = """
+import time
+
+from locust import events
+from locust.runners import STATE_STOPPED
+
+from locustfiles.batch import BatchAgent
+
+
+@events.init.add_listener
+def begin(environment, **_):
+    # A busy machine: its last report takes longer than the half second for which Locust's master waits.
+    def delay(**_):
+        if environment.runner.state == STATE_STOPPED:
+            time.sleep(1)
+
+    environment.events.report_to_master.add_listener(delay)
+"""
+
+
+@pytest.mark.parametrize("more", [pytest.param([], marks=pytest.mark.nightly), ["--processes", "2"]])
 def test_what_is_under_way_at_the_end_of_the_run_time_ends_and_is_counted(
     tmp_path: Path, engine: str, more: list[str]
 ) -> None:
-    options = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "3s", "--records", "r.jsonl"]
-    options += ["--output", "fixed", "--output-tokens", "2500", *more]
-    assert end(start(tmp_path, engine, "batch", *options)) == 0, log_of(tmp_path)
+    options = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "1s", "--records", "r.jsonl"]
+    options += ["--output", "fixed", "--output-tokens", "2000", *more]  # of four seconds: a start may take three
+    (tmp_path / "busy.py").write_text(BUSY)
+    assert end(start(tmp_path, engine, tmp_path / "busy.py", *options)) == 0, log_of(tmp_path)
     records = list(read_requests(tmp_path / "r.jsonl"))  # all are there when the command has ended
-    assert [(one.error, one.output_tokens) for one in records] == [(None, 2500)] * 2
+    assert {(one.error, one.output_tokens) for one in records} == {(None, 2000)}  # the second user may come too late
     shown = re.findall(r"POST +BatchAgent +(\d+) +(\d+)\(", log_of(tmp_path))
-    assert shown == [("2", "0")]
+    assert shown == [(str(len(records)), "0")]
 
 
 SHAPE = """
@@ -197,7 +213,7 @@ class Steps(LoadTestShape):
 """
 
 
-@pytest.mark.parametrize("more", [[], ["--processes", "2"]])
+@pytest.mark.parametrize("more", [[], pytest.param(["--processes", "2"], marks=pytest.mark.nightly)])
 def test_a_shape_of_ones_own_beside_a_user_class_that_ships(tmp_path: Path, engine: str, more: list[str]) -> None:
     file = tmp_path / "shaped.py"
     file.write_text(SHAPE)
@@ -218,26 +234,25 @@ def test_a_shape_from_elsewhere_does_not_steer_the_users_of_a_scenario(tmp_path:
 
 
 def test_an_interruption_does_not_wait_for_what_is_under_way(tmp_path: Path, engine: str) -> None:
-    options = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "3s", "--records", "r.jsonl"]
-    options += ["--output", "fixed", "--output-tokens", "9000", "--processes", "2"]  # of eighteen seconds
+    options = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "1s", "--records", "r.jsonl"]
+    options += ["--output", "fixed", "--output-tokens", "90000", "--processes", "2"]  # of three minutes
     child = start(tmp_path, engine, "batch", *options)
     until(partial(told, tmp_path, "limit reached", 1))
     child.send_signal(signal.SIGINT)
-    began = time.monotonic()
     assert end(child) == 0, log_of(tmp_path)  # to be cut is no failure
-    assert time.monotonic() - began < 10
-    assert [one.error for one in read_requests(tmp_path / "r.jsonl")] == ["unfinished"] * 2
+    assert {one.error for one in read_requests(tmp_path / "r.jsonl")} == {"unfinished"}
 
 
-@pytest.mark.parametrize("more", [[], ["--processes", "2"]])
+@pytest.mark.parametrize("more", [[], pytest.param(["--processes", "2"], marks=pytest.mark.nightly)])
 def test_what_is_cut_after_the_run_time_is_no_failure(tmp_path: Path, engine: str, more: list[str]) -> None:
     """In Locust's table it is a request without a response time."""
-    options = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "2s", "--records", "r.jsonl"]
+    options = ["--headless", "--users", "2", "--spawn-rate", "10", "--run-time", "1s", "--records", "r.jsonl"]
     options += ["--output", "fixed", "--output-tokens", "9000", "--stop-timeout", "1", "--json-file", "stats", *more]
     assert end(start(tmp_path, engine, "batch", *options)) == 0, log_of(tmp_path)
-    assert [one.error for one in read_requests(tmp_path / "r.jsonl")] == ["unfinished"] * 2
+    cut = [one.error for one in read_requests(tmp_path / "r.jsonl")]
+    assert set(cut) == {"unfinished"}
     (row,) = json.loads((tmp_path / "stats.json").read_text())
-    assert (row["num_requests"], row["num_failures"], row["num_none_requests"]) == (2, 0, 2)
+    assert (row["num_requests"], row["num_failures"], row["num_none_requests"]) == (len(cut), 0, len(cut))
 
 
 NOT_THE_MODEL = "answers HTTP 404: no such page. Check that the address is that of an OpenAI-compatible server, or name"
@@ -274,7 +289,7 @@ PAGE = (
         (whole(b'{"data":[]}'), [], "{url}/v1/models answers with something that is not a list of models. Check"),
     ],
 )
-def test_who_does_not_let_us_in_or_is_another_one_is_told_as_a_run_tells_it(
+def test_who_does_not_let_us_in_or_is_another_one_is_reported_as_a_run_tells_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes, options: list[str], sentence: str
 ) -> None:
     monkeypatch.setenv("BADK", "sk-wrong")
@@ -365,9 +380,10 @@ def test_the_web_form_shows_the_job_and_changes_it(tmp_path: Path, engine: str) 
             time.sleep(0.1)
         time.sleep(0.3)
         page = ask(url)
-        for option in ("model", "prompts", "prompt_tokens", "output_tokens", "batch_size", "turns", "think", "abandon"):
+        for option in ("model", "prompts", "prompt_tokens", "output_tokens", "batch_size", "in_flight", "think"):
             assert f'"{option}"' in page
-        assert '"job"' not in page
+        for option in ("job", "turns", "abandon", "steps", "documents"):  # of the harness, and of other user classes
+            assert f'"{option}"' not in page
         assert json.loads(ask(f"{url}/swarm", user_count="1", spawn_rate="1", output_tokens="5"))["success"]
         wait_for_records(tmp_path, 9)  # the job's limit of two is not the web user's
         ask(f"{url}/stop", now="yes")
@@ -390,7 +406,7 @@ def test_the_web_form_shows_the_job_and_changes_it(tmp_path: Path, engine: str) 
     assert sum(mark.sent or 0 for mark in ends_of(tmp_path, 1)) == len(records)
 
 
-REFUSED = "the load was ended because its first 5 requests all failed, as the rest would: "
+REFUSED = "the load was ended because the first 5 requests all failed, as the rest would: "
 NO_MODEL = (
     f"{REFUSED}the server has no model named nope. To solve it: set `model` to the id that its /v1/models names "
     "(known m); behind Lemonade a model of one's own is user.NAME. "
@@ -398,7 +414,7 @@ NO_MODEL = (
 )
 
 
-@pytest.mark.parametrize("more", [[], ["--processes", "2"]])
+@pytest.mark.parametrize("more", [[], pytest.param(["--processes", "2"], marks=pytest.mark.nightly)])
 def test_a_model_that_the_server_does_not_have_ends_the_load(tmp_path: Path, engine: str, more: list[str]) -> None:
     options = ["--headless", "--users", "4", "--spawn-rate", "10", "--think", "0.1", "--records", "r.jsonl"]
     assert end(start(tmp_path, engine, "chat", *options, "--model", "nope", *more)) == 1
@@ -430,7 +446,9 @@ def test_failures_that_may_pass_do_not_end_the_load(tmp_path: Path, fault: str) 
     assert REFUSED not in log_of(tmp_path)
 
 
-@pytest.mark.parametrize(("more", "load_processes"), [([], 0), (["--processes", "2"], 2)])
+@pytest.mark.parametrize(
+    ("more", "load_processes"), [pytest.param([], 0, marks=pytest.mark.nightly), (["--processes", "2"], 2)]
+)
 def test_in_the_web_ui_only_the_users_are_stopped(
     tmp_path: Path, engine: str, more: list[str], load_processes: int
 ) -> None:

@@ -12,8 +12,7 @@ from rich.console import Console
 
 from harness.errors import RunError
 from harness.run import calibrate as calibrate_module
-from harness.run import trusted_streams
-from harness.run.calibrate import Reading, in_words, reading_of
+from harness.run.calibrate import CalibrationPoint, in_words, reading_of
 from harness.rundir.records import ProcessMark, Request
 from harness.scenario.scenario import Load
 from tests.made_runs import scenario
@@ -29,7 +28,7 @@ def write(folder: Path, errors_s: list[float], *, coalesced: int = 0, error: str
     )  # fmt: skip
     (folder / "requests.jsonl").write_bytes(msgspec.json.encode(request) + b"\n")
     mark = ProcessMark(
-        event="end", process=1, cell="c", wall_s=0.0, monotonic_s=0.0, cpu_most=0.5, read_lag_p99_s=0.002
+        event="end", process=1, cell="c", wall_s=0.0, monotonic_s=0.0, cpu_max=0.5, read_lag_p99_s=0.002
     )  # fmt: skip
     (folder / "processes.jsonl").write_bytes(msgspec.json.encode(mark) + b"\n")
     sent = folder / "sent.jsonl"
@@ -43,7 +42,7 @@ def test_the_error_is_the_record_minus_what_was_sent(tmp_path: Path) -> None:
     assert reading.error_p50_s == pytest.approx(0.001)
     assert reading.error_p99_s == pytest.approx(0.003, rel=0.1)
     assert reading.chunks_per_s == pytest.approx(10 / 1.0)
-    assert (reading.shared, reading.cpu_most, reading.read_lag_p99_s) == (0.0, 0.5, 0.002)
+    assert (reading.shared, reading.cpu_max, reading.read_lag_p99_s) == (0.0, 0.5, 0.002)
     assert reading.trusted
 
 
@@ -60,9 +59,9 @@ def test_failed_requests_are_no_reading(tmp_path: Path) -> None:
         reading_of(tmp_path, write(tmp_path, [0.0], error="timeout"), 1)
 
 
-def reading(streams: int, **different: float) -> Reading:
+def reading(streams: int, **different: float) -> CalibrationPoint:
     usual = {"chunks_per_s": 50.0 * streams, "error_p50_s": 1e-5, "error_p99_s": 1e-4, "shared": 0.0}
-    return Reading(streams=streams, processes=1, read_lag_p99_s=None, cpu_most=None, **usual | different)
+    return CalibrationPoint(streams=streams, processes=1, read_lag_p99_s=None, cpu_max=None, **usual | different)
 
 
 def test_the_verdict_in_words() -> None:
@@ -94,8 +93,8 @@ def test_what_others_did_is_no_limit_of_the_load_generator(
     assert list(tmp_path.rglob("*.json")) == []
 
 
-def numbers(most: int | None, count: int) -> list[int]:
-    return list(itertools.islice(calibrate_module._numbers(most), count))
+def numbers(maximum: int | None, count: int) -> list[int]:
+    return list(itertools.islice(calibrate_module._numbers(maximum), count))
 
 
 def test_it_goes_on_until_there_is_a_limit() -> None:
@@ -107,23 +106,23 @@ def test_it_goes_on_until_there_is_a_limit() -> None:
 def test_what_was_found_is_held_against_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     loads = {"few": Load(user="chat", users=500, requests=1), "many": Load(user="chat", users=501, requests=1)}
-    assert trusted_streams.notes(scenario(loads=loads)) == []
-    assert trusted_streams.store(2, 10, 500.0) == tmp_path / "amd-llm-load" / "calibration" / "2.json"
-    assert trusted_streams.notes(scenario(loads=loads)) == []  # of another number of processes
-    path = trusted_streams.store(1, 500, 25_000.0)
-    (note,) = trusted_streams.notes(scenario(loads=loads))
+    assert calibrate_module.trust_notes(scenario(loads=loads)) == []
+    assert calibrate_module.store(2, 10, 500.0) == tmp_path / "amd-llm-load" / "calibration" / "2.json"
+    assert calibrate_module.trust_notes(scenario(loads=loads)) == []  # of another number of processes
+    path = calibrate_module.store(1, 500, 25_000.0)
+    (note,) = calibrate_module.trust_notes(scenario(loads=loads))
     assert note.startswith(
         "note: load 'many' has up to 501 streams at once, and 1 load process of this machine can be "
     )
     assert path is not None
     path.write_text("{}")
-    assert trusted_streams.notes(scenario(loads=loads)) == []
+    assert calibrate_module.trust_notes(scenario(loads=loads)) == []
 
 
 @pytest.mark.alone
 @pytest.mark.timeout(120)
 def test_the_command_measures(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "harness", "calibrate", "--most", "20", "--json"]
+    command = [sys.executable, "-m", "harness", "calibrate", "--max-streams", "20", "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

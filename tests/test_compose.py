@@ -11,18 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import Environment, meta
 
-from harness.errors import HarnessError, ServerError
+from harness.errors import HarnessError, Problem, ServerError
 from harness.paths import COMPOSE
+from harness.scenario.file import load_yaml
 from harness.scenario.scenario import Load, Scenario, Server
-from harness.scenario.strict import load_yaml
-from harness.serve import server_document, server_problems_of, templates, variables
-from harness.serve.compose import template as template_module
-from harness.serve.compose.compose import filled_in, parse
-from harness.serve.compose.consent import missing, refuse_without_consent
-from harness.serve.compose.notes import notes
-from harness.serve.compose.template import quote, render
-from harness.serve.compose.values import (
+from harness.serve import server_document, templates, variables
+from harness.serve import template as template_module
+from harness.serve.compose_file import (
+    filled_in,
     interpolate,
+    parse,
     parse_bytes,
     parse_device,
     parse_port,
@@ -30,9 +28,13 @@ from harness.serve.compose.values import (
     parse_volume,
     url_of,
 )
+from harness.serve.consent import missing, refuse_without_consent
+from harness.serve.lint import notes
 from harness.serve.secrecy import secrets_in
-from harness.simulated.presets import PRESETS
+from harness.serve.template import quote, render
+from harness.simulated.engine import PRESETS
 from tests.load_runs import composed
+from tests.problems import server_problems_of
 
 EVIL = "x$\"\n    privileged: true\n  other:\n    image: evil # '{{ 7 * 7 }}{% raw %}\u2028\x85\x7f\x00\ufeff: - ]}"
 NAMES = [
@@ -75,11 +77,16 @@ def test_every_template_works_with_its_defaults(template: str) -> None:
 
 @pytest.mark.parametrize("template", [*NAMES, "locust"])
 def test_declared_and_used_variables_are_the_same(template: str) -> None:
+    service = (COMPOSE / "_service.yaml.j2").read_text()
     text = (COMPOSE / f"{template}.yaml.j2").read_text()
+    text = re.sub(r'{% include "(_\w+.yaml.j2)" %}', lambda match: (COMPOSE / match[1]).read_text(), text)
     used = meta.find_undeclared_variables(Environment().parse(text)) - {"locust"}
     if template == "locust":
         used = set(re.findall(r"\blocust\.(\w+)", text))
-    assert used == set(variables(template))
+    # What a template may set, and what only a server with a port has.
+    optional = {"publish", "host_port", "start_period", *re.findall(r"(\w+) (?:\| default\(|is defined)", service)}
+    assert used - optional == set(variables(template)) - optional
+    assert set(variables(template)) <= used
 
 
 @pytest.mark.parametrize("template", [*NAMES, "locust"])
@@ -176,7 +183,7 @@ def test_an_undeclared_variable_is_an_error(tmp_path: Path, monkeypatch: pytest.
         ),
         ("vllm-rocm", {"environment": {"A": [1]}}, "a mapping from names to texts or numbers is expected"),
         ("vllm-rocm", {"model": "x"}, ".variables.model: comes from the scenario's own 'model'; remove it here"),
-        ("vllm-rocm", {"environment": {"HF_TOKEN": "hf_abc"}}, "HF_TOKEN: a secret must not stand in the scenario"),
+        ("vllm-rocm", {"environment": {"HF_TOKEN": "hf_abc"}}, "HF_TOKEN: a secret must not be in the scenario"),
         ("vllm-rocm", {"ipc": "host", "shm_size": "16g"}, "shm_size: 16g would have no effect"),
         ("vllm-rocm", {"shm_size": "sixteen"}, "'sixteen' is not a size; write it like 16g or 512m"),
         ("vllm-rocm", {"volumes": ["/:/host"]}, "'/:/host' would give the whole host to the container"),
@@ -185,7 +192,7 @@ def test_an_undeclared_variable_is_an_error(tmp_path: Path, monkeypatch: pytest.
         ("vllm-rocm", {"volumes": ["./m:/models"]}, "is neither an absolute path nor the name of a volume"),
         ("vllm-rocm", {"devices": ["kfd"]}, "'kfd' is not a device"),
         ("vllm-rocm", {"devices": ["/dev/../etc/shadow"]}, "is not a device"),
-        ("vllm-rocm", {"publish": "everywhere"}, "'everywhere:8000:8000' is not a published port"),
+        ("vllm-rocm", {"publish": "everywhere"}, "is not a published port; write it like 127.0.0.1:8000:8000"),
         ("vllm-rocm", {"port": 99999}, "variables.port: a number from 1 to 65535 is expected, got 99999"),
         ("vllm-rocm", {"image": "An Image"}, "'An Image' is not the name of an image"),
         ("vllm-rocm", {"ipc": "hots"}, "'hots' is not an ipc mode; known: host, none, private, shareable"),
@@ -296,7 +303,7 @@ HUB = "hf_abcdefgh12345678"
 )  # fmt: skip
 def test_a_secret_that_is_written_out_is_refused_and_not_shown(given: dict[str, Any], at: str, name: str) -> None:
     (problem,) = server_problems_of(scenario(Server(template="vllm-rocm", variables=given)), {})
-    assert problem.startswith(f"$.servers.s.variables.{at}: a secret must not stand in the scenario")
+    assert problem.startswith(f"$.servers.s.variables.{at}: a secret must not be in the scenario")
     assert f'write "${{{name}}}" and export it in your shell' in problem
     assert not any(secret in problem for secret in (SECRET, HUB, "sk-abc", "123456"))
 
@@ -460,7 +467,7 @@ def test_an_interpolated_value_is_checked_like_any_other() -> None:
     with pytest.raises(HarnessError, match="would give the whole host"):
         filled_in(compose, {"FOLDER": "/"})
     with pytest.raises(
-        HarnessError, match="there is no volume 'other' in this file; ..NAME. can stand for a folder only"
+        HarnessError, match="there is no volume 'other' in this file; ..NAME. must expand to an absolute host path"
     ):
         filled_in(compose, {"FOLDER": "other"})
 
@@ -476,7 +483,7 @@ def test_an_interpolated_value_is_checked_like_any_other() -> None:
     ],
 )
 def test_interpolation(text: str, expected: str) -> None:
-    problems: list[str] = []
+    problems: list[Problem] = []
     assert interpolate(text, {"A": "1", "E": ""}, problems) == expected
     assert problems == []
 
@@ -493,9 +500,9 @@ def test_interpolation(text: str, expected: str) -> None:
     ],
 )
 def test_what_cannot_be_interpolated_is_said(text: str, problem: str) -> None:
-    problems: list[str] = []
+    problems: list[Problem] = []
     interpolate({"k": text}, {"A": "1", "E": ""}, problems)
-    assert problem in problems
+    assert problem in map(str, problems)
 
 
 def test_the_short_forms_of_values() -> None:
@@ -609,7 +616,7 @@ def test_a_template_of_ones_own_needs_consent_for_privileges(key: str, value: li
     service = msgspec.structs.replace(compose.server, **{key: value})
     serving = msgspec.structs.replace(compose.serving, template="mine")
     found = missing(server, msgspec.structs.replace(compose, serving=serving, services={"server": service}), {})
-    assert found == [] if problem is None else [problem in text for _, text in found] == [True]
+    assert found == [] if problem is None else [problem in one.text for one in found] == [True]
 
 
 @pytest.mark.parametrize(

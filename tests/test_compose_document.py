@@ -1,4 +1,4 @@
-"""What `harness compose` prints for Docker Compose: the server, Locust beside it, and how to use them."""
+"""What `harness compose` prints for Docker Compose: the server, Locust next to it, and how to use them."""
 
 import itertools
 import os
@@ -14,7 +14,7 @@ from harness.job import Job, job_of_text
 from harness.prepare.experiment import Experiment, prepare
 from harness.run.live import compose_file
 from harness.scenario.scenario import Gateway, Load, Prompts, Scenario, Server, Warmup
-from harness.serve.compose import document
+from harness.serve import document
 from tests.command import write
 from tests.load_runs import composed
 
@@ -59,7 +59,7 @@ EXPRESSED: dict[str, dict[str, Any]] = {
     "in_flight": BASE | {"in_flight": 7},
     "agent": {"user": "agent", "requests": 10, "agent": {"steps": 3}},
     "rag": {"user": "rag", "requests": 10, "rag": {"documents": 3}},
-    "output_tokens": BASE | {"output_tokens": {"lognormal": {"median": 90, "p95": 300, "most": 900}}},
+    "output_tokens": BASE | {"output_tokens": {"lognormal": {"median": 90, "p95": 300, "max": 900}}},
     "output": BASE | {"output": "natural"},
     "stream": BASE | {"stream": False},
     "endpoint": BASE | {"endpoint": "completions"},
@@ -78,7 +78,7 @@ PROMPTS: dict[str, dict[str, Any]] = {
 # Of the scenario around it: in the job, or what says how often and how a run is judged, which is for `harness run`.
 IN_THE_JOB = {"model", "servers", "loads", "prompts", "seed", "warmup", "api_key_env"}
 OF_A_RUN = {"version", "question", "repeats", "restart", "baseline", "compare", "checks", "max_error_rate",
-            "metrics_interval_s", "generator"}  # fmt: skip
+            "metrics_interval_s", "generator", "swept"}  # fmt: skip
 
 
 def job_in(text: str) -> Job:
@@ -95,7 +95,7 @@ def prepared(folder: Path, loads: dict[str, Any], **more: Any) -> Experiment:
 
 
 def test_every_field_of_a_load_is_decided() -> None:
-    assert set(EXPRESSED) == set(Load.__struct_fields__)
+    assert {*EXPRESSED, "vary", "where"} == set(Load.__struct_fields__)  # those two become loads when the file is read
     assert {*PROMPTS, "tokenizer"} == set(Prompts.__struct_fields__)
     assert IN_THE_JOB | OF_A_RUN | {"mixes"} == set(Scenario.__struct_fields__)
 
@@ -259,7 +259,7 @@ def test_the_document_has_workers_beside_the_web_ui() -> None:
     assert worker["deploy"] == {"replicas": 2}
     # One counter for all of them: each request of the sequence is sent once.
     assert (master["ipc"], worker["ipc"]) == ("shareable", "service:locust")
-    assert job_in(composed(given, workers=2)).tickets_path.startswith("/dev/shm/")
+    assert job_in(composed(given, workers=2)).counter_path.startswith("/dev/shm/")
     assert "ports" not in worker
     assert "--master" not in yaml.safe_load(composed(given))["services"]["locust"]["command"]
 

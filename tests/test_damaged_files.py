@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -10,21 +11,22 @@ from typing import Any
 
 import pytest
 
+from harness.analysis.summarize import summarize, write_summary
 from harness.errors import HarnessError
 from harness.failures.explain import scan_text
 from harness.failures.table import patterns
 from harness.files import open_file
-from harness.imports.formats import read_file
-from harness.load.live.tally import unpacked
+from harness.imports.write import read_file
+from harness.load.live_metrics import unpacked
 from harness.paths import ROOT
+from harness.reasons import sentences
 from harness.redact import csv_field
 from harness.report.html import write_report
 from harness.rundir.manifest import read_run
 from harness.rundir.records import read_requests
 from harness.scenario.scenario import Load
-from harness.serve.compose.compose import read
+from harness.serve.compose_file import read
 from harness.simulated.wire import BadRequest, parse_json
-from harness.summarize.summarize import summarize, write_summary
 from tests.command import harness, write
 from tests.faults import fault
 from tests.made_runs import scenario, write_made_run
@@ -34,13 +36,13 @@ OPENERS = {
     "files.py": "the one function",
     "cli/tools.py": "a pipe that the shell has opened",
     "engines/__init__.py": "its own files",
-    "load/live/page.py": "its own assets",
+    "load/web_ui.py": "its own assets",
     "machine/telemetry.py": "files of /sys and /proc, each second",
     "load/health.py": "/proc",
     "load/recorder.py": "/proc",
-    "serve/docker/labels.py": "/proc",
+    "serve/labels.py": "/proc",
     "run/calibrate.py": "/proc",
-    "serve/vllm/offline_job.py": "runs in a container without the harness",
+    "serve/offline_job.py": "runs in a container without the harness",
 }
 
 
@@ -174,7 +176,7 @@ def test_duplicated_and_extreme_records_are_reported(tmp_path: Path, change: dic
     list(read_requests(path, damaged))
     summary = summarize(folder)
     write_summary(folder, summary)
-    assert not summary.valid and any("requests.jsonl" in reason for reason in summary.reasons)
+    assert not summary.valid and any("requests.jsonl" in reason for reason in sentences(summary.reasons))
     write_report(folder)
 
 
@@ -235,7 +237,7 @@ def test_json_that_cannot_be_decoded_is_damage_in_every_reader(tmp_path: Path, l
     write_made_run(tmp_path / "run", made_of=scenario(repeats=1, loads=timed))
     with (tmp_path / "run" / "requests.jsonl").open("ab") as file:
         file.write(line + b"\n")
-    assert any("requests.jsonl" in reason for reason in summarize(tmp_path / "run").reasons)
+    assert any("requests.jsonl" in reason for reason in sentences(summarize(tmp_path / "run").reasons))
     whole, second = tmp_path / "whole.json", tmp_path / "lines.jsonl"
     whole.write_bytes(line)
     second.write_bytes(b'{"a": 1}\n' + line)
@@ -252,4 +254,17 @@ def test_json_that_cannot_be_decoded_is_damage_in_every_reader(tmp_path: Path, l
 @pytest.mark.parametrize("value", ["a", 1, ["a"], {"a": "b"}])
 def test_parts_of_a_compose_file_of_another_type_are_problems(part: str, value: Any) -> None:
     _, problems = read(json.dumps({"services": {"server": {"image": "a:1"}}, part: value}))
-    assert problems and all(problem.startswith("$") for problem in problems)
+    assert problems and all(problem.path.startswith("$") for problem in problems)
+
+
+def test_a_summary_without_its_records_is_shown_as_it_is(tmp_path: Path) -> None:
+    """As of a published run: made anew without records it would say that nothing was measured."""
+    shutil.copytree(ROOT / "docs" / "example", tmp_path / "run")
+    before = (tmp_path / "run" / "summary.json").read_bytes()
+    done = harness("report", "run", cwd=tmp_path)
+    assert done.code == 0 and "INVALID" not in done.out
+    assert (tmp_path / "run" / "summary.json").read_bytes() == before
+    judged = harness("report", "run", "--check", "error_rate == 0", cwd=tmp_path)
+    assert (judged.code, judged.err.splitlines()[0]) == (
+        1, "error: run: it has no requests.jsonl, which --check and --baseline need",
+    )  # fmt: skip

@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.summarize import derive
+from harness.analysis import derive
+from harness.columns import DEFINITIONS, LATENCIES, VALUES
+from harness.summary import Distribution, Numbers
 from tests.made_runs import request
 
 
@@ -122,3 +124,11 @@ def test_windows_side_by_side_share_the_tokens(chunks: list[float], cut: float) 
     made = request(chunks_s=chunks, ended_s=chunks[-1])
     both = derive.share_inside(made, 0.0, cut) + derive.share_inside(made, cut, 2000.0)
     assert both == pytest.approx(1.0)
+
+
+def test_the_table_of_metrics_has_a_field_and_a_formula_for_each() -> None:
+    empty = Numbers(sent=0, succeeded=0, failed=0, unfinished=0)
+    assert all(isinstance(getattr(empty, column.field), Distribution) for column in LATENCIES)
+    assert [column.of(empty) for column in VALUES] == [None] * len(VALUES)
+    assert derive.FORMULAS.keys() | {"chunk_gap_s"} == {column.field for column in LATENCIES}  # a request has many gaps
+    assert DEFINITIONS.keys() >= {column.field for column in LATENCIES}

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.compare.compare import by_machine, compare_runs
-from harness.compare.differences import differences, differences_of
+from harness.comparison.compare import by_machine, compare_runs
+from harness.comparison.differences import differences, differences_of
 from harness.errors import HarnessError
-from harness.report.comparison import markdown
-from harness.report.publish import publish
+from harness.report.board import publish
+from harness.report.markdown import of_comparison
 from harness.rundir.manifest import Machine, ServedBy, read_run
 from harness.scenario.plan import Cell
 from harness.scenario.scenario import Server
@@ -63,7 +63,7 @@ def test_across_machines(two: tuple[Path, Path]) -> None:
     assert all(verdict.ratio is not None for verdict in made.verdicts)
     assert made.sides == ["one", "two"]
     assert made.differences == EXPECTED
-    text = markdown(made)
+    text = of_comparison(made)
     assert "\n| What differs | one | two |\n| --- | --- | --- |\n" in text
     assert "\n| machine.name | strix | mi300x |\n" in text
 
@@ -100,8 +100,9 @@ def test_published_runs_are_compared_without_their_records(two: tuple[Path, Path
 def test_how_many_runs_would_settle_it_is_in_every_format(tmp_path: Path) -> None:
     for name in ("one", "two"):
         write_made_run(tmp_path / name, lambda cell: 10.0 + cell.repeat % 2, made_of=scenario(repeats=3))
-    said = "or compare 4 or more runs a side"
+    texts = {"terminal": "or compare 4 or more runs a side", "json": '"needed":4'}
     for output in ("terminal", "markdown", "json"):
+        said = texts.get(output, texts["terminal"])
         done = harness("compare", "one", "two", "--runs", ".", "--format", output, cwd=tmp_path)
         assert done.code == 0 and said in " ".join(done.out.split()), output
         assert ("Nothing that is recorded differs" in done.out) == (output != "json")

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,13 @@ import pytest
 from harness import paths
 from harness.errors import HarnessError, RunError, SeveralErrors
 from harness.job import Job, WaitsForWorkers, report, report_error, status_file, write_job
-from harness.prepare import locustfile
+from harness.prepare import experiment as preparing
+from harness.reasons import sentences
 from harness.run import drive as driving
 from harness.run.drive import (
     Count,
-    LineCounter,
     LocalChild,
+    Monitor,
     drive,
     gave_up,
     killed_processes,
@@ -29,6 +29,7 @@ from harness.run.drive import (
 from harness.rundir.manifest import read_run
 from harness.rundir.records import ErrorKind, ProcessMark, Request
 from harness.scenario.scenario import Load, Warmup
+from harness.summary import because
 from harness.workers import Workers
 from tests.command import harness, only_run, write
 from tests.faults import fault
@@ -55,7 +56,9 @@ def run(folder: Path, program: str, alive: Any = lambda: None, **load: Any) -> t
 @pytest.mark.parametrize(
     ("warmup", "total", "of_warmup"), [(Warmup(requests=3), 7, 3), (Warmup(duration_s=1), None, 0)]
 )
-def test_a_total_is_told_where_it_is_known(tmp_path: Path, warmup: Warmup, total: int | None, of_warmup: int) -> None:
+def test_a_total_is_reported_where_it_is_known(
+    tmp_path: Path, warmup: Warmup, total: int | None, of_warmup: int
+) -> None:
     seen: list[Count] = []
     drive(
         lambda: LocalChild([sys.executable, "-c", ""], tmp_path / "log"),
@@ -115,7 +118,7 @@ def test_workers_that_do_not_come_are_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(driving, "LOOK_S", 0.1)
     monkeypatch.setattr(driving, "_patience_s", lambda job: 1.0)
     log = tmp_path / "log"
-    said = "waiting for workers: 1 of 2 are there; missing: b"
+    said = "waiting for workers: 1 of 2 connected; missing: b"
     program = f"""
 import sys, time
 from pathlib import Path
@@ -141,16 +144,14 @@ sys.exit(1)
 
 
 def test_a_generator_that_fails_later(tmp_path: Path) -> None:
-    (tmp_path / "tickets").touch()
+    (tmp_path / "counter").touch()
     driven, _ = run(tmp_path, "raise ValueError('boom')")
-    assert driven.problems == ["the load generator ended with exit code 1; its log has ValueError: boom"]
+    assert sentences(driven.problems) == ["the load generator ended with exit code 1; its log has ValueError: boom"]
 
 
 def test_a_dead_server_ends_the_load(tmp_path: Path) -> None:
-    began = time.monotonic()
-    driven, _ = run(tmp_path, "import time; time.sleep(60)", alive=lambda: "it burnt")
-    assert driven.problems == ["it burnt"]
-    assert time.monotonic() - began < 3
+    driven, _ = run(tmp_path, "import time; time.sleep(600)", alive=lambda: because("server_exit", exit_code=1))
+    assert driven.problems == [because("server_exit", exit_code=1)]
 
 
 @fault(
@@ -162,7 +163,7 @@ def test_a_load_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(driving, "QUIET_S", 0.3)
     monkeypatch.setattr(driving, "SLOWEST_TPOT_S", 0.0)
     driven, _ = run(tmp_path, "import time; time.sleep(60)", timeout_s=0.1)
-    assert driven.problems == ["no request ended for 1 s although each may take 0.1 s"]
+    assert sentences(driven.problems) == ["no request ended for 1 s although each may take 0.1 s"]
 
 
 @fault("load process", "users raise and send nothing", seen="no request was recorded for ... s while users raised ...")
@@ -172,28 +173,25 @@ def test_users_that_only_raise_do_not_keep_a_load_waiting(tmp_path: Path, monkey
 import time, traceback
 while True:
     try:
-        None.ticket
+        None.slot
     except AttributeError:
         print()
         traceback.print_exc()
     time.sleep(0.1)
 """
     driven, _ = run(tmp_path, program)
-    assert driven.problems == [
-        "no request was recorded for 0.5 s while users raised "
-        "AttributeError: 'NoneType' object has no attribute 'ticket'"
+    assert sentences(driven.problems) == [
+        "no request was recorded for 0.5 s while users raised AttributeError: 'NoneType' object has no attribute 'slot'"
     ]
 
 
 @fault("load process", "a load process ignores SIGTERM", seen="it is killed after 5 s")
 def test_a_generator_that_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driving, "GRACE_S", 0.3)
-    program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    program = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     looks = iter([None] * 5)
-    began = time.monotonic()
-    driven, _ = run(tmp_path, program, alive=lambda: next(looks, "gone"))
-    assert driven.problems == ["gone"]
-    assert time.monotonic() - began < 4
+    driven, _ = run(tmp_path, program, alive=lambda: next(looks, because("server_exit", exit_code=1)))
+    assert driven.problems == [because("server_exit", exit_code=1)]
 
 
 def mark(event: str, pid: int, cell: str = "r1-a-b") -> bytes:
@@ -217,43 +215,50 @@ def test_killed_processes(tmp_path: Path) -> None:
     assert killed_processes(job(tmp_path)) == []
 
 
-def test_lines_are_counted_from_where_the_file_was(tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    path.write_text("old\n")
-    counter = LineCounter(path)
-    with path.open("a") as file:
-        file.write("a\nb\nhalf")
-    counter.update()
-    assert counter.lines == 2
-    with path.open("a") as file:
-        file.write(" line\n")
-    counter.update()
-    assert counter.lines == 3
+def recorded(cell: str = "r1-s-both.chat", error: ErrorKind | None = None) -> bytes:
+    given: dict[str, Any] = {
+        "id": "1", "cell": cell, "load": "l", "user_class": "U", "index": 0, "user": 0, "process": 1,
+        "phase": "measured", "sent_s": 1.0, "ended_s": 1.0,
+    }  # fmt: skip
+    return msgspec.json.encode(Request(**given, error=error)) + b"\n"
 
 
-def test_the_lines_of_one_cell_are_counted_alone(tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    counter = LineCounter(path, "r1-s-both.chat")
-    path.write_text('{"cell":"r1-s-both.chat"}\n{"cell":"r1-s-both.job","error":"http"}\n{"cell":"r1-s-bo')
-    counter.update()
-    assert (counter.lines, counter.failed) == (1, 0)
-    with path.open("a") as file:
-        file.write('th.chat","error":"http"}\n{"cell":"r1-s-both.chat2"}\n')
-    counter.update()
-    assert (counter.lines, counter.failed) == (2, 1)
+def append(path: str, content: bytes) -> None:
+    with Path(path).open("ab") as file:
+        file.write(content)
+
+
+def test_records_are_counted_from_where_the_file_was(tmp_path: Path) -> None:
+    cell = job(tmp_path)
+    append(cell.requests_path, b"old\n")
+    monitor = Monitor(cell)
+    append(cell.requests_path, b"damaged\n" + recorded() + recorded()[:20])
+    monitor.update()
+    assert monitor.recorded == 2
+    append(cell.requests_path, recorded()[20:])
+    monitor.update()
+    assert monitor.recorded == 3
+
+
+def test_the_records_of_one_part_of_a_mix_are_counted_alone(tmp_path: Path) -> None:
+    cell = msgspec.structs.replace(job(tmp_path), cell="r1-s-both.chat", concurrent_loads=["other"])
+    monitor = Monitor(cell)
+    last = recorded(error="http")
+    append(cell.requests_path, recorded() + recorded("r1-s-both.job", "http") + last[:40])
+    monitor.update()
+    assert (monitor.recorded, monitor.failed) == (1, 0)
+    append(cell.requests_path, last[40:] + recorded("r1-s-both.chat2"))
+    monitor.update()
+    assert (monitor.recorded, monitor.failed) == (2, 1)
 
 
 def test_what_was_cut_or_left_did_not_fail(tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    counter = LineCounter(path)
-    given: dict[str, Any] = {
-        "id": "1", "cell": "c", "load": "l", "user_class": "U", "index": 0, "user": 0, "process": 1,
-        "phase": "measured", "sent_s": 1.0, "ended_s": 1.0,
-    }  # fmt: skip
+    cell = job(tmp_path)
+    monitor = Monitor(cell)
     errors: list[ErrorKind | None] = ["unfinished", "timeout", "abandoned", None, "unfinished"]
-    path.write_bytes(b"".join(msgspec.json.encode(Request(**given, error=error)) + b"\n" for error in errors))
-    counter.update()
-    assert (counter.lines, counter.failed) == (5, 1)
+    append(cell.requests_path, b"".join(recorded(error=error) for error in errors))
+    monitor.update()
+    assert (monitor.recorded, monitor.failed) == (5, 1)
 
 
 def test_the_last_exception_of_a_log(tmp_path: Path) -> None:
@@ -275,7 +280,7 @@ def test_why_a_load_could_not_begin(tmp_path: Path) -> None:
     report_error(cell, SeveralErrors([HarnessError("no model"), HarnessError("no prompts")]))
     report_error(cell, HarnessError("worker a: no key", next_step="Set it."))
     report_error(cell, OSError("disk"))
-    with status_file(cell.tickets_path).open("ab") as file:
+    with status_file(cell.counter_path).open("ab") as file:
         file.write(b'{"code":"of a newer harness"}\n{"code":"gave')
     assert gave_up(cell) == "worker a: no key. Set it.\n2 problems:\nno model\nno prompts\ndisk."
 
@@ -287,13 +292,13 @@ def test_tail(tmp_path: Path) -> None:
 
 
 def test_an_import_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locustfile, "IMPORT_S", 1.5)
+    monkeypatch.setattr(preparing, "IMPORT_S", 1.5)
     path = tmp_path / "mine.py"
     path.write_text("import time\ntime.sleep(60)\n")
     with pytest.raises(HarnessError) as caught:
-        locustfile.check_locustfile(path)
+        preparing.check_locustfile(path)
     assert caught.value.what == f"{path}: the locustfile was still being imported after 1.5 s"
-    locustfile.check_locustfile(path, try_it=False)
+    preparing.check_locustfile(path, try_it=False)
 
 
 def test_arguments_are_stock_locust(tmp_path: Path) -> None:
@@ -333,9 +338,9 @@ def test_the_code_of_a_user_class_is_its_file_and_what_that_imports_from_here(tm
     for name, text in written.items():
         (tmp_path / name).write_text(text)
     used = sorted(tmp_path / name for name in written if name not in ("other.py", "words/unused.py"))
-    found = locustfile.sources_of(tmp_path / "mine.py", paths.LOCUSTFILES)
+    found = preparing.sources_of(tmp_path / "mine.py", paths.LOCUSTFILES)
     assert found == sorted([*used, paths.LOCUSTFILES / "chat.py"])
-    assert locustfile.sources_of(paths.LOCUSTFILES / "agent.py", paths.LOCUSTFILES) == [paths.LOCUSTFILES / "agent.py"]
+    assert preparing.sources_of(paths.LOCUSTFILES / "agent.py", paths.LOCUSTFILES) == [paths.LOCUSTFILES / "agent.py"]
 
 
 def test_only_the_user_class_that_ran_is_in_the_manifest(tmp_path: Path) -> None:

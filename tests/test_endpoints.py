@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
+from harness.analysis.summarize import read_summary
+from harness.reasons import evidence, sentences
 from harness.rundir.records import Request, read_requests
 from harness.scenario.scenario import Prompts
 from harness.simulated import Spawned, spawned
-from harness.summarize.summarize import read_summary
 from harness.summary import Answers, PromptLengths, Row, Summary
 from tests.command import SMALL, harness
 from tests.made_runs import request
@@ -138,15 +139,15 @@ def test_a_fast_wrong_server_does_not_win(tmp_path: Path) -> None:
     good, other = (row.pooled.answers for row in summary.rows)
     assert good == Answers(checked=60, valid=60, valid_share=1.0, labelled=60, right=60, right_share=1.0)
     assert other is not None and (other.valid, other.right) == (54, 48)
-    assert [(check.status, check.evidence) for check in summary.checks] == [
+    assert [(check.status, evidence(check.evidence)) for check in summary.checks] == [
         ("failed", "bad / l: 90 %, 54 of 60"),
         ("passed", "one / l: 100 %, 60 of 60"),
     ]
     assert any(
-        note == "the answers of bad / l and one / l are not worth the same: valid are 54 of 60 (90.0%) and 60 of 60 "
+        note == "the answers of bad / l and one / l are not of equal quality: valid are 54 of 60 (90.0%) and 60 of 60 "
         "(100.0%); right are 48 of 60 (80.0%) and 60 of 60 (100.0%). Speed alone does not say which of the two is "
         "better"
-        for note in summary.notes
+        for note in sentences(summary.notes)
     )
     assert {record.answer_valid for record in records} == {True, False}
     text = (where / "requests.jsonl").read_text()
@@ -195,8 +196,8 @@ def test_what_cannot_be_meant_together_is_refused(tmp_path: Path) -> None:
     (tmp_path / "s.yaml").write_text(yaml.safe_dump(SMALL | {"loads": loads}))
     said = harness("check", "s.yaml", cwd=tmp_path).err
     for part in (
-        "a conversation needs answers, and embeddings are none",
-        "embeddings have no text to judge",
+        "a conversation needs answers; use 'user: batch'",
+        "embeddings have no text to check",
         "an answer of a form ends where the form ends; add 'output: natural'",
         "'auto' are the labels of 'prompts.kind: classification'",
     ):
@@ -206,7 +207,7 @@ def test_what_cannot_be_meant_together_is_refused(tmp_path: Path) -> None:
 def test_exact_lengths_that_are_not_exact_make_the_run_invalid(tmp_path: Path) -> None:
     records = [request(index=index, asked_prompt_tokens=15, prompt_tokens=20 + (index == 3)) for index in range(4)]
     summary = one_cell(tmp_path / "run", records, prompts=Prompts(tokens=15, tokenizer="server"))
-    assert summary.reasons == [
+    assert sentences(summary.reasons) == [
         "r1-a-x: 1 of 4 prompts do not have the exact length that was asked for (beyond the 5 tokens that were added "
         "to most of them): the tokenizer is not the server's"
     ]

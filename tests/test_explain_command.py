@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from harness.failures.explain import FIRST
+from harness.reasons import sentence
 from harness.run.drive import scenario_mistake
 from harness.rundir.manifest import read_run
 from harness.rundir.records import Request, read_requests
@@ -40,7 +41,7 @@ def test_a_log_is_explained(tmp_path: Path) -> None:
     assert "came through line 6: RuntimeError: Engine core initialization failed." in text
     assert "fix set gpu_memory_utilization lower (to 0.78 or less)" in text
     assert "known from vLLM, vllm/v1/worker/utils.py, request_memory [mem.free_lt_util, start]" in text
-    assert "warnings, which starts that went well have, too: line 1 the server may open 20000 files" in text
+    assert "warnings (also seen in healthy starts): line 1 the server may open 20000 files" in text
 
 
 def test_for_programs(tmp_path: Path) -> None:
@@ -208,11 +209,11 @@ def test_no_secret_and_no_control_character_is_printed(tmp_path: Path) -> None:
         assert not any(control in done.out for control in "\x1b\x9b\x85")
 
 
-def test_a_log_of_powershell(tmp_path: Path) -> None:
+def test_a_log_in_utf_16_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
     (tmp_path / "some.log").write_text(FAILED, encoding="utf-16")
-    assert json.loads(harness("explain", "some.log", "--json", cwd=tmp_path).out)["cause"]["number"] == 5
-    (tmp_path / "some.log.gz").write_bytes(gzip.compress(FAILED.encode("utf-16")))
-    assert json.loads(harness("explain", "some.log.gz", "--json", cwd=tmp_path).out)["cause"]["number"] == 5
+    done = harness("explain", "some.log", "--json", cwd=tmp_path)
+    assert (done.code, done.out) == (1, "")
+    assert "UTF-16" in done.err and "iconv -f UTF-16 -t UTF-8" in done.err
 
 
 def test_an_unknown_exception_is_shown_and_not_recognised(tmp_path: Path) -> None:
@@ -263,8 +264,8 @@ def test_the_rule_that_ends_a_load() -> None:
     wrong = "status 404: NotFoundError 404: The model `nope` does not exist."
     said = scenario_mistake(failing(wrong))
     assert said is not None
-    assert said.startswith(
-        "the load was ended because its first 5 requests all failed for a mistake of the scenario: "
+    assert sentence(said).startswith(
+        "the load was ended because the first 5 requests all failed because of a scenario error: "
         "the server has no model named nope; to solve it: set `model` to the id that its /v1/models names"
     )
     good = msgspec.structs.replace(failing(wrong)[0], error=None, message=None)
@@ -282,14 +283,10 @@ def test_requests_that_do_not_fit_end_the_load_at_once(tmp_path: Path) -> None:
     assert len(list(read_requests(run / "requests.jsonl"))) < 2_000
     manifest = read_run(run)
     assert [len(cell.problems) for cell in manifest.cells] == [1, 1]
-    assert (
-        manifest.cells[0]
-        .problems[0]
-        .startswith(
-            "the load was ended because its first 5 requests all failed for a mistake of the scenario: "
-            "a request does not fit into the server's context (of 2048 tokens, answer 5000); to solve it: "
-        )
-    )
+    mistake = manifest.cells[0].problems[0]
+    assert (mistake.code, mistake.values["requests"], mistake.values["cause"]) == (
+        "scenario_mistake", 5, "a request does not fit into the server's context (of 2048 tokens, answer 5000)"
+    )  # fmt: skip
     assert "Why requests failed" in done.out
     assert "(http): a request does not fit into the server's context" in " ".join(done.out.split())
     markdown = harness("report", run.name, "--runs", "runs", "--format", "markdown", cwd=tmp_path).out

@@ -12,13 +12,14 @@ import pyarrow.parquet
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from harness.analysis import derive
+from harness.analysis.summarize import summarize
 from harness.errors import HarnessError
-from harness.report import export, openmetrics, rows_csv
-from harness.report.publish import publish
+from harness.report import export
+from harness.report.board import publish
 from harness.rundir.manifest import read_run, write_run
 from harness.rundir.records import Request, read_requests
-from harness.summarize import derive
-from harness.summarize.summarize import summarize
+from harness.summary import because
 from tests.command import harness
 from tests.made_runs import MONOTONIC_S, WALL_S, request, scenario, write_lines, write_made_run
 
@@ -42,6 +43,7 @@ def test_parquet_holds_every_record(run: Path, tmp_path: Path, monkeypatch: pyte
     table = file.read()
     assert table.column_names == list(export.columns())
     assert str(table.schema.field("chunks_s").type) == "list<element: double>"
+    assert export.arrow_table(run).equals(table)
     rows = table.to_pylist()
     fields = [name for name in Request.__struct_fields__ if name != "bad_fields"]
     assert {row["bad_fields"] for row in rows} == {None}
@@ -57,8 +59,8 @@ def test_parquet_holds_every_record(run: Path, tmp_path: Path, monkeypatch: pyte
 
 def test_csv_holds_every_record(run: Path, tmp_path: Path) -> None:
     failed = request(id="bad", error="timeout", chunks_s=[], output_tokens=None, message='said "no",\nthen nothing')
-    stranger = request(id="odd", cell="other")
-    write_lines(run / "requests.jsonl", [request(), failed, stranger])
+    unexpected = request(id="odd", cell="other")
+    write_lines(run / "requests.jsonl", [request(), failed, unexpected])
     with (run / "requests.jsonl").open("ab") as file:
         file.write(b'{"id": "torn')
     assert export.export(run, tmp_path / "r.csv") == (3, 1)
@@ -154,7 +156,7 @@ def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
 
 def test_openmetrics_is_read_by_prometheus_and_holds_the_summary(run: Path) -> None:
     summary = summarize(run, ["ttft_p95 <= 2s"])
-    text = openmetrics.render(summary, read_run(run))
+    text = export.openmetrics(summary, read_run(run))
     assert text.endswith("# EOF\n")
     assert "# HELP amd_llm_load_error_ratio Failed requests / sent\n" in text
     found = samples(text)
@@ -188,13 +190,13 @@ def test_openmetrics_is_read_by_prometheus_and_holds_the_summary(run: Path) -> N
 
 def test_openmetrics_is_read_by_node_exporter_s_textfile_collector_as_well(run: Path) -> None:
     """Its parser of Prometheus' older format gives up the whole file for a type that it does not know, such as info."""
-    text = openmetrics.render(summarize(run), read_run(run))
+    text = export.openmetrics(summarize(run), read_run(run))
     assert {line.split()[3] for line in text.splitlines() if line.startswith("# TYPE ")} <= {"gauge", "summary"}
 
 
 def test_the_status_in_openmetrics_is_that_of_the_verdict(run: Path) -> None:
     def status() -> tuple[str, float]:
-        found = samples(openmetrics.render(summarize(run), read_run(run)))
+        found = samples(export.openmetrics(summarize(run), read_run(run)))
         ((labels, _),) = ((dict(labels), value) for (name, labels), value in found.items() if name.endswith("run_info"))
         (valid,) = (value for (name, _), value in found.items() if name == "amd_llm_load_valid")
         return labels["status"], valid
@@ -204,7 +206,7 @@ def test_the_status_in_openmetrics_is_that_of_the_verdict(run: Path) -> None:
         file.write(b'{"torn')
     assert read_run(run).status == "valid", "as the run itself ended"
     assert status() == ("invalid", 0)
-    write_run(run, msgspec.structs.replace(read_run(run), status="interrupted", reasons=["why"]))
+    write_run(run, msgspec.structs.replace(read_run(run), status="interrupted", reasons=[because("text", text="why")]))
     assert status() == ("interrupted", 0)
 
 
@@ -212,14 +214,14 @@ def test_openmetrics_escapes_what_a_scenario_may_hold(run: Path) -> None:
     hostile = 'm"\\\n} 1\n# EOF'
     changed = read_run(run)
     changed = msgspec.structs.replace(changed, scenario=msgspec.structs.replace(changed.scenario, model=hostile))
-    found = samples(openmetrics.render(summarize(run), changed))
+    found = samples(export.openmetrics(summarize(run), changed))
     (labels,) = (dict(labels) for name, labels in found if name == "amd_llm_load_run_info")
     assert labels["model"] == hostile
 
 
 def test_rows_as_csv(run: Path) -> None:
     summary = summarize(run)
-    first, second = csv.DictReader(rows_csv.render(summary, read_run(run)).splitlines())
+    first, second = csv.DictReader(export.csv_table(summary, read_run(run)).splitlines())
     row = summary.rows[0].pooled
     assert float(first["ttft_p50_s"]) == row.ttft_s.p50
     assert float(first["chunk_gap_mean_s"]) == row.chunk_gap_s.mean

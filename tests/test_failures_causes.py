@@ -1,9 +1,14 @@
 """Which line of a log is the cause: not a warning that was got over, not what a user wrote, not only known classes."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from harness.failures.explain import State, explain, scan_text
 from harness.failures.scan import Diagnosis
+from harness.failures.table import rules
+from harness.serve.facts import of_lines
 
 ENGINE = "(EngineCore pid=277) ERROR 11-21 08:53:41 [core.py:1200] "
 WRAPPER = (
@@ -14,6 +19,9 @@ HUB = (
     "WARNING 11-21 08:53:41 [x.py:1] '(MaxRetryError(\"HTTPSConnectionPool(host='huggingface.co', port=443): Max "
     "retries exceeded with url: /x\"))' thrown while requesting HEAD https://huggingface.co/x/resolve/main/config.json"
 )
+SETTINGS = """INFO Available KV cache memory: {} GiB
+INFO Initial free memory: {} GiB; Requested memory: {} (util), {} GiB
+"""
 LOADED = "INFO 11-21 08:53:50 [x.py:1] Loading weights took 3.2 seconds"
 
 
@@ -96,7 +104,7 @@ def test_loading_gets_over_nothing_but_fetching() -> None:
     ],
 )
 @pytest.mark.parametrize("before", [ENGINE, "(EngineCore pid=1) ERROR ", "[rank0]: "])
-def test_an_exception_of_any_class_is_told(raised: str, before: str) -> None:
+def test_an_exception_of_any_class_is_reported(raised: str, before: str) -> None:
     lines = [before + "Traceback (most recent call last):", before + '  File "a.py", line 3, in x', before + raised]
     failure = cause_of(*lines, "INFO bye", WRAPPER)
     assert (failure.id, failure.line, failure.number) == ("engine.exception", raised, 3)
@@ -106,7 +114,7 @@ def test_an_exception_of_any_class_is_told(raised: str, before: str) -> None:
 
 
 @pytest.mark.parametrize("raised", ["pkg.SprocketMissing: the frobnicator has no sprocket", "NotImplementedError"])
-def test_an_exception_without_its_traceback_is_told_before_a_wrapper(raised: str) -> None:
+def test_an_exception_without_its_traceback_is_reported_before_a_wrapper(raised: str) -> None:
     failure = cause_of(ENGINE + raised, WRAPPER)
     assert (failure.id, failure.line, failure.wrapper_number) == ("engine.exception", raised, 2)
     assert explain(ENGINE + "pkg.SprocketMissing: no sprocket") is None, "else it may be any line"
@@ -215,7 +223,7 @@ OOM = (
 )
 
 
-def test_memory_in_pieces_is_told_from_memory_that_is_used_up() -> None:
+def test_memory_in_pieces_is_reported_from_memory_that_is_used_up() -> None:
     pieces = cause_of(OOM.format("512.00 MiB", "1.55 GiB"))
     assert pieces.fix.startswith(
         "as much was free as was asked for, so the memory is in pieces: set PYTORCH_HIP_ALLOC_"
@@ -296,3 +304,13 @@ def test_a_number_of_gpus_that_divides_the_heads_is_named() -> None:
 
 def test_an_engine_with_a_living_parent_is_no_orphan() -> None:
     assert explain("15230 411 VLLM::EngineCor RSS 616 MB") is None
+
+
+@pytest.mark.parametrize("number", ["12.912.95", "...", "9" * 400, "9" * 5000, "0", "٣.٤"])
+def test_numbers_that_no_server_prints(number: str) -> None:
+    """They end neither in an error nor in a long calculation."""
+    for rule in rules():
+        log = SETTINGS.replace("{}", number) + re.sub(r"\d+(?:\.\d+)?", number, "\n".join(rule.samples))
+        explain(log)
+    lines = [path.read_text(errors="replace") for path in (Path(__file__).parent / "data" / "startup").glob("*.txt")]
+    of_lines([re.sub(r"\d+(?:\.\d+)?", number, line) for line in "\n".join(lines).splitlines()])

@@ -3,8 +3,8 @@
 import pytest
 
 from harness.scenario.scenario import Load, Scenario, Server
-from harness.serve.compose.problems import server_problems_of
-from harness.serve.vllm.flags import flags_in, removed_flags, removed_in, version_of
+from harness.serve.vllm import flags_in, removed_flags, removed_in, version_of
+from tests.problems import server_problems_of
 
 
 def test_flags_are_named_as_the_parser_names_them() -> None:

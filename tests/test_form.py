@@ -7,10 +7,11 @@ import gevent
 import httptools
 import pytest
 
-from harness.load.answer import Answer, Reading
+from harness.load.answer import Answer
 from harness.load.exchange import Collector, Exchange
-from harness.load.form import Form
-from harness.load.later import Later
+from harness.load.reader import IdleQueue
+from harness.load.response import ResponseReader
+from harness.load.sse import EventTemplate
 
 TEXTS = [
     "one",
@@ -41,11 +42,11 @@ def chunked(data: bytes) -> bytes:
 def read_in(reads: list[bytes], together: int = 5, known: bool = True) -> tuple[Exchange, Answer, int]:
     """An exchange that got these reads, some at a time, what they say, and how many were taken at a glance."""
     exchange = Exchange(id="x")
-    reading, collector = Reading(exchange), Collector(exchange)
+    reading, collector = ResponseReader(exchange), Collector(exchange)
     for number, data in enumerate(reads):
         exchange.arrivals.append(time.monotonic_ns(), None)
         if not known:
-            exchange.form.ready = False
+            exchange.template.ready = False
         collector.take(data)
         if number % together == 0:
             reading.look()
@@ -77,25 +78,25 @@ def test_a_glance_sees_what_json_says(ascii_only: bool, channel: str, together: 
     assert exchange.complete and taken >= {1: 15, 2: 5, 7: 0}[together]
 
 
-def taken(form: Form, *events: bytes) -> str:
+def taken(template: EventTemplate, *events: bytes) -> str:
     """The text of those of the events that it takes."""
     for one in events:
-        form.takes(chunked(one), len(chunked(one)))
-    text = form.text.decode()
-    form.text.clear()
+        template.takes(chunked(one), len(chunked(one)))
+    text = template.text.decode()
+    template.text.clear()
     return text
 
 
 def test_what_is_learnt_is_used_for_plain_text_only() -> None:
-    form = Form()
-    assert taken(form, event("one")) == ""
-    form.learn(event("one"))
-    assert taken(form, event("two"), event(" three")) == "two three"
+    template = EventTemplate()
+    assert taken(template, event("one")) == ""
+    template.learn(event("one"))
+    assert taken(template, event("two"), event(" three")) == "two three"
     for other in ('a "quoted" one', "back\\slash", "line\nend", ""):
-        assert taken(form, event("two"), event(other), event(" three")) == "two three"
-    assert taken(form, event("two", created=5)) == ""
-    assert taken(form, event("")[:-40]) == ""
-    assert (form.events, form.hidden) == (10, 0)
+        assert taken(template, event("two"), event(other), event(" three")) == "two three"
+    assert taken(template, event("two", created=5)) == ""
+    assert taken(template, event("")[:-40]) == ""
+    assert (template.events, template.hidden) == (10, 0)
 
 
 @pytest.mark.parametrize("channel", ["content", "reasoning"])
@@ -117,10 +118,10 @@ def test_chunks_that_share_a_read_are_taken_together(channel: str) -> None:
 def test_of_chunks_that_share_a_read_all_must_be_like_those_before(odd: bytes) -> None:
     plain = chunked(event("x"))
     for together in (plain + chunked(odd), chunked(odd) + plain, plain + plain[:20], plain + b"0\r\n\r\n"):
-        form = Form()
-        form.learn(event("x"))
-        assert (form.takes(together, len(together)), form.events, bytes(form.text)) == (False, 0, b"")
-        assert form.takes(plain + plain, 2 * len(plain)) and form.events == 2
+        template = EventTemplate()
+        template.learn(event("x"))
+        assert (template.takes(together, len(together)), template.events, bytes(template.text)) == (False, 0, b"")
+        assert template.takes(plain + plain, 2 * len(plain)) and template.events == 2
 
 
 def test_broken_utf8_is_for_others_to_mend() -> None:
@@ -147,23 +148,23 @@ def test_broken_utf8_is_for_others_to_mend() -> None:
     ],
 )
 def test_only_events_with_text_and_nothing_else_are_learnt_from(other: bytes) -> None:
-    form = Form()
-    form.learn(other)
-    assert taken(form, other) == ""
+    template = EventTemplate()
+    template.learn(other)
+    assert taken(template, other) == ""
 
 
 def test_a_stream_whose_events_never_repeat_is_no_longer_learnt_from() -> None:
-    form = Form()
+    template = EventTemplate()
     for created in range(20):
-        form.learn(event("x", created=created))
-    assert taken(form, event("x", created=19), event("x", created=7)) == ""
+        template.learn(event("x", created=created))
+    assert taken(template, event("x", created=19), event("x", created=7)) == ""
 
 
 def test_a_new_form_is_learnt_as_long_as_forms_are_of_use() -> None:
-    form = Form()
+    template = EventTemplate()
     for created in range(50):
-        form.learn(event("x", created=created))
-        assert taken(form, event("y", created=created)) == "y"
+        template.learn(event("x", created=created))
+        assert taken(template, event("y", created=created)) == "y"
 
 
 @pytest.mark.parametrize("together", [1, 3])
@@ -205,13 +206,13 @@ def test_a_chunk_longer_than_it_says_is_an_error_wherever_it_stands() -> None:
 
 
 @pytest.fixture
-def later() -> Iterator[Later]:
-    made = Later()
+def later() -> Iterator[IdleQueue]:
+    made = IdleQueue()
     yield made
     made.finish()
 
 
-def test_later_is_when_nothing_is_ready_and_in_order(later: Later) -> None:
+def test_later_is_when_nothing_is_ready_and_in_order(later: IdleQueue) -> None:
     done: list[int] = []
     for number in range(5):
         later.do(lambda number=number: done.append(number))  # type: ignore[misc]
@@ -220,7 +221,7 @@ def test_later_is_when_nothing_is_ready_and_in_order(later: Later) -> None:
     assert done == [0, 1, 2, 3, 4]
 
 
-def test_work_that_never_finds_an_idle_moment_is_bounded(later: Later) -> None:
+def test_work_that_never_finds_an_idle_moment_is_bounded(later: IdleQueue) -> None:
     done: list[int] = []
     for number in range(1500):
         later.do(lambda number=number: done.append(number))  # type: ignore[misc]
@@ -229,10 +230,10 @@ def test_work_that_never_finds_an_idle_moment_is_bounded(later: Later) -> None:
     assert done == list(range(1500))
 
 
-def test_a_defect_in_what_was_put_off_stops_nothing(later: Later, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_defect_in_what_was_put_off_stops_nothing(later: IdleQueue, caplog: pytest.LogCaptureFixture) -> None:
     done: list[str] = []
     later.do(lambda: 1 / 0)
     later.do(lambda: done.append("the next"))
-    gevent.sleep(0.01)
+    gevent.sleep(0.2)
     assert done == ["the next"]
     assert "ZeroDivisionError" in caplog.text

@@ -12,7 +12,7 @@ from harness.rundir.manifest import RESERVE, read_run
 from tests.command import HARNESS, SMALL, write
 from tests.faults import fault
 
-LOAD = {"user": "batch", "batch_size": 20, "requests": 100_000, "output_tokens": 50}
+LOAD = {"user": "batch", "batch_size": 100, "requests": 100_000, "output_tokens": 50}
 
 
 def on_small_disk(tmp_path: Path, path: Path, size: str) -> tuple[int, str, Path]:
@@ -48,7 +48,7 @@ def test_a_disk_that_fills_up_during_a_run(tmp_path: Path) -> None:
         f"error: {name}: the disk is full (No space left on device): 0 of 2 cells have run, {len(lines):,} requests "
         "recorded; the rest was not measured",
         "next: Make room, or give a folder on another disk with --runs DIR, and run it again. What was measured until "
-        f"then: harness report {name}",
+        f"then: harness report {name} To measure the rest: harness run --resume {name}",
     ]
     assert not [one.name for one in folder.iterdir() if one.suffix == ".new" or one.name == RESERVE]
 

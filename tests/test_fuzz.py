@@ -13,9 +13,10 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from harness.analysis.summarize import read_summary, summarize
 from harness.errors import HarnessError
-from harness.failures.scan import MOST_FINDINGS, scan
-from harness.imports.formats import read_file
+from harness.failures.scan import MAX_FINDINGS, scan
+from harness.imports.write import read_file
 from harness.paths import ROOT, SCENARIOS
 from harness.rundir.manifest import read_run
 from harness.rundir.metrics import read_samples
@@ -23,15 +24,15 @@ from harness.rundir.records import read_marks, read_requests
 from harness.rundir.telemetry import read_telemetry
 from harness.scenario.file import load_scenario
 from harness.scenario.scenario import Trace
-from harness.serve.compose.compose import parse, read
-from harness.summarize.summarize import read_summary, summarize
-from harness.traces.replay import Replay
+from harness.serve.compose_file import parse, read
 from harness.workload.prompt_file import read_rows
+from harness.workload.traces import Replay
 from tests.made_runs import scenario, write_made_run
+from tests.nightly import draws
 
 # The same examples each time; a deadline in ms for one of them, generous for a busy machine.
 FUZZ = settings(
-    derandomize=True, max_examples=60, deadline=10_000, suppress_health_check=list(HealthCheck), database=None
+    derandomize=True, max_examples=draws(100), deadline=10_000, suppress_health_check=list(HealthCheck), database=None
 )
 ODD: list[Any] = [
     None, True, -1, 0, 2**53 + 1, 2**64, -(2**70), 10**300, 1e308, -1e308, 5e-324, "", "\x00\x1b[31m", "=1", "9" * 50,
@@ -211,4 +212,4 @@ def test_logs(seed: int) -> None:
     rng = random.Random(seed)
     data = bytes_changed(rng.choice(LOGS).read_bytes(), rng)
     scanned = scan(io.BytesIO(data))
-    assert len(scanned.findings) <= MOST_FINDINGS and "\x1b" not in scanned.last
+    assert len(scanned.findings) <= MAX_FINDINGS and "\x1b" not in scanned.last

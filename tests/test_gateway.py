@@ -5,10 +5,10 @@ import yaml
 
 from harness.errors import HarnessError
 from harness.scenario.scenario import Gateway, Load, Scenario, Server
-from harness.serve.compose.compose import parse
-from harness.serve.compose.document import server_document, with_gateway
-from harness.serve.compose.problems import server_problems_of
+from harness.serve.compose_file import parse
+from harness.serve.document import server_document, with_gateway
 from tests.load_runs import composed
+from tests.problems import server_problems_of
 
 
 def scenario(**gateway: object) -> Scenario:

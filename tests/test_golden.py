@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from harness.analysis.summarize import read_summary
 from harness.errors import HarnessError
+from harness.files import with_new_names
 from harness.judge.noise_floors import FORMAT_VERSION as NOISE_VERSION
 from harness.judge.noise_floors import read_noise
 from harness.paths import ROOT
 from harness.rundir.manifest import read_run
-from harness.rundir.records import FORMAT_VERSION, read_marks, read_requests
-from harness.summarize.summarize import read_summary
+from harness.rundir.records import read_marks, read_requests
+from harness.summary import FORMAT_VERSION
 from tests.command import harness
 
 GOLDEN = ROOT / "tests" / "golden"
@@ -34,7 +36,7 @@ def test_the_files_of_every_version_are_read(name: str) -> None:
     run, summary, damaged = read_run(folder), read_summary(folder), list[int]()
     requests = list(read_requests(folder / "requests.jsonl", damaged))
     marks = read_marks(folder / "processes.jsonl", damaged)
-    assert (run.format_version, run.status, summary.valid, len(summary.rows)) == (1, "valid", True, 2)
+    assert (run.format_version, run.status, summary.valid, len(summary.rows)) == (FORMAT_VERSION, "valid", True, 2)
     assert (len(requests), len(marks), damaged) == (12, 4, [])
 
 
@@ -48,6 +50,42 @@ def test_the_runs_of_every_version_are_listed_reported_and_compared(runs: Path) 
         assert read_summary(runs / name).checks[0].status == "passed"
     done = harness("compare", *RUNS, "--runs", "runs", "--about", "versions", cwd=runs.parent)
     assert (done.err, done.code in (0, 4), done.out.count("two / burst") >= 2) == ("", True, True)
+
+
+LIKE_OLD_FIELDS = """
+version: 1
+question: Does a name stay?
+model: m
+servers:
+  most: {template: simulated, variables: {preset: instant}, container: false}
+loads:
+  least: {user: batch, duration_s: 1, output_tokens: 3}
+  most: {user: batch, duration_s: 1, output_tokens: 3}
+mixes: {max: [least, most]}
+repeats: 1
+"""
+
+
+def test_what_users_name_like_an_old_field_keeps_its_name(tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text(LIKE_OLD_FIELDS)
+    done = harness("run", "s.yaml", "--runs", "runs", cwd=tmp_path)
+    assert (done.code in (0, 3), done.err) == (True, ""), done.out
+    (folder,) = (tmp_path / "runs").iterdir()
+    scenario, summary = read_run(folder).scenario, read_summary(folder)
+    assert (list(scenario.servers), list(scenario.loads)[:2]) == (["most"], ["least", "most"])
+    assert {row.load for row in summary.rows} == {"least", "most", "max.least", "max.most"}
+
+
+def test_an_old_file_gets_new_names_for_its_fields_only() -> None:
+    trace = {"most": 5, "block_tokens": 512}
+    old = {
+        "servers": {"most": {"variables": {"least": 1}}},
+        "loads": {"least": {"think_s": {"most": 2}, "trace": trace}},
+    }
+    assert with_new_names(old) == {
+        "servers": {"most": {"variables": {"least": 1}}},
+        "loads": {"least": {"think_s": {"max": 2}, "trace": {"max_requests": 5, "block_tokens": 512}}},
+    }
 
 
 def test_every_format_of_noise_is_known() -> None:
@@ -66,7 +104,7 @@ def test_a_newer_format_is_refused(runs: Path) -> None:
     assert (done.code, done.out, done.err) == (
         1,
         "",
-        "error: runs/0.2.0/run.json: format 2 was written by a newer harness; this one reads up to 1\n"
+        "error: runs/0.2.0/run.json: format 3 was written by a newer harness; this one reads up to 2\n"
         "next: Update the harness.\n",
     )
     noise = runs / "noise.json"

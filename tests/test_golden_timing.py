@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from harness.analysis import derive
 from harness.run.calibrate import chunk_errors_s
 from harness.scenario.scenario import Load, Warmup
 from harness.simulated import spawned
-from harness.simulated.sendlog import Sent
-from harness.summarize import derive
+from harness.simulated.answer import Sent
 from tests.load_runs import end, log_of, make_job, records_of, start_job
 
 STREAMS = 50
@@ -49,10 +49,10 @@ def attempt(folder: Path) -> tuple[float, str]:
     ("output", "flags", "textless"),
     [
         ("fixed", (), 0),
-        ("natural", (), 1),
+        pytest.param("natural", (), 1, marks=pytest.mark.nightly),
         ("natural", ("--fault", "reasoning:8"), 1),
         ("natural", ("--fault", "stop-string:3"), 3),
-        ("natural", ("--fault", "tool-call"), 1),
+        pytest.param("natural", ("--fault", "tool-call"), 1, marks=pytest.mark.nightly),
     ],
 )
 def test_tpot_is_the_time_between_two_tokens_that_were_sent(
@@ -60,7 +60,7 @@ def test_tpot_is_the_time_between_two_tokens_that_were_sent(
 ) -> None:
     send_log = tmp_path / "sent.jsonl"
     timing = ("--preset", "instant", "--served-model-name", "m", "--step-base-s", "0.02", "--send-log", str(send_log))
-    load = Load(user="batch", users=8, requests=32, output_tokens=200, output=output)
+    load = Load(user="batch", users=8, requests=16, output_tokens=100, output=output)
     with spawned(*timing, "--natural-output-tokens", "60", *flags) as server:
         assert end(start_job(tmp_path, server.url, make_job(tmp_path, load))) == 0, log_of(tmp_path)
     lines = send_log.read_bytes().splitlines()[1:]
@@ -70,8 +70,8 @@ def test_tpot_is_the_time_between_two_tokens_that_were_sent(
         times = sent[record.id]
         assert (record.output_tokens, record.textless) == (len(times) + textless, textless)
         ratios.append((derive.tpot_s(record) or 0.0) / ((times[-1] - times[0]) / (len(times) - 1)))
-    assert len(ratios) == 32
-    assert abs(statistics.median(ratios) - 1) < 0.001
+    assert len(ratios) == 16
+    assert abs(statistics.median(ratios) - 1) < 0.005  # a token more or less: 0.01 and more
     # What older harnesses recorded says nothing of single events. One end token is all that is assumed then.
     old = [msgspec.structs.replace(record, textless=None) for record in records_of(tmp_path)]
     assert textless > 1 or [*map(derive.tpot_s, old)] == [*map(derive.tpot_s, records_of(tmp_path))]

@@ -6,13 +6,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness.rundir import blocks
+from harness.analysis.goodput import SloTally, attained, meets, missed_before_leaving
+from harness.analysis.summarize import summarize
+from harness.analysis.tally import numbers_of
+from harness.reasons import evidence
+from harness.rundir import lines as blocks
 from harness.rundir.records import Request
 from harness.scenario.check_syntax import parse_check
 from harness.scenario.scenario import Load
-from harness.summarize.goodput import SloTally, attained, meets, missed_before_leaving
-from harness.summarize.summarize import summarize
-from harness.summarize.tally import numbers_of
 from harness.summary import Attained
 from tests.made_runs import MONOTONIC_S, request
 from tests.test_summarize import one_cell
@@ -80,7 +81,7 @@ def test_failed_and_unfinished_requests_stay_in_the_denominator(tmp_path: Path) 
     wall_s = 1.5  # of the failed ones, which ended last
     found = Attained(met=1, unknown=0, attainment=0.25, goodput_req_s=1 / wall_s)
     assert summary.cells[0].numbers.slos == summary.rows[0].pooled.slos == {SLOS: found}
-    assert summary.checks[0].evidence == "a / x: needs 11 requests; 4 were sent, of which 1 met every SLO"
+    assert evidence(summary.checks[0].evidence) == "a / x: needs 11 requests; 4 were sent, of which 1 met every SLO"
 
 
 def test_goodput_of_a_timed_load_counts_what_ended_inside(tmp_path: Path) -> None:
@@ -144,7 +145,7 @@ def test_checks_of_the_command_line_are_counted_too(tmp_path: Path) -> None:
     one_cell(tmp_path / "run", records)
     summary = summarize(tmp_path / "run", [CHECK, "attainment(e2e<=2s) == 1"])
     assert list(summary.rows[0].pooled.slos) == [SLOS, "e2e<=2s"]
-    assert [(one.status, one.evidence) for one in summary.checks] == [
+    assert [(one.status, evidence(one.evidence)) for one in summary.checks] == [
         ("passed", "a / x: 100 %, 11 of 11 sent met every SLO, 95 % interval 71.5 % to 100 %"),
         ("passed", "a / x: 100 %, 11 of 11 sent met every SLO"),
     ]

@@ -7,11 +7,10 @@ import pytest
 from harness.errors import HarnessError
 from harness.machine.gfx_support import has_fp8
 from harness.scenario.scenario import Load, Scenario, Server
-from harness.serve.compose.compose import Service, parse
-from harness.serve.compose.document import rendered
-from harness.serve.compose.problems import server_problems_of
-from harness.serve.vllm.flags import value_of
-from harness.serve.vllm.gpu_fit import container_problems, refuse_unfit
+from harness.serve.compose_file import Service, parse
+from harness.serve.document import rendered
+from harness.serve.vllm import container_problems, refuse_unfit, value_of
+from tests.problems import server_problems_of
 
 
 def service(**variables: Any) -> Service:

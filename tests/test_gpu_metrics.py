@@ -77,10 +77,7 @@ def test_a_table_of_attributes() -> None:
     # Encoded from the header; a published recording of an MI300X has the same size and number of attributes.
     assert struct.unpack_from("<HBBi", raw) == (len(raw), 1, 9, 47) and len(raw) == 1150
     assert gpu_metrics.parse(raw) == gpu_metrics.GpuMetrics(
-        counters=(0, 633093, 0, 0, 0),
-        kinds=("prochot", "power", "heat", "heat", "heat"),
-        cycles=54536484,
-        energy_j=1.5,
+        counters=(0, 633093, 0, 0, 0), kinds=("prochot", "power", "heat", "heat", "heat"), cycles=54536484, energy_j=1.5
     )
     later = mi300x_attributes(values | {CYCLES: 54536484 + 1000, POWER: 633093 + 400, MEMORY: 250, CHIP: 100})
     assert held(raw, later) == [None, {"power": 0.4, "heat": 0.25}]

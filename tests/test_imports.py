@@ -2,23 +2,26 @@
 
 import json
 import shutil
+import xml.etree.ElementTree as xml
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec import Struct, field
 
-from harness.compare.compare import compare_runs
+from harness.analysis.summarize import summarize
+from harness.comparison.compare import compare_runs
 from harness.errors import HarnessError
-from harness.imports import lemonade
-from harness.imports.formats import FORMATS, read_file
-from harness.imports.source import Node, Source, last_line
-from harness.imports.write import import_file
+from harness.imports import Count, Source, last_line, lemonade
+from harness.imports.write import FORMATS, import_file, read_file
 from harness.paths import ROOT
-from harness.report import html, markdown
+from harness.reasons import evidence, sentences, verdict_sentence
+from harness.report import export, html, junit, markdown
+from harness.report import sentences as of_report
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.origin import DEFINITIONS, definition, refuse_other_definitions
 from harness.rundir.records import Request, read_requests
-from harness.summarize.summarize import summarize
 from harness.summary import Numbers, Summary
 from tests.command import harness
 from tests.made_runs import write_made_run
@@ -59,9 +62,9 @@ def pooled(summary: Summary, load: str) -> Numbers:
 @pytest.mark.parametrize("name", GOOD)
 def test_every_sample_is_recognised_and_gives_a_valid_run(name: str, tmp_path: Path) -> None:
     value = read_file(DATA / name)[0].value
-    assert [form for form, (is_it, _) in FORMATS.items() if is_it(value)] == [GOOD[name]]
+    assert [known for known, form in FORMATS.items() if form.is_it(value)] == [GOOD[name]]
     run, summary, _ = imported(name, tmp_path)
-    assert (run.status, run.reasons, summary.valid) == ("valid", [], True)
+    assert (run.status, run.reasons, summary.valid) == ("unchecked", [], None)
     assert run.origin is not None and set(run.origin.definitions) <= set(DEFINITIONS)
     assert run.machine.name == "unknown"
 
@@ -69,11 +72,15 @@ def test_every_sample_is_recognised_and_gives_a_valid_run(name: str, tmp_path: P
 @pytest.mark.parametrize("name", [*GOOD, *BAD])
 def test_every_report_can_be_written_and_says_where_the_run_is_from(name: str, tmp_path: Path) -> None:
     folder = import_file(DATA / name, tmp_path / "runs", machine="box")
-    assert "Imported: measured by" in html.write_report(folder).read_text()
     shown = harness("report", folder.name, "--runs", str(tmp_path / "runs"), cwd=tmp_path)
     assert shown.code == (0 if name in GOOD else 3) and shown.err == ""
     text = " ".join(shown.out.split())
     assert "imported from" in text and "defined otherwise:" in text
+    assert "Imported: measured by" in (folder / "report.html").read_text()
+
+
+def test_an_imported_run_is_listed(tmp_path: Path) -> None:
+    folder = import_file(DATA / "vllm-chat.json", tmp_path / "runs", machine="box")
     listed = harness("runs", "--runs", str(tmp_path / "runs"), cwd=tmp_path)
     assert listed.code == 0 and folder.name in listed.out
 
@@ -107,7 +114,7 @@ def test_vllm_without_detail_has_numbers_and_no_records(tmp_path: Path) -> None:
     assert numbers.e2e_s.n == 0 and numbers.e2e_s.mean is None, "the file has no e2el"
     assert numbers.chunk_gap_s.n == 0
     why = "not known: chunk_gap_s, tokens_per_chunk: the file was saved without --save-detailed"
-    assert any(note.startswith(why) for note in summary.notes)
+    assert any(note.startswith(why) for note in sentences(summary.notes))
 
 
 def test_the_load_is_named_by_rate_and_concurrency(tmp_path: Path) -> None:
@@ -195,7 +202,7 @@ def test_milliseconds_of_genai_bench_are_milliseconds(tmp_path: Path) -> None:
     mean = raw["aggregated_metrics"]["stats"]["ttft"]["mean"]
     assert summary.rows[0].pooled.ttft_s.mean == pytest.approx(mean / 1000)
     unknown = changed(f"genai-bench/{GENAI}", tmp_path / "y.json", lambda raw: raw.update(_time_unit="h"))
-    with pytest.raises(HarnessError, match=r"\$\._time_unit: s or ms is expected, got 'h'"):
+    with pytest.raises(HarnessError, match=r"\$\._time_unit: Invalid enum value 'h'"):
         import_file(unknown, tmp_path)
 
 
@@ -205,7 +212,7 @@ def test_lemonade_has_the_servers_own_speed_and_no_zero_for_nothing(tmp_path: Pa
     assert records == [] and set(rows) == {"llamacpp-vulkan", "flm-npu"}
     gpu, npu = rows["llamacpp-vulkan"], rows["flm-npu"]
     assert (gpu.sent, gpu.ttft_s.mean, gpu.ttft_s.p50, gpu.ttft_s.p95) == (12, 0.08, 0.0795, None)
-    assert (gpu.output_tok_s, gpu.e2e_s.most, gpu.wall_s) == (44.5, 3.1, None)
+    assert (gpu.output_tok_s, gpu.e2e_s.max, gpu.wall_s) == (44.5, 3.1, None)
     assert (npu.ttft_s.n, npu.ttft_s.mean, npu.output_tok_s) == (0, None, 25.6)
     assert run.cells[0].served_by.arguments == ["ctx_size=4096", "-b", "2048"]
     assert run.origin is not None and run.origin.version == "11.7.0"
@@ -233,16 +240,16 @@ def test_lemonade_rows_of_two_speeds_have_no_ratio_and_the_reason_is_given(tmp_p
     assert summary.comparison is not None and summary.comparison.comparisons == 0
     (verdict,) = summary.comparison.verdicts
     assert (verdict.word, verdict.ratio, verdict.p) == ("inconclusive", None, None)
-    assert verdict.sentence == (
-        "flm-npu / chat-short: inconclusive: the definitions of 'output_tok_s' differ, so there is no ratio. "
+    assert verdict_sentence(verdict) == (
+        "flm-npu / chat-short: inconclusive: the definitions of 'output_tok_s' differ, so no ratio is given. "
         f"flm-npu / chat-short: {lemonade.WHOLE_REQUEST}. llamacpp-vulkan / chat-short: {lemonade.DECODING}."
     )
     relative, speedup = summary.checks
     assert (
         relative.code == "no_baseline"
-        and "the definitions of 'output_tok_s' differ, so there is no ratio" in relative.evidence
+        and "the definitions of 'output_tok_s' differ, so no ratio is given" in evidence(relative.evidence)
     )
-    assert speedup.code == "no_value" and "the definitions of 'output_tok_s' differ" in speedup.evidence
+    assert speedup.code == "no_value" and "the definitions of 'output_tok_s' differ" in evidence(speedup.evidence)
     text = markdown.render(summary, run)
     assert "By output tokens per second; no comparison could be made." in text
     assert "| flm-npu | chat-short | " in text and "25.6†" in text and "0.57" not in text and "0.58" not in text
@@ -261,12 +268,12 @@ def test_lemonade_says_where_it_cannot_be_told_which_speed_it_is(tmp_path: Path)
     npu = summary.rows[1]
     assert (npu.server, npu.pooled.output_tok_s, npu.output_tok_s) == ("flm-npu", None, [])
     assert summary.comparison is not None
-    assert summary.comparison.verdicts[0].sentence == (
+    assert verdict_sentence(summary.comparison.verdicts[0]) == (
         "flm-npu / chat-short: inconclusive: the output tok/s of flm-npu / chat-short is not known: "
         + lemonade.UNTOLD
         + "."
     )
-    assert summary.checks[0].evidence == f"flm-npu / chat-short: not known: {lemonade.UNTOLD}"
+    assert evidence(summary.checks[0].evidence) == f"flm-npu / chat-short: not known: {lemonade.UNTOLD}"
 
 
 @pytest.mark.parametrize(
@@ -286,9 +293,10 @@ def test_what_tells_the_two_speeds_of_lemonade_apart(
     def all_alike(value: float) -> dict[str, float]:
         return dict.fromkeys(("mean", "min", "max"), value)
 
-    scenario = {"output_tokens": tokens, "ttft_ms": all_alike(ttft)}
+    scenario = {"name": "s", "category": "chat", "failed_runs": 0}
+    scenario |= {"output_tokens": tokens, "ttft_ms": all_alike(ttft)}
     scenario |= {"duration_ms": all_alike(took), "tps": all_alike(speed)}
-    assert lemonade.meaning_of(Node(Source(Path("f"), "", scenario))) == meaning
+    assert lemonade.meaning_of(Source(Path("f"), "", scenario).read(lemonade.LemonadeScenario)) == meaning
 
 
 def test_rows_of_two_files_that_mean_different_things_are_refused(tmp_path: Path) -> None:
@@ -310,7 +318,7 @@ def test_failed_requests_make_a_run_invalid_and_are_in_no_latency(name: str, tmp
     _, summary, records = imported(name, tmp_path)
     numbers = summary.rows[0].pooled
     assert not summary.valid and numbers.failed in (2, 33)
-    assert numbers.ttft_s.n == numbers.succeeded and numbers.ttft_s.least is not None and numbers.ttft_s.least > 0
+    assert numbers.ttft_s.n == numbers.succeeded and numbers.ttft_s.min is not None and numbers.ttft_s.min > 0
     assert all(not record.chunks_s for record in records if record.error)
 
 
@@ -370,12 +378,13 @@ def test_other_work_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda raw: raw["ttfts"].__setitem__(2, None), r"\$\.ttfts\[2\]: a number is expected, got None"),
-        (lambda raw: raw["itls"].__setitem__(0, [-1.0]), r"\$\.itls\[0\]\[0\]: a duration is not negative, got -1.0"),
+        (lambda raw: raw["ttfts"].__setitem__(2, None), r"\$\.ttfts\[2\]: Expected `float`, got `null`"),
+        (lambda raw: raw["itls"].__setitem__(0, [-1.0]), r"\$\.itls\[0\]\[0\]: Expected `float` >= 0"),
         (lambda raw: raw["errors"].pop(), "the lists are not equally long: .*errors 11"),
-        (lambda raw: raw.pop("duration"), "there is no 'duration'"),
+        (lambda raw: raw.pop("duration"), "missing required field `duration`"),
         (lambda raw: raw.update(date="yesterday"), "a date such as 20260131-235959 is expected, got 'yesterday'"),
-        (lambda raw: raw.update(num_prompts="12"), r"\$\.num_prompts: a count is expected, got '12'"),
+        (lambda raw: raw.update(num_prompts="12"), r"\$\.num_prompts: Expected `int`, got `str`"),
+        (lambda raw: raw.update(total_output_tokens=10**400), r"\$\.total_output_tokens: Expected `int` <= "),
     ],
 )
 def test_a_wrong_value_is_named_and_nothing_is_written(change: Any, said: str, tmp_path: Path) -> None:
@@ -422,6 +431,11 @@ def test_a_wrong_value_is_named_and_nothing_is_written(change: Any, said: str, t
             "guidellm-0.8-fail.json",
             lambda raw: raw["benchmarks"][0]["scheduler_metrics"]["requests_made"].update(successful=12, errored=0),
             r"requests_made\.successful says 12, and 'successful' in the report are 10",
+        ),
+        (
+            "guidellm-0.8-fail.json",
+            lambda raw: raw["benchmarks"][0]["scheduler_metrics"]["requests_made"].update(total=10**400),
+            r"requests_made",
         ),
         (
             f"genai-bench/{GENAI}",
@@ -527,18 +541,22 @@ def test_a_file_that_cannot_be_read_costs_the_others_nothing(tmp_path: Path) -> 
     assert [line.split(": ")[0] for line in done.err.splitlines()] == ["error", "given/none.json", "given/no.json"]
 
 
-def test_access_to_a_document_is_strict() -> None:
-    source = Source(Path("f"), "", {"a": [1, True, 2.5, None, float("inf"), "x"]})
-    items = Node(source).at("a").items()
-    assert (items[0].count(), items[2].number()) == (1, 2.5)
-    for item in items[1], items[3], items[4], items[5]:
-        with pytest.raises(HarnessError, match="a number is expected"):
-            item.number()
-    with pytest.raises(HarnessError, match="a count is expected, got 2.5"):
-        items[2].count()
-    assert Node(source).get("b", "c") is None and Node(source).get("a", 3) is None
-    with pytest.raises(HarnessError, match="there is no 'b'"):
-        Node(source).at("b")
+class Document(Struct):
+    a: Count = field(name="x.a")
+    b: float | None = field(name="x.0.b", default=None)
+
+
+@pytest.mark.parametrize("value", [True, 2.5, "x", -1, None])
+def test_access_to_a_document_is_strict(value: Any) -> None:
+    with pytest.raises(HarnessError, match=r"^f: \$(\.x\.a: Expected `int`|: Object missing required field `x\.a`)"):
+        Source(Path("f"), "", {"x": {"a": value}}).read(Document)
+
+
+def test_paths_lead_through_mappings_and_lists() -> None:
+    found = Source(Path("f"), "", {"x": {"a": 1}}).read(Document)
+    assert (found.a, found.b) == (1, None)
+    with pytest.raises(HarnessError, match=r"line 3: Object missing required field"):
+        Source(Path("f"), "", None).read(Document, {"x": [{"b": 2.5}]}, "line 3")
     assert last_line("Traceback:\n  x\nValueError: no\n") == "ValueError: no"
 
 
@@ -573,6 +591,36 @@ def test_a_request_of_another_type_is_refused_where_it_is(tmp_path: Path, kind: 
         raw["benchmarks"][0]["requests"][kind].append("a")
         del raw["benchmarks"][0]["scheduler_metrics"]
 
-    with pytest.raises(HarnessError, match="a request is expected") as told:
+    with pytest.raises(HarnessError, match="missing required field `request_id`") as told:
         read_file(changed("guidellm-0.8.json", tmp_path / "a.json", change))
     assert f"$.benchmarks[0].requests.{kind}[" in told.value.what
+
+
+def test_an_import_is_neither_valid_nor_invalid_in_any_report(tmp_path: Path) -> None:
+    folder = import_file(DATA / "vllm-plain.json", tmp_path)
+    run, summary = read_run(folder), summarize(folder)
+    assert of_report.of_validity(summary, run).startswith("NOT CHECKED: ")
+    assert (of_report.state_of(summary, run), msgspec.to_builtins(summary)["valid"]) == ("unsure", None)
+    case = xml.fromstring(junit.render(summary, run)).find(".//testcase")
+    assert case is not None and [part.tag for part in case] == ["skipped"]
+    assert "_valid{" not in export.openmetrics(summary, run) and 'status="unchecked"' in export.openmetrics(
+        summary, run
+    )
+    assert harness("report", str(folder), cwd=tmp_path).code == 0
+
+
+def test_an_import_that_an_earlier_version_called_valid_is_unchecked(tmp_path: Path) -> None:
+    folder = import_file(DATA / "vllm-plain.json", tmp_path)
+    manifest = folder / "run.json"
+    manifest.write_text(manifest.read_text().replace('"status": "unchecked"', '"status": "valid"'))
+    assert read_run(folder).status == "unchecked"
+
+
+def test_a_comparison_says_which_runs_are_not_checked(tmp_path: Path) -> None:
+    def earlier(value: Any) -> None:
+        value["date"] = "20200101-000000"
+
+    first = import_file(DATA / "vllm-plain.json", tmp_path / "a")
+    second = import_file(changed("vllm-plain.json", tmp_path / "vllm-plain.json", earlier), tmp_path / "b")
+    notes = compare_runs([[first], [second]]).notes
+    assert [(note.code, note.values["runs"]) for note in notes] == [("runs_unchecked", [first.name, second.name])]

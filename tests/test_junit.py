@@ -11,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from junitparser import Error, Failure, JUnitXml, Skipped, TestCase
 
+from harness.analysis.summarize import summarize
 from harness.cli import app, listing
 from harness.errors import ServerError
+from harness.reasons import verdict_sentence
 from harness.report import junit
 from harness.rundir.manifest import read_run
 from harness.scenario.plan import Cell
-from harness.summarize.summarize import summarize
-from harness.summary import Comparison, Summary, Verdict
+from harness.summary import Comparison, Summary, Verdict, because
 from tests.command import harness, server, write
 from tests.made_runs import scenario, served_by, write_made_run
 
@@ -75,9 +76,9 @@ def test_a_run(tmp_path: Path) -> None:
     )
     (verdict,) = summary.comparison.verdicts
     assert verdict.word == "slower"
-    assert (
-        found["amd-llm-load.which.comparison | b / x against a / x: wall time"][1].splitlines()[0] == verdict.sentence
-    )
+    assert found["amd-llm-load.which.comparison | b / x against a / x: wall time"][1].splitlines()[
+        0
+    ] == verdict_sentence(verdict)
     (suite,) = JUnitXml.fromstring(text.encode())
     assert (suite.name, suite.hostname, suite.timestamp) == ("which", "strix", "2027-01-15T08:00:00")
     properties = suite.properties()  # type: ignore[no-untyped-call]
@@ -102,20 +103,22 @@ def test_an_invalid_run_is_an_error(tmp_path: Path) -> None:
 
 def test_a_run_that_did_not_end_is_an_error(tmp_path: Path) -> None:
     for status in ("running", "failed", "interrupted"):
-        summary, text = made(tmp_path / status, status=status, reasons=["why"] if status != "running" else [])
+        summary, text = made(
+            tmp_path / status, status=status, reasons=[because("text", text="why")] if status != "running" else []
+        )
         assert cases(text)["amd-llm-load.which.validity | the run is VALID"][0] == "error"
 
 
 def verdict(word: str) -> Verdict:
     return Verdict(
         side=f"{word} / x", baseline="a / x (before)", metric="output_tok_s", ratio=None, low=None, high=None, p=None,
-        n=(5, 5), word=word, sentence=f"{word}: <because> & so on.",
+        n=(5, 5), word=word, refused=because("text", text="<because> & so on"),
     )  # fmt: skip
 
 
 def test_a_comparison_of_runs() -> None:
     four = [verdict(word) for word in ("faster", "slower", "same", "inconclusive")]
-    compared = Comparison(metric="output_tok_s", comparisons=4, noise_floor=0.02, noise_source="assumed", verdicts=four)
+    compared = Comparison(metric="output_tok_s", comparisons=4, noise_floor=0.02, noise_source=[], verdicts=four)
     found = cases(junit.of_comparison(compared))
     name = "amd-llm-load.compare.comparison | {} / x against a / x (before): output tok/s"
     assert {key: value[0] for key, value in found.items()} == {
@@ -124,7 +127,7 @@ def test_a_comparison_of_runs() -> None:
         name.format("same"): "passed",
         name.format("inconclusive"): "skipped",
     }
-    assert found[name.format("slower")][1].splitlines()[0] == "slower: <because> & so on."
+    assert found[name.format("slower")][1].splitlines()[0].endswith("slower / x: <because> & so on.")
 
 
 def properties_of(text: str) -> dict[str, str]:
@@ -166,10 +169,7 @@ def test_checks_of_a_comparison_are_in_every_format(tmp_path: Path) -> None:
     for form, said in (
         ("terminal", "- FAILED wall <= 0.5 * baseline: a / x: 9.03 s against 10.03 s of old, 0.9 times as much"),
         ("markdown", "- **FAILED**: `wall <= 0.5 * baseline`: a / x: 9.03 s against 10.03 s of old, 0.9 times as much"),
-        (
-            "json",
-            '{"check":"wall <= 0.5 * baseline","status":"failed","code":"broken","evidence":"a / x: 9.03 s against',
-        ),
+        ("json", '{"check":"wall <= 0.5 * baseline","status":"failed","code":"broken","evidence":'),
     ):
         options = ("--about", "version", "--check", "wall <= 0.5 * baseline", "--format", form)
         done = harness("compare", "old", "new", *options, cwd=tmp_path)
@@ -195,7 +195,7 @@ def test_a_refused_comparison_is_a_file_with_an_error(
     arguments: tuple[str, ...], code: int, kind: str, said: str, tmp_path: Path
 ) -> None:
     two_runs(tmp_path)
-    write_made_run(tmp_path / "runs" / "bad", status="invalid", reasons=["why"])
+    write_made_run(tmp_path / "runs" / "bad", status="invalid", reasons=[because("text", text="why")])
     done = harness("compare", *arguments, "--format", "junit", cwd=tmp_path)
     assert done.code == code and said in done.err
     ((name, (word, evidence)),) = cases(done.out).items()
@@ -207,7 +207,7 @@ def test_a_refused_comparison_is_a_file_with_an_error(
 def test_a_defect_is_a_file_with_an_error_as_well(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listing, "find_runs", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(listing, "find_run", lambda *_, **__: 1 / 0)
     command = typer.main.get_command(app)
     context = command.make_context("harness", ["compare", "a", "b", "--format", "junit"])
     with pytest.raises(ZeroDivisionError), context:
@@ -295,6 +295,8 @@ def test_a_file_that_cannot_be_written_is_noticed_before_the_run(tmp_path: Path)
 
 def test_the_error_is_that_of_the_summary(tmp_path: Path) -> None:
     summary, _ = made(tmp_path / "run")
-    bad = msgspec.structs.replace(summary, valid=False, reasons=["first \x00 reason", "second"])
+    bad = msgspec.structs.replace(
+        summary, valid=False, reasons=[because("text", text="first \x00 reason"), because("text", text="second")]
+    )
     (word, evidence), *_ = cases(junit.render(bad, read_run(tmp_path / "run"))).values()
     assert (word, evidence.splitlines()[1:]) == ("error", ["first \N{REPLACEMENT CHARACTER} reason", "second"])

@@ -1,26 +1,208 @@
-"""Where more concurrency stops paying, by its rule."""
+"""The knee of throughput over concurrency: the fit, the search on made-up curves."""
 
+import math
+import random
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 
-from harness.report.charts.knee import in_words, knee_of
+from harness.capacity.knee import KneeBlock, KneeProbe, KneeSearch, throughput_of
+from harness.capacity.unimodal import crossing, unimodal
+
+LOG_SHARE = math.log(0.9)
 
 
-@pytest.mark.parametrize(
-    ("points", "at", "falls_at", "said"),
-    [
-        ([(1, 70), (5, 141), (10, 30)], 5, 10, "knee at 5 at once, the best; falls from 10 at once on"),
-        ([(10, 100), (1, 50), (5, 96)], 5, None, "knee at 5 at once, 96\u00a0% of the best; more does not help"),
-        ([(1, 50), (5, 94), (10, 100)], 10, None, "no knee up to 10 at once: it still rises there"),
-        ([(1, 99), (5, 100), (9, 94)], 1, 9, "knee at 1 at once, 99\u00a0% of the best; falls from 9 at once on"),
-        ([(1, 50), (5, 100), (5, 20)], 5, None, "no knee up to 5 at once: it still rises there"),
-    ],
-)  # fmt: skip
-def test_the_rule(points: list[tuple[int, float]], at: int, falls_at: int | None, said: str) -> None:
-    knee = knee_of(points)
-    assert knee is not None
-    assert (knee.at, knee.falls_at, in_words(knee)) == (at, falls_at, said)
+def run(
+    curve: Callable[[int], float], max_level: int = 256, noise: float = 0.02, until: int | None = None
+) -> KneeSearch:
+    """A search with one block a second of a throughput that is `curve` with seeded noise; `until`: probes."""
+    search, dice = KneeSearch(max_level), random.Random(5)
+    while (level := search.next_level()) is not None and (until is None or len(search.taken) < until):
+        probe = search.probe(level)
+        while probe.state == "open":
+            probe.add(KneeBlock(1.0, curve(level) * (1 + dice.gauss(0, noise))))
+        search.take(level, probe)
+    return search
 
 
-@pytest.mark.parametrize("points", [[], [(5, 100.0)], [(5, 100.0), (5, 90.0)], [(1, 0.0), (5, 0.0)]])
-def test_no_curve_has_no_knee(points: list[tuple[int, float]]) -> None:
-    assert knee_of(points) is None
+def corner(level: int) -> float:
+    return 100.0 * min(level, 20)
+
+
+def cliff(level: int) -> float:
+    return 100.0 * level if level <= 20 else 600.0
+
+
+def rising(level: int) -> float:
+    return 100.0 * level / (1 + level / 1000)
+
+
+def test_a_fit_that_rises_and_falls() -> None:
+    y = np.array([1.0, 3.0, 2.0, 5.0, 4.0, 4.5, 1.0])
+    assert unimodal(y, np.ones(7)) == pytest.approx([1, 2.5, 2.5, 5, 4.25, 4.25, 1])
+
+
+def test_a_curve_that_only_falls_keeps_its_first_point_as_the_peak() -> None:
+    assert unimodal(np.array([3.0, 2.0, 1.0]), np.ones(3)) == pytest.approx([3, 2, 1])
+
+
+def test_the_crossing_is_between_the_chord_and_the_concave_continuation() -> None:
+    x, fit = np.log([4.0, 8.0, 16.0, 32.0]), np.log([4.0, 8.0, 10.0, 10.0])
+    late, early = (crossing(x, fit, LOG_SHARE, (u, 0.0)) for u in (0.0, 1.0))
+    assert math.exp(early.x) == pytest.approx(9.0)  # 9 tokens/s, if it rises in proportion up to a corner
+    assert early.x < late.x < x[2]
+    assert early.segment == late.segment == 2
+
+
+def test_a_peak_between_two_points_has_room_up_to_a_cliff() -> None:
+    x, fit = np.log([4.0, 8.0, 16.0, 32.0]), np.log([4.0, 8.0, 3.0, 3.0])
+    found = crossing(x, fit, LOG_SHARE, (0.5, 1.0))
+    assert found.peak_segment == 2
+    assert math.exp(found.peak) == pytest.approx(16.0)
+
+
+def test_batch_means_count_what_one_block_hands_to_the_next() -> None:
+    dice = random.Random(1)
+    high, low = 110.0, 90.0
+    pairs = [value for _ in range(40) for value in [dice.choice([high, low])] * 5]
+    dependent = throughput_of([KneeBlock(1, value) for value in pairs])
+    dice.shuffle(pairs)
+    assert dependent.error > 1.4 * throughput_of([KneeBlock(1, value) for value in pairs]).error
+
+
+def test_throughput_weighs_blocks_by_their_seconds() -> None:
+    assert throughput_of([KneeBlock(1, 10), KneeBlock(3, 90)] * 8).tok_s == 25
+
+
+def test_a_probe_drops_what_it_measured_while_the_server_still_settled() -> None:
+    probe = KneeProbe(4, 0.03, 60, [])
+    dice = random.Random(2)
+    for number in range(60):
+        if probe.state == "open":
+            probe.add(KneeBlock(1, (50 if number < 6 else 100) * (1 + dice.gauss(0, 0.01))))
+    assert probe.state == "done" and probe.steady
+    assert throughput_of(probe.blocks).tok_s == pytest.approx(100, rel=0.02)
+    assert probe.seconds > len(probe.blocks)
+
+
+def test_a_probe_ends_at_its_cap_and_says_when_it_was_not_steady() -> None:
+    probe = KneeProbe(4, 0.001, 24, [])
+    for number in range(24):
+        probe.add(KneeBlock(1, 100 + 5 * number))
+    assert probe.state == "done" and not probe.steady
+
+
+def test_a_probe_clearly_below_the_peak_needs_no_precision() -> None:
+    blocks = [KneeBlock(1, 100 + (20 if number % 2 else -20)) for number in range(8)]
+    one, other = KneeProbe(4, 0.03, 60, [], best=100.0), KneeProbe(4, 0.03, 60, [], best=1000.0)
+    for block in blocks:
+        one.add(block)
+        other.add(block)
+    assert (one.state, other.state) == ("open", "done")
+
+
+def test_a_corner() -> None:
+    answer = run(corner).answer()
+    assert answer.kind == "knee" and answer.level is not None and answer.low is not None and answer.high is not None
+    assert 16 <= answer.low <= answer.level <= answer.high <= 21
+    assert answer.low <= 18 <= answer.high
+    assert answer.hurts_from is None
+    assert not answer.drifted
+    assert answer.peak_tok_s == pytest.approx(2000, rel=0.02)
+    assert max(point.level for point in answer.points) < 256  # two rungs beyond were enough
+
+
+def test_a_cliff_is_where_it_hurts() -> None:
+    answer = run(cliff).answer()
+    assert answer.kind == "knee" and answer.low is not None and answer.high is not None
+    assert answer.low <= 18 <= answer.high
+    assert answer.hurts_from is not None and 21 <= answer.hurts_from <= 25
+    assert answer.peak_level <= 20
+
+
+@pytest.mark.parametrize("max_level", [1, 2, 100, 256])
+def test_no_knee_in_range(max_level: int) -> None:
+    answer = run(rising, max_level).answer()
+    assert (answer.kind, answer.level, answer.low, answer.high, answer.hurts_from) == ("none", None, None, None, None)
+    assert answer.peak_level == max_level
+
+
+def test_one_user_is_enough() -> None:
+    answer = run(lambda level: 100.0).answer()
+    assert (answer.kind, answer.level, answer.low) == ("knee", 1, 1)
+    assert answer.high is not None and answer.high <= 2  # one step of the grid
+
+
+def test_a_search_that_was_stopped_early_leaves_the_knee_open() -> None:
+    answer = run(corner, until=4).answer()
+    assert (answer.kind, answer.level, answer.high) == ("unclear", None, None)
+    assert answer.low is not None and answer.low >= 5
+    assert answer.drift is None
+
+
+def test_a_level_at_which_the_server_failed_ends_the_ladder() -> None:
+    search = run(rising, until=5)
+    assert search.next_level() == 32
+    search.fail(32)
+    again = search.next_level()
+    assert again in (1, 2, 4)
+    search.take(again, run_probe(search, again))
+    assert search.next_level() is None
+    assert (search.answer().kind, search.answer().hurts_from) == ("unclear", 32)
+
+
+def test_a_server_that_failed_at_once_has_no_answer() -> None:
+    search = KneeSearch(8)
+    search.fail(1)
+    assert search.next_level() is None
+    with pytest.raises(ValueError, match="without any throughput"):
+        search.answer()
+
+
+def test_a_probe_that_was_stopped_at_once_counts_for_nothing() -> None:
+    search = KneeSearch(8)
+    probe = search.probe(1)
+    assert probe.stop() == "done"
+    search.take(1, probe)
+    assert (search.next_level(), search.taken) == (1, [])
+
+
+def test_a_server_that_answers_nothing_at_high_levels_hurts_there() -> None:
+    answer = run(lambda level: 100.0 * level if level <= 20 else 0.0).answer()
+    assert answer.kind == "knee" and answer.low is not None and answer.high is not None
+    assert answer.low <= 18 <= answer.high
+    assert answer.hurts_from is not None and answer.hurts_from <= 32
+
+
+def run_probe(search: KneeSearch, level: int, factor: float = 1.0) -> KneeProbe:
+    probe, dice = search.probe(level), random.Random(level)
+    while probe.state == "open":
+        probe.add(KneeBlock(1.0, factor * rising(level) * (1 + dice.gauss(0, 0.02))))
+    return probe
+
+
+@pytest.mark.parametrize(("factor", "drifted"), [(1.0, False), (0.9, True), (1.1, True)])
+def test_an_early_level_at_the_end_shows_drift_of_the_machine(factor: float, drifted: bool) -> None:
+    search, seen = KneeSearch(64), set()
+    while (level := search.next_level()) is not None:
+        search.take(level, run_probe(search, level, factor if level in seen else 1.0))
+        seen.add(level)
+    answer = search.answer()
+    assert answer.drift == pytest.approx(factor, rel=0.03)
+    assert answer.drifted is drifted
+
+
+def test_what_varies_between_probes_widens_the_interval() -> None:
+    lows = []
+    for between in (0.0, 0.05):
+        search, dice = KneeSearch(64, between_probes=between, max_probes=7), random.Random(5)
+        while (level := search.next_level()) is not None:
+            probe = search.probe(level)
+            while probe.state == "open":
+                probe.add(KneeBlock(1.0, 100 * level / (1 + level / 4) * (1 + dice.gauss(0, 0.02))))
+            search.take(level, probe)
+        low = search.answer().low
+        assert low is not None
+        lows.append(low)
+    assert lows[1] < lows[0]

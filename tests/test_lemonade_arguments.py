@@ -10,16 +10,16 @@ import msgspec
 import pytest
 import yaml
 
+from harness.failures.table import replacements
 from harness.job import job_of_text
 from harness.scenario.scenario import Gateway, Load, Scenario, Server
-from harness.serve.compose.compose import parse
-from harness.serve.compose.document import server_document
-from harness.serve.compose.problems import server_problems_of
-from harness.serve.lemonade import pool_size
-from harness.serve.lemonade.arguments import PROTECTED, hints, vllm_problems
+from harness.serve.compose_file import parse
+from harness.serve.document import server_document
+from harness.serve.lemonade import hints, pool_size, vllm_problems
 from tests.command import harness
 from tests.doubles.lemonade import arguments as double
 from tests.load_runs import composed
+from tests.problems import server_problems_of
 
 EVIL = "a\"b\\c: {'d'} # ${x} \u2028é"
 
@@ -39,18 +39,16 @@ def contents(model: str = "Tiny", **variables: Any) -> dict[str, Any]:
     return {name: json.loads(config.content.replace("$$", "$")) for name, config in compose.configs.items()}
 
 
-@pytest.mark.parametrize("flag", sorted(PROTECTED))
+@pytest.mark.parametrize("flag", sorted(replacements().protected))
 def test_what_lemonade_sets_itself_is_refused_with_the_reason(flag: str) -> None:
     (problem,) = problems(vllm_args=f"--max-num-seqs 8 {flag} 1")
-    assert problem == f"vllm_args: {flag}: {PROTECTED[flag]}"
+    assert problem == (f"vllm_args: {flag}: Lemonade sets it itself and refuses it; {replacements().protected[flag]}")
     with pytest.raises(double.BadArgument, match="is managed by Lemonade"):
         double.checked(f"--max-num-seqs 8 {flag} 1")
 
 
 def test_the_protected_flags_are_those_of_the_double() -> None:
-    assert set(PROTECTED) == set(double.PROTECTED)
-    assert "--no-enable-prefix-caching turns it off" in PROTECTED["--enable-prefix-caching"]
-    assert "set ctx_size" in PROTECTED["--max-model-len"]
+    assert set(replacements().protected) == set(double.PROTECTED)
 
 
 @pytest.mark.parametrize(
@@ -59,16 +57,16 @@ def test_the_protected_flags_are_those_of_the_double() -> None:
         ('--speculative-config \'{"method": "ngram"}\'', "Lemonade strips quotes, so JSON does not reach vLLM"),
         ("-cc.mode=3 --x {}", "Lemonade strips quotes"),
         ("max-num-seqs 10", "'max-num-seqs': a flag that begins with '-' is expected"),
-        ("–gpu-memory-utilization 0.78", "'–gpu-memory-utilization' begins with a dash of printed text"),
-        ("--gpu-memory-utilization 0.78 –max-num-seqs 10", "is none: write --max-num-seqs"),
+        ("–gpu-memory-utilization 0.78", "'–gpu-memory-utilization' starts with a printed dash"),
+        ("--gpu-memory-utilization 0.78 –max-num-seqs 10", "not with hyphens: type --max-num-seqs"),
         ("--enforce-eager --no-enforce-eager", "--enforce-eager and --no-enforce-eager contradict each other"),
         ("--max-num-seqs 8 --max_num_seqs=9", "--max-num-seqs: is given twice"),
-        ("--gpu-memory-utilization 0.7 --kv-cache-memory-bytes 4G", "has no say over the KV cache"),
+        ("--gpu-memory-utilization 0.7 --kv-cache-memory-bytes 4G", "has no effect on the KV cache"),
         ("--swap-space 4", "--swap-space: vLLM does not know it any more since 0.18.0"),
-        ("--max_model_len=4096", "--max-model-len: Lemonade sets it itself and refuses it; set ctx_size"),
+        ("--max_model_len=4096", "--max-model-len: Lemonade sets it itself and refuses it; set the variable ctx_size"),
     ],
 )
-def test_what_would_fail_later_is_told_now(text: str, problem: str) -> None:
+def test_what_would_fail_later_is_reported_now(text: str, problem: str) -> None:
     (found,) = vllm_problems(text)
     assert problem in found
 
@@ -240,7 +238,7 @@ def hints_of(load: Load, threads: int | None = 8, **variables: Any) -> list[str]
     return hints(msgspec.structs.replace(scenario(**variables), loads={"l": load}), threads)
 
 
-def test_a_load_above_the_pool_is_told_before() -> None:
+def test_a_load_above_the_pool_is_reported_before() -> None:
     load = Load(user="batch", users=2, batch_size=20, requests=80)
     assert hints_of(load) == [
         "s under l: 40 requests will be in flight, and Lemonade serves 32 at once on this machine: "

@@ -17,7 +17,7 @@ import pytest
 from harness.job import write_job
 from harness.run.drive import locust_arguments
 from harness.scenario.scenario import MAX_USERS, Load
-from harness.serve.ask import free_port
+from harness.serve.probe import free_port
 from harness.simulated import spawned
 from tests.fake_server import read_request, serving, whole
 from tests.faults import fault
@@ -192,7 +192,7 @@ def test_only_fields_of_the_form_are_taken(by_hand: UI, field: str) -> None:
     """Locust takes any option of the command line as a field."""
     refused = by_hand.ask("/swarm", {**FORM, field: "HOME"})
     assert refused.status == 400
-    assert json.loads(refused.text)["message"] == f"'{field}': no field of the form"
+    assert json.loads(refused.text)["message"] == f"'{field}': no field of the form."
 
 
 USERS = "--users: must be a whole number of 1 to 100,000 (got {!r})"
@@ -249,7 +249,7 @@ def test_what_is_no_form_is_refused(by_hand: UI) -> None:
     assert by_hand.ask("/swarm", urlencode(FORM), Content_Type="text/plain").status == 415
     missing = by_hand.ask("/swarm", {})
     assert missing.status == 400
-    assert json.loads(missing.text)["message"] == "--users: is missing\n--spawn-rate: is missing"
+    assert json.loads(missing.text)["message"] == "--users: is missing."
     assert by_hand.ask("/swarm", {**FORM, "model": "x" * 2_000_000}).status == 413
     for body in ("", "[]", '{"user_class_name": "ChatUser", "tasks": 1}', '{"user_class_name": "ChatUser", "wait": 1}'):
         assert by_hand.ask("/user", body).status == 400
@@ -281,7 +281,7 @@ def test_many_starts_at_once_are_one_load(server: str, tmp_path: Path) -> None:
             thread.start()
         for thread in asked:
             thread.join()
-        assert {one.status for one in answers} <= {200, 409} and len(answers) == 40
+        assert {one.status for one in answers} == {200} and len(answers) == 40
         until(lambda: found.state()["state"] == "running")
         assert found.state()["users"] == 1
         second = found.ask("/swarm", {**FORM, "user_count": "99999999"})  # while it goes on

@@ -1,4 +1,4 @@
-"""The live numbers of a load: histograms, tallies, the book, and what the harness writes beside them."""
+"""The live numbers of a load: accumulators, their merge, and what the harness writes next to them."""
 
 import json
 import math
@@ -7,16 +7,42 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from harness.load.live.book import ALL, Book
-from harness.load.live.histogram import Histogram, add, note, percentiles
-from harness.load.live.observed import Observed
-from harness.load.live.tally import HandOver, Tally, packed, unpacked
+from harness.load.live_metrics import (
+    ALL,
+    Accumulator,
+    CounterDelta,
+    LiveNumbers,
+    Observed,
+    RequestCounter,
+    percentiles,
+    unpacked,
+)
 from harness.run.live import slos_for
+from harness.rundir.lines import Tail
 from harness.rundir.records import ErrorKind, Request
-from harness.rundir.samples import Tail
 from harness.scenario.check_syntax import Slo
+
+
+class Sender:
+    """Of a recorder, what the counter asks for: what is in flight, and how busy the process is."""
+
+    def __init__(self, in_flight_of: dict[str, int] | None = None, busy: float | None = None) -> None:
+        self.in_flight_of = in_flight_of or {}
+        self.in_flight = sum(self.in_flight_of.values())
+        self.health = self
+        self.busy_now = lambda: busy
+
+
+def delta(
+    counter: RequestCounter, in_flight_of: dict[str, int] | None = None, busy: float | None = None
+) -> CounterDelta:
+    """What the worker counted, as the master gets it."""
+    given = unpacked(msgspec.msgpack.encode(counter.delta(Sender(in_flight_of, busy))))  # type: ignore[arg-type]
+    assert given is not None
+    return given
 
 
 def request(
@@ -45,36 +71,36 @@ def request(
 def test_a_percentile_is_at_most_one_percent_off_and_processes_add_up() -> None:
     rng = random.Random(4)
     values = [math.exp(rng.gauss(-2, 1.5)) for _ in range(5000)]
-    whole: Histogram = {}
+    whole = Accumulator()
     for part in range(3):
-        mine: Histogram = {}
+        mine = Accumulator()
         for value in values[part::3]:
-            note(mine, value)
-        add(whole, mine)
+            mine.count(request(ttft=value, tpot=0.0), ())
+        whole.merge(mine)
     values.sort()
     shares = (0.5, 0.9, 0.95, 0.99)
-    for share, found in zip(shares, percentiles(whole, shares), strict=True):
+    for share, found in zip(shares, percentiles(whole.latencies["ttft"], shares), strict=True):
         exact = values[math.ceil(share * len(values)) - 1]
         assert found is not None and abs(found / exact - 1) <= 0.0101
     assert percentiles({}, (0.5, 0.99)) == [None, None]
-    assert sum(whole.values()) == 5000
+    assert sum(whole.latencies["ttft"].values()) == 5000
 
 
 def test_an_answer_that_came_in_one_read_has_no_tpot_here_either() -> None:
     """As in the report: its chunks' times say when the read was, and that is not 0 ms a token."""
-    tally = Tally()
+    counter = RequestCounter()
     for one in (request(chunks_s=[0.3, 0.3, 0.3], coalesced=2, coalesced_late=0), request()):
-        tally.add(one)
-    ((_, by_class),) = tally.hand_over(0).seconds
-    assert [sum(values.values()) for values in (by_class["Chat"].ttft, by_class["Chat"].tpot)] == [2, 1]
+        counter.add(one)
+    ((_, by_class),) = delta(counter).seconds
+    assert [sum((values or {}).values()) for values in map(by_class["Chat"].latencies.get, ("ttft", "tpot"))] == [2, 1]
 
 
-def test_a_tally_hands_everything_over_once() -> None:
+def test_a_counter_reports_everything_once() -> None:
     slos = (
         Slo(text="ttft<=150ms", latency="ttft", operator="<=", bound_s=0.15),
         Slo(text="tpot<=30ms", latency="tpot", operator="<=", bound_s=0.03),
     )
-    tally = Tally(slos)
+    counter = RequestCounter(slos)
     for one in (
         request(),
         request(ttft=0.2),
@@ -87,9 +113,8 @@ def test_a_tally_hands_everything_over_once() -> None:
         request(phase="warmup"),
         request(user_class="Agent", tokens=5),
     ):
-        tally.add(one)
-    given = unpacked(packed(tally.hand_over(3, {"Chat": 2, "Agent": 1, "Gone": 0})))
-    assert given is not None
+        counter.add(one)
+    given = delta(counter, {"Chat": 2, "Agent": 1, "Gone": 0})
     assert (given.in_flight, given.in_flight_of, given.warmup) == (3, {"Chat": 2, "Agent": 1}, 1)
     assert {kind: (one.count, one.message) for kind, one in given.failures.items()} == {
         "http": (2, "the last"),
@@ -99,87 +124,85 @@ def test_a_tally_hands_everything_over_once() -> None:
     assert (sum(one.ended for one in chat), sum(one.failed for one in chat), sum(one.met for one in chat)) == (8, 3, 1)
     assert sum(one.tokens for one in chat) == 33
     assert all(age in (0, 1) for age, _ in given.seconds)
-    assert tally.hand_over(0) == HandOver([], {}, 0, 0)
+    assert delta(counter) == CounterDelta([], {}, 0, 0)
 
 
 def test_what_no_worker_of_ours_sent_is_left_out() -> None:
     assert [unpacked(raw) for raw in (None, b"", b"\x93\x01\x02\x03", "text", 7)] == [None] * 5
 
 
-def test_a_load_process_that_is_at_its_limit_is_told_as_long_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_process_that_is_at_its_limit_is_reported_as_long_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    book, tally = Book(), Tally()
+    numbers, counter = LiveNumbers(), RequestCounter()
     told = []
     for busy in (None, 0.5, 0.96, 0.9):
-        given = unpacked(packed(tally.hand_over(1, busy=busy)))
-        assert given is not None
-        book.take("a", given)
-        book.take("b", tally.hand_over(1, busy=0.2))
-        told.append(book.client_limited())
+        numbers.take("a", delta(counter, busy=busy))
+        numbers.take("b", delta(counter, busy=0.2))
+        told.append(numbers.client_limited())
     assert told == [None, None, 0.96, None]
 
 
-def test_the_book_adds_up_workers_and_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_numbers_add_up_workers_and_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.5]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    book = Book(lag_s=4, slos="ttft<=150ms")
-    workers = {name: Tally((Slo(text="", latency="ttft", operator="<=", bound_s=0.15),)) for name in "ab"}
+    numbers = LiveNumbers(lag_s=4, slos="ttft<=150ms")
+    workers = {name: RequestCounter((Slo(text="", latency="ttft", operator="<=", bound_s=0.15),)) for name in "ab"}
     for second in range(30):
         clock[0] = 1000.5 + second
-        for name, tally in workers.items():
+        for name, counter in workers.items():
             for _ in range(5):
-                tally.add(request())
-            tally.add(request(user_class="Agent", error="http"))
+                counter.add(request())
+            counter.add(request(user_class="Agent", error="http"))
             if second % 3 == "ab".index(name):
-                book.take(name, tally.hand_over(7, {"Chat": 6, "Agent": 1}))
-        book.tick(12, Observed(None))
-    recent = book.recent()
+                numbers.take(name, delta(counter, {"Chat": 6, "Agent": 1}))
+        numbers.tick(12, Observed(None))
+    recent = numbers.recent()
     assert list(recent) == [ALL, "Agent", "Chat"]
     assert (recent[ALL]["ended"], recent["Chat"]["ended"], recent["Agent"]["failed"]) == (120, 100, 20)  # of 10 s
     assert (recent[ALL]["req_s"], recent["Chat"]["tok_s"], recent["Chat"]["goodput_req_s"]) == (12.0, 110.0, 10.0)
     assert (recent["Chat"]["attainment"], recent["Agent"]["attainment"]) == (1.0, 0.0)
     assert recent["Chat"]["ttft_p99_s"] == pytest.approx(0.1, rel=0.0101)
     assert recent["Agent"]["ttft_p50_s"] is None
-    assert (book.in_flight(), book.in_flight_of()) == (14, {"Chat": 12, "Agent": 2})
+    assert (numbers.in_flight(), numbers.in_flight_of()) == (14, {"Chat": 12, "Agent": 2})
     clock[0] += 60
-    assert (book.in_flight(), book.in_flight_of()) == (0, {})  # workers that are silent hold nothing
-    assert [point.t for point in book.points] == [float(t) for t in range(0, 30, 2)]
-    book.reset()
-    assert book.whole()[ALL]["ended"] == 0
+    assert (numbers.in_flight(), numbers.in_flight_of()) == (0, {})  # workers that are silent hold nothing
+    assert [point.t for point in numbers.points] == [float(t) for t in range(0, 30, 2)]
+    numbers.reset()
+    assert numbers.whole()[ALL]["ended"] == 0
 
 
 def test_the_rates_of_the_whole_test_end_with_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    book, tally = Book(), Tally()
+    numbers, counter = LiveNumbers(), RequestCounter()
     for _ in range(10):
-        tally.add(request())
-        book.take("a", tally.hand_over(0))
+        counter.add(request())
+        numbers.take("a", delta(counter))
         clock[0] += 1.0
-        book.tick(1, Observed(None))
-    assert book.whole()[ALL]["req_s"] == 1.0
+        numbers.tick(1, Observed(None))
+    assert numbers.whole()[ALL]["req_s"] == round(10 / 10.3, 3)  # since the first was sent
     told = []
     for _ in range(60):  # the load was stopped, and the page is still open
-        book.rest()
+        numbers.rest()
         clock[0] += 1.0
-        told.append(book.whole()[ALL]["req_s"])
-    assert told == [1.0] * 60
-    book.reset()
-    assert book.whole()[ALL]["req_s"] is None
+        told.append(numbers.whole()[ALL]["req_s"])
+    assert told == [round(10 / 9.3, 3)] * 60  # until the last one ended
+    numbers.reset()
+    assert numbers.whole()[ALL]["req_s"] is None
 
 
 def test_the_course_is_thinned_and_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    book, first = Book(), None
+    numbers, first = LiveNumbers(), None
     for second in range(6000):
         clock[0] = float(second)
-        book.tick(1, Observed(None))
-        first = first or book.number
-    assert 600 <= len(book.points) <= 1200
-    assert book.points[0].t == 0.0 and book.points[-1].t >= 5990.0
-    assert (book.step_s, book.number - (first or 0)) == (8, 2)
+        numbers.tick(1, Observed(None))
+        first = first or numbers.number
+    assert 600 <= len(numbers.points) <= 1200
+    assert numbers.points[0].t == 0.0 and numbers.points[-1].t >= 5990.0
+    assert (numbers.step_s, numbers.number - (first or 0)) == (8, 2)
 
 
 def test_the_slos_are_those_of_the_row() -> None:
@@ -212,12 +235,12 @@ def test_what_the_harness_writes_beside_it(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "{torn")
     gpus = {"renderD128": {"busy_percent": 90.0, "temperatures_c": {"edge": 60.0}, "power_w": 50.5}}
     (tmp_path / "telemetry.jsonl").write_text(json.dumps({"wall_s": now, "cell": "c", "gpus": gpus}) + "\n")
-    observed.look()
-    assert observed.server == {"running": 4.0, "kv_usage": 0.5, "tok_s": pytest.approx(30.0, rel=0.01)}
-    assert observed.gpus == {"renderD128": {"busy_percent": 90.0, "power_w": 50.5}}
+    observed.update()
+    assert observed.values["server"] == {"running": 4.0, "kv_usage": 0.5, "tok_s": pytest.approx(30.0, rel=0.01)}
+    assert observed.values["gpus"] == {"renderD128": {"busy_percent": 90.0, "power_w": 50.5}}
     (tmp_path / "metrics.jsonl").write_text("")
     late = Observed(tmp_path)
     (tmp_path / "metrics.jsonl").write_text(json.dumps({**lines[0], "wall_s": now - 60}) + "\n")
-    late.look()
-    assert (late.server, late.gpus) == (None, None)  # what is old says nothing of now
+    late.update()
+    assert (late.values["server"], late.values["gpus"]) == (None, None)  # what is old says nothing of now
     assert Observed(None).watched is False

@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 
 from harness.job import Job
-from harness.run.cell_progress import Glance, Gpu, Watch
-from harness.run.drive import Count
+from harness.run.drive import Count, Glance, Gpu, Monitor
 from harness.run.progress import Progress, in_words, table
 from harness.rundir.records import Request
 from harness.scenario.plan import Cell
@@ -74,10 +73,10 @@ def test_a_glance_says_what_the_files_say(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     requests = tmp_path / "requests.jsonl"
     append(requests, record(0), record(1))  # of before
-    watch = Watch(job(tmp_path, batch_size=2, requests=20), tmp_path)
+    watch = Monitor(job(tmp_path, batch_size=2, requests=20))
     assert watch.look() == Glance(planned=20)
     counts = {"warmup_taken": 1, "measured_taken": 7, "settled": 5}
-    (tmp_path / "tickets").write_text(json.dumps(counts))
+    (tmp_path / "counter").write_text(json.dumps(counts))
     append(requests, record(-1, phase="warmup"), *(record(index) for index in range(4)), record(4, "r1-other-cell"))
     append(requests, record(5, error="timeout", chunks_s=[]), record(6)[:30])
     values = {"running": 3.0, "waiting": 2.0, "kv_usage": 0.25}
@@ -104,7 +103,7 @@ def test_a_glance_says_what_the_files_say(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_latencies_are_those_of_the_newest_requests_so_that_a_long_run_does_not_grow(tmp_path: Path) -> None:
-    watch = Watch(job(tmp_path, batch_size=1, requests=20_000), tmp_path)
+    watch = Monitor(job(tmp_path, batch_size=1, requests=20_000))
     for chunks_s, number in (([5.0, 6.0], 4_000), ([0.1, 0.3], 10_000)):
         append(tmp_path / "requests.jsonl", record(0, chunks_s=chunks_s) * number)
         found = watch.look()
@@ -113,7 +112,7 @@ def test_latencies_are_those_of_the_newest_requests_so_that_a_long_run_does_not_
 
 
 def test_who_left_or_was_cut_did_not_fail(tmp_path: Path) -> None:
-    watch = Watch(job(tmp_path, batch_size=1, requests=20), tmp_path)
+    watch = Monitor(job(tmp_path, batch_size=1, requests=20))
     errors = ("abandoned", "timeout", "unfinished")
     append(tmp_path / "requests.jsonl", *(record(i, error=error, chunks_s=[]) for i, error in enumerate(errors)))
     found = watch.look()
@@ -125,7 +124,7 @@ def test_rates_begin_with_the_first_request_and_not_before_a_second(
 ) -> None:
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    watch = Watch(job(tmp_path, batch_size=1, requests=20), tmp_path)
+    watch = Monitor(job(tmp_path, batch_size=1, requests=20))
     # One after the other, 0.1 s each; the shortest time that one took is not how long it has been going on.
     append(tmp_path / "requests.jsonl", *(record(i, sent_s=1.0 + 0.1 * i, ended_s=0.1) for i in range(5)))
     assert (found := watch.look()).done == 5 and (found.req_s, found.tok_s) == (None, None)
@@ -139,7 +138,7 @@ def test_rates_of_answers_that_end_in_waves(tmp_path: Path, monkeypatch: pytest.
     """Eight at once, again and again, looked at each second at most 1.3 s after they ended: 11 tokens each."""
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    watch = Watch(job(tmp_path, batch_size=8, requests=1000), tmp_path)
+    watch = Monitor(job(tmp_path, batch_size=8, requests=1000))
     dice = random.Random(1)
     seen, written = set[float | None](), 0
     for _ in range(200):
@@ -161,9 +160,9 @@ def test_a_timed_load_has_its_time_left_and_chats_have_no_tickets_to_count(
 ) -> None:
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    watch = Watch(job(tmp_path, "chat", duration_s=60.0), tmp_path)
+    watch = Monitor(job(tmp_path, "chat", duration_s=60.0))
     append(tmp_path / "requests.jsonl", record(0))
-    (tmp_path / "tickets").write_text('{"warmup_taken": 0, "measured_taken": 7, "settled": 5}')
+    (tmp_path / "counter").write_text('{"warmup_taken": 0, "measured_taken": 7, "settled": 5}')
     found = watch.look()
     assert (found.left_s, found.in_flight, found.planned) == (59.0, None, None)
     clock[0] = 1000.0
@@ -218,12 +217,12 @@ def test_a_line_says_what_is_known() -> None:
     assert [duration(seconds) for seconds in (5.4, 200, 7500)] == ["5 s", "3 min 20 s", "2 h 5 min"]
 
 
-def test_the_time_left_is_told_when_all_users_have_had_an_answer(
+def test_the_time_left_is_reported_when_all_users_have_had_an_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    watch = Watch(job(tmp_path, batch_size=5, requests=60), tmp_path)
+    watch = Monitor(job(tmp_path, batch_size=5, requests=60))
     for ended, left_s in ((4, None), (6, 6.25)):  # after all ten in a bit more than a second, fifty are left
         append(tmp_path / "requests.jsonl", *(record(0) for _ in range(ended)))
         assert watch.look().left_s == (None if left_s is None else pytest.approx(left_s, rel=0.5))
@@ -238,8 +237,8 @@ def test_in_a_terminal_the_table_is_rewritten_and_gone_at_the_end(
     progress = Progress(Console(file=out, force_terminal=True, width=120, color_system=None))
     with progress.live():
         progress.cell(1, 2, Cell(id=CELL, server="[one]", load="burst", repeat=1), None)
-        progress.load(job(tmp_path, requests=4), tmp_path)
-        progress.count(Count(0, 4, 1.0, awaited="waiting for workers: 1 of 2 are there; missing: b"))
+        progress.load(cell := job(tmp_path, requests=4), Monitor(cell))
+        progress.count(Count(0, 4, 1.0, awaited="waiting for workers: 1 of 2 connected; missing: b"))
         time.sleep(0.5)
         append(tmp_path / "requests.jsonl", *(record(index) for index in range(3)))
         progress.count(Count(3, 4, 2.0))
@@ -247,14 +246,14 @@ def test_in_a_terminal_the_table_is_rewritten_and_gone_at_the_end(
         progress.count(Count(3, 34, 3.0, failed=1, warmup=30))
         progress.line("said meanwhile")
     shown = out.getvalue()
-    assert "[1/2] [one] / burst, repeat 1: 1 s of waiting for workers: 1 of 2 are there; missing: b" in shown
+    assert "[1/2] [one] / burst, repeat 1: 1 s of waiting for workers: 1 of 2 connected; missing: b" in shown
     assert "[1/2] [one] / burst, repeat 1: 3 of 4 requests, 2 s" in shown  # brackets are no markup
     assert "TTFT p50" in shown and "200 ms" in shown
     assert "burst, repeat 1: 3 of 34 requests, 30 of them warm-up, 1 FAILED, 3 s" in shown
     assert "said meanwhile\n" in shown
 
 
-def test_a_warm_up_of_which_nobody_knows_how_long_it_is_is_told(
+def test_a_warm_up_of_which_no_user_knows_how_long_it_is_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("harness.run.progress.LOOK_EVERY_S", 0.0)
@@ -262,7 +261,7 @@ def test_a_warm_up_of_which_nobody_knows_how_long_it_is_is_told(
     out = io.StringIO()
     progress = Progress(Console(file=out, width=200, color_system=None))
     progress.cell(2, 2, Cell(id=CELL, server="one", load="people@5", repeat=1), None)
-    progress.load(job(tmp_path, user="chat", duration_s=9.0), tmp_path)
+    progress.load(cell := job(tmp_path, user="chat", duration_s=9.0), Monitor(cell))
     append(tmp_path / "requests.jsonl", *(record(index, phase="warmup") for index in (0, 1)))
     progress.count(Count(12, None, 2.0))
     append(tmp_path / "requests.jsonl", record(0))

@@ -9,10 +9,8 @@ from harness.errors import HarnessError, ServerError
 from harness.machine.gpu_memory import pools
 from harness.machine.gpus import gpus, shown, working
 from harness.paths import SCENARIOS
-from harness.prepare.auto import fill_in
 from harness.prepare.experiment import Experiment, Target, prepare
-from harness.prepare.machine_fit import refuse_impossible, shortages
-from harness.prepare.preflight import notes, preflight
+from harness.prepare.machine_fit import fill_in, notes, preflight, refuse_impossible, shortages
 from harness.units import GIB
 from tests.command import write
 from tests.machines import gpu, host, mi300x_eight, power, radeon, strix_halo_carve_out, strix_halo_gtt, ttm
@@ -31,7 +29,7 @@ def seed(root: Path) -> Path:
 
 
 def unit_and_card(root: Path, version: int = 110000, vram_gib: float = 24, *, unit_first: bool = True) -> Path:
-    """The graphics unit of a desktop Ryzen, whose GTT is larger than the card's memory, beside a card."""
+    """The graphics unit of a desktop Ryzen, whose GTT is larger than the card's memory, next to a card."""
     host(root, name="tower", kernel="6.14", ram_gib=126, available_gib=110)
     gpu(root, 100306, minor=128 if unit_first else 129, units=2, vram_gib=0.5, gtt_gib=63, extra="")
     return gpu(
@@ -178,7 +176,7 @@ def test_the_graphics_unit_is_no_second_gpu_and_takes_no_fp8_away(tmp_path: Path
     refuse_impossible(experiment(tmp_path, kv_cache_dtype="fp8"), root)
     with pytest.raises(HarnessError, match=r"it is given 1 AMD GPU \(gfx1201\); 1 more is left out"):
         refuse_impossible(experiment(tmp_path, tensor_parallel_size=2), root)
-    told = "note: server 's': its container sees gfx1036 beside gfx1201"
+    told = "note: server 's': its container sees gfx1036 in addition to gfx1201"
     assert notes(experiment(tmp_path), root) == [f"{told}; `devices: [/dev/kfd, /dev/dri/renderD129]` leaves it out"]
     assert notes(experiment(tmp_path, devices=["/dev/kfd", "/dev/dri/renderD129"]), root) == []
     assert notes(experiment(tmp_path, gpus=[1]), root) == []

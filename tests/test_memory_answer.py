@@ -10,7 +10,7 @@ from msgspec import structs
 
 from harness.errors import HarnessError
 from harness.machine.gpu_memory import Pool, pools
-from harness.memory.estimate import (
+from harness.machine.memory import (
     OTHER_BYTES,
     Room,
     Wish,
@@ -23,7 +23,8 @@ from harness.memory.estimate import (
     share,
     share_of,
 )
-from harness.memory.model import ModelShape, read_model
+from harness.machine.model import ModelShape, read_model
+from harness.reasons import sentence
 from harness.units import GIB
 from harness.utilization import vllm_accepts
 from tests.command import harness
@@ -58,7 +59,9 @@ def qwen3(folder: Path, gib: float = 1.5, **changes: Any) -> ModelShape:
 
 def test_the_seeds_case_as_given() -> None:
     assert SEED.utilization == Decimal("0.78")
-    assert SEED.formula == "(76.45 GiB free - 1.53 GiB reserve) / 96.00 GiB total = 0.7804, down to hundredths"
+    assert (
+        sentence(SEED.formula) == "(76.45 GiB free - 1.53 GiB reserve) / 96.00 GiB total = 0.7804, down to hundredths"
+    )
     assert SEED.budget_bytes == 80401787781  # 74.88 GiB
 
 
@@ -69,13 +72,15 @@ def test_the_driver_knows_nothing_of_the_runtimes_own_share() -> None:
 
 def test_the_cap_is_vllms_default() -> None:
     assert share_of([pool(95.6)]).utilization == Decimal("0.92")
-    assert share_of([pool(95.6)]).formula.endswith("= 0.9655, down to hundredths, at most 0.92 (vLLM's default)")
+    assert sentence(share_of([pool(95.6)]).formula).endswith(
+        "= 0.9655, down to hundredths, at most 0.92 (the engine's default)"
+    )
 
 
 def test_pages_of_the_host_end_where_the_hosts_memory_ends() -> None:
     found = share_of([pool(122, 124, available_gib=90)])
     assert found.utilization == Decimal("0.69")
-    assert found.formula == (
+    assert sentence(found.formula) == (
         "(90.00 GiB available on the host - 4.00 GiB left to it) / 124.00 GiB total = 0.6935, down to hundredths"
     )
 
@@ -135,7 +140,7 @@ def test_no_length_beyond_the_models_own_is_advised(tmp_path: Path) -> None:
 def test_free_above_total_is_said() -> None:
     found = share(120 * GIB, int(62.47 * GIB), source="container")
     assert found.utilization == Decimal("0.92")
-    assert found.doubts == ["120.00 GiB of 62.47 GiB are told to be free; no more than the total counts"]
+    assert found.doubts == ["120.00 GiB of 62.47 GiB are reported as free; the total is the limit"]
 
 
 def test_nothing_left_is_an_answer() -> None:
@@ -196,7 +201,7 @@ def test_a_request_that_is_too_long(tmp_path: Path) -> None:
     assert room.advice[1][:44] == "--kv-cache-dtype fp8 halves the KV cache (gf"
 
 
-def test_between_the_ends_nobody_knows(tmp_path: Path) -> None:
+def test_between_the_ends_no_user_knows(tmp_path: Path) -> None:
     room = room_of(qwen3(tmp_path, gib=71.3), SEED, Wish(max_model_len=16384))
     assert room.fits is None
     assert "  whether it fits is decided by what vLLM needs besides" in of_room(room)
@@ -241,7 +246,7 @@ def test_a_length_is_needed(tmp_path: Path) -> None:
         room_of(qwen3(tmp_path, max_position_embeddings=None), SEED)
 
 
-def test_without_a_share_the_model_is_told_alone(tmp_path: Path) -> None:
+def test_without_a_share_the_model_is_reported_alone(tmp_path: Path) -> None:
     room = room_of(qwen3(tmp_path), None, Wish(max_model_len=8192))
     assert (room.token_bytes, room.kv_bytes, room.fits, room.advice) == (114688, None, None, [])
 
@@ -272,7 +277,9 @@ def test_the_hosts_memory_as_vllm_adds_it_up(tmp_path: Path) -> None:
     found = host_share(tmp_path)
     total, free = 21191680 * 1024, 16500000 * 1024
     assert (found.total_bytes, found.free_bytes, found.utilization) == (total, free, Decimal("0.56"))
-    assert found.formula.startswith("(15.50 GiB available on the host - 4.00 GiB left to it) / 20.21 GiB total")
+    assert sentence(found.formula).startswith(
+        "(15.50 GiB available on the host - 4.00 GiB left to it) / 20.21 GiB total"
+    )
     assert vllm_accepts(free, total, Decimal("0.56"))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.memory.model import CPU_BLOCK, Geometry, capacity, layout_of
+from harness.machine.model import CPU_BLOCK, Geometry, capacity, layout_of
 from harness.units import GIB
 
 DATA = Path(__file__).parent / "data" / "vllm_kv_capacity.jsonl"
@@ -56,11 +56,11 @@ def test_a_line_of_a_start() -> None:
 def test_lines_of_a_start_by_a_share() -> None:
     gib = float(AUTO[0].partition("(")[2].partition("/")[0])
     tokens, concurrency = re.findall(r"size: ([\d,]+) .*: ([\d.]+)x", AUTO[1])[0]
-    least, most = (
+    minimum, maximum = (
         capacity(layout_of(QWEN3_100M, 2, block=CPU_BLOCK), int(g * GIB), 2048) for g in (gib - 0.005, gib + 0.005)
     )
-    assert least.tokens <= int(tokens.replace(",", "")) <= most.tokens
-    assert least.concurrency <= float(concurrency) <= most.concurrency
+    assert minimum.tokens <= int(tokens.replace(",", "")) <= maximum.tokens
+    assert minimum.concurrency <= float(concurrency) <= maximum.concurrency
 
 
 def test_a_line_of_a_refusal() -> None:
@@ -76,8 +76,8 @@ def test_a_line_of_a_refusal() -> None:
 def test_a_report_from_a_strix_halo() -> None:
     """Qwen3-0.6B, as strix-halo-guide's VLLM_BASELINE.md tells: 22.43 GiB of KV cache are 210,016 tokens."""
     layout = layout_of(QWEN3_06B, 2)
-    fewest, most = (capacity(layout, int(gib * GIB), 40960).tokens for gib in (22.425, 22.435))
-    assert fewest <= 210_016 <= most
+    fewest, maximum = (capacity(layout, int(gib * GIB), 40960).tokens for gib in (22.425, 22.435))
+    assert fewest <= 210_016 <= maximum
 
 
 def test_half_the_bytes_are_twice_the_tokens() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from harness.errors import HarnessError
-from harness.memory.model import Geometry, find_model, hub_cache, read_model, weight_bytes
+from harness.machine.model import Geometry, find_model, hub_cache, read_model, weight_bytes
 
 QWEN3 = {
     "model_type": "qwen3", "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,

@@ -85,7 +85,7 @@ def test_a_gtt_size_beyond_ttm_is_not_believed(tmp_path: Path) -> None:
     assert (found.total_bytes, found.free_bytes) == (limit * 4096, limit * 4096 - 8 * GIB)
     assert found.doubts[0] == (
         "the driver states a GTT of 128.00 GiB, but ttm.pages_limit allows 62.47 GiB: "
-        "programs may be told more free memory than there is in total"
+        "the runtime may report more free memory than there is in total"
     )
 
 

@@ -242,10 +242,10 @@ SAMPLES = [
 
 def test_what_the_samples_of_a_cell_say() -> None:
     assert server_load(SAMPLES, 100.5, 102.9, (100.6, 102.5)) == ServerLoad(
-        running_most=4.0,
+        running_max=4.0,
         running_mean=3.0,
-        waiting_most=2.0,
-        kv_usage_most=0.4,
+        waiting_max=2.0,
+        kv_usage_max=0.4,
         preemptions=2.0,
         generated_tokens=900.0,
         restarted=False,

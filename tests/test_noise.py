@@ -8,22 +8,24 @@ import msgspec
 import numpy as np
 import pytest
 
-from harness.compare.compare import compare_runs
+from harness.analysis.summarize import summarize
+from harness.comparison.compare import compare_runs
 from harness.errors import HarnessError
 from harness.judge.noise_floors import (
     StoredNoise,
-    in_short,
     joined,
     noise_for,
     noise_of,
     noise_path,
     read_noise,
+    source_of,
     write_noise,
 )
+from harness.reasons import sentences
 from harness.rundir.manifest import Machine, Run, read_run
 from harness.scenario.plan import Cell
 from harness.scenario.scenario import Server
-from harness.summarize.summarize import summarize
+from harness.summary import because
 from tests.command import harness, server, write
 from tests.made_runs import scenario, write_made_run
 
@@ -57,7 +59,7 @@ def test_measured_stored_and_used(tmp_path: Path) -> None:
     one, other = sorted(folder.parent.name for folder in (tmp_path / "work").glob("*/run.json"))
     made = harness("compare", f"work/{one}", f"work/{other}", "--format", "json", cwd=tmp_path, env=env)
     found = json.loads(made.out)
-    assert found["noise_source"] == in_short(joint)
+    assert found["noise_source"] == [msgspec.to_builtins(source_of(joint))]
     assert found["verdicts"][0]["p"] is not None
 
 
@@ -68,7 +70,8 @@ def test_what_cannot_be_measured(tmp_path: Path) -> None:
 
 
 def test_an_invalid_run_shows_no_noise(tmp_path: Path) -> None:
-    path = write(tmp_path, servers={"one": server("--fault", "503@3")})
+    load = {"user": "batch", "batch_size": 2, "requests": 2, "output_tokens": 5}
+    path = write(tmp_path, servers={"one": server("--fault", "503@4")}, loads={"burst": load})
     done = harness("noise", path.name, "--repeats", "2", cwd=tmp_path)
     assert done.code == 3, done
     assert "an INVALID run shows no noise: " in done.err
@@ -101,12 +104,12 @@ def test_what_is_stored_decides_one_run_against_one(tmp_path: Path) -> None:
     write_made_run(tmp_path / "two", lambda cell: 20 + 0.02 * cell.repeat)
     groups, results = [[tmp_path / "one"], [tmp_path / "two"]], tmp_path / "results"
     before = compare_runs(groups, results=results)
-    assert (before.noise_source, [v.word for v in before.verdicts]) == (
-        "not measured for which on strix", ["inconclusive"] * 2,
+    assert (sentences(before.noise_source), [v.word for v in before.verdicts]) == (
+        ["not measured for which on strix"], ["inconclusive"] * 2,
     )  # fmt: skip
     write_noise(noise_path(results, run), noise)
     after = compare_runs(groups, results=results)
-    assert after.noise_source == "A/A on strix, 2 runs of 'b', 2027-01-15"
+    assert sentences(after.noise_source) == ["A/A on strix, 2 runs of 'b', 2027-01-15"]
     assert [v.word for v in after.verdicts] == ["slower", "slower"]
 
 
@@ -119,17 +122,14 @@ def test_one_run_does_not_show_how_far_runs_differ(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "why"),
-    [
-        ({"workload_sha256": "cd" * 32}, "another workload"),
-        ({"model": "n"}, "another model"),
-        ({"simulated": True}, "another kind of engine"),
-    ],
+    [({"workload_sha256": "cd" * 32}, "workload"), ({"model": "n"}, "model"), ({"simulated": True}, "kind of engine")],
 )
 def test_noise_of_something_else_is_not_used(tmp_path: Path, change: dict[str, object], why: str) -> None:
     run, noise = two_runs(tmp_path, 0.03)
     write_noise(noise_path(tmp_path, run), msgspec.structs.replace(noise, **change))
     found = noise_for([run], tmp_path)
-    assert (found.rows, found.source) == ({}, f"not measured for which on strix; what is stored is of {why}")
+    source = [because("noise_unknown", scenario="which", machine="strix", other=why)]
+    assert (found.rows, found.source) == ({}, source)
 
 
 def test_runs_of_something_else_are_not_joined(tmp_path: Path) -> None:
@@ -143,11 +143,16 @@ def test_of_two_machines_the_wider_variation_counts(tmp_path: Path) -> None:
     strix, wide = two_runs(tmp_path / "strix", 0.03)
     other, narrow = two_runs(tmp_path / "other", 0.004, machine=Machine(name="other"))
     write_noise(noise_path(results, strix), wide)
-    assert noise_for([strix, other], results).source == "not measured for which on other"
+    assert noise_for([strix, other], results).source == [
+        because("noise_unknown", scenario="which", machine="other", other=None)
+    ]
     write_noise(noise_path(results, other), narrow)
     both = noise_for([strix, other], results)
     assert both.rows["wall_s", "x"] == wide.rows[0].variation()
-    assert both.source == "A/A on strix, 2 runs of 'b', 2027-01-15; A/A on other, 2 runs of 'b', 2027-01-15"
+    assert sentences(both.source) == [
+        "A/A on strix, 2 runs of 'b', 2027-01-15",
+        "A/A on other, 2 runs of 'b', 2027-01-15",
+    ]
 
 
 def test_damaged_noise_and_that_of_other_versions(tmp_path: Path) -> None:

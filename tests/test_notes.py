@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 
-from harness.scenario.behaviour import Agent, Rag
-from harness.scenario.lengths import Lengths
+from harness.scenario.behaviour import Agent, Lengths, Rag
 from harness.scenario.scenario import Load, Prompts, Scenario, Server
-from harness.serve.compose.notes import notes, notes_on_comments
+from harness.serve.lint import notes, notes_on_comments
 from tests.command import harness
 
 
@@ -79,7 +78,7 @@ def test_settings_without_effect() -> None:
     assert first == (
         "server 's': VLLM_USE_V1 has no effect any more: nothing replaces it: the V1 engine is the only one"
     )
-    assert second.startswith("server 's': HSA_OVERRIDE_GFX_VERSION makes ROCm take the GPU for another one")
+    assert second.startswith("server 's': HSA_OVERRIDE_GFX_VERSION overrides GPU detection")
     assert third.startswith("server 's': VLLM_LOGGING_LEVEL=DEBUG writes lines for each step")
 
 

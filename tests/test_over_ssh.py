@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from harness.errors import ServerError
-from harness.serve.docker.daemon import connect
-from harness.serve.docker.location import engine_location
-from harness.serve.docker.over_ssh import SshSocket, engine_command
+from harness.serve.engine import connect
+from harness.serve.location import SshSocket, engine_command, engine_location
 
 SSH = """#!{python}
 import json, os, pathlib, socket, sys, threading
@@ -82,7 +81,7 @@ def test_an_engine_behind_ssh_is_used(tmp_path: Path, monkeypatch: pytest.Monkey
     assert calls[0] == ["-l", "ada", "-p", "2222", *common]
 
 
-def test_what_ssh_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ssh_says_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(program(tmp_path / "bin", REFUSES)), prepend=":")
     monkeypatch.setenv("DOCKER_HOST", "ssh://ada@gpubox")
     with pytest.raises(ServerError) as caught:

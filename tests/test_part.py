@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.load.tickets import Part, Plan, Ticket, Tickets
+from harness.load.sequencer import Part, Plan, Sequencer, Slot
 from harness.scenario.arrivals import Schedule
 from harness.scenario.scenario import Arrivals
 
@@ -22,32 +22,32 @@ def test_all_parts_are_the_whole_sequence_each_request_once(whole: int, of: int,
         assert {index // block % of for index in indices} <= {number}
 
 
-def taken(tickets: Tickets, most: int) -> list[list[Ticket]]:
-    return list(iter(lambda: tickets.take(most), []))
+def taken(sequencer: Sequencer, maximum: int) -> list[list[Slot]]:
+    return list(iter(lambda: sequencer.take(maximum), []))
 
 
 def test_two_machines_send_the_sequence_of_one(tmp_path: Path) -> None:
     plan = Plan(requests=26, warmup_requests=8)
-    alone = taken(Tickets(str(tmp_path / "alone"), plan), 4)
-    machines = [taken(Tickets(str(tmp_path / f"machine{k}"), plan._replace(part=Part(k, 2, 4))), 4) for k in range(2)]
+    alone = taken(Sequencer(str(tmp_path / "alone"), plan), 4)
+    machines = [taken(Sequencer(str(tmp_path / f"machine{k}"), plan._replace(part=Part(k, 2, 4))), 4) for k in range(2)]
     together = [*machines[0], *machines[1]]
     assert sorted(alone, key=str) == sorted(together, key=str)
-    assert [[ticket.index for ticket in group] for group in machines[1]] == [
+    assert [[slot.index for slot in group] for group in machines[1]] == [
         [-5, -6, -7, -8], [4, 5, 6, 7], [12, 13, 14, 15], [20, 21, 22, 23],
     ]  # fmt: skip
-    assert [ticket.index for ticket in machines[0][-1]] == [24, 25]
+    assert [slot.index for slot in machines[0][-1]] == [24, 25]
 
 
 def test_an_open_loop_is_one_schedule_for_all_machines(tmp_path: Path) -> None:
     schedule = Schedule(Arrivals(rate=50), 42)
     due: list[float] = []
     for k in range(3):
-        tickets = Tickets(str(tmp_path / f"machine{k}"), Plan(requests=20, schedule=schedule, part=Part(k, 3)))
-        groups = taken(tickets, 1)
+        sequencer = Sequencer(str(tmp_path / f"machine{k}"), Plan(requests=20, schedule=schedule, part=Part(k, 3)))
+        groups = taken(sequencer, 1)
         first = groups[0][0].due_s
         assert first is not None
-        due += [(ticket.due_s or 0.0) - first + (schedule.at(k) or 0.0) for (ticket,) in groups]
-        assert [ticket.index for (ticket,) in groups] == list(range(k, 20, 3))
+        due += [(slot.due_s or 0.0) - first + (schedule.at(k) or 0.0) for (slot,) in groups]
+        assert [slot.index for (slot,) in groups] == list(range(k, 20, 3))
     assert sorted(due) == pytest.approx([schedule.at(number) for number in range(20)])
 
 
@@ -57,16 +57,16 @@ def test_an_open_loop_is_measured_from_the_same_moment_on_all_machines(tmp_path:
     parts = []
     for k in range(2):
         plan = Plan(requests=8, warmup_requests=warmup, schedule=even, warmup_schedule=even, part=Part(k, 2))
-        parts.append(Tickets(str(tmp_path / f"machine{k}"), plan))
-        parts[k].held = True
+        parts.append(Sequencer(str(tmp_path / f"machine{k}"), plan))
+        parts[k].on_hold = True
     for _ in range(warmup):  # one of them is ahead of the other
         assert [one.phase for one in parts[1].take()] == ["warmup"]
     assert [one.phase for one in parts[0].take()] == ["warmup"] * bool(warmup)
     begin_s = time.monotonic() + 0.3
     measured, before = list[float](), list[float]()
-    for tickets in parts:
-        tickets.begin_s, tickets.held = begin_s, False
-        while taken := tickets.take():
+    for sequencer in parts:
+        sequencer.begin_s, sequencer.on_hold = begin_s, False
+        while taken := sequencer.take():
             (measured if taken[0].phase == "measured" else before).append(taken[0].due_s or 0.0)
     assert sorted(measured) == pytest.approx([begin_s + number / 10 for number in range(8)])
     assert all(due_s < begin_s for due_s in before)
@@ -76,23 +76,23 @@ def test_an_open_loop_is_measured_from_the_same_moment_on_all_machines(tmp_path:
 def test_users_of_all_machines_have_numbers_of_their_own(tmp_path: Path) -> None:
     numbers = []
     for k in range(2):
-        tickets = Tickets(str(tmp_path / f"machine{k}"), Plan(part=Part(k, 2)))
-        numbers += [tickets.user() for _ in range(3)]
+        sequencer = Sequencer(str(tmp_path / f"machine{k}"), Plan(part=Part(k, 2)))
+        numbers += [sequencer.user() for _ in range(3)]
     assert sorted(numbers) == list(range(6))
 
 
 def test_the_warm_up_goes_on_until_all_machines_are_warm(tmp_path: Path) -> None:
-    tickets = Tickets(str(tmp_path / "t"), Plan(requests=4, warmup_requests=2, part=Part(0, 2)))
-    tickets.held = True
-    assert not tickets.warmed_up()
-    assert [tickets.take()[0].phase for _ in range(3)] == ["warmup"] * 3
-    assert tickets.warmed_up()
-    tickets.held = False
-    assert tickets.take() == [Ticket("measured", 0)]
+    sequencer = Sequencer(str(tmp_path / "t"), Plan(requests=4, warmup_requests=2, part=Part(0, 2)))
+    sequencer.on_hold = True
+    assert not sequencer.warmed_up()
+    assert [sequencer.take()[0].phase for _ in range(3)] == ["warmup"] * 3
+    assert sequencer.warmed_up()
+    sequencer.on_hold = False
+    assert sequencer.take() == [Slot("measured", 0)]
 
 
 def test_without_a_warm_up_nothing_is_held(tmp_path: Path) -> None:
-    tickets = Tickets(str(tmp_path / "t"), Plan(requests=4))
-    tickets.held = True
-    assert tickets.warmed_up()
-    assert tickets.take() == [Ticket("measured", 0)]
+    sequencer = Sequencer(str(tmp_path / "t"), Plan(requests=4))
+    sequencer.on_hold = True
+    assert sequencer.warmed_up()
+    assert sequencer.take() == [Slot("measured", 0)]

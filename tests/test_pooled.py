@@ -1,4 +1,4 @@
-"""The test that pools the requests of all runs, as load generators commonly do it, beside the one over runs.
+"""The test that pools the requests of all runs, as load generators commonly do it, next to the one over runs.
 
 Both see the same experiments: two equal servers, five runs a side, requests whose latencies scatter within a run, and
 runs that scatter among each other, since a server started anew is never quite the same.
@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from scipy import stats as scipy_stats
 
 from harness.judge import stats, verdicts
-from harness.judge.stats import ALPHA
 from harness.judge.verdicts import ComparedSides
 from harness.paths import ROOT
+from harness.summary import ALPHA
 
 METHOD = (ROOT / "docs" / "method.md").read_text(encoding="utf-8")
 PAIRS, RUNS, REQUESTS = 2000, 5, 50

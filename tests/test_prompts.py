@@ -8,17 +8,17 @@ import msgspec
 import pytest
 
 from harness.errors import HarnessError
-from harness.scenario.file import load_scenario
-from harness.scenario.lengths import (
+from harness.scenario.behaviour import (
     Lengths,
     Lognormal,
-    in_words,
     length_at,
-    most_of,
-    problems_of,
+    length_problems,
+    lengths_in_words,
+    max_of,
     read_pairs,
     typical_of,
 )
+from harness.scenario.file import load_scenario
 from harness.scenario.scenario import Load, Prompts, Scenario, Server
 from harness.workload import (
     PromptMessage,
@@ -30,7 +30,7 @@ from harness.workload import (
     text,
     workload_sha256,
 )
-from harness.workload.vocabulary import common, one_token_words, words_of
+from harness.workload.prompts import common, one_token_words, words_of
 from tests.engines.paths import QWEN3_100M
 
 MANY = 20_000
@@ -52,9 +52,7 @@ def test_uniform_lengths_are_spread_evenly_from_least_to_most() -> None:
     assert max(abs(count - MANY / 10) for count in counts) < 4 * 42.5
 
 
-@pytest.mark.parametrize(
-    "law", [Lognormal(median=200, p95=800, most=100_000), Lognormal(median=50, sigma=1, most=9999)]
-)
+@pytest.mark.parametrize("law", [Lognormal(median=200, p95=800, max=100_000), Lognormal(median=50, sigma=1, max=9999)])
 def test_lognormal_lengths_have_the_median_and_the_tail_that_were_asked_for(law: Lognormal) -> None:
     values = sorted(drawn(Lengths(lognormal=law)))
     p95 = law.p95 if law.p95 is not None else 50 * 2.718281828**1.6448536
@@ -63,9 +61,9 @@ def test_lognormal_lengths_have_the_median_and_the_tail_that_were_asked_for(law:
 
 
 def test_lognormal_lengths_are_clamped() -> None:
-    values = drawn(Lengths(lognormal=Lognormal(median=3, sigma=5, most=40)))
+    values = drawn(Lengths(lognormal=Lognormal(median=3, sigma=5, max=40)))
     assert (min(values), max(values)) == (1, 40)
-    assert set(drawn(Lengths(lognormal=Lognormal(median=7, sigma=0, most=40)))) == {7}
+    assert set(drawn(Lengths(lognormal=Lognormal(median=7, sigma=0, max=40)))) == {7}
 
 
 def test_a_length_is_a_function_of_seed_and_place_alone() -> None:
@@ -110,20 +108,22 @@ def test_bad_lines_of_a_file_of_lengths_are_named_together(tmp_path: Path) -> No
     [
         (Lengths(), ": give a number, or exactly one of 'fixed', 'uniform', 'lognormal' and 'file'"),
         (Lengths(fixed=1, file="x"), ": give a number, or exactly one of 'fixed', 'uniform', 'lognormal' and 'file'"),
-        (Lengths(uniform=(5, 2)), ".uniform: two numbers are expected, the least and the most, got [5, 2]"),
-        (Lengths(lognormal=Lognormal(median=5, most=9)), ".lognormal: give exactly one of 'p95' and 'sigma'"),
-        (Lengths(lognormal=Lognormal(median=5, p95=4, most=9)), ".lognormal.p95: 4 is below the median 5"),
-        (Lengths(lognormal=Lognormal(median=50, sigma=1, most=9)), ".lognormal.most: 9 is below the median 50"),
-        (Lengths(file="none.txt"), ".file: there is no file none.txt beside the scenario"),
+        (Lengths(uniform=(5, 2)), ".uniform: two numbers are expected, the minimum and the maximum, got [5, 2]"),
+        (Lengths(lognormal=Lognormal(median=5, max=9)), ".lognormal: give exactly one of 'p95' and 'sigma'"),
+        (Lengths(lognormal=Lognormal(median=5, p95=4, max=9)), ".lognormal.p95: 4 is below the median 5"),
+        (Lengths(lognormal=Lognormal(median=50, sigma=1, max=9)), ".lognormal.max: 9 is below the median 50"),
+        (Lengths(file="none.txt"), ".file: there is no file none.txt next to the scenario"),
     ],
 )
 def test_a_distribution_that_cannot_be_meant_is_refused(tmp_path: Path, lengths: Lengths, problem: str) -> None:
-    assert problems_of(lengths, tmp_path) == [problem]
+    assert [f"{one.path}: {one.text}" for one in length_problems(lengths, tmp_path)] == [problem]
 
 
 def test_lengths_in_words_and_their_bounds() -> None:
-    law = Lengths(lognormal=Lognormal(median=200, sigma=1, most=2000))
-    assert [in_words(one) for one in (1, 128, Lengths(fixed=5), Lengths(uniform=(16, 64)), law, Lengths(file="x"))] == [
+    law = Lengths(lognormal=Lognormal(median=200, sigma=1, max=2000))
+    assert [
+        lengths_in_words(one) for one in (1, 128, Lengths(fixed=5), Lengths(uniform=(16, 64)), law, Lengths(file="x"))
+    ] == [
         "1 token",
         "128 tokens",
         "5 tokens",
@@ -131,8 +131,8 @@ def test_lengths_in_words_and_their_bounds() -> None:
         "about 200 tokens (lognormal, at most 2,000)",
         "as many tokens as in x",
     ]
-    assert [most_of(one) for one in (9, Lengths(uniform=(16, 64)), law)] == [9, 64, 2000]
-    assert most_of(Lengths(file="x"), pairs=[(1, 7), (2, 3)]) == 7
+    assert [max_of(one) for one in (9, Lengths(uniform=(16, 64)), law)] == [9, 64, 2000]
+    assert max_of(Lengths(file="x"), pairs=[(1, 7), (2, 3)]) == 7
     assert [typical_of(one) for one in (9, Lengths(uniform=(16, 64)), law)] == [9, 40, 200]
 
 
@@ -318,24 +318,24 @@ def test_a_scenario_says_what_is_wrong_with_its_lengths(tmp_path: Path) -> None:
     with pytest.raises(HarnessError) as caught:
         load_scenario(tmp_path / "s.yaml")
     assert caught.value.detail.splitlines() == [
-        "$.loads.l.output_tokens.lognormal (line 5): 'most' is missing",
+        "$.loads.l.output_tokens.lognormal (line 5): 'max' is missing",
         "$.prompts.tokens.unifrom (line 6): unknown key; did you mean 'uniform'?",
     ]
     (tmp_path / "s.yaml").write_text(
         text_of.replace("question: ?", "question: What?")
-        .replace("{median: 5}", "{median: 5, most: 9}")
+        .replace("{median: 5}", "{median: 5, max: 9}")
         .replace("unifrom: [1, 2]", "uniform: [1]")
     )
     with pytest.raises(HarnessError) as caught:
         load_scenario(tmp_path / "s.yaml")
     assert caught.value.detail.splitlines() == [
         "$.loads.l.output_tokens.lognormal (line 5): give exactly one of 'p95' and 'sigma'",
-        "$.prompts.tokens.uniform (line 6): two numbers are expected, the least and the most, got [1]",
-        "$.prompts.tokenizer (line 6): there is no file none.json beside the scenario; a local tokenizer.json or "
+        "$.prompts.tokens.uniform (line 6): two numbers are expected, the minimum and the maximum, got [1]",
+        "$.prompts.tokenizer (line 6): there is no file none.json next to the scenario; a local tokenizer.json or "
         "'server' is expected, nothing is fetched",
     ]
 
 
 def test_a_load_with_a_distribution_survives_its_job() -> None:
-    load = Load(user="batch", requests=1, output_tokens=Lengths(lognormal=Lognormal(median=5, sigma=1, most=9)))
+    load = Load(user="batch", requests=1, output_tokens=Lengths(lognormal=Lognormal(median=5, sigma=1, max=9)))
     assert msgspec.json.decode(msgspec.json.encode(load), type=Load) == load

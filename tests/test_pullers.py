@@ -9,13 +9,12 @@ import pytest
 from harness.errors import ServerError
 from harness.rundir.manifest import ServedBy
 from harness.scenario.scenario import Server
-from harness.serve import attach, fetch
-from harness.serve.compose.compose import Fetch, LoadCall, Serving, parse
-from harness.serve.compose.document import rendered
-from harness.serve.logfile import LogFile
+from harness.serve import attach, ready
+from harness.serve.compose_file import Fetch, LoadCall, Serving, parse
+from harness.serve.document import rendered
+from harness.serve.facts import recorded
 from harness.serve.ready import wait_ready
-from harness.serve.recorded import recorded
-from harness.serve.waiting import Waiting
+from harness.serve.watch import LogFile, Waiting
 from harness.trust import open_session
 from tests.doubles.pullers import serving
 
@@ -25,14 +24,14 @@ MODEL = {"ollama": "qwen3:0.6b", "localai": "qwen3-0.6b"}
 def fetched(kind: str, url: str, model: str, source: str | None = None, left_s: float = 20.0) -> list[str]:
     said: list[str] = []
     with open_session(None) as session:
-        fetch.FETCH[kind](url, model, source, session, time.monotonic() + left_s, said.append)
+        ready.FETCH[kind](url, model, source, session, time.monotonic() + left_s, said.append)
     return said
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "POLL_S", 0.01)
-    monkeypatch.setattr(fetch, "SAY_EVERY_S", -1.0)
+    monkeypatch.setattr(ready, "JOB_POLL_S", 0.01)
+    monkeypatch.setattr(ready, "SAY_EVERY_S", -1.0)
 
 
 @pytest.mark.parametrize("kind", ["ollama", "localai"])
@@ -51,8 +50,8 @@ def test_a_model_is_fetched_once_with_progress(kind: str) -> None:
 
 
 def test_a_name_of_ollama_without_a_tag_is_the_latest() -> None:
-    assert fetch.full_name("qwen3") == "qwen3:latest"
-    assert fetch.full_name("hf.co/a/b:Q4_0") == "hf.co/a/b:Q4_0"
+    assert ready.full_name("qwen3") == "qwen3:latest"
+    assert ready.full_name("hf.co/a/b:Q4_0") == "hf.co/a/b:Q4_0"
     with serving("ollama") as (url, double):
         fetched("ollama", url, "qwen3")
         assert double.models == ["qwen3:latest"]

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -12,16 +13,18 @@ from typing import Any
 import pytest
 
 from harness.job import Job, write_job
-from harness.load.tickets import Part, Plan, Tickets
+from harness.load.sequencer import Part, Plan, Sequencer
+from harness.reasons import sentences
 from harness.run import drive as driving
 from harness.run.drive import LocalChild, drive, locust_arguments
 from harness.scenario.arrivals import Schedule
 from harness.scenario.behaviour import Agent, Pause
 from harness.scenario.scenario import Arrivals, Load, Trace, Warmup
+from tests import prefork
 from tests.load_runs import ROOT, make_job, records_of, wait_for_records
 
-PATIENCE_S = 6.0  # of the watchdog; Locust has to start within it
-QUIET_S = 8.0
+PATIENCE_S = 6.0  # of the watchdog; a fork of Locust has to start within it, on a busy machine as well
+QUIET_S = 7.0
 SILENT = "although each may take 0.5 s"
 
 WAITS = """
@@ -55,6 +58,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """With `timeout_s` of 0.5 s."""
     monkeypatch.setattr(driving, "QUIET_S", PATIENCE_S - 1.5)
     monkeypatch.setattr(driving, "SLOWEST_TPOT_S", 0.0)
+    monkeypatch.setattr(subprocess, "Popen", prefork.Popen)
 
 
 def driven(folder: Path, url: str, job: Job, locustfile: Path | None = None) -> list[str]:
@@ -64,7 +68,7 @@ def driven(folder: Path, url: str, job: Job, locustfile: Path | None = None) -> 
     command = [sys.executable, "-m", "locust", *locust_arguments(job, folder / "job.json", file, url)]
     log = folder / "locust.log"
     found = drive(lambda: LocalChild(command, log), job, log_path=log, alive=lambda: None, progress=lambda count: None)
-    return found.problems
+    return sentences(found.problems)
 
 
 def load(**more: Any) -> Load:
@@ -81,14 +85,17 @@ PAUSE = Pause(mean_s=QUIET_S, distribution="fixed")
 @pytest.mark.parametrize(
     ("of", "warmup", "sent"),
     [
-        (load(users=2, arrivals=even([0, 5], [1, 0], [9, 5]), duration_s=10), 0, 10),
-        (load(users=2, arrivals=even([0, 5], [1, 0]), duration_s=9), 0, 5),  # nothing more is due, only the end
-        (load(users=2, arrivals=Arrivals(rate=0.125, spacing="even"), duration_s=1), 2, 3),
-        (load(users=2, requests=4, think=PAUSE), 0, 4),
+        (load(users=2, arrivals=even([0, 1], [1, 0], [8, 0], [8.2, 5]), duration_s=9.2), 0, 6),
+        pytest.param(  # nothing more is due, only the end
+            load(users=2, arrivals=even([0, 5], [1, 0]), duration_s=9), 0, 5, marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            load(users=2, arrivals=Arrivals(rate=0.14, spacing="even"), duration_s=1), 2, 3, marks=pytest.mark.nightly
+        ),
         (load(users=2, requests=4, think=PAUSE, processes=2), 0, 4),
         (load(user="agent", requests=2, agent=Agent(steps=2, tool_time=PAUSE)), 0, 2),
     ],
-    ids=["points", "nothing more", "warm-up by schedule", "thinks", "processes", "slow tool"],
+    ids=["points", "nothing more", "warm-up by schedule", "two processes that think", "slow tool"],
 )
 def test_a_load_that_is_quiet_by_schedule_goes_on(
     tmp_path: Path, engine: str, of: Load, warmup: int, sent: int
@@ -101,6 +108,7 @@ def test_a_load_that_is_quiet_by_schedule_goes_on(
     assert max(pauses) > PATIENCE_S or of.requests is None
 
 
+@pytest.mark.nightly
 def test_a_trace_with_a_pause_goes_on(tmp_path: Path, engine: str) -> None:
     trace = tmp_path / "t.jsonl"
     rows = [{"timestamp": 1000 * at_s, "input_length": 9, "output_length": 2} for at_s in (0, 0.2, QUIET_S)]
@@ -128,10 +136,9 @@ def test_users_that_wait_for_what_never_comes_are_ended(tmp_path: Path, engine: 
 def test_an_answer_that_never_ends_is_cut(tmp_path: Path, slow_engine: str) -> None:
     """Other users wait for the schedule meanwhile: a request in flight is due."""
     arrivals = even([0, 2], [0.4, 0], [100, 1])
-    job = make_job(tmp_path, load(users=3, arrivals=arrivals, duration_s=120, output_tokens=1000))
-    began = time.monotonic()
-    (problem,) = driven(tmp_path, slow_engine, job)
-    assert SILENT in problem and time.monotonic() - began < 20
+    job = make_job(tmp_path, load(users=3, arrivals=arrivals, duration_s=600, output_tokens=1000))
+    (problem,) = driven(tmp_path, slow_engine, job)  # and not at the end of its 600 s
+    assert SILENT in problem
     assert [one.error for one in records_of(tmp_path)] == ["unfinished"]
 
 
@@ -155,11 +162,11 @@ def test_a_load_process_that_hangs_in_a_quiet_time_is_ended(
 def test_a_counter_says_when_it_is_too_early(tmp_path: Path) -> None:
     """A part of a mix of several machines waits, without a warm-up of its own, for that of the others."""
     schedule = Schedule(Arrivals(rate=1), 1)
-    tickets = Tickets(str(tmp_path / "t"), Plan(duration_s=5, schedule=schedule, part=Part(0, 2, 1)))
-    tickets.held = True
-    assert tickets.take() == [] and tickets.early
-    tickets.held, tickets.begin_s = False, time.monotonic()
-    assert len(tickets.take()) == 1 and not tickets.early
-    done = Tickets(str(tmp_path / "done"), Plan(requests=1))
+    sequencer = Sequencer(str(tmp_path / "t"), Plan(duration_s=5, schedule=schedule, part=Part(0, 2, 1)))
+    sequencer.on_hold = True
+    assert sequencer.take() == [] and sequencer.early
+    sequencer.on_hold, sequencer.begin_s = False, time.monotonic()
+    assert len(sequencer.take()) == 1 and not sequencer.early
+    done = Sequencer(str(tmp_path / "done"), Plan(requests=1))
     assert len(done.take()) == 1
     assert done.take() == [] and not done.early  # that is the end

@@ -5,10 +5,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harness.compare.reference import reference_to, usable_baseline, write_reference
+from harness.analysis.summarize import summarize, write_summary
+from harness.comparison.compare import reference_to, usable_baseline, write_reference
 from harness.errors import ExitCode, RunError
+from harness.reasons import evidence
 from harness.rundir.manifest import read_run
-from harness.summarize.summarize import summarize, write_summary
+from harness.summary import because
 from tests.command import harness, only_run, write
 from tests.made_runs import scenario, served_by, write_made_run
 
@@ -28,7 +30,7 @@ def test_the_baseline_is_judged_by_the_slos_of_the_run(tmp_path: Path) -> None:
     assert (reference.run, reference.refused) == ("old", None)
     assert [(row.server, row.pooled.slos[SLOS].attainment) for row in reference.rows] == [("a", 1.0), ("b", 1.0)]
     result = summarize(new, (), reference).checks
-    assert [(one.status, one.evidence) for one in result] == [
+    assert [(one.status, evidence(one.evidence)) for one in result] == [
         ("failed", "a / x: 0 %, 0 of 20 sent met every SLO against 100 % of old, 0 times as much; "
                 "b / x: 0 %, 0 of 20 sent met every SLO against 100 % of old, 0 times as much"),
         ("passed", "a / x: 10.53 s against 10.03 s of old, 1.05 times as much (worst of 2 rows)"),
@@ -51,7 +53,7 @@ def test_a_published_baseline_has_a_summary_only(tmp_path: Path) -> None:
     (old / "requests.jsonl").unlink()
     result = summarize(new, (), reference_to(old, read_run(new))).checks
     assert [(one.status, one.code) for one in result] == [("inconclusive", "no_baseline"), ("passed", "met")]
-    assert result[0].evidence.startswith(
+    assert evidence(result[0].evidence).startswith(
         "a / x: of the baseline old: its summary does not say how many requests met e2e<=2.6s; its records are needed"
     )
 
@@ -71,8 +73,8 @@ def test_a_summary_by_an_older_formula_has_no_ratio_of_what_it_changed(tmp_path:
         reference = reference_to(tmp_path / "old", read_run(tmp_path / "new"))
         result = summarize(tmp_path / "new", (), reference).checks
         assert [one.status for one in result] == found
-    assert result[0].evidence.startswith(
-        "a / x: not compared with old: the definitions of 'tpot_s' differ, so there is no ratio. a / x: (last - first "
+    assert evidence(result[0].evidence).startswith(
+        "a / x: not compared with old: the definitions of 'tpot_s' differ, so no ratio is given. a / x: (last - first "
         "chunk with a generated token) / (output tokens that chunks carry - 1). a / x: (last"
     )
 
@@ -80,17 +82,17 @@ def test_a_summary_by_an_older_formula_has_no_ratio_of_what_it_changed(tmp_path:
 def test_unlike_runs_are_not_compared_and_the_check_says_why(tmp_path: Path) -> None:
     write_made_run(tmp_path / "old")
     write_made_run(
-        tmp_path / "new",
-        made_of=scenario(checks=CHECKS[1:]),
-        served=lambda cell: served_by(image_digest="sha256:2222"),
+        tmp_path / "new", made_of=scenario(checks=CHECKS[1:]), served=lambda cell: served_by(image_digest="sha256:2222")
     )
     new = read_run(tmp_path / "new")
     refused = reference_to(tmp_path / "old", new)
     assert refused.rows == [] and refused.refused is not None
-    assert "image_digest" in refused.refused and "sha256:2222" in refused.refused
+    why = refused.refused
+    assert (why.code, why.values["key"].endswith("image_digest")) == ("runs_differ", True)
+    assert why.values["other_value"] == "sha256:2222"
     (result,) = summarize(tmp_path / "new", (), refused).checks
     assert (result.status, result.code) == ("inconclusive", "no_baseline")
-    assert result.evidence.startswith("a / x: not compared with old: runs that differ in")
+    assert evidence(result.evidence).startswith("a / x: not compared with old: runs that differ in")
     assert reference_to(tmp_path / "old", new, about="image_digest").refused is None
     assert reference_to(tmp_path / "old", new, about="machine").refused == refused.refused
 
@@ -108,11 +110,11 @@ def test_an_invalid_run_is_neither_side(tmp_path: Path) -> None:
         file.write(b'{"torn')
     why = "not compared with old: this run is INVALID"
     for one in summarize(new, (), reference).checks:
-        assert (one.status, one.evidence) == ("inconclusive", f"a / x: {why}; b / x: {why}")
-    write_made_run(tmp_path / "bad", status="invalid", reasons=["it was cut"])
+        assert (one.status, evidence(one.evidence)) == ("inconclusive", f"a / x: {why}; b / x: {why}")
+    write_made_run(tmp_path / "bad", status="invalid", reasons=[because("text", text="it was cut")])
     with pytest.raises(RunError) as raised:
         usable_baseline(tmp_path / "bad")
-    assert raised.value.what == "bad: the baseline has to be a VALID run, and is invalid: it was cut"
+    assert raised.value.what == "bad: the baseline must be a VALID run, and is invalid: it was cut"
     assert raised.value.exit_code == ExitCode.INVALID
 
 

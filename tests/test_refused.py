@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from harness.scenario.scenario import Gateway, Load, Scenario, Server
-from harness.serve import server_problems_of
-from harness.serve.compose.values import parse_vllm_bytes
+from harness.serve.compose_file import parse_vllm_bytes
+from tests.problems import server_problems_of
 
 LOAD = Load(user="batch", requests=10)
 TEMPLATE_SETS = "the template sets it already; "
@@ -51,8 +51,8 @@ def test_what_a_template_sets_is_not_set_again(template: str, argument: str, sai
 @pytest.mark.parametrize("flag", ["\u2013threads", "\u2014threads", "\u2212\u2212threads", "-\u2011threads 4"])
 def test_a_dash_that_only_looks_like_hyphens_is_shown(template: str, flag: str) -> None:
     (problem,) = problems(template, extra_args=[flag])
-    assert problem.startswith(f"variables.extra_args: '{flag}' begins with a dash of printed text")
-    assert problem.endswith(": write --threads")
+    assert problem.startswith(f"variables.extra_args: '{flag}' starts with a printed dash")
+    assert problem.endswith(": type --threads")
 
 
 @pytest.mark.parametrize(

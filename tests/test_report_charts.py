@@ -5,26 +5,34 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harness.compare.differences import server_differences
+from harness.analysis.summarize import read_summary
+from harness.comparison.differences import server_differences
 from harness.report import sentences
-from harness.report.charts.figures import first_token, scatters, throughput
-from harness.report.charts.marks import Chart
-from harness.report.charts.observed import Timeline, observe
-from harness.report.charts.request_dots import MOST_DOTS, MOST_FAILED, SLOWEST, FailureCount, RequestChoices
-from harness.report.charts.telemetry import MachineSamples, ServerSamples
+from harness.report.charts import Chart
+from harness.report.charts.data import (
+    MAX_DOTS,
+    MAX_FAILED,
+    SLOWEST,
+    CellData,
+    ChartFailures,
+    MachineSamples,
+    RowData,
+    ServerSamples,
+    Timeline,
+    observe,
+)
+from harness.report.charts.figures import first_token, scatters, throughput, tradeoffs
+from harness.report.charts.slo_lines import slo_bounds, with_slo_lines
 from harness.report.charts.timeline import TimelineEvent, events_of, figure_of
-from harness.report.charts.tradeoff import tradeoffs
 from harness.report.html import render
 from harness.rundir.manifest import CellRun, Run, ServedBy, ServerDeath, read_run
 from harness.rundir.records import Request
 from harness.scenario.behaviour import Agent
-from harness.summarize.summarize import read_summary
-from harness.summary import Comparison, Inconclusive, Kept, Summary, Verdict
+from harness.summary import CheckResult, Comparison, Inconclusive, Kept, Summary, Verdict, because
 from tests import made_runs
 from tests.report_runs import write_run_directory
+from tests.test_report_text import summary as text_summary
 from tests.test_summarize import one_cell
-
-ROW = ("a", "x")
 
 
 @pytest.fixture(scope="module")
@@ -59,31 +67,29 @@ def request(number: int, took_s: float = 1.0, failed: bool = False) -> Request:
 
 def test_a_long_row_is_thinned_and_keeps_its_slowest() -> None:
     requests = [request(i, 1.0 + (i % 1000 == 0) * (30_000 - i), failed=i % 50 == 7) for i in range(20_000)]
-    whole, first, second = RequestChoices(), RequestChoices(), RequestChoices()
+    whole, first, second = RowData(), RowData(), RowData()
     for i, one in enumerate(requests):
-        whole.add(one, ROW, one.sent_s)
-        (first if i % 3 else second).add(one, ROW, one.sent_s)
+        whole.add_dot(one, one.sent_s)
+        (first if i % 3 else second).add_dot(one, one.sent_s)
     second.thin()
     first.merge(second)
-    chosen = whole.rows[ROW].chosen(MOST_DOTS)
-    assert len(chosen) == MOST_DOTS
-    assert chosen == first.rows[ROW].chosen(MOST_DOTS)  # however the file is divided
-    assert (whole.rows[ROW].count, whole.rows[ROW].failures) == (19_600, 400)
-    assert sum(dot.error is not None for dot in chosen) == MOST_FAILED
+    chosen = whole.chosen(MAX_DOTS)
+    assert len(chosen) == MAX_DOTS
+    assert chosen == first.chosen(MAX_DOTS)  # however the file is divided
+    assert (whole.count, whole.failures) == (19_600, 400)
+    assert sum(dot.error is not None for dot in chosen) == MAX_FAILED
     assert {dot.sent_s for dot in chosen} >= {1000.0 * i for i in range(SLOWEST)}
     good = [dot.sent_s for dot in chosen if dot.error is None]
     assert all(70 < sum(low <= at < low + 5000 for at in good) < 160 for low in range(0, 20_000, 5000))
-    assert len(whole.rows[ROW].good) <= MOST_DOTS
+    assert len(whole.good) <= MAX_DOTS
 
 
 def test_the_first_of_each_kind_of_failure_is_known() -> None:
-    seen, other = RequestChoices(), RequestChoices()
-    seen.add(request(9, 2.0, failed=True), ROW, 9.0)
-    other.add(request(4, 3.0, failed=True), ROW, 4.0)
-    cut = msgspec.structs.replace(request(1, failed=True), error="unfinished")
-    other.add(cut, ROW, 1.0)
+    seen, other = CellData(), CellData()
+    seen.note_failure("timeout", ChartFailures(1, 11.0))
+    other.note_failure("timeout", ChartFailures(1, 7.0))
     seen.merge(other)
-    assert seen.failures == {"r1-a-x": {"timeout": FailureCount(2, 7.0)}}
+    assert seen.failures == {"timeout": ChartFailures(2, 7.0)}
 
 
 def timeline(**more: object) -> Timeline:
@@ -115,7 +121,11 @@ def cell(**more: object) -> CellRun:
 
 def test_a_death_is_marked_where_connections_broke() -> None:
     line = timeline(
-        failures={"rejected": FailureCount(3, 1.0), "disconnect": FailureCount(7, 4.5), "connect": FailureCount(1, 4.6)}
+        failures={
+            "rejected": ChartFailures(3, 1.0),
+            "disconnect": ChartFailures(7, 4.5),
+            "connect": ChartFailures(1, 4.6),
+        }
     )
     assert events_of(line, None, cell(exit_code=137, oom_killed=True)) == [
         TimelineEvent(0.0, "measurement starts", label="start"),
@@ -256,16 +266,13 @@ def test_who_left_is_no_failure_and_vectors_have_no_tokens_to_miss(tmp_path: Pat
     ]
     one_cell(tmp_path / "run", records, max_error_rate=1.0)
     seen = observe(tmp_path / "run", read_run(tmp_path / "run"))
-    assert [(one.count, one.failures) for one in seen.chosen.values()] == [(2, 1)]
+    assert [(one.count, one.failures) for one in seen.rows.values()] == [(2, 1)]
     assert seen.without_usage == 0
 
 
 def test_what_differs_between_the_servers(run: Run) -> None:
     found = {one.key: one.values for one in server_differences(run)}
-    assert found == {
-        "arguments": ["--max-num-seqs 256", "--max-num-seqs 4"],
-        "effective.max_num_seqs": ["256", "4"],
-    }
+    assert found == {"arguments": ["--max-num-seqs 256", "--max-num-seqs 4"], "effective.max_num_seqs": ["256", "4"]}
     unfinished = msgspec.structs.replace(run, cells=[one for one in run.cells if one.server == "open"])
     assert server_differences(unfinished) == []
 
@@ -280,31 +287,54 @@ def verdict(
 ) -> Verdict:
     return Verdict(
         side="b / x", baseline="a / x", metric="wall_s", ratio=ratio, low=low, high=high, p=0.04, n=(2, 5), word=word,
-        reason=reason, needed=needed, sentence=f"b / x: {word}: so it is.",
+        reason=reason, needed=needed, refused=None if ratio else because("other_work"),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("one", "said"),
     [
-        (verdict("faster", 2.0, 1.9, 2.1), "2.00 times as fast"),
+        (verdict("faster", 2.0, 1.9, 2.1), "2.00x faster"),
         (verdict("same", 1.001, 0.99, 1.01), "as fast within ±2\u00a0%, which is noise"),
         (
             verdict("inconclusive", 2.0, 1.9, 2.1, "too_few", 5),
-            "2.00 times as fast, but 2 against 5 values are too few to be sure; about 5 would decide",
+            "2.00x faster, but 2 against 5 values are too few to be sure; about 5 would decide",
         ),
         (
             verdict("inconclusive", 1.2, 0.8, 1.9, "includes_one"),
-            "1.20 times as fast, but the 95\u00a0% interval includes 1",
+            "1.20x faster, but the 95\u00a0% interval includes 1",
         ),
         (verdict("inconclusive", 1.01, 0.97, 1.04, "in_margin"), "about as fast, but not surely within ±2\u00a0%"),
         (
             verdict("inconclusive", 1.5, None, None, "run_variation_unknown", 4),
-            "1.50 times as fast, but the variation between runs is not known; about 4 would decide",
+            "1.50x faster, but the variation between runs is not known; about 4 would decide",
         ),
-        (verdict("inconclusive", None, None, None), "so it is."),
+        (
+            verdict("inconclusive", None, None, None, "refused"),
+            "one makes text and the other embeddings, which have no output tokens.",
+        ),
     ],
 )
 def test_a_verdict_in_short(one: Verdict, said: str) -> None:
-    table = Comparison(metric="wall_s", comparisons=1, noise_floor=0.02, noise_source="", verdicts=[one])
+    table = Comparison(metric="wall_s", comparisons=1, noise_floor=0.02, noise_source=[], verdicts=[one])
     assert sentences.in_short(one, table) == said
+
+
+def test_bounds_of_slos_are_lines_in_the_charts_of_their_latency() -> None:
+    def asked(*checks: str) -> Summary:
+        return msgspec.structs.replace(text_summary(), checks=[CheckResult(check=check) for check in checks])
+
+    of = asked("ttft_p95 <= 150ms", "goodput(ttft<=1s, e2e<=2s) >= 0.9", "ttft_p50 <= 2 * baseline", "x y")
+    bounds = slo_bounds(of)
+    assert bounds == {"ttft": {"ttft_p95 <= 150ms": 0.15, "ttft<=1s": 1.0}, "e2e": {"e2e<=2s": 2.0}}
+    chart = Chart(
+        id="first-token", title="", caption="", head=[], body=[],
+        figure={"data": [{"x": [1, 5], "y": [100.0, None]}], "layout": {}},
+    )  # fmt: skip
+    drawn = with_slo_lines(chart, bounds)
+    (line,) = drawn.figure["layout"]["shapes"]
+    assert (line["y0"], line["y1"], line["xref"]) == (150.0, 150.0, "paper")
+    assert drawn.findings == ["Far beyond what is shown: ttft<=1s"]
+    across = with_slo_lines(msgspec.structs.replace(chart, id="cdf-e2e"), {"e2e": {"e2e<=2s": 0.002}})
+    assert across.figure["layout"]["shapes"][0]["x0"] == 2.0
+    assert with_slo_lines(msgspec.structs.replace(chart, id="throughput"), bounds).figure["layout"] == {}

@@ -13,14 +13,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from harness.analysis.summarize import read_summary
 from harness.errors import HarnessError
 from harness.paths import ROOT
-from harness.report.charts.marks import Forest
-from harness.report.charts.observed import MOST_BINS, MOST_POINTS, distribution, observe
-from harness.report.html import render, write_report
-from harness.report.page import LIBRARY
+from harness.report.charts.data import MAX_BINS, MAX_POINTS, distribution, observe
+from harness.report.html import LIBRARY, Forest, render, write_report
 from harness.rundir.manifest import read_run, write_run
-from harness.summarize.summarize import read_summary
+from harness.summary import because
 from tests.report_runs import HOSTILE, write_run_directory
 
 
@@ -91,7 +90,8 @@ def test_what_comes_from_outside_stays_text(folder: Path, tmp_path: Path) -> Non
     )
     cells = [msgspec.structs.replace(run.cells[0], served_by=served), *run.cells[1:]]
     write_run(tmp_path, msgspec.structs.replace(run, cells=cells))
-    hostile = msgspec.structs.replace(summary, question=HOSTILE, reasons=[HOSTILE], notes=[HOSTILE], valid=False)
+    said = [because("text", text=HOSTILE)]
+    hostile = msgspec.structs.replace(summary, question=HOSTILE, reasons=said, notes=said, valid=False)
     rows = [msgspec.structs.replace(summary.rows[0], server=HOSTILE), *summary.rows[1:]]
     (tmp_path / "summary.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(hostile, rows=rows)))
     page = Page(write_report(tmp_path).read_text())
@@ -135,10 +135,10 @@ def test_a_hundred_thousand_requests_give_a_small_page_quickly(tmp_path: Path) -
     took_s = time.perf_counter() - start
     assert path.stat().st_size < 1_000_000
     figures = Page(path.read_text()).charts()
-    assert numbers_of(figures["charts"]["cdf-ttft"]["data"]) <= 6 * (2 * MOST_POINTS + 4)
+    assert numbers_of(figures["charts"]["cdf-ttft"]["data"]) <= 6 * (2 * MAX_POINTS + 4)
     assert len(figures["timelines"]) == 6
     for timeline in figures["timelines"].values():
-        assert max(len(trace["x"]) for trace in timeline["data"]) <= 2 * MOST_BINS
+        assert max(len(trace["x"]) for trace in timeline["data"]) <= 2 * MAX_BINS
     assert took_s < 30
 
 
@@ -158,7 +158,7 @@ def test_a_distribution_keeps_its_ends_and_every_point_of_a_small_sample() -> No
     assert distribution([3.0, 1.0, 2.0]) == ([1.0, 2.0, 3.0], [0.33333, 0.66667, 1.0])
     assert distribution([]) == ([], [])
     values, shares = distribution(float(i) for i in range(1, 100_001))
-    assert len(values) == MOST_POINTS
+    assert len(values) == MAX_POINTS
     assert (values[0], shares[0], values[-1], shares[-1]) == (1.0, 1e-5, 100_000.0, 1.0)
     assert all(abs(share - value / 100_000) < 1e-5 for value, share in zip(values, shares, strict=True))
 
@@ -177,11 +177,11 @@ def test_the_timeline_counts_every_token_and_joins_the_clocks(folder: Path) -> N
 def test_failures_stay_out_of_latencies_and_are_listed_by_kind(folder: Path) -> None:
     observed = observe(folder, read_run(folder))
     row = ("open", "sequential")
-    assert {kind: fault.count for kind, fault in observed.faults[row].items()} == {
+    assert {kind: fault.count for kind, fault in observed.errors[row].items()} == {
         "timeout": 2, "stream_error": 2, "rejected": 2,
     }  # fmt: skip
-    assert observed.faults[row]["stream_error"].messages == [HOSTILE]
-    assert len(observed.samples[row].ttft_s) == 54
+    assert observed.errors[row]["stream_error"].messages == [HOSTILE]
+    assert len(observed.rows[row].latencies["ttft_s"]) == 54
 
 
 def test_a_run_that_was_killed_before_anything_happened(tmp_path: Path) -> None:
@@ -221,13 +221,13 @@ def test_intervals_share_one_logarithmic_scale() -> None:
 def test_a_text_from_outside_does_not_turn_the_page_round(tmp_path: Path) -> None:
     """What a browser obeys and nobody sees: the terminal shows it as a mark, and so does the page."""
     write_run_directory(tmp_path, repeats=1, requests=12, faults=2)
-    controls = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+    controls = "\x00\x07\x1b\x7f\x9b\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
     run = read_run(tmp_path)
     servers = {f"{name}{controls}": server for name, server in run.scenario.servers.items()}
     run = msgspec.structs.replace(run, scenario=msgspec.structs.replace(run.scenario, servers=servers))
     summary = msgspec.structs.replace(read_summary(tmp_path), question=f"Is it {controls}fast?")
     text = render(summary, run, observe(tmp_path, run))
     page = Page(text)
-    assert "Is it " + "\ufffd" * 12 + "fast?" in "".join(page.text)
+    assert "Is it " + "\ufffd" * len(controls) + "fast?" in "".join(page.text)
     assert not set(controls) & set(text)
     assert not set(controls) & set(json.dumps(page.charts(), ensure_ascii=False))

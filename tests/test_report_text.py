@@ -3,13 +3,14 @@
 import csv
 import io
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from rich.console import Console
 
 from harness import units
-from harness.report import markdown, rows_csv, sentences, terminal
+from harness.report import export, markdown, sentences, terminal
 from harness.report.table import columns, errors, lines
 from harness.rundir.manifest import CellRun, Machine, Run, ServedBy
 from harness.scenario.scenario import Load, Scenario, Server
@@ -21,14 +22,16 @@ from harness.summary import (
     Distribution,
     FailedRequests,
     Numbers,
+    Reason,
     Row,
     ServerLoad,
     Summary,
     Verdict,
+    because,
 )
 
-FEW = Distribution(n=5, mean=0.05, least=0.04, most=0.06)
-MANY = Distribution(n=200, mean=0.05, least=0.04, most=1.2, p50=0.0523, p90=0.0911, p95=1.0985)
+FEW = Distribution(n=5, mean=0.05, min=0.04, max=0.06)
+MANY = Distribution(n=200, mean=0.05, min=0.04, max=1.2, p50=0.0523, p90=0.0911, p95=1.0985)
 
 
 def run() -> Run:
@@ -76,6 +79,7 @@ def numbers(wall_s: float, times: Distribution, failed: int = 0) -> Numbers:
         output_tokens=1250,
         wall_s=wall_s,
         output_tok_s=1250 / wall_s,
+        requests_per_s=25 / wall_s,
         ttft_s=times,
         ttfo_s=times,
         tpot_s=FEW,
@@ -106,7 +110,6 @@ def summary() -> Summary:
         p=0.008,
         n=(5, 5),
         word="faster",
-        sentence="vllm / ten: faster: 3.13 times as fast as vllm / one (3.05 to 3.21).",
     )
     cells = [
         CellSummary(id=f"r1-vllm-{load}", server="vllm", load=load, repeat=1, numbers=of, server_load=ServerLoad())
@@ -121,8 +124,10 @@ def summary() -> Summary:
         reasons=[],
         rows=[row("one", one), row("ten", ten)],
         cells=cells,
-        comparison=Comparison(metric="wall_s", comparisons=1, noise_floor=0.02, noise_source="", verdicts=[verdict]),
-        checks=[CheckResult(check="error_rate == 0", status="failed", evidence="2 of 50 failed")],
+        comparison=Comparison(metric="wall_s", comparisons=1, noise_floor=0.02, noise_source=[], verdicts=[verdict]),
+        checks=[
+            CheckResult(check="error_rate == 0", status="failed", evidence=[because("text", text="2 of 50 failed")])
+        ],
     )
 
 
@@ -133,21 +138,22 @@ def printed(of: Summary, width: int, folder: Path = Path("runs/x"), explain: boo
 
 
 def test_a_wide_terminal_has_one_table() -> None:
-    assert printed(summary(), 140).splitlines() == [
+    assert printed(summary(), 170).splitlines() == [
         "SIMULATED ENGINE: these numbers come from a model, not from hardware",
         "How much faster is the work in batches?",
+        "ten is 3.13x faster by wall time than one.",
         "first-look, run 20260921-140000-first-look",
         "",
-        "                 Wall  Completion  Aggregate    TTFT    TTFT            TPOT             TPOT"
-        "                     Speedup",
-        "Server  Load     time      tokens      tok/s  p50 ms  p95 ms          p50 ms           p95 ms"
-        "   Errors             (95 %)  Verdict",
-        "vllm    one   13.07 s       1,250       95.6    52.3   1,098  n/a (needs 11)  n/a (needs 130)"
-        "        0       1 (baseline)  baseline",
-        "vllm    ten    4.18 s       1,250      299.0    52.3   1,098  n/a (needs 11)  n/a (needs 130)"
-        "  2 of 25  3.13× (3.05–3.21)  faster",
+        "                 Wall  Completion  Aggregate                TTFT    TTFT            TPOT             TPOT"
+        "     E2E     E2E                     Speedup",
+        "Server  Load     time      tokens      tok/s  Requests/s  p50 ms  p95 ms          p50 ms           p95 ms"
+        "  p95 ms  max ms   Errors             (95 %)  Verdict",
+        "vllm    one   13.07 s       1,250       95.6        1.91    52.3   1,098  n/a (needs 11)  n/a (needs 130)"
+        "   1,098   1,200        0       1 (baseline)  baseline",
+        "vllm    ten    4.18 s       1,250      299.0        5.98    52.3   1,098  n/a (needs 11)  n/a (needs 130)"
+        "   1,098   1,200  2 of 25  3.13× (3.05–3.21)  faster",
         "",
-        "- vllm / ten: faster: 3.13 times as fast as vllm / one (3.05 to 3.21).",
+        "- vllm / ten: 3.13x faster than vllm / one by wall time (95 % interval 3.05x to 3.21x, p = 0.008).",
         "- By wall time; one comparison. Differences under 2\u00a0% are treated as noise.",
         "",
         "VALID: all conditions of a trustworthy measurement held",
@@ -159,18 +165,18 @@ def test_a_wide_terminal_has_one_table() -> None:
 
 
 def test_a_narrow_terminal_stacks_two_tables_within_its_width() -> None:
-    text = printed(summary(), 80).splitlines()
-    assert max(len(line) for line in text) <= 80
-    assert text[4:13] == [
-        "                 Wall  Completion  Aggregate            Speedup",
-        "Server  Load     time      tokens      tok/s             (95 %)  Verdict",
-        "vllm    one   13.07 s       1,250       95.6       1 (baseline)  baseline",
-        "vllm    ten    4.18 s       1,250      299.0  3.13× (3.05–3.21)  faster",
+    text = printed(summary(), 90).splitlines()
+    assert max(len(line) for line in text) <= 90
+    assert text[5:14] == [
+        "                 Wall  Completion  Aggregate                        Speedup",
+        "Server  Load     time      tokens      tok/s  Requests/s             (95 %)  Verdict",
+        "vllm    one   13.07 s       1,250       95.6        1.91       1 (baseline)  baseline",
+        "vllm    ten    4.18 s       1,250      299.0        5.98  3.13× (3.05–3.21)  faster",
         "",
-        "                TTFT    TTFT            TPOT             TPOT",
-        "Server  Load  p50 ms  p95 ms          p50 ms           p95 ms   Errors",
-        "vllm    one     52.3   1,098  n/a (needs 11)  n/a (needs 130)        0",
-        "vllm    ten     52.3   1,098  n/a (needs 11)  n/a (needs 130)  2 of 25",
+        "                TTFT    TTFT            TPOT             TPOT     E2E     E2E",
+        "Server  Load  p50 ms  p95 ms          p50 ms           p95 ms  p95 ms  max ms   Errors",
+        "vllm    one     52.3   1,098  n/a (needs 11)  n/a (needs 130)   1,098   1,200        0",
+        "vllm    ten     52.3   1,098  n/a (needs 11)  n/a (needs 130)   1,098   1,200  2 of 25",
     ]
 
 
@@ -195,7 +201,7 @@ def test_names_of_full_length_still_fit_eighty_columns() -> None:
 def test_where_names_do_not_fit_the_rows_are_numbered() -> None:
     name = "a-name-that-is-rather-long"
     rows = [msgspec.structs.replace(row, server=name) for row in summary().rows]
-    text = printed(msgspec.structs.replace(summary(), rows=rows), 66)
+    text = printed(msgspec.structs.replace(summary(), rows=rows), 82)
     assert "\n#  Server                      Load\n1  a-name-that-is-rather-long  one\n2  a-name" in text
     assert text.count("\n#") == 3
 
@@ -205,15 +211,18 @@ def test_where_no_table_fits_the_numbers_stand_one_below_the_other(width: int) -
     *text, page = printed(summary(), width).splitlines()
     assert max(len(line.rstrip()) for line in text) <= width
     begin = text.index("vllm / one")
-    assert text[begin : begin + 22] == [
+    assert text[begin : begin + 28] == [
         "vllm / one",
         "Wall time          13.07 s",
         "Completion tokens  1,250",
         "Aggregate tok/s    95.6",
+        "Requests/s         1.91",
         "TTFT p50, ms       52.3",
         "TTFT p95, ms       1,098",
         "TPOT p50, ms       n/a (needs 11)",
         "TPOT p95, ms       n/a (needs 130)",
+        "E2E p95, ms        1,098",
+        "E2E max, ms        1,200",
         "Errors             0",
         "Speedup (95 %)     1 (baseline)",
         "Verdict            baseline",
@@ -222,16 +231,19 @@ def test_where_no_table_fits_the_numbers_stand_one_below_the_other(width: int) -
         "Wall time          4.18 s",
         "Completion tokens  1,250",
         "Aggregate tok/s    299.0",
+        "Requests/s         5.98",
         "TTFT p50, ms       52.3",
         "TTFT p95, ms       1,098",
         "TPOT p50, ms       n/a (needs 11)",
         "TPOT p95, ms       n/a (needs 130)",
+        "E2E p95, ms        1,098",
+        "E2E max, ms        1,200",
         "Errors             2 of 25",
         "Speedup (95 %)     3.13× (3.05–3.21)",
     ]
 
 
-def test_a_cause_that_several_rows_have_is_told_once() -> None:
+def test_a_cause_that_several_rows_have_is_reported_once() -> None:
     def failed(load: str, count: int, kind: str, message: str, **known: str) -> FailedRequests:
         return FailedRequests(server="vllm", load=load, kind=kind, count=count, message=message, **known)
 
@@ -262,10 +274,13 @@ def test_no_colour_where_there_is_no_terminal_and_some_where_there_is() -> None:
 
 def test_markup_in_a_text_from_outside_is_not_acted_on() -> None:
     broken = msgspec.structs.replace(
-        summary(), valid=False, reasons=["[red]x[/red]\n[/] \x1b[31m[link=x]"], notes=["vllm / ten: [bold]warm"]
+        summary(),
+        valid=False,
+        reasons=[because("text", text="[red]x[/red]\n[/] \x1b[31m[link=x]")],
+        notes=[because("text", text="vllm / ten: [bold]warm")],
     )
-    text = printed(broken, 140).splitlines()
-    assert text[12:15] == [
+    text = printed(broken, 170).splitlines()
+    assert text[13:16] == [
         "INVALID: rows with a cell that is not valid have no verdict, and the run is not compared with others",
         "- [red]x[/red] [/] \ufffd[31m[link=x]",
         "- vllm / ten: [bold]warm",
@@ -289,23 +304,23 @@ def test_markdown() -> None:
     text = markdown.render(summary(), run())
     assert text.split("<details>")[0] == (
         "## How much faster is the work in batches?\n\n"
+        "**ten is 3.13x faster by wall time than one.**\n\n"
         "> **SIMULATED ENGINE: these numbers come from a model, not from hardware**\n\n"
-        "| Server | Load | Wall time | Completion tokens | Aggregate tok/s | TTFT p50, ms | TTFT p95, ms "
-        "| TPOT p50, ms | TPOT p95, ms | Errors | Speedup (95 %) | Verdict |\n"
-        "|:---|:---|---:|---:|---:|---:|---:|---:|---:|---:|---:|:---|\n"
-        "| vllm | one | 13.07 s | 1,250 | 95.6 | 52.3 | 1,098 | n/a (needs 11) | n/a (needs 130) | 0 "
-        "| 1 (baseline) | baseline |\n"
-        "| vllm | ten | 4.18 s | 1,250 | 299.0 | 52.3 | 1,098 | n/a (needs 11) | n/a (needs 130) | 2 of 25 "
-        "| 3.13× (3.05–3.21) | faster |\n\n"
-        "- vllm / ten: faster: 3.13 times as fast as vllm / one (3.05 to 3.21).\n"
+        "| Server | Load | Wall time | Completion tokens | Aggregate tok/s | Requests/s | TTFT p50, ms | TTFT p95, ms "
+        "| TPOT p50, ms | TPOT p95, ms | E2E p95, ms | E2E max, ms | Errors | Speedup (95 %) | Verdict |\n"
+        "|:---|:---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|:---|\n"
+        "| vllm | one | 13.07 s | 1,250 | 95.6 | 1.91 | 52.3 | 1,098 | n/a (needs 11) | n/a (needs 130) | 1,098 "
+        "| 1,200 | 0 | 1 (baseline) | baseline |\n"
+        "| vllm | ten | 4.18 s | 1,250 | 299.0 | 5.98 | 52.3 | 1,098 | n/a (needs 11) | n/a (needs 130) | 1,098 "
+        "| 1,200 | 2 of 25 | 3.13× (3.05–3.21) | faster |\n\n"
+        "- vllm / ten: 3.13x faster than vllm / one by wall time (95 % interval 3.05x to 3.21x, p = 0.008).\n"
         "- By wall time; one comparison. Differences under 2\u00a0% are treated as noise.\n\n"
         "**VALID: all conditions of a trustworthy measurement held**\n\n"
         "- **FAILED**: `error_rate == 0`: 2 of 50 failed\n\n"
     )
     assert (
         "- **vllm / ten**: 1 agent, 10 requests at once, 25 requests of 50 tokens. A run took 4.18 s, by wall time "
-        "3.13 times as fast as the baseline; half of the answers began within 52.3\u00a0ms, 95\u00a0% within "
-        "1,098\u00a0ms; "
+        "3.13x faster than the baseline; median TTFT 52.3\u00a0ms, p95 1,098\u00a0ms; "
         "2 requests of 25 failed or did not finish.\n"
     ) in text
     assert text.endswith(
@@ -322,14 +337,16 @@ def test_markdown_keeps_texts_from_outside_plain() -> None:
 
 
 def test_the_same_reason_in_many_cells_is_said_once() -> None:
-    many = [f"r{i}-vllm-one: load process {i} was killed" for i in range(1, 4)]
+    many = [Reason("server_exit", {"exit_code": i}, cell=f"r{i}-vllm-one") for i in range(1, 4)]
     many += [
-        f"r{i}-vllm-ten: of a chunk each {gap} ms" for i, gap in ((1, "2"), (2, "2.1"), (3, "1,250"), (1, "1e+02"))
+        Reason("text", {"text": f"of a chunk each {gap} ms"}, cell=f"r{i}-vllm-ten")
+        for i, gap in ((1, "2"), (2, "2.1"), (3, "1,250"), (1, "1e+02"))
     ]
-    broken = msgspec.structs.replace(summary(), valid=False, reasons=[*many, "no room: on the disk", "r9-x: y"])
-    text = printed(broken, 140).splitlines()
-    assert text[13:17] == [
-        "- r1-vllm-one: load process 1 was killed (likewise in 2 other runs)",
+    others = [because("text", text="no room: on the disk"), because("text", text="r9-x: y")]
+    broken = msgspec.structs.replace(summary(), valid=False, reasons=[*many, *others])
+    text = printed(broken, 170).splitlines()
+    assert text[14:18] == [
+        "- r1-vllm-one: the server died with exit code 1 (likewise in 2 other runs)",
         "- r1-vllm-ten: of a chunk each 2 ms (likewise in 3 other runs)",
         "- no room: on the disk",
         "- r9-x: y",
@@ -337,24 +354,37 @@ def test_the_same_reason_in_many_cells_is_said_once() -> None:
 
 
 def test_what_is_said_of_several_verdicts_is_said_once() -> None:
-    def verdict(side: str, metric: str, word: str, said: str) -> Verdict:
-        return Verdict(side=side, baseline="a / x", metric=metric, ratio=1.5, low=None, high=None, p=None, n=(1, 1),
-                       word=word, sentence=f"{side}: {said}.")  # fmt: skip
+    def verdict(side: str, metric: str, **values: Any) -> Verdict:
+        known = {
+            "ratio": 1.5,
+            "low": None,
+            "high": None,
+            "p": None,
+            "word": "inconclusive",
+            "n": (1, 1),
+            "unit": "runs",
+        }
+        return Verdict(side=side, baseline="a / x", metric=metric, **known | values)
 
-    unknown, refused = "inconclusive: by {}, 1 against 1 run have no spread", "inconclusive: they are not alike"
+    unknown: dict[str, Any] = {"reason": "run_variation_unknown", "needed": 4}
+    refused: dict[str, Any] = {"reason": "refused", "refused": because("run_invalid"), "ratio": None}
+    tail = (
+        "how far equal runs differ on this machine is not known, and 1 against 1 run does not show it; `harness noise "
+        "SCENARIO --runs 5 --every 60` measures it, or compare 4 or more runs a side."
+    )
     assert sentences.of_verdicts([
-        verdict("b / x", "wall_s", "inconclusive", unknown.format("wall time")),
-        verdict("b / y", "ttft_p50", "inconclusive", unknown.format("TTFT p50")),
-        verdict("b / z", "wall_s", "faster", "faster: 2.00 times as fast as a / x by wall time (p = 0.01)"),
-        verdict("c / x", "wall_s", "inconclusive", unknown.format("wall time")),
-        verdict("c / y", "ttft_p50", "inconclusive", refused),
-        verdict("b / y", "e2e_p95", "inconclusive", unknown.format("E2E p95")),
-        verdict("c / y", "e2e_p95", "inconclusive", refused),
+        verdict("b / x", "wall_s", **unknown),
+        verdict("b / y", "ttft_p50", **unknown),
+        verdict("b / z", "wall_s", word="faster", ratio=2.0, low=1.9, high=2.1, p=0.01),
+        verdict("c / x", "wall_s", **unknown),
+        verdict("c / y", "ttft_p50", **refused),
+        verdict("b / y", "e2e_p95", **unknown),
+        verdict("c / y", "e2e_p95", **refused),
     ]) == [
-        ("inconclusive", "b / x, c / x: inconclusive: by wall time, 1 against 1 run have no spread."),
-        ("inconclusive", "b / y: inconclusive: by TTFT p50, E2E p95, 1 against 1 run have no spread."),
-        ("faster", "b / z: faster: 2.00 times as fast as a / x by wall time (p = 0.01)."),
-        ("inconclusive", "c / y: inconclusive: they are not alike."),
+        ("inconclusive", f"b / x, c / x: inconclusive: by wall time, {tail}"),
+        ("inconclusive", f"b / y: inconclusive: by TTFT p50, E2E p95, {tail}"),
+        ("faster", "b / z: 2.00x faster than a / x by wall time (95 % interval 1.90x to 2.10x, p = 0.010)."),
+        ("inconclusive", "c / y: inconclusive: this run is INVALID."),
     ]  # fmt: skip
 
 
@@ -367,10 +397,10 @@ def test_a_load_of_fixed_duration_has_a_rate_and_no_wall_time() -> None:
         summary(), rows=[msgspec.structs.replace(row("one", one), wall_s=[])], comparison=None, checks=[]
     )
     text = markdown.render(of, msgspec.structs.replace(other, scenario=scenario))
-    assert "| vllm | one | 1,250 | 125 | 52.3 |" in text
+    assert "| vllm | one | 1,250 | 125 | 2.50 | 52.3 |" in text
     assert (
         "- **vllm / one**: 8 chat users, 1 to 2.5 s of thinking, requests of at most 128 tokens for 60 s. "
-        "125 tokens a second in all, the baseline for the others; half of the answers began within 52.3\u00a0ms"
+        "125 tokens a second in all, the baseline for the others; median TTFT 52.3\u00a0ms"
     ) in text
 
 
@@ -378,23 +408,23 @@ def test_answers_in_one_piece_have_no_first_token() -> None:
     whole = msgspec.structs.replace(numbers(10.0, MANY), ttft_s=NO_SAMPLE, tpot_s=NO_SAMPLE)
     of = msgspec.structs.replace(summary(), rows=[row("one", whole)], comparison=None, checks=[])
     latencies = [column for column in columns(of) if column.group == "latency" and column.unit == "ms"]
-    assert [column.text(line) for line in lines(of, run()) for column in latencies] == ["–"] * 4
+    assert [column.text(line) for line in lines(of, run()) for column in latencies] == [*["–"] * 4, "1,098", "1,200"]
 
 
 def test_a_run_that_did_not_end_says_so() -> None:
     text = markdown.render(summary(), msgspec.structs.replace(run(), status="running"))
-    assert "**UNFINISHED: the run is still going on, or was killed; what it recorded so far is shown**" in text
+    assert "**UNFINISHED: the run is still in progress, or was killed; its records so far are shown**" in text
 
 
 def test_csv_has_raw_numbers_and_leaves_the_unknown_empty() -> None:
-    first, second = csv.DictReader(io.StringIO(rows_csv.render(summary(), run())))
+    first, second = csv.DictReader(io.StringIO(export.csv_table(summary(), run())))
     assert (first["server"], first["load"], first["wall_s"], first["speedup"]) == ("vllm", "one", "13.07", "")
     assert (second["failed"], second["ttft_p95_s"], second["tpot_p50_s"]) == ("2", "1.0985", "")
     assert (second["speedup"], second["p"], second["verdict"]) == ("3.127", "0.008", "faster")
 
 
 def test_csv_of_a_run_without_rows_is_a_header() -> None:
-    assert rows_csv.render(msgspec.structs.replace(summary(), rows=[]), run()) == "server,load\n"
+    assert export.csv_table(msgspec.structs.replace(summary(), rows=[]), run()) == "server,load\n"
 
 
 def test_figures_have_no_exponent() -> None:
@@ -403,7 +433,7 @@ def test_figures_have_no_exponent() -> None:
     assert [units.figures(value, 4) for value in given] == ["0.0321", "0.26", "9.96", "12.3", "110.4", "1,234"]
 
 
-def test_the_rate_of_embeddings_for_a_time_is_told_in_words() -> None:
+def test_the_rate_of_embeddings_for_a_time_is_reported_in_words() -> None:
     made = run()
     load = Load(user="batch", duration_s=9, endpoint="embeddings")
     made = msgspec.structs.replace(made, scenario=msgspec.structs.replace(made.scenario, loads={"all": load}))

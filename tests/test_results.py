@@ -8,16 +8,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from harness.compare.board import Figure, collect, read_figures
+from harness.analysis.summarize import read_summary, summarize, write_summary
+from harness.comparison.board import Figure, collect, read_figures
 from harness.errors import ExitCode, HarnessError, RunError
 from harness.judge.noise_floors import folder_name
 from harness.paths import RESULTS
 from harness.report import board as boards
-from harness.report.publish import publish
+from harness.report.board import publish
 from harness.rundir.manifest import Machine, read_run, write_run
 from harness.scenario.plan import Cell
 from harness.scenario.scenario import Server
-from harness.summarize.summarize import read_summary, summarize, write_summary
+from harness.summary import because
 from tests.command import harness
 from tests.made_runs import WALL_S, scenario, served_by, write_made_run
 
@@ -68,7 +69,10 @@ def test_only_a_valid_run_is_published(tmp_path: Path) -> None:
         "one: only a VALID run is published, and this one is INVALID: r5-b-x: load process 109 sent 5 requests"
     )
     write_made_run(tmp_path / "two", steady())
-    write_run(tmp_path / "two", msgspec.structs.replace(run, status="interrupted", reasons=["interrupted"]))
+    write_run(
+        tmp_path / "two",
+        msgspec.structs.replace(run, status="interrupted", reasons=[because("text", text="interrupted")]),
+    )
     with pytest.raises(RunError, match="and this one is interrupted: "):
         publish(tmp_path / "two", tmp_path / "results")
     servers = {name: Server(template="vllm-cpu") for name in ("a", "a-again")}
@@ -154,7 +158,9 @@ def test_the_leaderboard_ranks_only_like_with_like(filed: Path) -> None:
 
 def test_an_invalid_or_damaged_entry_is_shown_and_never_ranked(filed: Path) -> None:
     far = next(filed.glob("*/which/far"))
-    write_summary(far, msgspec.structs.replace(read_summary(far), valid=False, reasons=["touched"]))
+    write_summary(
+        far, msgspec.structs.replace(read_summary(far), valid=False, reasons=[because("text", text="touched")])
+    )
     (filed / "strix/which/old/summary.json").write_text("{")
     board = collect(filed, RESULTS)
     real = board.groups[0]

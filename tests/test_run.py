@@ -7,18 +7,20 @@ import signal
 import time
 import urllib.request
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from harness.analysis.summarize import read_summary
 from harness.errors import INTERRUPTED
+from harness.reasons import sentences
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.records import Request, read_marks, read_requests
 from harness.simulated import spawned
-from harness.summarize.summarize import read_summary
-from tests.command import Going, going, harness, only_run, server, until, write
+from tests.command import ENDED, Going, going, harness, only_run, server, until, write
 from tests.doubles.lemonade.spawn import spawned as lemonade
 from tests.faults import fault
 
@@ -29,8 +31,8 @@ INVALID = r"\bINVALID(: do not trust the rows concerned; the run is not compared
 # Longer than any test: whoever cuts it short does so in the middle.
 LONG = {"burst": {"user": "batch", "batch_size": 20, "requests": 100_000, "output_tokens": 150}}
 PARTS = {
-    "compose", "jobs", "logs", "metrics.jsonl", "processes.jsonl", "report.html", "requests.jsonl", "run.json",
-    "scenario.yaml", "summary.json", "telemetry.jsonl",
+    "compose", "inputs.json", "jobs", "logs", "metrics.jsonl", "processes.jsonl", "report.html", "requests.jsonl",
+    "run.json", "scenario.yaml", "summary.json", "telemetry.jsonl",
 }  # fmt: skip
 
 
@@ -46,13 +48,20 @@ def complete(run: Path) -> None:
     assert damaged == []
 
 
-def in_mid_run(command: Going, runs: Path, least: int = 20) -> Path:
+def in_mid_run(command: Going, runs: Path, minimum: int = 20) -> Path:
     """Wait until records come."""
     until(lambda: bool(list(runs.glob("*/requests.jsonl"))))
     (path,) = runs.glob("*/requests.jsonl")
-    until(lambda: path.read_bytes().count(b"\n") >= least)
+    until(lambda: path.read_bytes().count(b"\n") >= minimum)
     assert command.process.poll() is None
     return path.parent
+
+
+def ran(path: Path, code: int, *options: str) -> Path:
+    """Run a scenario to its end, which has that exit code and no error; return its run directory."""
+    done = harness("run", path.name, *options, "--runs", "runs", cwd=path.parent)
+    assert (done.code, done.err) == (code, ""), done
+    return only_run(path.parent / "runs")
 
 
 def summary_of(run: Path) -> dict[str, Any]:
@@ -62,11 +71,7 @@ def summary_of(run: Path) -> dict[str, Any]:
 
 def test_a_small_run(tmp_path: Path) -> None:
     path = write(tmp_path, repeats=2, checks=["error_rate == 0"])
-    with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
-        until(lambda: bool(list(tmp_path.glob("runs/*/run.json"))))
-        assert read_run(only_run(tmp_path / "runs")).status == "running"
-        done = command.end()
-        command.nothing_left()
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
     run = only_run(tmp_path / "runs")
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith(f"Run {run.name}: 2 cells. Records go to runs/{run.name}\n")
@@ -105,18 +110,14 @@ def test_a_small_run(tmp_path: Path) -> None:
 def test_on_a_server_that_already_runs(tmp_path: Path) -> None:
     path = write(tmp_path, servers={"mine": {"template": "vllm-rocm"}})
     with spawned("--preset", "instant", "--model", "other") as there:
-        done = harness(
-            "run", path.name, "--url", f"{there.url}/v1/", "--model", "other", "--repeats", "2", "--runs", "runs",
-            cwd=tmp_path,
-        )  # fmt: skip
+        run = ran(path, 0, "--url", f"{there.url}/v1/", "--model", "other", "--repeats", "2")
         assert there.process.poll() is None, "a server that is not ours is left alone"
-    assert (done.code, done.err) == (0, "")
-    manifest = read_run(only_run(tmp_path / "runs"))
+    manifest = read_run(run)
     assert manifest.status == "valid"
     assert [cell.id for cell in manifest.cells] == ["r1-running-burst", "r2-running-burst"]
     served = manifest.cells[0].served_by
     assert (served.url, served.model, served.template, served.simulated) == (there.url, "other", None, True)
-    assert "SIMULATED ENGINE" in done.out
+    assert "SIMULATED ENGINE" in ENDED[-1].out
 
 
 def test_a_lemonade_that_closes_connections_after_streams_gives_a_valid_run(tmp_path: Path) -> None:
@@ -128,10 +129,7 @@ def test_a_lemonade_that_closes_connections_after_streams_gives_a_valid_run(tmp_
         asked = {"model_name": "user.Tiny"}
         request = urllib.request.Request(f"{there.url}/v1/load", json.dumps(asked).encode(), method="POST")
         urllib.request.urlopen(request, timeout=60).close()
-        asked_for = ["--url", there.url, "--model", "user.Tiny", "--runs", "runs"]
-        done = harness("run", path.name, *asked_for, cwd=tmp_path)
-    assert (done.code, done.err) == (0, ""), done.out
-    run = only_run(tmp_path / "runs")
+        run = ran(path, 0, "--url", there.url, "--model", "user.Tiny")
     assert {(one.error, one.message, one.resent) for one in records(run)} == {(None, None, False)}
     (cell,) = read_summary(run).cells
     assert (cell.numbers.succeeded, cell.numbers.resent, cell.problems) == (120, 0, [])
@@ -140,9 +138,7 @@ def test_a_lemonade_that_closes_connections_after_streams_gives_a_valid_run(tmp_
 def test_two_load_processes(tmp_path: Path) -> None:
     load = {"user": "batch", "batch_size": 2, "requests": 40, "output_tokens": 60, "users": 2, "processes": 2}
     path = write(tmp_path, loads={"burst": load})
-    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
-    assert (done.code, done.err) == (0, "")
-    run = only_run(tmp_path / "runs")
+    run = ran(path, 0)
     sent = [one for one in records(run) if one.phase == "measured"]
     assert sorted(one.index for one in sent) == list(range(40))
     marks = read_marks(run / "processes.jsonl")
@@ -153,13 +149,11 @@ def test_two_load_processes(tmp_path: Path) -> None:
 
 def test_chat_users_for_a_time(tmp_path: Path) -> None:
     load = {
-        "user": "chat", "users": 3, "duration_s": 2, "turns": 2, "think_s": [0.01, 0.05], "output": "natural",
+        "user": "chat", "users": 3, "duration_s": 1, "turns": 2, "think_s": [0.01, 0.05], "output": "natural",
         "output_tokens": 10, "ramp_s": 0.5,
     }  # fmt: skip
     path = write(tmp_path, loads={"people": load}, warmup={"duration_s": 0.5})
-    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
-    assert (done.code, done.err) == (0, "")
-    run = only_run(tmp_path / "runs")
+    run = ran(path, 0)
     sent = [one for one in records(run) if one.phase == "measured"]
     assert len(sent) > 20
     assert {one.user for one in sent} == {0, 1, 2}
@@ -167,7 +161,7 @@ def test_chat_users_for_a_time(tmp_path: Path) -> None:
     assert {one.user_class for one in sent} == {"ChatUser"}
     assert {one.error for one in sent} == {None}
     last, first = max(one.sent_s for one in sent), min(one.sent_s for one in sent)
-    assert 1.0 < last - first <= 2.0
+    assert 0.5 < last - first <= 1.0
 
 
 def test_one_server_start_per_repeat(tmp_path: Path) -> None:
@@ -176,9 +170,7 @@ def test_one_server_start_per_repeat(tmp_path: Path) -> None:
         "two": {"user": "batch", "batch_size": 2, "requests": 2, "output_tokens": 2},
     }
     path = write(tmp_path, loads=loads, restart=False, repeats=2)
-    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
-    assert (done.code, done.err) == (0, "")
-    run = only_run(tmp_path / "runs")
+    run = ran(path, 0)
     cells = read_run(run).cells
     assert [cell.id for cell in cells] == ["r1-one-one", "r1-one-two", "r2-one-two", "r2-one-one"]
     urls = [cell.served_by.url for cell in cells]
@@ -187,17 +179,6 @@ def test_one_server_start_per_repeat(tmp_path: Path) -> None:
         "r1-one-one.server.log",
         "r2-one-two.server.log",
     ]
-
-
-def test_a_failed_check(tmp_path: Path) -> None:
-    path = write(tmp_path, checks=["error_rate == 0", "wall <= 1 ms"])
-    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
-    assert (done.code, done.err) == (4, "")
-    run = only_run(tmp_path / "runs")
-    assert read_run(run).status == "valid"
-    assert [check["status"] for check in summary_of(run)["checks"]] == ["passed", "failed"]
-    assert "wall <= 1 ms" in done.out
-    assert harness("report", run.name, "--runs", "runs", cwd=tmp_path).code == 4
 
 
 @fault(
@@ -209,22 +190,13 @@ def test_a_failed_check(tmp_path: Path) -> None:
 def test_too_many_errors(tmp_path: Path) -> None:
     # Every third completion request; the first is the question whether the model answers.
     path = write(tmp_path, servers={"one": server("--fault", "503@3")})
-    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
+    run = ran(path, 3)
     reason = "r1-one-burst: 2 of 6 requests failed (rejected 2): an error rate of 33.33%, and at most 0.00% is allowed"
-    assert (done.code, done.err) == (3, "")
-    assert re.search(INVALID, done.out)
-    run = only_run(tmp_path / "runs")
+    assert re.search(INVALID, ENDED[-1].out)
     complete(run)
     manifest = read_run(run)
-    assert (manifest.status, manifest.reasons) == ("invalid", [reason])
+    assert (manifest.status, sentences(manifest.reasons)) == ("invalid", [reason])
     assert Counter(one.error for one in records(run)) == {None: 5, "rejected": 3}
-
-
-def test_errors_that_are_allowed(tmp_path: Path) -> None:
-    path = write(tmp_path, servers={"one": server("--fault", "503@3")}, max_error_rate=0.5)
-    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
-    assert (done.code, done.err) == (0, "")
-    assert read_run(only_run(tmp_path / "runs")).status == "valid"
 
 
 def test_a_locustfile_of_ones_own(tmp_path: Path) -> None:
@@ -262,15 +234,13 @@ def test_a_locustfile_that_fails_while_it_runs(tmp_path: Path) -> None:
         "    @task\n"
         "    def work(self):\n"
         "        work = self.take()[0]\n"
-        "        if work.ticket.index == 3:\n"
+        "        if work.slot.index == 3:\n"
         "            raise ValueError('boom')\n"
         "        self.ask(work)\n"
     )
     path = write(tmp_path, loads={"mine": {"user": "mine.py", "requests": 6, "output_tokens": 3}})
-    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
-    assert (done.code, done.err) == (3, "")
-    run = only_run(tmp_path / "runs")
-    assert read_run(run).reasons == [
+    run = ran(path, 3)
+    assert sentences(read_run(run).reasons) == [
         "r1-one-mine: the load generator ended with exit code 1; its log has ValueError: boom",
         "r1-one-mine: 6 measured requests were planned and 5 were sent",
     ]
@@ -278,8 +248,8 @@ def test_a_locustfile_that_fails_while_it_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("how", "processes"),
-    [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGHUP, 1), (signal.SIGINT, 2)],
-    ids=["int", "term", "hup", "int-2"],
+    [pytest.param(signal.SIGTERM, 1, marks=pytest.mark.nightly), (signal.SIGHUP, 1), (signal.SIGINT, 2)],
+    ids=["term", "hup", "int-2"],
 )
 @fault(
     "harness",
@@ -294,16 +264,16 @@ def test_interrupted(tmp_path: Path, how: signal.Signals, processes: int) -> Non
         run = in_mid_run(command, tmp_path / "runs")
         assert len(command.others("locust")) == (processes if processes == 1 else processes + 1)
         command.process.send_signal(how)
-        began = time.monotonic()
         done = command.end()
-        assert time.monotonic() - began < 10
         command.nothing_left()
     assert done.code == 130
     assert done.err == "interrupted; everything that was started has been taken down\n"
-    assert done.out.endswith(f"What was measured until then: harness report runs/{run.name}\n")
+    assert done.out.endswith(
+        f"harness report runs/{run.name}\nTo measure the rest: harness run --resume runs/{run.name}\n"
+    )
     complete(run)
     manifest = read_run(run)
-    assert (manifest.status, manifest.reasons) == ("interrupted", ["interrupted before all cells had run"])
+    assert (manifest.status, sentences(manifest.reasons)) == ("interrupted", ["interrupted before all cells had run"])
     assert {mark.event for mark in read_marks(run / "processes.jsonl")} == {"start", "end"}
     # What was in flight is there too, as unfinished; between two bursts that is nothing.
     by_process = Counter(one.process for one in records(run))
@@ -368,7 +338,7 @@ def test_interrupted_while_the_server_starts(tmp_path: Path) -> None:
     assert harness("report", run.name, "--runs", "runs", cwd=tmp_path).code == 3  # of its verdict
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.nightly), 2])
 @fault(
     "harness",
     "kill -9 of the harness in the middle of a load",
@@ -380,11 +350,11 @@ def test_interrupted_while_the_server_starts(tmp_path: Path) -> None:
 def test_killed(tmp_path: Path, processes: int) -> None:
     """kill -9 of the harness: Locust and the engine end by themselves, and what was measured can be read."""
     path = write(tmp_path, loads={"burst": {**LONG["burst"], "users": processes, "processes": processes}})
-    with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
+    with going("run", path.name, "--runs", "runs", cwd=tmp_path, forked=False) as command:
         run = in_mid_run(command, tmp_path / "runs")
         command.process.kill()
         assert command.end().code == -signal.SIGKILL
-        command.nothing_left(within_s=6)
+        command.nothing_left(within_s=60)
     damaged: list[int] = []
     sent = records(run, damaged)
     assert len(sent) > 20
@@ -410,18 +380,16 @@ def kill_one(processes: list[psutil.Process]) -> int:
     return int(victim.pid)
 
 
-def reasons_after(command: Going, run: Path, within_s: float) -> list[str]:
-    """The command ends in time, INVALID, and with nothing left; its reasons."""
-    began = time.monotonic()
+def reasons_after(command: Going, run: Path) -> list[str]:
+    """The command ends by itself, INVALID, and with nothing left; its reasons."""
     done = command.end()
-    assert time.monotonic() - began < within_s
     command.nothing_left()
     assert (done.code, done.err) == (3, "")
     assert re.search(INVALID, done.out)
     manifest: Run = read_run(run)
     assert manifest.status == "invalid"
     complete(run)
-    return manifest.reasons
+    return sentences(manifest.reasons)
 
 
 @fault(
@@ -436,9 +404,13 @@ def test_locust_killed(tmp_path: Path) -> None:
     with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
         run = in_mid_run(command, tmp_path / "runs")
         pid = kill_one(command.others("locust"))
-        reasons = reasons_after(command, run, within_s=4)
-    assert reasons[:2] == [
+        reasons = reasons_after(command, run)
+    assert reasons[0] in (
         "r1-one-burst: the load generator ended with exit code -9",
+        # The exit code of a fork (tests/prefork.py) comes a moment after its end.
+        "r1-one-burst: the load was stopped because a load process was killed",
+    )
+    assert reasons[1:2] == [
         f"r1-one-burst: load process {pid} was killed: what was sent and not yet recorded is not known; run again (the "
         "kernel kills when memory runs out, which `dmesg` tells)",
     ]
@@ -447,7 +419,7 @@ def test_locust_killed(tmp_path: Path) -> None:
 @fault(
     "load process",
     "kill -9 of one of two load processes",
-    seen="the load was ended because a load process had been killed",
+    seen="the load was stopped because a load process was killed",
     code=3,
     kept="all records but those of the last 0.2 s of one process",
 )
@@ -456,36 +428,37 @@ def test_one_of_two_load_processes_killed(tmp_path: Path) -> None:
     with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
         run = in_mid_run(command, tmp_path / "runs")
         pid = kill_one(command.others("locust"))
-        reasons = reasons_after(command, run, within_s=6)
+        reasons = reasons_after(command, run)
     assert reasons[:2] == [
-        "r1-one-burst: the load was ended because a load process had been killed",
+        "r1-one-burst: the load was stopped because a load process was killed",
         f"r1-one-burst: load process {pid} was killed: what was sent and not yet recorded is not known; run again (the "
         "kernel kills when memory runs out, which `dmesg` tells)",
     ]
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(
+    ("how", "processes"), [(signal.SIGTERM, 1), pytest.param(signal.SIGINT, 2, marks=pytest.mark.nightly)]
+)
 @fault(
     "load process",
     "SIGTERM or SIGINT to a load process (earlyoom, an eviction)",
-    seen="load process ... was told to end (SIGTERM or SIGINT) ... s before the end of the 6 s to measure; run again",
+    seen="load process ... was stopped (SIGTERM or SIGINT) ... s before the end of the 60 s to measure; run again",
     code=3,
 )
-def test_a_load_process_that_is_told_to_end_before_its_time(
+def test_a_load_process_that_is_reported_to_end_before_its_time(
     tmp_path: Path, how: signal.Signals, processes: int
 ) -> None:
     """As by earlyoom, `docker stop` or an eviction: half of the time that was asked for is no valid run."""
-    load = {"user": "batch", "users": 2, "duration_s": 6, "output_tokens": 5, "processes": processes}
+    load = {"user": "batch", "users": 2, "duration_s": 60, "output_tokens": 5, "processes": processes}
     path = write(tmp_path, loads={"timed": load})
     with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
         in_mid_run(command, tmp_path / "runs")
         victim = max(command.others("locust"), key=lambda process: (process.create_time(), process.pid))
         victim.send_signal(how)
-        reasons = reasons_after(command, only_run(tmp_path / "runs"), within_s=15)
+        reasons = reasons_after(command, only_run(tmp_path / "runs"))
     assert re.fullmatch(
-        rf"r1-one-timed: load process {victim.pid} was told to end \(SIGTERM or SIGINT\) [1-6]\.\d s before the end of "
-        "the 6 s to measure; run again",
+        rf"r1-one-timed: load process {victim.pid} was stopped \(SIGTERM or SIGINT\) [1-6]?\d\.\d s before the end of "
+        "the 60 s to measure; run again",
         reasons[0],
     )
 
@@ -514,28 +487,26 @@ def test_a_user_that_ends_too_early(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN_END)
     load = {"user": "mine.py", "users": 3, "duration_s": 1.5, "output_tokens": 5}
     path = write(tmp_path, loads={"timed": load})
-    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
-    assert (done.code, done.err) == (3, "")
+    run = ran(path, 3)
     assert (
         "r1-one-timed: 1 user of 3 ended before the load did (an exception, or StopUser in the locustfile): "
         "the log of the load generator says more"
-    ) in read_run(only_run(tmp_path / "runs")).reasons
+    ) in sentences(read_run(run).reasons)
 
 
 @fault(
     "load process",
     "the ramp is longer than the measured time",
-    seen="of 8 users had come at the end of the measured time",
+    seen="of 8 users had started at the end of the measured time",
     code=3,
 )
 def test_users_that_have_not_all_come(tmp_path: Path) -> None:
     load = {"user": "batch", "users": 8, "duration_s": 1.0, "ramp_s": 4.0, "output_tokens": 5}
     path = write(tmp_path, loads={"timed": load}, warmup={"requests": 0})
-    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path)
-    assert (done.code, done.err) == (3, "")
+    run = ran(path, 3)
     assert re.fullmatch(
-        r"r1-one-timed: [1-5] of 8 users had come at the end of the measured time",
-        read_run(only_run(tmp_path / "runs")).reasons[0],
+        r"r1-one-timed: [1-7] of 8 users had started at the end of the measured time",
+        sentences(read_run(run).reasons)[0],
     )
 
 
@@ -550,10 +521,10 @@ def test_server_killed(tmp_path: Path) -> None:
     with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
         run = in_mid_run(command, tmp_path / "runs")
         kill_one(command.others("harness.simulated"))
-        reasons = reasons_after(command, run, within_s=4)
+        reasons = reasons_after(command, run)
     assert reasons[:1] == [
         "r1-one-burst: the server died during the load: it ended with exit code -9: "
-        "it was killed from outside, or the host ran out of memory",
+        "it was killed from outside, or the host ran out of memory"
     ]
     death = read_run(run).cells[0].served_by.death
     assert death is not None and (death.how, death.exit_code) == ("ended", -9) and death.failure is not None
@@ -562,16 +533,15 @@ def test_server_killed(tmp_path: Path) -> None:
 @fault(
     "server", "the server exits under load", seen="the server died during the load: it ended with exit code 1", code=3
 )
+@pytest.mark.nightly
 def test_server_dies(tmp_path: Path) -> None:
     path = write(tmp_path, loads=LONG, servers={"one": server("--fault", "exit:30")})
     with going("run", path.name, "--runs", "runs", cwd=tmp_path) as command:
         until(lambda: bool(command.others("harness.simulated")))
         until(lambda: not command.others("harness.simulated"))
         run = only_run(tmp_path / "runs")
-        reasons = reasons_after(command, run, within_s=4)
-    assert reasons[:1] == [
-        "r1-one-burst: the server died during the load: it ended with exit code 1",
-    ]
+        reasons = reasons_after(command, run)
+    assert reasons[:1] == ["r1-one-burst: the server died during the load: it ended with exit code 1"]
     ended = read_run(run).cells[0].ended_wall_s or 0.0
     (mark,) = [mark for mark in read_marks(run / "processes.jsonl") if mark.event == "start"]
     died = mark.wall_s - mark.monotonic_s + max(one.sent_s + one.ended_s for one in records(run) if not one.error)
@@ -587,12 +557,9 @@ def test_server_dies(tmp_path: Path) -> None:
 def test_server_of_someone_else_dies(tmp_path: Path) -> None:
     path = write(tmp_path, loads=LONG)
     with spawned("--preset", "instant", "--model", "tiny", "--fault", "exit:30") as there:
-        done = harness("run", path.name, "--url", there.url, "--runs", "runs", cwd=tmp_path)
-    assert (done.code, done.err) == (3, "")
-    assert (
-        f"r1-running-burst: the server died during the load: nothing listens at {there.url} any more"
-        in read_run(only_run(tmp_path / "runs")).reasons
-    )
+        run = ran(path, 3, "--url", there.url)
+    reason = f"r1-running-burst: the server died during the load: nothing listens at {there.url} any more"
+    assert reason in sentences(read_run(run).reasons)
 
 
 @fault(
@@ -601,15 +568,14 @@ def test_server_of_someone_else_dies(tmp_path: Path) -> None:
     seen="the server died during the load: nothing listens at ... any more",
     code=3,
 )
+@pytest.mark.nightly
 def test_server_of_someone_else_dies_just_before_the_end(tmp_path: Path) -> None:
     loads = {"burst": {"user": "batch", "batch_size": 1, "requests": 33, "output_tokens": 5}}
     path = write(tmp_path, loads=loads, max_error_rate=1, warmup={"requests": 1}, checks=[])
     with spawned("--preset", "instant", "--model", "tiny", "--fault", "exit:32") as there:
-        done = harness("run", path.name, "--url", there.url, "--runs", "runs", cwd=tmp_path)
-    run = only_run(tmp_path / "runs")
-    assert (done.code, done.err) == (3, "")
+        run = ran(path, 3, "--url", there.url)
     assert len(records(run)) in (33, 34)  # the load is ended before or after its last request is sent
-    assert read_run(run).reasons == [
+    assert sentences(read_run(run).reasons) == [
         f"r1-running-burst: the server died during the load: nothing listens at {there.url} any more"
     ]
 
@@ -631,6 +597,10 @@ def test_a_reader_that_goes_away_does_not_end_a_run(tmp_path: Path) -> None:
     assert read_run(only_run(tmp_path / "runs")).status == "valid"
 
 
+def files_allowed(soft: int, hard: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 @fault(
     "load process",
     "more requests at once than the system lets a process open files",
@@ -639,11 +609,8 @@ def test_a_reader_that_goes_away_does_not_end_a_run(tmp_path: Path) -> None:
     kept="no run is begun",
 )
 def test_more_connections_than_the_process_may_open_are_refused_before_anything_starts(tmp_path: Path) -> None:
-    def few_files() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (150, 150))
-
     path = write(tmp_path, loads={"many": {"user": "batch", "users": 200, "requests": 400, "output_tokens": 5}})
-    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path, before=few_files)
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path, before=partial(files_allowed, 150, 150))
     assert (done.code, done.out) == (1, "")
     assert done.err.startswith(
         "error: 200 requests at once in one load process need 264 open files, and the system allows it 150 "
@@ -662,12 +629,9 @@ def test_more_connections_than_the_process_may_open_are_refused_before_anything_
 def test_the_limit_of_open_files_is_raised_and_named_when_it_is_hit(tmp_path: Path) -> None:
     """A server is not to blame for a connection that the load process could not open."""
 
-    def few_files() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (60, 150))
-
     (tmp_path / "mine.py").write_text(GREEDY)
     path = write(tmp_path, loads={"mine": {"user": "mine.py", "users": 1, "requests": 200, "output_tokens": 5}})
-    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path, before=few_files)
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path, before=partial(files_allowed, 60, 150))
     assert done.code == 3
     sent = records(only_run(tmp_path / "runs"))
     errors = {(one.error, one.message) for one in sent if one.error}

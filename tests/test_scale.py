@@ -15,16 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.make_run import make_run
+from harness.analysis import count, gaps, tally
+from harness.analysis.gaps import ALL, Gaps, GapSample, Interval, intervals_around
+from harness.analysis.summarize import summarize, write_summary
+from harness.analysis.tally import CellCounts, gap_distribution
 from harness.errors import HarnessError
 from harness.judge.stats import percentile
 from harness.report.html import write_report
-from harness.rundir import blocks
-from harness.rundir.blocks import Lines, blocks_of, in_file, requests_in
+from harness.rundir import lines as blocks
+from harness.rundir.lines import Lines, blocks_of, in_file, requests_in
 from harness.rundir.manifest import Run
-from harness.summarize import count, gaps, tally
-from harness.summarize.gaps import ALL, Gaps, GapSample, Interval, intervals_around
-from harness.summarize.summarize import summarize, write_summary
-from harness.summarize.tally import CellCounts, gap_distribution
 from harness.summary import Numbers, Summary
 from tests.made_runs import request, write_lines
 
@@ -187,7 +187,7 @@ def test_an_interval_counts_its_ends_and_keeps_what_is_inside() -> None:
     for _ in range(40):
         part.add([0.0, 0.0, 0.0, 0.5, 1.5, 3.5])  # gaps 0, 0, 0.5, 1, 2
     part.flush()
-    assert (part.n, part.requests, part.least, part.most) == (200, 40, 0.0, 2.0)
+    assert (part.n, part.requests, part.minimum, part.maximum) == (200, 40, 0.0, 2.0)
     kept = part.kept[0]
     assert (kept.below, kept.to_low, kept.below_high, kept.to_high) == (0, 80, 120, 160)
     assert kept.values == array("d", [0.5] * 40)

@@ -421,3 +421,25 @@ def test_long_values_are_cut_and_long_numbers_refused(tmp_path: Path) -> None:
         load_scenario(path)
     assert all(len(problem) <= 1003 for problem in caught.value.problems)
     assert "a bound has at most 30 characters" in caught.value.detail
+
+
+def test_a_key_of_an_older_version_is_refused_with_the_new_one(tmp_path: Path) -> None:
+    loads = """
+  wave: {user: batch, requests: 1, arrivals: {wave: {least: 1, most: 5, period_s: 10}}}
+  chat: {user: chat, requests: 1, think: {mean_s: 1, most_s: 3}, output_tokens: {lognormal: {median: 5, most: 9}}}
+  trace: {user: batch, trace: {file: day.csv, most: 2}}
+warmup: {until: steady, most_requests: 9}
+"""
+    text = f"version: 1\nquestion: q\nmodel: m\nservers: {{a: {{template: simulated}}}}\nloads:{loads}"
+    (tmp_path / "scenario.yaml").write_text(text)
+    (tmp_path / "day.csv").touch()
+    with pytest.raises(ScenarioError) as caught:
+        load_scenario(tmp_path / "scenario.yaml")
+    assert caught.value.problems == [
+        "$.loads.wave.arrivals.wave.least (line 6): this key is now 'min'",
+        "$.loads.wave.arrivals.wave.most (line 6): this key is now 'max'",
+        "$.loads.chat.think.most_s (line 7): this key is now 'max_s'",
+        "$.loads.chat.output_tokens.lognormal.most (line 7): this key is now 'max'",
+        "$.loads.trace.trace.most (line 8): this key is now 'max_requests'",
+        "$.warmup.most_requests (line 9): this key is now 'max_requests'",
+    ]

@@ -1,6 +1,7 @@
 """The self-check: exact on made records, and with real load processes that are starved or well."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,11 +15,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from harness.analysis.self_check import Limited, client_limits, limited
+from harness.analysis.tally import CellCounts, Clock, numbers_of
+from harness.reasons import number_words, sentence
 from harness.rundir.records import ProcessMark, Request, read_marks
 from harness.scenario.scenario import Arrivals, Load, Warmup
 from harness.simulated import spawned
-from harness.summarize.self_check import client_limits, in_words, limited
-from harness.summarize.tally import CellCounts, Clock, numbers_of
 from harness.summary import ClientLimit
 from tests.load_runs import end, log_of, make_job, records_of, start_job, wait_for_records
 from tests.made_runs import both_marks, request
@@ -29,12 +31,12 @@ SHARED = [0.5, 0.6, 0.8, 0.8, *[0.9 + 0.1 * i for i in range(7)]]  # the third w
 FIRST_SHARED = [0.6, 0.6, 0.7, 0.8, *[0.9 + 0.1 * i for i in range(7)]]
 
 
-def limits(records: Sequence[Request], load: Load = LOAD, **lags: float) -> list[ClientLimit]:
+def limits(records: Sequence[Request], load: Load = LOAD, **lags: float) -> list[Limited]:
     started, ended = both_marks("c", 7, 0.0, 10.0, sent=4)
     return found([started, msgspec.structs.replace(ended, **lags)], records, load)
 
 
-def found(marks: Sequence[ProcessMark], records: Sequence[Request], load: Load) -> list[ClientLimit]:
+def found(marks: Sequence[ProcessMark], records: Sequence[Request], load: Load) -> list[Limited]:
     tally = CellCounts(clock=Clock(marks))
     for record in records:
         tally.add(record)
@@ -51,21 +53,23 @@ def test_a_load_generator_that_was_good_enough() -> None:
 
 
 def test_chunks_that_were_fetched_late() -> None:
-    [limit] = limits(four(chunks_s=SHARED, coalesced=1, coalesced_late=1))
+    [(limit, why)] = limits(four(chunks_s=SHARED, coalesced=1, coalesced_late=1))
     assert limit == ClientLimit(
-        what="shared_reads", value=1 / 11, allowed=0.01, unit="ratio", numbers=["chunk_gap_s"],
-        text="client-limited (chunk gaps): 9.1% of the chunks were fetched late, together with a later one: their "
-        f"times are upper bounds; at most 1% is allowed; {MORE}",
+        what="shared_reads", value=1 / 11, allowed=0.01, unit="ratio", numbers=["chunk_gap_s"]
     )  # fmt: skip
+    assert sentence(why) == (
+        "client-limited (chunk gaps): 9.1% of the chunks were fetched late, together with a later one: their "
+        f"times are upper bounds; at most 1% is allowed; {MORE}"
+    )
 
 
 def test_first_chunks_that_were_fetched_late() -> None:
-    [limit] = limits(four(chunks_s=FIRST_SHARED, coalesced=1, coalesced_late=1), core_wait=0.25)
+    [(limit, why)] = limits(four(chunks_s=FIRST_SHARED, coalesced=1, coalesced_late=1), core_wait=0.25)
     assert limit.numbers == ["ttft_s", "ttfo_s", "tpot_s", "chunk_gap_s"]
-    assert limit.text == (
+    assert sentence(why) == (
         "client-limited (TTFT, TTFO, TPOT and chunk gaps): 9.1% of the chunks and 100.0% of the first chunks were "
-        "fetched late, together with a later one: their times are upper bounds; at most 1% is allowed; others had its "
-        "core during 25% of the time: keep them from it, or send from another machine"
+        "fetched late, together with a later one: their times are upper bounds; at most 1% is allowed; other "
+        "processes used its core during 25% of the time: stop them, or send from another machine"
     )
 
 
@@ -75,49 +79,52 @@ def test_chunks_that_were_sent_together_are_none_of_the_clients_doing() -> None:
 
 
 def test_where_the_loop_was_late_most_of_the_time_all_shared_reads_count() -> None:
-    [limit] = limits(four(chunks_s=SHARED, coalesced=1, coalesced_late=0), loop_lag_p50_s=0.006)
+    [(limit, _)] = limits(four(chunks_s=SHARED, coalesced=1, coalesced_late=0), loop_lag_p50_s=0.006)
     assert (limit.what, limit.value) == ("shared_reads", 1 / 11)
 
 
 def test_who_was_stopped_or_killed_does_not_need_more_processes() -> None:
-    lags = {"loop_lag_mean_s": 0.452, "loop_lag_p50_s": 0.001, "loop_lag_most_s": 2.9504, "cpu_most": 0.03}
-    [limit] = limits(four(), LOAD, **lags)
-    stood = "load process 7 stood still for 3.0 s (stopped, or its machine slept or swapped): run again"
-    assert limit.text.endswith(f"ms is allowed; {stood}")
-    for busy in ({"cpu_most": 0.5}, {"loop_lag_p50_s": 0.006}, {"loop_lag_most_s": 0.49}):
-        [limit] = limits(four(), LOAD, **lags | busy)
-        assert limit.text.endswith(f"ms is allowed; {MORE}")
-    [limit] = limits(four(), LOAD, **lags, core_wait=0.3)  # one that is stopped does not wait for a core
-    assert "ms is allowed; others had its core during 30% of the time" in limit.text
+    lags = {"loop_lag_mean_s": 0.452, "loop_lag_p50_s": 0.001, "loop_lag_max_s": 2.9504, "cpu_max": 0.03}
+    [(_, why)] = limits(four(), LOAD, **lags)
+    assert why.values["remedy"] == {"code": "remedy_paused", "values": {"process": 7, "seconds": 2.9504}}
+    for busy in ({"cpu_max": 0.5}, {"loop_lag_p50_s": 0.006}, {"loop_lag_max_s": 0.49}):
+        [(_, why)] = limits(four(), LOAD, **lags | busy)
+        assert why.values["remedy"] == {"code": "remedy_processes", "values": {"processes": 1}}
+    [(_, why)] = limits(four(), LOAD, **lags, core_wait=0.3)  # one that is stopped does not wait for a core
+    assert why.values["remedy"] == {"code": "remedy_free_core", "values": {"share": 0.3}}
     started, ended = both_marks("c", 7, 0.0, 10.0, sent=4)
     dead = msgspec.structs.replace(started, process=8)
-    [limit] = found([dead, started, msgspec.structs.replace(ended, loop_lag_mean_s=0.452)], four(), LOAD)
-    assert limit.text.endswith("ms is allowed; a load process was killed: run again")
+    [(_, why)] = found([dead, started, msgspec.structs.replace(ended, loop_lag_mean_s=0.452)], four(), LOAD)
+    assert why.values["remedy"] == {"code": "remedy_run_again"}
 
 
 def test_a_late_loop_spoils_times_that_are_those_of_the_read() -> None:
     assert limits(four(clock="read"), loop_lag_p99_s=0.005) == []
     assert limits(four(clock="read"), loop_lag_p50_s=0.005) == []
-    [limit] = limits(four(clock="read"), loop_lag_p50_s=0.006)
-    assert "and half of what was due in a load process ran 6.0 ms or more late" in limit.text
-    [limit] = limits(four(clock="read"), loop_lag_p99_s=0.0123, loop_lag_p50_s=0.006)
+    [(_, why)] = limits(four(clock="read"), loop_lag_p50_s=0.006)
+    assert (why.values["share"], why.values["lag_s"]) == (0.5, 0.006)
+    [(limit, why)] = limits(four(clock="read"), loop_lag_p99_s=0.0123, loop_lag_p50_s=0.006)
     assert limit == ClientLimit(
         what="read_clock", value=0.0123, allowed=0.005, unit="s",
         numbers=["ttft_s", "ttfo_s", "tpot_s", "e2e_s", "chunk_gap_s"],
-        text="client-limited (TTFT, TTFO, TPOT, E2E latency and chunk gaps): chunk times are those of the read, and "
-        f"1 % of what was due in a load process ran 12.3 ms or more late; at most 5 ms is allowed; {MORE}",
     )  # fmt: skip
+    assert sentence(why) == (
+        "client-limited (TTFT, TTFO, TPOT, E2E latency and chunk gaps): chunk times are those of the read, and "
+        f"1 % of the timers of a load process fired 12.3 ms or more late; at most 5 ms is allowed; {MORE}"
+    )
 
 
 def test_a_late_loop_slows_requests_that_follow_answers() -> None:
     assert limits(four(), loop_lag_mean_s=0.03) == []  # 2 % of 1.5 s
-    [limit] = limits(four(), loop_lag_mean_s=0.045)
+    [(limit, why)] = limits(four(), loop_lag_mean_s=0.045)
     assert limit == ClientLimit(
         what="loop_lag", value=0.045, allowed=0.03, unit="s",
         numbers=["wall_s", "output_tok_s", "input_tok_s", "requests_per_s"],
-        text="client-limited (wall time, tok/s, prompt tok/s and requests/s): what was due in a load process ran "
-        f"45.0 ms late on average, 3.0% of the time that a request took; at most 30.0 ms is allowed; {MORE}",
     )  # fmt: skip
+    assert sentence(why) == (
+        "client-limited (wall time, tok/s, prompt tok/s and requests/s): timers of a load process fired "
+        f"45.0 ms late on average, 3.0% of the time that a request took; at most 30.0 ms is allowed; {MORE}"
+    )
     people = msgspec.structs.replace(LOAD, user="chat", arrivals=Arrivals(rate=1.0))
     assert limits(four(scheduled_s=0.0), people, loop_lag_mean_s=0.045) == []  # who come by a schedule
 
@@ -129,9 +136,9 @@ def test_an_old_run_says_nothing() -> None:
 
 
 def test_in_words() -> None:
-    assert in_words([]) == ""
-    assert in_words(["ttft_s"]) == "TTFT"
-    one = ClientLimit(what="cpu", value=1.0, allowed=0.9, unit="ratio", numbers=["tpot_s", "wall_s"], text="")
+    assert number_words([]) == ""
+    assert number_words(["ttft_s"]) == "TTFT"
+    one = ClientLimit(what="cpu", value=1.0, allowed=0.9, unit="ratio", numbers=["tpot_s", "wall_s"])
     assert limited(["wall_s", "ttft_s", "tpot_s"], [one]) == ["wall_s", "tpot_s"]
 
 
@@ -141,7 +148,7 @@ Disturb = Callable[["subprocess.Popen[str]"], None]  # gets the load process whe
 STREAMS, TOKENS, ROUNDS = 10, 50, 3
 
 
-def measured(folder: Path, flags: Sequence[str], disturb: Disturb | None = None) -> tuple[list[ClientLimit], str]:
+def measured(folder: Path, flags: Sequence[str], disturb: Disturb | None = None) -> tuple[list[Limited], str]:
     """What the self-check finds of bursts of 10 streams with a token each 20 ms; and what it went by."""
     folder.mkdir()
     load = Load(user="batch", batch_size=STREAMS, requests=ROUNDS * STREAMS, output_tokens=TOKENS)
@@ -192,7 +199,7 @@ def busy(core: int) -> Iterator[None]:
         neighbour.wait()
 
 
-def well(folder: Path, flags: Sequence[str] = ()) -> tuple[list[ClientLimit], str]:
+def well(folder: Path, flags: Sequence[str] = ()) -> tuple[list[Limited], str]:
     """The best of three, as the machine may be busy with something else."""
     for number in range(3):
         limits, words = measured(folder / str(number), flags)
@@ -213,15 +220,16 @@ def test_an_engine_that_writes_two_chunks_at_once_does_not_make_the_client_limit
     limits, words = well(tmp_path, ["--fault", "coalesce:2"])
     assert limits == []
     # The first event of 51 has no text: 24 pairs, and two chunks alone.
-    assert words.startswith(f"{40 * TOKENS} chunks, {40 * 24} shared a read, ")
+    chunks, shared = (int(word) for word in re.findall(r"\d+", words)[:2])
+    assert chunks == 40 * TOKENS and shared >= 40 * 24
 
 
 @pytest.mark.alone
 @pytest.mark.timeout(180)
 def test_a_client_that_is_stopped_now_and_then_is_limited(tmp_path: Path) -> None:
     limits, words = measured(tmp_path / "a", [], stop_now_and_then)
-    assert "shared_reads" in [limit.what for limit in limits], words
-    assert "chunk_gap_s" in next(limit for limit in limits if limit.what == "shared_reads").numbers
+    assert "shared_reads" in [limit.what for limit, _ in limits], words
+    assert "chunk_gap_s" in next(limit for limit, _ in limits if limit.what == "shared_reads").numbers
     assert "loop_lag_mean_s=0.0" in words
 
 
@@ -233,8 +241,11 @@ def test_a_client_that_shares_its_core_with_somebody_busy_is_limited(tmp_path: P
     def give_way(process: "subprocess.Popen[str]") -> None:
         os.sched_setaffinity(process.pid, {core})
         os.setpriority(os.PRIO_PROCESS, process.pid, 15)
+        group = Path(f"/proc/{process.pid}/autogroup")  # such a kernel shares cores among sessions first
+        if group.exists() and os.getsid(process.pid) == process.pid:
+            group.write_text("15")
 
     with busy(core):
         limits, words = measured(tmp_path / "a", [], give_way)
     assert limits, words
-    assert all("others had its core during" in limit.text for limit in limits)
+    assert all(why.values["remedy"]["code"] == "remedy_free_core" for _, why in limits)

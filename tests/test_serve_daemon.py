@@ -15,14 +15,13 @@ from harness.errors import HarnessError, ServerError
 from harness.paths import ROOT
 from harness.scenario.scenario import Load, Scenario, Server
 from harness.serve import engine_version, serve
-from harness.serve.docker.daemon import connect
-from harness.serve.docker.images import cannot_pull
-from harness.serve.docker.location import engine_location
-from harness.serve.serve import reached
+from harness.serve.engine import cannot_pull, connect
+from harness.serve.lifecycle import reached
+from harness.serve.location import engine_location
 
 CONNECT_AS_NOBODY = """
 import os
-from harness.serve.docker.daemon import connect
+from harness.serve.engine import connect
 from harness.errors import ServerError
 if os.geteuid() == 0:
     os.setgroups([])
@@ -42,10 +41,12 @@ def test_no_permission_says_which_group(tmp_path: Path) -> None:
         path.chmod(0o000)
         for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
             folder.chmod(0o755)
-        environment = {**os.environ, "DOCKER_HOST": f"unix://{path}", "LOGNAME": "ada"}
+        environment = {**os.environ, "DOCKER_HOST": f"unix://{path}"}
         command = [sys.executable, "-c", CONNECT_AS_NOBODY]
         answer = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
-    expected = f"no permission to use the Docker Engine at unix://{path} sudo usermod -aG docker ada, then log in again"
+    expected = (
+        f"no permission to use the Docker Engine at unix://{path} sudo usermod -aG docker $USER, then log in again"
+    )
     assert answer.stdout.startswith(expected), answer.stderr
 
 
@@ -178,7 +179,7 @@ def test_a_context_with_certificates(docker_config: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("variable", "value", "message"),
     [
-        ("DOCKER_CONTEXT", "none", "the Docker context 'none' cannot be used: there is none"),
+        ("DOCKER_CONTEXT", "none", "the Docker context 'none' cannot be used: it does not exist"),
         ("DOCKER_CONTEXT", "broken", "the Docker context 'broken' cannot be used: DecodeError"),
         ("DOCKER_HOST", "tcp://[::1", r"the Docker Engine at tcp://\[::1 cannot be used: Invalid IPv6 URL"),
         ("DOCKER_HOST", "tcp://gpubox", "the Docker Engine at tcp://gpubox cannot be used: .*port is required"),

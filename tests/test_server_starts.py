@@ -9,18 +9,20 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from harness.compare.compare import compare_runs
-from harness.compare.differences import differences_of
+from harness.analysis.summarize import summarize, write_summary
+from harness.comparison.compare import compare_runs
+from harness.comparison.differences import differences_of
 from harness.errors import HarnessError
 from harness.judge import server_starts
-from harness.report.charts import starts
-from harness.report.comparison import markdown
+from harness.reasons import sentences
+from harness.report.charts.timeline import starts_of, startup
 from harness.report.html import write_report
+from harness.report.markdown import of_comparison
 from harness.report.terminal import print_report
 from harness.rundir.manifest import Contents, Machine, Phase, ServedBy, Startup, read_run
 from harness.scenario.plan import Cell
 from harness.scenario.scenario import Server
-from harness.summarize.summarize import summarize, write_summary
+from harness.summary import because
 from tests.made_runs import scenario, served_by, write_made_run
 
 STARTUP = Startup(
@@ -105,7 +107,7 @@ def test_a_tunnel_in_the_way_of_the_load_is_noted(tmp_path: Path) -> None:
     """Once a server; where a gateway takes the load, the way to it counts."""
     write_made_run(tmp_path / "one", steady(), served=lambda cell: served_by(over_ssh=cell.server == "a"))
     (note,) = server_starts.notes(read_run(tmp_path / "one"))
-    assert note.startswith("a: the load went through an ssh tunnel (over_ssh), which adds to every latency.")
+    assert note == because("over_ssh", server="a")
     write_made_run(tmp_path / "gateway", steady(), served=lambda cell: served_by(over_ssh=True, gateway=served_by()))
     assert server_starts.notes(read_run(tmp_path / "gateway")) == []
 
@@ -122,8 +124,8 @@ def test_seconds_and_memory_never_refuse_and_noise_is_not_told(tmp_path: Path) -
         {"weights": 4.9, "compile": 62.5},
     )
     compared = compare_runs(two(tmp_path, other))
-    told = {difference.key: difference.values for difference in compared.differences}
-    assert told == {
+    measured = {difference.key: difference.values for difference in compared.differences}
+    assert measured == {
         "servers.*.startup.compile_cache": ["cold", "warm"],
         "servers.*.startup.compile_s": ["12.25", "60"],
         "servers.*.phases.compile": ["15", "62.5"],
@@ -133,10 +135,12 @@ def test_seconds_and_memory_never_refuse_and_noise_is_not_told(tmp_path: Path) -
 
 def test_kv_caches_of_different_sizes_are_told_before_the_verdicts(tmp_path: Path) -> None:
     compared = compare_runs(two(tmp_path, serving({"kv_cache_tokens": 50_000})))
-    assert compared.notes[0].startswith("a: KV caches of different sizes (tokens): one 100,000, two 50,000. ")
-    assert [note[:2] for note in compared.notes] == ["a:", "b:"]
-    text = markdown(compared)
-    assert text.index("**Mind:** a: KV caches") < text.index("- a / x")
+    assert sentences(compared.notes)[0].startswith(
+        "a: KV caches of different sizes (tokens): one 100,000, two 50,000. "
+    )
+    assert [note[:2] for note in sentences(compared.notes)] == ["a:", "b:"]
+    text = of_comparison(compared)
+    assert text.index("**Warning:** a: KV caches") < text.index("- a / x")
     assert {d.key for d in compared.differences} == {"servers.*.startup.kv_cache_tokens"}
 
 
@@ -185,7 +189,7 @@ def test_medians_over_starts_and_every_text_that_occurred() -> None:
             (Startup(compile_cache="warm", kv_cache_tokens=20), 2.0),
         )
     ]
-    assert server_starts.told(served) == {
+    assert server_starts.measured(served) == {
         "startup.compile_cache": "cold, then warm",
         "startup.kv_cache_tokens": 20,
         "phases.ready": 2,
@@ -216,7 +220,7 @@ def test_what_is_noise(key: str, values: list[Any], noise: bool) -> None:
 def test_notes_of_a_run_whose_servers_differ_in_their_cache(tmp_path: Path) -> None:
     half, whole = serving({"kv_cache_tokens": 50_000}), serving()
     write_made_run(tmp_path / "run", served=lambda cell: (half if cell.server == "a" else whole)(cell))
-    (note,) = [note for note in summarize(tmp_path / "run").notes if "KV cache" in note]
+    (note,) = [note for note in sentences(summarize(tmp_path / "run").notes) if "KV cache" in note]
     assert note.startswith("KV caches of different sizes (tokens): a 50,000, b 100,000. ")
 
 
@@ -227,7 +231,7 @@ def test_what_vllm_was_left_to_choose_and_does_not_say(tmp_path: Path) -> None:
     }
     effective = {"max_num_batched_tokens": 8192}
     write_made_run(tmp_path / "run", made_of=scenario(servers=servers), served=serving(effective=effective))
-    notes = [note for note in summarize(tmp_path / "run").notes if "left to the engine" in note]
+    notes = [note for note in sentences(summarize(tmp_path / "run").notes) if "left to the engine" in note]
     assert [note.partition(",")[0] for note in notes] == [
         "a: max_num_seqs was left to the engine"
     ]  # the other one was said
@@ -237,10 +241,9 @@ def test_phases_of_unlike_starts_stand_in_the_order_they_come_in(tmp_path: Path)
     plain = serving(phases=None, startup=None)
     other = [Phase(name=name, seconds=1.0) for name in ("pull", "create", "port open", "health", "first answer")]
     made = write_made_run(
-        tmp_path / "run",
-        served=lambda cell: served_by(phases=other) if cell.server == "a" else plain(cell),
+        tmp_path / "run", served=lambda cell: served_by(phases=other) if cell.server == "a" else plain(cell)
     )
-    chart = starts.startup(made)
+    chart = startup(made)
     assert [trace["name"] for trace in chart.figure["data"]] == [
         "pull", "create", "process", "weights", "compile", "ready", "port open", "health", "first answer",
     ]  # fmt: skip
@@ -256,7 +259,7 @@ def test_phases_of_unlike_starts_stand_in_the_order_they_come_in(tmp_path: Path)
 def test_cells_that_share_a_start_count_once(tmp_path: Path) -> None:
     write_made_run(tmp_path / "run", made_of=scenario(restart=False, repeats=2), served=serving())
     run = read_run(tmp_path / "run")
-    assert {server: len(found) for server, found in starts.starts_of(run).items()} == {"a": 2, "b": 2}
+    assert {server: len(found) for server, found in starts_of(run).items()} == {"a": 2, "b": 2}
 
 
 def test_the_page_and_the_terminal_tell_of_the_start(tmp_path: Path) -> None:
@@ -275,7 +278,7 @@ def test_the_page_and_the_terminal_tell_of_the_start(tmp_path: Path) -> None:
     ):
         assert text in page
     assert "<script>alert(1)" not in page
-    assert page.count("Settings that it says it runs with") == 2  # alike starts are shown once a server
+    assert page.count("<summary>Settings that ") == 2  # alike starts are shown once a server
     console = Console(width=200, record=True, file=io.StringIO())
     print_report(summary, run, folder, console, explain=True)
     said = " ".join(console.export_text().split())

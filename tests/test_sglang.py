@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from harness.failures.explain import scan_text
-from harness.report.explained import started_well
+from harness.report.terminal import started_well
 from harness.rundir.manifest import Startup
 from harness.rundir.metrics import Scraper, parse, read_samples, server_load
 from harness.scenario.scenario import Server
 from harness.serve import attach
-from harness.serve.compose.compose import parse as compose_of
-from harness.serve.compose.document import rendered
-from harness.serve.compose.problems import server_problems_of
-from harness.serve.startup import of_lines
-from harness.serve.tokenize import counter
+from harness.serve.compose_file import parse as compose_of
+from harness.serve.document import rendered
+from harness.serve.facts import of_lines
+from harness.serve.probe import counter
 from tests.doubles.sglang import serving, text
+from tests.problems import server_problems_of
 from tests.test_compose import scenario
 
 LOG = Path(__file__).parent / "data" / "startup" / "sglang-cpu.txt"
@@ -68,7 +68,7 @@ def test_a_cells_counters_come_from_the_server(tmp_path: Path) -> None:
             attach(url, None)  # asks for one answer
         assert scraper.failures == 0
     load = server_load(read_samples(path)["c"])
-    assert (load.generated_tokens, load.running_most, load.preemptions) == (5.0, 0.0, None)
+    assert (load.generated_tokens, load.running_max, load.preemptions) == (5.0, 0.0, None)
 
 
 def test_its_tokenizer_counts() -> None:

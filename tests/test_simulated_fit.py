@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from harness.simulated.presets import PRESETS
+from harness.simulated.engine import PRESETS
 from tests.predict import predict_batches
 
 STRIX = msgspec.structs.replace(PRESETS["strix-halo-qwen3.5-0.8b"], jitter=0.0)

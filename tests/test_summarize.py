@@ -8,27 +8,20 @@ import msgspec
 import numpy as np
 import pytest
 
+from harness.analysis.gaps import PERMILLES
+from harness.analysis.summarize import summarize, write_summary
+from harness.analysis.tally import distribution
 from harness.errors import HarnessError
 from harness.files import pretty_json
 from harness.judge.stats import percentile_interval
+from harness.reasons import evidence, sentence, sentences, verdict_sentence
 from harness.rundir.manifest import read_run, write_run
 from harness.rundir.metrics import MetricsSample
 from harness.rundir.records import Request, read_requests
 from harness.scenario.plan import Cell
 from harness.scenario.scenario import Load, Server, Warmup
-from harness.summarize.gaps import PERMILLES
-from harness.summarize.summarize import summarize, write_summary
-from harness.summarize.tally import distribution
-from harness.summary import NO_SAMPLE, Distribution, Numbers, Summary
-from tests.made_runs import (
-    MONOTONIC_S,
-    WALL_S,
-    both_marks,
-    request,
-    scenario,
-    write_lines,
-    write_made_run,
-)
+from harness.summary import NO_SAMPLE, Distribution, Numbers, Reason, Summary, because
+from tests.made_runs import MONOTONIC_S, WALL_S, both_marks, request, scenario, write_lines, write_made_run
 
 NONE = NO_SAMPLE
 
@@ -60,7 +53,7 @@ def distributed(*values: float) -> Distribution:
 
 
 def gaps(*values: float) -> Distribution:
-    return Distribution(n=len(values), mean=statistics.fmean(values), least=min(values), most=max(values))
+    return Distribution(n=len(values), mean=statistics.fmean(values), min=min(values), max=max(values))
 
 
 def test_a_whole_run(tmp_path: Path) -> None:
@@ -82,7 +75,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert a.pooled.ttft_s.p90 is None
     assert summary.cells[0].ready_s == 3.5
     assert summary.cells[0].server_load.generated_tokens == 55.0
-    assert summary.cells[0].server_load.running_most == 2.0
+    assert summary.cells[0].server_load.running_max == 2.0
     assert summary.comparison is not None
     assert [(v.side, v.word) for v in summary.comparison.verdicts] == [("b / x", "faster")]
     ratio = summary.comparison.verdicts[0].ratio
@@ -111,7 +104,7 @@ def test_exact_numbers_of_a_fixed_amount_of_work(tmp_path: Path) -> None:
         request(index=3, sent_s=1000.5, chunks_s=[], output_tokens=None, error="unfinished", ended_s=1.0),
     ]
     summary = one_cell(tmp_path / "run", good + failed, max_error_rate=0.5)
-    assert summary.reasons == ["r1-a-x: 1 request of the planned work did not finish"]
+    assert sentences(summary.reasons) == ["r1-a-x: 1 request of the planned work did not finish"]
     assert summary.cells[0].numbers == Numbers(
         sent=4,
         succeeded=2,
@@ -146,7 +139,10 @@ def test_tokens_that_were_not_reported_are_missing_and_not_zero(tmp_path: Path) 
     assert (numbers.output_tokens, numbers.output_tok_s, numbers.prompt_tokens) == (None, None, None)
     assert numbers.wall_s == 1.5
     assert summary.rows[0].output_tok_s == []
-    assert summary.notes[0] == "r1-a-x: the server did not report the tokens of 1 of 4 requests: tok/s is not known"
+    assert (
+        sentences(summary.notes)[0]
+        == "r1-a-x: the server did not report the tokens of 1 of 4 requests: tok/s is not known"
+    )
 
 
 def test_a_timed_load_counts_the_tokens_inside_its_window(tmp_path: Path) -> None:
@@ -243,10 +239,10 @@ def test_a_run_that_was_killed_shows_what_it_has(tmp_path: Path) -> None:
     assert not summary.valid
     assert [cell.id for cell in summary.cells] == ["r1-a-x", "r1-b-x", "r2-b-x"]
     assert [cell.problems for cell in summary.cells[:2]] == [[], []]
-    assert summary.reasons == [
+    assert sentences(summary.reasons) == [
         "requests.jsonl: 1 line cannot be read (line 13)",
         "only 2 of 10 planned cells ran",
-        "r2-b-x: it has not come to its end",
+        "r2-b-x: it has not ended",
         "r2-b-x: load process 102 is still going on, or was killed: what was sent and not yet recorded is not known",
         "r2-b-x: 4 measured requests were planned and 1 were sent",
     ]
@@ -257,7 +253,7 @@ def test_a_run_that_was_killed_shows_what_it_has(tmp_path: Path) -> None:
     assert (
         "r2-b-x: load process 102 was killed: what was sent and not yet recorded is not known; run again (the kernel "
         "kills when memory runs out, which `dmesg` tells)"
-    ) in summarize(tmp_path / "run").reasons
+    ) in sentences(summarize(tmp_path / "run").reasons)
 
 
 THREE = {name: Server(template="vllm-cpu") for name in ("a", "b", "c")}
@@ -281,8 +277,8 @@ WHY = "r3-{}-x: 1 of 4 requests failed (timeout 1): an error rate of 25.00%, and
 
 def test_a_failed_cell_takes_the_verdict_of_its_row_only(tmp_path: Path) -> None:
     found = with_a_failed_request(tmp_path / "run", "r3-b-x")
-    assert (found.valid, found.reasons) == (False, [WHY.format("b")])
-    assert [row.invalid for row in found.rows] == [None, WHY.format("b"), None]
+    assert (found.valid, sentences(found.reasons)) == (False, [WHY.format("b")])
+    assert [row.invalid and sentence(row.invalid) for row in found.rows] == [None, WHY.format("b"), None]
     assert found.comparison is not None and found.comparison.comparisons == 1
     assert [(v.side, v.n, v.ratio is None) for v in found.comparison.verdicts] == [
         ("b / x", (4, 5), True),
@@ -290,9 +286,11 @@ def test_a_failed_cell_takes_the_verdict_of_its_row_only(tmp_path: Path) -> None
     ]
     failed, judged = found.comparison.verdicts
     assert judged.word == "faster"
-    assert f"b / x has a cell that is not valid ({WHY.format('b')})" in failed.sentence
+    assert f"b / x has a cell that is not valid ({WHY.format('b')})" in verdict_sentence(failed)
     assert [one.status for one in found.checks] == ["passed", "inconclusive", "passed", "passed", "inconclusive"]
-    assert WHY.format("b") in found.checks[1].evidence and WHY.format("b") in found.checks[4].evidence
+    assert WHY.format("b") in evidence(found.checks[1].evidence) and WHY.format("b") in evidence(
+        found.checks[4].evidence
+    )
 
 
 def test_a_failed_cell_of_the_baseline_leaves_no_verdict(tmp_path: Path) -> None:
@@ -302,7 +300,7 @@ def test_a_failed_cell_of_the_baseline_leaves_no_verdict(tmp_path: Path) -> None
         ("b / x", None, "inconclusive"),
         ("c / x", None, "inconclusive"),
     ]
-    assert all(WHY.format("a") in verdict.sentence for verdict in found.comparison.verdicts)
+    assert all(WHY.format("a") in verdict_sentence(verdict) for verdict in found.comparison.verdicts)
     assert not any(one.status == "passed" for one in found.checks)
 
 
@@ -313,8 +311,8 @@ def test_a_row_with_a_cell_that_has_not_run_has_no_verdict(tmp_path: Path) -> No
     kept = [r for r in read_requests(folder / "requests.jsonl") if r.cell != "r5-b-x"]
     write_lines(folder / "requests.jsonl", kept)
     found = summarize(folder)
-    assert found.reasons[0] == "only 14 of 15 planned cells ran"
-    assert [row.invalid for row in found.rows] == [None, "r5-b-x: it has not run", None]
+    assert sentences(found.reasons)[0] == "only 14 of 15 planned cells ran"
+    assert [row.invalid for row in found.rows] == [None, Reason("not_run", cell="r5-b-x"), None]
     assert found.comparison is not None
     assert [v.ratio is None for v in found.comparison.verdicts] == [True, False]
 
@@ -330,18 +328,20 @@ def test_a_run_without_a_record_is_a_summary_all_the_same(tmp_path: Path) -> Non
     run = write_made_run(tmp_path / "run")
     for name in ("requests.jsonl", "processes.jsonl", "metrics.jsonl"):
         (tmp_path / "run" / name).unlink()
-    failed = msgspec.structs.replace(run, status="failed", cells=[], reasons=["the server a did not become ready"])
+    failed = msgspec.structs.replace(
+        run, status="failed", cells=[], reasons=[because("text", text="the server a did not become ready")]
+    )
     write_run(tmp_path / "run", failed)
     summary = summarize(tmp_path / "run")
     assert (summary.rows, summary.cells, summary.comparison) == ([], [], None)
-    assert summary.reasons == ["the server a did not become ready", "only 0 of 10 planned cells ran"]
+    assert sentences(summary.reasons) == ["the server a did not become ready", "only 0 of 10 planned cells ran"]
 
 
 def test_a_cell_without_a_record_is_a_row_with_nothing_in_it(tmp_path: Path) -> None:
     summary = one_cell(tmp_path / "run", [])
     numbers = summary.cells[0].numbers
     assert (numbers.sent, numbers.error_rate, numbers.wall_s, numbers.output_tokens) == (0, None, None, None)
-    assert summary.reasons == [
+    assert sentences(summary.reasons) == [
         "r1-a-x: 0 of 1 load process started",
         "r1-a-x: 4 measured requests were planned and 0 were sent",
         "r1-a-x: no measured request succeeded",
@@ -353,7 +353,11 @@ def test_live_load_is_shown_although_it_is_in_no_plan(tmp_path: Path) -> None:
     write_run(
         tmp_path / "run",
         msgspec.structs.replace(
-            run, status="interrupted", order=["live-a-x"], cells=[], reasons=["live load, steered by hand"]
+            run,
+            status="interrupted",
+            order=["live-a-x"],
+            cells=[],
+            reasons=[because("text", text="live load, steered by hand")],
         ),
     )
     write_lines(
@@ -362,7 +366,7 @@ def test_live_load_is_shown_although_it_is_in_no_plan(tmp_path: Path) -> None:
     summary = summarize(tmp_path / "run")
     assert not summary.valid
     assert summary.rows[0].pooled.sent == 9
-    assert summary.reasons[0] == "live load, steered by hand"
+    assert sentences(summary.reasons)[0] == "live load, steered by hand"
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:

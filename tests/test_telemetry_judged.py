@@ -4,13 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.rundir.telemetry import (
-    GpuSample,
-    held_back_s,
-    integral,
-    machine_load,
-    median_load,
-)
+from harness.rundir.telemetry import GpuSample, held_back_s, integral, machine_load, median_load
 from harness.summary import MachineLoad
 from tests.watched_runs import one
 
@@ -71,16 +65,16 @@ def test_a_cells_machine() -> None:
     ]
     found = machine_load(samples, (102.0, 108.0), tokens=750)
     assert found is not None
-    assert (found.samples, found.gap_most_s, found.took_most_s) == (7, 1.0, 0.001)
-    assert (found.busy_mean_percent, found.busy_most_percent) == (95.0, 98.0)
-    assert (found.power_mean_w, found.power_most_w) == (250.0, 280.0)
+    assert (found.samples, found.gap_max_s, found.took_max_s) == (7, 1.0, 0.001)
+    assert (found.busy_mean_percent, found.busy_max_percent) == (95.0, 98.0)
+    assert (found.power_mean_w, found.power_max_w) == (250.0, 280.0)
     assert (found.energy_j, found.energy_per_token_j, found.counted_energy_j) == (1500.0, 2.0, 1200.0)
-    assert (found.memory_most_bytes, found.temperature_most_c) == (8010, 68.0)
+    assert (found.memory_max_bytes, found.temperature_max_c) == (8010, 68.0)
     assert (found.heat_s, found.limited_s, found.package) == (0.5, 1.0, False)
     alone = found.gpus["renderD128"]
-    assert (alone.used, alone.vram_most_bytes, alone.gtt_most_bytes) == (True, 8000, 10)
-    assert (alone.clock_mean_mhz, alone.clock_least_mhz) == (1995.0, 1992.0)
-    assert alone.temperatures_most_c == {"edge": 58.0, "junction": 68.0}
+    assert (alone.used, alone.vram_max_bytes, alone.gtt_max_bytes) == (True, 8000, 10)
+    assert (alone.clock_mean_mhz, alone.clock_min_mhz) == (1995.0, 1992.0)
+    assert alone.temperatures_max_c == {"edge": 58.0, "junction": 68.0}
 
 
 def test_idle_gpus_are_left_out_of_the_totals() -> None:
@@ -95,7 +89,7 @@ def test_idle_gpus_are_left_out_of_the_totals() -> None:
         "renderD128": True, "renderD129": False, "renderD130": True,
     }  # fmt: skip
     assert (found.power_mean_w, found.energy_j, found.energy_per_token_j) == (500.0, 3000.0, 10.0)
-    assert (found.memory_most_bytes, found.heat_s) == (10, None)
+    assert (found.memory_max_bytes, found.heat_s) == (10, None)
 
 
 def test_a_gpu_without_power_makes_the_energy_unknown() -> None:
@@ -105,7 +99,7 @@ def test_a_gpu_without_power_makes_the_energy_unknown() -> None:
     ]
     found = machine_load(samples, (0.0, 6.0), tokens=300)
     assert found is not None
-    assert (found.power_mean_w, found.power_most_w, found.energy_j, found.energy_per_token_j) == (None,) * 4
+    assert (found.power_mean_w, found.power_max_w, found.energy_j, found.energy_per_token_j) == (None,) * 4
 
 
 def test_without_a_busy_gpu_there_is_no_energy_of_the_server() -> None:
@@ -143,10 +137,10 @@ def test_time_held_back_is_clipped_to_the_window() -> None:
 
 def test_a_rows_machine_is_the_median_of_its_cells() -> None:
     loads = [
-        MachineLoad(samples=7, gap_most_s=1.0, energy_per_token_j=energy, memory_most_bytes=memory)
+        MachineLoad(samples=7, gap_max_s=1.0, energy_per_token_j=energy, memory_max_bytes=memory)
         for energy, memory in ((2.0, 5), (4.0, 6), (None, 9))
     ]
     found = median_load([*loads, None])
-    assert found == MachineLoad(samples=7, gap_most_s=1.0, energy_per_token_j=3.0, memory_most_bytes=6)
+    assert found == MachineLoad(samples=7, gap_max_s=1.0, energy_per_token_j=3.0, memory_max_bytes=6)
     assert median_load([None]) is None
     assert median_load([]) is None

@@ -8,16 +8,14 @@ import msgspec
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from harness.report import machine_load, openmetrics, rows_csv
-from harness.report.charts.observed import observe
-from harness.report.charts.telemetry import of_cell
+from harness.analysis import validity
+from harness.analysis.summarize import read_summary
+from harness.report import export
+from harness.report.charts.data import machine_samples, observe
 from harness.report.charts.timeline import TimelineEvent, events_of, figure_of
+from harness.report.details import DetailTable, machine_table
 from harness.rundir.manifest import read_run
-from harness.rundir.telemetry import (
-    GpuSample,
-)
-from harness.summarize import validity
-from harness.summarize.summarize import read_summary
+from harness.rundir.telemetry import GpuSample
 from harness.summary import MachineLoad
 from tests.report_runs import write_run_directory
 from tests.watched_runs import one, watch
@@ -60,7 +58,7 @@ def test_idle_gpus_are_not_drawn() -> None:
     samples = [
         one(float(t), renderD128=GpuSample(busy_percent=90.0), renderD129=GpuSample(busy_percent=0.0)) for t in range(6)
     ]
-    found = of_cell(samples)
+    found = machine_samples(samples, 0.0)
     assert (found.drawn, found.left_out, list(found.panels)) == (1, 1, ["busy"])
 
 
@@ -71,10 +69,10 @@ def test_heat_makes_a_run_invalid_and_is_an_event(tmp_path: Path) -> None:
     found = {cell.load: (cell.problems, cell.notes) for cell in summary.cells}
     assert not summary.valid
     (problem,) = found["batch-5"][0]
-    assert problem.startswith("r1-only-batch-5: the GPU renderD128 was throttled by heat (or PROCHOT) during 2.0 of ")
-    assert problem.endswith(" s; at most 5% is allowed")
+    assert (problem.code, problem.cell, problem.values["gpu"]) == ("gpu_throttled", "r1-only-batch-5", "renderD128")
+    assert problem.values["heat_s"] == pytest.approx(2.0) and problem.values["invalid"]
     assert found["sequential"][0] == []
-    assert any(note.endswith("up to 5% is allowed") for note in found["sequential"][1])
+    assert any(note.code == "gpu_throttled" and not note.values["invalid"] for note in found["sequential"][1])
     line = observe(tmp_path, read_run(tmp_path)).timelines[0]
     (event,) = [event for event in events_of(line, None, None) if event.label == "heat"]
     assert event.bad and event.text.startswith("heat throttles the GPU renderD128, last seen at ")
@@ -88,17 +86,15 @@ def test_a_power_limit_is_no_reason(watched: Path) -> None:
 
 
 def test_energy_that_the_counter_does_not_bear_out_is_noted() -> None:
-    load = MachineLoad(samples=9, gap_most_s=1.0, energy_j=1000.0, counted_energy_j=800.0)
-    assert validity._energy(load) == [
-        "the energy is 1,000 J by the power readings and 800 J by the GPUs' own counters: they differ by more than 10%"
-    ]
-    assert validity._energy(msgspec.structs.replace(load, counted_energy_j=930.0)) == []
+    load = MachineLoad(samples=9, gap_max_s=1.0, energy_j=1000.0, counted_energy_j=800.0)
+    assert [note.code for note in validity._telemetry(load)] == ["energy_differs"]
+    assert validity._telemetry(msgspec.structs.replace(load, counted_energy_j=930.0)) == []
 
 
 def test_the_table_says_whose_power_it_is_and_how_well_it_was_looked_at(watched: Path) -> None:
     summary = read_summary(watched)
-    table = machine_load.table_of(summary)
-    texts = dict(zip([column.key for column in table.columns], table.rows[0][2], strict=True))
+    table = machine_table(summary)
+    texts = dict(zip([column.key for column in table.columns], table.rows[0].texts, strict=True))
     assert texts["power"].endswith(" W (package)") and texts["memory"] == "39.0 GiB"
     assert texts["container"] == "1.25 cores, 3.0 GiB"
     samples = sum(cell.machine_load.samples for cell in summary.cells if cell.machine_load is not None)
@@ -109,10 +105,10 @@ def test_exports_for_programs(watched: Path) -> None:
     summary, run = read_summary(watched), read_run(watched)
     did = summary.rows[0].machine_load
     assert did is not None
-    row = next(csv.DictReader(io.StringIO(rows_csv.render(summary, run))))
+    row = next(csv.DictReader(io.StringIO(export.csv_table(summary, run))))
     assert float(row["energy_per_token_j"]) == did.energy_per_token_j
-    assert float(row["gpu_memory_most_bytes"]) == did.memory_most_bytes == 39 * 2**30
-    text = openmetrics.render(summary, run)
+    assert float(row["gpu_memory_max_bytes"]) == did.memory_max_bytes == 39 * 2**30
+    text = export.openmetrics(summary, run)
     families = {family.name: family for family in text_string_to_metric_families(text)}  # type: ignore[no-untyped-call]
     first = families["amd_llm_load_output_token_energy_joules"].samples[0]
     assert (first.labels["server"], first.labels["load"], first.value) == ("open", "sequential", did.energy_per_token_j)
@@ -123,5 +119,5 @@ def test_a_run_without_telemetry_says_nothing_of_it(tmp_path: Path) -> None:
     write_run_directory(tmp_path, repeats=1, requests=12)
     summary = read_summary(tmp_path)
     assert [row.machine_load for row in summary.rows] == [None] * 6
-    assert machine_load.table_of(summary) == machine_load.MachineTable([], [])
-    assert "amd_llm_load_energy" not in openmetrics.render(summary, read_run(tmp_path))
+    assert machine_table(summary) == DetailTable()
+    assert "amd_llm_load_energy" not in export.openmetrics(summary, read_run(tmp_path))

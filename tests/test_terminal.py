@@ -44,7 +44,7 @@ def test_what_a_server_says(tmp_path: Path) -> None:
 
     def handler(connection: socket.socket, number: int) -> None:
         read_request(connection)
-        connection.sendall(whole(body, status=b"500 Internal Server Error"))
+        connection.sendall(whole(body, status=b"400 Bad Request"))
 
     with serving(handler) as url:
         text = shown("run", write(tmp_path).name, "--url", url, cwd=tmp_path)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.load.tools import Call, Tools, called, gather, returned, valid_call
+from harness.load.openai_api import Call, Tools, called, gather, returned, valid_call
 from harness.rundir.records import Request
 from harness.scenario.behaviour import Agent, Pause, chance
 from harness.scenario.scenario import Load

@@ -14,8 +14,8 @@ from harness.prepare.experiment import prepare
 from harness.rundir.records import ProcessMark, Request
 from harness.scenario.scenario import Load, Trace, Warmup
 from harness.simulated import spawned
-from harness.traces.replay import Beginning, Replay, replay_of
 from harness.workload import text, trace_messages, workload_sha256
+from harness.workload.traces import Beginning, Replay, replay_of
 from tests.command import harness
 from tests.load_runs import end, log_of, make_job, records_of, start_job
 from tests.made_runs import request, write_lines
@@ -92,7 +92,7 @@ def test_the_window_is_of_the_trace_and_begins_the_load(tmp_path: Path) -> None:
     content = BURSTGPT.splitlines()[0] + "\n" + lines
     found = replay(tmp_path, content, from_s=4.5, to_s=8, speed=2)
     assert (list(found.at_s), list(found.prompt_tokens)) == ([0.25, 0.75, 1.25], [16, 17, 18])
-    assert list(replay(tmp_path, content, from_s=4, most=2, speed=0.5).at_s) == [0.0, 2.0]
+    assert list(replay(tmp_path, content, from_s=4, max_requests=2, speed=0.5).at_s) == [0.0, 2.0]
     assert replay(tmp_path, content + "nonsense\n", to_s=8).at_s[-1] == 7  # read no further than needed
 
 
@@ -106,7 +106,7 @@ def test_a_row_takes_28_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "given", "said"),
     [
-        (BURSTGPT + "117,m,5,6,11,log\n", {}, ":6: its time lies 1 s before that of the row before; sort the file"),
+        (BURSTGPT + "117,m,5,6,11,log\n", {}, ":6: its time is 1 s before that of the row before; sort the file"),
         (BURSTGPT + "119,m,-5,6,1,log\n", {}, ":6: a negative length: prompt of -5 tokens"),
         (BURSTGPT + "119,m,5,-6,1,log\n", {}, ":6: a negative length: answer of -6 tokens"),
         (BURSTGPT + "119,m,99999999,6,1,log\n", {}, ":6: prompt of 99,999,999 tokens; at most 10,000,000"),
@@ -114,8 +114,8 @@ def test_a_row_takes_28_bytes(tmp_path: Path) -> None:
         (BURSTGPT + "soon,m,5,6,11,log\n", {}, ":6: Timestamp is 'soon', and seconds are expected"),
         (BURSTGPT + "nan,m,5,6,11,log\n", {}, ":6: nan is not a time"),
         (BURSTGPT + "119,m\n", {}, ":6: there are 2 columns, and Request tokens would be number 3"),
-        (BURSTGPT, {"from_s": 500}, ": no row lies in the window from 500 s after the first"),
-        (BURSTGPT, {"from_s": 50, "to_s": 60}, ": no row lies in the window from 50 s to 60 s after the first"),
+        (BURSTGPT, {"from_s": 500}, ": no row is in the window from 500 s after the first"),
+        (BURSTGPT, {"from_s": 50, "to_s": 60}, ": no row is in the window from 50 s to 60 s after the first"),
         (BURSTGPT, {"format": "azure"}, ":1: the columns TIMESTAMP, ContextTokens, GeneratedTokens are missing"),
         (BURSTGPT.splitlines()[0] + "\n", {}, ": there is no request in this trace (burstgpt)"),
         (BURSTGPT.splitlines()[0] + "\n1,m,5,0,5,log\n", {}, ": none of the 1 rows of the window has tokens"),
@@ -236,9 +236,8 @@ def test_our_own_records_are_sent_as_they_were_sent(tmp_path: Path) -> None:
 
 def test_of_several_cells_one_is_chosen(tmp_path: Path) -> None:
     write_lines(tmp_path / "requests.jsonl", [record(), record(cell="r2-a-chats", prompt_tokens=77)])
-    with pytest.raises(
-        HarnessError, match=r"requests.jsonl:1: which of its cells is meant\? .* r1-a-chats, r2-a-chats"
-    ):
+    choose = r"several cells have requests\. Set trace.cell to one of: r1-a-chats, r2-a-chats"
+    with pytest.raises(HarnessError, match=f"requests.jsonl:1: {choose}"):
         Replay(tmp_path / "requests.jsonl", Trace(file="x"))
     with pytest.raises(HarnessError, match=r"there is no cell 'r3'"):
         Replay(tmp_path / "requests.jsonl", Trace(file="x", cell="r3"))
@@ -319,7 +318,7 @@ def test_a_trace_that_is_not_there_or_has_an_empty_window(tmp_path: Path) -> Non
     with pytest.raises(ScenarioError) as caught:
         prepare(path)
     said = "\n".join(caught.value.problems)
-    assert "$.loads.replay.trace.file (line 6): there is no file none beside the scenario" in said
+    assert "$.loads.replay.trace.file (line 6): there is no file none next to the scenario" in said
     assert "the window from 6 to 5 s is empty" in said
 
 

@@ -18,22 +18,20 @@ from harness.errors import HarnessError
 from harness.files import read_lines
 from harness.load import sse
 from harness.load.answer import Answer
-from harness.load.dialer import Target
+from harness.load.client import ApiAddress
 from harness.load.exchange import Collector, Exchange, Failure
-from harness.load.first_look import first_model
+from harness.load.openai_api import Call, Tools
+from harness.load.preflight import first_model
 from harness.load.process import LoadProcess
-from harness.load.tools import Call, Tools
 from harness.rundir.manifest import ServedBy
 from harness.rundir.metrics import MetricsSample, Scraper
 from harness.rundir.records import TEMPLATE_TOKENS, BadField, Request, read_requests
 from harness.scenario.scenario import Load
 from harness.scenario.structured import Judged, Structured, judge
-from harness.serve import ask, fetch, tokenize
-from harness.serve.lemonade import api as lemonade
-from harness.serve.lemonade.api import Api
-from harness.serve.lemonade.bring_up import attached, download
-from harness.serve.lemonade.running import LemonadeMonitor
-from harness.serve.recorded import recorded
+from harness.serve import lemonade_client, probe, ready
+from harness.serve.facts import recorded
+from harness.serve.lemonade_client import Api, attached, download
+from harness.serve.lemonade_monitor import LemonadeMonitor
 from harness.trust import open_session
 from tests.fake_server import (
     CHUNKED,
@@ -116,13 +114,13 @@ def check_record(process: LoadProcess, exchange: Exchange, answer: Answer) -> Re
     raw = msgspec.json.encode(process._record(exchange, answer, place(), tools))
     record = msgspec.json.decode(raw, type=Request)
     prompt_max = BODY_BYTES + TEMPLATE_TOKENS
-    for count, most in (
+    for count, maximum in (
         (record.prompt_tokens, prompt_max),
         (record.output_tokens, ASKED),
         (record.cached_tokens, prompt_max if record.prompt_tokens is None else record.prompt_tokens),
         (record.reasoning_tokens, ASKED if record.output_tokens is None else record.output_tokens),
     ):
-        assert count is None or 0 <= count <= most
+        assert count is None or 0 <= count <= maximum
     assert len(raw) < 4000
     assert record.finish is None or len(record.finish) <= 64
     return record
@@ -568,26 +566,26 @@ NASTY = [
 def probes(url: str, folder: Path) -> Iterator[Callable[[], object]]:
     """What asks a server anything before, during and after the load."""
     session, api, say = open_session(None), Api(url), list[str]().append
-    yield lambda: ask.find_model(url, "m", session)
-    yield lambda: ask.find_model(url, None, session)
-    yield lambda: ask.attach(url, "m")
-    yield lambda: ask.server_version(url, session)
-    yield lambda: ask.metrics_url(url)
-    yield lambda: tokenize.counter(url, "m")("text")
-    yield lambda: tokenize.counter(url, "m", ask_engine=lambda path, body: ask.text_of(session.get(url)))("text")
-    yield lambda: lemonade.health(api)
-    yield lambda: lemonade.system(api)
-    yield lambda: lemonade.find(api, "m")
-    yield lambda: lemonade.canonical_name(api, "m")
-    yield lambda: lemonade.global_timeout_s(api)
+    yield lambda: probe.find_model(url, "m", session)
+    yield lambda: probe.find_model(url, None, session)
+    yield lambda: probe.attach(url, "m")
+    yield lambda: probe.server_version(url, session)
+    yield lambda: probe.metrics_url(url)
+    yield lambda: probe.counter(url, "m")("text")
+    yield lambda: probe.counter(url, "m", ask_engine=lambda path, body: probe.text_of(session.get(url)))("text")
+    yield lambda: lemonade_client.health(api)
+    yield lambda: lemonade_client.system_info(api)
+    yield lambda: lemonade_client.find_listed(api, "m")
+    yield lambda: lemonade_client.canonical_name(api, "m")
+    yield lambda: lemonade_client.global_timeout_s(api)
     yield lambda: attached(url, "m", None)
     yield lambda: download(api, {"model_name": "m"}, ["x"], time.monotonic() + 1)
     yield lambda: LemonadeMonitor(api, "m", None, None).effective()
     yield lambda: LemonadeMonitor(api, "m", None, None).fetch("/props")
     yield lambda: LemonadeMonitor(api, "m", None, None).problems()
-    yield lambda: fetch.FETCH["ollama"](url, "m", None, session, time.monotonic() + 1, say)
-    yield lambda: fetch.FETCH["localai"](url, "m", None, session, time.monotonic() + 0.1, say)
-    yield lambda: first_model(make_job(folder, Load(user="batch")), Target.of(url))
+    yield lambda: ready.FETCH["ollama"](url, "m", None, session, time.monotonic() + 1, say)
+    yield lambda: ready.FETCH["localai"](url, "m", None, session, time.monotonic() + 0.1, say)
+    yield lambda: first_model(make_job(folder, Load(user="batch")), ApiAddress.of(url))
     yield lambda: kept(url, "ollama", None)
     yield lambda: kept(url, "llama-cpp", LemonadeMonitor(api, "m", None, None))
     yield Scraper(url + "/metrics", "c", folder / "metrics.jsonl").scrape_now
@@ -601,11 +599,11 @@ def kept(url: str, template: str, behind: LemonadeMonitor | None) -> None:
 
 
 @pytest.mark.parametrize("status", [b"200 OK", b"401 No", b"500 Oops", b"302 Found\r\nLocation: http://[x"])
-def test_whatever_a_probe_is_told_is_an_error_of_ours_at_most(
+def test_whatever_a_probe_is_reported_is_an_error_of_ours_at_most(
     tmp_path: Path, status: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ask, "RETRY_S", 0.0)
-    monkeypatch.setattr(fetch, "POLL_S", 0.05)
+    monkeypatch.setattr(probe, "RETRY_S", 0.0)
+    monkeypatch.setattr(ready, "JOB_POLL_S", 0.05)
     told = [b""]
 
     def handler(connection: Any, number: int) -> None:
@@ -615,9 +613,9 @@ def test_whatever_a_probe_is_told_is_an_error_of_ours_at_most(
     with serving(handler) as url:
         url = url.replace("localhost", "127.0.0.1")
         for told[0] in NASTY if status == b"200 OK" else NASTY[::4]:
-            for probe in probes(url, tmp_path):
+            for attempt in probes(url, tmp_path):
                 with suppress(HarnessError):
-                    probe()
+                    attempt()
     damaged: list[int] = []
     samples = list(read_lines(tmp_path / "metrics.jsonl", MetricsSample, damaged))
     assert damaged == []
@@ -630,7 +628,7 @@ def test_no_answer_is_longer_than_memory_and_no_redirect_is_followed() -> None:
     def handler(connection: Any, number: int) -> None:
         requests.append(read_request(connection))
         if b"/moved" in requests[-1]:
-            connection.sendall(whole(b"", status=b"302 Found", more=b"Location: /endless\r\n"))
+            connection.sendall(whole(b"", status=b"302 Found", more=b"Location: /endless\r\nConnection: close\r\n"))
             return
         connection.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
         for _ in range(400):
@@ -642,6 +640,6 @@ def test_no_answer_is_longer_than_memory_and_no_redirect_is_followed() -> None:
         for path in ("/endless", "/metrics"):
             with pytest.raises(RequestException, match="more than 16 MiB"):
                 session.get(url + path)
-        assert ask.metrics_url(url) is None
+        assert probe.metrics_url(url) is None
         with session.get(url, stream=True) as response, pytest.raises(RequestException, match="a line of more than"):
-            list(ask.lines_of(response))
+            list(probe.lines_of(response))

@@ -135,23 +135,44 @@ class Runner:
         return JUnitXml.fromfile(str(self.folder / "ci-junit" / name))
 
 
-def test_the_gate_without_and_with_a_published_run(tmp_path: Path) -> None:
-    path = write(tmp_path, checks=["error_rate == 0"])
-    inputs = {"scenario": path.name, "checks": "wall <= 60 s; goodput(e2e<=9s) > 0", "about": ""}
-    runner = Runner(tmp_path, **inputs, relative_checks="wall <= 1000 * baseline")
+CHECKS = {"checks": "wall <= 60 s; goodput(e2e<=9s) > 0", "relative_checks": "wall <= 1000 * baseline", "about": ""}
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    """A gate that has measured once, its run published: without records."""
+    folder = tmp_path_factory.mktemp("gate")
+    runner = Runner(folder, scenario=write(folder, checks=["error_rate == 0"]).name, **CHECKS)
     assert runner.step("Find the last published run") == 0
     assert runner.step("Measure") == 0, runner.said
     assert (runner.junit("run.xml").tests, runner.junit("run.xml").failures) == (4, 0), "no check needs a baseline"
     assert runner.step("Show") == 0
     assert "**VALID" in runner.summary.read_text()
-
-    first = only_run(tmp_path / "ci-runs")
-    old = tmp_path / "results" / "machine" / path.stem / "20200101-000000-small-0000"
-    shutil.copytree(first, tmp_path / "results" / "machine" / path.stem / first.name)
-    shutil.copytree(first, old)
-    shutil.copytree(first, tmp_path / "results" / "machine" / "other" / "99990101-000000-other-0000")
+    done = harness("publish", str(only_run(folder / "ci-runs")), cwd=folder)
+    assert done.code == 0, done
+    target = folder / done.out.partition(":")[0]
+    assert target.parent.name == "small"
+    assert sorted(path.name for path in target.iterdir()) == ["report.md", "run.json", "summary.json"]
     assert runner.step("Find the last published run") == 0
-    assert runner.outputs == {"run": f"results/machine/{path.stem}/{first.name}"}, "the newest of this scenario"
+    assert runner.outputs == {"run": str(target.relative_to(folder))}
+    return runner
+
+
+def again(published: Runner, folder: Path) -> tuple[Runner, Path]:
+    """The same in a folder of its own, and where its run is published."""
+    shutil.copytree(published.folder, folder, dirs_exist_ok=True)
+    runner = Runner(folder, scenario="small.yaml", **CHECKS)
+    assert runner.step("Find the last published run") == 0
+    return runner, folder / runner.outputs["run"]
+
+
+@pytest.mark.nightly  # the next test has its steps
+def test_the_gate_with_a_published_run(tmp_path: Path, published: Runner) -> None:
+    runner, target = again(published, tmp_path)
+    shutil.copytree(target, target.parent / "20200101-000000-small-0000")
+    shutil.copytree(target, target.parent.parent / "other" / "99990101-000000-other-0000")
+    assert runner.step("Find the last published run") == 0
+    assert runner.outputs == {"run": str(target.relative_to(tmp_path))}, "the newest of this scenario"
     assert runner.step("Measure") == 0, runner.said
     assert (runner.junit("run.xml").tests, runner.junit("run.xml").failures) == (5, 0)
     assert runner.step("Compare with the history") == 0, runner.said
@@ -160,37 +181,8 @@ def test_the_gate_without_and_with_a_published_run(tmp_path: Path) -> None:
     assert "inconclusive" in runner.summary.read_text()
 
 
-def published(runner: Runner) -> Path:
-    """Measure, and file the run as `harness publish` does: without records."""
-    assert runner.step("Find the last published run") == 0
-    assert runner.step("Measure") == 0, runner.said
-    done = harness("publish", str(only_run(runner.folder / "ci-runs")), cwd=runner.folder)
-    assert done.code == 0, done
-    target = runner.folder / done.out.partition(":")[0]
-    assert sorted(path.name for path in target.iterdir()) == ["report.md", "run.json", "summary.json"]
-    assert runner.step("Find the last published run") == 0
-    assert runner.outputs == {"run": str(target.relative_to(runner.folder))}
-    return target
-
-
-def test_the_gate_against_what_was_published(tmp_path: Path) -> None:
-    path = write(tmp_path, checks=["error_rate == 0"])
-    inputs = {"scenario": path.name, "checks": "", "about": "", "relative_checks": "wall <= 1000 * baseline"}
-    runner = Runner(tmp_path, **inputs)
-    target = published(runner)
-    assert runner.step("Measure") == 0, runner.said
-    assert (runner.junit("run.xml").tests, runner.junit("run.xml").failures) == (3, 0)
-    assert runner.step("Compare with the history") == 0, runner.said
-    (suite,) = runner.junit("compare.xml")
-    assert (suite.tests, suite.skipped) == (1, 1)
-    assert "inconclusive" in runner.summary.read_text()
-    assert target.parent.name == "small"
-
-
-def test_the_gate_closes_on_a_run_slower_than_its_history(tmp_path: Path) -> None:
-    path = write(tmp_path)
-    runner = Runner(tmp_path, scenario=path.name, checks="", about="", relative_checks="")
-    target = published(runner)
+def test_the_gate_closes_on_a_run_slower_than_its_history(tmp_path: Path, published: Runner) -> None:
+    runner, target = again(published, tmp_path)
     summary = json.loads((target / "summary.json").read_text())
     run = json.loads((target / "run.json").read_text())
     wall_s = summary["rows"][0]["wall_s"][0] / 10
@@ -203,7 +195,7 @@ def test_the_gate_closes_on_a_run_slower_than_its_history(tmp_path: Path) -> Non
         (earlier / "run.json").write_text(json.dumps(run | when))
         (earlier / "report.md").write_text("")
     shutil.rmtree(target)
-    # This machine may have been busy beside the run, which would leave no verdict.
+    # This machine may have been busy with other work, which would leave no verdict.
     marks = only_run(runner.folder / "ci-runs") / "processes.jsonl"
     write_lines(marks, [msgspec.structs.replace(one, loop_lag_mean_s=None) for one in read_marks(marks)])
     assert runner.step("Compare with the history") == 4, runner.said

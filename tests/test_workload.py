@@ -93,10 +93,7 @@ def test_rows_are_read_and_other_keys_ignored(tmp_path: Path) -> None:
         ('{"prompt": ""}', "the prompt is empty"),
         ('{"messages": []}', "the prompt is empty"),
         ('{"prompt": 3}', "Expected `str | null`, got `int` - at `$.prompt`"),
-        (
-            '{"messages": [{"role": "robot", "content": "a"}]}',
-            "Invalid enum value 'robot' - at `$.messages[0].role`",
-        ),
+        ('{"messages": [{"role": "robot", "content": "a"}]}', "Invalid enum value 'robot' - at `$.messages[0].role`"),
     ],
 )
 def test_a_bad_row_is_named_by_file_and_line(tmp_path: Path, line: str, problem: str) -> None:

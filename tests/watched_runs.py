@@ -5,9 +5,9 @@ from pathlib import Path
 
 import msgspec
 
+from harness.analysis.summarize import summarize, write_summary
 from harness.rundir.manifest import read_run
 from harness.rundir.telemetry import ContainerSample, GpuSample, HostSample, TelemetrySample
-from harness.summarize.summarize import summarize, write_summary
 
 
 def watch(folder: Path, *, gpus: int = 1, hot: bool = False, every_s: float = 0.5) -> None:

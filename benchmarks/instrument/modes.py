@@ -14,7 +14,7 @@ from benchmarks.instrument.server import Schedule, Server, on_core
 from harness.errors import HarnessError
 
 STEPS = (500, 1000, 1250, 1500, 1750, 2000, 2300, 2600, 3000, 3500, 4000)
-MOST_ERROR_MS = 5.0  # p99 of a chunk's time
+MAX_ERROR_MS = 5.0  # p99 of a chunk's time
 
 
 class Place(NamedTuple):
@@ -89,17 +89,17 @@ def processes(count: int, users: Sequence[int], repeats: int, schedule: Schedule
 
 
 def capacity(steps: Sequence[int], place: Place) -> list[Reading]:
-    """More and more streams, until 1 % of the chunk times are off by more than MOST_ERROR_MS."""
+    """More and more streams, until 1 % of the chunk times are off by more than MAX_ERROR_MS."""
     schedule = Schedule(chunks=300)
-    print(f"{schedule}. One answer for each user; the limit is a chunk error p99 of {MOST_ERROR_MS:g} ms.")
+    print(f"{schedule}. One answer for each user; the limit is a chunk error p99 of {MAX_ERROR_MS:g} ms.")
     show_head()
     readings = []
     for streams in steps or STEPS:
         readings.append(measure("ours, whole user class", ours, streams, 1, schedule, place))
         show(readings[-1])
         late_ms = readings[-1].server_late_p99_ms or 0.0
-        limit = ": it, not the client, is the limit" if late_ms >= MOST_ERROR_MS else ""
+        limit = ": it, not the client, is the limit" if late_ms >= MAX_ERROR_MS else ""
         print(f"    the server itself was {late_ms:.2f} ms late (p99){limit}")
-        if (readings[-1].chunk_p99_ms or MOST_ERROR_MS) >= MOST_ERROR_MS:
+        if (readings[-1].chunk_p99_ms or MAX_ERROR_MS) >= MAX_ERROR_MS:
             break
     return readings

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from benchmarks.instrument.client import Client, Failed, Said, Work
-from harness.imports.formats import read_file
+from harness.imports.write import read_file
 from harness.rundir.records import Request
 
 PROMPT_TOKENS = 50

@@ -26,7 +26,7 @@ def ours(work: Work, processes: int = 1) -> Said:
     chunks = sum(len(record.chunks_s) for record in records)
     shared = sum(record.coalesced for record in records) / chunks
     unstamped = sum(record.clock == "read" for record in records)
-    most = max(mark.cpu_most or 0 for mark in marks)
+    most = max(mark.cpu_max or 0 for mark in marks)
     note = f"{shared:.2%} shared a read, busiest 5 s {most:.0%}" + (f", {unstamped} unstamped" if unstamped else "")
     return Said(records, same_clock=True, note=note)
 
@@ -44,7 +44,7 @@ def our_command(work: Work, processes: int) -> tuple[Job, list[str]]:
     job = Job(
         cell="c", load_name="batch", load=load, model="paced", prompts=Prompts(tokens=50), seed=1, salt=None,
         warmup=Warmup(requests=0), requests_path=str(folder / "requests.jsonl"),
-        processes_path=str(folder / "processes.jsonl"), tickets_path=str(folder / "tickets"),
+        processes_path=str(folder / "processes.jsonl"), counter_path=str(folder / "counter"),
     )  # fmt: skip
     write_job(job, folder / "job.json")
     arguments = locust_arguments(job, folder / "job.json", LOCUSTFILES / "batch.py", work.server.url)

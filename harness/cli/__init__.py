@@ -13,9 +13,9 @@ from harness.cli import actions as actions  # importing them registers their com
 from harness.cli import results as results
 from harness.cli import tools as tools
 from harness.cli.common import app as app
-from harness.cli.common import console, mute, protect_terminal
+from harness.cli.common import console, mute, protect_terminal, usage_error
 from harness.errors import INTERRUPTED, ExitCode, HarnessError, ScenarioError, SeveralErrors
-from harness.redact import without
+from harness.redact import masked
 
 
 def version(value: bool) -> None:
@@ -33,8 +33,8 @@ def options(
     pass
 
 
-def tell(error: HarnessError) -> None:
-    """An error as a person reads it: the sentence, the evidence, what to do next."""
+def print_error(error: HarnessError) -> None:
+    """Print an error: the sentence, the evidence, what to do next."""
     stderr = console(stderr=True)
     stderr.print(f"error: {error.what}", style="bold red")
     if error.detail:
@@ -44,17 +44,6 @@ def tell(error: HarnessError) -> None:
         stderr.print(f"next: {error.next_step}")
 
 
-def tell_usage(error: typer.TyperException) -> None:
-    """A command line that cannot be understood."""
-    context = getattr(error, "ctx", None)
-    said = error.format_message()
-    if said.startswith("Usage:"):  # no command at all: the message is the help
-        print(said, file=sys.stderr)
-        return
-    path = context.command_path if context is not None else "harness"
-    tell(HarnessError(said[:1].lower() + said[1:].rstrip("."), next_step=f"`{path} --help` shows what there is."))
-
-
 def main() -> None:
     """Run a command; every way it can end has its exit code (see `ExitCode`)."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
@@ -62,6 +51,8 @@ def main() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - it stays open
     # Invoked without Typer's own `main`, which has other exit codes and other words for some of these ends.
     command = typer.main.get_command(app)
+    if "_HARNESS_COMPLETE" in os.environ:  # the shell asks for completions
+        command.main(prog_name="harness")
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that is not in UTF-8 must not cost a run its table
         sys.stdout.reconfigure(errors="backslashreplace")
     protect_terminal()
@@ -73,10 +64,13 @@ def main() -> None:
     except typer.Exit as end:
         code = end.exit_code
     except HarnessError as error:
-        tell(error)
+        print_error(error)
         code = error.exit_code
     except typer.TyperException as error:
-        tell_usage(error)
+        if error.format_message().startswith("Usage:"):  # no command at all: the message is the help
+            print(error.format_message(), file=sys.stderr)
+        else:
+            print_error(usage_error(error, getattr(error, "ctx", None)))
         code = ExitCode.USAGE
     except (KeyboardInterrupt, typer.Abort):
         print(INTERRUPTED, file=sys.stderr)
@@ -85,16 +79,16 @@ def main() -> None:
         mute()
     except OSError as error:
         mute()  # what is left in its buffer would fail again
-        tell(HarnessError(f"{error.filename or 'the output'}: {error.strerror or error}"))
+        print_error(HarnessError(f"{error.filename or 'the output'}: {error.strerror or error}"))
         code = ExitCode.USAGE
     except UnicodeEncodeError as error:  # of a file or folder: what is written is UTF-8
-        tell(HarnessError(f"{error.object!r}: a name that is not in UTF-8", next_step="Give it another name."))
+        print_error(HarnessError(f"{error.object!r}: a name that is not in UTF-8", next_step="Give it another name."))
         code = ExitCode.USAGE
     except Exception as error:
         if os.environ.get("HARNESS_DEBUG"):
-            print(without(traceback.format_exc(), words=False), file=sys.stderr)
+            print(masked(traceback.format_exc(), "sure"), file=sys.stderr)
         print(
-            f"error: a defect of the harness itself: {type(error).__name__}: {without(str(error), words=False)}\n"
+            f"error: a defect of the harness itself: {type(error).__name__}: {masked(str(error), 'sure')}\n"
             "next: please report it, with what HARNESS_DEBUG=1 prints in addition.",
             file=sys.stderr,
         )

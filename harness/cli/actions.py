@@ -2,10 +2,12 @@
 
 import contextlib
 import os
+import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 import typer
 
 from harness.cli.common import (
@@ -15,31 +17,50 @@ from harness.cli.common import (
     BaselineOpt,
     CaOpt,
     ChecksOpt,
+    JsonOpt,
     ModelOpt,
     ResultsDir,
     RunsDir,
     ScenarioArg,
+    ScenarioToResume,
     ServerOpt,
     UrlOpt,
     address,
+    capacity_end,
     command,
     console,
     find_baseline,
     junit_of_failure,
     listening_address,
+    print_json,
     root_folder,
+    scenario_path,
+    seconds_of,
     show,
     target_of,
     worker_names,
 )
-from harness.errors import ExitCode, Mistakes
+from harness.errors import ExitCode, HarnessError
+
+if TYPE_CHECKING:
+    from harness.prepare.experiment import Target
 
 UI_PORT = 8089  # Locust's own
 
 
 @command(short_help="Start the servers, load them, take everything down, report.")
 def run(
-    scenario: ScenarioArg,
+    scenario: ScenarioToResume = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN", help="Go on with this run: keep its complete and valid cells, measure the others again."
+        ),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="End after this time, such as 2h; more repeats where a verdict is open."),
+    ] = None,
     url: UrlOpt = None,
     ca: CaOpt = None,
     metrics_url: Annotated[
@@ -79,36 +100,138 @@ def run(
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Explain the columns below the table.")] = False,
 ) -> None:
-    """Start the scenario's servers, load them, take everything down, and report."""
-    from harness.compare.reference import reference_to, write_reference
+    """Start the scenario's servers, load them, take everything down, and report.
+
+    After Ctrl-C, kill -9, a power loss or a failed server, `harness run --resume RUN` measures what is missing.
+    """
+    from harness.analysis.forecast import read_duration
+    from harness.comparison.compare import reference_to, write_reference
     from harness.prepare import experiment as experiments
     from harness.prepare.preview import check_notes
     from harness.process import signals_interrupt
-    from harness.run import trusted_streams
+    from harness.run.budget import within
+    from harness.run.calibrate import trust_notes
     from harness.run.progress import Progress
     from harness.run.run import run as run_experiment
     from harness.rundir.manifest import read_run
 
+    seconds = None if budget is None else read_duration("--budget", budget)
+    if resume is not None:
+        folder = _resumed(resume, runs, scenario, target_of(url, metrics_url, ca), baseline, about, junit, seconds)
+        show(folder, explain=explain, junit=junit)
+        return
+    if scenario is None:
+        raise HarnessError("missing argument 'SCENARIO'", next_step="`harness run --help` lists the options.")
     if ui:
         live(scenario, url=url, ca=ca, model=model, port=ui_port or UI_PORT, runs=runs)
         return
-    wrong = Mistakes()
-    with wrong.noted():
-        base = None if baseline is None else find_baseline(baseline, runs)
-    with wrong.noted():
-        experiment = experiments.prepare(scenario, target_of(url, metrics_url, ca), model, repeats, checks or [])
-        if workers is not None:
-            experiment = experiments.with_workers(experiment, workers, bind)
-    wrong.refuse()
+    base = None if baseline is None else find_baseline(baseline, runs)
+    experiment = experiments.prepare(scenario, target_of(url, metrics_url, ca), model, repeats, checks or [])
+    if workers is not None:
+        experiment = experiments.with_workers(experiment, workers, bind)
     for note in check_notes(experiment.scenario):
         console().print(f"note: {note}")
-    for note in [] if workers else trusted_streams.notes(experiment.scenario):
+    for note in [] if workers else trust_notes(experiment.scenario):
         console().print(note)
     with junit_of_failure(junit, scenario.stem), signals_interrupt():
-        folder = run_experiment(experiment, runs, Progress(console()))
+        make_steps = None if seconds is None else within(seconds)
+        folder = run_experiment(experiment, runs, Progress(console()), make_steps)
     if base is not None:
         write_reference(folder, reference_to(base, read_run(folder), about=about))
     show(folder, explain=explain, junit=junit)
+
+
+def _resumed(
+    given: Path,
+    runs: Path,
+    scenario: Path | None,
+    target: "Target | None",
+    baseline: Path | None,
+    about: str | None,
+    junit: Path | None,
+    budget_s: float | None,
+) -> Path:
+    """Resume a run; return its directory. Raises HarnessError."""
+    from harness.cli.listing import find_run
+    from harness.comparison.compare import reference_to, write_reference
+    from harness.process import signals_interrupt
+    from harness.run.progress import Progress
+    from harness.run.resume import resume
+    from harness.rundir.manifest import read_run
+
+    folder = find_run(given, runs)
+    base = None if baseline is None else find_baseline(baseline, runs)
+    with junit_of_failure(junit, read_run(folder).scenario_name), signals_interrupt():
+        resume(folder, Progress(console()), scenario, target, budget_s)
+    if base is not None:
+        write_reference(folder, reference_to(base, read_run(folder), about=about))
+    return folder
+
+
+@command(short_help="Find how many users a server holds.")
+def capacity(
+    scenario: Annotated[
+        Path | None,
+        typer.Argument(metavar="[SCENARIO]", help="A scenario file, or the name of one that ships; not with --user."),
+    ] = None,
+    slos: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--slo",
+            metavar="SLO",
+            help='What users must get, such as "ttft_p95<=2s" (default: the scenario\'s checks); may be repeated.',
+        ),
+    ] = None,
+    load: Annotated[str | None, typer.Option(help="Which of the scenario's loads (default: the first).")] = None,
+    max_users: Annotated[
+        int,
+        typer.Option(min=1, max=100_000, help="Try no more users; of an open loop, tenths of the scenario's rate."),
+    ] = 256,
+    budget: Annotated[
+        str, typer.Option(metavar="TIME", help="How long it may take in all, such as 30min or 2h.")
+    ] = "30min",
+    knee: Annotated[
+        bool, typer.Option("--knee", help="Also find where more concurrency stops raising the throughput.")
+    ] = False,
+    url: UrlOpt = None,
+    user: Annotated[
+        Literal["chat", "batch", "agent", "rag"] | None,
+        typer.Option(help="With --url and without a scenario: the kind of users."),
+    ] = None,
+    ca: CaOpt = None,
+    model: ModelOpt = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer as JSON; progress goes to stderr.")] = False,
+    runs: RunsDir = RUNS,
+) -> None:
+    """Find for each server how many users, or requests per second, meet the SLOs, with a 95 % interval.
+
+    Exit code 0: each server has an answer, also "more than" and "not even one". 2: a server did not start; the others
+    have their answers. 3: the run is INVALID. 5: an answer is unresolved.
+    """
+
+    from harness.capacity.slo import parse_slos
+    from harness.prepare import capacity as preparing
+    from harness.prepare import experiment as experiments
+    from harness.process import signals_interrupt
+    from harness.report.capacity import print_capacity
+    from harness.run import capacity as searching
+    from harness.run.progress import Progress
+
+    given = parse_slos(slos or [])
+    budget_s = seconds_of("--budget", budget)
+    target = target_of(url, ca=ca)
+    with preparing.scenario_of(scenario and scenario_path(scenario), user, target, model) as path:
+        experiment = experiments.prepare(path, target, model)
+        name = experiments.load_name(experiment, load)
+        experiment, question = searching.ask(experiment, name, given, max_level=max_users, budget_s=budget_s, knee=knee)
+        with signals_interrupt():
+            folder, found = searching.capacity(experiment, question, runs, Progress(console(stderr=as_json)))
+    if as_json:
+        print_json(found)
+    else:
+        print_capacity(found, console())
+        console().print(f"{folder / 'report.html'}")
+    capacity_end(folder, found)
 
 
 @command(short_help="Serve Locust's web UI for a scenario's server.")
@@ -139,23 +262,64 @@ def check(
     model: ModelOpt = None,
     repeats: Annotated[int | None, typer.Option(min=1, help="Override the scenario's repeats.")] = None,
     checks: ChecksOpt = None,
+    as_json: JsonOpt = False,
 ) -> None:
     """Validate a scenario and show its plan, without running anything."""
     from harness.prepare import experiment as experiments
-    from harness.prepare.auto import foretell
-    from harness.prepare.machine_fit import refuse_impossible
-    from harness.prepare.preflight import notes
-    from harness.prepare.preview import show_plan
-    from harness.run import trusted_streams
+    from harness.prepare.machine_fit import notes, predict_shares, refuse_impossible
+    from harness.prepare.preview import preview, show_plan
+    from harness.run.calibrate import trust_notes
 
     experiment = experiments.prepare(scenario, None, model, repeats, checks or [])
-    show_plan(experiment, console())
-    for note in [*notes(experiment), *foretell(experiment), *trusted_streams.notes(experiment.scenario)]:
-        console().print(note)
+    shown = preview(experiment)
+    of_machine = [*notes(experiment), *predict_shares(experiment), *trust_notes(experiment.scenario)]
+    if as_json:
+        print_json(msgspec.structs.replace(shown, notes=shown.notes + of_machine))
+    else:
+        show_plan(experiment, shown, console())
+        for note in of_machine:
+            console().print(note)
     refuse_impossible(experiment)
 
 
-@command(short_help="Look for what stands in the way on this machine.")
+@command(short_help="Write a scenario of your own from three answers.")
+def init(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The scenario to write.")] = Path("my-scenario.yaml"),
+    question: Annotated[str | None, typer.Option(help="What you want to know; without it you are asked.")] = None,
+    server: Annotated[
+        list[str] | None, typer.Option(help="The server; give it twice to compare two; without it you are asked.")
+    ] = None,
+    model: Annotated[list[str] | None, typer.Option(help="The model of each server, as the server knows it.")] = None,
+    machine: Annotated[str | None, typer.Option(help="strix-halo, radeon, instinct or none (default: found).")] = None,
+) -> None:
+    """Ask for the question, the server and the machine, and write a scenario that `harness check` accepts."""
+    from harness.cli.asking import ask
+    from harness.machine.gpus import machine as facts
+    from harness.prepare import draft as drafts
+    from harness.prepare.experiment import prepare
+
+    if file.exists():
+        raise HarnessError(f"{file}: this file is there already", next_step="Name another file to write.")
+    kind = drafts.choice("--machine", machine or drafts.machine_kind(facts().gpus), drafts.AT_ONCE)
+    wanted = drafts.choice(
+        "--question", question or ask("What do you want to know?", "--question", drafts.QUESTIONS), drafts.QUESTIONS
+    )
+    servers = list(server or [])
+    known = {name: made.model for name, made in drafts.offered().items()}
+    while not server and len(servers) < drafts.servers_of(wanted):
+        rest = {name: text for name, text in known.items() if name not in servers}
+        servers.append(ask("Which server? (with the model that is proposed)", "--server", rest))
+    text = drafts.draft(wanted, [drafts.choice("--server", name, known) for name in servers], model or [], kind)
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise HarnessError(f"{file}: cannot be written ({error.strerror})", next_step="Name another file.") from None
+    prepare(file)
+    print(f"{file}: written for the machine '{kind}'. Next:\n  harness check {shlex.quote(str(file))}")
+    print("\n".join(f"  {line.format(file=shlex.quote(str(file)))}" for line in drafts.NEXT[wanted]))
+
+
+@command(short_help="Check this machine for problems.")
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
     root: Annotated[
@@ -166,24 +330,24 @@ def doctor(
     ] = Path("/"),
 ) -> None:
     """Look at GPU, memory, kernel, access, Docker and processes of this machine; exit code 4 with a blocker."""
-    from harness.machine import doctor as doctors
-    from harness.machine.doctor import show
-    from harness.serve.docker.engine import engine_facts
+    from harness.machine import findings
+    from harness.machine.doctor import diagnose
+    from harness.serve.engine import engine_facts
 
     # Of another machine's files, this machine's Docker Engine and shell know nothing.
     here = root.resolve() == Path("/")
-    found = doctors.diagnose(root, engine_facts() if here else None, os.environ if here else None)
+    found = diagnose(root, engine_facts() if here else None, os.environ if here else None)
     if as_json:
-        print(show.as_json(found, root))
+        print(findings.as_json(found, root))
     else:
-        show.show(found, console(), root)
-    if doctors.worst(found) == "blocker":
+        findings.show(found, console(), root)
+    if findings.worst(found) == "blocker":
         raise typer.Exit(ExitCode.FAILED)
 
 
 @command(short_help="How many streams this machine's load generator can be trusted for.")
 def calibrate(
-    most: Annotated[int | None, typer.Option(min=1, max=20_000, help="Try no more streams than this.")] = None,
+    max_streams: Annotated[int | None, typer.Option(min=1, max=20_000, help="Try no more streams than this.")] = None,
     processes: Annotated[int, typer.Option(min=1, max=64, help="Load processes.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print the readings as JSON.")] = False,
 ) -> None:
@@ -192,7 +356,7 @@ def calibrate(
     from harness.run.calibrate import show_readings
 
     with signals_interrupt():
-        show_readings(console(), most, processes, as_json=as_json)
+        show_readings(console(), max_streams, processes, as_json=as_json)
 
 
 @command(short_help="Print the Compose file that would be run.")
@@ -210,15 +374,19 @@ def compose(
     headless: Annotated[
         bool, typer.Option("--headless", help="No web UI: send the load once, as a run would, and exit.")
     ] = False,
+    grafana: Annotated[
+        bool, typer.Option("--with-grafana", help="Add Prometheus, and Grafana with a dashboard of load and server.")
+    ] = False,
 ) -> None:
     """Print the Compose file that the harness would run, for `docker compose up`."""
     from harness.prepare import experiment as experiments
-    from harness.prepare.auto import fill_in
+    from harness.prepare.machine_fit import fill_in
     from harness.run.live import compose_file
 
     experiment = experiments.prepare(scenario)
     experiment = fill_in(experiment, lambda line: print(line, file=sys.stderr))
-    text = compose_file(experiment, server, load, ui_port=ui_port, workers=workers, records=records, headless=headless)
+    more: dict[str, Any] = {"workers": workers, "records": records, "headless": headless, "grafana": grafana}
+    text = compose_file(experiment, server, load, ui_port=ui_port, **more)
     print(text, end="")
 
 
@@ -259,14 +427,17 @@ def noise(
 
 
 @command(short_help="List the scenarios that ship.")
-def scenarios() -> None:
+def scenarios(as_json: JsonOpt = False) -> None:
     """List the scenarios that ship, each with its question."""
-    from harness.cli.listing import show_scenarios
+    from harness.cli.listing import list_scenarios, show_scenarios
 
-    show_scenarios(console())
+    if as_json:
+        print_json(list_scenarios())
+    else:
+        show_scenarios(console())
 
 
-@command(short_help="Remove what a killed run left behind.")
+@command(short_help="Remove the leftovers of a killed run.")
 def clean(
     everything: Annotated[
         bool, typer.Option("--all", help="Also what a harness that lives, or may live, has started.")
@@ -276,9 +447,9 @@ def clean(
         typer.Option("--caches", help="Also the caches (models, kernels), unless a harness may use them."),
     ] = False,
 ) -> None:
-    """Remove what a killed run left behind: containers, networks and volumes that carry our label, nothing else."""
+    """Remove the leftovers of a killed run: containers, networks and volumes that carry our label, nothing else."""
     from harness.serve import connect, sweep
 
     with contextlib.closing(connect()) as client:
         removed = sweep(client, everything=everything, caches=caches)
-    print("\n".join(f"removed {item}" for item in removed) if removed else "nothing of ours was left behind")
+    print("\n".join(f"removed {item}" for item in removed) if removed else "no leftovers")

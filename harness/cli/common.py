@@ -1,23 +1,25 @@
 """Shared parts of the commands: the app, common options, the console, errors of the command line."""
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
+import msgspec
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from typer.core import TyperCommand
 
-from harness.errors import ExitCode, HarnessError, Mistakes, RunError, did_you_mean
+from harness.errors import ExitCode, HarnessError, RunError, did_you_mean
 from harness.redact import printable
 
-# Options that mean nothing without another, and those that it does not go with, by parameter. What the other command
-# does not have does not matter to it.
+# Options that need another one, and those that exclude others, by parameter; a command may have only some of them.
 NEEDS = {
     "metrics_url": "url",
     "ca": "url",
@@ -32,7 +34,9 @@ NEEDS = {
 EXCLUDES = {
     "ui": (
         "metrics_url", "repeats", "checks", "baseline", "about", "junit", "workers", "bind", "results", "explain",
+        "budget",
     ),
+    "resume": ("model", "repeats", "checks", "workers", "bind", "ui"),
     "across": ("against", "about"),
     "history": ("against", "about", "across", "checks"),
     "image": ("free", "total"),
@@ -40,32 +44,27 @@ EXCLUDES = {
 _KINDS = {"int": "a whole number", "float": "a number", "finite": "a number"}
 _BOUNDS = {"ge": "a number of at least", "le": "a number of at most"}
 
-_JUDGES = {  # what a command with JUnit output tells of at least: group and name of the case
+_JUDGES = {  # group and name of the case in the JUnit output of a command that failed
     "report": ("validity", "the run is VALID"),
     "compare": ("comparison", "the runs can be compared"),
 }
 
 
 class CliCommand(TyperCommand):
-    """What every command of ours is."""
+    """A command whose mistakes and errors are HarnessErrors, also in its JUnit output."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As Typer's, and what options say together. Raises HarnessError, of several mistakes SeveralErrors."""
-        wrong, left = Mistakes(), []
+        """As Typer's, then check combinations of options. Raises HarnessError for the first mistake."""
+        given = list(args)
         try:
-            left = super().parse_args(ctx, list(args))
-        except (typer.TyperException, HarnessError):
-            self._note_mistakes(ctx, args, wrong)
-        self._note_combinations(ctx, wrong)
-        if wrong.found:
-            with wrong.noted():
-                _look_further(ctx)
-        try:
-            wrong.refuse()
-        except HarnessError as error:
-            _tell_in_junit(ctx, error, "usage", "the command line is understood")
-            raise
-        return left
+            remaining = super().parse_args(ctx, args)
+            self._check_combinations(ctx)
+        except (typer.TyperException, HarnessError) as error:
+            mistake = usage_error(error, ctx) if isinstance(error, typer.TyperException) else error
+            if "--format=junit" in given or ("--format", "junit") in pairwise(given):
+                _print_junit(ctx, mistake, "usage", "the command line is understood")
+            raise mistake from None
+        return remaining
 
     def invoke(self, ctx: Any) -> Any:
         """As Typer's."""
@@ -74,103 +73,57 @@ class CliCommand(TyperCommand):
         except typer.Exit:
             raise
         except Exception as error:
-            told = error if isinstance(error, HarnessError) else HarnessError(f"{type(error).__name__}: {error}")
-            _tell_in_junit(ctx, told, *_JUDGES.get(ctx.info_name, ("", "")))
+            if ctx.params.get("output") == "junit":
+                known = error if isinstance(error, HarnessError) else HarnessError(f"{type(error).__name__}: {error}")
+                _print_junit(ctx, known, *_JUDGES.get(ctx.info_name, ("", "")))
             raise
 
-    def _note_mistakes(self, ctx: Any, args: list[str], wrong: Mistakes) -> None:
-        """Each parameter's, one by one, and before them the options that there are not."""
-        unsure = False  # whether what stands behind an unknown option is its value
-        while True:
-            try:
-                given, left, _ = self.make_parser(ctx).parse_args(list(args))
-                break
-            except typer.TyperException as error:
-                wrong.add(as_told(error, ctx))
-                name = getattr(error, "option_name", "")
-                at = [place for place, arg in enumerate(args) if arg.split("=")[0] == name or arg[:2] == name]
-                if not at:
-                    return
-                args = [*args[: at[-1]], *args[at[-1] + 1 :]]
-                unsure = unsure or not all(arg.startswith("-") for arg in args[at[-1] : at[-1] + 1])
-        for param in self.get_params(ctx):
-            if param.is_eager or (unsure and param.param_type_name == "argument"):
-                continue
-            with wrong.noted():
-                try:
-                    param.handle_parse_result(ctx, given, list(left))
-                except typer.TyperException as error:
-                    raise as_told(error, ctx) from None
-        if left and not unsure:
-            wrong.add(_usage(f"got unexpected extra argument(s) ({' '.join(left)})", ctx))
-
-    def _note_combinations(self, ctx: Any, wrong: Mistakes) -> None:
+    def _check_combinations(self, ctx: Any) -> None:
         options = {param.name: param.opts[0] for param in self.get_params(ctx)}
-        given = [name for name in options if _is_given(ctx, name)]
+        given = [name for name in options if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"]
         for name in given:
             other = NEEDS.get(name)
             if other in options and other not in given:
-                said = f"{options[name]} needs {options[other]}"
-                wrong.add(HarnessError(said, next_step="Give both, or neither."))
+                raise HarnessError(f"{options[name]} needs {options[other]}", next_step="Give both, or neither.")
             if clash := [options[other] for other in EXCLUDES.get(name, ()) if other in given]:
-                said = f"{options[name]} does not go with {', '.join(clash)}"
-                wrong.add(HarnessError(said, next_step="Leave one out."))
+                raise HarnessError(f"{options[name]} does not go with {', '.join(clash)}", next_step="Leave one out.")
         if "ca" in given and not (ctx.params.get("url") or "https://").startswith("https://"):
-            said = "--ca: is for a server that already runs behind TLS"
-            wrong.add(HarnessError(said, next_step="Give --url https://..."))
+            raise HarnessError("--ca: is for a server that already runs behind TLS", next_step="Give --url https://...")
 
 
-def _tell_in_junit(ctx: Any, error: HarnessError, group: str, name: str) -> None:
-    """What refuses a command is on its output as well: a pipeline that keeps the output has a file that says so."""
-    if ctx.params.get("output") == "junit":
-        from harness.report import junit
+def _print_junit(ctx: Any, error: HarnessError, group: str, name: str) -> None:
+    """Print an error as JUnit XML: a pipeline that keeps the output has a file with the reason."""
+    from harness.report import junit
 
-        with suppress(BrokenPipeError):  # what it says is told all the same
-            print(junit.of_error(ctx.info_name, error, group=group, name=name), end="")
-
-
-def _look_further(ctx: Any) -> None:
-    """Raise HarnessError for what the command would find in its scenario and checks, which does not begin."""
-    from harness.prepare.experiment import Target, prepare, refuse_misplaced
-
-    scenario, checks = ctx.params.get("scenario"), ctx.params.get("checks") or []
-    if isinstance(scenario, Path):
-        prepare(scenario, Target("") if _is_given(ctx, "url") else None, checks=checks)
-    else:
-        refuse_misplaced(checks)
+    with suppress(BrokenPipeError):
+        print(junit.of_error(ctx.info_name, error, group=group, name=name), end="")
 
 
-def _is_given(ctx: Any, name: str) -> bool:
-    return getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE"
-
-
-def as_told(error: typer.TyperException, ctx: Any) -> HarnessError:
-    """A mistake in our words: pydantic, which Typer asks, does not say which value it got."""
+def usage_error(error: typer.TyperException, ctx: Any) -> HarnessError:
+    """A mistake in the command line. Pydantic, which Typer uses, does not say which value it got."""
     found: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
     param = getattr(error, "param", None)
-    if not found or param is None:
-        said = error.format_message()
-        return _usage(said[:1].lower() + said[1:].rstrip("."), ctx)
-    first = found[0]
-    about = first.get("ctx", {})
-    bound = next((f"{words} {about[key]:g}" for key, words in _BOUNDS.items() if key in about), None)
-    wanted = bound or _KINDS.get(first["type"].partition("_")[0])
-    if wanted is not None:
-        return _usage(f"{param.opts[0]}: {wanted} is expected, got '{first['input']}'", ctx)
-    return _usage(f"{param.opts[0]}: {str(about.get('error', first['msg'])).rstrip('.')}", ctx)
-
-
-def _usage(what: str, ctx: Any) -> HarnessError:
-    return HarnessError(what, next_step=f"`{ctx.command_path} --help` shows what there is.")
+    text = error.format_message()
+    if found and param is not None:
+        first = found[0]
+        about = first.get("ctx", {})
+        bound = next((f"{words} {about[key]:g}" for key, words in _BOUNDS.items() if key in about), None)
+        wanted = bound or _KINDS.get(first["type"].partition("_")[0])
+        reason = str(about.get("error", first["msg"]))
+        text = f"{param.opts[0]}: " + (f"{wanted} is expected, got '{first['input']}'" if wanted else reason)
+    text = text[:1].lower() + text[1:].rstrip(".")
+    path = "harness" if ctx is None else ctx.command_path
+    return HarnessError(text, next_step=f"`{path} --help` lists the options.")
 
 
 if TYPE_CHECKING:
+    from harness.capacity.result import CapacityReport
     from harness.prepare.experiment import Target
     from harness.summary import CheckResult, Summary
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Load testing of LLM servers on AMD hardware: from a scenario file to a verdict.",
@@ -180,11 +133,11 @@ app = typer.Typer(
 command = partial(app.command, cls=CliCommand)
 
 
-def scenario_path(given: Path) -> Path:
+def scenario_path(given: Path | None) -> Path | None:
     """The path of a scenario given by path or by the name of one that ships. Raises HarnessError."""
     from harness.paths import SCENARIOS
 
-    if given.exists():
+    if given is None or given.exists():
         return given
     shipped = {path.stem: path for path in SCENARIOS.glob("*.yaml")}
     names = (given.stem, f"{given.stem}.yaml", f"{SCENARIOS.name}/{given.stem}.yaml")  # as the listing has it
@@ -243,23 +196,43 @@ def listening_address(param: typer.CallbackParam, given: str | None) -> str | No
 
 def root_folder(given: Path) -> Path:
     """The folder of --root. Raises HarnessError."""
-    from harness.machine.sysfs import folder
+    from harness.machine.gpus import folder
 
     return folder(given)
 
 
-# What can be said of one value alone is said by its callback, so that it is told with all else that is wrong.
-ScenarioArg = Annotated[
+def scenario_names(incomplete: str) -> list[str]:
+    """For the shell: names of scenarios that ship."""
+    from harness.paths import SCENARIOS
+
+    return sorted(path.stem for path in SCENARIOS.glob("*.yaml") if path.stem.startswith(incomplete))
+
+
+def run_ids(incomplete: str) -> list[str]:
+    """For the shell: ids of runs in the folder that is used without --runs."""
+    folder = Path(os.environ.get("HARNESS_RUNS") or RUNS)
+    return sorted(path.parent.name for path in folder.glob("*/run.json") if path.parent.name.startswith(incomplete))
+
+
+_SCENARIO = typer.Argument(
+    metavar="SCENARIO",
+    help="A scenario file, or the name of one that ships.",
+    callback=scenario_path,
+    autocompletion=scenario_names,
+)
+ScenarioArg = Annotated[Path, _SCENARIO]
+RunArg = Annotated[
     Path,
-    typer.Argument(metavar="SCENARIO", help="A scenario file, or the name of one that ships.", callback=scenario_path),
+    typer.Argument(metavar="RUN", help="A run directory, or the id of a run.", autocompletion=run_ids),
 ]
-RunArg = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.")]
+ScenarioToResume = Annotated[Path | None, _SCENARIO]
 RunsDir = Annotated[Path, typer.Option(help="Where run directories are kept.", envvar="HARNESS_RUNS")]
 ServerOpt = Annotated[str | None, typer.Option(help="Which of the scenario's servers (default: the first).")]
 ChecksOpt = Annotated[
     list[str] | None,
-    typer.Option("--check", metavar="CHECK", help="A check beside the scenario's; may be repeated."),
+    typer.Option("--check", metavar="CHECK", help="A check in addition to the scenario's; may be repeated."),
 ]
+JsonOpt = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 BaselineOpt = Annotated[
     Path | None,
     typer.Option(metavar="RUN", help="The run that checks call the baseline (default: the row)."),
@@ -281,6 +254,8 @@ ModelOpt = Annotated[str | None, typer.Option(help="Use this model instead of th
 ResultsDir = Annotated[
     Path, typer.Option(help="Where published runs and the variation between runs are kept.", envvar="HARNESS_RESULTS")
 ]
+PIPE_WIDTH = 160  # columns of what is no terminal
+MIN_WIDTH = 40
 RUNS = Path("runs")
 RESULTS = Path("results")
 
@@ -323,12 +298,19 @@ def protect_terminal() -> None:
 
 
 def console(*, stderr: bool = False) -> Console:
-    # Wide enough for the table when the output is a file or a pipe, which has no width of its own.
+    # Wide enough for the table when the output is a file or a pipe, which has no width of its own but COLUMNS.
     # What is printed comes from files as well: nothing in it is markup.
     stream = sys.stderr if stderr else sys.stdout
     file = stream.stream if isinstance(stream, Printable) else stream
-    more: dict[str, Any] = {} if file.isatty() or stderr else {"width": 160, "no_color": True}
+    columns = os.environ.get("COLUMNS", "")
+    width = int(columns) if columns.isdecimal() and int(columns) >= MIN_WIDTH else PIPE_WIDTH
+    more: dict[str, Any] = {} if file.isatty() or stderr else {"width": width, "no_color": True}
     return Output(file=file, markup=False, emoji=False, highlight=False, soft_wrap=stderr, **more)
+
+
+def print_json(data: Any) -> None:
+    """Print a struct, or a list of them, as indented JSON."""
+    print(msgspec.json.format(msgspec.json.encode(data), indent=2).decode())
 
 
 def target_of(url: str | None, metrics_url: str | None = None, ca: Path | None = None) -> "Target | None":
@@ -344,7 +326,7 @@ def target_of(url: str | None, metrics_url: str | None = None, ca: Path | None =
 def find_baseline(given: Path, runs: Path) -> Path:
     """The directory of a run that may be a baseline, before anything is measured. Raises HarnessError."""
     from harness.cli.listing import find_run
-    from harness.compare.reference import usable_baseline
+    from harness.comparison.compare import usable_baseline
 
     folder = find_run(given, runs)
     usable_baseline(folder)
@@ -368,10 +350,10 @@ def junit_of_failure(path: Path | None, scenario: str) -> Iterator[None]:
 
 def show(folder: Path, *, explain: bool = False, junit: Path | None = None) -> None:
     """Print a run's table and verdicts, write its summary and page, and end with the run's exit code."""
+    from harness.analysis.summarize import summarize, write_summary
     from harness.report import html, terminal
     from harness.report import junit as junit_xml
     from harness.rundir.manifest import read_run
-    from harness.summarize.summarize import summarize, write_summary
 
     manifest, summary = read_run(folder), summarize(folder)
     full: OSError | None = None
@@ -384,16 +366,40 @@ def show(folder: Path, *, explain: bool = False, junit: Path | None = None) -> N
     if full is not None:
         raise HarnessError(
             f"{folder}: the page and the summary cannot be written ({full.strerror})",
-            next_step=f"The records are there. Make room, then: harness report {folder}",
+            next_step=f"The records are complete. Free some space, then: harness report {folder}",
         )
     if junit is not None:
         junit_xml.write(junit, junit_xml.render(summary, manifest))
     end_as(summary)
 
 
+def seconds_of(option: str, given: str) -> float:
+    """Seconds of a duration such as 30m or 2h. Raises HarnessError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d)", given.strip())
+    found = float(match[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}[match[2]] if match else 0.0
+    if not 0 < found < 1e9:
+        raise HarnessError(
+            f"{option}: a time above 0 with its unit is expected, got '{given}'", next_step="Write 30m, 2h or 90s."
+        )
+    return found
+
+
+def capacity_end(folder: Path, found: "CapacityReport") -> None:
+    """End with the exit code of a capacity search. A server that died under a probe does not make its run INVALID."""
+    from harness.rundir.manifest import read_run
+
+    died = {probe.cell for server in found.servers for probe in server.probes if probe.state == "died"}
+    if any(reason.cell not in died for reason in read_run(folder).reasons):
+        raise typer.Exit(ExitCode.INVALID)
+    if not all(server.started for server in found.servers):
+        raise typer.Exit(ExitCode.SERVER)
+    if any(server.unresolved for server in found.servers):
+        raise typer.Exit(ExitCode.INCONCLUSIVE)
+
+
 def end_as(summary: "Summary") -> None:
-    """End with the exit code of a run."""
-    if not summary.valid:
+    """End with the exit code of a run. One whose conditions cannot be checked, an import, ends as a VALID one."""
+    if summary.valid is False:
         raise typer.Exit(ExitCode.INVALID)
     end_as_checks(summary.checks)
 

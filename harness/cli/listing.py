@@ -5,18 +5,21 @@ import difflib
 import os
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from harness.errors import HarnessError, Mistakes
+from harness.analysis.summarize import read_summary
+from harness.errors import HarnessError
 from harness.paths import ROOT, SCENARIOS
+from harness.reasons import sentence
 from harness.rundir.manifest import read_run
 from harness.scenario.file import load_scenario
-from harness.serve.docker.labels import owner_is_gone
-from harness.summarize.summarize import read_summary
+from harness.serve.labels import owner_is_gone
+from harness.summary import Reason
 
-MOST_CHARS = 100  # of the reason why a run cannot be read
+MAX_CHARS = 100  # of the reason why a run cannot be read
 
 
 def find_run(given: Path, runs: Path) -> Path:
@@ -34,49 +37,64 @@ def find_run(given: Path, runs: Path) -> Path:
     )
 
 
-def find_runs(*groups: list[Path], runs: Path) -> list[list[Path]]:
-    """As `find_run`, for groups of runs; what is not found is told together."""
-    wrong = Mistakes()
-    found: list[list[Path]] = []
-    for group in groups:
-        found.append([])
-        for given in group:
-            with wrong.noted():
-                found[-1].append(find_run(given, runs))
-    wrong.refuse()
-    return found
+class RunLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A run in the list. What an unreadable run.json does not say is None; `error` says why."""
+
+    run: str
+    error: str | None = None
+    started_wall_s: float | None = None
+    scenario: str | None = None
+    cells: int | None = None
+    planned: int | None = None
+    status: str | None = None  # as in run.json; `killed`: it says `running`, and its process is gone
+    client_limited: bool | None = None
+    simulated: bool | None = None
+    reasons: list[Reason] = []
+
+
+def list_runs(runs: Path) -> list[RunLine]:
+    """The runs below a folder, newest last. Raises HarnessError where it is no folder."""
+    if runs.exists() and not runs.is_dir():
+        raise HarnessError(f"--runs: {runs} is not a folder", next_step="Name the folder that holds the runs.")
+    return [_line_of(path.parent) for path in sorted(runs.glob("*/run.json"))]
+
+
+def _line_of(folder: Path) -> RunLine:
+    try:
+        run = read_run(folder)
+    except HarnessError as error:
+        return RunLine(run=folder.name, error=error.what.removeprefix(f"{folder}/"))
+    killed = run.status == "running" and run.owner and owner_is_gone(run.owner)
+    return RunLine(
+        run=folder.name,
+        started_wall_s=run.started_wall_s,
+        scenario=run.scenario_name,
+        cells=len(run.ran),
+        planned=len(run.order),
+        status="killed" if killed else run.status,
+        client_limited=_client_limited(folder),
+        simulated=run.simulated,
+        reasons=run.reasons,
+    )
 
 
 def show_runs(runs: Path, console: Console) -> None:
     """One line a run, newest last."""
-    if runs.exists() and not runs.is_dir():
-        raise HarnessError(f"--runs: {runs} is not a folder", next_step="Name the folder that holds the runs.")
     table = Table(box=None, pad_edge=False)
     for column in ("run", "started", "scenario", "cells", "status"):
         table.add_column(column, no_wrap=column != "status")
-    paths = sorted(runs.glob("*/run.json"))
-    for path in paths:
-        try:
-            run = read_run(path.parent)
-        except HarnessError as error:
-            table.add_row(
-                path.parent.name,
-                "",
-                "",
-                "",
-                Text(f"unreadable: {error.what.removeprefix(f'{path.parent}/')}"[:MOST_CHARS]),
-            )
+    lines = list_runs(runs)
+    for line in lines:
+        if line.started_wall_s is None:
+            table.add_row(line.run, "", "", "", Text(f"unreadable: {line.error}"[:MAX_CHARS]))
             continue
-        started = datetime.datetime.fromtimestamp(run.started_wall_s).strftime("%Y-%m-%d %H:%M")
-        reason = f": {run.reasons[0]}" if run.reasons else ""
-        simulated = " (simulated)" if run.simulated else ""
-        cells = f"{len(run.ran)}/{len(run.order)}"
-        status = "killed" if run.status == "running" and run.owner and owner_is_gone(run.owner) else run.status
-        limited = ", CLIENT-LIMITED" if _client_limited(path.parent) else ""
-        table.add_row(
-            path.parent.name, started, run.scenario_name, cells, Text(f"{status}{limited}{simulated}{reason}")
-        )
-    if paths:
+        started = datetime.datetime.fromtimestamp(line.started_wall_s).strftime("%Y-%m-%d %H:%M")
+        reason = f": {sentence(line.reasons[0])}" if line.reasons else ""
+        simulated = " (simulated)" if line.simulated else ""
+        limited = ", CLIENT-LIMITED" if line.client_limited else ""
+        status = Text(f"{line.status}{limited}{simulated}{reason}")
+        table.add_row(line.run, started, line.scenario, f"{line.cells}/{line.planned}", status)
+    if lines:
         console.print(table)
     else:
         console.print(f"no runs in {runs}; `harness run scenarios/first-look.yaml` makes one")
@@ -90,9 +108,23 @@ def _client_limited(folder: Path) -> bool:
         return False
 
 
+class ScenarioLine(msgspec.Struct, frozen=True):
+    """A scenario that ships."""
+
+    name: str
+    path: str
+    question: str
+
+
+def list_scenarios() -> list[ScenarioLine]:
+    """The scenarios that ship, each with its question."""
+    return [
+        ScenarioLine(path.stem, str(path.relative_to(ROOT)), " ".join(load_scenario(path).question.split()))
+        for path in sorted(SCENARIOS.glob("*.yaml"))
+    ]
+
+
 def show_scenarios(console: Console) -> None:
     """The scenarios that ship, each with its question."""
-    for path in sorted(SCENARIOS.glob("*.yaml")):
-        scenario = load_scenario(path)
-        shown = path.relative_to(ROOT)
-        console.print(f"{shown}\n  {' '.join(scenario.question.split())}")
+    for line in list_scenarios():
+        console.print(f"{line.path}\n  {line.question}")

@@ -13,6 +13,7 @@ from harness.cli.common import (
     AboutOpt,
     BaselineOpt,
     ChecksOpt,
+    JsonOpt,
     ResultsDir,
     RunArg,
     RunsDir,
@@ -21,6 +22,7 @@ from harness.cli.common import (
     end_as,
     end_as_checks,
     find_baseline,
+    print_json,
 )
 from harness.errors import ExitCode, HarnessError, Mistakes
 
@@ -41,36 +43,37 @@ def report(
 ) -> None:
     """Show a run again, from its files: summary and HTML page are written anew.
 
+    RUN may be the file of `locust --records`, or a folder with its requests.jsonl: a run directory is made of it.
+
     With --check or --baseline the run is judged by them once more, and its directory stays as it is.
     """
-    from harness.cli.listing import find_run
-    from harness.compare.reference import reference_to
+    from harness.analysis.summarize import read_summary, summarize, write_summary
+    from harness.comparison.compare import reference_to
     from harness.files import pretty_json
     from harness.prepare.experiment import refuse_misplaced
-    from harness.report import html, junit, markdown, openmetrics, rows_csv, terminal
+    from harness.report import export, html, junit, markdown, terminal
     from harness.rundir.manifest import read_run
-    from harness.summarize.summarize import summarize, write_summary
 
-    wrong = Mistakes()
     if output == "html" and (checks or baseline):
-        wrong.add(
-            HarnessError("--format html: the page shows a run by its own checks; leave out --check and --baseline")
-        )
-    with wrong.noted():
-        base = None if baseline is None else find_baseline(baseline, runs)
-    with wrong.noted():
-        refuse_misplaced(checks or [])
-    with wrong.noted():
-        folder = find_run(run_folder, runs)
-        manifest = read_run(folder)
-        refuse_misplaced(checks or [], manifest.scenario.servers, manifest.scenario.loads)
-    wrong.refuse()
+        raise HarnessError("--format html: the page shows a run by its own checks; leave out --check and --baseline")
+    base = None if baseline is None else find_baseline(baseline, runs)
+    folder = _run_of(run_folder, runs)
+    manifest = read_run(folder)
+    refuse_misplaced(checks or [], manifest.scenario.servers, manifest.scenario.loads)
     reference = None if base is None else reference_to(base, manifest, about=about, checks=checks or [])
-    summary = summarize(folder, checks or [], reference)
-    if not checks and reference is None:
+    judged_anew = bool(checks) or reference is not None
+    # A published run has its summary alone: one made without records would say that nothing was measured.
+    alone = (folder / "summary.json").exists() and not (folder / "requests.jsonl").exists()
+    if alone and judged_anew:
+        raise HarnessError(
+            f"{folder}: it has no requests.jsonl, which --check and --baseline need",
+            next_step="Give the run directory as `harness run` made it.",
+        )
+    summary = read_summary(folder) if alone else summarize(folder, checks or [], reference)
+    if not alone and not judged_anew:
         write_summary(folder, summary)
     if output == "terminal":
-        if not checks and reference is None:
+        if not judged_anew:
             html.write_report(folder)
         terminal.print_report(summary, manifest, folder, console(), explain=explain)
     elif output == "html":
@@ -78,9 +81,21 @@ def report(
     elif output == "json":
         print(pretty_json(summary).decode(), end="")
     else:
-        render = {"markdown": markdown, "junit": junit, "csv": rows_csv, "openmetrics": openmetrics}[output].render
+        render = {
+            "markdown": markdown.render, "junit": junit.render, "csv": export.csv_table,
+            "openmetrics": export.openmetrics,
+        }[output]  # fmt: skip
         print(render(summary, manifest), end="" if output != "markdown" else "\n")
     end_as(summary)
+
+
+def _run_of(given: Path, runs: Path) -> Path:
+    """The directory of a run; of records of stock Locust it is made. Raises HarnessError."""
+    from harness.cli.listing import find_run
+    from harness.imports.write import run_of_records
+
+    file = given / "requests.jsonl" if given.is_dir() and not (given / "run.json").exists() else given
+    return run_of_records(file, runs) if file.is_file() and file.suffix == ".jsonl" else find_run(given, runs)
 
 
 @command(short_help="Compare runs of the same work.")
@@ -120,32 +135,27 @@ def compare(
     """
     import msgspec
 
-    from harness.cli.listing import find_runs
-    from harness.compare.compare import by_machine, compare_runs
-    from harness.judge.comparable import UnlikeError
+    from harness.cli.listing import find_run
+    from harness.comparison.compare import by_machine, compare_runs
     from harness.prepare.experiment import refuse_misplaced
     from harness.report import junit
-    from harness.report.comparison import markdown, print_comparison
+    from harness.report.markdown import of_comparison
+    from harness.report.terminal import print_comparison
     from harness.rundir.manifest import read_run
+    from harness.rundir.origin import UnlikeError
 
-    wrong = Mistakes()
-    with wrong.noted():
-        refuse_misplaced(checks or [])
+    refuse_misplaced(checks or [])
     if history and len(run_folders) != 1:
         raise HarnessError(
             f"--history: needs exactly one run (got {len(run_folders)})", next_step="harness compare --history RUN"
         )
-    with wrong.noted():
-        first, second = find_runs(run_folders, against or [], runs=runs)
-    wrong.refuse()
+    first, second = ([find_run(one, runs) for one in side] for side in (run_folders, against or []))
     if history:
         _compare_with_history(first[0], output, runs, results)
         return
     groups = by_machine(first) if across else [first, second] if second else [[folder] for folder in first]
     for scenario in (read_run(folder).scenario for group in groups[1:] for folder in group):
-        with wrong.noted():
-            refuse_misplaced(checks or [], scenario.servers, scenario.loads)
-    wrong.refuse()
+        refuse_misplaced(checks or [], scenario.servers, scenario.loads)
     try:
         comparison = compare_runs(groups, about=across or about, results=results, checks=checks or [])
     except UnlikeError as error:
@@ -158,7 +168,7 @@ def compare(
     elif output == "junit":
         print(junit.of_comparison(comparison), end="")
     else:
-        print(markdown(comparison) if output == "markdown" else msgspec.json.encode(comparison).decode())
+        print(of_comparison(comparison) if output == "markdown" else msgspec.json.encode(comparison).decode())
     if any(verdict.word == "slower" for verdict in comparison.verdicts):
         raise typer.Exit(ExitCode.FAILED)
     end_as_checks(comparison.checks)
@@ -167,7 +177,7 @@ def compare(
 def _compare_with_history(folder: Path, output: str, runs: Path, results: Path) -> None:
     import msgspec
 
-    from harness.compare.history import check_against_history
+    from harness.comparison.history import check_against_history
     from harness.report import junit
     from harness.report.history import gate_markdown, print_gate
 
@@ -202,7 +212,7 @@ def history(
     """
     import msgspec
 
-    from harness.compare.history import history_of
+    from harness.comparison.history import history_of
     from harness.report.history import html, print_history
 
     name = scenario.stem if scenario.suffix in (".yaml", ".yml") else str(scenario)
@@ -211,6 +221,54 @@ def history(
         print_history(found, console())
     else:
         print(html(found) if output == "html" else msgspec.json.encode(found).decode())
+
+
+@command(short_help="Predict how long a number of items takes.")
+def plan(
+    run_folder: RunArg,
+    items: Annotated[
+        int, typer.Option(metavar="N", min=1, max=10**12, help="How many items; one request is one item.")
+    ],
+    deadline: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Until when it must be done, such as 8h or 90min.")
+    ] = None,
+    price: Annotated[
+        str | None, typer.Option(metavar="PRICE", help="Price of energy, such as 0.30/kWh: adds the cost.")
+    ] = None,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="CSV or JSONL with prompt_tokens and output_tokens of the real items."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    runs: RunsDir = RUNS,
+    results: ResultsDir = RESULTS,
+) -> None:
+    """Predict time, energy and cost of N items on the machine of a finished run, each with a 90 % interval.
+
+    With --deadline exit code 4 when the fastest row misses it, and 5 when the deadline is inside the interval.
+    """
+    import msgspec
+
+    from harness.analysis.forecast import forecast, read_duration, read_price
+    from harness.cli.listing import find_run
+    from harness.report.forecast import print_forecast
+
+    found = forecast(
+        find_run(run_folder, runs),
+        items,
+        results=results,
+        deadline_s=None if deadline is None else read_duration("--deadline", deadline),
+        price_per_kwh=None if price is None else read_price(price),
+        lengths=lengths,
+    )
+    if as_json:
+        print(msgspec.json.encode(found).decode())
+    else:
+        print_forecast(found, console())
+    if found.rows[0].deadline == "missed":
+        raise typer.Exit(ExitCode.FAILED)
+    if found.rows[0].deadline == "inconclusive":
+        raise typer.Exit(ExitCode.INCONCLUSIVE)
 
 
 @command(short_help="Show in what two runs differ.")
@@ -225,13 +283,13 @@ def diff(
     """Show in what the manifests of two runs differ; what is equal is not shown, and neither is what chance chose."""
     import msgspec
 
-    from harness.cli.listing import find_runs
-    from harness.compare.differences import differences_of
-    from harness.report.comparison import differences_markdown, print_differences
+    from harness.cli.listing import find_run
+    from harness.comparison.differences import differences_of
+    from harness.report.markdown import differences_markdown
+    from harness.report.terminal import print_differences
     from harness.rundir.manifest import read_run
 
-    ((first, second),) = find_runs([one, other], runs=runs)
-    both = [read_run(first), read_run(second)]
+    both = [read_run(find_run(folder, runs)) for folder in (one, other)]
     found, sides = differences_of(both), [run.id for run in both]
     if output == "terminal":
         print_differences(found, sides, console())
@@ -252,7 +310,7 @@ def publish(
 ) -> None:
     """File a VALID run by machine and scenario, as plain files that are small enough for git."""
     from harness.cli.listing import find_run
-    from harness.report.publish import publish as publish_run
+    from harness.report.board import publish as publish_run
 
     folder = find_run(run_folder, runs)
     where, changed = publish_run(folder, results, records=records)
@@ -267,8 +325,8 @@ def leaderboard(
     ] = None,
     results: ResultsDir = RESULTS,
 ) -> None:
-    """Rank what is published: machines by scenarios, as one HTML page and as Markdown beside it."""
-    from harness.compare.board import collect
+    """Rank what is published: machines by scenarios, as one HTML page and as Markdown next to it."""
+    from harness.comparison.board import collect
     from harness.paths import RESULTS as SHIPPED
     from harness.report.board import write_board
 
@@ -311,7 +369,9 @@ def import_(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files that another tool wrote; each a run.")],
     form: Annotated[
         str | None,
-        typer.Option("--format", help="vllm, guidellm, aiperf, genai-bench or lemonade (default: the file shows it)."),
+        typer.Option(
+            "--format", help="vllm, guidellm, aiperf, genai-bench, lemonade, records (default: as the file shows)."
+        ),
     ] = None,
     machine: Annotated[
         str | None, typer.Option(help="Name of the machine that was measured; files do not say it.")
@@ -329,8 +389,11 @@ def import_(
 
 
 @command(short_help="List the runs.")
-def runs(runs: RunsDir = RUNS) -> None:
+def runs(runs: RunsDir = RUNS, as_json: JsonOpt = False) -> None:
     """List the runs with their scenario, verdict and when they ran."""
-    from harness.cli.listing import show_runs
+    from harness.cli.listing import list_runs, show_runs
 
-    show_runs(runs, console())
+    if as_json:
+        print_json(list_runs(runs))
+    else:
+        show_runs(runs, console())

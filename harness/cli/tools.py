@@ -1,5 +1,6 @@
 """Commands without a run of their own: explain a log, estimate memory, run load workers."""
 
+import codecs
 import gzip
 import math
 import sys
@@ -32,14 +33,14 @@ def explain(
     starts have them as well.
     """
     from harness.failures.scan import scan
-    from harness.report.explained import as_data, print_explained, recognised, started_well, stopped
+    from harness.report.terminal import explained_data, print_explained, recognised, started_well, stopped
 
     with _opened(log) as file:
         scanned = scan(file)
     if as_json:
         from harness.files import pretty_json
 
-        print(pretty_json(as_data(log, scanned)).decode(), end="")
+        print(pretty_json(explained_data(log, scanned)).decode(), end="")
     else:
         print_explained(log, scanned, console())
     if not (recognised(scanned) or started_well(scanned) or stopped(scanned)):
@@ -66,7 +67,12 @@ def _opened(log: str) -> Iterator[BinaryIO]:
     except OSError as error:
         raise HarnessError(f"{path}: cannot be read ({error.strerror})", next_step="To read a pipe, give -.") from None
     with file:
-        packed = file.peek(2)[:2] == b"\x1f\x8b"
+        start = file.peek(2)[:2]
+        packed = start == b"\x1f\x8b"
+        if start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise HarnessError(
+                f"{path}: is in UTF-16", next_step=f"Convert it: iconv -f UTF-16 -t UTF-8 {path} | harness explain -"
+            )
         try:
             yield cast(BinaryIO, gzip.GzipFile(fileobj=file)) if packed else file
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -75,14 +81,14 @@ def _opened(log: str) -> Iterator[BinaryIO]:
 
 if TYPE_CHECKING:
     from harness.machine.gpu_memory import Pool
-    from harness.memory.estimate import Share
+    from harness.machine.memory import Share
 
 
-MOST_GIB = 1 << 20  # no machine has more, and beyond numbers lose their bytes
+MAX_GIB = 1 << 20  # no machine has more, and beyond numbers lose their bytes
 
 
 def _dtype(given: str) -> str:
-    from harness.memory.model import known_dtype
+    from harness.machine.model import known_dtype
 
     known_dtype(given)
     return given
@@ -115,8 +121,8 @@ def memory(
 
     Exit code 4 when the model does not fit, or when nothing is left.
     """
-    from harness.memory.estimate import MemoryEstimate, Wish, of_answer, room_of
-    from harness.memory.model import find_model, read_model
+    from harness.machine.memory import MemoryEstimate, Wish, of_answer, room_of
+    from harness.machine.model import find_model, read_model
 
     read = None if model is None else read_model(find_model(model), model)
     wish = Wish(
@@ -141,10 +147,10 @@ def memory(
 
 
 def _given(free: float, total: float, gpus: int) -> "Share":
-    from harness.memory.estimate import share
+    from harness.machine.memory import share
     from harness.units import GIB
 
-    if not (math.isfinite(free) and math.isfinite(total) and free <= MOST_GIB and 0 < total <= MOST_GIB):
+    if not (math.isfinite(free) and math.isfinite(total) and free <= MAX_GIB and 0 < total <= MAX_GIB):
         raise HarnessError(
             f"--free {free:g} --total {total:g}: two sizes in GiB are expected, as in 76.45 and 96",
             next_step="Take them from vLLM's line `Free memory on device (76.45/96.0 GiB)`.",
@@ -156,14 +162,14 @@ def _given(free: float, total: float, gpus: int) -> "Share":
 def _found(image: str | None, root: Path, gpus: int, *, needed: bool) -> "tuple[list[Pool], Share | None]":
     """This machine's pools and their share; no share without a GPU, where it is not needed."""
     from harness.machine.gpu_memory import pools
-    from harness.memory.estimate import share_of
-    from harness.serve.docker.probe import ask_image
+    from harness.machine.memory import share_of
+    from harness.serve.gpu_probe import ask_image
 
     if image is not None:
-        told = ask_image(image, lambda line: print(line, file=sys.stderr))
-        return told, share_of(told, source="container", tensor_parallel=gpus)
+        reported = ask_image(image, lambda line: print(line, file=sys.stderr))
+        return reported, share_of(reported, source="container", tensor_parallel=gpus)
     found = pools(root)
-    # What a model needs can be told without a GPU.
+    # What a model needs is known without a GPU.
     return found, share_of(found, tensor_parallel=gpus) if found or needed else None
 
 

@@ -27,6 +27,18 @@ class Context(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     too_long: str = "the server refuses such requests"
 
 
+class Draft(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A server in a scenario of `harness init`.
+
+    In its variables MODEL is the model, AT_ONCE the requests at once, and CONTEXT the context of all of them.
+    """
+
+    model: str  # that it proposes
+    variables: dict[str, Any]
+    container: bool = True
+    named_by_model: bool = False  # it knows the model by its own name alone
+
+
 class Template(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A template of compose/, as far as it does not declare this itself."""
 
@@ -36,7 +48,15 @@ class Template(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     context: Context | None = None
     utilization: Literal["gpu", "host"] | None = None  # the memory that its gpu_memory_utilization is a share of
     utilization_default: bool = False  # without the flag, the engine's own default counts
+    draft: Draft | None = None  # None: `harness init` does not offer it
     arguments: str | None = None  # a variable with the engine's arguments as one text; None: they are its command
+
+
+class ProtectedFlags(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Flags of the engine behind a server that the server sets itself, and what to do in place of them."""
+
+    flags: list[str]
+    advice: str
 
 
 class Command(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -48,13 +68,14 @@ class Command(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     settings_as_flags: str | None = None  # settings with this prefix are flags as well
     verbose: dict[str, str] = {}  # environment variable: the value with which it writes lines for each step
     without_metrics: dict[str, str] = {}  # flag: what is lost with it
+    protected: list[ProtectedFlags] = []
     hub_cache: bool = False  # its templates keep the hub's downloads at /root/.cache/huggingface
     shells: list[str] = []  # names of images that start a shell, as regular expressions
     environment: list[str] = []  # prefixes of environment variables of its images that decide about speed
 
 
 class Column(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where the GPU targets stand with one image or build, and where that was read."""
+    """The GPU targets that one image or build supports, with the source."""
 
     title: str
     source: str
@@ -86,15 +107,15 @@ class Log(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     prefixes: list[str] = []  # before the text of a line; a group named `level` holds its level
     stamp: dict[str, str] = {}  # `regex` and `form` of its own time stamps
     starting: list[str] = []  # a start, which may follow a stop
-    fetched: list[str] = []  # the model is there
+    fetched: list[str] = []  # the model is complete
     ready: list[str] = []
-    stopping: list[str] = []  # the first words of a server that was told to stop
+    stopping: list[str] = []  # the first words of a server that was asked to stop
     unloading: list[str] = []  # it ends an engine, and may go on
     more: str | None = None  # what makes it say more
     names: dict[str, str] = {}  # of its variables, where the table of failures names another server's
 
 
-class Reading(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class FactSource(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A JSON object that a server answers, or the labels of a metric: what of it is recorded."""
 
     path: str | None = None  # of a GET
@@ -121,8 +142,8 @@ class Engine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     templates: dict[str, Template] = {}
     gateway: bool = False
     command: Command = Command()
-    metrics: dict[str, list[str]] = {}  # name in metrics.jsonl: names in a Prometheus text, the first that is there
-    answers: list[Reading] = []
+    metrics: dict[str, list[str]] = {}  # name in metrics.jsonl: names in a Prometheus text, the first one found
+    answers: list[FactSource] = []
     versions: list[Version] = []
     version_header: str | None = None  # of its answers
     startup: list[Start] = []

@@ -6,14 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from msgspec import Struct, field, structs
+from msgspec import Struct, field
 from msgspec.structs import replace
 
-from harness.failures.scan import SHOWN_CHARS, Diagnosis, Scanned, explain_message, most_telling, scan
+from harness.failures.scan import Diagnosis, Scanned, explain_message, most_telling, scan
 from harness.files import open_file
 from harness.redact import printable
-
-_TAIL_BYTES = 1 << 16
 
 
 class State(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -30,13 +28,14 @@ def explain(log: str | Path, state: State = State()) -> Diagnosis | None:  # noq
     A kill for memory comes first, then a cause in `state.error`, then the log: its first known cause, whatever wrappers
     such as "Engine core initialization failed" say around it. An exit code is asked where the log says nothing better.
     """
-    ended = _ended(state, log)
+    scanned = scan_text(log)
+    ended = _ended(state, scanned.last)
     if state.oom_killed and ended is not None:
         return ended
-    said = [structs.replace(failure, number=None) for failure in scan_text(state.error).findings]
+    said = [replace(failure, number=None) for failure in scan_text(state.error).findings]
     if any(failure.severity == "cause" for failure in said):
         return most_telling(said)
-    found = scan_text(log).findings
+    found = scanned.findings
     if state.exit_code is not None:  # a server does not end because it refused a request
         found = [failure for failure in found if failure.severity != "request"]
     return most_telling([*found, *said, *([ended] if ended is not None else [])])
@@ -50,22 +49,14 @@ def scan_text(log: str | Path) -> Scanned:
     return scan(io.BytesIO(log.encode("utf-8", "replace")))
 
 
-def _ended(state: State, log: str | Path) -> Diagnosis | None:
+def _ended(state: State, last_line: str) -> Diagnosis | None:
     """What an exit code alone says, with the last line of the log."""
     code = state.exit_code
     if code is None and not state.oom_killed:
         return None
     code = 137 if code is None else 128 - code if code < 0 else code  # a process that a signal ended: a negative code
     failure = scan_text(f"ExitCode={code} OOMKilled={state.oom_killed}").cause()
-    return None if failure is None else structs.replace(failure, line=_last_line(log), number=None)
-
-
-def _last_line(log: str | Path) -> str:
-    if isinstance(log, Path):
-        with open_file(log) as file:
-            file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-            log = file.read().decode("utf-8", "replace")
-    return next((line.strip()[-SHOWN_CHARS:] for line in reversed(log.splitlines()) if line.strip()), "")
+    return None if failure is None else replace(failure, line=last_line, number=None)
 
 
 FIRST = 5  # requests, warm-up included
@@ -81,7 +72,7 @@ def mistake_of(first: Sequence[str | None]) -> Diagnosis | None:
     return known[0] if known and len(known) == len(first) else None
 
 
-MOST_MESSAGES = 100  # different ones that are kept apart
+MAX_MESSAGES = 100  # different ones that are kept apart
 _NUMBERS = re.compile(r"\d+")
 _OTHERS = "other messages"
 
@@ -102,7 +93,7 @@ class ErrorMessages(Struct):
             self._add(key, other.examples[key], count)
 
     def _add(self, key: tuple[str, str], example: str, count: int) -> None:
-        if key not in self.counts and len(self.counts) >= MOST_MESSAGES:
+        if key not in self.counts and len(self.counts) >= MAX_MESSAGES:
             key, example = (key[0], _OTHERS), _OTHERS
         self.counts[key] += count
         self.examples.setdefault(key, example)

@@ -1,6 +1,9 @@
-"""The table of known failures and of removed flags: rows of YAML files, compiled."""
+"""The table of known failures and of removed flags, and the cause and the fix of a row for a line of a log."""
 
+import ast
+import math
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -10,58 +13,36 @@ import yaml
 from msgspec import Struct
 
 from harness.engines import engines
-
-
-class Removed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A row of removed_flags.yaml."""
-
-    flag: str
-    gone_in: str | None  # the first version without it; None where it is not known
-    instead: str
-    source: str
-
-    @property
-    def advice(self) -> str:
-        since = f" since {self.gone_in}" if self.gone_in else ""
-        return f"vLLM does not know it any more{since}: {self.instead} ({self.source})"
-
-
-@cache
-def removed_flags() -> dict[str, Removed]:
-    """The table, by flag."""
-    text = Path(__file__).with_name("removed_flags.yaml").read_text(encoding="utf-8")
-    rows: list[Removed] = msgspec.convert(yaml.safe_load(text), list[Removed])
-    return {row.flag: row for row in rows}
-
+from harness.redact import masked
+from harness.utilization import safe_from_printed
 
 # Files in the order of preference for one line; within a file the first row that matches decides.
 FILES = ("docker", "memory", "gpu", "*", "host", "requests", "arguments", "exits", "engine")  # *: rows of the engines
 Phase = Literal["create", "start", "load", "request", "stop"]
-Where = Literal["docker", "log", "http", "exit"]
-Severity = Literal[  # the most telling first
+Severity = Literal[  # the most specific first
     "cause",  # why it failed
     "signal",  # an exit code that names a signal: a cause in the log says more, an unknown exception less
     "exception",  # an exception that is not in the table
-    "wrapper",  # says only that something failed, for a reason that stands elsewhere in the log
+    "wrapper",  # says only that something failed; the reason is elsewhere in the log
     "end",  # any other exit code that says something
-    "request",  # of a single request: the server goes on
-    "warning",  # also seen in starts that went well, so never the cause
+    "request",  # of a single request: the server continues
+    "warning",  # also seen in healthy starts, so never the cause
 ]
 RANKS: tuple[Severity, ...] = get_args(Severity)
 
 
 class Rule(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A row. Named groups of `match` stand in `cause` and `fix` as {name}, see harness.failures.advice."""
+    """A row. `cause` and `fix` contain {names}: named groups of `match`, or values that `cause_and_fix` computes."""
 
     id: str
     phase: Phase
-    where: Where
+    where: Literal["docker", "log", "http", "exit"]
     severity: Severity = "cause"
-    scenario: bool = False  # of a request: all alike will be refused as well, because the scenario is wrong
-    fetching: bool = False  # of fetching the model: got over once it is loaded
-    chatter: bool = False  # told at the level of INFO, where else only users are quoted
-    match: str | list[str]  # regular expressions, searched in one line without its prefix
-    samples: list[str]  # lines as they were seen, each explained by this row
+    scenario: bool = False  # of a request: the scenario is wrong, so all requests like it will be refused
+    fetching: bool = False  # of fetching the model: recovered from once the model is loaded
+    chatter: bool = False  # logged at the level INFO, where other rows only match quoted user text
+    match: list[str | dict[str, str]]  # plain words, or {plain words that each matching line has: regular expression}
+    samples: list[str]  # real lines, each explained by this row
     cause: str
     fix: str
     hopeless: str = ""  # the fix where no value of the variable in `fix` is enough
@@ -72,8 +53,8 @@ class Pattern(Struct, frozen=True):
     """One expression of a row."""
 
     rule: Rule
+    needle: str  # plain words that a matching line has; much faster to search for
     regex: re.Pattern[str]
-    needle: str  # plain words that a matching line holds; much cheaper to look for
 
 
 class Replacements(Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,78 +65,202 @@ class Replacements(Struct, frozen=True, forbid_unknown_fields=True):
     protected: dict[str, str]
 
 
-# A line may repeat what stands before `.*` as often as it likes: without a bound that takes quadratic time.
-_BETWEEN = re.compile(r"(?<!\\)\.\*(?!\)?$)")
+class RemovedFlag(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A row of removed_flags.yaml."""
+
+    flag: str
+    gone_in: str | None  # the first version without it; None: not known
+    instead: str
+    source: str
+
+    @property
+    def advice(self) -> str:
+        since = f" since {self.gone_in}" if self.gone_in else ""
+        return f"vLLM does not know it any more{since}: {self.instead} ({self.source})"
 
 
 @cache
 def rules() -> tuple[Rule, ...]:
     """Every row."""
     of_engines = [row for engine in engines() for row in engine.failures]
-    rows = [row for name in FILES for row in (of_engines if name == "*" else _read(Path("table") / f"{name}.yaml"))]
+    rows = [row for name in FILES for row in (of_engines if name == "*" else _read(f"table/{name}.yaml"))]
     return tuple(msgspec.convert(rows, list[Rule]))
+
+
+@cache
+def rules_by_id() -> dict[str, Rule]:
+    return {rule.id: rule for rule in rules()}
 
 
 @cache
 def patterns() -> tuple[Pattern, ...]:
     """Every expression, in the order of preference: a line such as "load failed: REASON" is explained by its reason."""
     return tuple(
-        Pattern(rule, re.compile(_BETWEEN.sub(".{0,1000}", text)), needle(text))
+        Pattern(rule, needle, re.compile(_bounded(regex)))
         for rule in sorted(rules(), key=lambda rule: rule.severity in ("wrapper", "exception"))
-        for text in ([rule.match] if isinstance(rule.match, str) else rule.match)
+        for entry in rule.match
+        for needle, regex in ([(entry, re.escape(entry))] if isinstance(entry, str) else entry.items())
     )
+
+
+def _bounded(regex: str) -> str:
+    """Limit `.*` inside an expression: on a line that repeats the words before it, it takes quadratic time."""
+    return re.sub(r"(?<!\\)\.\*(?!\)?$)", ".{0,1000}", regex)
 
 
 @cache
 def replacements() -> Replacements:
-    return msgspec.convert(_read(Path("gone.yaml")), Replacements)
+    return msgspec.convert(_read("gone.yaml"), Replacements)
 
 
-def _read(name: Path) -> Any:
+@cache
+def removed_flags() -> dict[str, RemovedFlag]:
+    """removed_flags.yaml, by flag."""
+    return {row.flag: row for row in msgspec.convert(_read("removed_flags.yaml"), list[RemovedFlag])}
+
+
+def _read(name: str) -> Any:
     return yaml.safe_load((Path(__file__).parent / name).read_text(encoding="utf-8"))
 
 
-_TOKEN = re.compile(
-    r"\\[AbBdDsSwWZ]|\\(?P<escaped>.)|\[\^?\]?(?:\\.|[^\]\\])*\]|(?P<open>\((?:\?(?:P<\w+>|:|=|!|<=|<!))?)|(?P<close>\))"
-    r"|(?P<or>\|)|(?P<quantifier>[*+?]\??|\{[\d,]*\}\??)|(?P<other>[.^$])|(?P<plain>.)"
+WORKING_SEQUENCES = 64  # a sampler's warm-up with so many is small next to any model's weights
+MIN_CACHE_GIB = 1.0  # where no message says what is needed: with less a server runs almost no request
+IN_PIECES = (
+    "as much was free as was asked for, so the memory is in pieces: set PYTORCH_HIP_ALLOC_CONF="
+    "expandable_segments:True in `environment` (PyTorch 2.11 or newer; not where the start hangs with it), or "
 )
+MAX_VALUE_CHARS = 300  # of a value in a line
+STEP = 0.05  # of gpu_memory_utilization, where a message has no number to compute from
+MAX_NUMBER = 1e15  # of a line that is read; a log can print anything
+MAX_GPUS = 10_000
+_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_ARGUMENTS = re.compile(r"non-default args: (\{.*\})")
+# What vLLM prints of its memory settings, in GiB: plain words of the line, and an expression.
+_SETTINGS = {
+    "--gpu-memory-utilization": r"--gpu-memory-utilization[= '\",]+(?P<gpu_memory_utilization>\d+(?:\.\d+)?|\.\d+)",
+    "--gpu_memory_utilization": r"--gpu_memory_utilization[= '\",]+(?P<gpu_memory_utilization>\d+(?:\.\d+)?|\.\d+)",
+    "Available KV cache memory: ": r"Available KV cache memory: (?P<kv_gib>-?\d+(?:\.\d+)?) GiB",
+    " GiB) on startup": r"\((?P<free_gib>\d+(?:\.\d+)?)/(?P<total_gib>\d+(?:\.\d+)?) GiB\) on startup",
+    "total_gpu_memory (": r"total_gpu_memory \((?P<total_gib>\d+(?:\.\d+)?) ?GiB\)",
+    "total capacity of ": r"total capacity of (?P<total_gib>\d+(?:\.\d+)?) GiB",
+    "Requested memory: ": r"Initial free memory: (?P<free_gib>\d+(?:\.\d+)?) GiB; "
+    r"Requested memory: (?P<gpu_memory_utilization>\d+(?:\.\d+)?) \(util\), (?P<wanted_gib>\d+(?:\.\d+)?) GiB",
+}
+SETTINGS = tuple(word.encode() for word in ("non-default args: ", *_SETTINGS))
 
 
-def needle(regex: str) -> str:
-    """The longest run of plain characters that everything matched by `regex` holds; empty when there is none."""
-    runs, run, depth = [""], "", 0
-    for token, inside in _tokens(regex):
-        depth += bool(token["open"]) - bool(token["close"])
-        if token["or"] and not depth:
-            return ""  # alternatives: each belongs into an expression of its own
-        character = token["escaped"] or token["plain"]
-        if token["quantifier"]:
-            run = run if token["quantifier"][0] == "+" or not run else run[:-1]
-        if character and not inside:
-            run += character
-            continue
-        runs.append(run)
-        run = ""
-    return max([*runs, run], key=len)
+def settings_in(line: str) -> dict[str, Any]:
+    """The arguments that a line of vLLM's or Lemonade's log names."""
+    if (printed := _ARGUMENTS.search(line)) is not None:
+        try:
+            arguments = ast.literal_eval(printed[1])
+        except (ValueError, SyntaxError):
+            return {}
+        return arguments if isinstance(arguments, dict) else {}
+    found: dict[str, Any] = {}
+    for word, regex in _SETTINGS.items():
+        if word in line and (match := re.search(regex, line)) is not None:
+            found |= match.groupdict()
+    if "wanted_gib" in found and (share := float(found["gpu_memory_utilization"])) > 0:
+        found["total_gib"] = f"{float(found['wanted_gib']) / share:.2f}"
+    return {name: value for name, value in found.items() if abs(float(value)) < MAX_NUMBER}
 
 
-def _tokens(regex: str) -> list[tuple[re.Match[str], bool]]:
-    """The tokens of an expression, and of each whether it is in a group that may be absent or has alternatives."""
-    tokens = list(_TOKEN.finditer(regex))
-    loose = [False] * len(tokens)
-    opened: list[int] = []
-    for place, token in enumerate(tokens):
-        if token["open"]:
-            opened.append(place)
-        elif token["close"]:
-            begin = opened.pop()
-            following = tokens[place + 1]["quantifier"] if place + 1 < len(tokens) else None
-            depth = 0
-            branches = False
-            for inner in tokens[begin + 1 : place]:
-                depth += bool(inner["open"]) - bool(inner["close"])
-                branches = branches or (bool(inner["or"]) and depth == 0)
-            absent = following is not None and following[0] in "*?{"
-            if branches or absent or tokens[begin]["open"] in ("(?!", "(?<!", "(?=", "(?<="):
-                loose[begin : place + 1] = [True] * (place + 1 - begin)
-    return list(zip(tokens, loose, strict=True))
+def cause_and_fix(rule: Rule, match: re.Match[str], settings: Mapping[str, Any]) -> tuple[str, str]:
+    """Cause and fix of a row for a matching line. `settings`: the server's arguments that the log named before."""
+    groups = {name: masked((value or "").strip()) for name, value in match.groupdict().items()}
+    values = _used(settings) | _computed(rule, groups) | _replaced(groups)
+    values |= {name: value[:MAX_VALUE_CHARS] for name, value in groups.items() if value}
+    values |= _raised_share(rule, groups, settings)
+    hopeless = rule.hopeless and "" in (values.get("safe"), values.get("raised"))
+    return _fill(rule.cause, values), _fill(rule.hopeless if hopeless else rule.fix, values)
+
+
+def _used(settings: Mapping[str, Any]) -> dict[str, str]:
+    try:
+        used = float(settings["gpu_memory_utilization"])
+    except (KeyError, TypeError, ValueError):
+        return {}
+    return {"used": f"{used:g}", "lower": f"{max(0.0, used - STEP):.2f}"}
+
+
+def _raised_share(rule: Rule, groups: Mapping[str, str], settings: Mapping[str, Any]) -> dict[str, str]:
+    """The gpu_memory_utilization that gives the KV cache what it lacks; empty where none does."""
+    if rule.id not in ("mem.no_cache_blocks", "mem.kv_lt_one_request"):
+        return {}
+    try:
+        used, total = float(settings["gpu_memory_utilization"]), float(settings["total_gib"])
+        have = float(groups["have"] if "have" in groups else settings["kv_gib"])
+        need = float(groups.get("need", MIN_CACHE_GIB))
+        free = settings.get("free_gib")
+        max_share = 1.0 if free is None else min(1.0, (float(free) - 0.01) / total)
+        raised = math.ceil((used + (need - have + 0.01) / total) * 100 - 1e-9) / 100  # both are rounded to hundredths
+    except (KeyError, TypeError, ValueError, ArithmeticError):
+        return {}
+    return {"raised": f"{raised:g}" if raised <= max_share else "", "lacking": f"{need - have:.2f}"}
+
+
+def _computed(rule: Rule, groups: Mapping[str, str]) -> dict[str, str]:
+    """What the row asks for and the line does not have."""
+    number = {name: float(value) for name, value in groups.items() if re.fullmatch(r"-?\d+(?:\.\d+)?", value)}
+    number = {name: value for name, value in number.items() if abs(value) < MAX_NUMBER}
+    found: dict[str, str] = {}
+    if {"free", "total", "util"} <= number.keys():
+        found["safe"] = f"{safe_from_printed(groups['free'], groups['total']) or ''}"
+    if {"need", "have", "len"} <= number.keys():  # GiB and tokens: a KV cache grows with the length
+        found["more"] = f"{max(0.01, math.ceil((number['need'] - number['have']) * 100) / 100):.2f}"
+        if number["need"] > 0:  # in blocks of 16 tokens; the printed GiB are rounded
+            tokens = number["len"] * max(0.0, number["have"] - 0.005) / (number["need"] + 0.005)
+            found["max"] = f"{math.floor(tokens / 16) * 16}"
+    if rule.id == "mem.hip_oom" and 0 < _size(groups.get("want", "")) <= _size(groups.get("free", "")):
+        found["pieces"] = IN_PIECES
+    if {"heads", "size"} <= number.keys():
+        heads, size = int(number["heads"]), int(number["size"])
+        found["divisor"] = f"{max((n for n in range(1, min(size, MAX_GPUS)) if heads % n == 0), default=1)}"
+    if rule.id == "mem.sampler_warmup" and "seqs" in number:
+        found["fewer"] = f"{max(1, min(WORKING_SEQUENCES, int(number['seqs']) // 2))}"
+    if rule.id == "req.context":  # how long a context this request needs
+        asked = number.get("asked") or number.get("prompt", 0.0) + number.get("output", 0.0)
+        if asked > number.get("limit", 0.0):
+            found["needed"] = f"{asked:.0f}"
+    if "seconds" in number:
+        found["longer"] = f"{max(3600, 2 * int(number['seconds']))}"
+    return found
+
+
+def _size(text: str) -> float:
+    """Bytes of a text such as "1.50 GiB"; 0 without a unit."""
+    number, _, unit = text.partition(" ")
+    return float(number) * _UNITS[unit] if unit in _UNITS else 0.0
+
+
+def _replaced(groups: Mapping[str, str]) -> dict[str, str]:
+    """Advice for arguments and variables that a server does not know (any more)."""
+    known, removed = replacements(), removed_flags()
+    found: dict[str, str] = {}
+    if "args" in groups:
+        flags = dict.fromkeys(re.findall(r"--?[A-Za-z][\w-]*", groups["args"].replace("_", "-")))
+        advice = [f"{flag}: {removed[flag].advice}; " for flag in flags if flag in removed]
+        advice += [f"{flag} is no argument: {known.names[flag]}; " for flag in flags if flag in known.names]
+        found["gone"] = "".join(advice)
+    for group, table in (("variable", known.variables), ("flag", known.protected)):
+        if group in groups:
+            instead = table.get(groups[group].partition("=")[0])
+            found["instead"] = f"; {instead}" if instead else ""
+    return found
+
+
+_NAME = re.compile(r"(?<!\$)\{([a-z]+)\}")
+_REMARK = re.compile(r" \([^()]*(?<!\$)\{[a-z]+\}[^()]*\)")
+
+
+def _fill(text: str, values: Mapping[str, str]) -> str:
+    """`text` with its {names} filled in; a remark in parentheses whose value is not known is left out."""
+
+    def remark(match: re.Match[str]) -> str:
+        parts = match[0][2:-1].split(", ")
+        kept = [part for part in parts if all(values.get(name) for name in _NAME.findall(part))]
+        return f" ({', '.join(kept)})" if kept else ""
+
+    text = _NAME.sub(lambda name: values.get(name[1], ""), _REMARK.sub(remark, text))
+    return re.sub(r"  +", " ", text).replace(" :", ":").replace(" ,", ",").strip(" :;,")

@@ -7,7 +7,7 @@ from urllib.parse import urljoin
 
 import msgspec
 
-from harness.redact import masked, without
+from harness.redact import masked
 
 CHECK_ADDRESS = "Check that the address is that of an OpenAI-compatible server."
 _MAX_ID = 1000  # characters of a model's name
@@ -26,8 +26,8 @@ class HttpResponse(NamedTuple):
     @classmethod
     def of(cls, url: str, status: int, headers: Mapping[str, str], body: bytes) -> "HttpResponse":
         """Without secrets: some servers repeat the key that they got."""
-        clean = {name.lower(): without(value) for name, value in headers.items()}
-        return cls(url, status, clean, without(body.decode(errors="replace")).encode())
+        clean = {name.lower(): masked(value, "known") for name, value in headers.items()}
+        return cls(url, status, clean, masked(body.decode(errors="replace"), "known").encode())
 
 
 class SentKey(NamedTuple):
@@ -60,8 +60,8 @@ def model_ids(raw: bytes) -> list[str]:
 Words = tuple[str, str]  # what is wrong, and what to do next
 
 
-def stranger(got: HttpResponse, base: str, key: SentKey) -> Words | None:
-    """Of a server that does not let us in, or is another one than was meant; None: it is neither."""
+def explained(got: HttpResponse, base: str, key: SentKey) -> Words | None:
+    """Explain a response of a server that refuses access, or is not the intended one; None: neither."""
     if got.status in (401, 403):
         return _no_entry(got, base, key)
     if got.status in _REDIRECTS and "location" in got.headers:

@@ -1,1 +1,169 @@
-"""What neighbours write, read as runs: docs/imports.md says what each field becomes and which definitions differ."""
+"""Files of other tools become runs; docs/imports.md says which field becomes what, and which definitions differ.
+
+This module reads a file and gives strict access to its values: a number is read or refused, never guessed.
+"""
+
+import hashlib
+import math
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from harness.errors import HarnessError
+from harness.files import UNDECODABLE, in_words, read_bytes
+from harness.rundir.records import Request
+from harness.summary import Numbers, Reason
+
+T = TypeVar("T", bound=Struct)
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]  # of tokens, or nanoseconds since 1970
+Duration = Annotated[float, Meta(ge=0)]  # in the unit of the file
+
+_CUT = (
+    "Copy the file again when its tool has ended; if that is all there is, the last request is lost, and removing its "
+    "line makes a file of the others."
+)
+_DAMAGED = "The file was damaged or edited; take it again from where its tool wrote it."
+
+
+class Source(Struct, frozen=True):
+    """A file as read. `value`: its JSON document, or a list of one for each line of JSON Lines."""
+
+    path: Path
+    sha256: str
+    value: Any
+
+    def read(self, kind: type[T], value: Any = ..., place: str = "$") -> T:
+        """Return the document, or a value at a place of it, as a Struct. Raise HarnessError with the place of a fault.
+
+        The name of a field may be a path such as "info.timings.request_start" or "models.0.name". What is null counts
+        as not there.
+        """
+        document = self.value if value is ... else value
+        names = [field.encode_name for field in msgspec.structs.fields(kind)]
+        found = {name: one for name in names if (one := _below(document, name)) is not None}
+        try:
+            return msgspec.convert(found, kind)
+        except msgspec.ValidationError as error:
+            what, _, below = str(error).partition(" - at `$")
+            raise self.wrong(place + below.rstrip("`"), what) from None
+
+    def wrong(self, place: str, what: str) -> HarnessError:
+        return HarnessError(
+            f"{self.path}: {place}: {what}",
+            next_step="docs/imports.md says which versions of which tool are read; nothing was written.",
+        )
+
+    def must_be(self, place: str, stated: float | None, counted: float, what: str, rounded: float = 0.0) -> None:
+        """Raise HarnessError unless a stated number, if there is one, is what the file's own records come to."""
+        if stated is not None and not math.isclose(stated, counted, rel_tol=rounded):
+            raise HarnessError(
+                f"{self.path}: {place} says {stated}, and {what} {counted:.12g}: one of them is wrong",
+                next_step="A file that contradicts itself was changed or damaged; nothing was written.",
+            )
+
+
+class ImportedPart(Struct, frozen=True, kw_only=True):
+    """One server under one load, once, as a tool's file has it: either its records or its finished numbers."""
+
+    server: str = "running"
+    load: str
+    at_once: int | None = None  # most requests in flight, as asked for; None: the file does not say
+    planned: int  # measured requests that should have been sent
+    records: list[Request] = []
+    numbers: Numbers | None = None
+    started_wall_s: float
+    ended_wall_s: float
+    definitions: dict[str, str] = {}  # by field of Numbers, where this part's is not that of the others
+    missing: dict[str, str] = {}  # likewise: why it is not known
+
+
+class Imported(Struct, frozen=True, kw_only=True):
+    """What a tool's file says. Times of records count from the start of their part."""
+
+    tool: str
+    version: str | None
+    model: str | None
+    url: str | None = None
+    arguments: dict[str, list[str]] = {}  # of each part's server, as far as known
+    versions: dict[str, str] = {}  # likewise
+    parts: list[ImportedPart]
+    work: Any  # what names the work: equal for two files, the work was the same as far as they can show
+    definitions: dict[str, str]  # by field of Numbers, where it is not ours
+    missing: dict[str, str]  # by field of Numbers: why it is not known
+    notes: list[Reason] = []
+    other_files: list[Source] = []  # other files that were read
+
+
+def _below(value: Any, path: str) -> Any:
+    for step in path.split("."):
+        if isinstance(value, list) and step.isdigit():
+            value = value[int(step)] if int(step) < len(value) else None
+        else:
+            value = value.get(step) if isinstance(value, dict) else None
+    return value
+
+
+def read_source(path: Path) -> Source:
+    """Read a file of JSON or JSON Lines. Raises HarnessError when it is neither."""
+    try:
+        raw = read_bytes(path)
+    except OSError as error:
+        raise HarnessError(f"{path}: cannot be read ({error.strerror or error})") from None
+    digest = hashlib.sha256(raw).hexdigest()
+    try:
+        return Source(path, digest, msgspec.json.decode(raw))
+    except UNDECODABLE as error:
+        return Source(path, digest, _lines(path, raw, error))
+
+
+def _lines(path: Path, raw: bytes, as_json: Exception) -> list[Any]:
+    """The documents of JSON Lines. Raises HarnessError that names the first invalid line."""
+    lines = [(number, line) for number, line in enumerate(raw.splitlines(), start=1) if line.strip()]
+    if not lines:
+        raise HarnessError(f"{path}: the file is empty")
+    found: list[Any] = []
+    for number, line in lines:
+        try:
+            found.append(msgspec.json.decode(line))
+        except UNDECODABLE as error:
+            if not found or not isinstance(found[0], dict):
+                raise HarnessError(
+                    f"{path}: neither JSON nor JSON Lines ({in_words(as_json)})",
+                    next_step="The file was cut or is something else.",
+                ) from None
+            cut = number == lines[-1][0] and "truncated" in str(error)
+            raise HarnessError(
+                f"{path}: line {number} of {lines[-1][0]} "
+                + (f"is cut off: the {len(found)} before it are whole" if cut else f"is not JSON ({in_words(error)})"),
+                next_step=f"Nothing was written. {_CUT if cut else _DAMAGED}",
+            ) from None
+    return found
+
+
+def last_line(text: str) -> str:
+    """The last line of an error text (of a traceback the one that says what it was), shortened."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1][:200] if lines else ""
+
+
+def has(value: Any, *keys: str) -> bool:
+    """Whether a document is a mapping with all of these keys."""
+    return isinstance(value, dict) and all(key in value for key in keys)
+
+
+# A record of another tool; `write` puts its cell and its load's name in.
+imported_request = partial(Request, cell="", load="", user_class="imported", user=0, process=0)
+
+NO_GAPS = "the file keeps the first and the last token's time of a request, not those between"
+NO_RECORDS = "the file has no line for each request"
+WITHOUT_GAPS = {"chunk_gap_s": NO_GAPS, "tokens_per_chunk": NO_GAPS}
+
+
+def load_name(rate: float | None, concurrency: int | None, otherwise: str) -> str:
+    """Name a load by its rate and its limit of concurrency."""
+    names = [] if rate is None else [f"rate-{rate:g}"]
+    names += [] if concurrency is None else [f"concurrency-{concurrency}"]
+    return "-".join(names) or otherwise

@@ -1,26 +1,30 @@
-"""AIPerf's records, profile_export.jsonl. Read against 0.13; its profile_export_aiperf.json is read when beside it."""
+"""AIPerf's records, profile_export.jsonl. Read against 0.13, with its profile_export_aiperf.json if present."""
 
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
+
+from msgspec import Struct, field
 
 from harness.errors import HarnessError
-from harness.imports.source import (
-    EMPTY,
+from harness.imports import (
+    WITHOUT_GAPS,
+    Count,
+    Duration,
     Imported,
     ImportedPart,
-    Node,
     Source,
-    count_at,
     has,
     imported_request,
     last_line,
+    load_name,
     read_source,
-    text_at,
 )
 from harness.rundir.records import ErrorKind, Request
+from harness.summary import because
 
+WRITTEN_BY = "aiperf profile --export-level records: profile_export.jsonl"
 TOOL = "aiperf"
-BESIDE = "profile_export_aiperf.json"
+SUMMARY = "profile_export_aiperf.json"
 _SENT = "sent, from before the connection is opened"
 _WALL = "first sent, from before its connection is opened, to last ended"
 DEFINITIONS = {
@@ -38,8 +42,60 @@ _RETOKENISED = {
     "output_tok_s": f"output tokens of the successful requests, by the client's tokenizer / {_WALL}",
     "tokens_per_chunk": "output tokens by the client's tokenizer / responses with content",
 }
-_PHASES: dict[str, Literal["measured", "warmup"]] = {"profiling": "measured", "warmup": "warmup"}
 _TO_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0}
+
+Value = TypeVar("Value")
+
+
+class AiperfTime(Struct, Generic[Value], frozen=True, kw_only=True):
+    value: Value
+    unit: Literal["ns", "us", "ms", "s", "sec"]
+
+    @property
+    def scale(self) -> float:
+        return _TO_SECONDS[self.unit]
+
+
+class AiperfRecord(Struct, frozen=True, kw_only=True):
+    start_ns: Count = field(name="metadata.request_start_ns")
+    end_ns: Count = field(name="metadata.request_end_ns")
+    phase: Literal["profiling", "warmup"] = field(name="metadata.benchmark_phase")
+    request_id: str | None = field(name="metadata.x_request_id", default=None)
+    turn: Count | None = field(name="metadata.turn_index", default=None)
+    cancelled: bool = field(name="metadata.was_cancelled", default=False)
+    ttft: AiperfTime[Duration] | None = field(name="metrics.time_to_first_token", default=None)
+    ttfo: AiperfTime[Duration] | None = field(name="metrics.time_to_first_output_token", default=None)
+    latency: AiperfTime[Duration] | None = field(name="metrics.request_latency", default=None)
+    gaps: AiperfTime[list[Duration]] | None = field(name="metrics.inter_chunk_latency", default=None)
+    usage_prompt: Count | None = field(name="metrics.usage_prompt_tokens.value", default=None)
+    usage_output: Count | None = field(name="metrics.usage_completion_tokens.value", default=None)
+    cached: Count | None = field(name="metrics.usage_prompt_cache_read_tokens.value", default=None)
+    reasoning: Count | None = field(name="metrics.usage_reasoning_tokens.value", default=None)
+    client_prompt: Count | None = field(name="metrics.input_sequence_length.value", default=None)
+    client_output: Count | None = field(name="metrics.output_sequence_length.value", default=None)
+    error: dict[str, Any] | None = None
+    code: Any = field(name="error.code", default=None)
+    message: str = field(name="error.message", default="")
+
+    @property
+    def status(self) -> int | None:
+        return self.code if isinstance(self.code, int) and 400 <= self.code <= 599 else None
+
+
+class AiperfSummary(Struct, frozen=True, kw_only=True):
+    """profile_export_aiperf.json."""
+
+    version: str | None = field(name="aiperf_version", default=None)
+    model: str | None = field(name="input_config.models.items.0.name", default=None)
+    url: str | None = field(name="input_config.endpoint.urls.0", default=None)
+    phases: list[dict[str, Any]] = field(name="input_config.phases", default=[])
+    succeeded: float | None = field(name="request_count.avg", default=None)
+    failed: float | None = field(name="error_request_count.avg", default=None)
+
+
+class AiperfPhase(Struct, frozen=True, kw_only=True):
+    concurrency: Count | None = None
+    rate: float | None = None
 
 
 def is_it(value: Any) -> bool:
@@ -48,157 +104,123 @@ def is_it(value: Any) -> bool:
 
 
 def read(source: Source) -> Imported:
-    """Raises HarnessError for records that were not written with per-request metrics."""
+    """Raise HarnessError for records that were not written with per-request metrics."""
     lines = source.value if isinstance(source.value, list) else [source.value]
-    nodes = [Node(source, line, f"line {number}") for number, line in enumerate(lines, start=1)]
-    summary = _beside(source)
-    nodes.sort(key=lambda node: node.at("metadata", "request_start_ns").count())
-    zero = nodes[0].at("metadata", "request_start_ns").count()
+    found = [(source.read(AiperfRecord, line, f"line {number}"), number) for number, line in enumerate(lines, start=1)]
+    found.sort(key=lambda item: item[0].start_ns)
+    zero = found[0][0].start_ns
     # Whether every good answer has the server's own token count; the two counts are not mixed.
-    counted = all(node.get("metrics", "usage_completion_tokens") for node in nodes if not node.get("error"))
-    load, at_once = _load(summary)
-    records = [_record(node, index, zero, counted) for index, node in enumerate(nodes)]
+    counted = all(line.usage_output is not None for line, _ in found if line.error is None)
+    records = []
+    for index, (line, number) in enumerate(found):
+        try:
+            records.append(_record(line, index, zero, counted))
+        except ValueError as error:
+            raise source.wrong(f"line {number}", str(error)) from None
     measured = [record for record in records if record.phase == "measured"]
-    _refuse_contradictions(summary, measured)
+    totals = _summary_file(source)
+    summary = AiperfSummary() if totals is None else totals.read(AiperfSummary)
+    good = sum(record.error is None for record in measured)
+    (totals or source).must_be("$.request_count.avg", summary.succeeded, good, "records of successful requests are")
+    failed = len(measured) - good
+    (totals or source).must_be("$.error_request_count.avg", summary.failed, failed, "records of failed requests are")
+    last = summary.phases[-1] if summary.phases else {}  # the measured one
+    phase = (totals or source).read(AiperfPhase, last, "$.input_config.phases[-1]")
+    load = load_name(phase.rate, phase.concurrency, "aiperf")
     part = ImportedPart(
         load=load,
-        at_once=at_once,
+        at_once=phase.concurrency,
         planned=len(measured),
         records=records,
         started_wall_s=zero / 1e9,
         ended_wall_s=zero / 1e9 + max(record.sent_s + record.ended_s for record in records),
     )
-    whole = all(node.get("metrics", "inter_chunk_latency") for node in nodes if _streamed(node))
-    lengths = [count_at(node, "metrics", "input_sequence_length", "value") for node in nodes]
+    whole = all(line.gaps is not None for line, _ in found if _streamed(line))
+    lengths = sorted(-1 if line.client_prompt is None else line.client_prompt for line, _ in found)
     return Imported(
         tool=TOOL,
-        version=text_at(summary, "aiperf_version"),
-        model=text_at(summary, "input_config", "models", "items", 0, "name"),
-        url=text_at(summary, "input_config", "endpoint", "urls", 0),
+        version=summary.version,
+        model=summary.model,
+        url=summary.url,
         parts=[part],
-        work={"load": load, "prompt_tokens": sorted(-1 if n is None else n for n in lengths), "requests": len(nodes)},
+        work={"load": load, "prompt_tokens": lengths, "requests": len(lines)},
         definitions=DEFINITIONS if counted else DEFINITIONS | _RETOKENISED,
-        missing={} if whole else EMPTY,
-        notes=[] if summary else [f"{BESIDE} was not beside the file: version, model and concurrency are not known"],
-        beside=[summary.source] if summary else [],
+        missing={} if whole else WITHOUT_GAPS,
+        notes=[]
+        if totals
+        else [because("import_file_missing", file=SUMMARY, unknown="version, model and concurrency")],
+        other_files=[totals] if totals else [],
     )
 
 
-def _beside(source: Source) -> Node | None:
-    path = source.path.with_name(BESIDE)
+def _summary_file(source: Source) -> Source | None:
+    path = source.path.with_name(SUMMARY)
     if source.path.name != "profile_export.jsonl" or not path.exists():
         return None
-    found = Node(read_source(path))
+    found = read_source(path)
     if not has(found.value, "aiperf_version"):
-        raise found.wrong("not AIPerf's summary")
+        raise found.wrong("$", "not AIPerf's summary")
     return found
 
 
-def _refuse_contradictions(summary: Node | None, measured: list[Request]) -> None:
-    """Raise HarnessError where the summary beside the records counts others than are there."""
-    good = sum(record.error is None for record in measured)
-    for name, counted, what in (
-        ("request_count", good, "records of successful requests are"),
-        ("error_request_count", len(measured) - good, "records of failed requests are"),
-    ):
-        if summary and (stated := summary.get(name, "avg")):
-            stated.must_be(counted, what)
-
-
-def _load(summary: Node | None) -> tuple[str, int | None]:
-    """The load's name and how many requests it keeps in flight, of the last phase, which is the measured one."""
-    phases = summary.get("input_config", "phases") if summary else None
-    if phases is None or not phases.items():
-        return "aiperf", None
-    last = phases.items()[-1]
-    concurrency, rate = last.get("concurrency"), last.get("rate")
-    names = [f"rate-{rate.number():g}"] if rate else []
-    names += [f"concurrency-{concurrency.count()}"] if concurrency else []
-    return "-".join(names) or "aiperf", concurrency.count() if concurrency else None
-
-
-def _streamed(node: Node) -> bool:
+def _streamed(line: AiperfRecord) -> bool:
     """Whether a record has a first and a later last token."""
-    first, latency = _seconds(node, "time_to_first_token"), _seconds(node, "request_latency")
+    first, latency = _seconds(line.ttft), _seconds(line.latency)
     return first is not None and latency is not None and latency > first
 
 
-def _record(node: Node, index: int, zero: int, counted: bool) -> Request:
-    about, metrics = node.at("metadata"), node.get("metrics")
-    start = about.at("request_start_ns").count()
-    phase = about.at("benchmark_phase")
-    if phase.text() not in _PHASES:
-        raise phase.wrong(f"one of {', '.join(_PHASES)} is expected")
-    error, message = _error(node)
-    first, latency = _seconds(node, "time_to_first_token"), _seconds(node, "request_latency")
+def _record(line: AiperfRecord, index: int, zero: int, counted: bool) -> Request:
+    """Raise ValueError for a record that contradicts itself."""
+    error = _error(line)
+    first, latency = _seconds(line.ttft), _seconds(line.latency)
     if error is None and latency is None:
-        raise node.wrong("neither an error nor a request_latency")
+        raise ValueError("neither an error nor a request_latency")
     chunks: list[float] = []
-    if first is not None and (gaps := node.get("metrics", "inter_chunk_latency")):
-        scale = _scale(gaps)
-        chunks = list(accumulate((gap.duration() * scale for gap in gaps.at("value").items()), initial=first))
+    if first is not None and (gaps := line.gaps) is not None:
+        chunks = list(accumulate((gap * gaps.scale for gap in gaps.value), initial=first))
     elif first is not None:
         chunks = [first] if latency is None or latency <= first else [first, latency]
-    ended = (about.at("request_end_ns").count() - start) / 1e9
+    ended = (line.end_ns - line.start_ns) / 1e9
     if ended < 0:
-        raise about.wrong("a request ended before it began")
-    request_id = text_at(about, "x_request_id")
+        raise ValueError("a request ended before it began")
     return imported_request(
-        id=str(index) if request_id is None else request_id,
+        id=str(index) if line.request_id is None else line.request_id,
         index=index,
-        phase=_PHASES[phase.text()],
-        sent_s=(start - zero) / 1e9,
+        phase="warmup" if line.phase == "warmup" else "measured",
+        sent_s=(line.start_ns - zero) / 1e9,
         ended_s=ended if chunks or latency is None else latency,
         chunks_s=chunks,
-        first_visible_s=_seconds(node, "time_to_first_output_token"),
-        turn=count_at(about, "turn_index"),
-        prompt_tokens=count_at(metrics, "usage_prompt_tokens" if counted else "input_sequence_length", "value"),
-        output_tokens=count_at(metrics, "usage_completion_tokens" if counted else "output_sequence_length", "value"),
-        cached_tokens=count_at(metrics, "usage_prompt_cache_read_tokens", "value"),
-        reasoning_tokens=count_at(metrics, "usage_reasoning_tokens", "value"),
-        status=_status(node),
+        first_visible_s=_seconds(line.ttfo),
+        turn=line.turn,
+        prompt_tokens=line.usage_prompt if counted else line.client_prompt,
+        output_tokens=line.usage_output if counted else line.client_output,
+        cached_tokens=line.cached,
+        reasoning_tokens=line.reasoning,
+        status=line.status,
         error=error,
-        message=message,
+        message=last_line(line.message) if line.message else None,
     )
 
 
-def _status(node: Node) -> int | None:
-    code = node.get("error", "code")
-    return code.count() if code and isinstance(code.value, int) and 400 <= code.value <= 599 else None
+def _error(line: AiperfRecord) -> ErrorKind | None:
+    if line.cancelled:
+        return "unfinished"
+    if line.error is None:
+        return None
+    if line.status in (429, 503):
+        return "rejected"
+    return "http" if line.status and line.status != 499 else "unknown"  # 499: AIPerf's own code for its cancellations
 
 
-def _error(node: Node) -> tuple[ErrorKind | None, str | None]:
-    cancelled = node.get("metadata", "was_cancelled")
-    error = node.get("error")
-    words = error.get("message") if error else None
-    message = last_line(words.text()) if words else None
-    if cancelled and cancelled.value is True:
-        return "unfinished", message
-    if error is None:
-        return None, None
-    status = _status(node)
-    # 499 is the code that AIPerf gives to its own cancellations.
-    kind: ErrorKind = "rejected" if status in (429, 503) else "http" if status and status != 499 else "unknown"
-    return kind, message
-
-
-def _scale(metric: Node) -> float:
-    unit = metric.at("unit")
-    if unit.text() not in _TO_SECONDS:
-        raise unit.wrong("a unit of time is expected")
-    return _TO_SECONDS[unit.text()]
-
-
-def _seconds(node: Node, name: str) -> float | None:
-    metric = node.get("metrics", name)
-    return metric.at("value").duration() * _scale(metric) if metric else None
+def _seconds(metric: AiperfTime[float] | None) -> float | None:
+    return None if metric is None else metric.value * metric.scale
 
 
 def refuse_aggregate(source: Source) -> None:
-    """Its summary alone is a common mistake: the records beside it are what is needed."""
+    """Its summary alone is a common mistake: the records next to it are needed."""
     if has(source.value, "aiperf_version"):
         raise HarnessError(
             f"{source.path}: this is AIPerf's summary, not its records",
             next_step=f"Import profile_export.jsonl of the same folder (written with --export-level records); "
-            f"{BESIDE} beside it is read, too.",
+            f"{SUMMARY} next to it is read, too.",
         )

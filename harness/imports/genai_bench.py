@@ -5,14 +5,17 @@ It has latencies of every request but no times of day, so a run of it has number
 
 from array import array
 from collections import Counter
-from typing import Any
+from typing import Any, Literal
 
-from harness.imports.source import Imported, ImportedPart, Node, Source, has, read_source, text_at
-from harness.summarize.tally import distribution
-from harness.summary import Distribution, Numbers
+from msgspec import Struct, field
 
+from harness.analysis.tally import distribution
+from harness.imports import Count, Duration, Imported, ImportedPart, Source, has, read_source
+from harness.summary import Distribution, Numbers, because
+
+WRITTEN_BY = "genai-bench benchmark: the file of one run, *_num_concurrency_*.json"
 TOOL = "genai-bench"
-BESIDE = "experiment_metadata.json"
+METADATA = "experiment_metadata.json"
 _SENT = "sent, from before the connection is opened (each request opens one)"
 _RUN = "the run's duration, ramp-up and draining included; requests cut at its end are not in the file"
 DEFINITIONS = {
@@ -24,7 +27,40 @@ DEFINITIONS = {
     f"trimmed as warm-up or cool-down / {_RUN}",
     "requests_per_s": f"successful requests / {_RUN}",
 }
-_TO_SECONDS = {"s": 1.0, "ms": 1e-3}
+_NOT_KEPT = "the tool does not keep it"
+
+
+class GenaiRequest(Struct, frozen=True, kw_only=True):
+    error_code: Any = None
+    num_input_tokens: Count | None = None
+    num_output_tokens: Count | None = None
+    ttft: Duration | None = None
+    tpot: Duration | None = None
+    e2e_latency: Duration | None = None
+
+
+class GenaiRun(Struct, frozen=True, kw_only=True):
+    time_unit: Literal["s", "ms"] = field(name="_time_unit", default="s")  # of the latencies
+    scenario: str = field(name="aggregated_metrics.scenario")
+    iteration: Literal["num_concurrency", "batch_size"] = field(name="aggregated_metrics.iteration_type")
+    num_concurrency: Count = field(name="aggregated_metrics.num_concurrency", default=0)
+    batch_size: Count = field(name="aggregated_metrics.batch_size", default=0)
+    duration_s: Duration = field(name="aggregated_metrics.run_duration")
+    completed: Count = field(name="aggregated_metrics.num_completed_requests")
+    failed: Count | None = field(name="aggregated_metrics.num_error_requests", default=None)
+    total: Count | None = field(name="aggregated_metrics.num_requests", default=None)
+    output_tok_s: float = field(name="aggregated_metrics.mean_output_throughput_tokens_per_s")
+    requests_per_s: float = field(name="aggregated_metrics.requests_per_second")
+    requests: list[GenaiRequest] = field(name="individual_request_metrics")
+
+
+class GenaiExperiment(Struct, frozen=True, kw_only=True):
+    """experiment_metadata.json."""
+
+    task: str | None = None
+    benchmark_version: str | None = None
+    model: str | None = None
+    api_base: str | None = None
 
 
 def is_it(value: Any) -> bool:
@@ -32,103 +68,88 @@ def is_it(value: Any) -> bool:
 
 
 def read(source: Source) -> Imported:
-    """Raises HarnessError for another task than text generation, or a unit that is not known."""
-    top = Node(source)
-    found = top.at("aggregated_metrics")
-    about = _beside(source)
-    task = about.get("task") if about else None
-    if task is not None and not task.text().endswith("-to-text"):
-        raise task.wrong("only tasks that generate text are read")
-    kind = found.at("iteration_type").text()
-    at_once = found.at(kind).count()
-    name = f"{found.at('scenario').text()}-{kind.removeprefix('num_')}-{at_once}"
-    numbers = _numbers(top, found)
+    """Raise HarnessError for another task than text generation, or a unit that is not known."""
+    run = source.read(GenaiRun)
+    path = source.path.with_name(METADATA)
+    metadata = read_source(path) if path.exists() else None
+    about = GenaiExperiment() if metadata is None else metadata.read(GenaiExperiment)
+    if metadata is not None and about.task is not None and not about.task.endswith("-to-text"):
+        raise metadata.wrong("$.task", f"only tasks that generate text are read, got {about.task!r}")
+    at_once = run.num_concurrency if run.iteration == "num_concurrency" else run.batch_size
+    numbers = _numbers(source, run)
     ended = source.path.stat().st_mtime
-    notes = ["the file has no time of day; it is taken to have been written when the run ended"]
-    if about is None:
-        notes.append(f"{BESIDE} was not beside the file: version and model are not known")
+    notes = [because("import_file_time")]
+    if metadata is None:
+        notes.append(because("import_file_missing", file=METADATA, unknown="version and model"))
+    raw = source.value["aggregated_metrics"]
     return Imported(
         tool=TOOL,
-        version=text_at(about, "benchmark_version"),
-        model=text_at(about, "model"),
-        url=text_at(about, "api_base"),
+        version=about.benchmark_version,
+        model=about.model,
+        url=about.api_base,
         parts=[
             ImportedPart(
-                load=name,
-                at_once=at_once if kind == "num_concurrency" else None,
+                load=f"{run.scenario}-{run.iteration.removeprefix('num_')}-{at_once}",
+                at_once=at_once if run.iteration == "num_concurrency" else None,
                 planned=numbers.sent,
                 numbers=numbers,
-                started_wall_s=ended - found.at("run_duration").duration(),
+                started_wall_s=ended - run.duration_s,
                 ended_wall_s=ended,
             )
         ],
-        work={key: found.value.get(key) for key in ("scenario", "iteration_type", "num_concurrency", "batch_size")}
-        | {"task": task.value if task else None},
+        work={key: raw.get(key) for key in ("scenario", "iteration_type", "num_concurrency", "batch_size")}
+        | {"task": about.task},
         definitions=DEFINITIONS,
         missing={
             "wall_s": "the file has no times of day, only the whole run's duration",
-            "chunk_gap_s": "the tool does not keep it",
-            "ttfo_s": "the tool does not keep it",
-            "tokens_per_chunk": "the tool does not keep it",
+            "chunk_gap_s": _NOT_KEPT,
+            "ttfo_s": _NOT_KEPT,
+            "tokens_per_chunk": _NOT_KEPT,
         },
         notes=notes,
-        beside=[about.source] if about else [],
+        other_files=[metadata] if metadata else [],
     )
 
 
-def _beside(source: Source) -> Node | None:
-    path = source.path.with_name(BESIDE)
-    return Node(read_source(path)) if path.exists() else None
-
-
-def _numbers(top: Node, found: Node) -> Numbers:
-    unit = top.get("_time_unit")
-    if unit is not None and unit.text() not in _TO_SECONDS:
-        raise unit.wrong("s or ms is expected")
-    scale = _TO_SECONDS[unit.text()] if unit else 1.0
-    requests = top.at("individual_request_metrics").items()
-    good = [request for request in requests if request.get("error_code") is None]
-    errors = Counter(_kind(code) for request in requests if (code := request.get("error_code")) is not None)
-    for name, counted, what in (
-        ("num_completed_requests", len(good), "successful requests listed are"),
-        ("num_error_requests", len(requests) - len(good), "failed requests listed are"),
-        ("num_requests", len(requests), "requests listed are"),
-    ):
-        if name == "num_completed_requests" or name in found.value:
-            found.at(name).must_be(counted, what)
-    several = any((request.get("num_output_tokens") or request).value != 0 for request in good)
-    duration = found.at("run_duration").duration()
+def _numbers(source: Source, run: GenaiRun) -> Numbers:
+    scale = 1e-3 if run.time_unit == "ms" else 1.0
+    good = [request for request in run.requests if request.error_code is None]
+    errors = Counter(_kind(request.error_code) for request in run.requests if request.error_code is not None)
+    lost, place = len(run.requests) - len(good), "$.aggregated_metrics"
+    source.must_be(f"{place}.num_completed_requests", run.completed, len(good), "successful requests listed are")
+    source.must_be(f"{place}.num_error_requests", run.failed, lost, "failed requests listed are")
+    source.must_be(f"{place}.num_requests", run.total, len(run.requests), "requests listed are")
+    generated = any(request.num_output_tokens != 0 for request in good)
     return Numbers(
-        sent=len(requests),
+        sent=len(run.requests),
         succeeded=len(good),
-        failed=len(requests) - len(good),
+        failed=lost,
         unfinished=0,
         errors=dict(sorted(errors.items())),
         prompt_tokens=_sum(good, "num_input_tokens"),
         output_tokens=_sum(good, "num_output_tokens"),
         window="timed",
-        window_s=duration,
-        output_tok_s=found.at("mean_output_throughput_tokens_per_s").number() if several else None,
-        requests_per_s=found.at("requests_per_second").number(),
+        window_s=run.duration_s,
+        output_tok_s=run.output_tok_s if generated else None,
+        requests_per_s=run.requests_per_s,
         ttft_s=_latency(good, "ttft", scale),
         tpot_s=_latency(good, "tpot", scale),
         e2e_s=_latency(good, "e2e_latency", scale),
     )
 
 
-def _kind(code: Node) -> str:
-    """The status that the tool gives; it also gives statuses of its own making to errors that have none."""
-    value = code.value
-    if value in (429, 503):
+def _kind(code: Any) -> str:
+    """Classify a status; the tool gives statuses of its own making to errors that have none."""
+    if code in (429, 503):
         return "rejected"
-    return "http" if isinstance(value, int) and value not in (-1, 500) and 400 <= value <= 599 else "unknown"
+    return "http" if isinstance(code, int) and code not in (-1, 500) and 400 <= code <= 599 else "unknown"
 
 
-def _sum(requests: list[Node], name: str) -> int | None:
-    nodes = [request.get(name) for request in requests]
-    return sum(node.count() for node in nodes if node) if nodes and all(nodes) else None
+def _sum(requests: list[GenaiRequest], name: str) -> int | None:
+    values = [getattr(request, name) for request in requests]
+    return sum(values) if values and None not in values else None
 
 
-def _latency(requests: list[Node], name: str, scale: float) -> Distribution:
-    values = [node.duration() * scale for request in requests if (node := request.get(name)) is not None]
+def _latency(requests: list[GenaiRequest], name: str, scale: float) -> Distribution:
+    values = [value * scale for request in requests if (value := getattr(request, name)) is not None]
     return distribution([array("d", values)])

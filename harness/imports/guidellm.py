@@ -3,21 +3,22 @@
 from collections import Counter
 from typing import Any
 
+from msgspec import Struct, field
+
 from harness.errors import HarnessError
-from harness.imports.source import (
-    EMPTY,
+from harness.imports import (
+    WITHOUT_GAPS,
+    Count,
     Imported,
     ImportedPart,
-    Node,
     Source,
-    count_at,
     has,
     imported_request,
     last_line,
-    text_at,
 )
 from harness.rundir.records import ErrorKind, Request
 
+WRITTEN_BY = "guidellm run --output kind=json,path=FILE"
 TOOL = "guidellm"
 _SENT = "sent, from before the connection is opened, on the wall clock"
 _WALL = "first sent, from before its connection is opened, to last ended, on the wall clock"
@@ -34,8 +35,49 @@ DEFINITIONS = {
     "wall_s": _WALL,
 }
 _LISTS: dict[str, ErrorKind | None] = {"successful": None, "errored": "unknown", "incomplete": "unfinished"}
-_TIMINGS = ("info", "timings")
-_PLANNED_STARTS = ("constant", "poisson")  # strategies whose requests have a time at which they should start
+_SCHEDULED = ("constant", "poisson")  # strategies whose requests have a time at which they should start
+
+
+class GuidellmRequest(Struct, frozen=True, kw_only=True):
+    """Times are Unix times in seconds."""
+
+    request_id: str
+    request_args: Any = None
+    start_s: float | None = field(name="info.timings.request_start", default=None)  # None: never sent
+    end_s: float | None = field(name="info.timings.request_end", default=None)
+    resolved_s: float | None = field(name="info.timings.resolve_end", default=None)
+    first_s: float | None = field(name="info.timings.first_token_iteration", default=None)
+    last_s: float | None = field(name="info.timings.last_token_iteration", default=None)
+    first_visible_s: float | None = field(name="info.timings.first_output_token_iteration", default=None)
+    targeted_s: float | None = field(name="info.timings.targeted_start", default=None)
+    iterations: Count | None = field(name="info.timings.token_iterations", default=None)
+    error: str = field(name="info.error", default="")
+    prompt_tokens: Count | None = None
+    output_tokens: Count | None = None
+    cached_tokens: Count | None = None
+
+
+class GuidellmBenchmark(Struct, frozen=True, kw_only=True):
+    strategy: str = field(name="config.strategy.type_")
+    streams: Count | None = field(name="config.strategy.streams", default=None)
+    max_concurrency: Count | None = field(name="config.strategy.max_concurrency", default=None)
+    rate: float | None = field(name="config.strategy.rate", default=None)
+    constraints: Any = field(name="config.constraints", default=None)
+    sample_size: Any = field(name="config.sample_size", default=None)
+    model: str | None = field(name="config.backend.model", default=None)
+    target: str | None = field(name="config.backend.target", default=None)
+    requests: dict[str, list[Any] | None]
+    requests_made: dict[str, Count | None] = field(name="scheduler_metrics.requests_made", default={})
+    warmup_duration: float = 0.0
+    cooldown_duration: float = 0.0
+
+
+class GuidellmReport(Struct, frozen=True, kw_only=True):
+    version: str = field(name="metadata.guidellm_version")
+    benchmarks: list[Any]
+
+
+Requests = list[tuple[ErrorKind | None, GuidellmRequest]]
 
 
 def is_it(value: Any) -> bool:
@@ -43,85 +85,68 @@ def is_it(value: Any) -> bool:
 
 
 def read(source: Source) -> Imported:
-    """One load for each benchmark of the report. Raises HarnessError for a report without requests."""
-    top = Node(source)
-    benchmarks = top.at("benchmarks").items()
-    if not benchmarks:
+    """Return one load for each benchmark of the report. Raise HarnessError for a report without requests."""
+    report = source.read(GuidellmReport)
+    if not report.benchmarks:
         raise HarnessError(f"{source.path}: the report has no benchmark")
-    parts = [_part(benchmark) for benchmark in benchmarks]
+    parts, work = [], []
+    for number, raw in enumerate(report.benchmarks):
+        place = f"$.benchmarks[{number}]"
+        benchmark = source.read(GuidellmBenchmark, raw, place)
+        requests: Requests = [
+            (kind, source.read(GuidellmRequest, one, f"{place}.requests.{name}[{index}]"))
+            for name, kind in _LISTS.items()
+            for index, one in enumerate(benchmark.requests.get(name) or [])
+        ]
+        parts.append(_part(source, place, benchmark, requests))
+        # The requests themselves where the report has them, else what it says of how they were made.
+        asked = sorted(str(request.request_args) for _, request in requests)
+        work.append({"strategy": benchmark.strategy, "constraints": benchmark.constraints, "asked": asked})
     if len({part.load for part in parts}) < len(parts):
         raise HarnessError(
             f"{source.path}: two benchmarks of the report have the same load, {parts[0].load}",
             next_step="Import reports of one run each.",
         )
-    backend = benchmarks[0].get("config", "backend")
+    first = source.read(GuidellmBenchmark, report.benchmarks[0])
     return Imported(
         tool=TOOL,
-        version=top.at("metadata", "guidellm_version").text(),
-        model=text_at(backend, "model"),
-        url=text_at(backend, "target"),
+        version=report.version,
+        model=first.model,
+        url=first.target,
         parts=parts,
-        work=[_work(benchmark) for benchmark in benchmarks],
+        work=work,
         definitions=DEFINITIONS,
-        missing=EMPTY,
+        missing=WITHOUT_GAPS,
     )
 
 
-def _work(benchmark: Node) -> Any:
-    """The requests themselves where the report has them, else what it says of how they were made."""
-    asked = [request.get("request_args") for _, request in _requests(benchmark)]
-    constraints = benchmark.get("config", "constraints")
-    return {
-        "strategy": text_at(benchmark, "config", "strategy", "type_"),
-        "constraints": constraints and constraints.value,
-        "asked": sorted(str(node and node.value) for node in asked),
-    }
-
-
-def _requests(benchmark: Node) -> list[tuple[ErrorKind | None, Node]]:
-    lists = [(kind, benchmark.get("requests", name)) for name, kind in _LISTS.items()]
-    requests = [(kind, request) for kind, found in lists if found for request in found.items()]
-    if (other := next((one for _, one in requests if not isinstance(one.value, dict)), None)) is not None:
-        raise other.wrong("a request is expected")
-    return requests
-
-
-def _load_name(strategy: Node) -> str:
-    kind = strategy.at("type_").text()
-    for key in ("streams", "rate"):
-        value = strategy.get(key)
-        if value is not None:
-            return f"{kind}-{value.number():g}"
-    return kind
-
-
-def _part(benchmark: Node) -> ImportedPart:
-    strategy = benchmark.at("config", "strategy")
-    requests = _requests(benchmark)
-    if benchmark.get("config", "sample_size"):
-        raise benchmark.wrong("the report holds a sample of its requests only (sample_size), all are needed")
-    for name in ("warmup_duration", "cooldown_duration"):
-        trimmed = benchmark.get(name)
-        if trimmed is not None and trimmed.number() > 0:
-            raise trimmed.wrong("which requests were trimmed is not in the report; run without warm-up and cool-down")
-    made = benchmark.get("scheduler_metrics", "requests_made")
+def _part(source: Source, place: str, benchmark: GuidellmBenchmark, requests: Requests) -> ImportedPart:
+    if benchmark.sample_size is not None:
+        raise source.wrong(place, "the report holds a sample of its requests only (sample_size), all are needed")
+    if trimmed := benchmark.warmup_duration or benchmark.cooldown_duration:
+        what = "which requests were trimmed is not in the report; run without warm-up and cool-down"
+        raise source.wrong(place, f"{what}, got {trimmed}")
     counts = Counter(kind for kind, _ in requests)
-    for name, counted in (("total", len(requests)), *((name, counts[kind]) for name, kind in _LISTS.items())):
-        if made and (stated := made.get(name)):
-            stated.must_be(counted, "requests in the report are" if name == "total" else f"'{name}' in the report are")
-    # Without a start it was still waiting when the benchmark ended, and never sent.
-    started = [(node.number(), kind, one) for kind, one in requests if (node := one.get(*_TIMINGS, "request_start"))]
-    if not started:
-        raise benchmark.wrong("no request of the benchmark was sent")
-    sent = sorted(started, key=lambda item: item[0])
+    made = f"{place}.scheduler_metrics.requests_made"
+    source.must_be(f"{made}.total", benchmark.requests_made.get("total"), len(requests), "requests in the report are")
+    for name, kind in _LISTS.items():
+        stated = benchmark.requests_made.get(name)
+        source.must_be(f"{made}.{name}", stated, counts[kind], f"'{name}' in the report are")
+    sent = [(request.start_s, kind, request) for kind, request in requests if request.start_s is not None]
+    if not sent:
+        raise source.wrong(place, "no request of the benchmark was sent")
+    sent.sort(key=lambda item: item[0])
     zero = sent[0][0]
-    load = _load_name(strategy)
-    planned = strategy.at("type_").text() in _PLANNED_STARTS
-    records = [_record(request, kind, index, zero, planned) for index, (_, kind, request) in enumerate(sent)]
-    streams = strategy.get("streams") or strategy.get("max_concurrency")
+    records = []
+    for index, (start, kind, request) in enumerate(sent):
+        try:
+            records.append(_record(request, kind, index, start, zero, benchmark.strategy in _SCHEDULED))
+        except ValueError as error:
+            raise source.wrong(f"{place}.requests, request {request.request_id}", str(error)) from None
+    number = benchmark.rate if benchmark.streams is None else benchmark.streams
     return ImportedPart(
-        load=load,
-        at_once=streams.count() if streams else None,
+        load=benchmark.strategy if number is None else f"{benchmark.strategy}-{number:g}",
+        at_once=benchmark.max_concurrency if benchmark.streams is None else benchmark.streams,
         planned=len(records),
         records=records,
         started_wall_s=zero,
@@ -129,41 +154,34 @@ def _part(benchmark: Node) -> ImportedPart:
     )
 
 
-def _record(request: Node, kind: ErrorKind | None, index: int, zero: float, planned: bool) -> Request:
-    timings = request.at(*_TIMINGS)
-    start = timings.at("request_start").number()
+def _record(
+    request: GuidellmRequest, kind: ErrorKind | None, index: int, start: float, zero: float, scheduled: bool
+) -> Request:
+    """Raise ValueError for times that contradict each other."""
 
     def since(name: str) -> float | None:
-        node = timings.get(name)
-        if node is None:
-            return None
-        if node.number() < start:
-            raise node.wrong(f"before the request was sent ({start})")
-        return node.number() - start
+        at: float | None = getattr(request, name)
+        if at is not None and at < start:
+            raise ValueError(f"{name} is before the request was sent ({start}), got {at}")
+        return None if at is None else at - start
 
-    first, last, ended = since("first_token_iteration"), since("last_token_iteration"), since("request_end")
+    first, last = since("first_s"), since("last_s")
+    ended = since("resolved_s" if request.end_s is None else "end_s")
     if ended is None:
-        ended = since("resolve_end")
-    if ended is None:
-        raise timings.wrong("there is no end of the request")
-    iterations = timings.get("token_iterations")
+        raise ValueError("there is no end of the request")
     chunks = [] if first is None else [first] if last is None or last == first else [first, last]
-    if iterations is not None and iterations.count() == 1:
-        chunks = chunks[:1]
-    error = request.get("info", "error")
-    targeted = timings.get("targeted_start")
     return imported_request(
-        id=request.at("request_id").text(),
+        id=request.request_id,
         index=index,
         phase="measured",
         sent_s=start - zero,
         ended_s=ended,
-        scheduled_s=targeted.number() - start if targeted and planned else None,
-        chunks_s=chunks,
-        first_visible_s=since("first_output_token_iteration"),
-        prompt_tokens=count_at(request, "prompt_tokens"),
-        output_tokens=count_at(request, "output_tokens"),
-        cached_tokens=count_at(request, "cached_tokens"),
+        scheduled_s=request.targeted_s - start if request.targeted_s is not None and scheduled else None,
+        chunks_s=chunks[:1] if request.iterations == 1 else chunks,
+        first_visible_s=since("first_visible_s"),
+        prompt_tokens=request.prompt_tokens,
+        output_tokens=request.output_tokens,
+        cached_tokens=request.cached_tokens,
         error=kind,
-        message=last_line(error.text()) if error else None,
+        message=last_line(request.error) if request.error else None,
     )

@@ -4,9 +4,12 @@ import datetime
 import math
 from typing import Any
 
-from harness.imports.source import NO_RECORDS, Imported, ImportedPart, Node, Source, has, text_at
-from harness.summary import NEEDED, NO_SAMPLE, Distribution, Numbers
+from msgspec import UNSET, Struct, field
 
+from harness.imports import NO_RECORDS, Count, Duration, Imported, ImportedPart, Source, has
+from harness.summary import NEEDED, NO_SAMPLE, Distribution, Numbers, because
+
+WRITTEN_BY = "lemonade bench --json --output FILE"
 TOOL = "lemonade bench"
 DEFINITIONS = {
     "ttft_s": "the server's own time for the prompt (timings.prompt_ms or usage.prefill_duration_ttft); not streamed, "
@@ -16,7 +19,7 @@ DEFINITIONS = {
     "output_tokens": "of the first run",
     "percentiles": "interpolated between neighbouring values",
 }
-# The tool writes either of two speeds under one name, and not which. What it wrote beside tells them apart.
+# The tool writes either of two speeds under one name, and not which. The other numbers of the scenario tell them apart.
 DECODING = (
     "mean over the runs of the server's own decoding speed of one request at a time (timings.predicted_per_second or "
     "usage.decoding_speed_tps), the prompt's time left out"
@@ -33,6 +36,53 @@ _ROUNDING = 0.01
 _CATEGORIES_WITHOUT_TOKENS = ("embed", "imagegen", "transcription", "tts", "audio-generation")
 
 
+class LemonadeStats(Struct, frozen=True, kw_only=True):
+    mean: Duration
+    min: Duration
+    max: Duration
+    p50: Duration | None = None
+    p90: Duration | None = None
+    p95: Duration | None = None
+    p99: Duration | None = None
+
+
+class LemonadeScenario(Struct, frozen=True, kw_only=True):
+    name: str
+    category: str
+    failed_runs: Count
+    all_runs_failed: Any = UNSET
+    output_tokens: Count = 0
+    tps: LemonadeStats | None = None  # tokens a second
+    ttft_ms: LemonadeStats | None = None
+    duration_ms: LemonadeStats | None = None
+
+
+class LemonadeResult(Struct, frozen=True, kw_only=True):
+    recipe: str
+    backend: str
+    ctx_size: Count
+    backend_args: str
+    scenarios: list[Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.recipe}-{self.backend}"
+
+
+class LemonadeModel(Struct, frozen=True, kw_only=True):
+    model: str
+    measurement_runs: Count = field(name="config.measurement_runs")
+    warmup_runs: Count = field(name="config.warmup_runs", default=0)
+    results: list[LemonadeResult]
+
+
+class LemonadeBench(Struct, frozen=True, kw_only=True):
+    timestamp: str
+    version: str | None = field(name="hardware.lemonade_version", default=None)
+    backends: dict[str, str | None] = field(name="hardware.backends", default={})
+    models: list[Any]
+
+
 def is_it(value: Any) -> bool:
     if not has(value, "timestamp", "hardware", "models") or not isinstance(value["models"], list):
         return False
@@ -40,29 +90,32 @@ def is_it(value: Any) -> bool:
 
 
 def read(source: Source) -> Imported:
-    """One server for each backend, one load for each scenario. Raises HarnessError for a file of several models."""
-    top = Node(source)
-    models = top.at("models").items()
-    if len(models) != 1:
-        raise top.at("models").wrong(f"a file of one model is expected, this one has {len(models)}")
-    model = models[0]
-    wall_s = _wall_s(top.at("timestamp"))
-    results = model.at("results").items()
-    version = text_at(top, "hardware", "lemonade_version")
-    parts = [
-        _part(model, scenario, _server(result, results), wall_s)
-        for result in results
-        for scenario in result.at("scenarios").items()
-        if scenario.at("category").text() not in _CATEGORIES_WITHOUT_TOKENS
-    ]
+    """Return one server for each backend, one load for each scenario. Raise HarnessError for several models."""
+    bench = source.read(LemonadeBench)
+    if len(bench.models) != 1:
+        raise source.wrong("$.models", f"a file of one model is expected, got {len(bench.models)}")
+    model = source.read(LemonadeModel, bench.models[0], "$.models[0]")
+    wall_s = _wall_s(source, bench.timestamp)
+    servers = _servers(model.results)
+    parts = []
+    for i, result in enumerate(model.results):
+        for j, raw in enumerate(result.scenarios):
+            place = f"$.models[0].results[{i}].scenarios[{j}]"
+            scenario = source.read(LemonadeScenario, raw, place)
+            if scenario.category not in _CATEGORIES_WITHOUT_TOKENS:
+                parts.append(_part(source, place, model, scenario, servers[i], wall_s))
     if not parts:
-        raise model.wrong("there is no scenario that generates text")
+        raise source.wrong("$.models[0]", "there is no scenario that generates text")
+    by_server = dict(zip(servers, model.results, strict=True))
     return Imported(
         tool=TOOL,
-        version=version,
-        versions={_server(result, results): _version(version, result, top) for result in results if version},
-        model=model.at("model").text(),
-        arguments={_server(result, results): _arguments(result) for result in results},
+        version=bench.version,
+        versions={server: _version(bench, result) for server, result in by_server.items()} if bench.version else {},
+        model=model.model,
+        arguments={
+            server: [f"ctx_size={result.ctx_size}", *result.backend_args.split()]
+            for server, result in by_server.items()
+        },
         parts=parts,
         work=sorted({(part.load, part.planned) for part in parts}),
         definitions=DEFINITIONS,
@@ -74,66 +127,59 @@ def read(source: Source) -> Imported:
             "ttfo_s": NO_RECORDS,
             "requests_per_s": "one request at a time, between loads of the model",
         },
-        notes=[
-            "the file's `timestamp` is local time though it ends in Z; it is taken for UTC",
-            "one request at a time: says nothing of several users",
-        ],
+        notes=[because("import_local_time"), because("import_one_user")],
     )
 
 
-def _wall_s(node: Node) -> float:
+def _wall_s(source: Source, timestamp: str) -> float:
     try:
-        found = datetime.datetime.strptime(node.text(), "%Y-%m-%dT%H:%M:%SZ")
+        found = datetime.datetime.strptime(timestamp, "%Y-%m-%dT%H:%M:%SZ")
     except ValueError:
-        raise node.wrong("a time such as 2026-01-31T23:59:59Z is expected") from None
+        what = f"a time such as 2026-01-31T23:59:59Z is expected, got {timestamp!r}"
+        raise source.wrong("$.timestamp", what) from None
     return found.replace(tzinfo=datetime.UTC).timestamp()
 
 
-def _server(result: Node, results: list[Node]) -> str:
-    """Recipe and backend, and what else tells it from the others of the file."""
-    alike = [other.where for other in results if _name(other) == _name(result)]
-    return _name(result) if len(alike) == 1 else f"{_name(result)}-{alike.index(result.where) + 1}"
+def _servers(results: list[LemonadeResult]) -> list[str]:
+    """Name each result by recipe and backend, with a number where several have the same."""
+    names = [result.name for result in results]
+    return [name if names.count(name) == 1 else f"{name}-{names[: i + 1].count(name)}" for i, name in enumerate(names)]
 
 
-def _name(result: Node) -> str:
-    return f"{result.at('recipe').text()}-{result.at('backend').text()}"
-
-
-def _version(lemonade: str, result: Node, top: Node) -> str:
+def _version(bench: LemonadeBench, result: LemonadeResult) -> str:
     """As of a Lemonade that the harness measures itself; the backend's version is the one that Lemonade lists."""
-    recipe, backend = result.at("recipe").text(), result.at("backend").text()
-    listed = text_at(top, "hardware", "backends", f"{recipe}/{backend}")
-    return f"Lemonade {lemonade}, {recipe}:{backend}" + (f" {listed}" if listed else "")
+    listed = bench.backends.get(f"{result.recipe}/{result.backend}")
+    return f"Lemonade {bench.version}, {result.recipe}:{result.backend}" + (f" {listed}" if listed else "")
 
 
-def _arguments(result: Node) -> list[str]:
-    return [f"ctx_size={result.at('ctx_size').count()}", *result.at("backend_args").text().split()]
-
-
-def _part(model: Node, scenario: Node, server: str, wall_s: float) -> ImportedPart:
-    runs = model.at("config", "measurement_runs").count()
-    failed = scenario.at("failed_runs").count()
-    if "all_runs_failed" in scenario.value:
+def _part(
+    source: Source, place: str, model: LemonadeModel, scenario: LemonadeScenario, server: str, wall_s: float
+) -> ImportedPart:
+    runs, failed = model.measurement_runs, scenario.failed_runs
+    if scenario.all_runs_failed is not UNSET:
         failed = runs
-    elif failed and model.at("config", "warmup_runs").count():
-        raise scenario.wrong("runs failed, and the file does not say whether warm-up runs are among them")
+    elif failed and model.warmup_runs:
+        raise source.wrong(place, "runs failed, and the file does not say whether warm-up runs are among them")
     if failed > runs:
-        raise scenario.at("failed_runs").wrong(f"more failed than the {runs} that were made")
+        raise source.wrong(f"{place}.failed_runs", f"more failed than the {runs} that were made, got {failed}")
     n = runs - failed
+    if n and (scenario.tps is None or scenario.duration_ms is None):
+        raise source.wrong(place, "tps and duration_ms are expected where a run succeeded")
     meaning = meaning_of(scenario) if n else None
+    speed = scenario.tps.mean if meaning and scenario.tps else 0.0
     numbers = Numbers(
         sent=runs,
         succeeded=n,
         failed=failed,
         unfinished=0,
         errors={"unknown": failed} if failed else {},
-        output_tok_s=_speed(scenario) if meaning else None,
-        ttft_s=_latency(scenario, "ttft_ms", n),
-        e2e_s=_latency(scenario, "duration_ms", n),
+        output_tok_s=speed if speed > 0 else None,  # zero: nothing was reported
+        ttft_s=_latency(scenario.ttft_ms, n),
+        e2e_s=_latency(scenario.duration_ms, n),
     )
     return ImportedPart(
         server=server,
-        load=scenario.at("name").text(),
+        load=scenario.name,
         at_once=1,
         planned=runs,
         numbers=numbers,
@@ -144,43 +190,29 @@ def _part(model: Node, scenario: Node, server: str, wall_s: float) -> ImportedPa
     )
 
 
-def meaning_of(scenario: Node) -> str | None:
-    """Which of the two speeds the file holds of this scenario; None where it cannot be told.
+def meaning_of(scenario: LemonadeScenario) -> str | None:
+    """Return which of the two speeds the file has of this scenario; None where it is unknown.
 
     Tokens / whole request give back the first run's tokens when multiplied with the time of the request, exactly, where
     all runs had as many. A decoding speed leaves room for the prompt, whose time such a server reports, too.
     """
-    tokens = scenario.at("output_tokens").count()
-    speed, took = scenario.at("tps"), scenario.at("duration_ms")
-    fastest = speed.at("max").number() * took.at("min").duration() / 1000
-    slowest = speed.at("min").number() * took.at("max").duration() / 1000
-    if all(math.isclose(found, tokens, rel_tol=_EXACT) for found in (fastest, slowest)):
-        return WHOLE_REQUEST
-    prompt, mean = scenario.get("ttft_ms"), speed.at("mean").number()
-    if prompt is None or prompt.at("min").duration() <= 0 or speed.at("min").number() <= 0:
+    speed, took, tokens = scenario.tps, scenario.duration_ms, scenario.output_tokens
+    if speed is None or took is None:
         return None
-    decoding_ms = 1000 * tokens / mean
-    room_ms = took.at("mean").duration() * (1 + _ROUNDING) - prompt.at("mean").duration()
-    return DECODING if decoding_ms <= room_ms else None
+    products = (speed.max * took.min / 1000, speed.min * took.max / 1000)
+    if all(math.isclose(found, tokens, rel_tol=_EXACT) for found in products):
+        return WHOLE_REQUEST
+    prompt = scenario.ttft_ms
+    if prompt is None or prompt.min <= 0 or speed.min <= 0:
+        return None
+    room_ms = took.mean * (1 + _ROUNDING) - prompt.mean
+    return DECODING if 1000 * tokens / speed.mean <= room_ms else None
 
 
-def _speed(scenario: Node) -> float | None:
-    value = scenario.at("tps", "mean").number()
-    return value if value > 0 else None  # zero: nothing was reported
-
-
-def _latency(scenario: Node, name: str, n: int) -> Distribution:
+def _latency(stats: LemonadeStats | None, n: int) -> Distribution:
     """In ms; a time of zero says that the server reported none."""
-    stats = scenario.get(name)
-    if stats is None or not n or stats.at("max").duration() <= 0 or stats.at("min").duration() <= 0:
+    if stats is None or not n or stats.max <= 0 or stats.min <= 0:
         return NO_SAMPLE
-    values: dict[str, Any] = {
-        key: stats.at(key).duration() / 1000 for key in NEEDED if n >= NEEDED[key] and stats.get(key) is not None
-    }
-    return Distribution(
-        n=n,
-        mean=stats.at("mean").duration() / 1000,
-        least=stats.at("min").duration() / 1000,
-        most=stats.at("max").duration() / 1000,
-        **values,
-    )
+    found = {key: getattr(stats, key) for key in NEEDED}
+    percentiles = {key: ms / 1000 for key, ms in found.items() if n >= NEEDED[key] and ms is not None}
+    return Distribution(n=n, mean=stats.mean / 1000, min=stats.min / 1000, max=stats.max / 1000, **percentiles)

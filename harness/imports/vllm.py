@@ -2,13 +2,26 @@
 
 import datetime
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
+
+from msgspec import Struct
 
 from harness.errors import HarnessError
-from harness.imports.source import Imported, ImportedPart, Node, Source, count_at, has, imported_request, last_line
+from harness.imports import (
+    Count,
+    Duration,
+    Imported,
+    ImportedPart,
+    Source,
+    has,
+    imported_request,
+    last_line,
+    load_name,
+)
 from harness.rundir.records import Request
-from harness.summary import NEEDED, NO_SAMPLE, Distribution, Numbers
+from harness.summary import NEEDED, NO_SAMPLE, Distribution, Numbers, because
 
+WRITTEN_BY = "vllm bench serve --save-result [--save-detailed]"
 TOOL = "vllm bench serve"
 _FIRST = "from before the request is handed to the HTTP client (a connection may still have to be opened)"
 DEFINITIONS = {
@@ -30,7 +43,44 @@ AGGREGATE = {
     "wall_s": "the benchmark's duration, which ends when the client has put the last answer together",
     "percentiles": "interpolated between neighbouring values (numpy.percentile)",
 }
-_LISTS = ("ttfts", "itls", "input_lens", "output_lens", "start_times", "errors")
+_WORK = ("backend", "num_prompts", "request_rate", "burstiness", "max_concurrency", "total_input_tokens")
+
+
+class VllmResult(Struct, frozen=True, kw_only=True):
+    date: str
+    model_id: str
+    duration: Duration  # seconds
+    num_prompts: Count
+    request_rate: float | Literal["inf"]
+    max_concurrency: Count | None = None
+    completed: Count
+    failed: Count | None = None
+    total_input_tokens: Count
+    total_output_tokens: Count
+    output_throughput: float
+    request_throughput: float
+    input_lens: list[Count] | None = None
+
+
+class VllmLatency(Struct, frozen=True, kw_only=True):
+    """Milliseconds."""
+
+    mean: Duration
+    p50: Duration | None = None
+    p90: Duration | None = None
+    p95: Duration | None = None
+    p99: Duration | None = None
+
+
+class VllmDetail(Struct, frozen=True, kw_only=True):
+    """The lists of --save-detailed, one entry a request, seconds. A failed request has 0.0 for what never came."""
+
+    ttfts: list[Duration]
+    itls: list[list[Duration]]
+    input_lens: list[Count]
+    output_lens: list[Count]
+    start_times: list[float]
+    errors: list[str]
 
 
 def is_it(value: Any) -> bool:
@@ -38,75 +88,57 @@ def is_it(value: Any) -> bool:
 
 
 def read(source: Source) -> Imported:
-    """Raises HarnessError for a file that lacks what is needed, such as one of an embedding benchmark."""
-    top = Node(source)
-    if top.get("output_throughput") is None:
+    """Raise HarnessError for a file that lacks what is needed, such as one of an embedding benchmark."""
+    if source.value.get("output_throughput") is None:
         raise HarnessError(f"{source.path}: a benchmark of embeddings has no generated tokens to measure")
-    records = _records(top) if "ttfts" in source.value else []
-    _refuse_contradictions(top, records)
-    started, ended = _times(top)
-    lengths = top.get("input_lens")
+    result = source.read(VllmResult)
+    records = _records(source, source.read(VllmDetail)) if "ttfts" in source.value else []
+    _refuse_contradictions(source, result, records)
+    ended = _ended(source, result)
+    rate = None if result.request_rate == "inf" else result.request_rate
     part = ImportedPart(
-        load=_load_name(top),
-        at_once=count_at(top, "max_concurrency"),
-        planned=top.at("num_prompts").count(),
+        load=load_name(rate, result.max_concurrency, "all-at-once"),
+        at_once=result.max_concurrency,
+        planned=result.num_prompts,
         records=records,
-        numbers=None if records else _numbers(top),
-        started_wall_s=started,
+        numbers=None if records else _numbers(source, result),
+        started_wall_s=ended - result.duration,
         ended_wall_s=ended,
     )
-    notes = ["the file's `date` has no time zone; it is taken for UTC"]
+    notes = [because("import_time_zone")]
     if any(record.error for record in records):
-        notes.append("when a failed request ended is not in the file; it is taken to have ended with its last event")
+        notes.append(because("import_failed_end"))
     none = "the file was saved without --save-detailed, so it has no line for each request"
     return Imported(
         tool=TOOL,
         version=None,  # the file does not carry it
-        model=top.at("model_id").text(),
+        model=result.model_id,
         parts=[part],
-        work={
-            key: source.value.get(key)
-            for key in ("backend", "num_prompts", "request_rate", "burstiness", "max_concurrency", "total_input_tokens")
-        }
-        | {"input_lens": sorted(one.count() for one in lengths.items()) if lengths else []},
+        work={key: source.value.get(key) for key in _WORK} | {"input_lens": sorted(result.input_lens or [])},
         definitions=DEFINITIONS if records else DEFINITIONS | AGGREGATE,
         missing={} if records else {"chunk_gap_s": none, "tokens_per_chunk": none},
         notes=notes,
     )
 
 
-def _load_name(top: Node) -> str:
-    rate = top.at("request_rate").value
-    concurrency = top.get("max_concurrency")
-    names = [] if rate == "inf" else [f"rate-{top.at('request_rate').number():g}"]
-    names += [f"concurrency-{concurrency.count()}"] if concurrency else []
-    return "-".join(names) or "all-at-once"
-
-
-def _times(top: Node) -> tuple[float, float]:
-    """When the benchmark began and ended, Unix time; `date` is written at its end."""
-    date = top.at("date")
+def _ended(source: Source, result: VllmResult) -> float:
+    """When the benchmark ended, Unix time: `date` is written then."""
     try:
-        ended = datetime.datetime.strptime(date.text(), "%Y%m%d-%H%M%S").replace(tzinfo=datetime.UTC).timestamp()
+        return datetime.datetime.strptime(result.date, "%Y%m%d-%H%M%S").replace(tzinfo=datetime.UTC).timestamp()
     except ValueError:
-        raise date.wrong("a date such as 20260131-235959 is expected") from None
-    return ended - top.at("duration").duration(), ended
+        what = f"a date such as 20260131-235959 is expected, got {result.date!r}"
+        raise source.wrong("$.date", what) from None
 
 
-def _records(top: Node) -> list[Request]:
-    lists = {name: top.at(name).items() for name in _LISTS}
-    if len({len(items) for items in lists.values()}) != 1:
-        sizes = ", ".join(f"{name} {len(items)}" for name, items in lists.items())
-        raise HarnessError(f"{top.source.path}: the lists are not equally long: {sizes}")
-    starts = [node.number() for node in lists["start_times"]]
-    zero = min(starts, default=0.0)
+def _records(source: Source, detail: VllmDetail) -> list[Request]:
+    lengths = {name: len(getattr(detail, name)) for name in detail.__struct_fields__}
+    if len(set(lengths.values())) != 1:
+        sizes = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise HarnessError(f"{source.path}: the lists are not equally long: {sizes}")
+    zero = min(detail.start_times, default=0.0)
     records = []
-    for index, start in enumerate(starts):
-        error = lists["errors"][index].text()
-        ttft = lists["ttfts"][index].duration()
-        gaps = [gap.duration() for gap in lists["itls"][index].items()]
-        # A failed request has 0.0 for what never came.
-        chunks = list(accumulate(gaps, initial=ttft)) if not error or ttft > 0 else []
+    for index, (start, error, ttft) in enumerate(zip(detail.start_times, detail.errors, detail.ttfts, strict=True)):
+        chunks = list(accumulate(detail.itls[index], initial=ttft)) if not error or ttft > 0 else []
         records.append(
             imported_request(
                 id=str(index),
@@ -115,8 +147,8 @@ def _records(top: Node) -> list[Request]:
                 sent_s=start - zero,
                 ended_s=chunks[-1] if chunks else 0.0,
                 chunks_s=chunks,
-                prompt_tokens=None if error else lists["input_lens"][index].count(),
-                output_tokens=None if error else lists["output_lens"][index].count(),
+                prompt_tokens=None if error else detail.input_lens[index],
+                output_tokens=None if error else detail.output_lens[index],
                 error="unknown" if error else None,
                 message=last_line(error) or None,
             )
@@ -124,60 +156,56 @@ def _records(top: Node) -> list[Request]:
     return records
 
 
-def _refuse_contradictions(top: Node, records: list[Request]) -> None:
+def _refuse_contradictions(source: Source, result: VllmResult, records: list[Request]) -> None:
     """Raise HarnessError where the file's totals are not those of its own lists, or not of each other."""
-    completed, duration = top.at("completed"), top.at("duration").duration()
     if records:
         good = [record for record in records if record.error is None]
-        completed.must_be(len(good), "requests listed without an error are")
-        if failed := top.get("failed"):
-            failed.must_be(len(records) - len(good), "requests listed with an error are")
-        for name, counted in (
-            ("total_input_tokens", sum(record.prompt_tokens or 0 for record in good)),
-            ("total_output_tokens", sum(record.output_tokens or 0 for record in good)),
-        ):
-            top.at(name).must_be(counted, "those of the requests listed without an error come to")
-    elif failed := top.get("failed"):
-        top.at("num_prompts").must_be(completed.count() + failed.count(), "completed and failed together are")
-    elif completed.count() > top.at("num_prompts").count():
-        raise completed.wrong(f"no more than the {top.at('num_prompts').count()} of num_prompts are expected")
-    for rate, total in (("request_throughput", completed), ("output_throughput", top.at("total_output_tokens"))):
-        if duration > 0:
-            top.at(rate).must_be(total.count() / duration, f"{total.where} / $.duration is", rounded=1e-3)
+        source.must_be("$.completed", result.completed, len(good), "requests listed without an error are")
+        source.must_be("$.failed", result.failed, len(records) - len(good), "requests listed with an error are")
+        come_to = "those of the requests listed without an error come to"
+        prompts = sum(record.prompt_tokens or 0 for record in good)
+        source.must_be("$.total_input_tokens", result.total_input_tokens, prompts, come_to)
+        outputs = sum(record.output_tokens or 0 for record in good)
+        source.must_be("$.total_output_tokens", result.total_output_tokens, outputs, come_to)
+    elif result.failed is not None:
+        ended = result.completed + result.failed
+        source.must_be("$.num_prompts", result.num_prompts, ended, "completed and failed together are")
+    elif result.completed > result.num_prompts:
+        what = f"no more than the {result.num_prompts} of num_prompts are expected, got {result.completed}"
+        raise source.wrong("$.completed", what)
+    for rate, total in (("request_throughput", "completed"), ("output_throughput", "total_output_tokens")):
+        if result.duration > 0:
+            counted = getattr(result, total) / result.duration
+            source.must_be(f"$.{rate}", getattr(result, rate), counted, f"$.{total} / $.duration is", rounded=1e-3)
 
 
-def _numbers(top: Node) -> Numbers:
-    completed = top.at("completed").count()
-    failed = top.get("failed")
-    lost = failed.count() if failed else top.at("num_prompts").count() - completed
-    duration = top.at("duration").duration()
+def _numbers(source: Source, result: VllmResult) -> Numbers:
+    lost = result.num_prompts - result.completed if result.failed is None else result.failed
     return Numbers(
-        sent=completed + lost,
-        succeeded=completed,
+        sent=result.completed + lost,
+        succeeded=result.completed,
         failed=lost,
         unfinished=0,
         errors={"unknown": lost} if lost else {},
-        prompt_tokens=top.at("total_input_tokens").count(),
-        output_tokens=top.at("total_output_tokens").count(),
-        wall_s=duration,
+        prompt_tokens=result.total_input_tokens,
+        output_tokens=result.total_output_tokens,
+        wall_s=result.duration,
         window="wall",
-        window_s=duration,
-        output_tok_s=top.at("output_throughput").number(),
-        requests_per_s=top.at("request_throughput").number(),
-        ttft_s=_latency(top, "ttft", completed),
-        tpot_s=_latency(top, "tpot", completed),
-        e2e_s=_latency(top, "e2el", completed),
+        window_s=result.duration,
+        output_tok_s=result.output_throughput,
+        requests_per_s=result.request_throughput,
+        ttft_s=_latency(source, "ttft", result.completed),
+        tpot_s=_latency(source, "tpot", result.completed),
+        e2e_s=_latency(source, "e2el", result.completed),
     )
 
 
-def _latency(top: Node, name: str, n: int) -> Distribution:
-    """Mean and percentiles in ms, those that n requests can carry."""
-    mean = top.get(f"mean_{name}_ms")
+def _latency(source: Source, name: str, n: int) -> Distribution:
+    """Mean and percentiles, which the file has in ms, those that n requests can carry."""
+    mean, median = source.value.get(f"mean_{name}_ms"), source.value.get(f"median_{name}_ms")
     if mean is None or not n:
         return NO_SAMPLE
-    values: dict[str, Any] = {}
-    for percentile, needed in NEEDED.items():
-        node = top.get(f"median_{name}_ms" if percentile == "p50" else f"{percentile}_{name}_ms")
-        if node is not None and n >= needed:
-            values[percentile] = node.duration() / 1000
-    return Distribution(n=n, mean=mean.duration() / 1000, **values)
+    given = {key: source.value.get(f"{key}_{name}_ms") for key in NEEDED} | {"mean": mean, "p50": median}
+    found = source.read(VllmLatency, given, f"$.*_{name}_ms")
+    values = {key: ms / 1000 for key in NEEDED if n >= NEEDED[key] and (ms := getattr(found, key)) is not None}
+    return Distribution(n=n, mean=found.mean / 1000, **values)

@@ -1,24 +1,70 @@
-"""From what a tool's file says to a run directory: run.json, requests.jsonl or numbers.json, and the summary."""
+"""Make a run directory of another tool's file: run.json, requests.jsonl or numbers.json, and the summary."""
 
 import datetime
 import hashlib
 import re
 import time
 from pathlib import Path
+from types import ModuleType
 
 import msgspec
 
 from harness import __version__
-from harness.errors import HarnessError
+from harness.analysis.summarize import summarize, write_summary
+from harness.errors import HarnessError, did_you_mean
 from harness.files import pretty_json
-from harness.imports.formats import read_file
-from harness.imports.source import Imported, ImportedPart, Source
+from harness.imports import (
+    Imported,
+    ImportedPart,
+    Source,
+    aiperf,
+    genai_bench,
+    guidellm,
+    has,
+    lemonade,
+    read_source,
+    records,
+    vllm,
+)
 from harness.rundir.manifest import CellRun, Machine, Origin, RowOrigin, Run, ServedBy, write_run
 from harness.rundir.origin import NUMBERS_FILE
 from harness.scenario.scenario import Load, Scenario, Server, Warmup
-from harness.summarize.summarize import summarize, write_summary
 
 UNKNOWN = "unknown"  # what a name must be where the file has none
+# A format is a module with `is_it` (recognises a document), `read` and `WRITTEN_BY` (the command that writes it).
+FORMATS: dict[str, ModuleType] = {
+    "vllm": vllm,
+    "guidellm": guidellm,
+    "aiperf": aiperf,
+    "genai-bench": genai_bench,
+    "lemonade": lemonade,
+    records.NAME: records,
+}
+
+
+def read_file(path: Path, given: str | None = None) -> tuple[Source, Imported]:
+    """Read a file of another tool. `given` is the name of its format; otherwise the file itself shows it.
+
+    Raises HarnessError for a file that is of none of the formats, or not of the given one.
+    """
+    if given is not None and given not in FORMATS:
+        raise HarnessError(f"--format: there is no format '{given}'; {did_you_mean(given, FORMATS)}")
+    source = read_source(path)
+    found = [name for name, form in FORMATS.items() if form.is_it(source.value)]
+    if given is not None and given not in found:
+        hint = f"; it looks like {found[0]}" if found else ""
+        raise HarnessError(
+            f"{path}: not what {given} writes{hint}", next_step=f"{given} is read from: {FORMATS[given].WRITTEN_BY}"
+        )
+    if not found:
+        aiperf.refuse_aggregate(source)
+        keys = ", ".join(map(str, list(source.value)[:6])) if has(source.value) and source.value else ""
+        raise HarnessError(
+            f"{path}: not a file of any tool that is known" + (f" (its keys: {keys})" if keys else ""),
+            next_step="Known are the files below; docs/imports.md says more.",
+            detail="\n".join(f"{name}: {form.WRITTEN_BY}" for name, form in FORMATS.items()),
+        )
+    return source, FORMATS[given or found[0]].read(source)
 
 
 def import_file(path: Path, runs: Path, given: str | None = None, machine: str | None = None) -> Path:
@@ -27,12 +73,25 @@ def import_file(path: Path, runs: Path, given: str | None = None, machine: str |
     `machine`: the name of the machine that was measured; tools do not write it. Raises HarnessError for a file that
     cannot be read, or that was imported before.
     """
-    source, imported = read_file(path, given)
+    return _made(*read_file(path, given), runs, machine)
+
+
+def run_of_records(path: Path, runs: Path) -> Path:
+    """The run directory of a file of records, made at the first call for this content. Raises HarnessError."""
+    source, imported = read_file(path, records.NAME)
+    return _made(source, imported, runs, None, again=True)
+
+
+def _made(source: Source, imported: Imported, runs: Path, machine: str | None, *, again: bool = False) -> Path:
+    """Make the run directory. `again`: return the one that there is already instead of a refusal."""
+    path = source.path
     started = min(part.started_wall_s for part in imported.parts)
     moment = datetime.datetime.fromtimestamp(started, datetime.UTC)
     name = _name(f"{imported.tool}-{path.stem}")
     run_id = f"{moment:%Y%m%d-%H%M%S}-{name}-{source.sha256[:4]}"
     folder = runs / run_id
+    if again and (folder / "run.json").exists():
+        return folder
     if folder.exists():
         raise HarnessError(
             f"{path}: was imported before, as {run_id}",
@@ -57,7 +116,9 @@ def import_file(path: Path, runs: Path, given: str | None = None, machine: str |
         summary = summarize(folder)
         write_run(
             folder,
-            msgspec.structs.replace(run, status="valid" if summary.valid else "invalid", reasons=summary.reasons),
+            msgspec.structs.replace(
+                run, status="unchecked" if summary.valid is None else "invalid", reasons=summary.reasons
+            ),
         )
         write_summary(folder, summary)
     except OSError as error:
@@ -96,7 +157,7 @@ def _run(
         origin=Origin(
             tool=imported.tool,
             version=imported.version,
-            files={one.path.name: one.sha256 for one in [source, *imported.beside]},
+            files={one.path.name: one.sha256 for one in [source, *imported.other_files]},
             imported_wall_s=time.time(),
             importer=__version__,
             definitions=imported.definitions,
@@ -121,11 +182,11 @@ def _at_once(part: ImportedPart) -> int:
     if part.at_once is not None:
         return max(part.at_once, 1)
     events = [(r.sent_s, 1) for r in part.records] + [(r.sent_s + r.ended_s, -1) for r in part.records]
-    most = now = 0
+    peak = now = 0
     for _, step in sorted(events):
         now += step
-        most = max(most, now)
-    return max(most, 1)
+        peak = max(peak, now)
+    return max(peak, 1)
 
 
 def _cell_run(cell: str, part: ImportedPart, imported: Imported) -> CellRun:

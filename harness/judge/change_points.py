@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from harness.judge.stats import ALPHA, MOST_REPEATS, POWER, Array, t_quantile
-from harness.judge.verdicts import MARGIN
+from harness.judge.stats import Array, t_quantile
+from harness.summary import ALPHA, MARGIN, MAX_REPEATS, POWER
 
 MIN_LEVEL = 3  # runs that a level has at least: fewer are outliers, or too new to decide
 MIN_HISTORY = 5  # runs with which the gate decides
@@ -44,7 +44,7 @@ class Shift(NamedTuple):
     window: int  # how many of the newest runs show the shift together; 1 where none do
     history: list[int]  # places of the runs that they are compared with
     detectable: float | None  # slowdown found within three runs with a probability of POWER
-    needed: int | None  # runs of history that find DETECTED; None: more than MOST_REPEATS
+    needed: int | None  # runs of history that find DETECTED; None: more than MAX_REPEATS
 
 
 def levels_of(speeds: Sequence[float], series: int = 1) -> Levels:
@@ -110,7 +110,7 @@ def _shift(logs: Array, places: Sequence[int], window: int, level: float) -> Shi
     band = max(_quantile(level, freedom) * error, _BAND)
     deviation = float(old.std(ddof=1))
     detectable = _detectable(deviation, len(old), level)
-    sizes = range(MIN_HISTORY, MOST_REPEATS + 1)
+    sizes = range(MIN_HISTORY, MAX_REPEATS + 1)
     word: Word = "no_shift" if detectable <= DETECTED else "inconclusive"
     if abs(difference) > band:
         word = "slower" if difference < 0 else "faster"
@@ -189,7 +189,7 @@ def _quantile(level: float, freedom: float) -> float:
 
 def _detectable(deviation: float, runs: int, level: float) -> float:
     """The slowdown that three runs after so many show with a probability of POWER."""
-    most = max(WINDOWS)
-    freedom = runs + most - 2
-    error = deviation * math.sqrt(1 / most + 1 / runs)
+    longest = max(WINDOWS)
+    freedom = runs + longest - 2
+    error = deviation * math.sqrt(1 / longest + 1 / runs)
     return max(MARGIN, math.expm1((_quantile(level, freedom) + t_quantile(POWER, freedom)) * error))

@@ -7,12 +7,14 @@ are compared as they are; docs/method.md says which and why.
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
+from harness.columns import VALUES, WORK
 from harness.judge.stats import (
     MAX_REQUESTS,
     Estimate,
@@ -23,7 +25,7 @@ from harness.judge.stats import (
     samples_needed,
     share_interval,
 )
-from harness.judge.verdicts import WORK, not_valid
+from harness.judge.verdicts import not_valid
 from harness.rundir.origin import unlike_rows
 from harness.scenario.check_syntax import (
     JUDGED_BY_SLOS,
@@ -37,15 +39,9 @@ from harness.scenario.check_syntax import (
     slos_key,
 )
 from harness.scenario.scenario import Scenario
-from harness.summary import NEEDED, CheckResult, Comparison, Distribution, Reference, Row, Verdict
-from harness.units import count, figures
+from harness.summary import NEEDED, CheckResult, Comparison, Distribution, Reason, Reference, Row, Verdict, because
 
-# Which requests have a latency that others never have, however many there are.
-_HAVE = {
-    **dict.fromkeys(("ttft", "ttfo", "tpot", "gap"), "streamed answers"),
-    **dict.fromkeys(("e2e_sched", "send_lag"), "requests of an open loop"),
-    "ttft_sched": "streamed answers of an open loop",
-}
+_VALUES = {column.check: column for column in VALUES}
 _MAX_PERMILLE = 999  # a share closer to 1 needs as many requests as p99.9
 
 
@@ -53,7 +49,7 @@ class _Value(Struct, frozen=True, kw_only=True):
     """The value of one row. Without a value `missing` says why."""
 
     value: float | None = None
-    missing: str = ""
+    missing: Reason | None = None
     interval: tuple[float | None, float | None] | None = None  # None: the value is compared as it is
     n: int = 0  # the requests that it comes from,
     needed: int = 0  # and how many of them a check needs to pass
@@ -89,7 +85,8 @@ def evaluate(
         try:
             results.append(_evaluate(parse_check(text), rows, comparison, reference))
         except ValueError as error:
-            results.append(CheckResult(check=text, status="failed", code="unreadable", evidence=str(error)))
+            why = because("check_unreadable", error=str(error))
+            results.append(CheckResult(check=text, status="failed", code="unreadable", evidence=[why]))
     return results
 
 
@@ -122,27 +119,26 @@ def _evaluate(
         base = comparison.verdicts[0].baseline if comparison.verdicts else None
         sides = {side for side, verdict in _own(comparison).items() if verdict.baseline == base}
         chosen = [row for row in chosen if row.name in sides]
-    if check.server is None:  # rows without streamed answers, say, have no TTFT and are not meant
+    if check.server is None:  # rows without streamed answers, say, have no TTFT and are skipped
         chosen = [row for row in chosen if _has(check, row)] or chosen
     if not chosen:
-        return CheckResult(
-            check=check.text, status="failed", code="no_row", evidence="there is no row that it applies to"
-        )
+        return CheckResult(check=check.text, status="failed", code="no_row", evidence=[because("check_no_row")])
     found = [_evaluate_row(check, row, rows, comparison, reference) for row in chosen]
     if failed := [one for one in found if one.status == "failed"]:
-        return replace(max(failed, key=_distance), evidence="; ".join(one.evidence for one in failed))
+        return replace(max(failed, key=_distance), evidence=[reason for one in failed for reason in one.evidence])
     if open_ := [one for one in found if one.status == "inconclusive"]:
         worst = max(open_, key=lambda one: math.inf if one.more_requests is None else one.more_requests)
-        return replace(worst, evidence="; ".join(one.evidence for one in open_))
+        return replace(worst, evidence=[reason for one in open_ for reason in one.evidence])
     worst = min(found, key=_distance)
-    rest = f" (worst of {len(found)} rows)" if len(found) > 1 else ""
-    return replace(worst, evidence=worst.evidence + rest)
+    (value,) = worst.evidence
+    more = {"rows": len(found)} if len(found) > 1 else {}
+    return replace(worst, evidence=[replace(value, values=value.values | more)])
 
 
 def _has(check: Check, row: Row) -> bool:
     """Whether a row may have the latency of a check: none of its successful requests has one otherwise."""
-    field = LATENCIES.get(check.metric.rpartition("_")[0])
-    return field is None or not row.pooled.succeeded or getattr(row.pooled, field).n > 0
+    column = LATENCIES.get(check.metric.rpartition("_")[0])
+    return column is None or not row.pooled.succeeded or getattr(row.pooled, column.field).n > 0
 
 
 def _distance(result: CheckResult) -> float:
@@ -156,15 +152,13 @@ def _distance(result: CheckResult) -> float:
 def _evaluate_row(
     check: Check, row: Row, rows: Sequence[Row], comparison: Comparison | None, reference: Reference | None
 ) -> CheckResult:
-    found, bound, against = _value(check, row, comparison), check.bound, ""
-    result = CheckResult(check=check.text, row=row.name, evidence="")
+    found, bound, against = _value(check, row, comparison), check.bound, None
+    result = CheckResult(check=check.text, row=row.name)
     if check.relative and found.value is not None:
-        base, whose = _baseline_value(check, row, rows, comparison, reference)
+        base, name = _baseline_value(check, row, rows, comparison, reference)
         if base.value is None:
-            return replace(result, code="no_baseline", evidence=f"{row.name}: {whose}")
-        bound = check.bound * base.value
-        factor = f", {figures(found.value / base.value, 3)} times as much" if base.value else ""
-        against = f" against {_shown(check, base.value)} of {whose}{factor}"
+            return replace(result, code="no_baseline", evidence=_missing(row, base))
+        bound, against = check.bound * base.value, {"value": base.value, "name": name}
         found = replace(found, interval=_relative_interval(found, base))
     if check.operator == "==" or (check.relative and found.value is None):
         found = replace(found, interval=None)
@@ -175,19 +169,38 @@ def _evaluate_row(
     met = holds(-math.inf if low is None else low, bound), holds(math.inf if high is None else high, bound)
     if found.value is None and any(met):
         return _without_value(result, row, found)
-    limited = " (client-limited)" if set(_fields(check)) & set(row.client_limited) else ""
-    shown = [] if found.value is None else [_shown(check, found.value) + _counted(check, row) + limited + against]
+    shown: dict[str, Any] = {"row": row.name, "unit": _unit(check)}
+    if found.value is not None:
+        shown |= {"value": found.value, "counted": _counted(check, row), "against": against}
+        shown["limited"] = bool(set(_fields(check)) & set(row.client_limited)) or None
     result = replace(result, value=found.value, bound=bound)
     if found.interval is not None:
-        shown.append(_interval_words(check, low, high))
+        shown["interval"] = [low, high]
         result = replace(result, low=low, high=high)
-    evidence = f"{row.name}: {', '.join(shown)}"
-    if all(met):
-        return replace(result, status="passed", code="met", evidence=evidence)
-    if not any(met):
-        return replace(result, status="failed", code="broken", evidence=evidence)
-    more, advice = _what_decides(check, found, bound)
-    return replace(result, code="too_close", more_requests=more, evidence=f"{evidence}; {advice}")
+    if all(met) or not any(met):
+        status, code = ("passed", "met") if all(met) else ("failed", "broken")
+        return replace(result, status=status, code=code, evidence=[_shown(shown)])
+    more, decision = _what_decides(check, found, bound)
+    evidence = [_shown(shown | {"decision": _nested(decision)})]
+    return replace(result, code="too_close", more_requests=more, evidence=evidence)
+
+
+def _shown(values: dict[str, Any]) -> Reason:
+    return Reason("check_value", {key: value for key, value in values.items() if value is not None})
+
+
+def _missing(row: Row, found: _Value) -> list[Reason]:
+    return [because("check_missing", row=row.name, why=_nested(found.missing))]
+
+
+def _nested(value: Reason | Verdict | None) -> Any:
+    """What a reason has as a value."""
+    return msgspec.to_builtins(value)
+
+
+def _unit(check: Check) -> str:
+    units = UNITS[check.metric]
+    return "req/s" if check.metric == "goodput" else "s" if "s" in units else "%" if "%" in units else ""
 
 
 def _without_value(result: CheckResult, row: Row, found: _Value) -> CheckResult:
@@ -197,7 +210,7 @@ def _without_value(result: CheckResult, row: Row, found: _Value) -> CheckResult:
         result,
         code="too_few_requests" if few else "no_value",
         more_requests=found.needed - found.n if few else None,
-        evidence=f"{row.name}: {found.missing}",
+        evidence=_missing(row, found),
     )
 
 
@@ -212,11 +225,11 @@ def _relative_interval(found: _Value, base: _Value) -> tuple[float | None, float
     )
 
 
-def _what_decides(check: Check, found: _Value, bound: float) -> tuple[int | None, str]:
-    """How many more requests decide a check whose interval contains the bound, if all stays as seen; and as words."""
+def _what_decides(check: Check, found: _Value, bound: float) -> tuple[int | None, Reason]:
+    """How many more requests decide a check whose interval contains the bound, if all stays as seen."""
     assert found.value is not None and found.interval is not None
     if check.metric == "speedup":
-        return None, "more repeats make the interval narrower"
+        return None, because("more_repeats")
     if check.relative:
         times = growth_to_decide(found.estimate(), bound)
         more = None if times is None or times * found.n > MAX_REQUESTS else math.ceil((times - 1) * found.n)
@@ -230,104 +243,83 @@ def _what_decides(check: Check, found: _Value, bound: float) -> tuple[int | None
         needed = requests_to_decide(share, seen)
         more = None if needed is None else max(1, needed - found.n)
     if more is None:
-        return None, f"too close to the bound: more than {MAX_REQUESTS:,} requests would be needed to decide"
-    both = f"; of the baseline {figures(1 + more / found.n, 2)} times as many as now" if check.relative else ""
-    return more, f"needs about {count(more, 'more request')} to decide{both}"
-
-
-def _interval_words(check: Check, low: float | None, high: float | None) -> str:
-    if low is None or high is None:
-        known = f"from {_shown(check, low)}" if low is not None else f"up to {_shown(check, high or 0.0)}"
-        return f"95 % interval {known}"
-    return f"95 % interval {_shown(check, low)} to {_shown(check, high)}"
+        return None, because("too_close", max_requests=MAX_REQUESTS)
+    both = {"baseline_factor": 1 + more / found.n} if check.relative else {}
+    return more, because("more_requests", more=more, **both)
 
 
 def _baseline_value(
     check: Check, row: Row, rows: Sequence[Row], comparison: Comparison | None, reference: Reference | None
 ) -> tuple[_Value, str]:
-    """The baseline's value and the name of its run or row; without a value, why there is none."""
+    """The baseline's value and the name of its run or row."""
     if reference is not None:
+        name = reference.run
         if reference.refused is not None:
-            return _Value(), f"not compared with {reference.run}: {reference.refused}"
-        whose = reference.run
+            return _without("not_compared_with", name=name, why=_nested(reference.refused)), name
         base = next((one for one in reference.rows if one.name == row.name), None)
         if base is None:
-            return _Value(), f"the baseline {whose} has no such row"
+            return _without("baseline_without_row", name=name), name
     else:
         if comparison is None:
-            return (
-                _Value(),
-                "there is no baseline: the run is not VALID, or has one row only; give one with --baseline RUN",
-            )
+            return _without("no_baseline"), ""
         verdict = _own(comparison).get(row.name)
         if verdict is None:
-            return _Value(), _uncompared(row, comparison)
-        whose = verdict.baseline
-        base = next(one for one in rows if one.name == whose)
+            return _Value(missing=_uncompared(row, comparison)), ""
+        name = verdict.baseline
+        base = next(one for one in rows if one.name == name)
     unlike = not_valid(row, base) or unlike_rows(row, base, _fields(check))
     if unlike is not None:
-        return _Value(), f"not compared with {whose}: {unlike}"
+        return _without("not_compared_with", name=name, why=_nested(unlike)), name
     found = _value(check, base, None)
-    return found, whose if found.value is not None else f"of the baseline {whose}: {found.missing}"
+    if found.value is None:
+        return _without("baseline_without_value", name=name, why=_nested(found.missing)), name
+    return found, name
+
+
+def _without(code: str, **values: Any) -> _Value:
+    return _Value(missing=because(code, **values))
 
 
 def _fields(check: Check) -> list[str]:
     """The fields of Numbers that a check's value is made of, as far as they have a definition."""
     latency, _, statistic = check.metric.rpartition("_")
     if latency in LATENCIES:
-        return [LATENCIES[latency], *(["percentiles"] if statistic in NEEDED else [])]
+        return [LATENCIES[latency].field, *(["percentiles"] if statistic in NEEDED else [])]
     if check.metric in JUDGED_BY_SLOS:
-        return list(dict.fromkeys(LATENCIES[slo.latency] for slo in check.slos))
-    if check.metric == "wall":
-        return ["wall_s"]
-    return [check.metric] if check.metric in ("output_tok_s", "input_tok_s", "requests_per_s") else []
+        return list(dict.fromkeys(LATENCIES[slo.latency].field for slo in check.slos))
+    column = _VALUES.get(check.metric)
+    return [column.field] if column is not None and column.definition else []
 
 
 def _value(check: Check, row: Row, comparison: Comparison | None) -> _Value:
     """A row's value, or what it would need."""
-    metric, numbers = check.metric, row.pooled
+    metric = check.metric
     latency, _, statistic = metric.rpartition("_")
     if latency in LATENCIES and statistic in STATISTICS:
         return _latency(row, latency, statistic)
     if metric in JUDGED_BY_SLOS:
         return _attained(check, row)
-    if metric in OF_ANSWERS:
-        return _of_answers(metric, row)
     if metric == "speedup":
         return _speedup(row, comparison)
-    if metric == "output_tok_s":
-        why = row.missing.get("output_tok_s", "the server has to report the tokens of every answer")
-        return _Value(value=numbers.output_tok_s, missing=f"not known: {why}")
-    value, missing = {
-        "input_tok_s": (numbers.input_tok_s, "not known: the server has to report the prompt tokens of every answer"),
-        "error_rate": (numbers.error_rate, "no request was sent; 1 is needed"),
-        "wall": (numbers.wall_s, "a load without a fixed number of requests has no wall time"),
-        "requests_per_s": (numbers.requests_per_s, "not known: no request was measured"),
-    }[metric]
-    return _Value(value=value, missing=missing)
-
-
-def _of_answers(metric: str, row: Row) -> _Value:
-    answers = row.pooled.answers
-    if answers is None:
-        return _Value(missing="no answer was checked; the load needs an 'answer', and requests that succeed")
-    return _Value(
-        value=getattr(answers, metric),
-        missing="the right answers are not known; 'prompts.kind: classification' has labels",
-    )
+    if metric in OF_ANSWERS and row.pooled.answers is None:
+        return _without("no_answer_checked")
+    if metric == "output_tok_s" and "output_tok_s" in row.missing:
+        missing = because("tool_unknown", why=row.missing["output_tok_s"])
+    else:
+        missing = because(_VALUES[metric].missing)
+    return _Value(value=_VALUES[metric].of(row.pooled), missing=missing)
 
 
 def _latency(row: Row, latency: str, statistic: str) -> _Value:
-    sample: Distribution = getattr(row.pooled, LATENCIES[latency])
-    one = f"an {latency}" if latency.startswith("e") else f"a {latency}"
-    whose = f": only {_HAVE[latency]} have one" if not sample.n and latency in _HAVE else ""
+    column = LATENCIES[latency]
+    sample: Distribution = getattr(row.pooled, column.field)
+    only = {"only": column.only} if not sample.n and column.only else {}
     if statistic == "mean":
-        return _Value(value=sample.mean, missing=f"no successful request has {one}; 1 is needed{whose}")
+        return _Value(value=sample.mean, missing=because("latency_missing", latency=latency, needed=1, **only))
     needed = NEEDED[statistic]
-    there = f"{sample.n:,} values are there" if latency == "gap" else f"there are {sample.n:,}"
     return _Value(
         value=getattr(sample, statistic),
-        missing=f"needs {needed:,} successful requests that have {one}; {there}{whose}",
+        missing=because("latency_missing", latency=latency, needed=needed, there=sample.n, **only),
         interval=sample.intervals.get(statistic),
         n=min(sample.n, row.pooled.succeeded) if latency == "gap" else sample.n,
         needed=needed,
@@ -335,25 +327,19 @@ def _latency(row: Row, latency: str, statistic: str) -> _Value:
 
 
 def _attained(check: Check, row: Row) -> _Value:
-    attained, sent = row.pooled.slos.get(slos_key(check.slos)), row.pooled.sent
+    slos, sent = slos_key(check.slos), row.pooled.sent
+    attained = row.pooled.slos.get(slos)
     if attained is None:
-        return _Value(
-            missing=f"its summary does not say how many requests met {slos_key(check.slos)}; its records are needed"
-        )
+        return _without("slos_uncounted", slos=slos)
     if attained.unknown:
-        return _Value(
-            missing=f"of {attained.unknown:,} of {row.pooled.succeeded:,} successful requests it is not known whether "
-            f"they met {slos_key(check.slos)}: the answers must be streamed, and their tokens reported"
-        )
+        return _without("slos_unknown", unknown=attained.unknown, requests=row.pooled.succeeded, slos=slos)
     if check.metric == "goodput":
-        return _Value(value=attained.goodput_req_s, missing="not known: no request was measured")
+        return _Value(value=attained.goodput_req_s, missing=because("none_measured"))
     needed, n = requests_needed(check), sent - attained.left
     sampled = n > 0 and (check.relative or 0 < check.bound < 1)  # all or none: a statement on these requests alone
     return _Value(
         value=attained.attainment if sent >= needed else None,
-        missing=f"needs {needed:,} requests; {sent:,} were sent, of which {attained.met:,} met every SLO"
-        if sent
-        else "no request was sent; 1 is needed",
+        missing=because("slos_too_few", needed=needed, sent=sent, met=attained.met) if sent else because("none_sent"),
         interval=share_interval(attained.met, n) if sampled else None,
         n=sent,
         needed=needed,
@@ -369,25 +355,23 @@ def requests_needed(check: Check) -> int:
 
 def _speedup(row: Row, comparison: Comparison | None) -> _Value:
     if comparison is None:
-        return _Value(missing="nothing was compared: the run is not VALID, or has one row only")
+        return _without("nothing_compared")
     verdict = _own(comparison).get(row.name)
     if verdict is None:
         return _Value(missing=_uncompared(row, comparison))
     if verdict.metric not in WORK:
-        return _Value(
-            missing="users who think or follow a schedule are compared by latency; check one, relative to the baseline"
-        )
+        return _without("paced_users")
     if verdict.ratio is None:
-        return _Value(missing=verdict.sentence.removeprefix(f"{verdict.side}: ").removesuffix("."))
+        return _without("no_verdict", verdict=_nested(verdict))
     if verdict.low is None:
-        return _Value(missing="needs at least 2 repeats of this row and of the baseline")
+        return _without("no_interval")
     return _Value(value=verdict.ratio, interval=(verdict.low, verdict.high))
 
 
-def _uncompared(row: Row, comparison: Comparison) -> str:
+def _uncompared(row: Row, comparison: Comparison) -> Reason:
     if comparison.verdicts and comparison.verdicts[0].baseline != row.name:
-        return "its work is not the baseline's, and it is compared with nothing"
-    return "it is the baseline itself"
+        return because("no_comparison")
+    return because("is_baseline")
 
 
 def _own(comparison: Comparison) -> dict[str, Verdict]:
@@ -400,24 +384,14 @@ def _own(comparison: Comparison) -> dict[str, Verdict]:
     return own
 
 
-def _shown(check: Check, value: float) -> str:
-    units = UNITS[check.metric]
-    if check.metric == "goodput":
-        return f"{figures(value, 4)} req/s"
-    if "s" in units:
-        return f"{figures(value, 4)} s" if value >= 1 else f"{figures(value * 1000, 4)} ms"
-    return f"{figures(value * 100, 3)} %" if "%" in units else figures(value, 4)
-
-
-def _counted(check: Check, row: Row) -> str:
+def _counted(check: Check, row: Row) -> dict[str, int] | None:
     """What a share was counted from."""
     answers = row.pooled.answers
     if check.metric in OF_ANSWERS and answers is not None:
-        valid = check.metric == "valid_share"
-        right = f", {answers.right or 0:,} of {answers.labelled:,}"
-        return f", {answers.valid:,} of {answers.checked:,}" if valid else right
+        if check.metric == "valid_share":
+            return {"number": answers.valid, "of": answers.checked}
+        return {"number": answers.right or 0, "of": answers.labelled}
     if check.metric != "attainment":
-        return ""
+        return None
     attained, sent = row.pooled.slos[slos_key(check.slos)], row.pooled.sent
-    left = f" ({attained.left:,} more were abandoned before one was missed)" if attained.left else ""
-    return f", {attained.met:,} of {sent - attained.left:,} sent met every SLO{left}"
+    return {"number": attained.met, "of": sent - attained.left, "left": attained.left}

@@ -6,9 +6,10 @@ from typing import Any
 
 import msgspec
 
-from harness.errors import HarnessError
 from harness.judge import server_starts
 from harness.rundir.manifest import CellRun, Run, ServedBy
+from harness.rundir.origin import UnlikeError
+from harness.summary import because
 
 # What differs with one thing by nature: who compares images also gets their versions.
 FOLLOWS = {
@@ -26,7 +27,7 @@ FOLLOWS = {
 # Not what is measured but how often, how long it was watched, what is asked of the numbers, and what chance chose.
 _SCENARIO = (
     "compare", "question", "servers", "loads", "repeats", "baseline", "checks", "max_error_rate", "model",
-    "api_key_env",
+    "api_key_env", "swept",
 )  # fmt: skip
 _SERVER = ("startup_timeout_s", "allow")
 _CONTAINER = ("NetworkMode", "PortBindings")
@@ -35,12 +36,6 @@ _ALWAYS = ("workload_sha256", "simulated")  # equal in every comparison
 # measures, `versions` has a sum), and the load is the same however many machines send it.
 NOTED = ("git_commit", "load_machines")
 ABSENT = "nothing"
-
-
-class UnlikeError(HarnessError):
-    """Runs that are not alike. `about`: the one thing that a comparison of them can be about; None: there is none."""
-
-    about: str | None = None
 
 
 def refuse_unlike(
@@ -68,8 +63,8 @@ def refuse_unlike(
             _refuse(runs, facts, 0, index, left, _advice(left, about, name), name)
     if about is not None and not excused:
         known = sorted({".".join(key.split(".")[:2]) for key in facts[0]} - set(_ALWAYS))
-        raise HarnessError(
-            f"the runs do not differ in '{about}', which the comparison is to be about",
+        raise UnlikeError(
+            because("about_equal", about=about),
             next_step=f"Leave it out, or name one of: {', '.join(known)}.",
         )
 
@@ -80,8 +75,8 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
         key
         for key in dict.fromkeys([*one, *other])
         if key not in NOTED
-        and not server_starts.is_told(key)
-        and not server_starts.is_unsaid(key, one, other)
+        and not server_starts.is_measured(key)
+        and not server_starts.is_unreported(key, one, other)
         and one.get(key, ABSENT) != other.get(key, ABSENT)
     ]
 
@@ -99,14 +94,14 @@ def _refuse(
     shown = []
     for key in keys:
         values = [facts[index].get(key, ABSENT) for index in (first, second)]
-        mine, theirs = map(_shortened, in_words(values))
-        shown.append(f"{key}: {mine} in {runs[first].id}, {theirs} in {runs[second].id}")
-    key, _, said = shown[0].partition(": ")
-    more = f" (and {len(keys) - 1} more)" if len(keys) > 1 else ""
+        shown.append([key, *map(_shortened, in_words(values))])
+    run, other = runs[first].id, runs[second].id
+    key, mine, theirs = shown[0]
+    lines = [f"{key}: {mine} in {run}, {theirs} in {other}" for key, mine, theirs in shown]
     error = UnlikeError(
-        f"runs that differ in '{key}' are not compared: {said}{more}",
+        because("runs_differ", key=key, run=run, value=mine, other=other, other_value=theirs, more=len(keys) - 1),
         next_step=advice,
-        detail="\n".join(shown) if len(keys) > 1 else "",
+        detail="\n".join(lines) if len(keys) > 1 else "",
     )
     error.about = about
     raise error
@@ -161,10 +156,10 @@ def facts_of(run: Run, rows: Sequence[tuple[str, str]]) -> dict[str, Any]:
     for server in dict.fromkeys(server for server, _ in rows):
         given = {key: value for key, value in scenario["servers"][server].items() if key not in _SERVER}
         flatten(f"servers.{server}", given, facts)
-        cells = [cell for cell in run.cells if cell.server == server]
+        cells = [cell for cell in run.served if cell.server == server]
         for cell in cells:
             _add_served(f"servers.{server}", run, cell, facts)
-        for key, value in server_starts.told([cell.served_by for cell in cells]).items():
+        for key, value in server_starts.measured([cell.served_by for cell in cells]).items():
             facts[f"servers.{server}.{key}"] = value
     flatten("scenario", {key: value for key, value in scenario.items() if key not in _SCENARIO}, facts)
     flatten("machine", msgspec.to_builtins(run.machine), facts)

@@ -9,13 +9,14 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from harness.columns import WORK
 from harness.errors import HarnessError
 from harness.files import pretty_json, read_json, replace_file
 from harness.judge import stats
 from harness.judge.stats import Variation
-from harness.judge.verdicts import WORK, Measured, Noise, metrics_of, speeds
+from harness.judge.verdicts import Measured, Noise, metrics_of, speeds
 from harness.rundir.manifest import Run
-from harness.summary import NEEDED, Summary
+from harness.summary import NEEDED, Reason, Summary, because
 
 FORMAT_VERSION = 2
 A, AGAIN = "a", "a-again"  # the two names of the one server
@@ -140,7 +141,7 @@ def write_noise(path: Path, noise: StoredNoise) -> None:
 
 
 def read_noise(path: Path) -> StoredNoise | None:
-    """A noise.json; None where there is none. Raises HarnessError for a damaged one or one of a newer format."""
+    """A noise.json; None where it is missing. Raises HarnessError for a damaged one or one of a newer format."""
     try:
         if read_json(path, _VersionHead).format_version < FORMAT_VERSION:
             return None  # format 1 has one run, which does not show how far runs differ
@@ -162,8 +163,8 @@ def noise_for(runs: Sequence[Run], results: Path) -> Noise:
         noise = read_noise(path)
         why = None if noise is None else unfit(noise, run)
         if noise is None or why is not None:
-            of = f"not measured for {run.scenario_name} on {run.machine.name}"
-            return Noise(source=of if why is None else f"{of}; what is stored is of {why}")
+            names = {"scenario": run.scenario_name, "machine": run.machine.name}
+            return Noise(source=[because("noise_unknown", **names, other=why)])
         found.append(noise)
     rows: dict[tuple[str, str], Variation] = {}
     for noise in found:
@@ -171,18 +172,18 @@ def noise_for(runs: Sequence[Run], results: Path) -> Noise:
             seen, key = row.variation(), (row.metric, row.load)
             if seen is not None and (key not in rows or rows[key].of_run(noise.repeats) < seen.of_run(noise.repeats)):
                 rows[key] = seen
-    return Noise(rows, "; ".join(map(in_short, found)))
+    return Noise(rows, list(map(source_of, found)))
 
 
-def in_short(noise: StoredNoise) -> str:
+def source_of(noise: StoredNoise) -> Reason:
     """Where stored noise is from."""
     days = sorted({date_of(run.started_wall_s) for run in noise.runs})
-    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    return f"A/A on {noise.machine}, {len(noise.runs)} runs of '{noise.server}', {when}"
+    of = {"machine": noise.machine, "runs": len(noise.runs), "server": noise.server}
+    return because("noise_measured", **of, first_day=days[0], last_day=days[-1])
 
 
 def unfit(noise: StoredNoise, run: Run) -> str | None:
-    """Why stored noise is not of this run's work; None when it is."""
+    """In what stored noise is not of this run's work; None when it is."""
     for what, one, other in (
         ("machine", noise.machine, run.machine.name),
         ("scenario", noise.scenario, run.scenario_name),
@@ -190,8 +191,8 @@ def unfit(noise: StoredNoise, run: Run) -> str | None:
         ("model", noise.model, run.scenario.model),
     ):
         if one != other:
-            return f"another {what}"
-    return "another kind of engine" if noise.simulated != run.simulated else None
+            return what
+    return "kind of engine" if noise.simulated != run.simulated else None
 
 
 def date_of(wall_s: float) -> str:

@@ -11,13 +11,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.summary import ALPHA, MAX_REPEATS, POWER
+
 Array = NDArray[np.float64]
 
-ALPHA = 0.05  # of tests and intervals
-MOST_ASSIGNMENTS = 200_000  # ten against ten is the most that is enumerated
-POWER = 0.8  # with which a recommended number of repeats, runs or requests decides
+MAX_ASSIGNMENTS = 200_000  # ten against ten is the most that is enumerated
 _ASKED = POWER + 0.02  # the permutation test finds a little less than Student's t, by which this is computed
-MOST_REPEATS = 100  # beyond which no number of repeats is suggested
 MAX_REQUESTS = 100_000  # beyond which no number of requests is suggested
 _DRAWS = 100_000
 
@@ -145,9 +144,9 @@ class Effect(NamedTuple):
     def ratio(self) -> float:
         return math.exp(self.log)
 
-    def interval(self) -> tuple[float, float]:
-        """The 95 % interval of the ratio."""
-        half = t_quantile(1 - ALPHA / 2, self.freedom) * self.error if self.error else 0.0
+    def interval(self, parts: int = 1) -> tuple[float, float]:
+        """The 95 % interval of the ratio; of an analysis that has one of so many parts of ALPHA, a wider one."""
+        half = t_quantile(1 - ALPHA / 2 / parts, self.freedom) * self.error if self.error else 0.0
         return math.exp(self.log - half), math.exp(self.log + half)
 
     def half(self) -> float:
@@ -220,7 +219,7 @@ def effects_of_runs(side: Sequence[float], base: Sequence[float], variance: floa
 def permutation_p(side: Sequence[float], base: Sequence[float]) -> float:
     """Two-sided permutation test of the difference of mean logarithms.
 
-    Exact, over all assignments of the values to the two sides, up to MOST_ASSIGNMENTS of them; beyond that over
+    Exact, over all assignments of the values to the two sides, up to MAX_ASSIGNMENTS of them; beyond that over
     a seeded random sample, counted so that p is never too small.
     """
     logs = np.log(np.concatenate([np.asarray(side, dtype=np.float64), np.asarray(base, dtype=np.float64)]))
@@ -228,7 +227,7 @@ def permutation_p(side: Sequence[float], base: Sequence[float]) -> float:
     # The difference of means is a function of one side's sum; distances from its expectation are compared.
     expected = total * n / len(logs)
     seen = abs(float(logs[:n].sum()) - expected)
-    exact = math.comb(len(logs), n) <= MOST_ASSIGNMENTS
+    exact = math.comb(len(logs), n) <= MAX_ASSIGNMENTS
     sums = logs[_assignments(n, len(logs))].sum(axis=1) if exact else _drawn_sums(logs, n)
     # Sums of the same values in another order differ in the last bits.
     extreme = int(np.count_nonzero(np.abs(sums - expected) >= seen - 1e-9 * max(seen, 1e-3)))
@@ -239,8 +238,8 @@ def smallest_p(n: int, m: int) -> float:
     """The smallest p that `permutation_p` can give for n against m values: 5 and 5: 0.008, 3 and 3: 0.10."""
     assignments = math.comb(n + m, n)
     # Of equal sides every assignment has a mirror image that is as extreme.
-    least = min(2 if n == m else 1, assignments) / assignments
-    return least if assignments <= MOST_ASSIGNMENTS else max(least, 1 / (_DRAWS + 1))
+    smallest = min(2 if n == m else 1, assignments) / assignments
+    return smallest if assignments <= MAX_ASSIGNMENTS else max(smallest, 1 / (_DRAWS + 1))
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -254,22 +253,27 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 def repeats_to_reach_p(comparisons: int) -> int:
-    """The least repeats a side with which a corrected p below ALPHA is possible at all; MOST_REPEATS + 1: none is."""
-    tried = range(2, MOST_REPEATS + 1)
-    return next((n for n in tried if smallest_p(n, n) * comparisons < ALPHA), MOST_REPEATS + 1)
+    """The least repeats a side with which a corrected p below ALPHA is possible at all; MAX_REPEATS + 1: none is."""
+    tried = range(2, MAX_REPEATS + 1)
+    return next((n for n in tried if smallest_p(n, n) * comparisons < ALPHA), MAX_REPEATS + 1)
 
 
 def needed_to_settle(
-    log: float, variances: tuple[float, float], least: int, comparisons: int, margin: float, freedom: int | None = None
+    log: float,
+    variances: tuple[float, float],
+    known: int,
+    comparisons: int,
+    margin: float,
+    freedom: int | None = None,
 ) -> int | None:
     """How many values a side settle the matter with a probability of POWER, if effect and spread are as seen.
 
-    `log` is the effect and `variances` are those of both sides, on logarithms; the answer is larger than `least`.
+    `log` is the effect and `variances` are those of both sides, on logarithms; the answer is larger than `known`.
     `freedom`: degrees with which the variance is known from elsewhere; then Student's t decides alone, else the
-    permutation test as well. None: more than MOST_REPEATS.
+    permutation test as well. None: more than MAX_REPEATS.
 
-    An effect beyond the margin is settled by a verdict that it is there: the test at the corrected level finds it,
-    and the ratio seen lies beyond the margin. A smaller one by an interval that fits within the margin.
+    An effect beyond the margin is settled by a verdict of a difference: the test at the corrected level finds it,
+    and the ratio is beyond the margin. A smaller one by an interval that fits within the margin.
     """
     band = math.log1p(margin)
     differs = abs(log) > band
@@ -282,7 +286,7 @@ def needed_to_settle(
         level = ALPHA / comparisons if differs else ALPHA
         return _power(seen._replace(freedom=seen.freedom + (freedom or 0)), level, band, differs=differs) >= _ASKED
 
-    tried = range(max(least + 1, repeats_to_reach_p(1)), MOST_REPEATS + 1)
+    tried = range(max(known + 1, repeats_to_reach_p(1)), MAX_REPEATS + 1)
     place = bisect.bisect_left(tried, True, key=settles)
     return tried[place] if place < len(tried) else None
 

@@ -2,29 +2,32 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from harness.columns import RATES, WORK
 from harness.judge import stats
-from harness.judge.stats import ALPHA, MOST_REPEATS, POWER, Effect, Variation
+from harness.judge.stats import Effect, Variation
 from harness.rundir.origin import unlike_rows
-from harness.scenario.mixes import alone, mix_of
+from harness.scenario.plan import alone, mix_of
 from harness.scenario.scenario import Load, Scenario, is_open
-from harness.summary import NEEDED, CellSummary, Comparison, Distribution, Numbers, Row, Verdict
-from harness.units import count, figures
+from harness.summary import (
+    ALPHA,
+    MARGIN,
+    NEEDED,
+    CellSummary,
+    Comparison,
+    Distribution,
+    Inconclusive,
+    Numbers,
+    Reason,
+    Row,
+    Verdict,
+    because,
+)
 
-MARGIN = 0.02  # differences under this are treated as noise: "faster" and "slower" are larger, "same" is within it
-RATES = {"output_tok_s": "output tok/s", "input_tok_s": "prompt tok/s"}  # more of these is faster, of others less
-WORK = ("wall_s", *RATES)  # the metrics of work; all others are latencies
-_LATENCIES = {
-    "ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E", "ttft_sched": "TTFT from schedule", "e2e_sched": "E2E from schedule",
-}  # fmt: skip
-METRIC_WORDS = {"wall_s": "wall time", **RATES} | {
-    f"{name}_{at}": f"{word.replace(' ', f' {at} ', 1)}" if " " in word else f"{word} {at}"
-    for name, word in _LATENCIES.items()
-    for at in NEEDED
-}
 _TAILS = ("p99", "p95", "p90")
 _NOTHING = Numbers(sent=0, succeeded=0, failed=0, unfinished=0)
 
@@ -33,7 +36,7 @@ class Noise(Struct, frozen=True):
     """How far equal runs differ on the machines of a comparison, by metric and load, and how that is known."""
 
     rows: dict[tuple[str, str], Variation] = {}
-    source: str = "not measured"
+    source: list[Reason] = msgspec.field(default_factory=lambda: [because("noise_not_measured")])
 
 
 class Measured(Struct, frozen=True, kw_only=True):
@@ -72,7 +75,9 @@ class ComparedSides(Struct, frozen=True, kw_only=True):
     baseline_speeds: Sequence[Sequence[float]]
     within_run: bool
     load: str = ""  # of both sides, where they are of different runs
-    refused: str | None = None  # why the two have no ratio
+    refused: Reason | None = None  # why the two have no ratio
+    apart: bool = False  # the repeats of the sides were not interleaved, see `are_apart`
+    parts: int = 1  # the level of the test is ALPHA / parts, see `level_parts`
 
 
 def values_of(row: Row, cells: Mapping[str, CellSummary], metric: str) -> list[float | None]:
@@ -114,7 +119,7 @@ def metrics_of(side: Measured, base: Measured) -> list[str]:
     return found
 
 
-def pairs_of(side: Measured, base: Measured, *, within_run: bool) -> Iterator[ComparedSides]:
+def pairs_of(side: Measured, base: Measured, *, within_run: bool, parts: int = 1) -> Iterator[ComparedSides]:
     """The comparisons of two rows, one for each metric."""
     for metric in metrics_of(side, base):
         found = [one.values(metric) for one in (side, base)]
@@ -133,15 +138,41 @@ def pairs_of(side: Measured, base: Measured, *, within_run: bool) -> Iterator[Co
             baseline_speeds=known[1],
             within_run=within_run,
             load=side.load_name,
+            parts=parts,
+            apart=within_run and are_apart(sessions_of(side), sessions_of(base)),
             refused=not_valid(*side.rows, *base.rows)
             or unlike_work(side.load, base.load)
             or _unlike(side, base, metric)
-            or (_too_few(metric) if too_few else client_limited(metric, limited)),
+            or (
+                because("too_few_requests", metric=metric, needed=NEEDED[metric.rpartition("_")[2]])
+                if too_few
+                else client_limited(metric, limited)
+            ),
         )
 
 
+def sessions_of(one: Measured) -> list[int]:
+    """The session of each valid cell of a side."""
+    found = [cells[cell] for row, cells in zip(one.rows, one.cells, strict=True) for cell in row.cells if cell in cells]
+    return [cell.session or 0 for cell in found if not cell.problems]
+
+
+def are_apart(side: Sequence[int], base: Sequence[int]) -> bool:
+    """Whether one side was measured in later sessions than the other, so that a drift does not fall on both alike.
+
+    After no change of sessions may the numbers of their repeats differ by more than one: at 5 a side a drift then makes
+    at most 1.3 % false alarms; at a difference of two it is up to 9 %, and with one side wholly later nearly all.
+    """
+    later = range(1, max([0, *side, *base]) + 1)
+    return any(abs(sum(one >= at for one in side) - sum(one >= at for one in base)) > 1 for at in later)
+
+
 def compare_rows(
-    rows: Sequence[Row], cells: Mapping[str, CellSummary], baseline: tuple[str, str], scenario: Scenario
+    rows: Sequence[Row],
+    cells: Mapping[str, CellSummary],
+    baseline: tuple[str, str],
+    scenario: Scenario,
+    looks: Sequence[int] = (),
 ) -> Comparison | None:
     """Every row of a run against its baseline row (server, load), and what else the scenario wants compared.
 
@@ -149,14 +180,46 @@ def compare_rows(
     the server, think time or a schedule sets the pace where it is another for the baseline's, is compared with the
     same load of the baseline's server.
 
-    None when the baseline row is missing or alone.
+    `looks`: after how many repeats verdicts were checked, to see whether more are needed; then two rows are compared by
+    the repeats that both have. None when the baseline row is missing or alone.
     """
+    chosen = [
+        (_with_repeats_of(base, side), _with_repeats_of(side, base))
+        for side, base in _chosen(rows, cells, baseline, scenario)
+    ]
+    repeats = [min(len(one.rows[0].cells) for one in pair) for pair in chosen]
     pairs = [
         pair
-        for side, base in _chosen(rows, cells, baseline, scenario)
-        for pair in pairs_of(side, base, within_run=True)
+        for (side, base), number in zip(chosen, repeats, strict=True)
+        for pair in pairs_of(side, base, within_run=True, parts=level_parts(number, looks))
     ]
     return verdicts(pairs) if pairs else None
+
+
+def level_parts(repeats: int, looks: Sequence[int]) -> int:
+    """In how many parts ALPHA is divided for a pair of so many repeats, in a run that was looked at before its end.
+
+    The first look has half of ALPHA, the second half of the rest, and so on; an analysis after the last look has all of
+    the rest. So a false verdict at any look has a probability of ALPHA at most, whatever was decided on the way.
+    """
+    return 1 << sum(look <= repeats for look in looks)
+
+
+def _with_repeats_of(other: Measured, one: Measured) -> Measured:
+    """One row with only those repeats that the other row has as well: they were interleaved."""
+    (row,), (cells,) = one.rows, one.cells
+    known = {cells[cell].repeat for cell in other.rows[0].cells if cell in cells}
+    places = [place for place, cell in enumerate(row.cells) if cell not in cells or cells[cell].repeat in known]
+    if len(places) == len(row.cells):
+        return one
+
+    def common(values: list[float]) -> list[float]:
+        return [values[place] for place in places] if len(values) == len(row.cells) else values
+
+    cut = msgspec.structs.replace(
+        row, cells=[row.cells[place] for place in places], **{name: common(getattr(row, name)) for name in WORK}
+    )
+    return msgspec.structs.replace(one, rows=[cut])
 
 
 def comparisons_of(scenario: Scenario, baseline: tuple[str, str]) -> int:
@@ -207,12 +270,12 @@ def _against(row: Row, base: Row, named: Mapping[str, Row], scenario: Scenario) 
     return None if same is row else same
 
 
-def _unlike(side: Measured, base: Measured, metric: str) -> str | None:
+def _unlike(side: Measured, base: Measured, metric: str) -> Reason | None:
     """Why two rows have no ratio. Only numbers that mean the same have one."""
     for one in (side, base):
         for row in one.rows:
             if metric in row.missing and not getattr(row, metric):
-                return f"the {METRIC_WORDS[metric]} of {one.name} is not known: {row.missing[metric]}"
+                return because("number_unknown", row=one.name, metric=metric, why=row.missing[metric])
     found = (unlike_rows(row, base.rows[0], fields_of(metric)) for row in (*side.rows, *base.rows[1:]))
     return next(filter(None, found), None)
 
@@ -222,31 +285,23 @@ def fields_of(metric: str) -> list[str]:
     return [metric] if metric in WORK else [f"{metric.rpartition('_')[0]}_s", "percentiles"]
 
 
-def _too_few(metric: str) -> str:
-    return f"a {METRIC_WORDS[metric]} needs {NEEDED[metric.rpartition('_')[2]]} successful requests in each repeat"
-
-
-def not_valid(*rows: Row) -> str | None:
+def not_valid(*rows: Row) -> Reason | None:
     """Why rows have no ratio, of which one has a cell that is not valid."""
-    return next((f"{row.name} has a cell that is not valid ({row.invalid})" for row in rows if row.invalid), None)
+    row = next((row for row in rows if row.invalid is not None), None)
+    return None if row is None else because("row_not_valid", row=row.name, why=msgspec.to_builtins(row.invalid))
 
 
-def unlike_work(*loads: Load) -> str | None:
-    """Why loads have no ratio, whatever the servers say of them."""
+def unlike_work(*loads: Load) -> Reason | None:
+    """Why loads have no ratio, whatever the servers report of them."""
     kinds = {load.endpoint == "embeddings" for load in loads}
-    return "one makes text and the other embeddings, which have no output tokens" if len(kinds) > 1 else None
+    return because("other_work") if len(kinds) > 1 else None
 
 
-def client_limited(metric: str, sides: Sequence[tuple[str, Sequence[str]]]) -> str | None:
+def client_limited(metric: str, sides: Sequence[tuple[str, Sequence[str]]]) -> Reason | None:
     """Why sides, each a name and what the load generator limited of it, have no ratio."""
     field = metric if metric.endswith("_s") else f"{metric.rpartition('_')[0]}_s"
     names = [name for name, numbers in sides if field in numbers]
-    if not names:
-        return None
-    return (
-        f"client-side bottleneck: the load generator limited the {METRIC_WORDS[metric]} of {' and '.join(names)}; the "
-        "cause and the remedy are listed with the validity of the run"
-    )
+    return because("client_limited", metric=metric, names=names) if names else None
 
 
 def _fixed(load: Load) -> bool:
@@ -255,7 +310,7 @@ def _fixed(load: Load) -> bool:
 
 
 def _form(load: Load) -> object:
-    """What answers are to be, however the server is told."""
+    """The expected form of answers, however the server gets it."""
     return None if load.answer is None else (load.answer.choice, load.answer.json_schema)
 
 
@@ -303,11 +358,11 @@ def verdicts(pairs: Sequence[ComparedSides], noise: Noise | None = None) -> Comp
     `noise` is what is known of how far equal runs differ on the machine; within one run it is not needed.
     """
     noise = noise or Noise()
-    found = [None if pair.refused else _effect(pair, noise) for pair in pairs]
+    found = [None if pair.refused or pair.apart else _effect(pair, noise) for pair in pairs]
     made = [p for _, p in filter(None, found)]
     corrected = iter(stats.holm(made))
     decided = [
-        _without_effect(pair) if one is None else _verdict(pair, one[0], next(corrected), len(made), noise)
+        _without_effect(pair, len(made)) if one is None else _verdict(pair, one[0], next(corrected), len(made), noise)
         for pair, one in zip(pairs, found, strict=True)
     ]
     metrics = {pair.metric for pair in pairs}
@@ -315,7 +370,7 @@ def verdicts(pairs: Sequence[ComparedSides], noise: Noise | None = None) -> Comp
         metric=metrics.pop() if len(metrics) == 1 else None,
         comparisons=len(made),
         noise_floor=MARGIN,
-        noise_source="" if all(pair.within_run for pair in pairs) else noise.source,
+        noise_source=[] if all(pair.within_run for pair in pairs) else noise.source,
         verdicts=decided,
     )
 
@@ -351,135 +406,72 @@ def _effect(pair: ComparedSides, noise: Noise) -> tuple[Effect, float] | None:
         return None
     if known is None:
         seen = stats.effect(side, base)
-        return None if seen is None else (seen, stats.permutation_p(side, base))
+        return None if seen is None else (seen, min(1.0, pair.parts * stats.permutation_p(side, base)))
     repeats = [len(run) for run in (*pair.side_speeds, *pair.baseline_speeds) if run]
     variance = known.of_run(len(repeats) / sum(1 / n for n in repeats))
     found = stats.effects_of_runs(side, base, variance, known.freedom)
     return max(found, key=Effect.half), max(one.p() for one in found)
 
 
-def _without_effect(pair: ComparedSides) -> Verdict:
+def _without_effect(pair: ComparedSides, comparisons: int) -> Verdict:
     """A pair whose difference has no interval: the ratio where there is one, and what would settle it."""
     side, base = _sample(pair)
     if pair.refused:
-        return _made(pair, "refused", pair.refused)
+        return _made(pair, "refused", comparisons)
     if not side or not base:
-        empty = " and ".join(name for name, values in ((pair.side, side), (pair.baseline, base)) if not values)
-        reason = "no valid repeat has one" if pair.metric == "wall_s" else "no valid repeat reports it"
-        return _made(pair, "no_values", f"there is no {METRIC_WORDS[pair.metric]} of {empty}; {reason}")
+        return _made(pair, "no_values", comparisons)
+    reason: Inconclusive = "too_few" if pair.within_run else "run_variation_unknown"
     ratio = stats.geometric_ratio(side, base)
-    by = f"by {METRIC_WORDS[pair.metric]}"
-    if pair.within_run:
-        needed = stats.repeats_to_reach_p(1)
-        text = f"{by}, too few repeats for a confidence interval; at least {needed} repeats a side can decide"
-        return _made(pair, "too_few", text, needed, ratio=ratio)
-    needed = stats.repeats_to_reach_p(1)
-    text = (
-        f"{by}, how far equal runs differ on this machine is not known, and {len(side)} against "
-        f"{count(len(base), 'run')} {'does' if len(base) == 1 else 'do'} not show it; `harness noise SCENARIO --runs 5 "
-        f"--every 60` measures it, or compare {needed} or more runs a side"
-    )
-    return _made(pair, "run_variation_unknown", text, needed, ratio=ratio)
+    if pair.apart:
+        return _made(pair, "apart", comparisons, ratio=ratio)
+    return _made(pair, reason, comparisons, ratio=ratio, needed=stats.repeats_to_reach_p(1))
 
 
 def _verdict(pair: ComparedSides, seen: Effect, p: float, comparisons: int, noise: Noise) -> Verdict:
     """The verdict on two sides that have an interval."""
     side, base = _sample(pair)
     known = _known(pair, noise)
-    low, high = seen.interval()
+    low, high = seen.interval(pair.parts)
     band = math.log1p(MARGIN)
     effect = abs(seen.log) > band
-    bounds = f"95 % interval {_factor(low)} to {_factor(high)}"
-    by = f"by {METRIC_WORDS[pair.metric]}"
-    evidence = f"{by} ({bounds}, p = {_p(p)})"
-
-    def made(word: str, text: str, *needed: int | None) -> Verdict:
-        return _made(pair, word, text, *needed, ratio=seen.ratio, low=low, high=high, p=p)
-
+    numbers = {"ratio": seen.ratio, "low": low, "high": high, "p": p}
     if p < ALPHA and not low <= 1 <= high and effect:
-        word = "faster" if seen.log > 0 else "slower"
-        return made(word, f"{_factor(seen.ratio)} times as fast as {pair.baseline} {evidence}")
+        return _made(pair, "faster" if seen.log > 0 else "slower", comparisons, **numbers)
     if -band < math.log(low) and math.log(high) < band:
-        return made("same", f"the same within ±{_percent(MARGIN)} as {pair.baseline} {evidence}")
-    unit = "repeats" if pair.within_run else "runs"
+        return _made(pair, "same", comparisons, **numbers)
     variances = (
         (stats.var_log(side), stats.var_log(base))
         if known is None
         else (seen.error**2 / (1 / len(side) + 1 / len(base)),) * 2
     )
-    least, freedom = max(len(side), len(base)), None if known is None else int(seen.freedom)
-    needed = stats.needed_to_settle(seen.log, variances, least, comparisons, MARGIN, freedom)
+    repeats, freedom = max(len(side), len(base)), None if known is None else int(seen.freedom)
+    tests = comparisons * pair.parts
+    needed = stats.needed_to_settle(seen.log, variances, repeats, tests, MARGIN, freedom)
     open_ = effect and low <= 1 <= high  # whether there is a difference at all
-    for_same = stats.needed_to_settle(0.0, variances, 1, comparisons, MARGIN, freedom) if open_ else None
-    settle = f"at this spread, {_about(needed, unit)} a side show "
-    settle += "a difference of this size" if effect else f"that the sides are the same within ±{_percent(MARGIN)}"
-    settle += f", {_about(for_same, unit)} that there is none" if open_ else ""
-    settle += f", with a probability of {POWER * 100:.0f} %"
+    for_same = stats.needed_to_settle(0.0, variances, 1, tests, MARGIN, freedom) if open_ else None
+    reason: Inconclusive = "p_too_large"
     if not effect:
-        reason, why = (
-            "in_margin",
-            f"the difference of {_percent(abs(seen.ratio - 1))} is within the ±{_percent(MARGIN)} that are treated as "
-            f"noise, but its {bounds} is not",
-        )
-    elif known is None and stats.smallest_p(len(side), len(base)) * comparisons >= ALPHA:
-        among = "" if comparisons == 1 else f" in {comparisons} comparisons"
-        reason, why = (
-            "too_few",
-            (f"{len(side)} against {count(len(base), unit[:-1])} can never reach p < {ALPHA:g}{among}"),
-        )
+        reason = "in_margin"
+    elif known is None and stats.smallest_p(len(side), len(base)) * tests >= ALPHA:
+        reason = "too_few"
     elif low <= 1 <= high:
-        reason, why = "includes_one", f"the {bounds} includes 1"
-    else:
-        reason, why = "p_too_large", f"p = {_p(p)} is not below {ALPHA:g}"
-    return made(reason, f"{by}, {why}; {settle}", needed, for_same)
+        reason = "includes_one"
+    return _made(pair, reason, comparisons, **numbers, needed=needed, needed_for_same=for_same)
 
 
-def _about(needed: int | None, unit: str) -> str:
-    return f"more than {MOST_REPEATS} {unit}" if needed is None else f"about {needed} {unit}"
-
-
-def _made(
-    pair: ComparedSides,
-    found: str,
-    text: str,
-    needed: int | None = None,
-    needed_for_same: int | None = None,
-    *,
-    ratio: float | None = None,
-    low: float | None = None,
-    high: float | None = None,
-    p: float | None = None,
-) -> Verdict:
+def _made(pair: ComparedSides, found: str, comparisons: int, **numbers: Any) -> Verdict:
     """A verdict; `found` is its word, or the reason why it is inconclusive."""
     decided = found in ("faster", "slower", "same")
-    word = found if decided else "inconclusive"
     side, base = _sample(pair)
     return Verdict(
         side=pair.side,
         baseline=pair.baseline,
         metric=pair.metric,
-        ratio=ratio,
-        low=low,
-        high=high,
-        p=p,
+        **{"ratio": None, "low": None, "high": None, "p": None, **numbers},
         n=(len(side), len(base)),
-        word=word,
+        word=found if decided else "inconclusive",
         reason=None if decided else found,  # type: ignore[arg-type]
-        needed=needed,
-        needed_for_same=needed_for_same,
-        sentence=f"{pair.side}: {text if found == 'same' else f'{word}: {text}'}.",
+        refused=pair.refused,
+        unit="repeats" if pair.within_run else "runs",
+        comparisons=comparisons,
     )
-
-
-def _factor(value: float) -> str:
-    """A ratio with so many digits that its distance from 1 is seen."""
-    distance = abs(value - 1)
-    return f"{value:.4f}" if distance < 0.005 else f"{value:.3f}" if distance < 0.05 else f"{value:.2f}"
-
-
-def _percent(value: float) -> str:
-    return f"{figures(value * 100)} %"
-
-
-def _p(value: float) -> str:
-    return f"{value:.2f}" if value >= 0.095 else f"{value:.3f}" if value >= 0.001 else f"{value:.1e}"

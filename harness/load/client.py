@@ -1,31 +1,179 @@
-"""The measuring HTTP client: one keep-alive connection, and the time at which each piece of an answer arrived.
+"""The measuring HTTP client: one keep-alive connection, and the time at which each piece of a response arrived.
 
-The bytes are read by `harness.load.reader`, one place for all connections; what they mean is worked out afterwards
-(`harness.load.exchange`, `harness.load.answer`), so that parsing never delays a stamp.
+The host name is resolved again and again, and all its addresses are used. The bytes are read by `harness.load.reader`,
+one place for all connections, and parsed afterwards (`harness.load.exchange`, `harness.load.response`), so that parsing
+never delays a time stamp.
 """
 
 import contextlib
 import errno
+import ipaddress
+import itertools
+import math
 import os
 import re
 import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from zlib import crc32
 
 import gevent
 import httptools
-from gevent import socket
+from gevent import socket, ssl
 
-from harness.load.clock import KernelClock, ask_for_stamps
-from harness.load.dialer import CONNECT_TIMEOUT_S, Dialer
+from harness.errors import HarnessError
 from harness.load.exchange import Collector, Exchange, Failure
-from harness.load.reader import Direct, Inbox, Reader
+from harness.load.reader import AnyInbox, Direct, KernelClock, Reader, ask_for_stamps
 from harness.rundir.records import CLOSING_S
 
+CONNECT_TIMEOUT_S = 10.0
+_FRESH_S = 1.0  # users who connect within this time of a look-up share its result
+_FAILED_S = 30.0  # an address that failed is tried after all others for this time
+
+_Address = tuple[int, tuple[Any, ...]]  # family, socket address
+
+
+class ApiAddress(NamedTuple):
+    """The address of an API."""
+
+    host: str
+    port: int
+    tls: bool
+    prefix: str  # path up to and with /v1
+
+    @classmethod
+    def of(cls, url: str) -> "ApiAddress":
+        """Return the API of a base URL, with or without its /v1. Raises HarnessError for a wrong URL."""
+        parts = urlsplit(url if "//" in url else f"//{url}", scheme="http")
+        try:
+            port = parts.port
+        except ValueError:
+            raise HarnessError(f"host: {url!r} has a port that is not a number") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise HarnessError(f"host: {url!r} is not a URL", next_step="Give one such as http://127.0.0.1:8000.")
+        path = parts.path.rstrip("/")
+        prefix = path if path.endswith("/v1") else path + "/v1"
+        tls = parts.scheme == "https"
+        return cls(parts.hostname, port or (443 if tls else 80), tls, prefix)
+
+    @property
+    def authority(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+class Dialer:
+    """Opens connections to one server, for all clients of a process. Made after the fork.
+
+    Addresses take turns, so that a name with several (a Kubernetes headless service) gets load on each of them.
+    """
+
+    def __init__(self, target: ApiAddress) -> None:
+        self.target = target
+        self.tls = _tls_context() if target.tls else None
+        # Learned: whether the server really keeps connections that it promises to keep, for streams and others.
+        self.keeps: dict[bool, bool] = {}
+        self._fresh_s = math.inf if is_address(target.host) else _FRESH_S
+        self._found: list[_Address] = []
+        self._found_s = -math.inf
+        self._preferred = 0  # address family that the system prefers
+        self._looking: gevent.Greenlet[[], OSError | None] | None = None
+        self._failed_s: dict[_Address, float] = {}  # when each of `_found` failed last
+        self._turn = os.getpid() + crc32(socket.gethostname().encode())  # load processes start at different addresses
+
+    def look_up(self) -> None:
+        """Resolve the name, at most once a second. Concurrent callers share one look-up.
+
+        Raises OSError.
+        """
+        if time.monotonic() - self._found_s < self._fresh_s:
+            return
+        if self._looking is None:
+            self._looking = gevent.spawn(self._resolve)  # not cut with the user who needs it first
+        failure = self._looking.get()
+        if failure is not None:
+            raise failure.with_traceback(None)
+
+    def connect(self) -> socket.socket:
+        """Open a TCP connection to the next address that works. Raises OSError of the last address."""
+        self.look_up()
+        failure = OSError(f"no address of {self.target.host}")
+        for address in self._in_turn():
+            sock = socket.socket(address[0], socket.SOCK_STREAM)
+            if address in self._failed_s:
+                self._failed_s[address] = time.monotonic()  # then one user tries it again, not all at once
+            try:
+                sock.settimeout(CONNECT_TIMEOUT_S)
+                sock.connect(address[1])
+            except BaseException as error:
+                sock.close()
+                if not isinstance(error, OSError):
+                    raise
+                self._failed_s[address] = time.monotonic()
+                failure = error
+            else:
+                self._failed_s.pop(address, None)
+                return sock
+        self._found_s = -math.inf  # it may have moved
+        raise failure
+
+    def _resolve(self) -> OSError | None:
+        target = self.target
+        try:
+            found = socket.getaddrinfo(target.host, target.port, type=socket.SOCK_STREAM)
+        except UnicodeError as error:
+            return OSError(f"not a host name ({error})")
+        except OSError as error:
+            return error
+        finally:
+            self._looking = None
+        self._preferred = found[0][0]
+        self._found = sorted({(one[0], one[4]) for one in found})  # name servers change the order
+        self._failed_s = {one: self._failed_s[one] for one in self._found if one in self._failed_s}
+        self._found_s = time.monotonic()
+        return None
+
+    def _in_turn(self) -> list[_Address]:
+        """Return all addresses: first those of the preferred family that have not failed."""
+        if len(self._found) == 1:
+            return self._found
+        self._turn += 1
+        failed_after_s = time.monotonic() - _FAILED_S
+
+        def rank(address: _Address) -> tuple[bool, bool]:
+            failed = self._failed_s.get(address, -math.inf) > failed_after_s
+            return failed, address[0] != self._preferred
+
+        ordered: list[_Address] = []
+        for _, group in itertools.groupby(sorted(self._found, key=rank), rank):
+            alike = list(group)
+            first = self._turn % len(alike)
+            ordered += alike[first:] + alike[:first]
+        return ordered
+
+
+def is_address(host: str) -> bool:
+    """Whether a host is an IP address, not a name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _tls_context() -> ssl.SSLContext:
+    """As ssl.create_default_context, whose sockets block the whole process where gevent has not patched it."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.verify_flags = ssl.create_default_context().verify_flags
+    context.load_default_certs()  # CAs from SSL_CERT_FILE, else the system's
+    return context
+
+
 _DONE_GRACE_S = 0.02  # for the end of the body after [DONE], which some proxies leave open
-# Wait before closing a connection that the server closes: who closes first keeps the local port for a minute.
+# Wait before closing a connection that the server closes: the side that closes first keeps its port for a minute.
 _LEAVING_S = 0.1
 _ESTABLISHED = 1  # tcpi_state
 _TOTAL_RETRANS = slice(100, 104)  # tcpi_total_retrans
@@ -34,14 +182,14 @@ _UPLOAD_BYTES = 1 << 18  # of a request at a time
 _IDLE_SHARE = 0.8  # of the server's idle limit, so that it never closes first
 _IDLE_LIMIT_S = 5.0  # where the server states none: the default of uvicorn (vLLM, SGLang) and of Node.js
 
-# Of Keep-Alive: whole seconds, whole requests. What is anything else is not said.
+# Of Keep-Alive: whole seconds, whole requests. Anything else is ignored.
 _LIMIT = re.compile(r"(?<![^,\s])(timeout|max)\s*=\s*([0-9]{1,6})\s*(?=,|$)")
 
 Body = Callable[[], bytes]  # makes it
 
 
 class Client:
-    """One connection to one server, opened when needed and kept; for one request at a time."""
+    """One kept connection to one server, for one request at a time."""
 
     __slots__ = (
         "_after_stream", "_clock", "_dialer", "_headers", "_idle_until_ns", "_kept_ns", "_reader", "_requests_left",
@@ -64,8 +212,8 @@ class Client:
         self._headers = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         self._socket: socket.socket | None = None
         self._stamped = False
-        self._requests_left: int | None = None  # on this connection, where the server limits them
-        self._idle_until_ns = self._kept_ns = 0  # the latter: end of the previous response on this connection
+        self._requests_left: int | None = None  # on this connection, if the server limits them
+        self._idle_until_ns = self._kept_ns = 0  # the latter: end of the previous response
         self._after_stream = False  # whether that was a stream
 
     def post(self, path: str, body: Body, exchange: Exchange) -> None:
@@ -79,7 +227,7 @@ class Client:
         self._run("POST", path, body, exchange)
 
     def get(self, path: str, exchange: Exchange) -> None:
-        """As `post`, for reading a page of the API."""
+        """GET a path of the API; otherwise as `post`."""
         self._run("GET", path, None, exchange)
 
     def close(self) -> None:
@@ -143,9 +291,9 @@ class Client:
         return True
 
     def _send(self, sock: socket.socket, request: bytes) -> "Upload | None":
-        """Send what the socket's buffer takes at once; the rest is sent while the response is read.
+        """Send what the socket's buffer accepts now; send the rest while the response is read.
 
-        What is wrong with the connection is for the reader to find, behind the response that may be there.
+        What is wrong with the connection is found by the reader, after a response that may have come.
         """
         sent = 0
         if self._dialer.tls is None or len(request) <= _TLS_RECORD_BYTES:
@@ -161,12 +309,12 @@ class Client:
         except (OSError, EOFError, httptools.HttpParserError):
             if not (exchange.done or exchange.complete):
                 raise
-            exchange.complete = True  # all was said; only the connection is of no more use
+            exchange.complete = True  # complete; only the connection cannot be reused
             self.close()
         finally:
             collector.close()
         if upload is not None and upload.left:
-            collector.keep_alive = False  # the server may still expect the rest, which would be sent in vain
+            collector.keep_alive = False  # the server may still expect the rest of the request
         self._keep(collector)
 
     def _collect(self, sock: socket.socket, collector: Collector, upload: "Upload | None") -> None:
@@ -175,8 +323,8 @@ class Client:
         inbox = self._inbox(sock, exchange)
         try:
             while not exchange.complete:
-                # Pings keep a connection open, but they do not keep us waiting.
-                said_ns = began_ns if exchange.said_read is None else exchange.arrivals[exchange.said_read][0]
+                # Pings keep the connection open, but do not extend the wait.
+                said_ns = began_ns if exchange.data_read is None else exchange.arrivals[exchange.data_read][0]
                 if upload is not None:
                     said_ns = max(said_ns, upload.moved_ns)
                 patience_s = _DONE_GRACE_S if exchange.done else self._timeout_s
@@ -185,11 +333,11 @@ class Client:
                     raise TimeoutError
                 inbox.wait(left_s)
                 collector.take_in(inbox)
-                if collector.waits_for_end and not exchange.watched:
-                    inbox.form, inbox.in_passing = collector.form, collector
+                if collector.is_open_ended and not exchange.watched:
+                    inbox.template, inbox.while_asleep = collector.template, collector.take_asleep
         except (gevent.GreenletExit, gevent.Timeout):
-            # Cut: what has come by now has come. If that is the connection's end, cut is still what it is: an error
-            # raised here would take the place of the cut, and the greenlet would live on.
+            # Cut: keep what has arrived. An error raised here, such as the connection's end, would replace the cut, and
+            # the greenlet would go on.
             with contextlib.suppress(OSError, EOFError, httptools.HttpParserError, Failure):
                 collector.catch_up()
                 for data in inbox.rest():
@@ -198,7 +346,7 @@ class Client:
         finally:
             inbox.close()
 
-    def _inbox(self, sock: socket.socket, exchange: Exchange) -> Inbox:
+    def _inbox(self, sock: socket.socket, exchange: Exchange) -> AnyInbox:
         if self._stamped:
             return self._reader.open(sock, exchange.arrivals)
         return Direct(sock, self._clock, exchange.arrivals)
@@ -231,14 +379,14 @@ class Client:
         sock, keeps = self._socket, self._dialer.keeps
         if sock is None:
             return
-        self._after_stream = collector.waits_for_end
+        self._after_stream = collector.is_open_ended
         kept = keeps.get(self._after_stream)
         if not collector.keep_alive or kept is False:
             gevent.spawn_later(_LEAVING_S, sock.close)
             self._socket = None
         elif kept is None and self._after_stream:
-            # Until it is known what the server does after a stream, no request is sent on such a connection: it might
-            # be lost, or be processed twice.
+            # Reuse such a connection only once the server's behaviour is known: a request might be lost or processed
+            # twice.
             gevent.spawn_later(CLOSING_S, self._learn, sock)
             self._socket = None
         else:
@@ -250,8 +398,8 @@ class Client:
         self._dialer.keeps.setdefault(True, not self._has_ended(sock))
         sock.close()
 
-    def _note_limits(self, said: str) -> None:
-        limits = {name: int(number) for name, number in _LIMIT.findall(said.lower())}
+    def _note_limits(self, keep_alive: str) -> None:
+        limits = {name: int(number) for name, number in _LIMIT.findall(keep_alive.lower())}
         self._idle_until_ns = self._kept_ns + int(limits.get("timeout", _IDLE_LIMIT_S) * _IDLE_SHARE * 1e9)
         if self._requests_left is None:  # servers either count "max" down or repeat the same number
             self._requests_left = limits.get("max")
@@ -259,7 +407,7 @@ class Client:
             self._requests_left -= 1
 
     def _drop_if_stale(self) -> None:
-        """Close a kept connection that the server has closed, or is about to."""
+        """Close a kept connection that the server has closed or will close."""
         sock = self._socket
         if sock is None:
             return
@@ -268,7 +416,7 @@ class Client:
             self.close()
 
     def _has_ended(self, sock: socket.socket) -> bool:
-        """Whether the server has closed an idle connection, or sent anything that no request asked for."""
+        """Whether the server has closed an idle connection or sent unexpected bytes."""
         if hasattr(socket, "TCP_INFO") and sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != _ESTABLISHED:
             return True
         if self._dialer.tls is not None:  # unread bytes may be of TLS itself
@@ -284,17 +432,17 @@ class Client:
 
 
 class Upload:
-    """Sends the rest of a request in a greenlet of its own, so that a response which comes before its end is read."""
+    """Send the rest of a request in its own greenlet, so that an early response is read."""
 
     def __init__(self, sock: socket.socket, rest: memoryview) -> None:
-        self.left = len(rest)  # bytes that the socket has not taken
-        self.moved_ns = time.monotonic_ns()  # when it last took some
+        self.left = len(rest)  # unsent bytes
+        self.moved_ns = time.monotonic_ns()  # time of the last progress
         self._greenlet = gevent.spawn(self._run, sock, rest)
 
     def _run(self, sock: socket.socket, rest: memoryview) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # gevent's TLS socket raises this where it was just closed
+        with contextlib.suppress(OSError, AttributeError):  # gevent's TLS socket raises this when just closed
             while self.left:
-                # A TLS socket takes a piece as a whole or not at all.
+                # A TLS socket accepts a whole piece or nothing.
                 self.left -= sock.send(rest[-self.left :][:_UPLOAD_BYTES])
                 self.moved_ns = time.monotonic_ns()
 
@@ -303,7 +451,7 @@ class Upload:
 
 
 def _retries(sock: socket.socket) -> int | None:
-    """Return how many SYNs were sent again until this new connection was open; None where the system does not say."""
+    """Return the SYN retransmissions of this new connection; None if the system does not report them."""
     if not hasattr(socket, "TCP_INFO"):  # not Linux
         return None
     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TOTAL_RETRANS.stop)[_TOTAL_RETRANS]

@@ -1,4 +1,4 @@
-"""One request and what came back: bytes, the time of each read, and the failure if there was one."""
+"""One request and its response: bytes, the time of each read, and a failure."""
 
 import re
 import time
@@ -11,9 +11,8 @@ from typing import Literal
 
 import httptools
 
-from harness.load.clock import SLACK_NS
-from harness.load.form import Form
-from harness.load.reader import Arrivals, Inbox
+from harness.load.reader import SLACK_NS, AnyInbox, ReadTimes
+from harness.load.sse import EventTemplate
 from harness.rundir.records import ErrorKind
 
 Clock = Literal["kernel", "read"]
@@ -26,7 +25,7 @@ _STREAM_PIECES = 64  # of the body that are searched for them
 
 
 class Failure(Exception):
-    """Why a response did not arrive in full: the kind and the words of a record."""
+    """Why a response is incomplete: the kind and the message for its record."""
 
     def __init__(self, kind: ErrorKind, message: str) -> None:
         super().__init__(message)
@@ -36,7 +35,7 @@ class Failure(Exception):
 
 @lru_cache(256)
 def _name(raw: bytes) -> str:
-    """In lower case. Here and below the same object for equal ones, as all answers of a server have the same."""
+    """Return it in lower case, the same object for equal texts: all responses of a server have the same headers."""
     return raw.decode("latin-1").lower()
 
 
@@ -51,49 +50,49 @@ def _numbers() -> "array[int]":
 
 @dataclass(slots=True)
 class Exchange:
-    """One request and what came back, filled in as it happens, so a cut leaves what there was. Monotonic ns."""
+    """One request and its response, filled in as data arrives, so that a cut keeps it. Times in monotonic ns."""
 
     id: str
     began_ns: int = field(default_factory=time.monotonic_ns)
-    connect_ns: int | None = None  # duration of opening the connection; None when it was open
-    connect_retries: int | None = None  # SYNs that were sent again until the connection was open
-    sent_ns: int | None = None  # the first time, where it had to be sent again
+    connect_ns: int | None = None  # time to open the connection; None: it was open
+    connect_retries: int | None = None  # SYN retransmissions while it was opened
+    sent_ns: int | None = None  # the first time, if it was sent twice
     resent: bool = False
-    arrivals: Arrivals = field(default_factory=Arrivals)  # of each read
+    arrivals: ReadTimes = field(default_factory=ReadTimes)  # of each read
     status: int | None = None
     headers: dict[str, str] = field(default_factory=dict)  # names in lower case
     headers_read: int | None = None  # the read that completed the headers
-    body: list[tuple[int, bytes]] = field(default_factory=list)  # (read, bytes) that nobody has taken in yet
-    parsed: "array[int]" = field(default_factory=_numbers)  # of the reads that were looked into, those by the parser
-    form: Form = field(default_factory=Form)  # that of the stream's events, which took in all the others
-    look: Callable[[], None] | None = None  # takes in what has come of the body
-    watched: bool = False  # look at each piece as it comes
+    body: list[tuple[int, bytes]] = field(default_factory=list)  # unprocessed (read, bytes)
+    parsed: "array[int]" = field(default_factory=_numbers)  # of the processed reads, those by the parser
+    template: EventTemplate = field(default_factory=EventTemplate)  # the event template, which processed the others
+    look: Callable[[], None] | None = None  # processes the received part of the body
+    watched: bool = False  # process each piece at once
     known_stream: bool = False
-    said_read: int | None = None  # the last that says something: in a stream, data and not only comments
-    done: bool = False  # [DONE] and the end of its event have been taken in
+    data_read: int | None = None  # the last read with data; comments of a stream do not count
+    done: bool = False  # [DONE] and the end of its event were processed
     request_bytes: int = 0  # of the request's body
     complete: bool = False
     failure: Failure | None = None
-    ended_ns: int | None = None  # when it was complete, or had failed
+    ended_ns: int | None = None  # when it was complete or failed
 
     @property
     def start_ns(self) -> int:
-        """When it was sent; for one that never was, when it was begun."""
+        """When it was sent; if never, when it was created."""
         return self.began_ns if self.sent_ns is None else self.sent_ns
 
     @property
     def reads(self) -> int:
-        """How many were looked into."""
-        return len(self.parsed) + self.form.reads
+        """Number of reads that were parsed or taken by the template."""
+        return len(self.parsed) + self.template.reads
 
     @property
     def is_stream(self) -> bool:
-        """Whether what has come of the body is a stream of events."""
+        """Whether the body, so far, is a stream of events."""
         if self.known_stream:
             return True
         if self.headers.get("content-type", "").lower().startswith("text/event-stream"):
             return True
-        first = b""  # some servers name no type, or that of a whole answer
+        first = b""  # some servers send no content type, or the wrong one
         for _, data in islice(self.body, _STREAM_PIECES):
             first = (first + data).lstrip()
             if len(first) >= _STREAM_BYTES:
@@ -101,79 +100,79 @@ class Exchange:
         return _STREAM.match(first) is not None
 
     def times_ns(self) -> tuple[Clock, list[int]]:
-        """The clock and the time of each read: the kernel's where all are believable, else that of the read."""
-        if self.sent_ns is not None and self.arrivals.believable(self.sent_ns, SLACK_NS):
+        """Return the clock and the time of each read: the kernel's if all are plausible, else the process's."""
+        if self.sent_ns is not None and self.arrivals.plausible(self.sent_ns, SLACK_NS):
             return "kernel", self.arrivals.times_ns()
         return "read", [read for read, _ in self.arrivals]
 
 
 class Collector:
-    """What httptools calls back: sorts the pieces of one response into an Exchange."""
+    """The callbacks of httptools: they fill an Exchange."""
 
     __slots__ = (
-        "_between", "_glanced", "_informational", "_parser", "_size", "exchange", "keep_alive"
+        "_between", "_template_reads", "_informational", "_parser", "_size", "exchange", "keep_alive"
     )  # fmt: skip
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
-        exchange.parsed = _numbers()  # not those of an earlier try
-        exchange.said_read = None
-        self._glanced = 0  # reads that the form had taken when somebody looked last
+        exchange.parsed = _numbers()  # drop those of an earlier attempt
+        exchange.data_read = None
+        self._template_reads = 0  # reads of the template at the last check
         self._parser = httptools.HttpResponseParser(self)
         self.keep_alive = False
-        self._size = 0  # bytes that were looked into
+        self._size = 0  # processed bytes
         self._informational = False
-        self._between = False  # the last that the parser told is that a chunk of the body is complete
+        self._between = False  # the parser's last event: a chunk of the body is complete
 
     @property
-    def form(self) -> Form | None:
-        """Whoever gets the next read may offer it to this form, and need not hand over what it takes."""
-        form = self.exchange.form
-        # The parser, which is between two chunks, would be where it is now after whole ones.
-        return form if self._between and form.ready else None
+    def template(self) -> EventTemplate | None:
+        """The template for the next read; the parser skips a read that it takes."""
+        template = self.exchange.template
+        # The parser is between two chunks, and would be after whole chunks too.
+        return template if self._between and template.ready else None
 
     def catch_up(self) -> None:
-        """Somebody may have offered reads to the form."""
-        if self.exchange.form.reads > self._glanced:
-            self._glanced = self.exchange.form.reads
-            self.exchange.said_read = self.exchange.reads - 1
+        """Add the reads of the template."""
+        if self.exchange.template.reads > self._template_reads:
+            self._template_reads = self.exchange.template.reads
+            self.exchange.data_read = self.exchange.reads - 1
 
-    def take_in(self, inbox: Inbox) -> None:
-        """Look into all that was read; raises as `take` does."""
+    def take_in(self, inbox: AnyInbox) -> None:
+        """Parse all that was read; raises as `take` does."""
         look = self.exchange.look
         self.catch_up()
         for data in inbox.rest():
             try:
                 self.take(data)
-            finally:  # what came before the error was said
+            finally:  # also what came before the error
                 if look is not None:
                     look()
 
-    def pass_by(self, inbox: Inbox) -> None:
-        """The same while who asked sleeps, who is woken at the end."""
+    def take_asleep(self, inbox: AnyInbox) -> None:
+        """Do the same while the user's greenlet sleeps; the end wakes it."""
         self.take_in(inbox)
-        inbox.form = self.form
+        inbox.template = self.template
         if self.exchange.complete or self.exchange.done:
             inbox.wake()
 
     def take(self, data: bytes) -> None:
-        """Look into the next read; empty is the end of the connection.
+        """Parse the next read; empty is the end of the connection.
 
         Raises EOFError when that is not how this body ends, httptools.HttpParserError for what is no HTTP, Failure for
         more bytes than an answer has.
         """
         exchange = self.exchange
-        if self.form is not None and self.form.takes(data, len(data)):
+        if self.template is not None and self.template.takes(data, len(data)):
             self.catch_up()
             return
-        exchange.form.ready = False
+        exchange.template.ready = False
         exchange.parsed.append(exchange.reads)
         if exchange.complete:
-            self.keep_alive = False  # nobody asked for what comes now
+            self.keep_alive = False  # bytes without a request
         elif data:
             try:
                 self._parser.feed_data(data)
-            except httptools.HttpParserUpgrade:  # 101: complete, and what follows is not HTTP
+            except httptools.HttpParserUpgrade:  # 101: complete; the rest is not HTTP
                 self.keep_alive = False
             self._between = self._between and data.endswith(b"\n")
             self._size += len(data)
@@ -187,25 +186,25 @@ class Collector:
             raise EOFError
 
     def close(self) -> None:
-        """Nothing more will be taken: without its parser, which knows it, it is not left to the garbage collector."""
+        """Break the cycle with the parser, so that nothing is left to the garbage collector."""
         del self._parser
 
     @property
-    def waits_for_end(self) -> bool:
-        """Whether nothing is of interest any more but how the body ends: of a stream, whatever comes in between."""
+    def is_open_ended(self) -> bool:
+        """Whether the response is a stream, of which only the end of the body matters now."""
         return self.exchange.status is not None and "content-length" not in self.exchange.headers
 
     def on_message_begin(self) -> None:
-        if self.exchange.complete:  # a farewell, such as 408, in the same read; it ends the parsing
-            raise ValueError("nobody asked for this one")
+        if self.exchange.complete:  # a second response, such as 408, in the same read; it ends the parsing
+            raise ValueError("a response that no request asked for")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self.exchange.headers_read is None:  # else it is a trailer, which changes nothing
+        if self.exchange.headers_read is None:  # else it is a trailer
             self.exchange.headers[_name(name)] = _value(value)
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        # Such as "100 Continue": the response itself is still to come. After 101 nothing comes that is HTTP.
+        # Such as "100 Continue": the response itself follows. After 101 no HTTP follows.
         self._informational = 100 <= status < 200 and status != 101
         if not self._informational:
             self.exchange.status = status
@@ -215,14 +214,14 @@ class Collector:
         self._between = False
 
     def on_chunk_complete(self) -> None:
-        self._between = True  # and still so after a read that has not begun the next one
+        self._between = True  # also after a read without the start of the next chunk
 
     def on_body(self, data: bytes) -> None:
         exchange = self.exchange
         read = exchange.reads - 1
         exchange.body.append((read, data))
-        if not exchange.known_stream and not exchange.is_stream:  # of a stream, who looks into it says so
-            exchange.said_read = read
+        if not exchange.known_stream and not exchange.is_stream:  # streams are checked where they are processed
+            exchange.data_read = read
 
     def on_message_complete(self) -> None:
         self._between = False
@@ -230,10 +229,10 @@ class Collector:
             self.exchange.headers.clear()
         else:
             self.exchange.complete = True
-            self.keep_alive = self._parser.should_keep_alive()  # llhttp only knows it now
+            self.keep_alive = self._parser.should_keep_alive()  # known to llhttp only now
 
     def _ends_with_connection(self) -> bool:
-        """Whether the end of the connection is how this body ends."""
+        """Whether the end of the connection ends this body."""
         headers = self.exchange.headers
         chunked = "chunked" in headers.get("transfer-encoding", "").lower()
         return self.exchange.status is not None and not chunked and "content-length" not in headers

@@ -1,10 +1,10 @@
 """The master of load processes on other machines: hands out the work, takes in the records, waits for all of them.
 
-No machine is asked twice for the same thing: each sends its own part of the sequence. One that is lost ends the run:
-its start mark stays without an end mark, which makes the run INVALID, and what it had delivered is kept.
+Each machine sends its own part of the sequence. A lost machine ends the run: its start mark has no end mark, which
+makes the run INVALID. The records that it had delivered are kept.
 
-Locust's connection has no password. Messages that are not from a worker are ignored, and who does not belong to the
-run is sent home by name: the others go on.
+Locust's connection has no password. The master ignores messages that are not from a worker, and sends home workers
+that do not belong to the run.
 """
 
 import logging
@@ -24,48 +24,31 @@ from harness import __version__
 from harness.errors import HarnessError
 from harness.files import read_bytes
 from harness.job import Job, WaitsForWorkers, quiet_sign, report, secrets_of
-from harness.load.course import LOOK_S, all_are_warm, until
-from harness.load.spool import FILES, Intake
-from harness.load.worker import (
-    ASK,
-    BEGUN,
-    DONE,
-    END,
-    FINISHED,
-    GO,
-    HELLO,
-    JOB,
-    QUIET,
-    READY,
-    RECORDS,
-    REFUSED,
-    TAKEN,
-    THERE,
-    WARM,
-)
+from harness.load.recorder import FILES, RecordReceiver
+from harness.load.sequencer import POLL_S, all_warm, until
 from harness.redact import know
 from harness.workers import Workers
 
-_HELLO_S = 10.0  # until all that have connected have said who they are
+_HELLO_S = 10.0  # until all that have connected have sent their name
 _READY_S = 120.0  # for reading prompts and asking the server for its model
-_STALLED_S = 15.0  # at the end, without anything new from those that still owe something ...
-_LISTENERS_S = 10.0  # ... of which so much is for listeners of `request` that are slower than the load
-_ASKED = 9  # times, for the clock
+_STALLED_S = 15.0  # at the end, without a new record of workers that still have some ...
+_LISTENERS_S = 10.0  # ... including the time for listeners of `request` that are slower than the load
+_ASKED = 9  # round trips to compare clocks
 _ANSWER_S = 1.0
-_LEAD_S = 0.6  # from the word that all are warm until an open loop is measured: more than warm-up is handed out ahead
-_MOST_FILE = 256 * 2**20
+_LEAD_S = 0.6  # from "all are warm" to the measurement of an open loop: longer than warm-up is handed out ahead
+_MAX_FILE = 256 * 2**20
 
-_FEW = 3  # messages that make no sense are logged so often
+_FEW = 3  # invalid messages that are logged
 
 logger = logging.getLogger(__name__)
 
 
-def hear_only_sense(runner: MasterRunner) -> None:
+def ignore_foreign_messages(runner: MasterRunner) -> None:
     """Ignore messages that are not from a worker: they would end the listener of Locust's master."""
     receive: Any = Server.recv_from_client  # it has no types
     hear, left_out = runner.handle_message, 0
 
-    def leave_out(why: object) -> None:
+    def ignore(why: object) -> None:
         nonlocal left_out
         left_out += 1
         if left_out <= _FEW:
@@ -77,40 +60,40 @@ def hear_only_sense(runner: MasterRunner) -> None:
                 sender, message = receive(server)
                 if isinstance(message.type, str) and message.node_id == sender:
                     return sender, message
-                leave_out(f"it says that it is of {str(message.node_id)[:40]!r}")
+                ignore(f"it says that it is of {str(message.node_id)[:40]!r}")
             except RPCError:  # of the connection itself
                 raise
             except Exception as error:
-                leave_out(type(error).__name__)
+                ignore(type(error).__name__)
 
     def heard(client_id: str, msg: Message) -> None:
         try:
             hear(client_id, msg)
         except Exception as error:
-            leave_out(f"{msg.type}: {type(error).__name__}")
+            ignore(f"{msg.type}: {type(error).__name__}")
 
-    of_class: Any = Server  # the listener may be waiting by now, and Locust may make a new server
+    of_class: Any = Server  # the class: the listener may wait already, and Locust may make a new server
     of_class.recv_from_client = received
     runner.handle_message = heard  # type: ignore[method-assign]
 
 
 class _Machine:
-    """A load process elsewhere, as the master knows it."""
+    """A remote load process, as the master knows it."""
 
     def __init__(self, client_id: str, name: str) -> None:
         self.client_id = client_id
         self.name = name
         self.correction_s: float | None = None  # from its wall clock to ours ...
-        self.error_s: float | None = None  # ... which is known to so much
+        self.error_s: float | None = None  # ... and its uncertainty
         self.ahead_s = 0.0  # its monotonic clock is ahead of ours
         self.asked: set[float] = set()
         self.ready = False
         self.error: str | None = None
-        self.stage = 0  # that it is in
+        self.stage = 0  # the current one
         self.warm = -1  # the last stage whose warm-up it has sent
         self.finished = False
         self.done = False
-        self.intakes: dict[str, Intake] = {}
+        self.receivers: dict[str, RecordReceiver] = {}
 
 
 class Master:
@@ -120,26 +103,30 @@ class Master:
         self._environment = environment
         self._runner = runner
         self._job = job
-        know(secrets_of(job))  # workers know the API key, and nothing of the server
+        know(secrets_of(job))  # workers have the API key, but no data of the server
         self._workers = workers
         self._stages = [job, *job.then]
         self._machines: dict[str, _Machine] = {}  # those that belong to the run
-        self._ready: dict[str, Message] = {}  # what Locust is to hear of each worker, once it belongs to the run
-        self._refused: set[str] = set()
+        self._ready: dict[str, Message] = {}  # message for Locust, delivered once the worker belongs to the run
+        self._rejected: set[str] = set()
         self._hear = runner.handle_message
-        runner.handle_message = self._hear_who_belongs  # type: ignore[method-assign]
-        self._at_work: list[_Machine] = []  # those that the load is handed out to
+        runner.handle_message = self._handle_member  # type: ignore[method-assign]
+        self._at_work: list[_Machine] = []  # those that send the load
         self._ended = False
-        listeners = ((HELLO, self._on_hello), (READY, self._on_ready), (BEGUN, self._on_begun), (WARM, self._on_warm))
-        others = ((QUIET, self._on_quiet), (FINISHED, self._on_finished), (DONE, self._on_done))
-        for message, listener in (*listeners, *others):
-            runner.register_message(message, listener)
-        runner.register_message(RECORDS, self._on_records, concurrent=True)
+        for name, listener in (
+            ("hello", self._on_hello), ("ready", self._on_ready), ("begun", self._on_begun), ("warm", self._on_warm),
+            ("quiet", self._on_quiet), ("finished", self._on_finished), ("done", self._on_done),
+        ):  # fmt: skip
+            runner.register_message(f"llm-{name}", listener)
+        runner.register_message("llm-records", self._on_records, concurrent=True)
         waits_s = environment.parsed_options.expect_workers_max_wait if environment.parsed_options else 0
-        gevent.spawn(self._say_who_is_missing, time.monotonic() + waits_s)
+        gevent.spawn(self._report_missing, time.monotonic() + waits_s)
+
+    def _send(self, name: str, data: dict[str, Any] | None, client_id: str) -> None:
+        self._runner.send_message(f"llm-{name}", data, client_id)
 
     def hand_out(self) -> None:
-        """Give each machine its part, before users are spawned. Raises HarnessError that names who cannot take it."""
+        """Give each machine its part, before users are spawned. Raises HarnessError that names a failed worker."""
         self._at_work = machines = self._in_order()
         for machine in machines:
             self._compare_clocks(machine)
@@ -152,9 +139,9 @@ class Master:
             job = msgspec.structs.replace(parts[0], then=parts[1:])
             data = {"job": msgspec.json.encode(job), "files": files, "host": self._environment.host}
             more = {"correction_s": machine.correction_s, "error_s": machine.error_s}
-            self._runner.send_message(JOB, data | more, machine.client_id)
+            self._send("job", data | more, machine.client_id)
         until(lambda: all(machine.ready for machine in machines), _READY_S)
-        until(lambda: not any(map(self._is_lost, machines)), _HELLO_S)  # one that was busy reading comes back
+        until(lambda: not any(map(self._is_lost, machines)), _HELLO_S)  # one that was busy reading reconnects
         for machine in machines:
             if machine.error or not machine.ready or self._is_lost(machine):
                 raise HarnessError(f"worker {machine.name}: {machine.error or 'no answer to its job'}")
@@ -162,64 +149,64 @@ class Master:
                 "worker %s is part %d of %d, its clock known to %.1f ms",
                 machine.name, machines.index(machine), len(machines), 1000 * (machine.error_s or 0.0),
             )  # fmt: skip
-        Path(self._job.tickets_path).touch()  # the sign of a load that could be started
+        Path(self._job.counter_path).touch()  # its existence means: the load has started
 
-    def _say_who_is_missing(self, end_s: float) -> None:
-        """While Locust waits, which knows how many workers there are and not which. Then it sends home who is there."""
-        told: list[str] | None = None
+    def _report_missing(self, end_s: float) -> None:
+        """Report missing workers by name while Locust waits. If it gives up, send the others home."""
+        reported: list[str] | None = None
         while not self._at_work and time.monotonic() < end_s:
             here = [machine.name for machine in self._machines.values() if not self._is_lost(machine)]
-            if here != told:
+            if here != reported:
                 report(self._job, WaitsForWorkers(here))
                 logger.info(self._workers.awaited(here))
-                told = here
-            gevent.sleep(LOOK_S)
+                reported = here
+            gevent.sleep(POLL_S)
 
-    def _hear_who_belongs(self, client_id: str, msg: Message) -> None:
-        """Locust counts who is ready, and gives them users: it hears of nobody else than the workers of the run."""
-        if client_id in self._machines or msg.type in (HELLO, "locustfile"):
+    def _handle_member(self, client_id: str, msg: Message) -> None:
+        """Pass on messages of this run's workers only: Locust gives users to all workers that are ready."""
+        if client_id in self._machines or msg.type in ("llm-hello", "locustfile"):
             self._hear(client_id, msg)
-        elif msg.type == "client_ready":  # it says hello only after this answer
+        elif msg.type == "client_ready":  # it sends its hello only after this answer
             self._ready[client_id] = msg
             self._runner.send_message("ack", client_id=client_id)
 
     def watch(self) -> None:
-        """Until all is done or somebody is lost; then end the run."""
-        machines, gone = self._at_work, -1  # the last stage that all may measure
+        """Wait until all have finished or one is lost; then end the run."""
+        machines, gone = self._at_work, -1  # the last stage whose measurement has started
         while not self._ended and not all(machine.finished for machine in machines):
             lost = [machine for machine in machines if self._is_lost(machine)]
             for machine in lost:
                 logger.error("worker %s is lost: the load ends, what it has delivered is kept", machine.name)
             if lost:
                 break
-            if gone < min(machine.warm for machine in machines) and all_are_warm(self._job):
+            if gone < min(machine.warm for machine in machines) and all_warm(self._job):
                 gone += 1
                 begin_s = time.monotonic() + _LEAD_S
                 for machine in machines:
                     begin = {"stage": gone, "begin_s": begin_s + machine.ahead_s}
-                    self._runner.send_message(GO, begin, machine.client_id)
-            gevent.sleep(LOOK_S)
-        if self._ended:  # by an interruption, which is waiting for the records
+                    self._send("go", begin, machine.client_id)
+            gevent.sleep(POLL_S)
+        if self._ended:  # by an interruption, which waits for the records
             return
         self.end()
         self._environment.stop_timeout = 0
         self._runner.quit()
 
     def stage(self) -> int:
-        """The one that is going on: the next begins when the last machine has it behind it."""
+        """The current stage: the next starts when it is over on all machines."""
         return min(machine.stage for machine in self._at_work)
 
     def users(self) -> int:
-        """How many there should be now, on all machines together."""
+        """The number of users that should run now, on all machines together."""
         return self._stages[self.stage()].load.users
 
-    def users_are_there(self) -> None:
-        """As many as there should be, and no others."""
+    def set_users_complete(self) -> None:
+        """Report to all workers that exactly the planned users run."""
         for machine in self._at_work:
-            self._runner.send_message(THERE, client_id=machine.client_id)
+            self._send("users-complete", None, machine.client_id)
 
     def end(self, within_s: float | None = None) -> None:
-        """Have all records delivered. Gives up on who is lost, and on who delivers nothing more for some seconds."""
+        """Collect all records. Gives up on workers that are lost, or deliver nothing for some seconds."""
         if self._ended:
             return
         self._ended = True
@@ -227,20 +214,20 @@ class Master:
         lost = [machine.name for machine in self._at_work if self._is_lost(machine)]
         end = {"lost": lost, "listeners_s": _LISTENERS_S if within_s is None else within_s / 2}
         for machine in owing:
-            self._runner.send_message(END, end, machine.client_id)
+            self._send("end", end, machine.client_id)
         begun = last = time.monotonic()
         before = -1
         while owing := [machine for machine in owing if not machine.done and not self._is_lost(machine)]:
-            now, taken = time.monotonic(), sum(i.taken for m in owing for i in m.intakes.values())
+            now, taken = time.monotonic(), sum(i.taken for m in owing for i in m.receivers.values())
             if taken != before:
                 before, last = taken, now
             if now - last > _STALLED_S or (within_s is not None and now - begun > within_s):
                 logger.error("not all records have come of %s", ", ".join(machine.name for machine in owing))
                 break
-            gevent.sleep(LOOK_S)
+            gevent.sleep(POLL_S)
 
     def _in_order(self) -> list[_Machine]:
-        """Those that the run waits for, as it names them. Raises HarnessError when it is not these that are here."""
+        """The workers of the run, in the order of their names. Raises HarnessError when some are missing."""
         names = self._workers.names
         here = [machine for machine in self._machines.values() if not self._is_lost(machine)]
         if len(here) < self._workers.total:
@@ -260,30 +247,30 @@ class Master:
         return None
 
     def _compare_clocks(self, machine: _Machine) -> None:
-        """By the shortest of several round trips: the answer was written within it (Cristian 1989)."""
+        """Use the shortest of several round trips: the answer was written within it (Cristian 1989)."""
         for _ in range(_ASKED):
             asked = time.monotonic()
             machine.asked = {asked}
-            self._runner.send_message(ASK, {"asked": asked}, machine.client_id)
+            self._send("ask", {"asked": asked}, machine.client_id)
             until(lambda: not machine.asked, _ANSWER_S, 0.001)
         if machine.error_s is None:
             raise HarnessError(f"worker {machine.name} does not answer")
 
     def _is_lost(self, machine: _Machine) -> bool:
-        """Not heard of for some seconds, or gone: it then may come back, and still the run has a hole."""
+        """Whether it was silent for some seconds, or is gone. Even if it comes back, the run lacks requests."""
         client = self._runner.clients.get(machine.client_id)
         return client is None or client.state == STATE_MISSING
 
     def _on_hello(self, msg: Any, **_: Any) -> None:
         client_id, name, version = msg.node_id, str(msg.data["name"])[:80], str(msg.data["version"])[:40]
-        if client_id in self._machines or client_id in self._refused or client_id not in self._ready:
+        if client_id in self._machines or client_id in self._rejected or client_id not in self._ready:
             return
-        if self._at_work:  # who comes now waits for the next load
+        if self._at_work:  # a worker that connects now waits for the next load
             self._runner.send_message("quit", client_id=client_id)
         elif why := self._why_not(name, version):
-            self._refused.add(client_id)
+            self._rejected.add(client_id)
             logger.error("worker %s was sent home: %s", name, why)
-            self._runner.send_message(REFUSED, {"why": why}, client_id)
+            self._send("rejected", {"why": why}, client_id)
         else:
             self._machines[client_id] = _Machine(client_id, name)
             self._hear(client_id, self._ready[client_id])
@@ -310,11 +297,11 @@ class Master:
     def _on_begun(self, msg: Any, **_: Any) -> None:
         if machine := self._machines.get(msg.node_id):
             machine.stage = msg.data["stage"]
-            # What tells the harness which stage goes on: the counters themselves are the workers'.
-            Path(self._stages[self.stage()].tickets_path).write_bytes(b"\n")
+            # This file shows the harness the current stage: the workers have the counters.
+            Path(self._stages[self.stage()].counter_path).write_bytes(b"\n")
 
     def _on_quiet(self, **_: Any) -> None:
-        quiet_sign(self._job.tickets_path).touch()
+        quiet_sign(self._job.counter_path).touch()
 
     def _on_finished(self, msg: Any, **_: Any) -> None:
         if machine := self._machines.get(msg.node_id):
@@ -322,38 +309,38 @@ class Master:
 
     def _on_records(self, msg: Any, **_: Any) -> None:
         machine, data = self._machines.get(msg.node_id), msg.data
-        if machine is None or not machine.ready:  # of an earlier load, whose master is gone
+        if machine is None or not machine.ready:  # of an earlier load
             return
-        if not machine.intakes:
+        if not machine.receivers:
             paths = {name: Path(getattr(self._job, f"{name}_path")) for name in FILES}
-            machine.intakes = {name: Intake(path, FILES[name]) for name, path in paths.items()}
+            machine.receivers = {name: RecordReceiver(path, FILES[name]) for name, path in paths.items()}
         try:
-            intake = machine.intakes[data["file"]]
-            before, taken = intake.left_out, intake.take(data["offset"], data["data"])
-            if intake.left_out > before:
-                number = intake.left_out - before
+            receiver = machine.receivers[data["file"]]
+            before, taken = receiver.left_out, receiver.take(data["offset"], data["data"])
+            if receiver.left_out > before:
+                number = receiver.left_out - before
                 logger.error("%d records of worker %s cannot be read and are left out", number, machine.name)
-        except OSError as error:  # it comes again
+        except OSError as error:  # the worker sends it again
             logger.error("records cannot be written: %s", error.strerror)
             return
-        self._runner.send_message(TAKEN, {"file": data["file"], "taken": taken}, msg.node_id)
+        self._send("taken", {"file": data["file"], "taken": taken}, msg.node_id)
 
     def _on_done(self, msg: Any, **_: Any) -> None:
         machine = self._machines.get(msg.node_id)
         if machine is None:
             return
-        machine.done = {name: intake.taken for name, intake in machine.intakes.items()} == msg.data["sizes"]
+        machine.done = {name: receiver.taken for name, receiver in machine.receivers.items()} == msg.data["sizes"]
 
 
 def _files(job: Job) -> dict[str, bytes]:
-    """What the job names besides: read here, because workers have no files of ours."""
+    """The files of the job, which workers do not have."""
     files = {}
     for field in ("prompt_file", "trace_file", "trace_marks"):
         name = getattr(job, field)
         if name is None:
             continue
         path = Path(name)
-        if path.stat().st_size > _MOST_FILE:
-            raise HarnessError(f"{path}: too large to be sent to workers (at most {_MOST_FILE // 2**20} MiB)")
+        if path.stat().st_size > _MAX_FILE:
+            raise HarnessError(f"{path}: too large to be sent to workers (at most {_MAX_FILE // 2**20} MiB)")
         files[field] = read_bytes(path)
     return files

@@ -1,33 +1,40 @@
-"""What a locustfile that is started by hand can be told, on the command line or in Locust's web form."""
+"""The options of a locustfile that runs with stock Locust, on the command line and in Locust's web form, as a Job.
+
+An option is one line of a table, `OPTIONS`. The types of the scenario say which values are possible.
+"""
 
 import os
 import re
 import tempfile
 import uuid
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from locust.argument_parser import LocustArgumentParser
+from locust.env import Environment
+from locust.runners import STATE_RUNNING, STATE_SPAWNING, MasterRunner
 from locust.util.timespan import parse_timespan
 
-from harness.errors import HarnessError, Mistakes
+from harness.errors import HarnessError, Mistakes, Problem
 from harness.files import UNDECODABLE
 from harness.job import Job, job_of_text, read_job
-from harness.scenario.behaviour import Abandon, Agent, Pause, Rag
+from harness.load.client import ApiAddress
+from harness.load.preflight import JobInputs, api_key, first_model
+from harness.scenario.behaviour import Abandon, Agent, Rag
 from harness.scenario.check_syntax import Slo, parse_check
+from harness.scenario.file import decode
 from harness.scenario.scenario import MAX_USERS, TURNS, Arrivals, Load, Prompts, Users, Warmup
-from harness.scenario.strict import decode
 from harness.workers import FROM_MASTER, parse_part
 from harness.workload import salt_words
 
-AS_PLANNED = "as in the scenario"  # what is not one number: lengths by distribution, a rate that changes
-ENDPOINTS = ["chat", "completions", "embeddings"]
+UNDER_WAY = (STATE_SPAWNING, STATE_RUNNING)
 _YES_NO = ["yes", "no"]
+_AS_PLANNED = "as in the scenario"  # a value that is not one number: a distribution of lengths, a rate that changes
 _MAX_RUN_TIME_S = 10_000_000  # as the longest load of a scenario
-_AMOUNTS: dict[str, tuple[Any, str]] = {  # Locust's own options that say how much, and what each may be
+_AMOUNTS: dict[str, tuple[Any, str]] = {  # Locust's own options that say how much, and their bounds
     "users": (Users, f"a whole number of 1 to {MAX_USERS:,}"),
     "spawn_rate": (Annotated[float, msgspec.Meta(gt=0, le=MAX_USERS)], f"a number above 0, at most {MAX_USERS:,}"),
     "run_time": (
@@ -37,295 +44,73 @@ _AMOUNTS: dict[str, tuple[Any, str]] = {  # Locust's own options that say how mu
 }
 
 
-class _Offered(list[str]):
-    """Choices for the form. On a command line anything is taken, to be judged with all else that it says."""
-
-    def __contains__(self, _: object) -> bool:
-        return True
+def _write(value: Any) -> str:
+    return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _whole(text: str) -> int | str:
-    """A number, or what was given instead: likewise."""
+def _read(text: str, planned: Any) -> Any:
+    """A text or a number, by the planned value. Other text stays, and the type of the field rejects it."""
+    if isinstance(planned, str):
+        return text
     try:
-        return int(text)
+        return (float if isinstance(planned, float) else int)(text) if text else None
     except ValueError:
         return text
 
 
-def _number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
+def _write_tokens(tokens: object) -> str:
+    return str(tokens) if isinstance(tokens, int) else _AS_PLANNED
 
 
-def add_options(parser: LocustArgumentParser) -> None:
-    """Add ours to Locust's options. Those that only make sense at the start are kept out of the web form.
-
-    With a job, its values are the defaults, so that the form shows what will be done.
-    """
-    parser.set_defaults(web_host="127.0.0.1")  # Locust's UI is open to all of the network otherwise
-    job = _job_on_command_line()
-    load, prompts = (job.load, job.prompts) if job else (Load(user="by-hand", output="natural"), Prompts())
-    add = parser.add_argument
-    add("--job", metavar="FILE", help="job file, written by the harness, or its text", include_in_web_ui=False)
-    add("--records", metavar="FILE", help="append a record of each request to FILE", include_in_web_ui=False)
-    add(
-        "--machine",
-        metavar="K/M",
-        help="send part K of the sequence, from 0, of M parts; other machines send the others",
-        include_in_web_ui=False,
-    )
-    add("--api-key-env", metavar="NAME", help="variable that holds the server's API key", include_in_web_ui=False)
-    add("--model", default=job.model if job else "", help="model to ask for (default: the first that is offered)")
-    add(
-        "--prompts",
-        default=(job.prompt_file if job else None) or prompts.kind,
-        help="synthetic, classification, or the path of a JSONL file",
-    )
-    add("--prompt-tokens", default=_tokens_text(prompts.tokens), help="synthetic prompts: length in tokens")
-    add("--system-tokens", type=_whole, default=prompts.system_tokens, help="tokens of a system prompt that all share")
-    add("--output-tokens", default=_tokens_text(load.output_tokens), help="most tokens of an answer")
-    add(
-        "--output",
-        choices=_Offered(["fixed", "natural"]),
-        default=load.output,
-        help="fixed: every answer has that length, whatever it says (ignore_eos); natural: it ends where it ends",
-    )
-    what = "what is asked: chat, completions or embeddings"
-    add("--endpoint", choices=_Offered(ENDPOINTS), default=load.endpoint, help=what)
-    add("--stream", choices=_Offered(_YES_NO), default="yes" if load.stream else "no", help="stream the answers")
-    add("--batch-size", type=_whole, default=load.batch_size or 1, help="batch agents: requests sent at once")
-    add("--in-flight", type=_whole, default=load.in_flight or 0, help="batch agents: always so many, instead of bursts")
-    agent, rag = load.agent or Agent(), load.rag or Rag()
-    add("--steps", type=_whole, default=agent.steps, help="agents with tools: model calls of a task")
-    add("--sub-agents", type=_whole, default=agent.sub_agents, help="agents with tools: that each task starts")
-    add("--documents", type=_whole, default=rag.documents, help="users of documents: how many there are")
-    add("--document-tokens", type=_whole, default=rag.document_tokens, help="users of documents: length of each")
-    add("--turns", type=_whole, default=load.turns or TURNS, help="chat users: turns of a conversation")
-    add(
-        "--abandon",
-        default=_abandon_text(load.abandon),
-        help="chat users who leave: '0.05 after 3s' or '0.05 after 40 tokens'",
-    )
-    again = "chat users: share of questions that are asked again"
-    add("--regenerate", type=_number, default=load.regenerate, help=again)
-    add(
-        "--think",
-        default=_think_text(load),
-        help=f"pause in seconds, such as '1 5' (empty: {'none' if job else 'as the user class has it'})",
-    )
-    add(
-        "--arrivals",
-        default=_arrivals_text(load.arrivals),
-        help="open loop: so many begin each second; empty: users wait for answers",
-    )
-    add("--timeout", type=_number, default=load.timeout_s, help="seconds of silence after which a request has failed")
-    add(
-        "--warmup",
-        default=_warmup_text(job.warmup if job else None),
-        help="so many requests first, which do not count; steady: until the server answers as fast as it will",
-    )
-    add("--slos", default=job.slos if job else "", help="for goodput, such as 'ttft<=2s, tpot<=50ms'")
+def _write_prompts(job: Job) -> str:
+    return job.prompt_file or job.prompts.kind
 
 
-def refuse_amounts(**given: object) -> None:
-    """Raise HarnessError, for all together, when `users`, `spawn_rate` or `run_time` (s) are out of bounds.
-
-    Values are numbers or the texts of a form; None: not given.
-    """
-    wrong = Mistakes()
-    for name, value in given.items():
-        type_, expected = _AMOUNTS[name]
-        try:
-            number = parse_timespan(value) if name == "run_time" and isinstance(value, str) else value
-            if number is not None:
-                msgspec.convert(number, type_, strict=False)
-        except (ValueError, OverflowError):
-            shown = repr(value)[:60]
-            wrong.add(HarnessError(f"--{name.replace('_', '-')}: must be {expected} (got {shown})"))
-    wrong.refuse()
+def _read_prompts(text: str, job: Job) -> Job:
+    kind = text if text in ("synthetic", "classification") else "file"
+    prompts = msgspec.structs.replace(job.prompts, kind=kind)
+    return msgspec.structs.replace(job, prompts=prompts, prompt_file=text if kind == "file" else None)
 
 
-def job_file(options: Namespace) -> Job | None:
-    """The job that the harness has written, if this process was started with one. Raises HarnessError."""
-    if not options.job or options.job == FROM_MASTER:
-        return None
-    try:
-        is_text = options.job.startswith("{")
-        return _with_machine(job_of_text(options.job) if is_text else read_job(Path(options.job)), options)
-    except (OSError, *UNDECODABLE) as error:
-        raise HarnessError(f"--job {options.job:.100}: the job cannot be read ({error})") from None
+def _write_stream(stream: bool) -> str:
+    return _YES_NO[not stream]
 
 
-def job_by_hand(options: Namespace) -> Job:
-    """The same for a locustfile started by hand: no end, and prompts that no earlier start has sent."""
-    name = f"by-hand-{uuid.uuid4().hex[:8]}"
-    job = Job(
-        cell=name,
-        load_name="",
-        load=Load(user="by-hand", output="natural"),
-        model="",
-        prompts=Prompts(),
-        seed=42,
-        salt=salt_words(name, name),
-        warmup=Warmup(requests=0),
-        api_key_env=options.api_key_env,
-        requests_path=options.records or os.devnull,
-        processes_path=f"{options.records}.processes" if options.records else os.devnull,
-        tickets_path=os.path.join(tempfile.gettempdir(), f"{name}.tickets"),
-    )
-    wrong = Mistakes()
-    with wrong.noted():
-        job = _with_machine(job, options)
-    with wrong.noted():
-        job = with_options(job, options)
-    wrong.refuse()
-    return job
+def _read_stream(text: str, _: Any) -> bool:
+    if text not in _YES_NO:
+        raise HarnessError(f"--stream: expected one of yes, no, got {text!r}")
+    return text == "yes"
 
 
-def _with_machine(job: Job, options: Namespace) -> Job:
-    if not getattr(options, "machine", None):
-        return job
-    machine, machines = parse_part(options.machine)
-    return msgspec.structs.replace(job, machine=machine, machines=machines)
-
-
-def with_options(job: Job, options: Namespace) -> Job:
-    """The job as changed in the web form, without an end: there, a person ends it.
-
-    Raises HarnessError for values that no scenario may have, for all of them together.
-    """
-    wrong = Mistakes()
-
-    def read(planned: Any, reader: Callable[..., Any], *given: Any) -> Any:
-        """What a text says; what was planned for one that says nothing, which is noted."""
-        with wrong.noted():
-            return reader(*given)
-        return planned
-
-    if options.stream not in _YES_NO:
-        wrong.add(HarnessError(f"--stream: expected one of yes, no, got {options.stream!r}"))
-    if options.in_flight and options.batch_size not in (0, 1):
-        wrong.add(HarnessError("--in-flight: give one of --batch-size (bursts) and --in-flight"))
-    read(None, slos_of, options.slos)
-    abandon = read(None, _abandon, options.abandon)
-    if abandon is not None and abandon.after_tokens is not None and options.stream == "no":
-        said = "--abandon: without --stream an answer comes all at once"
-        wrong.add(HarnessError(said, next_step="Leave after seconds."))
-    think_s, think = read((None, None), _think, options.think, job.load)
-    kind = options.prompts if options.prompts in ("synthetic", "classification") else "file"
-    changed = msgspec.structs.replace(
-        job,
-        model=options.model,
-        slos=options.slos,
-        warmup=read(job.warmup, _warmup, options.warmup, job.warmup),
-        prompts=msgspec.structs.replace(
-            job.prompts,
-            kind=kind,
-            tokens=read(job.prompts.tokens, _tokens, "--prompt-tokens", options.prompt_tokens, job.prompts.tokens),
-            system_tokens=options.system_tokens,
-        ),
-        prompt_file=options.prompts if kind == "file" else None,
-        load=msgspec.structs.replace(
-            job.load,
-            requests=None,
-            duration_s=None,
-            arrivals=read(None, _arrivals, options.arrivals, job.load.arrivals),
-            output_tokens=read(
-                job.load.output_tokens, _tokens, "--output-tokens", options.output_tokens, job.load.output_tokens
-            ),
-            output=options.output,
-            endpoint=options.endpoint,
-            stream=options.stream == "yes",
-            batch_size=options.batch_size,
-            in_flight=options.in_flight or None,
-            agent=msgspec.structs.replace(
-                job.load.agent or Agent(), steps=options.steps, sub_agents=options.sub_agents
-            ),
-            rag=msgspec.structs.replace(
-                job.load.rag or Rag(), documents=options.documents, document_tokens=options.document_tokens
-            ),
-            turns=options.turns,
-            abandon=abandon,
-            regenerate=options.regenerate,
-            think_s=think_s,
-            think=think,
-            timeout_s=options.timeout,
-        ),
-    )
-    problems: list[str] = []
-    decoded = decode(msgspec.to_builtins(changed), Job, {}, problems)
-    for problem in problems:
-        wrong.add(HarnessError(_of_option(options, problem)))
-    wrong.refuse()
-    assert decoded is not None
-    return decoded
-
-
-def _of_option(options: Namespace, problem: str) -> str:
-    """What is said of a field, such as `$.load.timeout_s`, said of the option that it was given by."""
-    path, _, said = problem.partition(": ")
-    fields = reversed(re.findall(r"[a-z_]+", path))
-    names = ("prompt_tokens" if field == "tokens" else field.removesuffix("_s") for field in fields)
-    name = next((name for name in names if hasattr(options, name)), None)
-    return problem if name is None else f"--{name.replace('_', '-')}: {said}"
-
-
-def slos_of(text: str) -> tuple[Slo, ...]:
-    """The SLOs in a text such as "ttft<=2s, tpot<=50ms"; none in an empty one. Raises HarnessError."""
-    if not text.strip():
-        return ()
-    try:
-        return parse_check(f"attainment({text}) >= 0").slos
-    except ValueError:
-        raise HarnessError(
-            f"--slos: {text!r} are no SLOs", next_step="Give some such as 'ttft<=2s, tpot<=50ms'."
-        ) from None
-
-
-def _job_on_command_line() -> Job | None:
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--job")
-    try:
-        return job_file(parser.parse_known_args()[0])
-    except HarnessError:
-        return None  # said again, and aloud, when the run begins
-
-
-def _think_text(load: Load) -> str:
+def _write_think(load: Load) -> str:
     pause = load.think
     if pause is None:
         return " ".join(f"{number:g}" for number in load.think_s or [])
     drawn = f"lognormal, sigma {pause.sigma:g}" if pause.distribution == "lognormal" else pause.distribution
-    most = "" if pause.most_s is None else f", at most {pause.most_s:g}"
-    return f"{pause.mean_s:g} on the mean ({drawn}{most})"
+    bound = "" if pause.max_s is None else f", at most {pause.max_s:g}"
+    return f"{pause.mean_s:g} on the mean ({drawn}{bound})"
 
 
-def _think(text: str, planned: Load) -> tuple[list[float] | None, Pause | None]:
-    """The scenario's pause as it was left, or a uniform one in its place, '1 5' or '2'; nothing: none of either."""
-    if text == _think_text(planned):
-        return planned.think_s, planned.think
+def _read_think(text: str, load: Load) -> Load:
+    """A uniform pause, '1 5' or '2'; an empty text: none."""
     try:
         numbers = [float(word) for word in text.replace(",", " ").split()]
     except ValueError:
         numbers = [-1.0]
-    if not numbers:
-        return None, None
-    if len(numbers) > 2 or not 0 <= numbers[0] <= numbers[-1]:
+    if numbers and (len(numbers) > 2 or not 0 <= numbers[0] <= numbers[-1]):
         raise HarnessError(f"--think: {text!r} is not a pause", next_step="Give one such as '1 5', in seconds.")
-    return [numbers[0], numbers[-1]], None
+    return msgspec.structs.replace(load, think=None, think_s=[numbers[0], numbers[-1]] if numbers else None)
 
 
-def _abandon_text(abandon: Abandon | None) -> str:
+def _write_abandon(abandon: Abandon | None) -> str:
     if abandon is None:
         return ""
     when = f"{abandon.after_tokens} tokens" if abandon.after_s is None else f"{abandon.after_s:g}s"
     return f"{abandon.share:.6g} after {when}"
 
 
-def _abandon(text: str) -> Abandon | None:
-    """'5% after 3s' or '0.05 after 40 tokens'; nothing: everybody waits."""
+def _read_abandon(text: str, _: Any) -> Abandon | None:
+    """'5% after 3s' or '0.05 after 40 tokens'; an empty text: no user leaves."""
     if not text.strip():
         return None
     found = re.fullmatch(r"\s*([\d.e-]+) ?(%?) after (?:([\d.e+-]+) ?s|(\d+) ?tokens)\s*", text)
@@ -339,53 +124,21 @@ def _abandon(text: str) -> Abandon | None:
         return msgspec.convert(given, Abandon)
     except ValueError:
         raise HarnessError(
-            f"--abandon: {text!r} does not say who leaves when",
-            next_step="Give a share, 100% at most, and a time, such as '5% after 3s', or '0.05 after 40 tokens'.",
+            f"--abandon: {text!r} is not a share and a time",
+            next_step="Give a share of at most 100% and a time, such as '5% after 3s' or '0.05 after 40 tokens'.",
         ) from None
 
 
-def _tokens_text(tokens: object) -> str:
-    return str(tokens) if isinstance(tokens, int) else AS_PLANNED
-
-
-def _tokens(option: str, text: str, planned: Any) -> Any:
-    """The number in the form; for a distribution that was left as it is, that."""
-    if text == AS_PLANNED and not isinstance(planned, int):
-        return planned
-    try:
-        return int(text)
-    except ValueError:
-        raise HarnessError(f"{option}: {text!r} is not a number of tokens") from None
-
-
-def _warmup_text(warmup: Warmup | None) -> str:
-    if warmup is None:
-        return "0"
-    return warmup.until or (AS_PLANNED if warmup.requests is None else str(warmup.requests))
-
-
-def _warmup(text: str, planned: Warmup) -> Warmup:
-    if text == _warmup_text(planned):
-        return planned
-    if text == "steady":
-        return Warmup(until="steady")
-    if not text.isascii() or not text.isdigit():
-        raise HarnessError(f"--warmup: {text!r} is neither a number of requests nor 'steady'")
-    return Warmup(requests=int(text))
-
-
-def _arrivals_text(arrivals: Arrivals | None) -> str:
+def _write_arrivals(arrivals: Arrivals | None) -> str:
     if arrivals is None:
         return ""
-    return AS_PLANNED if arrivals.rate is None else f"{arrivals.rate:g}"
+    return _AS_PLANNED if arrivals.rate is None else f"{arrivals.rate:g}"
 
 
-def _arrivals(text: str, planned: Arrivals | None) -> Arrivals | None:
-    """The scenario's arrivals, or its spacing at another rate; nothing: a closed loop."""
+def _read_arrivals(text: str, planned: Arrivals | None) -> Arrivals | None:
+    """The scenario's spacing at another rate; an empty text: a closed loop."""
     if not text.strip():
         return None
-    if planned is not None and text == AS_PLANNED:
-        return planned
     try:
         rate = float(text)
     except ValueError:
@@ -395,3 +148,330 @@ def _arrivals(text: str, planned: Arrivals | None) -> Arrivals | None:
             f"--arrivals: {text!r} is not a rate", next_step="Give a number above 0, in arrivals a second, or nothing."
         )
     return msgspec.structs.replace(planned or Arrivals(), rate=rate, points=None, wave=None)
+
+
+def _write_warmup(warmup: Warmup) -> str:
+    return warmup.until or (_AS_PLANNED if warmup.requests is None else str(warmup.requests))
+
+
+def _read_warmup(text: str, _: Any) -> Warmup:
+    if text == "steady":
+        return Warmup(until="steady")
+    if not text.isascii() or not text.isdigit():
+        raise HarnessError(f"--warmup: {text!r} is neither a number of requests nor 'steady'")
+    return Warmup(requests=int(text))
+
+
+def slos_of(text: str) -> tuple[Slo, ...]:
+    """The SLOs in a text such as "ttft<=2s, tpot<=50ms"; none in an empty one. Raises HarnessError."""
+    if not text.strip():
+        return ()
+    try:
+        return parse_check(f"attainment({text}) >= 0").slos
+    except ValueError:
+        raise HarnessError(
+            f"--slos: cannot parse SLOs: {text!r}", next_step="Give some such as 'ttft<=2s, tpot<=50ms'."
+        ) from None
+
+
+def _read_slos(text: str, _: Any) -> str:
+    slos_of(text)
+    return text
+
+
+OPTIONS = {  # of the web form and the command line: the field of the Job (none: several) that is the default, and help
+    "--model": ("model", "model to ask for (default: the first that the server offers)"),
+    "--prompts": ("", "synthetic, classification, or the path of a JSONL file"),
+    "--prompt-tokens": ("prompts.tokens", "synthetic prompts: length in tokens"),
+    "--system-tokens": ("prompts.system_tokens", "tokens of a system prompt that all requests share"),
+    "--output-tokens": ("load.output_tokens", "maximum tokens of an answer"),
+    "--output": ("load.output", "fixed: every answer has that length (ignore_eos); natural: stop at end-of-sequence"),
+    "--endpoint": ("load.endpoint", "endpoint to load: chat, completions or embeddings"),
+    "--stream": ("load.stream", "stream the answers"),
+    "--batch-size": ("load.batch_size", "batch agents: requests sent at once"),
+    "--in-flight": ("load.in_flight", "batch agents: requests always in flight, instead of bursts"),
+    "--steps": ("load.agent.steps", "agents with tools: model calls of a task"),
+    "--sub-agents": ("load.agent.sub_agents", "agents with tools: sub-agents that each task starts"),
+    "--documents": ("load.rag.documents", "users of documents: number of documents"),
+    "--document-tokens": ("load.rag.document_tokens", "users of documents: length of each"),
+    "--turns": ("load.turns", "chat users: turns of a conversation"),
+    "--abandon": ("load.abandon", "chat users who leave: '0.05 after 3s' or '0.05 after 40 tokens'"),
+    "--regenerate": ("load.regenerate", "chat users: share of questions that are asked again"),
+    "--think": ("load", "pause in seconds, such as '1 5' (empty with stock Locust: that of the user class)"),
+    "--arrivals": ("load.arrivals", "open loop: arrivals a second (empty: closed loop, users wait for answers)"),
+    "--timeout": ("load.timeout_s", "seconds of silence after which a request has failed"),
+    "--warmup": ("warmup", "requests that are sent first and do not count; steady: until the server is steady"),
+    "--slos": ("slos", "for goodput, such as 'ttft<=2s, tpot<=50ms'"),
+}
+_CHOICES = {"--output": ["fixed", "natural"], "--endpoint": ["chat", "completions", "embeddings"], "--stream": _YES_NO}
+_READ: dict[str, Callable[[str, Any], Any]] = {  # from the text and the planned value; others: `_read`
+    "--prompts": _read_prompts,
+    "--stream": _read_stream,
+    "--abandon": _read_abandon,
+    "--think": _read_think,
+    "--arrivals": _read_arrivals,
+    "--warmup": _read_warmup,
+    "--slos": _read_slos,
+}
+_WRITE: dict[str, Callable[[Any], str]] = {
+    "--prompts": _write_prompts,
+    "--prompt-tokens": _write_tokens,
+    "--output-tokens": _write_tokens,
+    "--stream": _write_stream,
+    "--abandon": _write_abandon,
+    "--think": _write_think,
+    "--arrivals": _write_arrivals,
+    "--warmup": _write_warmup,
+}
+_OF_CLASSES = (  # options that a user class ignores unless its `uses` names them
+    *("--batch-size", "--in-flight", "--steps", "--sub-agents", "--documents", "--document-tokens", "--turns"),
+    *("--abandon", "--regenerate"),
+)
+_START_ONLY = {  # not in the web form
+    "--job": ("FILE", "job file, written by the harness, or its text"),
+    "--records": ("FILE", "append a record of each request to FILE"),
+    "--machine": ("K/M", "send part K, from 0, of M parts of the sequence; other machines send the others"),
+    "--api-key-env": ("NAME", "variable that holds the server's API key"),
+    "--metrics-port": ("PORT", "serve /metrics for Prometheus on this port; the web UI has it on its own port"),
+    "--metrics-host": ("ADDRESS", "address of --metrics-port (default: 127.0.0.1)"),
+}
+
+
+def field_name(option: str) -> str:
+    """The name of an option in Locust's namespace and web form."""
+    return option.removeprefix("--").replace("-", "_")
+
+
+def unused_options(classes: Iterable[type]) -> list[str]:
+    """The options that none of these user classes uses. A class that does not say what it uses may use all."""
+    used = [getattr(one, "uses", None) for one in classes]
+    named = {name for uses in used for name in uses or ()}
+    return [] if None in used else [name for name in _OF_CLASSES if name not in named]
+
+
+def fields_of_others(environment: Environment) -> set[str]:
+    """The fields of the web form that only other user classes have a use for."""
+    to_choose: dict[str, Any] = environment.available_user_classes or {}  # of Locust's class picker
+    return set(map(field_name, unused_options(list(to_choose.values()) or environment.user_classes)))
+
+
+def ignored_options(environment: Environment) -> list[str]:
+    """A sentence for each option that was given, and that the running user classes ignore."""
+    options, defaults = options_of(environment), _with_defaults(_stock_job())
+    names = " and ".join(sorted(one.__name__ for one in environment.user_classes))
+    return [
+        f"{option}: {names} ignores this option (got {getattr(options, field_name(option))!r})"
+        for option in unused_options(environment.user_classes)
+        if getattr(options, field_name(option)) != _WRITE.get(option, _write)(_value(defaults, OPTIONS[option][0]))
+    ]
+
+
+def add_options(parser: LocustArgumentParser) -> None:
+    """Add ours to Locust's options. With a job, its values are the defaults, so that the form shows them."""
+    parser.set_defaults(web_host="127.0.0.1")  # Locust's UI is open to all of the network otherwise
+    for name, (metavar, help) in _START_ONLY.items():
+        parser.add_argument(name, metavar=metavar, help=help, include_in_web_ui=False)
+    job = _with_defaults(_job_on_command_line() or _stock_job())
+    for name, (field, help) in OPTIONS.items():
+        default = _WRITE.get(name, _write)(_value(job, field))
+        parser.add_argument(name, default=default, choices=_CHOICES.get(name), help=help)
+
+
+def _value(struct: Any, field: str) -> Any:
+    for name in filter(None, field.split(".")):
+        struct = getattr(struct, name)
+    return struct
+
+
+def _replaced(struct: Any, field: str, value: Any) -> Any:
+    name, _, rest = field.partition(".")
+    return msgspec.structs.replace(struct, **{name: _replaced(getattr(struct, name), rest, value)}) if name else value
+
+
+def _with_defaults(job: Job) -> Job:
+    """The job with the defaults of user classes: the form shows them, whatever the class is."""
+    load = msgspec.structs.replace(
+        job.load,
+        agent=job.load.agent or Agent(),
+        rag=job.load.rag or Rag(),
+        turns=job.load.turns or TURNS,
+        batch_size=job.load.batch_size or 1,
+    )
+    return msgspec.structs.replace(job, load=load)
+
+
+def _stock_job() -> Job:
+    """The job of a locustfile with stock Locust: without an end, and with prompts that no earlier start has sent."""
+    name = f"by-hand-{uuid.uuid4().hex[:8]}"
+    return Job(
+        cell=name,
+        load_name="",
+        load=Load(user="by-hand", output="natural"),
+        model="",
+        prompts=Prompts(),
+        seed=42,
+        salt=salt_words(name, name),
+        warmup=Warmup(requests=0),
+        requests_path=os.devnull,
+        processes_path=os.devnull,
+        counter_path=os.path.join(tempfile.gettempdir(), f"{name}.counter"),
+    )
+
+
+def check_amounts(**given: object) -> None:
+    """Raise HarnessError when `users`, `spawn_rate` or `run_time` (s) are out of bounds.
+
+    Values are numbers or the texts of a form; None: not given.
+    """
+    for name, value in given.items():
+        type_, expected = _AMOUNTS[name]
+        try:
+            number = parse_timespan(value) if name == "run_time" and isinstance(value, str) else value
+            if number is not None:
+                msgspec.convert(number, type_, strict=False)
+        except (ValueError, OverflowError):
+            raise HarnessError(f"--{name.replace('_', '-')}: must be {expected} (got {repr(value)[:60]})") from None
+
+
+def job_file(options: Namespace) -> Job | None:
+    """The job that the harness has written, if this process was started with one. Raises HarnessError."""
+    if not options.job or options.job == FROM_MASTER:
+        return None
+    try:
+        job = job_of_text(options.job) if options.job.startswith("{") else read_job(Path(options.job))
+    except (OSError, *UNDECODABLE) as error:
+        raise HarnessError(f"--job {options.job:.100}: the job cannot be read ({error})") from None
+    return _with_machine(job, options)
+
+
+def _job_on_command_line() -> Job | None:
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--job")
+    try:
+        return job_file(parser.parse_known_args()[0])
+    except HarnessError:
+        return None  # reported when the run starts
+
+
+def _with_machine(job: Job, options: Namespace) -> Job:
+    if not getattr(options, "machine", None):
+        return job
+    machine, machines = parse_part(options.machine)
+    return msgspec.structs.replace(job, machine=machine, machines=machines)
+
+
+def with_options(job: Job, options: Namespace) -> Job:
+    """The job as changed by options or the web form, without an end: the user stops the load.
+
+    Raises HarnessError for values that no scenario may have, for all of them together.
+    """
+    wrong = Mistakes()
+    planned = changed = _with_defaults(job)
+    for name, (field, _) in OPTIONS.items():
+        text = getattr(options, field_name(name))
+        if text != _WRITE.get(name, _write)(_value(planned, field)):
+            with wrong.noted():
+                changed = _replaced(changed, field, _READ.get(name, _read)(text, _value(changed, field)))
+    load = changed.load
+    if load.in_flight and load.batch_size not in (0, 1):
+        wrong.add(HarnessError("--in-flight: give one of --batch-size (bursts) and --in-flight"))
+    if load.abandon is not None and load.abandon.after_tokens is not None and load.stream is False:
+        message = "--abandon: without --stream an answer comes all at once"
+        wrong.add(HarnessError(message, next_step="Leave after seconds."))
+    changed = msgspec.structs.replace(changed, load=msgspec.structs.replace(load, requests=None, duration_s=None))
+    problems: list[Problem] = []
+    decoded = decode(msgspec.to_builtins(changed), Job, {}, problems)
+    for problem in problems:
+        wrong.add(HarnessError(_with_option_name(problem)))
+    wrong.refuse()
+    assert decoded is not None
+    return decoded
+
+
+def _with_option_name(problem: Problem) -> str:
+    """The problem of a field, such as `$.load.timeout_s`, as one of its option."""
+    name = max(OPTIONS, key=lambda one: len(OPTIONS[one][0]) * problem.path.startswith(f"$.{OPTIONS[one][0]}"))
+    return f"{name}: {problem.text}"
+
+
+def job_of_form(environment: Environment, planned: Job | None, options: Namespace | None = None) -> Job:
+    """The job of the options, or of the web form; `planned`: the scenario's. Raises HarnessError."""
+    options = options or options_of(environment)
+    if planned is None:
+        records = options.records or os.devnull
+        planned = msgspec.structs.replace(
+            _with_machine(_stock_job(), options),
+            api_key_env=options.api_key_env,
+            requests_path=records,
+            processes_path=f"{records}.processes" if options.records else os.devnull,
+        )
+    job = with_options(planned, options)
+    for user in environment.user_classes:
+        endpoints = getattr(user, "endpoints", (options.endpoint,))
+        if options.endpoint not in endpoints:
+            raise HarnessError(
+                f"--endpoint: {user.__name__} supports only {' and '.join(endpoints)} (got {options.endpoint})"
+            )
+    return job
+
+
+def check_form(environment: Environment, planned: Job | None, options: Namespace) -> None:
+    """Raise HarnessError when these options of the web form cannot be used; none of them is in force yet."""
+    now = options_of(environment)
+    if options.host != now.host and now.host and (planned is not None or now.api_key_env):
+        raise HarnessError(
+            f"--host: cannot be changed after the start (got {options.host!r})",  # it would get the API key
+            next_step="Stop Locust and start it for the other host.",
+        )
+    job, runner = job_of_form(environment, planned, options), environment.runner
+    if not _remote_workers(environment) and (runner is None or runner.state not in UNDER_WAY):
+        JobInputs.of(job, host_of(environment, options.host))
+
+
+def check_options(environment: Environment) -> None:
+    """Raise HarnessError when the options of a start with stock Locust cannot be used.
+
+    The master of `--processes` would wait for its load processes, or send nothing and call that a success.
+    """
+    job = job_of_form(environment, None)
+    if _remote_workers(environment):
+        return
+    check_writable(job)
+    if options_of(environment).headless:
+        JobInputs.of(job, host_of(environment, environment.host))
+
+
+def check_writable(job: Job) -> None:
+    """Raise HarnessError when the records cannot be written."""
+    for path in (job.requests_path, job.processes_path):
+        try:
+            open(path, "ab").close()
+        except OSError as error:
+            raise HarnessError(
+                f"--records: {error.filename} cannot be written ({error.strerror})",
+                next_step="Name a file in a folder that exists.",
+            ) from None
+
+
+def check_server(environment: Environment, planned: Job | None) -> None:
+    """What load processes do before their first request, for their master. Raises HarnessError."""
+    job = job_of_form(environment, planned)
+    if not _remote_workers(environment):
+        api_key(job.api_key_env)
+        if not job.model:
+            first_model(job, ApiAddress.of(host_of(environment, environment.host)))
+
+
+def host_of(environment: Environment, given: str | None) -> str:
+    return given or next((user.host for user in environment.user_classes if user.host), "") or ""
+
+
+def options_of(environment: Environment) -> Namespace:
+    assert environment.parsed_options is not None, "only a program that embeds Locust has none"
+    options: Namespace = environment.parsed_options
+    return options
+
+
+def _remote_workers(environment: Environment) -> bool:
+    """Whether the load processes may be on other machines, with other files and another network."""
+    return isinstance(environment.runner, MasterRunner) and not options_of(environment).processes

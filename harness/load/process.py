@@ -1,4 +1,4 @@
-"""One load process: what all its users share, and the one place where a request becomes a record."""
+"""One load process: the state that its users share, and the place where a request becomes a record."""
 
 import logging
 import math
@@ -7,39 +7,33 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import gevent
-import msgspec
 from gevent.lock import Semaphore
 
 from harness import workload
-from harness.errors import HarnessError, Mistakes
+from harness.errors import HarnessError
 from harness.job import Job, secrets_of
-from harness.load.answer import Answer, Reading
-from harness.load.client import Client
-from harness.load.clock import KernelClock
-from harness.load.course import Course, Stage
-from harness.load.dialer import Dialer, Target
+from harness.load.answer import Answer
+from harness.load.client import Client, Dialer
 from harness.load.exchange import Exchange, Failure
-from harness.load.first_look import api_key, first_model, key_header
-from harness.load.health import coalesced_late
-from harness.load.later import Listeners
-from harness.load.reader import Reader
+from harness.load.openai_api import PATHS, Tools, body_of
+from harness.load.preflight import JobInputs, first_model, key_header, replay_of_job
+from harness.load.reader import KernelClock, Listeners, Reader
 from harness.load.recorder import Recorder
-from harness.load.tickets import Part, Plan, Seen, Ticket
-from harness.load.tools import Tools
-from harness.process import refuse_too_few_files
+from harness.load.response import ResponseReader, coalesced_late
+from harness.load.sequencer import Part, Plan, Slot, StagePlan, StageSequencer, WarmupSample
 from harness.redact import know
 from harness.rundir.records import ErrorKind, Request
 from harness.scenario import structured
 from harness.scenario.arrivals import Due, Schedule, steady
 from harness.scenario.behaviour import Abandon
-from harness.scenario.scenario import Arrivals, Load, connections_per_process, taken_together
-from harness.scenario.steady import Steadiness, steadiness
+from harness.scenario.plan import Steadiness, steadiness
+from harness.scenario.scenario import Arrivals, taken_together
 from harness.scenario.structured import Judged
-from harness.traces.replay import Beginning, Replay, replay_of
-from harness.workload import Message, PromptRow
+from harness.workload import Message
+from harness.workload.traces import Beginning
 
 _SIGN_S = 1.0
 
@@ -47,117 +41,91 @@ logger = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
-    """Where a request belongs."""
+    """The part of a record without the response: slot, user, conversation."""
 
-    ticket: Ticket
+    slot: Slot
     user_class: str
     user: int
     conversation: int | None = None
     turn: int | None = None
     batch: int | None = None
     again: bool = False
-    changed: bool = False  # the messages are not those of the plan alone
-    follows: bool = False  # an earlier one of those that were taken with it, and so has no time of its own
-    asked_index: int | None = None  # whose question it asks; None: that of its own place
+    changed: bool = False  # the messages differ from the plan
+    follows: bool = False  # it follows an earlier request of its group and has no time of its own
+    asked_index: int | None = None  # the place of its question; None: its own place
 
     @property
     def question(self) -> int:
-        """The index of the question, which says how long an answer is to be, and which one is right."""
-        return self.ticket.index if self.asked_index is None else self.asked_index
+        """The index of the question, which determines the length of the answer and the right one."""
+        return self.slot.index if self.asked_index is None else self.asked_index
 
     @property
     def due_s(self) -> float | None:
-        """When the plan wants it sent, on the monotonic clock; what follows an answer follows no plan."""
-        return None if self.follows else self.ticket.due_s
+        """The planned time, on the monotonic clock; None for a request that follows an answer."""
+        return None if self.follows else self.slot.due_s
 
 
-# What a record has as it is.
+# Fields that a record copies.
 _OF_PLACE = [name for name in Request.__struct_fields__ if name in Place._fields]
 _OF_ANSWER = [name for name in Request.__struct_fields__ if name in Answer.__slots__ and name != "status"]
-
-
-class Given(NamedTuple):
-    """What a job names that is outside of it."""
-
-    target: Target
-    rows: list[PromptRow]
-    replay: Replay | None
-    secret: str | None
-
-    @classmethod
-    def of(cls, job: Job, host: str) -> "Given":
-        """Raises HarnessError when host, prompt file, trace or API key cannot be used, for all of them together."""
-        wrong = Mistakes()
-        with wrong.noted():
-            refuse_too_few_files(max(connections_per_process(stage.load) for stage in [job, *job.then]))
-        with wrong.noted():
-            target = Target.of(host)
-        with wrong.noted():
-            rows = workload.read_rows(job.prompt_file) if job.prompt_file else []
-        with wrong.noted():
-            replay = _replay(job)
-        with wrong.noted():
-            secret = api_key(job.api_key_env)
-        wrong.refuse()
-        return cls(target, rows, replay, secret)
 
 
 class LoadProcess:
     """The state of one process that generates load. Made after the fork."""
 
     def __init__(self, job: Job, host: str, recorder: Recorder) -> None:
-        """Raises HarnessError when what the job names cannot be used."""
+        """Raises HarnessError if inputs of the job cannot be used."""
         self.job = job
-        self._stages = [job, *job.then]  # which differ in what they are called, their salt and their users
+        self._stages = [job, *job.then]  # which differ in name, salt and users
         self.recorder = recorder
         self.listeners = Listeners()
         self._nothing_due_until_s = 0.0  # monotonic clock: the longest known wait of a user
         self.by_hand = not job.load_name
-        self._target, self._rows, self._replay, self._secret = Given.of(job, host)
+        self._target, self._rows, self._replay, self._secret = JobInputs.of(job, host)
         know(secrets_of(job))
         self._model = job.model
         self._no_model: HarnessError | None = None
         self._asking_for_model = Semaphore()
         self._clock = KernelClock()
-        self._reader = Reader(self._clock, recorder.later)
+        self._reader = Reader(self._clock, recorder.idle)
         self._dialer = Dialer(self._target)
-        # Now: else the first users wait for it. In a greenlet: if the start of a process waited here, Locust's worker
-        # would send its first report before the locustfile's own listeners of `init` were called.
+        # Now, or the first users wait for it. In a greenlet: if the start of a process waited here, Locust's worker
+        # would send its first report before the locustfile's listeners of `init` are called.
         gevent.spawn(self._look_up)
-        self.tickets = course_of(job)
-        recorder.steady = lambda stage: self.tickets.stages[stage].steady()
-        recorder.users = None if self.tickets.several else 0
+        self.sequencer = sequencer_of(job)
+        recorder.steady = lambda stage: self.sequencer.stages[stage].steady()
+        recorder.users = None if self.sequencer.several else 0
         if self.by_hand:
             for stage in self._stages:
-                os.unlink(stage.tickets_path)  # of use to this process only, which has it open
+                os.unlink(stage.counter_path)  # only this process uses it, and has it open
 
     def _look_up(self) -> None:
-        with suppress(OSError):  # the requests will say what is wrong with it
+        with suppress(OSError):  # the requests will report the problem
             self._dialer.look_up()
 
-    def told_to_end(self) -> None:
+    def note_early_end(self) -> None:
         """Note how much of the measured time has not passed: more than nothing when a signal ends the load."""
         if self.recorder.unmeasured_s is None:
-            self.recorder.unmeasured_s = self.tickets.unmeasured_s()
+            self.recorder.unmeasured_s = self.sequencer.unmeasured_s()
 
     def close(self) -> None:
-        """Let go of everything but the recorder."""
-        self.recorder.later.finish()
+        """Close everything but the recorder."""
+        self.recorder.idle.finish()
         self.recorder.steady = None
-        self.tickets.close()
+        self.sequencer.close()
         self._reader.close()
         self._clock.close()
 
     def nothing_due_for(self, wait_s: float) -> None:
-        """A user waits for so long: for the schedule, as it thinks, while a tool works."""
+        """Note that a user waits until then: for the schedule, a think time, or a tool."""
         self._nothing_due_until_s = max(self._nothing_due_until_s, time.monotonic() + wait_s)
 
     def is_quiet(self) -> bool:
-        """Whether the load has nothing due: no request is in flight, and a user waits for a time that is known."""
+        """Whether the load is quiet: no request is in flight, and a user waits for a known time."""
         return not self.recorder.in_flight and time.monotonic() < self._nothing_due_until_s
 
     def show_quiet(self, sign: Callable[[], object]) -> None:
-        """Give a sign each second in which the load is quiet, for the harness, which ends a load that hangs."""
+        """Give a sign each second in which the load is quiet: the harness ends a load that hangs."""
         while True:
             if self.is_quiet():
                 sign()
@@ -168,20 +136,18 @@ class LoadProcess:
         timeout_s = self.job.load.timeout_s
         return Client(self._dialer, self._clock, self._reader, timeout_s=timeout_s, headers=headers)
 
-    def messages(self, ticket: Ticket) -> list[Message]:
+    def messages(self, slot: Slot) -> list[Message]:
         """The messages of a place in the seeded sequence. Those of the warm-up are no part of a trace."""
-        if self._replay is not None and ticket.index >= 0:
-            return workload.trace_messages(self._replay, self.job.seed, ticket.index, self.job.salt, self.job.words)
-        job = self._stages[ticket.stage]
-        return workload.messages(
-            job.prompts, job.seed, ticket.index, job.salt, self._rows, job.prompt_lengths, job.words
-        )
+        if self._replay is not None and slot.index >= 0:
+            return workload.trace_messages(self._replay, self.job.seed, slot.index, self.job.salt, self.job.words)
+        job = self._stages[slot.stage]
+        return workload.messages(job.prompts, job.seed, slot.index, job.salt, self._rows, job.prompt_lengths, job.words)
 
     def model(self) -> str:
-        """The model to ask for: the job's, else the first that the server offers. Raises HarnessError."""
+        """The model: the job's, else the first one of the server. Raises HarnessError."""
         with self._asking_for_model:
             if self._no_model is not None:
-                raise self._no_model  # all users ask, and the server need not answer each of them
+                raise self._no_model  # one request for all users
             if not self._model:
                 try:
                     self._model = first_model(self.job, self._target)
@@ -205,18 +171,18 @@ class LoadProcess:
         locustfile, leaves its record before that goes on. Other records are made when there is nothing else to do: the
         next request of this user does not wait for it.
         """
-        exchange = Exchange(id=self._id(place.ticket))
-        reading = Reading(exchange, embeddings=self.job.load.endpoint == "embeddings")
+        exchange = Exchange(id=self._id(place.slot))
+        reading = ResponseReader(exchange, embeddings=self.job.load.endpoint == "embeddings")
         exchange.look = reading.look
         answer: Answer | None = None
         cut = False
-        self.recorder.sending(place.ticket.phase, place.ticket.stage)
+        self.recorder.sending(place.slot.phase, place.slot.stage)
         try:
             path, body = PATHS[self.job.load.endpoint], partial(self._body, messages, place.question, tools)
             if leave is None:
                 client.post(path, body, exchange)
             else:
-                with leaving(leave, exchange, reading):
+                with abandoning(leave, exchange, reading):
                     client.post(path, body, exchange)
             answer = self._finish(reading, place, exchange)
         except Exception as error:
@@ -227,24 +193,24 @@ class LoadProcess:
             answer.fail(*_cut(error))
             raise
         finally:
-            exchange.look = None  # it knows the exchange: no cycle is left to the garbage collector
+            exchange.look = None  # break the cycle, for the garbage collector
             note = partial(self._note, exchange, reading, answer or Answer(), place, tools, tell)
             if cut:
-                note()  # Locust may be about to count what there was
+                note()  # Locust may count next
             else:
-                self.recorder.later.do(note)
+                self.recorder.idle.do(note)
         return answer
 
     def _note(
         self,
         exchange: Exchange,
-        reading: Reading,
+        reading: ResponseReader,
         answer: Answer,
         place: Place,
         tools: Tools | None,
         tell: Callable[[Answer], None] | None,
     ) -> None:
-        """Make the record, and tell who wants to know."""
+        """Make the record, and call `tell`."""
         try:
             reading.time()
             self.recorder.health.note_reads(exchange.arrivals.lags_us())
@@ -254,20 +220,20 @@ class LoadProcess:
                 logger.exception("defect in the load generator, recorded as error kind 'client'")
                 failed = Answer("client", f"{type(error).__name__}: {error}", ended_s=answer.ended_s)
                 record = self._record(exchange, failed, place, tools)
-            self.recorder.add(record, place.ticket.stage)
+            self.recorder.add(record, place.slot.stage)
         finally:
-            # Whatever happens: the end of the load waits for it.
-            self.tickets.stages[place.ticket.stage].settle(seen=_seen(exchange, place, answer))
+            # Always: the end of the load waits for it.
+            self.sequencer.stages[place.slot.stage].settle(seen=_seen(exchange, place, answer))
         if tell is not None:
             tell(answer)
 
-    def _id(self, ticket: Ticket) -> str:
-        """Of one request among all runs: it is looked for in the logs of servers that outlive a run."""
-        place = str(ticket.index) if ticket.index >= 0 else f"w{-ticket.index}"
-        return "-".join(part for part in (self.job.run, self._stages[ticket.stage].cell, place) if part)
+    def _id(self, slot: Slot) -> str:
+        """The id of a request, unique among all runs, because logs of servers keep it."""
+        place = str(slot.index) if slot.index >= 0 else f"w{-slot.index}"
+        return "-".join(part for part in (self.job.run, self._stages[slot.stage].cell, place) if part)
 
     def _asked(self, index: int) -> int:
-        """How many tokens the answer is to have, or at most."""
+        """The planned number of tokens of the answer, or its maximum."""
         if self._replay is not None and index >= 0:
             return self._replay.output_tokens[index]
         job = self.job
@@ -283,8 +249,8 @@ class LoadProcess:
         form = self.job.load.answer
         return [] if form is None else workload.choices_at(form, self.job.seed, index)
 
-    def _judged(self, answer: Answer, index: int) -> Judged:
-        """Whether a good answer has the form that was asked for, and is right where that is known."""
+    def _checked(self, answer: Answer, index: int) -> Judged:
+        """Whether a successful answer has the requested form, and is right where that is known."""
         form = self.job.load.answer
         if form is None or answer.error is not None:
             return Judged()
@@ -292,7 +258,7 @@ class LoadProcess:
         return structured.judge(form, self._choices(index), label, answer.text)
 
     def _asked_prompt(self, place: Place) -> int | None:
-        """How long the prompt was to be, where it is nothing but planned: later turns hold answers as well."""
+        """The planned length of the prompt; None for later turns, which contain answers."""
         if (place.turn or 1) > 1 or place.changed:
             return None
         job, index = self.job, place.question
@@ -300,7 +266,7 @@ class LoadProcess:
             return self._replay.prompt_tokens[index] + (workload.SALT_WORDS if job.salt else 0)
         return workload.asked_prompt_tokens(job.prompts, job.seed, index, job.salt, job.prompt_lengths)
 
-    def _finish(self, reading: Reading, place: Place, exchange: Exchange) -> Answer:
+    def _finish(self, reading: ResponseReader, place: Place, exchange: Exchange) -> Answer:
         try:
             answer = reading.finish()
             answer.bound(self._asked(place.question), exchange.request_bytes)
@@ -311,15 +277,15 @@ class LoadProcess:
 
     def _record(self, exchange: Exchange, answer: Answer, place: Place, tools: Tools | None) -> Request:
         load = self.job.load
-        judged = self._judged(answer, place.question)
+        judged = self._checked(answer, place.question)
         embeddings = load.endpoint == "embeddings"
         return Request(
             id=exchange.id,
-            cell=self._stages[place.ticket.stage].cell,
-            load=self._stages[place.ticket.stage].load_name,
-            index=place.ticket.index,
+            cell=self._stages[place.slot.stage].cell,
+            load=self._stages[place.slot.stage].load_name,
+            index=place.slot.index,
             process=self.recorder.process,
-            phase=place.ticket.phase,
+            phase=place.slot.phase,
             sent_s=exchange.start_ns / 1e9,
             scheduled_s=None if place.due_s is None else place.due_s - exchange.start_ns / 1e9,
             resent=exchange.resent,
@@ -340,16 +306,16 @@ class LoadProcess:
         )
 
 
-def _seen(exchange: Exchange, place: Place, answer: Answer) -> Seen | None:
-    """What a warm-up looks at; failed requests say nothing of how fast the server is."""
-    if place.ticket.phase != "warmup" or answer.error is not None:
+def _seen(exchange: Exchange, place: Place, answer: Answer) -> WarmupSample | None:
+    """The sample of a warm-up request; None for a failed one."""
+    if place.slot.phase != "warmup" or answer.error is not None:
         return None
     ttft_s, e2e_s = (answer.chunks_s[0], answer.chunks_s[-1]) if answer.chunks_s else (math.nan, answer.ended_s)
-    return Seen(exchange.start_ns / 1e9, ttft_s, e2e_s / (answer.output_tokens or 1))
+    return WarmupSample(exchange.start_ns / 1e9, ttft_s, e2e_s / (answer.output_tokens or 1))
 
 
 def _cut(error: BaseException) -> tuple[ErrorKind, str]:
-    """What a request has come to that was not let finish."""
+    """Kind and message of the error of a request that was cut."""
     if isinstance(error, gevent.GreenletExit):
         return "unfinished", "cut by the end of the run"
     if isinstance(error, gevent.Timeout):
@@ -358,7 +324,7 @@ def _cut(error: BaseException) -> tuple[ErrorKind, str]:
 
 
 def plan_of(job: Job) -> Plan:
-    """How much of the job there is to do."""
+    """The amount of work of a job."""
     return Plan(
         requests=job.load.requests,
         duration_s=job.load.duration_s,
@@ -366,15 +332,17 @@ def plan_of(job: Job) -> Plan:
         warmup_s=job.warmup.duration_s or 0.0,
         steady=_steadiness(job),
         ramp_s=job.load.ramp_s,
-        schedule=_replay(job) or (None if job.load.arrivals is None else Schedule(job.load.arrivals, job.seed)),
+        schedule=replay_of_job(job) or (None if job.load.arrivals is None else Schedule(job.load.arrivals, job.seed)),
         warmup_schedule=_warmup_schedule(job),
         part=Part(job.machine, job.machines, _together(job)),
     )
 
 
-def course_of(job: Job) -> Course:
-    """The tickets of the job and its further stages."""
-    return Course([Stage(stage.tickets_path, plan_of(stage), stage.load.users) for stage in [job, *job.then]])
+def sequencer_of(job: Job) -> StageSequencer:
+    """The sequencer of the job and its further stages."""
+    return StageSequencer(
+        [StagePlan(stage.counter_path, plan_of(stage), stage.load.users) for stage in [job, *job.then]]
+    )
 
 
 def _steadiness(job: Job) -> Steadiness | None:
@@ -389,7 +357,7 @@ def _warmup_schedule(job: Job) -> Due | None:
 
     A few requests of a trace are soon over; until the server is steady they come as often as on the mean.
     """
-    replay = _replay(job)
+    replay = replay_of_job(job)
     if replay is not None and (job.warmup.until is None or replay.at_s[-1] <= 0):
         return Beginning(replay)
     if replay is not None:
@@ -398,53 +366,20 @@ def _warmup_schedule(job: Job) -> Due | None:
 
 
 def _together(job: Job) -> int:
-    """Requests that are not parted among machines. By hand it is not known who takes them: conversations or bursts."""
+    """Requests that one machine sends together. Stock Locust does not know the kind of group."""
     load = job.load
     return taken_together(load) if job.load_name else math.lcm(load.turns or 1, load.batch_size or 1)
 
 
-def _replay(job: Job) -> Replay | None:
-    """The rows of the job's trace, if it has one. Raises HarnessError."""
-    if job.load.trace is None or job.trace_file is None:
-        return None
-    return replay_of(job.trace_file, job.load.trace)
-
-
-PATHS = {"chat": "/chat/completions", "completions": "/completions", "embeddings": "/embeddings"}
-
-
-def body_of(load: Load, model: str, messages: Sequence[Message], max_tokens: int, more: dict[str, Any]) -> bytes:
-    """The JSON text of a request. `more` is what a structured answer adds."""
-    if load.endpoint == "embeddings":
-        return msgspec.json.encode({"model": model, "input": as_text(messages)})
-    body: dict[str, Any] = {"model": model}
-    body |= {"messages": messages} if load.endpoint == "chat" else {"prompt": as_text(messages)}
-    body |= {
-        "max_tokens": max_tokens,
-        "temperature": 0,  # the same choices on both sides of a comparison
-        "stream": load.stream,
-    }
-    if load.stream:
-        body["stream_options"] = {"include_usage": True}
-    if load.output == "fixed":
-        body["ignore_eos"] = True
-    return msgspec.json.encode(body | more)
-
-
-def as_text(messages: Sequence[Message]) -> str:
-    """Messages for an endpoint that takes a text: one after the other, without the roles that only a template knows."""
-    return "\n\n".join(message["content"] for message in messages)
-
-
-class _Left(gevent.Timeout):  # cut like any other timeout
-    """Raised where the user waits."""
+class _Abandoned(gevent.Timeout):  # cut like any other timeout
+    """Raised in the greenlet of the user."""
 
 
 @contextmanager
-def leaving(how: Abandon, exchange: Exchange, reading: Reading) -> Iterator[None]:
+def abandoning(how: Abandon, exchange: Exchange, reading: ResponseReader) -> Iterator[None]:
     """Cut what is sent inside, as `how` says; the exchange then has failed as `abandoned`."""
     tokens, look = how.after_tokens, exchange.look
-    with _Left(how.after_s) as left:
+    with _Abandoned(how.after_s) as left:
 
         def look_and_leave() -> None:
             if look is not None:
@@ -455,7 +390,7 @@ def leaving(how: Abandon, exchange: Exchange, reading: Reading) -> Iterator[None
         exchange.look, exchange.watched = look_and_leave, tokens is not None
         try:
             yield
-        except _Left as error:
+        except _Abandoned as error:
             if error is not left:
                 raise
             when = f"after {how.after_s:g} s" if tokens is None else f"after {tokens} chunks"

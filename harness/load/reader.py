@@ -1,41 +1,220 @@
-"""All sockets of a load process, read by one place as soon as there is time: a system call, a stamp and an append each.
+"""Read all sockets of a load process in one place: a system call, a time stamp and an append for each read.
 
-Of a stream whose events differ in their text only, a comparison says so while the bytes are at hand, and only the text
-is kept. What other bytes mean is worked out later, whenever nothing else is to be done. The greenlet of the user whose
-answer they are sleeps until its end: no switch of greenlets, no parsing and no JSON for a chunk like most. That reading
-is late does not matter, as the kernel has stamped the bytes when they came; what does matter is that two chunks of a
-stream are not fetched by one read: a busy process looks at its sockets each 2 ms, and a quiet one when they are
-readable (as NAPI does in the kernel).
+Linux stamps a packet on arrival (SO_TIMESTAMPNS, see socket(7)) with the realtime clock. The stamp does not include
+the delay until a busy process reads. Other work must not delay reads: the idle queue makes the records, a comparison
+recognizes stream events that differ only in their text, and other bytes are parsed when the process is idle. A busy
+process reads its sockets every 2 ms, an idle one when they are readable (as NAPI in the kernel), so that one read does
+not return two chunks of a stream.
 """
 
+import contextlib
+import logging
 import math
 import select
+import socket
+import struct
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import gevent
-from gevent import monkey, socket
+from gevent import monkey
 
-from harness.load.clock import CONTROL_BYTES, KernelClock
-from harness.load.form import Form
-from harness.load.later import Later
+from harness.load.sse import EventTemplate
+from harness.rundir.records import SLACK_S
+
+_SO_TIMESTAMPNS = 35  # asm-generic/socket.h; Python has no name for it
+_SOL_SOCKET = socket.SOL_SOCKET  # names of this module, because each read looks them up
+_unpack = struct.Struct("@ll").unpack  # a timespec
+_TIMESPEC_BYTES = struct.calcsize("@ll")
+CONTROL_BYTES = socket.CMSG_SPACE(_TIMESPEC_BYTES) if hasattr(socket, "CMSG_SPACE") else 0
+
+_START_S = 0.5  # for the kernel to start stamping
+_PAIR_NS = 20_000  # readings further apart were interrupted and give no offset
+SLACK_NS = round(SLACK_S * 1e9)
+
+
+def ask_for_stamps(sock: socket.socket) -> bool:
+    """Let the kernel stamp what this socket receives. Return False where it cannot (macOS, gVisor)."""
+    if not CONTROL_BYTES or not hasattr(sock, "recvmsg"):
+        return False
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+    except OSError:
+        return False
+    return True
+
+
+class KernelClock:
+    """Converts realtime stamps. One per process, made after the fork."""
+
+    def __init__(self) -> None:
+        # The kernel stamps packets only while a socket asks for it, and starts with a delay: keep one open.
+        self._keeps_stamps_on = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        if ask_for_stamps(self._keeps_stamps_on):
+            _await_stamps(self._keeps_stamps_on)
+        self._offset_ns = time.monotonic_ns() - time.time_ns()
+        self._stepped = False
+
+    def close(self) -> None:
+        self._keeps_stamps_on.close()
+
+    def look(self) -> int:
+        """Read the clocks; return monotonic ns. Call it before `stamp_ns`, once for all stamps of a moment."""
+        before = time.monotonic_ns()
+        real = time.time_ns()
+        now = time.monotonic_ns()
+        self._stepped = False
+        if now - before < _PAIR_NS:
+            offset_ns = before + (now - before) // 2 - real
+            # The clock was set: before or after the stamp?
+            self._stepped = abs(offset_ns - self._offset_ns) > SLACK_NS
+            self._offset_ns = offset_ns
+        return now
+
+    def stamp_ns(self, control: list[tuple[int, int, bytes]]) -> int | None:
+        """The stamp in a read's control messages, in monotonic ns; None without one."""
+        if self._stepped:
+            return None
+        for level, kind, data in control:
+            if level == _SOL_SOCKET and kind == _SO_TIMESTAMPNS and len(data) == _TIMESPEC_BYTES:
+                seconds, nanoseconds = _unpack(data)
+                stamp_ns: int = seconds * 1_000_000_000 + nanoseconds + self._offset_ns
+                return stamp_ns
+        return None
+
+
+def _await_stamps(sock: socket.socket) -> None:
+    """Send datagrams to this process until one has a stamp; then the first response will have one."""
+    sock.bind(("127.0.0.1", 0))
+    sock.settimeout(_START_S)
+    deadline_ns = time.monotonic_ns() + int(_START_S * 1e9)
+    with contextlib.suppress(OSError):
+        while time.monotonic_ns() < deadline_ns:
+            sock.sendto(b"?", sock.getsockname())
+            if sock.recvmsg(1, CONTROL_BYTES)[1]:
+                return
+            time.sleep(0.005)
+
+
+_MAX_WAITING = 1000  # items that wait; with more, each new item runs the oldest one
+_SLICE_NS = 500_000  # of work between two checks of the sockets
+_BACKLOG = 10_000  # waiting events of a listener before the log has a warning
+
+logger = logging.getLogger(__name__)
+
+
+class IdleQueue:
+    """Runs work in the hub, in order, when no socket, timer or greenlet is ready. Made after the fork."""
+
+    def __init__(self) -> None:
+        loop: Any = gevent.get_hub().loop
+        self._idle = loop.idle()
+        self._waiting: deque[Callable[[], object]] = deque()
+
+    def do(self, what: Callable[[], object]) -> None:
+        """Queue `what`, which must neither block nor switch to another greenlet."""
+        if not self._waiting:
+            self._idle.start(self._some)
+        self._waiting.append(what)
+        if len(self._waiting) > _MAX_WAITING:
+            self._next()
+
+    def finish(self) -> None:
+        """Run all of it now."""
+        while self._waiting:
+            self._next()
+        self._idle.stop()
+
+    def _some(self) -> None:
+        until_ns = time.monotonic_ns() + _SLICE_NS
+        while self._waiting and time.monotonic_ns() < until_ns:
+            self._next()
+        if not self._waiting:
+            self._idle.stop()
+
+    def _next(self) -> None:
+        what = self._waiting.popleft()
+        try:
+            what()
+        except Exception:
+            logger.exception("defect in the load generator")
+
+
+class Listeners:
+    """Those of Locust's `request` event.
+
+    They are called after the record was made, in the hub or in a greenlet that is being killed. Neither can wait for a
+    socket. So Locust's own table and listeners of the harness, which never wait, are called at once, and one greenlet
+    calls all others, in the order in which the requests ended.
+    """
+
+    def __init__(self) -> None:
+        self.patience_s = 30.0  # of `finish`
+        self._waiting: deque[tuple[list[Any], dict[str, Any]]] = deque()
+        self._greenlet: gevent.Greenlet[[], None] | None = None
+        self._warned = False
+
+    def fire(self, hook: Any, *, timed: bool = True, **event: Any) -> None:
+        """`hook`: Locust's. `timed`: False where the response time is that of a cut, and Locust's table takes none."""
+        first: list[Any] = []
+        others: list[Any] = []
+        for listener in hook._handlers:
+            module = str(getattr(listener, "__module__", ""))
+            of_one = type(hook)()  # for itself: Locust then logs what it raises, and the next one is called
+            of_one.add_listener(listener)
+            (first if module == "locust.runners" or module.startswith("harness.") else others).append(of_one)
+        _call(first, event if timed else event | {"response_time": None})
+        if not others:
+            return
+        self._waiting.append((others, event))
+        if self._greenlet is None or self._greenlet.dead:
+            self._greenlet = gevent.spawn(self._call_all)
+        if len(self._waiting) > _BACKLOG and not self._warned:
+            self._warned = True
+            logger.warning("listeners of `request` are slower than the load: %d events wait for them", _BACKLOG)
+
+    @property
+    def waiting(self) -> int:
+        """Return the number of waiting events."""
+        return len(self._waiting)
+
+    def finish(self) -> None:
+        """Wait until all events are handled, at most `patience_s`."""
+        if self._greenlet is gevent.getcurrent():  # a listener ends the test
+            self._call_all()
+        elif self._greenlet is not None:
+            self._greenlet.join(self.patience_s)
+
+    def _call_all(self) -> None:
+        while self._waiting:
+            _call(*self._waiting.popleft())
+
+
+def _call(hooks: list[Any], event: dict[str, Any]) -> None:
+    for hook in hooks:
+        try:
+            hook.fire(**event)
+        except (Exception, gevent.Timeout) as error:  # Locust would raise it in the user's task
+            logger.error("a listener of `request` raised %s, which ends neither user nor test", type(error).__name__)
+
 
 _READ_BYTES = 65_536
-_BUSY_NS = 1_000_000  # sockets that become readable at shorter distances than this are looked at by the clock ...
-_PAUSE_S = 0.002  # ... so often
-_MOST = 64  # reads of a stream that nobody has looked into: its own greenlet has to, busy or not
+_BUSY_NS = 1_000_000  # sockets that become readable more often than this are polled ...
+_PAUSE_S = 0.002  # ... with this period
+_MAX_PIECES = 64  # unparsed reads of a stream; with more, its own greenlet parses them
 _SHORT = 16  # bytes of a read that may be the second half of a mark
 _MARK = 32  # bytes at the end of a read that hold [DONE], the ends of its event and chunk, and those of the body
 _NO_STAMP = -(2**31)
-_MOST_US = 2**31 - 1
+_MAX_US = 2**31 - 1
 
-_How = Literal["asleep", "when readable", "by the clock"]  # when the sockets are looked at next
+_Mode = Literal["asleep", "when readable", "by the clock"]  # how the sockets are polled next
 
 
-class Arrivals:
-    """When each read of an exchange was, and the kernel's stamp of its bytes: 12 bytes a read."""
+class ReadTimes:
+    """The time of each read of an exchange, and the kernel's stamp of its bytes: 12 bytes a read."""
 
     __slots__ = ("_lags_us", "_times_ns")
 
@@ -52,8 +231,8 @@ class Arrivals:
             self._times_ns.append(stamp_ns)
             try:
                 self._lags_us.append(lag_us)
-            except OverflowError:  # half an hour: somebody has set the clock
-                self._lags_us.append(_MOST_US if lag_us > 0 else -_MOST_US)
+            except OverflowError:  # over half an hour: the clock was set
+                self._lags_us.append(_MAX_US if lag_us > 0 else -_MAX_US)
 
     def __len__(self) -> int:
         return len(self._times_ns)
@@ -74,73 +253,40 @@ class Arrivals:
         """From stamp to read, of the reads that have a stamp."""
         return [lag for lag in self._lags_us if lag != _NO_STAMP]
 
-    def believable(self, sent_ns: int, slack_ns: int) -> bool:
-        """Whether every read has a stamp, none lies before what came earlier, and none after its own read.
+    def plausible(self, sent_ns: int, slack_ns: int) -> bool:
+        """Whether every read has a stamp, none is before an earlier one, and none is after its own read.
 
         A step of the realtime clock between arrival and read breaks this.
         """
         times_ns = self.times_ns()
-        if not times_ns or min(self._lags_us) * 1000 < -slack_ns:  # _NO_STAMP is such a lag, too
+        if not times_ns or min(self._lags_us) * 1000 < -slack_ns:  # also true for _NO_STAMP
             return False
         if times_ns[0] >= sent_ns and times_ns == sorted(times_ns):
             return True
-        most = sent_ns
+        latest_ns = sent_ns
         for time_ns in times_ns:
-            if time_ns < most - slack_ns:
+            if time_ns < latest_ns - slack_ns:
                 return False
-            most = max(most, time_ns)
+            latest_ns = max(latest_ns, time_ns)
         return True
 
 
-class Taker(Protocol):
-    """Who takes in what has arrived, while nobody waits for it."""
-
-    def pass_by(self, inbox: "Inbox") -> None:
-        """Take it in, in the middle of other work: must neither block nor switch."""
-        ...
-
-
-class Inbox(Protocol):
-    """What has arrived for one exchange."""
-
-    # Takes in a read if it is like those before, and says whether it has. None again as soon as one was not taken.
-    form: Form | None
-    in_passing: Taker | None  # where it is set, only the end of the answer wakes who waits
-
-    def wait(self, timeout_s: float) -> None:
-        """Until something has arrived, or the time is over.
-
-        Raises OSError for a connection that broke, and what `in_passing` raised, when nothing is left to be taken in.
-        """
-        ...
-
-    def wake(self) -> None:
-        """Let `wait` return."""
-        ...
-
-    def rest(self) -> list[bytes]:
-        """What was read and not taken in yet, a piece a read; empty bytes for the end of the connection."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class Reader:
-    """Of one process; made after the fork."""
+    """Reads the sockets of one process. Made after the fork."""
 
-    def __init__(self, clock: KernelClock, later: Later) -> None:
+    def __init__(self, clock: KernelClock, idle: IdleQueue) -> None:
         self._clock = clock
-        self.later = later
-        make: Callable[[], select.epoll] = monkey.get_original("select", "epoll")  # gevent takes it away
+        self.idle = idle
+        make: Callable[[], select.epoll] = monkey.get_original("select", "epoll")  # gevent removes it
         self._poll = make()
-        self._buffer = bytearray(_READ_BYTES)  # one for all: a new one for each read would cost more than the bytes
-        self._inboxes: dict[int, _Shared] = {}
+        self._buffer = bytearray(_READ_BYTES)  # one for all reads: a new one each would cost more than the bytes
+        self._inboxes: dict[int, Inbox] = {}
         loop: Any = gevent.get_hub().loop
         self._readable = loop.io(self._poll.fileno(), 1)
         self._pause = loop.timer(_PAUSE_S, _PAUSE_S)
         self._drained_ns = 0
-        self._how: _How = "asleep"
-        self._alarm = loop.timer(0)  # one for all who wait: each of its own would be made in vain
+        self._mode: _Mode = "asleep"
+        self._alarm = loop.timer(0)  # one for all waiting greenlets
         self._alarm_s = math.inf
 
     def close(self) -> None:
@@ -149,145 +295,151 @@ class Reader:
             watcher.close()
         self._poll.close()
 
-    def open(self, sock: socket.socket, arrivals: Arrivals) -> Inbox:
-        """Read a socket from now on, until the inbox is closed; it must be one that the kernel stamps."""
+    def open(self, sock: socket.socket, arrivals: ReadTimes) -> "Inbox":
+        """Read a stamped socket from now on, until the inbox is closed."""
         raw: Any = sock._sock  # type: ignore[attr-defined]  # without gevent's waiting
-        inbox = _Shared(self, raw.fileno(), raw.recvmsg_into, arrivals)
+        inbox = Inbox(self, raw.fileno(), raw.recvmsg_into, arrivals)
         self._inboxes[inbox.descriptor] = inbox
-        # Told once of what comes (EPOLLET): else the kernel looks at each socket a second time after it was read.
+        # Edge-triggered (EPOLLET): else the kernel checks each socket a second time after it was read.
         self._poll.register(inbox.descriptor, select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET)
-        if self._how == "asleep":
-            self._go("when readable")
+        if self._mode == "asleep":
+            self._switch("when readable")
         return inbox
 
     def forget(self, descriptor: int) -> None:
-        """Read it no more; nothing happens the second time."""
+        """Stop reading a socket. A second call does nothing."""
         if self._inboxes.pop(descriptor, None) is not None:
             self._poll.unregister(descriptor)
 
     def wake_by(self, due_s: float) -> None:
-        """Wake the inboxes that are due when it is so late."""
+        """Wake inboxes at this time if they are due."""
         if due_s < self._alarm_s:
             self._alarm.stop()
             self._alarm.close()
             self._alarm = gevent.get_hub().loop.timer(max(0.0, due_s - time.monotonic()))
-            self._alarm.start(self._ring)
+            self._alarm.start(self._on_alarm)
             self._alarm_s = due_s
 
-    def _ring(self) -> None:
+    def _on_alarm(self) -> None:
         self._alarm_s, now_s = math.inf, time.monotonic()
         for inbox in self._inboxes.values():
             if inbox.due_s <= now_s:
                 inbox.wake()
         self.wake_by(min((inbox.due_s for inbox in self._inboxes.values() if inbox.due_s > now_s), default=math.inf))
 
-    def breathe(self) -> None:
-        """To be called between pieces of work that take a while: reads what came meanwhile, if it is time."""
+    def read_if_due(self) -> None:
+        """Read what has arrived, if a read is due. Call it between long pieces of work."""
         if self._inboxes and time.monotonic_ns() - self._drained_ns > _PAUSE_S * 1e9:
             self._drain()
 
-    def _look(self) -> None:
+    def _on_ready(self) -> None:
         """In the hub, when a socket is readable or a pause is over: must neither block nor switch."""
         since_ns = self._drained_ns
         busy = self._drain() * _BUSY_NS > self._drained_ns - since_ns
         if not self._inboxes:
-            self._go("asleep")
+            self._switch("asleep")
         else:
-            self._go("by the clock" if busy else "when readable")
+            self._switch("by the clock" if busy else "when readable")
 
-    def _go(self, how: _How) -> None:
-        if how == self._how:
+    def _switch(self, mode: _Mode) -> None:
+        if mode == self._mode:
             return
-        if self._how == "when readable":
+        if self._mode == "when readable":
             self._readable.stop()
-        elif self._how == "by the clock":
+        elif self._mode == "by the clock":
             self._pause.stop()
-        if how == "when readable":
-            self._readable.start(self._look)
-        elif how == "by the clock":
-            self._pause.again(self._look)  # libev starts a stopped timer with what was left of it
-        self._how = how
+        if mode == "when readable":
+            self._readable.start(self._on_ready)
+        elif mode == "by the clock":
+            self._pause.again(self._on_ready)  # libev restarts a stopped timer with its remaining time
+        self._mode = mode
 
     def _drain(self) -> int:
-        """Read what is there; the number of reads."""
+        """Read what has arrived. Return the number of reads."""
         inboxes, now_ns, stamp_ns = self._inboxes, time.monotonic_ns, self._clock.stamp_ns
         buffer, buffers = self._buffer, [self._buffer]
         self._drained_ns = self._clock.look()
         ready, only_data = self._poll.poll(0), select.EPOLLIN
         for descriptor, events in ready:
             inbox = inboxes.get(descriptor)
-            if inbox is None:  # it broke just now, by what was put off and came due between two of these reads
+            if inbox is None:  # it broke between two of these reads
                 continue
             try:
                 size, control, _, _ = inbox.receive(buffers, CONTROL_BYTES)
             except BlockingIOError:
                 continue
             except OSError as error:
-                inbox.broke(error)
+                inbox.fail(error)
                 continue
             if size:
                 inbox.arrivals.append(now_ns(), stamp_ns(control))
-            form = inbox.form
-            if form is None or not form.takes(buffer, size):
+            template = inbox.template
+            if template is None or not template.takes(buffer, size):
                 inbox.add(bytes(buffer[:size]))
             if size == _READ_BYTES or (events != only_data and size):
-                ready.append((descriptor, events))  # there is more, or the connection's end: nobody tells of it again
+                ready.append((descriptor, events))  # more data, or the connection's end, which is reported once
         return len(ready)
 
 
-class _Shared:
-    """The inbox of a socket that the Reader reads."""
+class Inbox:
+    """What has arrived for one exchange, on a socket that the Reader reads."""
 
     __slots__ = (
-        "_error", "_pieces", "_reader", "_waiting", "_woken", "arrivals", "descriptor", "due_s", "form", "in_passing",
-        "receive"
+        "_error", "_pieces", "_reader", "_waiting", "_woken", "arrivals", "descriptor", "due_s", "template",
+        "receive", "while_asleep"
     )  # fmt: skip
 
-    def __init__(self, reader: Reader, descriptor: int, receive: Any, arrivals: Arrivals) -> None:
+    def __init__(self, reader: Reader, descriptor: int, receive: Any, arrivals: ReadTimes) -> None:
         self.descriptor = descriptor
         self.receive = receive
-        self.form: Form | None = None
-        self.in_passing: Taker | None = None
+        # Takes a read like the reads before. None again after the first read that it did not take.
+        self.template: EventTemplate | None = None
+        # Processes what has arrived, without blocking or switching. If set, only the end wakes the greenlet.
+        self.while_asleep: Callable[[AnyInbox], None] | None = None
         self._reader = reader
         self.arrivals = arrivals
         self._pieces: list[bytes] = []  # a read each
         self._error: Exception | None = None
-        self._waiting: Any = None  # an Event, and a timeout for it, would take more room
+        self._waiting: Any = None  # an Event with a timeout would take more memory
         self._woken = False
-        self.due_s = math.inf  # when who waits is to be woken, whatever has come
+        self.due_s = math.inf  # when the waiting greenlet must wake up
 
     def add(self, data: bytes) -> None:
-        """Keep a read that the form did not take; empty for the end of the connection."""
-        self.form = None
+        """Keep a read that the template did not take; empty for the end of the connection."""
+        self.template = None
         self._pieces.append(data)
-        # The end of a chunked body, of a stream that says [DONE] and stays open, or of the connection.
+        # The end of a chunked body, of a stream that sends [DONE] and stays open, or of the connection.
         if (
-            self.in_passing is None
+            self.while_asleep is None
             or len(data) < _SHORT
             or b"[DONE]" in data[-_MARK:]
             or data.endswith(b"\r\n\r\n")
-            or len(self._pieces) > _MOST
+            or len(self._pieces) > _MAX_PIECES
         ):
             self.wake()
         elif len(self._pieces) == 1:
-            self._reader.later.do(self.pass_by)
+            self._reader.idle.do(self.take_asleep)
         if not data:
-            self._reader.forget(self.descriptor)  # an ended connection is readable for ever
+            self._reader.forget(self.descriptor)  # an ended connection always stays readable
 
-    def pass_by(self) -> None:
-        """Take in what is here, unless somebody is about to."""
-        if self.in_passing is not None and self._pieces and not self._woken:
+    def take_asleep(self) -> None:
+        """Process what has arrived, unless the woken greenlet will."""
+        if self.while_asleep is not None and self._pieces and not self._woken:
             try:
-                self.in_passing.pass_by(self)
-            except Exception as error:  # it is for who waits to handle
-                self.broke(error)
+                self.while_asleep(self)
+            except Exception as error:  # the waiting greenlet handles it
+                self.fail(error)
 
-    def broke(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         self._error = error
         self.wake()
         self._reader.forget(self.descriptor)
 
     def wait(self, timeout_s: float) -> None:
+        """Wait until data has arrived or the time is over.
+
+        Raises, when all data is processed: OSError for a broken connection, and what `while_asleep` raised.
+        """
         if self._error is not None and not self._pieces:
             raise self._error
         if not self._woken:
@@ -299,7 +451,7 @@ class _Shared:
             finally:
                 self._waiting, self.due_s = None, math.inf
         self._woken = False
-        self._reader.breathe()
+        self._reader.read_if_due()
 
     def wake(self) -> None:
         if not self._woken:
@@ -308,24 +460,25 @@ class _Shared:
                 gevent.get_hub().loop.run_callback(self._go_on)
 
     def _go_on(self) -> None:
-        if self._waiting is not None:  # it may have been cut meanwhile, and wait for something else
+        if self._waiting is not None:  # it may have been cut meanwhile
             self._waiting.switch()
 
     def rest(self) -> list[bytes]:
+        """Return the unprocessed reads; empty bytes for the end of the connection."""
         pieces, self._pieces = self._pieces, []
         return pieces
 
     def close(self) -> None:
-        self.form = self.in_passing = None
+        self.template = self.while_asleep = None
         self._reader.forget(self.descriptor)
 
 
 class Direct:
     """The inbox of a socket without stamps (TLS, other systems): read by the greenlet that waits for it."""
 
-    def __init__(self, sock: socket.socket, clock: KernelClock, arrivals: Arrivals) -> None:
-        self.form: Form | None = None
-        self.in_passing: Taker | None = None
+    def __init__(self, sock: socket.socket, clock: KernelClock, arrivals: ReadTimes) -> None:
+        self.template: EventTemplate | None = None
+        self.while_asleep: Callable[[AnyInbox], None] | None = None
         self._socket = sock
         self._clock = clock
         self._arrivals = arrivals
@@ -342,7 +495,7 @@ class Direct:
         self._pieces.append(data)
 
     def wake(self) -> None:
-        """Nobody else wakes it."""
+        """Do nothing: it reads itself."""
 
     def rest(self) -> list[bytes]:
         pieces, self._pieces = self._pieces, []
@@ -350,3 +503,6 @@ class Direct:
 
     def close(self) -> None:
         """The socket is its owner's."""
+
+
+AnyInbox = Inbox | Direct

@@ -1,12 +1,14 @@
-"""Records and marks to their files, which all load processes of a run share."""
+"""Write records and marks, and measure how busy the load process is: whether it was the bottleneck."""
 
 import hashlib
 import itertools
 import logging
+import math
 import os
+import re
 import socket
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -14,12 +16,148 @@ from typing import Any, Literal, NamedTuple
 import gevent
 import msgspec
 
+from harness.files import UNDECODABLE, open_file
 from harness.job import Job
-from harness.load.health import TICK_S, Health
-from harness.load.later import Later
-from harness.load.tickets import Phase
+from harness.load.reader import IdleQueue
+from harness.load.sequencer import Phase
+from harness.redact import known, masked
 from harness.rundir.records import ProcessMark, Request
 from harness.workers import process_number
+
+TICK_S = 0.05
+_WINDOW_S = 5.0
+_MAX_VALUES = 10_000  # different lags; three digits of all up to a second are 3,600
+_MIN_S = 1.0  # shorter times give no number
+_SCHEDSTAT = Path("/proc/self/schedstat")  # of the main thread, which does all the work: ns run, ns waited, ...
+
+
+class _Use(NamedTuple):
+    """CPU time used until a moment."""
+
+    at_s: float  # monotonic
+    cpu_s: float
+    waited_s: float  # for a core; 0 where that is not counted
+
+
+class Health:
+    """CPU use over short times, the delay of reads, and the delay of the event loop."""
+
+    def __init__(self) -> None:
+        self._used: deque[_Use] = deque()  # each second of the last window
+        self._max: float | None = None  # over whole windows
+        self._lags: Counter[int] = Counter()
+        self._loop_lags: Counter[int] = Counter()
+        self._began: tuple[float, float | None] | None = None  # monotonic time, and time waited for a core until then
+
+    def begin(self) -> None:
+        """Start: the first measured request follows."""
+        if not self._used:
+            self._used.append(_use())
+            self._began = (time.monotonic(), _waited_s())
+
+    def sample(self) -> None:
+        """Sample the CPU use. Call it each second."""
+        if not self._used:
+            return
+        now = _use()
+        self._used.append(now)
+        while now.at_s - self._used[1].at_s >= _WINDOW_S:
+            self._used.popleft()
+        if now.at_s - self._used[0].at_s >= _WINDOW_S:
+            self._max = max(self._max or 0.0, self._share())
+
+    def cpu_max(self) -> float | None:
+        """Highest share of a core over a window, or over the whole time if shorter."""
+        self.sample()
+        return self._share() if self._max is None and self._known() else self._max
+
+    def busy_now(self) -> float | None:
+        """Share of the last window in which it ran or waited for a core."""
+        if not self._known():
+            return None
+        first, last = self._used[0], self._used[-1]
+        return self._share() + (last.waited_s - first.waited_s) / (last.at_s - first.at_s)
+
+    def core_wait(self) -> float | None:
+        """Share of the time since the first measured request in which it waited for a core."""
+        waited_s = _waited_s()
+        if self._began is None or waited_s is None or self._began[1] is None:
+            return None
+        past_s = time.monotonic() - self._began[0]
+        return (waited_s - self._began[1]) / past_s if past_s >= _MIN_S else None
+
+    def note_reads(self, lags_us: list[int]) -> None:
+        """Note how long the bytes of each read had waited, in microseconds."""
+        self._lags.update(lags_us)
+        self._lags = _bounded(self._lags)
+
+    def note_loop(self, late_s: float) -> None:
+        """Note how late the event loop ran a timer of TICK_S.
+
+        Ticks due meanwhile were late as well and count too: else a long pause would be a single value.
+        """
+        if not self._used:
+            return
+        late_us = max(0, round(late_s * 1e6))
+        self._loop_lags.update(range(late_us, -1, -round(TICK_S * 1e6)))
+        self._loop_lags = _bounded(self._loop_lags)
+
+    def read_lag_p99_s(self) -> float | None:
+        """The 99th percentile of the delay from the kernel's stamp to the read (see `_bounded`)."""
+        return _percentile_s(self._lags, 0.99)
+
+    def loop_lag_s(self, share: float) -> float | None:
+        """The delay that this share of the ticks does not exceed (see `_bounded`). None: too few ticks."""
+        return _percentile_s(self._loop_lags, share) if self._loop_lags.total() * (1 - share) >= 1 else None
+
+    def loop_lag_mean_s(self) -> float | None:
+        """The mean delay. None: it ran for less than a second."""
+        asked = self._loop_lags.total()
+        if asked * TICK_S < _MIN_S:
+            return None
+        return sum(lag_us * number for lag_us, number in self._loop_lags.items()) / asked / 1e6
+
+    def loop_lag_max_s(self) -> float | None:
+        """Its longest pause. None: no tick."""
+        return max(self._loop_lags) / 1e6 if self._loop_lags else None
+
+    def _known(self) -> bool:
+        return bool(self._used) and self._used[-1].at_s - self._used[0].at_s >= _MIN_S
+
+    def _share(self) -> float:
+        first, last = self._used[0], self._used[-1]
+        return (last.cpu_s - first.cpu_s) / (last.at_s - first.at_s)
+
+
+def _percentile_s(values_us: Counter[int], share: float) -> float | None:
+    left = math.ceil(share * values_us.total())
+    for value_us in sorted(values_us):
+        left -= values_us[value_us]
+        if left <= 0:
+            return max(value_us, 0) / 1e6
+    return None
+
+
+def _bounded(values_us: Counter[int]) -> Counter[int]:
+    """Return the values; if too many differ, with three digits, so that memory does not grow."""
+    if len(values_us) <= _MAX_VALUES:
+        return values_us
+    rounded: Counter[int] = Counter()
+    for value_us, number in values_us.items():
+        rounded[round(value_us, 3 - len(str(abs(value_us))))] += number
+    return rounded
+
+
+def _use() -> _Use:
+    return _Use(time.monotonic(), time.process_time(), _waited_s() or 0.0)
+
+
+def _waited_s() -> float | None:
+    try:
+        return int(_SCHEDSTAT.read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):  # not Linux, or not counted by the kernel
+        return None
+
 
 _FLUSH_TICKS = 4
 _FLUSH_BYTES = 65_536
@@ -30,7 +168,7 @@ logger = logging.getLogger(__name__)
 
 
 class Anchor(NamedTuple):
-    """How a machine's times are joined with those of others."""
+    """The offset of a machine's wall clock, by which records of several machines are joined."""
 
     machine: int = 0
     correction_s: float = 0.0  # to be added to its wall clock
@@ -41,26 +179,26 @@ HERE = Anchor()
 
 
 class Recorder:
-    """Appends whole lines, each batch of them in one write, so that the processes never tear each other's lines.
+    """Append whole lines, each batch in one write, so that processes never tear each other's lines.
 
     Made after the fork. What a `kill -9` can take is at most the last 0.2 s, and of a process without an idle moment a
     thousand records.
     """
 
     def __init__(self, job: Job, anchor: Anchor = HERE) -> None:
-        """Open both files and write the start mark, of each stage one. Raises OSError where that is not possible."""
-        self.sent = 0  # requests whose first byte was about to be written
+        """Open both files and write a start mark for each stage. Raises OSError."""
+        self.sent = 0  # requests whose sending started
         self.recorded = 0
         self.in_flight_of: Counter[str] = Counter()  # by user class
-        self.watcher: Callable[[Request], None] | None = None  # of a live load: is told of each record
+        self.watcher: Callable[[Request], None] | None = None  # called with each record of a live load
         self.steady: Callable[[int], bool | None] | None = None  # whether a stage's warm-up found the server steady
-        self.unmeasured_s: list[float | None] | None = None  # of each stage, where the load was told to end
-        self.users: int | None = None  # that this process has had; None: their number changes with the stages
-        self.users_gone = 0  # of them, those that ended before they were told to
+        self.unmeasured_s: list[float | None] | None = None  # of each stage, where the load was stopped early
+        self.users: int | None = None  # of this process; None: their number changes with the stages
+        self.users_gone = 0  # of them, those that ended before they were stopped
         self.health = Health()
-        self.later = Later()  # makes the records
+        self.idle = IdleQueue()  # makes the records
         self._cells = [job.cell if job.load_name else "by-hand", *(stage.cell for stage in job.then)]
-        self._stage = 0  # that is measured, or was last
+        self._stage = 0  # the last measured one
         self._sent_in = [0] * len(self._cells)
         self._added_in = [0] * len(self._cells)
         self._health_in: dict[int, dict[str, float | None]] = {}  # of stages that are over
@@ -80,11 +218,11 @@ class Recorder:
 
     @property
     def in_flight(self) -> int:
-        """Requests that were sent and have not ended. The record of one that has may still be waiting to be made."""
+        """Requests in flight. The records of ended requests may still be waiting in the idle queue."""
         return self.in_flight_of.total()
 
     def sending(self, phase: Phase, stage: int = 0) -> None:
-        """A request's first byte is about to be written."""
+        """Note that the sending of a request starts."""
         self.sent += 1
         self._sent_in[stage] += 1
         if phase == "measured":
@@ -100,14 +238,14 @@ class Recorder:
         if self.watcher is not None:
             try:
                 self.watcher(request)
-            except Exception:  # of an observer: the load goes on
+            except Exception:  # an observer failed: the load goes on
                 logger.exception("the live numbers end here")
                 self.watcher = None
         if len(self._lines) >= _FLUSH_BYTES:
             self.flush()
 
     def flush(self) -> None:
-        """Hand all lines to the file. On an error (disk full) they are kept and tried again."""
+        """Write all lines to the file. After an error (disk full) keep them for the next call."""
         try:
             while self._lines:
                 written = os.write(self._requests, self._lines)
@@ -119,11 +257,11 @@ class Recorder:
         self._pending = 0
 
     def close(self) -> None:
-        """Write what is left and the end mark. A second call, or one in a forked child, does nothing."""
+        """Write the remaining records and the end mark. A second call, or one in a forked child, does nothing."""
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
-        self.later.finish()
+        self.idle.finish()
         self._flusher.kill(block=False)
         self.flush()
         self._write_marks("end")
@@ -152,7 +290,7 @@ class Recorder:
                 wall_s=time.time() + self._anchor.correction_s,
                 wall_error_s=self._anchor.error_s,
                 monotonic_s=time.monotonic(),
-                **(self._said_of(stage) if event == "end" else {}),
+                **(self._end_fields(stage) if event == "end" else {}),
             )
             try:
                 os.write(self._processes, self._encoder.encode(mark) + b"\n")
@@ -161,8 +299,8 @@ class Recorder:
                     raise
                 logger.error("the end mark cannot be written: %s", error.strerror)
 
-    def _said_of(self, stage: int) -> dict[str, Any]:
-        """Of a mark: what there is to say at the end. What could not be written is said with the last stage."""
+    def _end_fields(self, stage: int) -> dict[str, Any]:
+        """The fields of an end mark. Records that could not be written are missing in the last stage."""
         return {
             "steady": None if self.steady is None else self.steady(stage),
             "sent": self._sent_in[stage],
@@ -176,23 +314,118 @@ class Recorder:
 
 
 def _health_fields(health: Health) -> dict[str, float | None]:
-    """Of a mark: how hard the process was at work until now."""
+    """Fields of a mark: how busy the process was."""
     return {
-        "cpu_most": health.cpu_most(),
+        "cpu_max": health.cpu_max(),
         "read_lag_p99_s": health.read_lag_p99_s(),
         "loop_lag_mean_s": health.loop_lag_mean_s(),
         "loop_lag_p50_s": health.loop_lag_s(0.5),
         "loop_lag_p99_s": health.loop_lag_s(0.99),
-        "loop_lag_most_s": health.loop_lag_most_s(),
+        "loop_lag_max_s": health.loop_lag_max_s(),
         "core_wait": health.core_wait(),
     }
 
 
 def this_host() -> str:
-    """This machine since its boot: its name, and a digest of what only processes on the same monotonic clock share."""
+    """This machine since its boot: its name, and a digest that processes on the same monotonic clock share."""
     name = socket.gethostname()
     try:
         boot = _BOOT_ID.read_text()
-    except OSError:  # not Linux: the name has to do
+    except OSError:  # not Linux: use the name only
         boot = name
     return f"{name}-{hashlib.sha256(boot.encode()).hexdigest()[:8]}"
+
+
+PIECE = 262_144  # bytes at once, so that Locust's messages are not delayed
+
+# Texts of a server in a record: a message, a finish reason of its own.
+_SERVER_TEXT = re.compile(rb'"message":"|"finish":"(?!stop"|length"|tool_calls")')
+
+FILES: dict[str, type[Any]] = {"requests": Request, "processes": ProcessMark}
+
+
+class RecordSender:
+    """Sends a growing file in pieces."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.taken = 0  # bytes that have arrived
+
+    def rest(self) -> int:
+        """Bytes that have not arrived."""
+        return self.size() - self.taken
+
+    def size(self) -> int:
+        return self._path.stat().st_size if self._path.exists() else 0
+
+    def piece(self) -> bytes:
+        """The next whole lines that have not arrived; empty if none."""
+        with open_file(self._path) as file:
+            file.seek(self.taken)
+            data = file.read(PIECE)
+            end = data.rfind(b"\n") + 1
+            if not end and len(data) == PIECE:  # a longer line is sent as a whole
+                return data + file.readline()
+        return data[:end]
+
+
+class RecordReceiver:
+    """Receive such a file and append it to a common one."""
+
+    def __init__(self, path: Path, kind: type[Any]) -> None:
+        """`kind`: what each of its lines is."""
+        self._path = path
+        self._decoder = msgspec.json.Decoder(kind)
+        self.left_out = 0  # unreadable lines
+        self.taken = 0  # bytes as sent
+
+    def take(self, offset: int, data: bytes) -> int:
+        """Append a piece, unless it came before. Return the bytes received. Raises OSError, with nothing appended."""
+        if offset == self.taken:
+            lines = data.splitlines(keepends=True)
+            readable = [line for line in lines if self._is_readable(line)]
+            _append(self._path, _clean(b"".join(readable)))
+            self.left_out += len(lines) - len(readable)
+            self.taken += len(data)
+        return self.taken
+
+    def _is_readable(self, line: bytes) -> bool:
+        try:
+            self._decoder.decode(line)
+        except UNDECODABLE:
+            return False
+        return line.endswith(b"\n")
+
+
+def _clean(lines: bytes) -> bytes:
+    """Mask secrets of this machine that a server may have quoted in whole lines."""
+    if not known() or _SERVER_TEXT.search(lines) is None:
+        return lines
+    return b"".join(
+        _clean_line(line) if _SERVER_TEXT.search(line) else line for line in lines.splitlines(keepends=True)
+    )
+
+
+def _clean_line(line: bytes) -> bytes:
+    try:
+        record = msgspec.json.decode(line)
+        texts = {name: record[name] for name in ("message", "finish") if record.get(name)}
+    except (*UNDECODABLE, AttributeError):  # damaged by its writer: its reader reports it
+        return line
+    clean = {name: masked(text, "known" if name == "message" else "sure") for name, text in texts.items()}
+    return line if clean == texts else msgspec.json.encode(record | clean) + b"\n"
+
+
+def _append(path: Path, data: bytes) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        before = os.fstat(file).st_size
+        try:
+            written = 0
+            while written < len(data):
+                written += os.write(file, data[written:])
+        except OSError:  # disk full: remove the incomplete line
+            os.ftruncate(file, before)
+            raise
+    finally:
+        os.close(file)

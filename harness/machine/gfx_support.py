@@ -1,4 +1,4 @@
-"""What a gfx target is called in shops (targets.yaml), and where it stands with each server (harness.engines)."""
+"""Product names of gfx targets (targets.yaml), and the support of each server for them (harness.engines)."""
 
 import re
 from collections.abc import Iterable
@@ -57,7 +57,7 @@ def table() -> GfxTable:
 
 
 def without_code(image: str, targets: Iterable[str]) -> list[str]:
-    """Those of the targets for which an image, such as vllm/vllm-openai-rocm:v0.25.0, is known to have no code."""
+    """The targets for which an image, such as vllm/vllm-openai-rocm:v0.25.0, is known to have no code."""
     for name, column in columns().items():
         for pattern, only in column.images.items():
             if fnmatchcase(image, pattern):
@@ -67,7 +67,7 @@ def without_code(image: str, targets: Iterable[str]) -> list[str]:
 
 
 def has_fp8(target: str) -> bool:
-    """Whether vLLM computes FP8 on this gfx target; true for one that it does not know.
+    """Whether vLLM computes FP8 on this gfx target; true for unknown ones.
 
     As vLLM's ROCm platform has it (`supports_fp8`): CDNA and RDNA 4, not RDNA 3 and 3.5.
     """
@@ -75,5 +75,5 @@ def has_fp8(target: str) -> bool:
 
 
 def target_of(name: str) -> GfxTarget | None:
-    """The row of a target such as gfx1151; None for one that the table does not have."""
+    """The row of a target such as gfx1151; None for unknown ones."""
     return next((row for row in table().targets if row.target == name), None)

@@ -8,11 +8,10 @@ from typing import Literal
 
 from msgspec import Struct
 
-from harness.machine.gpus import Card, gpus, working
-from harness.machine.sysfs import meminfo, number, text
+from harness.machine.gpus import Card, gpus, meminfo, number, text, working
 from harness.units import gib
 
-PAGE_BYTES = 4096  # of x86-64; an APU, where pages count, is nothing else
+PAGE_BYTES = 4096  # of x86-64, as every APU
 
 
 class Pool(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -20,14 +19,14 @@ class Pool(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     render_node: str | None  # such as /dev/dri/renderD128
     target: str  # such as gfx1151
-    kind: Literal["vram", "gtt"] | None  # None: the sizes that decide are not known
+    kind: Literal["vram", "gtt"] | None  # None: sizes are unknown
     total_bytes: int | None
     used_bytes: int | None
     free_bytes: int | None  # of this pool alone: see host_available_bytes
-    unified: bool  # its pages are the host's memory, which every program shares
-    host_available_bytes: int | None = None  # of a unified pool: what the kernel can still give out
-    overstated: bool = False  # the driver states more than its own limit gives out, and the runtime may tell that
-    doubts: list[str] = []  # why a number here may not be what the GPU's runtime will see
+    unified: bool  # its pages are host memory, shared by all programs
+    host_available_bytes: int | None = None  # of a unified pool: free host memory
+    overstated: bool = False  # the driver reports more than its limit, and the runtime may report that
+    doubts: list[str] = []  # why the GPU's runtime may see other numbers
 
 
 def pools(root: Path = Path("/"), cards: Sequence[Card] | None = None) -> list[Pool]:
@@ -37,7 +36,7 @@ def pools(root: Path = Path("/"), cards: Sequence[Card] | None = None) -> list[P
     larger one: Linux amdgpu, `apu_prefer_gtt`.
     """
     available = meminfo(root / "proc/meminfo").get("MemAvailable")
-    # What ttm, which hands out all pages of GTT, gives at most: its limit counts, whatever amdgpu.gttsize says.
+    # The limit of ttm counts, not amdgpu.gttsize: ttm gives out all pages of GTT.
     pages = number(root / "sys/module/ttm/parameters/pages_limit")
     limit = pages * PAGE_BYTES if pages else None
     found = []
@@ -64,7 +63,7 @@ def _pool(gpu: Card, device: Path | None, limit: int | None, available: int | No
     elif unified and limit is not None and limit < total:
         doubts.append(
             f"the driver states a GTT of {gib(total, 2)}, but ttm.pages_limit allows {gib(limit, 2)}: "
-            "programs may be told more free memory than there is in total"
+            "the runtime may report more free memory than there is in total"
         )
         total, overstated = limit, True
     if total is not None and kind is not None and used is None:
@@ -122,11 +121,11 @@ class Holders(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The processes that hold GPU memory, the largest first."""
 
     found: list[Holder]
-    unseen: int  # processes of other users, into which this one may not look
+    unseen: int  # processes of other users, which are not readable
 
 
 def holders(root: Path = Path("/")) -> Holders:
-    """Who holds memory of an AMD GPU.
+    """Find the processes that hold memory of an AMD GPU.
 
     Two sources, of which the larger counts: the DRM clients of a process (fdinfo; drm-usage-stats in the kernel's
     documentation), and what the compute driver counts for it (/sys/class/kfd/kfd/proc), which other users may read.
@@ -151,7 +150,7 @@ def pids(root: Path) -> list[int]:
 
 
 def _of_clients(folder: Path, clients: set[tuple[str, str]]) -> tuple[int, int, bool]:
-    """VRAM and GTT of the process's DRM clients that nobody before it had, and whether one may look."""
+    """VRAM and GTT of the process's DRM clients that no earlier process had, and whether they are readable."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
@@ -160,15 +159,15 @@ def _of_clients(folder: Path, clients: set[tuple[str, str]]) -> tuple[int, int, 
         return 0, 0, False
     vram = gtt = 0
     for name in names:
-        told = text(folder / name) or ""
-        if "drm-driver:\tamdgpu" not in told:
+        fdinfo = text(folder / name) or ""
+        if "drm-driver:\tamdgpu" not in fdinfo:
             continue
-        client = (_value(told, "drm-pdev"), _value(told, "drm-client-id"))
+        client = (_value(fdinfo, "drm-pdev"), _value(fdinfo, "drm-client-id"))
         if client in clients:
             continue  # a duplicate of a descriptor, in this process or in one that inherited it
         clients.add(client)
         sizes = {"vram": 0, "gtt": 0}
-        for kind, amount, unit in _AMOUNT.findall(told):
+        for kind, amount, unit in _AMOUNT.findall(fdinfo):
             sizes[kind] = max(sizes[kind], int(amount) * _UNITS[unit.lower()])
         vram, gtt = vram + sizes["vram"], gtt + sizes["gtt"]
     return vram, gtt, True
@@ -179,6 +178,6 @@ def _of_compute(root: Path, pid: int) -> Iterator[int]:
         yield number(path) or 0
 
 
-def _value(told: str, key: str) -> str:
-    match = re.search(rf"^{key}:\s*(\S+)", told, re.MULTILINE)
+def _value(fdinfo: str, key: str) -> str:
+    match = re.search(rf"^{key}:\s*(\S+)", fdinfo, re.MULTILINE)
     return match[1] if match else ""

@@ -1,4 +1,4 @@
-"""The binary table `gpu_metrics` of the amdgpu driver: what holds a GPU back, and its energy counter.
+"""The binary table `gpu_metrics` of the amdgpu driver: what throttles a GPU, and its energy counter.
 
 Layouts are those of the structs gpu_metrics_v* in the kernel's drivers/gpu/drm/amd/include/kgd_pp_interface.h. Two
 kernels have used one revision for two layouts, so the table's size must be right as well; revision 1.9 describes its
@@ -15,14 +15,14 @@ _ENERGY_UNIT_J = 2.0**-16
 
 # (format, content, size of the table) -> offset of the 64-bit status.
 _STATUS = {(1, 3, 120): 112, (2, 2, 128): 120, (2, 3, 152): 120, (2, 4, 168): 120}
-# -> offset of the 64-bit energy counter. Earlier revisions have one too, and do not say in which unit.
+# -> offset of the 64-bit energy counter. In earlier revisions its unit is unknown.
 _ENERGY = {(1, 4, 288): 24, (1, 5, 360): 88, (1, 6, 384): 88, (1, 6, 1664): 16, (1, 7, 2208): 24} | {
     (1, 8, size): 24 for size in (3360, 3872)
 }
-# -> offset of a counter of cycles and, right behind it, of those in which the GPU was held back (_INSTINCT).
+# -> offset of a counter of cycles and, right after it, of those in which the GPU was throttled (_INSTINCT).
 _RESIDENCIES = {(1, 6, 384): 104, (1, 6, 1664): 32, (1, 7, 2208): 40} | {(1, 8, size): 40 for size in (3360, 3872)}
 _INSTINCT = ("prochot", "power", "heat", "heat", "heat")  # socket, voltage regulator, memory
-# APUs count the time that they were held back, in a unit of their own and without a counter of all time.
+# APUs count the throttled time, in an unknown unit and without a counter of all time.
 _APU = {(3, 0, 264): 228}
 _APU_KINDS = ("prochot", "power", "power", "power", "heat", "heat", "heat")  # SPL, fast and slow PPT; core, gfx, soc
 # Revision 1.9 (struct gpu_metrics_v1_9): a count of attributes; of each an encoding and its values, without padding.
@@ -34,9 +34,9 @@ _RESIDENCY_IDS = range(9, 15)  # cycles, then the order of _INSTINCT
 
 
 class GpuMetrics(Struct, frozen=True, kw_only=True):
-    """What a table says. `now` is a state; `counters` only grow."""
+    """The content of a table. `now` is a state; `counters` only grow."""
 
-    now: frozenset[str] | None = None  # kinds of limits that hold the GPU back
+    now: frozenset[str] | None = None  # kinds of limits that throttle the GPU
     counters: tuple[int, ...] | None = None  # one per limit, see `kinds`
     kinds: tuple[str, ...] = ()
     cycles: int | None = None  # of which `counters` are parts; None: their unit is not known
@@ -44,7 +44,7 @@ class GpuMetrics(Struct, frozen=True, kw_only=True):
 
 
 def parse(raw: bytes) -> GpuMetrics | None:
-    """The table, or None for one of a revision or size that is not known here. A field not filled in is None."""
+    """Read the table; None for an unknown revision or size. An empty field is None."""
     if len(raw) < 4:
         return None
     size, form, content = struct.unpack_from("<HBB", raw)
@@ -66,7 +66,7 @@ def parse(raw: bytes) -> GpuMetrics | None:
         counters = struct.unpack_from("<7I", raw, _APU[key])
     if key in _ENERGY:
         energy = struct.unpack_from("<Q", raw, _ENERGY[key])[0]
-    empty = counters is None or 0xFFFFFFFF in (*counters, cycles)  # the driver fills a table with ones at first
+    empty = counters is None or 0xFFFFFFFF in (*counters, cycles)  # the driver first fills a table with ones
     return GpuMetrics(
         now=now,
         counters=None if empty else counters,
@@ -109,7 +109,7 @@ def _from_attributes(raw: bytes) -> GpuMetrics | None:
 
 
 def held_back(before: GpuMetrics | None, table: GpuMetrics) -> dict[str, float] | None:
-    """The part of the time between two tables in which each kind of limit held the GPU back; {}: none did.
+    """The share of the time between two tables in which each kind of limit throttled the GPU; {}: none.
 
     A status counts for the whole time. So does a counter of unknown unit that has moved: then it is an upper bound.
     """

@@ -1,14 +1,78 @@
-"""What this machine is (kernel, CPU, memory, AMD GPUs), and which of its GPUs a server uses."""
+"""What this machine is (kernel, CPU, memory, AMD GPUs), and which of its GPUs a server uses: small files of /proc and
+/sys, which a driver may refuse to answer at any time."""
 
+import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
 from harness.errors import HarnessError
-from harness.machine.sysfs import meminfo, number, text
+from harness.files import read_bytes
 from harness.rundir.manifest import GpuMemory, Machine
+
+
+def folder(root: Path) -> Path:
+    """The folder of another machine's files. Raises HarnessError if it does not exist."""
+    if not root.is_dir():
+        what = "is not a folder" if root.exists() else "is not there"
+        raise HarnessError(
+            f"--root: {root} {what}", next_step="Give a folder that has another machine's /proc and /sys below it."
+        )
+    return root
+
+
+def text(path: Path) -> str | None:
+    """Return a small file's text; None if it is missing or the driver fails."""
+    try:
+        return os.fsdecode(read_bytes(path)).strip()
+    except OSError:
+        return None
+
+
+def number(path: Path) -> int | None:
+    """Return the number in a file; None if it has no number."""
+    found = text(path)
+    return int(found) if found and found.isdigit() else None
+
+
+def meminfo(path: Path) -> dict[str, int]:
+    """Bytes by name, such as MemTotal, of a meminfo file of the host or of one node; empty without the file."""
+    lines = re.findall(r"^(?:Node \d+ )?(\S+):\s*(\d+) kB$", text(path) or "", re.MULTILINE)
+    return {name: int(kib) * 1024 for name, kib in lines}
+
+
+AMD, NVIDIA = 0x1002, 0x10DE
+_DISPLAY, _ACCELERATOR = 0x03, 0x12  # base classes of the PCI specification; Instinct cards are accelerators
+
+
+class PciCard(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A graphics or compute card, by its PCI address and ids."""
+
+    slot: str
+    vendor: int
+    device: int
+
+
+def pci_cards(root: Path = Path("/")) -> Iterator[PciCard]:
+    """The graphics and compute cards of the machine whose /sys is under `root`, in the order of their slots."""
+    folder = root / "sys/bus/pci/devices"
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        kind, vendor, device = (_hex(path / name) for name in ("class", "vendor", "device"))
+        if kind is not None and kind >> 16 in (_DISPLAY, _ACCELERATOR) and vendor is not None and device is not None:
+            yield PciCard(slot=path.name, vendor=vendor, device=device)
+
+
+def _hex(path: Path) -> int | None:
+    try:
+        return int(text(path) or "", 16)
+    except ValueError:
+        return None
+
 
 # Parameters of the kernel command line that change what a GPU can do or how fast memory is.
 _PARAMETERS = re.compile(
@@ -93,6 +157,25 @@ def gpu_memory(root: Path = Path("/")) -> list[GpuMemory]:
     return found
 
 
+FREE_S = 60.0  # the driver frees what a process had a while after its end
+_FREE_LOOK_S = 0.5
+_FREE_SHARE = 0.02  # of a GPU's memory that may be in use besides
+
+
+def when_free(
+    idle: Sequence[GpuMemory], *, read: Callable[[], list[GpuMemory]] = gpu_memory, max_s: float = FREE_S
+) -> list[GpuMemory]:
+    """Wait until each GPU's memory is as free as it was in `idle`, at most `max_s`. Return what is in use then."""
+    allowed = {gpu.render_node: gpu.used_bytes + _FREE_SHARE * gpu.total_bytes for gpu in idle}
+    deadline = time.monotonic() + max_s
+    while True:
+        now = read()
+        free = all(gpu.used_bytes <= allowed.get(gpu.render_node, gpu.used_bytes) for gpu in now)
+        if free or time.monotonic() >= deadline:
+            return now
+        time.sleep(_FREE_LOOK_S)
+
+
 def gfx_target(version: int) -> str:
     """The compiler's name of a KFD gfx_target_version, such as 110501 -> gfx1151."""
     return f"gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
@@ -131,17 +214,17 @@ Card = Mapping[str, Any]  # as `gpus` returns it
 
 
 def working(cards: Sequence[Card]) -> list[Card]:
-    """Cards of their own where there are any: the graphics unit of the processor beside them serves no model."""
+    """Discrete cards where there are any: the integrated GPU next to them serves no model."""
     own = [card for card in cards if card.get("integrated") is False]
     return own or list(cards)
 
 
-# In the order in which they are applied: the runtime counts all GPUs, HIP those that the runtime shows.
+# In the order of their effect: the runtime counts all GPUs, HIP only those of the runtime.
 VISIBLE = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
 def shown(cards: Sequence[Card], devices: Sequence[str], environment: Mapping[str, str]) -> list[Card]:
-    """The GPUs that a container is given, in the order in which vLLM counts them.
+    """The GPUs of a container, in vLLM's order.
 
     `devices`: as in a Compose file; single render nodes among them leave out the others. `environment`: of the
     container, for `VISIBLE`. Without either the GPUs are those that are `working`. Raises HarnessError for what is not

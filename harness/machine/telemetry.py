@@ -1,7 +1,7 @@
 """Telemetry of the host and its GPUs: files of /proc and /sys, read and converted once per second.
 
 Which files there are is found once. What a driver refuses to answer (EPERM, EBUSY, ENODATA) is missing from the
-sample, and never 0. The same files may also come from within a container, see `harness.serve.docker.inside`.
+sample, and never 0. The same files may also come from within a container, see `harness.serve.remote_telemetry`.
 """
 
 import math
@@ -19,8 +19,8 @@ from types import TracebackType
 from msgspec import Struct
 
 from harness.machine import gpu_metrics
-from harness.machine.sysfs import text
-from harness.rundir.samples import append_sample
+from harness.machine.gpus import text
+from harness.rundir.lines import append_sample
 from harness.rundir.telemetry import ContainerSample, GpuSample, HostSample, TelemetrySample
 
 Files = Mapping[str, bytes]  # content by path below the root, without a slash in front
@@ -38,9 +38,9 @@ SENSORS = (
 )  # fmt: skip
 CGROUP_FILES = ("cpu.stat", "memory.current", "cpuacct.usage", "memory.usage_in_bytes", "memory.stat")
 
-MOST_W = 10_000.0  # of one GPU or package; the largest Instinct takes 1,400
-MOST_BYTES = 1 << 50  # of one memory
-LEAST_RATE_S = 0.2  # CPU time is counted in ticks of 10 ms: over less, a rate would be noise
+MAX_W = 10_000.0  # of one GPU or package; the largest Instinct takes 1,400
+MAX_BYTES = 1 << 50  # of one memory
+MIN_RATE_S = 0.2  # CPU time is counted in ticks of 10 ms: over less, a rate would be noise
 
 _GPU = re.compile(r"^sys/class/drm/(renderD\d+)/device/(?:hwmon/hwmon\d+/)?([^/]+)$")
 _CURRENT_CLOCK = re.compile(rb"(\d+)\s*[Mm][Hh]z\s*\*")
@@ -50,7 +50,7 @@ class HostReading(Struct, frozen=True):
     """Files read at one moment."""
 
     wall_s: float
-    clock_s: float  # on a clock of the machine that the files are of, which only goes forward
+    clock_s: float  # a monotonic clock of the machine of these files
     took_s: float | None
     files: Files
 
@@ -66,7 +66,7 @@ def find_files(root: Path, container: list[str] | None = None) -> list[str]:
         paths = [device / name for name in GPU_FILES]
         paths += [sensor / name for sensor in sorted(device.glob("hwmon/hwmon*")) for name in SENSORS]
         here = {path.name for path in paths if path.exists()}
-        # A list of levels only where the frequency itself is not given: it costs the driver more.
+        # The list of levels only without the frequency itself: it costs the driver more.
         left_out = {
             f"pp_dpm_{clock}" for clock, file in (("sclk", "freq1_input"), ("mclk", "freq2_input")) if file in here
         }
@@ -94,18 +94,18 @@ def cgroup_files(root: Path, pid: int, container: str) -> list[str]:
 
 
 def local_readings(root: Path, paths: list[str], interval_s: float, enough: Event) -> Iterator[HostReading]:
-    """Read the files at once, each interval, and when there is `enough`."""
+    """Read the files now, at each interval, and once more when there is `enough`."""
     due = time.monotonic()
     while True:
         last = enough.wait(max(0.0, due - time.monotonic()))
         yield read_now(root, paths)
         if last:
             return
-        due = max(due + interval_s, time.monotonic())  # after a slow reading there is nothing to catch up
+        due = max(due + interval_s, time.monotonic())  # after a slow reading do not catch up
 
 
 def read_now(root: Path, paths: list[str]) -> HostReading:
-    """The content of those of the files that can be read now."""
+    """The content of the readable files."""
     wall_s, clock_s = time.time(), time.monotonic()
     files = {}
     for path in paths:
@@ -121,7 +121,7 @@ def read_now(root: Path, paths: list[str]) -> HostReading:
 
 
 class Meter:
-    """Makes samples of readings. It remembers the last one, since some files only count."""
+    """Make samples of readings. It keeps the last one: some files are counters."""
 
     def __init__(self) -> None:
         self._clock_s: float | None = None
@@ -133,7 +133,7 @@ class Meter:
         """GPUs by render node, the host, and the container where there is one."""
         files = reading.files
         passed_s = None if self._clock_s is None else reading.clock_s - self._clock_s
-        rated = passed_s is None or passed_s >= LEAST_RATE_S
+        rated = passed_s is None or passed_s >= MIN_RATE_S
         if rated:
             self._clock_s = reading.clock_s
         by_gpu: dict[str, dict[str, bytes]] = defaultdict(dict)
@@ -155,14 +155,14 @@ class Meter:
         if table is not None:
             self._tables[name] = table
         counter = _within(_scaled(files.get("energy1_input"), 1e-6), math.inf)
-        power = _within(_scaled(files.get("power1_average"), 1e-6), MOST_W)
+        power = _within(_scaled(files.get("power1_average"), 1e-6), MAX_W)
         return GpuSample(
             busy_percent=_within(_scaled(files.get("gpu_busy_percent")), 100),
             memory_busy_percent=_within(_scaled(files.get("mem_busy_percent")), 100),
             vram_used_bytes=_size(files.get("mem_info_vram_used")),
             gtt_used_bytes=_size(files.get("mem_info_gtt_used")),
-            power_w=_within(_scaled(files.get("power1_input"), 1e-6), MOST_W) if power is None else power,
-            package="board_info" not in files,  # which only cards of their own have
+            power_w=_within(_scaled(files.get("power1_input"), 1e-6), MAX_W) if power is None else power,
+            package="board_info" not in files,  # which only discrete cards have
             temperatures_c=_temperatures(files),
             clock_mhz=_clock(files, "freq1_input", "pp_dpm_sclk"),
             memory_clock_mhz=_clock(files, "freq2_input", "pp_dpm_mclk"),
@@ -174,7 +174,7 @@ class Meter:
         busy = None
         line = files.get("proc/stat", b"").partition(b"\n")[0].split()
         if rated and line[:1] == [b"cpu"] and len(line) > 5:
-            ticks = [int(word) for word in line[1:9]]  # what a guest used is in the first two already
+            ticks = [int(word) for word in line[1:9]]  # guest time is included in the first two
             now = sum(ticks), sum(ticks) - ticks[3] - ticks[4]
             if self._cpu is not None and now[0] > self._cpu[0]:
                 busy = max(0.0, (now[1] - self._cpu[1]) / (now[0] - self._cpu[0]))
@@ -223,13 +223,13 @@ def _clock(files: Mapping[str, bytes], frequency: str, levels: str) -> float | N
 
 
 def _listen_overflows(netstat: bytes) -> int | None:
-    """Return how many connections full listen queues of a network namespace have turned away since its start."""
+    """Return how many connections a network namespace has refused since its start because listen queues were full."""
     rows = [line.split() for line in netstat.splitlines() if line.startswith(b"TcpExt:")]
     return _whole(dict(zip(*rows, strict=False)).get(b"ListenOverflows")) if len(rows) == 2 else None
 
 
 def _field(content: bytes, name: bytes) -> int | None:
-    """A number behind its name, in a file of such lines."""
+    """The number after its name, in a file of such lines."""
     for line in content.splitlines():
         words = line.split()
         if len(words) >= 2 and words[0] == name:
@@ -242,14 +242,14 @@ def _scaled(content: bytes | None, factor: float = 1.0) -> float | None:
     return None if value is None else round(value * factor, 6)
 
 
-def _within(value: float | None, most: float) -> float | None:
-    """A driver's garbage, such as a counter read as signed, is not known rather than a number."""
-    return value if value is not None and 0 <= value <= most else None
+def _within(value: float | None, maximum: float) -> float | None:
+    """Return None for an impossible value of a driver, such as a counter read as signed."""
+    return value if value is not None and 0 <= value <= maximum else None
 
 
 def _size(content: bytes | None) -> int | None:
     value = _whole(content)
-    return value if value is not None and 0 <= value < MOST_BYTES else None
+    return value if value is not None and 0 <= value < MAX_BYTES else None
 
 
 def _whole(content: bytes | None) -> int | None:
@@ -261,13 +261,13 @@ def _whole(content: bytes | None) -> int | None:
 
 ROOT_VARIABLE = "AMD_LLM_LOAD_TELEMETRY_ROOT"  # instead of /, for tests on trees of files
 INTERVAL_S = 1.0
-LONGEST_END_S = 3.0  # a driver that hangs must not hold up the run
+LONGEST_END_S = 3.0  # a hanging driver must not delay the run
 
 Source = Callable[[threading.Event], Iterator[HostReading]]  # readings until there is enough
 
 
 def root() -> Path:
-    """Below which /sys and /proc are."""
+    """The folder of /sys and /proc."""
     return Path(os.environ.get(ROOT_VARIABLE) or "/")
 
 
@@ -278,7 +278,7 @@ def local_source(container: list[str] | None = None, interval_s: float = INTERVA
 
 
 class Sampler:
-    """Samples from entering to leaving. Without a source it does nothing; what fails leaves a gap, nothing more."""
+    """Sample between enter and exit. Nothing without a source; a failure leaves a gap."""
 
     def __init__(self, source: Source | None, cell: str, path: Path) -> None:
         self.samples = 0
@@ -313,5 +313,5 @@ class Sampler:
                 )
                 append_sample(self._path, sample)
                 self.samples += 1
-        except Exception as failure:  # of an observer; the measurement goes on without it
+        except Exception as failure:  # the measurement goes on without telemetry
             self.last_failure = f"{type(failure).__name__}: {failure}"

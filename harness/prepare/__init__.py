@@ -1,1 +1,1 @@
-"""A scenario made ready to run: held against templates, environment and machine, before anything is started."""
+"""A scenario made ready to run: checked against templates, environment and machine, before anything is started."""

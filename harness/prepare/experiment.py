@@ -1,7 +1,11 @@
 """A scenario made ready to run: checked against the templates, the environment and the locustfiles."""
 
+import ast
 import itertools
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,22 +13,30 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from harness.errors import HarnessError, Mistakes, ScenarioError, which_row
-from harness.files import read_text
-from harness.prepare.locustfile import check_locustfile
+from harness.errors import HarnessError, Mistakes, Problem, ScenarioError, which_row
+from harness.files import read_bytes, read_text
 from harness.redact import know
 from harness.scenario.arrivals import Schedule
+from harness.scenario.behaviour import Lengths
 from harness.scenario.check_syntax import misplaced, on_server
-from harness.scenario.file import read_scenario
-from harness.scenario.mixes import alone, mix_of
-from harness.scenario.scenario import USERS, Baseline, Scenario, Server, taken_together, too_large
-from harness.scenario.stages import staged
-from harness.scenario.strict import where
+from harness.scenario.file import once, read_scenario
+from harness.scenario.plan import alone, mix_of, staged
+from harness.scenario.scenario import (
+    SERVER_TOKENIZER,
+    USERS,
+    Baseline,
+    Scenario,
+    Server,
+    Swept,
+    taken_together,
+    too_large,
+)
 from harness.serve import server_problems_of
 from harness.serve.secrecy import open_secrets_in_text
-from harness.traces.replay import replay_of
+from harness.summary import Reason
 from harness.workers import Workers, parse_workers
 from harness.workload import local_words, pairs_of, read_rows
+from harness.workload.traces import replay_of
 
 RUNNING_SERVER = "running"  # the name of the server given with --url
 
@@ -42,12 +54,13 @@ class Experiment(msgspec.Struct, frozen=True):
     path: Path
     scenario: Scenario
     target: Target | None = None
-    computed: dict[str, str] = {}  # what `auto` became and why, by its path in the scenario
+    computed: dict[str, Reason] = {}  # how a value that was `auto` was computed, by its path in the scenario
     workers: Workers | None = None  # on other machines
+    files: Path | None = None  # the folder to which the scenario's paths are relative; None: that of `path`
 
     @property
     def folder(self) -> Path:
-        return self.path.resolve().parent
+        return self.files or self.path.resolve().parent
 
 
 def prepare(
@@ -60,8 +73,10 @@ def prepare(
     """Load a scenario, apply what the command line overrides, and find every mistake that can be found early."""
     read = read_scenario(path)
     know({os.environ.get(read.scenario.api_key_env or "", ""): True})
-    problems = read.problems if target is not None else read.problems + server_problems_of(read.scenario, read.lines)
-    problems = problems + _secrets_of(path, problems)
+    of_servers = [] if target is not None else once(server_problems_of(read.scenario, read.lines), read.scenario)
+    problems = read.problems + of_servers
+    lines = {problem.line for problem in problems}
+    problems = problems + [secret for secret in open_secrets_in_text(read_text(path)) if secret.line not in lines]
     problems = problems or _never_due(read.scenario, read.lines)
     scenario = read.scenario
     if model is not None:
@@ -69,7 +84,7 @@ def prepare(
     if repeats is not None:
         scenario = msgspec.structs.replace(scenario, repeats=repeats)
         too_many = too_large(len(scenario.servers), len(scenario.loads), repeats)
-        problems = [*problems, f"--repeats: {too_many}"] if too_many else problems
+        problems = [*problems, Problem("--repeats", too_many)] if too_many else problems
     if checks:
         scenario = msgspec.structs.replace(scenario, checks=[*scenario.checks, *checks])
     if target is not None:
@@ -83,8 +98,25 @@ def prepare(
     return Experiment(path, _with_traces(scenario, path.resolve().parent), target)
 
 
+def as_recorded(experiment: Experiment) -> Experiment:
+    """An experiment that was prepared before, once its files and environment can be used. Raises HarnessError."""
+    know({os.environ.get(experiment.scenario.api_key_env or "", ""): True})
+    _refuse_faulty(experiment.path, [], _attempts(experiment.scenario, experiment.folder), {})
+    return experiment
+
+
+def input_files(scenario: Scenario) -> list[str]:
+    """The files that a scenario names, other than locustfiles, as it writes them."""
+    prompts, loads = scenario.prompts, scenario.loads.values()
+    lengths = [prompts.tokens, *(load.output_tokens for load in loads)]
+    named = [prompts.file, *(one.file for one in lengths if isinstance(one, Lengths))]
+    named += [load.trace.file for load in loads if load.trace is not None]
+    named += [prompts.tokenizer] if prompts.tokenizer != SERVER_TOKENIZER else []
+    return list(dict.fromkeys(name for name in named if name))
+
+
 def _attempts(scenario: Scenario, folder: Path) -> Iterator[tuple[str, Callable[[], object]]]:
-    """What may fail for what lies beside the scenario or around it, each with its place in the scenario."""
+    """Checks of files next to the scenario and of the environment, each with its path in the scenario."""
     if scenario.prompts.file:
         yield "$.prompts.file", partial(read_rows, folder / scenario.prompts.file)
     yield "$.prompts.tokens", partial(pairs_of, scenario.prompts.tokens, folder)
@@ -104,16 +136,16 @@ def _attempts(scenario: Scenario, folder: Path) -> Iterator[tuple[str, Callable[
 
 
 def _refuse_faulty(
-    path: Path, problems: list[str], attempts: Iterator[tuple[str, Callable[[], object]]], lines: dict[str, int]
+    path: Path, problems: list[Problem], attempts: Iterator[tuple[str, Callable[[], object]]], lines: dict[str, int]
 ) -> None:
     """Raise a ScenarioError that lists the problems and the attempts that fail; of one attempt alone its own error.
 
-    Of what there is a problem with already, nothing more is tried.
+    A part that has a problem already is not tried.
     """
     failed: list[tuple[str, HarnessError]] = []
     for place, attempt in attempts:
         try:
-            if not any(problem.startswith(place) for problem in problems):
+            if not any(problem.path.startswith(place) for problem in problems):
                 attempt()
         except HarnessError as error:
             if error.what not in [known.what for _, known in failed]:  # several loads may use one file
@@ -121,23 +153,16 @@ def _refuse_faulty(
     if len(failed) == 1 and not problems:
         raise failed[0][1]
     if failed or problems:
-        told = [(place, "; ".join([error.what, *error.detail.splitlines()])) for place, error in failed]
-        also = [f"{where(place, lines)}: {text.removeprefix(f'{place}: ')}" for place, text in told]
-        raise ScenarioError(str(path), problems + also)
+        texts = [(place, "; ".join([error.what, *error.detail.splitlines()])) for place, error in failed]
+        raise ScenarioError(str(path), problems + [Problem(place, text).located(lines) for place, text in texts])
 
 
 def _refuse_unset(name: str | None) -> None:
     if name and not os.environ.get(name, "").strip():
         raise HarnessError(
-            f"$.api_key_env: the environment variable {name} is not set",
+            f"the environment variable {name} is not set, which api_key_env names",
             next_step=f"export {name}=... before the run; the key is never written anywhere.",
         )
-
-
-def _secrets_of(path: Path, found: Sequence[str]) -> list[str]:
-    """Secrets in any text of the file, a question or a comment, on lines of which nothing is said yet."""
-    problems = open_secrets_in_text(read_text(path))
-    return [problem for problem in problems if not any(problem.split(":")[0][2:] in other for other in found)]
 
 
 def with_workers(experiment: Experiment, given: str, bind: str | None) -> Experiment:
@@ -170,7 +195,7 @@ def _with_traces(scenario: Scenario, folder: Path) -> Scenario:
     return msgspec.structs.replace(scenario, loads=loads)
 
 
-def _never_due(scenario: Scenario, lines: dict[str, int]) -> list[str]:
+def _never_due(scenario: Scenario, lines: dict[str, int]) -> list[Problem]:
     """Requests that the schedule of their open loop never brings."""
     problems = []
     for name, load in scenario.loads.items():
@@ -180,11 +205,11 @@ def _never_due(scenario: Scenario, lines: dict[str, int]) -> list[str]:
         together, schedule = taken_together(load), Schedule(load.arrivals, scenario.seed)
         if schedule.at(-(-load.requests // together) - 1) is None:
             come = together * next(number for number in itertools.count() if schedule.at(number) is None)
-            problems.append(
-                f"{where(f'$.loads.{name}.requests', lines)}: only {come:,} of {load.requests:,} ever come: the rate "
-                f"of 'arrivals' is 0 from second {points[-1][0]:g} on; give fewer, 'duration_s' instead, or a last "
-                "rate above 0"
+            text = (
+                f"only {come:,} of {load.requests:,} ever come: the rate of 'arrivals' is 0 from second "
+                f"{points[-1][0]:g} on; give fewer, 'duration_s' instead, or a last rate above 0"
             )
+            problems.append(Problem(f"$.loads.{name}.requests", text).located(lines))
     return problems
 
 
@@ -213,7 +238,7 @@ def check_url(option: str, url: str) -> None:
     except ValueError:  # such as a port above 65535
         usable = False
     if usable and (parts.username or parts.password or parts.query):
-        # Not shown: what stands there may be a secret.
+        # Not shown: it may be a secret.
         raise HarnessError(
             f"{option}: an address with a user, a password or a query is not taken, because it would be recorded",
             next_step="Name the variable that holds the key in the scenario's api_key_env.",
@@ -225,9 +250,10 @@ def check_url(option: str, url: str) -> None:
 
 
 def _on_running_server(scenario: Scenario) -> Scenario:
-    base = scenario.baseline
+    base, swept = scenario.baseline, scenario.swept
     return msgspec.structs.replace(
         scenario,
+        swept=Swept(loads=swept.loads) if swept is not None and swept.loads else None,
         servers={RUNNING_SERVER: Server(template=RUNNING_SERVER)},
         restart=False,
         generator="process",
@@ -258,3 +284,91 @@ def _choose(experiment: Experiment, kind: str, given: str | None, known: list[st
     if given is not None and given not in known:
         raise HarnessError(f"--{kind}: {experiment.path} has no {kind} '{given}'; {which_row(given, known)}")
     return known[0] if given is None else given
+
+
+IMPORT_S = 60.0
+_TRY_ALONE = "Correct it; it can be tried alone with `locust -f FILE --host URL`."
+
+
+def check_locustfile(path: Path, *, try_it: bool = True) -> None:
+    """Find a mistake in a locustfile before a server is started for ten minutes. Raises HarnessError.
+
+    `try_it` lets Locust import it, in a process of its own.
+    """
+    try:
+        tree = ast.parse(read_bytes(path), str(path))
+        compile(tree, str(path), "exec")
+    except SyntaxError as error:
+        raise HarnessError(
+            f"{path}, line {error.lineno}: syntax error in the locustfile: {error.msg}", next_step=_TRY_ALONE
+        ) from None
+    except (OSError, ValueError) as error:
+        raise HarnessError(f"{path}: the locustfile cannot be read ({error})") from None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("LoadTestShape") for base in node.bases):
+            # Locust would follow it, and the report would name the users of the scenario.
+            raise HarnessError(
+                f"{path}, line {node.lineno}: a LoadTestShape and the scenario both say how many users there are",
+                next_step="Remove it, and give the load 'stages'; docs/users.md. "
+                "By hand, with `locust -f`, shapes work.",
+            )
+    if try_it:
+        _import_locustfile(path)
+
+
+def sources_of(path: Path, shipped: Path) -> list[Path]:
+    """Return a locustfile and what it imports from its folder or from that of the locustfiles that ship, `shipped`.
+
+    Raises SyntaxError, OSError.
+    """
+    found, left = {path}, [path]
+    while left:
+        file = left.pop()
+        for node in ast.walk(ast.parse(read_bytes(file), str(file))):
+            for module in _modules(node, file, path.parent, shipped) - found:
+                found.add(module)
+                left.append(module)
+    return sorted(found)
+
+
+def _modules(node: ast.AST, file: Path, folder: Path, shipped: Path) -> set[Path]:
+    """The local files that an import statement runs."""
+    if isinstance(node, ast.Import):
+        names, folders = [one.name for one in node.names], [folder]
+    elif isinstance(node, ast.ImportFrom):
+        names = [".".join(filter(None, [node.module, one.name])) for one in node.names]
+        folders = [file.parents[node.level - 1]] if node.level else [folder]
+    else:
+        return set()
+    found = set()
+    for steps in (name.split(".") for name in names):
+        for root in [*folders, *([shipped.parent] if steps[0] == shipped.name else [])]:
+            for end in range(1, len(steps) + 1):
+                module = root.joinpath(*steps[:end])
+                found |= {one for one in (module.with_suffix(".py"), module / "__init__.py") if one.is_file()}
+    return found
+
+
+def _import_locustfile(path: Path) -> None:
+    # With --job, which only a file that uses the harness's user class makes known.
+    command = [sys.executable, "-m", "locust", "-f", str(path), "--list", "--job", os.devnull]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=IMPORT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise HarnessError(
+            f"{path}: the locustfile was still being imported after {IMPORT_S:g} s", next_step=_TRY_ALONE
+        ) from None
+    said = (done.stdout + done.stderr).strip()
+    if done.returncode == 0 and not done.stdout.rstrip().endswith("Available Users:"):
+        return
+    if done.returncode == 0 or "unrecognized arguments: --job" in said:
+        raise HarnessError(
+            f"{path}: the locustfile has no user class of the harness",
+            next_step="Derive one from harness.load.user.LLMUser; docs/users.md shows how.",
+        )
+    lines = re.findall(rf'File "{re.escape(str(path))}", line (\d+)', said)
+    where = f"{path}, line {lines[-1]}" if lines else f"{path}"
+    last = said.splitlines()[-1].strip() if said else f"exit code {done.returncode}"
+    raise HarnessError(f"{where}: the locustfile cannot be imported: {last}", next_step=_TRY_ALONE)

@@ -1,28 +1,38 @@
-"""What a scenario's servers ask of this machine's GPUs and memory, held against what is there: before a long pull.
+"""Whether this machine's GPUs and memory suffice for a scenario's servers, checked before a long pull.
 
 Nothing is known of an engine on another machine, nor of a server that already runs.
 """
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
+from typing import Any
 
-from msgspec import Struct
+import msgspec
+from msgspec import Struct, structs
 
 from harness.engines import template_of
-from harness.errors import HarnessError
+from harness.errors import HarnessError, ServerError
+from harness.machine.doctor import DockerEngine, device_blockers, engine_blockers
+from harness.machine.findings import Finding
+from harness.machine.gfx_support import table, without_code
 from harness.machine.gpu_memory import Pool, pools
-from harness.machine.gpus import gpus
-from harness.memory.estimate import host_share, share_of
+from harness.machine.gpus import VISIBLE, gpus, shown
+from harness.machine.memory import Share, Wish, brief, host_share, room_of, share_of
+from harness.machine.model import find_model, read_model
 from harness.prepare.experiment import Experiment
+from harness.reasons import sentence
 from harness.scenario.scenario import Server
-from harness.serve import server_document
-from harness.serve.compose.compose import Service, parse
-from harness.serve.compose.values import parse_bytes
-from harness.serve.docker.location import engine_location
-from harness.serve.vllm.flags import ranks_of, value_of
-from harness.serve.vllm.gpu_fit import refuse_unfit, shown_to
+from harness.serve import PreparedServer, prepared
+from harness.serve.compose_file import Service, parse_bytes, parse_device
+from harness.serve.engine import engine_facts, has_images
+from harness.serve.gpu_probe import PROBED, ask_image
+from harness.serve.location import engine_location
+from harness.serve.template import AUTO, variable_of, variables
+from harness.serve.vllm import ranks_of, refuse_unfit, shown_to, value_of
+from harness.summary import Reason
 from harness.units import GIB, gib
 from harness.utilization import VLLM_DEFAULT, vllm_accepts
 
@@ -41,30 +51,30 @@ class Shortage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 def refuse_impossible(experiment: Experiment, root: Path = Path("/")) -> None:
     """Raise HarnessError for what this machine's GPUs cannot do: FP8 where there is none, more GPUs than there are."""
     cards = list(gpus(root))
-    for name, _server, service, words in _vllm(experiment):
+    for one in _vllm(experiment):
         try:
-            refuse_unfit(service, cards, words)
+            refuse_unfit(one.service, cards, one.engine_arguments)
         except HarnessError as error:
-            raise HarnessError(f"server '{name}': {error.what}", next_step=error.next_step) from None
+            raise HarnessError(f"server '{one.name}': {error.what}", next_step=error.next_step) from None
 
 
 def shortages(experiment: Experiment, root: Path = Path("/")) -> Iterator[Shortage]:
     """Servers with a number for gpu_memory_utilization that is more than is free now, or more than is safe."""
-    for name, server, service, words in _vllm(experiment):
-        asked, whose = _asked(server, words)
+    for one in _vllm(experiment):
+        asked, whose = _asked(one)
         if asked is None:
             continue
         try:
-            if on_host(server):
-                found = _on_host(service, asked, whose, root)
+            if on_host(one.server):
+                found = _on_host(one.service, asked, whose, root)
             else:
-                given = pools(root, shown_to(service, list(gpus(root))))
-                found = _on_gpus(given, ranks_of(words), asked, whose)
+                given = pools(root, shown_to(one.service, list(gpus(root))))
+                found = _on_gpus(given, ranks_of(one.engine_arguments), asked, whose)
         except HarnessError:
             continue  # that memory is not known
         if found is not None:
             fact, fix, certain = found
-            yield Shortage(server=name, fact=fact, fix=fix, certain=certain and whose == "")
+            yield Shortage(server=one.name, fact=fact, fix=fix, certain=certain and whose == "")
 
 
 _Found = tuple[str, str, bool]
@@ -77,7 +87,7 @@ def _on_gpus(given: list[Pool], ranks: int, asked: Decimal, whose: str) -> _Foun
         if free is None or total is None or vllm_accepts(free, total, asked):
             continue
         where = f"{pool.render_node or 'the GPU'} ({pool.target})"
-        # With a limit below the stated size the runtime tells more free memory than there is, and vLLM starts.
+        # With a limit below the stated size the runtime reports more free memory than there is, and vLLM starts.
         return (*_words(asked, whose, free, total, where, share.utilization), not pool.overstated)
     if share.utilization is None or asked > share.utilization:
         fact = f"gpu_memory_utilization {asked}{whose} is above what is safe now: vLLM may refuse to start"
@@ -107,11 +117,11 @@ def _fix(safe: Decimal | None) -> str:
     return f"Set gpu_memory_utilization to {safe} or less, or to auto where the template has it, or stop what holds it."
 
 
-def _asked(server: Server, words: list[str]) -> tuple[Decimal | None, str]:
+def _asked(one: PreparedServer) -> tuple[Decimal | None, str]:
     """The utilization that is asked for, and whose number it is; None: not known, or still to be computed."""
-    value = value_of(words, "--gpu-memory-utilization")
+    value = value_of(one.engine_arguments, "--gpu-memory-utilization")
     if value is None:
-        known = template_of(server.template)
+        known = template_of(one.server.template)
         defaulted = known is not None and known.utilization_default
         return (VLLM_DEFAULT, " (vLLM's default)") if defaulted else (None, "")
     try:
@@ -121,20 +131,12 @@ def _asked(server: Server, words: list[str]) -> tuple[Decimal | None, str]:
     return (number, "") if 0 < number <= 1 else (None, "")
 
 
-def _vllm(experiment: Experiment) -> Iterator[tuple[str, Server, Service, list[str]]]:
-    """The servers with vLLM in containers of this machine, with vLLM's arguments."""
-    for name, service in services_here(experiment):
-        server = experiment.scenario.servers[name]
-        known = template_of(server.template)
+def _vllm(experiment: Experiment) -> Iterator[PreparedServer]:
+    """The servers with vLLM in containers of this machine."""
+    for one in servers_here(experiment):
+        known = template_of(one.server.template)
         if known is not None and known.utilization is not None:
-            yield name, server, service, vllm_words(server, service)
-
-
-def vllm_words(server: Server, service: Service) -> list[str]:
-    """The arguments of a server's vLLM; behind Lemonade they are a text."""
-    if (text := arguments_of(server)) is not None:
-        return str(server.variables.get(text) or "").split()
-    return list(service.command or [])
+            yield one
 
 
 def arguments_of(server: Server) -> str | None:
@@ -149,10 +151,220 @@ def on_host(server: Server) -> bool:
     return known is not None and known.utilization == "host"
 
 
-def services_here(experiment: Experiment) -> Iterator[tuple[str, Service]]:
-    """The servers in containers of this machine; none where the user wants no look at it."""
+def servers_here(experiment: Experiment) -> Iterator[PreparedServer]:
+    """The servers in containers of this machine; none where the user wants no check of it."""
     if experiment.target is not None or not engine_location().is_here or os.environ.get(SWITCH) == "off":
         return
     for name, server in experiment.scenario.servers.items():
         if server.container:
-            yield name, parse(server_document(experiment.scenario, name)).server
+            yield prepared(experiment.scenario, name)
+
+
+UTILIZATION = "gpu_memory_utilization"
+_ARGUMENT = re.compile(r"(--gpu[-_]memory[-_]utilization[= ])\s*auto(?=\s|$)")
+
+
+def fill_in(experiment: Experiment, say: Callable[[str], None], root: Path = Path("/")) -> Experiment:
+    """The experiment with numbers in place of `auto`, and how they came about in `computed`.
+
+    All cells and repeats get the same number: that of the memory that is free now, while none of the servers runs.
+    Raises HarnessError where it cannot be known, or where nothing is left.
+    """
+    servers: dict[str, Server] = {}
+    computed: dict[str, Reason] = {}
+    known: list[tuple[list[Any], Share]] = []
+    for name, server in experiment.scenario.servers.items():
+        where = _where(server)
+        if where is None or experiment.target is not None:
+            servers[name] = server
+            continue
+        one = prepared(experiment.scenario, name)
+        service, ranks = one.service, ranks_of(one.engine_arguments)
+        # Servers that are compared get equal numbers, though free memory changes between two looks at it.
+        basis = [on_host(server), ranks, service.devices, service.mem_limit]
+        basis += [service.environment.get(variable) for variable in VISIBLE]
+        basis += [] if engine_location().is_here else [service.image, service.environment]
+        share = next((share for other, share in known if other == basis), None)
+        share = share or _share(name, server, service, ranks, say, root)
+        known.append((basis, share))
+        if share.utilization is None:
+            raise HarnessError(
+                f"server '{name}': {UTILIZATION} is auto, and no memory is left for vLLM ({sentence(share.formula)})",
+                next_step="Stop what holds it: `harness doctor` names it.",
+            )
+        servers[name] = _with(server, where, share.utilization)
+        computed[f"servers.{name}.{where}"] = share.formula
+        say(f"server '{name}': {UTILIZATION} {share.utilization} = {sentence(share.formula)}")
+        for line in [*(f"doubt: {doubt}" for doubt in share.doubts), *_room(server, experiment.scenario.model, share)]:
+            say(f"  {line}")
+    if not computed:
+        return experiment
+    return structs.replace(
+        experiment, scenario=structs.replace(experiment.scenario, servers=servers), computed=computed
+    )
+
+
+def _where(server: Server) -> str | None:
+    """The variable that says `auto`: the utilization itself, or the text of arguments that has it."""
+    if server.variables.get(UTILIZATION) == AUTO:
+        return UTILIZATION
+    arguments = arguments_of(server)
+    text = None if arguments is None else server.variables.get(arguments)
+    return arguments if isinstance(text, str) and _ARGUMENT.search(text) else None
+
+
+def _with(server: Server, where: str, value: Decimal) -> Server:
+    given = server.variables
+    new = float(value) if where == UTILIZATION else _ARGUMENT.sub(rf"\g<1>{value}", given[where])
+    return structs.replace(server, variables={**given, where: new})
+
+
+def predict_shares(experiment: Experiment, root: Path = Path("/")) -> list[str]:
+    """Return what `fill_in` would compute now, for a plan: it starts nothing, and what is unknown is a note."""
+    servers = [] if experiment.target is not None else list(experiment.scenario.servers.values())
+    remote = engine_location().host
+    if remote is not None and any(_where(server) is not None for server in servers):
+        return [f"note: {UTILIZATION} is auto: the runtime in the server's image is asked on {remote} before the run"]
+    lines: list[str] = []
+    try:
+        fill_in(experiment, lines.append, root)
+    except HarnessError as error:
+        return [*lines, f"note: {error.what}", f"  next: {error.next_step}"]
+    return lines
+
+
+def _share(name: str, server: Server, service: Service, ranks: int, say: Callable[[str], None], root: Path) -> Share:
+    location = engine_location()
+    try:
+        if on_host(server):
+            if not location.is_here:
+                raise HarnessError(
+                    location.problem or f"the Docker Engine is on {location.host}, whose memory is not known here"
+                )
+            limit = service.mem_limit
+            return host_share(root, limit=None if limit is None else parse_bytes(limit))
+        if not location.is_here:
+            known = variables(PROBED).keys() - {"image", UTILIZATION}
+            given = {key: value for key, value in server.variables.items() if key in known}
+            reported = ask_image(variable_of(server, "image"), say, given)
+            return share_of(reported, source="container", tensor_parallel=ranks)
+        cards = shown(list(gpus(root)), service.devices, service.environment)
+        return share_of(pools(root, cards), tensor_parallel=ranks)
+    except HarnessError as error:
+        raise type(error)(
+            f"server '{name}': {UTILIZATION} is auto, and it cannot be computed: {error.what}",
+            next_step=f"Set {UTILIZATION} to a number such as 0.75. {error.next_step}".rstrip(),
+            detail=error.detail,
+        ) from None
+
+
+def _room(server: Server, model: str, share: Share) -> list[str]:
+    """A line on what is left for the model, where this machine has its files."""
+    if on_host(server):
+        return []
+    try:
+        cache = str(variable_of(server, "huggingface_cache") or "")
+        environment = {"HF_HOME": cache} if cache.startswith(("/", "~")) else None
+        name = str(variable_of(server, "model_path") or variable_of(server, "checkpoint") or model)
+        wish = Wish(
+            max_model_len=variable_of(server, "max_model_len") or variable_of(server, "ctx_size"),
+            max_num_seqs=variable_of(server, "max_num_seqs"),
+            max_num_batched_tokens=variable_of(server, "max_num_batched_tokens") or Wish().max_num_batched_tokens,
+            tensor_parallel=share.gpus,
+            kv_cache_dtype=variable_of(server, "kv_cache_dtype") or Wish().kv_cache_dtype,
+        )
+        return brief(room_of(read_model(find_model(name, environment)), share, wish))
+    except HarnessError:
+        return []  # its files are elsewhere, such as in a volume
+
+
+def blockers(
+    experiment: Experiment, root: Path = Path("/"), engine: DockerEngine | None = None
+) -> dict[str, list[Finding]]:
+    """The environment problems of each server in a container with the GPU; servers without blockers are left out.
+
+    Nothing is known of an engine on another machine, nor of a server that already runs. `engine` None: not asked.
+    """
+    found = {}
+    for name, service in _on_gpu(experiment).items():
+        rootless = engine is not None and engine.rootless
+        of_server = list(device_blockers(root, _devices(service), rootless=rootless))
+        if engine is not None:
+            of_server += engine_blockers(engine)
+        if of_server:
+            found[name] = of_server
+    return found
+
+
+def preflight(experiment: Experiment, say: Callable[[str], None], root: Path = Path("/")) -> Experiment:
+    """The experiment with numbers in place of `auto`, once it is known that its servers can work here.
+
+    Raises ServerError with what the doctor says against one, or for memory that is not free, and HarnessError for what
+    the GPUs here cannot do.
+    """
+    services = _on_gpu(experiment)
+    for name, found in (blockers(experiment, root, _engine(services)) if services else {}).items():
+        first, *others = found
+        raise ServerError(
+            f"server '{name}' cannot run here: {first.fact}",
+            detail="\n".join(f"{one.fact}; fix: {one.fix}" for one in others),
+            next_step=f"{_sentence(first.fix or '')} `harness doctor` shows everything; {SWITCH}=off skips this check.",
+        )
+    refuse_impossible(experiment, root)
+    experiment = fill_in(experiment, say, root)
+    for short in shortages(experiment, root):
+        if short.certain:
+            next_step = f"{short.fix} {SWITCH}=off skips this check."
+            raise ServerError(f"server '{short.server}': {short.fact}", next_step=next_step)
+    return experiment
+
+
+def notes(experiment: Experiment, root: Path = Path("/")) -> list[str]:
+    """What this machine's files say against each server, for a plan. No engine is asked."""
+    found = [
+        f"note: server '{name}' cannot run on this machine: {'; '.join(one.fact for one in of_it)} (`harness doctor`)"
+        for name, of_it in blockers(experiment, root).items()
+    ]
+    cards = list(gpus(root))
+    for name, service in _on_gpu(experiment).items():
+        try:
+            given = shown_to(service, cards)
+        except HarnessError:
+            continue  # a GPU that is not there, which `refuse_impossible` refuses
+        targets = dict.fromkeys(str(card["target"]) for card in given)
+        nodes = [str(card["render_node"]) for card in given]
+        extra = [str(card["target"]) for card in cards if card not in given]
+        if extra and not service.environment.keys() & set(VISIBLE) and "/dev/dri" in _devices(service):
+            found.append(
+                f"note: server '{name}': its container sees {', '.join(dict.fromkeys(extra))} in addition to "
+                f"{', '.join(targets)}; `devices: [/dev/kfd, {', '.join(nodes)}]` leaves it out"
+            )
+        if lacking := without_code(service.image, targets):
+            known = f"is known to have no code for {' and '.join(lacking)} ({table().checked})"
+            found.append(f"note: server '{name}': its image {service.image} {known}; docs/doctor.md has the table")
+    for short in shortages(experiment, root):
+        refused = "; `harness run` refuses it" if short.certain else ""
+        found.append(f"note: server '{short.server}': {short.fact}{refused}\n  next: {short.fix}")
+    return found
+
+
+def _on_gpu(experiment: Experiment) -> dict[str, Service]:
+    """The servers in containers of this machine that are given a GPU."""
+    return {one.name: one.service for one in servers_here(experiment) if one.gives_gpus}
+
+
+def _devices(service: Service) -> list[str]:
+    """The device nodes of the host that it is given."""
+    return [parse_device(text)[0] for text in service.devices]
+
+
+def _engine(services: dict[str, Service]) -> DockerEngine:
+    """The engine's facts; room for images counts only when one has to be pulled."""
+    engine = engine_facts()
+    if engine.problem is None and has_images(service.image for service in services.values()):
+        return msgspec.structs.replace(engine, free_bytes=None)
+    return engine
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."

@@ -1,7 +1,9 @@
 """What `harness check` shows: the plan of a scenario and how long it will take, without running anything."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -11,36 +13,145 @@ from harness import units
 from harness.engines import template_of
 from harness.files import read_text
 from harness.judge.checks import undecidable
-from harness.judge.stats import ALPHA, MOST_REPEATS, repeats_to_reach_p
+from harness.judge.stats import repeats_to_reach_p
 from harness.judge.verdicts import comparisons_of
 from harness.prepare.experiment import Experiment
 from harness.report import words
 from harness.scenario.arrivals import Schedule, steady
-from harness.scenario.behaviour import Agent, pause_mean_s
-from harness.scenario.lengths import in_words, typical_of
-from harness.scenario.mixes import mix_of
-from harness.scenario.plan import at_once as together
-from harness.scenario.plan import baseline_of, plan
-from harness.scenario.scenario import Load, Scenario, at_once, taken_together, warmup_of
-from harness.scenario.steady import WINDOWS, steadiness
-from harness.serve.compose.notes import notes, notes_on_comments
-from harness.serve.docker.location import engine_location
-from harness.serve.lemonade.arguments import hints
-from harness.traces.replay import Beginning, Replay, replay_of
+from harness.scenario.behaviour import Agent, lengths_in_words, pause_mean_s, typical_of
+from harness.scenario.plan import WINDOWS, baseline_of, plan, start_of, starts, steadiness
+from harness.scenario.scenario import Baseline, Load, Scenario, Swept, at_once, taken_together, warmup_of
+from harness.serve.lemonade import hints
+from harness.serve.lint import notes, notes_on_comments
+from harness.serve.location import engine_location
+from harness.summary import ALPHA, MAX_REPEATS
 from harness.units import count
+from harness.workload.traces import Beginning, Replay, replay_of
 
 # For a fixed amount of work the time depends on the server, which is not known before the run.
 ASSUMED_TPOT_S = 0.03
 ASSUMED_START_S = 60.0
 ASSUMED_EMBEDDED_START_S = 1.0
 GENERATOR_START_S = 2.0
+SHOWN_CELLS = 12  # of the order
 
 
-def show_plan(experiment: Experiment, console: Console) -> None:
+class PlannedRow(msgspec.Struct, frozen=True):
+    """A server with a load."""
+
+    server: str
+    load: str
+    work: str
+    baseline: bool
+    settings: dict[str, Any] = {}  # of a sweep: what is varied in it
+
+
+class Preview(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run would do. Seconds are estimates, by the assumptions of `assumed`."""
+
+    path: str
+    question: str
+    rows: list[PlannedRow]
+    repeats: int
+    order: list[str]
+    server_starts: int
+    cold: bool
+    estimated_s: float
+    assumed: str
+    notes: list[str]
+
+
+def preview(experiment: Experiment) -> Preview:
+    """The plan of a scenario. Reads its traces; sends nothing."""
+    scenario = experiment.scenario
+    base, swept = baseline_of(scenario), scenario.swept or Swept()
+    return Preview(
+        path=str(experiment.path),
+        question=scenario.question,
+        rows=[
+            PlannedRow(
+                server, name, work(load), (server, name) == (base.server, base.load), swept.settings(server, name)
+            )
+            for server in scenario.servers
+            for name, load in scenario.loads.items()
+        ],
+        repeats=scenario.repeats,
+        order=[cell.id for cell in plan(scenario)],
+        server_starts=starts(scenario),
+        cold=scenario.restart,
+        estimated_s=estimate_s(scenario, experiment.folder),
+        assumed=f"{ASSUMED_TPOT_S * 1e3:.0f} ms per token however many answers come at once, "
+        f"{_starts(scenario)}{_first_starts(scenario)}",
+        notes=[*_of_plan(experiment), *check_notes(scenario), *notes(scenario), *_hints(experiment)],
+    )
+
+
+def show_plan(experiment: Experiment, shown: Preview, console: Console) -> None:
     scenario = experiment.scenario
     say = console.print
     base = baseline_of(scenario)
-    say(f"{experiment.path}: valid\n{scenario.question}\n")
+    say(f"{shown.path}: valid\n{shown.question}\n")
+    if scenario.swept is None:
+        table = _row_table(scenario, base)
+    else:
+        for line in sweep_lines(scenario.swept):
+            say(line)
+        say(f"servers: {', '.join(scenario.servers)}\nbaseline: {base.server} / {base.load}\n")
+        table = _load_table(scenario)
+    console.print(table)
+    cells = plan(scenario)
+    stages = ", one for all stages of a load" if any(load.stages for load in scenario.loads.values()) else ""
+    fresh = f"a fresh server for each cell (cold){stages}"
+    first = cells[: min(SHOWN_CELLS, 2 * len(scenario.servers) * len(scenario.loads))]
+    again = sum(cell.again is not None for cell in cells)
+    drift = f" ({again} of them repeat the first of a server start at its end, to show drift)" if again else ""
+    say(
+        f"\n{count(len(cells), 'cell')}{drift}: {count(scenario.repeats, 'repeat')}, interleaved; "
+        f"{count(shown.server_starts, 'server start')}: "
+        f"{fresh if scenario.restart else 'one per server and repeat (warm)'}\n"
+        f"order: {' '.join(cell.id for cell in first)}{' ...' if len(first) < len(cells) else ''}"
+    )
+    say(f"estimated time: {units.duration(shown.estimated_s)} (assumed: {shown.assumed})")
+    for note in shown.notes:
+        say(f"note: {note}")
+
+
+def _of_plan(experiment: Experiment) -> Iterator[str]:
+    """Notes on repeats, warm-ups and traces."""
+    scenario = experiment.scenario
+    base = baseline_of(scenario)
+    comparisons = comparisons_of(scenario, (base.server, base.load))
+    if comparisons and scenario.repeats < (needed := repeats_to_reach_p(comparisons)):
+        yield (
+            f"with {count(comparisons, 'comparison')}, {count(scenario.repeats, 'repeat')} can never reach "
+            f"p < {ALPHA:g}: no verdict will be 'faster' or 'slower'. "
+            + (f"{needed} repeats are the least that can decide." if needed <= MAX_REPEATS else "Compare fewer rows.")
+        )
+    for name, load in scenario.loads.items():
+        warmup = warmup_of(scenario, load)
+        if warmup.until is not None:
+            rule = steadiness(load, warmup)
+            yield (
+                f"{name}: the warm-up goes on until the server is steady, at least "
+                f"{count(rule.min_answers, 'request')} ({WINDOWS} windows of {rule.step}) and "
+                f"at most {units.duration(rule.max_s)}"
+            )
+        if load.trace is not None:
+            replay = replay_of(experiment.folder / load.trace.file, load.trace)
+            left_out = replay.without_tokens
+            less = f"; {count(left_out, 'row')} without tokens left out" if left_out else ""
+            yield (
+                f"{name}: {load.trace.file} is read as {replay.format}, its last row is due after "
+                f"{units.duration(replay.at_s[-1])}{less}"
+            )
+
+
+def _hints(experiment: Experiment) -> list[str]:
+    threads = os.cpu_count() if engine_location().is_here else None
+    return [*hints(experiment.scenario, threads), *notes_on_comments(read_text(experiment.path))]
+
+
+def _row_table(scenario: Scenario, base: Baseline) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in ("cell", "server", "load", "work", ""):
         table.add_column(column)
@@ -48,49 +159,27 @@ def show_plan(experiment: Experiment, console: Console) -> None:
         for name, load in scenario.loads.items():
             mark = "baseline" if (server, name) == (base.server, base.load) else ""
             table.add_row(f"rN-{server}-{name}", server, name, work(load), mark)
-    console.print(table)
-    cells = plan(scenario)
-    stages = ", one for all stages of a load" if any(load.stages for load in scenario.loads.values()) else ""
-    fresh = f"a fresh server for each cell (cold){stages}"
-    order = " ".join(cell.id for cell in cells[: 2 * len(scenario.servers) * len(scenario.loads)])
-    say(
-        f"\n{count(len(cells), 'cell')}: {count(scenario.repeats, 'repeat')}, interleaved; "
-        f"{fresh if scenario.restart else 'one server start per repeat (warm)'}\n"
-        f"order: {order}{' ...' if scenario.repeats > 2 else ''}"
-    )
-    say(
-        f"estimated time: {units.duration(estimate_s(scenario, experiment.folder))} "
-        f"(assumed: {ASSUMED_TPOT_S * 1e3:.0f} ms per token however many answers come at once, "
-        f"{_starts(scenario)}{_first_starts(scenario)})"
-    )
-    comparisons = comparisons_of(scenario, (base.server, base.load))
-    if comparisons and scenario.repeats < (needed := repeats_to_reach_p(comparisons)):
-        say(
-            f"note: with {count(comparisons, 'comparison')}, {count(scenario.repeats, 'repeat')} can never reach "
-            f"p < {ALPHA:g}: no verdict will be 'faster' or 'slower'. "
-            + (f"{needed} repeats are the least that can decide." if needed <= MOST_REPEATS else "Compare fewer rows.")
-        )
+    return table
+
+
+def _load_table(scenario: Scenario) -> Table:
+    """The loads alone: each server of a sweep gets all of them."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("load", "work"):
+        table.add_column(column)
     for name, load in scenario.loads.items():
-        warmup = warmup_of(scenario, load)
-        if warmup.until is not None:
-            rule = steadiness(load, warmup)
-            say(
-                f"note: {name}: the warm-up goes on until the server is steady, at least "
-                f"{count(rule.least, 'request')} ({WINDOWS} windows of {rule.step}) and "
-                f"at most {units.duration(rule.most_s)}"
-            )
-        if load.trace is not None:
-            replay = replay_of(experiment.folder / load.trace.file, load.trace)
-            left_out = replay.without_tokens
-            less = f"; {count(left_out, 'row')} without tokens left out" if left_out else ""
-            say(
-                f"note: {name}: {load.trace.file} is read as {replay.format}, its last row is due after "
-                f"{units.duration(replay.at_s[-1])}{less}"
-            )
-    threads = os.cpu_count() if engine_location().is_here else None
-    told = notes_on_comments(read_text(experiment.path))
-    for hint in [*check_notes(scenario), *notes(scenario), *hints(scenario, threads), *told]:
-        say(f"note: {hint}")
+        table.add_row(name, work(load))
+    return table
+
+
+def sweep_lines(swept: Swept) -> Iterator[str]:
+    """What a sweep varies, and how many rows that are, a line for each server or load that it has in the file."""
+    for kind, rows in (("server", swept.servers), ("load", swept.loads)):
+        for name in dict.fromkeys(row.of for row in rows.values()):
+            mine = [row.settings for row in rows.values() if row.of == name]
+            values = {key: list(dict.fromkeys(words.setting(one[key]) for one in mine)) for key in mine[0]}
+            varied = "; ".join(f"{key} {', '.join(shown)}" for key, shown in values.items())
+            yield f"sweep of the {kind} '{name}', {count(len(mine), 'row')}: {varied}"
 
 
 def check_notes(scenario: Scenario) -> list[str]:
@@ -139,23 +228,25 @@ def work(load: Load) -> str:
         who = f"{load.user} users arriving {words.course(load.arrivals)}, at most {load.users} at once"
     if load.endpoint == "embeddings":
         return f"{who}{burst}, {amount}, embeddings"
-    return f"{who}{burst}, {amount}, {in_words(load.output_tokens)} each ({load.output})"
+    return f"{who}{burst}, {amount}, {lengths_in_words(load.output_tokens)} each ({load.output})"
 
 
 def estimate_s(scenario: Scenario, folder: Path) -> float:
     """Seconds that the run may take, by the assumptions above."""
-    runs: dict[tuple[int, str, str], float] = {}
+    runs: dict[str, float] = {}
+    begun: set[tuple[int, str]] = set()
     for cell in plan(scenario):
         load = scenario.loads[cell.load]
         start_s = ASSUMED_START_S if scenario.servers[cell.server].container else ASSUMED_EMBEDDED_START_S
-        if not scenario.restart:
-            start_s /= len(scenario.loads)
+        if not scenario.restart and start_of(cell) in begun:
+            start_s = 0.0
+        begun.add(start_of(cell))
         replay = None if load.trace is None else replay_of(folder / load.trace.file, load.trace)
         start_s += GENERATOR_START_S
         takes_s = load.ramp_s + _warmup_s(scenario, load, replay) + _work_s(scenario, load, replay)
-        before_s = runs.get(together(cell), start_s)
+        before_s = runs.get(cell.group, start_s)
         at_once_s = max(before_s, start_s + takes_s)  # parts of a mix; stages follow each other
-        runs[together(cell)] = at_once_s if mix_of(cell.load) else before_s + takes_s
+        runs[cell.group] = at_once_s if cell.mix else before_s + takes_s
     return sum(runs.values())
 
 
@@ -163,7 +254,7 @@ def _warmup_s(scenario: Scenario, load: Load, replay: Replay | None) -> float:
     warmup = warmup_of(scenario, load)
     if warmup.duration_s is not None:
         return warmup.duration_s
-    requests = steadiness(load, warmup).least if warmup.until is not None else warmup.requests or 0
+    requests = steadiness(load, warmup).min_answers if warmup.until is not None else warmup.requests or 0
     if not requests:
         return 0.0
     last = -(-requests // taken_together(load)) - 1

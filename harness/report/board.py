@@ -1,49 +1,59 @@
-"""The leaderboard as one HTML page that needs nothing else, and as Markdown."""
+"""Published runs: a VALID run filed by machine and scenario, and the leaderboard as one HTML page and as Markdown."""
 
+import filecmp
+import gzip
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from markupsafe import Markup
 
 from harness import units
-from harness.compare.board import Board, Entry, Figure, Group
-from harness.errors import HarnessError
-from harness.files import replace_file
-from harness.judge.verdicts import METRIC_WORDS, RATES
+from harness.analysis.summarize import summarize
+from harness.columns import METRIC_WORDS, RATES
+from harness.comparison.board import Board, Entry, Figure, Group
+from harness.errors import HarnessError, RunError
+from harness.files import open_file, pretty_json, read_bytes, replace_file
+from harness.judge.noise_floors import folder_name, is_noise_run, noise_path
+from harness.reasons import sentences as in_words
 from harness.report import words
-from harness.report.markdown import escape, grid
-from harness.report.page import asset, template
+from harness.report.html import asset, template
+from harness.report.markdown import escape, grid, render
 from harness.report.table import LIMITED
+from harness.rundir.manifest import Run, read_run
+from harness.summary import Summary, because
 
 RANKING = (
     "A ranking is no verdict: it says who was fastest, not whether the difference is more than chance. "
-    "`harness compare RUN RUN --across machine` judges that."
+    "`harness compare RUN RUN --across machine` checks that."
 )
 APART = (
-    "Figures that others published, as they state them. They were not measured by this suite, nobody repeated them "
+    "Figures that others published, as they state them. They were not measured by this suite and not repeated "
     "here, workloads differ from row to row, and they never enter a verdict or a ranking."
 )
 EMPTY = "Nothing has been published yet: `harness publish RUN` files a run."
 _DIGEST = 12
+RECORDS = "requests.jsonl"
 
 
 def write_board(board: Board, path: Path) -> list[Path]:
-    """Write the page, and Markdown of the same name beside it. Returns both paths. Raises HarnessError."""
-    beside = path.with_suffix(".md")
-    if beside == path:
-        raise HarnessError(f"{path}: is the name of the Markdown beside the page", next_step="Give a name in .html.")
+    """Write the page, and Markdown of the same name next to it. Returns both paths. Raises HarnessError."""
+    text_path = path.with_suffix(".md")
+    if text_path == path:
+        raise HarnessError(f"{path}: is also the name of the page in Markdown", next_step="Give a name in .html.")
     try:
-        for target, text in ((path, html(board)), (beside, markdown(board))):
+        for target, text in ((path, html(board)), (text_path, markdown(board))):
             target.parent.mkdir(parents=True, exist_ok=True)
             replace_file(target, text.encode())
     except OSError as error:
         raise HarnessError(
             f"--output: {path} cannot be written ({error.strerror})", next_step="Name a file in a folder of yours."
         ) from None
-    return [path, beside]
+    return [path, text_path]
 
 
 def html(board: Board) -> str:
-    """The page."""
     return template("leaderboard.html.j2").render(
         board=board,
         style=Markup(asset("report.css")),
@@ -77,21 +87,24 @@ def markdown(board: Board) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _marked(number: float | None, shown: Callable[[float], str], field: str, entry: Entry) -> str:
+    if number is None:
+        return units.NOTHING
+    return f"{shown(number)}{LIMITED}" if field in entry.client_limited else shown(number)
+
+
 def value(entry: Entry, group: Group) -> str:
     """The median of a row by the group's metric, with its unit."""
-    return units.NOTHING if entry.value is None else _marked(_unit(entry.value, group), group.metric, entry)
+    return _marked(entry.value, lambda number: words.in_unit(number, group.metric), group.metric, entry)
 
 
 def rate(entry: Entry) -> str:
-    """The median of the output tokens a second."""
-    if entry.output_tok_s is None:
-        return units.NOTHING
-    return _marked(units.significant(entry.output_tok_s), "output_tok_s", entry)
+    return _marked(entry.output_tok_s, units.significant, "output_tok_s", entry)
 
 
 def first_token(entry: Entry) -> str:
     """The p50 of TTFT in ms."""
-    return units.NOTHING if entry.ttft_p50_s is None else _marked(units.milliseconds(entry.ttft_p50_s), "ttft_s", entry)
+    return _marked(entry.ttft_p50_s, units.milliseconds, "ttft_s", entry)
 
 
 def validity(entry: Entry) -> str:
@@ -106,15 +119,11 @@ def limited(group: Group) -> str | None:
     return f"{LIMITED} the load generator was the limit of this number, not the server." if there else None
 
 
-def _marked(shown: str, field: str, entry: Entry) -> str:
-    return f"{shown}{LIMITED}" if field in entry.client_limited else shown
-
-
 def spread(entry: Entry, group: Group) -> str:
     """The least and the most of the repeats."""
-    if entry.least is None or entry.most is None:
+    if entry.min is None or entry.max is None:
         return units.NOTHING
-    return f"{_unit(entry.least, group)} to {_unit(entry.most, group)}"
+    return f"{words.in_unit(entry.min, group.metric)} to {words.in_unit(entry.max, group.metric)}"
 
 
 def heading(group: Group) -> str:
@@ -135,21 +144,15 @@ def digest(entry: Entry) -> str:
     return f"{kind}:{sum_[:_DIGEST]}" if kind else sum_[:_DIGEST]
 
 
-def _unit(number: float, group: Group) -> str:
-    if group.metric in RATES:
-        return f"{units.significant(number)} tok/s"
-    return units.seconds(number) if group.metric == "wall_s" else f"{units.milliseconds(number)} ms"
-
-
 def _matrix(board: Board) -> str:
-    lines = []
-    for group in board.groups:
-        cells = [heading(group) + (" (SIMULATED)" if group.simulated else "")]
-        for machine in board.machines:
-            best = group.best_of(machine)
-            shown = units.NOTHING if best is None else f"{value(best, group)}: {best.server} / {best.load}, {best.date}"
-            cells.append(shown)
-        lines.append(cells)
+    def cell(group: Group, machine: str) -> str:
+        best = group.best_of(machine)
+        return units.NOTHING if best is None else f"{value(best, group)}: {best.server} / {best.load}, {best.date}"
+
+    lines = [
+        [heading(group) + (" (SIMULATED)" if group.simulated else ""), *(cell(group, name) for name in board.machines)]
+        for group in board.groups
+    ]
     return grid(["Scenario", *board.machines], lines)
 
 
@@ -187,3 +190,77 @@ def _figures(figures: list[Figure]) -> str:
     head = ["Hardware", "Model", "Setup", "Load", "Result", "Claim", "Source", "Date"]
     lines = [[f.hardware, f.model, f.setup, f.load, f.result, f.claim, f.source, f.date] for f in figures]
     return grid(head, lines)
+
+
+def publish(folder: Path, results: Path, *, records: bool = False) -> tuple[Path, list[str]]:
+    """Write summary.json, run.json and report.md of a run below `results`, with `records` its requests packed, too.
+
+    Returns the folder and the names of the files that were new or changed: none the second time. Raises RunError for
+    a run that is not VALID, HarnessError for one that has no place there.
+    """
+    run = read_run(folder)
+    summary = summarize(folder)
+    _refuse(run, summary, folder)
+    target = noise_path(results, run).parent / folder_name(run.id)
+    files = {
+        "run.json": pretty_json(run),
+        "summary.json": pretty_json(summary),
+        "report.md": render(summary, run).encode(),
+    }
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        changed = [name for name, content in files.items() if _replace(target / name, content)]
+        if records and (folder / RECORDS).exists() and _pack(folder / RECORDS, target / f"{RECORDS}.gz"):
+            changed.append(f"{RECORDS}.gz")
+    except OSError as error:
+        raise HarnessError(
+            f"{target}: the run cannot be filed there ({error.strerror or error})",
+            next_step="--results DIR chooses another folder.",
+        ) from None
+    return target, changed
+
+
+def _refuse(run: Run, summary: Summary, folder: Path) -> None:
+    if is_noise_run(run):
+        raise HarnessError(
+            f"{run.id}: an A/A run is no result; what it found is stored as noise.json",
+            next_step="Publish runs of `harness run`.",
+        )
+    if run.origin is not None:
+        raise HarnessError(
+            f"{run.id}: was measured by {run.origin.tool}, and what it says is not ranked with runs of this suite",
+            next_step="Publish runs of `harness run`.",
+        )
+    if summary.valid and run.status == "valid":
+        return
+    reasons = in_words(summary.reasons or run.reasons or [because("run_status", status=run.status)])
+    state = "INVALID" if run.status in ("valid", "invalid") else run.status
+    raise RunError(
+        f"{run.id}: only a VALID run is published, and this one is {state}: {reasons[0]}",
+        next_step=f"harness report {folder} shows all reasons.",
+        detail="\n".join(reasons) if len(reasons) > 1 else "",
+    )
+
+
+def _replace(path: Path, content: bytes) -> bool:
+    """Write a file in one step unless it is so already; whether it had to be."""
+    if path.exists() and read_bytes(path) == content:
+        return False
+    replace_file(path, content)
+    return True
+
+
+def _pack(source: Path, path: Path) -> bool:
+    """gzip without a name or a time, so that the same records always give the same file."""
+    temporary = path.with_name(f"{path.name}.new")
+    with (
+        open_file(source) as plain,
+        temporary.open("wb") as raw,
+        gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed,
+    ):
+        shutil.copyfileobj(plain, packed)
+    if path.exists() and filecmp.cmp(path, temporary, shallow=False):
+        temporary.unlink()
+        return False
+    os.replace(temporary, path)
+    return True

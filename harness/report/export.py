@@ -1,21 +1,31 @@
-"""The records of a run for other tools: one line or row a request, as Parquet or CSV, written batch by batch."""
+"""A run for other programs: its records as Parquet or CSV, its rows as CSV or OpenMetrics."""
 
 import csv
+import io
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
+from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics.exposition import generate_latest
+from prometheus_client.registry import Collector
 
+from harness.analysis import derive
+from harness.analysis.summarize import is_published
+from harness.analysis.tally import Clock
+from harness.columns import LATENCIES, NUMBER_WORDS, VALUES
 from harness.errors import HarnessError
 from harness.redact import csv_field
+from harness.report.details import MACHINE_VALUES, raw, schedule_values
+from harness.report.table import TableLine, lines
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.records import ProcessMark, Request, read_marks, read_requests
-from harness.summarize import derive
-from harness.summarize.summarize import is_published
-from harness.summarize.tally import Clock
+from harness.scenario.plan import mixed_with
+from harness.summary import Distribution, Row, Summary
 
 BATCH = 10_000
 PACKED = "requests.jsonl.gz"  # as `harness publish --records` files them
@@ -70,6 +80,23 @@ def export(folder: Path, to: Path) -> Exported:
     return Exported(written, len(damaged))
 
 
+def arrow_table(folder: Path) -> Any:
+    """The records of a run directory as a `pyarrow.Table` with the columns of an export. Torn lines give a warning.
+
+    Raises HarnessError for a run without records, and without pyarrow.
+    """
+    pyarrow = _pyarrow("records as a table")
+    path, run, damaged = folder / "requests.jsonl", read_run(folder), list[int]()
+    if not path.exists():
+        raise _without_records(folder)
+    rows = _rows(run, read_requests(path, damaged), read_marks(folder / "processes.jsonl"))
+    schema = _schema(pyarrow)
+    table = pyarrow.Table.from_batches(_batches(pyarrow, schema, rows), schema=schema)
+    if damaged:
+        warnings.warn(f"{path}: {len(damaged)} lines left out: not readable", stacklevel=3)
+    return table
+
+
 def _without_records(folder: Path) -> HarnessError:
     if (folder / PACKED).exists():
         return HarnessError(
@@ -122,23 +149,36 @@ def _rows(run: Run, requests: Iterator[Request], marks: list[ProcessMark]) -> It
         yield row
 
 
-def _write_parquet(path: Path, rows: Iterator[dict[str, Any]]) -> int:
+def _pyarrow(what: str) -> Any:
     try:
-        import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise HarnessError(
-            f"{path.stem}: Parquet needs the package pyarrow, which is not installed",
+            f"{what} needs the package pyarrow, which is not installed",
             next_step=f"pip install 'amd-llm-load[{EXTRA}]', or export to a .csv.",
         ) from None
+    return pyarrow
+
+
+def _schema(pyarrow: Any) -> Any:
     types = {name: getattr(pyarrow, {"double": "float64", "bool": "bool_"}.get(kind, kind))()
              for name, kind in columns().items() if kind != "list<double>"}  # fmt: skip
     types["chunks_s"] = pyarrow.list_(pyarrow.float64())
-    schema = pyarrow.schema([(name, types[name]) for name in columns()])
+    return pyarrow.schema([(name, types[name]) for name in columns()])
+
+
+def _batches(pyarrow: Any, schema: Any, rows: Iterator[dict[str, Any]]) -> Iterator[Any]:
+    while batch := list(islice(rows, BATCH)):
+        yield pyarrow.RecordBatch.from_pylist(batch, schema=schema)
+
+
+def _write_parquet(path: Path, rows: Iterator[dict[str, Any]]) -> int:
+    pyarrow = _pyarrow(f"{path.stem}: Parquet")
+    schema = _schema(pyarrow)
     written = 0
     with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
-        while batch := list(islice(rows, BATCH)):
-            writer.write_batch(pyarrow.RecordBatch.from_pylist(batch, schema=schema))
+        for batch in _batches(pyarrow, schema, rows):
+            writer.write_batch(batch)
             written += len(batch)
     return written
 
@@ -154,3 +194,186 @@ def _write_csv(path: Path, rows: Iterator[dict[str, Any]]) -> int:
             writer.writerow(plain | {"chunks_s": msgspec.json.encode(row["chunks_s"]).decode()})
             written += 1
     return written
+
+
+_CSV_STATISTICS = ("mean", "p50", "p90", "p95", "p99")
+_CSV_ANSWERS = ("checked", "valid", "valid_share", "labelled", "right", "right_share")
+_CSV_VERDICT = {  # field of a Verdict, by column
+    "speedup_against": "baseline", "speedup_by": "metric", "speedup": "ratio", "speedup_low": "low",
+    "speedup_high": "high", "p": "p", "verdict": "word",
+}  # fmt: skip
+
+
+def csv_table(summary: Summary, run: Run) -> str:
+    """The rows of a run as CSV: raw numbers, units in the column names. An empty field: the number is not known."""
+    rows = [_record(line, mixed_with(line.row.load, run.scenario.mixes)) for line in lines(summary, run)]
+    out = io.StringIO()
+    writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else ["server", "load"], lineterminator="\n")
+    writer.writerow({name: csv_field(name) for name in writer.fieldnames})
+    writer.writerows({name: csv_field(value) for name, value in row.items()} for row in rows)
+    return out.getvalue()
+
+
+def _record(line: TableLine, concurrent_loads: list[str]) -> dict[str, str | int | float | None]:
+    numbers = line.row.pooled
+    record: dict[str, str | int | float | None] = {
+        "server": line.row.server,
+        "load": line.row.load,
+        "concurrent_loads": " ".join(concurrent_loads),
+        "runs": len(line.row.cells),
+        "sent": numbers.sent,
+        "succeeded": numbers.succeeded,
+        "failed": numbers.failed,
+        "unfinished": numbers.unfinished,
+        "abandoned": numbers.abandoned,
+        **dict.fromkeys(("error_rate", "wall_s")),  # these have kept their places
+        "completion_tokens_per_run": line.tokens,
+        **dict.fromkeys(("output_tok_s", "requests_per_s", "input_tok_s")),
+        "vectors": numbers.vectors,
+        "client_limited": " ".join(line.row.client_limited),
+        **{f"answers_{name}": raw(numbers.answers, name) for name in _CSV_ANSWERS},
+        **{f"prompt_tokens_{name}": raw(numbers.prompts, name) for name in ("asked", "got")},
+    }
+    record |= {column.field: column.of(numbers) for column in VALUES if "." not in column.field}
+    for column in LATENCIES:
+        if column.csv:
+            sample = getattr(numbers, column.field)
+            record |= {f"{column.name}_{statistic}_s": getattr(sample, statistic) for statistic in _CSV_STATISTICS}
+    record |= schedule_values(line.row)
+    record |= {name: raw(line.row.machine_load, field) for name, field, *_ in MACHINE_VALUES}
+    for slos, attained in numbers.slos.items():
+        record |= {f"attainment({slos})": attained.attainment, f"goodput_req_s({slos})": attained.goodput_req_s}
+    return (
+        record
+        | {"baseline": int(line.baseline)}
+        | {name: raw(line.verdict, at) for name, at in _CSV_VERDICT.items()}
+        | {"verdict": line.words}
+    )
+
+
+Labels = dict[str, str]
+PREFIX = "amd_llm_load"
+SCHEDULES = {  # of open loops: what it is, field of Kept
+    "asked_requests_per_second": ("Requests / s that the schedule asked for, median over runs", "asked_per_s"),
+    "achieved_requests_per_second": ("Requests / s that were sent, median over runs", "achieved_per_s"),
+    "planned_requests": ("Requests that the schedule has a time for", "planned"),
+    "never_sent_requests": ("Of these, those that were never sent: all users were busy until the end", "never_sent"),
+}
+QUANTILES = {"p50": "0.5", "p90": "0.9", "p95": "0.95", "p99": "0.99"}
+
+
+def openmetrics(summary: Summary, run: Run) -> str:
+    """A run's summary as OpenMetrics text, which ends with "# EOF", for Prometheus.
+
+    Gauges, since a run is over: one sample a row (server, load). What is not known has no sample. Latencies are
+    summaries with the quantiles that the sample carries.
+    """
+    families = _Families([*_of_run(summary, run), *_of_rows(summary, run), *_of_verdicts(summary)])
+    text: bytes = generate_latest(families)  # type: ignore[no-untyped-call]
+    return text.decode()
+
+
+class _Families(Collector):
+    """What is to be written, as the library wants it."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = [family for family in families if family.samples]
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def _gauge(name: str, explanation: str, unit: str, samples: Iterable[tuple[Labels, float | None]]) -> Metric:
+    gauge = Metric(f"{PREFIX}_{name}", explanation, "gauge", unit)
+    for labels, value in samples:
+        if value is not None:
+            gauge.add_sample(gauge.name, labels, value)
+    return gauge
+
+
+def _of_run(summary: Summary, run: Run) -> Iterator[Metric]:
+    labels = {
+        "run": run.id,
+        "scenario": summary.scenario,
+        "model": run.scenario.model,
+        "machine": run.machine.name,
+        "simulated": str(summary.simulated).lower(),
+        "status": _status(summary, run),
+    }
+    # Not of OpenMetrics' type `info`: Prometheus' older text format, as node_exporter reads it, knows no such type.
+    yield _gauge("run_info", "The run that all samples are of", "", [(labels, 1)])
+    one = {"run": run.id, "scenario": summary.scenario}
+    yield _gauge("valid", "1: the run is VALID", "", [(one, None if summary.valid is None else int(summary.valid))])
+    started = [(one, run.started_wall_s)]
+    yield _gauge("started_timestamp_seconds", "When the run began, Unix time", "seconds", started)
+    checks = [({**one, "check": result.check}, result.status) for result in summary.checks]
+    decided = [(at, int(status == "passed")) for at, status in checks if status != "inconclusive"]
+    yield _gauge("check_passed", "1: the check passed; 0: it failed", "", decided)
+    undecided = [(at, int(status == "inconclusive")) for at, status in checks]
+    yield _gauge("check_inconclusive", "1: the run has too few requests to decide the check", "", undecided)
+
+
+def _status(summary: Summary, run: Run) -> str:
+    """How the run ended; whether it is VALID as its files show it now, as in every other report."""
+    if run.status not in ("valid", "invalid", "unchecked"):
+        return run.status
+    return "unchecked" if summary.valid is None else "valid" if summary.valid else "invalid"
+
+
+def _of_rows(summary: Summary, run: Run) -> Iterator[Metric]:
+    labelled = [(_labels(summary, row), row) for row in summary.rows]
+    mixes = run.scenario.mixes
+    concurrent = [({**at, "concurrent_load": name}, 1) for at, row in labelled for name in mixed_with(row.load, mixes)]
+    yield _gauge("concurrent_load", "1: this other load of the same mix ran at the same time", "", concurrent)
+    outcomes = ("succeeded", "failed", "unfinished", "abandoned")
+    ended = [({**at, "outcome": name}, getattr(row.pooled, name)) for at, row in labelled for name in outcomes]
+    yield _gauge("requests", "Measured requests, by how they ended", "", ended)
+    for value in VALUES:
+        known = [(at, value.of(row.pooled)) for at, row in labelled]
+        yield _gauge(value.openmetrics, value.about, value.unit, known)
+    limited = [
+        ({**at, "number": name}, int(name in row.client_limited)) for at, row in labelled for name in NUMBER_WORDS
+    ]
+    yield _gauge("client_limited", "1: the load generator was the limit of this number of the row", "", limited)
+    for name, (explanation, field) in SCHEDULES.items():
+        yield _gauge(name, explanation, "", [(at, raw(row.pooled.schedule, field)) for at, row in labelled])
+    slos = [({**at, "slos": slos}, found) for at, row in labelled for slos, found in row.pooled.slos.items()]
+    met = [(at, found.attainment) for at, found in slos]
+    yield _gauge("attainment_ratio", "Requests that met every SLO / sent", "ratio", met)
+    goodput = [(at, found.goodput_req_s) for at, found in slos]
+    yield _gauge("goodput_requests_per_second", "Requests that met every SLO / s, median over runs", "", goodput)
+    for _, field, name, unit, factor in MACHINE_VALUES:
+        explanation = f"{name.replace('_', ' ').capitalize()}, median over runs"
+        known = [(at, value) for at, row in labelled if (value := raw(row.machine_load, field)) is not None]
+        yield _gauge(f"{name}_{unit}", explanation, unit, [(at, factor * value) for at, value in known])
+    for column in LATENCIES:
+        about = f"{column.about} of successful requests"
+        family = Metric(f"{PREFIX}_{column.name}_seconds", about, "summary", "seconds")
+        for at, row in labelled:
+            _add_quantiles(family, at, getattr(row.pooled, column.field))
+        yield family
+
+
+def _add_quantiles(family: Metric, labels: Labels, sample: Distribution) -> None:
+    if sample.mean is None:
+        return
+    for name, quantile in QUANTILES.items():
+        if (value := getattr(sample, name)) is not None:
+            family.add_sample(family.name, {**labels, "quantile": quantile}, value)
+    family.add_sample(f"{family.name}_count", labels, sample.n)
+    family.add_sample(f"{family.name}_sum", labels, sample.mean * sample.n)
+
+
+def _of_verdicts(summary: Summary) -> Iterator[Metric]:
+    samples: list[tuple[Labels, float | None]] = []
+    for verdict in summary.comparison.verdicts if summary.comparison else []:
+        row = next(row for row in summary.rows if row.name == verdict.side)
+        labels = {"baseline": verdict.baseline, "metric": verdict.metric, "verdict": verdict.word}
+        for bound, value in (("low", verdict.low), ("middle", verdict.ratio), ("high", verdict.high)):
+            samples.append((_labels(summary, row) | labels | {"bound": bound}, value))
+    explanation = "Speed / the baseline's; bound is low, high (95 %) or middle"
+    yield _gauge("speedup_ratio", explanation, "ratio", samples)
+
+
+def _labels(summary: Summary, row: Row) -> Labels:
+    return {"run": summary.run, "scenario": summary.scenario, "server": row.server, "load": row.load}

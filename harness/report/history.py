@@ -3,24 +3,20 @@
 import datetime
 from collections.abc import Sequence
 
-import msgspec
-from markupsafe import Markup
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from harness import units
-from harness.compare.history import ChangePoint, Gate, Gated, History, LeftOut, Moved, Series
+from harness.columns import METRIC_WORDS, RATES
+from harness.comparison.history import ChangePoint, Gate, Gated, History, LeftOut, Moved, Series
 from harness.judge.change_points import DETECTED, MIN_HISTORY
 from harness.judge.noise_floors import date_of
-from harness.judge.stats import MOST_REPEATS
-from harness.judge.verdicts import METRIC_WORDS, RATES
 from harness.report import words
-from harness.report.charts.marks import Chart, Figure, plain
-from harness.report.comparison import EQUAL, differences_markdown, print_differences
-from harness.report.markdown import escape, grid
-from harness.report.page import LIBRARY, asset, neutral, packed, policy, template
-from harness.report.terminal import STYLES
+from harness.report.charts import Chart, Figure, plain, scatter
+from harness.report.html import chart_page
+from harness.report.markdown import EQUAL, differences_markdown, escape, grid
+from harness.report.terminal import STYLES, print_differences, simple_table
+from harness.summary import MAX_REPEATS
 
 REASONS = {
     "unreadable": "that cannot be read",
@@ -43,18 +39,11 @@ _MAX_TICKS = 10
 
 
 def print_history(history: History, console: Console) -> None:
-    """The series, then the change points with what changed in the manifests."""
-    if history.simulated:
-        console.print(Text(words.SIMULATED, "bold yellow"))
-    console.print(Text(words.one_line(title(history)), "bold"))
-    for text in left_out(history.left_out) + left_out_of_rows(history.series):
-        console.print(Text(words.one_line(text), "yellow"))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in SERIES_HEAD:
-        table.add_column(heading, overflow="fold")
-    for series in history.series:
-        table.add_row(*map(Text, series_cells(series)))
-    console.print(table)
+    """Print the series, then the change points with the differences between the manifests."""
+    _print_head(
+        history.simulated, title(history), left_out(history.left_out) + left_out_of_rows(history.series), console
+    )
+    console.print(simple_table(SERIES_HEAD, map(series_cells, history.series)))
     if not history.change_points:
         console.print(Text("\nNo change point.", "dim"))
     for change in history.change_points:
@@ -68,13 +57,34 @@ def print_history(history: History, console: Console) -> None:
         print_differences(change.differences, change.sides, console)
 
 
+def print_gate(gate: Gate, console: Console) -> None:
+    """Print the table of verdicts, their meaning, and the differences to the last run of the history."""
+    _print_head(gate.simulated, gate_title(gate), left_out(gate.left_out) + left_out_of_rows(gate.rows), console)
+    styles = [_GATE_STYLES[row.word] for row in gate.rows]
+    console.print(simple_table(GATE_HEAD, map(gate_cells, gate.rows), styles))
+    console.print()
+    for row, style in zip(gate.rows, styles, strict=True):
+        console.print(Text(f"- {words.one_line(gated_in_words(row, gate.run))}", style))
+    if len(gate.sides) > 1:
+        console.print()
+        print_differences(gate.differences, gate.sides, console)
+
+
+def _print_head(simulated: bool, title: str, notes: Sequence[str], console: Console) -> None:
+    if simulated:
+        console.print(Text(words.SIMULATED, "bold yellow"))
+    console.print(Text(words.one_line(title), "bold"))
+    for text in notes:
+        console.print(Text(words.one_line(text), "yellow"))
+
+
 def html(history: History) -> str:
     """The page: a chart for each series, the change points, what was left out."""
-    style, theme, script, library = map(asset, ("report.css", "theme.js", "report.js", LIBRARY))
     charts = [_chart(f"series-{number}", series, history) for number, series in enumerate(history.series)]
-    drawn = {chart.id: chart.figure for chart in charts if not chart.empty}
-    data = msgspec.json.encode({"charts": drawn, "timelines": {}}).decode()
-    return template("history.html.j2").render(
+    return chart_page(
+        "history.html.j2",
+        {chart.id: chart.figure for chart in charts if not chart.empty},
+        {},
         history=history,
         title=title(history),
         left_out=left_out(history.left_out) + left_out_of_rows(history.series),
@@ -85,35 +95,7 @@ def html(history: History) -> str:
         nearby=nearby,
         charts=charts,
         nothing_differs=EQUAL,
-        style=Markup(style),
-        theme=Markup(theme),
-        script=Markup(script),
-        policy=policy([theme, script, library]),
-        library=packed(library.encode()),
-        chart_data=packed(neutral(data).encode()),
     )
-
-
-def print_gate(gate: Gate, console: Console) -> None:
-    """The table of verdicts, what they mean, and the differences to the last run of the history."""
-    if gate.simulated:
-        console.print(Text(words.SIMULATED, "bold yellow"))
-    console.print(Text(words.one_line(gate_title(gate)), "bold"))
-    for text in left_out(gate.left_out) + left_out_of_rows(gate.rows):
-        console.print(Text(words.one_line(text), "yellow"))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in GATE_HEAD:
-        table.add_column(heading, overflow="fold")
-    for row in gate.rows:
-        cells = gate_cells(row)
-        table.add_row(*map(Text, cells[:-1]), Text(cells[-1], _GATE_STYLES[row.word]))
-    console.print(table)
-    console.print()
-    for row in gate.rows:
-        console.print(Text(f"- {words.one_line(gated_in_words(row, gate.run))}", _GATE_STYLES[row.word]))
-    if len(gate.sides) > 1:
-        console.print()
-        print_differences(gate.differences, gate.sides, console)
 
 
 def gate_markdown(gate: Gate) -> str:
@@ -158,7 +140,7 @@ def series_cells(series: Series) -> list[str]:
     """A line of the table of series."""
     outliers = sum(point.state == "outlier" for point in series.points)
     undecided = sum(point.state == "undecided" for point in series.points)
-    levels = [_shown(level.value, series.metric) for level in series.levels] or [units.NOTHING]
+    levels = [words.in_unit(level.value, series.metric) for level in series.levels] or [units.NOTHING]
     return [
         series.name,
         METRIC_WORDS[series.metric],
@@ -216,18 +198,12 @@ def gated_in_words(row: Gated, run: str) -> str:
             f"{name}: inconclusive: {units.count(row.runs, 'run')} since the last change point, "
             f"at least {MIN_HISTORY} are needed."
         )
-    needed = f"more than {MOST_REPEATS}" if row.needed is None else f"about {row.needed}"
+    needed = f"more than {MAX_REPEATS}" if row.needed is None else f"about {row.needed}"
     return f"{name}: inconclusive: {finds}; {DETECTED * 100:.0f} % needs {needed} runs of history at this spread."
 
 
 def _word(moved: Moved) -> str:
     return "faster" if moved.ratio > 1 else "slower"
-
-
-def _shown(value: float, metric: str) -> str:
-    if metric in RATES:
-        return f"{units.significant(value)} tok/s"
-    return units.seconds(value) if metric == "wall_s" else f"{units.milliseconds(value)} ms"
 
 
 def _chart(name: str, series: Series, history: History) -> Chart:
@@ -243,30 +219,14 @@ def _chart(name: str, series: Series, history: History) -> Chart:
     ):
         points = [point for point in series.points if point.state == state]
         if points:
-            data.append(
-                {
-                    "type": "scatter",
-                    "mode": "markers",
-                    "name": state,
-                    "x": [places[point.run] for point in points],
-                    "y": [point.value * scale for point in points],
-                    "text": [plain(f"{point.run}, {_day(point.started_wall_s)}") for point in points],
-                    "marker": {"color": f"@{colour}", "symbol": symbol, "size": 9},
-                    "hovertemplate": f"%{{text}}<br><b>%{{y:,.4g}} {unit}</b><extra>{state}</extra>",
-                }
-            )
+            x, y = [places[point.run] for point in points], [point.value * scale for point in points]
+            hover = f"%{{text}}<br><b>%{{y:,.4g}} {unit}</b><extra>{state}</extra>"
+            text = [plain(f"{point.run}, {_day(point.started_wall_s)}") for point in points]
+            marker = {"color": f"@{colour}", "symbol": symbol, "size": 9}
+            data.append(scatter(state, x, y, hover, "markers", text=text, marker=marker))
     for level in series.levels:
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": "level",
-                "x": [places[level.first] - 0.5, places[level.last] + 0.5],
-                "y": [level.value * scale] * 2,
-                "line": {"color": "@s2", "width": 2.5},
-                "hoverinfo": "skip",
-            }
-        )
+        ends, style = [places[level.first] - 0.5, places[level.last] + 0.5], {"color": "@s2", "width": 2.5}
+        data.append(scatter("level", ends, [level.value * scale] * 2, "", line=style, hoverinfo="skip"))
     edges = [places[level.first] - 0.5 for level in series.levels[1:]]
     line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "@bad", "width": 1.5, "dash": "dot"}}
     days = {places[point.run]: date_of(point.started_wall_s) for point in series.points}
@@ -287,7 +247,7 @@ def _chart(name: str, series: Series, history: History) -> Chart:
         figure={"data": data, "layout": layout},
         head=["Run", "Started", METRIC_WORDS[series.metric].capitalize(), "State"],
         body=[
-            [point.run, _day(point.started_wall_s), _shown(point.value, series.metric), point.state]
+            [point.run, _day(point.started_wall_s), words.in_unit(point.value, series.metric), point.state]
             for point in series.points
         ],
         empty="" if series.points else "No run has this number.",

@@ -1,26 +1,105 @@
-"""A run's report as one HTML file that needs nothing else: no network, no other file."""
+"""HTML pages that need no network and no other file; the report of a run."""
 
+import base64
+import gzip
+import hashlib
+import math
+import re
 from datetime import UTC, datetime
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
+from msgspec import Struct
 
 from harness import units
-from harness.compare.differences import server_differences
+from harness.analysis.summarize import read_summary
+from harness.capacity.result import CapacityReport, read_capacity
+from harness.comparison.differences import server_differences
 from harness.files import replace_file
-from harness.report import machine_load, schedules, sentences, words
-from harness.report.charts import figures, marks, starts, tradeoff
-from harness.report.charts.marks import Forest
-from harness.report.charts.observed import ChartData, observe
-from harness.report.charts.timeline import TimelineEvent, events_of, figure_of
-from harness.report.page import LIBRARY, asset, neutral, packed, policy, template
+from harness.reasons import evidence, sentence
+from harness.report import answer, details, sentences, words
+from harness.report.capacity import capacity_lines
+from harness.report.charts import Figure, figures, row_keys, server_keys
+from harness.report.charts.capacity import attainment
+from harness.report.charts.data import ChartData, observe
+from harness.report.charts.slo_lines import slo_bounds, with_slo_lines
+from harness.report.charts.sweeps import sweep_charts
+from harness.report.charts.timeline import TimelineEvent, events_of, figure_of, startup, startup_facts
 from harness.report.table import columns, errors, interval, lines
 from harness.rundir.manifest import Run, ServedBy, read_run
-from harness.summarize.summarize import read_summary
-from harness.summary import Summary
+from harness.summary import Summary, Verdict
+
+# The part of plotly.js that draws lines, dots and bars, as npm has it in plotly.js-basic-dist-min 4.1.1: the whole
+# library is four times as long, and a browser spends most of the time until the charts appear on parsing it.
+LIBRARY = "plotly-basic.min.js"
+
+# Control characters, which a terminal obeys where the page is printed, and those that set the direction of the text
+# after them: with one of them, a page shows a text from outside, and its own text after it, in another order.
+_CONTROL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def neutral(value: Any) -> Any:
+    """A text from outside without characters that a browser would act on; any other value as it is."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", value)
+    return value
+
+
+def template(name: str) -> Template:
+    """A template that escapes every text from outside, so that it stays text."""
+    environment = Environment(
+        loader=PackageLoader("harness.report", "assets"),
+        autoescape=True,
+        finalize=neutral,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "moment": _moment, "yaml": _yaml, "seconds": units.seconds, "ms": units.milliseconds,
+        "number": units.significant,
+    }  # fmt: skip
+    return environment.get_template(name)
+
+
+def asset(name: str) -> str:
+    """A style, a script or a library as text."""
+    return (resources.files("harness.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+def chart_page(name: str, drawn: dict[str, Figure], drawn_timelines: dict[str, Figure], **values: Any) -> str:
+    """A page with charts, from a template. It needs no network and no other file."""
+    style, theme, script, library = map(asset, ("report.css", "theme.js", "report.js", LIBRARY))
+    data = msgspec.json.encode({"charts": drawn, "timelines": drawn_timelines}).decode()
+    return template(name).render(
+        values,
+        style=Markup(style),
+        theme=Markup(theme),
+        script=Markup(script),
+        policy=policy([theme, script, library]),
+        library=packed(library.encode()),
+        chart_data=packed(neutral(data).encode()),
+    )
+
+
+def packed(data: bytes) -> str:
+    """Data for the page to unpack by itself: base64 of gzip, the same for the same data."""
+    return base64.b64encode(gzip.compress(data, 9, mtime=0)).decode()
+
+
+def policy(scripts: list[str]) -> str:
+    """A content security policy under which only these scripts run and nothing is fetched."""
+    hashes = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in scripts)
+    allowed = " ".join(f"'sha256-{one}'" for one in hashes)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'"
+    )
 
 
 def write_report(folder: Path) -> Path:
@@ -29,68 +108,72 @@ def write_report(folder: Path) -> Path:
     Raises HarnessError when run.json or summary.json cannot be read.
     """
     run = read_run(folder)
-    page = render(read_summary(folder), run, observe(folder, run))
+    page = render(read_summary(folder), run, observe(folder, run), read_capacity(folder))
     path = folder / "report.html"
     replace_file(path, page.encode())
     return path
 
 
-def render(summary: Summary, run: Run, observed: ChartData) -> str:
-    """The page."""
-    filters = {"seconds": units.seconds, "ms": units.milliseconds, "number": units.significant}
-    report = template("report.html.j2", moment=_moment, yaml=_yaml, **filters)
-    style, theme, script, library = map(asset, ("report.css", "theme.js", "report.js", LIBRARY))
+def render(summary: Summary, run: Run, observed: ChartData, capacity: CapacityReport | None = None) -> str:
+    """The page. `capacity`: of a run that searched for it."""
     rows = lines(summary, run)
+    of_sweep = sweep_charts(summary, run)
     charts = [
+        *of_sweep,
         figures.throughput(summary, run),
         figures.first_token(summary, run),
-        *tradeoff.tradeoffs(summary, run),
+        *figures.tradeoffs(summary, run),
         *figures.distributions(summary, observed),
         *figures.scatters(summary, observed),
-        starts.startup(run),
+        startup(run),
+        *([] if capacity is None else [attainment(capacity)]),
     ]
+    bounds = slo_bounds(summary)
+    charts = [with_slo_lines(chart, bounds) for chart in charts]
     drawn = {chart.id: chart.figure for chart in charts if not chart.empty}
     cells = {cell.id: cell for cell in summary.cells}
     events = {line.cell: events_of(line, cells.get(line.cell), run.ran.get(line.cell)) for line in observed.timelines}
-    timelines = {line.cell: figure_of(line, events[line.cell]) for line in observed.timelines}
-    return report.render(
+    return chart_page(
+        "report.html.j2",
+        drawn,
+        {line.cell: figure_of(line, events[line.cell]) for line in observed.timelines},
         summary=summary,
         run=run,
         columns=columns(summary),
         rows=rows,
+        capacity=[] if capacity is None else capacity_lines(capacity),
         forest=Forest.of([line.verdict for line in rows if line.verdict]),
         interval=interval,
         errors=errors,
+        answer=answer,
         sentences=sentences,
-        starts=starts,
+        sentence=sentence,
+        evidence=evidence,
+        startup_facts=startup_facts,
         units=units,
         check_marks=words.CHECK_MARKS,
         charts={chart.id: chart for chart in charts},
-        server_keys=marks.server_keys(summary),
-        row_keys=marks.row_keys(summary),
-        timelines=list(timelines),
+        sweep_charts=of_sweep,
+        server_keys=server_keys(summary),
+        row_keys=row_keys(summary),
+        timelines=list(events),
         timeline_first=_shown_first(run, events),
         events=events,
-        schedules=schedules.lines(summary, run),
-        schedule_columns=schedules.COLUMNS,
-        machine=machine_load.table_of(summary),
-        gpu_head=machine_load.GPU_HEAD,
-        gpu_lines=machine_load.gpu_lines(summary),
+        schedules=details.schedule_lines(summary, run),
+        schedule_columns=details.SCHEDULE,
+        times=details.time_table(summary),
+        machine=details.machine_table(summary),
+        gpu_head=list(details.GPU),
+        gpu_lines=details.gpu_lines(summary),
         observed=observed,
         differences=server_differences(run),
         served=_served(run),
-        style=Markup(style),
-        theme=Markup(theme),
-        script=Markup(script),
-        policy=policy([theme, script, library]),
-        library=packed(library.encode()),
-        chart_data=packed(neutral(msgspec.json.encode({"charts": drawn, "timelines": timelines}).decode()).encode()),
     )
 
 
 def _shown_first(run: Run, events: dict[str, list[TimelineEvent]]) -> str:
     """The cell whose timeline is shown first: where a server died or requests failed, else the most at once."""
-    best, most = next(iter(events), ""), (False, False, -1)
+    best, highest = next(iter(events), ""), (False, False, -1)
     for cell in run.cells:
         if cell.id not in events or cell.repeat > 1:
             continue
@@ -101,8 +184,8 @@ def _shown_first(run: Run, events: dict[str, list[TimelineEvent]]) -> str:
             any(event.bad for event in found),
             words.concurrency(load) if load else 0,
         )
-        if worth >= most:
-            best, most = cell.id, worth
+        if worth >= highest:
+            best, highest = cell.id, worth
     return best
 
 
@@ -110,7 +193,7 @@ def _served(run: Run) -> dict[str, list[ServedBy]]:
     """What served each server's cells; more than one entry where something differs between them."""
     result: dict[str, list[ServedBy]] = {}
     seen: set[tuple[str, bytes]] = set()
-    for cell in run.cells:
+    for cell in run.served:
         # What belongs to a single start is left out of the comparison: time, port, and what the engine measured.
         what = msgspec.structs.replace(
             cell.served_by, phases=[], url="", container=None, gateway=None, startup=None, effective={}
@@ -128,3 +211,22 @@ def _moment(wall_s: float) -> str:
 
 def _yaml(value: Any) -> str:
     return yaml.safe_dump(msgspec.to_builtins(value), sort_keys=False, allow_unicode=True, width=100)
+
+
+class Forest(Struct, frozen=True):
+    """A logarithmic scale that holds every interval and the 1 of the baseline."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, verdicts: list[Verdict]) -> "Forest":
+        values = [v for verdict in verdicts for v in (verdict.ratio, verdict.low, verdict.high) if v and v > 0]
+        low, high = min([0.9, *values]), max([1.1, *values])
+        margin = (high / low) ** 0.06
+        return cls(low / margin, high * margin)
+
+    def place(self, ratio: float) -> float:
+        """The position of a ratio, 0 to 100."""
+        inside = min(max(ratio, self.low), self.high)
+        return round(100 * math.log(inside / self.low) / math.log(self.high / self.low), 2)

@@ -14,10 +14,13 @@ from typing import Literal
 
 from msgspec import Struct
 
-from harness.compare.history import Gate
+from harness.columns import METRIC_WORDS
+from harness.comparison.history import Gate
 from harness.errors import HarnessError
-from harness.judge.verdicts import METRIC_WORDS
-from harness.report import history, schedules, sentences, words
+from harness.reasons import evidence, verdict_sentence
+from harness.reasons import sentences as in_words
+from harness.report import history, sentences, words
+from harness.report.details import schedule_lines, schedule_sentence
 from harness.rundir.manifest import Run
 from harness.summary import CheckResult, Comparison, Difference, Summary
 
@@ -26,12 +29,16 @@ NAME = "amd-llm-load"
 _ILLEGAL = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
+Outcome = Literal["passed", "failure", "error", "skipped"]
+OUTCOMES: dict[str, Outcome] = {"failed": "failure", "slower": "failure", "inconclusive": "skipped"}  # else passed
+
+
 class Case(Struct, frozen=True, kw_only=True):
     """A test case. `kind` is the `type` of what did not pass."""
 
     group: str  # "validity", "checks", "comparison", "history"
     name: str
-    outcome: Literal["passed", "failure", "error", "skipped"] = "passed"
+    outcome: Outcome = "passed"
     kind: str = ""
     message: str = ""
     evidence: str
@@ -50,11 +57,11 @@ def render(summary: Summary, run: Run) -> str:
         "workload_sha256": run.workload_sha256,
     }
     for server in run.scenario.servers:
-        digests = {cell.served_by.image_digest for cell in run.cells if cell.server == server} - {None}
+        digests = {cell.served_by.image_digest for cell in run.served if cell.server == server} - {None}
         if digests:
             properties[f"image_digest.{server}"] = ", ".join(sorted(filter(None, digests)))
-    for line in schedules.lines(summary, run):
-        properties[f"schedule.{line.server}/{line.load}"] = schedules.in_words(line)
+    for line in schedule_lines(summary, run):
+        properties[f"schedule.{line.server}/{line.load}"] = schedule_sentence(line)
     if summary.simulated:
         properties["simulated"] = words.SIMULATED
     took_s = None if run.ended_wall_s is None else run.ended_wall_s - run.started_wall_s
@@ -76,12 +83,11 @@ def of_comparison(comparison: Comparison) -> str:
 
 def of_gate(gate: Gate) -> str:
     """A run against its history: one case for each row and metric."""
-    outcomes: dict[str, Literal["failure", "skipped"]] = {"slower": "failure", "inconclusive": "skipped"}
     cases = [
         Case(
             group="history",
             name=f"{row.server} / {row.load}: {METRIC_WORDS[row.metric]}",
-            outcome=outcomes.get(row.word, "passed"),
+            outcome=OUTCOMES.get(row.word, "passed"),
             kind=row.word,
             message=history.gated_in_words(row, gate.run),
             evidence=history.gated_in_words(row, gate.run),
@@ -97,7 +103,7 @@ def of_gate(gate: Gate) -> str:
 
 
 def of_error(suite: str, error: HarnessError, *, group: str = "validity", name: str = "the run is VALID") -> str:
-    """A run that gave no summary, or another thing that could not be told."""
+    """A run that gave no summary, or another error."""
     detail = "\n".join(part for part in (error.what, error.detail, error.next_step) if part)
     kind = type(error).__name__
     case = Case(group=group, name=name, outcome="error", kind=kind, message=error.what, evidence=detail)
@@ -121,9 +127,19 @@ def _sides(sides: Sequence[str], difference: Difference) -> str:
 def _validity(summary: Summary, run: Run) -> Case:
     said = sentences.of_validity(summary, run)
     ended = run.status not in ("running", "failed", "interrupted")
+    if summary.valid is None and ended:  # neither green nor red
+        text = "\n".join([said, *in_words(summary.notes)])
+        return Case(
+            group="validity",
+            name="the run is VALID",
+            outcome="skipped",
+            kind="NOT CHECKED",
+            message=said,
+            evidence=text,
+        )
     if summary.valid and ended:
-        return Case(group="validity", name="the run is VALID", evidence="\n".join([said, *summary.notes]))
-    reasons = summary.reasons or run.reasons or [said]
+        return Case(group="validity", name="the run is VALID", evidence="\n".join([said, *in_words(summary.notes)]))
+    reasons = in_words(summary.reasons or run.reasons) or [said]
     return Case(
         group="validity",
         name="the run is VALID",
@@ -135,36 +151,23 @@ def _validity(summary: Summary, run: Run) -> Case:
 
 
 def _check(result: CheckResult) -> Case:
-    outcomes: dict[str, Literal["passed", "failure", "skipped"]] = {"failed": "failure", "inconclusive": "skipped"}
-    return Case(
-        group="checks",
-        name=result.check,
-        outcome=outcomes.get(result.status, "passed"),
-        kind="check" if result.status == "failed" else result.status,
-        message=result.evidence,
-        evidence=result.evidence,
-    )
+    kind, text = "check" if result.status == "failed" else result.status, evidence(result.evidence)
+    outcome = OUTCOMES.get(result.status, "passed")
+    return Case(group="checks", name=result.check, outcome=outcome, kind=kind, message=text, evidence=text)
 
 
 def _verdicts(comparison: Comparison, *, within: bool) -> list[Case]:
-    cases = []
-    for verdict in comparison.verdicts:
-        outcome: Literal["passed", "failure", "skipped"] = "passed"
-        if verdict.word == "inconclusive":
-            outcome = "skipped"
-        elif verdict.word == "slower" and not within:
-            outcome = "failure"
-        cases.append(
-            Case(
-                group="comparison",
-                name=f"{verdict.side} against {verdict.baseline}: {METRIC_WORDS[verdict.metric]}",
-                outcome=outcome,
-                kind=verdict.word,
-                message=verdict.sentence,
-                evidence=f"{verdict.sentence}\n{sentences.of_method(comparison)}",
-            )
+    return [
+        Case(
+            group="comparison",
+            name=f"{verdict.side} against {verdict.baseline}: {METRIC_WORDS[verdict.metric]}",
+            outcome="passed" if within and verdict.word == "slower" else OUTCOMES.get(verdict.word, "passed"),
+            kind=verdict.word,
+            message=verdict_sentence(verdict),
+            evidence=f"{verdict_sentence(verdict)}\n{sentences.of_method(comparison)}",
         )
-    return cases
+        for verdict in comparison.verdicts
+    ]
 
 
 def _document(

@@ -3,28 +3,36 @@
 import re
 from collections.abc import Collection, Iterable, Sequence
 
-from harness.report import schedules, sentences, words
+from harness.columns import METRIC_WORDS
+from harness.reasons import evidence, sentence
+from harness.report import answer, sentences, words
+from harness.report.details import SCHEDULE, DetailLine, schedule_lines, time_table
 from harness.report.table import Meaning, columns, lines
 from harness.rundir.manifest import Run
-from harness.summary import CheckResult, Summary
+from harness.summary import CheckResult, Comparison, Difference, Summary, Verdict
 
 LEFT = ("server", "load", "verdict")
 
 
 def render(summary: Summary, run: Run) -> str:
     """The report as GitHub Flavored Markdown. Texts from outside are escaped and stay text."""
-    parts = [f"## {escape(summary.question)}"]
+    parts = [f"## {escape(summary.question)}", f"**{escape(answer.of_run(summary, run))}**"]
     if summary.simulated:
         parts.append(f"> **{words.SIMULATED}**")
     parts.append(table(summary, run))
-    if lines_ := schedules.lines(summary, run):
+    if lines_ := schedule_lines(summary, run):
         parts.append(_schedules(lines_))
+    times = time_table(summary)
+    if times.rows:
+        rows = [[line.name, *line.texts] for line in times.rows]
+        rule = "|:---|" + "".join(":---|" if column.key == "limit" else "---:|" for column in times.columns)
+        parts.append("**Where the time goes**, mean of each request")
+        parts.append(grid(["Row", *(column.title for column in times.columns)], rows, rule))
     if summary.comparison is not None:
-        items = [escape(said) for _, said in sentences.of_verdicts(summary.comparison.verdicts)]
-        parts.append(_list([*items, escape(sentences.of_method(summary.comparison))]))
+        parts += _verdicts(summary.comparison)
     parts.append(f"**{escape(sentences.of_validity(summary, run))}**")
     if summary.reasons or summary.notes:
-        found = sentences.gathered(summary.reasons, run) + sentences.gathered(summary.notes, run)
+        found = sentences.gathered(summary.reasons) + sentences.gathered(summary.notes)
         parts.append(_list([escape(text) for text in found]))
     if summary.failures:
         parts.append("**Why requests failed**")
@@ -52,7 +60,7 @@ def check_item(check: CheckResult) -> str:
     """The result of a check and its evidence; bold unless it passed."""
     mark = words.CHECK_MARKS[check.status]
     mark = mark if check.status == "passed" else f"**{mark}**"
-    return f"{mark}: {code(check.check)}: {escape(check.evidence)}"
+    return f"{mark}: {code(check.check)}: {escape(evidence(check.evidence))}"
 
 
 def table(summary: Summary, run: Run, keys: Collection[str] | None = None) -> str:
@@ -69,12 +77,21 @@ def grid(head: Sequence[str], body: Iterable[Sequence[str]], rule: str = "") -> 
     return "\n".join([first, rule or "| " + " | ".join("---" for _ in head) + " |", *others])
 
 
-def _schedules(lines_: list[schedules.ScheduleLine]) -> str:
+def _verdicts(comparison: Comparison) -> list[str]:
+    """At most SHOWN verdicts and how they were reached; the others folded."""
+    found = sentences.of_verdicts(comparison.verdicts)
+    items, rest = ([escape(said) for _, said in part] for part in (found[: sentences.SHOWN], found[sentences.SHOWN :]))
+    title = sentences.rest_in_words(word for word, _ in found[sentences.SHOWN :])
+    shown = _list([*items, escape(sentences.of_method(comparison))])
+    return [shown, _details(title, _list(rest))] if rest else [shown]
+
+
+def _schedules(lines_: list[DetailLine]) -> str:
     """How open loops kept their schedule."""
-    head = ["Server", "Load", "Schedule", *(column.title for column in schedules.COLUMNS)]
-    body = [[line.server, line.load, line.course, *line.texts] for line in lines_]
-    rule = "|" + ":---|" * 3 + "---:|" * len(schedules.COLUMNS)
-    return grid(head, body, rule) + "\n\n" + _details("What they mean", _explanations(schedules.COLUMNS))
+    head = ["Server", "Load", "Schedule", *(column.title for column in SCHEDULE)]
+    body = [[line.server, line.load, line.schedule, *line.texts] for line in lines_]
+    rule = "|" + ":---|" * 3 + "---:|" * len(SCHEDULE)
+    return grid(head, body, rule) + "\n\n" + _details("What they mean", _explanations(SCHEDULE))
 
 
 def _rows_in_words(summary: Summary, run: Run) -> str:
@@ -92,3 +109,46 @@ def _list(items: list[str]) -> str:
 
 def _details(title: str, body: str) -> str:
     return f"<details><summary>{title}</summary>\n\n{body}\n\n</details>"
+
+
+HEADINGS = ("Side", "Baseline", "Runs", "By", "Speed", "95 % interval", "p", "Verdict")
+EQUAL = "Nothing that is recorded differs between them."
+_MAX_VALUE = 300  # characters of a value that is shown; JSON has all of it
+
+
+def of_comparison(comparison: Comparison) -> str:
+    """A comparison of runs, with the differences between their manifests."""
+    parts = [f"> **{words.SIMULATED}**"] if comparison.simulated else []
+    parts.append(f"**{escape(answer.of_comparison(comparison))}**")
+    parts.append(grid(HEADINGS, map(verdict_cells, comparison.verdicts)))
+    parts += [f"> **Warning:** {escape(sentence(note))}" for note in comparison.notes]
+    parts += _verdicts(comparison)
+    parts += [_list(list(map(check_item, comparison.checks)))] if comparison.checks else []
+    if comparison.sides:
+        parts.append(differences_markdown(comparison.differences, comparison.sides))
+    return "\n\n".join(parts)
+
+
+def verdict_cells(verdict: Verdict) -> tuple[str, ...]:
+    """The cells of a verdict below HEADINGS."""
+    known = verdict.low is not None and verdict.high is not None
+    return (
+        verdict.side,
+        verdict.baseline,
+        f"{verdict.n[0]} : {verdict.n[1]}",
+        METRIC_WORDS[verdict.metric],
+        "n/a" if verdict.ratio is None else f"{verdict.ratio:.3f}×",
+        f"{verdict.low:.3f} to {verdict.high:.3f}" if known else "n/a",
+        "n/a" if verdict.p is None else f"{verdict.p:.3f}",
+        verdict.word,
+    )
+
+
+def difference_cells(difference: Difference) -> list[str]:
+    """The key of a difference and the value of each side, on one line and shortened."""
+    values = map(words.one_line, difference.values)
+    return [difference.key, *(v if len(v) <= _MAX_VALUE else f"{v[: _MAX_VALUE - 3]}..." for v in values)]
+
+
+def differences_markdown(found: Sequence[Difference], sides: Sequence[str]) -> str:
+    return grid(["What differs", *sides], map(difference_cells, found)) if found else EQUAL

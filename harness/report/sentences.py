@@ -1,21 +1,24 @@
 """What a report says in sentences: each row, the validity, and how the comparison was made."""
 
+import math
 import re
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Literal
 
 import msgspec
 
 from harness import units
-from harness.judge.verdicts import METRIC_WORDS, RATES, WORK
+from harness.columns import METRIC_WORDS, RATES, WORK
+from harness.reasons import number_words, sentence, sentences, speed, verdict_sentence, verdict_text
 from harness.report import words
 from harness.report.table import LIMITED, TableLine
 from harness.rundir.manifest import Run
-from harness.scenario.mixes import alone, mix_of
-from harness.scenario.plan import plan
-from harness.summarize.self_check import in_words
-from harness.summary import Comparison, FailedRequests, Row, Summary, Verdict
+from harness.scenario.plan import alone, mix_of
+from harness.summary import Comparison, FailedRequests, Reason, Row, Summary, Verdict
+from harness.units import count
 
+SHOWN = 7  # verdicts that a report shows at once; the rest is folded
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*(?:e[-+]\d+)?")  # 2, 2.1, 1,234 and 1.2e+02 alike
 
 
@@ -23,16 +26,16 @@ def of_row(line: TableLine, run: Run) -> str:
     """A row of the table as one sentence."""
     numbers = line.row.pooled
     load = run.scenario.loads.get(line.row.load)
-    told = words.load_in_words(load) if load and run.origin is None else ""
-    text = f"{told[0].upper()}{told[1:]}. " if told else ""
+    work = words.load_in_words(load) if load and run.origin is None else ""
+    text = f"{work[0].upper()}{work[1:]}. " if work else ""
     if not numbers.succeeded:
         return f"{text}None of {units.count(numbers.sent, 'request')} succeeded."
     text += f"{_outcome(line)}{_against_baseline(line)}"
     ttft = numbers.ttft_s
     if ttft.p50 is not None:
-        text += f"; half of the answers began within {units.milliseconds(ttft.p50)}\u00a0ms"
+        text += f"; median TTFT {units.milliseconds(ttft.p50)}\u00a0ms"
         if ttft.p95 is not None:
-            text += f", 95\u00a0% within {units.milliseconds(ttft.p95)}\u00a0ms"
+            text += f", p95 {units.milliseconds(ttft.p95)}\u00a0ms"
     wrong = numbers.failed + numbers.unfinished
     if wrong:
         text += f"; {units.count(wrong, 'request')} of {numbers.sent:,} failed or did not finish"
@@ -58,31 +61,47 @@ def _against_baseline(line: TableLine) -> str:
         return ""
     by = f"by {METRIC_WORDS[verdict.metric]}"
     base = line.against or "the baseline"
-    factor = f", {by} {verdict.ratio:.2f} times as fast as {base}"
+    factor = f", {by} {speed(verdict.ratio)} than {base}"
     return {
         "faster": factor,
-        "slower": f"{factor}, so slower",
+        "slower": factor,
         "same": f", {by} the same as {base}",
     }.get(verdict.word, f"{factor}, which is inconclusive")
 
 
 def of_validity(summary: Summary, run: Run) -> str:
-    """VALID or INVALID, or why there is no judgement yet. Reasons are listed apart."""
+    """VALID or INVALID, or why there is no verdict yet. Reasons are listed separately."""
     if run.status == "running":
-        return "UNFINISHED: the run is still going on, or was killed; what it recorded so far is shown"
+        return "UNFINISHED: the run is still in progress, or was killed; its records so far are shown"
     if run.status == "interrupted":
-        return "INTERRUPTED: the run was stopped before its end; what it recorded so far is shown"
+        return "INTERRUPTED: the run was stopped before its end; its records so far are shown"
     if run.status == "live":
-        return "LIVE: steered by hand, so it is not judged; what it recorded is shown"
+        return "LIVE: controlled in the web UI, so it has no verdict; its records are shown"
     if run.status == "failed":
-        return "FAILED: the run could not be carried out; what it recorded so far is shown"
-    if limited := of_client(summary):
+        return "FAILED: the run could not be carried out; its records so far are shown"
+    if (limited := of_client(summary)) and summary.valid is not None:
         return f"{'VALID' if summary.valid else 'INVALID'}, CLIENT-LIMITED: {limited}"
     if summary.valid:
-        return "VALID: all conditions of a trustworthy measurement held"
+        failed = sum(row.failed is not None for row in summary.rows)
+        result = f"; {failed} of {count(len(summary.rows), 'row')} failed, which is their result" if failed else ""
+        return f"VALID: all conditions of a trustworthy measurement held{result}"
+    if summary.valid is None:
+        return (
+            "NOT CHECKED: an imported file does not show whether the load generator kept up, the server stayed up and "
+            "the tokens were counted right"
+        )
     if any(verdict.ratio is not None for verdict in (summary.comparison.verdicts if summary.comparison else [])):
         return "INVALID: rows with a cell that is not valid have no verdict, and the run is not compared with others"
     return "INVALID: do not trust the rows concerned; the run is not compared with other runs"
+
+
+def state_of(summary: Summary, run: Run) -> Literal["good", "unsure", "bad"]:
+    """How a report marks what `of_validity` says."""
+    if summary.valid is None and run.status == "unchecked":
+        return "unsure"
+    if not summary.valid or run.status != "valid":
+        return "bad"
+    return "unsure" if of_client(summary) else "good"
 
 
 def of_client(summary: Summary) -> str:
@@ -90,7 +109,7 @@ def of_client(summary: Summary) -> str:
     rows: dict[str, list[str]] = defaultdict(list)
     for row in summary.rows:
         if row.client_limited:
-            rows[in_words(row.client_limited)].append(row.name)
+            rows[number_words(row.client_limited)].append(row.name)
     if not rows:
         return ""
     parts = "; ".join(f"{numbers} of {', '.join(names)}" for numbers, names in rows.items())
@@ -98,59 +117,74 @@ def of_client(summary: Summary) -> str:
     return f"the load generator ({LIMITED}), not the server, was the limit of {parts}; {rest}"
 
 
-def after_word(verdict: Verdict) -> str:
-    """A verdict's sentence where its side and its word are shown beside it."""
-    return verdict.sentence.removeprefix(f"{verdict.side}: ").removeprefix(f"{verdict.word}: ")
-
-
 def of_verdicts(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
-    """The word and the sentence of each; what is said of several sides, or by several metrics, as one."""
-    sides: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
-    for verdict in verdicts:
-        sides[verdict.metric, verdict.sentence.removeprefix(f"{verdict.side}: ")].append(verdict)
-    metrics: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    for (metric, said), alike in sides.items():
-        before, by, behind = said.partition(f"by {METRIC_WORDS[metric]},")
-        names = ", ".join(dict.fromkeys(verdict.side for verdict in alike))
-        metrics[alike[0].word, f"{names}: {before}", f",{behind}" if by else ""].append(METRIC_WORDS[metric])
-    return [
-        (word, f"{before}by {', '.join(found)}{behind}" if behind else before)
-        for (word, before, behind), found in metrics.items()
-    ]
+    """The word and the sentence of each; verdicts that differ in nothing but side or metric as one."""
+    sides: dict[str, list[Verdict]] = defaultdict(list)
+    for verdict in by_weight(verdicts):
+        sides[verdict.metric + verdict_sentence(verdict, side="")].append(verdict)
+    metrics: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
+    for alike in sides.values():
+        first = alike[0]
+        # Only verdicts without a ratio can be equal by several metrics.
+        by = None if first.word != "inconclusive" or first.reason in ("refused", "no_values") else "*"
+        name = ", ".join(dict.fromkeys(verdict.side for verdict in alike))
+        metrics[name, verdict_sentence(first, side=name, by=by)].append(first)
+    return [(found[0].word, _of_metrics(name, found)) for (name, _), found in metrics.items()]
+
+
+def _of_metrics(name: str, verdicts: Sequence[Verdict]) -> str:
+    by = ", ".join(METRIC_WORDS[verdict.metric] for verdict in verdicts)
+    return verdict_sentence(verdicts[0], side=name, by=by)
+
+
+def by_weight(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """Verdicts in their order; where a report cannot show all of them, slower and faster first, the largest first."""
+    if len(verdicts) <= SHOWN:
+        return list(verdicts)
+    order = ("slower", "faster", "inconclusive", "same")
+    return sorted(verdicts, key=lambda one: (order.index(one.word), -abs(math.log(one.ratio)) if one.ratio else 0.0))
+
+
+def rest_in_words(words_: Iterable[str]) -> str:
+    """Verdicts that are not shown: "12 more: 8 faster, 4 same"; empty where there are none."""
+    counted = Counter(words_)
+    parts = ", ".join(f"{number} {word}" for word, number in counted.items())
+    return f"{counted.total()} more: {parts}" if counted else ""
 
 
 def in_short(verdict: Verdict, comparison: Comparison) -> str:
-    """What one needs to know where the side, its word and the baseline are shown beside it."""
+    """A verdict's details, where its side, word and baseline are already shown."""
     if verdict.ratio is None:
-        return after_word(verdict)
+        return f"{verdict_text(verdict)}."
     floor = f"±{units.figures(100 * comparison.noise_floor)}\u00a0%"
-    # Only the baseline of all rows is shown beside them.
-    against = "" if verdict.baseline == comparison.verdicts[0].baseline else f" as {verdict.baseline}"
-    against += "" if comparison.metric is not None else f" by {METRIC_WORDS[verdict.metric]}"  # else it is said above
+    # Only the baseline of all rows is shown with them.
+    own = verdict.baseline == comparison.verdicts[0].baseline
+    by = "" if comparison.metric is not None else f" by {METRIC_WORDS[verdict.metric]}"  # else it is said above
+    alike = by if own else f" as {verdict.baseline}{by}"
     if verdict.word == "same":
-        return f"as fast{against} within {floor}, which is noise"
-    factor = f"{verdict.ratio:.2f} times as fast{against}"
+        return f"as fast{alike} within {floor}, which is noise"
+    factor = f"{speed(verdict.ratio)}{'' if own else f' than {verdict.baseline}'}{by}"
     if verdict.word != "inconclusive":
         return factor
     if verdict.reason == "in_margin":
-        return f"about as fast{against}, but not surely within {floor}{_settled(verdict)}"
+        return f"about as fast{alike}, but not surely within {floor}{_settled(verdict)}"
     return f"{factor}, but {_doubt(verdict)}{_settled(verdict)}"
 
 
 def in_short_by_side(comparison: Comparison) -> list[tuple[str, str, str]]:
     """The word, the side, and what one needs to know; verdicts on one side that have the same word as one."""
     groups: dict[tuple[str, str, str], list[Verdict]] = defaultdict(list)
-    for verdict in comparison.verdicts:
+    for verdict in by_weight(comparison.verdicts):
         groups[verdict.word, verdict.side, verdict.baseline].append(verdict)
     found = []
     for (word, side, base), alike in groups.items():
         if len(alike) == 1 or None in {verdict.ratio for verdict in alike}:
             found += [(word, side, in_short(verdict, comparison)) for verdict in alike]
             continue
-        factors = ", ".join(f"{METRIC_WORDS[verdict.metric]} {verdict.ratio:.2f}" for verdict in alike)
-        against = "" if base == comparison.verdicts[0].baseline else f" as {base}"
+        factors = ", ".join(f"{METRIC_WORDS[verdict.metric]} {speed(verdict.ratio or 0)}" for verdict in alike)
+        against = "" if base == comparison.verdicts[0].baseline else f" than {base}"
         doubts = {f", but {_doubt(verdict)}{_settled(verdict)}" for verdict in alike if word == "inconclusive"}
-        found.append((word, side, f"{factors} times as fast{against}{doubts.pop() if len(doubts) == 1 else ''}"))
+        found.append((word, side, f"{factors}{against}{doubts.pop() if len(doubts) == 1 else ''}"))
     return found
 
 
@@ -185,9 +219,9 @@ def _effect(verdict: Verdict, comparison: Comparison, summary: Summary) -> str:
     unit = "tok/s" if rate else "s" if verdict.metric == "wall_s" else "ms"
     numbers = f"{alone} → {together} {unit}"
     if verdict.ratio is None:
-        return f"{numbers if units.NOTHING not in (alone, together) else 'not known'}: {after_word(verdict)}"
-    times = f"{verdict.ratio:.2f} times as much" if rate else f"{1 / verdict.ratio:.2f} times as long"
-    text = f"{numbers}, {times}"
+        return f"{numbers if units.NOTHING not in (alone, together) else 'not known'}: {verdict_text(verdict)}."
+    more, less = ("higher", "lower") if rate else ("shorter", "longer")
+    text = f"{numbers}, {speed(verdict.ratio, more, less)}"
     if verdict.word == "same":
         return f"{text}, within ±{units.figures(100 * comparison.noise_floor)}\u00a0%, which is noise"
     return text if verdict.word != "inconclusive" else f"{text}, but {_doubt(verdict)}{_settled(verdict)}"
@@ -205,6 +239,8 @@ def _value(row: Row, metric: str) -> str:
 def _doubt(verdict: Verdict) -> str:
     if verdict.low is not None and verdict.high is not None and verdict.low <= 1 <= verdict.high:
         return "the 95\u00a0% interval includes 1"
+    if verdict.reason == "apart":
+        return "the repeats of the two rows are not interleaved"
     if verdict.reason == "run_variation_unknown":
         return "the variation between runs is not known"
     return f"{min(verdict.n)} against {max(verdict.n)} values are too few to be sure"
@@ -214,15 +250,14 @@ def _settled(verdict: Verdict) -> str:
     return f"; about {verdict.needed} would decide" if verdict.needed else ""
 
 
-def gathered(texts: list[str], run: Run) -> list[str]:
-    """Reasons or notes, those that say the same of several cells as one. Nothing is lost: each cell has its own."""
-    cells = {cell.id for cell in plan(run.scenario)}
-    alike: dict[str, list[str]] = defaultdict(list)
-    for text in texts:
-        cell, colon, rest = text.partition(": ")
-        alike[_NUMBER.sub("#", rest) if colon and cell in cells else text].append(text)
+def gathered(reasons: Sequence[Reason]) -> list[str]:
+    """Reasons or notes in words, those of several cells that differ in numbers only as one."""
+    alike: dict[object, list[Reason]] = defaultdict(list)
+    for number, reason in enumerate(reasons):
+        texts = tuple((key, _NUMBER.sub("#", value)) for key, value in reason.values.items() if isinstance(value, str))
+        alike[number if reason.cell is None else (reason.code, texts)].append(reason)
     return [
-        many[0] if len(many) == 1 else f"{many[0]} (likewise in {units.count(len(many) - 1, 'other run')})"
+        sentence(many[0]) + (f" (likewise in {units.count(len(many) - 1, 'other run')})" if len(many) > 1 else "")
         for many in alike.values()
     ]
 
@@ -239,8 +274,8 @@ def _of_failed(rows: list[FailedRequests]) -> str:
     failed = rows[0]
     counts = ", ".join(f"{one.server} / {one.load}: {units.count(one.count, 'request')}" for one in rows)
     text = f"{counts} ({failed.kind})"
-    told = not failed.message or failed.message[-20:] in (failed.cause or "")
-    said = "" if told else f'; said was "{failed.message}"'
+    repeated = not failed.message or failed.message[-20:] in (failed.cause or "")
+    said = "" if repeated else f'; said was "{failed.message}"'
     if failed.cause is None:
         return f"{text}: nothing known of it{said}"
     return f"{text}: {failed.cause}; to solve it: {failed.fix}{said}"
@@ -268,7 +303,7 @@ def of_method(comparison: Comparison) -> str:
     )
     floor = units.figures(100 * comparison.noise_floor)
     return f"By {by_what(comparison)}; {correction}. Differences under {floor}\u00a0% are treated as noise." + (
-        f" Variation between runs: {comparison.noise_source}." if comparison.noise_source else ""
+        f" Variation between runs: {'; '.join(sentences(comparison.noise_source))}." if comparison.noise_source else ""
     )
 
 

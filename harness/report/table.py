@@ -7,14 +7,14 @@ import msgspec
 from msgspec import Struct
 
 from harness import units
-from harness.judge.verdicts import METRIC_WORDS, WORK
+from harness.columns import LATENCIES, METRIC_WORDS, VALUES, WORK, LatencyColumn, ValueColumn
+from harness.reasons import OTHERWISE
 from harness.report import words
 from harness.rundir.manifest import Run
-from harness.rundir.origin import OTHERWISE
 from harness.scenario.plan import baseline_of
 from harness.summary import Numbers, Row, Summary, Verdict, median_of_known
 
-LIMITED = "‡"  # beside a number that the load generator limited in one of the row's cells
+LIMITED = "‡"  # after a number that the load generator limited in one of the row's cells
 
 
 class TableLine(Struct, frozen=True, kw_only=True):
@@ -113,7 +113,7 @@ def lines(summary: Summary, run: Run) -> list[TableLine]:
 
 
 def interval(verdict: Verdict) -> str:
-    """The 95 % interval of a speedup, in words where there is none."""
+    """The 95 % interval of a speedup, or why there is none."""
     if verdict.low is None or verdict.high is None:
         return "no interval"
     return f"{verdict.low:.2f}–{verdict.high:.2f}"
@@ -134,7 +134,9 @@ def _of_answers(line: TableLine, which: str) -> str:
 
 
 def errors(numbers: Numbers) -> str:
-    """ "2 of 25, 1 unfinished", or "0" """
+    """ "2 of 25, 1 unfinished", or "0"; nothing where nothing was sent"""
+    if not numbers.sent:
+        return units.NOTHING
     said = [f"{numbers.failed:,} of {numbers.sent:,}"] if numbers.failed else []
     said += [f"{numbers.unfinished:,} unfinished"] if numbers.unfinished else []
     return ", ".join(said) or "0"
@@ -150,6 +152,8 @@ def _speedup(line: TableLine) -> str:
 
 
 def _verdict(line: TableLine) -> str:
+    if line.row.failed is not None:
+        return f"failed: {words.failed(line.row.failed)}"
     return "baseline" if line.baseline else line.words or units.NOTHING
 
 
@@ -248,21 +252,12 @@ _ERRORS_AND_VERDICT = (
         title="Verdict",
         group="verdict",
         explanation="Faster or slower only when the corrected p is below 0.05, the interval excludes 1 and the effect "
-        "exceeds 2 %; “same” only when the interval lies within ±2 %; else “inconclusive”.",
+        "exceeds 2 %; “same” only when the interval is within ±2 %; else “inconclusive”.",
         formula="exact permutation test on run-level values, corrected for the number of comparisons",
         text=_verdict,
     ),
 )
 
-_MEANINGS = {
-    "ttft": ("Time to first token", "got their first token within this time", words.FORMULAS["ttft"]),
-    "tpot": ("Time per output token after the first", "streamed at least this fast", words.FORMULAS["tpot"]),
-    "e2e": (
-        "End-to-end latency",
-        "were answered within this time",
-        "E2E = last chunk, or the end of an answer in one piece − request sent",
-    ),
-}
 _SHARES = {"p50": "half of the", "p90": "90 of 100", "p95": "95 of 100", "p99": "99 of 100"}
 
 
@@ -273,20 +268,26 @@ def columns(summary: Summary) -> tuple[TableColumn, ...]:
     """
     rows = [row.pooled.ttft_s for row in summary.rows if row.pooled.ttft_s.n]
     tail = next((p for p in ("p99", "p95", "p90") if rows and all(getattr(row, p) is not None for row in rows)), "p95")
-    latencies = [_latency(name, percentile) for name in ("ttft", "tpot") for percentile in ("p50", tail)]
     timed = bool(summary.rows) and all(row.pooled.window == "timed" for row in summary.rows)
     work = [column for column in _NAMES_AND_WORK if not (timed and column.key == "wall")]
     numbers = [row.pooled for row in summary.rows]
-    if any(one.vectors is not None for one in numbers):
-        work.append(_INPUT)
-        latencies += [_latency("e2e", percentile) for percentile in ("p50", tail)]
+    vectors = any(one.vectors is not None for one in numbers)
+    work += [_INPUT] if vectors else []
+    work += [_value(column) for column in VALUES if column.formula]
+    latencies = [
+        _latency(column, tail if at == "tail" or (at, tail) == ("p95", "p90") else at)
+        for column in LATENCIES
+        for at in (column.vectors if vectors else column.table)
+    ]
     known = [one.answers for one in numbers if one.answers is not None]
     work += [_VALID] if known else []
     work += [_RIGHT] if any(answers.labelled for answers in known) else []
     return (*(_marked(column) for column in (*work, *latencies)), *_ERRORS_AND_VERDICT)
 
 
-_FIELDS = {"wall": "wall_s", "rate": "output_tok_s", "input_rate": "input_tok_s"}  # of Numbers, by column
+_FIELDS = {"wall": "wall_s", "rate": "output_tok_s", "input_rate": "input_tok_s"} | {
+    column.field: column.field for column in VALUES if column.formula
+}  # of Numbers, by column
 
 
 def _marked(column: TableColumn) -> TableColumn:
@@ -301,23 +302,36 @@ def _marked(column: TableColumn) -> TableColumn:
     return msgspec.structs.replace(column, text=text)
 
 
-def _latency(name: str, percentile: str) -> TableColumn:
-    title, outcome, formula = _MEANINGS[name]
+def _value(column: ValueColumn) -> TableColumn:
+    title = column.title[0].upper() + column.title[1:]
+    return TableColumn(
+        key=column.field,
+        title=title,
+        group="work",
+        explanation=f"{column.about} over the repeats.",
+        formula=column.formula,
+        text=lambda line: units.significant(column.of(line.row.pooled)),
+    )
 
+
+def _latency(column: LatencyColumn, at: str) -> TableColumn:
     def text(line: TableLine) -> str:
         numbers = line.row.pooled
-        sample = getattr(numbers, f"{name}_s")
-        if numbers.e2e_s.n and not sample.n:
-            return units.NOTHING  # however many there were: vectors and answers in one piece have no first token
-        return words.percentile(sample, percentile)
+        sample = getattr(numbers, column.field)
+        if at == "max" or (numbers.e2e_s.n and not sample.n):
+            # However many there were: vectors and answers in one piece have no first token.
+            return units.milliseconds(sample.max)
+        return words.percentile(sample, at)
 
+    longest = at == "max"
+    what = "the longest of all" if longest else f"{_SHARES[at]} requests {column.outcome}"
+    enough = "" if longest else "; printed only when there are enough of them"
     return TableColumn(
-        key=f"{name}_{percentile}",
-        title=f"{name.upper()} {percentile}",
+        key=f"{column.name}_{at}",
+        title=f"{column.title} {at}",
         unit="ms",
         group="latency",
-        explanation=f"{title}: {_SHARES[percentile]} requests {outcome}. "
-        "Over the successful requests of all repeats; printed only when there are enough of them.",
-        formula=f"{formula}; {percentile[1:]}th percentile",
+        explanation=f"{column.about}: {what}. Over the successful requests of all repeats{enough}.",
+        formula=f"{column.formula}; {'maximum' if longest else f'{at[1:]}th percentile'}",
         text=text,
     )

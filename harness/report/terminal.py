@@ -1,20 +1,35 @@
-"""A run's report in the terminal: the table first, then verdicts, validity, checks and where the page is."""
+"""Reports in the terminal: of a run, of a comparison, and of a log that is explained."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from harness.report import schedules, sentences, words
-from harness.report.charts import starts
-from harness.report.machine_load import MachineTable, table_of
+from harness.capacity.result import read_capacity
+from harness.engines import engines
+from harness.failures.scan import Diagnosis, Scanned
+from harness.reasons import evidence, sentence
+from harness.report import answer, sentences, words
+from harness.report.capacity import capacity_lines
+from harness.report.charts.timeline import starts_explained
+from harness.report.details import SCHEDULE, DetailTable, machine_table, schedule_lines, time_table
+from harness.report.markdown import EQUAL, HEADINGS, difference_cells, verdict_cells
 from harness.report.table import Meaning, TableColumn, TableLine, columns, lines
 from harness.rundir.manifest import Run
-from harness.summary import CheckResult, Summary
+from harness.summary import CheckResult, Comparison, Difference, Summary
+from harness.units import count
 
 STYLES = {"faster": "green", "slower": "red", "same": "cyan", "inconclusive": "yellow", "baseline": "dim"}
+MORE_LOG = {engine.title: engine.log.more for engine in engines() if engine.log.more is not None}
+UNKNOWN_END = (
+    "Ask how it ended: docker inspect -f '{{json .State}}' CONTAINER | harness explain -",
+    "Look for a GPU fault or a kill on the engine's host: dmesg | harness explain -",
+)
+_STATES = {"good": "bold green", "unsure": "bold yellow", "bad": "bold red"}
 CHECK_STYLES = {"passed": "green", "failed": "bold red", "inconclusive": "yellow"}
 
 
@@ -23,26 +38,28 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
     if summary.simulated:
         console.print(Text(words.SIMULATED, "bold yellow"))
     console.print(Text(words.one_line(summary.question), "bold"))
+    capacity = read_capacity(folder)
+    for found in [answer.of_run(summary, run)] if capacity is None else capacity_lines(capacity):
+        console.print(Text(words.one_line(found)))
     console.print(Text(f"{summary.scenario}, run {summary.run}", "dim"))
     for table in _tables(columns(summary), lines(summary, run), console.width):
         console.print()
         _show(console, table)
     _schedules(summary, run, console, explain=explain)
+    _times(summary, console, explain=explain)
     if explain:
         console.print()
         for column in columns(summary):
             _meaning(console, column)
-        for name, text in starts.explained(run):
+        for name, text in starts_explained(run):
             _item(console, Text(f"{words.one_line(name)}: ", "bold") + Text(words.one_line(text)))
-        _machine(table_of(summary), console)
-    _verdicts(summary, console)
+        _machine(machine_table(summary), console)
+    _verdicts(summary, console, explain=explain)
     console.print()
-    style = "bold green" if summary.valid and run.status == "valid" else "bold red"
-    style = "bold yellow" if style == "bold green" and sentences.of_client(summary) else style
-    console.print(Text(sentences.of_validity(summary, run), style))
-    for reason in sentences.gathered(summary.reasons, run):
+    console.print(Text(sentences.of_validity(summary, run), _STATES[sentences.state_of(summary, run)]))
+    for reason in sentences.gathered(summary.reasons):
         _item(console, Text(words.one_line(reason)))
-    for note in sentences.gathered(summary.notes, run):
+    for note in sentences.gathered(summary.notes):
         _item(console, Text(words.one_line(note), "dim"))
     if summary.failures:
         console.print("\nWhy requests failed", style="bold")
@@ -120,12 +137,12 @@ def _style(column: TableColumn, line: TableLine) -> str:
     return "bold red" if column.key == "errors" and column.text(line) != "0" else ""
 
 
-def _machine(table: MachineTable, console: Console) -> None:
-    """What the machine did, a block for each row, since there are many columns; then what they mean."""
-    for server, load, texts in table.rows:
+def _machine(table: DetailTable, console: Console) -> None:
+    """The host metrics, a block for each row, since there are many columns; then the meaning of each."""
+    for line in table.rows:
         console.print()
-        console.print(Text(f"The machine under {server} / {load}", "bold"))
-        for column, text in zip(table.columns, texts, strict=True):
+        console.print(Text(f"Host metrics under {line.server} / {line.load}", "bold"))
+        for column, text in zip(table.columns, line.texts, strict=True):
             _item(console, Text(f"{column.title}: ") + Text(text, "bold"))
     if table.rows:
         console.print()
@@ -136,28 +153,53 @@ def _machine(table: MachineTable, console: Console) -> None:
 
 def _schedules(summary: Summary, run: Run, console: Console, *, explain: bool) -> None:
     """How open loops kept their schedule, a block for each row; with `explain` what each number means."""
-    found = schedules.lines(summary, run)
+    found = schedule_lines(summary, run)
     for line in found:
         console.print()
-        console.print(Text(words.one_line(f"{line.server} / {line.load}: {line.course}"), "bold"))
-        shown = zip(schedules.COLUMNS, line.texts, strict=True)
+        console.print(Text(words.one_line(f"{line.server} / {line.load}: {line.schedule}"), "bold"))
+        shown = zip(SCHEDULE, line.texts, strict=True)
         _item(console, Text("; ".join(f"{column.title} {text}" for column, text in shown)))
-    for column in schedules.COLUMNS if found and explain else ():
+    for column in SCHEDULE if found and explain else ():
         _meaning(console, column)
 
 
-def _verdicts(summary: Summary, console: Console) -> None:
+def _times(summary: Summary, console: Console, *, explain: bool) -> None:
+    """Where the time of requests went; with `explain` what each number means."""
+    found = time_table(summary)
+    if not found.rows:
+        return
+    console.print()
+    console.print(Text("Where the time goes, mean of each request", "bold"))
+    titles = [column.title for column in found.columns]
+    table = simple_table(["", *titles], ([line.name, *line.texts] for line in found.rows))
+    for number, column in zip(table.columns[1:], found.columns, strict=True):
+        number.justify = "left" if column.key == "limit" else "right"
+    if Console(width=1000).measure(table).maximum <= console.width:
+        _show(console, table)
+    else:
+        for line in found.rows:
+            shown = "; ".join(f"{title} {text}" for title, text in zip(titles, line.texts, strict=True))
+            _item(console, Text(f"{line.name}: ", "bold") + Text(shown))
+    for column in found.columns if explain else ():
+        _meaning(console, column)
+
+
+def _verdicts(summary: Summary, console: Console, *, explain: bool) -> None:
     if summary.comparison is not None:
         console.print()
-        for word, said in sentences.of_verdicts(summary.comparison.verdicts):
+        found = sentences.of_verdicts(summary.comparison.verdicts)
+        shown = found if explain else found[: sentences.SHOWN]
+        for word, said in shown:
             _item(console, Text(words.one_line(said), STYLES.get(word, "")))
+        if rest := sentences.rest_in_words(word for word, _ in found[len(shown) :]):
+            _item(console, Text(f"{rest} (--explain shows them)"))
         _item(console, Text(sentences.of_method(summary.comparison), "dim"))
 
 
 def check_line(check: CheckResult) -> Text:
     """The result of a check and its evidence."""
     mark = Text(f"{words.CHECK_MARKS[check.status]} ", CHECK_STYLES[check.status])
-    return mark + Text(words.one_line(f"{check.check}: {check.evidence}"))
+    return mark + Text(words.one_line(f"{check.check}: {evidence(check.evidence)}"))
 
 
 def _meaning(console: Console, column: Meaning) -> None:
@@ -177,3 +219,159 @@ def _show(console: Console, table: RenderableType) -> None:
         line = Text.assemble(*((segment.text, segment.style or "") for segment in segments))
         line.rstrip()
         console.print(line, soft_wrap=True)
+
+
+def print_comparison(comparison: Comparison, console: Console) -> None:
+    """Print the table of ratios, the verdicts in words, and how they were reached."""
+    if comparison.simulated:
+        console.print(Text(words.SIMULATED, "bold yellow"))
+    console.print(Text(words.one_line(answer.of_comparison(comparison)), "bold"))
+    console.print()
+    styles = [STYLES.get(verdict.word, "") for verdict in comparison.verdicts]
+    console.print(simple_table(HEADINGS, map(verdict_cells, comparison.verdicts), styles))
+    console.print()
+    for note in comparison.notes:
+        console.print(Text(f"Warning: {words.one_line(sentence(note))}", "bold yellow"))
+    found = sentences.of_verdicts(comparison.verdicts)
+    for word, said in found[: sentences.SHOWN]:
+        console.print(Text(f"- {said}", STYLES.get(word, "")))
+    if rest := sentences.rest_in_words(word for word, _ in found[sentences.SHOWN :]):
+        console.print(Text(f"- {rest}; the table has all of them"))
+    console.print(Text(f"- {sentences.of_method(comparison)}", "dim"))
+    for check in comparison.checks:
+        console.print(Text("- ") + check_line(check))
+    if comparison.sides:
+        console.print()
+        print_differences(comparison.differences, comparison.sides, console)
+
+
+def print_differences(found: Sequence[Difference], sides: Sequence[str], console: Console) -> None:
+    """Print a line for each key that differs. What is equal is not shown."""
+    if found:
+        console.print(simple_table(["What differs", *sides], map(difference_cells, found)))
+    else:
+        console.print(Text(EQUAL, "dim"))
+
+
+def simple_table(head: Sequence[str], rows: Iterable[Sequence[str]], styles: Sequence[str] = ()) -> Table:
+    """A table without lines; `styles`: of the last cell of each row."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in head:
+        table.add_column(Text(words.one_line(heading)), overflow="fold")
+    for number, cells in enumerate(rows):
+        style = styles[number] if styles else ""
+        table.add_row(*map(Text, cells[:-1]), Text(cells[-1], style))
+    return table
+
+
+def recognised(scanned: Scanned) -> bool:
+    """Whether a failure of the table is in the log: no warning, no exception of another name, nothing got over."""
+    return any(
+        finding.severity not in ("warning", "exception") and not finding.recovered for finding in scanned.findings
+    )
+
+
+def started_well(scanned: Scanned) -> bool:
+    """Whether the server became ready and nothing after that says that it failed."""
+    return scanned.ready is not None and not any(
+        finding.severity != "warning" and not finding.recovered for finding in scanned.findings
+    )
+
+
+def stopped(scanned: Scanned) -> bool:
+    """Whether the server was stopped in the regular way, and nothing before that says that it failed."""
+    return scanned.stopping is not None and not any(
+        finding.severity not in ("warning", "request") and not finding.recovered for finding in scanned.findings
+    )
+
+
+def explained_data(name: str, scanned: Scanned) -> dict[str, Any]:
+    """For programs: the most telling failure, every one in the order of the log, and warnings apart."""
+    return {
+        "log": name,
+        "lines": scanned.lines,
+        "recognised": recognised(scanned),
+        "started": started_well(scanned),
+        "stopped": stopped(scanned),
+        "cause": msgspec.to_builtins(scanned.cause()),
+        "findings": msgspec.to_builtins([one for one in scanned.findings if one.severity != "warning"]),
+        "warnings": msgspec.to_builtins([one for one in scanned.findings if one.severity == "warning"]),
+    }
+
+
+def print_explained(name: str, scanned: Scanned, console: Console) -> None:
+    """For people: the cause first, then what else was found in the order of the log, then warnings."""
+    cause = scanned.cause()
+    others = [one for one in scanned.findings if one.severity != "warning" and not _same(one, cause)]
+    if cause is not None and cause.wrapper is not None:
+        others = [one for one in others if one.severity != "wrapper"]  # they only say that there is that cause
+    warnings = [one for one in scanned.findings if one.severity == "warning"]
+    where = "the standard input" if name == "-" else name
+    console.print(Text(f"{where}: {count(scanned.lines, 'line')}", "dim"))
+    if cause is not None:
+        console.print()
+        _print_finding(cause, "cause", console, "bold red")
+    for one in others:
+        console.print()
+        _print_finding(one, _finding_title(one), console, "bold")
+    if warnings:
+        console.print("\nwarnings (also seen in healthy starts):", style="bold")
+        for one in warnings:
+            _row(console, Text(f"line {one.number}"), Text(f"{one.cause}; {one.fix} [{one.id}]"))
+    if stopped(scanned):
+        console.print("\nIt stopped normally.", style="bold green")
+        _row(console, Text(f"line {scanned.stopping}"), Text("it began to stop"))
+    elif started_well(scanned):
+        _print_started(scanned, console)
+    elif not recognised(scanned):
+        _print_unknown(scanned, console)
+
+
+def _same(one: Diagnosis, cause: Diagnosis | None) -> bool:
+    return cause is not None and (one.id, one.cause) == (cause.id, cause.cause)
+
+
+def _finding_title(one: Diagnosis) -> str:
+    if one.recovered:
+        return "got over"  # it became ready, or loaded the model, afterwards
+    return {"request": "requests", "exception": "also", "wrapper": "so it says"}.get(one.severity, "also")
+
+
+def _print_finding(one: Diagnosis, title: str, console: Console, style: str) -> None:
+    _row(console, Text(title, style), Text(one.cause, style))
+    again = f" [{one.count:,} times]" if one.count > 1 else ""
+    _row(console, Text(f"line {one.number}"), Text(f"{one.line}{again}"))
+    if one.wrapper is not None:
+        _row(console, Text("came through"), Text(f"line {one.wrapper_number}: {one.wrapper}"))
+    _row(console, Text("fix", "bold green"), Text(one.fix))
+    _row(console, Text("known from", "dim"), Text(f"{one.source} [{one.id}, {one.phase}]", "dim"))
+
+
+def _row(console: Console, title: Text, text: Text) -> None:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(width=14)
+    title.truncate(14)
+    grid.add_row(title, text)
+    _show(console, grid)
+
+
+def _print_started(scanned: Scanned, console: Console) -> None:
+    console.print("\nIt started well, and the log names no failure after that.", style="bold green")
+    _row(console, Text(f"line {scanned.ready}"), Text("it says that it is ready"))
+    if scanned.last:
+        _row(console, Text("last line"), Text(scanned.last))
+    _row(console, Text("if it ended"), Text("the log does not say why; then:"))
+    for step in UNKNOWN_END:
+        _row(console, Text("next"), Text(step))
+
+
+def _print_unknown(scanned: Scanned, console: Console) -> None:
+    console.print("\nNo failure that the table knows is in this log.", style="bold")
+    if scanned.last:
+        _row(console, Text("last line"), Text(scanned.last))
+    if scanned.server in MORE_LOG:
+        more = f"Have the server say more ({MORE_LOG[scanned.server]}) and start it again"
+        _row(console, Text("next"), Text(f"{more}; switch that off before you measure: it slows the server down."))
+    for step in UNKNOWN_END:
+        _row(console, Text("next"), Text(step))
+    _row(console, Text("the table"), Text("docs/failures.md; a line that belongs into it is welcome"))

@@ -2,18 +2,15 @@
 
 import re
 import unicodedata
+from typing import Any
 
-from harness.scenario.behaviour import Agent, Rag
-from harness.scenario.lengths import in_words
+from harness import units
+from harness.columns import RATES
+from harness.scenario.behaviour import Agent, Rag, lengths_in_words
 from harness.scenario.scenario import USERS, Arrivals, Load, Trace, at_once, is_open
-from harness.summary import NEEDED, Distribution
+from harness.summary import NEEDED, Distribution, Reason
 from harness.units import count, milliseconds
 
-FORMULAS = {  # of the latencies; docs/method.md has all
-    "ttft": "TTFT = first token received − request sent",
-    "tpot": "TPOT = (last chunk − first chunk) ÷ (output tokens that chunks carry − 1)",
-    "e2e": "E2E = last chunk − request sent",
-}
 CHECK_MARKS = {"passed": "passed", "failed": "FAILED", "inconclusive": "inconclusive"}
 SIMULATED = "SIMULATED ENGINE: these numbers come from a model, not from hardware"
 
@@ -22,6 +19,13 @@ def percentile(sample: Distribution, name: str) -> str:
     """A percentile of times in milliseconds, or how many requests it would need."""
     value: float | None = getattr(sample, name)
     return f"n/a (needs {NEEDED[name]})" if value is None else milliseconds(value)
+
+
+def in_unit(value: float, metric: str) -> str:
+    """A value that rows are compared by, with its unit."""
+    if metric in RATES:
+        return f"{units.significant(value)} tok/s"
+    return units.seconds(value) if metric == "wall_s" else f"{units.milliseconds(value)} ms"
 
 
 def one_line(text: str) -> str:
@@ -40,12 +44,12 @@ def concurrency(load: Load) -> int:
 
 def load_in_words(load: Load) -> str:
     """Who sends what: "1 agent, 5 requests at once, 25 requests of 128 tokens"."""
-    most = "" if load.output == "fixed" else "at most "
+    at_most = "" if load.output == "fixed" else "at most "
     work = "requests" if load.requests is None else count(load.requests, "request")
     time = "" if load.duration_s is None else f" for {load.duration_s:g} s"
     if load.endpoint == "embeddings":
         return f"{_people(load)}, {work} for embeddings{time}"
-    length = "the trace's lengths" if load.trace is not None else f"{most}{in_words(load.output_tokens)}"
+    length = "the trace's lengths" if load.trace is not None else f"{at_most}{lengths_in_words(load.output_tokens)}"
     return f"{_people(load)}, {work} of {length}{time}"
 
 
@@ -53,7 +57,7 @@ def course(arrivals: Arrivals) -> str:
     """The rate of an open loop: "by chance, 4 a second"."""
     if arrivals.wave is not None:
         wave = arrivals.wave
-        rate = f"{wave.least:g} to {wave.most:g} a second and back in {wave.period_s:g} s"
+        rate = f"{wave.min:g} to {wave.max:g} a second and back in {wave.period_s:g} s"
     elif arrivals.points is not None:
         rate = ", ".join(f"{rate:g} a second from {at:g} s" for at, rate in arrivals.points)
     else:
@@ -66,9 +70,9 @@ def replayed(trace: Trace) -> str:
     """Which part of a trace, and how fast: "day.csv from 600 s to 1200 s, at 2 times its speed"."""
     window = [f"from {trace.from_s:g} s"] if trace.from_s else []
     window += [f"to {trace.to_s:g} s"] if trace.to_s is not None else []
-    most = "" if trace.most is None else f", {trace.most:,} rows at most"
+    at_most = "" if trace.max_requests is None else f", {trace.max_requests:,} rows at most"
     speed = "" if trace.speed == 1 else f", at {trace.speed:g} times its speed"
-    return f"{' '.join([trace.file, *window])}{most}{speed}"
+    return f"{' '.join([trace.file, *window])}{at_most}{speed}"
 
 
 def loop(load: Load) -> str:
@@ -105,3 +109,27 @@ def _people(load: Load) -> str:
         documents = f"{count(rag.documents, 'document')} of {rag.document_tokens:,} tokens"
         return f"{count(load.users, 'user')} who ask about {documents}"
     return count(load.users, "user") + f" of {load.user}"
+
+
+def setting(value: Any) -> str:
+    """A value of a varied setting, as the scenario writes it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return "[" + " ".join(map(setting, value)) + "]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# How a table says why a setting failed, by the first part of the failure's id.
+_FAILED = {
+    "mem": "memory", "shm": "shared memory", "cli": "settings", "hf": "model", "model": "model", "gpu": "GPU",
+    "disk": "disk",
+}  # fmt: skip
+
+
+def failed(reason: Reason) -> str:
+    """Why a setting of a sweep failed, in a word or two."""
+    failure = str(reason.values.get("failure", ""))
+    if failure.endswith((".memory", ".oom_kill")):
+        return "memory"
+    return _FAILED.get(failure.partition(".")[0]) or ("died" if reason.code == "setting_died" else "did not start")

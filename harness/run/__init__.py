@@ -1,1 +1,1 @@
-"""Serve, drive and record: the one orchestrator, Locust as a process of its own, and what is seen meanwhile."""
+"""Serve, drive and record: the orchestrator, the Locust process, and the progress display."""

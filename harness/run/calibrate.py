@@ -1,12 +1,14 @@
-"""How many streams this machine's load generator can be trusted for, measured against the embedded engine.
+"""Measure, with the embedded engine, how many streams this machine's load generator handles correctly.
 
 The engine writes down when it sent each chunk, on the same monotonic clock. What the load generator's records say of a
 chunk, minus that, is the error of the instrument. Engine and load generator share this machine, as server and load
 generator do in most runs; on a machine with more cores, or with the server elsewhere, there is more room.
 """
 
+import datetime
 import itertools
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,18 +18,19 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from msgspec import Struct
 from rich.console import Console
 
+from harness import __version__, paths
 from harness.errors import RunError
-from harness.files import pretty_json, read_bytes
+from harness.files import UNDECODABLE, pretty_json, read_bytes
 from harness.job import Job, write_job
 from harness.paths import LOCUSTFILES
 from harness.run.drive import locust_arguments
-from harness.run.trusted_streams import store
-from harness.rundir.records import MOST_CPU, Request, read_marks, read_requests
-from harness.scenario.scenario import Load, Prompts, Warmup
+from harness.rundir.records import MAX_CPU, Request, read_marks, read_requests
+from harness.scenario.scenario import Load, Prompts, Scenario, Warmup, at_once
 from harness.simulated import spawned
-from harness.simulated.sendlog import Sent
+from harness.simulated.answer import Sent
 from harness.units import count
 
 STREAMS = (10, 50, 100, 200, 350, 500, 750, 1000, 1500, 2000)
@@ -35,20 +38,20 @@ STEP_S = 0.02  # between two chunks of a stream
 CHUNKS = 50
 ROUNDS = 2  # requests of each stream
 LONGEST_S = 120.0
-ENOUGH_S = 240.0  # of trying; the next number of streams is not begun after that
-FACTOR = 1.5  # from one number of streams to the next, beyond those above
+ENOUGH_S = 240.0  # of measuring; after that no new number of streams starts
+FACTOR = 1.5  # from one number of streams to the next, after those above
 
-MOST_ERROR_S = 0.005  # p99
-MOST_SHARED = 0.01  # of the chunks
-BUSY = 0.1  # of a core, by other programs: what is found beside them says less of the load generator
+MAX_ERROR_S = 0.005  # p99
+MAX_SHARED = 0.01  # of the chunks
+BUSY = 0.1  # of a core, by other programs: with more, they may be the limit
 
 _COLUMNS = (
     "streams", "chunks/s", "error p50, ms", "error p99, ms", "shared reads", "read lag p99, ms", "CPU of a core",
 )  # fmt: skip
 
 
-class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """What the instrument was like at one number of streams."""
+class CalibrationPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """The accuracy of the load generator at one number of streams."""
 
     streams: int
     processes: int
@@ -57,7 +60,7 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
     error_p99_s: float  # of its size, over chunks that had a read to themselves
     shared: float  # part of the chunks that shared a read with a later one: their times are upper bounds
     read_lag_p99_s: float | None
-    cpu_most: float | None  # of a core, of the busiest load process
+    cpu_max: float | None  # of a core, of the busiest load process
     others: float | None = None  # cores that other programs used meanwhile
 
     @property
@@ -65,32 +68,32 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True):
         return not self.doubts
 
     @property
-    def beside_others(self) -> bool:
-        """Whether other programs were at work, who may be what is in doubt."""
+    def others_busy(self) -> bool:
+        """Whether other programs used the CPU, and may be the cause of doubts."""
         return self.others is not None and self.others > BUSY
 
     @property
     def doubts(self) -> list[str]:
-        """Why it is not to be trusted here."""
+        """Reasons not to trust this number of streams."""
         found = []
-        if self.error_p99_s > MOST_ERROR_S:
-            found.append(f"1 % of the chunk times are off by more than {MOST_ERROR_S * 1000:g} ms")
-        if self.shared > MOST_SHARED:
-            found.append(f"more than {MOST_SHARED:.0%} of the chunks shared a read")
-        if self.cpu_most is not None and self.cpu_most > MOST_CPU:
-            found.append(f"a load process used more than {MOST_CPU:.0%} of a core")
+        if self.error_p99_s > MAX_ERROR_S:
+            found.append(f"1 % of the chunk times are off by more than {MAX_ERROR_S * 1000:g} ms")
+        if self.shared > MAX_SHARED:
+            found.append(f"more than {MAX_SHARED:.0%} of the chunks shared a read")
+        if self.cpu_max is not None and self.cpu_max > MAX_CPU:
+            found.append(f"a load process used more than {MAX_CPU:.0%} of a core")
         return found
 
 
-def calibrate(most: int | None, processes: int = 1) -> Iterator[Reading]:
-    """More and more streams, until the instrument is not to be trusted, `most` is reached, or it has taken ENOUGH_S.
+def calibrate(max_streams: int | None, processes: int = 1) -> Iterator[CalibrationPoint]:
+    """Measure more and more streams until the load generator is too slow, `max_streams` is reached or ENOUGH_S is over.
 
     Raises RunError when the load generator does not work at all.
     """
     began_s = time.monotonic()
-    for streams in _numbers(most):
+    for streams in _numbers(max_streams):
         reading = _measure(streams, processes)
-        if not reading.trusted:  # what else the machine did for a moment is no limit of the load generator
+        if not reading.trusted:  # other work of the machine may have been the limit: try again
             again = _measure(streams, processes)
             reading = again if again.trusted else reading
         yield reading
@@ -98,22 +101,22 @@ def calibrate(most: int | None, processes: int = 1) -> Iterator[Reading]:
             return
 
 
-def _numbers(most: int | None) -> Iterator[int]:
-    """Of streams, one after another; `most` last."""
+def _numbers(max_streams: int | None) -> Iterator[int]:
+    """The numbers of streams to measure; `max_streams` is the last."""
     further = (round(STREAMS[-1] * FACTOR**number) for number in itertools.count(1))
     for number in itertools.chain(STREAMS, further):
-        if most is not None and number >= most:
-            yield most
+        if max_streams is not None and number >= max_streams:
+            yield max_streams
             return
         yield number
 
 
-def _measure(streams: int, processes: int) -> Reading:
+def _measure(streams: int, processes: int) -> CalibrationPoint:
     with tempfile.TemporaryDirectory(prefix="amd-llm-load-calibrate-") as folder:
         return _measure_in(Path(folder), streams, processes)
 
 
-def _measure_in(folder: Path, streams: int, processes: int) -> Reading:
+def _measure_in(folder: Path, streams: int, processes: int) -> CalibrationPoint:
     sent = folder / "sent.jsonl"
     flags = ["--preset", "instant", "--served-model-name", "m", "--step-base-s", str(STEP_S), "--send-log", str(sent)]
     flags += ["--max-num-seqs", str(streams)]
@@ -121,7 +124,7 @@ def _measure_in(folder: Path, streams: int, processes: int) -> Reading:
     job = Job(
         cell="calibrate", load_name="calibrate", load=load, model="m", prompts=Prompts(tokens=20), seed=1, salt=None,
         warmup=Warmup(requests=streams), requests_path=str(folder / "requests.jsonl"),
-        processes_path=str(folder / "processes.jsonl"), tickets_path=str(folder / "tickets"),
+        processes_path=str(folder / "processes.jsonl"), counter_path=str(folder / "counter"),
     )  # fmt: skip
     write_job(job, folder / "job.json")
     began_s, busy_s, ours_s = time.monotonic(), _busy_s(), _children_s()
@@ -142,7 +145,7 @@ def _measure_in(folder: Path, streams: int, processes: int) -> Reading:
 
 
 def _busy_s() -> float | None:
-    """CPU time of the whole machine that was not idle; None where the kernel does not tell (see proc(5))."""
+    """Busy CPU time of the whole machine; None if the kernel does not report it (see proc(5))."""
     try:
         user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split(maxsplit=9)[1:9])
     except (OSError, ValueError):
@@ -151,13 +154,13 @@ def _busy_s() -> float | None:
 
 
 def _children_s() -> float:
-    """CPU time of this process, and of those that it started and that have ended."""
+    """CPU time of this process and its ended children."""
     times = os.times()
     return times.children_user + times.children_system + times.user + times.system
 
 
-def reading_of(folder: Path, sent: Path, streams: int, processes: int = 1) -> Reading:
-    """What the files of a load say, against the engine's log of what it sent."""
+def reading_of(folder: Path, sent: Path, streams: int, processes: int = 1) -> CalibrationPoint:
+    """Compare the records of a load with the engine's log of what it sent."""
     records = [one for one in read_requests(folder / "requests.jsonl") if one.phase == "measured"]
     failed = [one for one in records if one.error is not None]
     if failed or not records:
@@ -169,7 +172,7 @@ def reading_of(folder: Path, sent: Path, streams: int, processes: int = 1) -> Re
     marks = [mark for mark in read_marks(folder / "processes.jsonl") if mark.event == "end"]
     began, ended = min(one.sent_s for one in records), max(one.sent_s + one.ended_s for one in records)
     chunks = sum(len(one.chunks_s) for one in records)
-    return Reading(
+    return CalibrationPoint(
         streams=streams,
         processes=processes,
         chunks_per_s=chunks / (ended - began),
@@ -177,7 +180,7 @@ def reading_of(folder: Path, sent: Path, streams: int, processes: int = 1) -> Re
         error_p99_s=float(np.percentile(np.abs(errors_s), 99)),
         shared=sum(one.coalesced for one in records) / chunks,
         read_lag_p99_s=max((mark.read_lag_p99_s for mark in marks if mark.read_lag_p99_s is not None), default=None),
-        cpu_most=max((mark.cpu_most for mark in marks if mark.cpu_most is not None), default=None),
+        cpu_max=max((mark.cpu_max for mark in marks if mark.cpu_max is not None), default=None),
     )
 
 
@@ -194,9 +197,9 @@ def chunk_errors_s(records: list[Request], sent: Path) -> "np.ndarray[tuple[int]
     return np.array(errors)
 
 
-def show_readings(console: Console, most: int | None, processes: int, *, as_json: bool) -> None:
-    """Measure, with a line for each reading as it comes, and say how far the instrument can be trusted."""
-    readings: list[Reading] = []
+def show_readings(console: Console, max_streams: int | None, processes: int, *, as_json: bool) -> None:
+    """Measure, print a line for each reading, and the number of streams to trust."""
+    readings: list[CalibrationPoint] = []
     if not as_json:
         who = count(processes, "load process", "load processes")
         console.print(
@@ -204,15 +207,15 @@ def show_readings(console: Console, most: int | None, processes: int, *, as_json
             f"{'  '.join(_COLUMNS)}",
             soft_wrap=True,
         )
-    for reading in calibrate(most, processes):
+    for reading in calibrate(max_streams, processes):
         readings.append(reading)
         if not as_json:
             cells = zip(_cells(reading), _COLUMNS, strict=True)
             line = "  ".join(cell.rjust(len(column)) for cell, column in cells)
             console.print(line, soft_wrap=True)
     best = max((one for one in readings if one.trusted), key=lambda one: one.streams, default=None)
-    # What was asked to stop early has found no limit, and beside other programs theirs is found.
-    limit = most is None and (readings[-1].trusted or not readings[-1].beside_others)
+    # A run that stops early finds no limit; next to busy programs it finds theirs.
+    limit = max_streams is None and (readings[-1].trusted or not readings[-1].others_busy)
     stored = best is not None and limit and store(processes, best.streams, best.chunks_per_s) is not None
     if as_json:
         print(pretty_json(readings).decode(), end="")
@@ -221,12 +224,12 @@ def show_readings(console: Console, most: int | None, processes: int, *, as_json
         console.print("\n" + in_words(readings) + kept)
 
 
-def in_words(readings: list[Reading]) -> str:
-    """How far the instrument can be trusted."""
+def in_words(readings: list[CalibrationPoint]) -> str:
+    """The result in sentences."""
     good = [reading for reading in readings if reading.trusted]
     last = readings[-1]
     end = " No more were tried." if last.trusted else f" With {last.streams}, twice: {'; '.join(last.doubts)}."
-    if not last.trusted and last.beside_others:
+    if not last.trusted and last.others_busy:
         end += f" Other programs used {last.others:.1f} cores meanwhile: measure again when they are quiet."
     if not good:
         return f"This machine's load generator is not to be trusted even for few streams, or was too busy now.{end}"
@@ -238,8 +241,8 @@ def in_words(readings: list[Reading]) -> str:
     )
 
 
-def _cells(reading: Reading) -> list[str]:
-    lag, cpu = reading.read_lag_p99_s, reading.cpu_most
+def _cells(reading: CalibrationPoint) -> list[str]:
+    lag, cpu = reading.read_lag_p99_s, reading.cpu_max
     return [
         str(reading.streams),
         f"{reading.chunks_per_s:,.0f}",
@@ -249,3 +252,55 @@ def _cells(reading: Reading) -> list[str]:
         "-" if lag is None else f"{lag * 1000:.1f}",
         "-" if cpu is None else f"{cpu:.0%}",
     ]
+
+
+class Trusted(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The number of trusted streams for this number of load processes."""
+
+    host: str
+    version: str  # of the harness
+    date: str
+    streams: int
+    chunks_per_s: float
+
+
+def store(processes: int, streams: int, chunks_per_s: float) -> Path | None:
+    """Store the result for this number of load processes; None where that is not possible."""
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    found = Trusted(
+        host=socket.gethostname(), version=__version__, date=today, streams=streams, chunks_per_s=chunks_per_s
+    )
+    path = _path(processes)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(msgspec.json.encode(found))
+    except OSError:
+        return None
+    return path
+
+
+def trust_notes(scenario: Scenario) -> list[str]:
+    """A note for each load with more streams in flight than the calibration trusts."""
+    found = []
+    for name, load in scenario.loads.items():
+        known, peak = _read(load.processes), at_once(load)
+        if known is not None and load.stream and peak > known.streams:
+            one = count(load.processes, "load process", "load processes")
+            found.append(
+                f"note: load '{name}' has up to {peak:,} streams at once, and {one} of this machine can be trusted for "
+                f"{known.streams:,} (`harness calibrate`, {known.date}); use more 'processes' or machines (--workers)"
+            )
+    return found
+
+
+def _read(processes: int) -> Trusted | None:
+    """None: never calibrated, or on another machine or with another version."""
+    try:
+        found = msgspec.json.decode(read_bytes(_path(processes)), type=Trusted)
+    except (OSError, *UNDECODABLE):
+        return None
+    return found if (found.host, found.version) == (socket.gethostname(), __version__) else None
+
+
+def _path(processes: int) -> Path:
+    return paths.cache() / "calibration" / f"{processes}.json"

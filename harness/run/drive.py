@@ -1,57 +1,81 @@
 """Drive one cell: Locust as a process of its own, with stock options, watched until it ends."""
 
+import contextlib
 import errno
 import json
 import os
 import subprocess
 import time
+from collections import Counter, deque
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
+import numpy as np
 import psutil
 
 from harness import process
+from harness.analysis import derive
 from harness.errors import RunError
 from harness.failures.explain import FIRST, mistake_of
-from harness.files import open_file, read_bytes, read_text
+from harness.files import UNDECODABLE, open_file, read_bytes, read_text
 from harness.job import SECRETS_ENV, GaveUp, Job, WaitsForWorkers, quiet_sign, read_status, status_file
 from harness.redact import known
+from harness.rundir.lines import Samples
 from harness.rundir.manifest import disk_is_full, release_space
 from harness.rundir.records import CUT, Request, read_marks
-from harness.scenario.lengths import most_of
-from harness.scenario.scenario import MAX_USERS
-from harness.serve.ask import free_port
+from harness.rundir.telemetry import GpuSample
+from harness.scenario.behaviour import max_of
+from harness.scenario.scenario import MAX_USERS, at_once
+from harness.serve.probe import free_port
+from harness.summary import Reason, because
+from harness.workers import MACHINE
 
 POLL_S = 0.2
-LOOK_S = 1.0  # between looks at the load processes
-GRACE_S = 5.0  # for flushing records after it was asked to end
-SLOWEST_TPOT_S = 5.0  # a model slower than that is not worth waiting for
-WORKERS_S = 300  # for workers of other machines to come, which people start
+LOOK_S = 1.0  # between two checks of the load processes
+GRACE_S = 5.0  # for flushing records after the request to stop
+SLOWEST_TPOT_S = 5.0  # a slower model counts as hanging
+WORKERS_S = 300  # for workers of other machines, which a user starts
 STUCK_S = 30.0  # without a record, while the users' own code raises ...
+RECENT_S = 10.0  # span of rates; longer if an answer that ended in it took longer
+_SETTLED_S = 1.0  # shorter spans have too few answers for a rate
+_SHOWN = 10_000  # newest requests whose latencies are shown, so that memory does not grow
+_MIN_REQUESTS = 3  # before their rate gives the remaining time
 PROPOSED_RATE = 100.0  # users a second; above that Locust warns
-STUCK_EXCEPTIONS = 3  # ... so often: then it will not get better
-QUIET_S = 60.0  # beyond every time limit of the load: then Locust itself hangs
+STUCK_EXCEPTIONS = 3  # ... with this many exceptions: the load is stuck
+QUIET_S = 60.0  # after every time limit of the load: Locust itself hangs
 
 
 class Count(msgspec.Struct, frozen=True):
-    """How far a cell is."""
+    """The progress of a cell."""
 
     recorded: int
     total: int | None  # None: timed load
     elapsed_s: float
     failed: int = 0
-    warmup: int = 0  # of the total, those that are not measured
-    awaited: str = ""  # which workers are missing, while it waits for them
+    warmup: int = 0  # of the total, unmeasured requests
+    awaited: str = ""  # missing workers, while it waits for them
 
 
 class Driven(msgspec.Struct, frozen=True):
-    """How the load processes ended. `problems` says why the cell cannot be trusted."""
+    """How the load processes ended. `problems`: reasons why the cell is invalid."""
 
     started_wall_s: float
     ended_wall_s: float
-    problems: list[str]
+    problems: list[Reason]
+    stopped_s: float | None = None  # monotonic: when the harness stopped it as planned; None: it did not
+
+
+class Watch(Protocol):
+    """Follows a load by its records, and decides when it has been measured for long enough: a planned stop."""
+
+    def see(self, requests: list[Request]) -> None: ...  # the new records of the cell, warm-up included
+
+    def enough(self) -> bool: ...
+
+    def measured_s(self, stopped_s: float) -> float: ...  # from the first measured request to that monotonic time
 
 
 class Child(Protocol):
@@ -77,6 +101,222 @@ class LocalChild:
         return process.stop(self._child, grace_s=grace_s)
 
 
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of one GPU; unknown is None."""
+
+    name: str
+    busy_percent: float | None = None
+    memory_bytes: int | None = None  # of an APU with GTT, where most of its memory is
+    power_w: float | None = None
+
+
+class Glance(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of a cell. Exact latencies in seconds of its newest measured requests; rates of the last seconds."""
+
+    done: int = 0  # measured requests that ended
+    planned: int | None = None
+    warmup: int = 0
+    failed: dict[str, int] = {}
+    ttft_s: tuple[float, float] | None = None  # p50 and p95
+    tpot_s: tuple[float, float] | None = None
+    tok_s: float | None = None
+    req_s: float | None = None
+    in_flight: int | None = None
+    running: float | None = None
+    waiting: float | None = None
+    kv_usage: float | None = None
+    gpus: list[Gpu] = []
+    left_s: float | None = None
+
+
+class _Ended(NamedTuple):
+    """The measured requests of one update."""
+
+    last_s: float  # when the last of them ended
+    number: int
+    tokens: int
+    longest_s: float
+
+
+class Monitor:
+    """Follow one cell by its growing files: records, server metrics and telemetry. Read only what is new."""
+
+    def __init__(self, job: Job, watch: Watch | None = None) -> None:
+        self.watch = watch
+        self.recorded = 0  # records of all stages of a load, or of one load of a mix
+        self.failed = 0  # of these
+        self._path = Path(job.requests_path)
+        self._offset = self._path.stat().st_size if self._path.exists() else 0
+        self._torn = b""  # an incomplete line
+        self._first: list[Request] | None = []  # the first records; None: they were checked
+        self._only = (
+            b'"cell":"%b"' % job.cell.encode() if job.concurrent_loads else b""
+        )  # the loads of a mix write into one file
+        self.follow(job)
+
+    def follow(self, job: Job) -> None:
+        """Switch to this cell: the next stage of a load."""
+        folder = self._path.parent
+        self._job = job
+        self._metrics = Samples(folder / "metrics.jsonl", job.cell)
+        self._telemetry = Samples(folder / "telemetry.jsonl", job.cell)
+        self._ttft: deque[float] = deque(maxlen=_SHOWN)
+        self._tpot: deque[float] = deque(maxlen=_SHOWN)
+        self._errors: Counter[str] = Counter()
+        self._done = self._warmup = 0
+        self._recent: deque[_Ended] = deque()
+        self._before_s: float | None = None  # end of the newest update that was dropped from it
+        self._offset_s: dict[int, float] = {}  # estimated offset of each machine's clock to ours
+        self._began: float | None = None  # estimated time of the first measured request
+        self._decoder = msgspec.json.Decoder(Request)
+
+    def update(self) -> None:
+        """Read the new records."""
+        if not self._path.exists():
+            return
+        with open_file(self._path) as file:
+            file.seek(self._offset)
+            new = file.read()
+        self._offset += len(new)
+        *lines, self._torn = (self._torn + new).split(b"\n")
+        lines = [line for line in lines if self._only in line]
+        self.recorded += len(lines)
+        requests = []
+        for line in lines:
+            with contextlib.suppress(*UNDECODABLE):
+                requests.append(self._decoder.decode(line))
+        self.failed += sum(one.error is not None and one.error not in CUT for one in requests)
+        if self._first is not None:
+            self._first += requests
+        if self.watch is not None:
+            self.watch.see(requests)
+        self._take(requests, time.monotonic())
+
+    def mistake(self) -> Reason | None:
+        """Why all further requests will fail too. Checked once, on the first requests."""
+        if self._first is None or len(self._first) < FIRST:
+            return None
+        first, self._first = self._first[:FIRST], None
+        return scenario_mistake(first)
+
+    def look(self) -> Glance:
+        """The state of the cell now."""
+        self.update()
+        now = time.monotonic()
+        self._metrics.look()
+        self._telemetry.look()
+        values = (self._metrics.newest or {}).get("values", {})
+        ended, tokens, span_s = self._lately(now)
+        return Glance(
+            done=self._done,
+            planned=self._job.load.requests,
+            warmup=self._warmup,
+            failed=dict(self._errors.most_common()),
+            ttft_s=_percentiles(self._ttft),
+            tpot_s=_percentiles(self._tpot),
+            tok_s=tokens / span_s if span_s else None,
+            req_s=ended / span_s if span_s else None,
+            in_flight=self._in_flight(),
+            running=values.get("running"),
+            waiting=values.get("waiting"),
+            kv_usage=values.get("kv_usage"),
+            gpus=_gpus(self._telemetry.newest),
+            left_s=self._left_s(now),
+        )
+
+    def _take(self, requests: list[Request], now: float) -> None:
+        """Add records of the cell; those of its warm-up are only counted."""
+        ours = [one for one in requests if one.cell == self._job.cell]
+        measured = [one for one in ours if one.phase != "warmup"]
+        self._warmup += len(ours) - len(measured)
+        if not measured:
+            return
+        tokens = 0
+        ends: dict[int, float] = {}  # by machine
+        for request in measured:
+            machine = request.process // MACHINE
+            ends[machine] = max(ends.get(machine, -inf), request.sent_s + request.ended_s)
+            if request.error is not None:
+                if request.error not in CUT:
+                    self._errors[request.error] += 1
+                continue
+            tokens += request.output_tokens or 0
+            for values, value in ((self._ttft, derive.ttft_s(request)), (self._tpot, derive.tpot_s(request))):
+                if value is not None:
+                    values.append(value)
+        if self._began is None:  # the records may have another machine's clock
+            self._began = now - (max(ends.values()) - min(one.sent_s for one in measured))
+        self._done += len(measured)
+        for machine, end_s in ends.items():
+            self._offset_s.setdefault(machine, now - end_s)
+        last_here_s = max(end_s + self._offset_s[machine] for machine, end_s in ends.items())
+        longest_s = max(one.ended_s for one in measured)
+        self._recent.append(_Ended(last_here_s, len(measured), tokens, longest_s))
+
+    def _lately(self, now: float) -> tuple[int, int, float | None]:
+        """Return requests and tokens of the last seconds, and the number of these seconds.
+
+        Answers that take long end in waves, and a window that begins or ends between two of them has one too many or
+        too few. So it lasts from the end of an answer to that of the last one, unless the next one is overdue.
+        """
+        if self._began is None:
+            return 0, 0, None
+        longest_s = max((look.longest_s for look in self._recent), default=0.0)
+        span_s = max(RECENT_S, longest_s)
+        end_s = max((look.last_s for look in self._recent), default=now)
+        end_s = now if now - end_s > longest_s else end_s
+        while self._recent and self._recent[0].last_s <= end_s - span_s:
+            self._before_s = self._recent.popleft().last_s
+        span_s = end_s - (self._began if self._before_s is None else self._before_s)
+        if span_s < _SETTLED_S:
+            return 0, 0, None
+        return sum(look.number for look in self._recent), sum(look.tokens for look in self._recent), span_s
+
+    def _in_flight(self) -> int | None:
+        """Requests in flight of batch agents, which send slots as they take them; unknown for other users."""
+        load = self._job.load
+        if load.user != "batch" or load.arrivals is not None:
+            return None
+        try:
+            with open_file(self._job.counter_path) as file:
+                counts = msgspec.json.decode(file.readline())
+            out = counts["warmup_taken"] + counts["measured_taken"] - counts["settled"]
+            return min(max(int(out), 0), at_once(load))
+        except (OSError, *UNDECODABLE, KeyError, TypeError):
+            return None
+
+    def _left_s(self, now: float) -> float | None:
+        """Estimate the remaining time of the load. Requests in flight at the end of a timed one may take longer."""
+        load = self._job.load
+        if self._began is None or self.watch is not None:  # the watch decides when it ends
+            return None
+        if load.duration_s is not None:
+            return max(0.0, self._began + load.duration_s - now)
+        open_loop = load.arrivals is not None or load.trace is not None
+        # Users start together: a rate needs the answers of at least one full wave.
+        if load.requests is None or self._done < (_MIN_REQUESTS if open_loop else max(_MIN_REQUESTS, at_once(load))):
+            return None
+        return max(0.0, (load.requests - self._done) * (now - self._began) / self._done)
+
+
+def _percentiles(values: deque[float]) -> tuple[float, float] | None:
+    if not values:
+        return None
+    p50, p95 = np.percentile(list(values), [50, 95])
+    return float(p50), float(p95)
+
+
+def _gpus(sample: dict[str, Any] | None) -> list[Gpu]:
+    found = []
+    for name, raw in sorted((sample or {}).get("gpus", {}).items()):
+        gpu = msgspec.convert(raw, GpuSample)
+        memory = gpu.vram_used_bytes
+        if gpu.package and gpu.gtt_used_bytes is not None:
+            memory = (memory or 0) + gpu.gtt_used_bytes
+        found.append(Gpu(name=name, busy_percent=gpu.busy_percent, memory_bytes=memory, power_w=gpu.power_w))
+    return found
+
+
 def locust_arguments(
     job: Job, given: Path | str, locustfile: Path, url: str, ui: tuple[str, int] | None = None
 ) -> list[str]:
@@ -88,14 +328,14 @@ def locust_arguments(
     arguments = ["-f", str(locustfile), "--host", url, "--job", str(given)]
     arguments += ["--headless"] if ui is None else ["--web-host", ui[0], "--web-port", str(ui[1])]
     rate = min(load.users / max(load.ramp_s, 0.001), MAX_USERS)
-    # What a form proposes is read: more would make Locust warn of it, and all users are there in the wink of an eye.
+    # The form proposes this rate. Locust warns above it, and all users start quickly anyway.
     arguments += ["--users", str(load.users), "--spawn-rate", f"{rate if ui is None else min(rate, PROPOSED_RATE):g}"]
-    arguments += ["--only-summary", "--exit-code-on-error", "0"]  # failed requests are results; verdicts come later
+    arguments += ["--only-summary", "--exit-code-on-error", "0"]  # failed requests are results, evaluated later
     if job.workers is not None:
         arguments += ["--master", "--master-bind-host", job.workers.bind, "--master-bind-port", str(job.workers.port)]
         arguments += ["--expect-workers", str(job.workers.total), "--expect-workers-max-wait", str(WORKERS_S)]
     elif load.processes > 1:
-        # A port of its own, so that two harnesses on one machine do not meet.
+        # A free port, so that two harnesses on one machine do not conflict.
         port = str(free_port())
         arguments += ["--processes", str(load.processes), "--master-bind-host", "127.0.0.1"]
         arguments += ["--master-bind-port", port, "--master-port", port]
@@ -107,27 +347,32 @@ def drive(
     job: Job,
     *,
     log_path: Path,
-    alive: Callable[[], str | None],
+    alive: Callable[[], Reason | None],
     progress: Callable[[Count], None],
+    monitor: Monitor | None = None,
 ) -> Driven:
-    """Run a cell's load to its end.
+    """Run a cell's load to its end, or until the monitor's watch has seen enough.
 
     `alive` is asked all the time whether the server lives; when it says why the load must end, it is ended.
     Raises RunError when Locust itself could not run, such as for a locustfile that fails to import, and OSError when
     the disk is full.
     """
     started = time.time()
-    status_file(job.tickets_path).unlink(missing_ok=True)  # of an earlier try, which was resumed
+    status_file(job.counter_path).unlink(missing_ok=True)  # of an earlier attempt
     child = start()
+    monitor = monitor or Monitor(job)
+    stopped_s = None
     try:
-        problems = _watch(child, job, log_path, alive, progress)
+        problems = _watch(child, job, log_path, alive, progress, monitor)
+        if child.poll() is None and not problems:
+            stopped_s = time.monotonic()
     finally:
-        # Its records are flushed when it is asked politely; what is in flight is recorded as unfinished.
+        # A stopped load generator flushes its records; requests in flight are recorded as unfinished.
         code = child.stop(GRACE_S)
+    monitor.update()
     if code != 0 and not problems:
-        raised = last_exception(log_path)
-        problems = [f"the load generator ended with exit code {code}" + (f"; its log has {raised}" if raised else "")]
-        if not Path(job.tickets_path).exists():
+        problems = [because("generator_exit", exit_code=code, exception=last_exception(log_path))]
+        if not Path(job.counter_path).exists():
             if said := gave_up(job):
                 why, *more = said.splitlines()
                 raise RunError(
@@ -146,26 +391,25 @@ def drive(
                 next_step=f"Its log is {log_path}. A locustfile can be tried alone: locust -f FILE --host URL",
                 detail=tail(log_path),
             )
-    return Driven(started, time.time(), problems)
+    return Driven(started, time.time(), problems, stopped_s)
 
 
 def _watch(
     child: Child,
     job: Job,
     log_path: Path,
-    alive: Callable[[], str | None],
+    alive: Callable[[], Reason | None],
     progress: Callable[[Count], None],
-) -> list[str]:
-    # The parts of a mix write into one file, and are not to be blamed for each other.
-    counter = LineCounter(Path(job.requests_path), job.cell if job.beside else None)
+    monitor: Monitor,
+) -> list[Reason]:
     raised = 0  # exceptions in the log when the last record came
     awaited = ""
     begin = time.monotonic()
-    endless = job.load.requests is None or job.warmup.requests is None  # nobody knows how many there will be
+    endless = job.load.requests is None or job.warmup.requests is None  # the number of requests is unknown
     warmup = 0 if endless else job.warmup.requests or 0
     total = None if endless else (job.load.requests or 0) + warmup
     last_change = last_quiet = last_look = begin
-    quiet, sign_ns = quiet_sign(job.tickets_path), 0
+    quiet, sign_ns = quiet_sign(job.counter_path), 0
     while child.poll() is None:
         if disk_is_full(folder := Path(job.requests_path).parent):
             release_space(folder, half=True)  # for the records that the load processes still hold
@@ -173,41 +417,43 @@ def _watch(
         dead = alive()
         if dead is not None:
             return [dead]
-        before = counter.lines
-        counter.update()
+        before = monitor.recorded
+        monitor.update()
         now = time.monotonic()
         if isinstance(child, LocalChild) and now - last_look > LOOK_S:
             last_look = now
             if job.workers is not None:
-                awaited = "" if Path(job.tickets_path).exists() else awaited_workers(job)
-            elif killed_processes(job):
-                # What it held is never done, so the others would wait for it; validity names it.
-                return ["the load was ended because a load process had been killed"]
+                awaited = "" if Path(job.counter_path).exists() else awaited_workers(job)
+            elif killed_processes(job) and child.poll() is None:  # else it was the only one: its exit code says more
+                # Its slots are never settled, so the others would wait for it; the validity check reports it.
+                return [because("process_killed")]
         if awaited:
             last_change = now
         if (touched_ns := _touched_ns(quiet)) != sign_ns:
             sign_ns, last_quiet = touched_ns, now
-        if counter.lines != before:
+        if monitor.recorded != before:
             last_change, raised = now, exceptions_in(log_path)
         elif now - last_change > STUCK_S and exceptions_in(log_path) - raised >= STUCK_EXCEPTIONS:
-            return [f"no request was recorded for {STUCK_S:g} s while users raised {last_exception(log_path)}"]
-        progress(Count(counter.lines, total, now - begin, counter.failed, warmup, awaited))
-        mistake = counter.mistake()
+            return [because("generator_stuck", seconds=STUCK_S, exception=last_exception(log_path))]
+        progress(Count(monitor.recorded, total, now - begin, monitor.failed, warmup, awaited))
+        mistake = monitor.mistake()
         if mistake is not None:
             return [mistake]
         silent_s = now - max(last_change, last_quiet)
         if silent_s > _patience_s(job):
-            return [f"no request ended for {silent_s:.0f} s although each may take {job.load.timeout_s:g} s"]
+            return [because("generator_silent", seconds=silent_s, timeout_s=job.load.timeout_s)]
+        if monitor.watch is not None and monitor.watch.enough():
+            return []
         time.sleep(POLL_S)
-    counter.update()
-    progress(Count(counter.lines, total, time.monotonic() - begin, warmup=warmup))
+    monitor.update()
+    progress(Count(monitor.recorded, total, time.monotonic() - begin, warmup=warmup))
     return []
 
 
 def killed_processes(job: Job) -> list[int]:
-    """Load processes of this host that said hello in the cell, have not said goodbye, and are gone."""
+    """Return the killed load processes of this host: a start mark in the cell, no end mark, no process."""
     gone = [process for process in _without_goodbye(job) if not _runs(process)]
-    # A goodbye may have been written between the two looks.
+    # An end record may have been written between the two checks.
     return [process for process in _without_goodbye(job) if process in gone] if gone else []
 
 
@@ -232,74 +478,33 @@ def _touched_ns(path: Path) -> int:
 
 
 def _patience_s(job: Job) -> float:
-    """How long no request may end while one is due. Pauses of users, and of the schedule, do not count."""
-    # A stream that keeps sending may lawfully take longer than timeout_s, which is about silence.
-    longest_s = 3 * job.load.timeout_s + SLOWEST_TPOT_S * most_of(job.load.output_tokens, pairs=job.output_lengths)
+    """Return the longest allowed time without an ended request. Pauses of users and of the schedule do not count."""
+    # A stream that keeps sending may take longer than timeout_s, which limits silence.
+    longest_s = 3 * job.load.timeout_s + SLOWEST_TPOT_S * max_of(job.load.output_tokens, pairs=job.output_lengths)
     return longest_s + job.load.ramp_s + QUIET_S
 
 
-class LineCounter:
-    """Counts the records of a growing file, all of them or those of one cell, by reading only what is new."""
-
-    def __init__(self, path: Path, cell: str | None = None) -> None:
-        self.path = path
-        self._mark = None if cell is None else b'"cell":"%b"' % cell.encode()
-        self._begun = b""  # a line that is not there in full yet
-        self.offset = path.stat().st_size if path.exists() else 0
-        self.lines = 0
-        self.failed = 0
-        self._first = b""  # the first records, until they were judged
-        self._judged = False
-
-    def update(self) -> None:
-        if not self.path.exists():
-            return
-        with open_file(self.path) as file:
-            file.seek(self.offset)
-            new = file.read()
-        self.offset += len(new)
-        if self._mark is not None:
-            *lines, self._begun = (self._begun + new).split(b"\n")
-            new = b"".join(line + b"\n" for line in lines if self._mark in line)
-        self.lines += new.count(b"\n")
-        self.failed += new.count(b',"error":"') - sum(new.count(b',"error":"%b"' % kind.encode()) for kind in CUT)
-        if not self._judged:
-            self._first += new
-
-    def mistake(self) -> str | None:
-        """Why the rest will fail as well, asked once: when the first requests all failed for the scenario's mistake."""
-        if self._judged or self.lines < FIRST:
-            return None
-        self._judged = True
-        lines = self._first.splitlines()[:FIRST]
-        self._first = b""
-        return scenario_mistake([msgspec.json.decode(line, type=Request) for line in lines])
-
-
-def scenario_mistake(first: list[Request]) -> str | None:
-    """Why every other request will fail as these did, where all of them were refused for what the scenario asks."""
+def scenario_mistake(first: list[Request]) -> Reason | None:
+    """Return the common cause if the server rejected all of these requests because of the scenario."""
     mistake = mistake_of([None if one.error is None else f"{one.error}: {one.message}" for one in first])
     if mistake is None:
         return None
-    return (
-        f"the load was ended because its first {len(first)} requests all failed for a mistake of the scenario: "
-        f"{mistake.cause}; to solve it: {mistake.fix}"
-    )
+    return because("scenario_mistake", requests=len(first), cause=mistake.cause, fix=mistake.fix)
 
 
 def tail(path: Path, lines: int = 15) -> str:
-    """The last lines of a log, for an error's detail."""
+    """Return the last lines of a log, for an error's detail."""
     return "\n".join(_lines(path)[-lines:])
 
 
 def gave_up(job: Job) -> str:
-    """Why the load could not start, as its load processes report it, each reason once; empty where they do not."""
+    """Return why the load could not start, as its load processes report it; each reason once."""
     texts = [status.text for status in read_status(job) if isinstance(status, GaveUp)]
     return "\n".join(dict.fromkeys(line for text in texts for line in text.splitlines()))
 
 
 def awaited_workers(job: Job) -> str:
-    """Which workers the master waits for, as it reports last; empty where it reports nothing of it."""
+    """Return the workers that the master waits for, by its last report; empty without a report."""
     reports = [status for status in read_status(job) if isinstance(status, WaitsForWorkers)]
     return job.workers.awaited(reports[-1].here) if job.workers is not None and reports else ""
 
@@ -312,12 +517,12 @@ def _lines(path: Path) -> list[str]:
 
 
 def exceptions_in(path: Path) -> int:
-    """How many tracebacks a log has."""
+    """Return the number of tracebacks in a log."""
     return read_bytes(path).count(b"\nTraceback ") if path.exists() else 0
 
 
 def last_exception(path: Path) -> str | None:
-    """The last exception in a log, as its traceback ends: `ValueError: boom`."""
+    """Return the last exception of a log, such as `ValueError: boom`."""
     found, inside = None, False
     for line in _lines(path):
         if line.startswith("Traceback "):

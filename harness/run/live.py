@@ -11,7 +11,8 @@ from harness import paths
 from harness.errors import HarnessError, Mistakes, RunError, ServerError
 from harness.job import Job, text_of
 from harness.prepare.experiment import Experiment, load_name, server_name
-from harness.prepare.preflight import preflight
+from harness.prepare.machine_fit import preflight
+from harness.reasons import sentence
 from harness.report.words import SIMULATED
 from harness.run.drive import GRACE_S, locust_arguments, tail
 from harness.run.progress import Progress
@@ -19,25 +20,26 @@ from harness.run.run import endpoint_of, generator, make_job, watched
 from harness.run.running import Running, begin, finish
 from harness.rundir.manifest import disk_is_full
 from harness.scenario.check_syntax import parse_check, slos_key
-from harness.scenario.mixes import mix_of
-from harness.scenario.plan import plan
+from harness.scenario.plan import mix_of, plan, staged
 from harness.scenario.scenario import SERVER_TOKENIZER, locustfile_of
-from harness.scenario.stages import staged
 from harness.serve import compose_document, upstream_of
-from harness.serve.ask import is_free
-from harness.serve.docker.generator import IMAGE, files_needed, in_image
+from harness.serve.generator import IMAGE, files_needed, in_image
+from harness.serve.grafana import GRAFANA_PORT, METRICS_PORT
+from harness.serve.probe import is_free
+from harness.summary import because
 
 UI_HOST = "127.0.0.1"
 INTERVAL_S = 1.0
 _RECORDS = "/records"  # in the container
-_TICKETS = "/dev/shm"  # in the container; the containers of the service `worker` have that of `locust`
+_COUNTERS = "/dev/shm"  # in the container; the containers of the service `worker` have that of `locust`
+_METRICS = ["--metrics-port", str(METRICS_PORT), "--metrics-host", "0.0.0.0"]  # the port is not published
 _MAX_ARGUMENT = 128 * 1024  # bytes of one argument with its end: MAX_ARG_STRLEN of Linux, execve(2)
 
 
 def live(
     experiment: Experiment, server: str | None, load: str | None, port: int, runs: Path, progress: Progress
 ) -> None:
-    """Serve the UI until it is ended from outside. Everything that was started is taken down then.
+    """Serve the UI until it is stopped. Then tear everything down.
 
     Users and rate are the scenario's at first, and the person's from then on. What is sent is recorded, but a load
     steered by hand is never valid for a comparison. Raises HarnessError.
@@ -52,7 +54,7 @@ def live(
             raise HarnessError(f"--port: {port} is in use already", next_step="Give another, such as --port 8090.")
     wrong.refuse()
     slos = slos_for(experiment.scenario.checks, cell_server, cell_load)
-    # The UI belongs to this host, whatever the scenario says about its measured runs.
+    # The UI runs on this host, even if the scenario's load generator runs in a container.
     experiment = preflight(_alone(experiment, cell_server, [cell_load], endless=True), progress.line)
     cell = plan(experiment.scenario)[0]
     running, manifest = begin(experiment, [cell], runs, progress)
@@ -60,7 +62,7 @@ def live(
         with progress.live(), endpoint_of(running, cell) as endpoint:
             job = msgspec.structs.replace(make_job(running, cell, endpoint), slos=slos)
             start = generator(running, job, endpoint, (UI_HOST, port))
-            # Written here, and read by the page: the load processes only measure what they have sent themselves.
+            # The page reads these files: the load processes measure only their own requests.
             with watched(running, job, endpoint, INTERVAL_S):
                 child = start()
                 try:
@@ -75,13 +77,13 @@ def live(
                             )
                         dead = endpoint.check_alive()
                         if dead is not None:
-                            raise ServerError(dead)
+                            raise ServerError(sentence(dead))
                         time.sleep(0.5)
                 finally:
                     code = child.stop(GRACE_S)
             raise RunError(f"Locust's web UI ended (exit code {code})", detail=tail(running.log_path(cell.id)))
     finally:
-        finish(running.folder, manifest, "live", ["a live load, steered by hand, is not judged"])
+        finish(running.folder, manifest, "live", [because("live_load")])
         if (running.folder / "requests.jsonl").stat().st_size:
             progress.line(f"What was sent is recorded: harness report {running.folder}")
 
@@ -118,12 +120,14 @@ def compose_file(
     workers: int = 0,
     records: Path | None = None,
     headless: bool = False,
+    grafana: bool = False,
 ) -> str:
     """Return the Compose file of a server with a load generator in front of it that sends one load of the scenario.
 
     With the web UI, a user starts and stops the load. `headless` sends all of it, as one repeat of a run would, and
     exits. `records`: folder of this host for the request records. `workers`: containers that send the load; 0: the one
-    with the UI does. Raises HarnessError, with all that such a file cannot express.
+    with the UI does. `grafana`: with Prometheus and Grafana. Raises HarnessError, with all that such a file
+    cannot express.
     """
     wrong = Mistakes()
     with wrong.noted():
@@ -164,7 +168,7 @@ def compose_file(
             slos=slos,
             requests_path=os.devnull if records is None else f"{_RECORDS}/requests.jsonl",
             processes_path=os.devnull if records is None else f"{_RECORDS}/processes.jsonl",
-            tickets_path=f"{_TICKETS}/{cell.id}.tickets",
+            counter_path=f"{_COUNTERS}/{cell.id}.counter",
         )
         for cell in plan(one.scenario)
     ]
@@ -180,14 +184,14 @@ def compose_file(
         name,
         {
             "image": IMAGE,
-            "command": _literal([*command, *(["--master"] if workers else [])]),
+            "command": _literal([*command, *(["--master"] if workers else []), *(_METRICS if grafana else [])]),
             "worker_command": _literal(
                 ["locust", "-f", str(file), "--job", text, "--worker", "--master-host", "locust"]
             ),
             "environment": {"HOME": "/tmp", **({key: f"${{{key}}}"} if key else {})},
             "files": _literal(files),
             "records": None if records is None else _literal([str(records.resolve())])[0],
-            # Files and folder may be readable by their owner only.
+            # Only the owner may be able to read the files.
             "user": f"{os.getuid()}:{os.getgid()}" if files or records else None,
             "ui_port": None if headless else ui_port,
             "workers": workers,
@@ -199,12 +203,18 @@ def compose_file(
             f"The image {IMAGE} is made by `make image`. ${{NAME}} is taken from your shell.",
             *([f"Records are appended to {records.resolve()}/requests.jsonl"] if records else []),
             *([] if headless else [f"Locust: http://{UI_HOST}:{ui_port}"]),
+            *(
+                [f"Grafana: http://{UI_HOST}:{GRAFANA_PORT} (no login; nothing is kept after `down`)"]
+                if grafana
+                else []
+            ),
         ],
+        grafana=grafana,
     )
 
 
 def _how_to(headless: bool, prepared: bool) -> list[str]:
-    """How to use a Compose file. `prepared`: a service ends before the server starts, at which `up` would end all."""
+    """How to use a Compose file. `prepared`: a service ends before the server starts, and would end `up`."""
     if not headless:
         return [
             "Save it as compose.yaml, then: docker compose up",
@@ -218,7 +228,7 @@ def _how_to(headless: bool, prepared: bool) -> list[str]:
 
 
 def _loads_of(experiment: Experiment, given: str | None, *, headless: bool) -> list[str]:
-    """The load that a Compose file is to send, or its stages. Raises HarnessError."""
+    """The load of a Compose file, or its stages. Raises HarnessError."""
     loads = experiment.scenario.loads
     whole = list(dict.fromkeys(staged(name) or name for name in loads if mix_of(name) is None))
     if given is None and len(whole) > 1:
@@ -239,7 +249,7 @@ def _loads_of(experiment: Experiment, given: str | None, *, headless: bool) -> l
 
 
 def _argument(job: Job) -> str:
-    """The job as an argument of Locust. Raises HarnessError for one that no command line holds."""
+    """The job as an argument of Locust. Raises HarnessError if it is too long for a command line."""
     text = text_of(job)
     if len(text.encode()) < _MAX_ARGUMENT:
         return text

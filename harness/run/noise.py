@@ -1,4 +1,4 @@
-"""How far equal runs differ on this machine: one server under two names, measured once or several times."""
+"""Measure the difference of equal runs on this machine: one server under two names, once or several times."""
 
 import math
 import time
@@ -8,6 +8,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from harness.analysis.summarize import summarize
+from harness.columns import METRIC_WORDS
 from harness.errors import HarnessError, RunError
 from harness.judge import stats
 from harness.judge.noise_floors import (
@@ -21,17 +23,17 @@ from harness.judge.noise_floors import (
     read_noise,
     write_noise,
 )
-from harness.judge.verdicts import MARGIN, METRIC_WORDS
 from harness.prepare.experiment import Experiment, server_name
+from harness.reasons import sentence
 from harness.run.progress import Progress
 from harness.run.run import run
 from harness.rundir.manifest import read_run
 from harness.scenario.scenario import Baseline
-from harness.summarize.summarize import summarize
+from harness.summary import MARGIN, MAX_REPEATS
 from harness.units import NOTHING, duration, figures
 from harness.units import count as counted
 
-_SHORT_S = 3600.0  # runs that are closer share the temperature and the neighbours of their hour
+_SHORT_S = 3600.0  # runs that are closer share temperature and other programs
 
 
 def noise(
@@ -45,9 +47,9 @@ def noise(
     pause_s: float = 0.0,
     add: bool = False,
 ) -> tuple[Path, StoredNoise]:
-    """Measure how far equal runs differ, `count` times with pauses between, and store it; returns where, and what.
+    """Measure and store the difference of equal runs, `count` times with pauses; return the path and the result.
 
-    What is stored is there after each run, so that an interruption loses one. With `add` the runs that were stored
+    Results are stored after each run, so that an interruption loses one run. With `add` the runs that were stored
     before stay. Raises RunError when a run is not VALID.
     """
     name = server_name(experiment, server)
@@ -59,7 +61,7 @@ def noise(
         manifest, summary = read_run(folder), summarize(folder)
         if not summary.valid:
             raise RunError(
-                f"{manifest.id}: an INVALID run shows no noise: {summary.reasons[0]}",
+                f"{manifest.id}: an INVALID run shows no noise: {sentence(summary.reasons[0])}",
                 next_step=f"harness report {folder} shows all reasons. {number} of {count} runs are stored.",
             )
         path = noise_path(results, manifest)
@@ -78,13 +80,14 @@ def noise(
 
 
 def a_against_a(experiment: Experiment, name: str) -> Experiment:
-    """The experiment with one of its servers under two names, and without checks: it asks one thing only."""
+    """The experiment with one of its servers under two names, without checks."""
     scenario = experiment.scenario
     server = scenario.servers[name]
     twice = msgspec.structs.replace(
         scenario,
         question=f"How far do two equal servers differ on this machine? (A/A of '{name}')",
         servers={A: server, AGAIN: server},
+        swept=None,  # nothing differs between the two
         baseline=Baseline(server=A, load=next(iter(scenario.loads))),
         checks=[],
     )
@@ -92,7 +95,7 @@ def a_against_a(experiment: Experiment, name: str) -> Experiment:
 
 
 def show(noise: StoredNoise, console: Console) -> None:
-    """A table of how far repeats and runs differ, and what that allows to find."""
+    """A table of the variation of repeats and runs, and of the detectable differences."""
     span_s = noise.runs[-1].started_wall_s - noise.runs[0].started_wall_s
     over = f" over {duration(span_s)}" if span_s else ""
     repeats = counted(noise.repeats, "repeat")
@@ -121,12 +124,12 @@ def _of_row(row: RowNoise, repeats: int) -> list[str]:
     between = row.between_repeats()
     if between is not None:
         needed = stats.needed_to_settle(0.0, (between, between), 1, 1, MARGIN)
-        cells[:2] = [_percent(math.sqrt(between)), f"over {stats.MOST_REPEATS}" if needed is None else str(needed)]
+        cells[:2] = [_percent(math.sqrt(between)), f"over {MAX_REPEATS}" if needed is None else str(needed)]
     seen = row.variation()
     if seen is not None:
         variance = seen.of_run(repeats)
-        least = max(math.expm1(stats.detectable(variance, seen.freedom)), MARGIN)
-        cells[2:] = [_percent(math.sqrt(variance)), f"{_percent(least)} or more"]
+        smallest = max(math.expm1(stats.detectable(variance, seen.freedom)), MARGIN)
+        cells[2:] = [_percent(math.sqrt(variance)), f"{_percent(smallest)} or more"]
     return cells
 
 

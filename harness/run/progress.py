@@ -1,9 +1,8 @@
-"""What a person sees while a run goes on: a live table in a terminal, plain lines elsewhere."""
+"""Show the progress of a run: a live table, or plain lines where the output is no terminal."""
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import msgspec
 from rich.console import Console, Group, RenderableType
@@ -14,9 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.job import Job
-from harness.redact import without
-from harness.run.cell_progress import Glance, Watch
-from harness.run.drive import Count
+from harness.redact import masked
+from harness.run.drive import Count, Glance, Monitor
 from harness.scenario.plan import Cell
 from harness.units import count as counted
 from harness.units import duration, gib
@@ -28,16 +26,16 @@ NARROWEST = 80  # below, a table would be cut
 
 
 class Progress:
-    """Shows where a run is. In a terminal a few lines are rewritten; else a line comes now and then."""
+    """Show the progress of a run: rewritten lines in a terminal, else a line from time to time."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self.head = ""
-        self._place = (0, 0)  # of the cell among all
+        self._place = (0, 0)  # number of the cell, and of all cells
         self.last_plain = 0.0
         self._live: Live | None = None
         self._spinner = Spinner("dots", "starting")
-        self._watch: Watch | None = None
+        self._monitor: Monitor | None = None
         self._glance: Glance | None = None
         self._looked = 0.0
         self._simulated = False  # the server of the load
@@ -53,30 +51,31 @@ class Progress:
 
     def line(self, text: str) -> None:
         """A line that stays."""
-        self.console.print(without(text, words=False), soft_wrap=True)
+        self.console.print(masked(text, "sure"), soft_wrap=True)
 
     def cell(self, number: int, cells: int, cell: Cell, left_s: float | None) -> None:
-        """The next cell begins; `left_s` is the estimate of the time for it and all that follow."""
+        """Start the next cell; `left_s` is the estimated time for it and all later cells."""
         self._place = number, cells
         left = "" if left_s is None else f", about {duration(left_s)} left"
         self.head = f"[{number}/{cells}] {cell.server} / {cell.load}, repeat {cell.repeat}{left}"
         self.stage("")
 
     def stage(self, text: str) -> None:
-        """What is being done for the current cell, such as pulling an image."""
-        self._watch = self._glance = None
-        self._show(": ".join(part for part in (self.head, without(text, words=False)) if part))
+        """Show the current step, such as pulling an image."""
+        self._monitor = self._glance = None
+        self._show(": ".join(part for part in (self.head, masked(text, "sure")) if part))
 
-    def load(self, job: Job, folder: Path) -> None:
-        """The load of the current cell begins: from now on `count` shows what its files say."""
-        self._watch, self._glance, self._looked = Watch(job, folder), None, time.monotonic()
+    def load(self, job: Job, monitor: Monitor) -> None:
+        """The load of the current cell starts: from now on `count` shows what its files contain."""
+        self._monitor, self._glance, self._looked = monitor, None, time.monotonic()
         self._simulated = job.simulated
 
-    def next_stage(self, cell: Cell, job: Job, folder: Path) -> None:
-        """The next stage of the load begins, under the same load generator."""
+    def next_stage(self, cell: Cell, job: Job, monitor: Monitor) -> None:
+        """The next stage of the load starts, under the same load generator."""
         number, cells = self._place
         self.cell(number + 1, cells, cell, None)
-        self.load(job, folder)
+        monitor.follow(job)
+        self.load(job, monitor)
 
     def count(self, count: Count) -> None:
         if count.awaited:
@@ -84,16 +83,18 @@ class Progress:
             return
         now = time.monotonic()
         due = self._live is not None or now - self.last_plain >= PLAIN_EVERY_S
-        if self._watch is not None and due and now - self._looked >= LOOK_EVERY_S:
+        if self._monitor is not None and due and now - self._looked >= LOOK_EVERY_S:
             self._looked = now
-            self._glance = self._watch.look()
+            self._glance = self._monitor.look()
         of = "" if count.total is None else f" of {count.total}"
         warmup = f", {count.warmup} of them warm-up" if count.warmup else ""
         failed = f", {count.failed} FAILED" if count.failed else ""
         simulated = " (SIMULATED)" if self._simulated else ""
         words = f"{self.head}{simulated}: {count.recorded}{of} requests{warmup}{failed}, {count.elapsed_s:.0f} s"
         glance = self._glance
-        if glance is not None and glance.warmup and not glance.done and not warmup:  # of a time nobody knows how many
+        if (
+            glance is not None and glance.warmup and not glance.done and not warmup
+        ):  # of a timed one the number is unknown
             words += f", warm-up until now: {counted(glance.warmup, 'request')}"
         if glance is not None and self._live is None:
             words = ", ".join([words, *in_words(glance)])
@@ -114,7 +115,7 @@ class Progress:
 
 
 def table(glance: Glance, width: int) -> Group:
-    """What is known of the cell, for a terminal of that width: the load, the server and the GPUs."""
+    """The known numbers of the cell, for a terminal of this width: load, server and GPUs."""
     failed: list[RenderableType] = []
     if glance.failed:
         kinds = ", ".join(f"{count} {kind}" for kind, count in glance.failed.items())
@@ -150,7 +151,7 @@ def table(glance: Glance, width: int) -> Group:
 
 
 def _filled(parts: list[str], width: int) -> list[str]:
-    """As many parts on a line as fit, none of them broken."""
+    """Join as many whole parts on a line as fit."""
     lines = [""]
     for part in parts:
         longer = f"{lines[-1]}   {part}" if lines[-1] else part
@@ -162,7 +163,7 @@ def _filled(parts: list[str], width: int) -> list[str]:
 
 
 def in_words(glance: Glance) -> list[str]:
-    """The same for a line of a log: only what is known."""
+    """The same as a line of a log."""
     words = []
     if glance.ttft_s is not None:
         words.append(f"TTFT {_ms(glance.ttft_s, 0)} (p95 {_ms(glance.ttft_s, 1)})")

@@ -1,48 +1,68 @@
-"""The one orchestrator: serve, drive and record every cell of a scenario, and leave a run directory."""
+"""The orchestrator: serve, drive and record every cell of a scenario, and write a run directory."""
 
 import contextlib
 import errno
+import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 
 import msgspec
 
-from harness import paths
+from harness import paths, workload
 from harness.errors import HarnessError, RunError
+from harness.files import open_file
 from harness.job import Job, warm_sign, write_job
-from harness.machine.gpus import gpu_memory
+from harness.machine.gpus import gpu_memory, when_free
 from harness.machine.telemetry import Sampler
 from harness.prepare.experiment import Experiment
-from harness.prepare.preflight import preflight
-from harness.prepare.prompt_words import counted_words
+from harness.prepare.machine_fit import preflight
 from harness.process import refuse_too_few_files
-from harness.run.drive import Child, Count, Driven, LineCounter, LocalChild, drive, locust_arguments
-from harness.run.offline import offline_cell
+from harness.reasons import sentence
+from harness.run.drive import Child, Count, Driven, LocalChild, Monitor, Watch, drive, locust_arguments
 from harness.run.progress import Progress
-from harness.run.running import Running, begin, finish
-from harness.rundir.manifest import CellRun, Run, Status, release_space, write_run
+from harness.run.running import OutOfTime, Running, begin, finish
+from harness.run.settings import Failed
+from harness.rundir.attempts import locked
+from harness.rundir.manifest import Budget, CellRun, Run, Status, release_space, write_run
 from harness.rundir.metrics import Scraper
-from harness.scenario.mixes import mix_of
-from harness.scenario.plan import Cell, at_once, plan
-from harness.scenario.scenario import Warmup, connections_per_process, locustfile_of, warmup_of, wave_of
-from harness.serve import Endpoint, attach, is_offline, serve
-from harness.serve.docker.generator import ContainerChild, in_image
-from harness.serve.endpoint import source_of
+from harness.rundir.records import ProcessMark, Request
+from harness.scenario.plan import Cell, alone, plan
+from harness.scenario.scenario import (
+    SERVER_TOKENIZER,
+    Scenario,
+    Warmup,
+    connections_per_process,
+    locustfile_of,
+    warmup_of,
+    wave_of,
+)
+from harness.serve import Endpoint, attach, prepared, serve
+from harness.serve.generator import ContainerChild, in_image
+from harness.serve.lifecycle import source_of
+from harness.serve.offline import Outcome, run_offline
+from harness.serve.probe import counter
+from harness.summary import Reason, because
 from harness.units import count
 from harness.workers import Workers
-from harness.workload import pairs_of, salt_words
+from harness.workload import local_words, pairs_of, salt_words
+from harness.workload.prompts import words_of
 
 Watchers = tuple[Scraper, Sampler]
-Note = Callable[..., None]  # takes CellRuns, as they are known now
+Note = Callable[..., None]  # takes the current CellRuns, and the scenario where it has got further loads
+Steps = Callable[[Running, Note], Iterable[CellRun]]  # runs cells one after the other, and yields each that has ended
 
 
-def run(experiment: Experiment, runs: Path, progress: Progress) -> Path:
+def run(
+    experiment: Experiment, runs: Path, progress: Progress, make_steps: Callable[[list[Cell]], Steps] | None = None
+) -> Path:
     """Run every cell and return the run directory.
+
+    `make_steps` makes the steps of the planned cells; None: all of them, in their order.
 
     However it ends, the directory holds what was measured, with a manifest that says how it ended. Raises
     ServerError when a server does not become ready, RunError when the load cannot be driven, KeyboardInterrupt
@@ -52,59 +72,99 @@ def run(experiment: Experiment, runs: Path, progress: Progress) -> Path:
         refuse_too_few_files(max(map(connections_per_process, experiment.scenario.loads.values())))
     experiment = preflight(experiment, progress.line)
     cells = plan(experiment.scenario)
-    running, manifest = begin(experiment, cells, runs, progress)
-    folder = running.folder
-    known: dict[str, CellRun] = {}
+    return conduct(experiment, cells, runs, progress, (make_steps or steps_of)(cells))
 
-    def note(*cell_runs: CellRun) -> None:
+
+def steps_of(cells: list[Cell]) -> Steps:
+    """Run these cells, in this order."""
+    return lambda running, note: _cells(running, cells, note)
+
+
+def conduct(experiment: Experiment, cells: list[Cell], runs: Path, progress: Progress, steps: Steps) -> Path:
+    """Make a run directory, run the steps, and write how that ended; see `run`.
+
+    `cells`: those that are planned before the start. The plan grows with each further one that the steps note.
+    """
+    running, manifest = begin(experiment, cells, runs, progress)
+    with locked(running.folder):
+        planned = f"{count(len(cells), 'cell')}. " if cells else ""
+        progress.line(f"Run {running.id}: {planned}Records go to {running.folder}")
+        return carry_out(running, manifest, steps)
+
+
+def carry_out(running: Running, manifest: Run, steps: Steps) -> Path:
+    """Run the steps in a run directory, whose lock this process has, and write how that ended; see `run`."""
+    folder, experiment, progress = running.folder, running.experiment, running.progress
+    known = {cell_run.id: cell_run for cell_run in manifest.cells}
+
+    def note(
+        *cell_runs: CellRun,
+        scenario: Scenario | None = None,
+        budget: Budget | None = None,
+        planned: Collection[str] = (),  # further cells, which will be run now
+        only: Collection[str] | None = None,  # the cells to which the run is limited
+    ) -> None:
         nonlocal manifest
         known.update({cell_run.id: cell_run for cell_run in cell_runs})
-        manifest = msgspec.structs.replace(manifest, cells=list(known.values()))
+        order = dict.fromkeys([*manifest.order, *known, *planned])
+        manifest = msgspec.structs.replace(
+            manifest,
+            cells=[cell for name, cell in known.items() if only is None or name in only],
+            order=[name for name in order if only is None or name in only],
+            scenario=scenario or manifest.scenario,
+            budget=budget or manifest.budget,
+        )
         write_run(folder, manifest)
 
     try:
-        progress.line(f"Run {running.id}: {count(len(cells), 'cell')}. Records go to {folder}")
         if experiment.workers is not None:
             who = ", ".join(experiment.workers.names) or f"{experiment.workers.machines} machines"
             progress.line(f"Workers: {who}. On each of them: {experiment.workers.command}")
         with progress.live():
-            for cell_run in _cells(running, cells, note):
+            for cell_run in steps(running, note):
                 note(cell_run)
     except BaseException as raised:
         error = _disk_error(raised, manifest, folder) or raised
         finish(folder, manifest, *_how_it_ended(error))
-        left = f"What was measured until then: harness report {folder}"
+        left = [f"What was measured until then: harness report {folder}"]
+        if all(cell_run.seed is None for cell_run in known.values()):  # a capacity search has no plan to go on with
+            left.append(f"To measure the rest: {resume_command(folder)}")
         if (folder / "requests.jsonl").stat().st_size == 0:
             raise error from None
         if isinstance(error, HarnessError):
-            error.next_step = f"{error.next_step} {left}".strip()
+            error.next_step = " ".join(filter(None, [error.next_step, *left]))
         if isinstance(error, KeyboardInterrupt):
-            with contextlib.suppress(OSError):  # nobody reads it any more
-                progress.line(left)
+            with contextlib.suppress(OSError):  # the terminal may be closed
+                progress.line("\n".join(left))
         raise error from None
     finish(folder, manifest)
     return folder
 
 
+def resume_command(folder: Path) -> str:
+    return f"harness run --resume {shlex.quote(str(folder))}"
+
+
 def _disk_error(error: BaseException, manifest: Run, folder: Path) -> RunError | None:
-    """What a full disk, or a limit of it, has cost; None for any other error."""
+    """Explain an error of a full disk or quota; None for any other error."""
     if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return None
     release_space(folder, half=True)
-    counter = LineCounter(folder / "requests.jsonl")
-    counter.offset = 0
-    counter.update()
+    with open_file(folder / "requests.jsonl") as file:
+        recorded = sum(block.count(b"\n") for block in iter(lambda: file.read(2**20), b""))
     return RunError(
         f"{folder}: the disk is full ({error.strerror}): {len(manifest.ran)} of {count(len(manifest.order), 'cell')} "
-        f"have run, {count(counter.lines, 'request')} recorded; the rest was not measured",
+        f"have run, {count(recorded, 'request')} recorded; the rest was not measured",
         next_step="Make room, or give a folder on another disk with --runs DIR, and run it again.",
     )
 
 
-def _how_it_ended(error: BaseException) -> tuple[Status, list[str]]:
+def _how_it_ended(error: BaseException) -> tuple[Status, list[Reason]]:
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted", ["interrupted before all cells had run"]
-    return "failed", [error.what if isinstance(error, HarnessError) else f"{type(error).__name__}: {error}"]
+        return "interrupted", [because("interrupted")]
+    kind = type(error).__name__
+    what = error.what if isinstance(error, HarnessError) else f"{kind}: {error}"
+    return "failed", [because("run_error", error=what, kind=kind)]
 
 
 def _cells(running: Running, cells: list[Cell], note: Note) -> Iterator[CellRun]:
@@ -114,35 +174,60 @@ def _cells(running: Running, cells: list[Cell], note: Note) -> Iterator[CellRun]
     """
     scenario, target, progress = running.scenario, running.experiment.target, running.progress
     took: dict[tuple[str, str], float] = {}
-    for _, group in groupby(cells, key=lambda c: at_once(c) if scenario.restart else (c.repeat, c.server)):
-        together = list(group)
+    idle = [] if target else gpu_memory()
+    failed = Failed(scenario, progress.line, running.kept)
+
+    def start(together: list[Cell]) -> Iterator[CellRun]:
         first = together[0]
         progress.cell(cells.index(first) + 1, len(cells), first, _time_left(cells[cells.index(first) :], took))
         begin = time.monotonic()
-        before = [] if target else gpu_memory()
-        if target is None and is_offline(scenario.servers[first.server]):
+        before = [] if target else when_free(idle)
+        if target is None and prepared(scenario, first.server).file.serving.offline:
             for cell in together:
                 progress.cell(cells.index(cell) + 1, len(cells), cell, None)
                 yield msgspec.structs.replace(_offline(running, cell), gpu_memory_before=before)
-            continue
+            return
         with endpoint_of(running, first) as endpoint:
-            for _, parts in groupby(together, key=at_once):
+            refuse_other_server(running, first.server, endpoint)
+            for _, parts in groupby(together, key=lambda cell: cell.group):
                 cell, *others = parts
                 if cell is not first:
                     if (dead := endpoint.check_alive()) is not None:
-                        # That not all planned cells ran is said of the run.
-                        progress.line(f"{cell.id} is not run: {dead}")
+                        if sweeping:
+                            return
+                        # The run's reasons already name missing cells.
+                        progress.line(f"{cell.id} is not run: {sentence(dead)}")
                         continue
                     progress.cell(cells.index(cell) + 1, len(cells), cell, None)
                 note(*(_cell_run(each, endpoint, time.time()) for each in [cell, *others]))
                 for cell_run in _mixed(running, [cell, *others], endpoint, note):
                     yield msgspec.structs.replace(cell_run, gpu_memory_before=before)
-        took |= {(cell.server, cell.load): 0.0 for cell in together}
+        took.update({(cell.server, cell.load): 0.0 for cell in together})
         took[first.server, first.load] = time.monotonic() - begin
+
+    sweeping = scenario.swept is not None and target is None
+    for _, group in groupby(
+        cells, key=lambda cell: cell.group if scenario.restart else f"r{cell.repeat}/{cell.server}"
+    ):
+        together = list(group)
+        yield from failed.results(together, start) if sweeping else start(together)
+
+
+def refuse_other_server(running: Running, server: str, endpoint: Endpoint) -> None:
+    """Raise HarnessError when a resumed run would measure another server under the name of the one that it had."""
+    measured = [cell.served_by for cell in running.kept if cell.server == server and cell.failed is None]
+    before, now = measured[-1] if measured else None, endpoint.served_by
+    for key in ("image_digest", "version", "model") if before is not None else ():
+        had, has = getattr(before, key), getattr(now, key)
+        if had is not None and has is not None and had != has:
+            raise HarnessError(
+                f"server '{server}': {key} was {had} in the cells that are kept, and is {has} now",
+                next_step="Bring that server back, or run the scenario anew: a row is about one server.",
+            )
 
 
 def _time_left(cells: list[Cell], took: dict[tuple[str, str], float]) -> float | None:
-    """The sum of what the same cells took before; None until each was seen once."""
+    """Sum the times of the same cells in earlier repeats; None until each ran once."""
     if any((cell.server, cell.load) not in took for cell in cells):
         return None
     return sum(took[cell.server, cell.load] for cell in cells)
@@ -150,7 +235,13 @@ def _time_left(cells: list[Cell], took: dict[tuple[str, str], float]) -> float |
 
 @contextlib.contextmanager
 def endpoint_of(running: Running, cell: Cell) -> Iterator[Endpoint]:
-    scenario, target, tell = running.scenario, running.experiment.target, running.progress.stage
+    scenario, target = running.scenario, running.experiment.target
+
+    def tell(text: str) -> None:
+        if running.is_over:
+            raise OutOfTime("the budget of the run was spent before the server was ready")
+        running.progress.stage(text)
+
     if target is not None:
         tell("asking the server")
         key_name = scenario.api_key_env
@@ -167,21 +258,25 @@ def _mixed(running: Running, cells: list[Cell], endpoint: Endpoint, note: Note) 
 
     Most often there is just one cell, or the stages of a load, which share one.
     """
-    if mix_of(cells[0].load) is None:
-        return _cell(running, cells, endpoint, endpoint.check_alive, note)
+
+    def in_time() -> Reason | None:
+        return because("out_of_time") if running.is_over else endpoint.check_alive()
+
+    if cells[0].mix is None:
+        return run_cell(running, cells, endpoint, in_time, note)
     ended = threading.Event()
     asking = threading.Lock()
 
-    def alive() -> str | None:
+    def alive() -> Reason | None:
         with asking:
-            return "the load was ended with the others of its mix" if ended.is_set() else endpoint.check_alive()
+            return because("mix_ended") if ended.is_set() else in_time()
 
     def part(cell: Cell) -> list[CellRun]:
         others = [other for other in cells if other is not cell]
         try:
-            return _cell(running, [cell], endpoint, alive, note, beside=others, shown=cell is cells[0])
+            return run_cell(running, [cell], endpoint, alive, note, concurrent=others, shown=cell is cells[0])
         finally:
-            warm_sign(running.tickets_path(cell.id)).touch()  # nobody waits for one that has ended
+            warm_sign(running.counter_path(cell.id)).touch()  # the other loads do not wait for one that has ended
 
     with ThreadPoolExecutor(len(cells)) as pool:
         parts = [pool.submit(part, cell) for cell in cells]
@@ -192,39 +287,49 @@ def _mixed(running: Running, cells: list[Cell], endpoint: Endpoint, note: Note) 
             raise
 
 
-def _cell(
+def run_cell(
     running: Running,
     cells: list[Cell],
     endpoint: Endpoint,
-    alive: Callable[[], str | None],
+    alive: Callable[[], Reason | None],
     note: Note,
     *,
-    beside: Sequence[Cell] = (),
+    concurrent: Sequence[Cell] = (),
     shown: bool = True,
+    watch: Watch | None = None,
 ) -> list[CellRun]:
-    """Load one cell's server, or those of a load's stages one after the other, and say what happened.
+    """Send one cell's load, or a load's stages one after the other; return the results.
 
-    `note` is told of each stage that has ended. `beside`: the other parts of its mix, of which one is shown.
+    `note` gets each stage that has ended. `concurrent`: the other loads of its mix. Progress shows one of them.
+    `watch`: stops the load as soon as it has seen enough.
     """
     jobs = [make_job(running, each, endpoint) for each in cells]
-    job = msgspec.structs.replace(jobs[0], then=jobs[1:], beside=[running.tickets_path(other.id) for other in beside])
+    job = msgspec.structs.replace(
+        jobs[0], then=jobs[1:], concurrent_loads=[running.counter_path(other.id) for other in concurrent]
+    )
     start = generator(running, job, endpoint)
+    monitor = Monitor(job, watch)
     if shown:
-        running.progress.load(job, running.folder)
+        running.progress.load(job, monitor)
     with watched(running, job, endpoint, running.scenario.metrics_interval_s) as watchers:
         count: Callable[[Count], None] = running.progress.count if shown else (lambda _: None)
         if len(jobs) > 1:
             begun_s = time.time()
-            count = _by_stage(
-                running, cells, jobs, watchers, lambda stage: note(_cell_run(stage, endpoint, begun_s, time.time()))
-            )
-        driven = drive(start, job, log_path=running.log_path(job.cell), alive=alive, progress=count)
+
+            def ended(stage: Cell) -> None:
+                note(_cell_run(stage, endpoint, begun_s, time.time()))
+
+            count = _by_stage(running, cells, jobs, watchers, monitor, ended)
+        driven = drive(start, job, log_path=running.log_path(job.cell), alive=alive, progress=count, monitor=monitor)
     problems = [*driven.problems, *_death_problems(endpoint, driven), *endpoint.problems()]
-    return [_cell_run(each, endpoint, driven.started_wall_s, driven.ended_wall_s, problems) for each in cells]
+    found = [_cell_run(each, endpoint, driven.started_wall_s, driven.ended_wall_s, problems) for each in cells]
+    if watch is None or driven.stopped_s is None:
+        return found
+    return [msgspec.structs.replace(each, stopped_after_s=watch.measured_s(driven.stopped_s)) for each in found]
 
 
 def _cell_run(
-    cell: Cell, endpoint: Endpoint, begun_s: float, ended_s: float | None = None, problems: Sequence[str] = ()
+    cell: Cell, endpoint: Endpoint, begun_s: float, ended_s: float | None = None, problems: Sequence[Reason] = ()
 ) -> CellRun:
     return CellRun(
         **msgspec.structs.asdict(cell),
@@ -235,19 +340,24 @@ def _cell_run(
     )
 
 
-def _death_problems(endpoint: Endpoint, driven: Driven) -> list[str]:
-    """How the server died, unless the load was ended for it, and what its log says about it."""
+def _death_problems(endpoint: Endpoint, driven: Driven) -> list[Reason]:
+    """Return how the server died, with its log's explanation, unless the load ended for it."""
     death = endpoint.death(now=True)
     if death is None:
         return []
-    sentences = (death.problem(), death.evidence())
-    return [sentence for sentence in sentences if sentence is not None and sentence not in driven.problems]
+    reasons = (death.problem(), death.evidence())
+    return [reason for reason in reasons if reason is not None and reason not in driven.problems]
 
 
 def _by_stage(
-    running: Running, cells: list[Cell], jobs: list[Job], watchers: Watchers, ended: Callable[[Cell], None]
+    running: Running,
+    cells: list[Cell],
+    jobs: list[Job],
+    watchers: Watchers,
+    monitor: Monitor,
+    ended: Callable[[Cell], None],
 ) -> Callable[[Count], None]:
-    """Takes the counts of a load with stages: what is read and shown is that of the stage which has begun last."""
+    """Count a load with stages: read and show the stage that started last."""
     now = 0
 
     def count(count: Count) -> None:
@@ -259,21 +369,21 @@ def _by_stage(
             now = begun[-1]
             for watcher in watchers:
                 watcher.cell = cells[now].id
-            running.progress.next_stage(cells[now], jobs[now], running.folder)
+            running.progress.next_stage(cells[now], jobs[now], monitor)
         running.progress.count(count)
 
     return count
 
 
 def _has_begun(job: Job) -> bool:
-    path = Path(job.tickets_path)
+    path = Path(job.counter_path)
     return path.exists() and path.stat().st_size > 0
 
 
 def _offline(running: Running, cell: Cell) -> CellRun:
-    """A cell without a server and without a load generator: all its requests at once through vLLM's offline engine."""
+    """Run a cell without server and load generator: all requests at once through vLLM's offline engine."""
     job = make_job(running, cell, None)
-    if job.warmup.until is not None:  # nothing is in flight before and after what it is given at once
+    if job.warmup.until is not None:  # an offline job has no steady state
         job = msgspec.structs.replace(job, warmup=Warmup(requests=wave_of(job.load)))
     write_job(job, running.job_path(job.cell))
     return offline_cell(running, cell, job)
@@ -281,7 +391,7 @@ def _offline(running: Running, cell: Cell) -> CellRun:
 
 @contextlib.contextmanager
 def watched(running: Running, job: Job, endpoint: Endpoint, interval_s: float) -> Iterator[Watchers]:
-    """While a load goes on: its server's metrics and its machine's telemetry are written."""
+    """Write the server's metrics and the machine's telemetry during a load."""
     folder, source = running.folder, endpoint.metrics_source
     with (
         Scraper(source, job.cell, folder / "metrics.jsonl", interval_s, api_key=running.api_key) as scraper,
@@ -291,7 +401,7 @@ def watched(running: Running, job: Job, endpoint: Endpoint, interval_s: float) -
 
 
 def generator(running: Running, job: Job, endpoint: Endpoint, ui: tuple[str, int] | None = None) -> Callable[[], Child]:
-    """Write the job of a cell. How to start its load generator, as the scenario wants it: a process or a container."""
+    """Write the job of a cell. Return a function that starts its load generator: a process or a container."""
     job_path, log_path = running.job_path(job.cell), running.log_path(job.cell)
     write_job(job, job_path)
     locustfile = locustfile_of(job.load, running.experiment.folder, paths.LOCUSTFILES)
@@ -303,21 +413,21 @@ def generator(running: Running, job: Job, endpoint: Endpoint, ui: tuple[str, int
     return lambda: LocalChild(command, log_path)
 
 
-def _workers(running: Running, load: str) -> Workers | None:
-    """The machines that send a load; each part of a mix has its own place at which it is found."""
-    workers, mix = running.experiment.workers, mix_of(load)
-    if workers is None or mix is None:
+def _workers(running: Running, cell: Cell) -> Workers | None:
+    """The machines that send a load; each load of a mix has its own master and port."""
+    workers = running.experiment.workers
+    if workers is None or cell.mix is None:
         return workers
-    return workers.of_part([name for name in running.scenario.loads if mix_of(name) == mix].index(load))
+    return workers.of_part(running.scenario.mixes[cell.mix].index(alone(cell.load) or ""))
 
 
 def make_job(running: Running, cell: Cell, endpoint: Endpoint | None) -> Job:
     """The job of a cell; without an endpoint there is no server. Raises HarnessError, ServerError."""
-    scenario, beside = running.scenario, running.experiment.folder
+    scenario, folder = running.scenario, running.experiment.folder
     served = None if endpoint is None else endpoint.served_by
     words = counted_words(running.experiment, running.id, cell.server, endpoint, running.api_key)
     load, prompts = scenario.loads[cell.load], scenario.prompts
-    trace = None if load.trace is None else (beside / load.trace.file).resolve()
+    trace = None if load.trace is None else (folder / load.trace.file).resolve()
     marks = None if trace is None else trace.with_name("processes.jsonl")
     return Job(
         run=running.id[-4:],  # the random part
@@ -326,19 +436,136 @@ def make_job(running: Running, cell: Cell, endpoint: Endpoint | None) -> Job:
         load=load,
         model=(served and served.model) or scenario.model,
         prompts=prompts,
-        prompt_file=str(beside / prompts.file) if prompts.file else None,
+        prompt_file=str(folder / prompts.file) if prompts.file else None,
         trace_file=None if trace is None else str(trace),
         trace_marks=str(marks) if marks is not None and marks.is_file() else None,
-        prompt_lengths=list(pairs_of(prompts.tokens, beside)),
-        output_lengths=list(pairs_of(load.output_tokens, beside)),
+        prompt_lengths=list(pairs_of(prompts.tokens, folder)),
+        output_lengths=list(pairs_of(load.output_tokens, folder)),
         words=list(words),
         seed=scenario.seed,
-        salt=salt_words(running.id, cell.id, words) if prompts.salt else None,
+        salt=salt_words(running.id, running.salted(cell.id), words) if prompts.salt else None,
         warmup=warmup_of(scenario, load),
         api_key_env=scenario.api_key_env,
         simulated=served is not None and served.simulated,
         requests_path=str(running.folder.resolve() / "requests.jsonl"),
         processes_path=str(running.folder.resolve() / "processes.jsonl"),
-        tickets_path=running.tickets_path(cell.id),
-        workers=_workers(running, cell.load),
+        counter_path=running.counter_path(cell.id),
+        workers=_workers(running, cell),
     )
+
+
+PROCESS = 1  # the job's number in its container
+
+
+def offline_cell(running: Running, cell: Cell, job: Job) -> CellRun:
+    """Run one cell and append its records to the run's files. Raises ServerError, RunError."""
+    outcome = run_offline(
+        running.scenario,
+        cell.server,
+        requests_of(job),
+        run_id=running.id,
+        cell_id=cell.id,
+        run_folder=running.folder,
+        say=running.progress.stage,
+    )
+    encoder = msgspec.json.Encoder()
+    records = records_of(job, outcome)
+    with Path(job.requests_path).open("ab") as file:
+        file.writelines(encoder.encode(record) + b"\n" for record in records)
+    with Path(job.processes_path).open("ab") as file:
+        file.writelines(encoder.encode(mark) + b"\n" for mark in _marks(job, outcome, len(records)))
+    head = outcome.head
+    return CellRun(
+        **msgspec.structs.asdict(cell),
+        started_wall_s=head.wall_s,
+        ended_wall_s=head.wall_s + head.ended_s - head.monotonic_s,
+        served_by=outcome.served_by,
+    )
+
+
+def requests_of(job: Job) -> bytes:
+    """Write the requests of the cell, warm-up first, a JSON object a line."""
+    rows = workload.read_rows(job.prompt_file) if job.prompt_file else []
+    warmup = [-1 - number for number in range(job.warmup.requests or 0)]
+    lines = [
+        {
+            "index": index,
+            "phase": "warmup" if index < 0 else "measured",
+            "messages": workload.messages(job.prompts, job.seed, index, job.salt, rows, job.prompt_lengths, job.words),
+            "max_tokens": workload.output_tokens(job.load, job.seed, index, rows, job.output_lengths),
+            "ignore_eos": job.load.output == "fixed",
+        }
+        for index in [*warmup, *range(job.load.requests or 0)]
+    ]
+    return b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+
+
+def records_of(job: Job, outcome: Outcome) -> list[Request]:
+    """A record for each answer. No chunk has a time."""
+    planned = (job.warmup.requests or 0) + (job.load.requests or 0)
+    if len(outcome.lines) != planned:
+        raise RunError(f"cell {job.cell}: {planned} requests were planned and {len(outcome.lines)} were answered")
+    rows = workload.read_rows(job.prompt_file) if job.prompt_file else []
+    return [
+        Request(
+            id="-".join(part for part in (job.run, job.cell, str(line.index).replace("-", "w")) if part),
+            cell=job.cell,
+            load=job.load_name,
+            user_class="Offline",
+            index=line.index,
+            user=0,
+            process=PROCESS,
+            phase="warmup" if line.index < 0 else "measured",
+            sent_s=line.began_s,
+            ended_s=line.ended_s - line.began_s,
+            asked_tokens=workload.output_tokens(job.load, job.seed, line.index, rows, job.output_lengths),
+            fixed_length=job.load.output == "fixed",
+            prompt_tokens=line.prompt_tokens,
+            output_tokens=line.output_tokens,
+            cached_tokens=line.cached_tokens,
+            finish=line.finish,
+        )
+        for line in outcome.lines
+    ]
+
+
+def _marks(job: Job, outcome: Outcome, number: int) -> list[ProcessMark]:
+    head = outcome.head
+    ended_wall_s = head.wall_s + head.ended_s - head.monotonic_s
+    return [
+        ProcessMark(event="start", process=PROCESS, cell=job.cell, wall_s=head.wall_s, monotonic_s=head.monotonic_s),
+        ProcessMark(
+            event="end",
+            process=PROCESS,
+            cell=job.cell,
+            wall_s=ended_wall_s,
+            monotonic_s=head.ended_s,
+            sent=number,
+            recorded=number,
+        ),
+    ]
+
+
+_counted: dict[tuple[str, str], tuple[str, ...]] = {}  # by run and server
+
+
+def counted_words(
+    experiment: Experiment, run_id: str, server: str, endpoint: Endpoint | None, api_key: str | None
+) -> tuple[str, ...]:
+    """Return words of one token each, by the scenario's tokenizer; none without a tokenizer.
+
+    Raises HarnessError, ServerError. No endpoint: there is no server that could be asked.
+    """
+    prompts = experiment.scenario.prompts
+    if prompts.tokenizer != SERVER_TOKENIZER:
+        return local_words(prompts, experiment.folder)
+    if endpoint is None:
+        raise HarnessError(
+            f"prompts.tokenizer: '{server}' has no server that could count tokens",
+            next_step="Name a local tokenizer.json.",
+        )
+    if (run_id, server) not in _counted:
+        model = endpoint.served_by.model or experiment.scenario.model
+        count = counter(endpoint.url, model, api_key, endpoint.ask_engine)
+        _counted[run_id, server] = words_of(count, f"the server '{server}'")
+    return _counted[run_id, server]

@@ -1,4 +1,4 @@
-"""A run that goes on: its directory from the first manifest to the last."""
+"""A run in progress: its directory from the first manifest to the last."""
 
 import contextlib
 import datetime
@@ -17,32 +17,41 @@ from pathlib import Path
 import msgspec
 
 from harness import __version__, paths
+from harness.analysis.summarize import summarize, write_summary
 from harness.errors import HarnessError
 from harness.files import read_bytes
 from harness.machine.gpus import machine
-from harness.prepare.experiment import Experiment
-from harness.prepare.locustfile import sources_of
+from harness.prepare.experiment import Experiment, input_files, sources_of
 from harness.report import html
 from harness.run.progress import Progress
-from harness.rundir.manifest import Run, Status, release_space, reserve_space, write_run
+from harness.rundir.attempts import LINES, Inputs, write_inputs
+from harness.rundir.manifest import CellRun, Run, Status, release_space, reserve_space, write_run
 from harness.scenario.plan import Cell
 from harness.scenario.scenario import Scenario, locustfile_of
-from harness.serve import engine_version
-from harness.serve.docker import labels
-from harness.summarize.summarize import summarize, write_summary
-from harness.summary import Summary
+from harness.serve import engine_version, labels
+from harness.summary import Reason, Summary, because
 from harness.workload import workload_sha256
 
 MEASURING_PACKAGES = ("locust", "gevent", "httptools", "msgspec", "docker", "numpy", "scipy")
 
 
+OUT_OF_TIME = "out_of_time"  # why a cell was cut: the code of its problem
+
+
+class OutOfTime(HarnessError):
+    """The budget of the run is spent while a server starts."""
+
+
 class Running(msgspec.Struct, frozen=True):
-    """What all that happens in a run needs to know: what is run, where it is recorded, and who is told."""
+    """The state of a run in progress: experiment, run directory and progress display."""
 
     id: str
     folder: Path
     experiment: Experiment
     progress: Progress
+    resumed: int = 0  # how often it was resumed
+    ends_s: float | None = None  # monotonic: when its budget of time is spent; None: it has none
+    kept: list[CellRun] = []  # that a resumed run has already
 
     @property
     def scenario(self) -> Scenario:
@@ -56,8 +65,17 @@ class Running(msgspec.Struct, frozen=True):
     def job_path(self, cell: str) -> Path:
         return self.folder.resolve() / "jobs" / f"{cell}.json"
 
-    def tickets_path(self, cell: str) -> str:
-        return str(self.folder.resolve() / "jobs" / f"{cell}.tickets")
+    def counter_path(self, cell: str) -> str:
+        return str(self.folder.resolve() / "jobs" / f"{cell}.counter")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its budget of time is spent."""
+        return self.ends_s is not None and time.monotonic() > self.ends_s
+
+    def salted(self, cell: str) -> str:
+        """What the salt of a cell's prompts comes from: a server may have the prompts of an earlier attempt cached."""
+        return f"{cell}/{self.resumed}" if self.resumed else cell
 
     def log_path(self, cell: str) -> Path:
         """Of the load generator."""
@@ -68,40 +86,18 @@ def begin(experiment: Experiment, cells: list[Cell], runs: Path, progress: Progr
     """Make the run directory and write the first manifest. Raises HarnessError where that is not possible."""
     name = experiment.path.stem
     started = datetime.datetime.now(datetime.UTC)
-    # The id names folders, containers and networks, so it is made of what all of them allow.
+    # The id names folders, containers and networks: use characters that all of them allow.
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].rstrip("-") or "run"
     run_id = f"{started:%Y%m%d-%H%M%S}-{slug}-{secrets.token_hex(2)}"
     folder = runs / run_id
-    manifest = Run(
-        id=run_id,
-        status="running",
-        owner=labels.owner(),
-        started_wall_s=started.timestamp(),
-        scenario_name=name,
-        scenario=experiment.scenario,
-        workload_sha256=workload_sha256(experiment.scenario, experiment.folder),
-        order=[cell.id for cell in cells],
-        machine=machine(docker=engine_version() if _needs_docker(experiment) else None),
-        versions=_versions(),
-        locustfiles={
-            load.user: _digest(sources_of(locustfile_of(load, experiment.folder, paths.LOCUSTFILES), paths.LOCUSTFILES))
-            for load in experiment.scenario.loads.values()
-        },
-        git_commit=_git_commit(),
-        computed=experiment.computed,
-        workers=experiment.workers,
-    )
+    manifest = manifest_of(experiment, cells, run_id, name, started.timestamp())
     try:
         folder.mkdir(parents=True)
         write_run(folder, manifest)
-        reserve_space(folder, len(cells))
-        for part in ("jobs", "logs", "compose"):
-            (folder / part).mkdir()
+        make_room(folder, len(cells))
+        write_inputs(folder, inputs_of(experiment))
         (folder / "scenario.yaml").write_bytes(read_bytes(experiment.path))
-        # Opened before the first request, so that a read-only disk is noticed now.
-        for output in ("requests.jsonl", "processes.jsonl", "metrics.jsonl", "telemetry.jsonl"):
-            (folder / output).touch()
-    except BaseException as error:  # nothing was measured: half a run directory helps nobody
+    except BaseException as error:  # nothing was measured: remove the incomplete run directory
         shutil.rmtree(folder, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
@@ -112,13 +108,58 @@ def begin(experiment: Experiment, cells: list[Cell], runs: Path, progress: Progr
     return Running(run_id, folder, experiment, progress), manifest
 
 
-def _needs_docker(experiment: Experiment) -> bool:
+def make_room(folder: Path, cells: int) -> None:
+    """Make the parts of a run directory that are missing, and reserve space for its end. Raises OSError."""
+    reserve_space(folder, cells)
+    for part in ("jobs", "logs", "compose"):
+        (folder / part).mkdir(exist_ok=True)
+    # Open them before the first request, to detect a read-only disk.
+    for output in LINES:
+        (folder / output).touch()
+
+
+def inputs_of(experiment: Experiment) -> Inputs:
+    """What a resumed run needs to know of the files and the address that were given. Raises OSError."""
+    target = experiment.target
+    return Inputs(
+        scenario=str(experiment.path.resolve()),
+        files={name: digest([experiment.folder / name]) for name in input_files(experiment.scenario)},
+        url=None if target is None else target.url,
+        metrics_url=None if target is None else target.metrics_url,
+    )
+
+
+def manifest_of(experiment: Experiment, cells: list[Cell], run_id: str, name: str, started_wall_s: float) -> Run:
+    """The manifest of a run that starts. Raises HarnessError, OSError."""
+    return Run(
+        id=run_id,
+        status="running",
+        owner=labels.owner(),
+        started_wall_s=started_wall_s,
+        scenario_name=name,
+        scenario=experiment.scenario,
+        workload_sha256=workload_sha256(experiment.scenario, experiment.folder),
+        order=[cell.id for cell in cells],
+        machine=machine(docker=engine_version() if needs_docker(experiment) else None),
+        versions=_versions(),
+        locustfiles={
+            load.user: digest(sources_of(locustfile_of(load, experiment.folder, paths.LOCUSTFILES), paths.LOCUSTFILES))
+            for load in experiment.scenario.loads.values()
+        },
+        git_commit=_git_commit(),
+        computed=experiment.computed,
+        workers=experiment.workers,
+    )
+
+
+def needs_docker(experiment: Experiment) -> bool:
+    """Whether the run starts containers."""
     servers = experiment.scenario.servers.values()
     in_container = experiment.target is None and any(server.container for server in servers)
     return in_container or experiment.scenario.generator == "container"
 
 
-def finish(folder: Path, manifest: Run, status: Status | None = None, reasons: Sequence[str] = ()) -> None:
+def finish(folder: Path, manifest: Run, status: Status | None = None, reasons: Sequence[Reason] = ()) -> None:
     """Write the verdict, the summary and the page. Without a status, the records say whether the run is valid.
 
     With one, the run has failed or was cut: what it measured is worth its report, but nothing may hide how it ended.
@@ -140,10 +181,10 @@ def finish(folder: Path, manifest: Run, status: Status | None = None, reasons: S
     except OSError as error:
         raise HarnessError(
             f"{folder}: the results cannot be written ({error.strerror})",
-            next_step=f"The records are there. Make room, then: harness report {folder}",
+            next_step=f"The records are complete. Free some space, then: harness report {folder}",
         ) from None
     except KeyboardInterrupt:
-        write_run(folder, msgspec.structs.replace(ended, status="interrupted", reasons=["interrupted at the end"]))
+        write_run(folder, msgspec.structs.replace(ended, status="interrupted", reasons=[because("interrupted_at_end")]))
         raise
 
 
@@ -153,21 +194,21 @@ def _write_results(folder: Path, summary: Summary) -> None:
 
 
 def _versions() -> dict[str, str]:
-    """What touches the measurement: packages, and a digest of our own code that sends and stamps requests."""
+    """Versions that affect the measurement: packages, and a digest of the code that sends and stamps requests."""
     harness = paths.PACKAGE
     own = [path for part in ("load", "workload") for path in sorted((harness / part).glob("*.py"))]
-    own += [harness / "scenario" / f"{name}.py" for name in ("lengths", "structured", "behaviour", "steady")]
+    own += [harness / "scenario" / f"{name}.py" for name in ("structured", "behaviour", "plan")]
     packages = {package: importlib.metadata.version(package) for package in MEASURING_PACKAGES}
     return {
         "amd-llm-load": __version__,
-        "load generator": _digest(own),
+        "load generator": digest(own),
         "python": platform.python_version(),
         **packages,
     }
 
 
-def _digest(files: Sequence[Path]) -> str:
-    # By content: where the files are must not change it.
+def digest(files: Sequence[Path]) -> str:
+    """The digest of files by their content, whatever their paths. Raises OSError."""
     return hashlib.sha256(b"".join(sorted(read_bytes(path) for path in files))).hexdigest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""This machine as a worker: stock Locust, one life for each load of the master's run."""
+"""This machine as a worker: a new Locust process for each load of the master's run."""
 
 import os
 import re
@@ -18,16 +18,16 @@ from harness.workers import FROM_MASTER, parse_address
 
 _PAUSE_S = 0.5
 _GRACE_S = 6.0
-# What Locust says of itself while nobody asks it for anything, and about each start and end of its process.
+# Lines that Locust logs while it is idle, and at each start and end.
 _LOCUSTS_OWN = re.compile(rb"Waiting to connect to master|Got no locustfile response|\[[^]]*\] [^/ ]*/INFO/locust\.")
 
 
 class _Life(NamedTuple):
-    """How one life of Locust ended."""
+    """How one Locust process ended."""
 
     code: int
-    quiet: bool  # it had nothing to do: no load, and nothing went wrong
-    left: Path | None  # where records are that were not delivered
+    quiet: bool  # no load and no problem
+    left: Path | None  # folder of undelivered records
 
 
 def lend(master: str, processes: int, *, once: bool = False) -> None:
@@ -70,8 +70,8 @@ def _live(command: list[str]) -> _Life:
     finally:
         try:
             process.stop(child, grace_s=_GRACE_S)
-            _relay(child.stdout)  # of Ctrl-C: what it had recorded and could not deliver
-        finally:  # of a second Ctrl-C as well
+            _relay(child.stdout)  # after Ctrl-C: undelivered records
+        finally:  # also after a second Ctrl-C
             left = any(folder.glob("amd-llm-load-*"))
             if not left:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -79,7 +79,7 @@ def _live(command: list[str]) -> _Life:
 
 
 def _relay(lines: IO[bytes]) -> bool:
-    """Print what is not Locust's own; whether there was any."""
+    """Print lines that are not Locust's own. Return whether there were any."""
     spoke = False
     for line in lines:
         if not _LOCUSTS_OWN.match(line):
@@ -89,9 +89,9 @@ def _relay(lines: IO[bytes]) -> bool:
 
 
 def _how_it_ended(life: _Life, once: bool) -> str:
-    """One that was ended from outside could not say so itself."""
+    """Describe how a Locust process ended, for the log."""
     kept = f"; what it had recorded is in {life.left}" if life.left else ""
-    if life.code >= 0:  # with 0, that of another one: they are told of together
+    if life.code >= 0:  # 0: another process of the worker failed
         return (
             f"a load process ended with exit code {life.code}{kept}"
             if life.code
@@ -104,12 +104,12 @@ def _how_it_ended(life: _Life, once: bool) -> str:
 
 
 def _refuse_unknown(host: str, port: int) -> None:
-    """A master that is not there yet is waited for; a name that nobody knows would be waited for in vain."""
+    """Raise HarnessError for an unknown host name. A master that is not up yet is no error."""
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: a name that cannot be one
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: an invalid name
         if isinstance(error, socket.gaierror) and error.errno != socket.EAI_NONAME:
-            return  # such as no answer of the name server, which may come
+            return  # a temporary problem of the name server
         raise HarnessError(
             f"--master: no machine has the name '{host}'",
             next_step="Give the name or address at which this machine reaches it, such as 10.0.0.1:5557.",

@@ -10,19 +10,21 @@ from msgspec.structs import replace
 
 from harness.errors import HarnessError
 from harness.files import pretty_json, read_json, replace_file
-from harness.redact import without
-from harness.rundir.records import FORMAT_VERSION, Seconds, Whole
+from harness.reasons import sentence
+from harness.redact import masked
+from harness.rundir.records import Seconds, Whole
 from harness.scenario.scenario import Scenario, too_large
+from harness.summary import FORMAT_VERSION, Reason, because, upgrade_reasons
 from harness.workers import Workers
 
 RESERVE = "reserve"  # a file of the run directory, while the run goes on
 RESERVED_BYTES = 2**19  # for the last records, and as much for the last manifest
 FULL_BYTES = 2**16
 WallSeconds = Annotated[float, Meta(ge=0, le=1e11)]  # Unix time
-Status = Literal["running", "valid", "invalid", "failed", "interrupted", "live"]
+Status = Literal["running", "valid", "invalid", "unchecked", "failed", "interrupted", "live"]
 
 
-# In the order in which a server passes them; it has those that could be told apart.
+# In the order in which a server passes them; it has those that the log shows.
 PHASES = (
     "pull", "flags", "create", "process", "weights", "compile", "graphs", "warm-up", "ready", "port open", "health",
     "install", "model", "download", "load", "first answer",
@@ -73,11 +75,6 @@ class Contents(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, om
     environment: dict[str, str] = {}  # what it sets for GPU, engine and libraries; secrets blacked out
 
 
-DIED = "the server died during the load"
-CUT_OFF = "the server could not be reached any more"
-EVIDENCE_CHARS = 300  # of a log line, within a sentence
-
-
 class ServerDeath(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """How a server ended, or why it could not be used any more."""
 
@@ -92,29 +89,25 @@ class ServerDeath(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True,
     line_number: int | None = None  # from 1
 
     def sentence(self) -> str:
-        how = {
-            "ended": f"it ended with exit code {self.exit_code}",
-            "restarted": "it was restarted",
-            "removed": "its container was removed from outside",
-            "paused": "its container was paused from outside",
-            "closed": f"nothing listens at {self.detail} any more",
-            "unreachable": self.detail,
-        }[self.how]
-        return ("its gateway: " if self.of_gateway else "") + how + (f": {self.cause}" if self.cause else "")
+        """How it ended, in words."""
+        return sentence(Reason("server_death", self._values()))
 
-    def problem(self) -> str:
-        """The sentence as a reason of an invalid cell."""
-        return f"{CUT_OFF if self.how == 'unreachable' else DIED}: {self.sentence()}"
+    def problem(self) -> Reason:
+        """Why a cell is invalid."""
+        return Reason("server_unreachable" if self.how == "unreachable" else "server_died", self._values())
 
-    def evidence(self) -> str | None:
+    def evidence(self) -> Reason | None:
         """What the log says about it."""
         if self.line is None or self.of_gateway:
             return None
         if self.failure is None:
-            return f"the last line of its log: {self.line}"
-        where = "its log ends with" if self.line_number is None else f"line {self.line_number} of its log says"
-        shown = self.line[:EVIDENCE_CHARS] + ("..." if len(self.line) > EVIDENCE_CHARS else "")
-        return f"{where}: {shown or 'nothing'}; to solve it: {self.fix}"
+            return because("server_log", line=self.line)
+        return because("server_log", line=self.line, failure=self.failure, number=self.line_number, fix=self.fix)
+
+    def _values(self) -> dict[str, Any]:
+        found = {"how": self.how, "exit_code": self.exit_code, "detail": self.detail or None, "cause": self.cause}
+        found["of_gateway"] = self.of_gateway or None
+        return {key: value for key, value in found.items() if value is not None}
 
 
 class ServedBy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -133,8 +126,8 @@ class ServedBy(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     startup: Startup | None = None
     effective: dict[str, Any] = {}  # with what it really runs, as it says itself; secrets blacked out
     contents: Contents | None = None  # of its image
-    most_at_once: int | None = None  # requests that it serves at once; more wait before it, not before the engine
-    notes: list[str] = []  # on its start, for the reader of its numbers
+    max_parallel: int | None = None  # requests that it serves at once; more wait before it, not before the engine
+    notes: list[Reason] = []  # on its start, for the reader of its numbers
     over_ssh: bool = False  # what is sent to it goes through an ssh tunnel
     restarts: int = 0
     oom_killed: bool = False
@@ -158,11 +151,18 @@ class CellRun(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     server: str
     load: str
     repeat: Whole
+    mix: str | None = None  # see harness.scenario.plan.Cell, as of the following
+    stage: str | None = None
+    group: str = ""
+    again: str | None = None
     started_wall_s: WallSeconds
     ended_wall_s: WallSeconds | None = None  # None: it had not come to its end when this was written
+    stopped_after_s: Seconds | None = None  # measured time when the harness stopped it as planned; None: it did not
+    seed: Whole | None = None  # of its request sequence, where it is not the scenario's
     served_by: ServedBy
     gpu_memory_before: list[GpuMemory] = []  # just before the server was started; not for one that already ran
-    problems: list[str] = []  # why this cell cannot be trusted, as seen while it ran
+    problems: list[Reason] = []  # why this cell cannot be trusted, as seen while it ran
+    failed: Reason | None = None  # of a sweep: why its server cannot do this with its settings, which is the result
 
 
 class Machine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -198,7 +198,7 @@ class Origin(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     importer: str  # version of the harness that read them
     definitions: dict[str, str] = {}  # by field of a summary's numbers, where it is not ours
     missing: dict[str, str] = {}  # by field of a summary's numbers: why it is not known
-    notes: list[str] = []
+    notes: list[Reason] = []
     rows: list[RowOrigin] = []  # the rows that differ from the above
 
     def of_row(self, server: str, load: str) -> RowOrigin:
@@ -208,13 +208,32 @@ class Origin(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return replace(own, definitions=self.definitions | own.definitions, missing=self.missing | own.missing)
 
 
+class Budget(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How the time of `harness run --budget` was spent."""
+
+    seconds: Seconds
+    repeats: Whole  # as the scenario has them; more of a row follow while a verdict on it is open
+    looks: list[Whole] = []  # after how many repeats the verdicts were checked
+    unmeasured: list[str] = []  # rows for which there was no time
+
+
+class Resumption(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """When a run was resumed, and what it had then."""
+
+    wall_s: WallSeconds
+    stopped_wall_s: WallSeconds | None = None  # the end of the last cell that was kept; None: none was
+    kept: Whole  # cells, complete and valid
+    again: list[str] = []  # cells of which an earlier attempt was incomplete or not valid
+    attempts: str | None = None  # the folder with the records of these; None: they had none
+
+
 class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """run.json."""
 
     format_version: int = FORMAT_VERSION
     id: str
     status: Status
-    reasons: list[str] = []  # why it is not valid
+    reasons: list[Reason] = []  # why it is not valid
     started_wall_s: WallSeconds
     owner: dict[str, str] = {}  # the process that runs it: tells a run that goes on from one that was killed
     ended_wall_s: WallSeconds | None = None
@@ -227,14 +246,21 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     versions: dict[str, str] = {}  # packages that touch the measurement
     locustfiles: dict[str, str] = {}  # by `user` of a load: digest of the code of its user class
     git_commit: str | None = None
-    computed: dict[str, str] = {}  # by path in the scenario: a value that was `auto`, and how it came about
+    computed: dict[str, Reason] = {}  # by path in the scenario: how a value that was `auto` was computed
     workers: Workers | None = None  # machines that sent the load; None: this one
     origin: Origin | None = None  # None: measured by `harness run`
+    resumed: list[Resumption] = []  # the oldest first
+    budget: Budget | None = None  # None: there was none
 
     @property
     def ran(self) -> dict[str, CellRun]:
         """The cells that came to their end, by their ids."""
         return {cell.id: cell for cell in self.cells if cell.ended_wall_s is not None}
+
+    @property
+    def served(self) -> list[CellRun]:
+        """The cells that a server served: of a setting that failed only the cell in which its server died."""
+        return [cell for cell in self.cells if cell.failed is None or cell.served_by.url]
 
     @property
     def simulated(self) -> bool:
@@ -245,7 +271,7 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 def write_run(folder: Path, run: Run) -> None:
     # Whatever a server, an engine or an image said of itself is in it.
-    replace_file(folder / "run.json", pretty_json(without(to_builtins(run), words=False)))
+    replace_file(folder / "run.json", pretty_json(masked(to_builtins(run), "sure")))
 
 
 def reserve_space(folder: Path, cells: int) -> None:
@@ -271,7 +297,9 @@ def disk_is_full(folder: Path) -> bool:
 def read_run(folder: Path) -> Run:
     """The manifest of a run directory. Raises HarnessError that says what is wrong with it."""
     try:
-        return read_json(folder / "run.json", Run, FORMAT_VERSION, contradiction=_contradiction)
+        run = read_json(folder / "run.json", Run, FORMAT_VERSION, contradiction=_contradiction, upgrade=_upgrade)
+        # Earlier harnesses called an import without a problem valid.
+        return replace(run, status="unchecked") if run.origin and run.status == "valid" else run
     except FileNotFoundError:
         raise HarnessError(
             f"{folder}: not a run directory (it has no run.json)", next_step="`harness runs` lists the runs."
@@ -280,6 +308,19 @@ def read_run(folder: Path) -> Run:
         raise HarnessError(
             f"{folder / 'run.json'}: cannot be read ({error.strerror})", next_step="`harness runs` lists the runs."
         ) from None
+
+
+def _upgrade(raw: dict[str, Any]) -> None:
+    """Make a run.json of version 1 one of this version, in place."""
+    cells = raw.get("cells", [])
+    upgrade_reasons(raw, "reasons", cells={cell["id"] for cell in cells})
+    for cell in cells:
+        upgrade_reasons(cell, "problems")
+        for served in filter(None, (cell["served_by"], cell["served_by"].get("gateway"))):
+            upgrade_reasons(served, "notes")
+    upgrade_reasons(raw.get("computed", {}), *raw.get("computed", {}))
+    if raw.get("origin"):
+        upgrade_reasons(raw["origin"], "notes")
 
 
 def _contradiction(run: Run) -> tuple[str, str] | None:
@@ -297,6 +338,6 @@ def _contradiction(run: Run) -> tuple[str, str] | None:
         if cell.load not in scenario.loads:
             return f"the scenario has no load '{cell.load}'", f"$.cells[{place}].load"
         if cell.id in names:
-            return f"the cell '{cell.id}' is there twice", f"$.cells[{place}].id"
+            return f"the cell '{cell.id}' is listed twice", f"$.cells[{place}].id"
         names.add(cell.id)
     return None

@@ -9,6 +9,10 @@ prompt_tokens       counter; with vLLM tokens found in the prefix cache count to
 generated_tokens    counter
 prefix_queries      counter, tokens looked up in the prefix cache
 prefix_hits         counter, tokens found there
+queue_s             counter, seconds that finished requests waited for their first turn
+prefill_s           counter, seconds from there to their first token
+decode_s            counter, seconds from there to their last token
+timed_requests      counter, the requests that these three are of
 started_s           when the server's process started, Unix time
 """
 
@@ -27,19 +31,20 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from harness.engines import engines
 from harness.files import read_lines
+from harness.rundir.lines import append_sample, by_cell
 from harness.rundir.records import Number, Seconds
-from harness.rundir.samples import append_sample, by_cell
 from harness.summary import ServerLoad
 from harness.trust import open_session
 
 KEYS = (
     "running", "waiting", "kv_usage", "preemptions", "prompt_tokens", "generated_tokens", "prefix_queries",
-    "prefix_hits", "started_s",
+    "prefix_hits", "queue_s", "prefill_s", "decode_s", "timed_requests", "started_s",
 )  # fmt: skip
-COUNTERS = ("preemptions", "prompt_tokens", "generated_tokens", "prefix_queries", "prefix_hits")
+STAGES = ("queue_s", "prefill_s", "decode_s", "timed_requests")
+COUNTERS = ("preemptions", "prompt_tokens", "generated_tokens", "prefix_queries", "prefix_hits", *STAGES)
 _NOT_SUMMED = ("kv_usage", "started_s")  # over engines (data parallel): the most of any
 
-_MOST = 2.0**53  # beyond this a float does not count
+_MAX_VALUE = 2.0**53  # beyond this a float does not count
 _SAME_START_S = 0.5  # a restarted server needs longer than that
 
 
@@ -52,7 +57,7 @@ class MetricsSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse(text: str) -> dict[str, float]:
-    """The values of KEYS in a text of the Prometheus format; of several names the first that is there.
+    """The values of KEYS in a text of the Prometheus format; of several names the first one found.
 
     Raises ValueError for anything else than that format, such as HTML.
     """
@@ -67,7 +72,7 @@ def parse(text: str) -> dict[str, float]:
         for sample in family.samples:
             # A counter may come without its suffix, depending on the version of the exporter.
             name = sample.name if sample.name in known else f"{sample.name}_total"
-            if name in known and 0 <= sample.value <= _MOST:  # NaN: not known yet
+            if name in known and 0 <= sample.value <= _MAX_VALUE:  # NaN: not known yet
                 found[name].append(float(sample.value))
     values = {}
     for key, names in names_of.items():
@@ -170,8 +175,9 @@ def server_load(
     """What a cell's samples say.
 
     Counters are differences of the last and the first sample, and given only when these lie before the first
-    request was sent and after the last one ended (`sent_wall_s`, `ended_wall_s`: warm-up included). Means are
-    over the samples within `measured_wall_s`, or all of them when it is not given.
+    request was sent and after the last one ended (`sent_wall_s`, `ended_wall_s`: warm-up included); those of STAGES
+    from the last sample before to the first one after `measured_wall_s`. Means are over the samples within
+    `measured_wall_s`, or all of them when it is not given.
     """
     restarted = _restarted(samples)
     covered = (
@@ -186,18 +192,32 @@ def server_load(
         # A counter with labels appears with its first event: absent at first means that nothing was counted.
         deltas = {key: last[key] - first.get(key, 0.0) for key in COUNTERS if key in last}
     queries = deltas.get("prefix_queries")
+    stages = {} if restarted else _stages(samples, measured_wall_s)
     inside = [s for s in samples if measured_wall_s is None or measured_wall_s[0] <= s.wall_s <= measured_wall_s[1]]
     running = _values(inside, "running")
     return ServerLoad(
-        running_most=max(_values(samples, "running"), default=None),
+        running_max=max(_values(samples, "running"), default=None),
         running_mean=sum(running) / len(running) if running else None,
-        waiting_most=max(_values(samples, "waiting"), default=None),
-        kv_usage_most=max(_values(samples, "kv_usage"), default=None),
+        waiting_max=max(_values(samples, "waiting"), default=None),
+        kv_usage_max=max(_values(samples, "kv_usage"), default=None),
         preemptions=deltas.get("preemptions"),
         generated_tokens=deltas.get("generated_tokens"),
         restarted=restarted,
         prefix_hit_ratio=deltas["prefix_hits"] / queries if queries and "prefix_hits" in deltas else None,
+        **stages,
     )
+
+
+def _stages(samples: Sequence[MetricsSample], measured_wall_s: tuple[float, float] | None) -> dict[str, float]:
+    """What the counters of STAGES gained in the measured time; nothing where no sample is before it, or none after."""
+    if measured_wall_s is None:
+        return {}
+    begin_s, end_s = measured_wall_s
+    before = next((sample for sample in reversed(samples) if sample.wall_s <= begin_s), None)
+    after = next((sample for sample in samples if sample.wall_s >= end_s), None)
+    if before is None or after is None or not before.values:
+        return {}
+    return {key: after.values[key] - before.values.get(key, 0.0) for key in STAGES if key in after.values}
 
 
 def _values(samples: Iterable[MetricsSample], key: str) -> list[float]:

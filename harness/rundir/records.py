@@ -1,6 +1,6 @@
 """The central record: one request as the client saw it, raw observations only.
 
-Everything else (TTFT, TPOT, goodput ...) is derived from these fields by `harness.summarize.derive`, so a definition
+Everything else (TTFT, TPOT, goodput ...) is derived from these fields by `harness.analysis.derive`, so a definition
 can be corrected without a GPU. Formats are versioned; see docs/run-directory.md.
 """
 
@@ -10,13 +10,12 @@ from typing import Annotated, Literal, Protocol
 
 import msgspec
 
-from harness.files import UNDECODABLE, read_bytes, read_lines
+from harness.files import UNDECODABLE, read_bytes, read_lines, with_new_names
 
-FORMAT_VERSION = 1
-MOST_CPU = 0.90  # of one core: a load process is one thread, and above that it is the limit
+MAX_CPU = 0.90  # of one core: a load process is one thread, and above that it is the limit
 SLACK_S = 0.001  # how far a kernel's stamp may lie outside what is possible before it is not believed
 LATE_READ_S = 0.005  # after the kernel had the bytes: a busy load process looks at its sockets each 2 ms
-MOST_TOKENS = 2**31 - 1  # of any count: engines count in 32 bits
+MAX_TOKENS = 2**31 - 1  # of any count: engines count in 32 bits
 TEMPLATE_TOKENS = 16_384  # a chat template adds fewer; a token of the prompt itself has at least one byte
 # After a response, a server that does not keep the connection has closed it: Lemonade within 70 ms of [DONE].
 CLOSING_S = 0.2
@@ -43,7 +42,7 @@ Duration = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 # A moment after `sent_s`. The kernel's stamp is on another clock, which is joined to SLACK_S: as far may it lie before.
 After = Annotated[float, msgspec.Meta(ge=-SLACK_S, le=1e11)]
 Whole = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
-Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 Number = Annotated[float, msgspec.Meta(ge=-1e18, le=1e18)]
 CUT = ("unfinished", "abandoned")  # not by the server: neither failed, and what came until then was of use
 
@@ -74,21 +73,21 @@ class TokenCounts(Protocol):
 
 
 def impossible(
-    counts: TokenCounts, asked_tokens: int | None, *, prompt_max: int = MOST_TOKENS, output_min: int = 0
+    counts: TokenCounts, asked_tokens: int | None, *, prompt_max: int = MAX_TOKENS, output_min: int = 0
 ) -> dict[str, BadField]:
     """Return the counts that are out of bounds, by their names in a record.
 
     `asked_tokens` is the request's max_tokens. Cached tokens are part of the prompt, reasoning is part of the output.
     """
-    output_max = MOST_TOKENS if asked_tokens is None else asked_tokens
+    output_max = MAX_TOKENS if asked_tokens is None else asked_tokens
     prompt, output = counts.prompt_tokens, counts.output_tokens
     bad: dict[str, BadField] = {}
 
-    def check(name: str, field: str, value: int | None, least: int, most: int) -> bool:
-        if value is None or least <= value <= most:
+    def check(name: str, field: str, value: int | None, minimum: int, maximum: int) -> bool:
+        if value is None or minimum <= value <= maximum:
             return value is not None
         got = str(value) if value.bit_length() <= 64 else "more than 64 bits"
-        code, limit = ("below", least) if value < least else ("above", most)
+        code, limit = ("below", minimum) if value < minimum else ("above", maximum)
         bad[name] = BadField(f"usage.{field}", code, got, limit)  # type: ignore[arg-type]  # a tuple of two literals
         return False
 
@@ -176,19 +175,19 @@ class ProcessMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     steady: bool | None = None
     sent: Count | None = None  # requests whose first byte was about to be written (end only)
     recorded: Count | None = None  # records handed to the file (end only)
-    left_s: Duration | None = None  # measured time left when it was told to end (end only); None: no time is set
+    left_s: Duration | None = None  # measured time left when it was asked to stop (end only); None: no time is set
     users: Count | None = None  # that it had, all in all (end only); None: their number changes with the stages
-    users_gone: Count | None = None  # of them, those that ended before they were told to (end only)
+    users_gone: Count | None = None  # of them, those that ended before they were asked to (end only)
     cpu_s: Duration | None = None  # CPU time of the process since its start mark (end only)
     # Highest share of one core over any 5 s from the first measured request on; over the time from there to the end
     # where that is between 1 and 5 s (end only). A lifetime's mean would hide a few seconds of saturation.
-    cpu_most: Seconds | None = None
+    cpu_max: Seconds | None = None
     read_lag_p99_s: Seconds | None = None  # p99 of the wait of bytes in the socket before they were read (end only)
     # How late its event loop ran what fell due 20 times a second from the first measured request on.
     loop_lag_mean_s: Seconds | None = None  # (end only, as the following) None: below 1 s
     loop_lag_p50_s: Seconds | None = None
     loop_lag_p99_s: Seconds | None = None  # None: below 5 s
-    loop_lag_most_s: Seconds | None = None
+    loop_lag_max_s: Seconds | None = None
     core_wait: Seconds | None = None  # share of that time in which it could have run, and others had the cores
 
 
@@ -205,8 +204,15 @@ def read_marks(path: Path, damaged: list[int] | None = None) -> list[ProcessMark
     marks = []
     for number, line in enumerate(read_bytes(path).splitlines(keepends=True), start=1):
         try:
-            marks.append(decoder.decode(line))
+            marks.append(_mark(decoder, line))
         except UNDECODABLE:
             if damaged is not None and line.endswith(b"\n"):
                 damaged.append(number)
     return marks
+
+
+def _mark(decoder: msgspec.json.Decoder[ProcessMark], line: bytes) -> ProcessMark:
+    try:
+        return decoder.decode(line)
+    except msgspec.ValidationError:  # with the names of fields until 0.2.0
+        return msgspec.convert(with_new_names(msgspec.json.decode(line)), ProcessMark)

@@ -12,17 +12,17 @@ from typing import Any
 import msgspec
 
 from harness.files import read_lines
+from harness.rundir.lines import by_cell
 from harness.rundir.records import Number, Seconds, Whole
-from harness.rundir.samples import by_cell
 from harness.summary import GpuLoad, MachineLoad, median_of_known
 
-FEWEST = 5  # samples inside the window that a mean or an integral needs
-MOST_GAP_S = 5.0  # between two samples; beyond, what happened in between is not known
-LEAST_BUSY = 5.0  # percent on average: a GPU below did not serve ...
-LEAST_PART = 0.1  # ... nor one below that part of the busiest
+MIN_SAMPLES = 5  # samples inside the window that a mean or an integral needs
+MAX_GAP_S = 5.0  # between two samples; beyond, what happened in between is not known
+MIN_BUSY = 5.0  # percent on average: a GPU below did not serve ...
+MIN_PART = 0.1  # ... nor one below that part of the busiest
 
 _WHOLE = (
-    "samples", "memory_most_bytes", "host_memory_least_bytes", "container_memory_most_bytes", "listen_overflows"
+    "samples", "memory_max_bytes", "host_memory_min_bytes", "container_memory_max_bytes", "listen_overflows"
 )  # fmt: skip
 
 Span = tuple[float, float]
@@ -95,25 +95,25 @@ def machine_load(samples: Sequence[TelemetrySample], window: Span | None, tokens
     host, container = _known(inside, "host"), _known(inside, "container")
     return MachineLoad(
         samples=len(inside),
-        gap_most_s=max(after - before for before, after in itertools.pairwise(times)),
-        took_most_s=max(_known(inside, "took_s"), default=None),
+        gap_max_s=max(after - before for before, after in itertools.pairwise(times)),
+        took_max_s=max(_known(inside, "took_s"), default=None),
         gpus=gpus,
         busy_mean_percent=_mean(_known(mine, "busy_mean_percent")),
-        busy_most_percent=max(_known(mine, "busy_most_percent"), default=None),
-        memory_most_bytes=max((m for one in inside if (m := _memory(one, used)) is not None), default=None),
+        busy_max_percent=max(_known(mine, "busy_max_percent"), default=None),
+        memory_max_bytes=max((m for one in inside if (m := _memory(one, used)) is not None), default=None),
         power_mean_w=_total([gpu.power_mean_w for gpu in mine]),
-        power_most_w=max((power for one in inside if (power := _power(one, used)) is not None), default=None),
+        power_max_w=max((power for one in inside if (power := _power(one, used)) is not None), default=None),
         package=any(gpu.package for gpu in mine),
         energy_j=energy,
         energy_per_token_j=energy / tokens if energy is not None and tokens else None,
         counted_energy_j=_total([gpu.counted_energy_j for gpu in mine]),
-        temperature_most_c=max((t for gpu in mine for t in gpu.temperatures_most_c.values()), default=None),
+        temperature_max_c=max((t for gpu in mine for t in gpu.temperatures_max_c.values()), default=None),
         heat_s=max(_known(mine, "heat_s"), default=None),
         limited_s=max(_known(mine, "limited_s"), default=None),
         host_cpu_mean=_mean(_known(host, "cpu_busy")),
-        host_memory_least_bytes=min(_known(host, "memory_available_bytes"), default=None),
+        host_memory_min_bytes=min(_known(host, "memory_available_bytes"), default=None),
         container_cpu_mean_cores=_mean(_known(container, "cpu_cores")),
-        container_memory_most_bytes=max(_known(container, "memory_bytes"), default=None),
+        container_memory_max_bytes=max(_known(container, "memory_bytes"), default=None),
         listen_overflows=_listen_overflows(samples, window),
     )
 
@@ -143,7 +143,7 @@ def serving(samples: Sequence[TelemetrySample]) -> set[str]:
     }
     if not busy:
         return names
-    return {name for name, mean in busy.items() if mean >= max(LEAST_BUSY, LEAST_PART * max(busy.values()))}
+    return {name for name, mean in busy.items() if mean >= max(MIN_BUSY, MIN_PART * max(busy.values()))}
 
 
 def _gpu(
@@ -155,20 +155,20 @@ def _gpu(
     return GpuLoad(
         used=used,
         busy_mean_percent=_mean(busy),
-        busy_most_percent=max(busy, default=None),
+        busy_max_percent=max(busy, default=None),
         memory_busy_mean_percent=_mean(_known(seen, "memory_busy_percent")),
-        vram_most_bytes=max(_known(seen, "vram_used_bytes"), default=None),
-        gtt_most_bytes=max(_known(seen, "gtt_used_bytes"), default=None),
+        vram_max_bytes=max(_known(seen, "vram_used_bytes"), default=None),
+        gtt_max_bytes=max(_known(seen, "gtt_used_bytes"), default=None),
         power_mean_w=_mean(power),
-        power_most_w=max(power, default=None),
+        power_max_w=max(power, default=None),
         package=any(gpu.package for gpu in seen),
         energy_j=integral(_series(samples, name, "power_w"), window),
         counted_energy_j=_counted(_series(samples, name, "energy_j"), window),
-        temperatures_most_c={
+        temperatures_max_c={
             label: max(gpu.temperatures_c[label] for gpu in seen if label in gpu.temperatures_c) for label in labels
         },
         clock_mean_mhz=_mean(clocks),
-        clock_least_mhz=min(clocks, default=None),
+        clock_min_mhz=min(clocks, default=None),
         heat_s=held_back_s(samples, window, name, ("heat", "prochot")),
         limited_s=held_back_s(samples, window, name, ("power", "current")),
     )
@@ -177,18 +177,18 @@ def _gpu(
 def integral(series: Series, window: Span) -> float | None:
     """The integral over the window by the trapezoid rule, values between samples on straight lines.
 
-    At the edges of the window the value lies on the line to the next sample outside, and without one it is that of the
-    nearest. None with fewer than FEWEST samples inside, or where MOST_GAP_S and more are without a sample.
+    At the edges of the window the value is on the line to the next sample outside, and without one it is that of the
+    nearest. None with fewer than MIN_SAMPLES samples inside, or where MAX_GAP_S and more are without a sample.
     """
     begin, end = window
     inside = [point for point in series if begin <= point[0] <= end]
-    if len(inside) < FEWEST:
+    if len(inside) < MIN_SAMPLES:
         return None
     points = [(begin, _at(series, begin)), *inside, (end, _at(series, end))]
     before = max((at for at, _ in series if at < begin), default=begin)
     after = min((at for at, _ in series if at > end), default=end)
     times = [before, *(at for at, _ in inside), after]
-    if any(late - early >= MOST_GAP_S for early, late in itertools.pairwise(times)):
+    if any(late - early >= MAX_GAP_S for early, late in itertools.pairwise(times)):
         return None
     return sum((late[0] - early[0]) * (early[1] + late[1]) / 2 for early, late in itertools.pairwise(points))
 

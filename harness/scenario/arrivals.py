@@ -37,12 +37,12 @@ class Schedule:
 
 
 def steady(arrivals: Arrivals) -> Arrivals:
-    """Without end at the rate that they begin with, or where nobody comes at first with the next one that is known."""
+    """Arrivals without end at the first rate above 0."""
     rate = arrivals.rate
     if arrivals.points is not None:
         rate = next((rate for _, rate in arrivals.points if rate > 0), None)
     if arrivals.wave is not None:
-        rate = arrivals.wave.least or arrivals.wave.most / 2
+        rate = arrivals.wave.min or arrivals.wave.max / 2
     return Arrivals(rate=rate, spacing=arrivals.spacing, burstiness=arrivals.burstiness)
 
 
@@ -85,8 +85,8 @@ def _gamma(draw: Callable[[], float], shape: float) -> float:
 def _inverse(arrivals: Arrivals) -> Callable[[float], float]:
     """The time at which the expected number of arrivals reaches a value; infinite when it never does."""
     if arrivals.wave is not None:
-        least, most, period_s = arrivals.wave.least, arrivals.wave.most, arrivals.wave.period_s
-        return lambda expected: _in_wave(expected, least, most, period_s)
+        minimum, maximum, period_s = arrivals.wave.min, arrivals.wave.max, arrivals.wave.period_s
+        return lambda expected: _in_wave(expected, minimum, maximum, period_s)
     points = arrivals.points or [[0.0, arrivals.rate or 0.0]]
     return lambda expected: _in_course(expected, points, arrivals.between == "ramps")
 
@@ -108,9 +108,9 @@ def _in_course(expected: float, points: list[list[float]], ramps: bool) -> float
     return start + expected / rate if rate > 0 else math.inf
 
 
-def _in_wave(expected: float, least: float, most: float, period_s: float) -> float:
-    """In a rate that swings from `least` to `most` and back, as a sine, each period."""
-    mean, swing = (least + most) / 2, (most - least) / 2
+def _in_wave(expected: float, minimum: float, maximum: float, period_s: float) -> float:
+    """In a rate that swings from `minimum` to `maximum` and back, as a sine, each period."""
+    mean, swing = (minimum + maximum) / 2, (maximum - minimum) / 2
     turns, rest = divmod(expected, mean * period_s)
     pace = 2 * math.pi / period_s
     low, high = 0.0, period_s

@@ -7,10 +7,11 @@ its unit, or a multiple of what the baseline has: `0.97 * baseline`. What a chec
 import math
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from msgspec import Struct
 
+from harness import columns
 from harness.errors import did_you_mean, which_row
 from harness.scenario.scenario import LOAD_NAME, NAME
 from harness.summary import NEEDED
@@ -22,14 +23,10 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
 }
-LATENCIES = {
-    "ttft": "ttft_s", "ttfo": "ttfo_s", "tpot": "tpot_s", "e2e": "e2e_s", "gap": "chunk_gap_s",
-    "ttft_sched": "ttft_sched_s", "e2e_sched": "e2e_sched_s", "send_lag": "send_lag_s",
-    "connect": "connect_s",
-}  # fmt: skip
+LATENCIES = {column.check: column for column in columns.LATENCIES}
 STATISTICS = (*NEEDED, "mean")
 # What an SLO may bound: latencies that a request has one of.
-OF_A_REQUEST = ("ttft", "ttfo", "tpot", "e2e", "ttft_sched", "e2e_sched")
+OF_A_REQUEST = tuple(column.check for column in columns.LATENCIES if column.slo)
 # Which units a metric may be written in, and how many of them make one: 95 / 100 is 0.95, and 95 * 0.01 is not.
 _TIME = {"s": 1.0, "ms": 1000.0}
 _SHARE = {"": 1.0, "%": 100.0}
@@ -37,22 +34,26 @@ _PLAIN = {"": 1.0}
 _RATE = "req/s"
 UNITS: dict[str, dict[str, float]] = {
     **{f"{latency}_{statistic}": _TIME for latency in LATENCIES for statistic in STATISTICS},
-    "wall": _TIME,
-    "error_rate": _SHARE,
-    "output_tok_s": _PLAIN,
-    "requests_per_s": _PLAIN,
+    **{column.check: {"seconds": _TIME, "ratio": _SHARE, "": _PLAIN}[column.unit] for column in columns.VALUES},
     "speedup": _PLAIN,
     "attainment": _SHARE,
     "goodput": {**_SHARE, _RATE: 1.0},
-    "input_tok_s": _PLAIN,
-    "valid_share": _SHARE,
-    "right_share": _SHARE,
 }
 JUDGED_BY_SLOS = ("attainment", "goodput")
 OF_ANSWERS = ("valid_share", "right_share")
 BASELINE = "baseline"
-MOST_DIGITS = 30  # of a bound
-_NUMBER = r"[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?"
+MAX_DIGITS = 30  # of a bound
+_NUMBER = r"[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
+# Both match every text: a part that is missing is empty.
+_CHECK = re.compile(
+    r" *(?:(?P<selection>[^:]*):)? *(?P<metric>[A-Za-z0-9_]*) *(?:\((?P<slos>[^)]*)\))? *(?P<sign>[<>=!~]*) *"
+    rf"(?P<number>{_NUMBER})? *(?P<rest>.*)",
+    re.DOTALL,
+)
+_SLO = re.compile(
+    rf" *(?P<latency>[A-Za-z0-9_]*) *(?P<sign>[<>=!~]*) *(?P<number>{_NUMBER})? *(?P<unit>[^ ]*) *(?P<rest>.*)",
+    re.DOTALL,
+)
 
 
 class Slo(Struct, frozen=True, kw_only=True):
@@ -113,30 +114,54 @@ def on_server(text: str, server: str) -> str:
 
 
 def parse_check(text: str) -> Check:
-    """Read a check. Raises ValueError that says where it is wrong, and what is known there."""
-    reader = _Reader(text)
-    server, load = _selection(reader)
-    metric, slos = _metric(reader)
-    sign = _sign(reader, tuple(OPERATORS))
-    number = reader.word(_NUMBER)
-    relative = _is_baseline(reader, number)
+    """Read a check. Raises ValueError with the place of what is wrong, and what is known there."""
+    match = _CHECK.fullmatch(text)
+    assert match is not None, "every text matches"
+
+    def wrong(at: int, what: str) -> ValueError:
+        return ValueError(f"check '{text.strip()}', at character {at + 1}: {what}")
+
+    selection = match["selection"]
+    named = None if selection is None else re.fullmatch(f"({NAME})/({LOAD_NAME})", selection.strip())
+    if selection is not None and named is None:
+        raise wrong(match.start("selection"), f"'{selection.strip()}' is not SERVER/LOAD")
+    metric, sign, number, rest = match["metric"], match["sign"], match["number"] or "", match["rest"]
+    if metric not in UNITS:
+        raise wrong(match.start("metric"), f"'{metric}' is not a metric; {_metric_advice(metric)}")
+    slos: tuple[Slo, ...] = ()
+    if metric in JUDGED_BY_SLOS:
+        if match["slos"] is None:
+            example = f"{metric}(ttft<=1s, tpot<=50ms)"
+            raise wrong(match.start("sign"), f"'{metric}' needs SLOs in parentheses, such as {example}")
+        slos = tuple(_slos(match["slos"], match.start("slos"), wrong))
+    elif match["slos"] is not None:
+        raise wrong(match.end("metric"), f"'{metric}' takes no SLOs")
+    if sign not in OPERATORS:
+        found = _quoted(sign or text[match.start("sign") :][:8].strip())
+        raise wrong(match.start("sign"), f"{found} is not a comparison; use one of {' '.join(OPERATORS)}")
+    at = match.start("rest")
+    relative = _is_relative(number, rest, at, wrong)
     if relative and metric == "speedup":
-        raise reader.wrong("'speedup' is relative to the baseline already; use a plain number")
+        raise wrong(len(text), "'speedup' is relative to the baseline already; use a plain number")
     if not relative and not number:
-        raise reader.wrong(f"{reader.next()} is not a number")
-    if len(number) > MOST_DIGITS or not math.isfinite(float(number or 1)):
-        raise reader.wrong(f"a bound has at most {MOST_DIGITS} characters, and is not infinite")
-    bound = float(number or 1) if relative else float(number) / _unit(reader, metric, UNITS[metric])
-    if metric == "goodput" and not relative and reader.unit != _RATE:
+        raise wrong(at, f"{_quoted(rest[:8].strip())} is not a number")
+    bound = _number(number or "1", at, wrong)
+    unit = rest.strip()
+    if not relative:
+        if unit not in UNITS[metric]:
+            raise wrong(at, _unit_advice(unit, metric, UNITS[metric]))
+        bound /= UNITS[metric][unit]
+    if metric == "goodput" and not relative and unit != _RATE:
         metric = "attainment"
     if metric in OF_ANSWERS and not relative and bound > 1:
-        raise reader.wrong("a share of all answers is at most 1")
+        raise wrong(len(text), "a share of all answers is at most 1")
     if metric == "attainment" and not relative and bound > 1:
-        raise reader.wrong(f"a share of all requests is at most 1; for requests a second write goodput with '{_RATE}'")
+        advice = f"for requests a second write goodput with '{_RATE}'"
+        raise wrong(len(text), f"a share of all requests is at most 1; {advice}")
     return Check(
         text=text.strip(),
-        server=server,
-        load=load,
+        server=named and named[1],
+        load=named and named[2],
         metric=metric,
         slos=slos,
         operator=sign,
@@ -145,125 +170,48 @@ def parse_check(text: str) -> Check:
     )
 
 
-class _Reader:
-    """A text and the place in it that is being read."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.at = 0  # where the next word begins
-        self.start = 0  # where the last one did
-        self.unit = ""
-        self._skip()
-
-    def word(self, pattern: str) -> str:
-        """The word here, "" if there is none of that kind."""
-        match = re.compile(pattern).match(self.text, self.at)
-        self.start = self.at
-        if match is None:
-            return ""
-        self.at = match.end()
-        self._skip()
-        return match[0]
-
-    def back(self) -> None:
-        self.at = self.start
-
-    def next(self, width: int = 8) -> str:
-        return _quoted(self.text[self.at : self.at + width].strip())
-
-    def rest(self) -> str:
-        self.start, following = self.at, self.text[self.at :].strip()
-        self.at = len(self.text)
-        return following
-
-    def wrong(self, what: str) -> ValueError:
-        return ValueError(f"check '{self.text.strip()}', at character {self.at + 1}: {what}")
-
-    def _skip(self) -> None:
-        while self.at < len(self.text) and self.text[self.at] == " ":
-            self.at += 1
+def _slos(text: str, start: int, wrong: Callable[[int, str], ValueError]) -> Iterator[Slo]:
+    """The SLOs between parentheses; `start` is their place in the check."""
+    for part in re.finditer("[^,]+|(?<=,)$|^$", text):
+        match = _SLO.fullmatch(part[0])
+        assert match is not None, "every text matches"
+        at = start + part.start()
+        latency, sign, number, unit = match["latency"], match["sign"], match["number"], match["unit"]
+        if latency not in OF_A_REQUEST:
+            known = ", ".join(OF_A_REQUEST)
+            raise wrong(at + match.start("latency"), f"'{latency}' is not a latency of a request; known: {known}")
+        if sign not in ("<=", "<"):
+            raise wrong(at + match.start("sign"), f"{_quoted(sign)} is not a comparison; use one of <= <")
+        if not number:
+            raise wrong(at + match.start("unit"), f"{_quoted(unit)} is not a number")
+        value = _number(number, at + match.end("number"), wrong)
+        if unit not in _TIME:
+            raise wrong(at + match.start("unit"), _unit_advice(unit, latency, _TIME))
+        if match["rest"]:
+            raise wrong(at + match.start("rest"), f"{_quoted(match['rest'][:8].strip())}: ',' or ')' is expected")
+        yield Slo(text=f"{latency}{sign}{number}{unit}", latency=latency, operator=sign, bound_s=value / _TIME[unit])
 
 
-def _selection(reader: _Reader) -> tuple[str | None, str | None]:
-    if ":" not in reader.text:
-        return None, None
-    selection = reader.text[: reader.text.index(":")].strip()
-    match = re.fullmatch(f"({NAME})/({LOAD_NAME})", selection)
-    if match is None:
-        raise reader.wrong(f"'{selection}' is not SERVER/LOAD")
-    reader.word(r"[^:]*:")
-    return match[1], match[2]
+def _number(text: str, end: int, wrong: Callable[[int, str], ValueError]) -> float:
+    if len(text) > MAX_DIGITS or not math.isfinite(float(text)):
+        raise wrong(end, f"a bound has at most {MAX_DIGITS} characters, and is not infinite")
+    return float(text)
 
 
-def _metric(reader: _Reader) -> tuple[str, tuple[Slo, ...]]:
-    metric = reader.word(r"[A-Za-z0-9_]+")
-    if metric not in UNITS:
-        reader.back()
-        raise reader.wrong(f"'{metric}' is not a metric; {_metric_advice(metric)}")
-    if metric not in JUDGED_BY_SLOS:
-        return metric, ()
-    if not reader.word(r"\("):
-        raise reader.wrong(f"'{metric}' needs SLOs in parentheses, such as {metric}(ttft<=1s, tpot<=50ms)")
-    slos = [_slo(reader)]
-    while reader.word(","):
-        slos.append(_slo(reader))
-    if not reader.word(r"\)"):
-        raise reader.wrong(f"{reader.next()} stands where ',' or ')' is expected")
-    return metric, tuple(slos)
-
-
-def _slo(reader: _Reader) -> Slo:
-    latency = reader.word(r"[A-Za-z0-9_]+")
-    if latency not in OF_A_REQUEST:
-        reader.back()
-        raise reader.wrong(f"'{latency}' is not a latency of a request; known: {', '.join(OF_A_REQUEST)}")
-    sign = _sign(reader, ("<=", "<"))
-    number = reader.word(_NUMBER)
-    if not number:
-        raise reader.wrong(f"{reader.next()} is not a number")
-    if len(number) > MOST_DIGITS or not math.isfinite(float(number)):
-        raise reader.wrong(f"a bound has at most {MOST_DIGITS} characters, and is not infinite")
-    unit = reader.word(r"[^,) ]*")
-    if unit not in _TIME:
-        reader.back()
-        raise reader.wrong(_unit_advice(unit, latency, _TIME))
-    return Slo(
-        text=f"{latency}{sign}{number}{unit}", latency=latency, operator=sign, bound_s=float(number) / _TIME[unit]
-    )
-
-
-def _sign(reader: _Reader, known: tuple[str, ...]) -> str:
-    sign = reader.word(r"[<>=!~]+")
-    if sign not in known:
-        reader.back()
-        raise reader.wrong(
-            f"{_quoted(sign) if sign else reader.next()} is not a comparison; use one of {' '.join(known)}"
-        )
-    return sign
-
-
-def _is_baseline(reader: _Reader, number: str) -> bool:
-    """Whether the bound goes on as a multiple of the baseline; then all of it is read."""
-    if number and not reader.word(r"\*"):
+def _is_relative(number: str, rest: str, at: int, wrong: Callable[[int, str], ValueError]) -> bool:
+    """Whether the bound is a multiple of the baseline: `0.97 * baseline` or `baseline`."""
+    match = re.match(r"(\* *)?([A-Za-z]*) *", rest)
+    assert match is not None
+    if bool(number) != bool(match[1]):
         return False
-    word = reader.word(r"[A-Za-z]+")
-    if word == BASELINE:
-        if rest := reader.rest():
-            reader.back()
-            raise reader.wrong(f"'{rest}' stands after the end; a multiple is written '0.97 * {BASELINE}'")
-        return True
-    reader.back()
-    if number:
-        raise reader.wrong(f"{reader.next()} is not '{BASELINE}'")
-    return False
-
-
-def _unit(reader: _Reader, metric: str, known: Mapping[str, float]) -> float:
-    unit = reader.unit = reader.rest()
-    if unit not in known:
-        reader.back()
-        raise reader.wrong(_unit_advice(unit, metric, known))
-    return known[unit]
+    if match[2] != BASELINE:
+        if number:
+            raise wrong(at + match.start(2), f"{_quoted(rest[match.start(2) :][:8].strip())} is not '{BASELINE}'")
+        return False
+    if after := rest[match.end() :].strip():
+        text = f"'{after}' follows the end; a multiple is written '0.97 * {BASELINE}'"
+        raise wrong(at + match.end(), text)
+    return True
 
 
 def _quoted(text: str) -> str:

@@ -1,17 +1,36 @@
-"""A scenario file: read strictly, with everything that is wrong with it at once."""
+"""A scenario file: read strictly, with everything that is wrong with it at once.
+
+msgspec stops at the first error. A user who edits a scenario wants all of them, so records are walked field by field
+here, and msgspec checks the leaves.
+"""
 
 import difflib
 import itertools
 import re
+import types
+import typing
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
+import yaml
 from msgspec import Struct
+from msgspec.structs import replace
 
-from harness.errors import HarnessError, ScenarioError, did_you_mean, which_row
+from harness.errors import SHOWN_PROBLEMS, HarnessError, Problem, ScenarioError, did_you_mean, which_row
 from harness.files import read_text
-from harness.scenario import behaviour, lengths, mixes, stages, structured
+from harness.scenario import structured
+from harness.scenario.behaviour import behaviour_problems, length_problems
 from harness.scenario.check_syntax import misplaced
+from harness.scenario.plan import (
+    mix_names,
+    mix_problems,
+    stage_problems,
+    stage_problems_of_load,
+    with_mixes,
+    with_stages,
+)
 from harness.scenario.scenario import (
     SERVER_TOKENIZER,
     USERS,
@@ -20,29 +39,52 @@ from harness.scenario.scenario import (
     Prompts,
     Scenario,
     Server,
+    Swept,
     Trace,
     Warmup,
     too_large,
 )
-from harness.scenario.strict import decode, load_yaml, where
+from harness.scenario.sweep import Expanded, expand
 
-MOST_BYTES = 2**18  # of a scenario: YAML is read at about 100 kB a second
+T = TypeVar("T")
+MAX_BYTES = 2**18  # of a scenario: YAML is read at about 100 kB a second
+MAX_VALUES = 50_000  # a few aliases of aliases are billions
+MAX_DIGITS = 30
+_PLAIN_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
+_EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_HALF = "\\ud800 to \\udfff are halves of a character; write the whole character, or its \\U escape with eight digits"
+_IN_QUOTES = "; YAML reads on, off, yes and no so: put the word in quotes"
+# Keys until 0.2.0, each with the names it has now, by where it is.
+_RENAMED = {
+    "most": ("max", "max_requests"),
+    "least": ("min",),
+    "most_s": ("max_s",),
+    "most_requests": ("max_requests",),
+}
+# What msgspec calls the parts of a file, for those who write one.
+_KINDS = {
+    "object": "a mapping (name: value)",
+    "array": "a list",
+    "str": "a text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+}
+_BOUNDS = {"": "", ">=": " of at least ", "<=": " of at most ", ">": " above ", "<": " below "}
 
 
 class Read(Struct, frozen=True):
     """A scenario file as read: all that is wrong with it, and what of it is right."""
 
     scenario: Scenario  # with problems: only its parts that decode
-    problems: list[str]
+    problems: list[Problem]
     lines: dict[str, int]  # line of each path
     known: dict[str, list[str]]  # names of all servers and loads, faulty ones included
 
 
 def load_scenario(path: Path) -> Scenario:
-    """The scenario in a file.
-
-    Raises ScenarioError that lists every problem with its path, line, value and a suggestion.
-    """
+    """The scenario in a file. Raises ScenarioError that lists every problem with its path, line, value and advice."""
     read = read_scenario(path)
     if read.problems:
         raise ScenarioError(str(path), read.problems)
@@ -50,9 +92,9 @@ def load_scenario(path: Path) -> Scenario:
 
 
 def read_scenario(path: Path) -> Read:
-    """As `load_scenario`, for who adds problems of its own. Raises what leaves nothing to look at."""
+    """As `load_scenario`, for callers with problems of their own. Raises what leaves nothing to check."""
     try:
-        text = read_text(path, most=MOST_BYTES)
+        text = read_text(path, max_bytes=MAX_BYTES)
     except OSError as error:
         raise HarnessError(
             f"{path}: the scenario cannot be read ({error.strerror})",
@@ -60,39 +102,80 @@ def read_scenario(path: Path) -> Read:
         ) from None
     except UnicodeDecodeError:
         raise ScenarioError(str(path), ["not a text file in UTF-8"]) from None
-    problems: list[str] = []
+    problems: list[Problem] = []
     raw, lines = load_yaml(text, problems)
     if not isinstance(raw, dict):
-        problems = problems or ["$: a scenario is a mapping (version, question, servers, loads ...)"]
-        raise ScenarioError(str(path), problems)
+        no_mapping = Problem("$", "a scenario is a mapping (version, question, servers, loads ...)")
+        raise ScenarioError(str(path), problems or [no_mapping])
     version = raw.get("version")
     if isinstance(version, int) and version > 1:
-        raise ScenarioError(
-            str(path), [f"$.version: {version} was written for a newer harness; this one reads version 1"]
-        )
+        newer = Problem("$.version", f"{version} was written for a newer harness; this one reads version 1")
+        raise ScenarioError(str(path), [newer])
     rows = [len(raw[part]) if isinstance(raw.get(part), dict) else 1 for part in ("servers", "loads")]
     if too_many := too_large(*rows):
-        raise ScenarioError(str(path), [f"$: {too_many}"])
-    scenario = written = decode(raw, Scenario, lines, problems) or _what_decodes(raw)
-    known = {part: list(raw[part]) if isinstance(raw.get(part), dict) else [] for part in ("servers", "loads")}
-    wrong = mixes.problems_of(scenario, known["loads"]) + stages.problems_of(scenario, lines)
-    known["loads"] = [*known["loads"], *mixes.names(scenario)]
+        raise ScenarioError(str(path), [Problem("$", too_many)])
+    if "swept" in raw:  # made by the harness
+        problems.append(Problem("$.swept", "unknown key; vary settings with 'vary' of a server or load").located(lines))
+        raw = {key: value for key, value in raw.items() if key != "swept"}
+    decoded = decode(raw, Scenario, lines, problems) or _right_parts(raw)
+    expanded = expand(decoded, lambda load, found: decode(load, Load, {}, found))
+    if "restart" not in raw and expanded.scenario.swept is not None:
+        # A sweep of loads needs one server start, unless the file says otherwise.
+        expanded = replace(expanded, scenario=replace(expanded.scenario, restart=False))
+    scenario = written = expanded.scenario
+    _add_lines(lines, expanded)
+    known = {
+        part: [row for name in (raw[part] if isinstance(raw.get(part), dict) else ()) for row in rows.get(name, [name])]
+        for part, rows in (("servers", expanded.servers), ("loads", expanded.loads))
+    }
+    wrong = [*expanded.problems, *mix_problems(scenario, known["loads"]), *stage_problems(scenario, lines)]
+    known["loads"] = [*known["loads"], *mix_names(scenario)]
     if not wrong:
-        whole = mixes.expanded(scenario)
-        scenario = stages.expanded(whole)
+        whole = with_mixes(scenario)
+        scenario = with_stages(whole)
         known["loads"] = [name for name in known["loads"] if name not in whole.loads] + list(scenario.loads)
         if too_many := too_large(len(scenario.servers), len(scenario.loads), scenario.repeats):
-            wrong.append(f"$: {too_many}")
-    wrong += [f"$.{part}: at least one is needed" for part in ("servers", "loads") if raw.get(part) == {}]
-    faulty = {name: item for name, item in _mappings(raw.get("loads")) if name not in written.loads}
-    wrong += [f"$.loads.{name}.{said}" for name, item in faulty.items() for said in _of_the_rest(item, path.parent)]
-    for problem in [*wrong, *_contradictions(written, path.parent, known)]:
-        place, _, rest = problem.partition(":")
-        problems.append(f"{where(place, lines)}:{rest}")
-    return Read(scenario, problems, lines, known)
+            wrong.append(Problem("$", too_many))
+    wrong += [Problem(f"$.{part}", "at least one is needed") for part in ("servers", "loads") if raw.get(part) == {}]
+    loads = raw.get("loads")
+    for name, load in loads.items() if isinstance(loads, dict) else ():
+        if isinstance(load, dict) and name not in decoded.loads:
+            wrong += [problem.below(f"$.loads.{name}.") for problem in _problems_of_faulty_load(load, path.parent)]
+    wrong += _contradictions(written, path.parent, known)
+    return Read(scenario, problems + once([problem.located(lines) for problem in wrong], scenario), lines, known)
 
 
-def _what_decodes(raw: dict[str, Any]) -> Scenario:
+def _add_lines(lines: dict[str, int], expanded: Expanded) -> None:
+    """Give each row of a sweep the lines of the server or load that it was made from."""
+    swept = expanded.scenario.swept or Swept()
+    for part, rows in (("servers", swept.servers), ("loads", swept.loads)):
+        for name, row in rows.items():
+            whole, own = f"$.{part}.{row.of}", f"$.{part}.{name}"
+            lines |= {
+                own + path.removeprefix(whole): line
+                for path, line in lines.items()
+                if path == whole or path.startswith((f"{whole}.", f"{whole}["))
+            }
+            for key in row.settings:
+                place = f"{own}.variables.{key}" if part == "servers" else f"{own}.{key}"
+                lines[place] = lines.get(f"{whole}.vary.{key}", lines.get(whole, 1))
+
+
+def once(problems: list[Problem], scenario: Scenario) -> list[Problem]:
+    """Problems without those that other rows of the same sweep have as well."""
+    if scenario.swept is None:
+        return problems
+    names = {f"$.servers.{name}": row.of for name, row in scenario.swept.servers.items()}
+    names |= {f"$.loads.{name}": row.of for name, row in scenario.swept.loads.items()}
+    first: dict[tuple[str, str], Problem] = {}
+    for problem in problems:
+        start = ".".join(problem.path.split(".")[:3])
+        path = problem.path.replace(start, names[start], 1) if start in names else problem.path
+        first.setdefault((path, problem.text), problem)
+    return list(first.values())
+
+
+def _right_parts(raw: dict[str, Any]) -> Scenario:
     """The parts of a faulty scenario that are right by themselves, so that they can be checked further."""
     right: dict[str, Any] = {"version": 1, "question": "", "model": "?"}  # empty ones would be problems of their own
     for key, value in raw.items():
@@ -104,128 +187,286 @@ def _what_decodes(raw: dict[str, Any]) -> Scenario:
     return Scenario(**({"servers": {}, "loads": {}} | right))
 
 
-# What is said of a key depends on others.
-_DEPENDS = {"requests": {"duration_s", "trace", "stages"}, "processes": {"users", "stages"}}
-
-
-def _of_the_rest(raw: dict[str, Any], folder: Path) -> list[str]:
-    """What of a load contradicts itself whatever the keys that do not decode are meant to say."""
-    problems: list[str] = []
+def _problems_of_faulty_load(raw: dict[str, Any], folder: Path) -> list[Problem]:
+    """Contradictions of a load that do not depend on its keys that cannot be decoded."""
+    problems: list[Problem] = []
     decode(raw, Load, {}, problems)
-    bad = {found[1] for problem in problems if (found := re.match(r"\$\.([^\s.:\[]+)", problem))}
+    bad = {re.split(r"[.\[]", problem.path.removeprefix("$."))[0] for problem in problems}
     load = decode({key: value for key, value in raw.items() if key not in bad}, Load, {}, [])
     if load is None:
         return []
-    meant = {one for key in bad for one in difflib.get_close_matches(key, Load.__struct_fields__, n=1)}
-    unsure = bad | meant | {key for key, others in _DEPENDS.items() if others & (bad | meant)}
-    said = _load_problems(load, folder) + (stages.of_load(load) if load.stages else [])
-    return [problem for problem in said if not unsure & set(re.findall(r"(?:^|')([a-z_]+)", problem))]
+    unsure = bad | {one for key in bad for one in difflib.get_close_matches(key, Load.__struct_fields__, n=1)}
+    found = [*_load_problems(load, folder), *(stage_problems_of_load(load) if load.stages else [])]
+    return [problem for problem in found if not unsure & {problem.path.partition(".")[0], *problem.keys}]
 
 
-def _mappings(raw: Any) -> list[tuple[str, dict[str, Any]]]:
-    return [(name, item) for name, item in raw.items() if isinstance(item, dict)] if isinstance(raw, dict) else []
+# --- YAML
 
 
-def _contradictions(scenario: Scenario, folder: Path, known: dict[str, list[str]]) -> list[str]:
-    """What is well-formed but cannot be meant. `known`: names of all servers and loads, faulty ones included."""
-    problems = []
+class _TooMany(Exception):
+    """More values than a scenario can have."""
+
+
+def load_yaml(text: str, problems: list[Problem]) -> tuple[Any, dict[str, int]]:
+    """The plain value of a YAML document and the line (from 1) of each path in it."""
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        at = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        why = getattr(error, "problem", None) or " ".join(str(error).split())
+        problems.append(Problem("", f"not valid YAML{at}: {why}"))
+        return None, {}
+    except RecursionError:
+        problems.append(Problem("", "not a scenario: its lists and mappings are nested too deeply"))
+        return None, {}
+    lines: dict[str, int] = {}
+    try:
+        return (_value(node, "$", lines, problems) if node is not None else None), lines
+    except RecursionError:
+        problems.append(Problem("", "an alias (*name) refers to what contains it"))
+    except _TooMany:
+        problems.append(Problem("", f"it has more than {MAX_VALUES:,} values, counting what aliases (*name) repeat"))
+    return None, {}
+
+
+def _value(node: yaml.Node, path: str, lines: dict[str, int], problems: list[Problem]) -> Any:
+    line = node.start_mark.line + 1
+
+    def wrong(text: str) -> None:
+        problems.append(Problem(path, text, line))
+
+    if isinstance(node, yaml.ScalarNode) and _SURROGATE.search(node.value):
+        wrong(f"{_HALF} (got {node.value!r})")
+        return _SURROGATE.sub("?", node.value)
+    lines[path] = line
+    if len(lines) > MAX_VALUES:
+        raise _TooMany
+    if isinstance(node, yaml.MappingNode):
+        return _mapping(node, path, lines, problems)
+    if isinstance(node, yaml.SequenceNode):
+        return [_value(item, f"{path}[{i}]", lines, problems) for i, item in enumerate(node.value)]
+    if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MAX_DIGITS:
+        wrong(f"a whole number of {len(node.value):,} digits; at most {MAX_DIGITS} are read")
+        return 1  # a number, so that no second problem follows
+    if node.tag == "tag:yaml.org,2002:int" and not _PLAIN_INTEGER.fullmatch(node.value):
+        wrong(f"'{node.value}' is not a plain whole number; write it in digits")  # YAML 1.1: 010 is 8, 1:30 is 90
+        return 1
+    plain = isinstance(node, yaml.ScalarNode) and node.style is None
+    if plain and node.tag == "tag:yaml.org,2002:str" and _EXPONENT.fullmatch(node.value):
+        return float(node.value)  # YAML 1.1 takes 1e3 for a text
+    constructor = yaml.SafeLoader("")
+    try:
+        return constructor.construct_object(node)
+    except (yaml.YAMLError, ValueError) as error:
+        wrong(str(error))
+        return None
+    finally:
+        constructor.dispose()
+
+
+def _mapping(node: yaml.MappingNode, path: str, lines: dict[str, int], problems: list[Problem]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        if (why := _no_key(key_node)) is not None:
+            problems.append(Problem(path, why, line))
+            continue
+        key = str(key_node.value)
+        if key in found:
+            problems.append(Problem(f"{path}.{key}", "written twice; keep one", line))
+        found[key] = _value(value_node, f"{path}.{key}", lines, problems)
+        lines[f"{path}.{key}"] = line
+    return found
+
+
+def _no_key(node: yaml.Node) -> str | None:
+    """Why the node in front of a colon is no key."""
+    if not isinstance(node, yaml.ScalarNode):
+        return "a key is a name, not a list or mapping"
+    if _SURROGATE.search(node.value):
+        return f"{_HALF} (got {node.value!r})"
+    if node.tag == "tag:yaml.org,2002:merge":
+        return "merging with << is not done; write the keys out, or repeat a whole value with an alias: name: *other"
+    return None
+
+
+# --- Types
+
+
+def decode(raw: Any, type_: type[T], lines: dict[str, int], problems: list[Problem]) -> T | None:
+    """`raw` as a `type_`; None with what is wrong in `problems`."""
+    before = len(problems)
+    value = _Decoder(lines, problems).value(raw, type_, "$")
+    return value if len(problems) == before else None
+
+
+class _Decoder:
+    def __init__(self, lines: dict[str, int], problems: list[Problem]) -> None:
+        self.lines = lines
+        self.problems = problems
+
+    def wrong(self, path: str, text: str) -> None:
+        self.problems.append(Problem(path, text).located(self.lines))
+
+    def value(self, raw: Any, type_: Any, path: str) -> Any:
+        origin, args = typing.get_origin(type_), typing.get_args(type_)
+        if origin in (types.UnionType, typing.Union) and type(None) in args and len(args) == 2:
+            return None if raw is None else self.value(raw, next(a for a in args if a is not type(None)), path)
+        if origin in (types.UnionType, typing.Union) and len(args) == 2 and isinstance(args[1], type):
+            # A plain value, or a mapping with details.
+            struct = issubclass(args[1], Struct) and isinstance(raw, dict)
+            return self.value(raw, args[1] if struct else args[0], path)
+        if isinstance(type_, type) and issubclass(type_, Struct) and isinstance(raw, dict):
+            return self.struct(raw, type_, path)
+        if origin is dict and isinstance(raw, dict) and args[1] is not Any:
+            for key in raw:
+                self.key(key, args[0], f"{path}.{key}")
+            return {key: self.value(one, args[1], f"{path}.{key}") for key, one in raw.items()}
+        if origin is list and isinstance(raw, list):
+            return [self.value(one, args[0], f"{path}[{i}]") for i, one in enumerate(raw)]
+        if origin is typing.Literal and raw not in args:
+            known = list(map(str, args))
+            close = difflib.get_close_matches(str(raw), known, n=1)
+            advice = f"; did you mean '{close[0]}'?" if close else ""
+            advice = "; write it without quotes" if raw in close else advice
+            return self.wrong(path, f"expected one of {', '.join(known)}, got {_shown(raw)}{advice}")
+        return self.leaf(raw, type_, path)
+
+    def leaf(self, raw: Any, type_: Any, path: str) -> Any:
+        try:
+            return msgspec.convert(raw, type_)
+        except msgspec.ValidationError as error:
+            meta = [one for one in typing.get_args(type_) if isinstance(one, msgspec.Meta)]
+            wanted = next((one.description for one in meta if one.description), _in_words(error))
+            # A key in place of the name of a secret may be the secret.
+            hidden = any((one.extra or {}).get("hidden") for one in meta)
+            words = raw if isinstance(raw, list) else [raw]
+            advice = _IN_QUOTES if "text" in wanted and any(isinstance(word, bool) for word in words) else ""
+            self.wrong(path, f"{wanted}{'' if hidden else f', got {_shown(raw)}'}{advice}")
+
+    def key(self, key: str, type_: Any, path: str) -> None:
+        try:
+            msgspec.convert(key, type_)
+        except msgspec.ValidationError as error:
+            meta = typing.get_args(type_)[1:]
+            wanted = next((m.description for m in meta if getattr(m, "description", None)), str(error))
+            self.wrong(path, f"'{key}' is not a name: {wanted}")
+
+    def struct(self, raw: dict[str, Any], type_: type[Struct], path: str) -> Any:
+        hints = typing.get_type_hints(type_, include_extras=True)
+        fields = {field.encode_name: field for field in msgspec.structs.fields(type_)}
+        values: dict[str, Any] = {}
+        before = len(self.problems)
+        replaced: list[str] = []
+        for key, value in raw.items():
+            if key in fields:
+                name = fields[key].name
+                values[name] = self.value(value, hints[name], f"{path}.{key}")
+            elif new := [name for name in _RENAMED.get(key, ()) if name in fields]:
+                replaced += new
+                self.wrong(f"{path}.{key}", f"this key is now '{new[0]}'")
+            else:
+                advice = did_you_mean(key, fields) if len(self.problems) < SHOWN_PROBLEMS else ""
+                self.wrong(f"{path}.{key}", f"unknown key; {advice}")
+        for key, field in fields.items():
+            if field.required and key not in raw and key not in replaced:
+                hint = hints[field.name]
+                allowed = typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
+                write = f"; write {key}: {allowed[0]}" if len(allowed) == 1 else ""
+                self.wrong(path, f"'{key}' is missing{write}")
+        return type_(**values) if len(self.problems) == before else None
+
+
+def _in_words(error: msgspec.ValidationError) -> str:
+    """What msgspec expects, in the words of those who write YAML."""
+    text = str(error).split(" - at ")[0].split(", got ")[0]
+    match = re.fullmatch(r"Expected `([\w| ]+)`(?: ([<>]=?) ([\d.]+))?", text)
+    kinds = [kind for kind in match[1].split(" | ") if kind != "null"] if match else []
+    if match is None or not set(kinds) <= set(_KINDS):
+        return text
+    bound = f"{_BOUNDS[match[2] or '']}{match[3].removesuffix('.0') if match[3] else ''}"
+    return f"{' or '.join(_KINDS[kind] for kind in kinds)}{bound} is expected"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# --- Contradictions
+
+
+def _contradictions(scenario: Scenario, folder: Path, known: dict[str, list[str]]) -> Iterator[Problem]:
+    """What is well-formed but contradicts itself. `known`: names of all servers and loads, faulty ones included."""
     for name, load in scenario.loads.items():
-        problems += [f"$.loads.{name}.{problem}" for problem in _load_problems(load, folder)]
+        yield from (problem.below(f"$.loads.{name}.") for problem in _load_problems(load, folder))
     for name, server in scenario.servers.items():
         if not server.container and server.template != "simulated":
-            problems.append(
-                f"$.servers.{name}.container: only the template 'simulated' can run without a container, "
-                f"not '{server.template}'"
-            )
+            text = f"only the template 'simulated' can run without a container, not '{server.template}'"
+            yield Problem(f"$.servers.{name}.container", text)
         if not server.container and server.gateway is not None:
-            problems.append(f"$.servers.{name}.gateway: needs a server in a container; remove 'container: false'")
+            yield Problem(f"$.servers.{name}.gateway", "needs a server in a container; remove 'container: false'")
     base = scenario.baseline
-    servers, loads = known.get("servers", []), known.get("loads", [])
+    servers, loads = known["servers"], known["loads"]
     if base is not None and base.server not in servers:
-        problems.append(f"$.baseline.server: '{base.server}' is not a server; {did_you_mean(base.server, servers)}")
+        yield Problem("$.baseline.server", f"'{base.server}' is not a server; {did_you_mean(base.server, servers)}")
     if base is not None and base.load not in loads:
-        problems.append(f"$.baseline.load: '{base.load}' is not a load; {which_row(base.load, loads)}")
-    problems += _warmup_problems(scenario.warmup) if scenario.warmup is not None else []
-    problems += _prompt_problems(scenario.prompts, folder) + _answer_problems(scenario)
-    problems += _pair_problems(scenario, servers, loads)
-    misplaced_checks = enumerate(misplaced(text, servers, loads) for text in scenario.checks)
-    return problems + [f"$.checks[{number}]: {problem}" for number, problem in misplaced_checks if problem is not None]
-
-
-def _warmup_problems(warmup: Warmup) -> list[str]:
-    problems = []
-    if [warmup.requests, warmup.duration_s, warmup.until].count(None) != 2:
-        problems.append("$.warmup: give exactly one of 'requests', 'duration_s' and 'until'")
-    if warmup.until is None:
-        default = Warmup()
-        problems += [
-            f"$.warmup.{key}: belongs to 'until: steady'"
-            for key in ("within", "most_s", "most_requests")
-            if getattr(warmup, key) != getattr(default, key)
-        ]
-    return problems
-
-
-def _load_problems(load: Load, folder: Path) -> list[str]:
-    problems = []
-    if load.trace is None and not load.stages and (load.requests is None) == (load.duration_s is None):
-        problems.append("requests: give exactly one of 'requests' and 'duration_s'")
-    if load.user not in USERS:
-        if not load.user.endswith(".py"):
-            problems.append(
-                f"user: '{load.user}' is neither a user class that ships nor a .py file; "
-                f"{did_you_mean(load.user, USERS)}"
-            )
-        elif not (folder / load.user).is_file():
-            problems.append(f"user: there is no file {load.user} beside the scenario")
-    problems += _not_its_own(load)
-    problems += behaviour.problems_of(load.think, load.think_s, load.abandon)
-    if load.abandon is not None and load.abandon.after_tokens is not None and not load.stream:
-        problems.append("abandon.after_tokens: without 'stream' an answer comes all at once; use 'after_s'")
-    users = min((stage.users for stage in load.stages), default=load.users)
-    if load.processes > users:
-        problems.append(f"processes: {load.processes} load processes for {users} users; use at most one per user")
-    problems += [f"output_tokens{problem}" for problem in lengths.problems_of(load.output_tokens, folder)]
-    if load.endpoint == "embeddings" and load.user in ("chat", "agent"):
-        problems.append("endpoint: a conversation needs answers, and embeddings are none; use 'user: batch'")
-    if load.endpoint == "completions" and load.user == "agent":
-        problems.append("endpoint: tools are called in chats only; remove it or use 'user: batch'")
-    if load.endpoint == "embeddings" and load.answer is not None:
-        problems.append("answer: embeddings have no text to judge; remove it")
-    problems += _trace_problems(load, load.trace, folder) if load.trace is not None else []
-    return problems + (_arrival_problems(load.arrivals) if load.arrivals is not None else [])
-
-
-def _trace_problems(load: Load, trace: Trace, folder: Path) -> list[str]:
-    problems = []
-    for key in ("requests", "duration_s", "arrivals"):
-        if getattr(load, key) is not None:
-            advice = "" if key == "arrivals" else "; its window (from_s, to_s) and 'most' say how much"
-            problems.append(f"{key}: a trace says itself what is sent and when; remove it{advice}")
-    if load.user in ("chat", "agent", "rag") or (load.batch_size or 1) > 1:
-        problems.append("trace: each of its rows is one request; use 'user: batch' without 'batch_size'")
-    if load.in_flight is not None:
-        problems.append("in_flight: a trace says when requests are sent; remove it")
-    if not (folder / trace.file).is_file():
-        problems.append(f"trace.file: there is no file {trace.file} beside the scenario")
-    if trace.to_s is not None and trace.to_s <= trace.from_s:
-        problems.append(f"trace.to_s: the window from {trace.from_s:g} to {trace.to_s:g} s is empty")
-    return problems
-
-
-def _answer_problems(scenario: Scenario) -> list[str]:
-    problems = []
+        yield Problem("$.baseline.load", f"'{base.load}' is not a load; {which_row(base.load, loads)}")
+    if scenario.warmup is not None:
+        yield from _warmup_problems(scenario.warmup)
+    yield from _prompt_problems(scenario.prompts, folder)
     for name, load in scenario.loads.items():
-        form = load.answer
-        if form is None:
-            continue
-        path = f"$.loads.{name}.answer"
-        problems += [f"{path}{problem}" for problem in structured.problems_of(form)]
-        if form.choice == "auto" and scenario.prompts.kind != "classification":
-            problems.append(f"{path}.choice: 'auto' are the labels of 'prompts.kind: classification'; list the choices")
-        if load.output == "fixed":
-            problems.append(f"{path}: an answer of a form ends where the form ends; add 'output: natural' to the load")
-    return problems
+        yield from (problem.below(f"$.loads.{name}.answer") for problem in _answer_problems(load, scenario.prompts))
+    rows = [f"{server}/{load}" for server in servers for load in loads]
+    for number, pair in enumerate(scenario.compare):
+        for key, row in (("row", pair.row), ("against", pair.against)):
+            if row not in rows:
+                yield Problem(f"$.compare[{number}].{key}", f"'{row}' is not SERVER/LOAD; {which_row(row, rows)}")
+        if pair.row == pair.against:
+            yield Problem(f"$.compare[{number}]", f"'{pair.row}' is compared with itself")
+    for number, check in enumerate(scenario.checks):
+        if (why := misplaced(check, servers, loads)) is not None:
+            yield Problem(f"$.checks[{number}]", why)
+
+
+def _warmup_problems(warmup: Warmup) -> Iterator[Problem]:
+    if [warmup.requests, warmup.duration_s, warmup.until].count(None) != 2:
+        yield Problem("$.warmup", "give exactly one of 'requests', 'duration_s' and 'until'")
+    if warmup.until is None:
+        for key in ("within", "max_s", "max_requests"):
+            if getattr(warmup, key) != getattr(Warmup(), key):
+                yield Problem(f"$.warmup.{key}", "belongs to 'until: steady'")
+
+
+def _prompt_problems(prompts: Prompts, folder: Path) -> Iterator[Problem]:
+    yield from (problem.below("$.prompts.tokens") for problem in length_problems(prompts.tokens, folder))
+    if prompts.tokenizer is not None and prompts.kind != "synthetic":
+        yield Problem("$.prompts.tokenizer", "only synthetic prompts are made to a length; remove it")
+    elif prompts.tokenizer not in (None, SERVER_TOKENIZER) and not (folder / str(prompts.tokenizer)).is_file():
+        yield Problem(
+            "$.prompts.tokenizer",
+            f"there is no file {prompts.tokenizer} next to the scenario; a local tokenizer.json or "
+            f"'{SERVER_TOKENIZER}' is expected, nothing is fetched",
+        )
+    if prompts.kind != "file" and prompts.file is not None:
+        yield Problem("$.prompts.file", "is read only with 'kind: file'")
+    elif prompts.kind == "file" and prompts.file is None:
+        yield Problem("$.prompts.file", "'kind: file' needs a file")
+    elif prompts.file is not None and not (folder / prompts.file).is_file():
+        yield Problem("$.prompts.file", f"there is no file {prompts.file} next to the scenario")
+    elif prompts.file is not None and not read_text(folder / prompts.file, errors="replace").strip():
+        yield Problem("$.prompts.file", f"{prompts.file} is empty; one JSON object a line is expected")
+
+
+def _answer_problems(load: Load, prompts: Prompts) -> Iterator[Problem]:
+    if load.answer is None:
+        return
+    yield from structured.problems_of(load.answer)
+    if load.answer.choice == "auto" and prompts.kind != "classification":
+        yield Problem(".choice", "'auto' are the labels of 'prompts.kind: classification'; list the choices")
+    if load.output == "fixed":
+        yield Problem("", "an answer of a form ends where the form ends; add 'output: natural' to the load")
 
 
 _OF_USER = {
@@ -236,31 +477,76 @@ _OF_USER = {
 }
 
 
-def _not_its_own(load: Load) -> list[str]:
-    """Keys that belong to another user class; an own locustfile may use them all."""
-    problems = [
-        f"{key}: belongs to 'user: {user}', and this is {load.user}; remove it"
-        for user, keys in _OF_USER.items()
-        for key in keys
-        if load.user in USERS and load.user != user and getattr(load, key)
-    ]
-    if load.user == "agent" and load.endpoint != "chat":
-        problems.append("endpoint: only chat knows tools; remove it or use 'user: batch'")
-    if load.user == "rag" and load.endpoint != "chat":
-        problems.append("endpoint: a document goes before the question as a message; remove it")
+def _load_problems(load: Load, folder: Path) -> Iterator[Problem]:
+    """Contradictions of one load; paths are below it."""
+    yield from _user_problems(load, folder)
+    yield from behaviour_problems(load.think, load.think_s, load.abandon)
+    yield from (problem.below("output_tokens") for problem in length_problems(load.output_tokens, folder))
+    if load.trace is None and not load.stages and (load.requests is None) == (load.duration_s is None):
+        keys = ("duration_s", "trace", "stages")
+        yield Problem("requests", "give exactly one of 'requests' and 'duration_s'", keys=keys)
+    if load.abandon is not None and load.abandon.after_tokens is not None and not load.stream:
+        text = "without 'stream' an answer comes all at once; use 'after_s'"
+        yield Problem("abandon.after_tokens", text, keys=("stream",))
+    users = min((stage.users for stage in load.stages), default=load.users)
+    if load.processes > users:
+        text = f"{load.processes} load processes for {users} users; use at most one per user"
+        yield Problem("processes", text, keys=("users", "stages"))
+    if load.endpoint == "embeddings" and load.answer is not None:
+        yield Problem("answer", "embeddings have no text to check; remove it")
     if load.in_flight is not None and load.batch_size is not None:
-        problems.append("in_flight: give one of 'batch_size' (bursts) and 'in_flight'")
+        yield Problem("in_flight", "give one of 'batch_size' (bursts) and 'in_flight'", keys=("batch_size",))
     if load.in_flight is not None and (load.think_s or load.think):
-        problems.append("in_flight: there is no pause when so many are always under way; remove 'think'")
+        text = "there is no pause when so many are always under way; remove 'think'"
+        yield Problem("in_flight", text, keys=("think",))
     if load.in_flight is not None and load.arrivals is not None:
-        problems.append("in_flight: arrivals say when requests are sent; give one of the two")
-    return problems
+        yield Problem("in_flight", "arrivals say when requests are sent; give one of the two")
+    if load.trace is not None:
+        yield from _trace_problems(load, load.trace, folder)
+    if load.arrivals is not None:
+        yield from (problem.below("arrivals") for problem in _arrival_problems(load.arrivals))
 
 
-def _arrival_problems(arrivals: Arrivals) -> list[str]:
-    problems = []
+def _user_problems(load: Load, folder: Path) -> Iterator[Problem]:
+    """Keys that do not go with the user class."""
+    if load.user not in USERS and not load.user.endswith(".py"):
+        advice = did_you_mean(load.user, USERS)
+        yield Problem("user", f"'{load.user}' is neither a user class that ships nor a .py file; {advice}")
+    elif load.user not in USERS and not (folder / load.user).is_file():
+        yield Problem("user", f"there is no file {load.user} next to the scenario")
+    for user, keys in _OF_USER.items():
+        for key in keys:
+            if load.user in USERS and load.user != user and getattr(load, key):
+                yield Problem(key, f"belongs to 'user: {user}', and this is {load.user}; remove it")
+    chat_only = {
+        "agent": "only chat knows tools; remove it or use 'user: batch'",
+        "rag": "a document goes before the question as a message; remove it",
+    }
+    if load.endpoint != "chat" and load.user in chat_only:
+        yield Problem("endpoint", chat_only[load.user], keys=("user",))
+    elif load.endpoint == "embeddings" and load.user == "chat":
+        yield Problem("endpoint", "a conversation needs answers; use 'user: batch'", keys=("user",))
+
+
+def _trace_problems(load: Load, trace: Trace, folder: Path) -> Iterator[Problem]:
+    for key in ("requests", "duration_s", "arrivals"):
+        if getattr(load, key) is not None:
+            advice = "" if key == "arrivals" else "; its window (from_s, to_s) and 'max_requests' say how much"
+            yield Problem(key, f"a trace says itself what is sent and when; remove it{advice}", keys=("trace",))
+    if load.user in ("chat", "agent", "rag") or (load.batch_size or 1) > 1:
+        text = "each of its rows is one request; use 'user: batch' without 'batch_size'"
+        yield Problem("trace", text, keys=("user", "batch_size"))
+    if load.in_flight is not None:
+        yield Problem("in_flight", "a trace says when requests are sent; remove it")
+    if not (folder / trace.file).is_file():
+        yield Problem("trace.file", f"there is no file {trace.file} next to the scenario")
+    if trace.to_s is not None and trace.to_s <= trace.from_s:
+        yield Problem("trace.to_s", f"the window from {trace.from_s:g} to {trace.to_s:g} s is empty")
+
+
+def _arrival_problems(arrivals: Arrivals) -> Iterator[Problem]:
     if [arrivals.rate, arrivals.points, arrivals.wave].count(None) != 2:
-        problems.append("arrivals: give exactly one of 'rate', 'points' and 'wave'")
+        yield Problem("", "give exactly one of 'rate', 'points' and 'wave'")
     points = arrivals.points
     if points is not None and (
         not points
@@ -268,50 +554,12 @@ def _arrival_problems(arrivals: Arrivals) -> list[str]:
         or points[0][0] != 0
         or any(later[0] <= earlier[0] for earlier, later in itertools.pairwise(points))
     ):
-        problems.append(f"arrivals.points: [second, rate] from second 0 on, ascending, are expected, got {points}")
+        yield Problem(".points", f"[second, rate] from second 0 on, ascending, are expected, got {points}")
     elif points is not None and all(rate == 0 for _, rate in points):
-        problems.append("arrivals.points: nobody ever arrives")
-    if arrivals.wave is not None and arrivals.wave.least > arrivals.wave.most:
-        problems.append(f"arrivals.wave: least {arrivals.wave.least:g} is above most {arrivals.wave.most:g}")
+        yield Problem(".points", "all rates are 0")
+    if arrivals.wave is not None and arrivals.wave.min > arrivals.wave.max:
+        yield Problem(".wave", f"min {arrivals.wave.min:g} is above max {arrivals.wave.max:g}")
     if arrivals.between != "steps" and points is None:
-        problems.append("arrivals.between: belongs to 'points'")
+        yield Problem(".between", "belongs to 'points'")
     if arrivals.burstiness != 1.0 and arrivals.spacing != "gamma":
-        problems.append("arrivals.burstiness: belongs to 'spacing: gamma'")
-    return problems
-
-
-def _prompt_problems(prompts: Prompts, folder: Path) -> list[str]:
-    problems = [f"$.prompts.tokens{problem}" for problem in lengths.problems_of(prompts.tokens, folder)]
-    if prompts.tokenizer is not None and prompts.kind != "synthetic":
-        problems.append("$.prompts.tokenizer: only synthetic prompts are made to a length; remove it")
-    elif prompts.tokenizer not in (None, SERVER_TOKENIZER) and not (folder / str(prompts.tokenizer)).is_file():
-        problems.append(
-            f"$.prompts.tokenizer: there is no file {prompts.tokenizer} beside the scenario; a local tokenizer.json or "
-            f"'{SERVER_TOKENIZER}' is expected, nothing is fetched"
-        )
-    return problems + _file_problems(prompts, folder)
-
-
-def _file_problems(prompts: Prompts, folder: Path) -> list[str]:
-    if prompts.kind != "file":
-        return [] if prompts.file is None else ["$.prompts.file: is read only with 'kind: file'"]
-    if prompts.file is None:
-        return ["$.prompts.file: 'kind: file' needs a file"]
-    path = folder / prompts.file
-    if not path.is_file():
-        return [f"$.prompts.file: there is no file {prompts.file} beside the scenario"]
-    if not read_text(path, errors="replace").strip():
-        return [f"$.prompts.file: {prompts.file} is empty; one JSON object a line is expected"]
-    return []
-
-
-def _pair_problems(scenario: Scenario, servers: list[str], loads: list[str]) -> list[str]:
-    problems = []
-    rows = [f"{server}/{load}" for server in servers for load in loads]
-    for number, pair in enumerate(scenario.compare):
-        for key, row in (("row", pair.row), ("against", pair.against)):
-            if row not in rows:
-                problems.append(f"$.compare[{number}].{key}: '{row}' is not SERVER/LOAD; {which_row(row, rows)}")
-        if pair.row == pair.against:
-            problems.append(f"$.compare[{number}]: '{pair.row}' is compared with itself")
-    return problems
+        yield Problem(".burstiness", "belongs to 'spacing: gamma'")

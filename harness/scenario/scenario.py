@@ -3,15 +3,16 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, field
 
-from harness.scenario.behaviour import Abandon, Agent, Pause, Rag, Share
-from harness.scenario.lengths import Lengths, NotNegative, Positive, Tokens
+from harness.paths import LOCUSTFILES
+from harness.scenario.behaviour import Abandon, Agent, Lengths, NotNegative, Pause, Positive, Rag, Share, Tokens
 from harness.scenario.structured import Structured
 
-NAME = "[a-z0-9][a-z0-9-]{0,39}"
+MAX_NAME = 40
+NAME = f"[a-z0-9][a-z0-9-]{{0,{MAX_NAME - 1}}}"
 LOAD_NAME = rf"{NAME}(?:\.{NAME}|@\d+(?:-\d+)?)?"  # a part of a mix is MIX.LOAD, a stage LOAD@USERS
-_NAMES = "lower-case letters, digits and '-', at most 40"
+_NAMES = f"lower-case letters, digits and '-', at most {MAX_NAME}"
 Name = Annotated[str, Meta(pattern=f"^{NAME}$", description=_NAMES)]
 LoadName = Annotated[str, Meta(pattern=f"^{LOAD_NAME}$", description=_NAMES)]
 Count = Annotated[int, Meta(ge=1, le=10_000_000)]
@@ -28,21 +29,30 @@ VariableName = Annotated[
 
 _OPEN_WARMUP = 8
 SERVER_TOKENIZER = "server"  # of `prompts.tokenizer`: the tokenizer that the server has
-TURNS = 4  # of a conversation, where nobody says how many
-MOST_SERVERS = 200  # of a scenario: each is rendered, and its settings are checked
-MOST_CELLS = 100_000  # of a plan
-USERS = ("agent", "batch", "chat", "rag")  # the user classes that ship, locustfiles/<name>.py
+TURNS = 4  # of a conversation, by default
+MAX_SERVERS = 200  # of a scenario: each is rendered, and its settings are checked
+MAX_CELLS = 100_000  # of a plan
+USERS = tuple(sorted(path.stem for path in LOCUSTFILES.glob("*.py")))  # the user classes that ship
 
 
 class Gateway(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What stands between the users and a server, such as LiteLLM."""
+    """A proxy between the users and a server, such as LiteLLM."""
 
     template: str
     variables: dict[str, Any] = {}
 
 
-# What a server's containers may get of their machine that needs consent; harness.serve.compose.consent says why.
+# What a server's containers may get of their machine that needs consent; harness.serve.consent says why.
 Consent = Literal["docker-socket", "host-files", "host-devices", "host-ipc", "open-port", "privileges"]
+
+
+class Span(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The values of a setting that is varied, from the first on: each a step or a factor above the one before."""
+
+    first: float = field(name="from")
+    to: float  # the last one is at most this
+    step: float | None = None
+    factor: float | None = None
 
 
 class Server(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -54,13 +64,15 @@ class Server(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     startup_timeout_s: Positive = 1800.0  # a first start downloads, and compiles FP8 for 12 minutes on gfx1151
     allow: list[Consent] = []
     gateway: Gateway | None = None  # takes the load and passes it on to the server; the metrics are the server's
+    vary: dict[str, list[Any] | Span] = {}  # by variable, or argument of the engine; harness.scenario.sweep
+    where: list[str] = []  # conditions that leave out combinations
 
 
 class Wave(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A rate that swings as a sine, such as over a day; it begins at the least."""
+    """A rate that swings as a sine, such as over a day; it begins at the minimum."""
 
-    least: NotNegative
-    most: Positive
+    min: NotNegative
+    max: Positive
     period_s: Positive
 
 
@@ -83,9 +95,9 @@ class Trace(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     speed: Positive = 1.0  # 2: twice as many requests a second as the trace had
     from_s: Annotated[float, Meta(ge=0, le=1e9)] = 0.0  # window: seconds of the trace after its first row
     to_s: Annotated[float, Meta(gt=0, le=1e9)] | None = None  # the row at this second is not in it; None: all
-    most: Count | None = None  # of the window only so many rows
-    block_tokens: Tokens = 512  # mooncake: what one of its hash_ids stands for
-    cell: str | None = None  # requests: the cell whose requests are meant, where the file has several
+    max_requests: Count | None = None  # of the window
+    block_tokens: Tokens = 512  # mooncake: the size of one of its hash_ids
+    cell: str | None = None  # requests: the cell whose requests are replayed, where the file has several
 
 
 class Stage(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -108,9 +120,9 @@ class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     trace: Trace | None = None  # open loop by a trace, which also says how many requests; likewise
     batch_size: Annotated[int, Meta(ge=1, le=100_000)] | None = None  # batch: so many at once, then wait for all
     turns: Count | None = None  # chat: turns of a conversation before a new one starts
-    think_s: list[NotNegative] | None = None  # chat: [least, most], uniform; batch: pause between bursts
+    think_s: list[NotNegative] | None = None  # chat: [min, max], uniform; batch: pause between bursts
     think: Pause | None = None  # the same by another distribution
-    abandon: Abandon | None = None  # chat: now and then a user leaves before the answer is there
+    abandon: Abandon | None = None  # chat: a share of the users leaves before the answer is complete
     regenerate: Share = 0.0  # chat: of the questions that are asked again, word for word
     in_flight: Annotated[int, Meta(ge=1, le=100_000)] | None = None  # batch: so many always, instead of bursts
     agent: Agent | None = None  # agent: how it works
@@ -119,10 +131,12 @@ class Load(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     output: Literal["fixed", "natural"] = "fixed"  # fixed: ignore_eos, to compare engines; natural: like people
     stream: bool = True
     endpoint: Literal["chat", "completions", "embeddings"] = "chat"
-    answer: Structured | None = None  # the form that answers must have; they are judged, and the share is reported
+    answer: Structured | None = None  # the form that answers must have; they are checked, and the share is reported
     ramp_s: NotNegative = 0.0  # all users are spawned within this time
     drain_s: NotNegative = 30.0  # how long requests in flight at the end may take to finish
     timeout_s: Positive = 300.0  # a request on which nothing arrives for so long has failed
+    vary: dict[str, list[Any] | Span] = {}  # by key of the load, such as users or arrivals.rate; as of a server
+    where: list[str] = []
 
 
 class Prompts(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -142,10 +156,10 @@ class Warmup(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     requests: Annotated[int, Meta(ge=0, le=10_000_000)] | None = None
     duration_s: NotNegative | None = None
-    until: Literal["steady"] | None = None  # as long as it takes, by the rule of harness.scenario.steady
+    until: Literal["steady"] | None = None  # as long as it takes, by the rule of harness.scenario.plan.Steadiness
     within: Annotated[float, Meta(gt=0, le=1)] = 0.05  # steady: how far windows may differ
-    most_s: Positive = 600.0  # steady: after that the measurement begins all the same ...
-    most_requests: Count | None = None  # ... as after so many requests
+    max_s: Positive = 600.0  # steady: after that the measurement begins all the same ...
+    max_requests: Count | None = None  # ... as after so many requests
 
 
 class Baseline(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -160,6 +174,26 @@ class Pair(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     row: str
     against: str
+
+
+class SweptRow(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What was varied in a server or load of a sweep."""
+
+    of: str  # its name in the file
+    settings: dict[str, Any]  # by variable, argument or key
+
+
+class Swept(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The rows of a sweep, by the names of servers and loads. Those that are not in it were not varied."""
+
+    servers: dict[str, SweptRow] = {}
+    loads: dict[str, SweptRow] = {}
+
+    def settings(self, server: str, load: str) -> dict[str, Any]:
+        """What was varied in a row; of a setting that server and load both have, that of the load has another name."""
+        of_server = self.servers[server].settings if server in self.servers else {}
+        of_load = self.loads[load].settings if load in self.loads else {}
+        return of_server | {f"load.{key}" if key in of_server else key: value for key, value in of_load.items()}
 
 
 class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -183,12 +217,13 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     metrics_interval_s: Positive = 1.0
     generator: Literal["process", "container"] = "process"
     api_key_env: VariableName | None = None  # NAME of the environment variable that holds the server's API key
+    swept: Swept | None = None  # of a sweep, made from `vary` when the file is read; None: nothing is varied
 
 
 def warmup_of(scenario: Scenario, load: Load) -> Warmup:
     """A load's warm-up. By default one full wave, so that the server has met the concurrency to come.
 
-    In an open loop nobody knows that concurrency: a few requests have to do.
+    In an open loop that concurrency is unknown, so it is a few requests.
     """
     return scenario.warmup or Warmup(requests=wave_of(load))
 
@@ -202,7 +237,7 @@ def wave_of(load: Load) -> int:
 
 
 def is_open(load: Load) -> bool:
-    """Whether people come by a schedule, and not when an answer has come."""
+    """Whether users arrive by a schedule, and not when an answer has come."""
     return load.arrivals is not None or load.trace is not None
 
 
@@ -218,10 +253,10 @@ def taken_together(load: Load) -> int:
 
 def too_large(servers: int, loads: int, repeats: int = 1) -> str | None:
     """Why a scenario with so many servers, loads and repeats is refused; None: it is not."""
-    if servers > MOST_SERVERS:
-        return f"it has {servers:,} servers; at most {MOST_SERVERS:,} are read"
-    if (cells := servers * loads * repeats) > MOST_CELLS:
-        return f"a plan of {cells:,} cells (servers x loads x repeats); at most {MOST_CELLS:,} are read"
+    if servers > MAX_SERVERS:
+        return f"it has {servers:,} servers; at most {MAX_SERVERS:,} are read"
+    if (cells := servers * loads * repeats) > MAX_CELLS:
+        return f"a plan of {cells:,} cells (servers x loads x repeats); at most {MAX_CELLS:,} are read"
     return None
 
 

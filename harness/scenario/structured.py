@@ -1,15 +1,17 @@
-"""Structured answers: what a scenario asks for, how a server is told, and whether an answer is what was asked for.
+"""Structured answers: what a scenario asks for, how the server gets it, and whether an answer conforms.
 
-The schema is checked with the keywords below and no others; a scenario that uses more is refused, since an answer could
-then not be judged.
+A schema is checked with the keywords below and no others; a scenario that uses more is refused, since an answer could
+then not be checked.
 """
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
+
+from harness.errors import Problem
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
@@ -20,47 +22,52 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "boolean": (bool,),
     "null": (type(None),),
 }
-_SUBSCHEMAS = ("properties", "items", "anyOf")
-_ABOUT = ("title", "description", "$schema", "default", "examples")  # say nothing of what is valid
-_KNOWN = {
-    "type", "enum", "const", "properties", "required", "additionalProperties", "items", "minItems", "maxItems",
-    "minLength", "maxLength", "pattern", "minimum", "maximum", "anyOf", *_ABOUT,
+# The keywords that are checked, and which values each takes.
+_KEYWORDS: dict[str, tuple[type, ...]] = {
+    "type": (str, list), "enum": (list,), "const": (object,), "properties": (dict,), "required": (list,),
+    "additionalProperties": (bool, dict), "items": (dict,), "minItems": (int,), "maxItems": (int,),
+    "minLength": (int,), "maxLength": (int,), "pattern": (str,), "minimum": (int, float), "maximum": (int, float),
+    "anyOf": (list,),
 }  # fmt: skip
+_ABOUT = ("title", "description", "$schema", "default", "examples")  # say nothing of what is valid
 
 
 class Structured(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The form that an answer is to have. Exactly one of the first two."""
+    """The form that an answer must have. Exactly one of the first two."""
 
     choice: Annotated[Literal["auto"] | list[str], Meta(description="'auto' or a list of texts is expected")] | None = (
         None
     )
     json_schema: dict[str, Any] | None = None
-    # How the server is told: OpenAI's field, which vLLM and llama.cpp know; vLLM's own; llama.cpp's own; not at all.
+    # How the server gets it: OpenAI's field, which vLLM and llama.cpp know; vLLM's own; llama.cpp's own; not at all.
     send: Literal["response_format", "structured_outputs", "grammar", "nothing"] = "response_format"
 
 
 class Judged(Struct, frozen=True):
-    """What became of one answer. None: not asked for, or nobody knows what is right."""
+    """The result of one answer. None: not asked for, or the right label is unknown."""
 
     valid: bool | None = None
     right: bool | None = None
 
 
-def problems_of(form: Structured) -> list[str]:
-    """What cannot be meant; each begins with ": " or with "." and a key."""
-    if (form.choice is None) == (form.json_schema is None):
-        return [": give exactly one of 'choice' and 'json_schema'"]
-    if form.json_schema is not None and form.send == "grammar":
-        return [".send: 'grammar' is for a choice; a schema goes as 'response_format' or 'structured_outputs'"]
-    if isinstance(form.choice, list) and (len(form.choice) < 2 or len(set(form.choice)) != len(form.choice)):
-        return [f".choice: two or more different texts are expected, got {form.choice}"]
-    if isinstance(form.choice, list) and any(text != text.strip() or not text for text in form.choice):
-        return [".choice: a text is empty, or begins or ends with a space"]
-    return [] if form.json_schema is None else _schema_problems(form.json_schema, ".json_schema")
+def problems_of(form: Structured) -> Iterator[Problem]:
+    """What contradicts itself; paths are below the form."""
+    choice = form.choice
+    if (choice is None) == (form.json_schema is None):
+        yield Problem("", "give exactly one of 'choice' and 'json_schema'")
+    elif form.json_schema is not None and form.send == "grammar":
+        text = "'grammar' is for a choice; a schema goes as 'response_format' or 'structured_outputs'"
+        yield Problem(".send", text)
+    elif isinstance(choice, list) and (len(choice) < 2 or len(set(choice)) != len(choice)):
+        yield Problem(".choice", f"two or more different texts are expected, got {choice}")
+    elif isinstance(choice, list) and any(text != text.strip() or not text for text in choice):
+        yield Problem(".choice", "a text is empty, or begins or ends with a space")
+    elif form.json_schema is not None:
+        yield from _schema_problems(form.json_schema, ".json_schema")
 
 
 def fields_of(form: Structured, choices: Sequence[str]) -> dict[str, Any]:
-    """What is added to the body of a request. `choices`: those of this very request, where it is a choice."""
+    """The fields added to the body of a request. `choices`: those of this very request, where it is a choice."""
     if form.send == "nothing":
         return {}
     if form.send == "grammar":
@@ -75,10 +82,10 @@ def fields_of(form: Structured, choices: Sequence[str]) -> dict[str, Any]:
 
 
 def judge(form: Structured, choices: Sequence[str], label: str | None, text: str) -> Judged:
-    """Whether the text of a complete answer has the form, and whether it is the label that is known to be right.
+    """Whether the text of a complete answer has the form, and whether it is the right label.
 
-    A choice that was asked for as a JSON string is taken with its quotes or without. Of an object it is the property
-    `label` that is compared. Space around an answer is nobody's fault.
+    A choice is taken with or without the quotes of a JSON string. Of an object the property `label` is compared. Space
+    around an answer does not count.
     """
     text = text.strip()
     if form.json_schema is None:
@@ -95,23 +102,38 @@ def judge(form: Structured, choices: Sequence[str], label: str | None, text: str
 
 def fits(value: Any, schema: Mapping[str, Any]) -> bool:
     """Whether a JSON value has the form of a schema, by the keywords that are known here."""
-    return (
-        _fits_type(value, schema)
-        and ("enum" not in schema or any(_same(value, one) for one in schema["enum"]))
-        and ("const" not in schema or _same(value, schema["const"]))
-        and ("anyOf" not in schema or any(fits(value, one) for one in schema["anyOf"]))
-        and (not isinstance(value, dict) or _fits_object(value, schema))
-        and (not isinstance(value, list) or _fits_array(value, schema))
-        and (not isinstance(value, str) or _fits_text(value, schema))
-        and (not _is_number(value) or schema.get("minimum", value) <= value <= schema.get("maximum", value))
-    )
-
-
-def _fits_type(value: Any, schema: Mapping[str, Any]) -> bool:
     wanted = schema.get("type")
-    if wanted is None:
-        return True
-    return any(_is(value, one) for one in ([wanted] if isinstance(wanted, str) else wanted))
+    if wanted is not None and not any(_is(value, one) for one in ([wanted] if isinstance(wanted, str) else wanted)):
+        return False
+    if "enum" in schema and not any(_same(value, one) for one in schema["enum"]):
+        return False
+    if "const" in schema and not _same(value, schema["const"]):
+        return False
+    if "anyOf" in schema and not any(fits(value, one) for one in schema["anyOf"]):
+        return False
+    if isinstance(value, dict):
+        return _object_fits(value, schema)
+    if isinstance(value, list):
+        in_bounds = schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value))
+        return in_bounds and all(fits(one, schema.get("items", {})) for one in value)
+    if isinstance(value, str):
+        in_bounds = schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value))
+        return in_bounds and ("pattern" not in schema or re.search(schema["pattern"], value) is not None)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return bool(schema.get("minimum", value) <= value <= schema.get("maximum", value))
+    return True
+
+
+def _object_fits(value: dict[str, Any], schema: Mapping[str, Any]) -> bool:
+    properties: Mapping[str, Any] = schema.get("properties", {})
+    others = schema.get("additionalProperties", True)
+    if any(name not in value for name in schema.get("required", ())):
+        return False
+    for name, one in value.items():
+        of_it = properties.get(name, others)
+        if of_it is False or (isinstance(of_it, dict) and not fits(one, of_it)):
+            return False
+    return True
 
 
 def _is(value: Any, name: str) -> bool:
@@ -127,36 +149,6 @@ def _same(value: Any, other: Any) -> bool:
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _fits_object(value: dict[str, Any], schema: Mapping[str, Any]) -> bool:
-    properties: Mapping[str, Any] = schema.get("properties", {})
-    if any(name not in value for name in schema.get("required", ())):
-        return False
-    more = schema.get("additionalProperties", True)
-    for name, one in value.items():
-        if name in properties:
-            if not fits(one, properties[name]):
-                return False
-        elif more is False or (isinstance(more, dict) and not fits(one, more)):
-            return False
-    return True
-
-
-def _fits_array(value: list[Any], schema: Mapping[str, Any]) -> bool:
-    if not schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)):
-        return False
-    return all(fits(one, schema.get("items", {})) for one in value)
-
-
-def _fits_text(value: str, schema: Mapping[str, Any]) -> bool:
-    if not schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value)):
-        return False
-    return "pattern" not in schema or re.search(schema["pattern"], value) is not None
-
-
 def _unquoted(text: str) -> str:
     if text[:1] == '"':
         try:
@@ -167,45 +159,32 @@ def _unquoted(text: str) -> str:
     return text
 
 
-def _schema_problems(schema: Any, path: str) -> list[str]:
+def _schema_problems(schema: Any, path: str) -> Iterator[Problem]:
     if not isinstance(schema, dict):
-        return [f"{path}: a schema is a mapping, got {schema!r}"]
-    problems = [
-        f"{path}.{key}: this keyword is not checked here, so answers could not be judged; "
-        f"known: {', '.join(sorted(_KNOWN - set(_ABOUT)))}"
-        for key in schema
-        if key not in _KNOWN
-    ]
+        yield Problem(path, f"a schema is a mapping, got {schema!r}")
+        return
+    for key, value in schema.items():
+        if key in _ABOUT:
+            continue
+        if key not in _KEYWORDS:
+            known = ", ".join(sorted(_KEYWORDS))
+            yield Problem(f"{path}.{key}", f"this keyword cannot be checked here; known: {known}")
+        elif key != "type" and not isinstance(value, _KEYWORDS[key]):
+            yield Problem(f"{path}.{key}", f"{value!r} is not what this keyword takes")
     named = schema.get("type", [])
-    wrong = [one for one in (named if isinstance(named, list) else [named]) if one not in _TYPES]
-    problems += [f"{path}.type: {one!r} is not a type of JSON; known: {', '.join(_TYPES)}" for one in wrong]
-    problems += _value_problems(schema, path)
-    for key in _SUBSCHEMAS:
-        inner = schema.get(key, {})
-        if key == "items" and inner:
-            problems += _schema_problems(inner, f"{path}.items")
-        elif isinstance(inner, dict if key == "properties" else list):
-            parts = inner.items() if isinstance(inner, dict) else enumerate(inner)
-            problems += [found for name, part in parts for found in _schema_problems(part, f"{path}.{key}.{name}")]
-    return problems
-
-
-def _value_problems(schema: dict[str, Any], path: str) -> list[str]:
-    kinds: dict[str, tuple[type, ...]] = {
-        "enum": (list,), "required": (list,), "anyOf": (list,), "properties": (dict,), "items": (dict,),
-        "additionalProperties": (bool, dict), "pattern": (str,), "minItems": (int,), "maxItems": (int,),
-        "minLength": (int,), "maxLength": (int,), "minimum": (int, float), "maximum": (int, float),
-    }  # fmt: skip
-    problems = [
-        f"{path}.{key}: {schema[key]!r} is not what this keyword takes"
-        for key, kind in kinds.items()
-        if key in schema and not isinstance(schema[key], kind)
-    ]
+    for one in named if isinstance(named, list) else [named]:
+        if one not in _TYPES:
+            yield Problem(f"{path}.type", f"{one!r} is not a type of JSON; known: {', '.join(_TYPES)}")
     if isinstance(schema.get("pattern"), str):
         try:
             re.compile(schema["pattern"])
         except re.error as error:
-            problems.append(f"{path}.pattern: {error}")
-    if isinstance(schema.get("additionalProperties"), dict):
-        problems += _schema_problems(schema["additionalProperties"], f"{path}.additionalProperties")
-    return problems
+            yield Problem(f"{path}.pattern", str(error))
+    for key in ("items", "additionalProperties"):
+        if isinstance(schema.get(key), dict):
+            yield from _schema_problems(schema[key], f"{path}.{key}")
+    properties, variants = schema.get("properties"), schema.get("anyOf")
+    for name, one in properties.items() if isinstance(properties, dict) else ():
+        yield from _schema_problems(one, f"{path}.properties.{name}")
+    for number, one in enumerate(variants if isinstance(variants, list) else ()):
+        yield from _schema_problems(one, f"{path}.anyOf.{number}")

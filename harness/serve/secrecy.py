@@ -4,17 +4,18 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from harness.redact import SHORTEST, is_secret, looks_secret, without
-from harness.serve.compose.values import literal_of, names_in
+from harness.errors import Problem
+from harness.redact import SHORTEST, is_secret, looks_secret, masked
+from harness.serve.compose_file import literal_of, names_in
 
 _SWITCHES = ("", "0", "1", "true", "false", "yes", "no", "on", "off", "none", "null")  # REQUIRE_AUTH: "true"
 _WORD = re.compile(r"(?:\$\{[^}]*\}|\S)+")  # an interpolation's own words belong together
 _PLAIN = re.compile(r"\w[\w.-]*")
 
 
-def open_secrets(value: Any, path: str) -> list[str]:
+def open_secrets(value: Any, path: str) -> list[Problem]:
     """Problems for what `value`, found at `path`, holds of secrets that are written out. They never show one."""
-    found: dict[str, str] = {}
+    found: dict[str, Problem] = {}
     for at, name, text in _in_secret_places(value, path):
         shown = literal_of(text).strip("\0'\" ")
         if shown.lower() not in _SWITCHES and "\0" not in literal_of(text):
@@ -26,15 +27,19 @@ def open_secrets(value: Any, path: str) -> list[str]:
     return list(found.values())
 
 
-def open_secrets_in_text(text: str) -> list[str]:
+def open_secrets_in_text(text: str) -> list[Problem]:
     """Problems for the lines of a file that hold a known secret or what looks like one, comments included. They never
     show one.
     """
     return [
-        f"$ (line {number}): a secret must not stand in the scenario, and this line has what looks like one: "
-        "the whole file is copied into each run"
+        Problem(
+            "$",
+            "a secret must not be in the scenario, and this line has what looks like one: the whole file is copied "
+            "into each run",
+            number,
+        )
         for number, line in enumerate(text.splitlines(), start=1)
-        if looks_secret(literal_of(line)) is not None or without(line, words=False) != line
+        if looks_secret(literal_of(line)) is not None or masked(line, "sure") != line
     ]
 
 
@@ -42,7 +47,7 @@ def secrets_in(value: Any, environment: Mapping[str, str]) -> dict[str, bool]:
     """What `value` got from the environment, and whether it is surely a secret: all of it is blacked out, whatever it
     is called.
 
-    Left out are what is too short, and a plain word or number that stands in `value` itself, too: blacking it out
+    Left out are what is too short, and a plain word or number that `value` itself contains: blacking it out
     would hide nothing and make the log unreadable. What is a secret by its name or place is never left out for that.
     """
     texts = [text for _, text in _texts(value, "$")]
@@ -57,11 +62,12 @@ def secrets_in(value: Any, environment: Mapping[str, str]) -> dict[str, bool]:
     return found
 
 
-def _problem(at: str, which: str, name: str) -> str:
+def _problem(at: str, which: str, name: str) -> Problem:
     variable = re.sub(r"\W", "_", name.strip("-")).upper()
-    return (
-        f'{at}: a secret must not stand in the scenario{which}; write "${{{variable}}}" and export it in your shell: '
-        "it is filled in at the start, and only the name is recorded"
+    return Problem(
+        at,
+        f'a secret must not be in the scenario{which}; write "${{{variable}}}" and export it in your shell: '
+        "it is filled in at the start, and only the name is recorded",
     )
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from harness.simulated.engine import EngineConfig
+from harness.simulated.engine import DEFAULT_PRESET, PRESETS, EngineConfig
 from harness.simulated.faults import parse_fault
-from harness.simulated.presets import DEFAULT_PRESET, PRESETS
 from harness.simulated.server import ServerConfig, SimulatedServer, log
 
 

@@ -1,17 +1,65 @@
-"""The answer to one completion request: what is written when, and what a fault makes of it."""
+"""The answer to one completion request: what is written when, and what a fault makes of it; and the send log.
+
+The send log is the engine's own record of when each chunk was sent: a client's timing is checked against it.
+
+JSON lines. The first is the clock: {"format", "clock", "anchor_monotonic_s", "anchor_realtime_s"}.
+Then one line per completion request, written right after its last byte (so read the file when the server has ended,
+or wait for the line):
+{"request_id", "received_s", "scheduled_s", "role_s", "chunks_s", "finish_s", "ended_s", "prompt_tokens",
+"output_tokens", "cached_tokens", "preemptions", "finish"}. `chunks_s` holds one time per event with generated text of
+any channel; `role_s` is the role-only event, `finish_s` the last event of a choice when it carries no text.
+All times are seconds of CLOCK_MONOTONIC, taken right before the socket write; missing ones are null.
+"""
 
 import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import msgspec
 
 from harness.simulated import wire
 from harness.simulated.faults import Active
 from harness.simulated.http import HttpRequest
-from harness.simulated.sendlog import Sent
+
+
+class Sent(msgspec.Struct):
+    """What the engine did with one request. `finish` is stop, length, abort, or the fault that ended it."""
+
+    request_id: str
+    received_s: float
+    prompt_tokens: int
+    scheduled_s: float | None = None
+    role_s: float | None = None
+    chunks_s: list[float] = []
+    finish_s: float | None = None
+    ended_s: float | None = None
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    finish: str | None = None
+
+
+class SendLog:
+    """Appends lines to a file, or discards them without one. A line is on disk as soon as it is written."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file: BinaryIO | None = None if path is None else path.open("ab", buffering=0)
+        if self._file:
+            anchor = {"format": 1, "clock": "CLOCK_MONOTONIC", "anchor_monotonic_s": time.monotonic(),
+                      "anchor_realtime_s": time.time()}  # fmt: skip
+            self._file.write(msgspec.json.encode(anchor) + b"\n")
+
+    def write(self, sent: Sent) -> None:
+        if self._file:
+            self._file.write(msgspec.json.encode(sent) + b"\n")
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+
 
 _SPLIT_PAUSE_S = 0.0002
 _ENGINE_ERROR = "EngineCore encountered an issue. See stack trace (above) for the root cause."
@@ -115,7 +163,7 @@ class CompletionAnswer:
         return self.asked.tool[0] if self.asked.tool else _TOOL["name"]
 
     def _argument(self, text: str, finish: str | None) -> str:
-        """The words as the one argument of the tool that was offered: JSON once the last of them is there."""
+        """The words as the one argument of the tool that was offered: complete JSON only with the last word."""
         assert self.asked.tool is not None
         begin = "" if self._argued else f'{{"{self.asked.tool[1]}": "'
         self._argued = True

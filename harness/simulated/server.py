@@ -14,11 +14,10 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from harness.simulated import wire
-from harness.simulated.answer import CompletionAnswer
+from harness.simulated.answer import CompletionAnswer, SendLog, Sent
 from harness.simulated.engine import EngineConfig, Sequence, SimulatedEngine
 from harness.simulated.faults import Active, InjectedFault, active_faults
 from harness.simulated.http import Connection, HttpRequest
-from harness.simulated.sendlog import SendLog, Sent
 
 VERSION = "0.32.0+simulated"
 _STATS_EVERY_S = 10.0
@@ -352,6 +351,8 @@ class Metrics:
         self._itl = histogram("vllm:inter_token_latency_seconds", "Inter-token latency in seconds.", _ITL)
         self._e2e = histogram("vllm:e2e_request_latency_seconds", "E2e request latency in seconds.", _E2E)
         self._queue = histogram("vllm:request_queue_time_seconds", "Time spent in WAITING phase.", _E2E)
+        self._prefill = histogram("vllm:request_prefill_time_seconds", "Time spent in PREFILL phase.", _E2E)
+        self._decode = histogram("vllm:request_decode_time_seconds", "Time spent in DECODE phase.", _E2E)
         config = engine.config
         gauge("vllm:cache_config_info", "Information of the LLMEngine CacheConfig",
               block_size=str(config.block_size), num_gpu_blocks=str(config.num_gpu_blocks),
@@ -371,12 +372,14 @@ class Metrics:
         self._totals[0] += sequence.prompt_tokens
         self._cached.inc(sequence.cached_tokens)
         self._ttft.observe(now - sequence.arrived_s)
-        if sequence.scheduled_s is not None:
-            self._queue.observe(max(0.0, sequence.scheduled_s - sequence.arrived_s))
 
     def finished(self, sequence: Sequence, reason: str, now: float) -> None:
         self._success[reason].inc()
         self._e2e.observe(now - sequence.arrived_s)
+        if sequence.scheduled_s is not None and sequence.first_token_s is not None:
+            self._queue.observe(max(0.0, sequence.scheduled_s - sequence.arrived_s))
+            self._prefill.observe(sequence.first_token_s - sequence.scheduled_s)
+            self._decode.observe(now - sequence.first_token_s)
 
     def tokens(self) -> tuple[int, int]:
         """Prompt and output tokens so far."""

@@ -143,10 +143,10 @@ def _request(body: _Body) -> PromptRow:
         raise ValueError("exactly one of 'messages', 'prompt' and 'input' is expected in the body")
     if not getattr(body, given[0]):
         raise ValueError("the prompt is empty")
-    most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if body.messages is None:
-        return PromptRow(prompt=body.prompt or body.input, max_tokens=most)
-    return PromptRow(messages=[_plain(message) for message in body.messages], max_tokens=most)
+        return PromptRow(prompt=body.prompt or body.input, max_tokens=max_tokens)
+    return PromptRow(messages=[_plain(message) for message in body.messages], max_tokens=max_tokens)
 
 
 def _plain(message: _BodyMessage) -> PromptMessage:

@@ -6,10 +6,9 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 
-from harness.compare.board import collect
+from harness.comparison.board import collect
 from harness.paths import RESULTS
-from harness.report.board import write_board
-from harness.report.publish import publish
+from harness.report.board import publish, write_board
 from harness.rundir.manifest import Machine
 from tests.browser.test_report_page import complaints
 from tests.made_runs import served_by, write_made_run

@@ -14,8 +14,7 @@ import pytest
 from harness.paths import ROOT
 from harness.scenario.scenario import Consent, Load, Scenario, Server
 from harness.serve import Endpoint, serve
-from harness.serve.docker.daemon import connect
-from harness.serve.docker.sweep import sweep
+from harness.serve.engine import connect, sweep
 
 BASE = "amd-llm-load-test/base:py311"
 IMAGE = "amd-llm-load-test/suite:local"

@@ -8,7 +8,7 @@ import pytest
 from docker.models.containers import Container
 
 from harness.rundir.manifest import Contents
-from harness.serve.recorded import contents, file_in
+from harness.serve.facts import contents, file_in
 from tests.docker.conftest import BASE
 
 MADE = (

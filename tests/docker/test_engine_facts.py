@@ -6,8 +6,8 @@ import uuid
 import docker
 
 from harness.machine.doctor import DockerEngine, diagnose
-from harness.serve.docker import labels
-from harness.serve.docker.engine import engine_facts
+from harness.serve import labels
+from harness.serve.engine import engine_facts
 
 
 def test_the_engine_of_this_machine(client: docker.DockerClient) -> None:

@@ -11,7 +11,7 @@ from docker.errors import APIError
 
 from harness.failures.explain import State, explain
 from harness.failures.scan import Diagnosis
-from harness.serve.docker import labels
+from harness.serve import labels
 from tests.docker.conftest import BASE
 from tests.faults import fault
 
@@ -89,7 +89,7 @@ def test_a_kill_for_memory(client: docker.DockerClient) -> None:
 
 
 @fault("server", "the kernel kills a child of the server for memory", seen="the cause from the parent's last words")
-def test_a_child_that_is_killed_for_memory_is_told_from_its_parent_s_words(client: docker.DockerClient) -> None:
+def test_a_child_that_is_killed_for_memory_is_reported_from_its_parent_s_words(client: docker.DockerClient) -> None:
     """As with vLLM: the engine process is killed, and its parent ends with a code of its own."""
     parent = (
         "import subprocess, sys\n"

@@ -13,7 +13,7 @@ from harness.paths import LOCUSTFILES
 from harness.rundir.manifest import read_run
 from harness.rundir.records import ProcessMark, read_marks, read_requests
 from harness.scenario.scenario import Load
-from harness.serve.docker import generator
+from harness.serve import generator
 from tests.docker.conftest import remains
 from tests.faults import fault
 from tests.load_runs import make_job
@@ -65,9 +65,11 @@ def harness_run(folder: Path, locust: str, engine: str) -> "subprocess.Completed
 
 def test_a_run_with_the_generator_in_a_container(tmp_path: Path, image: str, client: docker.DockerClient) -> None:
     result = harness_run(tmp_path, locust=image, engine=image)
-    assert result.returncode == 0, result.stdout + result.stderr
     (folder,) = (tmp_path / "runs").iterdir()
-    assert read_run(folder).status == "valid"
+    # Where other processes have the cores, the load generator is the limit, and the run says so.
+    reasons = read_run(folder).reasons
+    assert {reason.code.partition("_")[0] for reason in reasons} <= {"client"}, result.stdout
+    assert (result.returncode, result.stderr) == (3 if reasons else 0, "")
     records = list(read_requests(folder / "requests.jsonl"))
     assert sum(record.load == "five" for record in records) == 25
     assert sum(record.load == "own" for record in records) == 5

@@ -15,8 +15,8 @@ import requests
 from harness.rundir.records import read_requests
 from harness.scenario.scenario import Load, Server
 from harness.serve import server_document, templates, variables
-from harness.serve.ask import free_port
-from harness.serve.compose.compose import parse
+from harness.serve.compose_file import parse
+from harness.serve.probe import free_port
 from tests.command import harness, until, write
 from tests.docker.conftest import scenario
 from tests.load_runs import composed

@@ -15,17 +15,18 @@ import pytest
 import requests
 import yaml
 
+from harness.analysis.summarize import read_summary
 from harness.errors import ServerError
 from harness.paths import ROOT
+from harness.reasons import sentence
 from harness.rundir.manifest import read_run
 from harness.rundir.metrics import parse, read_samples
 from harness.scenario.scenario import Load, Scenario, Server
 from harness.serve import Endpoint, serve, server_document
-from harness.serve.ask import free_port
-from harness.serve.docker.sweep import sweep
-from harness.serve.lemonade.running import orphans_of
-from harness.serve.tokenize import counter
-from harness.summarize.summarize import read_summary
+from harness.serve.engine import sweep
+from harness.serve.lemonade_monitor import orphans_of
+from harness.serve.probe import counter, free_port
+from harness.summary import Reason, because
 from tests.command import harness
 from tests.docker.conftest import remains
 
@@ -90,7 +91,7 @@ def test_a_checkpoint_through_the_template(variables: Variables, client: docker.
     )
     with served(scenario(given), tmp_path) as endpoint:
         found = endpoint.served_by
-        assert (found.model, found.simulated, found.most_at_once) == ("user.Tiny", True, 32)
+        assert (found.model, found.simulated, found.max_parallel) == ("user.Tiny", True, 32)
         assert found.version == "Lemonade 11.7.0, vllm:rocm 0.32.0+simulated"
         assert found.startup is not None and found.startup.kv_cache_tokens == 51200
         count = counter(endpoint.url, "user.Tiny", None, endpoint.ask_engine)
@@ -110,9 +111,7 @@ def test_a_checkpoint_through_the_template(variables: Variables, client: docker.
         # Its engine listens inside only, and is read there.
         source = endpoint.metrics_source
         assert source is not None and not isinstance(source, str)
-        begin = time.monotonic()
         text = source()
-        assert time.monotonic() - begin < 1.0
         assert 'vllm:num_requests_running{engine="0",model_name="user.Tiny"}' in text and "lemonade_server_up 1" in text
         assert endpoint.problems() == []
         assert found.container is not None and "/etc/amd-llm-load/defaults.json" in found.container["Configs"]
@@ -138,11 +137,8 @@ def test_an_orphaned_engine_is_named(variables: Variables, tmp_path: Path) -> No
         assert endpoint.container is not None
         (orphan,) = orphans_of(endpoint.container)
         assert orphan.startswith("an orphaned VLLM::EngineCore (process ")
-        assert endpoint.served_by.notes == [
-            "Lemonade needed two attempts to load the model; its log has the reason of the first"
-        ]
-        (problem,) = endpoint.problems()
-        assert problem == f"{orphan} held memory beside the server"
+        assert endpoint.served_by.notes == [because("load_retried", server="Lemonade")]
+        assert endpoint.problems() == [because("orphan_memory", name=orphan)]
 
 
 def test_a_load_that_fails_tells_of_its_orphans_and_is_cleared_away(
@@ -232,11 +228,11 @@ def test_a_reset_in_mid_load_makes_the_run_invalid(variables: Variables, tmp_pat
         user.join()
         assert answers == [200]  # sent again without a trace
         deadline = time.monotonic() + 5  # the log comes a moment later
-        problems: list[str] = []
+        problems: list[Reason] = []
         while not problems and time.monotonic() < deadline:
             problems = endpoint.problems()
-        assert len(problems) == 1 and problems[0].startswith("Lemonade")
-        assert "may have been sent twice without a trace" in problems[0]
+        assert [problem.code for problem in problems] == ["backend_reset"]
+        assert "may have been sent twice without a trace" in sentence(problems[0])
         source = endpoint.metrics_source
         assert source is not None and not isinstance(source, str)
         assert parse(source())["generated_tokens"] >= 300  # of the new engine, on another port

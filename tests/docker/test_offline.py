@@ -17,12 +17,12 @@ from harness.prepare.experiment import prepare
 from harness.rundir.manifest import read_run
 from harness.rundir.records import read_marks, read_requests
 from harness.scenario.scenario import Gateway, Load, Scenario, Server
-from harness.serve import server_problems_of
 from harness.summary import Summary
 from tests.command import going, harness, only_run, until, write
 from tests.docker.conftest import BASE, remains
 from tests.faults import fault
 from tests.load_runs import composed
+from tests.problems import server_problems_of
 
 DOUBLE = str(ROOT / "tests" / "doubles")
 
@@ -61,7 +61,7 @@ def test_a_run_compares_serving_with_the_offline_bound(client: docker.DockerClie
     assert [(mark.event, mark.sent, mark.recorded) for mark in marks] == [("start", None, None), ("end", 11, 11)]
     summary = msgspec.json.decode((folder / "summary.json").read_bytes(), type=Summary)
     (row,) = (row for row in summary.rows if row.server == "offline")
-    assert row.wall_s[0] == pytest.approx(0.15, abs=0.1)
+    assert row.wall_s[0] is not None and 0.05 < row.wall_s[0] < 2  # without the start of the engine
     served = manifest.cells[1].served_by
     assert (served.template, served.version, served.url) == ("vllm-offline", "0.32.0", "none: offline")
     assert served.image_digest is not None and served.arguments[0] == "python3"
@@ -77,7 +77,7 @@ def test_a_run_compares_serving_with_the_offline_bound(client: docker.DockerClie
          "had not loaded its model within 1 s"),
     ],
 )  # fmt: skip
-def test_a_job_that_fails_is_told_and_leaves_nothing(
+def test_a_job_that_fails_is_reported_and_leaves_nothing(
     client: docker.DockerClient, tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     path = write(tmp_path, **({"servers": {"offline": offline()}, "loads": BURSTS} | changes))
@@ -150,7 +150,7 @@ def test_what_an_offline_server_cannot_be_is_said_with_the_scenario(tmp_path: Pa
     }
     scenario = Scenario(version=1, question="q", model="m", servers={"s": server}, loads=loads)
     problems = "\n".join(server_problems_of(scenario, {}))
-    assert "$.servers.s.gateway: an offline server has nobody in front of it" in problems
+    assert "$.servers.s.gateway: an offline server cannot have a gateway; remove it" in problems
     assert "so the load 'chats' would have to be" in problems and "so the load 'timed' would have to be" in problems
     assert "it cannot do what the load 'turns' asks for with turns" in problems
     path = write(tmp_path, servers={"offline": offline()}, loads=BURSTS)

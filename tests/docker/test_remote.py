@@ -16,10 +16,12 @@ import requests
 
 from harness.errors import ServerError
 from harness.paths import ROOT
+from harness.reasons import sentences
 from harness.rundir.manifest import read_run
-from harness.serve.ask import free_port
-from harness.serve.docker import over_ssh
-from harness.serve.docker.location import engine_location
+from harness.serve import location
+from harness.serve.location import engine_location
+from harness.serve.probe import free_port
+from harness.summary import because
 from tests.command import going, harness, only_run, until, write
 from tests.docker.conftest import Served, remains
 from tests.docker.test_sweep import OWNER
@@ -124,7 +126,7 @@ def machine(
 
 def ended(processes: Callable[[], list[psutil.Process]]) -> None:
     with contextlib.suppress(AssertionError):
-        until(lambda: processes() == [], 10)
+        until(lambda: processes() == [])
     assert [" ".join(process.cmdline()) for process in processes()] == []
 
 
@@ -142,6 +144,7 @@ def test_a_run_on_another_machine(machine: Machine, client: docker.DockerClient,
     ended(machine.clients)
 
 
+@pytest.mark.nightly  # a run through a tunnel, and one whose tunnel ends, are below and above
 def test_a_server_behind_its_tunnel(served: Served, machine: Machine, client: docker.DockerClient) -> None:
     with served() as endpoint:
         assert endpoint.network is not None
@@ -152,18 +155,17 @@ def test_a_server_behind_its_tunnel(served: Served, machine: Machine, client: do
         assert endpoint.check_alive() is None
         tunnel.kill()
         until(lambda: endpoint.check_alive() is not None)
-        assert endpoint.check_alive() == (
-            "the server could not be reached any more: the ssh tunnel to GpuBox ended (exit code -9): "
-            "ssh did not say why"
-        )
+        detail = "the ssh tunnel to GpuBox ended (exit code -9): ssh did not say why"
+        assert endpoint.check_alive() == because("server_unreachable", how="unreachable", detail=detail)
         assert endpoint.served_by.exit_code is None
 
 
-def test_what_ends_the_server_is_told_of_it(served: Served, machine: Machine, client: docker.DockerClient) -> None:
+def test_what_ends_the_server_is_reported_of_it(served: Served, machine: Machine, client: docker.DockerClient) -> None:
     with served() as endpoint:
         client.containers.get(f"{endpoint.network}-server").kill()
         until(lambda: endpoint.check_alive() is not None)
-        assert str(endpoint.check_alive()).startswith("the server died during the load: it ended with exit code 137")
+        dead = endpoint.check_alive()
+        assert dead is not None and (dead.code, dead.values["exit_code"]) == ("server_died", 137)
 
 
 def test_a_published_port_needs_no_tunnel(served: Served, machine: Machine) -> None:
@@ -189,11 +191,11 @@ def test_a_tunnel_that_ends_in_a_run(machine: Machine, image: str, tmp_path: Pat
         (tunnel,) = machine.clients(" -N ")
         # The far end goes, as with a network that breaks.
         machine.session_of(tunnel).kill()
-        done = command.end(60)
-        command.nothing_left(5)
+        done = command.end()
+        command.nothing_left()
     assert done.code == 3, done.err
     (cell,) = read_run(only_run(tmp_path / "runs")).cells
-    assert cell.problems[0].startswith(
+    assert sentences(cell.problems)[0].startswith(
         "the server could not be reached any more: the ssh tunnel to GpuBox ended (exit code 255): Connection to "
     ), cell.problems
     assert cell.served_by.exit_code is None
@@ -211,7 +213,7 @@ def test_a_port_that_is_taken_before_ssh_listens(
 ) -> None:
     taken = machine.port
     ports = iter([taken, free_port()])
-    monkeypatch.setattr(over_ssh, "free_port", lambda: next(ports))
+    monkeypatch.setattr(location, "free_port", lambda: next(ports))
     with served() as endpoint:
         assert not endpoint.url.endswith(f":{taken}") and list(ports) == []
 
@@ -220,13 +222,20 @@ def test_a_tunnel_that_cannot_be_opened(machine: Machine) -> None:
     (machine.folder / "config").write_text("Host GpuBox\n  HostName 127.0.0.1\n  Port 1\n")
     with (
         pytest.raises(ServerError, match="no ssh tunnel to GpuBox can be opened: .*Connection refused") as caught,
-        over_ssh.tunnel(engine_location(), "127.0.0.1", 80),
+        location.tunnel(engine_location(), "127.0.0.1", 80),
     ):
         pass
     assert "Try it: ssh -- GpuBox." in caught.value.next_step
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.nightly),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.nightly),
+        signal.SIGKILL,
+    ],
+)
 @fault("harness", "SIGINT, SIGTERM or kill -9 with an ssh tunnel open", seen="the tunnel ends with the harness")
 def test_no_ssh_outlives_the_harness(
     machine: Machine, client: docker.DockerClient, image: str, tmp_path: Path, number: signal.Signals

@@ -7,8 +7,8 @@ import docker
 import pytest
 
 from harness.errors import ServerError
-from harness.serve.compose.compose import filled_in, parse
-from harness.serve.docker import containers, labels
+from harness.serve import containers, labels
+from harness.serve.compose_file import filled_in, parse
 from tests.docker.conftest import remains
 
 FILE = """
@@ -58,7 +58,7 @@ def test_a_preparation_runs_first_and_a_config_is_a_file(
         client.volumes.get(run).remove()
 
 
-def test_a_preparation_that_fails_is_told_with_its_output(
+def test_a_preparation_that_fails_is_reported_with_its_output(
     image: str, client: docker.DockerClient, tmp_path: Path
 ) -> None:
     run = tmp_path.name.replace("_", "-")

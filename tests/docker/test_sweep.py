@@ -11,8 +11,7 @@ import docker
 import pytest
 
 from harness.paths import ROOT
-from harness.serve import sweep
-from harness.serve.docker import labels
+from harness.serve import labels, sweep
 from tests.docker.conftest import Served, remains
 from tests.faults import fault
 
@@ -66,7 +65,9 @@ def test_kill_minus_nine_then_sweep_leaves_nothing(
     assert "Application startup complete" in (tmp_path / "logs/c.server.log").read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.nightly)]
+)
 @fault("harness", "SIGTERM, SIGINT or SIGHUP while a container runs", seen="container and network are taken down")
 def test_every_way_of_stopping_takes_everything_down(
     owner: "subprocess.Popen[str]", client: docker.DockerClient, tmp_path: Path, number: signal.Signals
@@ -78,7 +79,7 @@ def test_every_way_of_stopping_takes_everything_down(
 
 @fault(
     "engine",
-    "`harness clean` beside containers and volumes of others",
+    "`harness clean` next to containers and volumes of others",
     seen="only what carries the label of the harness is removed",
     left="what others own, and caches",
 )

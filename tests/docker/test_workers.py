@@ -5,7 +5,6 @@ The containers hold nothing but stock Locust and the project's image: no run dir
 
 import contextlib
 import subprocess
-import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +16,10 @@ import requests
 from docker.models.containers import Container
 from docker.models.networks import Network
 
+from harness.reasons import sentences
 from harness.rundir.manifest import read_run
 from harness.rundir.records import read_marks, read_requests
-from harness.serve.ask import free_port
+from harness.serve.probe import free_port
 from tests.command import Going, going, harness, only_run, until, write
 from tests.faults import fault
 
@@ -111,14 +111,13 @@ def test_two_hosts_send_each_request_once(tmp_path: Path, hosts: Hosts) -> None:
 )
 def test_a_killed_host_makes_the_run_invalid(tmp_path: Path, hosts: Hosts) -> None:
     hosts.workers("gen1", "gen2")
-    with run(tmp_path, hosts, "gen1,gen2", {"duration_s": 60}) as command:
+    with run(tmp_path, hosts, "gen1,gen2", {"duration_s": 600}) as command:
         until(lambda: len(processes(tmp_path)) == 2, within_s=40)
         hosts.containers["gen2"].kill()
-        begun = time.monotonic()
-        done = command.end()
-        assert (done.code, time.monotonic() - begun < 20) == (3, True)
+        done = command.end()  # long before the load would
+        assert done.code == 3
     assert hosts.ends("gen1", 10) == 0
-    reasons = read_run(only_run(tmp_path)).reasons
+    reasons = sentences(read_run(only_run(tmp_path)).reasons)
     lost = [reason for reason in reasons if "of gen2 was lost (killed, or its link was cut)" in reason]
     assert len(lost) == 1
     assert len(processes(tmp_path)) == 2  # what it had delivered
@@ -133,13 +132,12 @@ def test_a_killed_host_makes_the_run_invalid(tmp_path: Path, hosts: Hosts) -> No
 )
 def test_a_cut_link_makes_the_run_invalid(tmp_path: Path, hosts: Hosts) -> None:
     hosts.workers("gen1", "gen2")
-    with run(tmp_path, hosts, "gen1,gen2", {"duration_s": 60}) as command:
+    with run(tmp_path, hosts, "gen1,gen2", {"duration_s": 600}) as command:
         until(lambda: len(processes(tmp_path)) == 2, within_s=40)
         hosts.network.disconnect(hosts.containers["gen2"], force=True)
-        begun = time.monotonic()
-        done = command.end()
-        assert (done.code, time.monotonic() - begun < 20) == (3, True)
-    reasons = read_run(only_run(tmp_path)).reasons
+        done = command.end()  # long before the load would
+        assert done.code == 3
+    reasons = sentences(read_run(only_run(tmp_path)).reasons)
     assert len([reason for reason in reasons if "of gen2 was lost (killed, or its link was cut)" in reason]) == 1
     assert len(processes(tmp_path)) == 2
     # The worker that hears nothing any more ends its load by itself, and names what it could not deliver.

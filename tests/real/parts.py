@@ -12,13 +12,16 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import yaml
 
+from harness.machine.model import CPU_BLOCK, capacity, layout_of, read_model
 from harness.rundir.manifest import Run, read_run
 from harness.rundir.records import Request, read_requests
 from harness.summary import Summary
+from harness.units import GIB
 from tests.engines.paths import BASE_IMAGE, LLAMA_SERVER, LLAMACPP_VENV, QWEN3_100M, TINY_GGUF, VLLM_VENV
 
 HARNESS = Path(sys.executable).with_name("harness")
 T = TypeVar("T")
+MAX_MODEL_LEN = 2048
 
 
 def vllm(**variables: Any) -> dict[str, Any]:
@@ -27,15 +30,15 @@ def vllm(**variables: Any) -> dict[str, Any]:
         "image": BASE_IMAGE,
         "entrypoint": [str(VLLM_VENV / "bin" / "vllm"), "serve"],
         "model_path": "/models/qwen3-100m",
-        "max_model_len": 2048,
+        "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": 10,
         "max_num_batched_tokens": 2048,
         "enforce_eager": True,
         "kv_cache_gib": 1,
-        "omp_threads": "0-1",
+        "omp_threads": "nobind",  # one thread: two that wait for each other are slow where others use the cores
         "shm_size": "1g",
         "huggingface_cache": None,
-        "environment": {"HF_HUB_OFFLINE": "1"},
+        "environment": {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         "volumes": [f"{VLLM_VENV}:{VLLM_VENV}:ro", f"{QWEN3_100M}:/models/qwen3-100m:ro"],
     }
     return {"template": "vllm-cpu", "variables": given | variables, "startup_timeout_s": 300}
@@ -53,9 +56,18 @@ def llamacpp(**variables: Any) -> dict[str, Any]:
         "devices": [],
         "groups": [],
         "llama_cache": None,
+        "extra_args": ["--threads", "1"],  # as for vLLM
         "volumes": [f"{LLAMACPP_VENV}:{LLAMACPP_VENV}:ro", f"{TINY_GGUF}:/models/tiny.gguf:ro"],
     }
     return {"template": "llamacpp", "variables": given | variables, "startup_timeout_s": 60}
+
+
+def predicted(gib: float) -> tuple[int, float]:
+    """Tokens and concurrency of a KV cache of so many GiB."""
+    geometry = read_model(QWEN3_100M).geometry
+    assert geometry is not None
+    found = capacity(layout_of(geometry, 2, block=CPU_BLOCK), int(gib * GIB), MAX_MODEL_LEN)
+    return found.tokens, found.concurrency
 
 
 def write_scenario(folder: Path, name: str, **keys: Any) -> Path:
@@ -107,9 +119,9 @@ def harness(*arguments: str | Path, timeout_s: float = 60) -> "subprocess.Comple
 
 @contextmanager
 def running(scenario: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """`harness run` as a process; the run directory is made in `runs`, beside the scenario.
+    """`harness run` as a process; the run directory is made in `runs`, next to the scenario.
 
-    What it says goes into files beside the scenario: nobody reads a pipe while it runs. If it still runs at the
+    What it says goes into files next to the scenario: no process reads a pipe while it runs. If it still runs at the
     end it gets Ctrl-C, so that a failed test leaves no container behind.
     """
     command: list[str | Path] = [HARNESS, "run", scenario, "--runs", scenario.parent / "runs"]

@@ -13,7 +13,7 @@ import requests
 
 from harness.paths import ROOT, SCENARIOS
 from harness.scenario.file import load_scenario
-from harness.serve import is_offline
+from harness.serve import prepared
 from tests.engines.paths import BASE_IMAGE, DOCKER_CONFIG
 from tests.load_runs import composed
 from tests.real.conftest import Say
@@ -75,7 +75,9 @@ def test_docker_compose_accepts_every_server_of_the_scenarios_that_ship(
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "")
     scenario = load_scenario(path)
-    served = {name: server for name, server in scenario.servers.items() if not is_offline(server)}
+    served = {
+        name: server for name, server in scenario.servers.items() if not prepared(scenario, name).file.serving.offline
+    }
     for name, server in served.items():
         (tmp_path / "compose.yaml").write_text(composed(scenario, name, next(iter(scenario.loads))), encoding="utf-8")
         found = json.loads(compose(tmp_path, "config", "--format", "json"))["services"]
@@ -92,6 +94,7 @@ def up(folder: Path) -> Iterator[dict[str, Any]]:
         compose(folder, "down", "--volumes", "--timeout", "5")
 
 
+@pytest.mark.alone  # publishes the port 8089
 def test_docker_compose_up_serves_and_loads(generator: str, tmp_path: Path, say: Say) -> None:
     """Nothing but the printed file and stock Compose: the server answers, and Locust's web UI loads it."""
     printed(tmp_path, llamacpp(), "tiny")

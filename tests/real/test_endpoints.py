@@ -1,15 +1,15 @@
-"""Completions, exact prompt lengths and structured answers on real engines."""
+"""Completions, exact prompt lengths, structured answers, and memory by `auto` on real engines."""
 
 from pathlib import Path
 
 import pytest
 
+from harness.rundir.manifest import Run
 from harness.summary import Row
 from tests.real.conftest import Say
-from tests.real.parts import Ran, llamacpp, run, vllm, write_scenario
+from tests.real.parts import Ran, llamacpp, predicted, run, vllm, write_scenario
 
-pytestmark = pytest.mark.paired
-
+LIMIT_GIB = 8
 WORK = {"user": "batch", "batch_size": 4, "requests": 12}
 
 
@@ -50,8 +50,12 @@ def test_llamacpp_keeps_to_choices(tmp_path: Path, say: Say) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_vllm_counts_prompts_exactly_and_completes(tmp_path: Path, say: Say) -> None:
-    _is_exact(exact(tmp_path, "qwen3-100m", vllm()), say)
+def test_vllm_counts_prompts_exactly_and_completes_with_the_memory_that_auto_found(tmp_path: Path, say: Say) -> None:
+    memory = {"gpu_memory_utilization": "auto", "kv_cache_gib": None, "mem_limit": f"{LIMIT_GIB}g"}
+    ran = exact(tmp_path, "qwen3-100m", vllm(**memory))
+    say(ran.said.splitlines()[0])
+    _is_exact(ran, say)
+    _of_auto(ran.manifest)
 
 
 @pytest.mark.timeout(600)
@@ -77,3 +81,17 @@ def _keeps_to(ran: Ran, say: Say) -> None:
         assert answers is not None
         say(f"{name}: {answers.valid} of {answers.checked} valid, {answers.right} right (random weights)")
         assert (answers.checked, answers.valid) == (12, 12)
+
+
+def _of_auto(manifest: Run) -> None:
+    """All cells have the number, the manifest says how it came about, and vLLM made of it what it had to."""
+    value = manifest.scenario.servers["it"].variables["gpu_memory_utilization"]
+    assert isinstance(value, float) and 0.1 <= value <= 0.5  # 4 of the 8 GiB are left to vLLM's own processes
+    assert manifest.computed["servers.it.gpu_memory_utilization"].code == "memory_share"
+    for cell in manifest.cells:
+        arguments, startup = cell.served_by.arguments, cell.served_by.startup
+        assert arguments[arguments.index("--gpu-memory-utilization") + 1] == str(value)
+        assert startup is not None and startup.kv_cache_gib is not None and startup.kv_cache_tokens is not None
+        assert 0.5 * value * LIMIT_GIB < startup.kv_cache_gib < value * LIMIT_GIB  # the rest is weights and program
+        minimum, maximum = (predicted(startup.kv_cache_gib + off)[0] for off in (-0.005, 0.005))
+        assert minimum <= startup.kv_cache_tokens <= maximum

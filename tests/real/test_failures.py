@@ -12,6 +12,7 @@ import pytest
 
 from harness.errors import ExitCode
 from harness.failures.explain import scan_text
+from harness.reasons import sentences
 from tests.real.conftest import Say
 from tests.real.parts import (
     docker,
@@ -27,12 +28,12 @@ from tests.real.parts import (
     write_scenario,
 )
 
-pytestmark = pytest.mark.paired
 LOADS = {"bursts": {"user": "batch", "batch_size": 5, "requests": 10, "output_tokens": 16}}
 LONG = {
     "bursts": {"user": "batch", "batch_size": 5, "requests": 5000, "output_tokens": 64},
     "more": {"user": "batch", "batch_size": 1, "requests": 10, "output_tokens": 64},
 }
+SHORTER = {**LONG["bursts"], "output_tokens": 16}
 NOT_STARTED = "error: the server did not start; it ended with exit code "
 FAILURES: dict[str, tuple[dict[str, Any], str, str, str]] = {  # server, row of the table, sentence, solution
     "vllm-bad-model-path": (
@@ -62,7 +63,9 @@ FAILURES: dict[str, tuple[dict[str, Any], str, str, str]] = {  # server, row of 
 }
 
 
-@pytest.mark.parametrize("case", FAILURES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(one, marks=pytest.mark.nightly) if one == "vllm-bad-model-path" else one for one in FAILURES]
+)
 def test_a_server_that_does_not_start_ends_in_one_sentence(case: str, tmp_path: Path, say: Say) -> None:
     server, row, sentence, solution = FAILURES[case]
     ran = run(write_scenario(tmp_path, case, model="some", servers={"s": server}, loads=LOADS), timeout_s=120)
@@ -73,7 +76,7 @@ def test_a_server_that_does_not_start_ends_in_one_sentence(case: str, tmp_path: 
     assert last.startswith("next: ") and solution in last
     assert evidence and all(line.startswith("  | ") for line in evidence)
     assert any(line.startswith("  | known from: ") and line.endswith(f" [{row}]") for line in evidence)
-    assert (ran.manifest.status, ran.manifest.reasons) == ("failed", [first.removeprefix("error: ")])
+    assert (ran.manifest.status, sentences(ran.manifest.reasons)) == ("failed", [first.removeprefix("error: ")])
     assert ran.records == []
     scanned = scan_text(ran.folder / "logs" / "r1-s-bursts.server.log")
     cause = scanned.cause()
@@ -104,10 +107,10 @@ def records_are_there(scenario: Path, at_least: int, timeout_s: float) -> Path:
 def test_an_engine_that_is_killed_in_mid_run_makes_the_run_invalid(tmp_path: Path, say: Say) -> None:
     """As the kernel does when memory runs out: vLLM's engine process is killed inside the container, nothing else."""
     scenario = write_scenario(
-        tmp_path, "dies", model="qwen3-100m", servers={"s": vllm()}, loads=LONG, prompts={"tokens": 40}
+        tmp_path, "dies", model="qwen3-100m", servers={"s": vllm()}, loads={**LONG, "bursts": SHORTER}
     )
     with running(scenario) as process:
-        folder = records_are_there(scenario, 20, timeout_s=350)
+        folder = records_are_there(scenario, 10, timeout_s=350)
         (name,) = docker("ps", "--filter", f"label=amd-llm-load.run={folder.name}", "--format", "{{.Names}}").split()
         killed_wall_s = time.time()
         os.kill(engine_core(name), signal.SIGKILL)
@@ -121,9 +124,9 @@ def test_an_engine_that_is_killed_in_mid_run_makes_the_run_invalid(tmp_path: Pat
     assert noticed < 8
     assert first.served_by.exit_code is not None and not first.served_by.oom_killed
     died = "r1-s-bursts: the server died during the load: it ended with exit code "
-    (reason,) = [reason for reason in ran.manifest.reasons if reason.startswith(died)]
+    (reason,) = [reason for reason in sentences(ran.manifest.reasons) if reason.startswith(died)]
     assert reason.endswith(": vLLM's engine process was killed or crashed without a word, since its log says no reason")
-    (evidence,) = [reason for reason in ran.manifest.reasons if "of its log says: " in reason]
+    (evidence,) = [reason for reason in sentences(ran.manifest.reasons) if "of its log says: " in reason]
     number = int(re.findall(r"r1-s-bursts: line (\d+) of its log says: ", evidence)[0])
     lines = (folder / "logs" / "r1-s-bursts.server.log").read_bytes().split(b"\n")
     first_said = next(place for place, line in enumerate(lines, start=1) if b"EngineDeadError: EngineCore" in line)
@@ -131,15 +134,16 @@ def test_an_engine_that_is_killed_in_mid_run_makes_the_run_invalid(tmp_path: Pat
     assert "to solve it: look for 'Out of memory' and for GPU faults in `dmesg`" in evidence
     told = [failed for failed in ran.summary.failures if failed.cause is not None]
     assert told != [] and {failed.id for failed in told} <= {"req.engine_dead", "req.disconnected", "req.refused"}
-    assert "only 1 of 2 planned cells ran" in ran.manifest.reasons
+    assert "only 1 of 2 planned cells ran" in sentences(ran.manifest.reasons)
     assert "r1-s-more is not run: the server died" in ran.said
     good = [record for record in ran.records if record.error is None]
     cut = [record.error for record in ran.records if record.error is not None]
-    assert len(good) >= 20 and {record.output_tokens for record in good} == {64}
+    assert len(good) >= 10 and {record.output_tokens for record in good} == {16}
     assert cut and set(cut) <= {"disconnect", "connect", "unfinished", "http", "stream_error", "rejected"}
     assert left_behind(ran.folder) == []
 
 
+@pytest.mark.alone  # `harness clean` of another test would remove what it leaves
 def test_kill_minus_nine_then_clean_leaves_nothing(tmp_path: Path, say: Say) -> None:
     scenario = write_scenario(tmp_path, "killed", model="tiny", servers={"s": llamacpp()}, loads=LONG)
     try:

@@ -8,8 +8,7 @@ from harness.errors import ExitCode
 from tests.real.conftest import Say
 from tests.real.parts import left_behind, run, vllm, write_scenario
 
-pytestmark = pytest.mark.paired
-
+pytestmark = pytest.mark.nightly  # test_explained.py has the same line of the same program
 LOADS = {"bursts": {"user": "batch", "requests": 1, "output_tokens": 4}}
 WRONG = ["--max-num-sqs", "5", "--swap-space", "16", "--num_scheduler_steps=8", "--tokenizer-mod", "auto", "-O0"]
 

@@ -82,7 +82,7 @@ def test_what_stood_in_front_is_recorded_and_the_metrics_are_the_servers(ran: Ra
     assert left_behind(ran.folder) == []
 
 
-def test_the_tax_is_told(ran: Ran, say: Say) -> None:
+def test_the_tax_is_reported(ran: Ran, say: Say) -> None:
     rows = {(row.server, row.load): row for row in ran.summary.rows}
     for name, (_, number) in LOADS.items():
         direct, through = (rows[server, name].wall_s[0] for server in ("direct", "through"))

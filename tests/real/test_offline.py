@@ -29,7 +29,12 @@ def offline(**variables: Any) -> dict[str, Any]:
         "shm_size": "1g",
         "huggingface_cache": None,
         "triton_cache": None,
-        "environment": {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": 1, "VLLM_CPU_OMP_THREADS_BIND": "0-1"},
+        "environment": {
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": 1,
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+        },
         "volumes": [f"{VLLM_VENV}:{VLLM_VENV}:ro", f"{QWEN3_100M}:/models/qwen3-100m:ro"],
     }
     return {"template": "vllm-offline", "variables": given | variables, "startup_timeout_s": 300}

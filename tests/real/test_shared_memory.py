@@ -10,10 +10,10 @@ import requests
 
 from harness.scenario.scenario import Load, Scenario, Server
 from harness.serve import serve
-from harness.serve.docker.daemon import connect
+from harness.serve.engine import connect
 from tests.real.parts import vllm
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.nightly]
 
 
 def test_a_killed_engine_leaves_no_shared_memory_on_the_host(tmp_path: Path) -> None:

@@ -1,1 +1,109 @@
-"""The charts of a page, as plotly figures in plain data, and what they read of a run."""
+"""What all charts share: the noun, legends, style, axes. Colours are names such as "@s1", the page's own."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from harness.summary import Row, Summary
+
+Figure = dict[str, Any]  # {"data": [...], "layout": {...}} of plotly, or a trace of it
+
+COLOURS = 8  # @s1 to @s8
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
+# Symbols of points that tell loads apart, and how a legend writes them.
+GLYPHS = {
+    "circle": "●", "square-open": "□", "triangle-up": "▲", "diamond-open": "◇", "circle-open": "○", "square": "■",
+}  # fmt: skip
+STROKES = dict(zip(DASHES, ("", "7 4", "1.5 3.5", "7 3 1.5 3", "11 4", "11 3 1.5 3"), strict=True))
+NAME = "<extra>%{fullData.name}</extra>"  # ends a hover text that names the line
+
+
+class Key(Struct, frozen=True, kw_only=True):
+    """An entry of a legend that several charts share."""
+
+    name: str
+    colour: str  # CSS variable
+    stroke: str = ""  # SVG dash pattern
+    glyph: str = ""  # the character for its points
+
+
+class Chart(Struct, frozen=True, kw_only=True):
+    """A chart, what it shows in words, and its numbers as a table."""
+
+    id: str
+    title: str
+    caption: str
+    figure: Figure
+    head: list[str]
+    body: list[list[str]]
+    formula: str = ""
+    findings: list[str] = []  # what it shows, in words
+    empty: str = ""  # why there is nothing to draw
+
+
+def plain(text: str) -> str:
+    """A text that plotly must not read as markup."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def scatter(name: str, x: Sequence[Any], y: Sequence[Any], hover: str, mode: str = "lines", **more: Any) -> Figure:
+    """A trace of lines or points."""
+    return {
+        "type": "scatter", "mode": mode, "name": plain(name), "x": x, "y": y, "hovertemplate": hover, **more,
+    }  # fmt: skip
+
+
+def colour(index: int) -> str:
+    return f"s{index % COLOURS + 1}"
+
+
+def symbol(index: int) -> str:
+    return SYMBOLS[index % len(SYMBOLS)]
+
+
+def servers(summary: Summary) -> list[str]:
+    return list(dict.fromkeys(row.server for row in summary.rows))
+
+
+def load_symbol(summary: Summary, row: Row) -> str:
+    return list(GLYPHS)[_loads(summary).index(row.load) % len(GLYPHS)]
+
+
+def _loads(summary: Summary) -> list[str]:
+    return list(dict.fromkeys(row.load for row in summary.rows))
+
+
+def row_style(summary: Summary, row: Row) -> tuple[str, str]:
+    """Colour and dash of a row: colour tells servers apart, dash loads; with one server colour tells loads apart."""
+    names, load = servers(summary), _loads(summary).index(row.load)
+    return colour(names.index(row.server) if len(names) > 1 else load), DASHES[load % len(DASHES)]
+
+
+def server_keys(summary: Summary) -> list[Key]:
+    return [Key(name=name, colour=colour(i)) for i, name in enumerate(servers(summary))]
+
+
+def row_keys(summary: Summary) -> list[Key]:
+    keys = []
+    for row in summary.rows:
+        hue, dash = row_style(summary, row)
+        keys.append(Key(name=row.name, colour=hue, stroke=STROKES[dash], glyph=GLYPHS[load_symbol(summary, row)]))
+    return keys
+
+
+def axis(unit: str, values: Sequence[float] = (), logarithmic_from: float = 30) -> Figure:
+    """An axis from zero; logarithmic where the positive values span more than a factor of `logarithmic_from`."""
+    positive = [value for value in values if value > 0]
+    if positive and max(positive) / min(positive) > logarithmic_from:
+        steps = [mantissa * 10.0**power for power in range(-4, 9) for mantissa in (1, 2, 5)]
+        shown = [step for step in steps if min(positive) / 2 < step < 2 * max(positive)]
+        shown = [step for step in shown if f"{step:.0e}"[0] != "5"] if len(shown) > 7 else shown
+        return {
+            "title": {"text": f"{unit} (logarithmic)"},
+            "type": "log",
+            "tickvals": shown,
+            "ticktext": [f"{step:,g}" for step in shown],
+        }
+    return {"title": {"text": unit}, "rangemode": "tozero", "tickformat": ","}

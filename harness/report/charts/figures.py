@@ -1,221 +1,79 @@
-"""The charts as plotly figures in plain data, each with a caption and a table that says the same.
-
-See `harness.report.charts.marks` for what they share.
-"""
+"""The charts of rows as plotly figures in plain data, each with a caption and a table that says the same."""
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from msgspec import Struct
 
 from harness import units
+from harness.columns import FORMULAS, LIVE, LatencyColumn
 from harness.judge.verdicts import but_for_concurrency
 from harness.report import words
-from harness.report.charts.knee import FORMULA, Knee, in_words, knee_of
-from harness.report.charts.marks import (
-    GLYPHS,
+from harness.report.charts import (
+    NAME,
     Chart,
     Figure,
     axis,
     colour,
-    left_out,
-    line,
-    loads,
-    open_loops,
-    other_rates,
+    load_symbol,
     plain,
     row_style,
+    scatter,
     servers,
     symbol,
-    whiskers,
 )
-from harness.report.charts.observed import ChartData, LatencySamples, distribution
-from harness.report.charts.request_dots import MOST_DOTS, SLOWEST, Choice, Dot
-from harness.report.words import FORMULAS
+from harness.report.charts.data import MAX_DOTS, SLOWEST, ChartData, Dot, RowData, distribution
+from harness.report.charts.sweeps import pareto
 from harness.rundir.manifest import Run
-from harness.scenario.mixes import mix_of
-from harness.summary import Distribution, Row, Summary
+from harness.scenario.plan import mix_of
+from harness.summary import Row, Summary
 
-MOST_OF_ALL = 2400  # dots of one chart, whatever the number of rows; two charts of 6,000 take a browser 0.8 s
-
-_DOT_TITLES = {"ttft": "Time to first token of single requests", "e2e": "Whole answers of single requests"}
-
-
-def throughput(summary: Summary, run: Run) -> Chart:
-    data: list[Figure] = []
-    knees: list[tuple[int, str, Knee]] = []
-    others = other_rates(summary)
-    for i, server in enumerate(servers(summary)):
-        curves = by_concurrency(summary, run, server, lambda row: bool(row.output_tok_s) and row not in others)
-        for rows in curves:
-            medians = [statistics.median(row.output_tok_s) for row in rows]
-            data.append(
-                line(server, i, [at_once(row, run) for row in rows], medians)
-                | {
-                    "text": [plain(row.load) for row in rows],
-                    "error_y": whiskers(medians, [row.output_tok_s for row in rows], i),
-                    "hovertemplate": "%{text}, %{x} at once<br><b>%{y:,.1f} tok/s</b><extra>%{fullData.name}</extra>",
-                }
-            )
-            knee = knee_of([(at_once(row, run), rate) for row, rate in zip(rows, medians, strict=True)])
-            if knee is not None:
-                which = "" if len(curves) == 1 else f" ({', '.join(row.load for row in rows)})"
-                knees.append((i, f"{server}{which}", knee))
-    data += [_ring(i, server, knee) for i, server, knee in knees if not knee.open]
-    body = [
-        [row.server, row.load, str(at_once(row, run)), *_three(row.output_tok_s), str(len(row.output_tok_s))]
-        for row in summary.rows
-    ]
-    return Chart(
-        id="throughput",
-        title="Throughput over concurrency",
-        caption="Aggregate output tokens per second, median of the runs; whiskers from the least to the most. "
-        "A line joins loads that differ in concurrency alone. Ring: the knee, the least concurrency that gives "
-        "95\u00a0% of the best. Higher is better.",
-        findings=[f"{server}: {in_words(knee)}" for _, server, knee in knees] + left_out(others) + open_loops(summary),
-        formula=f"tok/s = output tokens inside the window ÷ window; {FORMULA}",
-        figure={"data": data, "layout": {"xaxis": _concurrency_axis(summary, run), "yaxis": axis("tok/s")}},
-        head=["Server", "Load", "At once", "Median tok/s", "Least", "Most", "Runs"],
-        body=body,
-        empty="" if any(trace["x"] for trace in data) else without_closed(summary, "No valid run gave a throughput."),
-    )
-
-
-def _ring(index: int, server: str, knee: Knee) -> Figure:
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": plain(server),
-        "x": [knee.at],
-        "y": [knee.rate],
-        "text": [in_words(knee)],
-        # Rings of servers that are alike lie within each other.
-        "marker": {"symbol": "circle-open", "size": 20 + 7 * index, "color": f"@{colour(index)}", "line": {"width": 2}},
-        "hovertemplate": "<b>%{text}</b><extra>%{fullData.name}</extra>",
-    }
-
-
-def first_token(summary: Summary, run: Run) -> Chart:
-    data: list[Figure] = []
-    for i, server in enumerate(servers(summary)):
-        for rows in by_concurrency(summary, run, server, lambda row: row.pooled.ttft_s.p50 is not None):
-            data += _first_token_lines(summary, run, rows, i, server)
-    values = [value for trace in data for value in trace["y"] if value is not None]
-    return Chart(
-        id="first-token",
-        title="Time to first token over concurrency",
-        caption="Solid: half of the requests (p50), whiskers from the least to the most p50 of a run. Dotted: 95 of "
-        "100 requests (p95), where the sample carries it. Lower is better.",
-        formula=f"{words.FORMULAS['ttft']}; pXX: XX % of the successful requests of all repeats took at most so long",
-        figure={"data": data, "layout": {"xaxis": _concurrency_axis(summary, run), "yaxis": axis("ms", values)}},
-        head=["Server", "Load", "At once", "TTFT p50, ms", "TTFT p95, ms", "Requests"],
-        body=[
-            [
-                row.server,
-                row.load,
-                str(at_once(row, run)),
-                words.percentile(row.pooled.ttft_s, "p50"),
-                words.percentile(row.pooled.ttft_s, "p95"),
-                f"{row.pooled.ttft_s.n:,}",
-            ]
-            for row in summary.rows
-        ],
-        findings=open_loops(summary),
-        empty="" if values else without_closed(summary, "No row has the 11 successful requests that a p50 needs."),
-    )
-
-
-def without_closed(summary: Summary, otherwise: str) -> str:
-    """Why there is nothing to draw."""
-    only_open = all(row.pooled.schedule is not None for row in summary.rows)
-    return "All loads are open loops, which have no concurrency of their own." if only_open else otherwise
-
-
-def _first_token_lines(summary: Summary, run: Run, rows: list[Row], index: int, server: str) -> list[Figure]:
-    """A server's p50 with whiskers, and its p95 where a row has one."""
-    cells = {cell.id: cell.numbers.ttft_s.p50 for cell in summary.cells}
-    x = [at_once(row, run) for row in rows]
-    middles = [1000 * (row.pooled.ttft_s.p50 or 0.0) for row in rows]
-    spread = [[1000 * p50 for name in row.cells if (p50 := cells.get(name)) is not None] for row in rows]
-    hover = "%{text}, %{x} at once<br><b>%{y:,.1f} ms</b> "
-    names = [plain(row.load) for row in rows]
-    half = line(server, index, x, middles) | {
-        "text": names,
-        "error_y": whiskers(middles, spread, index),
-        "hovertemplate": hover + "p50<extra>%{fullData.name}</extra>",
-    }
-    if all(row.pooled.ttft_s.p95 is None for row in rows):
-        return [half]
-    tails = [None if (p95 := row.pooled.ttft_s.p95) is None else 1000 * p95 for row in rows]
-    tail = line(server, index, x, tails) | {
-        "text": names,
-        "line": {"color": f"@{colour(index)}", "width": 1.5, "dash": "dot"},
-        "marker": {"color": f"@{colour(index)}", "symbol": f"{symbol(index)}-open", "size": 7},
-        "hovertemplate": hover + "p95<extra>%{fullData.name}</extra>",
-    }
-    return [half, tail]
-
-
-LATENCIES = (
-    ("ttft", "Time to first token (TTFT)", "Share of requests whose first token came within the time."),
-    ("tpot", "Time per output token (TPOT)", "Share of requests that streamed a token within the time."),
-    ("e2e", "Whole answer (E2E)", "Share of requests whose last token came within the time."),
+MAX_CHART_DOTS = 2400  # dots of one chart, whatever the number of rows; two charts of 6,000 take a browser 0.8 s
+ENOUGH = 0.95  # of the best throughput: where the knee is
+KNEE = (
+    "best = highest median throughput of the server; knee = least concurrency whose median is ≥ 95 % of best; "
+    "falls = least concurrency beyond the best one whose median is < 95 % of best"
 )
 
 
-def distributions(summary: Summary, observed: ChartData) -> list[Chart]:
-    """The distribution functions of TTFT, TPOT and E2E, a line per row."""
-    charts = []
-    for key, title, caption in LATENCIES:
-        curves = [_curve(summary, row, observed, f"{key}_s") | {"meta": i} for i, row in enumerate(summary.rows)]
-        ends = [end for curve in curves for end in (*curve["x"][:1], *curve["x"][-1:])]
-        charts.append(
-            Chart(
-                id=f"cdf-{key}",
-                title=title,
-                caption=caption,
-                formula=f"{words.FORMULAS[key]}; share(t) = successful requests that took ≤ t ÷ successful requests",
-                figure={
-                    "data": curves,
-                    "layout": {
-                        "xaxis": axis("ms", ends, logarithmic_from=10) | {"rangemode": "normal"},
-                        "yaxis": {"tickformat": ".0%", "range": [0, 1.01], "tickvals": [0, 0.25, 0.5, 0.75, 0.95]},
-                    },
-                },
-                head=["Server", "Load", "Requests", "Least, ms", "p50", "p90", "p95", "p99", "Most, ms"],
-                body=[_spread(row, getattr(row.pooled, f"{key}_s")) for row in summary.rows],
-                empty="" if ends else "No successful request has this number.",
-            )
-        )
-    return charts
+class Knee(Struct, frozen=True, kw_only=True):
+    """The knee of one server's throughput over concurrency."""
+
+    at: int  # the least concurrency that gives ENOUGH of the best throughput
+    rate: float  # throughput there
+    share: float  # of the best
+    highest: int  # the highest concurrency measured
+    falls_at: int | None  # where it is below ENOUGH of the best again; None: nowhere
+
+    @property
+    def open(self) -> bool:
+        """Whether the highest concurrency measured is the knee, so that the true one may lie beyond."""
+        return self.at == self.highest
+
+    def __str__(self) -> str:
+        if self.open:
+            return f"no knee up to {self.highest} at once: it still rises there"
+        share = "the best" if self.share == 1 else f"{100 * self.share:.0f}\u00a0% of the best"
+        falls = "more does not help" if self.falls_at is None else f"falls from {self.falls_at} at once on"
+        return f"knee at {self.at} at once, {share}; {falls}"
 
 
-def _curve(summary: Summary, row: Row, observed: ChartData, field: str) -> Figure:
-    sample: list[float] = getattr(observed.samples.get(row.key, LatencySamples()), field)
-    values, shares = distribution(1000 * value for value in sample)
-    hue, dash = row_style(summary, row)
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": plain(row.name),
-        "x": [round(value, 3) for value in values],
-        "y": shares,
-        "line": {"shape": "hv", "color": f"@{hue}", "dash": dash, "width": 2},
-        "hovertemplate": "%{y:.1%} within <b>%{x:,.1f} ms</b><extra>%{fullData.name}</extra>",
-    }
+def knee_of(points: Sequence[tuple[int, float]]) -> Knee | None:
+    """The knee of (concurrency, throughput) points in any order; None for fewer than two concurrencies.
 
-
-def by_concurrency(summary: Summary, run: Run, server: str, drawn: Callable[[Row], bool]) -> list[list[Row]]:
-    """The rows that have a concurrency, those on one curve together: their loads differ in nothing else.
-
-    In an open loop the server's speed decides how many are in flight. A part of a mix has others beside it, and lies
-    on no curve of its own.
+    Of several points of one concurrency the best counts.
     """
-    closed = [row for row in summary.rows if row.server == server and row.pooled.schedule is None and drawn(row)]
-    curves: dict[bytes | None, list[Row]] = {}
-    for row in sorted(closed, key=lambda row: at_once(row, run)):
-        if mix_of(row.load) is None:
-            load = run.scenario.loads.get(row.load)
-            curves.setdefault(None if load is None else but_for_concurrency(load), []).append(row)
-    return list(curves.values())
+    rates: dict[int, float] = {}
+    for at, rate in points:
+        rates[at] = max(rate, rates.get(at, 0.0))
+    best_at = max(rates, key=lambda at: (rates[at], -at), default=0)
+    if len(rates) < 2 or rates[best_at] <= 0:
+        return None
+    best = rates[best_at]
+    at = min(at for at in rates if rates[at] >= ENOUGH * best)
+    falls_at = min((at for at in rates if at > best_at and rates[at] < ENOUGH * best), default=None)
+    return Knee(at=at, rate=rates[at], share=rates[at] / best, highest=max(rates), falls_at=falls_at)
 
 
 def at_once(row: Row, run: Run) -> int:
@@ -223,12 +81,106 @@ def at_once(row: Row, run: Run) -> int:
     return words.concurrency(load) if load else 1
 
 
+def _curves(summary: Summary, run: Run, drawn: Callable[[Row], bool]) -> Iterator[tuple[int, str, list[Row]]]:
+    """Servers by number and name, with the rows on one curve: their loads differ in nothing but concurrency.
+
+    In an open loop the server's speed decides how many are in flight. A load of a mix runs together with others, and
+    is on no curve.
+    """
+    for number, server in enumerate(servers(summary)):
+        closed = [row for row in summary.rows if row.server == server and row.pooled.schedule is None and drawn(row)]
+        curves: dict[bytes | None, list[Row]] = {}
+        for row in sorted(closed, key=lambda row: at_once(row, run)):
+            if mix_of(row.load) is None:
+                load = run.scenario.loads.get(row.load)
+                curves.setdefault(None if load is None else but_for_concurrency(load), []).append(row)
+        for rows in curves.values():
+            yield number, server, rows
+
+
+def _curve(index: int, server: str, rows: list[Row], x: list[Any], y: list[Any], hover: str, **more: Any) -> Figure:
+    hue = f"@{colour(index)}"
+    style = {"line": {"color": hue, "width": 2.5}, "marker": {"color": hue, "symbol": symbol(index), "size": 9}}
+    text = [plain(row.load) for row in rows]
+    hover = f"%{{text}}, %{{x}} at once<br>{hover}{NAME}"
+    return scatter(server, x, y, hover, "lines+markers", **(style | {"text": text} | more))
+
+
+def _whiskers(middles: list[float], samples: list[list[float]], index: int) -> Figure:
+    """Error bars from the least to the most of each sample."""
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [max([*many, middle]) - middle for middle, many in zip(middles, samples, strict=True)],
+        "arrayminus": [middle - min([*many, middle]) for middle, many in zip(middles, samples, strict=True)],
+        "color": f"@{colour(index)}",
+        "thickness": 1.5,
+        "width": 5,
+    }
+
+
 def _concurrency_axis(summary: Summary, run: Run) -> Figure:
     values = sorted({at_once(row, run) for row in summary.rows if row.pooled.schedule is None})
-    people = {load.user for row in summary.rows if (load := run.scenario.loads.get(row.load))}
-    title = "chat users" if people == {"chat"} else "requests at once"
+    users = {load.user for row in summary.rows if (load := run.scenario.loads.get(row.load))}
+    title = "chat users" if users == {"chat"} else "requests at once"
     marked: Figure = {"title": {"text": title}, "tickvals": values, "ticktext": [f"{v:,}" for v in values]}
     return marked | {"type": "log"} if values and values[-1] / values[0] > 20 else marked
+
+
+def _other_rates(summary: Summary) -> list[Row]:
+    """The rows whose tok/s means something else than the first row's; they do not belong on one axis."""
+    meant = [row.definitions.get("output_tok_s") for row in summary.rows]
+    return [row for row, meaning in zip(summary.rows, meant, strict=True) if meaning != meant[0]]
+
+
+def _not_drawn(summary: Summary, others: Sequence[Row] = ()) -> list[str]:
+    open_loops = [row for row in summary.rows if row.pooled.schedule is not None]
+    reasons = (("their tok/s is defined otherwise", others), ("an open loop has no concurrency of its own", open_loops))
+    return [f"Not drawn, since {why}: {', '.join(row.name for row in rows)}" for why, rows in reasons if rows]
+
+
+def _nothing(summary: Summary, otherwise: str) -> str:
+    """Why there is nothing to draw."""
+    only_open = all(row.pooled.schedule is not None for row in summary.rows)
+    return "All loads are open loops, which have no concurrency of their own." if only_open else otherwise
+
+
+def throughput(summary: Summary, run: Run) -> Chart:
+    data: list[Figure] = []
+    rings: list[Figure] = []
+    findings: list[str] = []
+    others = _other_rates(summary)
+    curves = list(_curves(summary, run, lambda row: bool(row.output_tok_s) and row not in others))
+    for i, server, rows in curves:
+        medians = [statistics.median(row.output_tok_s) for row in rows]
+        x = [at_once(row, run) for row in rows]
+        errors = _whiskers(medians, [row.output_tok_s for row in rows], i)
+        data.append(_curve(i, server, rows, x, medians, "<b>%{y:,.1f} tok/s</b>", error_y=errors))
+        knee = knee_of(list(zip(x, medians, strict=True)))
+        if knee is not None:
+            alone = sum(name == server for _, name, _ in curves) == 1
+            which = "" if alone else f" ({', '.join(row.load for row in rows)})"
+            findings.append(f"{server}{which}: {knee}")
+            if not knee.open:  # rings of servers that are alike lie within each other
+                ring = {"symbol": "circle-open", "size": 20 + 7 * i, "color": f"@{colour(i)}", "line": {"width": 2}}
+                hover = f"<b>%{{text}}</b>{NAME}"
+                rings.append(scatter(server, [knee.at], [knee.rate], hover, "markers", text=[str(knee)], marker=ring))
+    return Chart(
+        id="throughput",
+        title="Throughput over concurrency",
+        caption="Aggregate output tokens per second, median of the runs; whiskers from the least to the most. "
+        "A line joins loads that differ in concurrency alone. Ring: the knee, the least concurrency that gives "
+        "95\u00a0% of the best. Higher is better.",
+        findings=findings + _not_drawn(summary, others),
+        formula=f"tok/s = output tokens inside the window ÷ window; {KNEE}",
+        figure={"data": data + rings, "layout": {"xaxis": _concurrency_axis(summary, run), "yaxis": axis("tok/s")}},
+        head=["Server", "Load", "At once", "Median tok/s", "Least", "Most", "Runs"],
+        body=[
+            [row.server, row.load, str(at_once(row, run)), *_three(row.output_tok_s), str(len(row.output_tok_s))]
+            for row in summary.rows
+        ],
+        empty="" if data else _nothing(summary, "No valid run gave a throughput."),
+    )
 
 
 def _three(values: list[float]) -> list[str]:
@@ -237,94 +189,199 @@ def _three(values: list[float]) -> list[str]:
     return [units.significant(value) for value in (statistics.median(values), min(values), max(values))]
 
 
-def _spread(row: Row, sample: Distribution) -> list[str]:
-    ends = [units.milliseconds(value) for value in (sample.least, sample.most)]
-    middle = [words.percentile(sample, name) for name in ("p50", "p90", "p95", "p99")]
-    return [row.server, row.load, f"{sample.n:,}", ends[0], *middle, ends[1]]
+def first_token(summary: Summary, run: Run) -> Chart:
+    data: list[Figure] = []
+    p50_of = {cell.id: cell.numbers.ttft_s.p50 for cell in summary.cells}
+    for i, server, rows in _curves(summary, run, lambda row: row.pooled.ttft_s.p50 is not None):
+        x = [at_once(row, run) for row in rows]
+        middles = [1000 * (row.pooled.ttft_s.p50 or 0.0) for row in rows]
+        spread = [[1000 * p50 for name in row.cells if (p50 := p50_of.get(name)) is not None] for row in rows]
+        hover, hue = "<b>%{y:,.1f} ms</b> ", f"@{colour(i)}"
+        data.append(_curve(i, server, rows, x, middles, f"{hover}p50", error_y=_whiskers(middles, spread, i)))
+        tails = [None if (p95 := row.pooled.ttft_s.p95) is None else 1000 * p95 for row in rows]
+        if any(tail is not None for tail in tails):
+            thin, small = {"width": 1.5, "dash": "dot"}, {"symbol": f"{symbol(i)}-open", "size": 7}
+            style = {"line": {"color": hue} | thin, "marker": {"color": hue} | small}
+            data.append(_curve(i, server, rows, x, tails, f"{hover}p95", **style))
+    values = [value for trace in data for value in trace["y"] if value is not None]
+    return Chart(
+        id="first-token",
+        title="Time to first token over concurrency",
+        caption="Solid: half of the requests (p50), whiskers from the least to the most p50 of a run. Dotted: 95 of "
+        "100 requests (p95), where the sample carries it. Lower is better.",
+        formula=f"{FORMULAS['ttft']}; pXX: XX % of the successful requests of all repeats took at most so long",
+        figure={"data": data, "layout": {"xaxis": _concurrency_axis(summary, run), "yaxis": axis("ms", values)}},
+        head=["Server", "Load", "At once", "TTFT p50, ms", "TTFT p95, ms", "Requests"],
+        body=[[row.server, row.load, str(at_once(row, run)), *_percentiles(row, "ttft_s")] for row in summary.rows],
+        findings=_not_drawn(summary),
+        empty="" if values else _nothing(summary, "No row has the 11 successful requests that a p50 needs."),
+    )
+
+
+def _percentiles(row: Row, field: str) -> list[str]:
+    sample = getattr(row.pooled, field)
+    return [words.percentile(sample, "p50"), words.percentile(sample, "p95"), f"{sample.n:,}"]
+
+
+def tradeoffs(summary: Summary, run: Run) -> list[Chart]:
+    """Latency against throughput: how long each server's users wait, and how much it gives."""
+    titles = {"ttft": "Time to first token over throughput", "e2e": "Whole answer over throughput"}
+    return [_tradeoff(summary, run, key, title) for key, title in titles.items()]
+
+
+def _tradeoff(summary: Summary, run: Run, key: str, title: str) -> Chart:
+    data: list[Figure] = []
+    others = _other_rates(summary)
+    for i, server, rows in _curves(summary, run, lambda row: row.pooled.output_tok_s is not None):
+        for name in ("p50", "p95"):
+            values = {row.name: getattr(getattr(row.pooled, f"{key}_s"), name) for row in rows}
+            known = [row for row in rows if row not in others and values[row.name] is not None]
+            if known:
+                data.append(_tradeoff_line(known, [1000 * values[row.name] for row in known], run, name, i, server))
+    heights = [value for trace in data for value in trace["y"]]
+    best: list[str] = []
+    if run.scenario.swept is not None:
+        p50 = {row.name: getattr(row.pooled, f"{key}_s").p50 for row in summary.rows if row.failed is None}
+        drawn = [row for row in summary.rows if p50.get(row.name) is not None and row.pooled.output_tok_s is not None]
+        line, best = pareto(drawn, [(row.pooled.output_tok_s or 0.0, 1000 * p50[row.name]) for row in drawn])
+        data += line
+    return Chart(
+        id=f"trade-{key}",
+        title=title,
+        caption="A point for each load, the number says how many requests at once. Solid: p50, dotted: p95 where the "
+        "sample carries it. A line joins loads that differ in concurrency alone. Right and low is best.",
+        formula="across: tok/s = output tokens inside the window ÷ window, median of the runs; "
+        f"up: {FORMULAS[key]}, percentile over the successful requests of all repeats",
+        figure={"data": data, "layout": {"xaxis": axis("output tok/s"), "yaxis": axis("ms", heights)}},
+        findings=best + _not_drawn(summary, others),
+        head=["Server", "Load", "At once", "tok/s", "p50, ms", "p95, ms", "Requests"],
+        body=[
+            [row.server, row.load, str(at_once(row, run)), units.significant(row.pooled.output_tok_s)]
+            + _percentiles(row, f"{key}_s")
+            for row in summary.rows
+        ],
+        empty=""
+        if heights
+        else _nothing(summary, "No row has both a throughput and the 11 successful requests that a p50 needs."),
+    )
+
+
+def _tradeoff_line(rows: list[Row], y: list[float], run: Run, name: str, index: int, server: str) -> Figure:
+    median, hue = name == "p50", f"@{colour(index)}"
+    x = [row.pooled.output_tok_s or 0.0 for row in rows]
+    concurrency = [str(at_once(row, run)) for row in rows]
+    return scatter(
+        server,
+        x,
+        y,
+        f"%{{customdata}}<br>%{{x:,.1f}} tok/s, <b>%{{y:,.1f}} ms</b> {name}{NAME}",
+        "lines+markers+text" if median else "lines+markers",
+        text=_labels(concurrency, x, y),
+        customdata=[f"{plain(row.load)}, {number} at once" for row, number in zip(rows, concurrency, strict=True)],
+        # Servers that behave alike lie on each other; their labels are then on different sides.
+        textposition=("top center", "middle right", "bottom center", "middle left")[index % 4],
+        textfont={"color": hue, "size": 11},
+        cliponaxis=False,
+        line={"color": hue, "width": 2.2 if median else 1.4, "dash": "solid" if median else "dot"},
+        marker={"color": hue, "symbol": symbol(index) + ("" if median else "-open"), "size": 8},
+    )
+
+
+def _labels(concurrency: list[str], x: list[float], y: list[float]) -> list[str]:
+    """The labels of points; neighbours that lie close together share one."""
+    labels: list[str] = []
+    for i, label in enumerate(concurrency):
+        if i and abs(x[i - 1] - x[i]) / (max(x) or 1.0) < 0.06 and max(y[i - 1 : i + 1]) < 1.3 * min(y[i - 1 : i + 1]):
+            label = f"{labels[-1]}, {label}"
+            labels[-1] = ""
+        labels.append(label)
+    return labels
+
+
+def distributions(summary: Summary, observed: ChartData) -> list[Chart]:
+    """The distribution functions of TTFT, TPOT and E2E, a line per row."""
+    return [_distributions(summary, observed, column) for column in LIVE]
+
+
+def _distributions(summary: Summary, observed: ChartData, column: LatencyColumn) -> Chart:
+    curves, body = [], []
+    for i, row in enumerate(summary.rows):
+        sample = observed.rows.get(row.key, RowData()).latencies[column.field]
+        values, shares = distribution(1000 * value for value in sample)
+        hue, dash = row_style(summary, row)
+        line = {"shape": "hv", "color": f"@{hue}", "dash": dash, "width": 2}
+        hover = f"%{{y:.1%}} within <b>%{{x:,.1f}} ms</b>{NAME}"
+        curves.append(scatter(row.name, [round(value, 3) for value in values], shares, hover, line=line, meta=i))
+        found = getattr(row.pooled, column.field)
+        middle = [words.percentile(found, name) for name in ("p50", "p90", "p95", "p99")]
+        minimum, maximum = units.milliseconds(found.min), units.milliseconds(found.max)
+        body.append([row.server, row.load, f"{found.n:,}", minimum, *middle, maximum])
+    ends = [end for curve in curves for end in (*curve["x"][:1], *curve["x"][-1:])]
+    return Chart(
+        id=f"cdf-{column.name}",
+        title=f"{column.about} ({column.title})",
+        caption=column.caption,
+        formula=f"{column.formula}; share(t) = successful requests that took ≤ t ÷ successful requests",
+        figure={
+            "data": curves,
+            "layout": {
+                "xaxis": axis("ms", ends, logarithmic_from=10) | {"rangemode": "normal"},
+                "yaxis": {"tickformat": ".0%", "range": [0, 1.01], "tickvals": [0, 0.25, 0.5, 0.75, 0.95]},
+            },
+        },
+        head=["Server", "Load", "Requests", "Least, ms", "p50", "p90", "p95", "p99", "Most, ms"],
+        body=body,
+        empty="" if ends else "No successful request has this number.",
+    )
 
 
 def scatters(summary: Summary, observed: ChartData) -> list[Chart]:
     """TTFT and E2E of requests over the second in which they were sent, thinned for long runs."""
-    each = max(30, min(MOST_DOTS, MOST_OF_ALL // max(1, len(summary.rows))))
-    choices = [observed.chosen.get(row.key, Choice()) for row in summary.rows]
-    dots = [choice.chosen(each) for choice in choices]
-    thinned = any(len(shown) < choice.count + choice.failures for shown, choice in zip(dots, choices, strict=True))
-    return [_scatter(summary, dots, choices, key, thinned) for key in _DOT_TITLES]
+    each = max(30, min(MAX_DOTS, MAX_CHART_DOTS // max(1, len(summary.rows))))
+    rows = [(row, observed.rows.get(row.key, RowData())) for row in summary.rows]
+    dots = [(row, data, data.chosen(each)) for row, data in rows]
+    return [
+        _scatter(summary, dots, "ttft", "Time to first token of single requests"),
+        _scatter(summary, dots, "e2e", "Whole answers of single requests"),
+    ]
 
 
-def _scatter(summary: Summary, dots: list[list[Dot]], choices: list[Choice], key: str, thinned: bool) -> Chart:
+def _scatter(summary: Summary, dots: list[tuple[Row, RowData, list[Dot]]], key: str, title: str) -> Chart:
     data: list[Figure] = []
-    for i, row in enumerate(summary.rows):
-        good = [(dot, _dot_value(dot, key)) for dot in dots[i] if dot.error is None]
-        known = [(dot, value) for dot, value in good if value is not None]
-        failed = [dot for dot in dots[i] if dot.error is not None]
-        if known:
-            data.append(_good_dots(summary, row, known) | {"meta": i})
+    for i, (row, _, shown) in enumerate(dots):
+        good = [dot for dot in shown if dot.error is None and (key == "e2e" or dot.ttft_s is not None)]
+        failed = [dot for dot in shown if dot.error is not None]
+        if good:
+            hue, _ = row_style(summary, row)
+            y = [round(1000 * ((dot.ttft_s or 0.0) if key == "ttft" else dot.took_s), 2) for dot in good]
+            hover = f"sent at %{{x:.1f}} s: <b>%{{y:,.1f}} ms</b>{NAME}"
+            marker = {"color": f"@{hue}", "symbol": load_symbol(summary, row), "size": 6, "opacity": 0.6}
+            x = [round(dot.sent_s, 2) for dot in good]
+            data.append(scatter(row.name, x, y, hover, "markers", marker=marker, meta=i))
         if failed:
-            data.append(_failed_dots(row, failed) | {"meta": i})
-    values = [value for trace in data for value in trace["y"]]
+            x, y = [round(dot.sent_s, 2) for dot in failed], [round(1000 * dot.took_s, 2) for dot in failed]
+            hover = f"sent at %{{x:.1f}} s, <b>%{{text}}</b> after %{{y:,.1f}} ms{NAME}"
+            marker, text = {"color": "@bad", "symbol": "x", "size": 9}, [dot.error for dot in failed]
+            data.append(scatter(row.name, x, y, hover, "markers", text=text, marker=marker, meta=i))
+    thinned = any(len(shown) < row_data.count + row_data.failures for _, row_data, shown in dots)
     few = f" Long rows are thinned by chance; the {SLOWEST} slowest of each are always there." if thinned else ""
     return Chart(
         id=f"dots-{key}",
-        title=_DOT_TITLES[key],
+        title=title,
         caption=f"All repeats over each other. ✕: failed, at the time until it failed.{few}",
         formula=f"across: second of sending − second of its run’s first measured request; up: {FORMULAS[key]}",
         figure={
             "data": data,
             "layout": {
                 "xaxis": {"title": {"text": "sent, seconds after the first measured request"}, "zeroline": False},
-                "yaxis": axis("ms", values, logarithmic_from=10),
+                "yaxis": axis("ms", [value for trace in data for value in trace["y"]], logarithmic_from=10),
             },
         },
         head=["Server", "Load", "Requests", "Drawn", "Failed", "Slowest, ms"],
         body=[
-            [
-                row.server,
-                row.load,
-                f"{choice.count + choice.failures:,}",
-                f"{len(shown):,}",
-                f"{choice.failures:,}",
-                units.milliseconds(getattr(row.pooled, f"{key}_s").most),
-            ]
-            for row, choice, shown in zip(summary.rows, choices, dots, strict=True)
+            [row.server, row.load, f"{row_data.count + row_data.failures:,}", f"{len(shown):,}"]
+            + [f"{row_data.failures:,}", units.milliseconds(getattr(row.pooled, f"{key}_s").max)]
+            for row, row_data, shown in dots
         ],
         empty="" if data else "No measured request was recorded.",
     )
-
-
-def _good_dots(summary: Summary, row: Row, known: list[tuple[Dot, float]]) -> Figure:
-    hue, _ = row_style(summary, row)
-    symbols = tuple(GLYPHS)
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": plain(row.name),
-        "x": [round(dot.sent_s, 2) for dot, _ in known],
-        "y": [round(value, 2) for _, value in known],
-        "marker": {
-            "color": f"@{hue}",
-            "symbol": symbols[loads(summary).index(row.load) % len(symbols)],
-            "size": 6,
-            "opacity": 0.6,
-        },
-        "hovertemplate": "sent at %{x:.1f} s: <b>%{y:,.1f} ms</b><extra>%{fullData.name}</extra>",
-    }
-
-
-def _failed_dots(row: Row, failed: list[Dot]) -> Figure:
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": plain(row.name),
-        "x": [round(dot.sent_s, 2) for dot in failed],
-        "y": [round(1000 * dot.took_s, 2) for dot in failed],
-        "text": [dot.error for dot in failed],
-        "marker": {"color": "@bad", "symbol": "x", "size": 9},
-        "hovertemplate": "sent at %{x:.1f} s, <b>%{text}</b> after %{y:,.1f} ms<extra>%{fullData.name}</extra>",
-    }
-
-
-def _dot_value(dot: Dot, key: str) -> float | None:
-    """Milliseconds."""
-    seconds = dot.ttft_s if key == "ttft" else dot.took_s
-    return None if seconds is None else 1000 * seconds

@@ -1,18 +1,22 @@
-"""The timeline of one cell as a plotly figure, and the events that it marks."""
+"""Charts over time: the timeline of one cell with its events, and the start of each server by phase."""
 
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
 
 from msgspec import Struct
 
 from harness import units
-from harness.report.charts.marks import Figure, colour, plain
-from harness.report.charts.observed import Timeline
-from harness.report.charts.telemetry import MachineSamples, ServerSamples
-from harness.rundir.manifest import CellRun, ServerDeath
+from harness.engines import engines
+from harness.judge import server_starts
+from harness.report.charts import COLOURS, Chart, Figure, colour, plain, scatter
+from harness.report.charts.data import MachineSamples, ServerSamples, Timeline
+from harness.rundir.manifest import CellRun, Run, ServedBy
 from harness.summary import CellSummary
 
-MOST_ALIKE = 12  # about so many of one kind in a cell: what lies closer together is one
-Span = tuple[float, float, float]  # start, end, the most within it
+MAX_ALIKE = 12  # about so many of one kind in a cell: closer events become one
+Span = tuple[float, float, float]  # start, end, the peak within it
 
 _BROKEN = ("connect", "disconnect", "truncated")  # what a client sees first of a server that is gone
 
@@ -23,7 +27,7 @@ class TimelineEvent(Struct, frozen=True, order=True):
     at_s: float
     text: str
     bad: bool = False
-    label: str = ""  # what is written beside the mark, where there is room
+    label: str = ""  # written next to the mark, where there is room
 
 
 def events_of(line: Timeline, cell: CellSummary | None, ran: CellRun | None) -> list[TimelineEvent]:
@@ -36,10 +40,10 @@ def events_of(line: Timeline, cell: CellSummary | None, ran: CellRun | None) -> 
     for kind, failures in line.failures.items():
         many = "a request fails" if failures.count == 1 else f"the first of {failures.count:,} requests fails"
         found.append(TimelineEvent(failures.first_s, f"{many}: {kind}", True))
-    near_s = (line.ends_s - (line.warmup_until_s or 0.0)) / MOST_ALIKE
-    for start, end, most in _joined(_waiting(line.server), near_s):
+    near_s = (line.ends_s - (line.warmup_until_s or 0.0)) / MAX_ALIKE
+    for start, end, peak in _joined(_waiting(line.server), near_s):
         lasted = units.figures(end - start)
-        found.append(TimelineEvent(start, f"requests wait in the server during {lasted} s, {most:,.0f} at most"))
+        found.append(TimelineEvent(start, f"requests wait in the server during {lasted} s, {peak:,.0f} at most"))
     found += [TimelineEvent(start, text, True, "heat") for start, text in _heat(line.machine, near_s)]
     found += [
         TimelineEvent(at, units.count(int(many), "preemption")) for at, many in _summed(line.server.preempted, near_s)
@@ -48,7 +52,10 @@ def events_of(line: Timeline, cell: CellSummary | None, ran: CellRun | None) -> 
 
 
 def _death(line: Timeline, ran: CellRun | None) -> TimelineEvent | None:
-    if ran is None or (ran.served_by.exit_code is None and not _dead(ran.served_by.death)):
+    if ran is None:
+        return None
+    death = ran.served_by.death
+    if ran.served_by.exit_code is None and (death is None or death.how == "unreachable"):
         return None
     broken = [line.failures[kind].first_s for kind in _BROKEN if kind in line.failures]
     code = ran.served_by.exit_code
@@ -56,22 +63,18 @@ def _death(line: Timeline, ran: CellRun | None) -> TimelineEvent | None:
     return TimelineEvent(min(broken) if broken else line.ends_s, f"the server died{why}", True, "died")
 
 
-def _dead(death: ServerDeath | None) -> bool:
-    return death is not None and death.how != "unreachable"
-
-
 def _waiting(server: ServerSamples) -> Iterator[Span]:
-    """When the server's queue was seen not empty, and the most that waited."""
+    """When the server's queue was seen not empty, and the longest it was."""
     start: float | None = None
-    most = 0.0
+    peak = 0.0
     for at, value in zip(server.at_s, server.values.get("waiting", []), strict=False):
         if value:
-            start, most = (at, value) if start is None else (start, max(most, value))
+            start, peak = (at, value) if start is None else (start, max(peak, value))
         elif start is not None:
-            yield start, at, most
+            yield start, at, peak
             start = None
     if start is not None:
-        yield start, server.at_s[-1], most
+        yield start, server.at_s[-1], peak
 
 
 def _heat(machine: MachineSamples, near_s: float) -> Iterator[tuple[float, str]]:
@@ -85,12 +88,12 @@ def _heat(machine: MachineSamples, near_s: float) -> Iterator[tuple[float, str]]
 def _joined(spans: Iterable[Span], near_s: float) -> list[Span]:
     """Spans of which each begins at least so long after the one before it; those between belong to that one."""
     joined: list[Span] = []
-    for start, end, most in spans:
+    for start, end, peak in spans:
         if joined and start - joined[-1][0] < near_s:
             first, _, before = joined[-1]
-            joined[-1] = first, end, max(before, most)
+            joined[-1] = first, end, max(before, peak)
         else:
-            joined.append((start, end, most))
+            joined.append((start, end, peak))
     return joined
 
 
@@ -105,8 +108,8 @@ def _summed(counts: Iterable[tuple[float, float]], near_s: float) -> list[tuple[
     return summed
 
 
-# Panels of what is beside requests and tokens: title, factor to what is shown, hover text, colour of a single line.
-# The first is the server's own gauge, the others are what its machine was seen to do.
+# Panels of the samples other than requests and tokens: title, factor to what is shown, hover text, colour of a single
+# line. The first is the server's own gauge, the others are of its machine.
 KV_CACHE = ("KV cache, %", 100.0, "%{y:.1f} % of the KV cache", "s4")
 PANELS = {
     "busy": ("busy, %", 1.0, "%{y:.0f} % busy", "s7"),
@@ -117,8 +120,8 @@ PANELS = {
 }
 _GAP = 26  # pixels between panels
 _STRIP = 20  # height of the strip of events
-_MOST_POINTS = 80
-_FEW_POINTS = 5
+_MAX_POINTS = 80  # up to so many, each point is marked
+_FEW_POINTS = 5  # up to so many, no line joins them
 _ROOM = 0.08  # of the width, that a label of an event needs
 
 
@@ -134,13 +137,15 @@ def figure_of(line: Timeline, events: Sequence[TimelineEvent]) -> Figure:
         "height": total + 110 + (60 if line.machine.drawn > 1 else 0),  # a legend of many GPUs
         "hovermode": "x",
         "showlegend": True,
-        "shapes": _shade(line) + [_rule(event) for event in events],
-        "annotations": _warmup(line),
+        "shapes": [_rule(event) for event in events],
+        "annotations": [],
     }
-    titles = ["", "requests", "tok/s", *others]
+    if line.warmup_until_s is not None:
+        layout["shapes"].insert(0, _shade(line.warmup_until_s))
+        layout["annotations"].append(_warmup(line.warmup_until_s))
     top = 0
-    for number, (height, title) in enumerate(zip(heights, titles, strict=True), 1):
-        layout[_axis(number)] = {
+    for number, (height, title) in enumerate(zip(heights, ["", "requests", "tok/s", *others], strict=True), 1):
+        layout["yaxis" if number == 1 else f"yaxis{number}"] = {
             "title": {"text": title},
             "domain": [round(max(0.0, 1 - (top + height) / total), 4), round(1 - top / total, 4)],
             "rangemode": "tozero",
@@ -153,115 +158,80 @@ def figure_of(line: Timeline, events: Sequence[TimelineEvent]) -> Figure:
         "anchor": f"y{len(heights)}",
         "zeroline": False,
     }
-    data = [_marks(events, line), *_requests(line), _tokens(line)]
+    data = [_events(events, line), *_requests(line), _tokens(line)]
     data += _arrivals(line, "y4") if arrivals else []
-    data += [_cache(line, f"y{4 + len(arrivals)}")] if cache else []
+    if cache:
+        data.append(_panel(KV_CACHE, "", line.server.at_s, line.server.values["kv_usage"], f"y{4 + len(arrivals)}"))
     known: set[str] = set()
     for number, name in enumerate(watched, 4 + len(arrivals) + len(cache)):
         data += _watched(line, name, f"y{number}", known)
     return {"data": data, "layout": layout}
 
 
-def _axis(number: int) -> str:
-    return "yaxis" if number == 1 else f"yaxis{number}"
-
-
-def _marks(events: Sequence[TimelineEvent], line: Timeline) -> Figure:
-    return {
-        "type": "scatter", "mode": "markers+text", "name": "event",
-        "customdata": [event.text for event in events], "x": [event.at_s for event in events],
-        "y": [0.5] * len(events), "text": _labels(events, line), "textposition": "middle right",
-        "textfont": {"size": 11, "color": "@muted"},
-        "marker": {
+def _events(events: Sequence[TimelineEvent], line: Timeline) -> Figure:
+    x = [event.at_s for event in events]
+    room = _ROOM * (line.ends_s - (line.warmup_until_s or 0.0))
+    nexts = [*x[1:], float("inf")]
+    return scatter(
+        "event", x, [0.5] * len(events), "%{x:.1f} s: <b>%{customdata}</b><extra></extra>", "markers+text",
+        customdata=[event.text for event in events], cliponaxis=False,
+        text=[event.label if after - event.at_s > room else "" for event, after in zip(events, nexts, strict=True)],
+        textposition="middle right", textfont={"size": 11, "color": "@muted"},
+        marker={
             "symbol": ["x" if event.bad else "triangle-down" for event in events], "size": 10,
             "color": ["@bad" if event.bad else "@muted" for event in events],
         },
-        "cliponaxis": False, "hovertemplate": "%{x:.1f} s: <b>%{customdata}</b><extra></extra>",
-    }  # fmt: skip
+    )  # fmt: skip
 
 
-def _labels(events: Sequence[TimelineEvent], line: Timeline) -> list[str]:
-    """The labels of those events that have room to their right."""
-    room = _ROOM * (line.ends_s - (line.warmup_until_s or 0.0))
-    nexts = [event.at_s for event in events[1:]] + [float("inf")]
-    return [event.label if after - event.at_s > room else "" for event, after in zip(events, nexts, strict=True)]
+def _area(name: str, x: Sequence[float], y: Sequence[float], hover: str, place: str) -> Figure:
+    line = {"shape": "hvh", "width": 0}
+    return scatter(name, x, y, hover, yaxis=place, line=line, fill="tozeroy", fillcolor="@area")
 
 
 def _requests(line: Timeline) -> list[Figure]:
     hover = "%{y:,} %{fullData.name}<extra></extra>"
-    data: list[Figure] = [
-        {
-            "type": "scatter", "mode": "lines", "name": "in flight (client)", "x": line.at_s, "y": line.in_flight,
-            "yaxis": "y2", "line": {"shape": "hvh", "width": 0}, "fill": "tozeroy", "fillcolor": "@area",
-            "hovertemplate": hover,
-        }
-    ]  # fmt: skip
+    data = [_area("in flight (client)", line.at_s, line.in_flight, hover, "y2")]
     for gauge, hue, dash in (("running", "s1", "solid"), ("waiting", "s2", "dash")):
         if gauge in line.server.values:
-            data.append(
-                {
-                    "type": "scatter", "mode": _mode(line.server.at_s), "name": f"{gauge} (server)",
-                    "x": line.server.at_s, "y": line.server.values[gauge], "yaxis": "y2",
-                    "line": {"color": f"@{hue}", "dash": dash, "width": 2}, "marker": {"size": 5},
-                    "hovertemplate": hover,
-                }
-            )  # fmt: skip
+            x, style = line.server.at_s, {"color": f"@{hue}", "dash": dash, "width": 2}
+            more = {"yaxis": "y2", "line": style, "marker": {"size": 5}}
+            data.append(scatter(f"{gauge} (server)", x, line.server.values[gauge], hover, _mode(x), **more))
     return data
 
 
 def _tokens(line: Timeline) -> Figure:
-    return {
-        "type": "scatter", "mode": "lines", "name": "output tok/s", "x": line.at_s, "y": line.tok_s, "yaxis": "y3",
-        "line": {"color": "@s3", "width": 1.8, "shape": "hvh"}, "hovertemplate": "%{y:,.0f} tok/s<extra></extra>",
-    }  # fmt: skip
+    style = {"color": "@s3", "width": 1.8, "shape": "hvh"}
+    return scatter("output tok/s", line.at_s, line.tok_s, "%{y:,.0f} tok/s<extra></extra>", yaxis="y3", line=style)
 
 
 def _arrivals(line: Timeline, place: str) -> list[Figure]:
-    """What the schedule asked for, as an area, and what was sent, as a line: where they part, it was not kept."""
-    hover = "%{y:,.2f}/s %{fullData.name}<extra></extra>"
+    """The target rate of the schedule as an area and the actual rate as a line: where they part, it was not kept."""
+    hover, style = "%{y:,.2f}/s %{fullData.name}<extra></extra>", {"color": "@s2", "width": 1.6, "shape": "hvh"}
     return [
-        {
-            "type": "scatter", "mode": "lines", "name": "asked", "x": line.arrivals_at_s, "y": line.asked_s,
-            "yaxis": place, "line": {"shape": "hvh", "width": 0}, "fill": "tozeroy",
-            "fillcolor": "@area", "hovertemplate": hover,
-        },
-        {
-            "type": "scatter", "mode": "lines", "name": "sent", "x": line.arrivals_at_s, "y": line.gone_s,
-            "yaxis": place, "line": {"color": "@s2", "width": 1.6, "shape": "hvh"}, "hovertemplate": hover,
-        },
-    ]  # fmt: skip
-
-
-def _cache(line: Timeline, place: str) -> Figure:
-    values = line.server.values["kv_usage"]
-    return _panel(KV_CACHE, "", line.server.at_s, values, place) | {"mode": _mode(line.server.at_s)}
+        _area("asked", line.arrivals_at_s, line.asked_s, hover, place),
+        scatter("sent", line.arrivals_at_s, line.gone_s, hover, yaxis=place, line=style),
+    ]
 
 
 def _watched(line: Timeline, name: str, place: str, known: set[str]) -> list[Figure]:
-    """A line for each GPU, or for each sensor of the only one. `known`: what the legend has already."""
+    """A line for each GPU, or for each sensor of the only one. `known`: the entries that the legend has already."""
     drawn = line.machine.panels[name]
+    gpus = sorted({label.partition(" ")[0] for lines in line.machine.panels.values() for label in lines})
     traces = []
     for number, (label, values) in enumerate(drawn.items()):
         trace = _panel(PANELS[name], label if len(drawn) > 1 else "", line.machine.at_s, values, place)
         if len(drawn) > 1 or line.machine.drawn > 1:
-            hue, dash = _style(line, label, number)
+            gpu, _, what = label.partition(" ")
+            entry, hue, dash = trace["name"], colour(number + 4), "solid"
+            if line.machine.drawn > 1:  # each GPU has one colour, and one entry, which shows and hides it in all panels
+                entry, hue, dash = gpu, colour(gpus.index(gpu)), "dot" if what == "GTT" else "solid"
             trace["line"] |= {"color": f"@{hue}", "dash": dash, "width": 1.6}
             trace["marker"] |= {"color": f"@{hue}", "size": 3}
-            # Of several GPUs each has one entry, which shows and hides it in all panels.
-            entry = trace["name"] if line.machine.drawn == 1 else label.partition(" ")[0]
             trace |= {"name": entry, "legendgroup": entry, "showlegend": entry not in known}
             known.add(entry)
-        traces.append(trace | {"mode": _mode(line.machine.at_s)})
+        traces.append(trace)
     return traces
-
-
-def _style(line: Timeline, label: str, number: int) -> tuple[str, str]:
-    """Of one GPU a colour for each line; of several a colour for each GPU, dashed what is not its own memory."""
-    if line.machine.drawn == 1:
-        return colour(number + 4), "solid"
-    gpus = sorted({one.partition(" ")[0] for lines in line.machine.panels.values() for one in lines})
-    name, _, what = label.partition(" ")
-    return colour(gpus.index(name)), "dot" if what == "GTT" else "solid"
 
 
 def _panel(
@@ -269,19 +239,18 @@ def _panel(
 ) -> Figure:
     title, factor, hover, hue = panel
     name = title.partition(",")[0]
-    return {
-        "type": "scatter", "name": f"{name}, {plain(label)}" if label else name, "x": at_s,
-        "y": [None if value is None else round(factor * value, 3) for value in values],
-        "yaxis": place, "line": {"color": f"@{hue}", "width": 2}, "marker": {"size": 4, "color": f"@{hue}"},
-        "showlegend": False, "hovertemplate": f"{plain(label)} {hover}".strip() + "<extra></extra>",
-    }  # fmt: skip
+    y = [None if value is None else round(factor * value, 3) for value in values]
+    hover = f"{plain(label)} {hover}".strip() + "<extra></extra>"
+    line, marker = {"color": f"@{hue}", "width": 2}, {"size": 4, "color": f"@{hue}"}
+    name = f"{name}, {label}" if label else name
+    return scatter(name, at_s, y, hover, _mode(at_s), yaxis=place, line=line, marker=marker, showlegend=False)
 
 
 def _mode(at_s: Sequence[float]) -> str:
-    """Points show when was looked, as long as there is room between them. A line through few would invent."""
+    """Points show when samples were taken, as long as there is room between them. A line through few would invent."""
     if len(at_s) <= _FEW_POINTS:
         return "markers"
-    return "lines+markers" if len(at_s) <= _MOST_POINTS else "lines"
+    return "lines+markers" if len(at_s) <= _MAX_POINTS else "lines"
 
 
 def _rule(event: TimelineEvent) -> Figure:
@@ -291,23 +260,187 @@ def _rule(event: TimelineEvent) -> Figure:
     }  # fmt: skip
 
 
-def _shade(line: Timeline) -> list[Figure]:
-    if line.warmup_until_s is None:
-        return []
-    return [
-        {
-            "type": "rect", "xref": "x", "yref": "paper", "x0": line.warmup_until_s, "x1": 0, "y0": 0, "y1": 1,
-            "fillcolor": "@shade", "line": {"width": 0}, "layer": "below",
-        }
-    ]  # fmt: skip
+def _shade(from_s: float) -> Figure:
+    return {
+        "type": "rect", "xref": "x", "yref": "paper", "x0": from_s, "x1": 0, "y0": 0, "y1": 1,
+        "fillcolor": "@shade", "line": {"width": 0}, "layer": "below",
+    }  # fmt: skip
 
 
-def _warmup(line: Timeline) -> list[Figure]:
-    if line.warmup_until_s is None:
+def _warmup(from_s: float) -> Figure:
+    return {
+        "xref": "x", "yref": "y2 domain", "x": from_s, "y": 1, "text": "warm-up", "showarrow": False,
+        "xanchor": "left", "yanchor": "top", "font": {"color": "@muted", "size": 11},
+    }  # fmt: skip
+
+
+PHASES = {
+    "pull": "the image, where it was not on the machine yet",
+    "flags": "the server’s flags, checked against the image’s own help (runs before version 0.2.0)",
+    "create": "the container, made and started",
+    **{name: text for engine in engines() for name, text in engine.phases.items()},
+    "model": "the server gets the model",
+    "process": "from the start of the process until it reads weights: imports, configuration, workers",
+    "weights": "weights into memory, downloaded first where they were not there",
+    "compile": "compiling, or reading compiled graphs from the cache, and the first run",
+    "graphs": "the KV cache, and graphs captured",
+    "warm-up": "the rest of what the engine prepares",
+    "ready": "from then until the server says that it is healthy",
+    "port open": "until something listens",
+    "health": "until the server says that it is healthy",
+    "load": "the model, loaded on request",
+    "first answer": "the first real answer",
+}
+_PHASE_RULE = "phase = its end − end of the phase before it, the median over the starts"
+_PHASES_BY_LOG = "process to warm-up by the server’s own log; ready = what was waited − those"
+
+
+def startup(run: Run) -> Chart:
+    """How long each server took to start, phase by phase, median over its starts."""
+    starts = starts_of(run)
+    order = _phase_order(chain.from_iterable(starts.values()))
+    data: list[dict[str, Any]] = []
+    for i, name in enumerate(order):
+        having = [server for server in starts if _phase_seconds(starts[server], name)]
+        data.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": plain(name),
+                "y": having,
+                "x": [round(statistics.median(_phase_seconds(starts[server], name)), 3) for server in having],
+                "marker": {"color": f"@{colour(i)}", "line": {"color": "@card", "width": 1.5}, **_pattern(i)},
+                "hovertemplate": "%{fullData.name}: <b>%{x:,.2f} s</b><extra>%{y}</extra>",
+            }
+        )
+    by_log = [_PHASES_BY_LOG] if "process" in order else []
+    return Chart(
+        id="startup",
+        title="Start of each server",
+        caption="Seconds from the order to start until the model answered, by phase; median over the server’s starts.",
+        formula="; ".join([_PHASE_RULE, *by_log, *(f"{name}: {PHASES[name]}" for name in order if name in PHASES)]),
+        findings=[f"{server}: {text}." for server, text in start_sentences(run)],
+        figure={
+            "data": data,
+            "layout": {
+                "barmode": "stack",
+                "height": 120 + 46 * len(starts),
+                "showlegend": True,
+                "xaxis": {"title": {"text": "seconds"}, "rangemode": "tozero"},
+                "yaxis": {
+                    "autorange": "reversed",
+                    "type": "category",
+                    "categoryorder": "array",
+                    "categoryarray": list(starts),
+                },
+            },
+        },
+        head=["Server", "Phase", "Median, s", "Least, s", "Most, s", "Starts"],
+        body=[
+            [server, name, f"{statistics.median(v):,.2f}", f"{min(v):,.2f}", f"{max(v):,.2f}", str(len(v))]
+            for server, known in starts.items()
+            for name in order
+            if (v := _phase_seconds(known, name))
+        ],
+        empty="" if data else "No start was observed: the server already ran.",
+    )
+
+
+def _pattern(index: int) -> dict[str, Any]:
+    """Stripes for phases beyond the number of colours, so that no two of a bar look alike."""
+    return {} if index < COLOURS else {"pattern": {"shape": "/", "fillmode": "overlay", "fgcolor": "@card", "size": 6}}
+
+
+def starts_of(run: Run) -> dict[str, list[ServedBy]]:
+    """The starts of each server that were observed; cells that share one count once."""
+    found: dict[tuple[str, object], ServedBy] = {}
+    for cell in run.served:
+        if cell.served_by.phases:
+            found.setdefault((cell.server, cell.id if run.scenario.restart else cell.repeat), cell.served_by)
+    result: dict[str, list[ServedBy]] = {}
+    for (server, _), served in found.items():
+        result.setdefault(server, []).append(served)
+    return result
+
+
+def start_sentences(run: Run) -> list[tuple[str, str]]:
+    """Each server whose start was observed, with its start in a sentence without the full stop."""
+    return [(server, _start_sentence(starts)) for server, starts in starts_of(run).items()]
+
+
+def _start_sentence(starts: Sequence[ServedBy]) -> str:
+    total = statistics.median(sum(phase.seconds for phase in served.phases) for served in starts)
+    order = _phase_order(starts)
+    medians = {name: statistics.median(_phase_seconds(starts, name)) for name in order}
+    longest = max(medians, key=lambda name: medians[name])
+    reported = server_starts.measured(starts)
+    parts = [f"ready after {units.seconds(total)}, the most of it {longest} ({units.seconds(medians[longest])})"]
+    if (cache := reported.get("startup.compile_cache")) is not None:
+        parts.append(f"compile cache {cache}")
+    if (tokens := reported.get("startup.kv_cache_tokens")) is not None:
+        room = reported.get("startup.max_concurrency")
+        parts.append(f"KV cache {tokens:,} tokens" + (f", {room:,.4g} requests of full length" if room else ""))
+    return "; ".join(parts)
+
+
+def starts_explained(run: Run) -> list[tuple[str, str]]:
+    """The same with every phase, and what the phases mean, for a terminal."""
+    result = []
+    starts = starts_of(run)
+    for server, text in start_sentences(run):
+        order = _phase_order(starts[server])
+        phases = ", ".join(f"{name} {statistics.median(_phase_seconds(starts[server], name)):,.2f}" for name in order)
+        result.append((f"Start of {server}", f"{text}; in seconds: {phases}"))
+    order = _phase_order(chain.from_iterable(starts.values()))
+    return result + [(name, PHASES[name]) for name in order if name in PHASES]
+
+
+def startup_facts(served: ServedBy) -> list[tuple[str, str | None]]:
+    """The facts that a server reported of itself, as names and values; None where it did not."""
+    known = served.startup
+    if known is None:
         return []
+    graphs, kv_cache = (_formatted("{:,.4g} GiB", size) for size in (known.graphs_gib, known.kv_cache_gib))
+    weights, loading_s = _formatted("{:,.4g} GiB", known.weights_gib), known.model_load_s or known.weights_s
     return [
-        {
-            "xref": "x", "yref": "y2 domain", "x": line.warmup_until_s, "y": 1, "text": "warm-up", "showarrow": False,
-            "xanchor": "left", "yanchor": "top", "font": {"color": "@muted", "size": 11},
-        }
-    ]  # fmt: skip
+        ("Engine", _all_of(" ", known.engine, known.version)),
+        ("Architecture", known.architecture),
+        ("Longest request", _formatted("{:,} tokens", known.max_model_len)),
+        ("Attention", known.attention_backend),
+        ("Layers on a GPU", known.offloaded_layers),
+        ("Weights", _all_of(" in ", weights, _took(loading_s))),
+        ("Downloaded in", _took(known.download_s)),
+        ("Compiled in", _all_of(", ", _took(known.compile_s), _formatted("{} cache", known.compile_cache))),
+        ("Graphs", _all_of(" in ", graphs, _took(known.graphs_s))),
+        ("KV cache", _all_of(", ", _formatted("{:,} tokens", known.kv_cache_tokens), kv_cache)),
+        ("Requests that it holds", _formatted("{:,.4g}", known.max_concurrency)),
+        ("ROCm of the image", served.contents.rocm if served.contents is not None else None),
+    ]
+
+
+def _formatted(form: str, value: float | str | None) -> str | None:
+    return None if value is None else form.format(value)
+
+
+def _took(seconds: float | None) -> str | None:
+    return None if seconds is None else units.seconds(seconds)
+
+
+def _all_of(by: str, *texts: str | None) -> str | None:
+    return by.join(filter(None, texts)) or None
+
+
+def _phase_seconds(starts: Sequence[ServedBy], name: str) -> list[float]:
+    return [phase.seconds for served in starts for phase in served.phases if phase.name == name]
+
+
+def _phase_order(starts: Iterable[ServedBy]) -> list[str]:
+    """All phases in an order that is that of each start."""
+    order: list[str] = []
+    for served in starts:
+        at = 0
+        for phase in served.phases:
+            if phase.name not in order:
+                order.insert(at, phase.name)
+            at = order.index(phase.name) + 1
+    return order

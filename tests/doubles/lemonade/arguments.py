@@ -3,14 +3,7 @@
 import re
 from typing import Any
 
-PROTECTED = (
-    "--model",
-    "--served-model-name",
-    "--host",
-    "--port",
-    "--max-model-len",
-    "--enable-prefix-caching",
-)
+PROTECTED = ("--model", "--served-model-name", "--host", "--port", "--max-model-len", "--enable-prefix-caching")
 
 
 class BadArgument(Exception):

@@ -9,7 +9,7 @@ from tests.doubles.lemonade.bodies import Refused, error
 from tests.doubles.lemonade.router import Loaded, Router
 from tests.doubles.lemonade.watch import Died, answered, error_event, pieces, reset_event
 
-MOST_TOKENS = 8192  # above it the prompt is counted first
+MAX_TOKENS = 8192  # above it the prompt is counted first
 
 
 def answer(router: Router, path: str, asked: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def _send(
     elif body.get("model") == loaded.model.canonical:
         body["model"] = loaded.model.served
     for name in ("max_tokens", "max_completion_tokens"):
-        if isinstance(body.get(name), int) and body[name] > min(MOST_TOKENS, loaded.options["ctx_size"]):
+        if isinstance(body.get(name), int) and body[name] > min(MAX_TOKENS, loaded.options["ctx_size"]):
             body[name] = min(body[name], loaded.options["ctx_size"] - _prompt_tokens(loaded, body))
     text = json.dumps(body, sort_keys=True)
     connection.request("POST", path, text, {"Content-Type": "application/json"})

@@ -158,7 +158,7 @@ class Router:
     def _start(self, model: Model, options: dict[str, Any]) -> None:
         self.evict()
         behaviour = self.settings.behaviour
-        port = free_port(8001 + self.loads % 100)
+        port = free_port()
         log(f"({'vLLM' if model.recipe == 'vllm' else 'llamacpp'}) Loading model: {model.name}")
         if model.recipe == "vllm":
             self._probe_quantization(model)

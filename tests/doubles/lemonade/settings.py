@@ -19,7 +19,7 @@ class Behaviour(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     kernel_fix: bool = True
     gpu: bool = True
     extra_models: dict[str, dict[str, Any]] = {}  # found in extra_models_dir
-    llamacpp_backend: str | None = None  # installed beside vulkan, the default
+    llamacpp_backend: str | None = None  # installed next to vulkan, the default
     update_available: bool = False  # a newer backend exists than the one that is installed
     installed: bool = False  # the backends
     downloaded: bool = False  # the models

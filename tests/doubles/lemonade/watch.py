@@ -86,8 +86,7 @@ def _silence(settings: Settings, backend: Backend, heard: float, sent: bool) -> 
 
 
 def _put(
-    send: Callable[[], http.client.HTTPResponse],
-    into: "queue.SimpleQueue[http.client.HTTPResponse | Exception]",
+    send: Callable[[], http.client.HTTPResponse], into: "queue.SimpleQueue[http.client.HTTPResponse | Exception]"
 ) -> None:
     try:
         into.put(send())

@@ -1,0 +1,322 @@
+"""How long a number of items takes on this machine, predicted from a finished run; formulas in docs/method.md."""
+
+import csv
+import io
+import math
+import re
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from harness.analysis.progress import (
+    ASSUMED_SD,
+    COVERS,
+    CellProgress,
+    blocks_of,
+    half,
+    read_progress,
+    scale,
+    trend,
+    variance_within,
+)
+from harness.analysis.schedule import kind_of
+from harness.analysis.summarize import summarize
+from harness.errors import BadLines, HarnessError, RunError
+from harness.files import UNDECODABLE, read_bytes
+from harness.judge import stats
+from harness.judge.noise_floors import noise_for
+from harness.judge.stats import Array, Variation
+from harness.reasons import sentence
+from harness.rundir.manifest import Run, read_run
+from harness.scenario.scenario import Load
+from harness.summary import CellSummary, Reason, Row, Summary, because
+
+MAX_TREND = 0.10  # change of the rate over the measured time, beyond which there is no prediction
+_WORKERS = ("batch", "chat", "rag")  # of these one request is one item
+
+
+class Prediction(Struct, frozen=True, kw_only=True):
+    """A predicted number with its 90 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def times(self, factor: float) -> "Prediction":
+        return Prediction(value=self.value * factor, low=self.low * factor, high=self.high * factor)
+
+
+class RowForecast(Struct, frozen=True, kw_only=True):
+    """What the items would take with one row. Energy and cost are None where no power was measured."""
+
+    server: str
+    load: str
+    repeats: int
+    items_per_s: float
+    start_s: float
+    tail_s: float
+    time_s: Prediction
+    energy_kwh: Prediction | None = None
+    cost: Prediction | None = None
+    deadline: Literal["met", "missed", "inconclusive"] | None = None
+    machines: int | None = None  # that meet the deadline by the upper bound; None: no number does, or no deadline
+    notes: list[Reason] = []
+
+    @property
+    def name(self) -> str:
+        return f"{self.server} / {self.load}"
+
+
+class RefusedRow(Struct, frozen=True, kw_only=True):
+    """A row without a prediction."""
+
+    server: str
+    load: str
+    reason: Reason
+
+
+class Forecast(Struct, frozen=True, kw_only=True):
+    """What a number of items would take, with the fastest row first."""
+
+    run: str
+    machine: str
+    simulated: bool
+    items: int
+    deadline_s: float | None
+    price_per_kwh: float | None
+    rows: list[RowForecast]
+    refused: list[RefusedRow]
+    assumptions: list[Reason]
+
+
+def forecast(
+    folder: Path,
+    items: int,
+    *,
+    results: Path | None = None,
+    deadline_s: float | None = None,
+    price_per_kwh: float | None = None,
+    lengths: Path | None = None,
+) -> Forecast:
+    """Predict time, energy and cost of `items` for each row of a run. `results` has the stored noise of the machine.
+
+    Raises HarnessError for wrong input, and RunError for a run that allows no prediction.
+    """
+    asked = None if lengths is None else read_lengths(lengths)
+    run, summary = read_run(folder), summarize(folder)
+    _refuse_unfinished(run, summary, folder)
+    noise = noise_for([run], results).rows if results is not None else {}
+    work = read_progress(folder, run)
+    cells = {cell.id: cell for cell in summary.cells}
+    rows, refused = [], []
+    for row in summary.rows:
+        load = run.scenario.loads.get(row.load)
+        found = _refused(row, load, cells) or _row(
+            row, [cells[name] for name in row.cells], [work.get(name) for name in row.cells], items, load,
+            noise.get(("wall_s", row.load)) or noise.get(("output_tok_s", row.load)), asked,
+        )  # fmt: skip
+        if isinstance(found, Reason):
+            refused.append(RefusedRow(server=row.server, load=row.load, reason=found))
+        else:
+            rows.append(_with_bounds(found, deadline_s, price_per_kwh))
+    if not rows:
+        raise RunError(
+            f"{run.id}: no row allows a prediction",
+            detail="\n".join(f"{row.server} / {row.load}: {sentence(row.reason)}" for row in refused),
+            next_step="Measure a batch load with in_flight: docs/plan.md has a scenario.",
+        )
+    powered = [row.energy_kwh is not None for row in rows]
+    package = any(row.machine_load is not None and row.machine_load.package for row in summary.rows)
+    return Forecast(
+        run=run.id,
+        machine=run.machine.name,
+        simulated=run.simulated,
+        items=items,
+        deadline_s=deadline_s,
+        price_per_kwh=price_per_kwh,
+        rows=sorted(rows, key=lambda one: one.time_s.value),
+        refused=refused,
+        assumptions=[
+            because("plan_same_lengths") if asked is None else because("plan_given_lengths", rows=len(asked)),
+            because("plan_same_server"),
+            because("plan_alone"),
+            because("plan_steady"),
+            because("plan_power", package=package) if any(powered) else because("plan_no_power"),
+        ],
+    )
+
+
+def read_duration(option: str, given: str) -> float:
+    """Seconds of a duration such as 8h. Raises HarnessError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)", given.strip())
+    seconds = float(match[1]) * {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}[match[2]] if match else 0.0
+    if not 0 < seconds < 1e11:
+        raise HarnessError(
+            f"{option}: a time above 0 with its unit is expected, got '{given}'",
+            next_step="Write 8h, 90min, 45s or 2d.",
+        )
+    return seconds
+
+
+def read_price(given: str) -> float:
+    """The price of a kWh, in any currency. Raises HarnessError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:/\s*kWh)?", given.strip())
+    if match is None or float(match[1]) > 1e6:
+        raise HarnessError(f"--price: a price per kWh is expected, got '{given}'", next_step="Write 0.30/kWh.")
+    return float(match[1])
+
+
+def read_lengths(path: Path) -> Array:
+    """Return prompt and output tokens of each row of a CSV or JSONL file. Raises HarnessError for what is wrong."""
+    bad = BadLines(path, "A CSV with the header prompt_tokens,output_tokens, or a JSON object with both a line.")
+    try:
+        text = read_bytes(path).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or "it is not text in UTF-8"
+        raise HarnessError(f"--lengths: {path}: {why}", next_step="Give a readable CSV or JSONL file.") from None
+    rows: list[tuple[int, dict[str, object]]] = []
+    if text.lstrip().startswith("{"):
+        for number, line in enumerate(text.splitlines(), start=1):
+            try:
+                rows += [(number, msgspec.json.decode(line, type=dict[str, object]))] if line.strip() else []
+            except UNDECODABLE:
+                bad.add(number, "not a JSON object")
+    else:
+        try:
+            reader = csv.DictReader(io.StringIO(text))
+            rows = [(reader.line_num, dict(row)) for row in reader]
+        except csv.Error as error:
+            bad.add(1, f"not CSV: {error}")
+    found = []
+    for number, row in rows:
+        try:
+            pair = [float(str(row[name])) for name in ("prompt_tokens", "output_tokens")]
+        except (KeyError, ValueError):
+            bad.add(number, "prompt_tokens and output_tokens are expected as numbers")
+            continue
+        if all(0 <= value < 1e9 for value in pair):
+            found.append(pair)
+        else:
+            bad.add(number, "prompt_tokens and output_tokens must be at least 0 and below 1e9")
+    bad.refuse()
+    if not found:
+        raise HarnessError(f"--lengths: {path} has no rows", next_step="Give one row for each item, or a sample.")
+    return np.array(found)
+
+
+def _refuse_unfinished(run: Run, summary: Summary, folder: Path) -> None:
+    why = next((reason for reason in summary.reasons if reason.cell is None), None)
+    if run.status not in ("valid", "invalid") or why is not None:
+        said = f"its status is {run.status}" if why is None else sentence(why)
+        raise RunError(
+            f"{run.id}: no prediction from a run that is not complete: {said}",
+            next_step=f"harness report {folder} shows all reasons. Run the scenario again.",
+        )
+    if not (folder / "requests.jsonl").exists():
+        raise RunError(
+            f"{run.id}: no prediction without its records (requests.jsonl)",
+            next_step="Give the run directory itself, not what was published of it.",
+        )
+
+
+def _refused(row: Row, load: Load | None, cells: dict[str, CellSummary]) -> Reason | None:
+    """Why a row's rate is not that of a machine that works through items."""
+    if row.invalid is not None:
+        return because("plan_invalid", why=msgspec.to_builtins(row.invalid))
+    if load is None or row.definitions or row.missing:
+        return because("plan_no_records")
+    if load.user not in _WORKERS:
+        return because("plan_not_items", user=load.user)
+    if kind_of(load) not in ("closed loop", "bursts"):
+        return because("plan_open_loop")
+    if any(cells[name].mix or cells[name].stage for name in row.cells):
+        return because("plan_mixed")
+    if {"wall_s", "output_tok_s", "requests_per_s"} & set(row.client_limited):
+        return because("plan_client_limited")
+    return None
+
+
+def _row(
+    row: Row,
+    cells: Sequence[CellSummary],
+    work: Sequence[CellProgress | None],
+    items: int,
+    load: Load | None,
+    noise: Variation | None,
+    asked: Array | None,
+) -> RowForecast | Reason:
+    known = [one for one in work if one is not None]
+    if not known or len(known) < len(work):
+        return because("plan_too_short", needed_s=None)
+    blocked = all(one.blocks for one in known)
+    if not blocked and len(known) < 3:
+        return because("plan_too_short", needed_s=max(one.needed_s for one in known))
+    notes = [] if blocked else [because("plan_no_blocks", repeats=len(known))]
+    blocks = blocks_of(known) if blocked else None
+    if blocked and blocks is None:
+        return because("plan_stalled")
+    drift = 0.0 if blocks is None else trend(blocks)
+    if abs(drift) > MAX_TREND:
+        return because("plan_trend", change=drift)
+    if drift:
+        notes.append(because("plan_widened", change=drift))
+    scaled = (1.0, 0.0) if asked is None else scale(known, blocks, asked, items, load)
+    if isinstance(scaled, Reason):
+        return scaled
+    rates = [one.rate for one in known]
+    rate = math.exp(stats.mean_log(rates)) / scaled[0]
+    if len(rates) == 1 and noise is None:
+        notes.append(because("plan_runs_unknown", sd=ASSUMED_SD))
+    elif noise is None:
+        notes.append(because("plan_repeats_only", repeats=len(rates)))
+    within = statistics.fmean(map(variance_within, known)) if blocked else 0.0
+    longer = items / rate / statistics.fmean(one.window_s for one in known)
+
+    def around(values: Sequence[float]) -> float:
+        """Half of the interval of the logarithm of a value that goes with the time per item."""
+        error = half(values, within, known[0].blocks, longer, noise)
+        return math.hypot(error, stats.t_quantile((1 + COVERS) / 2, 20) * scaled[1]) + abs(drift)
+
+    start_s = statistics.median([cell.ready_s or 0.0 for cell in cells])
+    tail_s = statistics.fmean(one.tail_s for one in known)
+    fixed_s, work_s, width = start_s + tail_s, items / rate, around(rates)
+    energy = None
+    watts = [cell.machine_load.power_mean_w for cell in cells if cell.machine_load and cell.machine_load.power_mean_w]
+    if len(watts) == len(rates):
+        per_item = [power / one for power, one in zip(watts, rates, strict=True)]
+        joules = items * math.exp(stats.mean_log(per_item)) * scaled[0]
+        energy = _predicted(fixed_s * statistics.fmean(watts), joules, around(per_item)).times(1 / 3.6e6)
+    return RowForecast(
+        server=row.server,
+        load=row.load,
+        repeats=len(rates),
+        items_per_s=rate,
+        start_s=start_s,
+        tail_s=tail_s,
+        time_s=_predicted(fixed_s, work_s, width),
+        energy_kwh=energy,
+        notes=notes,
+    )
+
+
+def _predicted(fixed: float, work: float, width: float) -> Prediction:
+    return Prediction(value=fixed + work, low=fixed + work * math.exp(-width), high=fixed + work * math.exp(width))
+
+
+def _with_bounds(row: RowForecast, deadline_s: float | None, price: float | None) -> RowForecast:
+    """The row with its cost, and by the deadline."""
+    cost = None if price is None or row.energy_kwh is None else row.energy_kwh.times(price)
+    if deadline_s is None:
+        return msgspec.structs.replace(row, cost=cost)
+    met = row.time_s.high <= deadline_s
+    missed = row.time_s.low > deadline_s
+    fixed_s = row.start_s + row.tail_s
+    left_s = deadline_s - fixed_s
+    machines = math.ceil((row.time_s.high - fixed_s) / left_s) if left_s > 0 else None
+    word: Literal["met", "missed", "inconclusive"] = "met" if met else "missed" if missed else "inconclusive"
+    return msgspec.structs.replace(row, cost=cost, deadline=word, machines=machines)

@@ -1,0 +1,126 @@
+"""The public API: load a run, summarize it, compare runs, and get its records as a table."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from harness.analysis.forecast import Forecast, forecast
+from harness.analysis.summarize import summarize as summarize_folder
+from harness.comparison.compare import compare_runs, reference_to
+from harness.errors import HarnessError
+from harness.report.export import arrow_table
+from harness.rundir.manifest import Run, read_run
+from harness.rundir.records import Request, read_requests
+from harness.summary import Comparison, Summary
+
+if TYPE_CHECKING:
+    import pandas
+    import pyarrow
+
+__all__ = ["Comparison", "Forecast", "HarnessError", "LoadedRun", "Summary", "compare", "load_run", "plan", "summarize"]
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run directory and its manifest."""
+
+    path: Path
+    manifest: Run  # run.json
+
+    @property
+    def id(self) -> str:
+        return self.manifest.id
+
+    def requests(self) -> Iterator[Request]:
+        """Read the records one by one, in the order of requests.jsonl, warm-up included. Torn lines are skipped."""
+        return read_requests(self.path / "requests.jsonl")
+
+    def to_arrow(self) -> "pyarrow.Table":
+        """Return the records as a table: one row per request, the columns of `harness export`.
+
+        Raises HarnessError for a run without records, and where the extra `notebook` is not installed.
+        """
+        return arrow_table(self.path)
+
+    def to_pandas(self) -> "pandas.DataFrame":
+        """Return the records as a data frame; see `to_arrow`."""
+        table = self.to_arrow()
+        try:
+            return table.to_pandas()
+        except ImportError:
+            raise HarnessError(
+                "a data frame needs the package pandas, which is not installed",
+                next_step="pip install 'amd-llm-load[notebook]'",
+            ) from None
+
+
+AnyRun: TypeAlias = LoadedRun | str | os.PathLike[str]
+
+
+def load_run(path: str | os.PathLike[str]) -> LoadedRun:
+    """Read the manifest of a run directory. Raises HarnessError that says what is wrong with it."""
+    folder = Path(path)
+    return LoadedRun(folder, read_run(folder))
+
+
+def summarize(run: AnyRun, *, checks: Sequence[str] = (), baseline: AnyRun | None = None) -> Summary:
+    """Compute all numbers, verdicts and checks of a run from its records. Nothing is written.
+
+    `checks` are evaluated in addition to the scenario's, such as "ttft_p95 <= 2s". `baseline` is the run that checks
+    call the baseline. Raises HarnessError for a run that cannot be read, and RunError for a baseline that is not VALID.
+    """
+    loaded = _loaded(run)
+    reference = None if baseline is None else reference_to(_loaded(baseline).path, loaded.manifest, checks=checks)
+    return summarize_folder(loaded.path, checks, reference)
+
+
+def compare(
+    baseline: AnyRun | Sequence[AnyRun],
+    *others: AnyRun | Sequence[AnyRun],
+    about: str | None = None,
+    results: str | os.PathLike[str] | None = None,
+    checks: Sequence[str] = (),
+) -> Comparison:
+    """Compare runs of the same work with a baseline: a ratio with its interval and a verdict for each row.
+
+    Each side is a run or several equal ones. `about` is the one manifest key in which the sides may differ. `results`
+    is the folder in which `harness noise` stored how far equal runs differ. Raises HarnessError for sides that are not
+    alike, and RunError for a run that is not VALID.
+    """
+    sides = [_folders(side) for side in (baseline, *others)]
+    return compare_runs(sides, about=about, results=None if results is None else Path(results), checks=checks)
+
+
+def plan(
+    run: AnyRun,
+    items: int,
+    *,
+    deadline_s: float | None = None,
+    price_per_kwh: float | None = None,
+    lengths: str | os.PathLike[str] | None = None,
+    results: str | os.PathLike[str] | None = None,
+) -> Forecast:
+    """Predict time, energy and cost of `items` on the machine of a finished run, each with a 90 % interval.
+
+    `lengths` is a CSV or JSONL file with the tokens of the real items, `results` as in `compare`. Raises HarnessError
+    for a run or a file that cannot be read, and RunError for a run that allows no prediction.
+    """
+    return forecast(
+        _loaded(run).path,
+        items,
+        results=None if results is None else Path(results),
+        deadline_s=deadline_s,
+        price_per_kwh=price_per_kwh,
+        lengths=None if lengths is None else Path(lengths),
+    )
+
+
+def _loaded(run: AnyRun) -> LoadedRun:
+    return run if isinstance(run, LoadedRun) else load_run(run)
+
+
+def _folders(side: AnyRun | Sequence[AnyRun]) -> list[Path]:
+    runs = [side] if isinstance(side, LoadedRun | str | os.PathLike) else side
+    return [_loaded(run).path for run in runs]

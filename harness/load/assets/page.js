@@ -1,0 +1,294 @@
+// Asks for the numbers every two seconds and draws them. Whatever comes is set as text, never as markup.
+"use strict";
+(() => {
+  const EVERY_MS = 2000, PATIENCE_MS = 8000, HEIGHT = 170, LEFT = 46, RIGHT = 10, TOP = 8, BOTTOM = 22;
+  const GIB = 2 ** 30, SVG = "http://www.w3.org/2000/svg";
+  // In the tab of Locust's page all of it is in a shadow tree; on its own page there is none.
+  const host = globalThis.llmLive, root = host?.shadowRoot || document;
+  const outer = host || document.documentElement;
+  const $ = (id) => root.getElementById(id);
+  let last = null, points = [], span = "now", chosen = "all", pointer = null;
+
+  // Locust's page keeps its theme in localStorage; ours follows it, also while both are open.
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const theme = () => {
+    let stored = null;
+    try { stored = localStorage.theme; } catch { /* no storage: the system's */ }
+    outer.dataset.theme = stored === "dark" || stored === "light" ? stored : dark.matches ? "dark" : "light";
+  };
+  theme();
+  dark.addEventListener("change", theme);
+  addEventListener("storage", theme);
+  if (host) setInterval(theme, 300);  // a page gets no event of what it stores itself
+
+  const element = (name, text, kind) => {
+    const made = document.createElement(name);
+    if (text !== undefined) made.textContent = text;
+    if (kind) made.className = kind;
+    return made;
+  };
+  const drawn = (name, attributes, text) => {
+    const made = document.createElementNS(SVG, name);
+    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+    if (text !== undefined) made.textContent = text;
+    return made;
+  };
+  const known = (value) => value !== null && value !== undefined;
+  const number = (value) => {
+    if (!known(value)) return "–";
+    const size = Math.abs(value);
+    if (size >= 10000) return `${+(value / 1000).toPrecision(3)}k`;
+    return size >= 100 ? String(Math.round(value)) : String(+value.toPrecision(3));
+  };
+  const ms = (value) => known(value) ? number(value * 1000) : "–";
+  const times = (value, factor) => known(value) ? value * factor : null;
+
+  const SHARES = [50, 90, 95, 99];
+  const columns = () => [
+    ["requests", (n) => String(n.ended)], ["in flight", (n, name) => String(name === "all" ? last.in_flight : last.in_flight_of[name] || 0)], ["failed", (n) => String(n.failed), (n) => n.failed > 0],
+    ["req/s", (n) => number(n.req_s)], ["tok/s", (n) => number(n.tok_s)],
+    ["goodput req/s", (n) => number(n.goodput_req_s)], ["in SLOs %", (n) => number(times(n.attainment, 100))],
+    ...last.latencies.flatMap(([key, title]) => SHARES.map((p) => [`${title} p${p} ms`, (n) => ms(n[`${key}_p${p}_s`])])),
+  ];
+
+  function table() {
+    const head = element("tr");
+    const body = [];
+    for (const title of ["user class", ...columns().map(([title]) => title)]) {
+      const cell = element("th", title);
+      cell.scope = "col";
+      head.append(cell);
+    }
+    for (const [name, numbers] of Object.entries(last[span])) {
+      if (name === "all" && Object.keys(last[span]).length === 2) continue;
+      const row = element("tr"), title = element("th", name);
+      title.scope = "row";
+      row.append(title, ...columns().map(([, of, bad]) => element("td", of(numbers, name), bad?.(numbers) ? "bad" : "")));
+      body.push(row);
+    }
+    $("classes").replaceChildren(head, ...body);
+    $("which-span").textContent = `By user class, ${span === "now" ? `last ${last.window_s} s` : "whole test"}`;
+    $("how").textContent = "Measured requests only, counted when they end"
+      + (known(last.workers) ? "; workers report every 3 s" : "")
+      + `. Percentiles are within ${last.resolution * 100} %.`
+      + (last.slos ? ` Goodput: requests a second that met ${last.slos}.` : " Goodput needs SLOs, in the start form.")
+      + " A report is made from the exact records.";
+  }
+
+  function tiles() {
+    const n = last.now.all, server = last.server, made = [];
+    const tile = (title, value, unit, bad, kind) => {
+      const box = element("div", undefined, ["tile", bad ? "bad" : "", kind].join(" ")), name = element("span", title), big = element("b", value);
+      if (unit && value !== "–") big.append(element("small", ` ${unit}`));
+      box.append(name, big);
+      made.push(box);
+    };
+    tile("in flight", String(last.in_flight), `by ${last.users} ${last.users === 1 ? "user" : "users"}`);
+    tile("TTFT p50", ms(n.ttft_p50_s), "ms");
+    tile("TTFT p95", ms(n.ttft_p95_s), "ms");
+    tile("TPOT p50", ms(n.tpot_p50_s), "ms");
+    tile("output", number(n.tok_s), "tok/s");
+    tile("requests", number(n.req_s), "/s");
+    if (last.slos) tile("goodput", number(n.goodput_req_s), "req/s");
+    tile("failed, whole test", String(last.whole.all.failed), "", last.whole.all.failed > 0);
+    if (server) {
+      if (known(server.running)) tile("server: running", number(server.running));
+      if (known(server.waiting)) tile("server: waiting", number(server.waiting));
+      if (known(server.kv_usage)) tile("server: KV cache", number(server.kv_usage * 100), "%");
+    }
+    for (const [name, gpu] of Object.entries(last.gpus || {})) {
+      const memory = memoryOf(gpu), parts = [[gpu.busy_percent, "%"], [memory, "GiB"], [gpu.power_w, "W"]];
+      const said = parts.filter(([value]) => known(value)).map(([value, unit]) => `${number(value)} ${unit}`);
+      if (said.length) tile(`GPU ${name}`, said.join(" · "), "", false, "wide");
+    }
+    $("tiles").replaceChildren(...made);
+  }
+
+  // What an APU gives a GPU lies in both kinds of memory.
+  const memoryOf = (gpu) => known(gpu?.vram_used_bytes) || known(gpu?.gtt_used_bytes)
+    ? ((gpu.vram_used_bytes || 0) + (gpu.package ? gpu.gtt_used_bytes || 0 : 0)) / GIB : null;
+
+  function notes() {
+    $("why").hidden = !last.given_up;
+    $("why").textContent = last.given_up || "";
+    $("recent").textContent = `Now, and of the last ${last.window_s} s:`;
+    const found = [], bad = [];
+    if (last.client_limited) bad.push(`CLIENT-LIMITED: a load process runs, or waits for a core that others have, ${Math.round(100 * last.client_limited)} % of the time; these numbers are those of the load generator as well. Use more processes or machines, keep others from its core, or take fewer users.`);
+    if (last.missing) bad.push(`LOST: ${last.missing} of ${last.workers + last.missing} load processes ${last.missing === 1 ? "gives" : "give"} no sign of life; these numbers are without what ${last.missing === 1 ? "it sends" : "they send"}.`);
+    if (last.simulated) found.push("SIMULATED ENGINE: these numbers come from a model, not from hardware.");
+    if (!last.watched) found.push("Only the load's own numbers: a locustfile started by hand knows nothing of the server's queue or the GPU; harness live does.");
+    else {
+      if (!last.server) found.push("The server gives no metrics at the moment: its queue and KV cache are not known.");
+      if (!last.gpus) found.push("No AMD GPU is read on this machine.");
+    }
+    if (last.warmup) found.push(`${last.warmup} warm-up requests are not counted.`);
+    $("notes").replaceChildren(...bad.map((text) => element("li", text, "bad")), ...found.map((text) => element("li", text)));
+  }
+
+  function failures() {
+    $("failed").hidden = last.failures.length === 0;
+    const head = element("tr");
+    head.append(...["kind", "count", "the last one"].map((title) => element("th", title)));
+    head.lastChild.style.textAlign = "left";
+    $("failures").replaceChildren(head, ...last.failures.map((one) => {
+      const row = element("tr");
+      row.append(element("th", one.kind), element("td", String(one.count), "bad"), element("td", one.message, "text"));
+      row.firstChild.scope = "row";
+      return row;
+    }));
+  }
+
+  function classes() {
+    const names = Object.keys(last.whole).filter((name) => name !== "all");
+    $("which").hidden = names.length < 2;
+    const wanted = ["all", ...names];
+    const there = [...$("class").options].map((option) => option.value);
+    if (wanted.join() !== there.join()) {
+      $("class").replaceChildren(...wanted.map((name) => { const o = element("option", name); o.value = name; return o; }));
+      if (!wanted.includes(chosen)) chosen = "all";
+      $("class").value = chosen;
+    }
+  }
+
+  // Of each chart: title, unit, and lines as [name, what of a point]. Without any value it is not drawn.
+  function specs() {
+    const of = (key, factor = 1) => (p) => times(p.classes[chosen]?.[key], factor);
+    const gpus = [...new Set(points.flatMap((p) => Object.keys(p.gpus || {})))].sort();
+    const each = (what) => gpus.map((name) => [name, (p) => what(p.gpus?.[name] || {})]);
+    return [
+      ...last.latencies.map(([key, title]) => [title, "ms", SHARES.map((s) => [`p${s}`, of(`${key}_p${s}_s`, 1000)])]),
+      ["Output tokens", "tok/s", [["of ended requests", of("tok_s")], ["by the server", (p) => p.server?.tok_s]]],
+      ["Requests", "/s", [["ended", of("req_s")], ["goodput", of("goodput_req_s")], ["failed", (p) => {
+        const n = p.classes[chosen];
+        return n && n.ended && known(n.req_s) ? n.req_s * n.failed / n.ended : n ? 0 : null;
+      }]]],
+      ["Users and requests in flight", "", [["users", (p) => p.users], ["in flight", (p) => p.in_flight]]],
+      ["Server's queue", "requests", [["running", (p) => p.server?.running], ["waiting", (p) => p.server?.waiting]]],
+      ["KV cache in use", "%", [["KV cache", (p) => times(p.server?.kv_usage, 100)]]],
+      ["GPU busy", "%", each((gpu) => gpu.busy_percent)],
+      ["GPU memory", "GiB", each(memoryOf)],
+      ["GPU power", "W", each((gpu) => gpu.power_w)],
+    ];
+  }
+
+  const ceiling = (most) => {
+    if (!(most > 0)) return 1;
+    const unit = 10 ** Math.floor(Math.log10(most));
+    return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].find((step) => step * unit >= most * 1.0001) * unit;
+  };
+  const clock = (seconds) => {
+    const whole = Math.round(seconds), pad = (n) => String(n).padStart(2, "0");
+    const [h, m, s] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, whole % 60];
+    return h ? `${h}:${pad(m)}:${pad(s)}` : `${m}:${pad(s)}`;
+  };
+
+  function chart(title, unit, lines) {
+    const values = lines.map(([, of]) => points.map(of));
+    const shown = lines.map((line, i) => i).filter((i) => values[i].some(known)).slice(0, 8);
+    if (!shown.length) return null;
+    const figure = element("figure"), caption = element("figcaption"), width = Math.max(240, figureWidth());
+    caption.append(element("b", unit ? `${title}, ${unit}` : title));
+    const first = points[0].t, over = Math.max(points.at(-1).t - first, 2);  // less would write one time twice
+    const top = ceiling(Math.max(...shown.flatMap((i) => values[i].filter(known))));
+    const x = (t) => LEFT + (t - first) / over * (width - LEFT - RIGHT);
+    const y = (value) => TOP + (1 - value / top) * (HEIGHT - TOP - BOTTOM);
+    const svg = drawn("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, role: "img", "aria-label": `${title} over time` });
+    for (const part of [0, 0.5, 1]) {
+      svg.append(drawn("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(part * top), y2: y(part * top) }));
+      svg.append(drawn("text", { x: LEFT - 6, y: y(part * top) + 4, "text-anchor": "end" }, number(part * top)));
+    }
+    for (const [part, anchor] of [[0, "start"], [0.5, "middle"], [1, "end"]]) {
+      const at = first + part * over;
+      svg.append(drawn("text", { x: x(at), y: HEIGHT - 5, "text-anchor": anchor }, clock(at)));
+    }
+    const at = pointer === null ? null : nearest(first + pointer * over);
+    if (at !== null) svg.append(drawn("line", { class: "at", x1: x(points[at].t), x2: x(points[at].t), y1: TOP, y2: HEIGHT - BOTTOM }));
+    shown.forEach((i, place) => {
+      let path = "", open = false;
+      values[i].forEach((value, k) => {
+        if (known(value)) path += `${open ? "L" : "M"}${x(points[k].t).toFixed(1)} ${y(value).toFixed(1)}`;
+        open = known(value);
+      });
+      svg.append(drawn("path", { class: `course c${place + 1}`, d: path }));
+      const k = at === null ? points.length - 1 : at, value = values[i][k];
+      if (known(value)) svg.append(drawn("circle", { class: `dot c${place + 1}`, cx: x(points[k].t), cy: y(value), r: 3 }));
+      caption.append(element("span", `${lines[i][0]} ${number(value)}`, `key c${place + 1}`));
+    });
+    if (at !== null) caption.firstChild.textContent += ` at ${clock(points[at].t)}`;
+    const point = (event) => {
+      const box = svg.getBoundingClientRect();
+      const part = ((event.clientX - box.left) / box.width * width - LEFT) / (width - LEFT - RIGHT);
+      pointer = Math.min(1, Math.max(0, part));
+      requestAnimationFrame(charts);
+    };
+    svg.addEventListener("pointermove", point);
+    svg.addEventListener("pointerdown", point);
+    svg.addEventListener("pointerleave", () => { pointer = null; requestAnimationFrame(charts); });
+    figure.append(caption, svg);
+    return figure;
+  }
+
+  const nearest = (t) => {
+    let best = 0;
+    points.forEach((p, i) => { if (Math.abs(p.t - t) < Math.abs(points[best].t - t)) best = i; });
+    return best;
+  };
+  const figureWidth = () => {
+    const box = $("charts").clientWidth, columns = Math.max(1, Math.floor((box + 14) / (Math.min(box, 380) + 14)));
+    return Math.floor((box - 14 * (columns - 1)) / columns) - 26;
+  };
+
+  function charts() {
+    $("course").hidden = !points.length;
+    if (!points.length) return;
+    const made = specs().map(([title, unit, lines]) => chart(title, unit, lines)).filter(Boolean);
+    // The figures stay and only what is in them is changed, so that a pointer over one is not lost.
+    const there = [...$("charts").children];
+    if (there.length !== made.length) $("charts").replaceChildren(...made);
+    else made.forEach((figure, i) => {
+      there[i].firstChild.replaceWith(figure.firstChild);
+      const svg = there[i].lastChild, fresh = figure.lastChild;
+      svg.setAttribute("viewBox", fresh.getAttribute("viewBox"));
+      svg.setAttribute("aria-label", fresh.getAttribute("aria-label"));
+      svg.replaceChildren(...fresh.childNodes);
+    });
+    (host || document.body).dataset.charts = String($("charts").children.length);
+  }
+
+  function show() {
+    root.querySelector("[data-span=now]").textContent = `last ${last.window_s} s`;
+    const ended = last.trace_ended && last.state === "running";
+    const state = { ready: "not started", spawning: "ramping up", running: "running", stopping: "stopping", cleanup: "stopping", stopped: "stopped" };
+    $("state").textContent = [state[last.state] || last.state, `${last.users} ${last.users === 1 ? "user" : "users"}`,
+      known(last.workers) ? `${last.workers} load ${last.workers === 1 ? "process" : "processes"}` : "", ended ? "the trace has ended" : ""].filter(Boolean).join(", ");
+    $("state").className = "";
+    notes(); tiles(); table(); failures(); classes(); charts();
+  }
+
+  async function ask() {
+    const since = last && points.length ? `?series=${last.series}&after=${points.at(-1).t}` : "";
+    try {
+      const answer = await fetch(`llm/live.json${since}`, { cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
+      if (!answer.ok || answer.redirected) throw new Error(`status ${answer.status}`);
+      const got = await answer.json();
+      points = last && got.series === last.series ? points.concat(got.points) : got.points;
+      last = got;
+      show();
+    } catch (error) {
+      $("state").textContent = `no answer from Locust (${error.message})`;
+      $("state").className = "bad";
+    }
+    setTimeout(ask, document.hidden ? 5 * EVERY_MS : EVERY_MS);
+  }
+
+  for (const button of root.querySelectorAll("[data-span]")) {
+    button.addEventListener("click", () => {
+      span = button.dataset.span;
+      for (const other of root.querySelectorAll("[data-span]")) other.setAttribute("aria-pressed", String(other === button));
+      if (last) table();
+    });
+  }
+  $("class").addEventListener("change", () => { chosen = $("class").value; charts(); });
+  addEventListener("resize", () => requestAnimationFrame(charts));
+  ask();
+})();

@@ -1,0 +1,384 @@
+"""Live numbers of a load: counted in each load process, merged in the process with the web UI.
+
+A report is made from requests.jsonl, and from nothing here.
+"""
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from harness.analysis import derive
+from harness.analysis.goodput import meets
+from harness.columns import LIVE
+from harness.files import UNDECODABLE
+from harness.load.recorder import Recorder
+from harness.rundir.lines import Samples
+from harness.rundir.records import CUT, MAX_CPU, Request
+from harness.scenario.check_syntax import Slo
+
+RESOLUTION = 0.01  # of a percentile: histogram buckets are 2 % wide
+WINDOW_S = 10
+STEP_S = 2
+MAX_POINTS = 1200  # with more, every second point is dropped and the step doubles: 40 minutes, 80, 160 ...
+ALL = "all"
+SHARES = (0.5, 0.9, 0.95, 0.99)
+SERVER = ("running", "waiting", "kv_usage", "preemptions")
+GPU = ("busy_percent", "vram_used_bytes", "gtt_used_bytes", "power_w")
+TOKEN_TYPES = ("input", "output")  # as OpenTelemetry names them
+_MAX_KINDS = 20  # of failures
+_BUCKET = math.log(1.0 + 2 * RESOLUTION)
+_MIN_S = 1e-6
+_SILENT_WORKER_S = 10.0  # a worker without a report for so long is no longer counted
+
+Histogram = dict[int, int]  # count by bucket; bucket b is from 1.02^b to 1.02^(b+1) seconds
+Numbers = dict[str, float | int | None]
+
+
+def percentiles(histogram: Histogram, shares: tuple[float, ...]) -> list[float | None]:
+    """Percentiles in seconds, at most 1 % off: the middles of the buckets that hold the ceil(share * n)-th of n values.
+
+    `shares` are ascending. None without any value.
+    """
+    total = sum(histogram.values())
+    if not total:
+        return [None] * len(shares)
+    found: list[float | None] = []
+    buckets = iter(sorted(histogram))
+    bucket, seen = 0, 0
+    for share in shares:
+        rank = max(1, math.ceil(share * total - 1e-9))
+        while seen < rank:
+            bucket = next(buckets)
+            seen += histogram[bucket]
+        found.append(middle_s(bucket))
+    return found
+
+
+def middle_s(bucket: int) -> float:
+    """The middle of a bucket of a histogram, in seconds."""
+    return math.exp((bucket + 0.5) * _BUCKET)
+
+
+class Accumulator(msgspec.Struct, array_like=True):
+    """Sums over measured requests that ended in a period."""
+
+    ended: int = 0
+    failed: int = 0
+    tokens: int = 0  # of answers that succeeded, where the server counted them
+    met: int = 0  # succeeded and met every SLO
+    unknown: int = 0  # succeeded, but unknown whether they met the SLOs
+    latencies: dict[str, Histogram] = msgspec.field(default_factory=lambda: {column.name: {} for column in LIVE})
+    cut: int = 0  # ended by the end of the load, or by users who leave
+    sums_s: dict[str, float] = msgspec.field(default_factory=lambda: {column.name: 0.0 for column in LIVE})
+    token_sums: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(TOKEN_TYPES, 0))
+    # By the exponent of the smallest power of 4 that is not less: the buckets of OpenTelemetry.
+    token_counts: dict[str, Histogram] = msgspec.field(default_factory=lambda: {name: {} for name in TOKEN_TYPES})
+
+    def count(self, request: Request, slos: Sequence[Slo]) -> None:
+        self.ended += 1
+        if request.error is not None:
+            self.failed += request.error not in CUT
+            self.cut += request.error in CUT
+            return
+        self.tokens += request.output_tokens or 0
+        for name, tokens in zip(TOKEN_TYPES, (request.prompt_tokens, request.output_tokens), strict=True):
+            if tokens is not None:
+                self.token_sums[name] += tokens
+                counts, exponent = self.token_counts[name], ((max(tokens, 1) - 1).bit_length() + 1) // 2
+                counts[exponent] = counts.get(exponent, 0) + 1
+        for column in LIVE:
+            if (value_s := derive.FORMULAS[column.field](request)) is not None:
+                histogram, bucket = self.latencies[column.name], math.floor(math.log(max(value_s, _MIN_S)) / _BUCKET)
+                histogram[bucket] = histogram.get(bucket, 0) + 1
+                self.sums_s[column.name] += value_s
+        if slos:
+            met = meets(request, slos)
+            self.met += met is True
+            self.unknown += met is None
+
+    def merge(self, other: "Accumulator") -> None:
+        self.ended += other.ended
+        self.failed += other.failed
+        self.tokens += other.tokens
+        self.met += other.met
+        self.unknown += other.unknown
+        self.cut += other.cut
+        for name, value_s in other.sums_s.items():
+            self.sums_s[name] += value_s
+        for name, tokens in other.token_sums.items():
+            self.token_sums[name] += tokens
+        for ours, others in ((self.latencies, other.latencies), (self.token_counts, other.token_counts)):
+            for name, mine in ours.items():
+                for bucket, count in others[name].items():
+                    mine[bucket] = mine.get(bucket, 0) + count
+
+    def numbers(self, span_s: float | None, *, with_slos: bool) -> Numbers:
+        """Rates over `span_s` (None: not known), and latency percentiles."""
+        numbers: Numbers = {"ended": self.ended, "failed": self.failed, "tokens": self.tokens}
+        known = with_slos and not self.unknown
+        for name, count in (("req_s", self.ended), ("tok_s", self.tokens), ("goodput_req_s", self.met)):
+            numbers[name] = None if not span_s or (name == "goodput_req_s" and not known) else round(count / span_s, 3)
+        numbers["attainment"] = round(self.met / self.ended, 4) if known and self.ended else None
+        for name, histogram in self.latencies.items():
+            for share, value in zip(SHARES, percentiles(histogram, SHARES), strict=True):
+                numbers[f"{name}_p{share * 100:g}_s"] = None if value is None else float(f"{value:.4g}")
+        return numbers
+
+
+class FailureCount(msgspec.Struct, array_like=True):
+    """Failures of one kind."""
+
+    count: int
+    message: str  # the last one
+
+
+class CounterDelta(msgspec.Struct, array_like=True):
+    """What a load process counted since its last report. Ages are seconds before the report: no clock is sent."""
+
+    seconds: list[tuple[int, dict[str, Accumulator]]]  # age, by user class
+    failures: dict[str, FailureCount]
+    in_flight: int
+    warmup: int  # warm-up requests that ended
+    in_flight_of: dict[str, int] = {}  # by user class
+    busy: float | None = None  # share of the last seconds in which it ran, or waited for a core
+    warmup_failed: int = 0  # of the warm-up requests
+    sent_age_s: float | None = None  # of the measured requests that ended: when the first was sent ...
+    ended_age_s: float | None = None  # ... and the last ended
+
+
+class RequestCounter:
+    """Counts by the second in which a request ended and by user class, until the next report."""
+
+    def __init__(self, slos: Sequence[Slo] = ()) -> None:
+        self._slos = slos
+        self._clear()
+
+    def _clear(self) -> None:
+        self._seconds: dict[int, dict[str, Accumulator]] = {}
+        self._failures: dict[str, FailureCount] = {}
+        self._warmup = self._warmup_failed = 0
+        self._sent: float | None = None  # the first of the measured requests; monotonic clock
+        self._ended = 0.0
+
+    def add(self, request: Request) -> None:
+        """Count an ended request. Called once each, after its record is made."""
+        failed = request.error is not None and request.error not in CUT
+        if request.phase == "warmup":
+            self._warmup += 1
+            self._warmup_failed += failed
+            return
+        self._ended = time.monotonic()
+        sent = self._ended - request.ended_s
+        self._sent = sent if self._sent is None else min(self._sent, sent)
+        by_class = self._seconds.setdefault(int(self._ended), {})
+        if request.user_class not in by_class:
+            by_class[request.user_class] = Accumulator()
+        by_class[request.user_class].count(request, self._slos)
+        if failed:
+            kind = str(request.error)
+            before = self._failures.get(kind)
+            self._failures[kind] = FailureCount(1 + (before.count if before else 0), request.message or "")
+
+    def delta(self, recorder: Recorder) -> CounterDelta:
+        """Return the counts since the last call."""
+        moment = time.monotonic()
+        now = int(moment)
+        delta = CounterDelta(
+            [(now - second, by_class) for second, by_class in sorted(self._seconds.items())],
+            self._failures,
+            recorder.in_flight,
+            self._warmup,
+            {name: number for name, number in recorder.in_flight_of.items() if number},
+            recorder.health.busy_now(),
+            self._warmup_failed,
+            *((None, None) if self._sent is None else (moment - self._sent, moment - self._ended)),
+        )
+        self._clear()
+        return delta
+
+
+def unpacked(raw: Any) -> CounterDelta | None:
+    """Decode a worker's report; None for an invalid one."""
+    try:
+        return msgspec.msgpack.decode(raw, type=CounterDelta)
+    except (*UNDECODABLE, TypeError):
+        return None
+
+
+class Observed:
+    """The newest samples that the harness writes during a live load: server metrics and telemetry."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """`folder`: the run directory; None with stock Locust, which does not watch the server."""
+        self.watched = folder is not None
+        self.values: dict[str, Any] = {"server": None, "gpus": None, "host": None}
+        self._files = [] if folder is None else [Samples(folder / f"{name}.jsonl") for name in ("metrics", "telemetry")]
+        self._counter: tuple[float, float] | None = None  # time and generated tokens
+        self._rate: float | None = None
+
+    def update(self) -> None:
+        """Read what was written since the last call. Values without a recent sample are None."""
+        if not self._files:
+            return
+        metrics, telemetry = self._files
+        for sample in metrics.look():
+            self._update_rate(sample["wall_s"], sample["values"].get("generated_tokens"))
+        telemetry.look()
+        server, machine = None, telemetry.newest or {}
+        if metrics.newest is not None:
+            values = metrics.newest["values"]
+            server = {key: values[key] for key in SERVER if key in values}
+            server |= {} if self._rate is None else {"tok_s": round(self._rate, 2)}
+        gpus = machine.get("gpus", {}).items()
+        shown = {name: {key: gpu[key] for key in (*GPU, "package") if key in gpu} for name, gpu in gpus}
+        self.values = {"server": server, "gpus": shown or None, "host": machine.get("host")}
+
+    def _update_rate(self, wall_s: float, generated: float | None) -> None:
+        before, self._rate = self._counter, None
+        if generated is not None:
+            if before is not None and wall_s > before[0] and generated >= before[1]:
+                self._rate = (generated - before[1]) / (wall_s - before[0])
+            self._counter = (wall_s, generated)
+
+
+class Point(NamedTuple):
+    """A point of the time series, encoded once: a page may request a thousand points."""
+
+    t: float
+    values: dict[str, Any]
+    raw: msgspec.Raw
+
+
+class LiveNumbers:
+    """The merged numbers of one test: the last seconds, the whole test, and the time series.
+
+    `lag_s`: how late the last second may come, because workers report every few seconds.
+    """
+
+    def __init__(self, lag_s: int = 0, slos: str = "") -> None:
+        self.slos = slos
+        self.number = time.time_ns()  # identifies the test and its step
+        self.step_s = STEP_S
+        self.points: list[Point] = []
+        self.failures: dict[str, FailureCount] = {}
+        self.warmup = self.warmup_failed = 0
+        self.total: dict[str, Accumulator] = {}
+        self._lag_s = lag_s
+        self._began = time.monotonic()
+        self._began_wall_s = time.time()
+        self._first: int | None = None  # second in which the first measured request ended
+        self._sent: float | None = None  # when the first measured request was sent
+        self._ended = 0.0  # when the last one ended
+        self._seconds: deque[tuple[int, dict[str, Accumulator]]] = deque()
+        self._last_of: dict[str, tuple[float, CounterDelta]] = {}  # the newest report of each process, and when it came
+        self._until: float | None = None  # when the load was over
+        self._due = self._began
+        self._recent: tuple[int, dict[str, Numbers]] = (-1, {})  # of the second that ends it
+
+    def take(self, sender: str, delta: CounterDelta) -> None:
+        """Add the report of a load process."""
+        now = time.monotonic()
+        self._last_of[sender] = (now, delta)
+        self.warmup += delta.warmup
+        self.warmup_failed += delta.warmup_failed
+        for kind, failures in delta.failures.items():
+            if kind in self.failures or len(self.failures) < _MAX_KINDS:
+                before = self.failures.get(kind)
+                self.failures[kind] = FailureCount(failures.count + (before.count if before else 0), failures.message)
+        if delta.sent_age_s is not None and delta.ended_age_s is not None:
+            sent = now - delta.sent_age_s
+            self._sent = sent if self._sent is None else min(self._sent, sent)
+            self._ended = max(self._ended, now - delta.ended_age_s)
+        for age, by_class in delta.seconds:
+            second = int(now) - age
+            self._first = second if self._first is None else min(self._first, second)
+            self._seconds.append((second, by_class))
+            _merge_classes(self.total, by_class)
+        while self._seconds and self._seconds[0][0] < now - WINDOW_S - self._lag_s - 5:
+            self._seconds.popleft()
+
+    def reset(self) -> None:
+        """Reset the sums, but not the time series: for Locust's button "reset stats"."""
+        self.total, self.failures, self.warmup, self.warmup_failed = {}, {}, 0, 0
+        self._sent = time.monotonic()
+        self._first = int(self._sent)
+
+    def _newest(self) -> Iterator[CounterDelta]:
+        """The newest report of each process that is not silent."""
+        now = time.monotonic()
+        return (delta for at, delta in self._last_of.values() if now - at < _SILENT_WORKER_S)
+
+    def in_flight(self) -> int:
+        return sum(delta.in_flight for delta in self._newest())
+
+    def in_flight_of(self) -> dict[str, int]:
+        """By user class, where there are any."""
+        found: Counter[str] = Counter()
+        for delta in self._newest():
+            found.update(delta.in_flight_of)
+        return dict(found)
+
+    def client_limited(self) -> float | None:
+        """The load of the busiest load process, if it is a client-side bottleneck."""
+        busiest = max((delta.busy for delta in self._newest() if delta.busy is not None), default=0.0)
+        return round(busiest, 3) if busiest > MAX_CPU else None
+
+    def tick(self, users: int, observed: Observed) -> None:
+        """Add a point to the time series if one is due. Call it each second of a load."""
+        now, self._until = time.monotonic(), None
+        if now < self._due:
+            return
+        self._due = max(self._due + self.step_s, now)
+        values = {
+            "t": round(now - self._began, 1),
+            "wall_s": round(self._began_wall_s + now - self._began, 1),
+            "users": users,
+            "in_flight": self.in_flight(),
+            "classes": self.recent(),
+            **observed.values,
+        }
+        self.points.append(Point(values["t"], values, msgspec.Raw(msgspec.json.encode(values))))
+        if len(self.points) > MAX_POINTS:
+            self.points = self.points[::2]
+            self.step_s *= 2
+            self.number += 1
+
+    def rest(self) -> None:
+        """Stop the time of the whole test. Call it each second without a load."""
+        if self._until is None:
+            self._until = time.monotonic()
+
+    def recent(self) -> dict[str, Numbers]:
+        """Numbers of the last seconds: of all user classes together, then of each."""
+        last = int(time.monotonic()) - self._lag_s - 1  # the current second is not over yet
+        if self._recent[0] != last:
+            first = last - WINDOW_S + 1
+            by_class: dict[str, Accumulator] = {name: Accumulator() for name in self.total}
+            for second, found in self._seconds:
+                if first <= second <= last:
+                    _merge_classes(by_class, found)
+            began = first if self._first is None else max(first, self._first)
+            self._recent = (last, self._numbers(by_class, max(1, last - began + 1)))
+        return self._recent[1]
+
+    def whole(self) -> dict[str, Numbers]:
+        """Numbers of the whole test: from the first request sent until now, or until the last one ended."""
+        until = time.monotonic() if self._until is None else min(self._until, self._ended)
+        return self._numbers(self.total, None if self._sent is None else max(0.0, until - self._sent))
+
+    def _numbers(self, by_class: dict[str, Accumulator], span_s: float | None) -> dict[str, Numbers]:
+        total = Accumulator()
+        for accumulator in by_class.values():
+            total.merge(accumulator)
+        rows = {ALL: total} | dict(sorted(by_class.items()))
+        return {name: row.numbers(span_s, with_slos=bool(self.slos)) for name, row in rows.items()}
+
+
+def _merge_classes(into: dict[str, Accumulator], by_class: dict[str, Accumulator]) -> None:
+    for name, accumulator in by_class.items():
+        into.setdefault(name, Accumulator()).merge(accumulator)

@@ -1,0 +1,495 @@
+"""Locust's events, in the order in which they come, and what happens at each. Importing this module registers them.
+
+Every process of `--processes N` goes through all of it by itself, after the fork. Requests are sent by local runners
+and workers; the master only watches for the end.
+"""
+
+import atexit
+import gc
+import inspect
+import logging
+import signal
+import socket
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gevent
+import psutil
+from locust import events
+from locust.env import Environment
+from locust.exception import StopTest
+from locust.runners import STATE_INIT, STATE_RUNNING, STATE_SPAWNING, MasterRunner, Runner, WorkerRunner
+
+from harness.errors import HarnessError, sentence
+from harness.failures.explain import FIRST, mistake_of
+from harness.job import Job, quiet_sign, report_error
+from harness.load import web_access
+from harness.load.master import Master, ignore_foreign_messages
+from harness.load.options import (
+    UNDER_WAY,
+    add_options,
+    check_amounts,
+    check_form,
+    check_options,
+    check_server,
+    check_writable,
+    host_of,
+    ignored_options,
+    job_file,
+    job_of_form,
+    options_of,
+)
+from harness.load.process import LoadProcess, plan_of, sequencer_of
+from harness.load.recorder import Anchor, Recorder
+from harness.load.sequencer import StageSequencer, start_barrier
+from harness.load.web_ui import Live
+from harness.load.worker import Worker
+from harness.redact import masked
+from harness.scenario import behaviour
+from harness.workers import FROM_MASTER
+
+_RATE_S = 0.001  # time to spawn users without a ramp
+
+
+def follow(
+    sequencer: StageSequencer | Master,
+    runner: Runner,
+    ramp_s: float,
+    patience_s: float,
+    give_up: Callable[[HarnessError], None],
+) -> None:
+    """Keep the number of users of the current stage, until the load ends. Each stage has `patience_s` for its users.
+
+    This is not a LoadTestShape: in its loop the start of one stage's users blocks, so that later stages may be left
+    out, and under it a headless process hears no SIGTERM.
+    """
+    asked, since, there = sequencer.users(), time.monotonic(), False
+    stage = 0
+    while True:
+        gevent.sleep(_POLL_S)
+        if sequencer.stage() != stage:
+            stage, before, there, since = sequencer.stage(), asked, False, time.monotonic()
+            asked = sequencer.users()
+            if asked != before:
+                runner.start(asked, abs(asked - before) / max(ramp_s, _RATE_S))
+        if there or runner.state not in (STATE_RUNNING, STATE_SPAWNING):
+            continue
+        if runner.user_count == asked:
+            there = True
+            sequencer.set_users_complete()
+        elif time.monotonic() - since > patience_s:
+            give_up(HarnessError(f"there are {runner.user_count} users after {patience_s:.0f} s, and not {asked}"))
+            return
+
+
+_REFUSED = "llm-refused"
+
+
+class FirstRequests:
+    """End a load with stock Locust when the server rejects all of its first requests because of the scenario.
+
+    A model that the server does not have would be asked for again and again. Each load process checks its own requests
+    and reports to the master. To be made once in each process, when it has its role.
+    """
+
+    def __init__(self, environment: Environment, give_up: Callable[[Environment, Exception], None]) -> None:
+        self._environment = environment
+        self._give_up = give_up
+        self._errors: list[str | None] = []  # of the first requests; None of one that did not fail
+        self._ended = False
+        events: Any = environment.events  # they have no types
+        events.test_start.add_listener(self._begin)
+        events.request.add_listener(self._on_request)
+        if isinstance(environment.runner, MasterRunner):
+            environment.runner.register_message(_REFUSED, self._on_refused)
+
+    def _begin(self, **_: Any) -> None:
+        self._errors, self._ended = [], False
+
+    def _on_request(self, exception: Exception | None = None, **_: Any) -> None:
+        if len(self._errors) == FIRST:
+            return
+        self._errors.append(None if exception is None else str(exception))
+        mistake = mistake_of(self._errors) if len(self._errors) == FIRST else None
+        if mistake is None:
+            return
+        what = f"the load was ended because the first {FIRST} requests all failed, as the rest would: {mistake.cause}"
+        next_step = f"To solve it: {mistake.fix}. By hand, keys of a scenario are options: --model, --api-key-env, ..."
+        if isinstance(self._environment.runner, WorkerRunner):
+            self._environment.runner.send_message(_REFUSED, {"what": what, "next_step": next_step})
+        else:
+            self._end(what, next_step)
+
+    def _on_refused(self, msg: Any, **_: Any) -> None:
+        self._end(**msg.data)
+
+    def _end(self, what: str, next_step: str) -> None:
+        if not self._ended:  # other load processes may report the same
+            self._ended = True
+            self._give_up(self._environment, HarnessError(what, next_step=next_step))
+
+
+_STOP, _STOPPED = "llm-stop", "llm-stopped"
+_POLL_S = 0.1
+_MORE_S = 2.0  # for the messages
+
+
+class GracefulStop:
+    """Let each of several load processes finish its requests in flight at the end of a load.
+
+    At the end of --run-time Locust's master waits for its workers for half a second only. To be made once in each
+    process of a load without web UI, and in workers. An interruption does not wait.
+    """
+
+    def __init__(self, environment: Environment, *, by_hand: bool) -> None:
+        """`by_hand`: wait at the end of --run-time; else the code that ends the load calls `wait`."""
+        self._environment = environment
+        self._stopped: set[str] = set()
+        runner = environment.runner
+        if isinstance(runner, MasterRunner):
+            runner.register_message(_STOPPED, lambda msg, **_: self._stopped.add(msg.node_id))
+            events: Any = environment.events  # they have no types
+            if by_hand:
+                events.test_stopping.add_listener(lambda **_: self.wait(environment.stop_timeout))
+        elif isinstance(runner, WorkerRunner):
+            runner.register_message(_STOP, self._end, concurrent=True)
+
+    def wait(self, patience_s: float, *, cut: bool = False) -> None:
+        """Wait, in the master, until all load processes have stopped. `cut`: do not wait for requests in flight."""
+        runner = self._environment.runner
+        assert isinstance(runner, MasterRunner)
+        if not patience_s:  # interrupted
+            return
+        runner.send_message(_STOP, {"cut": cut})
+        until, clients = time.monotonic() + patience_s + _MORE_S, runner.clients
+        while time.monotonic() < until and any(
+            one.id not in self._stopped for one in [*clients.running, *clients.spawning]
+        ):
+            gevent.sleep(_POLL_S)
+
+    def _end(self, msg: Any, **_: object) -> None:
+        runner = self._environment.runner
+        assert isinstance(runner, WorkerRunner)
+        if msg.data["cut"]:
+            self._environment.stop_timeout = 0
+        runner.stop()
+        # Locust sends the last numbers after "quit", and its master waits half a second for them: the final table of a
+        # busy machine would lack requests. Messages arrive in order, so the master has these before it goes on.
+        runner._send_stats()
+        runner.send_message(_STOPPED)
+
+
+_DRAIN_BY_HAND_S = 30.0
+_CUT = "llm-cut"
+_NOT_STARTED = "llm-not-started"
+_COME_S = 60.0  # for users to start and to be counted
+_WHEN_INTERRUPTED_S = 4.0  # less than the wait of the harness
+_LISTENERS_WHEN_INTERRUPTED_S = 2.0
+_STOP_S = 35.0  # at the end, for load processes to stop: more than their listeners of `request` may take
+
+logger = logging.getLogger(__name__)
+_LOGS = ("", "locust", "locust.stats_logger")  # the loggers with handlers
+
+_hooks: Any = events  # they have no types
+
+gevent.config.track_greenlet_tree = False  # only for debugging, and takes memory for each user
+
+_job: Job | None = None  # None: stock Locust
+_recorder: Recorder | None = None  # None in a master
+_process: LoadProcess | None = None
+_live: Live | None = None  # None: a run of the harness
+_worker: Worker | None = None  # of a remote machine
+_master: Master | None = None  # of remote machines
+_graceful_stop: GracefulStop | None = None  # None: in the web UI, and of load processes on other machines
+
+
+def load_process() -> LoadProcess:
+    """The state that the users of this process share."""
+    if _process is None:
+        raise StopTest("the test cannot start, for the reason above")
+    return _process
+
+
+def _on_init(environment: Environment, runner: Runner, **_: Any) -> None:
+    """Handle the event `init`: the process has been forked and has its role."""
+    global _job, _recorder, _process, _live, _master, _worker, _graceful_stop
+    options = options_of(environment)
+    for folder in {str(Path(inspect.getfile(one)).parent) for one in environment.user_classes} - set(sys.path):
+        sys.path.append(folder)  # Locust removes it after loading the locustfile, whose tasks may import later
+    if isinstance(runner, WorkerRunner) and options.job == FROM_MASTER:
+        _worker = Worker(environment, runner, _begin)
+        _handle_ends()
+        return
+    for handler in [handler for name in _LOGS for handler in logging.getLogger(name).handlers]:
+        handler.addFilter(_without_secrets)
+    try:
+        if environment.web_ui is not None:
+            web_access.add_to(environment.web_ui)
+        if not isinstance(runner, WorkerRunner):
+            check_amounts(users=options.num_users, spawn_rate=options.spawn_rate, run_time=options.run_time)
+        _job = job_file(options)
+        if _job is not None and environment.shape_class is not None:  # from another module: `harness check` saw none
+            raise HarnessError("the locustfile brings a LoadTestShape, and the scenario says how many users there are")
+        if isinstance(runner, MasterRunner):
+            ignore_foreign_messages(runner)
+        if isinstance(runner, MasterRunner) and _job is not None and _job.workers is not None:
+            _master = Master(environment, runner, _job, _job.workers)
+        if _job is None and not isinstance(runner, WorkerRunner):
+            check_options(environment)
+            for words in ignored_options(environment):
+                logger.warning(words)
+        if not isinstance(runner, MasterRunner):
+            job = _job or job_of_form(environment, _job)
+            check_writable(job)
+            _recorder = Recorder(job)
+            atexit.register(_recorder.close)  # for any end of this process
+            if options.headless:
+                _process = LoadProcess(job, host_of(environment, environment.host), _recorder)
+    except (HarnessError, OSError) as error:
+        if _job is not None:
+            report_error(_job, error)
+        if isinstance(runner, MasterRunner):
+            _end_workers()
+        reported_by_master = _job is None and options.processes and isinstance(runner, WorkerRunner)
+        sys.exit(1 if reported_by_master else sentence(error))
+    if _job is None and not environment.stop_timeout:
+        # With stock Locust, --run-time would cut requests in flight, as failed ones. Ctrl-C still cuts at once.
+        environment.stop_timeout = _DRAIN_BY_HAND_S
+    if options.headless or isinstance(runner, WorkerRunner):
+        _graceful_stop = GracefulStop(environment, by_hand=_job is None)
+    if _job is None or not options.headless:
+        FirstRequests(environment, give_up)
+    if not options.headless or _job is None or options.metrics_port:
+        try:
+            _live = Live(environment, _recorder, _job, partial(_check_form, environment))
+        except (HarnessError, OSError) as error:  # of --metrics-port and --csv
+            if isinstance(runner, MasterRunner):
+                _end_workers()
+            sys.exit(sentence(error))
+    _hooks.quitting.add_listener(_on_quitting)  # the last listener is called first: before the master stops its workers
+    if isinstance(runner, WorkerRunner):
+        runner.register_message(_CUT, _on_cut)
+    if isinstance(runner, MasterRunner):
+        runner.register_message(_NOT_STARTED, _on_not_started)
+    _handle_ends()
+    # Locust starts its timer of --run-time next, from the time at which the loop last ran: before all imports.
+    gevent.get_hub().loop.update_now()
+
+
+def _without_secrets(record: logging.LogRecord) -> bool:
+    """Remove secrets that a server has quoted from a line of Locust's log and its traceback."""
+    record.msg, record.args = masked(record.getMessage(), "sure"), ()
+    if record.exc_info:
+        record.exc_text = masked(logging.Formatter().formatException(record.exc_info), "sure")
+    return True
+
+
+def _end_workers() -> None:
+    """End the load processes of --processes before their master: one not connected yet would search for minutes."""
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):
+            child.terminate()
+
+
+def _handle_ends() -> None:
+    # Python raises KeyboardInterrupt anywhere, also while a record is made; gevent raises it in the hub.
+    hub = gevent.get_hub()
+    gevent.signal_handler(signal.SIGINT, hub.handle_system_error, KeyboardInterrupt, KeyboardInterrupt())
+    hub.NOT_ERROR = (*hub.NOT_ERROR, StopTest)  # of `load_process`, which has a message: no traceback
+
+
+def _begin(job: Job, host: str, anchor: Anchor) -> LoadProcess:
+    """Start with the job that the master has sent. Raises HarnessError, OSError."""
+    global _process
+    _process = LoadProcess(job, host, Recorder(job, anchor))
+    return _process
+
+
+def _on_test_start(environment: Environment, **_: Any) -> None:
+    try:
+        _start(environment)
+    except (HarnessError, OSError) as error:
+        give_up(environment, error)
+        raise gevent.GreenletExit from None  # the start of users ends here
+
+
+def _start(environment: Environment) -> None:
+    """Start a load; in the web UI once for each start, with the values of the form. Raises HarnessError, OSError."""
+    runner = environment.runner
+    options = options_of(environment)
+    if _worker is not None:
+        _settle_memory()
+        _worker.started()
+        return
+    if _master is not None:
+        _master.hand_out()
+        gevent.spawn(_master.watch)
+        if _job is not None and _job.then:
+            _follow(environment, _job, _master)
+        return
+    if _job is not None and _job.load.trace is not None and not (options.headless or isinstance(runner, WorkerRunner)):
+        Path(_job.counter_path).unlink(missing_ok=True)  # a trace starts again
+    if _recorder is None and (_job is None or not options.headless):
+        check_server(environment, _job)  # else only the workers would see the problem
+    if not options.headless and _recorder is not None:
+        try:
+            _begin_anew(environment, _recorder)
+        except (HarnessError, OSError) as error:
+            if not isinstance(runner, WorkerRunner):
+                raise
+            logger.error(sentence(error))  # an exception would end the greenlet that listens to the master
+            runner.send_message(_NOT_STARTED, {"host": socket.gethostname(), "reason": sentence(error)})
+            return  # its users find no process: see `load_process`
+    if _live is not None:
+        _live.begin()
+    _settle_memory()
+    if _job is not None and _job.concurrent_loads and _process is not None:
+        start_barrier(_job, _process.sequencer)
+    if _job and options.headless and _process is not None:
+        gevent.spawn(_process.show_quiet, quiet_sign(_job.counter_path).touch)
+    if _job and options.headless and not isinstance(runner, WorkerRunner):
+        plan = plan_of(_job)
+        if plan.requests is not None or plan.duration_s is not None:
+            sequencer = sequencer_of(_job)
+            gevent.spawn(_end_when_finished, environment, _job.load.drain_s, sequencer)
+            if sequencer.several:
+                _follow(environment, _job, sequencer)
+
+
+def _begin_anew(environment: Environment, recorder: Recorder) -> None:
+    """Use the current values of the form. Raises HarnessError, OSError."""
+    global _process
+    if _process is not None:
+        _process.close()
+        _process = None
+    process = LoadProcess(job_of_form(environment, _job), host_of(environment, environment.host), recorder)
+    try:
+        process.model()
+    except BaseException:  # the web UI may start another load
+        process.close()
+        raise
+    _process = process
+
+
+def _check_form(environment: Environment, options: Namespace) -> None:
+    check_form(environment, _job, options)
+
+
+def _settle_memory() -> None:
+    gc.collect()
+    gc.freeze()  # these objects stay: the collector must not scan them during a measurement
+    gc.set_threshold(200_000, 20, 100)  # a load makes no cycles, and a scan takes 20 ms
+
+
+def _on_test_stop(environment: Environment, **_: Any) -> None:
+    """Handle the stop of all users of this process: Locust may print its table next."""
+    if _process is not None:
+        _process.recorder.idle.finish()
+        _process.listeners.finish()
+    if isinstance(environment.runner, WorkerRunner):
+        # Locust's workers wait this long even if all users have stopped. The next start sets it again.
+        environment.stop_timeout = 0.0
+
+
+def _on_quitting(environment: Environment, **_: Any) -> None:
+    """Handle the end: all users have stopped, or Ctrl-C or SIGTERM stops them now."""
+    runner = environment.runner
+    _cut_all(environment)
+    if _master is not None:
+        _master.end(_WHEN_INTERRUPTED_S)  # which stops them
+    elif isinstance(runner, MasterRunner) and runner.state in UNDER_WAY:
+        runner.send_message(_CUT)
+    if _job is not None and environment.process_exit_code is None and runner is not None:
+        # The report evaluates failed requests, but not exceptions in the user's own code.
+        environment.process_exit_code = 1 if runner.exceptions else 0
+
+
+def _on_cut(environment: Environment, **_: Any) -> None:
+    """The master was interrupted: the "quit" that follows must not wait for answers."""
+    _cut_all(environment)
+
+
+def _cut_all(environment: Environment) -> None:
+    environment.stop_timeout = 0
+    if _process is not None:
+        _process.note_early_end()
+        _process.listeners.patience_s = _LISTENERS_WHEN_INTERRUPTED_S
+
+
+def _on_not_started(environment: Environment, msg: Any, **_: Any) -> None:
+    """Stop the start: a load process, perhaps of another machine, cannot use the values of the form."""
+    give_up(environment, HarnessError(f"worker {msg.data['host']}: {msg.data['reason']}"))
+
+
+def _on_quit(exit_code: int, **_: Any) -> None:
+    if _worker is not None:
+        _worker.close()
+    if _recorder is not None:
+        _recorder.close()
+    if _live is not None:
+        _live.finish()
+    if _process is not None and (number := _process.listeners.waiting):
+        logger.error("the load has ended, and %d events still wait for listeners of `request`: they are lost", number)
+
+
+def give_up(environment: Environment, error: Exception) -> None:
+    """End a run that cannot go on, and report why in the log and the status file. The web UI stays up."""
+    if environment.web_ui is None and environment.process_exit_code:
+        return  # other users report the same
+    logger.error(sentence(error))
+    if _job is not None:
+        report_error(_job, error)
+    if _live is not None:
+        _live.given_up = sentence(error)
+    assert environment.runner is not None
+    if environment.web_ui is None:
+        environment.process_exit_code = 1
+        gevent.spawn(_end_and_quit, environment.runner)
+    elif environment.runner.state != STATE_INIT:  # nothing to stop, the form is still shown
+        gevent.spawn(_stop, environment.web_ui, environment.runner)
+
+
+def _end_and_quit(runner: Runner) -> None:
+    if _master is not None:
+        _master.end(_WHEN_INTERRUPTED_S)  # workers that were ready have started their files
+    runner.quit()
+
+
+def _stop(web_ui: Any, runner: Runner) -> None:
+    """As the button of the web UI: a start that still goes on would add users, and report that all have started."""
+    if web_ui._swarm_greenlet is not None:
+        web_ui._swarm_greenlet.kill()
+    runner.stop()
+
+
+def _end_when_finished(environment: Environment, drain_s: float, sequencer: StageSequencer) -> None:
+    """Replace Locust's --run-time: with --processes its master leaves the workers only three seconds to finish."""
+    sequencer.wait_for_end(drain_s)
+    environment.stop_timeout = 0
+    assert environment.runner is not None
+    if _graceful_stop is not None and isinstance(environment.runner, MasterRunner):
+        _graceful_stop.wait(_STOP_S, cut=True)
+    environment.runner.quit()
+
+
+def _follow(environment: Environment, job: Job, sequencer: StageSequencer | Master) -> None:
+    """Let the number of users follow the stages of the load."""
+    assert environment.runner is not None
+    load = job.load
+    # Surplus users finish their request first.
+    environment.stop_timeout = load.timeout_s
+    patience_s = load.ramp_s + load.timeout_s + behaviour.longest_s(load.think or load.think_s) + _COME_S
+    gevent.spawn(follow, sequencer, environment.runner, load.ramp_s, patience_s, partial(give_up, environment))
+
+
+_hooks.init_command_line_parser.add_listener(add_options)
+_hooks.init.add_listener(_on_init)
+_hooks.test_start.add_listener(_on_test_start)
+_hooks.test_stop.add_listener(_on_test_stop)  # before the listeners of the locustfile, which may count
+_hooks.quit.add_listener(_on_quit)

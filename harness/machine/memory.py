@@ -1,0 +1,415 @@
+"""Estimate the safe GPU memory fraction, and whether a model fits."""
+
+from collections.abc import Iterable, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Literal
+
+from msgspec import Struct, structs
+
+from harness.errors import HarnessError
+from harness.machine.gfx_support import has_fp8
+from harness.machine.gpu_memory import Pool
+from harness.machine.gpus import meminfo
+from harness.machine.model import DTYPE_BYTES, Capacity, Layout, ModelShape, capacity, layout_of, weight_bytes
+from harness.reasons import sentence
+from harness.summary import Reason, because
+from harness.units import GIB, gib
+from harness.utilization import (
+    ENGINE_BYTES,
+    HOST_BYTES,
+    VLLM_DEFAULT,
+    default_reserve,
+    driver_reserve,
+    safe_utilization,
+)
+
+# What vLLM needs besides weights and KV cache: the peak of activations, graphs, the runtime. Seen on Radeon and Strix
+# Halo at common settings; only its own profiling at start knows.
+OTHER_BYTES = (int(1.1 * GIB), int(2.6 * GIB))
+
+Source = Literal["driver", "container", "given", "host"]
+NO_GPU = "no AMD GPU is known to this machine's kernel (/sys/class/kfd)"
+ELSEWHERE = (
+    "Ask the runtime itself with `harness memory --image IMAGE`, or give --free and --total in GiB as vLLM's log tells."
+)
+
+
+class Share(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The utilization that is safe on all pools."""
+
+    utilization: Decimal | None  # None: not even 0.01
+    source: Source
+    gpus: int
+    free_bytes: int  # of the smallest pool
+    total_bytes: int
+    reserve_bytes: int
+    host_available_bytes: int | None = None
+    node: str | None = None  # the deciding GPU, such as /dev/dri/renderD128
+    targets: list[str] = []  # of its GPUs; empty: unknown
+    formula: Reason  # with the numbers in it
+    doubts: list[str] = []
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes of each GPU that vLLM may use."""
+        return 0 if self.utilization is None else int(self.total_bytes * self.utilization)
+
+
+class Room(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The memory of each GPU for a model. Ranges go from the pessimistic to the optimistic estimate."""
+
+    model: str
+    gpus: int
+    max_model_len: int
+    max_num_seqs: int | None = None
+    weights_bytes: int | None = None
+    weights_from: str
+    token_bytes: int | None = None
+    request_bytes: int | None = None  # of one request of the greatest length
+    kv_bytes: tuple[int, int] | None = None  # None without a share or without known weights
+    capacity: tuple[Capacity, Capacity] | None = None
+    fits: bool | None = None  # whether vLLM will start; None where that is not known
+    unknown: list[str] = []
+    advice: list[str] = []
+
+
+class MemoryEstimate(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The output of `harness memory --json`."""
+
+    pools: list[Pool] = []
+    share: Share | None = None
+    room: Room | None = None
+
+
+class Wish(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The wanted settings of the server."""
+
+    max_model_len: int | None = None  # None: the model's own
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int = 8192
+    tensor_parallel: int = 1
+    kv_cache_dtype: str = "auto"
+
+
+def share_of(pools: list[Pool], *, source: Source = "driver", tensor_parallel: int = 1) -> Share:
+    """The share for the first `tensor_parallel` GPUs: the smallest one, since vLLM has one number for all.
+
+    Raises HarnessError where there are not so many, or where one does not tell its memory.
+    """
+    if len(pools) < tensor_parallel:
+        raise HarnessError(
+            f"{tensor_parallel} GPUs are asked for, and there are {len(pools)}" if pools else NO_GPU,
+            next_step=ELSEWHERE,
+        )
+    shares = [_of_pool(pool, source, tensor_parallel) for pool in pools[:tensor_parallel]]
+    targets = list(dict.fromkeys(pool.target for pool in pools[:tensor_parallel]))
+    found = structs.replace(smallest_share(shares), targets=targets)
+    others = [pool for pool in pools[tensor_parallel:] if pool.free_bytes is not None and pool.total_bytes is not None]
+    doubts_of_gpus = _unlike_others(found, [_of_pool(pool, source, 1) for pool in others])
+    return structs.replace(found, doubts=[*found.doubts, *doubts_of_gpus])
+
+
+def _unlike_others(found: Share, others: list[Share]) -> list[str]:
+    """A doubt if another GPU would have a different share."""
+    differing = [share for share in others if share.utilization != found.utilization]
+    if not differing:
+        return []
+    ends = sorted(differing, key=_size)
+    other = ends[0] if _size(ends[0]) < _size(found) else ends[-1]
+    first = "the first GPU" if found.gpus == 1 else f"the first {found.gpus} GPUs"
+    by = f" ({found.node})" if found.gpus == 1 and found.node is not None else ""
+    return [f"it is for {first}{by}; {other.node or 'another'} has room for {other.utilization or 'nothing'}"]
+
+
+def _of_pool(pool: Pool, source: Source, gpus: int) -> Share:
+    free, total = pool.free_bytes, pool.total_bytes
+    if free is None or total is None:
+        raise HarnessError(
+            f"{pool.render_node or pool.target}: how much of its memory is free is not known ({pool.doubts[0]})",
+            next_step=ELSEWHERE,
+        )
+    host = pool.host_available_bytes
+    found = share(free, total, source=source, gpus=gpus, host_available=host, doubts=pool.doubts)
+    return structs.replace(found, node=pool.render_node)
+
+
+def smallest_share(shares: list[Share]) -> Share:
+    """The smallest of the shares, with the doubts of all."""
+    doubts = list(dict.fromkeys(doubt for one in shares for doubt in one.doubts))
+    return structs.replace(min(shares, key=_size), doubts=doubts)
+
+
+def _size(share: Share) -> tuple[Decimal, int]:
+    return share.utilization or Decimal(0), share.free_bytes
+
+
+def share(
+    free: int,
+    total: int,
+    *,
+    source: Source,
+    gpus: int = 1,
+    host_available: int | None = None,
+    doubts: Sequence[str] = (),
+) -> Share:
+    """Compute the share of one pool from its bytes."""
+    reserve = _reserve(source, min(free, total), gpus)
+    found = safe_utilization(free, total, gpus=gpus, reserve=reserve, host_available=host_available)
+    lies = [f"{gib(free, 2)} of {gib(total, 2)} are reported as free; the total is the limit"] if free > total else []
+    return Share(
+        utilization=found,
+        source=source,
+        gpus=gpus,
+        free_bytes=free,
+        total_bytes=total,
+        reserve_bytes=reserve,
+        host_available_bytes=host_available,
+        formula=_formula(min(free, total), total, reserve, host_available, found),
+        doubts=[*lies, *doubts],
+    )
+
+
+def _reserve(source: Source, free: int, gpus: int) -> int:
+    if source == "driver":
+        return driver_reserve(free, gpus)
+    return default_reserve(free, gpus) + (ENGINE_BYTES if source == "host" else 0)
+
+
+def _formula(free: int, total: int, reserve: int, host: int | None, found: Decimal | None) -> Reason:
+    of_host = host is not None and host - HOST_BYTES < free - reserve
+    share = Decimal(max(0, (host or 0) - HOST_BYTES if of_host else free - reserve)) / total
+    capped = found == VLLM_DEFAULT and share > VLLM_DEFAULT
+    values = {"total_bytes": total, "share": float(share), "max_share": float(VLLM_DEFAULT) if capped else None}
+    if of_host:
+        return because("memory_share_of_host", available_bytes=host, kept_bytes=HOST_BYTES, **values)
+    return because("memory_share", free_bytes=free, reserve_bytes=reserve, **values)
+
+
+def room_of(model: ModelShape, share: Share | None, wish: Wish = Wish()) -> Room:  # noqa: B008 - a frozen value
+    """The room for the model in the share. Raises HarnessError without a known length."""
+    length = wish.max_model_len or model.longest
+    if length is None:
+        raise HarnessError(
+            f"{model.name}: its config.json does not tell the greatest length of a request",
+            next_step="Give it: --max-model-len N.",
+        )
+    _refuse(model, share, wish)
+    unknown = list(model.unknown)
+    weights, weights_from = weight_bytes(model.folder, quantized=model.quantized)
+    if weights is None:
+        unknown.append(f"the size of the weights: {weights_from}")
+    else:
+        weights = -(-weights // wish.tensor_parallel)
+    if model.longest is not None and length > model.longest:
+        unknown.append(f"whether vLLM takes {length:,} tokens: the model's own limit is {model.longest:,}")
+    layout = _layout(model, wish, unknown)
+    kv = None
+    if share is not None and weights is not None:
+        rest = share.budget_bytes - weights
+        kv = (rest - OTHER_BYTES[1], rest - OTHER_BYTES[0])
+    held = None if kv is None or layout is None else (capacity(layout, kv[0], length), capacity(layout, kv[1], length))
+    room = Room(
+        model=model.name,
+        gpus=wish.tensor_parallel,
+        max_model_len=length,
+        max_num_seqs=wish.max_num_seqs,
+        weights_bytes=weights,
+        weights_from=weights_from,
+        token_bytes=layout.token_bytes if layout else None,
+        request_bytes=layout.request_bytes(length) if layout else None,
+        kv_bytes=kv,
+        capacity=held,
+        unknown=unknown,
+    )
+    return structs.replace(room, fits=_fits(room), advice=_advice(model, room, share, wish))
+
+
+def _refuse(model: ModelShape, share: Share | None, wish: Wish) -> None:
+    """Raise HarnessError for settings that vLLM refuses, however much memory there is."""
+    ranks = wish.tensor_parallel
+    if model.heads is not None and model.heads % ranks:
+        even = [str(number) for number in range(1, model.heads + 1) if model.heads % number == 0]
+        raise HarnessError(
+            f"{model.name}: its {model.heads} attention heads cannot be divided among {ranks} GPUs",
+            next_step=f"--tensor-parallel may be {', '.join(even)}.",
+        )
+    lacking = _without_fp8(share)
+    if wish.kv_cache_dtype.startswith("fp8") and lacking:
+        raise HarnessError(
+            f"--kv-cache-dtype is {wish.kv_cache_dtype}, and {', '.join(lacking)} has no FP8",
+            next_step="Leave it at auto; FP8 needs CDNA (Instinct) or RDNA 4 (gfx1200, gfx1201).",
+        )
+
+
+def _without_fp8(share: Share | None) -> list[str]:
+    return [] if share is None else [target for target in share.targets if not has_fp8(target)]
+
+
+def _fits(room: Room) -> bool | None:
+    if room.kv_bytes is None:
+        return None
+    if room.kv_bytes[1] <= 0:
+        return False
+    if room.capacity is None:
+        return None
+    careful, hopeful = room.capacity
+    return True if careful.fits else None if hopeful.fits else False
+
+
+def _layout(model: ModelShape, wish: Wish, unknown: list[str]) -> Layout | None:
+    if wish.kv_cache_dtype not in DTYPE_BYTES:
+        known = ", ".join(DTYPE_BYTES)
+        unknown.append(f"the size of a number as {wish.kv_cache_dtype} in the KV cache (known: {known})")
+        return None
+    number = DTYPE_BYTES[wish.kv_cache_dtype] or model.kv_bytes
+    if model.geometry is None or number is None:
+        return None
+    if model.geometry.latent and number == 1:
+        unknown.append("the KV cache per token: a latent as fp8 also has scales, in a layout of its own")
+        return None
+    return layout_of(
+        model.geometry,
+        number,
+        tensor_parallel=wish.tensor_parallel,
+        in_flight=2 * wish.max_num_batched_tokens,  # one batch is computed while the next is prepared
+    )
+
+
+def _advice(model: ModelShape, room: Room, share: Share | None, wish: Wish) -> list[str]:
+    """The advice if the model, or the wanted number of concurrent requests, does not fit."""
+    if room.kv_bytes is None:
+        return []
+    careful, hopeful = room.kv_bytes
+    if careful <= 0:
+        return [
+            f"the weights and what vLLM needs besides {'may ' if hopeful > 0 else ''}take all of the budget: "
+            "take a smaller or quantised model, more GPUs (--tensor-parallel-size), or free memory",
+            "a little room is won by --enforce-eager (no graphs) and a smaller --max-num-batched-tokens",
+        ]
+    if room.capacity is None:
+        return []
+    held = room.capacity[0]
+    advice = []
+    if not held.fits:
+        longest = min(held.longest, model.longest or held.longest)
+        shorter = f"--max-model-len {longest}" if longest else "a smaller model"
+        advice.append(f"a request of {room.max_model_len:,} tokens does not fit for sure: set {shorter}")
+        if wish.kv_cache_dtype == "auto" and not _without_fp8(share):
+            advice.append("--kv-cache-dtype fp8 halves the KV cache (gfx942, gfx950 and gfx120x have fp8)")
+    elif room.max_num_seqs is not None and held.concurrency < room.max_num_seqs:
+        each = int(room.max_model_len * held.concurrency / room.max_num_seqs)
+        advice.append(
+            f"{room.max_num_seqs} requests fit at once up to about {each:,} tokens each; of {room.max_model_len:,} "
+            f"tokens {int(held.concurrency)} do, and the others wait: --max-num-seqs {int(held.concurrency)} makes "
+            "that certain"
+        )
+    return advice
+
+
+SOURCES = {
+    "driver": "as the kernel's driver tells; 1 GiB of the reserve is for the runtime, which has not started yet",
+    "container": "as the runtime in a container of the image tells",
+    "given": "as given",
+    "host": "as the kernel tells of the host's memory; 3 GiB of the reserve are for vLLM's processes, which have not "
+    "started yet",
+}
+
+
+def of_answer(answer: MemoryEstimate) -> list[str]:
+    """The whole answer, in lines."""
+    lines = [of_pool(pool) for pool in answer.pools]
+    lines += [NO_GPU] if answer.share is None else of_share(answer.share)
+    return lines + (of_room(answer.room) if answer.room is not None else [])
+
+
+def of_pool(pool: Pool) -> str:
+    """One line on a GPU's memory."""
+    kind = "memory" if pool.kind is None else "pages of the host (GTT)" if pool.unified else "VRAM"
+    text = f"{pool.render_node or 'GPU'} {pool.target}: {_gib(pool.free_bytes)} of {_gib(pool.total_bytes)} {kind} free"
+    return text + (f"; {_gib(pool.host_available_bytes)} available on the host" if pool.unified else "")
+
+
+def of_share(share: Share) -> list[str]:
+    """The value and its formula, in lines."""
+    by = f": {share.node}" if share.node is not None else ""
+    several = f" of each of {share.gpus} GPUs, by the one that has least{by}" if share.gpus > 1 else ""
+    if share.utilization is None:
+        head = "nothing is left for vLLM: stop what holds the memory (`harness doctor` names it)"
+    else:
+        head = f"--gpu-memory-utilization {share.utilization} ({_gib(share.budget_bytes)}{several})"
+    doubts = [f"  doubt: {text}" for text in share.doubts]
+    return [head, f"  {sentence(share.formula)}", f"  {SOURCES[share.source]}", *doubts]
+
+
+def of_room(room: Room) -> list[str]:
+    """The room for the model, in lines."""
+    lines = [
+        f"{room.model}{', on each GPU' if room.gpus > 1 else ''}:",
+        f"  weights: {_gib(room.weights_bytes)} ({room.weights_from})",
+    ]
+    if room.request_bytes is not None:
+        each = f"{room.token_bytes:,} bytes a token, " if room.token_bytes is not None else ""
+        lines.append(f"  KV cache: {each}{_gib(room.request_bytes)} for a request of {room.max_model_len:,} tokens")
+    if room.kv_bytes is not None:
+        lines.append(
+            f"  left for the KV cache: {_from_to(_gib(max(0, size)) for size in room.kv_bytes)} "
+            f"(an estimate: activations and graphs take {OTHER_BYTES[0] / GIB:.1f} to {OTHER_BYTES[1] / GIB:.1f} GiB, "
+            "which vLLM finds out at start)"
+        )
+    if room.capacity is not None:
+        tokens = _from_to(f"{held.tokens:,}" for held in room.capacity)
+        at_once = _from_to(f"{held.concurrency:.2f}x" for held in room.capacity)
+        lines.append(f"  KV cache size: {tokens} tokens")
+        lines.append(f"  concurrency for {room.max_model_len:,} tokens per request: {at_once}")
+    if room.fits is not None:
+        lines.append(f"  {'it fits' if room.fits else 'it does NOT fit'}")
+    elif room.capacity is not None:
+        lines.append("  whether it fits is decided by what vLLM needs besides")
+    lines += [f"  unknown: {text}" for text in room.unknown]
+    return lines + [f"  to do: {text}" for text in room.advice]
+
+
+def brief(room: Room) -> list[str]:
+    """The room for the model, in a line; and what to do if it is too small."""
+    if room.capacity is None:
+        return [f"unknown: {text}" for text in room.unknown]
+    tokens = _from_to(f"{held.tokens:,}" for held in room.capacity)
+    at_once = _from_to(f"{held.concurrency:.1f}" for held in room.capacity)
+    line = f"left for the KV cache: about {tokens} tokens, {at_once} requests of {room.max_model_len:,}"
+    return [line, *(f"to do: {text}" for text in room.advice)]
+
+
+def _gib(size: int | None) -> str:
+    return "unknown" if size is None else gib(size, 2)
+
+
+def _from_to(values: Iterable[str]) -> str:
+    first, last = values
+    return first if first == last else f"{first} to {last}"
+
+
+_FREE = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")  # vLLM adds them up
+
+
+def host_share(root: Path = Path("/"), *, limit: int | None = None) -> Share:
+    """The share of a memory node that is safe for vLLM on the CPU; `limit` is the container's mem_limit in bytes.
+
+    Source: vllm/utils/cpu_resource_utils.py, get_memory_node_info. With several nodes, the one that has least.
+    Raises HarnessError where the kernel does not tell.
+    """
+    whole = meminfo(root / "proc/meminfo")
+    nodes = [meminfo(path) for path in sorted(root.glob("sys/devices/system/node/node*/meminfo"))]
+    nodes = [node for node in nodes if node.get("MemTotal") and all(name in node for name in _FREE)]
+    pairs = [(sum(node[name] for name in _FREE), node["MemTotal"]) for node in nodes]
+    if not pairs and {"MemAvailable", "MemTotal"} <= whole.keys():
+        pairs = [(whole["MemAvailable"], whole["MemTotal"])]
+    if not pairs:
+        raise HarnessError(
+            f"how much memory of this host is free is not known ({root / 'proc/meminfo'})",
+            next_step="Set gpu_memory_utilization to a number.",
+        )
+    if limit is not None:
+        pairs = [(min(free, limit), min(total, limit)) for free, total in pairs]
+    available = whole.get("MemAvailable")
+    return smallest_share([share(free, total, source="host", host_available=available) for free, total in pairs])

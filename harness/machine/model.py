@@ -1,0 +1,364 @@
+"""A model's configuration, the size of its weights and of its KV cache.
+
+Source: vllm/v1/core/kv_cache_utils.py. A block holds `block` tokens of a group of layers. Layers that keep all tokens
+and layers with a sliding window are put into groups of equal size, which share one pool of blocks.
+"""
+
+import json
+import math
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from harness.errors import HarnessError, did_you_mean
+from harness.files import open_file, read_text
+
+# Their default head size is hidden_size / heads. Other architectures have defaults in their code.
+_PLAIN = {
+    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "phi3", "phimoe", "olmo", "olmo2", "starcoder2", "granite",
+    "internlm2", "internlm3", "stablelm", "cohere", "opt", "gpt_neox",
+}  # fmt: skip
+# Likewise: as many heads of keys as of queries.
+_EQUAL_HEADS = {"llama", "phi3", "granite", "cohere", "olmo", "olmo2", "internlm2", "opt", "gpt_neox"}
+# One latent vector per token and layer (multi-head latent attention) as vLLM keeps it, and nothing else.
+_LATENT = {"deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"}
+_EVERY_LAYER_SLIDES = {"mistral", "mixtral", "phi3", "starcoder2"}
+# Keys of layers whose cache has another form: states of a recurrence, chunks, heads that differ between layers.
+_OTHER_FORMS = (
+    "attention_chunk_size", "attn_layer_period", "block_configs", "compress_ratios", "conv_L_cache",
+    "cross_attention_layers", "full_attention_interval", "global_head_dim", "hybrid_override_pattern", "index_topk",
+    "layers_block_type", "linear_attn_config", "linear_num_key_heads", "mamba_d_state", "mamba_d_ssm",
+    "mamba_expand", "num_global_key_value_heads", "num_kv_shared_layers", "ssm_cfg", "ssm_state_size", "state_size",
+    "time_step_rank",
+)  # fmt: skip
+
+
+class Geometry(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The shape that determines the size of a KV cache."""
+
+    full_layers: int  # keep every token
+    sliding_layers: int = 0  # keep the last `window` tokens
+    window: int | None = None
+    kv_heads: int  # of all GPUs; 1 for a latent, of which every GPU has a copy
+    head_size: int  # numbers of a key, a value or a latent
+    latent: bool = False  # one vector instead of key and value
+
+
+class ModelShape(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A model on this machine, from its files."""
+
+    name: str
+    folder: Path
+    geometry: Geometry | None = None
+    longest: int | None = None  # max_position_embeddings
+    kv_bytes: int | None = None  # of a number in the KV cache, where --kv-cache-dtype is auto
+    quantized: bool = False
+    heads: int | None = None  # of queries
+    unknown: list[str] = []  # why something above is None
+
+
+def find_model(name: str, environment: dict[str, str] | None = None) -> Path:
+    """The folder of a model: a path, or a hub id in the Hugging Face cache of this machine. Nothing is downloaded.
+
+    Raises HarnessError that says where was looked.
+    """
+    path = Path(os.path.expanduser(name))  # unchanged without ~
+    if path.name == "config.json":
+        path = path.parent
+    if (path / "config.json").is_file():
+        return path
+    cache = hub_cache(environment)
+    repository = cache / f"models--{name.replace('/', '--')}"
+    try:
+        revision = read_text(repository / "refs" / "main").strip()
+    except (OSError, ValueError):
+        revision = None
+    snapshots = repository / "snapshots"
+    candidates = [snapshots / revision] if revision else sorted(snapshots.glob("*"))
+    for folder in candidates:
+        if (folder / "config.json").is_file():
+            return folder
+    have = sorted(path.name.removeprefix("models--").replace("--", "/") for path in cache.glob("models--*"))
+    raise HarnessError(
+        f"--model: there is no config.json of '{name}', neither as a folder nor in {cache}"
+        + (f"; {did_you_mean(name, have)}" if have else ""),
+        next_step="Give the model's folder, or download its config.json there first; nothing is downloaded here.",
+    )
+
+
+def hub_cache(environment: dict[str, str] | None = None) -> Path:
+    """The folder of Hugging Face's hub on this machine: HF_HUB_CACHE, HF_HOME/hub, else ~/.cache."""
+    env = dict(os.environ) if environment is None else environment
+    if env.get("HF_HUB_CACHE"):
+        return Path(env["HF_HUB_CACHE"])
+    home = env.get("HF_HOME") or Path(env.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface"
+    return Path(home) / "hub"
+
+
+def read_model(folder: Path, name: str | None = None) -> ModelShape:
+    """A model by its folder. Raises HarnessError for a config.json that cannot be read."""
+    config = _json(folder / "config.json")
+    nested = next((config[key] for key in ("text_config", "llm_config") if isinstance(config.get(key), dict)), None)
+    text: dict[str, Any] = nested or config
+    unknown: list[str] = []
+    try:
+        geometry = geometry_of(text, encoder_decoder=bool(config.get("is_encoder_decoder")))
+    except _UnknownError as error:
+        geometry = None
+        unknown.append(f"the KV cache per token: {error}")
+    quantization = config.get("quantization_config") or text.get("quantization_config") or {}
+    if (folder / "hf_quant_config.json").is_file():
+        quantization = quantization or _json(folder / "hf_quant_config.json").get("quantization") or {}
+    kv_bytes: int | None = 2  # 16 bit; vLLM converts 32 bit to 16
+    if quantization.get("kv_cache_scheme") or quantization.get("kv_cache_quant_algo"):
+        kv_bytes = None
+        unknown.append("the KV cache's data type: the checkpoint brings one of its own; give --kv-cache-dtype")
+    longest = text.get("max_position_embeddings")
+    return ModelShape(
+        name=name or folder.name,
+        folder=folder,
+        geometry=geometry,
+        longest=longest if isinstance(longest, int) else None,
+        kv_bytes=kv_bytes,
+        quantized=bool(quantization),
+        heads=heads if isinstance(heads := text.get("num_attention_heads"), int) and heads > 0 else None,
+        unknown=unknown,
+    )
+
+
+class _UnknownError(Exception):
+    """Why the geometry is unknown."""
+
+
+def geometry_of(config: dict[str, Any], *, encoder_decoder: bool = False) -> Geometry:
+    """The geometry of the text part of a config.json. Raises _UnknownError with the reason."""
+    kind = str(config.get("model_type"))
+    if encoder_decoder or config.get("is_encoder_decoder"):
+        raise _UnknownError("an encoder-decoder model")
+    others = [key for key in _OTHER_FORMS if config.get(key)]
+    if others:
+        raise _UnknownError(f"layers of another form ({others[0]} in config.json)")
+    layers = _whole(config, "num_hidden_layers")
+    if config.get("kv_lora_rank") is not None:
+        if kind not in _LATENT:
+            raise _UnknownError(f"latent attention of '{kind}', of which the cache's form is not known")
+        size = _whole(config, "kv_lora_rank") + _whole(config, "qk_rope_head_dim")
+        return Geometry(full_layers=layers, kv_heads=1, head_size=size, latent=True)
+    sliding = _sliding_layers(config, kind, layers)
+    return Geometry(
+        full_layers=layers - sliding,
+        sliding_layers=sliding,
+        window=_whole(config, "sliding_window") if sliding else None,
+        kv_heads=_kv_heads(config, kind),
+        head_size=_head_size(config, kind),
+    )
+
+
+def _sliding_layers(config: dict[str, Any], kind: str, layers: int) -> int:
+    types = config.get("layer_types")
+    if isinstance(types, list):
+        strange = sorted({str(one) for one in types} - {"full_attention", "sliding_attention"})
+        if strange:
+            raise _UnknownError(f"layers of the type {strange[0]}")
+        if len(types) != layers:
+            raise _UnknownError(f"{len(types)} layer_types for {layers} layers")
+        return types.count("sliding_attention")
+    if not config.get("sliding_window") or config.get("use_sliding_window") is False:
+        return 0
+    if kind in _EVERY_LAYER_SLIDES:
+        return layers
+    if kind == "gemma2":
+        return (layers + 1) // 2  # every other one, from the first on
+    pattern = config.get("sliding_window_pattern")
+    if kind == "gemma3_text" and isinstance(pattern, int) and pattern > 0:
+        return layers - layers // pattern
+    raise _UnknownError("it has a sliding window, and config.json does not say in which layers (layer_types)")
+
+
+def _kv_heads(config: dict[str, Any], kind: str) -> int:
+    for key in ("num_key_value_heads", "num_kv_heads"):
+        if config.get(key) is not None:
+            return _whole(config, key)
+    if kind in _EQUAL_HEADS:
+        return _whole(config, "num_attention_heads")
+    raise _UnknownError("config.json has no num_key_value_heads")
+
+
+def _head_size(config: dict[str, Any], kind: str) -> int:
+    if config.get("head_dim") is not None:
+        return _whole(config, "head_dim")
+    if kind in _PLAIN:
+        return _whole(config, "hidden_size") // _whole(config, "num_attention_heads")
+    raise _UnknownError("config.json has no head_dim")
+
+
+def _whole(config: dict[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _UnknownError(f"config.json has no usable {key}")
+    return value
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise HarnessError(f"{path}: cannot be read ({reason})", next_step="Download it again.") from None
+    if not isinstance(found, dict):
+        raise HarnessError(f"{path}: is not the configuration of a model", next_step="Download it again.")
+    return found
+
+
+HEADER_LIMIT = 100 << 20  # of the format itself
+_FLOATS = ("F16", "BF16", "F32", "F64")  # become 16 bit without quantisation
+
+
+def weight_bytes(folder: Path, *, quantized: bool) -> tuple[int | None, str]:
+    """Bytes in GPU memory and their source; None, with the reason, if unknown.
+
+    The files of a folder are those of its index, if it has one: repositories keep the same weights in other forms, too.
+    """
+    index = folder / "model.safetensors.index.json"
+    files, total = sorted(folder.glob("*.safetensors")), None
+    if index.is_file():
+        names, total = _index(index)
+        files = [folder / name for name in names]
+    elif (folder / "model.safetensors").is_file():
+        files = [folder / "model.safetensors"]
+    if files and all(path.is_file() for path in files):
+        try:
+            return sum(_of_file(path, quantized) for path in files), f"the headers of {len(files)} safetensors"
+        except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+            return None, f"a safetensors file is damaged ({error})"
+    if total is not None:
+        return total, "the index of the safetensors"
+    return None, "there are no safetensors of it on this machine"
+
+
+def _index(path: Path) -> tuple[list[str], int | None]:
+    try:
+        found = json.loads(read_text(path))
+        total = found.get("metadata", {}).get("total_size")
+        return sorted(set(found["weight_map"].values())), int(total) if total else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return [], None
+
+
+def _of_file(path: Path, quantized: bool) -> int:
+    with open_file(path) as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        if length > HEADER_LIMIT:
+            raise ValueError(f"{path.name}: no header")
+        header: dict[str, Any] = json.loads(file.read(length))
+    tensors = (tensor for name, tensor in header.items() if name != "__metadata__")
+    return sum(_of_tensor(tensor, quantized) for tensor in tensors)
+
+
+def _of_tensor(tensor: dict[str, Any], quantized: bool) -> int:
+    if not quantized and tensor["dtype"] in _FLOATS:
+        return 2 * math.prod(int(size) for size in tensor["shape"])
+    begin, end = tensor["data_offsets"]
+    return int(end) - int(begin)
+
+
+GPU_BLOCK = 16  # vLLM's default on a GPU
+CPU_BLOCK = 128
+DTYPE_BYTES = {"auto": None, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+
+
+def known_dtype(name: str) -> None:
+    """Raise HarnessError for an unknown data type."""
+    if name not in DTYPE_BYTES:
+        raise HarnessError(
+            f"--kv-cache-dtype: '{name}' is not known here; {did_you_mean(name, DTYPE_BYTES)}",
+            next_step="Leave it out for the model's own.",
+        )
+
+
+class Layout(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How one GPU stores the cache."""
+
+    block: int  # tokens
+    block_bytes: int
+    full_groups: int
+    sliding_groups: int = 0
+    window: int | None = None
+    in_flight: int = 0  # computed tokens of a sliding window that are not freed yet
+
+    def blocks_per_request(self, length: int) -> int:
+        """Blocks that a request of `length` tokens holds at most."""
+        blocks = self.full_groups * _up(length, self.block)
+        if self.sliding_groups and self.window is not None:
+            kept = min(self.window - 1 + self.in_flight, length)
+            blocks += self.sliding_groups * (_up(kept, self.block) + 1)  # a window may start within a block
+        return blocks
+
+    def request_bytes(self, length: int) -> int:
+        return self.blocks_per_request(length) * self.block_bytes
+
+    @property
+    def token_bytes(self) -> int | None:
+        """Bytes of one more token of a request; None if it depends on the request's length."""
+        return None if self.sliding_groups else self.full_groups * self.block_bytes // self.block
+
+
+class Capacity(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a KV cache holds, as vLLM prints it at start."""
+
+    tokens: int
+    concurrency: float  # concurrent requests of maximum length
+    longest: int  # the greatest max_model_len that fits, at most the wanted one
+
+    @property
+    def fits(self) -> bool:
+        """Whether a request of maximum length fits; else vLLM does not start."""
+        return self.longest > 0 and self.concurrency >= 1
+
+
+def layout_of(
+    geometry: Geometry, number_bytes: int, *, tensor_parallel: int = 1, block: int = GPU_BLOCK, in_flight: int = 0
+) -> Layout:
+    """The cache on each of `tensor_parallel` GPUs: key heads are divided, but at least one is on each."""
+    heads = max(1, geometry.kv_heads // tensor_parallel)
+    page = block * heads * geometry.head_size * number_bytes * (1 if geometry.latent else 2)
+    full, sliding = geometry.full_layers, geometry.sliding_layers
+    if not full or not sliding:
+        size = full or sliding
+    else:
+        # Groups have the size of the smaller kind; if both are about equal, of the larger one, with padding.
+        size = max(full, sliding) if max(full, sliding) < min(full, sliding) * 1.5 else min(full, sliding)
+    return Layout(
+        block=block,
+        block_bytes=size * page,
+        full_groups=_up(full, size),
+        sliding_groups=_up(sliding, size),
+        window=geometry.window,
+        in_flight=in_flight,
+    )
+
+
+def capacity(layout: Layout, available: int, length: int) -> Capacity:
+    """What `available` bytes hold at a max_model_len of `length` tokens."""
+    blocks = max(0, available) // layout.block_bytes
+    concurrency = blocks / layout.blocks_per_request(length)
+    usable = available - layout.block_bytes  # vLLM reserves one block
+    return Capacity(tokens=int(concurrency * length), concurrency=concurrency, longest=_longest(layout, usable, length))
+
+
+def _longest(layout: Layout, available: int, length: int) -> int:
+    low, high = 0, length
+    while low < high:
+        middle = (low + high + 1) // 2
+        if layout.request_bytes(middle) <= available:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _up(number: int, by: int) -> int:
+    return -(-number // by)

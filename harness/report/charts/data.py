@@ -1,0 +1,528 @@
+"""The data of the charts, reduced from a run's files in one pass over its records.
+
+The size of the page depends on the number of rows and cells, never on the number of requests. See
+harness.rundir.lines for how a long file is read.
+"""
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import chain, pairwise
+from pathlib import Path
+from zlib import crc32
+
+import numpy as np
+from msgspec import Struct, field, structs
+from numpy.typing import NDArray
+
+from harness.analysis import derive
+from harness.analysis.count import together
+from harness.analysis.derive import Latencies, doubles
+from harness.analysis.summarize import places_of
+from harness.analysis.tally import Clock, is_counted
+from harness.columns import LIVE
+from harness.rundir.lines import Block, Lines, blocks_of, by_cell, in_file, reader, requests_in
+from harness.rundir.manifest import Run
+from harness.rundir.metrics import MetricsSample, read_samples
+from harness.rundir.records import ProcessMark, Request, read_marks
+from harness.rundir.telemetry import GpuSample, TelemetrySample, read_telemetry, serving
+from harness.scenario.plan import plan
+
+FINE_S = 0.1  # width of a bin
+MAX_FINE = 4_000_000  # bins of a cell, over four days: a record with an absurd time falls into the last
+MAX_BINS = 240  # points of a timeline's line
+MAX_POINTS = 200  # points of a distribution's line
+MIN_ARRIVALS = 10  # fine bins of a step of arrivals: a second
+COARSER = 3  # times as long as other steps
+EXAMPLES = 3  # messages kept for each kind of error
+MAX_DOTS = 600  # requests of a row that are drawn at most,
+SLOWEST = 20  # of them the slowest,
+MAX_FAILED = 150  # and failed ones
+MAX_GPUS = 8  # that are drawn; a ninth would have no colour of its own
+GAUGES = ("running", "waiting", "kv_usage")  # of the server, in the order in which they are drawn
+HEAT = ("heat", "prochot")
+
+RowKey = tuple[str, str]  # server, load
+Span = tuple[float, float]
+Floats = NDArray[np.float64]
+Values = list[float | None]
+
+
+class Dot(Struct, frozen=True):
+    """A measured request."""
+
+    draw: int  # what chooses it: as good as random, and always the same
+    cell: str
+    sent_s: float  # within its cell
+    took_s: float  # until the answer was whole, or until it failed
+    ttft_s: float | None
+    error: str | None
+
+    @property
+    def order(self) -> tuple[int, str, float, float]:
+        """An order of known values, for copies of one record as well."""
+        return self.draw, self.cell, self.sent_s, self.took_s
+
+
+class ErrorExamples(Struct):
+    """A kind of error in one row."""
+
+    count: int = 0
+    messages: list[str] = []
+
+    def merge(self, other: "ErrorExamples") -> None:
+        self.count += other.count
+        self.messages += [message for message in other.messages if message not in self.messages]
+        del self.messages[EXAMPLES:]
+
+
+class RowData(Struct):
+    """Measured requests of one row. The dots do not depend on how the file is divided, nor on its order."""
+
+    latencies: Latencies = field(default_factory=Latencies)  # of the successful ones
+    errors: dict[str, ErrorExamples] = {}
+    good: list[Dot] = []
+    slow: list[Dot] = []
+    failed: list[Dot] = []
+    count: int = 0  # successful ones with a known time of sending
+    failures: int = 0  # failed ones likewise
+
+    def add_latencies(self, request: Request) -> None:
+        self.latencies.add(request, [column.field for column in LIVE])
+
+    def add_dot(self, request: Request, sent_s: float) -> None:
+        draw = crc32(request.id.encode()) * 2654435761 & 0xFFFFFFFF
+        took_s = request.ended_s if request.error is not None else derive.e2e_s(request) or 0.0
+        dot = Dot(draw, request.cell, sent_s, took_s, derive.ttft_s(request), request.error)
+        if request.error is not None:
+            self.failures += 1
+            self.failed.append(dot)
+        else:
+            self.count += 1
+            self.good.append(dot)
+        if len(self.good) > 8 * MAX_DOTS or len(self.failed) > 8 * MAX_FAILED:
+            self.thin()
+
+    def thin(self) -> None:
+        slow = {*self.slow, *self.good}
+        self.slow = heapq.nlargest(SLOWEST, slow, key=lambda dot: (dot.took_s, *dot.order))
+        self.good = heapq.nsmallest(MAX_DOTS, self.good, key=lambda dot: dot.order)
+        self.failed = heapq.nsmallest(MAX_FAILED, self.failed, key=lambda dot: dot.order)
+
+    def merge(self, other: "RowData") -> None:
+        """Add the data of a later part of the file."""
+        for name in ("good", "slow", "failed"):
+            getattr(self, name).extend(getattr(other, name))
+        self.latencies.merge(other.latencies)
+        self.count += other.count
+        self.failures += other.failures
+        for kind, examples in other.errors.items():
+            self.errors.setdefault(kind, ErrorExamples()).merge(examples)
+        self.thin()
+
+    def chosen(self, max_dots: int) -> list[Dot]:
+        """Choose dots, in the order of sending: the slowest, some failed ones, the others at random."""
+        self.thin()
+        kept = {*self.slow, *self.failed[: max_dots // 4]}
+        for dot in self.good:
+            if len(kept) >= max_dots:
+                break
+            kept.add(dot)
+        return sorted(kept, key=lambda dot: (dot.cell, dot.sent_s, dot.draw))
+
+
+class BinCounts(Struct):
+    """How much fell into each bin of FINE_S, from bin `first` on."""
+
+    first: int = 0
+    values: Floats = field(default_factory=lambda: np.zeros(0))
+
+    def add(self, first: int, values: Floats) -> None:
+        low = min(self.first, first) if len(self.values) else first
+        both = np.zeros(max(self.first + len(self.values), first + len(values)) - low)
+        for start, some in ((self.first, self.values), (first, values)):
+            both[start - low : start - low + len(some)] += some
+        self.first, self.values = low, both
+
+    def between(self, low: int, high: int) -> Floats:
+        found = np.zeros(high - low)
+        first, end = max(low, self.first), min(high, self.first + len(self.values))
+        if first < end:
+            found[first - low : end - low] = self.values[first - self.first : end - self.first]
+        return found
+
+
+class ChartFailures(Struct):
+    """How often one kind of failure came in a cell, and when first (seconds of the cell)."""
+
+    count: int
+    first_s: float
+
+
+class CellData(Struct):
+    """Requests of one cell over time, in bins. Seconds count from the start of the cell's first load process."""
+
+    sent: BinCounts = field(default_factory=BinCounts)
+    ended: BinCounts = field(default_factory=BinCounts)
+    tokens: BinCounts = field(default_factory=BinCounts)
+    due: BinCounts = field(default_factory=BinCounts)  # measured requests of an open loop: when each was due,
+    gone: BinCounts = field(default_factory=BinCounts)  # and when it was sent
+    failures: dict[str, ChartFailures] = {}  # measured, by kind
+    first_measured_s: float = float("inf")
+    first_sent_s: float = float("inf")
+    last_ended_s: float = 0.0
+
+    def note_failure(self, kind: str, more: ChartFailures) -> None:
+        known = self.failures.setdefault(kind, ChartFailures(0, more.first_s))
+        known.count += more.count
+        known.first_s = min(known.first_s, more.first_s)
+
+    def merge(self, other: "CellData") -> None:
+        for name in ("sent", "ended", "tokens", "due", "gone"):
+            more: BinCounts = getattr(other, name)
+            getattr(self, name).add(more.first, more.values)
+        for kind, failures in other.failures.items():
+            self.note_failure(kind, failures)
+        self.first_measured_s = min(self.first_measured_s, other.first_measured_s)
+        self.first_sent_s = min(self.first_sent_s, other.first_sent_s)
+        self.last_ended_s = max(self.last_ended_s, other.last_ended_s)
+
+
+class CellTimes:
+    """The times of one cell in one block of the file, which become bins at its end."""
+
+    def __init__(self) -> None:
+        self.data = CellData()
+        self.times = {name: doubles() for name in ("sent", "ended", "tokens", "due", "gone")}
+        self.streams: list[tuple[float, int, float]] = []  # of each request: sent, number of chunks, tokens of each
+
+    def add(self, request: Request, offset_s: float) -> None:
+        """Count a request; `offset_s` takes its process's clock to seconds of this cell."""
+        sent = max(0.0, request.sent_s + offset_s)
+        ended = sent + request.ended_s
+        self.times["sent"].append(sent)
+        self.times["ended"].append(ended)
+        self.data.first_sent_s = min(sent, self.data.first_sent_s)
+        self.data.last_ended_s = max(ended, self.data.last_ended_s)
+        if request.phase == "measured":
+            self.data.first_measured_s = min(sent, self.data.first_measured_s)
+            if request.scheduled_s is not None:
+                self.times["due"].append(max(0.0, sent + request.scheduled_s))
+                self.times["gone"].append(sent)
+        # Without streaming all tokens come at the end; the tokens of a failed request are known by its chunks.
+        arrivals = request.chunks_s or ([request.ended_s] if request.error is None else [])
+        if request.output_tokens and arrivals:
+            self.times["tokens"].fromlist(arrivals)
+            self.streams.append((sent, len(arrivals), request.output_tokens / len(arrivals)))
+
+    def binned(self) -> CellData:
+        for name, times in self.times.items():
+            if not times:
+                continue
+            at, weights = np.array(times), None
+            if name == "tokens":
+                sent, sizes, each = (np.array(column) for column in zip(*self.streams, strict=True))
+                at, weights = at + np.repeat(sent, sizes), np.repeat(each, sizes)
+            places = np.clip((at / FINE_S).astype(np.int64), 0, MAX_FINE - 1)
+            first = int(places.min())
+            setattr(self.data, name, BinCounts(first, np.bincount(places - first, weights=weights).astype(np.float64)))
+        return self.data
+
+
+class ServerSamples(Struct):
+    """Samples of one cell's server; None where one of them lacks the value."""
+
+    at_s: list[float] = []
+    values: dict[str, Values] = {}  # by gauge; those without any value are left out
+    preempted: list[tuple[float, float]] = []  # when it was noticed, and how many since the sample before
+
+
+class MachineSamples(Struct):
+    """Samples of one cell's machine; None where one of them lacks the value."""
+
+    at_s: list[float] = []
+    panels: dict[str, dict[str, Values]] = {}  # panel -> name of a line -> its values; those without any are left out
+    heat: list[tuple[float, float, str]] = []  # from when until when heat held a GPU back, and which
+    drawn: int = 0  # GPUs
+    left_out: int = 0  # GPUs that did not work for the server, or beyond MAX_GPUS
+
+
+class Timeline(Struct, frozen=True, kw_only=True):
+    """One cell over time. Zero is the first measured request; times in seconds."""
+
+    cell: str
+    step_s: float
+    at_s: list[float]  # middle of each step
+    tok_s: list[float]
+    in_flight: list[int]  # requests sent and not ended, the most of each step
+    arrivals_at_s: list[float] = []  # of an open loop: middle of each step of the following two
+    asked_s: list[float] = []  # requests due a second, ...
+    gone_s: list[float] = []  # ... and sent a second
+    server: ServerSamples
+    machine: MachineSamples = field(default_factory=MachineSamples)
+    failures: dict[str, ChartFailures]  # of measured requests by kind, the earliest first
+    warmup_until_s: float | None  # None: no warm-up
+    ends_s: float
+
+
+class ChartData(Struct, frozen=True, kw_only=True):
+    """Everything that the charts draw."""
+
+    rows: dict[RowKey, RowData]
+    timelines: list[Timeline]
+    without_usage: int  # successful requests for text whose tokens the server did not report
+    damaged_lines: int
+
+    @property
+    def errors(self) -> dict[RowKey, dict[str, ErrorExamples]]:
+        return {key: row.errors for key, row in self.rows.items() if row.errors}
+
+
+class _Clocks(Struct, frozen=True):
+    """What joins the clocks of a run's processes; and when the parts of a mix were all measured."""
+
+    anchors: dict[tuple[str, int], float]  # by cell and process
+    starts_s: dict[str, float]  # of each cell, Unix time
+    mixes: dict[str, tuple[Clock, Span | None]]
+
+
+class _Part(Struct):
+    """A part of the file."""
+
+    rows: dict[RowKey, RowData]
+    cells: dict[str, CellData]
+    lines: Lines
+    without_usage: int = 0
+
+
+def observe(folder: Path, run: Run) -> ChartData:
+    """Read requests.jsonl, processes.jsonl, metrics.jsonl and telemetry.jsonl of a run, whatever state they are in."""
+    # A cell that shows drift belongs to no row.
+    keys = {cell.id: (cell.server, cell.load if cell.again is None else cell.id) for cell in plan(run.scenario)}
+    marks = by_cell(read_marks(folder / "processes.jsonl"))
+    places = places_of(run, marks)
+    windows = together(folder / "requests.jsonl", places)
+    clocks = _clocks(marks, {cell: (places[cell].clock, window_s) for cell, window_s in windows.items()})
+    rows: dict[RowKey, RowData] = {key: RowData() for key in keys.values()}
+    cells: dict[str, CellData] = {}
+    lines, without_usage = [], 0
+    with reader(blocks_of(folder / "requests.jsonl")) as parts_of:
+        for part in parts_of(partial(_observe, keys=keys, clocks=clocks)):
+            for key, row in part.rows.items():
+                rows[key].merge(row)
+            for name, cell in part.cells.items():
+                cells.setdefault(name, CellData()).merge(cell)
+            lines.append(part.lines)
+            without_usage += part.without_usage
+    zeros = {name: cell.first_measured_s for name, cell in cells.items()}
+    for row in rows.values():
+        for dots in (row.good, row.slow, row.failed):
+            dots[:] = [structs.replace(dot, sent_s=dot.sent_s - zeros[dot.cell]) for dot in dots]
+    scraped, watched = read_samples(folder / "metrics.jsonl"), read_telemetry(folder / "telemetry.jsonl")
+    timelines = []
+    for name in keys:
+        if name in cells:
+            zero_s = clocks.starts_s[name] + _zero(cells[name])
+            server = server_samples(scraped.get(name, []), zero_s)
+            timelines.append(_timeline(name, cells[name], server, machine_samples(watched.get(name, []), zero_s)))
+    return ChartData(
+        rows=rows, timelines=timelines, without_usage=without_usage, damaged_lines=len(in_file(lines)),
+    )  # fmt: skip
+
+
+def _clocks(marks: dict[str, list[ProcessMark]], mixes: dict[str, tuple[Clock, Span | None]]) -> _Clocks:
+    clocks = _Clocks({}, {}, mixes)
+    for mark in chain.from_iterable(marks.values()):
+        if mark.event == "start":
+            clocks.anchors[mark.cell, mark.process] = mark.wall_s - mark.monotonic_s
+            clocks.starts_s[mark.cell] = min(mark.wall_s, clocks.starts_s.get(mark.cell, mark.wall_s))
+    return clocks
+
+
+def _observe(block: Block, keys: dict[str, RowKey], clocks: _Clocks) -> _Part:
+    part = _Part({}, {}, Lines())
+    cells: dict[str, CellTimes] = {}
+    for request in requests_in(block, part.lines):
+        key = keys.get(request.cell)
+        if key is None:
+            continue
+        anchor, offset_s = clocks.anchors.get((request.cell, request.process)), 0.0
+        if anchor is not None:
+            offset_s = anchor - clocks.starts_s[request.cell]
+            cells.setdefault(request.cell, CellTimes()).add(request, offset_s)
+        clock, window_s = clocks.mixes.get(request.cell, (Clock([]), None))
+        counted = is_counted(request, request.sent_s + clock.offset_s(request.process), window_s)
+        if not counted or request.error == "abandoned":
+            continue
+        row = part.rows.setdefault(key, RowData())
+        if anchor is not None:
+            sent_s = request.sent_s + offset_s
+            row.add_dot(request, sent_s)
+            if request.error is not None and request.error != "unfinished":
+                cells[request.cell].data.note_failure(request.error, ChartFailures(1, sent_s + request.ended_s))
+        if request.error is not None:
+            said = [request.message] if request.message else []
+            row.errors.setdefault(request.error, ErrorExamples()).merge(ErrorExamples(1, said))
+        else:
+            part.without_usage += request.output_tokens is None and request.vectors is None
+            row.add_latencies(request)
+    part.cells = {name: cell.binned() for name, cell in cells.items()}
+    for row in part.rows.values():
+        row.thin()
+    return part
+
+
+def distribution(values: Iterable[float]) -> tuple[list[float], list[float]]:
+    """The empirical distribution function: values in rising order and the share of the sample up to each.
+
+    Every point of a small sample; of a large one MAX_POINTS of them, the least and the most included.
+    """
+    ordered = np.sort(np.asarray(list(values), dtype=np.float64))
+    size = len(ordered)
+    places = np.arange(size)
+    if size > MAX_POINTS:
+        places = np.unique(np.linspace(0, size - 1, MAX_POINTS).round().astype(np.int64))
+    shares = (places + 1) / size if size else places
+    return [float(v) for v in ordered[places]], [round(float(s), 5) for s in shares]
+
+
+def _zero(cell: CellData) -> float:
+    """The first measured request, or the first of all where none was measured."""
+    return cell.first_measured_s if cell.first_measured_s < float("inf") else cell.first_sent_s
+
+
+def _timeline(name: str, cell: CellData, server: ServerSamples, machine: MachineSamples) -> Timeline:
+    start, zero = cell.first_sent_s, _zero(cell)
+    low, high = _bin(start), _bin(cell.last_ended_s) + 1
+    group = _bins_per_step(high - low)
+    edges, lengths, middles = _steps(low, high, group, zero)
+    in_flight = np.cumsum(cell.sent.between(low, high) - cell.ended.between(low, high))
+    arrivals_at, asked, gone = _arrivals(cell, low, high, zero)
+    return Timeline(
+        cell=name,
+        step_s=group * FINE_S,
+        at_s=middles,
+        tok_s=[round(float(r), 1) for r in np.add.reduceat(cell.tokens.between(low, high), edges) / lengths],
+        in_flight=[int(n) for n in np.maximum.reduceat(in_flight, edges)],
+        arrivals_at_s=arrivals_at,
+        asked_s=asked,
+        gone_s=gone,
+        server=server,
+        machine=machine,
+        failures={
+            kind: ChartFailures(found.count, round(found.first_s - zero, 2))
+            for kind, found in sorted(cell.failures.items(), key=lambda item: item[1].first_s)
+        },
+        warmup_until_s=None if zero == start else round(start - zero, 2),
+        ends_s=round(cell.last_ended_s - zero, 2),
+    )
+
+
+def _arrivals(cell: CellData, low: int, high: int, zero: float) -> tuple[list[float], list[float], list[float]]:
+    """Middles of steps, requests due and sent a second in each; nothing in a closed loop. A step has some arrivals."""
+    if not len(cell.due.values):
+        return [], [], []
+    group = max(MIN_ARRIVALS, _bins_per_step(COARSER * (high - low)))
+    edges, lengths, middles = _steps(low, high, group, zero)
+    due, gone = (
+        [round(float(rate), 3) for rate in np.add.reduceat(bins.between(low, high), edges) / lengths]
+        for bins in (cell.due, cell.gone)
+    )
+    return middles, due, gone
+
+
+def _bin(at_s: float) -> int:
+    return max(0, min(int(at_s / FINE_S), MAX_FINE - 1))
+
+
+def _steps(low: int, high: int, group: int, zero: float) -> tuple[NDArray[np.int64], Floats, list[float]]:
+    """Steps of `group` fine bins: where each begins, counted from `low`, how long it is, and its middle."""
+    edges = np.arange(0, high - low, group)
+    lengths = np.diff(np.append(edges, high - low)) * FINE_S
+    return edges, lengths, [round(float(t), 2) for t in (low + edges) * FINE_S + lengths / 2 - zero]
+
+
+def _bins_per_step(bins: int) -> int:
+    """The least round number of fine bins that keeps a line within MAX_BINS points."""
+    for group in (1, 2, 5, 10, 20, 50, 100, 300, 600, 1200, 3000, 6000, 18000, 36000):
+        if bins <= group * MAX_BINS:
+            return group
+    return -(-bins // MAX_BINS)
+
+
+def _every(samples: Sequence[object]) -> int:
+    """Every how many samples one is drawn, for about 2 * MAX_BINS at most."""
+    return max(1, -(-len(samples) // (2 * MAX_BINS)))
+
+
+def server_samples(scrapes: Sequence[MetricsSample], zero_s: float) -> ServerSamples:
+    """The gauges of one cell in metrics.jsonl; times count from `zero_s`."""
+    known = [scrape for scrape in scrapes if any(gauge in scrape.values for gauge in GAUGES)]
+    counted = [(one.wall_s, one.values["preemptions"]) for one in scrapes if "preemptions" in one.values]
+    drawn = known[:: _every(known)]
+    return ServerSamples(
+        at_s=[round(scrape.wall_s - zero_s, 2) for scrape in drawn],
+        values={
+            gauge: [scrape.values.get(gauge) for scrape in drawn]
+            for gauge in GAUGES
+            if any(gauge in scrape.values for scrape in known)
+        },
+        preempted=[
+            (round(at - zero_s, 2), count - before) for (_, before), (at, count) in pairwise(counted) if count > before
+        ],
+    )
+
+
+def machine_samples(samples: Sequence[TelemetrySample], zero_s: float) -> MachineSamples:
+    """The lines of one cell in telemetry.jsonl; times count from `zero_s`."""
+    names = sorted({name for one in samples for name in one.gpus})
+    used = [name for name in names if name in serving(samples)] or names
+    drawn, every = used[:MAX_GPUS], _every(samples)
+    panels: dict[str, dict[str, Values]] = {}
+    for name in drawn:
+        for panel, lines in _lines(samples, name, len(drawn)).items():
+            for what, line in lines.items():
+                if any(value is not None for value in line):
+                    label = what if len(drawn) == 1 else name if len(lines) == 1 else f"{name} {what}"
+                    panels.setdefault(panel, {})[label] = line[::every]
+    return MachineSamples(
+        at_s=[round(one.wall_s - zero_s, 2) for one in samples[::every]],
+        panels=panels,
+        heat=[span for name in used for span in _heat(samples, name, zero_s)],
+        drawn=len(drawn),
+        left_out=len(names) - len(drawn),
+    )
+
+
+def _lines(samples: Sequence[TelemetrySample], name: str, gpus: int) -> dict[str, dict[str, Values]]:
+    seen = [one.gpus.get(name) for one in samples]
+
+    def line(value: Callable[[GpuSample], float | None]) -> Values:
+        return [None if gpu is None else value(gpu) for gpu in seen]
+
+    # On a card of its own, GTT is only a window to the machine's memory: a line near zero says nothing.
+    gtt = line(lambda gpu: gpu.gtt_used_bytes)
+    big = max((value or 0.0 for value in gtt), default=0.0) > 2**30
+    labels = dict.fromkeys(label for gpu in seen if gpu is not None for label in gpu.temperatures_c)
+    sensors = {label: line(lambda gpu, label=label: gpu.temperatures_c.get(label)) for label in labels}  # type: ignore[misc]
+    if gpus > 1:  # three lines for each would be no picture
+        sensors = {"hottest": line(lambda gpu: max(gpu.temperatures_c.values(), default=None))}
+    return {
+        "busy": {"busy": line(lambda gpu: gpu.busy_percent)},
+        "memory": {"VRAM": line(lambda gpu: gpu.vram_used_bytes), **({"GTT": gtt} if big else {})},
+        "power": {"power": line(lambda gpu: gpu.power_w)},
+        "temperature": sensors,
+        "clock": {"GPU": line(lambda gpu: gpu.clock_mhz)},
+    }
+
+
+def _heat(samples: Sequence[TelemetrySample], name: str, zero_s: float) -> list[tuple[float, float, str]]:
+    """Spans of adjacent samples in which heat held the GPU back."""
+    spans: list[tuple[float, float]] = []
+    for before, one in pairwise(samples):
+        held = one.gpus[name].held_back if name in one.gpus else None
+        if held and any(held.get(kind) for kind in HEAT):
+            adjacent = bool(spans) and spans[-1][1] == before.wall_s
+            start = spans.pop()[0] if adjacent else before.wall_s
+            spans.append((start, one.wall_s))
+    return [(round(start - zero_s, 2), round(end - zero_s, 2), name) for start, end in spans]

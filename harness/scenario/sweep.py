@@ -1,0 +1,325 @@
+"""Sweeps: `vary` and `where` of a server or load, expanded into named rows when the scenario is read.
+
+After that a scenario has ordinary servers and loads only; `Scenario.swept` keeps what was varied in each of them.
+"""
+
+import ast
+import itertools
+import math
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from harness.errors import Problem, did_you_mean
+from harness.scenario.scenario import MAX_NAME, Load, Scenario, Server, Span, Swept, SweptRow
+
+MAX_COMBINATIONS = 10_000  # of one server or load, before `where`
+MAX_VALUES = 1000  # of one setting
+MAX_CONDITION = 200  # characters
+FLAG = "--"  # a setting that begins with it is an argument of the engine
+_NOT_VARIED = ("stages", "vary", "where")
+_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
+    ast.Eq: operator.eq, ast.NotEq: operator.ne,
+}  # fmt: skip
+_COMPUTE: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+}  # fmt: skip
+
+
+class Expanded(Struct, frozen=True):
+    """A scenario without `vary`, what is wrong with its sweeps, and by name in the file the rows that it became."""
+
+    scenario: Scenario
+    problems: list[Problem]
+    servers: dict[str, list[str]]
+    loads: dict[str, list[str]]
+
+
+def expand(scenario: Scenario, decode_load: Callable[[Any, list[Problem]], Load | None]) -> Expanded:
+    """Replace each server and load that has `vary` by its rows.
+
+    `decode_load` makes a load of plain values and notes what is wrong with them. One that has a problem is left out.
+    """
+    problems: list[Problem] = []
+
+    def server(one: Server, settings: dict[str, Any], _: list[Problem]) -> Server | None:
+        return _server(one, settings)
+
+    def load(one: Load, settings: dict[str, Any], wrong: list[Problem]) -> Load | None:
+        raw = msgspec.to_builtins(msgspec.structs.replace(one, vary={}, where=[]))
+        for key, value in settings.items():
+            if (problem := _put(raw, key, value)) is not None:
+                wrong.append(problem)
+                return None
+        return decode_load(raw, wrong)
+
+    servers, of_servers, swept_servers = _rows(scenario.servers, "servers", server, problems)
+    loads, of_loads, swept_loads = _rows(scenario.loads, "loads", load, problems)
+    swept = Swept(servers=swept_servers, loads=swept_loads) if swept_servers or swept_loads else None
+    whole = msgspec.structs.replace(scenario, servers=servers, loads=loads, swept=swept)
+    return Expanded(whole, problems, of_servers, of_loads)
+
+
+def _rows(
+    parts: Mapping[str, Any], kind: str, make: Callable[[Any, dict[str, Any], list[Problem]], Any], out: list[Problem]
+) -> tuple[dict[str, Any], dict[str, list[str]], dict[str, SweptRow]]:
+    found: dict[str, Any] = {}
+    names: dict[str, list[str]] = {}
+    swept: dict[str, SweptRow] = {}
+    for name, part in parts.items():
+        if not part.vary:
+            if part.where:
+                out.append(Problem(f"$.{kind}.{name}.where", "belongs to 'vary'"))
+            found[name], names[name] = part, [name]
+            continue
+        wrong = [problem.below(f"$.{kind}.{name}.") for problem in _grid_problems(part)]
+        grid = [] if wrong else list(_grid(name, part, kind, wrong))
+        for row, _ in grid:
+            if row in parts or row in swept:
+                wrong.append(Problem(f"$.{kind}.{name}.vary", f"two {kind} would be called '{row}'; rename one"))
+        rows: dict[str, Any] = {}
+        for row, settings in [] if wrong else grid:
+            mistakes: list[Problem] = []
+            one = make(part, settings, mistakes)
+            for mistake in mistakes:
+                key = next((key for key in settings if f"$.{key}".startswith(mistake.path.split("[")[0])), "")
+                place = f"{name}.vary.{key}" if key else name
+                text = mistake.text if key else f"{mistake.path.removeprefix('$.')}: {mistake.text}"
+                wrong.append(Problem(f"$.{kind}.{place}", f"{text} (of row '{row}')"))
+            if one is not None:
+                rows[row] = one
+        out += wrong[:1] if len({problem.path for problem in wrong}) == 1 else wrong
+        if not wrong:
+            found |= rows
+            names[name] = list(rows)
+            swept |= {row: SweptRow(of=name, settings=settings) for row, settings in grid}
+    return found, names, swept
+
+
+def _grid_problems(part: Server | Load) -> Iterator[Problem]:
+    """What is wrong with `vary` before its values are combined; paths are below the server or load."""
+    for key, values in part.vary.items():
+        path = f"vary.{key}"
+        if isinstance(part, Load) and (key in _NOT_VARIED or key.startswith(FLAG)):
+            yield Problem(path, "cannot be varied")
+        elif isinstance(part, Server) and not key.startswith(FLAG) and not key.isidentifier():
+            yield Problem(path, "a variable of the template is expected, or an argument of the engine such as --flag")
+        elif isinstance(values, Span):
+            if (why := _span_problem(values)) is not None:
+                yield Problem(path, why)
+        elif not values:
+            yield Problem(path, "it is empty; list values, or write {from: 1, to: 64, factor: 2}")
+        elif len(values) > MAX_VALUES:
+            yield Problem(path, f"it has {len(values):,} values; at most {MAX_VALUES:,} are read")
+    if isinstance(part, Load) and part.stages:
+        yield Problem("vary", "does not go with 'stages'; vary 'users' instead")
+    number = math.prod(len(values) if isinstance(values, list) else MAX_VALUES for values in part.vary.values())
+    if number > MAX_COMBINATIONS:
+        spans = [_span_values(one) if isinstance(one, Span) and not _span_problem(one) else one
+                 for one in part.vary.values()]  # fmt: skip
+        number = math.prod(len(one) for one in spans if isinstance(one, list))
+        if number > MAX_COMBINATIONS:
+            yield Problem("vary", f"it has {number:,} combinations; at most {MAX_COMBINATIONS:,} are read")
+
+
+def _span_problem(span: Span) -> str | None:
+    if (span.step is None) == (span.factor is None):
+        return "give exactly one of 'step' and 'factor'"
+    if span.first > span.to:
+        return f"'from' ({span.first:g}) is above 'to' ({span.to:g})"
+    if span.step is not None and span.step <= 0:
+        return f"'step' must be above 0 (got {span.step:g})"
+    if span.factor is not None and (span.factor <= 1 or span.first <= 0):
+        return f"'factor' must be above 1 and 'from' above 0 (got {span.factor:g} and {span.first:g})"
+    steps = (
+        (span.to - span.first) / span.step
+        if span.step is not None
+        else math.log(span.to / span.first) / math.log(span.factor or 2)
+    )
+    return f"it has {steps + 1:,.0f} values; at most {MAX_VALUES:,} are read" if steps >= MAX_VALUES else None
+
+
+def _span_values(span: Span) -> list[int | float]:
+    """The values of a range, both ends included where they are met. Whole numbers stay whole."""
+    whole = all(float(one).is_integer() for one in (span.first, span.step or span.factor or 0))
+    number = 0
+    found: list[int | float] = []
+    while True:
+        value = (
+            span.first + number * span.step if span.step is not None else span.first * (span.factor or 2.0) ** number
+        )
+        if value > span.to * (1 + 1e-9):
+            return found
+        found.append(int(round(value)) if whole else float(f"{value:.9g}"))
+        number += 1
+
+
+def _grid(name: str, part: Server | Load, kind: str, wrong: list[Problem]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a server or load: name and settings. Those that `where` leaves out are not among them."""
+    values = {key: _span_values(one) if isinstance(one, Span) else one for key, one in part.vary.items()}
+    short = _abbreviations(list(values))
+    conditions = []
+    for place, text in enumerate(part.where):
+        try:
+            conditions.append(_parsed(text))
+        except ValueError as error:
+            wrong.append(Problem(f"$.{kind}.{name}.where[{place}]", str(error)))
+    rows: list[tuple[str, dict[str, Any]]] = []
+    for combination in [] if wrong else itertools.product(*values.values()):
+        settings = dict(zip(values, combination, strict=True))
+        known = _known(part) | {_identifier(key): value for key, value in settings.items()}
+        try:
+            if not all(_holds(condition, known) for condition in conditions):
+                continue
+        except ValueError as error:
+            wrong.append(Problem(f"$.{kind}.{name}.where", str(error)))
+            return
+        labels = {key: _label(value, values[key].index(value)) for key, value in settings.items()}
+        rows.append((name + "".join(f"-{short[key]}{label}" for key, label in labels.items()), settings))
+    path = f"$.{kind}.{name}.vary"
+    if not rows and not wrong:
+        wrong.append(Problem(f"$.{kind}.{name}.where", "it leaves out every combination"))
+    longest = max((row for row, _ in rows), key=len, default="")
+    if len(longest) > MAX_NAME:
+        text = f"the name '{longest}' has {len(longest)} characters; at most {MAX_NAME} are possible"
+        wrong.append(Problem(path, f"{text}. Shorten the name '{name}', or vary fewer settings"))
+    same = [row for row, times in Counter(row for row, _ in rows).items() if times > 1]
+    if same:
+        wrong.append(Problem(path, f"two {kind} would be called '{same[0]}'; give values that differ in their letters"))
+    yield from rows
+
+
+def _abbreviations(keys: list[str]) -> dict[str, str]:
+    """How names of rows call settings: one setting in full, of several the fewest letters that tell them apart."""
+    words = {key: re.findall(r"[a-z0-9]+", key.lower()) for key in keys}
+    if len(keys) == 1:
+        last = re.findall(r"[a-z0-9]+", keys[0].rpartition(".")[2].lower())
+        return {keys[0]: f"{'-'.join(last)}-"}
+    for letters in range(1, 30):
+        short = {key: "".join(word[:letters] for word in words[key]) for key in keys}
+        if len(set(short.values())) == len(keys):
+            return short
+    return {key: f"v{number}" for number, key in enumerate(keys, 1)}
+
+
+def _label(value: Any, place: int) -> str:
+    """A value as a part of a name; one that is no plain value has its number in the list."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if value is None:
+        return "none"
+    if isinstance(value, int | float):
+        return f"{value:.9g}".replace("-", "m").replace("+", "").replace(".", "p").lower()
+    if isinstance(value, str) and (plain := re.sub(r"[^a-z0-9]+", "-", value.lower()).strip("-")):
+        return plain[:MAX_NAME]
+    return str(place + 1)
+
+
+def _server(server: Server, settings: Mapping[str, Any]) -> Server:
+    """A server with its settings: variables of its template, and arguments of its engine."""
+    variables = dict(server.variables)
+    for key, value in settings.items():
+        if not key.startswith(FLAG):
+            variables[key] = value
+        elif value is not False and value is not None:
+            given = variables.get("extra_args") or []
+            more = [key] if value is True else [key, str(value)]
+            variables["extra_args"] = [*given, *more] if isinstance(given, list) else given
+    return msgspec.structs.replace(server, variables=variables, vary={}, where=[])
+
+
+def _put(raw: dict[str, Any], key: str, value: Any) -> Problem | None:
+    """Set a value at a path such as arrivals.rate."""
+    *above, last = key.split(".")
+    place: Any = raw
+    for step in above:
+        place[step] = {} if place.get(step) is None else place[step]
+        place = place[step]
+        if not isinstance(place, dict):
+            return Problem(f"$.{key}", f"'{step}' has no keys of its own here")
+    place[last] = value
+    return None
+
+
+# --- Conditions. They are read as Python's grammar has them, and only what is listed here is carried out.
+
+
+def _identifier(key: str) -> str:
+    return key.removeprefix(FLAG).replace("-", "_")
+
+
+def _known(part: Server | Load) -> dict[str, Any]:
+    """What a condition may name besides the varied settings: the variables of a server, or the keys of a load."""
+    if isinstance(part, Server):
+        return dict(part.variables)
+    found: dict[str, Any] = {}
+    for key, value in msgspec.to_builtins(part).items():
+        if isinstance(value, dict):
+            found |= {f"{key}.{inner}": one for inner, one in value.items()}
+        else:
+            found[key] = value
+    return found
+
+
+def _parsed(text: str) -> ast.expr:
+    """A condition. Raises ValueError that says what is wrong with it."""
+    if len(text) > MAX_CONDITION:
+        raise ValueError(f"a condition has at most {MAX_CONDITION} characters (got {len(text):,})")
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError(f"'{text}' is not a condition such as max_num_batched_tokens >= max_num_seqs") from None
+    if not isinstance(tree, ast.Compare | ast.BoolOp):
+        raise ValueError(f"'{text}' compares nothing; write such as max_num_batched_tokens >= max_num_seqs")
+    return tree
+
+
+def _holds(node: ast.expr, known: Mapping[str, Any]) -> bool:
+    """Whether a condition is met. Raises ValueError for what it cannot have."""
+    if isinstance(node, ast.BoolOp):
+        each = [_holds(value, known) for value in node.values]
+        return all(each) if isinstance(node.op, ast.And) else any(each)
+    if not isinstance(node, ast.Compare):
+        raise ValueError(f"'{ast.unparse(node)}' compares nothing")
+    values = [_value(one, known) for one in (node.left, *node.comparators)]
+    for compare, (one, other) in zip(node.ops, itertools.pairwise(values), strict=True):
+        if type(compare) not in _COMPARE:
+            raise ValueError(f"'{ast.unparse(node)}': only <, <=, >, >=, == and != compare")
+        try:
+            if not _COMPARE[type(compare)](one, other):
+                return False
+        except TypeError:
+            raise ValueError(f"'{ast.unparse(node)}': {one!r} and {other!r} have no order") from None
+    return True
+
+
+def _value(node: ast.expr, known: Mapping[str, Any]) -> Any:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float | str | None):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return _computed(ast.Sub(), 0, _value(node.operand, known), node)
+    if isinstance(node, ast.BinOp) and type(node.op) in _COMPUTE:
+        return _computed(node.op, _value(node.left, known), _value(node.right, known), node)
+    if isinstance(node, ast.Name | ast.Attribute):
+        name = ast.unparse(node)
+        if name in ("true", "false", "null"):
+            return {"true": True, "false": False, "null": None}[name]
+        if name not in known:
+            raise ValueError(f"'{name}' is neither varied nor set here; {did_you_mean(name, known)}")
+        return known[name]
+    raise ValueError(f"'{ast.unparse(node)}' is not read here: names, numbers, texts, + - * / and comparisons are")
+
+
+def _computed(operation: ast.operator, one: Any, other: Any, node: ast.expr) -> float:
+    if not all(isinstance(value, int | float) and abs(value) < 1e15 for value in (one, other)):
+        raise ValueError(f"'{ast.unparse(node)}': {one!r} and {other!r} are not numbers to compute with")
+    try:
+        return float(_COMPUTE[type(operation)](one, other))
+    except ZeroDivisionError:
+        raise ValueError(f"'{ast.unparse(node)}' divides by 0") from None

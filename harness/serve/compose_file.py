@@ -1,0 +1,491 @@
+"""A rendered Compose file as typed values: the keys that the harness carries out, and no other."""
+
+import ipaddress
+import os
+import posixpath
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Struct
+
+from harness.errors import HarnessError, Problem, did_you_mean
+from harness.scenario.file import decode, load_yaml
+
+SERVER, GATEWAY = "server", "gateway"  # names of services
+_MAX_GROUP = 2**32 - 2
+
+
+class Healthcheck(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    test: list[str]
+    interval: str = "30s"
+    timeout: str = "30s"
+    retries: int = 3
+    start_period: str = "0s"
+
+
+class Ulimit(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    soft: int
+    hard: int
+
+
+class Dependency(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    condition: Literal["service_started", "service_healthy", "service_completed_successfully"]
+
+
+class ConfigMount(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    source: str
+    target: str  # absolute path inside the container
+
+
+class Service(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A container, in the words of the Compose specification."""
+
+    image: str
+    command: list[str] | None = None
+    entrypoint: list[str] | None = None
+    environment: dict[str, str] = {}
+    volumes: list[str] = []
+    devices: list[str] = []
+    group_add: list[str] = []
+    ipc: str | None = None
+    shm_size: str | None = None
+    security_opt: list[str] = []
+    cap_add: list[str] = []
+    ulimits: dict[str, Ulimit] = {}
+    ports: list[str] = []
+    healthcheck: Healthcheck | None = None
+    init: bool = False
+    user: str | None = None
+    working_dir: str | None = None
+    stop_grace_period: str = "10s"
+    mem_limit: str | None = None
+    memswap_limit: str | None = None
+    cpus: float | None = None
+    cpuset: str | None = None
+    configs: list[ConfigMount] = []
+    depends_on: dict[str, Dependency] = {}
+
+
+class Config(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A file that a container finds at its start; `${NAME}` in it is filled in."""
+
+    content: str
+
+
+class Volume(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    name: str
+    external: bool = False  # must exist already, and is never removed
+    labels: dict[str, str] = {}
+
+
+class LoadCall(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A request that makes a server load the model, for servers that start without one."""
+
+    path: str
+    body: dict[str, Any]
+
+
+class Fetch(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A model that the server gets through its own API before it is loaded."""
+
+    protocol: str  # of harness.serve.ready
+    model: str
+    source: str | None = None  # address of its configuration
+
+
+class Managed(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What Lemonade is to serve: it listens without a model, and is asked to install, download and load."""
+
+    model: str  # with its prefix, as in user.NAME
+    recipe: str | None = None  # None: the model's own
+    checkpoint: str | None = None  # of a model that Lemonade does not know
+    backend: str | None = None  # of the recipe; None: Lemonade's choice
+    options: dict[str, Any] = {}  # of the load
+    global_timeout_s: float = 600.0  # how long Lemonade waits for a backend, of each of two attempts
+
+
+class Serving(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a client has to know of the server; the Compose file carries it as its `x-amd-llm-load`."""
+
+    template: str
+    port: int = 0  # inside the container
+    health: str = "/"
+    metrics: str | None = None
+    simulated: bool = False
+    offline: bool = False  # a job over a cell's requests, no API
+    version: str = "/version"  # where it tells its version
+    fetch: Fetch | None = None
+    load: LoadCall | None = None
+    lemonade: Managed | None = None
+    vllm: bool = False  # its command line is that of `vllm serve`
+    gateway: "Serving | None" = None  # in front of the server; takes the load
+
+
+class ComposeFile(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    serving: Serving = msgspec.field(name="x-amd-llm-load")
+    services: dict[str, Service]
+    volumes: dict[str, Volume] = {}
+    configs: dict[str, Config] = {}
+
+    @property
+    def server(self) -> Service:
+        return self.services[SERVER]
+
+    @property
+    def preparations(self) -> list[str]:
+        """Services that have to end well before the server starts."""
+        return [name for name in self.services if name not in (SERVER, GATEWAY)]
+
+
+def parse(text: str) -> ComposeFile:
+    """The Compose file of one server. Raises HarnessError that lists everything that is wrong with it."""
+    return checked(*read(text))
+
+
+def read(text: str) -> tuple[ComposeFile | None, list[Problem]]:
+    """The Compose file of one server, and everything that is wrong with it."""
+    problems: list[Problem] = []
+    raw, lines = load_yaml(text, problems)
+    problems = problems or list(_unsupported(raw))
+    compose = None if problems else decode(raw, ComposeFile, lines, problems)
+    if compose is not None:
+        problems += _value_problems(compose, may_interpolate=True)
+    return compose, problems
+
+
+def filled_in(compose: ComposeFile, environment: Mapping[str, str]) -> ComposeFile:
+    """The Compose file with every `${NAME}` replaced. It now holds secrets: never write it anywhere."""
+    problems: list[Problem] = []
+    raw = interpolate(msgspec.to_builtins(compose), environment, problems)
+    filled = decode(raw, ComposeFile, {}, problems)
+    if filled is not None:
+        problems += _value_problems(filled, may_interpolate=False)
+    return checked(filled, problems)
+
+
+def checked(compose: ComposeFile | None, problems: list[Problem]) -> ComposeFile:
+    if compose is None or problems:
+        raise HarnessError(
+            "the server's Compose file cannot be used: " + "; ".join(map(str, problems)),
+            next_step="Correct the variables of the server in the scenario, or its template in compose/.",
+        )
+    return compose
+
+
+def _unsupported(raw: Any) -> Iterator[Problem]:
+    """Keys that Compose may know and the harness does not carry out, by name."""
+    if not isinstance(raw, dict) or not isinstance(raw.get("services"), dict):
+        yield Problem("$", "a Compose file is a mapping with 'services'")
+        return
+    if wrong := list(_services(raw["services"], raw.get("x-amd-llm-load"))):
+        yield from wrong
+        return
+    yield from _unknown(raw, ComposeFile, "$")
+    for part, kind in (("services", Service), ("volumes", Volume)):
+        items = raw.get(part)
+        for name, item in items.items() if isinstance(items, dict) else ():
+            yield from _unknown(item, kind, f"$.{part}.{name}")
+
+
+def _services(services: dict[str, Any], serving: Any) -> Iterator[Problem]:
+    """Which services there may be: the server, a gateway in front of it, and what only prepares the server's start."""
+    if SERVER not in services:
+        yield Problem("$.services", f"a service named '{SERVER}' is expected, got {list(services)}")
+        return
+    has_gateway = isinstance(serving, dict) and serving.get("gateway") is not None
+    if has_gateway != (GATEWAY in services):
+        yield Problem("$.services", f"the service '{GATEWAY}' and $.x-amd-llm-load.gateway belong together")
+        return
+    server = services[SERVER] if isinstance(services[SERVER], dict) else {}
+    waits = server.get("depends_on") or {}
+    prepared = [
+        name
+        for name, how in (waits.items() if isinstance(waits, dict) else ())
+        if isinstance(how, dict) and how.get("condition") == "service_completed_successfully"
+    ]
+    for name in services:
+        if name not in (SERVER, GATEWAY, *prepared):
+            yield Problem(
+                f"$.services.{name}",
+                f"the harness starts '{SERVER}', '{GATEWAY}' and what '{SERVER}' waits for with "
+                "service_completed_successfully; nothing else",
+            )
+
+
+def _unknown(mapping: Any, type_: type[Struct], path: str) -> Iterator[Problem]:
+    known = [field.encode_name for field in msgspec.structs.fields(type_)]
+    for key in mapping if isinstance(mapping, dict) else ():
+        if key not in known:
+            yield Problem(f"{path}.{key}", f"the harness does not carry out '{key}' ({_advice(key, known)})")
+
+
+def _advice(key: str, known: list[str]) -> str:
+    hint = did_you_mean(key, known)
+    return hint if hint.startswith("did") else f"supported: {', '.join(sorted(known))}"
+
+
+def _known(text: str, may_interpolate: bool) -> str | None:
+    """A text with its variables filled in; None: one of them is not set yet."""
+    if not may_interpolate:
+        return text
+    problems: list[Problem] = []
+    filled: str = interpolate(text, os.environ, problems)
+    return None if problems else filled
+
+
+def _value_problems(compose: ComposeFile, *, may_interpolate: bool) -> Iterator[Problem]:
+    """Values that Docker would misread or refuse later. (Its SDK takes much of it without a word.)"""
+    for name, service in compose.services.items():
+        for problem in (*_service_problems(service, may_interpolate), *_mount_problems(compose, name, may_interpolate)):
+            yield problem.below(f"$.services.{name}")
+
+
+def _service_problems(service: Service, may_interpolate: bool) -> Iterator[Problem]:
+    checks: list[tuple[str, Sequence[str | None], Callable[[str], object]]] = [
+        ("volumes", service.volumes, parse_volume),
+        ("devices", service.devices, parse_device),
+        ("ports", service.ports, parse_port),
+        ("group_add", service.group_add, _parse_group),
+        ("shm_size", [service.shm_size], parse_bytes),
+        ("mem_limit", [service.mem_limit], parse_bytes),
+        ("memswap_limit", [service.memswap_limit], parse_bytes),
+        ("stop_grace_period", [service.stop_grace_period], parse_seconds),
+        ("image", [service.image], _parse_image),
+        ("ipc", [service.ipc], _parse_ipc),
+    ]
+    if service.healthcheck is not None:
+        times = [service.healthcheck.interval, service.healthcheck.timeout, service.healthcheck.start_period]
+        checks.append(("healthcheck", times, parse_seconds))
+    for key, values, check in checks:
+        for value in values:
+            if value is None or (known := _known(value, may_interpolate)) is None:
+                continue
+            try:
+                check(known)
+            except ValueError as error:
+                # The text as written: what the environment holds may be a secret.
+                yield Problem(f".{key}", str(error).replace(known, value) if known else str(error))
+    for name in service.environment:
+        if not name or not name.isprintable() or set(name) & set("= "):
+            yield Problem(".environment", f"{name!r} cannot be the name of a variable; use letters, digits and '_'")
+    for key, item in msgspec.to_builtins(service).items():
+        if _has_nul(item):
+            yield Problem(f".{key}", "a text has the character NUL in it, which no program can be given; remove it")
+    if service.ipc == "host" and service.shm_size is not None:
+        yield Problem(
+            "",
+            "give ipc: host or shm_size, not both; with ipc: host the container uses the host's "
+            f"/dev/shm and shm_size: {service.shm_size} would have no effect",
+        )
+
+
+def _mount_problems(compose: ComposeFile, name: str, may_interpolate: bool) -> Iterator[Problem]:
+    service = compose.services[name]
+    for text in service.volumes:
+        known = _known(text, may_interpolate)
+        if known is None:
+            continue
+        source = known.split(":")[0]
+        # What is no name of a volume either was said already.
+        if is_volume_name(source) and source not in compose.volumes:
+            text = f"there is no volume '{source}' in this file; ${{NAME}} must expand to an absolute host path"
+            yield Problem(".volumes", text)
+    for mount in service.configs:
+        if mount.source not in compose.configs:
+            yield Problem(".configs", f"'{mount.source}' is not defined under the file's own 'configs'")
+        if not mount.target.startswith("/"):
+            yield Problem(".configs", f"'{mount.target}' is not an absolute path")
+
+
+def _has_nul(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_has_nul(item) for pair in value.items() for item in pair)
+    return any(map(_has_nul, value)) if isinstance(value, list) else isinstance(value, str) and "\0" in value
+
+
+def _parse_group(text: str) -> None:
+    # A name would be looked up in the image, where the group has another number or none.
+    if not text.isdigit() or int(text) > _MAX_GROUP:
+        raise ValueError(f"'{text}' is not the number of a group; `stat -c %g /dev/kfd /dev/dri/render*` prints them")
+
+
+def _parse_image(text: str) -> None:
+    if re.fullmatch(r"[a-z0-9][\w.:/@-]*", text) is None:
+        raise ValueError(f"'{text}' is not the name of an image")
+
+
+def _parse_ipc(text: str) -> None:
+    if text not in ("host", "private", "shareable", "none"):
+        raise ValueError(f"'{text}' is not an ipc mode; known: host, none, private, shareable")
+
+
+_UNITS = {"": 1, "b": 1, "k": 1 << 10, "kb": 1 << 10, "m": 1 << 20, "mb": 1 << 20, "g": 1 << 30, "gb": 1 << 30}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_VOLUME_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
+
+
+class Port(NamedTuple):
+    address: str
+    host: int
+    container: int
+
+
+class Mount(NamedTuple):
+    source: str  # absolute path of the host, or a volume's name
+    target: str
+    read_only: bool
+
+    @property
+    def named(self) -> bool:
+        return not self.source.startswith("/")
+
+
+class Device(NamedTuple):
+    host: str
+    container: str
+    permissions: str
+
+
+def parse_bytes(text: str) -> int:
+    """`16g` or `512m` in bytes."""
+    match = re.fullmatch(r"(\d+)([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"'{text}' is not a size; write it like 16g or 512m")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def parse_vllm_bytes(text: str) -> int:
+    """`4G` or `4096M` as vLLM reads sizes: capital letters count in powers of two, small ones in powers of ten."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)", text)
+    if match is None or (match[2] in "KMGT" and "." in match[1]) or (not match[2] and "." in match[1]):
+        raise ValueError(f"'{text}' is not a size; write it like 4G or 4096M")
+    power = "kmgt".find(match[2].lower()) + 1 if match[2] else 0
+    return int(float(match[1]) * (1000 if match[2].islower() else 1024) ** power)
+
+
+def tag_of(image: str) -> str:
+    """The tag of an image's name; empty where it has none."""
+    return image.partition("@")[0].rpartition("/")[2].partition(":")[2]
+
+
+def is_volume_name(text: str) -> bool:
+    return _VOLUME_NAME.fullmatch(text) is not None
+
+
+def parse_seconds(text: str) -> float:
+    """`1m30s` or `500ms` in seconds."""
+    if re.fullmatch(r"(\d+(us|ms|s|m|h))+", text) is None:
+        raise ValueError(f"'{text}' is not a duration; write it like 30s or 1m30s")
+    return sum(int(number) * _SECONDS[unit] for number, unit in re.findall(r"(\d+)(us|ms|s|m|h)", text))
+
+
+def parse_port(text: str) -> Port:
+    """`ADDRESS:HOST:CONTAINER`; a published port must say where, so the address is not optional.
+
+    The host's port 0 leaves the choice to the Docker Engine.
+    """
+    match = re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[0-9.]+):(\d{1,5}):(\d{1,5})(?:/tcp)?", text)
+    if match is None:
+        raise ValueError(f"'{text}' is not a published port; write it like 127.0.0.1:8000:8000")
+    address = match[1].strip("[]")
+    ipaddress.ip_address(address)
+    port = Port(address, int(match[2]), int(match[3]))
+    if not (port.host <= 65535 and 1 <= port.container <= 65535):
+        raise ValueError(f"'{text}': a port is a number from 1 to 65535")
+    return port
+
+
+def url_of(address: str, port: int) -> str:
+    """Where to connect to what is published on `address`; every address is this host's own."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def parse_volume(text: str) -> Mount:
+    """`SOURCE:TARGET[:ro|rw]`; the source is an absolute path of the host or a volume's name."""
+    parts = text.split(":")
+    if len(parts) not in (2, 3) or (len(parts) == 3 and parts[2] not in ("ro", "rw")):
+        raise ValueError(f"'{text}' is not a volume; write it like /data/models:/models:ro")
+    source, target = parts[0], parts[1]
+    if not target.startswith("/") or posixpath.normpath("/" + target.lstrip("/")) == "/":
+        raise ValueError(f"'{text}': the place in the container must be an absolute path below /")
+    if source.startswith("/"):
+        if posixpath.normpath("/" + source.lstrip("/")) == "/":
+            raise ValueError(f"'{text}' would give the whole host to the container; name the folder that it needs")
+    elif not is_volume_name(source):
+        raise ValueError(f"'{text}': the source is neither an absolute path nor the name of a volume")
+    return Mount(source, target, parts[2:] == ["ro"])
+
+
+def parse_device(text: str) -> Device:
+    """`HOST[:CONTAINER[:PERMISSIONS]]`, both below /dev."""
+    parts = text.split(":")
+    host = parts[0]
+    container = parts[1] if len(parts) > 1 else host
+    permissions = parts[2] if len(parts) > 2 else "rwm"
+    in_dev = all(posixpath.normpath(path).startswith("/dev/") for path in (host, container))
+    if len(parts) > 3 or not in_dev or not permissions or not set(permissions) <= set("rwm"):
+        raise ValueError(f"'{text}' is not a device; write it like /dev/kfd or /dev/kfd:/dev/kfd:rw")
+    return Device(host, container, permissions)
+
+
+_PART = re.compile(
+    r"\$(?:(?P<escaped>\$)|(?P<plain>[A-Za-z_][A-Za-z0-9_]*)"
+    r"|\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?:(?P<operator>:?[-?+])(?P<word>[^${}]*))?\}|(?P<bad>))"
+)
+
+
+def interpolate(value: Any, environment: Mapping[str, str], problems: list[Problem], path: str = "$") -> Any:
+    """`value` with every text in it filled in; what cannot be filled in goes to `problems`.
+
+    The forms are those of Compose: $NAME, ${NAME}, ${NAME-default}, ${NAME:-default}, ${NAME?error},
+    ${NAME:?error}, ${NAME+other}, ${NAME:+other}, and $$ for a dollar sign. Stricter than Compose in one point:
+    a plain ${NAME} that is not set is an error, where Compose warns and uses nothing.
+    """
+    if isinstance(value, str):
+        return _PART.sub(lambda match: _filled(match, environment, problems, path), value)
+    if isinstance(value, list):
+        return [interpolate(item, environment, problems, f"{path}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, dict):
+        return {key: interpolate(item, environment, problems, f"{path}.{key}") for key, item in value.items()}
+    return value
+
+
+def names_in(text: str) -> set[str]:
+    """The environment variables that a text asks for."""
+    return {name for match in _PART.finditer(text) if (name := match["plain"] or match["name"])}
+
+
+def literal_of(text: str) -> str:
+    """What a text has itself, defaults included; what comes from the environment becomes a NUL."""
+    return _PART.sub(_literal, text)
+
+
+def _literal(match: re.Match[str]) -> str:
+    if match["plain"] or match["name"]:
+        return (match["word"] if (match["operator"] or "")[-1:] in ("-", "+") else "") or "\0"
+    return "$"
+
+
+def _filled(match: re.Match[str], environment: Mapping[str, str], problems: list[Problem], path: str) -> str:
+    if match["escaped"]:
+        return "$"
+    if match["bad"] is not None:
+        problems.append(Problem(path, "a dollar sign that starts no ${NAME}; write $$ for a plain one"))
+        return ""
+    name = match["plain"] or match["name"]
+    operator, word = match["operator"] or "", match["word"] or ""
+    found = environment.get(name)
+    given = bool(found) if operator.startswith(":") else found is not None
+    match operator[-1:]:
+        case "-":
+            return found if given and found is not None else word
+        case "+":
+            return word if given else ""
+    if not given or found is None:
+        advice = word or f"export it, or write ${{{name}-}} where it may be missing"
+        problems.append(Problem(path, f"the environment variable {name} is not set; {advice}"))
+        return ""
+    return found

@@ -1,0 +1,164 @@
+"""What would give a container this machine: refused unless the scenario's server consents with `allow: [CODE]`."""
+
+import ipaddress
+import os
+import posixpath
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from harness.engines import template_of
+from harness.errors import Problem, ServerError
+from harness.scenario.scenario import Consent, Server
+from harness.serve.compose_file import ComposeFile, Service, interpolate, parse_device, parse_port, parse_volume
+from harness.serve.location import engine_location
+from harness.summary import Reason, because
+
+WHY: dict[Consent, str] = {
+    "docker-socket": "who reaches the container engine's socket can do anything on this machine",
+    "host-files": "it holds the system's own files, devices or credentials",
+    "host-devices": "it is no device of a GPU",
+    "host-ipc": "the container sees the shared memory of this machine's processes",
+    "open-port": "every machine that reaches this one can use the server",
+    "privileges": "it takes away what separates the container from this machine",
+}
+_SOCKETS = (
+    "/run/docker.sock", "/run/containerd/containerd.sock", "/run/podman/podman.sock", "/run/crio/crio.sock",
+    "/run/docker/containerd/containerd.sock",
+)  # fmt: skip
+_SOCKET = re.compile(r".*/(?:docker|containerd|podman|crio|buildkitd|cri-dockerd)\.sock(?:\.raw)?")
+# Not even to be read: themselves, what is in them, and what they are in.
+_CLOSED = (
+    "/proc", "/sys", "/dev", "/boot", "/etc/shadow", "/etc/gshadow", "/etc/sudoers", "/etc/sudoers.d", "/etc/ssh",
+    "/etc/ssl/private", "/etc/kubernetes", "/etc/docker", "/var/lib/docker", "/var/lib/containerd",
+    "/var/lib/containers", "/var/lib/kubelet", "/run/secrets", "/run/systemd", "/run/dbus", "/run/user",
+)  # fmt: skip
+# Not to be written: likewise.
+_SYSTEM = ("/etc", "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/var/log", "/var/spool")
+# Whole, not to be written; of the folders in them, those that programs of this machine keep their state in.
+_WHOLE = re.compile(
+    r"/(?:opt|srv|tmp|mnt|media|var/tmp|var/mnt|run/media)|/(?:var|run)/(?!(?:tmp|mnt|home|media)(?:/|$)).*"
+)
+# A whole home; in one, the hidden files, which hold credentials and what a login runs. Other folders hold models.
+_A_HOME = r"(?:(?:/var)?/home/[^/]+|/root|/var/roothome)"
+_HOME = re.compile(
+    rf"(?:/var)?/home|{_A_HOME}(?:/\.(?!(?:cache|local/share|[^/]+/models)(?:/|$)).*)?"
+    rf"|{_A_HOME}/\.cache/huggingface/(?:token|stored_tokens)"
+)
+_GPU = re.compile(r"/dev/(?:kfd|dri|accel|nvidia[\w-]*|null|zero|full|u?random)(?:/.*)?")
+_THEIRS = ("seccomp=unconfined", "SYS_PTRACE", "SYS_NICE")  # what templates that ship need, as their makers' commands
+_HARMLESS = re.compile(r"no-new-privileges(?:[:=]true)?")
+
+
+class Exposure(NamedTuple):
+    """One thing that a container gets of its host."""
+
+    code: Consent
+    key: str  # of the service
+    value: str  # as it is written
+
+    def __str__(self) -> str:
+        return f"{self.code} ({self.key}: {self.value})"
+
+
+def exposures(compose: ComposeFile, environment: Mapping[str, str]) -> list[Exposure]:
+    """All that the containers of a Compose file get of their host and that needs consent, once each.
+
+    The value of `${NAME}` is checked where it is set. A path is looked at as it is written and, where the engine
+    sees the same files, as it leads through symbolic links.
+    """
+    found = {}
+    for service in compose.services.values():
+        for exposure in _of_service(service, compose.serving.template, environment):
+            found[exposure] = True
+    return list(found)
+
+
+def missing(server: Server, compose: ComposeFile, environment: Mapping[str, str]) -> list[Problem]:
+    """What the server has no consent for; the path is a key of the service."""
+    return [
+        Problem(
+            one.key,
+            f"{one.value} needs consent: {WHY[one.code]}. Remove it, or write allow: [{one.code}] in the server",
+        )
+        for one in exposures(compose, environment)
+        if server.container and one.code not in server.allow
+    ]
+
+
+def refuse_without_consent(server: Server, compose: ComposeFile) -> None:
+    """Raise ServerError, before anything starts, for what the server has no consent for now."""
+    if problems := missing(server, compose, os.environ):
+        found = "; ".join(map(str, problems))
+        raise ServerError(f"the server is not started: {found}", next_step="Correct the scenario.")
+
+
+def allowed(compose: ComposeFile) -> list[Reason]:
+    """The note of the report on what the containers get of their host."""
+    given = ", ".join(map(str, exposures(compose, os.environ)))
+    return [because("host_access", exposures=given)] if given else []
+
+
+def _of_service(service: Service, template: str, environment: Mapping[str, str]) -> Iterator[Exposure]:
+    def texts(values: list[str]) -> Iterator[tuple[str, str]]:
+        for written in values:
+            yield written, interpolate(written, environment, [])
+
+    for written, text in texts(service.volumes):
+        mount = _parsed(parse_volume, text)
+        code = None if mount is None or mount.named else _of_path(mount.source, read_only=mount.read_only)
+        if code is not None:
+            yield Exposure(code, "volumes", written)
+    for written, text in texts(service.devices):
+        device = _parsed(parse_device, text)
+        if device is not None and not all(_GPU.fullmatch(path) for path in _ways(device.host)):
+            yield Exposure("host-devices", "devices", written)
+    for written, text in texts(service.ports):
+        port = _parsed(parse_port, text)
+        if port is not None and not ipaddress.ip_address(port.address).is_loopback:
+            yield Exposure("open-port", "ports", written.rsplit(":", 2)[0])
+    if interpolate(service.ipc, environment, []) == "host":
+        yield Exposure("host-ipc", "ipc", "host")
+    for key, values in (("security_opt", service.security_opt), ("cap_add", service.cap_add)):
+        for written in values:
+            theirs = template_of(template) is not None and written in _THEIRS
+            if not theirs and _HARMLESS.fullmatch(written) is None:
+                yield Exposure("privileges", key, written)
+
+
+def _parsed(parse: Any, text: str) -> Any:
+    """None: it is refused elsewhere, or its variable is not set yet."""
+    try:
+        return None if "\0" in text else parse(text)
+    except ValueError:
+        return None
+
+
+def _of_path(source: str, *, read_only: bool) -> Consent | None:
+    for path in _ways(source):
+        used = os.environ.get("DOCKER_HOST", "").removeprefix("unix://")
+        if _SOCKET.fullmatch(path) or any(_holds(path, socket) for socket in (*_SOCKETS, used) if socket):
+            return "docker-socket"
+    for path in _ways(source):
+        closed = _CLOSED if read_only else (*_CLOSED, *_SYSTEM)
+        if _HOME.fullmatch(path) or (not read_only and _WHOLE.fullmatch(path)):
+            return "host-files"
+        if any(_holds(path, one) or _holds(one, path) for one in closed):
+            return "host-files"
+    return None
+
+
+def _ways(path: str) -> list[str]:
+    """A path without `..`, and where it leads to. /var/run is another name of /run."""
+    plain = real = posixpath.normpath("/" + path.lstrip("/"))
+    if engine_location().has_our_files:
+        with suppress(OSError):  # such as of another process's root: it is judged as it is written
+            real = os.path.realpath(plain)
+            if os.path.exists(real) and os.path.samefile(real, "/"):  # mounted there once more
+                real = "/"
+    return [re.sub(r"^/var/run(?=/|$)", "/run", one) for one in dict.fromkeys((plain, real))]
+
+
+def _holds(folder: str, path: str) -> bool:
+    return f"{path}/".startswith(f"{folder.rstrip('/')}/")

@@ -1,0 +1,420 @@
+"""What a server turns out to run with, for the manifest: from its log, its metrics, its own answers and its image.
+
+The lines of a log are `startup` of each engine. Of a line's time the Docker Engine's stamp is preferred, else what the
+server wrote itself, which may be whole seconds. Times are only ever compared with others of the same log.
+"""
+
+import ast
+import math
+import re
+import tarfile
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
+import requests
+from docker.models.containers import Container
+from msgspec import Struct
+from prometheus_client.parser import text_string_to_metric_families
+
+from harness.engines import FactSource, Start, engines
+from harness.failures.unexpected_response import decoded
+from harness.files import open_file
+from harness.redact import masked
+from harness.rundir.manifest import Contents, Phase, ServedBy, Startup
+from harness.serve.containers import unpacked
+from harness.serve.engine import DOCKER_ERRORS
+from harness.serve.lemonade_monitor import LemonadeMonitor
+from harness.serve.probe import PROBE_TIMEOUT_S, text_of
+from harness.serve.ready import LOADED
+from harness.trust import open_session
+
+
+def recorded(
+    served: ServedBy,
+    log_path: Path | None = None,
+    *,
+    metrics_url: str | None = None,
+    api_key: str | None = None,
+    container: Container | None = None,
+    behind: LemonadeMonitor | None = None,
+) -> ServedBy:
+    """`served` with its start, its effective settings and its image's contents filled in.
+
+    `behind`: the engine behind Lemonade, which is asked itself. Never raises for what a server does not say: that stays
+    None. No secret gets in.
+    """
+    log = of_lines([]) if log_path is None else started(log_path)
+    facts, effective = _asked(served, log, metrics_url, api_key, behind)
+    version = served.version or facts.version
+    if behind is not None and facts.version is not None:
+        version = f"{served.version} {facts.version}"
+    image, began_s = None, None
+    if container is not None:
+        image, began_s = contents(container), moment(str(container.attrs["State"].get("StartedAt") or ""))
+    return msgspec.structs.replace(
+        served,
+        # Filled in from the environment, or said by the server; the model's name is what requests carry, and stays.
+        image=masked(served.image, "known"),
+        container=masked(served.container, "known"),
+        notes=masked(served.notes, "known"),
+        version=masked(version, "known"),
+        phases=phases_of(served.phases, log, began_s),
+        startup=msgspec.convert(masked(msgspec.to_builtins(facts)), Startup) if facts != Startup() else None,
+        effective=masked(effective),
+        contents=image if image != Contents() else None,
+    )
+
+
+def _asked(
+    served: ServedBy, log: "Started", metrics_url: str | None, api_key: str | None, behind: LemonadeMonitor | None
+) -> tuple[Startup, dict[str, Any]]:
+    """What the log says, and what the server answers on top of it; only those are asked that would know."""
+    facts, effective = msgspec.structs.asdict(log.facts), dict(log.effective)
+    with open_session(api_key) as session:
+
+        def answer(path: str) -> dict[str, Any]:
+            return _decoded(_text(session, served.url + path) if behind is None else behind.fetch(path))
+
+        for name, source in _fact_sources():
+            if source.path is not None and facts["engine"] in (None, name):
+                facts, effective = _read(name, source, answer(source.path), facts, effective)
+        if behind is not None:
+            effective |= behind.effective()
+            own = answer("/version").get("version")
+            facts["version"] = own if isinstance(own, str) else facts["version"]
+        if served.template in LOADED:
+            path, loaded = LOADED[served.template]
+            effective |= loaded(answer(path), served.model)
+        text = "" if behind is None else behind.fetch("/metrics")
+        if metrics_url is not None and not text:
+            text = _text(session, metrics_url)
+        for name, source in _fact_sources():
+            if source.metric is not None:
+                facts, effective = _read(name, source, labels_of(text, source.metric), facts, effective)
+    effective = {name: value for name, value in effective.items() if can_be_kept(value)}
+    try:
+        return msgspec.convert({name: value for name, value in facts.items() if can_be_kept(value)}, Startup), effective
+    except msgspec.ValidationError:  # an answer of another shape than we know
+        return log.facts, effective
+
+
+def _fact_sources() -> list[tuple[str, FactSource]]:
+    return [(engine.name, source) for engine in engines() for source in engine.answers]
+
+
+def _read(
+    engine: str, source: FactSource, reported: dict[str, Any], facts: dict[str, Any], effective: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Facts and effective settings with what an answer tells; a metric counts more than the log, a path less."""
+    if not reported or (source.known_by is not None and _at(reported, source.known_by) is None):
+        return facts, effective
+    found = {name: value for name, key in source.startup.items() if (value := _at(reported, key)) is not None}
+    if source.metric is None:
+        found = {name: facts[name] or value for name, value in found.items()}
+    else:
+        found = {name: value for name, value in found.items() if not isinstance(value, str)}
+    keys = source.effective if isinstance(source.effective, dict) else {key: key for key in source.effective}
+    settings = {name: value for name, key in keys.items() if (value := _at(reported, key)) is not None}
+    return facts | found | {"engine": facts["engine"] or engine}, effective | settings
+
+
+def _at(reported: dict[str, Any], key: str) -> Any:
+    """The value at a key such as a.b, or None."""
+    value: Any = reported
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def labels_of(text: str, metric: str) -> dict[str, Any]:
+    """The labels of a metric in a text of metrics, as numbers where they are; of several lines those of the first."""
+    line = next((line for line in text.splitlines() if line.startswith(metric + "{")), None)
+    if line is None:
+        return {}
+    try:
+        family = next(iter(text_string_to_metric_families(line + "\n")))
+    except (ValueError, ArithmeticError, LookupError, TypeError, StopIteration):
+        return {}
+    return {name: _label_value(value) for name, value in family.samples[0].labels.items() if value not in ("", "None")}
+
+
+def _label_value(text: str) -> Any:
+    if text in ("True", "False"):
+        return text == "True"
+    try:
+        value = float(text)
+    except ValueError:
+        return text
+    if not math.isfinite(value):
+        return text
+    return int(value) if value.is_integer() and text.lstrip("-").isdigit() else value
+
+
+def _decoded(text: str) -> dict[str, Any]:
+    try:
+        answer = decoded(text)
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def _text(session: requests.Session, url: str) -> str:
+    """The body of a good answer, else nothing."""
+    try:
+        response = session.get(url, timeout=PROBE_TIMEOUT_S, allow_redirects=False)
+    except requests.RequestException:
+        return ""
+    return text_of(response) if response.status_code == 200 else ""
+
+
+ROCM_VERSION = "/opt/rocm/.info/version"
+VERSIONS = "/app/versions.txt"  # of vLLM's images
+_MAX_BYTES = 65536
+# Of the environment that an image sets: GPU runtime, engines, and the libraries that they compute with.
+_MATTERS = re.compile(
+    r"^(?:HIP|HSA|ROCM|ROC[RM]|AMD|GPU|GFX|PYTORCH|TORCH|TRITON|FLASH_ATTENTION|AITER|MIOPEN|TENSILE|HIPBLAS\w*|NCCL|RCCL"
+    rf"|{'|'.join(prefix for engine in engines() for prefix in engine.command.environment)}"
+    r"|SAFETENSORS|TOKENIZERS|OMP|MKL|OPENBLAS|MALLOC|CUDA)_|^LD_PRELOAD$"
+)
+
+
+def contents(container: Container) -> Contents:
+    """What the container's image holds, read through the Docker API. Unknown is None; a file it lacks is no error."""
+    try:
+        config = container.image.attrs["Config"] if container.image is not None else {}
+    except DOCKER_ERRORS:
+        config = {}
+    pairs = [str(entry).partition("=") for entry in config.get("Env") or []]
+    return Contents(
+        rocm=file_in(container, ROCM_VERSION),
+        versions=masked(listed(file_in(container, VERSIONS) or "")),
+        environment=masked({name: text for name, _, text in sorted(pairs) if _MATTERS.match(name)}),
+    )
+
+
+def file_in(container: Container, path: str) -> str | None:
+    """A small text file of a container; None where it has no such file, or the engine does not hand it out."""
+    try:
+        stream, about = container.get_archive(path)
+        if about is None or about["size"] > _MAX_BYTES:
+            return None
+        return unpacked(stream).decode("utf-8", "replace").strip() or None
+    except (*DOCKER_ERRORS, tarfile.TarError, KeyError):
+        return None
+
+
+def listed(text: str) -> dict[str, str]:
+    """Lines such as `TRITON_BRANCH: 57c693b6` as a dictionary; a line of another form is its own value."""
+    found: dict[str, str] = {}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        name, colon, value = line.partition(": ")
+        found[name if colon else f"line {len(found) + 1}"] = value.strip() if colon else line
+    return found
+
+
+# A log is read as far as starts go; what an engine says under load comes later and is never of interest here.
+LIMIT = 4_000_000
+_SLACK_S = 1.0  # clocks are set now and then; phases that claim more than this above what we saw are not believed
+_DOCKER = (re.compile(r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(\.\d+)?Z "), "%Y-%m-%dT%H:%M:%S")  # the Docker Engine's stamp
+# The stamps of engines that run others come first: theirs are before those of the engine.
+_STAMPS = (
+    _DOCKER,
+    *(
+        (re.compile(engine.log.stamp["regex"]), engine.log.stamp["form"])
+        for engine in sorted(engines(), key=lambda engine: not engine.log.wraps)
+        if engine.log.stamp
+    ),
+)
+_SINCE_START = re.compile(r"^(\d{1,6})\.(\d\d)\.(\d{3})\.(\d{3}) [A-Z] ")  # llama.cpp: minutes, seconds, ms, us
+_ARGUMENTS = re.compile(r"non-default args: \{(?P<all>.*)\}\s*$")
+_PARAMETERS = re.compile(r"\[simulated\] parameters: (?P<all>\w+=.*)$")
+_TYPES = get_type_hints(Startup)
+_VARIABLE = ("port", "host", "model_tag")  # of the arguments: any free port; a second name of `model`
+
+
+class Started(Struct, frozen=True):
+    """What was found in a log."""
+
+    facts: Startup
+    effective: dict[str, Any]
+    ends: dict[str, float]  # by phase: when it was over, on the log's own clock
+    began_s: float | None  # of its first line, or of the process where the log counts from there
+
+
+def started(path: Path) -> Started:
+    """What the log at `path` tells of the server's start; nothing for one that tells nothing."""
+    with open_file(path) as file:
+        text = file.read(LIMIT).decode("utf-8", "replace")
+    return of_lines(text.splitlines())
+
+
+def of_lines(lines: Sequence[str]) -> Started:
+    """The same for the lines of a log."""
+    stamped = _stamped(lines)
+    found: dict[str, Any] = {}
+    effective: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
+    ends: dict[str, float] = {}
+    for at_s, line in stamped:
+        for engine, rule, pattern in _rules():
+            if (match := pattern.search(line)) is None:
+                continue
+            _note(engine, rule, match, effective if rule.effective else found)
+            if rule.ends is not None and at_s is not None:
+                ends[rule.ends] = max(at_s, ends.get(rule.ends, at_s))
+        if (match := _ARGUMENTS.search(line)) is not None:
+            arguments = _pairs(match["all"], ":")
+        elif (match := _PARAMETERS.search(line)) is not None:
+            arguments = _pairs(match["all"], "=")
+    effective |= {key: value for key, value in arguments.items() if key not in _VARIABLE}
+    began_s = 0.0 if _counts_from_start(lines) else next((at_s for at_s, _ in stamped if at_s is not None), None)
+    return Started(Startup(**found), effective, ends, began_s)
+
+
+def can_be_kept(value: Any, depth: int = 8) -> bool:
+    """Whether a manifest with this value can be written and read again, whatever server reported it."""
+    if isinstance(value, dict | list):
+        inner = value.values() if isinstance(value, dict) else value
+        return depth > 0 and len(value) <= 1000 and all(can_be_kept(one, depth - 1) for one in inner)
+    if isinstance(value, str):
+        return len(value) <= 10_000
+    return not isinstance(value, int | float) or abs(value) <= 2**63
+
+
+def _note(engine: str, rule: Start, match: re.Match[str], into: dict[str, Any]) -> None:
+    if rule.engine:
+        into["engine"] = engine
+    if rule.compile_cache is not None and into.get("compile_cache") != "cold":  # what is new in part is not warm
+        into["compile_cache"] = rule.compile_cache
+    for group, text in match.groupdict().items():
+        if text is None:
+            continue
+        name = re.sub(r"_mib$", "_gib", re.sub(r"_\d$", "", group))
+        try:
+            value = _literal(text) if rule.effective else _number(text, _TYPES[name])
+        except ValueError:  # a number of another form than we know
+            continue
+        if group.endswith("_mib"):
+            value = round(value / 1024, 3)
+        if value is not None and can_be_kept(value):
+            into[name] = round(into.get(name, 0) + value, 3) if rule.add else value
+
+
+def phases_of(measured: Sequence[Phase], log: Started, began_s: float | None = None) -> list[Phase]:
+    """Phases as seen from outside, with the wait for the server split by its log.
+
+    What the log has takes the place of "port open", "health" and "load": each phase from the end of the one before
+    to its own, the first from `began_s`, when the server's process was started (on the log's clock; None: its first
+    line). "ready" is the rest, so that the sum stays what was measured. Without such lines, `measured` as it is.
+    A server that gets its engine or model first, as Lemonade does, starts the engine only after that.
+    """
+    got_by = ("install", "download", "model")
+    got = max((at + 1 for at, phase in enumerate(measured) if phase.name in got_by), default=0)
+    waits = [phase for phase in measured[got:] if phase.name in ("port open", "health", "load")]
+    total_s = sum(phase.seconds for phase in waits)
+    at_s = log.began_s if began_s is None else began_s
+    inner: list[Phase] = []
+    if at_s is None or not waits or "weights" not in log.ends:
+        return list(measured)
+    at_s += sum(phase.seconds for phase in measured[:got] if phase.name not in ("pull", "create"))
+    for name in ("process", "weights", "compile", "graphs", "warm-up"):
+        end_s = log.ends.get(name)
+        if end_s is None or end_s < at_s:
+            continue
+        inner.append(Phase(name=name, seconds=end_s - at_s))
+        at_s = end_s
+    over_s = sum(phase.seconds for phase in inner) - total_s
+    if not inner or over_s > _SLACK_S or over_s > inner[0].seconds:
+        return list(measured)
+    if over_s > 0:  # the process was on its way before the order to start it had come back
+        inner[0] = Phase(name=inner[0].name, seconds=inner[0].seconds - over_s)
+    first = measured.index(waits[0], got)
+    rest = Phase(name="ready", seconds=max(0.0, -over_s))
+    return [*measured[:first], *inner, rest, *measured[first + len(waits) :]]
+
+
+def moment(text: str) -> float | None:
+    """A time stamp of the Docker Engine, such as a container's StartedAt, on the clock of its logs."""
+    return _time(f"{text} ", *_DOCKER)
+
+
+def _stamped(lines: Sequence[str]) -> list[tuple[float | None, str]]:
+    """Each line with its time, by the best kind of stamp that the log has, and without the Docker Engine's."""
+    docker = _DOCKER[0]
+    kind = next((kind for kind in _STAMPS if any(kind[0].search(line) for line in lines)), None)
+    from_start = kind is None and _counts_from_start(lines)
+    result = []
+    for line in lines:
+        at_s = _since_start(line) if from_start else _time(line, *kind) if kind is not None else None
+        result.append((at_s, docker.sub("", line)))
+    return result
+
+
+def _time(line: str, pattern: re.Pattern[str], form: str) -> float | None:
+    match = pattern.search(line)
+    if match is None:
+        return None
+    # A stamp without a year is put into one that has every day.
+    text, form = (match[1], form) if form.startswith("%Y") else (f"2000-{match[1]}", f"%Y-{form}")
+    try:
+        moment = datetime.strptime(text, form).replace(tzinfo=UTC)
+    except ValueError:
+        return None
+    return moment.timestamp() + float(match[2] or 0)
+
+
+def _counts_from_start(lines: Sequence[str]) -> bool:
+    return any(_SINCE_START.match(line) for line in lines)
+
+
+def _since_start(line: str) -> float | None:
+    match = _SINCE_START.match(line)
+    return None if match is None else int(match[1]) * 60 + int(match[2]) + int(match[3]) / 1e3 + int(match[4]) / 1e6
+
+
+def _number(text: str, kind: Any) -> Any:
+    if kind == int | None:
+        return int(text.replace(",", ""))
+    return float(text.replace(",", "")) if kind == float | None else text
+
+
+def _pairs(text: str, between: str) -> dict[str, Any]:
+    """The entries of a printed dictionary or list of settings; a value that is no literal stays text."""
+    pairs = (part.partition(between) for part in _parts(text))
+    return {name.strip(" '\""): _literal(value.strip()) for name, found, value in pairs if found}
+
+
+def _parts(text: str) -> Iterator[str]:
+    """A text, split at the commas outside brackets and quotes."""
+    depth, quote, begin = 0, "", 0
+    for at, sign in enumerate(text):
+        if quote:
+            quote = "" if sign == quote and text[at - 1] != "\\" else quote
+        elif sign in "'\"":
+            quote = sign
+        elif sign in "([{<":
+            depth += 1
+        elif sign in ")]}>":
+            depth -= 1
+        elif sign == "," and depth == 0:
+            yield text[begin:at]
+            begin = at + 1
+    yield text[begin:]
+
+
+def _literal(text: str) -> Any:
+    try:
+        value = ast.literal_eval(text)
+        msgspec.json.encode(value)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text
+    return list(value) if isinstance(value, set | tuple) else value
+
+
+@cache
+def _rules() -> list[tuple[str, Start, re.Pattern[str]]]:
+    return [(engine.name, rule, re.compile(rule.regex)) for engine in engines() for rule in engine.startup]

@@ -1,0 +1,140 @@
+"""The load generator in a container: the project's image, in the server's network, writing into the run directory."""
+
+import contextlib
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from docker.errors import NotFound
+from docker.types import Mount
+
+from harness.errors import ServerError
+from harness.job import SECRETS_ENV, Job
+from harness.paths import LOCUSTFILES
+from harness.process import undisturbed
+from harness.redact import known
+from harness.serve import labels
+from harness.serve.containers import follow_log
+from harness.serve.engine import DOCKER_ERRORS, connect, docker_error, ensure_image
+from harness.serve.location import engine_location
+from harness.serve.watch import LogFile
+
+IMAGE = os.environ.get("HARNESS_IMAGE", "amd-llm-load:local")  # `make image`
+IN_IMAGE = Path("/opt/amd-llm-load/locustfiles")
+
+
+def in_image(locustfile: Path) -> Path:
+    """Where a locustfile is in the container: one that ships is in the image, any other is mounted at its own path."""
+    return IN_IMAGE / locustfile.name if locustfile.parent == LOCUSTFILES else locustfile
+
+
+def files_needed(job: Job, locustfile: Path) -> list[str]:
+    """The files and folders of this host that a load generator in a container has to read, besides its job.
+
+    The whole folder of an own locustfile, which may import from it and open its files; those that ship are in the
+    image.
+    """
+    own = [] if locustfile.parent == LOCUSTFILES else [str(locustfile.parent)]
+    return [*own, *(file for file in (job.prompt_file, job.trace_file, job.trace_marks) if file)]
+
+
+class ContainerChild:
+    """Locust in a container. Its files are this host's, so the engine must be this host's as well."""
+
+    def __init__(
+        self,
+        run_id: str,
+        job: Job,
+        arguments: list[str],
+        locustfile: Path,
+        network: str | None,
+        log_path: Path,
+    ) -> None:
+        """Raises ServerError."""
+        if engine_location().host is not None:
+            raise ServerError(
+                "generator: container needs the Docker Engine of this host, because the records are written here",
+                next_step="Use `generator: process`; the server may stay on the other host.",
+            )
+        self._client = connect()
+        try:
+            ensure_image(self._client, IMAGE, lambda _line: None)
+            self._container = self._client.containers.create(
+                IMAGE, **self._options(run_id, job, arguments, locustfile, network)
+            )
+            try:
+                self._container.start()
+            except BaseException:
+                with undisturbed(), contextlib.suppress(*DOCKER_ERRORS):
+                    self._container.remove(v=True, force=True)
+                raise
+        except BaseException as error:
+            self._client.close()
+            if not isinstance(error, DOCKER_ERRORS):
+                raise
+            raise docker_error("the load generator's container cannot be started", error) from None
+        self._log = LogFile(log_path)
+        follow_log(self._container, self._log)
+        self._code: int | None = None
+
+    @staticmethod
+    def _options(run_id: str, job: Job, arguments: list[str], locustfile: Path, network: str | None) -> dict[str, Any]:
+        folder = str(Path(job.requests_path).parent)
+        mounts = [Mount(folder, folder, type="bind")]
+        mounts += [Mount(file, file, type="bind", read_only=True) for file in files_needed(job, locustfile)]
+        key = job.api_key_env
+        return {
+            "command": ["locust", *arguments],
+            "name": f"{labels.name_of(run_id, job.cell)}-locust",
+            "labels": labels.owned(run_id, job.cell),
+            "network": network or "host",
+            "mounts": mounts,
+            # The run directory belongs to the user who started the harness; so must the records in it.
+            "user": f"{os.getuid()}:{os.getgid()}",
+            "environment": {
+                "HOME": "/tmp",
+                SECRETS_ENV: json.dumps(known()),
+                **({key: os.environ[key]} if key else {}),
+            },
+            # It writes into the run directory and nowhere else.
+            "read_only": True,
+            "tmpfs": {"/tmp": ""},
+            "cap_drop": ["ALL"],
+            "security_opt": ["no-new-privileges"],
+            "hostname": socket.gethostname() if network is None else None,
+            "init": True,
+            "detach": True,
+        }
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        if self._code is None:
+            try:
+                self._container.reload()
+                state = self._container.attrs["State"]
+                if state["Status"] in ("exited", "dead"):
+                    self._code = int(state["ExitCode"])
+            except NotFound:
+                self._code = -1
+            except DOCKER_ERRORS as error:
+                raise docker_error("the load generator's container cannot be watched", error) from None
+        return self._code
+
+    def stop(self, grace_s: float) -> int:
+        """End it politely, kill it after `grace_s`, remove it."""
+        try:
+            try:
+                if self.poll() is None:
+                    self._container.stop(timeout=int(grace_s))
+                    self.poll()
+                self._log.settle()
+            finally:  # a second Ctrl-C only ends the patience
+                with undisturbed(), contextlib.closing(self._client):
+                    self._container.remove(v=True, force=True)
+        except NotFound:
+            pass
+        except DOCKER_ERRORS as error:
+            raise docker_error("the load generator's container cannot be removed", error) from None
+        return -1 if self._code is None else self._code

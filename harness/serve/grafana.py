@@ -1,0 +1,170 @@
+"""Prometheus and Grafana next to the services of a Compose file, with a dashboard of load and server together."""
+
+import json
+from typing import Any, NamedTuple
+
+from harness.engines import engines
+
+PROMETHEUS_IMAGE = "prom/prometheus:v3.5.0"
+GRAFANA_IMAGE = "grafana/grafana:12.1.1"
+METRICS_PORT = 9646  # of the load generator, in the network of the Compose file only
+GRAFANA_PORT = 3000
+_LIVE = "amd_llm_load_live"
+_TTFT = "gen_ai_client_operation_time_to_first_chunk_seconds_bucket"
+_TPOT = f"{_LIVE}_time_per_output_token_seconds_bucket"
+_E2E = "gen_ai_client_operation_duration_seconds_bucket"
+_TOKENS = "gen_ai_client_token_usage_sum"
+
+
+class MonitoringTarget(NamedTuple):
+    """A server whose metrics Prometheus reads."""
+
+    address: str  # HOST:PORT in the network of the Compose file
+    path: str
+
+
+def _quantiles(buckets: str) -> dict[str, str]:
+    return {
+        at: f"histogram_quantile({share}, sum by (le) (rate({buckets}[1m])))"
+        for at, share in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
+    }
+
+
+def _of_server(name: str, *, rate: bool = False) -> str:
+    """A metric under the names that the known servers give it."""
+    names = sorted({one for engine in engines() for one in engine.metrics.get(name, [])})
+    found = f'{{__name__=~"{"|".join(names)}",job="server"}}'
+    return f"sum(rate({found}[1m]))" if rate else f"sum({found})"
+
+
+def panels() -> list[tuple[str, str, dict[str, str]]]:
+    """Title, Grafana's unit, and the queries by legend, two panels a line."""
+    return [
+        ("TTFT (client)", "s", _quantiles(_TTFT)),
+        ("TPOT (client)", "s", _quantiles(_TPOT)),
+        ("E2E latency (client)", "s", _quantiles(_E2E)),
+        (
+            "Requests/s and goodput",
+            "reqps",
+            {
+                "ended": f"sum(rate({_LIVE}_requests_total[1m]))",
+                "met every SLO": f"sum(rate({_LIVE}_slo_met_requests_total[1m]))",
+            },
+        ),
+        (
+            "Requests: client and server",
+            "short",
+            {
+                "users": f"sum({_LIVE}_users)",
+                "in flight (client)": f"sum({_LIVE}_requests_in_flight)",
+                "running (server)": _of_server("running"),
+                "waiting (server)": _of_server("waiting"),
+            },
+        ),
+        (
+            "Tokens/s: client and server",
+            "short",
+            {
+                "output (client, at the end of requests)": f'sum(rate({_TOKENS}{{gen_ai_token_type="output"}}[1m]))',
+                "prompt (client)": f'sum(rate({_TOKENS}{{gen_ai_token_type="input"}}[1m]))',
+                "output (server)": _of_server("generated_tokens", rate=True),
+            },
+        ),
+        ("KV cache in use (server)", "percentunit", {"KV cache": _of_server("kv_usage")}),
+        (
+            "Errors/s by kind, and client limits",
+            "short",
+            {
+                "{{error_type}}": f"sum by (error_type) (rate({_LIVE}_errors_total[1m]))",
+                "load generator is the limit (1)": f"max({_LIVE}_client_limited)",
+            },
+        ),
+    ]
+
+
+def dashboard() -> dict[str, Any]:
+    """The dashboard, as Grafana reads it from a file."""
+    found = [
+        {
+            "id": number + 1,
+            "type": "timeseries",
+            "title": title,
+            "datasource": {"type": "prometheus", "uid": "prometheus"},
+            "gridPos": {"h": 8, "w": 12, "x": 12 * (number % 2), "y": 8 * (number // 2)},
+            "fieldConfig": {"defaults": {"unit": unit, "min": 0}, "overrides": []},
+            "targets": [
+                {"refId": chr(ord("A") + place), "expr": query, "legendFormat": legend}
+                for place, (legend, query) in enumerate(queries.items())
+            ],
+        }
+        for number, (title, unit, queries) in enumerate(panels())
+    ]
+    return {
+        "uid": "amd-llm-load",
+        "title": "LLM load",
+        "schemaVersion": 39,
+        "refresh": "5s",
+        "time": {"from": "now-15m", "to": "now"},
+        "panels": found,
+    }
+
+
+def prometheus_config(generator: str, server: MonitoringTarget | None) -> dict[str, Any]:
+    """The configuration of Prometheus. `generator`: HOST:PORT of the load generator's metrics."""
+    jobs = [{"job_name": "load", "static_configs": [{"targets": [generator]}]}]
+    if server is not None:
+        jobs.append(
+            {"job_name": "server", "metrics_path": server.path, "static_configs": [{"targets": [server.address]}]}
+        )
+    return {"global": {"scrape_interval": "2s", "scrape_timeout": "2s"}, "scrape_configs": jobs}
+
+
+def monitoring(server: MonitoringTarget | None) -> dict[str, Any]:
+    """Services and configs to add to a Compose file. Everything is in the file; nothing is kept after `down`."""
+    source = {"name": "Prometheus", "uid": "prometheus", "type": "prometheus", "url": "http://prometheus:9090"}
+    provider = {"name": "files", "type": "file", "options": {"path": "/etc/grafana/dashboards"}}
+    files = {
+        "prometheus": prometheus_config(f"locust:{METRICS_PORT}", server),
+        "grafana-source": {"apiVersion": 1, "datasources": [{**source, "access": "proxy", "isDefault": True}]},
+        "grafana-provider": {"apiVersion": 1, "providers": [provider]},
+        "grafana-dashboard": dashboard(),
+    }
+    locked = {"cap_drop": ["ALL"], "security_opt": ["no-new-privileges:true"], "init": True}
+    return {
+        "services": {
+            "prometheus": {
+                "image": PROMETHEUS_IMAGE,
+                "command": ["--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prometheus"],
+                "configs": [{"source": "prometheus", "target": "/etc/prometheus/prometheus.yml"}],
+                "tmpfs": ["/prometheus"],
+                **locked,
+            },
+            "grafana": {
+                "image": GRAFANA_IMAGE,
+                # On loopback only, to look at: there is no login, so no default password.
+                "ports": [f"127.0.0.1:{GRAFANA_PORT}:3000"],
+                "environment": {
+                    "GF_AUTH_ANONYMOUS_ENABLED": "true",
+                    "GF_AUTH_ANONYMOUS_ORG_ROLE": "Viewer",
+                    "GF_AUTH_BASIC_ENABLED": "false",
+                    "GF_AUTH_DISABLE_LOGIN_FORM": "true",
+                    "GF_ANALYTICS_REPORTING_ENABLED": "false",
+                    "GF_ANALYTICS_CHECK_FOR_UPDATES": "false",
+                    "GF_ANALYTICS_CHECK_FOR_PLUGIN_UPDATES": "false",
+                    "GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH": "/etc/grafana/dashboards/load.json",
+                },
+                "configs": [
+                    {"source": "grafana-source", "target": "/etc/grafana/provisioning/datasources/prometheus.yaml"},
+                    {"source": "grafana-provider", "target": "/etc/grafana/provisioning/dashboards/files.yaml"},
+                    {"source": "grafana-dashboard", "target": "/etc/grafana/dashboards/load.json"},
+                ],
+                "depends_on": ["prometheus"],
+                "tmpfs": ["/var/lib/grafana"],
+                **locked,
+            },
+        },
+        # JSON is YAML as well. Compose replaces $NAME in contents; `$$` stands for `$`.
+        "configs": {
+            name: {"content": json.dumps(value, indent=1).replace("$", "$$") + "\n"} for name, value in files.items()
+        },
+    }

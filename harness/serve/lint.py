@@ -1,0 +1,383 @@
+"""The problems of a scenario's servers that can be found before anything starts, and notes for `harness check`."""
+
+import os
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from harness.engines import Command, Context, engine_of, engines, template_of
+from harness.errors import Problem
+from harness.failures.table import removed_flags, replacements
+from harness.reasons import sentence
+from harness.scenario.behaviour import Agent, Rag, max_of, unread
+from harness.scenario.scenario import TURNS, Load, Prompts, Scenario, Server
+from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, Service, interpolate, names_in, read
+from harness.serve.consent import allowed, missing
+from harness.serve.document import port_inside, prepared, rendered
+from harness.serve.lemonade import server_problems as lemonade_problems
+from harness.serve.location import engine_location
+from harness.serve.template import server_problems, variable_of, variables
+from harness.serve.vllm import (
+    container_problems,
+    flags_in,
+    printed_dashes,
+    removed_in,
+    value_of,
+    version_of,
+    vllm_refuses,
+)
+
+# What may be said of a load whose requests are all given at once; of the rest nothing but its default.
+_OFFLINE = {"user", "users", "processes", "requests", "batch_size", "think_s", "output_tokens", "output", "stream",
+            "ramp_s", "drain_s", "timeout_s"}  # fmt: skip
+_PLAIN = Load(user="batch")
+
+
+def server_problems_of(scenario: Scenario, lines: dict[str, int]) -> list[Problem]:
+    """Return the problems of the servers. `lines`: the line of each path of the scenario."""
+    found = list(_model_problems(scenario))
+    for name, server in scenario.servers.items():
+        wrong = [*server_problems(server), *lemonade_problems(server, scenario.model)]
+        wrong = wrong or [*_managed(server, scenario.model), *_prepared_problems(scenario, name)]
+        found += [one if one.path.startswith("$") else one.below(f"$.servers.{name}") for one in wrong]
+    return [problem.located(lines) for problem in found]
+
+
+def _model_problems(scenario: Scenario) -> Iterator[Problem]:
+    if scenario.servers and not scenario.model.strip():
+        yield Problem("$.model", "it is empty; write the name that the servers know, such as Qwen/Qwen3-0.6B")
+    elif scenario.servers and names_in(scenario.model):
+        # Every record of the work has it, and a server that got it filled in would repeat it.
+        text = f"{scenario.model!r} has a variable in it, which is not filled in here; write the name itself"
+        yield Problem("$.model", text)
+    elif scenario.model.startswith("-"):
+        yield Problem("$.model", f"{scenario.model!r} begins with '-', which servers take for an option of theirs")
+
+
+def _prepared_problems(scenario: Scenario, name: str) -> Iterator[Problem]:
+    """Problems of the Compose file of a server, and of it on this machine and with the scenario's loads."""
+    one = prepared(scenario, name)
+    server, compose = one.server, one.compose
+    yield from (_in_scenario(problem, server) for problem in one.problems)
+    if compose is None:
+        return
+    yield from _command_problems(server, compose)
+    yield from _folder_problems(server, compose)
+    for problem in missing(server, compose, os.environ):
+        yield _in_scenario(problem.below("$.services.server."), server)
+    if compose.serving.offline:
+        yield from _offline_problems(server, scenario)
+
+
+def _managed(server: Server, model: str) -> Iterator[Problem]:
+    """Arguments and settings that are the template's own, of the server and of its gateway."""
+    parts: list[tuple[str, str, dict[str, Any], str]] = [(SERVER, server.template, server.variables, ".variables")]
+    if (gateway := server.gateway) is not None:
+        parts.append((GATEWAY, gateway.template, gateway.variables, ".gateway.variables"))
+    for service, template, given, at in parts:
+        declared = [name for name in variables(template) if name != "model"]
+        yield from (one.below(f"{at}.environment") for one in managed_settings(given.get("environment"), declared))
+        if not given.get("extra_args"):
+            continue
+        bare = msgspec.structs.replace(server, variables={**server.variables, "extra_args": []})
+        if gateway is not None:
+            front = msgspec.structs.replace(gateway, variables={**gateway.variables, "extra_args": []})
+            bare = msgspec.structs.replace(bare, gateway=front)
+        compose, _ = read(rendered(bare, model, port=port_inside(server)))
+        own = [] if compose is None else compose.services[service].command or []
+        for text in managed_flags(template, given["extra_args"], own, declared):
+            yield Problem(f"{at}.extra_args", text)
+
+
+def _command_problems(server: Server, compose: ComposeFile) -> Iterator[Problem]:
+    """What the server's program or its image would refuse."""
+    service, serving = compose.server, compose.serving
+    if (program := _program_missing(server.template, service)) is not None:
+        text = f"{service.image} starts a shell, not the server; add to the variables: entrypoint: {program}"
+        yield Problem(".variables.entrypoint", text)
+    yield from (Problem(".variables", text) for text in container_problems(service))
+    words = service.command or []
+    if serving.vllm:
+        yield from (Problem(".variables.extra_args", text) for text in removed_in(words, service.image))
+    if serving.vllm or serving.offline:
+        yield from (Problem(".variables", text) for text in vllm_refuses(words))
+
+
+def _program_missing(template: str, service: Service) -> str | None:
+    """The program that an image needs as its entrypoint and was not given."""
+    known = template_of(template)
+    if known is None or service.entrypoint is not None:
+        return None
+    shells = "|".join(name for engine in engines() for name in engine.command.shells)
+    starts_one = re.match(rf"(?:docker\.io/)?(?:{shells})(?:[:@]|$)", service.image) is not None
+    return known.program if starts_one else None
+
+
+def _folder_problems(server: Server, compose: ComposeFile) -> Iterator[Problem]:
+    """Folders to mount that do not exist. Nothing is known of another machine's folders."""
+    if not engine_location().has_our_files:
+        return
+    sources: dict[str, str] = {}
+    for written in dict.fromkeys(text for service in compose.services.values() for text in service.volumes):
+        unset: list[Problem] = []
+        source = interpolate(written, os.environ, unset).split(":")[0]
+        if not unset and source.startswith("/") and not _there(source):
+            sources.setdefault(source, _variable_with(written, server))
+    for source, variable in sources.items():
+        yield Problem(
+            f".variables.{variable}",
+            f"there is no {source} on this machine; correct the path, or make the folder: "
+            f"mkdir -p {shlex.quote(source)}",
+        )
+
+
+def _there(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except OSError:  # a folder that this user may not look into: the engine may
+        return True
+
+
+def _variable_with(volume: str, server: Server) -> str:
+    """The variable that a volume, as it is written, comes from."""
+    for name, value in server.variables.items():
+        texts = value if isinstance(value, list) else [value]
+        if any(volume == str(text) or volume.startswith(f"{text}:") for text in texts):
+            return name
+    return "volumes"
+
+
+def _offline_problems(server: Server, scenario: Scenario) -> Iterator[Problem]:
+    """What an offline job does not support: it gets all requests at once and has no API."""
+    if server.gateway is not None:
+        yield Problem(".gateway", "an offline server cannot have a gateway; remove it")
+    for name, load in scenario.loads.items():
+        fields = [field for field in msgspec.structs.fields(load) if field.name not in _OFFLINE]
+        other = [one.encode_name for one in fields if getattr(load, one.name) != getattr(_PLAIN, one.name)]
+        if load.user != "batch" or load.requests is None:
+            yield Problem(
+                ".template",
+                f"it takes requests that are known beforehand, so the load '{name}' would have to be "
+                "`user: batch` with a number of `requests`",
+            )
+        elif other:
+            yield Problem(".template", f"it cannot do what the load '{name}' asks for with {', '.join(other)}")
+
+
+def _in_scenario(problem: Problem, server: Server) -> Problem:
+    """A problem of a Compose file, at the variable that it comes from."""
+    key = problem.path.removeprefix("$.services.server").removeprefix(".")
+    variable = {"ports": "publish", "group_add": "groups"}.get(key, key)
+    if variable in server.variables:
+        return problem._replace(path=f".variables.{variable}")
+    place = problem.path.removeprefix("$.") if key else ""
+    return Problem("", f"{place}: {problem.text}" if place else problem.text)
+
+
+_ADVICE = {
+    "--host": "the server listens inside its container only; `publish` is the host's address",
+    "--served-model-name": "the scenario's `model` is the name for clients",
+    "--alias": "the scenario's `model` is the name for clients",
+    "--model": "the scenario's `model` says what is served, and `model_path` what is loaded where that differs",
+    "--n-gpu-layers": "set the variable 'gpu_layers'",
+}
+
+
+def managed_flags(template: str, extra: Sequence[Any], own: Sequence[str], variables: Iterable[str]) -> list[str]:
+    """What of `extra` the template sets itself, each with what to do instead.
+
+    `own`: the command line that the template makes without it. `variables`: those that the template declares.
+    """
+    names = {f"--{name.replace('_', '-')}": name for name in variables}
+    command = _command(template)
+    if (prefix := command.settings_as_flags) is not None:
+        names |= {_as_flag(setting): name for setting, name in command.settings.items() if setting.startswith(prefix)}
+    # An offline job's own options end with `--`, the options after it are the engine's.
+    behind = own[own.index("--") + 1 :] if "--" in own else own
+    set_by_it = {_plain(flag) for flag in flags_in(behind)} | names.keys() | ({"--model"} if own else set())
+    words = [str(word) for word in extra]
+    problems = printed_dashes(words)
+    for flag in dict.fromkeys(flags_in(words)):
+        found = _meant(flag, command, set_by_it)
+        if found is not None:
+            said = flag if flag == found else f"{flag} ({found})"
+            known = f"set the variable '{names[found]}'" if found in names else "remove it"
+            problems.append(f"{said}: the template sets it already; {_ADVICE.get(found, known)}")
+    return problems
+
+
+def managed_settings(environment: Any, variables: Iterable[str]) -> Iterator[Problem]:
+    """The names in a server's `environment` that variables of its template set."""
+    declared = set(variables)
+    settings = {name: own for engine in engines() for name, own in engine.command.settings.items()}
+    for name in environment if isinstance(environment, dict) else ():
+        if settings.get(name) in declared:
+            yield Problem(f".{name}", f"the template sets it already; set the variable '{settings[name]}'")
+
+
+def _command(template: str) -> Command:
+    engine = engine_of(template)
+    return Command() if engine is None else engine.command
+
+
+def _meant(flag: str, command: Command, known: set[str]) -> str | None:
+    """The managed flag that `flag` is: by itself, by its short name, switched off, or cut short."""
+    plain = _plain(command.short.get(flag, flag))
+    if plain in known:
+        return plain
+    if not command.cut_short or len(plain) < len("--xxxx"):
+        return None
+    longer = [name for name in known if name.startswith(plain) and name not in ("--devices", "--models")]
+    return longer[0] if len(longer) == 1 else None
+
+
+def _plain(flag: str) -> str:
+    return f"--{flag[5:]}" if flag.startswith("--no-") else flag
+
+
+def _as_flag(setting: str) -> str:
+    return "--" + setting.partition("_")[2].lower().replace("_", "-")
+
+
+_FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+_FORCED_TARGET = (
+    "overrides GPU detection; images with code for yours do not need it, and wrong code crashes or "
+    "computes wrongly: leave it out"
+)
+_HUB = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")  # guides set them to folders that their `docker run` mounts
+_CACHE = "/root/.cache/huggingface"  # where the templates mount the volume
+
+
+def notes(scenario: Scenario) -> list[str]:
+    """Sentences for `harness check`."""
+    found = []
+    for name, server in scenario.servers.items():
+        found += [f"server '{name}': {note}" for note in (*_of_environment(server), *_of_arguments(server))]
+        for load_name, load in scenario.loads.items():
+            if (note := _of_length(server, load, scenario.prompts)) is not None:
+                found.append(f"server '{name}' under {load_name}: {note}")
+        compose = prepared(scenario, name).compose if server.allow else None
+        found += [f"server '{name}': {sentence(note)}" for note in ([] if compose is None else allowed(compose))]
+    return found
+
+
+def notes_on_comments(text: str) -> list[str]:
+    """Flags in a scenario's comments that vLLM no longer knows: what became of them, once each."""
+    found: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        for flag in _FLAG.findall(line.partition("#")[2]):
+            if (row := removed_flags().get(flag)) is not None:
+                found.setdefault(flag, f"line {number} speaks of {flag}: {row.advice}")
+    return list(found.values())
+
+
+def _of_environment(server: Server) -> list[str]:
+    given = server.variables.get("environment")
+    if not isinstance(given, dict):
+        return []
+    gone = replacements().variables
+    found = [f"{name} has no effect any more: {gone[name]}" for name in given if name in gone]
+    if "HSA_OVERRIDE_GFX_VERSION" in given:
+        found.append(f"HSA_OVERRIDE_GFX_VERSION {_FORCED_TARGET}")
+    verbose = {name: level for engine in engines() for name, level in engine.command.verbose.items()}
+    found += [
+        f"{name}={level} writes lines for each step, which is measured with it: leave it out"
+        for name, level in verbose.items()
+        if str(given.get(name, "")).upper() == level
+    ]
+    engine = engine_of(server.template)
+    if engine is not None and engine.command.hub_cache:
+        lost = [name for name in _HUB if _is_lost(server, given.get(name))]
+        found += [
+            f"{name}={given[name]} is on no volume: each start downloads the model again; leave it out, or mount a "
+            "folder there with `volumes`"
+            for name in lost
+        ]
+    return found
+
+
+def _is_lost(server: Server, folder: Any) -> bool:
+    """Whether what is written to a folder of the container is gone with it."""
+    if not isinstance(folder, str) or not folder.startswith("/"):
+        return False
+    mounts = [str(volume).split(":")[1:2] for volume in variable_of(server, "volumes")]
+    kept = [
+        *(path for mount in mounts for path in mount),
+        *([_CACHE] if variable_of(server, "huggingface_cache") else []),
+    ]
+    return not any(f"{folder}/".startswith(f"{path.rstrip('/')}/") for path in kept)
+
+
+def _of_arguments(server: Server) -> list[str]:
+    known = template_of(server.template)
+    if known is None or known.utilization is None:  # no vLLM
+        return []
+    given = server.variables.get("extra_args")
+    words = [str(word) for word in given] if isinstance(given, list) else []
+    words += str(server.variables.get(known.arguments or "") or "").split()
+    flags = list(dict.fromkeys(flags_in(words)))
+    lost = {flag: text for engine in engines() for flag, text in engine.command.without_metrics.items()}
+    has_metrics = "port" in variables(server.template)  # an offline job has neither
+    found = [f"{flag}: {lost[flag]}" for flag in flags if flag in lost and has_metrics]
+    image = str(variable_of(server, "image"))
+    if known.arguments is None and version_of(image) is None:  # else it was refused already
+        rows = [removed_flags()[flag] for flag in flags if flag in removed_flags()]
+        found += [f"{row.flag}: the tag of {image} does not tell its version; {row.advice}" for row in rows]
+    return found
+
+
+def _of_length(server: Server, load: Load, prompts: Prompts) -> str | None:
+    """A note for a load whose longest request exceeds the server's context, where both are known."""
+    known = template_of(server.template)
+    context = None if known is None else known.context
+    if context is None or load.trace is not None or unread(load.output_tokens) or load.endpoint == "embeddings":
+        return None
+    limit, which = _limit(server, context)
+    answer = max_of(load.output_tokens)
+    prompt = _prompt(load, prompts, answer)
+    if limit is None or prompt is None or prompt + answer <= limit:
+        return None
+    if context.arguments is not None and answer >= variable_of(server, context.size):
+        return None  # `hints` of harness.serve.lemonade reports it
+    return (
+        f"a request has up to {prompt:,} tokens of prompt and {answer:,} of answer, and {which} is {limit:,}: "
+        f"{context.too_long}"
+    )
+
+
+def _prompt(load: Load, prompts: Prompts, answer: int) -> int | None:
+    """Tokens of the longest prompt, without the chat template; None where it is not read yet."""
+    if load.user not in ("agent", "batch", "chat", "rag") or unread(prompts.tokens):
+        return None
+    one = max_of(prompts.tokens, "prompt") if prompts.kind == "synthetic" else 0
+    match load.user:
+        case "chat":
+            turns = load.turns or TURNS
+            return prompts.system_tokens + turns * one + (turns - 1) * answer
+        case "agent":
+            agent = load.agent or Agent()
+            return prompts.system_tokens + one + (agent.steps - 1) * (answer + agent.result_tokens)
+        case "rag":
+            return prompts.system_tokens + one + (load.rag or Rag()).document_tokens
+        case _:
+            return prompts.system_tokens + one
+
+
+def _limit(server: Server, context: Context) -> tuple[int | None, str]:
+    """Tokens that one request may have, and what sets them; None: the model's own limit, which is not known here."""
+    size = variable_of(server, context.size)
+    slots = None if context.slots is None else variable_of(server, context.slots)
+    unified = variable_of(server, "kv_unified")
+    if context.arguments is not None:
+        words = str(server.variables.get(context.arguments) or "").split()
+        parallel = value_of(words, "--parallel", "-np") or ""
+        slots, unified = int(parallel) if parallel.isdigit() else 1, "--kv-unified" in words
+    if not isinstance(size, int) or not size:
+        return None, context.size
+    if unified or not isinstance(slots, int) or slots <= 1:
+        return size, context.size
+    return size // slots, f"{context.size} / parallel ({size:,} / {slots})"

@@ -1,0 +1,353 @@
+"""Where the Docker Engine is, and the way to one behind ssh.
+
+As with Docker's own command line, the user's `ssh` does it, with all of its settings, keys and agent. The SDK knows
+ssh:// only with a second implementation of SSH (paramiko), which reads little of ~/.ssh/config.
+"""
+
+import atexit
+import contextlib
+import functools
+import hashlib
+import os
+import select
+import shlex
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from ipaddress import ip_address
+from pathlib import Path
+from typing import IO
+from urllib.parse import urlsplit
+
+import msgspec
+from docker.errors import DockerException
+from docker.tls import TLSConfig
+from docker.utils import kwargs_from_env, parse_host
+
+from harness import process
+from harness.errors import ServerError
+from harness.files import read_bytes
+from harness.serve.probe import free_port, is_free
+
+DEFAULT_ADDRESS = "unix:///var/run/docker.sock"
+_VARIABLES = ("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_TLS_VERIFY", "DOCKER_CERT_PATH", "HOME")
+
+
+class EngineLocation(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an engine is, by its address alone: nothing is asked of it."""
+
+    address: str  # such as unix:///var/run/docker.sock, tcp://10.0.0.7:2376 or ssh://ada@gpubox
+    named_by: str = "DOCKER_HOST"  # what to change for another one
+    host: str | None = None  # the other machine that it is on; None: this machine, or `problem`
+    ssh: tuple[str, ...] = ()  # arguments of `ssh` that lead to `host`; empty: not over ssh
+    tls: TLSConfig | None = None
+    problem: str | None = None  # why it is unknown
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is on this machine, whose GPUs, processors and memory are then those of its containers."""
+        return self.host is None and self.problem is None
+
+    @property
+    def has_our_files(self) -> bool:
+        """Whether a path means the same to the engine as here. A forwarded TCP port of this machine proves nothing."""
+        path = self.address.removeprefix("unix://")
+        # Mounted into a container, the socket is of another file system than the folder that it is in.
+        return self.is_here and path != self.address and not os.path.ismount(path)
+
+    def reached_at(self, published_on: str) -> str | None:
+        """The address at which this machine reaches a port published on an IP address; None: only from the engine's."""
+        address = ip_address(published_on)
+        if self.host is None:
+            return published_on
+        if address.is_unspecified:
+            return self.host
+        return None if address.is_loopback else published_on
+
+
+def engine_location() -> EngineLocation:
+    """The engine that Docker's command line would use: DOCKER_HOST, else DOCKER_CONTEXT, else the current context.
+
+    It stays the same in a process: `docker context use` elsewhere must not lead a teardown to another engine.
+    """
+    return _location(tuple(os.environ.get(name, "") for name in _VARIABLES))
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether a host name or address is this machine's own name or a loopback address."""
+    if host in ("", "localhost", socket.gethostname()):
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@functools.cache
+def _location(_environment: tuple[str, ...]) -> EngineLocation:
+    address = os.environ.get("DOCKER_HOST", "").strip()
+    folder = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
+    context = os.environ.get("DOCKER_CONTEXT") or _current_context(folder)
+    if not address and context != "default":
+        return _of_context(folder / "contexts", context)
+    address = address or DEFAULT_ADDRESS
+    try:
+        tls = kwargs_from_env().get("tls")
+    except DockerException as error:
+        return EngineLocation(address=address, problem=f"the Docker Engine at {address} cannot be used: {error}")
+    return _at(address, "DOCKER_HOST", tls)
+
+
+class _Config(msgspec.Struct):
+    """What counts of Docker's config.json."""
+
+    current: str = msgspec.field(default="", name="currentContext")
+
+
+class _Endpoint(msgspec.Struct):
+    host: str = msgspec.field(default="", name="Host")
+    unverified: bool = msgspec.field(default=False, name="SkipTLSVerify")
+
+
+class _Context(msgspec.Struct):
+    """What counts of a context's meta.json."""
+
+    endpoints: dict[str, _Endpoint] = msgspec.field(default_factory=dict, name="Endpoints")
+
+
+def _current_context(folder: Path) -> str:
+    try:
+        return msgspec.json.decode(read_bytes(folder / "config.json"), type=_Config).current or "default"
+    except (OSError, msgspec.DecodeError):  # Docker's command line warns of a damaged file, and goes on like this
+        return "default"
+
+
+def _of_context(folder: Path, name: str) -> EngineLocation:
+    named_by = f"the Docker context '{name}'"
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    path = folder / "meta" / digest / "meta.json"
+    try:
+        endpoint = msgspec.json.decode(read_bytes(path), type=_Context).endpoints["docker"]
+        tls = _tls(folder / "tls" / digest / "docker", endpoint)
+    except (OSError, KeyError, msgspec.DecodeError, DockerException) as error:
+        why = "it does not exist" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
+        return EngineLocation(address="", named_by=named_by, problem=f"{named_by} cannot be used: {why} ({path})")
+    return _at(endpoint.host or DEFAULT_ADDRESS, named_by, tls)
+
+
+def _tls(folder: Path, endpoint: _Endpoint) -> TLSConfig | None:
+    authority, certificate, key = (
+        str(path) if (path := folder / f"{name}.pem").exists() else None for name in ("ca", "cert", "key")
+    )
+    if not (endpoint.unverified or authority or certificate or key):
+        return None
+    pair = (certificate, key) if certificate and key else None
+    return TLSConfig(client_cert=pair, ca_cert=authority, verify=not endpoint.unverified)
+
+
+def _at(address: str, named_by: str, tls: TLSConfig | None) -> EngineLocation:
+    try:
+        if address.startswith("ssh://"):
+            host, ssh = _over_ssh(address)
+            return EngineLocation(address=address, named_by=named_by, host=host, ssh=ssh)
+        parts = urlsplit(str(parse_host(address, tls=tls is not None)))
+    except (DockerException, ValueError) as error:
+        problem = f"the Docker Engine at {address} cannot be used: {error}"
+        return EngineLocation(address=address, named_by=named_by, problem=problem)
+    here = parts.scheme not in ("http", "https") or is_this_machine(parts.hostname or "")
+    return EngineLocation(address=address, named_by=named_by, host=None if here else parts.hostname, tls=tls)
+
+
+def _over_ssh(address: str) -> tuple[str, tuple[str, ...]]:
+    """The host, and what leads `ssh` there. Even localhost is another machine: such a port is mostly forwarded to one.
+
+    Raises ValueError.
+    """
+    parts = urlsplit(address)
+    # As it is written: a name of ~/.ssh/config may have capitals, which urlsplit makes small.
+    written = parts.netloc.rpartition("@")[2]
+    host = (parts.hostname or "") if written.startswith("[") else written.partition(":")[0]
+    if not host:
+        raise ValueError("it has no host; write it like ssh://USER@HOST:PORT")
+    user = ("-l", parts.username) if parts.username else ()
+    port = ("-p", str(parts.port)) if parts.port else ()
+    return host, (*user, *port, "--", host)
+
+
+LONGEST_S = 30  # until ssh gives up on a host that does not answer
+_END_S = 5.0
+_PORTS = 5  # free ports to try: another program may take one before ssh does
+_SAID_BYTES = 4096
+_FORBIDDEN = "administratively prohibited"  # OpenSSH's name of the reason in RFC 4254, section 5.1
+_TUNNEL = (
+    # A process of its own, whose end is the tunnel's: a shared connection would keep the port open.
+    "-o", "ControlMaster=no", "-o", "ControlPath=none", "-o", "ExitOnForwardFailure=yes",
+    # A connection that is cut without a word is noticed within 15 s.
+    "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3",
+    # Run as soon as the port is open.
+    "-o", "PermitLocalCommand=yes", "-o", "LocalCommand=echo open",
+)  # fmt: skip
+_sockets: dict[tuple[str, ...], "SshSocket"] = {}
+_guard = threading.Lock()
+
+
+def engine_socket(location: EngineLocation) -> "SshSocket":
+    """The socket of an engine behind ssh, one for each in a process. Raises ServerError."""
+    command = engine_command(location)
+    with _guard:
+        if tuple(command) not in _sockets:
+            _sockets[tuple(command)] = SshSocket(command)
+        return _sockets[tuple(command)]
+
+
+def engine_command(location: EngineLocation) -> list[str]:
+    """The command that speaks with the engine on its standard input and output. Raises ServerError."""
+    remote = ["docker", "system", "dial-stdio"]
+    path = urlsplit(location.address).path
+    if path not in ("", "/"):
+        remote[1:1] = ["--host", f"unix://{path}"]
+    return [*_ssh(location), shlex.join(remote)]
+
+
+@contextlib.contextmanager
+def tunnel(location: EngineLocation, address: str, port: int) -> Iterator[tuple[int, Callable[[], str | None]]]:
+    """A port of 127.0.0.1 that leads to `address` and `port` of the engine's machine, while it is needed.
+
+    With it comes a function that says why the tunnel does not carry; None while it does. Its `ssh` ends with us,
+    however we end. Raises ServerError when it cannot be opened.
+    """
+    with tempfile.TemporaryFile() as words:
+        local, child = _open(location, f"[{address}]:{port}", words)
+        try:
+            yield local, lambda: _broken(location, child, words)
+        finally:
+            process.stop(child)
+
+
+def address_of(location: EngineLocation) -> str:
+    """The address behind a name of ~/.ssh/config, which only `ssh` knows; the name itself when it does not say."""
+    try:
+        asked = subprocess.run(
+            _ssh(location, "-G"), capture_output=True, text=True, timeout=LONGEST_S, errors="replace"
+        )
+    except subprocess.TimeoutExpired:
+        return str(location.host)
+    lines = (line.partition(" ") for line in asked.stdout.splitlines())
+    return next((value for key, _, value in lines if key == "hostname"), str(location.host))
+
+
+def _ssh(location: EngineLocation, *options: str) -> list[str]:
+    if shutil.which("ssh") is None:
+        raise ServerError(
+            f"the Docker Engine is at {location.address}, and there is no program `ssh` on this machine",
+            next_step=f"Install it (on Debian: sudo apt-get install openssh-client), or change {location.named_by}.",
+        )
+    *where, end, host = location.ssh
+    return ["ssh", *where, "-o", f"ConnectTimeout={LONGEST_S}", "-T", *options, end, host]
+
+
+def _open(location: EngineLocation, there: str, words: IO[bytes]) -> tuple[int, subprocess.Popen[bytes]]:
+    """A local port and the `ssh` that listens at it."""
+    for _ in range(_PORTS):
+        local = free_port()
+        command = _ssh(location, *_TUNNEL, "-n", "-N", "-L", f"127.0.0.1:{local}:{there}")
+        child = process.start(command, stdout=subprocess.PIPE, stderr=words)
+        assert child.stdout is not None
+        try:
+            with child.stdout:
+                opened = select.select([child.stdout], [], [], 2 * LONGEST_S)[0] and child.stdout.readline()
+            if opened:
+                return local, child
+        except BaseException:
+            process.stop(child)
+            raise
+        process.stop(child)
+        if is_free(local):
+            break
+    raise ServerError(
+        f"no ssh tunnel to {location.host} can be opened: {_last_line(words) or 'ssh gives no answer'}",
+        next_step=f"Try it: {shlex.join(['ssh', *location.ssh])}. Without a tunnel: set the server's variable "
+        "`publish` to an address of that host, which opens the port to its network.",
+        detail=_said(words),
+    )
+
+
+def _broken(location: EngineLocation, child: subprocess.Popen[bytes], words: IO[bytes]) -> str | None:
+    code = child.poll()
+    if code is not None:
+        why = _last_line(words) or "ssh did not say why"
+        return f"the ssh tunnel to {location.host} ended (exit code {code}): {why}"
+    if _FORBIDDEN in _said(words):
+        return f"the ssh server of {location.host} forbids tunnels (AllowTcpForwarding, PermitOpen in its sshd_config)"
+    return None
+
+
+def _said(words: IO[bytes]) -> str:
+    """The first and the last that ssh said on its standard error."""
+    size = os.fstat(words.fileno()).st_size
+    parts = [os.pread(words.fileno(), _SAID_BYTES, 0)]
+    if size > _SAID_BYTES:
+        parts.append(os.pread(words.fileno(), _SAID_BYTES, max(_SAID_BYTES, size - _SAID_BYTES)))
+    return b"".join(parts).decode("utf-8", "replace")
+
+
+def _last_line(words: IO[bytes]) -> str:
+    return next((line.strip() for line in reversed(_said(words).splitlines()) if line.strip()), "")
+
+
+class SshSocket:
+    """A socket in a folder of its own, each connection of which is a command's input and output, until we end."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._command = command
+        self._folder = Path(tempfile.mkdtemp(prefix="amd-llm-load-ssh-"))  # of this user alone
+        self._words = (self._folder / "ssh.log").open("ab+")
+        self._running: list[subprocess.Popen[bytes]] = []
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.bind(str(self._folder / "docker.sock"))
+        self._listening.listen()
+        atexit.register(self.close)
+        self._accepting = threading.Thread(target=self._keep_accepting, name="engine over ssh", daemon=True)
+        self._accepting.start()
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self._folder}/docker.sock"
+
+    def said(self) -> str:
+        """The last that ssh said on its standard error; empty when nothing."""
+        return _last_line(self._words)
+
+    def close(self) -> None:
+        """End what still runs."""
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)  # which ends the accepting; closing alone does not
+        self._accepting.join(_END_S)
+        self._listening.close()
+        for child in self._running:
+            child.terminate()
+        for child in self._running:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_END_S)
+        self._words.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _keep_accepting(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listening.accept()
+            except OSError:
+                return  # closed
+            with connection:
+                # Of a session of its own: Ctrl-C is for the harness, which still has to take its containers down.
+                child = subprocess.Popen(
+                    self._command,
+                    stdin=connection.fileno(),
+                    stdout=connection.fileno(),
+                    stderr=self._words,
+                    start_new_session=True,
+                )
+            self._running = [*(one for one in self._running if one.poll() is None), child]

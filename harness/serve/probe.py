@@ -1,0 +1,381 @@
+"""HTTP probes of a server: what it serves, whether its model answers, its tokenizer; and free ports."""
+
+import random
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+import requests
+
+from harness.engines import engines
+from harness.errors import HarnessError, ServerError, did_you_mean
+from harness.failures import unexpected_response
+from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse, decoded
+from harness.redact import masked
+from harness.rundir.manifest import ServedBy
+from harness.serve.lemonade import bare_name
+from harness.trust import open_session
+
+PROBE_TIMEOUT_S = 5.0
+ANSWER_S = 300.0  # for a first answer, which may wait for a model that is being loaded
+CONNECT_S = 2.0
+RETRY_S = 10.0  # one broken answer is no reason to give up a server
+RETRY_EVERY_S = 0.5
+_MAX_VERSION = 200  # characters
+_MAX_LINE = 65_536  # bytes
+
+T = TypeVar("T")
+Post = Callable[[str, dict[str, Any]], requests.Response]  # to an address, a body
+BROKE = "the connection broke"
+_DISTRUST = re.compile(r"certificate verify failed: ([^(]*)")
+
+
+class Passing(ServerError):
+    """What may be over at the next request: a status of 5xx, half a body, a connection that broke."""
+
+
+def attach(url: str, model: str | None, api_key: str | None = None, *, key_name: str | None = None) -> ServedBy:
+    """Look at a server that already runs: does its model answer?
+
+    `model` None takes the only one that it serves; `key_name` is the environment variable that held the key. Raises
+    ServerError with the problem.
+    """
+    base = base_url(url)
+    with open_session(api_key) as session:
+        served, version = first_answer(base, model, session, partial(_post, session), key_name)
+        version = server_version(base, session) or _other_version(base, session) or version
+    return ServedBy(url=base, version=version, model=served)
+
+
+def first_answer(
+    base: str,
+    model: str | None,
+    session: requests.Session,
+    post: Post,
+    key_name: str | None,
+    until: float | None = None,
+) -> tuple[str, str | None]:
+    """The id under which the server has answered for `model`, and the version that a proxy tells with answers alone.
+
+    Raises ServerError with the problem.
+    """
+    served = patiently(lambda: find_model(base, model, session, key_name), until)
+    body = {"model": served, "messages": [{"role": "user", "content": "Say yes."}], "max_tokens": 1, "stream": False}
+
+    def answer() -> str | None:
+        response = post(base + "/v1/chat/completions", body)
+        check_answer(response, base, key_name)
+        named = (engine.version_header for engine in engines() if engine.version_header is not None)
+        return next((response.headers[name] for name in named if name in response.headers), None)
+
+    return served, patiently(answer, until)
+
+
+def patiently(attempt: Callable[[], T], until: float | None = None) -> T:
+    """The result of `attempt`, which is repeated for a while, until `until` at most, when it raises `Passing`."""
+    limit = time.monotonic() + RETRY_S if until is None else min(until, time.monotonic() + RETRY_S)
+    while True:
+        try:
+            return attempt()
+        except Passing:
+            if time.monotonic() + RETRY_EVERY_S > limit:
+                raise
+        time.sleep(RETRY_EVERY_S)
+
+
+def base_url(url: str) -> str:
+    """A server's address without the API's path, however the user wrote it."""
+    if "://" not in url:
+        url = "http://" + url
+    if not url.startswith(("http://", "https://")):
+        raise HarnessError(f"'{url}' is not the address of a server", next_step="Write it like http://127.0.0.1:8000.")
+    return url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1").rstrip("/")
+
+
+def metrics_url(base: str, api_key: str | None = None) -> str | None:
+    """Where a running server publishes its metrics; None when it does not."""
+    with open_session(api_key) as session:
+        try:
+            response = session.get(base + "/metrics", timeout=PROBE_TIMEOUT_S)
+        except requests.RequestException:
+            return None
+    text = text_of(response).lstrip()
+    return base + "/metrics" if response.status_code == 200 and not text.startswith("<") else None
+
+
+def find_model(base: str, model: str | None, session: requests.Session, key_name: str | None = None) -> str:
+    """The id under which the server answers for `model`. Raises ServerError that names what it serves."""
+    response = _get(session, base + "/v1/models")
+    refuse_no_api(response, base, key_name)
+    try:
+        _json(response)
+        names = unexpected_response.model_ids(response.content)
+    except ValueError:
+        raise _unlike("a list of models", response) from None
+    if model is None:
+        if len(names) == 1:
+            if masked(names[0], "sure") != names[0]:
+                what, next_step = unexpected_response.secret_model(base)
+                raise ServerError(what, next_step=next_step)
+            return names[0]
+        raise ServerError(f"{base} serves {_listed(names)}; choose one", next_step="Give `--model NAME`.")
+    if {model, bare_name(model), f"{model}:latest"} & set(names):  # Ollama's names have a tag
+        return model
+    raise ServerError(
+        f"{base} does not serve '{model}'; it serves {_listed(names)}",
+        next_step="Set the scenario's 'model' to one of these, or give `--model NAME`"
+        + (f" ({did_you_mean(model, names)})." if did_you_mean(model, names).startswith("did") else "."),
+    )
+
+
+def server_version(base: str, session: requests.Session, path: str = "/version") -> str | None:
+    """What GET /version says; None for a server that has no such thing."""
+    try:
+        version = unexpected_response.decoded(session.get(base + path, timeout=PROBE_TIMEOUT_S).content)["version"]
+    except (requests.RequestException, ValueError, KeyError, TypeError):
+        return None
+    return version if isinstance(version, str) and len(version) <= _MAX_VERSION else None
+
+
+def _other_version(base: str, session: requests.Session) -> str | None:
+    """The version of a server that has no /version, from where one of the known engines tells it."""
+    try:
+        greeting = session.get(base + "/", timeout=PROBE_TIMEOUT_S).content.decode(errors="replace").strip()
+    except requests.RequestException:
+        return None
+    asked = (one for engine in engines() for one in engine.versions if one.only_if in (None, greeting))
+    return next((found for one in asked if (found := server_version(base, session, one.path)) is not None), None)
+
+
+def listens(host: str, port: int) -> bool:
+    """Whether something accepts connections there."""
+    try:
+        socket.create_connection((host, port), CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _get(session: requests.Session, url: str) -> requests.Response:
+    try:
+        return session.get(url, timeout=2 * PROBE_TIMEOUT_S, allow_redirects=False)
+    except requests.RequestException as error:
+        raise no_answer(error)(
+            f"no answer from {url}: {reason(error)}",
+            next_step=_way_out(error),
+        ) from None
+
+
+def _post(session: requests.Session, url: str, body: dict[str, Any]) -> requests.Response:
+    try:
+        return session.post(url, json=body, timeout=ANSWER_S, allow_redirects=False)
+    except requests.RequestException as error:
+        raise no_answer(error)(
+            f"no answer from {url}: {reason(error)}", next_step="Look at the server's log."
+        ) from None
+
+
+def no_answer(error: requests.RequestException) -> type[ServerError]:
+    """The kind of error for a request without an answer: a connection that was open and broke may hold next time."""
+    return Passing if reason(error) == BROKE else ServerError
+
+
+def refuse_no_api(response: requests.Response, base: str, key_name: str | None) -> None:
+    """Raise ServerError, in words, for an answer that is not from an OpenAI-compatible API."""
+    _refuse_stranger(response, base, key_name)
+    if response.status_code != 200:
+        raise _kind(response)(unexpected_response.status_in_words(_got(response)), next_step=CHECK_ADDRESS)
+
+
+def _got(response: requests.Response) -> HttpResponse:
+    return HttpResponse.of(response.url, response.status_code, response.headers, response.content)
+
+
+def _kind(response: requests.Response) -> type[ServerError]:
+    return Passing if response.status_code == 429 or response.status_code >= 500 else ServerError
+
+
+def _refuse_stranger(response: requests.Response, base: str, key_name: str | None) -> None:
+    """Unexpected responses: the server refuses access, or is not the intended one."""
+    words = unexpected_response.explained(
+        _got(response), base, unexpected_response.SentKey("Authorization" in response.request.headers, key_name)
+    )
+    if words is not None:
+        raise ServerError(words[0], next_step=words[1])
+
+
+def check_answer(response: requests.Response, base: str, key_name: str | None) -> None:
+    """The first real answer must be a chat completion."""
+    _refuse_stranger(response, base, key_name)
+    if response.status_code != 200:
+        raise _kind(response)(
+            f"the model does not answer: {response.url} says HTTP {response.status_code}: {message(response)}",
+            next_step="Look at the server's log.",
+        )
+    try:
+        good = isinstance(_json(response)["choices"][0]["message"], dict)
+    except (ValueError, KeyError, TypeError, IndexError):
+        good = False
+    if not good:
+        raise _unlike("a chat completion", response)
+
+
+def _json(response: requests.Response) -> Any:
+    try:
+        return unexpected_response.decoded(response.content)
+    except ValueError:
+        raise _unlike("JSON", response, Passing) from None
+
+
+def _unlike(what: str, response: requests.Response, kind: type[ServerError] = ServerError) -> ServerError:
+    """The error for an answer that has the wrong form."""
+    return kind(
+        unexpected_response.unlike(_got(response), what),
+        next_step=CHECK_ADDRESS,
+        detail=_got(response).body.decode(errors="replace")[:500],
+    )
+
+
+def text_of(response: requests.Response) -> str:
+    """The body as UTF-8, which JSON and metrics are; to guess the encoding of a long one takes minutes."""
+    return response.content.decode("utf-8", "replace")
+
+
+def lines_of(response: requests.Response) -> Iterator[bytes]:
+    """The lines of a stream as they come, without their ends. Raises requests.RequestException, also for a long one."""
+    rest = b""
+    for piece in response.iter_content(512):
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from (line.removesuffix(b"\r") for line in lines)
+        if len(rest) > _MAX_LINE:
+            raise requests.RequestException(f"a line of more than {_MAX_LINE} bytes")
+    if rest:
+        yield rest
+
+
+def message(response: requests.Response) -> str:
+    return unexpected_response.message(_got(response).body)
+
+
+def reason(error: Exception) -> str:
+    text = str(error)
+    if "NameResolutionError" in text or "Name or service not known" in text or "getaddrinfo" in text:
+        return "the host's name is not known"
+    if "refused" in text:
+        return "connection refused, nothing listens there"
+    if "timed out" in text or isinstance(error, requests.Timeout):
+        return "it did not answer in time"
+    if (distrust := _DISTRUST.search(text)) is not None:
+        return f"its certificate is not trusted ({distrust[1].strip()})"
+    if "SSL" in text:
+        return "the TLS handshake failed; is it http:// and not https://?"
+    return BROKE
+
+
+def _way_out(error: Exception) -> str:
+    """What to do about a connection that failed."""
+    distrust = _DISTRUST.search(str(error))
+    if distrust is None:
+        return "Check the address and that the server runs."
+    if "ertificate has expired" in distrust[1]:
+        return "Renew the server's certificate."
+    if "ismatch" in distrust[1]:
+        return "Give the address by the name that the certificate is for."
+    return "Give the certificate of the authority that signed it with --ca FILE; unverified certificates are rejected."
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:8])
+    return (shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")) or "no model at all"
+
+
+# Below the range from which Linux takes the ports of outgoing connections, so no process gets one by chance.
+FIRST_PORT, LAST_PORT = 18000, 29999
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nothing uses now. Random, so that two harnesses at once rarely meet."""
+    while True:
+        port = random.randint(FIRST_PORT, LAST_PORT)
+        if is_free(port):
+            return port
+
+
+def is_free(port: int, address: str = "127.0.0.1") -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a closed connection's rest is no user
+        try:
+            probe.bind((address, port))
+        except OSError:
+            return False
+    return True
+
+
+PATH = "/tokenize"
+TIMEOUT_S = 30.0
+_ADDED = 16  # tokens that a tokenizer may put around a text
+_ADVICE = "Name a local tokenizer.json in prompts.tokenizer, or remove it: a word is then taken for a token."
+
+
+def counter(
+    url: str, model: str, api_key: str | None = None, ask_engine: Callable[[str, dict[str, Any]], str] | None = None
+) -> Callable[[str], int]:
+    """A function that has the server count the tokens of a text, without special ones.
+
+    `ask_engine` posts to the engine behind the server, where the server itself does not count: Lemonade does not for
+    vLLM. It raises ServerError in words where the server has no such thing.
+    """
+    address = base_url(url) + PATH
+    session = open_session(api_key)
+
+    def ask(body: dict[str, Any]) -> dict[str, Any]:
+        return _ask(session, address, body) if ask_engine is None else _read(ask_engine(PATH, body), address)
+
+    of_llamacpp = False  # learned: a word list takes a thousand counts, each a process where a container is asked
+
+    def count(text: str) -> int:
+        nonlocal of_llamacpp
+        # Each server looks at its own two keys; `model` is for those that serve several.
+        number = None
+        if not of_llamacpp:
+            number = ask({"model": model, "prompt": text, "add_special_tokens": False}).get("count")
+        if number is None:
+            tokens = ask({"content": text, "add_special": False}).get("tokens")
+            if not isinstance(tokens, list):
+                raise ServerError(f"{address}: the answer has neither a count nor tokens", next_step=_ADVICE)
+            number, of_llamacpp = len(tokens), True
+        max_tokens = len(text.encode()) + _ADDED  # a token of a text has at least one byte
+        if type(number) is not int or not bool(text) <= number <= max_tokens:
+            what = number if type(number) is int and number.bit_length() <= 64 else "no count of tokens"
+            problem = f"{address}: {what} for a text that has 1 to {max_tokens} tokens"
+            raise ServerError(problem, next_step=_ADVICE)
+        return number
+
+    return count
+
+
+def _read(text: str, address: str) -> dict[str, Any]:
+    try:
+        answer = decoded(text)
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise ServerError(f"{address}: the engine behind it does not count tokens", next_step=_ADVICE)
+    return answer
+
+
+def _ask(session: requests.Session, address: str, body: dict[str, Any]) -> dict[str, Any]:
+    try:
+        response = session.post(address, json=body, timeout=TIMEOUT_S)
+        answer = decoded(response.content) if response.status_code == 200 else None
+    except (requests.RequestException, ValueError) as error:
+        raise ServerError(f"{address}: tokens cannot be counted ({type(error).__name__})", next_step=_ADVICE) from None
+    if not isinstance(answer, dict):
+        raise ServerError(
+            f"{address}: tokens cannot be counted, the server answers with status {response.status_code}",
+            next_step=_ADVICE,
+        )
+    return answer

@@ -1,0 +1,253 @@
+"""Compose templates: their declared variables, and rendering.
+
+A template begins with a Jinja comment that holds a YAML mapping, name -> {type, doc, default, min, max, choices}. This
+is the only declaration of its variables. A variable without a default is required; a type that ends in "?" also takes
+null. The limits are those of the server: what it would refuse at its start is refused before.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import msgspec
+import yaml
+from jinja2 import FileSystemLoader, StrictUndefined, TemplateError, Undefined
+from jinja2.sandbox import SandboxedEnvironment
+
+from harness.engines import engines
+from harness.errors import HarnessError, Problem, ScenarioError, did_you_mean
+from harness.files import read_text
+from harness.paths import COMPOSE
+from harness.scenario.scenario import Gateway, Server
+from harness.serve.compose_file import parse_bytes, parse_vllm_bytes
+from harness.serve.secrecy import open_secrets
+
+AUTO = "auto"  # of a variable with `auto`: the harness computes it before the first start
+Kind = Literal["string", "integer", "number", "boolean", "list", "mapping"]
+BY_THE_HARNESS = ("model", "upstream")  # declared in the templates, filled in by the harness
+GATEWAYS = tuple(name for engine in engines() if engine.gateway for name in engine.templates)
+INCLUDED = ("_service", "_vllm", "locust", "volumes", *GATEWAYS)  # templates that are no server of their own
+
+_FORMATS = {"size": parse_bytes, "vllm-size": parse_vllm_bytes}
+_MAX_VALUE = 2**31 - 1  # of a whole number without a limit of its own: what 32 bits hold
+_EXPECTED = {
+    "string": "a text",
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "list": "a list of texts or numbers",
+    "mapping": "a mapping from names to texts or numbers",
+}
+
+
+class Variable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A declared variable of a template."""
+
+    type: str  # a Kind, with "?" at the end when null is allowed
+    doc: str
+    default: Any = msgspec.UNSET
+    min: int | float | None = None
+    max: int | float | None = None
+    choices: list[str] | None = None
+    format: Literal["size", "vllm-size"] | None = None  # of a text, unless `${NAME}` is in it
+    auto: bool = False  # it may also be AUTO, which `harness.prepare.machine_fit` replaces
+
+    @property
+    def required(self) -> bool:
+        return self.default is msgspec.UNSET
+
+
+class Quoted(str):
+    """Text that went through the quoting filter; only such text is printed by a template's expressions."""
+
+
+def templates() -> list[str]:
+    """Names of the server templates."""
+    names = (path.name.removesuffix(".yaml.j2") for path in COMPOSE.glob("*.yaml.j2"))
+    return sorted(name for name in names if name not in INCLUDED)
+
+
+def variables(template: str) -> dict[str, Variable]:
+    """The declared variables of a template. Raises HarnessError for a template that does not exist."""
+    path = COMPOSE / f"{template}.yaml.j2"
+    if template not in (*templates(), *GATEWAYS, "locust") or not path.is_file():
+        raise HarnessError(
+            f"there is no server template '{template}'; {did_you_mean(template, templates())}",
+            next_step=f"Templates are the files *.yaml.j2 in {COMPOSE}.",
+        )
+    comment = read_text(path).split("{#", 1)[-1].split("#}", 1)[0]
+    return msgspec.convert(yaml.safe_load(comment), dict[str, Variable])
+
+
+def variable_of(server: Server | Gateway, name: str) -> Any:
+    """A variable of a server: as given, else its template's default, else None."""
+    declared = variables(server.template).get(name)
+    return server.variables.get(name, None if declared is None else declared.default)
+
+
+def server_problems(server: Server) -> Iterator[Problem]:
+    """What is wrong with a scenario's server, as far as its template tells; paths are below the server's."""
+    if server.template not in templates():
+        advice = did_you_mean(server.template, templates())
+        yield Problem(".template", f"there is no server template '{server.template}'; {advice}")
+        return
+    yield from _variable_problems(variables(server.template), server.variables, ".variables")
+    gateway = server.gateway
+    if gateway is not None and gateway.template not in GATEWAYS:
+        advice = did_you_mean(gateway.template, GATEWAYS)
+        yield Problem(".gateway.template", f"there is no gateway '{gateway.template}'; {advice}")
+    elif gateway is not None:
+        yield from _variable_problems(variables(gateway.template), gateway.variables, ".gateway.variables")
+
+
+def _variable_problems(declared: dict[str, Variable], given: dict[str, Any], path: str) -> Iterator[Problem]:
+    own = {name: variable for name, variable in declared.items() if name not in BY_THE_HARNESS}
+    for name, value in given.items():
+        at = f"{path}.{name}"
+        if name in BY_THE_HARNESS:
+            yield Problem(at, f"comes from the scenario's own '{name}'; remove it here")
+        elif name not in own:
+            yield Problem(at, f"unknown variable; {did_you_mean(str(name), own)}")
+        elif secrets := open_secrets(value, at):  # first: any other problem shows the value
+            yield from secrets
+        elif (wrong := _value_problem(own[name], value)) is not None:
+            yield Problem(at, wrong)
+    for name, variable in own.items():
+        if variable.required and name not in given:
+            yield Problem(path, f"'{name}' is missing ({variable.doc})")
+
+
+def _value_problem(variable: Variable, value: Any) -> str | None:
+    if variable.auto and value == AUTO:
+        return None
+    if not _fits(value, variable.type):
+        expected = _EXPECTED[variable.type.rstrip("?")] + (f" or {AUTO}" if variable.auto else "")
+        return f"{expected} is expected, got {value!r}"
+    if value is None:
+        return None
+    if variable.choices is not None and value not in variable.choices:
+        return f"there is no '{value}'; {did_you_mean(str(value), variable.choices)}"
+    if variable.format is not None and "$" not in value:
+        try:
+            _FORMATS[variable.format](value)
+        except ValueError as error:
+            return str(error)
+    minimum, maximum = variable.min, variable.max
+    if maximum is None and isinstance(value, int) and abs(value) > _MAX_VALUE:
+        return f"{value} is larger than any server takes ({_MAX_VALUE:,})"
+    if (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
+        return f"a number {limits(variable)} is expected, got {value!r}"
+    return None
+
+
+def limits(variable: Variable) -> str:
+    """The range of a number in words; empty without one."""
+    if variable.min is not None and variable.max is not None:
+        return f"from {variable.min} to {variable.max}"
+    return f"of at least {variable.min}" if variable.min is not None else ""
+
+
+def _fits(value: Any, type_: str) -> bool:
+    if value is None:
+        return type_.endswith("?")
+    match type_.rstrip("?"):
+        case "string":
+            return isinstance(value, str)
+        case "integer":
+            return isinstance(value, int) and not isinstance(value, bool)
+        case "number":
+            return _is_scalar(value) and not isinstance(value, str) and math.isfinite(value)
+        case "boolean":
+            return isinstance(value, bool)
+        case "list":
+            return isinstance(value, list) and all(_is_scalar(item) for item in value)
+        case _:
+            return isinstance(value, dict) and all(
+                isinstance(key, str) and _is_scalar(item) for key, item in value.items()
+            )
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
+
+
+def render(
+    template: str,
+    given: dict[str, Any],
+    *,
+    model: str,
+    host_port: int,
+    groups: list[int],
+    upstream: str | None = None,
+    locust: dict[str, Any] | None = None,
+) -> str:
+    """The Compose file of a server as text, secrets still as `${NAME}`.
+
+    `host_port` and `groups` (numeric ids of the device nodes) apply where the variables of that name are null.
+    `upstream` is where a gateway passes requests on to, or whom Locust loads; null is this server.
+    `locust` adds the load generator's service, with values for the variables of the template `locust`.
+    Raises ScenarioError that lists every bad variable.
+    """
+    declared = variables(template)
+    problems = list(_variable_problems(declared, given, "$.variables"))
+    values = _with_defaults(declared, given) | {"model": model, "locust": None}
+    values["upstream"] = upstream or f"http://server:{values.get('port')}"
+    if locust is not None:
+        declared_locust = variables("locust")
+        problems += _variable_problems(declared_locust, locust, "$.locust")
+        values["locust"] = _with_defaults(declared_locust, locust)
+    if problems:
+        raise ScenarioError(f"server template '{template}'", problems)
+    for name, computed in (("host_port", host_port), ("groups", groups)):
+        if name in declared and values[name] is None:
+            values[name] = computed
+    try:
+        return _environment().get_template(f"{template}.yaml.j2").render(values)
+    except TemplateError as error:
+        raise HarnessError(f"{COMPOSE / template}.yaml.j2: {error}", next_step="Correct the template.") from None
+
+
+def _with_defaults(declared: dict[str, Variable], given: dict[str, Any]) -> dict[str, Any]:
+    return {name: given.get(name, variable.default) for name, variable in declared.items()}
+
+
+def _environment() -> SandboxedEnvironment:
+    environment = SandboxedEnvironment(
+        loader=FileSystemLoader(COMPOSE),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        finalize=_only_quoted,
+        autoescape=False,
+    )
+    environment.filters["tojson"] = quote
+    environment.filters["volume_source"] = lambda volume: str(volume).split(":")[0]
+    environment.tests["host_path"] = lambda source: source.startswith(("/", "$", ".", "~"))
+    return environment
+
+
+def _only_quoted(value: Any) -> Any:
+    if not isinstance(value, Quoted):
+        raise TemplateError(f"the value {value!r} is printed without the filter tojson")
+    return value
+
+
+def quote(value: Any) -> Quoted:
+    """A value as YAML on one line that cannot end early: JSON, with all that YAML breaks lines at escaped.
+
+    Lists and mappings of numbers become texts, which is what Compose expects of arguments and variables.
+    """
+    if isinstance(value, list | tuple):
+        return Quoted("[" + ", ".join(quote(str(item)) for item in value) + "]")
+    if isinstance(value, dict):
+        return Quoted("{" + ", ".join(f"{quote(str(k))}: {quote(str(v))}" for k, v in value.items()) + "}")
+    if isinstance(value, Undefined):
+        str(value)  # raises, and says which variable
+    text = json.dumps(value, ensure_ascii=False)
+    return Quoted("".join(char if char.isprintable() else _escape(char) for char in text))
+
+
+def _escape(char: str) -> str:
+    return f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"

@@ -1,1 +1,0 @@
-"""Traces of real traffic as loads: when each request came and how long it was."""

@@ -1,0 +1,39 @@
+"""Loads whose cells are named LOAD@USERS, on a server in a container with a load generator in one: Docker has no @."""
+
+from pathlib import Path
+
+import docker
+
+from harness.capacity.result import read_capacity
+from harness.rundir.manifest import read_run
+from tests.command import harness, only_run, write
+from tests.docker.conftest import remains
+
+
+def scenario_of(folder: Path, image: str, **load: object) -> Path:
+    server = {"template": "simulated", "variables": {"preset": "instant", "image": image}}
+    loads = {"work": {"user": "batch", "output_tokens": 5, **load}}
+    return write(folder, servers={"one": server}, loads=loads, generator="container", warmup=None)
+
+
+def test_stages(image: str, client: docker.DockerClient, tmp_path: Path) -> None:
+    stages = [{"users": 1, "for_s": 3}, {"users": 2, "for_s": 3}]
+    path = scenario_of(tmp_path, image, stages=stages)
+    done = harness("run", path.name, "--runs", "runs", cwd=tmp_path, timeout_s=180)
+    assert (done.code, done.err) == (0, ""), done.out
+    run = only_run(tmp_path / "runs")
+    assert list(read_run(run).ran) == ["r1-one-work@1", "r1-one-work@2"]
+    assert remains(client, run.name) == []
+
+
+def test_a_search_for_the_capacity(image: str, client: docker.DockerClient, tmp_path: Path) -> None:
+    path = scenario_of(tmp_path, image, requests=6)
+    given = ("--slo", "ttft_p95<=20s", "--max-users", "2", "--budget", "3m", "--runs", "runs")
+    done = harness("capacity", path.name, *given, cwd=tmp_path, timeout_s=240)
+    assert done.code == 0, done.out + done.err
+    run = only_run(tmp_path / "runs")
+    found = read_capacity(run)
+    assert found is not None
+    (one,) = found.servers
+    assert one.slo is not None and one.slo.kind == "more_than"
+    assert remains(client, run.name) == []

@@ -1,0 +1,135 @@
+"""The first sentence of a report answers the scenario's question, and at most seven verdicts are shown at once."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from harness.judge.checks import evaluate
+from harness.report import answer, markdown, sentences, terminal
+from harness.scenario.scenario import Load
+from harness.summary import Comparison, Distribution, Row, Summary, Verdict
+from tests.test_report_text import MANY, numbers, row, run, summary
+
+
+def verdict(side: str, word: str, ratio: float | None, **values: Any) -> Verdict:
+    bounds = {"low": None, "high": None} if ratio is None else {"low": 0.99 * ratio, "high": 1.01 * ratio}
+    known = {"baseline": "vllm / one", "metric": "wall_s", "p": 0.01, "n": (5, 5), **bounds}
+    return Verdict(side=side, word=word, ratio=ratio, **known | values)
+
+
+def compared(*verdicts: Verdict) -> Summary:
+    table = Comparison(
+        metric="wall_s", comparisons=len(verdicts), noise_floor=0.02, noise_source=[], verdicts=list(verdicts)
+    )
+    return msgspec.structs.replace(summary(), comparison=table, checks=[])
+
+
+def test_a_speedup_names_the_fastest_and_the_slowest_by_what_tells_them_apart() -> None:
+    of = compared(verdict("vllm / ten", "slower", 0.42), verdict("vllm / five", "faster", 2.0))
+    of = msgspec.structs.replace(of, rows=[*of.rows, row("five", numbers(6.5, MANY))])
+    text = "five is the fastest: 2.00x faster by wall time than one; ten is 2.38x slower by wall time."
+    assert answer.of_run(of, run()) == text
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "said"),
+    [
+        ([verdict("vllm / ten", "slower", 0.5)], "ten is 2.00x slower by wall time than one."),
+        ([verdict("vllm / ten", "same", 1.0)], "No difference: ten and one are equally fast within ±2\u00a0%."),
+        (
+            [verdict("vllm / ten", "inconclusive", 1.1, needed=8, reason="p_too_large")],
+            "Inconclusive: the comparison with one cannot be decided. About 8 repeats a side would decide.",
+        ),
+    ],
+)
+def test_a_comparison_without_a_faster_row(verdicts: list[Verdict], said: str) -> None:
+    assert answer.of_run(compared(*verdicts), run()) == said
+
+
+def checked(of: Summary, *checks: str) -> Summary:
+    return msgspec.structs.replace(of, checks=evaluate(checks, of.rows, of.comparison))
+
+
+def users(*counts: int, ttft_s: Sequence[float]) -> tuple[Summary, Any]:
+    """A run with so many chat users a load, of which each row has such a p95 of TTFT."""
+    loads = {f"u{count}": Load(user="chat", users=count, duration_s=60, output_tokens=9) for count in counts}
+    rows: list[Row] = []
+    for name, seconds in zip(loads, ttft_s, strict=True):
+        many = Distribution(n=500, mean=seconds, p50=seconds, p95=seconds, intervals={"p95": (seconds, seconds)})
+        rows.append(row(name, numbers(60.0, many)))
+    made = run()
+    scenario = msgspec.structs.replace(made.scenario, loads=loads)
+    return msgspec.structs.replace(summary(), rows=rows), msgspec.structs.replace(made, scenario=scenario)
+
+
+@pytest.mark.parametrize(
+    ("ttft_s", "said"),
+    [
+        ((0.1, 0.5, 3.0), "vllm meets ttft_p95 <= 1s up to 8 chat users, and misses it at 16 chat users."),
+        ((0.1, 0.5, 0.9), "vllm meets ttft_p95 <= 1s up to 16 chat users, the most that was measured."),
+        ((1.1, 1.5, 3.0), "vllm meets ttft_p95 <= 1s at no measured load, and misses it at 4 chat users."),
+    ],
+)
+def test_an_slo_over_several_loads_is_answered_with_a_capacity(ttft_s: tuple[float, ...], said: str) -> None:
+    of, made = users(4, 8, 16, ttft_s=ttft_s)
+    assert answer.of_run(checked(of, "ttft_p95 <= 1s"), made) == said
+
+
+def test_an_slo_of_one_load_is_answered_with_yes_or_no() -> None:
+    of, made = users(4, ttft_s=[0.5])
+    yes = answer.of_run(checked(of, "ttft_p95 <= 1s"), made)
+    assert yes.startswith("Yes: ttft_p95 <= 1s is met. vllm / u4: 500 ms")
+    no = answer.of_run(checked(of, "ttft_p95 <= 100ms", "e2e_p95 <= 2s", "error_rate == 0"), made)
+    assert no.startswith("No: 1 of 2 SLO checks failed. ttft_p95 <= 100ms: vllm / u4: 500 ms")
+
+
+def test_checks_against_a_baseline_answer_whether_there_is_a_regression() -> None:
+    of = summary()
+    slower = checked(of, "wall <= 0.1 * baseline", "error_rate == 0")
+    assert answer.of_run(slower, run()).startswith("Regression against the baseline: 1 of 1 check failed: wall <= 0.1")
+    fine = checked(of, "wall <= 2 * baseline")
+    assert answer.of_run(fine, run()) == "No regression against the baseline: 1 check passed."
+
+
+def test_nothing_to_compare_is_described_and_an_invalid_run_has_no_answer() -> None:
+    alone = msgspec.structs.replace(summary(), rows=summary().rows[:1], comparison=None, checks=[])
+    said = "vllm / one: 13.07 s wall time, 95.6 tok/s, median TTFT 52.3\u00a0ms."
+    assert answer.of_run(alone, run()) == said
+    assert answer.of_run(msgspec.structs.replace(alone, valid=None), run()) == said
+    assert answer.of_run(msgspec.structs.replace(alone, valid=False), run()) == "No answer: the run is INVALID."
+    stopped = msgspec.structs.replace(run(), status="interrupted")
+    assert answer.of_run(alone, stopped) == "No answer: the run did not come to its end."
+
+
+def test_a_comparison_of_runs_says_whether_a_side_is_slower() -> None:
+    slow, fast = verdict("b", "slower", 0.8), verdict("c", "faster", 1.5)
+    unknown = verdict("d", "inconclusive", None)
+    found = compared(slow, fast, unknown).comparison
+    assert found is not None
+    said = "Regression: 1 of 3 comparisons, b is 1.25x slower by wall time than vllm / one."
+    assert answer.of_comparison(found) == said
+    without = msgspec.structs.replace(found, verdicts=[fast])
+    assert answer.of_comparison(without) == (
+        "No regression: none of 1 comparison is slower. The largest gain: c is 1.50x faster by wall time."
+    )
+    open_ = msgspec.structs.replace(found, verdicts=[fast, unknown])
+    said = "Inconclusive: 1 of 2 comparisons cannot be decided, and none is slower."
+    assert answer.of_comparison(open_) == said
+
+
+def test_seven_verdicts_are_shown_the_largest_first_and_the_rest_is_folded() -> None:
+    many = [verdict(f"vllm / f{i}", "faster", 1.5 + i / 10) for i in range(6)]
+    of = compared(verdict("vllm / same", "same", 1.0), *many, verdict("vllm / slow", "slower", 0.5), many[0])
+    assert of.comparison is not None
+    found = [side for _, side, _ in sentences.in_short_by_side(of.comparison)]
+    assert found[:3] == ["vllm / slow", "vllm / f5", "vllm / f4"] and found[-1] == "vllm / same"
+    out = io.StringIO()
+    terminal.print_report(of, run(), Path("x"), Console(file=out, width=150))
+    assert "- 1 more: 1 same (--explain shows them)" in out.getvalue()
+    page = markdown.render(of, run())
+    assert "<details><summary>1 more: 1 same</summary>" in page

@@ -1,0 +1,95 @@
+"""The public API: the functions and types that `harness` names, for notebooks and scripts."""
+
+import gzip
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import assert_type
+
+import pytest
+
+import harness
+from harness import Comparison, HarnessError, LoadedRun, Summary, compare, load_run, summarize
+from harness.analysis.summarize import summarize as summarize_folder
+from harness.errors import RunError
+from harness.paths import ROOT
+from harness.report.export import columns
+
+BEFORE, AFTER = ROOT / "examples" / "before", ROOT / "examples" / "after"
+
+
+API = "from harness import compare, load_run, summarize"
+MODULES = "import harness.analysis.summarize, harness.comparison.compare, harness.api"
+
+
+@pytest.mark.parametrize("lines", [API, f"{MODULES}; {API}", f"{API}; {MODULES}; {API}"])
+def test_functions_stay_functions_whatever_is_imported_first(lines: str) -> None:
+    code = f"{lines}\nimport types\nassert all(type(f) is types.FunctionType for f in (compare, load_run, summarize))"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, cwd=ROOT)
+
+
+def test_no_module_has_the_name_of_a_public_one() -> None:
+    assert {module.name for module in pkgutil.iter_modules(harness.__path__)} & set(harness.__all__) == set()
+    assert set(harness.__all__) == set(harness.api.__all__) <= set(dir(harness))
+    with pytest.raises(AttributeError, match="has no attribute 'load_runs'"):
+        _ = harness.load_runs
+
+
+def test_nothing_is_imported_until_it_is_used() -> None:
+    code = "import harness, sys; assert not [name for name in sys.modules if name.startswith('harness.')]"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_a_run_is_loaded_and_summarized() -> None:
+    run = load_run(str(BEFORE))
+    assert (type(run), run.id, run.manifest.status, run.path) == (LoadedRun, "before", "valid", BEFORE)
+    assert summarize(run) == summarize(BEFORE) == summarize_folder(BEFORE)
+    summary = summarize(run, checks=["error_rate == 0", "output_tok_s >= 1 * baseline"], baseline=BEFORE)
+    assert [check.status for check in summary.checks[-2:]] == ["passed", "passed"]
+
+
+def test_records_are_a_table(tmp_path: Path) -> None:
+    run = load_run(BEFORE)
+    table = run.to_arrow()
+    assert (table.num_rows, table.column_names) == (60, list(columns()))
+    assert [request.id for request in run.requests()] == table.column("id").to_pylist()
+    frame = pytest.importorskip("pandas") and run.to_pandas()
+    assert (frame.shape, frame.e2e_s.max()) == ((60, len(columns())), max(table.column("e2e_s").to_pylist()))
+    (tmp_path / "run.json").write_bytes((BEFORE / "run.json").read_bytes())
+    with pytest.raises(HarnessError):
+        load_run(tmp_path).to_arrow()
+    (tmp_path / "requests.jsonl").write_text("{torn\n")
+    with pytest.warns(UserWarning, match="1 lines left out"):
+        assert load_run(tmp_path).to_arrow().num_rows == 0
+
+
+def test_runs_are_compared() -> None:
+    found = compare(BEFORE, load_run(AFTER), about="arguments")
+    assert [(verdict.word, verdict.reason) for verdict in found.verdicts] == [
+        ("inconclusive", "run_variation_unknown")
+    ] * 2
+    assert found == compare([BEFORE], [AFTER], about="arguments")
+    with pytest.raises(HarnessError):
+        compare(BEFORE)
+
+
+def test_errors_say_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(HarnessError, match="not a run directory"):
+        summarize(tmp_path)
+    failed = tmp_path / "failed"
+    failed.mkdir()
+    source = ROOT / "tests" / "runs" / "server-died"
+    for name in ("requests.jsonl", "processes.jsonl"):
+        (failed / name).write_bytes(gzip.decompress((source / f"{name}.gz").read_bytes()))
+    (failed / "run.json").write_bytes((source / "run.json").read_bytes())
+    assert not summarize(failed).valid
+    with pytest.raises(RunError):
+        compare(BEFORE, failed)
+
+
+def test_types_are_known_to_callers() -> None:
+    run = assert_type(load_run(BEFORE), LoadedRun)
+    assert_type(summarize(run), Summary)
+    assert_type(compare(run, AFTER, about="arguments"), Comparison)
+    assert (ROOT / "harness" / "py.typed").exists()

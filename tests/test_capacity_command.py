@@ -1,0 +1,280 @@
+"""`harness capacity` on the embedded engine: answers, exit codes, what it leaves, and blocks cut from records."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.capacity.result import (
+    CapacityReport,
+    MeasuredProbe,
+    ServerCapacity,
+    SloCapacity,
+    crossovers_of,
+    read_capacity,
+)
+from harness.capacity.slo import FLUSH_S, BlockCutter, parse_slos, slos_of_scenario
+from harness.errors import HarnessError
+from harness.reasons import sentence
+from harness.report.capacity import capacity_lines, crossover_reason
+from harness.run.capacity import drift_of, level_load, step_of
+from harness.rundir.manifest import read_run
+from harness.scenario.file import load_scenario
+from harness.scenario.scenario import Arrivals, Load
+from harness.simulated import spawned
+from tests.command import Done, going, harness, only_run, server, until, write
+from tests.made_runs import request
+
+EASY, HARD = "ttft_p95<=20s", "ttft_p95<=0.001ms"
+QUICK: dict[str, Any] = {
+    "loads": {"people": {"user": "batch", "requests": 6, "output_tokens": 5}},
+    "warmup": {"requests": 0},
+}
+
+
+def capacity(folder: Path, *options: str, **changes: Any) -> Done:
+    path = write(folder, **(QUICK | changes))
+    return harness("capacity", str(path), "--runs", "runs", *options, cwd=folder, timeout_s=180)
+
+
+def found_in(folder: Path) -> CapacityReport:
+    found = read_capacity(only_run(folder / "runs"))
+    assert found is not None
+    return found
+
+
+def test_the_maximum_is_an_answer_and_its_run_is_valid(tmp_path: Path) -> None:
+    done = capacity(tmp_path, "--slo", EASY, "--max-users", "1")
+    assert done.code == 0, done.out + done.err
+    assert "one (embedded engine, no real server): holds more than 1 user, the maximum asked for" in done.out
+    assert "At most 30 min 0 s for 1 server" in done.out
+    (one,) = found_in(tmp_path).servers
+    assert one.slo is not None and one.slo.kind == "more_than" and one.slo.low is not None
+    assert {probe.state for probe in one.probes if probe.purpose == "slo"} == {"pass"}
+    assert [probe.level for probe in one.probes if probe.purpose == "drift"] == [one.probes[0].level]
+    run = read_run(only_run(tmp_path / "runs"))
+    assert (run.status, run.order) == ("valid", [probe.cell for probe in one.probes])
+    assert all(cell.stopped_after_s for cell in run.cells), "each load was stopped as planned"
+    assert len({cell.seed for cell in run.cells}) == len(run.cells), "each probe has prompts of its own"
+    assert len({cell.served_by.url for cell in run.cells}) == 1, "one start of the server"
+    page = (only_run(tmp_path / "runs") / "report.html").read_text()
+    assert "holds more than 1 user" in page and "Share of requests within the SLOs over users" in page
+    shown = harness("report", run.id, "--runs", "runs", cwd=tmp_path)
+    assert shown.code == 0 and "holds more than 1 user" in shown.out
+
+
+def test_not_even_one_user_is_an_answer_in_json_and_a_server_that_fails_to_start_another(tmp_path: Path) -> None:
+    servers = {"broken": server("--fail-start", "no memory left for it"), "one": server()}
+    done = capacity(tmp_path, "--slo", HARD, "--max-users", "1", "--json", servers=servers)
+    assert done.code == 2, done.out + done.err
+    broken, one = json.loads(done.out)["servers"]
+    assert not broken["started"] and broken["reasons"][0]["code"] == "capacity_not_started"
+    assert (one["slo"]["kind"], one["slo"]["broken"]) == ("none", HARD)
+    assert "no memory left for it" in done.err, "progress goes to stderr"
+    lines = capacity_lines(found_in(tmp_path))
+    assert lines[0].startswith("broken") and "the server did not start: " in lines[0]
+    assert lines[1].endswith("does not hold even 1 user: ttft_p95<=0.001ms is broken")
+
+
+def test_a_level_at_which_the_server_dies_is_not_held(tmp_path: Path) -> None:
+    done = capacity(tmp_path, "--slo", EASY, "--max-users", "2", servers={"one": server("--fault", "exit@60")})
+    assert done.code == 0, done.out + done.err
+    (one,) = found_in(tmp_path).servers
+    assert one.slo is not None and one.slo.kind == "none"
+    assert {probe.state for probe in one.probes} == {"died"}, "each time it was started again"
+    assert {reason.code for reason in one.reasons} == {"capacity_died"}
+    assert "does not hold even 1 user: the server died" in done.out
+
+
+def test_a_spent_budget_leaves_an_unresolved_answer(tmp_path: Path) -> None:
+    slow = {"one": {"template": "simulated", "container": False, "variables": {"preset": "strix-halo-qwen3.5-0.8b"}}}
+    done = capacity(tmp_path, "--slo", EASY, "--budget", "12s", servers=slow, warmup=None)
+    assert done.code == 5, done.out + done.err
+    (one,) = found_in(tmp_path).servers
+    assert one.slo is not None and one.slo.kind == "unresolved"
+    assert [reason.code for reason in one.reasons] == ["capacity_budget"]
+    assert "unresolved: " in done.out and "the budget of 12 s was spent" in done.out
+    assert read_run(only_run(tmp_path / "runs")).status == "valid"
+
+
+def test_an_interrupted_search_can_be_read(tmp_path: Path) -> None:
+    path = write(tmp_path, **QUICK)
+    with going("capacity", str(path), "--runs", "runs", "--slo", EASY, cwd=tmp_path) as command:
+        until(lambda: any(tmp_path.glob("runs/*/capacity.json")), within_s=60)
+        command.interrupt()
+        done = command.end()
+        command.nothing_left()
+    assert done.code == 130 and "Traceback" not in done.err
+    run = read_run(only_run(tmp_path / "runs"))
+    assert run.status == "interrupted"
+    assert found_in(tmp_path).servers[0].probes
+    assert "--resume" not in done.out, "a search has no plan that could be resumed"
+    assert harness("report", run.id, "--runs", "runs", cwd=tmp_path).code == 3
+
+
+def test_a_server_that_runs_needs_no_scenario(tmp_path: Path) -> None:
+    options = ("--user", "batch", "--slo", EASY, "--budget", "5s", "--runs", "runs")
+    with spawned("--preset", "instant", "--model", "tiny", quiet=True) as running:
+        done = harness("capacity", "--url", running.url, *options, cwd=tmp_path, timeout_s=180)
+    assert done.code == 5, done.out + done.err  # so short a time is not enough
+    assert "running (embedded engine, no real server): unresolved" in done.out
+    run = read_run(only_run(tmp_path / "runs"))
+    assert (run.scenario.model, run.scenario_name) == ("tiny", "capacity-batch")
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "said"),
+    [
+        ([], {}, "no SLO for 'one'"),
+        (["--slo", "fast"], {}, "--slo 'fast'"),
+        (["--slo", "speedup >= 2"], {}, "not a bound on a quantile of a latency"),
+        (["--slo", EASY, "--budget", "soon"], {}, "--budget: a time above 0 with its unit is expected, got 'soon'"),
+        (["--slo", EASY, "--load", "none"], {}, "has no load 'none'"),
+        (["--slo", EASY, "--user", "chat"], {}, "--user: the scenario has its own users"),
+        (["--knee"], {"loads": {"p": {"user": "chat", "duration_s": 5, "arrivals": {"rate": 1}}}}, "is an open loop"),
+        (
+            ["--slo", EASY],
+            {"loads": {"p": {"user": "chat", "duration_s": 5, "arrivals": {"points": [[0, 1], [5, 2]]}}}},
+            "'p' is a rate that changes",
+        ),
+    ],
+)
+def test_wrong_input_is_named(tmp_path: Path, options: list[str], changes: dict[str, Any], said: str) -> None:
+    done = capacity(tmp_path, *options, **changes)
+    assert (done.code, done.out) == (1, "")
+    assert said in done.err
+
+
+def test_without_a_scenario_both_of_url_and_user_are_needed(tmp_path: Path) -> None:
+    done = harness("capacity", "--user", "chat", "--slo", EASY, cwd=tmp_path)
+    assert done.code == 1 and "no scenario, and not both of --url and --user" in done.err
+
+
+def test_slos_are_quantiles_of_latencies(tmp_path: Path) -> None:
+    first, second = parse_slos(["ttft_p95 <= 2s, attainment(ttft<=1s, tpot<=50ms) >= 90%"])
+    assert (first.share, first.bounds[0].latency, first.bounds[0].bound_s) == (0.95, "ttft", 2.0)
+    assert (second.share, [bound.latency for bound in second.bounds]) == (0.9, ["ttft", "tpot"])
+    with pytest.raises(HarnessError, match="not a bound on a quantile"):
+        parse_slos(["ttft_mean <= 2s"])
+    checks = ["error_rate == 0", "tpot_p99 <= 60ms", "one/people: e2e_p50 < 3s", "two/people: e2e_p50 < 9s"]
+    scenario = load_scenario(write(tmp_path, servers={"one": server(), "two": server()}, checks=checks, **QUICK))
+    assert [slo.share for slo in slos_of_scenario(scenario, "one", "people")] == [0.99, 0.5]
+
+
+def ended(at_s: float, ttft_s: float, **more: Any) -> Any:
+    return request(sent_s=at_s - 1.0, ended_s=1.0, chunks_s=[ttft_s, 1.0], **more)
+
+
+def test_blocks_count_what_ended_in_them() -> None:
+    cutter = BlockCutter(parse_slos(["ttft_p95<=0.5s"]))
+    cutter.see([ended(10.2, 0.1, phase="warmup"), ended(11.0, 0.1)])
+    assert (cutter.begun_s, cutter.answer_s, cutter.block_s) == (10.0, 1.0, 3.0)
+    assert cutter.cut(13.0) == [], "records come a little later"
+    cutter.see([ended(12.5, 0.9), ended(12.9, 0.2, error="http"), ended(13.0, 0.1), ended(14.0, 0.1)])
+    cutter.see([ended(13.0, 0.1, error="unfinished")])
+    (block,) = cutter.cut(13.0 + FLUSH_S)
+    assert (block.begin_s, block.end_s, block.answers) == (10.0, 13.0, 5)
+    assert block.counts == [(3, 5)], "the warm-up's answer counts, and the failed one met nothing"
+    assert cutter.cut(16.0) == []
+    (block,) = cutter.cut(99.0)
+    assert block.counts == [(1, 1)]
+
+
+def test_a_block_without_an_answer_is_joined_to_the_next() -> None:
+    cutter = BlockCutter(parse_slos(["ttft_p95<=0.5s"]), min_s=3.0)
+    cutter.see([ended(1.0, 0.1), ended(8.0, 0.1)])
+    first, second = cutter.cut(20.0)
+    assert (first.end_s, second.begin_s, second.end_s) == (3.0, 3.0, 9.0)
+
+
+def test_a_growing_queue_does_not_make_blocks_longer() -> None:
+    slos = parse_slos(["ttft_p95<=0.5s"])
+    growing = [request(sent_s=float(n), ended_s=1.0 + n, chunks_s=[0.1, 1.0 + n]) for n in range(60)]
+    closed, opened = BlockCutter(slos), BlockCutter(slos, open_loop=True)
+    for cutter in (closed, opened):
+        cutter.see(growing)
+    assert (closed.block_s, opened.block_s) == (3 * 30.5, 3 * 10.5)
+    assert closed.answer_s == opened.answer_s == 30.5
+
+
+def test_levels_of_an_open_loop_are_tenths_of_its_rate() -> None:
+    load = Load(user="chat", users=4, requests=5, arrivals=Arrivals(rate=0.5))
+    assert step_of(load) == 0.05
+    found = level_load(load, 30, 60.0)
+    assert found.arrivals is not None and (found.arrivals.rate, found.duration_s, found.requests) == (1.5, 60.0, None)
+    assert found.users == 180, "a queue must not lose arrivals"
+    assert level_load(Load(user="chat", users=4, processes=3, requests=5), 2, 9.0).processes == 2
+
+
+def test_drift_is_noticed_beyond_chance() -> None:
+    def blocks(*e2e_s: float) -> list[Any]:
+        cutter = BlockCutter([], min_s=1.0)
+        found = []
+        for number, value in enumerate(e2e_s):
+            cutter.see([request(sent_s=float(number), ended_s=value, chunks_s=[0.1, value])])
+        found = cutter.cut(100.0)
+        assert len(found) == len(e2e_s)
+        return found
+
+    first = blocks(0.10, 0.11, 0.10, 0.11, 0.10)
+    same, slower = drift_of(1, first, first), drift_of(1, first, blocks(0.12, 0.13, 0.12, 0.13, 0.12))
+    assert same is not None and not same.drifted and same.ratio == 1
+    assert slower is not None and slower.drifted and 1.05 < slower.low < slower.ratio < 1.2 < slower.high
+    assert drift_of(1, first[:1], first) is None
+
+
+@pytest.mark.parametrize(
+    ("slo", "said"),
+    [
+        (
+            SloCapacity(kind="found", level=23, low=21, high=26, above=27, broken="ttft_p95<=2s"),
+            "s: holds 23 users, 95 % interval 21 to 26; at 27 ttft_p95<=2s is broken",
+        ),
+        (
+            SloCapacity(kind="unresolved", level=None, low=8, high=15),
+            "s: unresolved: it is at least 8 users and it is at most 15 users; a longer --budget can decide",
+        ),
+        (
+            SloCapacity(kind="unresolved", level=None, low=None, high=None),
+            "s: unresolved: no level is decided; a longer --budget can decide",
+        ),
+    ],
+)
+def test_sentences(slo: SloCapacity, said: str) -> None:
+    whole = CapacityReport(
+        run="r", load="people", unit="users", step=1.0, max_level=256, slos=["ttft_p95<=2s"], shares=[0.95],
+        budget_s=60.0, servers=[ServerCapacity(server="s", slo=slo)],
+    )  # fmt: skip
+    assert capacity_lines(whole) == [said]
+
+
+def knees(server: str, rates: dict[int, list[float]]) -> ServerCapacity:
+    probes = [
+        MeasuredProbe(
+            cell="c", level=level, purpose="knee", state="done", blocks=8, answers=99, seconds=9.0, met=[],
+            answer_s=1.0, tok_s=rate,
+        )
+        for level, runs in rates.items()
+        for rate in runs
+    ]  # fmt: skip
+    return ServerCapacity(server=server, probes=probes)
+
+
+def test_two_servers_cross() -> None:
+    llamacpp = knees("llamacpp", {1: [50.0, 50.1], 2: [80.0, 80.2], 4: [100.0], 8: [110.0, 110.1], 16: [112.0]})
+    vllm = knees("vllm", {1: [20.0, 20.02], 2: [40.0, 40.1], 4: [80.0], 8: [150.0, 150.3], 16: [250.0]})
+    (found,) = crossovers_of([llamacpp, vllm])
+    assert (found.base, found.side, found.answer.kind) == ("llamacpp", "vllm", "from")
+    said = sentence(crossover_reason(found))
+    assert said.startswith("vllm gives more tok/s than llamacpp from 6 users, 95 % interval ")
+    assert said.endswith("; with fewer, llamacpp does")
+    (turned,) = crossovers_of([vllm, llamacpp])
+    assert turned.answer.kind == "until" and "llamacpp gives more tok/s than vllm below 6 users" in sentence(
+        crossover_reason(turned)
+    )
+    assert crossovers_of([vllm]) == []
+    (always,) = crossovers_of(
+        [knees("a", {1: [1.0, 1.01], 2: [2.0, 2.01]}), knees("b", {1: [3.0, 3.01], 2: [4.0, 4.01]})]
+    )
+    assert sentence(crossover_reason(always)) == "b gives more tok/s than a at all levels measured, 1 to 2 users"

@@ -1,0 +1,83 @@
+"""The SLO search against seeded virtual servers whose capacity is known from very long runs (docs/capacity.md).
+
+200 servers nightly, a few else: no reported capacity breaks its SLOs, the interval covers, at most 9 probes, and about
+half of the requests of a bisection with fixed samples.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import pytest
+
+from harness.capacity.evidence import ERROR, MAX_BLOCKS, ProbeEvidence
+from harness.capacity.search import CapacityAnswer, SloSearch
+from tests.nightly import NIGHTLY
+from tests.virtual_probes import SeededQuestion, fixed_bisection, run_probe, run_search, seeded_question, true_capacity
+from tests.virtual_servers import MAX_LEVEL, seeded_server
+
+SEEDS = range(200) if NIGHTLY else (1, 4, 6, 8, 10, 26)
+
+
+class Proof(NamedTuple):
+    question: SeededQuestion
+    answer: CapacityAnswer
+    capacity: int
+
+
+@cache
+def proofs() -> list[Proof]:
+    questions = {seed: seeded_question(seed) for seed in SEEDS}
+    return [
+        Proof(question, run_search(question, SloSearch(MAX_LEVEL, question.shares), seed), true_capacity(question))
+        for seed, question in questions.items()
+    ]
+
+
+def requests(answer: CapacityAnswer) -> int:
+    return sum(probe.requests for probe in answer.probes)
+
+
+def test_the_reported_capacity_meets_its_slos() -> None:
+    broken = sum((proof.answer.level or 0) > proof.capacity for proof in proofs())
+    assert broken <= 0.05 * len(proofs())
+
+
+def test_the_interval_covers_the_truth() -> None:
+    """It covers more often than 95 %: a step of the grid is a bound, and a bound needs clear evidence twice."""
+    covered = sum(
+        proof.answer.low <= proof.capacity and (proof.answer.high is None or proof.capacity <= proof.answer.high)
+        for proof in proofs()
+    )
+    assert covered >= 0.92 * len(proofs())
+
+
+def test_most_answers_are_clear_and_close() -> None:
+    found = [proof for proof in proofs() if proof.answer.kind == "found"]
+    assert sum(proof.answer.kind == "unresolved" for proof in proofs()) <= 0.05 * len(proofs())
+    shares = sorted((proof.answer.level or 0) / proof.capacity for proof in found)
+    assert shares[len(shares) // 2] >= 0.85
+
+
+def test_a_search_takes_at_most_nine_probes() -> None:
+    assert max(len(proof.answer.probes) for proof in proofs()) <= 9
+
+
+def test_it_takes_about_half_of_the_requests_of_a_bisection_with_fixed_samples() -> None:
+    """The fixed sample is what a probe may take at most. Such a bisection breaks its SLOs more often, and confirms
+    nothing. Measured: 49 % on every fourth server; the bound leaves room for other draws."""
+    levels = SloSearch(MAX_LEVEL).levels
+    fixed = [fixed_bisection(proof.question, levels, MAX_BLOCKS, seed) for seed, proof in enumerate(proofs())]
+    assert sum(requests(proof.answer) for proof in proofs()) <= 0.55 * sum(sent for _, sent in fixed)
+
+
+@pytest.mark.parametrize(("level", "wrong"), [(24, "pass"), (23, "fail")])
+def test_a_probe_at_the_edge_is_seldom_wrong(level: int, wrong: str) -> None:
+    """A cliff server whose rare waves of preemptions leave 94.9 % with 24 users and nearly all with 23."""
+    question = SeededQuestion(seeded_server(17), None, 0.021998388360233316)
+    runs = 200 if NIGHTLY else 20
+    states = []
+    for seed in range(runs):
+        probe = ProbeEvidence([0.95])
+        run_probe(question, level, probe, seed)
+        states.append(probe.state)
+    assert states.count(wrong) <= (ERROR if NIGHTLY else 2 * ERROR) * runs  # type: ignore[arg-type]

@@ -1,0 +1,122 @@
+"""What the product says, in one file: a changed wording is one visible difference of tests/golden/messages.txt.
+
+`python -m tests.test_messages` writes the file anew. It has no places and no values: {} is where a value comes.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import yaml
+
+from harness.failures.table import rules
+from harness.paths import ROOT
+from harness.reasons import SENTENCES
+
+GOLDEN = ROOT / "tests" / "golden" / "messages.txt"
+ERRORS = (
+    "HarnessError",
+    "ServerError",
+    "StartError",
+    "RunError",
+    "ScenarioError",
+    "UnlikeError",
+    "Problem",
+    "wrong",
+    "problem",
+)
+
+
+def templates(node: ast.expr | None) -> Iterator[str]:
+    """The texts that an expression may give, with {} for each value."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.JoinedStr):
+        parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
+        yield "".join(map(str, parts))
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = list(templates(node.left)) or ["{}"], list(templates(node.right)) or ["{}"]
+        yield from (one + other for one in left for other in right)
+    elif isinstance(node, ast.IfExp):
+        yield from templates(node.body)
+        yield from templates(node.orelse)
+
+
+def is_message(text: str) -> bool:
+    """Whether a text is a sentence or part of one, and not a name."""
+    return " " in text.strip() and any(letter.isalpha() for letter in text.replace("{}", ""))
+
+
+def of_errors() -> Iterator[str]:
+    """What errors say and advise: the texts of all calls that make one."""
+    for path in sorted((ROOT / "harness").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in ERRORS:
+                for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
+                    yield from filter(is_message, templates(argument))
+
+
+def of_function(function: Callable[..., str]) -> Iterator[str]:
+    """The texts of which a function makes its sentence."""
+    (made,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    docstring = ast.get_docstring(made, clean=False) if isinstance(made, ast.FunctionDef) else None
+    inside: set[int] = set()  # parts of an f-string belong to it
+    for node in ast.walk(made):
+        if isinstance(node, ast.JoinedStr | ast.Constant) and id(node) not in inside:
+            inside |= {id(below) for below in ast.walk(node)}
+            found = list(templates(node)) if isinstance(node, ast.expr) else []
+            yield from filter(is_message, (text for text in found if text != docstring))
+
+
+def of_reasons() -> Iterator[str]:
+    """Each code of a reason, a note or evidence with its sentence."""
+    for code, entry in sorted(SENTENCES.items()):
+        texts = [entry] if isinstance(entry, str) else list(of_function(entry))
+        yield from (f"{code}: {text}" for text in texts or ["(made of others)"])
+
+
+def of_failures() -> Iterator[str]:
+    """Each known failure with its cause and its fix."""
+    for rule in sorted(rules(), key=lambda rule: rule.id):
+        yield f"{rule.id}: {rule.cause}"
+        yield f"{rule.id}: fix: {rule.fix}"
+
+
+def of_doctor() -> Iterator[str]:
+    """Each finding of the doctor with what it looks at and its fixes."""
+    (path,) = (ROOT / "harness" / "machine").rglob("findings.yaml")
+    for row in yaml.safe_load(path.read_text()):
+        yield f"{row['id']}: {row['looks_at']}"
+        fixes = row.get("fix") or {}
+        for key, fix in (fixes if isinstance(fixes, dict) else {"fix": fixes}).items():
+            yield f"{row['id']}: {key}: {fix}"
+
+
+def section(title: str, texts: Iterable[Any]) -> str:
+    lines = [" ".join(str(text).split()) for text in texts]
+    return "\n".join([f"# {title}", "", *lines, ""])
+
+
+def messages() -> str:
+    """The golden file."""
+    return "\n".join(
+        [
+            section("Reasons, notes and evidence", of_reasons()),
+            section("Known failures", of_failures()),
+            section("Findings of the doctor", of_doctor()),
+            section("Errors and what to do next", sorted({" ".join(text.split()) for text in of_errors()})),
+        ]
+    )
+
+
+def test_what_the_product_says_is_in_the_golden_file() -> None:
+    assert messages().splitlines() == GOLDEN.read_text(encoding="utf-8").splitlines()
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(messages(), encoding="utf-8")

@@ -1,0 +1,350 @@
+"""harness plan: what it predicts of made runs whose truth is known, of a real run, and what it refuses."""
+
+import heapq
+import json
+import math
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from harness import plan, summarize
+from harness.analysis.forecast import Forecast, forecast, read_duration, read_price
+from harness.errors import HarnessError, RunError
+from harness.judge.noise_floors import NoiseRun, RowNoise, StoredNoise, noise_path, write_noise
+from harness.paths import ROOT
+from harness.report.forecast import headline, of_deadline
+from harness.rundir.manifest import CellRun, Machine, Run, write_run
+from harness.rundir.records import ProcessMark, Request
+from harness.rundir.telemetry import GpuSample, TelemetrySample
+from harness.scenario.plan import plan as cells_of
+from harness.scenario.scenario import Load, Server
+from tests.command import harness, only_run
+from tests.made_runs import MONOTONIC_S, WALL_S, both_marks, request, scenario, served_by, write_lines
+from tests.nightly import draws, room
+
+IN_FLIGHT = 8
+LOAD = Load(user="batch", in_flight=IN_FLIGHT, requests=600, output_tokens=11)
+
+
+class Machined:
+    """A server whose time per item is known: tokens cost time, and the speed wanders (autocorrelated) and trends."""
+
+    def __init__(self, dice: random.Random, *, runs_sd: float = 0.01, wander: float = 0.03, trend: float = 0.0) -> None:
+        self.dice, self.runs_sd, self.wander, self.trend = dice, runs_sd, wander, trend
+
+    def lengths(self) -> tuple[int, int]:
+        return self.dice.randint(100, 1000), min(400, 1 + int(self.dice.expovariate(1 / 60)))
+
+    def run(
+        self, requests: int, lengths: Callable[[], tuple[int, int]] | None = None
+    ) -> list[tuple[float, float, int, int]]:
+        """A closed loop of IN_FLIGHT: sent, ended, prompt and output tokens of each request."""
+        speed, state = math.exp(self.dice.gauss(0, self.runs_sd)), self.dice.gauss(0, self.wander)
+        free, found = [0.0] * IN_FLIGHT, []
+        for number in range(requests):
+            at = heapq.heappop(free)
+            state = 0.95 * state + self.dice.gauss(0, self.wander * math.sqrt(1 - 0.95**2))
+            drift = 1 + self.trend * (number / requests - 0.5)
+            prompt, output = (lengths or self.lengths)()
+            took = IN_FLIGHT * (0.02 + 2e-5 * prompt + 5e-4 * output) / (speed * math.exp(state) * drift)
+            heapq.heappush(free, at + took)
+            found.append((at, at + took, prompt, output))
+        return found
+
+
+def write_run_of(
+    folder: Path,
+    machine: Machined,
+    *,
+    repeats: int = 3,
+    load: Load = LOAD,
+    power_w: float | None = None,
+    lengths: Callable[[], tuple[int, int]] | None = None,
+    **manifest: Any,
+) -> Run:
+    """A run directory of one server and load, as `machine` serves it."""
+    chosen = scenario(servers={"a": Server(template="vllm-cpu")}, loads={"x": load}, repeats=repeats)
+    records: list[Request] = []
+    marks: list[ProcessMark] = []
+    samples: list[TelemetrySample] = []
+    cells: list[CellRun] = []
+    now = 0.0
+    for number, cell in enumerate(cells_of(chosen)):
+        begin = now + 5
+        for index, (sent, ended, prompt, output) in enumerate(machine.run(load.requests or 600, lengths)):
+            took, chunks = ended - sent, [(ended - sent) * share for share in (0.3, 1.0)]
+            records.append(
+                request(
+                    id=f"{cell.id}-{index}", cell=cell.id, load=cell.load, process=100 + number, index=index,
+                    sent_s=MONOTONIC_S + begin + sent, ended_s=took, chunks_s=chunks, first_visible_s=chunks[0],
+                    headers_s=took / 10, asked_tokens=None, fixed_length=False, prompt_tokens=int(prompt),
+                    output_tokens=int(output), finish="stop",
+                )
+            )  # fmt: skip
+            now = max(now, begin + ended)
+        marks += both_marks(cell.id, 100 + number, begin - 1, now + 1, sent=load.requests or 600)
+        for second in range(int(begin), int(now) + 2) if power_w else ():
+            gpu = GpuSample(busy_percent=99.0, power_w=power_w)
+            samples.append(TelemetrySample(wall_s=WALL_S + second, cell=cell.id, gpus={"renderD128": gpu}))
+        now += 5
+        cells.append(
+            CellRun(
+                id=cell.id, server=cell.server, load=cell.load, repeat=cell.repeat, started_wall_s=WALL_S + begin - 4,
+                ended_wall_s=WALL_S + now, served_by=served_by(),
+            )
+        )  # fmt: skip
+    folder.mkdir(parents=True)
+    write_lines(folder / "requests.jsonl", records)
+    write_lines(folder / "processes.jsonl", marks)
+    if samples:
+        write_lines(folder / "telemetry.jsonl", samples)
+    values: dict[str, Any] = {
+        "id": folder.name,
+        "status": "valid",
+        "started_wall_s": WALL_S,
+        "ended_wall_s": WALL_S + now,
+        "scenario_name": "which",
+        "scenario": chosen,
+        "workload_sha256": "ab" * 32,
+        "cells": cells,
+        "order": [cell.id for cell in cells_of(chosen)],
+        "machine": Machine(name="strix", cores=32),
+    }
+    run = Run(**(values | manifest))
+    write_run(folder, run)
+    return run
+
+
+def fast(run: int = 1, **changes: Any) -> Machined:
+    return Machined(random.Random(run), **changes)
+
+
+def only(found: Forecast) -> Any:
+    (row,) = found.rows
+    return row
+
+
+def test_the_interval_covers_the_time_of_a_job_of_another_day(tmp_path: Path) -> None:
+    seeds, covered, errors = draws(200), 0, []
+    for seed in range(seeds):
+        machine = Machined(random.Random(seed))
+        repeats = (3, 5)[seed % 2]
+        write_run_of(tmp_path / str(seed), machine, repeats=repeats)
+        try:
+            row = only(forecast(tmp_path / str(seed), 20_000))
+        except RunError:  # a chance trend above the bound: refused, so not covered
+            continue
+        truth = 3.5 + max(ended for _, ended, *_ in machine.run(20_000))
+        covered += row.time_s.low <= truth <= row.time_s.high
+        errors.append(abs(row.time_s.value / truth - 1))
+    errors.sort()
+    print(f"\ncovers {covered} of {seeds}; median error {errors[len(errors) // 2]:.2%}, largest {errors[-1]:.2%}")
+    assert covered / seeds >= 0.88 - room(0.88, seeds)
+    assert errors[len(errors) // 2] <= 0.05
+
+
+@pytest.mark.parametrize(
+    ("trend", "least", "most"), [(0.0, 0.0, 0.06), (0.03, 0.4, 1.0), (0.05, 0.8, 1.0), (-0.3, 1.0, 1.0)]
+)
+def test_a_trend_is_noticed(tmp_path: Path, trend: float, least: float, most: float) -> None:
+    noticed, seeds = 0, draws(100)
+    for seed in range(seeds):
+        write_run_of(tmp_path / str(seed), fast(seed, trend=trend))
+        try:
+            row = only(forecast(tmp_path / str(seed), 20_000))
+            noticed += any(note.code == "plan_widened" for note in row.notes)
+        except RunError as error:
+            assert "no steady rate is known" in error.detail
+            noticed += 1
+    print(f"\ntrend {trend:+.0%}: noticed in {noticed} of {seeds}")
+    assert least - (room(least, seeds) if least < 1 else 0) <= noticed / seeds <= most + room(0.05, seeds)
+
+
+def test_other_lengths_are_scaled_by_the_cost_of_their_tokens(tmp_path: Path) -> None:
+    errors, covered, seeds = [], 0, draws(50)
+    for seed in range(seeds):
+        machine = fast(seed)
+        write_run_of(tmp_path / str(seed), machine, repeats=5)
+        items = [(machine.dice.randint(600, 1000), machine.dice.randint(80, 160)) for _ in range(500)]
+        file = tmp_path / f"{seed}.csv"
+        file.write_text("prompt_tokens,output_tokens\n" + "".join(f"{p},{o}\n" for p, o in items))
+        row = only(forecast(tmp_path / str(seed), 10_000, lengths=file))
+        truth = 3.5 + max(ended for _, ended, *_ in machine.run(10_000, partial(machine.dice.choice, items)))
+        errors.append(abs(row.time_s.value / truth - 1))
+        covered += row.time_s.low <= truth <= row.time_s.high
+    errors.sort()
+    print(f"\nlengths: median error {errors[len(errors) // 2]:.2%}, covers {covered} of {seeds}")
+    assert errors[len(errors) // 2] <= 0.05
+    assert covered / seeds >= 0.88 - room(0.88, seeds)
+
+
+@pytest.mark.parametrize(
+    ("file", "load", "lengths", "why"),
+    [
+        ("500,60", LOAD, lambda: (500, 60), None),
+        ("500,90", LOAD, lambda: (500, 60), "the run measured 60 to 60"),
+        ("5000,60", LOAD, None, "5,000 prompt tokens on average"),
+        ("500,60", replace(LOAD, in_flight=None, batch_size=2), None, "a burst waits for its slowest answer"),
+    ],
+)
+def test_lengths_that_the_run_cannot_tell_are_refused(
+    tmp_path: Path, file: str, load: Load, lengths: Any, why: str | None
+) -> None:
+    write_run_of(tmp_path / "run", fast(), load=load, lengths=lengths)
+    (tmp_path / "items.csv").write_text(f"prompt_tokens,output_tokens\n{file}\n")
+    if why is None:
+        own, given = (only(forecast(tmp_path / "run", 1000, lengths=at)) for at in (None, tmp_path / "items.csv"))
+        assert own.time_s == given.time_s
+        return
+    with pytest.raises(RunError) as error:
+        forecast(tmp_path / "run", 1000, lengths=tmp_path / "items.csv")
+    assert why in error.value.detail
+
+
+def test_lengths_that_hardly_vary_do_not_show_what_tokens_cost(tmp_path: Path) -> None:
+    machine = fast(wander=0.2)
+    write_run_of(tmp_path / "run", machine, lengths=lambda: (machine.dice.randint(500, 520), 60))
+    (tmp_path / "items.jsonl").write_text('{"prompt_tokens": 520, "output_tokens": 60}\n')
+    with pytest.raises(RunError) as error:
+        forecast(tmp_path / "run", 1000, lengths=tmp_path / "items.jsonl")
+    assert "vary too little" in error.value.detail or "no steady rate" in error.value.detail
+
+
+def test_one_repeat_assumes_the_variation_between_runs_unless_it_is_stored(tmp_path: Path) -> None:
+    run = write_run_of(tmp_path / "run", fast(), repeats=1)
+    row = only(forecast(tmp_path / "run", 20_000))
+    assert [note.code for note in row.notes] == ["plan_runs_unknown"]
+    assert row.time_s.high / row.time_s.value > 1.1
+    values = [[10.0], [10.1], [10.05], [9.95], [10.0]]
+    noise = StoredNoise(
+        machine="strix", scenario="which", model="m", workload_sha256="ab" * 32, server="a", simulated=False, repeats=1,
+        runs=[NoiseRun(id=str(i), started_wall_s=WALL_S) for i in range(5)],
+        rows=[RowNoise(load="x", metric="wall_s", a=values, again=values)],
+    )  # fmt: skip
+    write_noise(noise_path(tmp_path / "results", run), noise)
+    known = only(forecast(tmp_path / "run", 20_000, results=tmp_path / "results"))
+    assert known.notes == []
+    assert known.time_s.value == row.time_s.value
+    assert known.time_s.high < row.time_s.high
+
+
+def test_energy_cost_and_machines_follow_from_power_price_and_deadline(tmp_path: Path) -> None:
+    write_run_of(tmp_path / "run", fast(), power_w=100.0)
+    found = plan(tmp_path / "run", 100_000, deadline_s=3600.0, price_per_kwh=0.30)
+    row = only(found)
+    assert row.energy_kwh.value == pytest.approx(row.time_s.value * 100 / 3.6e6, rel=0.02)
+    assert row.cost.value == pytest.approx(0.30 * row.energy_kwh.value)
+    assert row.energy_kwh.low < row.energy_kwh.value < row.energy_kwh.high
+    assert row.start_s == 3.5
+    fixed = row.start_s + row.tail_s
+    assert row.machines == math.ceil((row.time_s.high - fixed) / (3600 - fixed))
+    assert row.deadline == "missed" and "such machines would meet it" in of_deadline(row, 3600)
+    assert only(plan(tmp_path / "run", 100_000, deadline_s=2.0)).machines is None
+    inside = only(plan(tmp_path / "run", 100_000, deadline_s=row.time_s.value))
+    assert (inside.deadline, inside.machines) == ("inconclusive", 2)
+    assert only(plan(tmp_path / "run", 100_000, deadline_s=row.time_s.high + 1)).deadline == "met"
+
+
+def test_the_command_answers_first_and_ends_by_the_deadline(tmp_path: Path) -> None:
+    write_run_of(tmp_path / "runs" / "one", fast(), power_w=100.0)
+    done = harness("plan", "one", "--items", "500000", "--deadline", "8h", "--price", "0.30/kWh", cwd=tmp_path)
+    first, second, third = done.out.splitlines()[:3]
+    expected = forecast(tmp_path / "runs" / "one", 500_000)
+    assert first == headline(expected)
+    assert first.startswith("500,000 items take ") and first.endswith(" with a / x.")
+    assert (done.code, second.partition(";")[0]) == (4, "The deadline of 8.00 h is not met")
+    assert third.startswith("Energy ") and "; cost " in third
+    assert "- the items have the lengths of the run's requests" in done.out
+    codes = [
+        harness("plan", "one", "--items", "500000", "--deadline", deadline, "--json", cwd=tmp_path)
+        for deadline in ("1h", f"{expected.rows[0].time_s.value:.3f}s", "90d")
+    ]
+    assert [done.code for done in codes] == [4, 5, 0]
+    assert json.loads(codes[0].out)["rows"][0]["deadline"] == "missed"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"status": "interrupted"}, "its status is interrupted"),
+        ({"status": "running"}, "its status is running"),
+    ],
+)
+def test_a_run_that_is_not_complete_is_refused(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
+    write_run_of(tmp_path / "run", fast(), **changes)
+    with pytest.raises(RunError, match=why):
+        forecast(tmp_path / "run", 100)
+
+
+def test_a_run_without_records_is_refused(tmp_path: Path) -> None:
+    done = harness("plan", str(ROOT / "docs" / "example"), "--items", "5", cwd=tmp_path)
+    assert (done.code, done.out) == (3, "") and "no prediction without its records" in done.err
+
+
+def test_a_row_that_is_too_short_or_no_work_is_refused(tmp_path: Path) -> None:
+    short = replace(LOAD, requests=20)
+    write_run_of(tmp_path / "short", fast(), load=short, repeats=2)
+    with pytest.raises(RunError) as error:
+        forecast(tmp_path / "short", 100)
+    assert "measured for too short a time" in error.value.detail
+    write_run_of(tmp_path / "three", fast(), load=short, repeats=3)
+    assert "plan_no_blocks" in [note.code for note in only(forecast(tmp_path / "three", 100)).notes]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--items", "0"], "--items: a number of at least 1 is expected, got '0'"),
+        (["--items", "9", "--deadline", "soon"], "--deadline: a time above 0 with its unit is expected, got 'soon'"),
+        (["--items", "9", "--deadline", "0h"], "--deadline: a time above 0 with its unit is expected, got '0h'"),
+        (["--items", "9", "--price", "-1/kWh"], "--price: a price per kWh is expected, got '-1/kWh'"),
+        (["--items", "9", "--lengths", "none.csv"], "--lengths: none.csv: No such file or directory"),
+        (["--items", "9", "--lengths", "empty.csv"], "--lengths: empty.csv has no rows"),
+        (["--items", "9", "--lengths", "other.csv"], "other.csv:2: prompt_tokens and output_tokens are expected"),
+        (["--items", "9", "--lengths", "torn.jsonl"], "torn.jsonl:1: not a JSON object"),
+        (["--items", "9", "--lengths", "nan.csv"], "nan.csv:2: prompt_tokens and output_tokens must be at least 0"),
+    ],
+)
+def test_wrong_input_is_named(tmp_path: Path, options: list[str], said: str) -> None:
+    write_run_of(tmp_path / "runs" / "one", fast(), repeats=1)
+    (tmp_path / "empty.csv").write_text("prompt_tokens,output_tokens\n")
+    (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "torn.jsonl").write_text('{"prompt_tokens": 1\n')
+    (tmp_path / "nan.csv").write_text("prompt_tokens,output_tokens\nnan,3\n")
+    done = harness("plan", "one", *options, cwd=tmp_path)
+    assert (done.code, done.out) == (1, "")
+    assert said in done.err and "next: " in done.err
+
+
+def test_times_and_prices_have_units() -> None:
+    assert [read_duration("--deadline", text) for text in ("8h", "90min", "1.5 d", "45s")] == [28800, 5400, 129600, 45]
+    assert [read_price(text) for text in ("0.30/kWh", "0.3")] == [0.3, 0.3]
+    with pytest.raises(HarnessError):
+        read_price("cheap")
+
+
+@pytest.mark.nightly  # two real loads on the embedded engine
+def test_a_ten_times_longer_real_run_is_predicted(tmp_path: Path) -> None:
+    def measured(requests: int, repeats: int) -> Path:
+        name = f"n{requests}"
+        (tmp_path / f"{name}.yaml").write_text(
+            "version: 1\nquestion: How long?\nmodel: simulated/qwen3.5-0.8b\n"
+            "servers: {s: {template: simulated, container: false, variables: {preset: strix-halo-qwen3.5-0.8b}}}\n"
+            f"loads: {{x: {{user: batch, in_flight: 4, requests: {requests}, output_tokens: 8}}}}\n"
+            f"prompts: {{kind: classification}}\nrepeats: {repeats}\n"
+        )
+        done = harness("run", f"{name}.yaml", "--runs", name, cwd=tmp_path, timeout_s=600)
+        assert done.code == 0, done.err
+        return only_run(tmp_path / name)
+
+    row = only(forecast(measured(150, 3), 1500))
+    (longer,) = summarize(measured(1500, 1)).cells
+    assert longer.ready_s is not None and longer.numbers.wall_s is not None
+    truth = longer.ready_s + longer.numbers.wall_s
+    print(f"\npredicted {row.time_s}, measured {truth:.1f} s")
+    assert row.time_s.value == pytest.approx(truth, rel=0.05)

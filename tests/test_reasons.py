@@ -1,0 +1,52 @@
+"""Reasons are codes with values: every code that the program uses has its sentence, and none is left over."""
+
+import re
+
+import pytest
+
+from harness.paths import ROOT
+from harness.reasons import SENTENCES, documented, sentence, sentences
+from harness.summary import Reason, because, upgrade_reasons
+
+_USED = re.compile(r'(?:because|Reason|_without|_nested)\(\s*"(\w+)"')
+_CHOSEN = (  # by an expression, or a table
+    "server_died", "server_unreachable", "steady", "not_steady", "no_prompt_tokens", "no_wall_time", "none_sent",
+    "none_measured", "not_ended", "text", "no_tokens", "labels_unknown", "no_drift",
+    "capacity_found", "capacity_more_than", "capacity_none", "capacity_unresolved", "capacity_knee_knee",
+    "capacity_knee_none", "capacity_knee_unclear",
+    "crossing_from", "crossing_until", "crossing_always", "crossing_never", "crossing_cannot_tell",
+)  # fmt: skip
+
+
+def test_the_codes_of_the_program_are_those_of_the_table() -> None:
+    text = "".join(path.read_text() for path in (ROOT / "harness").rglob("*.py"))
+    assert {*_USED.findall(text), *_CHOSEN} == set(SENTENCES)
+    assert all(words for _, words in documented())
+
+
+def test_a_reason_becomes_a_sentence_with_its_cell() -> None:
+    assert sentence(because("server_restarted", times=1)) == "the server was restarted 1 time"
+    assert sentence(Reason("not_run", cell="r1-a-x")) == "r1-a-x: it has not run"
+    assert sentence(because("of_a_newer_harness", n=1)) == 'of_a_newer_harness {"n":1}'
+    inner = {"code": "not_run", "cell": "r1-a-x"}
+    assert sentence(because("row_not_valid", row="a / x", why=inner)) == (
+        "a / x has a cell that is not valid (r1-a-x: it has not run)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "made"),
+    [
+        ("r1-a-x: it broke", Reason("text", {"text": "it broke"}, "r1-a-x")),
+        ("other: it broke", because("text", text="other: it broke")),
+    ],
+)
+def test_sentences_of_older_files_become_reasons(text: str, made: Reason) -> None:
+    raw = {"reasons": [text, {"code": "not_run"}]}
+    upgrade_reasons(raw, "reasons", "notes", cells={"r1-a-x"})
+    assert raw["reasons"] == [{"code": "text"} | _fields(made), {"code": "not_run"}]
+    assert sentences([made]) == [text]
+
+
+def _fields(reason: Reason) -> dict[str, object]:
+    return {"values": reason.values} | ({} if reason.cell is None else {"cell": reason.cell})

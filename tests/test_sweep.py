@@ -1,0 +1,230 @@
+"""Sweeps: `vary` and `where` become named rows when the scenario is read; their order, and what the preview shows."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness.errors import ScenarioError
+from harness.prepare import experiment as experiments
+from harness.scenario.file import load_scenario
+from harness.scenario.plan import plan, starts
+from harness.scenario.scenario import Scenario
+from tests.command import harness
+
+HEAD = """
+version: 1
+question: Which setting?
+model: m
+prompts: {tokens: 20}
+warmup: {requests: 0}
+"""
+SERVER = "servers: {s: {template: simulated, container: false, variables: {port: 8000}, VARY}}\n"
+LOAD = "loads: {l: {user: batch, requests: 4, output_tokens: 4, VARY}}\n"
+SEQS = "vary: {max_num_seqs: [1, 2, 4]}"
+SIZES = "vary: {batch_size: {from: 1, to: 9, factor: 2}}"
+
+
+def text(server: str = "", load: str = "", more: str = "") -> str:
+    return (HEAD + SERVER + more).replace(", VARY", f", {server}" if server else "") + LOAD.replace(
+        ", VARY", f", {load}" if load else ""
+    )
+
+
+def read(tmp_path: Path, text: str) -> Scenario:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text)
+    return load_scenario(path)
+
+
+def problems(tmp_path: Path, text: str) -> list[str]:
+    with pytest.raises(ScenarioError) as caught:
+        read(tmp_path, text)
+    return [problem.replace("(line 7)", "(s)").replace("(line 8)", "(l)") for problem in caught.value.problems]
+
+
+def test_a_sweep_becomes_ordinary_servers_and_loads(tmp_path: Path) -> None:
+    scenario = read(tmp_path, text(SEQS, SIZES))
+    assert {name: one.variables for name, one in scenario.servers.items()} == {
+        "s-max-num-seqs-1": {"port": 8000, "max_num_seqs": 1},
+        "s-max-num-seqs-2": {"port": 8000, "max_num_seqs": 2},
+        "s-max-num-seqs-4": {"port": 8000, "max_num_seqs": 4},
+    }
+    assert {name: (one.batch_size, one.vary) for name, one in scenario.loads.items()} == {
+        "l-batch-size-1": (1, {}),
+        "l-batch-size-2": (2, {}),
+        "l-batch-size-4": (4, {}),
+        "l-batch-size-8": (8, {}),
+    }
+    assert scenario.swept is not None
+    assert scenario.swept.settings("s-max-num-seqs-2", "l-batch-size-8") == {"max_num_seqs": 2, "batch_size": 8}
+    assert not scenario.restart, "one server start serves all loads"
+    assert read(tmp_path, text(SEQS, SIZES, "restart: true\n")).restart, "the file has the last word"
+    assert read(tmp_path, text()).restart
+    assert read(tmp_path, text()).swept is None
+
+
+def test_engine_flags_and_several_settings(tmp_path: Path) -> None:
+    vary = "vary: {max_num_seqs: [1, 2], --jitter: [0, 0.05], --enable-prefix-caching: [true, false]}"
+    servers = read(tmp_path, text(vary)).servers
+    assert list(servers)[:3] == ["s-mns1-j0-epcon", "s-mns1-j0-epcoff", "s-mns1-j0p05-epcon"]
+    assert servers["s-mns1-j0p05-epcon"].variables["extra_args"] == ["--jitter", "0.05", "--enable-prefix-caching"]
+    assert servers["s-mns1-j0-epcoff"].variables["extra_args"] == ["--jitter", "0"]
+    lists = read(tmp_path, text("vary: {extra_args: [[], [--jitter, '0.1']]}")).servers
+    assert [one.variables["extra_args"] for one in lists.values()] == [[], ["--jitter", "0.1"]]
+    assert list(lists) == ["s-extra-args-1", "s-extra-args-2"]
+
+
+def test_keys_of_a_load_below_another_one(tmp_path: Path) -> None:
+    loads = read(tmp_path, text(load="vary: {arrivals.rate: {from: 0.05, to: 0.2, step: 0.05}}")).loads
+    assert [(name, one.arrivals and one.arrivals.rate) for name, one in loads.items()] == [
+        ("l-rate-0p05", 0.05),
+        ("l-rate-0p1", 0.1),
+        ("l-rate-0p15", 0.15),
+        ("l-rate-0p2", 0.2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("condition", "left"),
+    [
+        ("max_num_batched_tokens >= max_num_seqs", ["s-mns8-mnbt8", "s-mns8-mnbt64", "s-mns64-mnbt64"]),
+        ("max_num_batched_tokens / 2 == 4 * max_num_seqs", ["s-mns8-mnbt64"]),
+        ("8 < max_num_seqs <= 64 and max_num_batched_tokens != 8", ["s-mns64-mnbt64"]),
+        ("max_num_seqs * max_num_batched_tokens > port", []),
+    ],
+)
+def test_conditions(tmp_path: Path, condition: str, left: list[str]) -> None:
+    vary = f"vary: {{max_num_seqs: [8, 64], --max-num-batched-tokens: [8, 64]}}, where: ['{condition}']"
+    if left:
+        assert list(read(tmp_path, text(vary)).servers) == left
+    else:
+        assert problems(tmp_path, text(vary)) == ["$.servers.s.where (s): it leaves out every combination"]
+
+
+@pytest.mark.parametrize(
+    ("condition", "problem"),
+    [
+        ("max_num_seq > 1", "'max_num_seq' is neither varied nor set here; did you mean 'max_num_seqs'?"),
+        ("max_num_seqs", "'max_num_seqs' compares nothing; write such as max_num_batched_tokens >= max_num_seqs"),
+        ("1 +", "'1 +' is not a condition such as max_num_batched_tokens >= max_num_seqs"),
+        ("port > none", "'none' is neither varied nor set here; known: max_num_seqs, port"),
+        ("port > \"a\"", "'port > 'a'': 8000 and 'a' have no order"),
+        ("port / 0 > 1", "'port / 0' divides by 0"),
+        ("open(1) > 1", "'open(1)' is not read here: names, numbers, texts, + - * / and comparisons are"),
+        ("port ** 9 > 1", "'port ** 9' is not read here: names, numbers, texts, + - * / and comparisons are"),
+        ("port in [1]", "'[1]' is not read here: names, numbers, texts, + - * / and comparisons are"),
+        ("().__class__ > 1", "'().__class__' is neither varied nor set here; known: max_num_seqs, port"),
+        ("(" * 150 + "1" + ")" * 150 + " > 1", "a condition has at most 200 characters (got 305)"),
+    ],
+)  # fmt: skip
+def test_conditions_that_are_none(tmp_path: Path, condition: str, problem: str) -> None:
+    quoted = condition.replace('"', '\\"')
+    (found,) = problems(tmp_path, text(f'{SEQS}, where: ["{quoted}"]'))
+    assert found.split("(s): ")[1] == problem
+
+
+@pytest.mark.parametrize(
+    ("server", "load", "found"),
+    [
+        ("vary: {max_num_seqs: []}", "", ["$.servers.s.vary.max_num_seqs (s): it is empty; list values, or write "
+         "{from: 1, to: 64, factor: 2}"]),
+        ("vary: {max_num_seqs: {from: 1, to: 4}}", "", ["$.servers.s.vary.max_num_seqs (s): give exactly one of 'step' "
+         "and 'factor'"]),
+        ("vary: {max_num_seqs: {from: 4, to: 1, step: 1}}", "", ["$.servers.s.vary.max_num_seqs (s): 'from' (4) is "
+         "above 'to' (1)"]),
+        ("vary: {max_num_seqs: {from: 0, to: 4, factor: 2}}", "", ["$.servers.s.vary.max_num_seqs (s): 'factor' must "
+         "be above 1 and 'from' above 0 (got 2 and 0)"]),
+        ("vary: {max_num_seqs: {from: 1, to: 9999999, step: 1}}", "", ["$.servers.s.vary.max_num_seqs (s): it has "
+         "9,999,999 values; at most 1,000 are read"]),
+        ("vary: {max_num_seqs: {from: 1, to: 300, step: 1}}", "", ["$ (line 2): it has 300 servers; at most 200 are "
+         "read"]),
+        ("vary: {max_num_seqs: {from: 1, to: 300, step: 1}, port: {from: 1, to: 300, step: 1}}", "",
+         ["$.servers.s.vary (s): it has 90,000 combinations; at most 10,000 are read"]),
+        ("vary: {preset: [a.b, a-b]}", "", ["$.servers.s.vary (s): two servers would be called 's-preset-a-b'; give "
+         "values that differ in their letters"]),
+        ("where: ['port > 1']", "", ["$.servers.s.where (s): belongs to 'vary'"]),
+        ("vary: {no-name: [1]}", "", ["$.servers.s.vary.no-name (s): a variable of the template is expected, or an "
+         "argument of the engine such as --flag"]),
+        ("", "vary: {userz: [1]}", ["$.loads.l.vary.userz (l): unknown key; did you mean 'user'? (of row "
+         "'l-userz-1')"]),
+        ("", "vary: {users: [1, x]}", ["$.loads.l.vary.users (l): a whole number is expected, got 'x' (of row "
+         "'l-users-x')"]),
+        ("", "vary: {stages: [1]}", ["$.loads.l.vary.stages (l): cannot be varied"]),
+        ("", "vary: {users.x: [1]}", ["$.loads.l.vary.users.x (l): 'users' has no keys of its own here (of row "
+         "'l-x-1')"]),
+        ("", "vary: {abandon.a-very-long-key-that-does-not-fit-into-a-name: [1]}", [
+         "$.loads.l.vary (l): the name 'l-a-very-long-key-that-does-not-fit-into-a-name-1' has 49 characters; at most "
+         "40 are possible. Shorten the name 'l', or vary fewer settings"]),
+        # What only follows from a value is the problem of its row.
+        ("", "processes: 4, vary: {users: [2, 8]}", ["$.loads.l-users-2.processes (l): 4 load processes for 2 users; "
+         "use at most one per user"]),
+        ("", "in_flight: 2, vary: {batch_size: [2, 3]}", ["$.loads.l-batch-size-2.in_flight (l): give one of "
+         "'batch_size' (bursts) and 'in_flight'"]),
+    ],
+)  # fmt: skip
+def test_what_a_sweep_cannot_be(tmp_path: Path, server: str, load: str, found: list[str]) -> None:
+    assert problems(tmp_path, text(server, load)) == found
+
+
+def test_names_that_exist_already_and_what_the_harness_makes(tmp_path: Path) -> None:
+    load = LOAD.replace("{l:", "{l-users-2: {user: batch, requests: 1}, l:").replace(", VARY", ", vary: {users: [2]}")
+    (found,) = problems(tmp_path, HEAD + SERVER.replace(", VARY", "") + load)
+    assert found == "$.loads.l.vary (l): two loads would be called 'l-users-2'; rename one"
+    (found,) = problems(tmp_path, text(more="swept: {}\n"))
+    assert "unknown key" in found
+
+
+def test_an_unknown_variable_is_reported_once(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text("vary: {max_num_seqz: [1, 2, 4]}"))
+    with pytest.raises(ScenarioError) as caught:
+        experiments.prepare(path)
+    (problem,) = caught.value.problems
+    assert "max_num_seqz" in problem
+    assert "did you mean 'max_num_seqs'?" in problem
+    assert "(line 7)" in problem
+
+
+def test_a_server_restarts_only_when_one_of_its_settings_changes(tmp_path: Path) -> None:
+    scenario = read(tmp_path, text(SEQS.replace(", 4]", "]"), "vary: {batch_size: [1, 2]}", "repeats: 2\n"))
+    assert [cell.id for cell in plan(scenario)] == [
+        "r1-s-max-num-seqs-1-l-batch-size-1",
+        "r1-s-max-num-seqs-1-l-batch-size-2",
+        "r1-s-max-num-seqs-1-l-batch-size-1_again",
+        "r1-s-max-num-seqs-2-l-batch-size-1",
+        "r1-s-max-num-seqs-2-l-batch-size-2",
+        "r1-s-max-num-seqs-2-l-batch-size-1_again",
+        "r2-s-max-num-seqs-2-l-batch-size-2",
+        "r2-s-max-num-seqs-2-l-batch-size-1",
+        "r2-s-max-num-seqs-2-l-batch-size-2_again",
+        "r2-s-max-num-seqs-1-l-batch-size-2",
+        "r2-s-max-num-seqs-1-l-batch-size-1",
+        "r2-s-max-num-seqs-1-l-batch-size-2_again",
+    ]
+    assert starts(scenario) == 4, "servers x repeats"
+
+
+def test_without_a_second_load_nothing_is_repeated(tmp_path: Path) -> None:
+    scenario = read(tmp_path, text(SEQS, more="repeats: 1\n"))
+    assert [cell.again for cell in plan(scenario)] == [None] * 3
+    again = read(tmp_path, text(SEQS, SIZES, "repeats: 1\nrestart: true\n"))
+    assert (len(plan(again)), starts(again)) == (12, 12)
+
+
+def test_the_preview_shows_cells_starts_and_minutes(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.yaml"
+    path.write_text(text(SEQS, SIZES))
+    done = harness("check", path.name, cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    lines = [line.rstrip() for line in done.out.splitlines()]
+    assert "sweep of the server 's', 3 rows: max_num_seqs 1, 2, 4" in lines
+    assert "sweep of the load 'l', 4 rows: batch_size 1, 2, 4, 8" in lines
+    assert (
+        "75 cells (15 of them repeat the first of a server start at its end, to show drift): 5 repeats, interleaved; "
+        "15 server starts: one per server and repeat (warm)" in lines
+    )
+    assert any(line.startswith("estimated time: ") for line in lines)
+    plan = json.loads(harness("check", path.name, "--json", cwd=tmp_path).out)
+    assert (plan["server_starts"], len(plan["order"]), len(plan["rows"])) == (15, 75, 12)
+    assert plan["rows"][5]["settings"] == {"max_num_seqs": 2, "batch_size": 2}

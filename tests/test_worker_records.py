@@ -1,0 +1,204 @@
+"""Workers without a process: their addresses and parts, and the records that they hand over."""
+
+import json
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from harness.errors import HarnessError
+from harness.job import SECRETS_ENV, secrets_of
+from harness.load import recorder as recorder_module
+from harness.load.recorder import RecordReceiver, RecordSender
+from harness.redact import know
+from harness.rundir.records import Request, read_requests
+from harness.scenario.scenario import Load
+from harness.serve.probe import free_port
+from harness.workers import Workers, parse_part, parse_workers, process_number
+from tests.command import harness, write
+from tests.faults import fault
+from tests.load_runs import make_job
+from tests.made_runs import request
+
+CHAT = Load(user="chat", users=4, requests=8)
+
+
+def test_machines_are_named_or_counted() -> None:
+    named = parse_workers("gen1, gen2", "10.0.0.1", {"a": CHAT})
+    assert named == Workers(names=["gen1", "gen2"], machines=2, bind="10.0.0.1", port=5557)
+    assert named.command == "harness worker --master 10.0.0.1:5557"
+    counted = parse_workers("2", "10.0.0.1:6000", {"a": Load(user="chat", users=4, requests=8, processes=2)})
+    assert counted == Workers(machines=2, processes=2, bind="10.0.0.1", port=6000)
+    assert (counted.total, counted.command) == (4, "harness worker --master 10.0.0.1:6000 --processes 2")
+
+
+@pytest.mark.parametrize(
+    ("given", "bind", "loads", "said"),
+    [
+        ("gen1", None, {"a": CHAT}, "--workers needs --bind: the address of this machine at which the workers find it"),
+        ("0", "h", {"a": CHAT}, "--workers: '0' names no machines"),
+        ("a,,b", "h", {"a": CHAT}, "--workers: 'a,,b' names no machines"),
+        ("a,b,a", "h", {"a": CHAT}, "--workers: 'a,b,a' names no machines (a comes twice)"),
+        ("2", "h:0", {"a": CHAT}, "--bind: 'h:0' is not an address"),
+        ("3", "h", {"a": CHAT}, "$.loads.a.users: 4 users cannot be parted among 3 load processes"),
+        (
+            "2",
+            "h",
+            {"a": CHAT, "b": Load(user="chat", users=4, requests=8, processes=2)},
+            "--workers: the loads differ in 'processes', and a worker is started once for all of them",
+        ),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(given: str, bind: str | None, loads: dict[str, Load], said: str) -> None:
+    with pytest.raises(HarnessError) as caught:
+        parse_workers(given, bind, loads)
+    assert caught.value.what == said
+
+
+def test_all_that_cannot_be_meant_is_refused_at_once() -> None:
+    loads = {f"p@{users}": Load(user="chat", users=users, duration_s=1) for users in (4, 3, 5)}
+    with pytest.raises(HarnessError) as caught:
+        parse_workers("2", None, {"a": CHAT, **loads})
+    assert caught.value.what == "3 problems"
+    assert [line.partition(": ")[0] for line in caught.value.detail.splitlines()] == [
+        "--workers needs --bind", "$.loads.p.stages[1].users", "$.loads.p.stages[2].users",
+    ]  # fmt: skip
+
+
+def test_each_part_of_a_mix_has_a_port_of_its_own() -> None:
+    loads = {"a": CHAT, "b": CHAT, "mix.a": CHAT, "mix.b": CHAT, "other.b": CHAT}
+    both = parse_workers("2", "127.0.0.1:65535", loads)
+    assert both.command == "harness worker --master 127.0.0.1:65535 and harness worker --master 127.0.0.1:65536"
+    with pytest.raises(HarnessError) as caught:
+        both.refuse_unusable()
+    assert caught.value.what == (
+        "--bind: 127.0.0.1:65536 cannot be listened at (no port is above 65535; the parts of a mix take 2 ports, from "
+        "65535 on)"
+    )
+
+
+def test_who_is_waited_for_is_reported() -> None:
+    named, counted = Workers(names=["b", "a"], machines=2, bind="h"), Workers(machines=3, bind="h")
+    assert named.awaited([]) == "waiting for workers: 0 of 2 connected; missing: a, b"
+    assert named.awaited(["b", "b", "c"]) == "waiting for workers: 1 of 2 connected; missing: a; not asked for: b, c"
+    several = msgspec.structs.replace(named, processes=3)
+    assert several.awaited(["a", "b", "a", "a"]) == "waiting for workers: 4 of 6 connected; missing: 2 of b"
+    assert several.awaited(["a", "b"] * 3) == "waiting for workers: 6 of 6 connected"
+    assert counted.awaited([]) == "waiting for workers: 0 of 3 connected"
+    assert counted.awaited(["x", "y", "x"]) == "waiting for workers: 3 of 3 connected (2 of x, y)"
+
+
+def test_all_that_is_wrong_with_a_run_by_workers_is_reported_at_once(tmp_path: Path) -> None:
+    scenario = write(tmp_path, loads={"l": {"user": "chat", "users": 3, "requests": 3}})
+    done = harness("run", str(scenario), "--workers", "2", cwd=tmp_path)
+    assert done.code == 1
+    told = " ".join(line.removeprefix("  | ") for line in done.err.splitlines())
+    assert told.startswith("error: 3 problems --workers needs --url: ")
+    assert "--workers needs --bind: the address of this machine" in told
+    assert "$.loads.l.users: 3 users cannot be parted among 2 load processes. Each takes" in told
+
+
+def test_an_address_of_another_machine_is_refused_at_once() -> None:
+    with pytest.raises(HarnessError) as caught:
+        Workers(machines=2, bind="192.0.2.1").refuse_unusable()  # kept free for documentation: RFC 5737
+    assert caught.value.what == "--bind: 192.0.2.1:5557 cannot be listened at (Cannot assign requested address)"
+    Workers(machines=2, bind="127.0.0.1", port=free_port()).refuse_unusable()
+    with socket.create_server(("127.0.0.1", 0)) as another_master:
+        port = another_master.getsockname()[1]
+        with pytest.raises(HarnessError) as caught:
+            Workers(machines=2, bind="127.0.0.1", port=port).refuse_unusable()
+    assert caught.value.what == f"--bind: 127.0.0.1:{port} cannot be listened at (Address already in use)"
+    part = Workers(machines=2, bind="h", port=6000, parts=2).of_part(1)
+    assert part.command == "harness worker --master h:6001"
+    assert Workers(machines=2, bind="0.0.0.0").command == "harness worker --master ADDRESS:5557"
+
+
+def test_a_machine_may_be_told_its_part_by_hand() -> None:
+    assert parse_part("1/4") == (1, 4)
+    for given in ("4/4", "1", "-1/4", "1/0", "a/b"):
+        with pytest.raises(HarnessError) as caught:
+            parse_part(given)
+        assert caught.value.what == f"--machine: '{given}' is no part"
+
+
+def test_pieces_are_taken_once_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "PIECE", 8)
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_bytes(b"123\n456\n12345\n12345678901\n789")
+    sender, receiver = RecordSender(source), RecordReceiver(target, int)
+    pieces = []
+    while piece := sender.piece():
+        pieces.append(piece)
+        assert receiver.take(sender.taken, piece) == receiver.take(sender.taken, piece)  # it came twice
+        assert receiver.take(sender.taken + len(piece) + 1, b"1234\n") == receiver.taken
+        sender.taken = receiver.taken
+    assert pieces == [b"123\n456\n", b"12345\n", b"12345678901\n"]
+    assert target.read_bytes() == b"123\n456\n12345\n12345678901\n"
+    assert sender.rest() == 3
+
+
+@fault(
+    "worker",
+    "a worker delivers records that cannot be read",
+    seen="they are left out and named; the counts differ, so the row is INVALID",
+    kept="all readable records",
+)
+def test_lines_that_are_no_records_are_left_out_and_counted(tmp_path: Path) -> None:
+    whole = msgspec.json.encode(request()) + b"\n"
+    receiver = RecordReceiver(tmp_path / "requests.jsonl", Request)
+    data = whole + b'{"id": 7}\n' + b"\xff\n" + b"[" * 20_000 + b"\n" + whole
+    assert receiver.take(0, data) == len(data)
+    assert receiver.left_out == 3
+    assert (tmp_path / "requests.jsonl").read_bytes() == whole * 2
+
+
+def test_secrets_that_only_the_master_knows_do_not_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of the master's machine quotes in its errors what it was started with; no worker knows that."""
+    password = 'the-"database\\-password'
+    monkeypatch.setenv(SECRETS_ENV, json.dumps({password: True}))
+    monkeypatch.setenv("KEY_OF_THIS_TEST", " sk-of-the-api\n")
+    job = make_job(tmp_path, Load(user="batch"), api_key_env="KEY_OF_THIS_TEST")
+    assert secrets_of(job) == {password: True, "sk-of-the-api": True}
+    know(secrets_of(job))
+    told = [
+        "nothing of it",
+        f"status 500: {password}, or {password}",
+        f"key sk-of-the-api, {password[:9]}...",
+        "sk-...",
+    ]
+    sent = b"".join(
+        msgspec.json.encode(request(index=i, error="http", message=one)) + b"\n" for i, one in enumerate(told)
+    )
+    source = tmp_path / "source"
+    source.write_bytes(sent)
+    sender, receiver = RecordSender(source), RecordReceiver(tmp_path / "requests.jsonl", Request)
+    assert receiver.take(0, sender.piece()) == len(sent)  # as the sender counts it
+    assert [one.message for one in read_requests(tmp_path / "requests.jsonl")] == [
+        "nothing of it",
+        "status 500: ***, or ***",
+        "key ***, ***...",
+        "sk-...",  # what all keys begin with tells nothing
+    ]
+    clean = RecordReceiver(tmp_path / "clean.jsonl", Request)
+    clean.take(0, line := sent.splitlines(keepends=True)[0])
+    assert (tmp_path / "clean.jsonl").read_bytes() == line
+
+
+def test_a_key_that_is_an_everyday_word_leaves_the_records_whole(tmp_path: Path) -> None:
+    """Servers without a key are asked with any: nothing but messages quotes a server."""
+    failed = request(error="http", message="status 401: token x is not null")
+    sent = b"".join(msgspec.json.encode(one) + b"\n" for one in (request(), failed))
+    know({"x": True, "null": True, "token": True})
+    receiver = RecordReceiver(tmp_path / "requests.jsonl", Request)
+    assert receiver.take(0, sent) == len(sent)
+    whole, without = read_requests(tmp_path / "requests.jsonl")
+    assert whole == request()
+    assert without == msgspec.structs.replace(
+        failed, message="status 401: *** x is not ***"
+    )  # x is too short to be one
+
+
+def test_two_machines_may_have_the_same_pid() -> None:
+    assert len({process_number(7, machine) for machine in range(3)}) == 3
+    assert process_number(7, 0) == 7
