@@ -93,7 +93,7 @@ def readme() -> str:
     table = markdown.table(read_summary(example), read_run(example), shown)
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     names = ", ".join(f"`{name}`" for engine in engines() if not engine.gateway for name in engine.templates)
-    servers = f"{names}, and the gateway `{'`, `'.join(GATEWAYS)}` ([their variables](docs/servers.md));"
+    servers = f"{names}, and the gateway `{'`, `'.join(GATEWAYS)}` ([their variables](docs/servers.md))."
     for opening, closing, made in (
         ("<!-- table: .*? -->", "<!-- /table -->", f"\n{table}\n"),
         ("<!-- servers -->", "<!-- /servers -->", servers),
