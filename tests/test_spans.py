@@ -169,9 +169,7 @@ def test_one_span_for_each_record_with_its_exact_times(run: Path, otlp: Received
     assert b"my prompt" not in b"".join(batch.SerializeToString() for batch in otlp.batches)
 
 
-def test_a_second_export_sends_the_same_ids(
-    run: Path, otlp: Received, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_export_sends_the_same_ids(run: Path, otlp: Received, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spans, "BATCH", 7)
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-token=abc")
@@ -206,7 +204,9 @@ def test_the_command_says_what_it_sent_and_where_it_cannot(
     otlp.status = 400
     code, out, err = export()
     assert (code, out) == (1, "") and f"{ENDPOINT}={otlp.url}: spans cannot be sent" in err and "400" in err
-    code, _, err = export(**{ENDPOINT: f"http://user:secret@127.0.0.1:{free_port()}", "OTEL_EXPORTER_OTLP_TIMEOUT": "1"})
+    code, _, err = export(
+        **{ENDPOINT: f"http://user:secret@127.0.0.1:{free_port()}", "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
+    )
     assert code == 1 and "spans cannot be sent" in err and "secret" not in err
     code, _, err = export(**{ENDPOINT: "127.0.0.1:4318"})
     assert code == 1 and "must be an address that begins with http:// or https:// (got '127.0.0.1:4318')" in err

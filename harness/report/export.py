@@ -52,7 +52,7 @@ def refuse_ending(to: Path) -> None:
     """Raise HarnessError for a file of neither format."""
     if to.suffix not in (".parquet", ".csv"):
         raise HarnessError(
-            f"--to: '{to}' ends in neither .parquet nor .csv", next_step="Give a name such as records.csv."
+            f"--to: '{to}' ends in neither .parquet nor .csv", next_step="Give a name such as records.csv, or `otlp`."
         )
 
 

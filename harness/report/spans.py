@@ -60,7 +60,7 @@ def send_spans(folder: Path) -> Exported:
         try:
             while batch := list(islice(spans, BATCH)):
                 if exporter.export(batch) is not SpanExportResult.SUCCESS:
-                    raise ValueError(lines[-1] if lines else "the receiver refused them")
+                    raise ValueError("; ".join(lines[-2:]) or "the receiver refused them")
                 sent += len(batch)
         except (OSError, ValueError) as error:  # of `requests`: both
             raise HarnessError(
@@ -68,7 +68,7 @@ def send_spans(folder: Path) -> Exported:
                 next_step="Is a receiver of OTLP over HTTP at this address? Then run the command again.",
             ) from None
         finally:
-            exporter.shutdown()
+            exporter.shutdown()  # type: ignore[no-untyped-call]
     if not sent:
         raise HarnessError(f"{folder}: no record has a time of day, which a span needs")
     return Exported(sent, len(damaged))
