@@ -66,7 +66,6 @@ ALLOWED: dict[str, set[str]] = {
         "rundir.records",
         "scenario",
         "analysis.derive",
-        "analysis.goodput",
         "workers",
         "workload",
     },

@@ -14,10 +14,9 @@ import pytest
 from harness.analysis.summarize import summarize
 from harness.analysis.tally import numbers_of
 from harness.comparison.compare import compare_runs
-from harness.comparison.differences import differences
 from harness.errors import ExitCode, HarnessError, RunError
 from harness.judge import verdicts as rules
-from harness.judge.comparable import facts_of, refuse_unlike
+from harness.judge.comparable import differences, facts_of, refuse_unlike
 from harness.judge.stats import Variation
 from harness.judge.verdicts import ComparedSides, Noise, compare_rows, metric_of, speeds, verdicts
 from harness.reasons import sentence, verdict_sentence

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from harness.comparison.compare import by_machine, compare_runs
-from harness.comparison.differences import differences, differences_of
 from harness.errors import HarnessError
+from harness.judge.comparable import differences, differences_of
 from harness.report.board import publish
 from harness.report.markdown import of_comparison
 from harness.rundir.manifest import Machine, ServedBy, read_run

@@ -10,7 +10,7 @@ import pytest
 
 from harness.comparison.history import check_against_history, history_of
 from harness.errors import ExitCode, HarnessError, RunError
-from harness.judge.change_points import GATED_RUNS, MIN_HISTORY, gate, levels_of
+from harness.judge.stats import GATED_RUNS, MIN_HISTORY, gate, levels_of
 from harness.judge.verdicts import is_paced
 from harness.report.board import publish
 from harness.report.history import html

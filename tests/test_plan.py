@@ -17,7 +17,7 @@ from harness.analysis.forecast import Forecast, forecast, read_duration, read_pr
 from harness.errors import HarnessError, RunError
 from harness.judge.noise_floors import NoiseRun, RowNoise, StoredNoise, noise_path, write_noise
 from harness.paths import ROOT
-from harness.report.forecast import headline, of_deadline
+from harness.report.terminal import headline, of_deadline
 from harness.rundir.manifest import CellRun, Machine, Run, write_run
 from harness.rundir.records import ProcessMark, Request
 from harness.rundir.telemetry import GpuSample, TelemetrySample

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from harness.analysis.summarize import read_summary
-from harness.comparison.differences import server_differences
+from harness.judge.comparable import server_differences
 from harness.report import sentences
 from harness.report.charts import Chart
 from harness.report.charts.data import (
@@ -21,8 +21,7 @@ from harness.report.charts.data import (
     Timeline,
     observe,
 )
-from harness.report.charts.figures import first_token, scatters, throughput, tradeoffs
-from harness.report.charts.slo_lines import slo_bounds, with_slo_lines
+from harness.report.charts.figures import first_token, scatters, slo_bounds, throughput, tradeoffs, with_slo_lines
 from harness.report.charts.timeline import TimelineEvent, events_of, figure_of
 from harness.report.html import render
 from harness.rundir.manifest import CellRun, Run, ServedBy, ServerDeath, read_run

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from harness.analysis.summarize import summarize, write_summary
 from harness.comparison.compare import compare_runs
-from harness.comparison.differences import differences_of
 from harness.errors import HarnessError
-from harness.judge import server_starts
+from harness.judge import comparable
+from harness.judge.comparable import differences_of
 from harness.reasons import sentences
 from harness.report.charts.timeline import starts_of, startup
 from harness.report.html import write_report
@@ -106,10 +106,10 @@ def test_settings_must_be_equal(tmp_path: Path, other: Callable[[Cell], ServedBy
 def test_a_tunnel_in_the_way_of_the_load_is_noted(tmp_path: Path) -> None:
     """Once a server; where a gateway takes the load, the way to it counts."""
     write_made_run(tmp_path / "one", steady(), served=lambda cell: served_by(over_ssh=cell.server == "a"))
-    (note,) = server_starts.notes(read_run(tmp_path / "one"))
+    (note,) = comparable.notes(read_run(tmp_path / "one"))
     assert note == because("over_ssh", server="a")
     write_made_run(tmp_path / "gateway", steady(), served=lambda cell: served_by(over_ssh=True, gateway=served_by()))
-    assert server_starts.notes(read_run(tmp_path / "gateway")) == []
+    assert comparable.notes(read_run(tmp_path / "gateway")) == []
 
 
 def test_seconds_and_memory_never_refuse_and_noise_is_not_told(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_medians_over_starts_and_every_text_that_occurred() -> None:
             (Startup(compile_cache="warm", kv_cache_tokens=20), 2.0),
         )
     ]
-    assert server_starts.measured(served) == {
+    assert comparable.measured_of(served) == {
         "startup.compile_cache": "cold, then warm",
         "startup.kv_cache_tokens": 20,
         "phases.ready": 2,
@@ -214,7 +214,7 @@ def test_medians_over_starts_and_every_text_that_occurred() -> None:
     ],
 )
 def test_what_is_noise(key: str, values: list[Any], noise: bool) -> None:
-    assert server_starts.is_noise(key, values) == noise
+    assert comparable.is_noise(key, values) == noise
 
 
 def test_notes_of_a_run_whose_servers_differ_in_their_cache(tmp_path: Path) -> None:

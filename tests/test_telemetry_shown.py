@@ -13,7 +13,7 @@ from harness.analysis.summarize import read_summary
 from harness.report import export
 from harness.report.charts.data import machine_samples, observe
 from harness.report.charts.timeline import TimelineEvent, events_of, figure_of
-from harness.report.details import DetailTable, machine_table
+from harness.report.table import DetailTable, machine_table
 from harness.rundir.manifest import read_run
 from harness.rundir.telemetry import GpuSample
 from harness.summary import MachineLoad

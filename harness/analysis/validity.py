@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
+from harness.analysis.limits import called, client_limits, killed
 from harness.analysis.schedule import counts_arrivals
-from harness.analysis.self_check import called, client_limits, killed
 from harness.analysis.tally import CellCounts
 from harness.rundir.manifest import CellRun, Run
-from harness.rundir.records import CLOSING_S, LATE_READ_S, MAX_CPU, ProcessMark
+from harness.rundir.records import CLOSING_S, LATE_READ_S, ProcessMark
 from harness.rundir.telemetry import MAX_GAP_S
 from harness.scenario.scenario import Load, at_once, is_open
-from harness.summary import CellSummary, ClientLimit, MachineLoad, Numbers, Reason, ServerLoad, Warmed, because
+from harness.summary import ClientLimit, MachineLoad, Numbers, Reason, ServerLoad, Warmed, because
 from harness.workers import Workers
 
 MAX_TOKEN_DIFFERENCE = 0.01
@@ -25,7 +25,6 @@ MAX_COALESCED = 0.01
 MAX_OPENED = 0.10  # of the requests
 MAX_RESENT = 0.01  # of the requests
 MAX_HEAT = 0.05  # of the measured time in which heat holds a GPU back
-HOST_CPU_FULL = 0.95  # of all cores, on average
 MAX_ENERGY_DIFFERENCE = 0.10  # between power readings and a counter of the GPU
 
 
@@ -101,16 +100,6 @@ def of_run(run: Run, damaged: Mapping[str, Sequence[int]], unknown_cells: Counte
     return reasons + [
         because("unknown_cell", records=number, unknown=cell) for cell, number in sorted(unknown_cells.items())
     ]
-
-
-def host_cpu(cells: Sequence[CellSummary], marks: Iterable[ProcessMark]) -> list[Reason]:
-    """A busy host next to a load generator that had enough is no fault of a run, and readers ask about it."""
-    loads = [cell.machine_load for cell in cells if cell.machine_load is not None]
-    full = [share for load in loads if (share := load.host_cpu_mean) is not None and share >= HOST_CPU_FULL]
-    if not full:
-        return []
-    client = max((mark.cpu_max for mark in marks if mark.cpu_max is not None), default=None)
-    return [because("host_cpu_full", cells=len(full), share=max(full), client=client, max_share=MAX_CPU)]
 
 
 def not_run(run: Run) -> list[str]:

@@ -251,7 +251,7 @@ def plan(
 
     from harness.analysis.forecast import forecast, read_duration, read_price
     from harness.cli.listing import find_run
-    from harness.report.forecast import print_forecast
+    from harness.report.terminal import print_forecast
 
     found = forecast(
         find_run(run_folder, runs),
@@ -284,7 +284,7 @@ def diff(
     import msgspec
 
     from harness.cli.listing import find_run
-    from harness.comparison.differences import differences_of
+    from harness.judge.comparable import differences_of
     from harness.report.markdown import differences_markdown
     from harness.report.terminal import print_differences
     from harness.rundir.manifest import read_run
@@ -326,9 +326,8 @@ def leaderboard(
     results: ResultsDir = RESULTS,
 ) -> None:
     """Rank what is published: machines by scenarios, as one HTML page and as Markdown next to it."""
-    from harness.comparison.board import collect
     from harness.paths import RESULTS as SHIPPED
-    from harness.report.board import write_board
+    from harness.report.board import collect, write_board
 
     if results != RESULTS and not results.is_dir():
         raise HarnessError(

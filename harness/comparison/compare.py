@@ -7,14 +7,13 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from harness.analysis import answers
+from harness.analysis.notes import answer_difference
 from harness.analysis.summarize import is_published, read_summary, summarize
-from harness.comparison.differences import differences
 from harness.errors import HarnessError, RunError
 from harness.files import pretty_json, replace_file
-from harness.judge import server_starts
+from harness.judge import comparable
 from harness.judge.checks import evaluate
-from harness.judge.comparable import facts_of, refuse_unlike
+from harness.judge.comparable import differences, facts_of, refuse_unlike
 from harness.judge.noise_floors import noise_for
 from harness.judge.verdicts import Measured, Noise, fields_of, metrics_of, pairs_of, verdicts
 from harness.reasons import sentence, sentences
@@ -125,8 +124,8 @@ def _cache_notes(sides: Sequence[_Side], rows: Sequence[tuple[str, str]]) -> lis
         sizes = {}
         for side in sides:
             cells = [cell.served_by for run in side.runs for cell in run.served if cell.server == server]
-            sizes[side.name] = server_starts.measured(cells).get("startup.kv_cache_tokens")
-        note = server_starts.cache_note(sizes, server=server)
+            sizes[side.name] = comparable.measured_of(cells).get("startup.kv_cache_tokens")
+        note = comparable.cache_note(sizes, server=server)
         found += [note] if note is not None else []
     return found
 
@@ -135,7 +134,7 @@ def _answer_notes(sides: Sequence[_Side], rows: Sequence[tuple[str, str]]) -> li
     """For each row whose answers on some side are not worth what they are on the baseline, that it is so."""
     base = sides[0]
     notes = [
-        answers.difference(
+        answer_difference(
             f"{' / '.join(row)} ({side.name})", side.answers(row), f"{' / '.join(row)} ({base.name})", base.answers(row)
         )
         for side in sides[1:]

@@ -10,12 +10,11 @@ from msgspec.structs import replace
 
 from harness.analysis.summarize import is_published, read_summary, summarize
 from harness.columns import RATES
-from harness.comparison.differences import differences
 from harness.errors import HarnessError, RunError
 from harness.judge import stats
-from harness.judge.change_points import Shift, gate, levels_of
-from harness.judge.comparable import NOTED, facts_of
+from harness.judge.comparable import NOTED, differences, facts_of
 from harness.judge.noise_floors import RESERVED, is_noise_run
+from harness.judge.stats import Shift, gate, levels_of
 from harness.judge.verdicts import Measured, fields_of, metrics_of, speeds, values_of
 from harness.reasons import sentence
 from harness.rundir.manifest import Run, read_run

@@ -9,8 +9,8 @@ from rich.text import Text
 from harness import units
 from harness.columns import METRIC_WORDS, RATES
 from harness.comparison.history import ChangePoint, Gate, Gated, History, LeftOut, Moved, Series
-from harness.judge.change_points import DETECTED, MIN_HISTORY
 from harness.judge.noise_floors import date_of
+from harness.judge.stats import DETECTED, MIN_HISTORY
 from harness.report import words
 from harness.report.charts import Chart, Figure, plain, scatter
 from harness.report.html import chart_page

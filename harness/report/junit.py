@@ -20,7 +20,7 @@ from harness.errors import HarnessError
 from harness.reasons import evidence, verdict_sentence
 from harness.reasons import sentences as in_words
 from harness.report import history, sentences, words
-from harness.report.details import schedule_lines, schedule_sentence
+from harness.report.table import schedule_numbers, schedule_table
 from harness.rundir.manifest import Run
 from harness.summary import CheckResult, Comparison, Difference, Summary
 
@@ -60,8 +60,11 @@ def render(summary: Summary, run: Run) -> str:
         digests = {cell.served_by.image_digest for cell in run.served if cell.server == server} - {None}
         if digests:
             properties[f"image_digest.{server}"] = ", ".join(sorted(filter(None, digests)))
-    for line in schedule_lines(summary, run):
-        properties[f"schedule.{line.server}/{line.load}"] = schedule_sentence(line)
+    schedules = schedule_table(summary, run)
+    for line in schedules.rows:
+        properties[f"schedule.{line.server}/{line.load}"] = (
+            f"{line.name}: {line.texts[0]}. {schedule_numbers(schedules, line)}"
+        )
     if summary.simulated:
         properties["simulated"] = words.SIMULATED
     took_s = None if run.ended_wall_s is None else run.ended_wall_s - run.started_wall_s

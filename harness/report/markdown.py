@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from harness.columns import METRIC_WORDS
 from harness.reasons import evidence, sentence
 from harness.report import answer, sentences, words
-from harness.report.details import SCHEDULE, DetailLine, schedule_lines, time_table
-from harness.report.table import Meaning, columns, lines
+from harness.report.table import DetailTable, Meaning, columns, lines, schedule_table, time_table
 from harness.rundir.manifest import Run
 from harness.summary import CheckResult, Comparison, Difference, Summary, Verdict
 
@@ -20,14 +19,14 @@ def render(summary: Summary, run: Run) -> str:
     if summary.simulated:
         parts.append(f"> **{words.SIMULATED}**")
     parts.append(table(summary, run))
-    if lines_ := schedule_lines(summary, run):
-        parts.append(_schedules(lines_))
-    times = time_table(summary)
+    schedules, times = schedule_table(summary, run), time_table(summary)
+    if schedules.rows:
+        rows = [[line.server, line.load, *line.texts] for line in schedules.rows]
+        parts += [_detail(["Server", "Load"], schedules, rows)]
+        parts += [_details("What they mean", _explanations(schedules.columns[1:]))]
     if times.rows:
         rows = [[line.name, *line.texts] for line in times.rows]
-        rule = "|:---|" + "".join(":---|" if column.key == "limit" else "---:|" for column in times.columns)
-        parts.append("**Where the time goes**, mean of each request")
-        parts.append(grid(["Row", *(column.title for column in times.columns)], rows, rule))
+        parts += ["**Where the time goes**, mean of each request", _detail(["Row"], times, rows)]
     if summary.comparison is not None:
         parts += _verdicts(summary.comparison)
     parts.append(f"**{escape(sentences.of_validity(summary, run))}**")
@@ -86,12 +85,11 @@ def _verdicts(comparison: Comparison) -> list[str]:
     return [shown, _details(title, _list(rest))] if rest else [shown]
 
 
-def _schedules(lines_: list[DetailLine]) -> str:
-    """How open loops kept their schedule."""
-    head = ["Server", "Load", "Schedule", *(column.title for column in SCHEDULE)]
-    body = [[line.server, line.load, line.schedule, *line.texts] for line in lines_]
-    rule = "|" + ":---|" * 3 + "---:|" * len(SCHEDULE)
-    return grid(head, body, rule) + "\n\n" + _details("What they mean", _explanations(SCHEDULE))
+def _detail(head: Sequence[str], table: DetailTable, rows: Sequence[Sequence[str]]) -> str:
+    """A smaller table; words are on the left, numbers on the right."""
+    left = ("schedule", "limit")
+    rule = "|" + ":---|" * len(head) + "".join(":---|" if c.key in left else "---:|" for c in table.columns)
+    return grid([*head, *(column.title for column in table.columns)], rows, rule)
 
 
 def _rows_in_words(summary: Summary, run: Run) -> str:

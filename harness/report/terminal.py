@@ -1,4 +1,4 @@
-"""Reports in the terminal: of a run, of a comparison, and of a log that is explained."""
+"""Reports in the terminal: of a run, of a comparison, of a log that is explained, of a prediction."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,6 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from harness.analysis.forecast import Forecast, Prediction, RowForecast
 from harness.capacity.result import read_capacity
 from harness.engines import engines
 from harness.failures.scan import Diagnosis, Scanned
@@ -16,12 +17,22 @@ from harness.reasons import evidence, sentence
 from harness.report import answer, sentences, words
 from harness.report.capacity import capacity_lines
 from harness.report.charts.timeline import starts_explained
-from harness.report.details import SCHEDULE, DetailTable, machine_table, schedule_lines, time_table
 from harness.report.markdown import EQUAL, HEADINGS, difference_cells, verdict_cells
-from harness.report.table import Meaning, TableColumn, TableLine, columns, lines
+from harness.report.table import (
+    DetailTable,
+    Meaning,
+    TableColumn,
+    TableLine,
+    columns,
+    lines,
+    machine_table,
+    schedule_numbers,
+    schedule_table,
+    time_table,
+)
 from harness.rundir.manifest import Run
 from harness.summary import CheckResult, Comparison, Difference, Summary
-from harness.units import count
+from harness.units import NOTHING, count
 
 STYLES = {"faster": "green", "slower": "red", "same": "cyan", "inconclusive": "yellow", "baseline": "dim"}
 MORE_LOG = {engine.title: engine.log.more for engine in engines() if engine.log.more is not None}
@@ -31,6 +42,8 @@ UNKNOWN_END = (
 )
 _STATES = {"good": "bold green", "unsure": "bold yellow", "bad": "bold red"}
 CHECK_STYLES = {"passed": "green", "failed": "bold red", "inconclusive": "yellow"}
+_UNITS = ((5400.0, 3600.0, "h"), (90.0, 60.0, "min"), (0.0, 1.0, "s"))
+_MACHINE = "on the embedded engine (no real server), "
 
 
 def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, explain: bool = False) -> None:
@@ -45,8 +58,8 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
     for table in _tables(columns(summary), lines(summary, run), console.width):
         console.print()
         _show(console, table)
-    _schedules(summary, run, console, explain=explain)
-    _times(summary, console, explain=explain)
+    _schedules(schedule_table(summary, run), console, explain=explain)
+    _times(time_table(summary), console, explain=explain)
     if explain:
         console.print()
         for column in columns(summary):
@@ -87,10 +100,7 @@ def _tables(columns: Sequence[TableColumn], rows: list[TableLine], width: int) -
     latency = [column for column in columns if column.group in ("name", "latency")]
     if all(_fits(part, rows, 1, width) for part in (work, latency)):
         return [_table(part, rows, 2 if _fits(part, rows, 2, width) else 1) for part in (work, latency)]
-    number = TableColumn(
-        key="number", title="#", group="name", explanation="The row's number.", formula="",
-        text=lambda line: str(rows.index(line) + 1),
-    )  # fmt: skip
+    number = TableColumn("number", "#", "The row's number.", "", "name", lambda line: str(rows.index(line) + 1))
     names = [column for column in columns if column.group == "name"]
     parts = [[number, *names]] + [[number, *(c for c in part if c.group != "name")] for part in (work, latency)]
     if not all(_fits(part, rows, 1, width) for part in parts[1:]):
@@ -141,7 +151,7 @@ def _machine(table: DetailTable, console: Console) -> None:
     """The host metrics, a block for each row, since there are many columns; then the meaning of each."""
     for line in table.rows:
         console.print()
-        console.print(Text(f"Host metrics under {line.server} / {line.load}", "bold"))
+        console.print(Text(f"Host metrics under {line.name}", "bold"))
         for column, text in zip(table.columns, line.texts, strict=True):
             _item(console, Text(f"{column.title}: ") + Text(text, "bold"))
     if table.rows:
@@ -151,21 +161,18 @@ def _machine(table: DetailTable, console: Console) -> None:
         _meaning(console, column)
 
 
-def _schedules(summary: Summary, run: Run, console: Console, *, explain: bool) -> None:
+def _schedules(table: DetailTable, console: Console, *, explain: bool) -> None:
     """How open loops kept their schedule, a block for each row; with `explain` what each number means."""
-    found = schedule_lines(summary, run)
-    for line in found:
+    for line in table.rows:
         console.print()
-        console.print(Text(words.one_line(f"{line.server} / {line.load}: {line.schedule}"), "bold"))
-        shown = zip(SCHEDULE, line.texts, strict=True)
-        _item(console, Text("; ".join(f"{column.title} {text}" for column, text in shown)))
-    for column in SCHEDULE if found and explain else ():
+        console.print(Text(words.one_line(f"{line.name}: {line.texts[0]}"), "bold"))
+        _item(console, Text(schedule_numbers(table, line)))
+    for column in table.columns[1:] if explain else ():
         _meaning(console, column)
 
 
-def _times(summary: Summary, console: Console, *, explain: bool) -> None:
+def _times(found: DetailTable, console: Console, *, explain: bool) -> None:
     """Where the time of requests went; with `explain` what each number means."""
-    found = time_table(summary)
     if not found.rows:
         return
     console.print()
@@ -375,3 +382,89 @@ def _print_unknown(scanned: Scanned, console: Console) -> None:
     for step in UNKNOWN_END:
         _row(console, Text("next"), Text(step))
     _row(console, Text("the table"), Text("docs/failures.md; a line that belongs into it is welcome"))
+
+
+def print_forecast(found: Forecast, console: Console) -> None:
+    """The answer in a sentence, the deadline, all rows, and what they assume."""
+    best = found.rows[0]
+    console.print(headline(found), style="bold")
+    if found.deadline_s is not None:
+        console.print(of_deadline(best, found.deadline_s))
+    if best.energy_kwh is not None:
+        cost = "" if best.cost is None else f"; cost {_with_interval(best.cost)}"
+        console.print(f"Energy {_with_interval(best.energy_kwh, 'kWh')}{cost}.")
+    table = Table(box=None, pad_edge=False)
+    wanted = ["row", "items/s", "start", "time", "90 % interval"]
+    wanted += ["machines"] if found.deadline_s is not None else []
+    wanted += ["kWh"] if any(row.energy_kwh for row in found.rows) else []
+    wanted += ["cost"] if any(row.cost for row in found.rows) else []
+    for column in wanted:
+        table.add_column(column, justify="left" if column == "row" else "right")
+    for row in found.rows:
+        time, low, high = in_time(row.time_s)
+        cells = {
+            "row": row.name,
+            "items/s": f"{row.items_per_s:.3g}",
+            "start": in_time(Prediction(value=row.start_s, low=row.start_s, high=row.start_s))[0],
+            "time": time,
+            "90 % interval": f"{low} to {high}",
+            "machines": NOTHING if row.machines is None else f"{row.machines:,}",
+            "kWh": NOTHING if row.energy_kwh is None else f"{row.energy_kwh.value:.3g}",
+            "cost": NOTHING if row.cost is None else f"{row.cost.value:.2f}",
+        }
+        table.add_row(*(cells[column] for column in wanted))
+    console.print(table)
+    for refused in found.refused:
+        console.print(f"no prediction for {refused.server} / {refused.load}: {sentence(refused.reason)}")
+    for row in found.rows:
+        for note in row.notes:
+            console.print(f"note: {row.name}: {sentence(note)}")
+    console.print("Assumptions:")
+    for assumption in found.assumptions:
+        console.print(f"- {sentence(assumption)}")
+
+
+def headline(found: Forecast) -> str:
+    """The answer in one sentence."""
+    best = found.rows[0]
+    time, low, high = in_time(best.time_s)
+    kind = _MACHINE if found.simulated else ""
+    fastest = ", the fastest measured row" if len(found.rows) > 1 else ""
+    return (
+        f"{count(found.items, 'item takes', 'items take')} {time} (90 % interval {low} to {high}) {kind}with "
+        f"{best.name}{fastest}."
+    )
+
+
+def of_deadline(row: RowForecast, deadline_s: float) -> str:
+    """Whether the deadline is met, and how many machines meet it."""
+    deadline = in_time(Prediction(value=deadline_s, low=deadline_s, high=deadline_s))[0]
+    words = {
+        "met": f"The deadline of {deadline} is met",
+        "missed": f"The deadline of {deadline} is not met",
+        "inconclusive": f"Whether the deadline of {deadline} is met is inconclusive: it is inside the interval",
+    }
+    if row.machines is None:
+        return f"{words[row.deadline or 'missed']}; no number of machines meets it, since the start alone takes longer."
+    if row.deadline == "met":
+        return f"{words['met']}."
+    return (
+        f"{words[row.deadline or 'missed']}; {count(row.machines, 'such machine')} would meet it (by the upper bound)."
+    )
+
+
+def in_time(one: Prediction) -> tuple[str, str, str]:
+    """A duration and its bounds, all in the same unit; the unit is written once for the bounds: with the upper one."""
+    size, unit = next((size, unit) for least, size, unit in _UNITS if one.value >= least)
+    value, low, high = (_digits(seconds / size) for seconds in (one.value, one.low, one.high))
+    return f"{value} {unit}", low, f"{high} {unit}"
+
+
+def _digits(value: float) -> str:
+    """Three significant digits, and no exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _with_interval(one: Prediction, unit: str = "") -> str:
+    space = f" {unit}" if unit else ""
+    return f"{_digits(one.value)}{space} ({_digits(one.low)} to {_digits(one.high)}{space})"

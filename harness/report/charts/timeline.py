@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from harness import units
 from harness.engines import engines
-from harness.judge import server_starts
+from harness.judge import comparable
 from harness.report.charts import COLOURS, Chart, Figure, colour, plain, scatter
 from harness.report.charts.data import MachineSamples, ServerSamples, Timeline
 from harness.rundir.manifest import CellRun, Run, ServedBy
@@ -373,7 +373,7 @@ def _start_sentence(starts: Sequence[ServedBy]) -> str:
     order = _phase_order(starts)
     medians = {name: statistics.median(_phase_seconds(starts, name)) for name in order}
     longest = max(medians, key=lambda name: medians[name])
-    reported = server_starts.measured(starts)
+    reported = comparable.measured_of(starts)
     parts = [f"ready after {units.seconds(total)}, the most of it {longest} ({units.seconds(medians[longest])})"]
     if (cache := reported.get("startup.compile_cache")) is not None:
         parts.append(f"compile cache {cache}")
