@@ -107,10 +107,13 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "limited": _limited,
     "metric": METRIC_WORDS.__getitem__,
     "verdict": lambda verdict: _of_verdict(msgspec.convert(verdict, Verdict)),
+    "bound": lambda code: "least" if code == "below" else "most",
     "figures": figures,
     "figures3": lambda value: figures(value, 3),
     "percent": lambda share: f"{figures(100 * share)} %",
     "changed": lambda change: f"{'rose' if change > 0 else 'fell'} by {figures(100 * abs(change))} %",
+    "faster": lambda ratio: f"{_percent(abs(ratio - 1))} {'faster' if ratio >= 1 else 'slower'}",
+    "factor": lambda ratio: _factor(ratio),
     "longer": lambda ratio: f"{abs(100 * (ratio - 1)):.0f} % {'longer' if ratio > 1 else 'shorter'}",
     "up": lambda value: f"{math.ceil(value):,}",
     "users_up": lambda value: count(math.ceil(value), "user"),
@@ -151,25 +154,6 @@ def _resumed(times: int, at: Sequence[float], again: int, attempts: Sequence[str
     return f"{text}, the earlier attempts are in {kept}" if attempts else text
 
 
-def _drifted(starts: int, ratio: float, low: float, high: float) -> str:
-    change = f"{_percent(abs(ratio - 1))} {'faster' if ratio >= 1 else 'slower'}"
-    return f"{change} (95 % interval {_factor(low)} to {_factor(high)} times as fast, {count(starts, 'start')})"
-
-
-def _drift(**values: Any) -> str:
-    """The first cell of each server start of a sweep was slower or faster when it was repeated at its end."""
-    return (
-        f"drift: the first cell of a server start was {_drifted(**values)} when it was repeated at its end. Rows that "
-        "were measured early and late in a start differ by more than their settings; look at heat, and at other "
-        "programs"
-    )
-
-
-def _no_drift(**values: Any) -> str:
-    """The first cell of each server start of a sweep was as fast when it was repeated at its end."""
-    return f"no drift: the first cell of a server start was {_drifted(**values)} when it was repeated at its end"
-
-
 _RUN: Table = {
     "text": "{text}",  # of older versions, whose reasons were sentences
     "run_error": "{error}",
@@ -177,8 +161,11 @@ _RUN: Table = {
     "setting_died": "{death:reason}[; to solve it: {fix}]",
     "setting_not_applied": "the sweep asks for {key} {asked}, and the server runs with {ran}",
     "setting_failed": "{row} failed: {why:reason}",
-    "drift": _drift,
-    "no_drift": _no_drift,
+    "drift": "drift: the first cell of a server start was {ratio:faster} (95 % interval {low:factor} to {high:factor} "
+    "times as fast, {starts:#start}) when it was repeated at its end. Rows that were measured early and late in a "
+    "start differ by more than their settings; look at heat, and at other programs",
+    "no_drift": "no drift: the first cell of a server start was {ratio:faster} (95 % interval {low:factor} to "
+    "{high:factor} times as fast, {starts:#start}) when it was repeated at its end",
     "settings_failed": "every setting of the sweep failed",
     "interrupted": "interrupted before all cells had run",
     "interrupted_at_end": "interrupted at the end",
@@ -309,15 +296,6 @@ def _tokens_differ(server: float, min_tokens: int, max_tokens: int | None, max_s
     )
 
 
-def _value_out_of_bounds(field: str, requests: int, code: str, limit: int, got: str) -> str:
-    """A count in the server's answers that is not possible."""
-    bound = "least" if code == "below" else "most"
-    return (
-        f"{field} of the server's answers is not possible in {count(requests, 'request')}: it must be at {bound} "
-        f"{limit:,} (got {got})"
-    )
-
-
 _CELL: Table = {
     # While it ran:
     "server_death": _server_death,
@@ -374,7 +352,8 @@ _CELL: Table = {
     "prompt_lengths": "{otherwise:,} of {prompts:,} prompts do not have the exact length that was asked for "
     "(beyond the {added:,} tokens that were added to most of them): the tokenizer is not the server's",
     "tokens_differ": _tokens_differ,
-    "value_out_of_bounds": _value_out_of_bounds,
+    "value_out_of_bounds": "{field} of the server's answers is not possible in {requests:#request}: it must be at "
+    "{code:bound} {limit:,} (got {got})",
     "value_of_other_type": "{field} of the server's answers is not possible in {requests:#request}: it has a value of "
     "another type ({got}), and counts as missing",
     "gpu_throttled": "the GPU {gpu} was throttled by heat (or PROCHOT) during {heat_s:.1f} of {window_s:.1f} s; "

@@ -294,19 +294,9 @@ def verdict(
     ("one", "said"),
     [
         (verdict("faster", 2.0, 1.9, 2.1), "2.00x faster"),
-        (verdict("same", 1.001, 0.99, 1.01), "as fast within ±2\u00a0%, which is noise"),
         (
-            verdict("inconclusive", 2.0, 1.9, 2.1, "too_few", 5),
-            "2.00x faster, but 2 against 5 values are too few to be sure; about 5 would decide",
-        ),
-        (
-            verdict("inconclusive", 1.2, 0.8, 1.9, "includes_one"),
-            "1.20x faster, but the 95\u00a0% interval includes 1",
-        ),
-        (verdict("inconclusive", 1.01, 0.97, 1.04, "in_margin"), "about as fast, but not surely within ±2\u00a0%"),
-        (
-            verdict("inconclusive", 1.5, None, None, "run_variation_unknown", 4),
-            "1.50x faster, but the variation between runs is not known; about 4 would decide",
+            verdict("same", 1.001, 0.99, 1.01),
+            "the same within ±2 % as a / x by wall time (95 % interval 0.990 to 1.010, p = 0.040).",
         ),
         (
             verdict("inconclusive", None, None, None, "refused"),

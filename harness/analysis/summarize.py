@@ -207,6 +207,11 @@ def read_summary(folder: Path) -> Summary:
         raise HarnessError(f"{path}: there is no summary", next_step=f"`harness report {folder}` makes one.") from None
 
 
+def summary_of(folder: Path, checks: Sequence[str] = ()) -> Summary:
+    """The summary of a published run as it is; of a run directory by the formulas of this version."""
+    return read_summary(folder) if is_published(folder) else summarize(folder, checks)
+
+
 def write_summary(folder: Path, summary: Summary) -> None:
     replace_file(folder / "summary.json", pretty_json(summary))
 

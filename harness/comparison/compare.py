@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from harness.analysis.notes import answer_difference
-from harness.analysis.summarize import is_published, read_summary, summarize
+from harness.analysis.summarize import summary_of
 from harness.errors import HarnessError, RunError
 from harness.files import pretty_json, replace_file
 from harness.judge import comparable
@@ -201,7 +201,7 @@ def _side(folders: Sequence[Path], checks: Sequence[str]) -> _Side:
             raise RunError(
                 f"{run.id}: the run has not ended, or was killed; it is not compared", next_step="Run it again."
             )
-        summary = read_summary(folder) if is_published(folder) else summarize(folder, checks)
+        summary = summary_of(folder, checks)
         if summary.valid is False or run.status == "invalid":
             reasons = sentences(summary.reasons or run.reasons or [because("manifest_invalid")])
             raise RunError(
@@ -234,7 +234,7 @@ def reference_to(folder: Path, run: Run, *, about: str | None = None, checks: Se
     and every check against it fails with that reason. Raises HarnessError for a folder that is no VALID run.
     """
     base = usable_baseline(folder)
-    summary = _summary_of(folder, [*run.scenario.checks, *checks])
+    summary = summary_of(folder, [*run.scenario.checks, *checks])
     if summary.valid is False:
         raise RunError(f"{base.id}: the baseline must be a VALID run: {sentence(summary.reasons[0])}")
     known = {row.key for row in summary.rows}
@@ -262,10 +262,3 @@ def _refused(base: Run, run: Run, rows: Sequence[tuple[str, str]], about: str | 
 def write_reference(folder: Path, reference: Reference) -> None:
     """Keep what a run was compared with in its directory, so that its summary follows from its own files."""
     replace_file(folder / "baseline.json", pretty_json(reference))
-
-
-def _summary_of(folder: Path, checks: Sequence[str]) -> Summary:
-    """Of the records; where only summary and manifest were kept, as it was then."""
-    if (folder / "requests.jsonl").exists():
-        return summarize(folder, checks)
-    return read_summary(folder)

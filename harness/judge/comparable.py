@@ -198,9 +198,9 @@ def _served(served: ServedBy, run: Run, cell: CellRun) -> dict[str, Any]:
         "version": served.version,
         "model": served.model,
         "over_ssh": served.over_ssh,
-        "arguments": _without_names(_without_port(served.arguments), run.id, cell.id),
-        "container": _without_names(container, run.id, cell.id),
-        **_without_names(_without_ports(settings_of(served)), run.id, cell.id),
+        "arguments": _neutral(list(served.arguments), run.id, cell.id),
+        "container": _neutral(container, run.id, cell.id),
+        **_neutral(settings_of(served), run.id, cell.id),
     }
 
 
@@ -217,33 +217,20 @@ def _add_served(name: str, run: Run, cell: CellRun, facts: dict[str, Any]) -> No
             facts[key] = f"{_shortened(_text(facts[key]))}, then {_shortened(_text(value))}"
 
 
-def _without_port(arguments: Sequence[str]) -> list[str]:
-    """Arguments without the port, which is any that was free."""
-    kept = []
-    rest = iter(arguments)
-    for argument in rest:
-        if argument == "--port":
-            next(rest, None)
-        elif not argument.startswith("--port="):
-            kept.append(argument)
-    return kept
-
-
-def _without_ports(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_ports(item) for key, item in value.items()}
-    words = isinstance(value, list) and all(isinstance(item, str) for item in value)
-    return _without_port(value) if words else value
-
-
-def _without_names(value: Any, run: str, cell: str) -> Any:
+def _neutral(value: Any, run: str, cell: str) -> Any:
+    """A value without names of the run and cell, and a command line without its port, which is any that was free."""
     if isinstance(value, str):
         return value.replace(run, "RUN").replace(cell, "CELL")
-    if isinstance(value, list):
-        return [_without_names(item, run, cell) for item in value]
     if isinstance(value, dict):
-        return {key: _without_names(item, run, cell) for key, item in value.items()}
-    return value
+        return {key: _neutral(item, run, cell) for key, item in value.items()}
+    if not isinstance(value, list):
+        return value
+    ports = {at for at, item in enumerate(value, 1) if item == "--port"}
+    return [
+        _neutral(item, run, cell)
+        for at, item in enumerate(value)
+        if at not in ports and item != "--port" and not str(item).startswith("--port=")
+    ]
 
 
 def flatten(name: str, value: Any, into: dict[str, Any], *, lists: bool = False) -> None:

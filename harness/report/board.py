@@ -71,6 +71,7 @@ class Entry(Struct, frozen=True, kw_only=True):
     date: str
     run: str
     folder: str  # below results/
+    image: str | None
     image_digest: str | None
     version: str | None
     valid: bool
@@ -247,6 +248,7 @@ def _entry(results: Path, folder: Path, run: Run, summary: Summary, row: Row, me
         date=date_of(run.started_wall_s),
         run=run.id,
         folder=folder.relative_to(results).as_posix(),
+        image=served.image if served else None,
         image_digest=served.image_digest if served else None,
         version=served.version if served else None,
         valid=valid,

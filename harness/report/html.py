@@ -22,7 +22,7 @@ from harness.capacity.result import CapacityReport, read_capacity
 from harness.files import replace_file
 from harness.judge.comparable import server_differences
 from harness.reasons import evidence, sentence
-from harness.report import answer, sentences, table, words
+from harness.report import sentences, table, words
 from harness.report.capacity import capacity_lines
 from harness.report.charts import Figure, figures, row_keys, server_keys
 from harness.report.charts.capacity import attainment
@@ -143,7 +143,6 @@ def render(summary: Summary, run: Run, observed: ChartData, capacity: CapacityRe
         forest=Forest.of([line.verdict for line in rows if line.verdict]),
         interval=table.interval,
         errors=table.errors,
-        answer=answer,
         sentences=sentences,
         sentence=sentence,
         evidence=evidence,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from harness.columns import METRIC_WORDS
 from harness.comparison.history import Gate
@@ -130,27 +131,14 @@ def _sides(sides: Sequence[str], difference: Difference) -> str:
 def _validity(summary: Summary, run: Run) -> Case:
     said = sentences.of_validity(summary, run)
     ended = run.status not in ("running", "failed", "interrupted")
-    if summary.valid is None and ended:  # neither green nor red
-        text = "\n".join([said, *in_words(summary.notes)])
-        return Case(
-            group="validity",
-            name="the run is VALID",
-            outcome="skipped",
-            kind="NOT CHECKED",
-            message=said,
-            evidence=text,
-        )
-    if summary.valid and ended:
-        return Case(group="validity", name="the run is VALID", evidence="\n".join([said, *in_words(summary.notes)]))
     reasons = in_words(summary.reasons or run.reasons) or [said]
-    return Case(
-        group="validity",
-        name="the run is VALID",
-        outcome="error",
-        kind="INVALID" if ended else run.status.upper(),
-        message=reasons[0],
-        evidence="\n".join([said, *reasons]),
-    )
+    case = Case(group="validity", name="the run is VALID", evidence="\n".join([said, *in_words(summary.notes)]))
+    if not ended or summary.valid is False:
+        kind, text = "INVALID" if ended else run.status.upper(), "\n".join([said, *reasons])
+        return replace(case, outcome="error", kind=kind, message=reasons[0], evidence=text)
+    if summary.valid is None:  # neither green nor red
+        return replace(case, outcome="skipped", kind="NOT CHECKED", message=said)
+    return case
 
 
 def _check(result: CheckResult) -> Case:

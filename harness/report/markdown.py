@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from harness.columns import METRIC_WORDS
 from harness.reasons import evidence, sentence
-from harness.report import answer, sentences, words
+from harness.report import sentences, words
 from harness.report.table import DetailTable, Meaning, columns, lines, schedule_table, time_table
 from harness.rundir.manifest import Run
 from harness.summary import CheckResult, Comparison, Difference, Summary, Verdict
@@ -15,7 +15,7 @@ LEFT = ("server", "load", "verdict")
 
 def render(summary: Summary, run: Run) -> str:
     """The report as GitHub Flavored Markdown. Texts from outside are escaped and stay text."""
-    parts = [f"## {escape(summary.question)}", f"**{escape(answer.of_run(summary, run))}**"]
+    parts = [f"## {escape(summary.question)}", f"**{escape(sentences.answer_of(summary, run))}**"]
     if summary.simulated:
         parts.append(f"> **{words.SIMULATED}**")
     parts.append(table(summary, run))
@@ -117,7 +117,7 @@ _MAX_VALUE = 300  # characters of a value that is shown; JSON has all of it
 def of_comparison(comparison: Comparison) -> str:
     """A comparison of runs, with the differences between their manifests."""
     parts = [f"> **{words.SIMULATED}**"] if comparison.simulated else []
-    parts.append(f"**{escape(answer.of_comparison(comparison))}**")
+    parts.append(f"**{escape(sentences.answer_of_comparison(comparison))}**")
     parts.append(grid(HEADINGS, map(verdict_cells, comparison.verdicts)))
     parts += [f"> **Warning:** {escape(sentence(note))}" for note in comparison.notes]
     parts += _verdicts(comparison)

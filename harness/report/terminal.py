@@ -14,7 +14,7 @@ from harness.capacity.result import read_capacity
 from harness.engines import engines
 from harness.failures.scan import Diagnosis, Scanned
 from harness.reasons import evidence, sentence
-from harness.report import answer, sentences, words
+from harness.report import sentences, words
 from harness.report.capacity import capacity_lines
 from harness.report.charts.timeline import starts_explained
 from harness.report.markdown import EQUAL, HEADINGS, difference_cells, verdict_cells
@@ -52,7 +52,7 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
         console.print(Text(words.SIMULATED, "bold yellow"))
     console.print(Text(words.one_line(summary.question), "bold"))
     capacity = read_capacity(folder)
-    for found in [answer.of_run(summary, run)] if capacity is None else capacity_lines(capacity):
+    for found in [sentences.answer_of(summary, run)] if capacity is None else capacity_lines(capacity):
         console.print(Text(words.one_line(found)))
     console.print(Text(f"{summary.scenario}, run {summary.run}", "dim"))
     for table in _tables(columns(summary), lines(summary, run), console.width):
@@ -232,7 +232,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print the table of ratios, the verdicts in words, and how they were reached."""
     if comparison.simulated:
         console.print(Text(words.SIMULATED, "bold yellow"))
-    console.print(Text(words.one_line(answer.of_comparison(comparison)), "bold"))
+    console.print(Text(words.one_line(sentences.answer_of_comparison(comparison)), "bold"))
     console.print()
     styles = [STYLES.get(verdict.word, "") for verdict in comparison.verdicts]
     console.print(simple_table(HEADINGS, map(verdict_cells, comparison.verdicts), styles))

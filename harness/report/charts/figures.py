@@ -23,6 +23,7 @@ from harness.report.charts import (
     scatter,
     servers,
     symbol,
+    whiskers,
 )
 from harness.report.charts.data import MAX_DOTS, SLOWEST, ChartData, Dot, RowData, distribution
 from harness.report.charts.sweeps import pareto
@@ -114,19 +115,6 @@ def _curve(index: int, server: str, rows: list[Row], x: list[Any], y: list[Any],
     return scatter(server, x, y, hover, "lines+markers", **(style | {"text": text} | more))
 
 
-def _whiskers(middles: list[float], samples: list[list[float]], index: int) -> Figure:
-    """Error bars from the least to the most of each sample."""
-    return {
-        "type": "data",
-        "symmetric": False,
-        "array": [max([*many, middle]) - middle for middle, many in zip(middles, samples, strict=True)],
-        "arrayminus": [middle - min([*many, middle]) for middle, many in zip(middles, samples, strict=True)],
-        "color": f"@{colour(index)}",
-        "thickness": 1.5,
-        "width": 5,
-    }
-
-
 def _concurrency_axis(summary: Summary, run: Run) -> Figure:
     values = sorted({at_once(row, run) for row in summary.rows if row.pooled.schedule is None})
     users = {load.user for row in summary.rows if (load := run.scenario.loads.get(row.load))}
@@ -162,7 +150,7 @@ def throughput(summary: Summary, run: Run) -> Chart:
     for i, server, rows in curves:
         medians = [statistics.median(row.output_tok_s) for row in rows]
         x = [at_once(row, run) for row in rows]
-        errors = _whiskers(medians, [row.output_tok_s for row in rows], i)
+        errors = whiskers(medians, [row.output_tok_s for row in rows], f"@{colour(i)}")
         data.append(_curve(i, server, rows, x, medians, "<b>%{y:,.1f} tok/s</b>", error_y=errors))
         knee = knee_of(list(zip(x, medians, strict=True)))
         if knee is not None:
@@ -205,7 +193,7 @@ def first_token(summary: Summary, run: Run) -> Chart:
         middles = [1000 * (row.pooled.ttft_s.p50 or 0.0) for row in rows]
         spread = [[1000 * p50 for name in row.cells if (p50 := p50_of.get(name)) is not None] for row in rows]
         hover, hue = "<b>%{y:,.1f} ms</b> ", f"@{colour(i)}"
-        data.append(_curve(i, server, rows, x, middles, f"{hover}p50", error_y=_whiskers(middles, spread, i)))
+        data.append(_curve(i, server, rows, x, middles, f"{hover}p50", error_y=whiskers(middles, spread, hue)))
         tails = [None if (p95 := row.pooled.ttft_s.p95) is None else 1000 * p95 for row in rows]
         if any(tail is not None for tail in tails):
             thin, small = {"width": 1.5, "dash": "dot"}, {"symbol": f"{symbol(i)}-open", "size": 7}
