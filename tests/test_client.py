@@ -328,7 +328,7 @@ def test_the_embedded_engines_faults(engine: str, fault: str, error: str | None,
         b'{"model":"m","messages":[{"role":"user","content":"hello there"}],"max_tokens":8,"ignore_eos":true,'
         b'"stream":true,"stream_options":{"include_usage":true}}'
     )
-    client.post("/chat/completions", lambda: body, exchange)
+    client.send("/chat/completions", lambda: body, exchange)
     client.close()
     reader.close()
     clock.close()

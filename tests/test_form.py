@@ -7,10 +7,9 @@ import gevent
 import httptools
 import pytest
 
-from harness.load.answer import Answer
-from harness.load.exchange import Collector, Exchange
+from harness.load.exchange import Collector, Exchange, ResponseReader
+from harness.load.openai_api import Answer
 from harness.load.reader import IdleQueue
-from harness.load.response import ResponseReader
 from harness.load.sse import EventTemplate
 
 TEXTS = [

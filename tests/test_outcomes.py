@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.load import client as client_module
-from harness.load.exchange import Collector, Exchange
-from harness.load.response import ResponseReader
+from harness.load.exchange import Collector, Exchange, ResponseReader
 from tests.fake_server import (
     CHUNKED,
     DONE,

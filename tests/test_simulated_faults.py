@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from harness.simulated import Spawned, spawned
-from harness.simulated.faults import KINDS, InjectedFault, active_faults, parse_fault
+from harness.simulated.answer import InjectedFault, active_faults, parse_fault
 
 
 @pytest.fixture(scope="module")
@@ -243,10 +243,3 @@ def test_faults_are_read_strictly() -> None:
     with pytest.raises(ValueError, match="only be set on the command line"):
         active_faults([], 1, "exit:3")
     assert active_faults([InjectedFault("crlf", 0, 2)], 4, "cut:1, ping") == {"crlf": 0.0, "cut": 1.0, "ping": 0.02}
-
-
-def test_every_fault_is_documented() -> None:
-    from harness.simulated import faults
-
-    rows = [line.split("|")[1] for line in (faults.__doc__ or "").splitlines() if line.startswith("| ")]
-    assert {name.strip() for row in rows[1:] for name in row.split(",")} == set(KINDS)

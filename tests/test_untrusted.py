@@ -17,12 +17,10 @@ from requests import RequestException
 from harness.errors import HarnessError
 from harness.files import read_lines
 from harness.load import sse
-from harness.load.answer import Answer
 from harness.load.client import ApiAddress
 from harness.load.exchange import Collector, Exchange, Failure
-from harness.load.openai_api import Call, Tools
-from harness.load.preflight import first_model
-from harness.load.process import LoadProcess
+from harness.load.openai_api import Answer, Call, Tools
+from harness.load.process import LoadProcess, first_model
 from harness.rundir.manifest import ServedBy
 from harness.rundir.metrics import MetricsSample, Scraper
 from harness.rundir.records import TEMPLATE_TOKENS, BadField, Request, read_requests
