@@ -13,20 +13,9 @@ from harness.load.reader import IdleQueue
 from harness.load.sse import EventTemplate
 
 TEXTS = [
-    "one",
-    "two",
-    " ",
-    "three\n",
-    'a "quoted" one',
-    "back\\slash",
-    "ümlaut",
-    "日本",
-    "\u2028",
-    "\x7f",
-    "}]}",
-    "data: ",
+    "one", "two", " ", "three\n", 'a "quoted" one', "back\\slash", "ümlaut", "日本", "\u2028", "\x7f", "}]}", "data: ",
     "[DONE]",
-]
+]  # fmt: skip
 
 
 def event(text: str, ascii_only: bool = False, **more: object) -> bytes:
