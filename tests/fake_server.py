@@ -218,7 +218,9 @@ def read_answer(reading: ResponseReader) -> Answer:
 
 
 @contextmanager
-def exchanging(url: str, timeout_s: float = 5.0, known: bool = True, **headers: str) -> Iterator[Send]:
+def exchanging(
+    url: str, timeout_s: float = 5.0, known: bool = True, headers: dict[str, str] | None = None
+) -> Iterator[Send]:
     """A client, to send requests one after another on its connection.
 
     `known`: it takes the server for one that keeps connections after streams.
