@@ -18,9 +18,9 @@ from harness.failures.table import rules
 from harness.paths import ROOT, SCENARIOS
 from harness.rundir.manifest import Status, read_run
 from harness.rundir.records import ErrorKind, Request
+from harness.scenario import Scenario
 from harness.scenario.check_syntax import OPERATORS, UNITS
 from harness.scenario.file import load_scenario
-from harness.scenario.scenario import Scenario
 from harness.serve.template import templates, variables
 from harness.simulated.engine import PRESETS, EngineConfig
 from harness.simulated.faults import KINDS

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.scenario.scenario import Arrivals, Load, Warmup
+from harness.scenario import Arrivals, Load, Warmup
 from harness.serve.probe import free_port
 from tests.fake_server import answering, serving, whole
 from tests.load_runs import (

@@ -8,8 +8,8 @@ import pytest
 
 import harness.data
 from harness.errors import HarnessError
+from harness.scenario import Load, Prompts, Scenario, Server
 from harness.scenario import scenario as scenario_module
-from harness.scenario.scenario import Load, Prompts, Scenario, Server
 from harness.workload import PromptMessage, PromptRow, messages, read_rows, salt_words, text, workload_sha256
 from tests.make_classification import items
 

@@ -13,7 +13,7 @@ from harness.load.exchange import Exchange
 from harness.load.reader import IdleQueue, KernelClock, Reader
 from harness.process import refuse_too_few_files
 from harness.redact import know, masked
-from harness.scenario.scenario import connections_per_process
+from harness.scenario import connections_per_process
 from harness.workload import PromptRow
 from harness.workload.traces import Replay, replay_of
 
