@@ -10,7 +10,7 @@ from harness.analysis.goodput import SloTally, attained, meets, missed_before_le
 from harness.analysis.summarize import summarize
 from harness.analysis.tally import numbers_of
 from harness.reasons import evidence
-from harness.rundir import lines as blocks
+from harness.rundir import records as blocks
 from harness.rundir.records import Request
 from harness.scenario import Load
 from harness.scenario.check_syntax import parse_check

@@ -21,18 +21,16 @@ from harness.scenario.behaviour import (
 )
 from harness.scenario.file import load_scenario
 from harness.workload import (
-    PromptMessage,
-    PromptRow,
     asked_prompt_tokens,
     common,
     messages,
     one_token_words,
     output_tokens,
-    read_rows,
     text,
     words_of,
     workload_sha256,
 )
+from harness.workload.prompt_file import PromptMessage, PromptRow, read_rows
 from tests.engines.paths import QWEN3_100M
 
 MANY = 20_000

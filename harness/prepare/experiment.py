@@ -34,7 +34,8 @@ from harness.serve import server_problems_of
 from harness.serve.secrecy import open_secrets_in_text
 from harness.summary import Reason
 from harness.workers import Workers, parse_workers
-from harness.workload import local_words, pairs_of, read_rows
+from harness.workload import local_words, pairs_of
+from harness.workload.prompt_file import read_rows
 from harness.workload.traces import replay_of
 
 RUNNING_SERVER = "running"  # the name of the server given with --url

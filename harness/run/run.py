@@ -48,6 +48,7 @@ from harness.summary import Reason, because
 from harness.units import count
 from harness.workers import Workers
 from harness.workload import local_words, pairs_of, salt_words, words_of
+from harness.workload.prompt_file import read_rows
 
 Watchers = tuple[Scraper, Sampler]
 Note = Callable[..., None]  # takes the current CellRuns, and the scenario where it has got further loads
@@ -482,7 +483,7 @@ def offline_cell(running: Running, cell: Cell, job: Job) -> CellRun:
 
 def requests_of(job: Job) -> bytes:
     """Write the requests of the cell, warm-up first, a JSON object a line."""
-    rows = workload.read_rows(job.prompt_file) if job.prompt_file else []
+    rows = read_rows(job.prompt_file) if job.prompt_file else []
     warmup = [-1 - number for number in range(job.warmup.requests or 0)]
     lines = [
         {
@@ -502,7 +503,7 @@ def records_of(job: Job, outcome: Outcome) -> list[Request]:
     planned = (job.warmup.requests or 0) + (job.load.requests or 0)
     if len(outcome.lines) != planned:
         raise RunError(f"cell {job.cell}: {planned} requests were planned and {len(outcome.lines)} were answered")
-    rows = workload.read_rows(job.prompt_file) if job.prompt_file else []
+    rows = read_rows(job.prompt_file) if job.prompt_file else []
     return [
         Request(
             id="-".join(part for part in (job.run, job.cell, str(line.index).replace("-", "w")) if part),
