@@ -38,8 +38,8 @@ from harness.load.live_outputs import (
     with_section,
 )
 from harness.rundir.records import read_requests
+from harness.scenario import Load, Scenario, Server
 from harness.scenario.check_syntax import parse_check
-from harness.scenario.scenario import Load, Scenario, Server
 from harness.serve.grafana import MonitoringTarget, panels, prometheus_config
 from harness.serve.probe import free_port
 from tests.command import Done, harness, until

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from harness.load.openai_api import Call, Tools, called, gather, returned, valid_call
+from harness.scenario import Load
 from harness.scenario.behaviour import Agent, Pause, chance
-from harness.scenario.scenario import Load
 from harness.simulated import spawned
 from tests.load_runs import driven
 

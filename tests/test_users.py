@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.scenario.scenario import Load, Warmup
+from harness.scenario import Load, Warmup
 from harness.serve.probe import free_port
 from tests.load_runs import (
     ROOT,

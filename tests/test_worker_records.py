@@ -13,7 +13,7 @@ from harness.load import recorder as recorder_module
 from harness.load.recorder import RecordReceiver, RecordSender
 from harness.redact import know
 from harness.rundir.records import Request, read_requests
-from harness.scenario.scenario import Load
+from harness.scenario import Load
 from harness.serve.probe import free_port
 from harness.workers import Workers, parse_part, parse_workers
 from tests.command import harness, write

@@ -17,7 +17,7 @@ from harness.failures.unexpected_response import decoded
 from harness.load.sse import Event
 from harness.redact import masked
 from harness.rundir.records import TEMPLATE_TOKENS, BadField, ErrorKind, impossible
-from harness.scenario.scenario import Load
+from harness.scenario import Load
 from harness.workload import Message
 
 PATHS = {"chat": "/chat/completions", "completions": "/completions", "embeddings": "/embeddings"}

@@ -26,13 +26,11 @@ from harness.load.sequencer import Part, Plan, Slot, StagePlan, StageSequencer, 
 from harness.process import refuse_too_few_files
 from harness.redact import know, masked
 from harness.rundir.records import ErrorKind, Request
-from harness.scenario import structured
-from harness.scenario.arrivals import Due, Schedule, steady
-from harness.scenario.behaviour import Abandon
-from harness.scenario.plan import Steadiness, steadiness
-from harness.scenario.scenario import Arrivals, connections_per_process, taken_together
-from harness.scenario.structured import Judged
-from harness.workload import Message, PromptRow
+from harness.scenario import Arrivals, connections_per_process, taken_together
+from harness.scenario.behaviour import Abandon, Judged, answer_fields, judge_answer
+from harness.scenario.plan import Due, Schedule, Steadiness, steadiness, steady_arrivals
+from harness.workload import Message
+from harness.workload.prompt_file import PromptRow, read_rows
 from harness.workload.traces import Beginning, Replay, replay_of
 
 _SIGN_S = 1.0
@@ -235,7 +233,7 @@ class LoadProcess:
 
     def _body(self, messages: Sequence[Message], index: int, tools: Tools | None) -> bytes:
         job, form = self.job, self.job.load.answer
-        more = {} if form is None else structured.fields_of(form, self._choices(index))
+        more = {} if form is None else answer_fields(form, self._choices(index))
         more |= {} if tools is None else tools.fields()
         return body_of(job.load, self.model(), messages, self._asked(index), more)
 
@@ -249,7 +247,7 @@ class LoadProcess:
         if form is None or answer.error is not None:
             return Judged()
         label = workload.label_at(self.job.prompts, self.job.seed, index)
-        return structured.judge(form, self._choices(index), label, answer.text)
+        return judge_answer(form, self._choices(index), label, answer.text)
 
     def _asked_prompt(self, place: Place) -> int | None:
         """The planned length of the prompt; None for later turns, which contain answers."""
@@ -361,7 +359,7 @@ def _warmup_schedule(job: Job) -> Due | None:
         return Beginning(replay)
     if replay is not None:
         return Schedule(Arrivals(rate=len(replay) / replay.at_s[-1]), -1 - job.seed)
-    return None if job.load.arrivals is None else Schedule(steady(job.load.arrivals), -1 - job.seed)
+    return None if job.load.arrivals is None else Schedule(steady_arrivals(job.load.arrivals), -1 - job.seed)
 
 
 def _together(job: Job) -> int:
@@ -428,7 +426,7 @@ class JobInputs(NamedTuple):
         """Raises HarnessError when host, prompt file, trace or API key cannot be used."""
         refuse_too_few_files(max(connections_per_process(stage.load) for stage in [job, *job.then]))
         target = ApiAddress.of(host)
-        rows = workload.read_rows(job.prompt_file) if job.prompt_file else []
+        rows = read_rows(job.prompt_file) if job.prompt_file else []
         return cls(target, rows, replay_of_job(job), api_key(job.api_key_env))
 
 
