@@ -72,8 +72,11 @@ def test_an_interrupted_run_loses_nothing(
     (stats,) = json.loads((tmp_path / "stats.json").read_text())
     assert stats["num_failures"] == 0  # to be cut is no failure
     # Locust's own table lacks what several load processes sent in the last 3 s: at an interruption it does not wait.
-    assert stats["num_requests"] == len(records) if processes == 1 else stats["num_requests"] <= len(records)
-    assert stats["num_none_requests"] == len(unfinished)  # and no response time
+    if processes == 1:
+        assert stats["num_requests"] == len(records)
+        assert stats["num_none_requests"] == len(unfinished)  # and no response time
+    else:
+        assert stats["num_requests"] <= len(records)
 
 
 def test_one_at_a_time_is_a_batch_of_one(tmp_path: Path, engine: str) -> None:
