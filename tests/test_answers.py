@@ -5,8 +5,8 @@ from harness.analysis.notes import answer_difference as difference
 from harness.analysis.tally import AnswerTally, answers_of, prompts_of
 from harness.judge.verdicts import metric_of
 from harness.reasons import sentence
-from harness.scenario.scenario import Load
-from harness.scenario.structured import Structured
+from harness.scenario import Load
+from harness.scenario.behaviour import Structured
 from harness.summary import Answers, PromptLengths
 from tests.made_runs import request
 

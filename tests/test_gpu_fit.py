@@ -6,7 +6,7 @@ import pytest
 
 from harness.errors import HarnessError
 from harness.machine.gfx_support import has_fp8
-from harness.scenario.scenario import Load, Scenario, Server
+from harness.scenario import Load, Scenario, Server
 from harness.serve.compose_file import Service, parse
 from harness.serve.document import rendered
 from harness.serve.vllm import container_problems, refuse_unfit, value_of

@@ -8,7 +8,7 @@ import pytest
 
 from harness.errors import ServerError
 from harness.rundir.manifest import ServedBy
-from harness.scenario.scenario import Server
+from harness.scenario import Server
 from harness.serve import attach, ready
 from harness.serve.compose_file import Fetch, LoadCall, Serving, parse
 from harness.serve.document import rendered

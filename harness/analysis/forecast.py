@@ -26,10 +26,9 @@ from harness.judge import stats
 from harness.judge.noise_floors import noise_for
 from harness.judge.stats import Array, Variation
 from harness.reasons import sentence
-from harness.rundir.lines import by_cell
 from harness.rundir.manifest import Run, read_run
-from harness.rundir.records import CUT, read_marks
-from harness.scenario.scenario import Load
+from harness.rundir.records import CUT, by_cell, read_marks
+from harness.scenario import Load
 from harness.summary import CellSummary, Reason, Row, Summary, because
 
 COVERS = 0.90  # of the intervals

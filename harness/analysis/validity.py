@@ -14,8 +14,8 @@ from harness.analysis.schedule import counts_arrivals
 from harness.analysis.tally import CellCounts
 from harness.rundir.manifest import CellRun, Run
 from harness.rundir.records import CLOSING_S, LATE_READ_S, ProcessMark
-from harness.rundir.telemetry import MAX_GAP_S
-from harness.scenario.scenario import Load, at_once, is_open
+from harness.rundir.samples import MAX_GAP_S
+from harness.scenario import Load, at_once, is_open
 from harness.summary import ClientLimit, MachineLoad, Numbers, Reason, ServerLoad, Warmed, because
 from harness.workers import Workers
 

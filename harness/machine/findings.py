@@ -157,15 +157,6 @@ def as_json(findings: list[Finding], root: Path = Path("/")) -> str:
     return msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
 
 
-def filled(page: str) -> str:
-    """Return the page with new tables between their marks; for `python -m harness.docs`."""
-    for name, made in (("targets", targets_table()), ("findings", findings_tables())):
-        before, opening, rest = page.partition(f"<!-- {name} -->\n")
-        _, closing, after = rest.partition(f"<!-- /{name} -->")
-        page = f"{before}{opening}\n{made}\n{closing}{after}"
-    return page
-
-
 def targets_table() -> str:
     """The support of each server for each target, with its source."""
     servers = columns()

@@ -24,7 +24,7 @@ from harness.machine.memory import Share, Wish, brief, host_share, room_of, shar
 from harness.machine.model import find_model, read_model
 from harness.prepare.experiment import Experiment
 from harness.reasons import sentence
-from harness.scenario.scenario import Server
+from harness.scenario import Server
 from harness.serve import PreparedServer, prepared
 from harness.serve.compose_file import Service, parse_bytes, parse_device
 from harness.serve.engine import engine_facts, has_images

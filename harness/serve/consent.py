@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from harness.engines import template_of
 from harness.errors import Problem, ServerError
-from harness.scenario.scenario import Consent, Server
+from harness.scenario import Consent, Server
 from harness.serve.compose_file import ComposeFile, Service, interpolate, parse_device, parse_port, parse_volume
 from harness.serve.location import engine_location
 from harness.summary import Reason, because

@@ -11,7 +11,7 @@ from msgspec import Struct
 from harness.engines import template_of
 from harness.errors import HarnessError, Problem
 from harness.machine.gpus import device_groups
-from harness.scenario.scenario import Gateway, Scenario, Server
+from harness.scenario import Gateway, Scenario, Server
 from harness.serve.compose_file import (
     GATEWAY,
     SERVER,

@@ -15,7 +15,7 @@ import msgspec
 from harness.errors import ServerError
 from harness.machine.gpu_memory import Pool, pools
 from harness.machine.gpus import gpus
-from harness.scenario.scenario import Server
+from harness.scenario import Server
 from harness.serve import containers, labels
 from harness.serve.compose_file import filled_in, parse
 from harness.serve.document import rendered

@@ -12,8 +12,8 @@ from typing import Any
 from harness.engines import engines
 from harness.errors import Problem
 from harness.failures.table import replacements
+from harness.scenario import Load, Scenario, Server, at_once
 from harness.scenario.behaviour import max_of, unread
-from harness.scenario.scenario import Load, Scenario, Server, at_once
 from harness.serve.compose_file import tag_of
 from harness.serve.template import variable_of
 from harness.serve.vllm import flags_in, printed_dashes, removed_flags, vllm_refuses

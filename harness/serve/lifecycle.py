@@ -21,7 +21,7 @@ from harness.machine.gpus import gpus
 from harness.machine.telemetry import Source, cgroup_files, local_source, root
 from harness.process import signals_interrupt
 from harness.rundir.manifest import ServedBy, ServerDeath
-from harness.scenario.scenario import Scenario, Server
+from harness.scenario import Scenario, Server
 from harness.serve import containers, labels, probe
 from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, Service, Serving, filled_in, parse_port, url_of
 from harness.serve.consent import allowed, refuse_without_consent

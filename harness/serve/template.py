@@ -19,7 +19,7 @@ from harness.engines import engines
 from harness.errors import HarnessError, Problem, ScenarioError, did_you_mean
 from harness.files import read_text
 from harness.paths import COMPOSE
-from harness.scenario.scenario import Gateway, Server
+from harness.scenario import Gateway, Server
 from harness.serve.compose_file import parse_bytes, parse_vllm_bytes
 from harness.serve.secrecy import open_secrets
 

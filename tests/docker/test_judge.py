@@ -13,7 +13,7 @@ import pytest
 import requests
 
 from harness.rundir.records import read_requests
-from harness.scenario.scenario import Load, Server
+from harness.scenario import Load, Server
 from harness.serve import server_document, templates, variables
 from harness.serve.compose_file import parse
 from harness.serve.probe import free_port
