@@ -34,12 +34,9 @@ def test_parts_of_a_file_are_counted_as_one() -> None:
     whole, first, second = AnswerTally(), AnswerTally(), AnswerTally()
     for index in range(8):
         one = request(
-            index=index,
-            answer_valid=index > 1,
-            answer_right=index > 4,
-            asked_prompt_tokens=10,
+            index=index, answer_valid=index > 1, answer_right=index > 4, asked_prompt_tokens=10,
             prompt_tokens=15 if index != 6 else 19,
-        )
+        )  # fmt: skip
         whole.add(one)
         (first if index < 3 else second).add(one)
     add_up(first, second)

@@ -35,13 +35,9 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
     """The same on two machines."""
     write_made_run(tmp_path / "one", steady(), served=on("--dtype", "auto"))
     write_made_run(
-        tmp_path / "two",
-        steady(0.5),
-        served=on("--dtype", "auto", groups=("44", "110")),
-        machine=MI300X,
-        versions={"locust": "2.48.0"},
-        git_commit="def",
-    )
+        tmp_path / "two", steady(0.5), served=on("--dtype", "auto", groups=("44", "110")), machine=MI300X,
+        versions={"locust": "2.48.0"}, git_commit="def",
+    )  # fmt: skip
     return tmp_path / "one", tmp_path / "two"
 
 

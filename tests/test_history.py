@@ -164,12 +164,9 @@ def made(
 ) -> Run:
     """Run `number` of a history, an hour after the one before it."""
     return write_made_run(
-        folder / f"run-{number:02}",
-        lambda cell: wall_s * SPREAD[number % 5],
-        made_of=made_of,
-        served=lambda cell: served_by(image_digest=digest),
-        **({"started_wall_s": WALL_S + 3600 * number} | manifest),
-    )
+        folder / f"run-{number:02}", lambda cell: wall_s * SPREAD[number % 5], made_of=made_of,
+        served=lambda cell: served_by(image_digest=digest), **({"started_wall_s": WALL_S + 3600 * number} | manifest),
+    )  # fmt: skip
 
 
 @pytest.fixture

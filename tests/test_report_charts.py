@@ -48,20 +48,10 @@ def run(folder: Path) -> Run:
 
 def request(number: int, took_s: float = 1.0, failed: bool = False) -> Request:
     return Request(
-        id=f"q{number}",
-        cell="r1-a-x",
-        load="x",
-        user_class="BatchAgent",
-        index=number,
-        user=0,
-        process=1,
-        clock="kernel",
-        phase="measured",
-        sent_s=float(number),
-        ended_s=took_s,
-        chunks_s=[] if failed else [0.1, took_s],
-        error="timeout" if failed else None,
-    )
+        id=f"q{number}", cell="r1-a-x", load="x", user_class="BatchAgent", index=number, user=0, process=1,
+        clock="kernel", phase="measured", sent_s=float(number), ended_s=took_s,
+        chunks_s=[] if failed else [0.1, took_s], error="timeout" if failed else None,
+    )  # fmt: skip
 
 
 def test_a_long_row_is_thinned_and_keeps_its_slowest() -> None:
@@ -93,16 +83,9 @@ def test_the_first_of_each_kind_of_failure_is_known() -> None:
 
 def timeline(**more: object) -> Timeline:
     values = {
-        "cell": "r1-a-x",
-        "step_s": 0.1,
-        "at_s": [0.0, 1.0],
-        "tok_s": [5.0, 6.0],
-        "in_flight": [1, 0],
-        "server": ServerSamples(),
-        "failures": {},
-        "warmup_until_s": None,
-        "ends_s": 10.0,
-    }
+        "cell": "r1-a-x", "step_s": 0.1, "at_s": [0.0, 1.0], "tok_s": [5.0, 6.0], "in_flight": [1, 0],
+        "server": ServerSamples(), "failures": {}, "warmup_until_s": None, "ends_s": 10.0,
+    }  # fmt: skip
     return msgspec.convert(values | more, Timeline)
 
 

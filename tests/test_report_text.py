@@ -48,69 +48,37 @@ def run() -> Run:
     served_by = ServedBy(url="http://127.0.0.1:1", simulated=True)
     cells = [
         CellRun(
-            id=f"r1-vllm-{load}",
-            server="vllm",
-            load=load,
-            repeat=1,
-            started_wall_s=0,
-            ended_wall_s=1,
+            id=f"r1-vllm-{load}", server="vllm", load=load, repeat=1, started_wall_s=0, ended_wall_s=1,
             served_by=served_by,
         )
         for load in ("one", "ten")
-    ]
+    ]  # fmt: skip
     return Run(
-        id="20260921-140000-first-look",
-        status="valid",
-        started_wall_s=0.0,
-        scenario_name="first-look",
-        scenario=scenario,
-        workload_sha256="ab",
-        cells=cells,
-        machine=Machine(name="m"),
-    )
+        id="20260921-140000-first-look", status="valid", started_wall_s=0.0, scenario_name="first-look",
+        scenario=scenario, workload_sha256="ab", cells=cells, machine=Machine(name="m"),
+    )  # fmt: skip
 
 
 def numbers(wall_s: float, times: Distribution, failed: int = 0) -> Numbers:
     return Numbers(
-        sent=25,
-        succeeded=25 - failed,
-        failed=failed,
-        unfinished=0,
-        output_tokens=1250,
-        wall_s=wall_s,
-        output_tok_s=1250 / wall_s,
-        requests_per_s=25 / wall_s,
-        ttft_s=times,
-        ttfo_s=times,
-        tpot_s=FEW,
-        e2e_s=times,
-    )
+        sent=25, succeeded=25 - failed, failed=failed, unfinished=0, output_tokens=1250, wall_s=wall_s,
+        output_tok_s=1250 / wall_s, requests_per_s=25 / wall_s, ttft_s=times, ttfo_s=times, tpot_s=FEW, e2e_s=times,
+    )  # fmt: skip
 
 
 def row(load: str, of: Numbers) -> Row:
     return Row(
-        server="vllm",
-        load=load,
-        cells=[f"r1-vllm-{load}"],
-        wall_s=[of.wall_s or 0.0],
-        output_tok_s=[of.output_tok_s or 0.0],
-        pooled=of,
-    )
+        server="vllm", load=load, cells=[f"r1-vllm-{load}"], wall_s=[of.wall_s or 0.0],
+        output_tok_s=[of.output_tok_s or 0.0], pooled=of,
+    )  # fmt: skip
 
 
 def summary() -> Summary:
     one, ten = numbers(13.07, MANY), numbers(4.18, MANY, failed=2)
     verdict = Verdict(
-        side="vllm / ten",
-        baseline="vllm / one",
-        metric="wall_s",
-        ratio=3.127,
-        low=3.05,
-        high=3.21,
-        p=0.008,
-        n=(5, 5),
-        word="faster",
-    )
+        side="vllm / ten", baseline="vllm / one", metric="wall_s", ratio=3.127, low=3.05, high=3.21, p=0.008,
+        n=(5, 5), word="faster",
+    )  # fmt: skip
     cells = [
         CellSummary(id=f"r1-vllm-{load}", server="vllm", load=load, repeat=1, numbers=of, server_load=ServerLoad())
         for load, of in (("one", one), ("ten", ten))
@@ -356,14 +324,8 @@ def test_the_same_reason_in_many_cells_is_said_once() -> None:
 def test_what_is_said_of_several_verdicts_is_said_once() -> None:
     def verdict(side: str, metric: str, **values: Any) -> Verdict:
         known = {
-            "ratio": 1.5,
-            "low": None,
-            "high": None,
-            "p": None,
-            "word": "inconclusive",
-            "n": (1, 1),
-            "unit": "runs",
-        }
+            "ratio": 1.5, "low": None, "high": None, "p": None, "word": "inconclusive", "n": (1, 1), "unit": "runs",
+        }  # fmt: skip
         return Verdict(side=side, baseline="a / x", metric=metric, **known | values)
 
     unknown: dict[str, Any] = {"reason": "run_variation_unknown", "needed": 4}

@@ -26,27 +26,13 @@ from harness.summary import because
 from tests.made_runs import scenario, served_by, write_made_run
 
 STARTUP = Startup(
-    engine="vllm",
-    version="0.32.0",
-    attention_backend="TRITON_ATTN",
-    max_model_len=8192,
-    weights_gib=1.75,
-    model_load_s=4.5,
-    compile_s=12.25,
-    compile_cache="cold",
-    kv_cache_tokens=100_000,
-    kv_cache_gib=10.5,
+    engine="vllm", version="0.32.0", attention_backend="TRITON_ATTN", max_model_len=8192, weights_gib=1.75,
+    model_load_s=4.5, compile_s=12.25, compile_cache="cold", kv_cache_tokens=100_000, kv_cache_gib=10.5,
     max_concurrency=12.207,
-)
+)  # fmt: skip
 PHASES = {
-    "pull": 0.0,
-    "create": 1.0,
-    "process": 9.0,
-    "weights": 4.0,
-    "compile": 15.0,
-    "ready": 0.5,
-    "first answer": 0.5,
-}
+    "pull": 0.0, "create": 1.0, "process": 9.0, "weights": 4.0, "compile": 15.0, "ready": 0.5, "first answer": 0.5,
+}  # fmt: skip
 
 
 def serving(
@@ -115,14 +101,11 @@ def test_a_tunnel_in_the_way_of_the_load_is_noted(tmp_path: Path) -> None:
 def test_seconds_and_memory_never_refuse_and_noise_is_not_told(tmp_path: Path) -> None:
     other = serving(
         {
-            "compile_s": 60.0,
-            "compile_cache": "warm",
-            "model_load_s": 4.9,
-            "kv_cache_tokens": 100_500,
+            "compile_s": 60.0, "compile_cache": "warm", "model_load_s": 4.9, "kv_cache_tokens": 100_500,
             "weights_gib": 1.76,
         },
         {"weights": 4.9, "compile": 62.5},
-    )
+    )  # fmt: skip
     compared = compare_runs(two(tmp_path, other))
     measured = {difference.key: difference.values for difference in compared.differences}
     assert measured == {
@@ -199,20 +182,15 @@ def test_medians_over_starts_and_every_text_that_occurred() -> None:
 @pytest.mark.parametrize(
     ("key", "values", "noise"),
     [
-        ("servers.a.phases.weights", [1.0, 1.9], True),
-        ("servers.a.phases.weights", [1.0, 2.1], False),
-        ("servers.a.phases.weights", [100.0, 109.0], True),
-        ("phases.first answer", [0.1, 0.2], True),
-        ("phases.weights", ["nothing", 20.0], True),
-        ("startup.compile_s", [10.0, 12.0], False),
-        ("startup.compile_s", ["nothing", 12.0], False),
-        ("startup.kv_cache_tokens", [100_000, 100_900], True),
+        ("servers.a.phases.weights", [1.0, 1.9], True), ("servers.a.phases.weights", [1.0, 2.1], False),
+        ("servers.a.phases.weights", [100.0, 109.0], True), ("phases.first answer", [0.1, 0.2], True),
+        ("phases.weights", ["nothing", 20.0], True), ("startup.compile_s", [10.0, 12.0], False),
+        ("startup.compile_s", ["nothing", 12.0], False), ("startup.kv_cache_tokens", [100_000, 100_900], True),
         ("startup.kv_cache_tokens", [100_000, 98_000], False),
         ("startup.kv_cache_tokens", [100_000, "nothing"], False),
-        ("servers.a.startup.max_model_len", [8192, 8191], False),
-        ("machine.cores", [100, 100.5], False),
+        ("servers.a.startup.max_model_len", [8192, 8191], False), ("machine.cores", [100, 100.5], False),
     ],
-)
+)  # fmt: skip
 def test_what_is_noise(key: str, values: list[Any], noise: bool) -> None:
     assert comparable.is_noise(key, values) == noise
 

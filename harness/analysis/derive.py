@@ -124,7 +124,6 @@ def late_s(request: Request) -> float:
 
 
 def _from_schedule(latency_s: Callable[[Request], float | None]) -> Callable[[Request], float | None]:
-    """The same latency from schedule."""
     return lambda request: None if (value := latency_s(request)) is None else value + late_s(request)
 
 
@@ -182,7 +181,6 @@ class Latencies(dict[str, "array[float]"]):
         return self[field]
 
     def add(self, request: Request, fields: Iterable[str]) -> None:
-        """Keep those that are known."""
         for field in fields:
             if (value := FORMULAS[field](request)) is not None:
                 self[field].append(value)

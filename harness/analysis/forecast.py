@@ -243,8 +243,6 @@ def scale(
 
 
 class Prediction(Struct, frozen=True, kw_only=True):
-    """A predicted number with its 90 % interval."""
-
     value: float
     low: float
     high: float
@@ -275,8 +273,6 @@ class RowForecast(Struct, frozen=True, kw_only=True):
 
 
 class RefusedRow(Struct, frozen=True, kw_only=True):
-    """A row without a prediction."""
-
     server: str
     load: str
     reason: Reason
@@ -511,7 +507,6 @@ def _predicted(fixed: float, work: float, width: float) -> Prediction:
 
 
 def _with_bounds(row: RowForecast, deadline_s: float | None, price: float | None) -> RowForecast:
-    """The row with its cost, and by the deadline."""
     cost = None if price is None or row.energy_kwh is None else row.energy_kwh.times(price)
     if deadline_s is None:
         return msgspec.structs.replace(row, cost=cost)

@@ -152,7 +152,6 @@ def _slow(load: Load, numbers: Numbers, marks: Sequence[ProcessMark]) -> Iterato
 
 
 def _only_known(limit: ClientLimit, reason: Reason, numbers: Numbers) -> Limited:
-    """Without the numbers that the cell does not have."""
     values = {name: getattr(numbers, name) for name in limit.numbers}
     kept = [name for name, value in values.items() if value is not None and getattr(value, "n", 1) > 0]
     return Limited(
@@ -165,7 +164,6 @@ def _worst(marks: Sequence[ProcessMark], name: str) -> float | None:
 
 
 def _remedy(load: Load, marks: Sequence[ProcessMark]) -> Reason:
-    """What to do about it."""
     if killed(marks):
         return because("remedy_run_again")
     starts = _starts(marks)

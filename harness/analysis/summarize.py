@@ -180,7 +180,6 @@ def _apart(
 
 
 def _failures(rows: list[Row], tallies: dict[str, CellCounts]) -> list[FailedRequests]:
-    """Why requests failed: the most frequent causes of each row."""
     found = []
     for row in rows:
         said = ErrorMessages()
@@ -346,7 +345,6 @@ def _cell(
 def _rows(
     run: Run, cells: list[CellSummary], tallies: dict[str, CellCounts], invalid: dict[tuple[str, str], Reason]
 ) -> list[Row]:
-    """The rows of the table. `invalid`: by row, why one of its cells is not valid."""
     rows = []
     for server in run.scenario.servers:
         for load in run.scenario.loads:

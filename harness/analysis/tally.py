@@ -130,7 +130,6 @@ class SloTally(Struct, kw_only=True):
             self.left[name] += not missed_before_leaving(request, slos)
 
     def merge(self, other: "SloTally") -> None:
-        """Add those of another part of the file, which has the same sets."""
         add_up(self, other, given=("sets",))
 
 
@@ -454,7 +453,6 @@ def _total(tallies: Sequence[CellCounts]) -> CellCounts:
 
 
 def _rates(one: CellCounts) -> dict[str, Any]:
-    """Those fields of Numbers that refer to a window."""
     if one.first_sent_s is None or one.last_ended_s is None:
         return {}
     known = one.succeeded > 0 and one.without_output_tokens == 0

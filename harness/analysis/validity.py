@@ -35,8 +35,6 @@ class Findings(Struct, frozen=True):
 
 
 class Evidence(Struct, frozen=True, kw_only=True):
-    """What is known of one cell."""
-
     cell: str
     ran: CellRun | None  # None: the run ended before the cell did
     reached: bool = True  # by the load; False: a stage whose turn never came
@@ -103,7 +101,6 @@ def of_run(run: Run, damaged: Mapping[str, Sequence[int]], unknown_cells: Counte
 
 
 def not_run(run: Run) -> list[str]:
-    """Return the planned cells that did not come to their end."""
     return [] if run.status == "live" else [cell for cell in run.order if cell not in run.ran]
 
 
@@ -122,7 +119,6 @@ def _server(ran: CellRun, load: ServerLoad) -> list[Reason]:
 
 
 def _memory(ran: CellRun) -> list[Reason]:
-    """Memory that another process held when the server was started."""
     return [
         because(
             "memory_in_use",
@@ -199,7 +195,6 @@ def _cut_short(evidence: Evidence, ends: Mapping[int, ProcessMark]) -> list[Reas
 
 
 def _clocks(evidence: Evidence) -> list[Reason]:
-    """How well the clocks of several machines are joined. Latencies need no second clock."""
     errors = [mark.wall_error_s for mark in evidence.marks if mark.wall_error_s is not None]
     machines = {mark.host for mark in evidence.marks}
     if len(machines) < 2 or not errors:
@@ -256,7 +251,6 @@ def _resent(numbers: Numbers, **more: float) -> Reason:
 
 
 def _listen_queue(evidence: Evidence) -> list[Reason]:
-    """Connections that had to wait because the server's listen queue was full."""
     retried, load = evidence.numbers.connect_retried, evidence.machine_load
     overflows = (load.listen_overflows if load is not None else None) or 0
     if not retried and not overflows:

@@ -24,8 +24,6 @@ from harness.summary import Answers, CheckResult, Comparison, Reason, Reference,
 
 
 class _Side(Struct, frozen=True):
-    """One group of runs."""
-
     name: str
     runs: list[Run]
     summaries: list[Summary]
@@ -157,7 +155,6 @@ def by_machine(folders: Sequence[Path]) -> list[list[Path]]:
 
 
 def _refuse_repeated(runs: Sequence[Run]) -> None:
-    """The same folder twice, or a copy of it."""
     seen: set[tuple[str, float]] = set()
     for run in runs:
         if (run.id, run.started_wall_s) in seen:

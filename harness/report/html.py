@@ -66,7 +66,6 @@ def template(name: str) -> Template:
 
 
 def asset(name: str) -> str:
-    """A style, a script or a library as text."""
     return (resources.files("harness.report") / "assets" / name).read_text(encoding="utf-8")
 
 

@@ -124,7 +124,6 @@ def write(path: Path, text: str) -> None:
 
 
 def _sides(sides: Sequence[str], difference: Difference) -> str:
-    """The values of a difference, each with its side."""
     return "; ".join(f"{side}: {value}" for side, value in zip(sides, difference.values, strict=True))
 
 

@@ -51,7 +51,6 @@ def escape(text: str) -> str:
 
 
 def code(text: str) -> str:
-    """`text` in the type of code, unless it holds what would end that."""
     return escape(text) if "`" in text or "\n" in text else f"`{text}`"
 
 
@@ -63,7 +62,6 @@ def check_item(check: CheckResult) -> str:
 
 
 def table(summary: Summary, run: Run, keys: Collection[str] | None = None) -> str:
-    """The main table alone, or some of its columns."""
     shown = [column for column in columns(summary) if keys is None or column.key in keys]
     rule = "|" + "|".join(":---" if column.key in LEFT else "---:" for column in shown) + "|"
     body = [[column.text(line) for column in shown] for line in lines(summary, run)]
@@ -115,7 +113,6 @@ _MAX_VALUE = 300  # characters of a value that is shown; JSON has all of it
 
 
 def of_comparison(comparison: Comparison) -> str:
-    """A comparison of runs, with the differences between their manifests."""
     parts = [f"> **{words.SIMULATED}**"] if comparison.simulated else []
     parts.append(f"**{escape(sentences.answer_of_comparison(comparison))}**")
     parts.append(grid(HEADINGS, map(verdict_cells, comparison.verdicts)))
@@ -128,7 +125,6 @@ def of_comparison(comparison: Comparison) -> str:
 
 
 def verdict_cells(verdict: Verdict) -> tuple[str, ...]:
-    """The cells of a verdict below HEADINGS."""
     known = verdict.low is not None and verdict.high is not None
     return (
         verdict.side,

@@ -246,7 +246,6 @@ def _measured(row: Row) -> str:
 
 
 def of_row(line: TableLine, run: Run) -> str:
-    """A row of the table as one sentence."""
     numbers = line.row.pooled
     load = run.scenario.loads.get(line.row.load)
     work = words.load_in_words(load) if load and run.origin is None else ""
@@ -494,7 +493,6 @@ def by_what(comparison: Comparison) -> str:
 
 
 def of_method(comparison: Comparison) -> str:
-    """How the verdicts were reached."""
     correction = (
         ("no comparison could be made", "one comparison")[comparison.comparisons]
         if comparison.comparisons < 2

@@ -88,7 +88,6 @@ class TableColumn(Meaning, frozen=True):
 
 
 def lines(summary: Summary, run: Run) -> list[TableLine]:
-    """The rows in the order of the summary."""
     base = baseline_of(run.scenario)
     name = f"{base.server} / {base.load}"
     found = summary.comparison.verdicts if summary.comparison else []
@@ -370,7 +369,6 @@ def machine_table(summary: Summary) -> DetailTable:
 
 
 def gpu_table(summary: Summary) -> DetailTable:
-    """Every GPU in every cell."""
     columns = [DetailColumn(title, title, "", "", text) for title, text in GPU.items()]
     loads = [(cell.id, cell.machine_load) for cell in summary.cells if cell.machine_load is not None]
     return _detail_table(columns, [(cell, name, gpu) for cell, load in loads for name, gpu in load.gpus.items()])

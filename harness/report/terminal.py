@@ -109,7 +109,6 @@ def _tables(columns: Sequence[TableColumn], rows: list[TableLine], width: int) -
 
 
 def _block(columns: Sequence[TableColumn], line: TableLine) -> Group:
-    """A row, its numbers one below the other."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column()
     grid.add_column(overflow="fold")
@@ -204,7 +203,6 @@ def _verdicts(summary: Summary, console: Console, *, explain: bool) -> None:
 
 
 def check_line(check: CheckResult) -> Text:
-    """The result of a check and its evidence."""
     mark = Text(f"{words.CHECK_MARKS[check.status]} ", CHECK_STYLES[check.status])
     return mark + Text(words.one_line(f"{check.check}: {evidence(check.evidence)}"))
 
@@ -229,7 +227,6 @@ def _show(console: Console, table: RenderableType) -> None:
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Print the table of ratios, the verdicts in words, and how they were reached."""
     if comparison.simulated:
         console.print(Text(words.SIMULATED, "bold yellow"))
     console.print(Text(words.one_line(sentences.answer_of_comparison(comparison)), "bold"))
@@ -253,7 +250,6 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def print_differences(found: Sequence[Difference], sides: Sequence[str], console: Console) -> None:
-    """Print a line for each key that differs. What is equal is not shown."""
     if found:
         console.print(simple_table(["What differs", *sides], map(difference_cells, found)))
     else:
@@ -385,7 +381,6 @@ def _print_unknown(scanned: Scanned, console: Console) -> None:
 
 
 def print_forecast(found: Forecast, console: Console) -> None:
-    """The answer in a sentence, the deadline, all rows, and what they assume."""
     best = found.rows[0]
     console.print(headline(found), style="bold")
     if found.deadline_s is not None:
@@ -425,7 +420,6 @@ def print_forecast(found: Forecast, console: Console) -> None:
 
 
 def headline(found: Forecast) -> str:
-    """The answer in one sentence."""
     best = found.rows[0]
     time, low, high = in_time(best.time_s)
     kind = _MACHINE if found.simulated else ""
@@ -437,7 +431,6 @@ def headline(found: Forecast) -> str:
 
 
 def of_deadline(row: RowForecast, deadline_s: float) -> str:
-    """Whether the deadline is met, and how many machines meet it."""
     deadline = in_time(Prediction(value=deadline_s, low=deadline_s, high=deadline_s))[0]
     words = {
         "met": f"The deadline of {deadline} is met",
