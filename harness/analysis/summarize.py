@@ -213,8 +213,9 @@ def read_summary(folder: Path) -> Summary:
 
 
 def summary_of(folder: Path, checks: Sequence[str] = ()) -> Summary:
-    """The summary of a published run as it is; of a run directory by the formulas of this version."""
-    return read_summary(folder) if is_published(folder) else summarize(folder, checks)
+    """The summary by the formulas of this version; without records, as of a published run, the one that was written."""
+    alone = (folder / "summary.json").exists() and not (folder / "requests.jsonl").exists()
+    return read_summary(folder) if alone else summarize(folder, checks)
 
 
 def write_summary(folder: Path, summary: Summary) -> None:

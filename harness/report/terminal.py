@@ -89,23 +89,15 @@ def print_report(summary: Summary, run: Run, folder: Path, console: Console, *, 
 
 
 def _tables(columns: Sequence[TableColumn], rows: list[TableLine], width: int) -> Sequence[RenderableType]:
-    """One table where it fits, else the work and the latencies one below the other.
-
-    Where even that does not fit, the rows are numbered, so that no name is cut; then no longer tables, so that no
-    number is.
-    """
-    if _fits(columns, rows, 2, width):
-        return [_table(columns, rows, 2)]
+    """One table where it fits, else the work and the latencies one below the other, else a block for each row."""
     work = [column for column in columns if column.group != "latency"]
     latency = [column for column in columns if column.group in ("name", "latency")]
-    if all(_fits(part, rows, 1, width) for part in (work, latency)):
-        return [_table(part, rows, 2 if _fits(part, rows, 2, width) else 1) for part in (work, latency)]
-    number = TableColumn("number", "#", "The row's number.", "", "name", lambda line: str(rows.index(line) + 1))
-    names = [column for column in columns if column.group == "name"]
-    parts = [[number, *names]] + [[number, *(c for c in part if c.group != "name")] for part in (work, latency)]
-    if not all(_fits(part, rows, 1, width) for part in parts[1:]):
-        return [_block(columns, line) for line in rows]
-    return [_table(part, rows, 2 if _fits(part, rows, 2, width) else 1) for part in parts]
+    for parts in ([columns], [work, latency]):
+        for gap in (2, 1):
+            tables = [_table(part, rows, gap) for part in parts]
+            if all(_fits(table, width) for table in tables):
+                return tables
+    return [_block(columns, line) for line in rows]
 
 
 def _block(columns: Sequence[TableColumn], line: TableLine) -> Group:
@@ -118,8 +110,8 @@ def _block(columns: Sequence[TableColumn], line: TableLine) -> Group:
     return Group(Text(line.row.name, "bold"), grid)
 
 
-def _fits(columns: Sequence[TableColumn], rows: list[TableLine], gap: int, width: int) -> bool:
-    return Console(width=1000).measure(_table(columns, rows, gap)).maximum <= width
+def _fits(table: Table, width: int) -> bool:
+    return Console(width=1000).measure(table).maximum <= width
 
 
 def _table(columns: Sequence[TableColumn], rows: list[TableLine], gap: int) -> Table:
@@ -180,7 +172,7 @@ def _times(found: DetailTable, console: Console, *, explain: bool) -> None:
     table = simple_table(["", *titles], ([line.name, *line.texts] for line in found.rows))
     for number, column in zip(table.columns[1:], found.columns, strict=True):
         number.justify = "left" if column.key == "limit" else "right"
-    if Console(width=1000).measure(table).maximum <= console.width:
+    if _fits(table, console.width):
         _show(console, table)
     else:
         for line in found.rows:
