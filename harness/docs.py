@@ -3,12 +3,15 @@ docs/doctor.md, docs/run-directory.md and the README."""
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from harness.analysis.summarize import read_summary
 from harness.engines import engines, template_of
 from harness.failures.table import IN_PIECES, Rule, removed_flags, replacements, rules
-from harness.machine import findings as show
+from harness.machine.findings import TOPICS
+from harness.machine.findings import known as known_findings
+from harness.machine.gpus import WORDS, columns, table
 from harness.paths import ROOT
 from harness.reasons import documented
 from harness.report import markdown
@@ -70,16 +73,19 @@ def servers_page() -> str:
         known = template_of(name)
         introduction = LOCUST if known is None else known.introduction
         parts.append(f"\n## {name}\n{introduction}\n\n{COLUMNS}")
-        parts += [_row(key, value) for key, value in variables(name).items() if key not in BY_THE_HARNESS]
+        parts += [_variable_row(key, value) for key, value in variables(name).items() if key not in BY_THE_HARNESS]
     return "".join(parts)
 
 
-def _row(name: str, variable: Variable) -> str:
+def _row(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _variable_row(name: str, variable: Variable) -> str:
     default = "required" if variable.required else f"`{_shown(variable.default)}`"
     allowed = f": {', '.join(variable.choices)}" if variable.choices else f" {limits(variable)}".rstrip()
     allowed += ", or `auto`" if variable.auto else ""
-    cells = (f"`{name}`", variable.type + allowed, default, variable.doc)
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+    return _row((f"`{name}`", variable.type + allowed, default, variable.doc)) + "\n"
 
 
 def _shown(value: Any) -> str:
@@ -103,8 +109,41 @@ def readme() -> str:
 
 
 def doctor_page() -> str:
-    """docs/doctor.md with its tables."""
-    return show.filled((ROOT / "docs" / "doctor.md").read_text(encoding="utf-8"))
+    """docs/doctor.md with new tables between their marks."""
+    page = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
+    for name, made in (("targets", targets_table()), ("findings", findings_tables())):
+        before, opening, rest = page.partition(f"<!-- {name} -->\n")
+        _, closing, after = rest.partition(f"<!-- /{name} -->")
+        page = f"{before}{opening}\n{made}\n{closing}{after}"
+    return page
+
+
+def targets_table() -> str:
+    """The support of each server for each target, with its source."""
+    servers = columns()
+    lines = [f"Read on {table().checked}.", ""]
+    lines.append(_row(["target", "family", *(server.title for server in servers.values())]))
+    lines.append("|---" * (2 + len(servers)) + "|")
+    for row in table().targets:
+        standings = [WORDS[row.standing(server)] for server in servers]
+        lines.append(_row([f"`{row.target}`", f"{row.family}; {row.architecture}", *standings]))
+    lines += ["", *(f"- {server.title}: {server.source}" for server in servers.values())]
+    return "\n".join(lines) + "\n"
+
+
+def findings_tables() -> str:
+    """Every finding with its levels, its fix and its source, by topic."""
+    parts = []
+    for topic, title in TOPICS.items():
+        parts += [f"### {title}", "", _row(["finding", "looks at", "levels", "fix", "source"]), "|---|---|---|---|---|"]
+        for row in known_findings().values():
+            if row.topic == topic:
+                levels = ", ".join(["ok", *row.levels])
+                fixes = [row.fix] if isinstance(row.fix, str) else list(row.fix.values())
+                fix = re.sub(r"\{(\w+)\}", lambda m: m[1].upper(), "<br>".join(fixes)) or "-"
+                parts.append(_row([f"`{row.id}`", row.looks_at, levels, fix, row.source]))
+        parts.append("")
+    return "\n".join(parts)
 
 
 def run_directory_page() -> str:

@@ -8,8 +8,7 @@ import pytest
 from harness.machine import findings as show
 from harness.machine.doctor import DockerEngine, User, diagnose
 from harness.machine.findings import Finding, finding, known, worst
-from harness.machine.gfx_support import columns, table, target_of
-from harness.machine.gpus import PciCard, pci_cards
+from harness.machine.gpus import PciCard, columns, pci_cards, table, target_of
 from harness.paths import ROOT
 from harness.units import GIB
 from tests import machines

@@ -10,7 +10,7 @@ from rich.console import Console
 from harness.errors import ServerError
 from harness.machine import findings as show
 from harness.machine.doctor import DockerEngine, User, diagnose
-from harness.machine.gfx_support import table, without_code
+from harness.machine.gpus import table, without_code
 from harness.prepare.experiment import Experiment, Target, prepare
 from harness.prepare.machine_fit import SWITCH, blockers, notes, preflight
 from harness.serve import variables

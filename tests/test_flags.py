@@ -3,7 +3,7 @@
 import pytest
 
 from harness.scenario.scenario import Load, Scenario, Server
-from harness.serve.vllm import flags_in, removed_flags, removed_in, version_of
+from harness.serve.arguments import flags_in, removed_flags, removed_in, version_of
 from tests.problems import server_problems_of
 
 

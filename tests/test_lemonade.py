@@ -18,12 +18,11 @@ from harness.errors import ServerError
 from harness.reasons import sentences
 from harness.rundir.metrics import parse
 from harness.serve.compose_file import Managed, Serving
-from harness.serve.lemonade_client import Api, attached, canonical_name, health, system_info
-from harness.serve.lemonade_monitor import LemonadeMonitor
+from harness.serve.containers import LogFile
+from harness.serve.lemonade import Api, LemonadeMonitor, attached, canonical_name, health, system_info
 from harness.serve.lifecycle import attach
-from harness.serve.probe import counter
+from harness.serve.probe import Waiting, counter
 from harness.serve.ready import Ready, wait_ready
-from harness.serve.watch import LogFile, Waiting
 from harness.summary import because
 from tests.doubles.lemonade.spawn import Spawned, spawned
 

@@ -11,10 +11,11 @@ from harness.rundir.manifest import ServedBy
 from harness.scenario.scenario import Server
 from harness.serve import attach, ready
 from harness.serve.compose_file import Fetch, LoadCall, Serving, parse
-from harness.serve.document import rendered
+from harness.serve.containers import LogFile
 from harness.serve.facts import recorded
+from harness.serve.probe import Waiting
 from harness.serve.ready import wait_ready
-from harness.serve.watch import LogFile, Waiting
+from harness.serve.template import rendered
 from harness.trust import open_session
 from tests.doubles.pullers import serving
 

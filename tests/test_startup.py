@@ -13,8 +13,7 @@ import pytest
 from harness.redact import know, masked
 from harness.rundir.manifest import Phase, ServedBy, Startup
 from harness.serve.facts import labels_of, listed, moment, of_lines, phases_of, recorded, started
-from harness.serve.lemonade_client import Api
-from harness.serve.lemonade_monitor import LemonadeMonitor
+from harness.serve.lemonade import Api, LemonadeMonitor
 
 DATA = Path(__file__).parent / "data" / "startup"
 KEY = "sk-0123456789abcdef0123"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.process import free_port
 from harness.scenario.scenario import Arrivals, Load, Warmup
-from harness.serve.probe import free_port
 from tests.fake_server import answering, serving, whole
 from tests.load_runs import (
     ROOT,

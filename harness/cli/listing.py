@@ -13,10 +13,10 @@ from rich.text import Text
 from harness.analysis.summarize import read_summary
 from harness.errors import HarnessError
 from harness.paths import ROOT, SCENARIOS
+from harness.process import owner_is_gone
 from harness.reasons import sentence
 from harness.rundir.manifest import read_run
 from harness.scenario.file import load_scenario
-from harness.serve.labels import owner_is_gone
 from harness.summary import Reason
 
 MAX_CHARS = 100  # of the reason why a run cannot be read

@@ -146,6 +146,8 @@ class Engine(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     answers: list[FactSource] = []
     versions: list[Version] = []
     version_header: str | None = None  # of its answers
+    model_prefixes: list[str] = []  # of a model's name in requests, without which its list of models has it
+    model_tag: str | None = None  # of a model's name in its list of models, where a request may leave it out
     startup: list[Start] = []
     phases: dict[str, str] = {}  # of its start, in words
     log: Log = Log()
@@ -181,6 +183,12 @@ def template_of(name: str) -> Template | None:
     """What is known of a template."""
     engine = engine_of(name)
     return None if engine is None else engine.templates[name]
+
+
+def listed_names(model: str) -> set[str]:
+    """The names under which servers may list the model that requests call `model`."""
+    without = {model.removeprefix(prefix) for engine in engines() for prefix in engine.model_prefixes}
+    return {model, *without, *(model + engine.model_tag for engine in engines() if engine.model_tag)}
 
 
 def any_of(expressions: list[str]) -> re.Pattern[str]:

@@ -32,7 +32,7 @@ from harness.scenario.scenario import (
     too_large,
 )
 from harness.serve import server_problems_of
-from harness.serve.secrecy import open_secrets_in_text
+from harness.serve.security import open_secrets_in_text
 from harness.summary import Reason
 from harness.workers import Workers, parse_workers
 from harness.workload import local_words, pairs_of, read_rows

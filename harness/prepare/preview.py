@@ -21,7 +21,7 @@ from harness.scenario.arrivals import Schedule, steady
 from harness.scenario.behaviour import Agent, lengths_in_words, pause_mean_s, typical_of
 from harness.scenario.plan import WINDOWS, baseline_of, plan, start_of, starts, steadiness
 from harness.scenario.scenario import Baseline, Load, Scenario, Swept, at_once, taken_together, warmup_of
-from harness.serve.lemonade import hints
+from harness.serve.arguments import hints
 from harness.serve.lint import notes, notes_on_comments
 from harness.serve.location import engine_location
 from harness.summary import ALPHA, MAX_REPEATS

@@ -27,7 +27,7 @@ from harness.redact import masked
 from harness.rundir.manifest import Contents, Phase, ServedBy, Startup
 from harness.serve.containers import unpacked
 from harness.serve.engine import DOCKER_ERRORS
-from harness.serve.lemonade_monitor import LemonadeMonitor
+from harness.serve.lemonade import LemonadeMonitor
 from harness.serve.probe import PROBE_TIMEOUT_S, text_of
 from harness.serve.ready import LOADED
 from harness.trust import open_session

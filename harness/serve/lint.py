@@ -15,13 +15,7 @@ from harness.failures.table import removed_flags, replacements
 from harness.reasons import sentence
 from harness.scenario.behaviour import Agent, Rag, max_of, unread
 from harness.scenario.scenario import TURNS, Load, Prompts, Scenario, Server
-from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, Service, interpolate, names_in, read
-from harness.serve.consent import allowed, missing
-from harness.serve.document import port_inside, prepared, rendered
-from harness.serve.lemonade import server_problems as lemonade_problems
-from harness.serve.location import engine_location
-from harness.serve.template import server_problems, variable_of, variables
-from harness.serve.vllm import (
+from harness.serve.arguments import (
     container_problems,
     flags_in,
     printed_dashes,
@@ -30,6 +24,11 @@ from harness.serve.vllm import (
     version_of,
     vllm_refuses,
 )
+from harness.serve.arguments import server_problems as lemonade_problems
+from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, Service, interpolate, names_in, read
+from harness.serve.location import engine_location
+from harness.serve.security import allowed, missing
+from harness.serve.template import port_inside, prepared, rendered, server_problems, variable_of, variables
 
 # What may be said of a load whose requests are all given at once; of the rest nothing but its default.
 _OFFLINE = {"user", "users", "processes", "requests", "batch_size", "think_s", "output_tokens", "output", "stream",
