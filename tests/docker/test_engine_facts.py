@@ -13,8 +13,6 @@ from harness.serve.engine import engine_facts, owned
 def test_the_engine_of_this_machine(client: docker.DockerClient) -> None:
     facts, info = engine_facts(), client.info()
     assert (facts.problem, facts.host) == (None, None)
-    assert facts.version == client.version()["Version"]
-    assert facts.cgroup == info["CgroupVersion"]
     assert facts.rootless is any("rootless" in option for option in info["SecurityOptions"])
     assert facts.image_folder is not None
     if os.path.isdir(facts.image_folder):
