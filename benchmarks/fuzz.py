@@ -38,9 +38,9 @@ with atheris.instrument_imports(include=["harness", "yaml"]):
     from harness.paths import ROOT, SCENARIOS
     from harness.rundir.manifest import read_run
     from harness.rundir.records import read_marks, read_requests
+    from harness.scenario import Trace
     from harness.scenario import file as scenario_file
     from harness.scenario.file import load_yaml
-    from harness.scenario.scenario import Trace
     from harness.serve import compose_file
     from harness.workload.prompt_file import read_rows
     from harness.workload.traces import Replay

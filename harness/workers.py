@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from harness.errors import HarnessError, Mistakes
+from harness.scenario import Load
 from harness.scenario.plan import mix_of, users_path
-from harness.scenario.scenario import Load
 
 PORT = 5557  # Locust's own
 FROM_MASTER = "-"  # of the option --job: the master sends it, as it sends the locustfile with `-f -`

@@ -19,7 +19,7 @@ from harness.load.recorder import Recorder
 from harness.load.response import ResponseReader
 from harness.load.sequencer import Slot
 from harness.rundir.records import Request, read_requests
-from harness.scenario.scenario import Load, Prompts
+from harness.scenario import Load, Prompts
 from tests.load_runs import make_job
 
 Handler = Callable[[socket.socket, int], None]  # gets each connection and its number, from 0

@@ -14,7 +14,7 @@ from harness.prepare.experiment import Experiment
 from harness.process import free_port
 from harness.run.live import compose_file
 from harness.rundir.records import ProcessMark, Request, read_marks, read_requests
-from harness.scenario.scenario import Load, Prompts, Scenario, Warmup
+from harness.scenario import Load, Prompts, Scenario, Warmup
 from tests import prefork
 
 ROOT = Path(__file__).parents[1]

@@ -62,7 +62,6 @@ ALLOWED: dict[str, set[str]] = {
         "failures.unexpected_response",
         "job",
         "process",
-        "rundir.lines",
         "rundir.records",
         "scenario",
         "analysis.derive",

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.load.sequencer import Plan, Sequencer, Slot
-from harness.scenario.arrivals import Schedule, steady, times
+from harness.scenario import Arrivals, Load, Warmup, Wave
 from harness.scenario.behaviour import Agent, Pause
-from harness.scenario.scenario import Arrivals, Load, Warmup, Wave
+from harness.scenario.plan import Schedule, arrival_times, steady_arrivals
 from harness.simulated import spawned
 from tests.load_runs import end, log_of, make_job, records_of, start_job
 
 
 def first(number: int, seed: int = 1, **given: object) -> list[float]:
-    return list(itertools.islice(times(Arrivals(**given), seed), number))  # type: ignore[arg-type]
+    return list(itertools.islice(arrival_times(Arrivals(**given), seed), number))  # type: ignore[arg-type]
 
 
 def test_an_even_rate_is_a_ruler() -> None:
@@ -81,7 +81,7 @@ def test_the_schedule_is_a_function_of_the_seed() -> None:
     ],
 )
 def test_a_warm_up_comes_at_the_rate_of_the_beginning(course: dict[str, Any], rate: float) -> None:
-    found = steady(Arrivals(spacing="gamma", burstiness=0.5, **course))
+    found = steady_arrivals(Arrivals(spacing="gamma", burstiness=0.5, **course))
     assert found == Arrivals(rate=rate, spacing="gamma", burstiness=0.5)
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from harness.scenario.scenario import Load, Warmup
+from harness.scenario import Load, Warmup
 from harness.simulated import spawned
 from tests.load_runs import end, ends_of, log_of, make_job, most_in_flight, records_of, start_job
 

@@ -11,9 +11,8 @@ import pytest
 
 from harness.process import free_port
 from harness.rundir.records import Request
-from harness.scenario.behaviour import Abandon, Pause, chance, leaves, pause_s
-from harness.scenario.scenario import Load, Prompts, Warmup
-from harness.scenario.structured import Structured
+from harness.scenario import Load, Prompts, Warmup
+from harness.scenario.behaviour import Abandon, Pause, Structured, chance, leaves, pause_s
 from harness.simulated import spawned
 from tests.load_runs import end, ends_of, log_of, make_job, records_of, start, start_job, wait_for_records
 

@@ -13,8 +13,8 @@ from jinja2 import Environment, meta
 
 from harness.errors import HarnessError, Problem, ServerError
 from harness.paths import COMPOSE
+from harness.scenario import Load, Scenario, Server
 from harness.scenario.file import load_yaml
-from harness.scenario.scenario import Load, Scenario, Server
 from harness.serve import server_document, templates, variables
 from harness.serve import template as template_module
 from harness.serve.compose_file import (

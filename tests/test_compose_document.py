@@ -13,7 +13,7 @@ from harness.errors import HarnessError
 from harness.job import Job, job_of_text
 from harness.prepare.experiment import Experiment, prepare
 from harness.run.live import compose_file
-from harness.scenario.scenario import Gateway, Load, Prompts, Scenario, Server, Warmup
+from harness.scenario import Gateway, Load, Prompts, Scenario, Server, Warmup
 from harness.serve import template
 from tests.command import write
 from tests.load_runs import composed

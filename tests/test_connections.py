@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from harness.rundir.records import Request
-from harness.scenario.scenario import Arrivals, Load
+from harness.scenario import Arrivals, Load
 from harness.simulated import spawned
 from tests.fake_server import (
     BODY,

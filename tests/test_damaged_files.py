@@ -24,7 +24,7 @@ from harness.redact import csv_field
 from harness.report.html import write_report
 from harness.rundir.manifest import read_run
 from harness.rundir.records import read_requests
-from harness.scenario.scenario import Load
+from harness.scenario import Load
 from harness.serve.compose_file import read
 from harness.simulated.wire import BadRequest, parse_json
 from tests.command import harness, write

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from harness.docs import doctor_page
 from harness.machine.doctor import DockerEngine, User, diagnose
 from harness.machine.findings import Finding, finding, known, worst
 from harness.machine.gpus import PciCard, columns, pci_cards, table, target_of
@@ -510,7 +509,6 @@ def test_the_table_of_targets() -> None:
 
 def test_the_page_lists_every_finding_and_target() -> None:
     text = (ROOT / "docs" / "doctor.md").read_text(encoding="utf-8")
-    assert text == doctor_page(), "python -m harness.docs"
     for row in known().values():
         assert f"| `{row.id}` | {row.looks_at} | " in text
     assert all(f"| `{row.target}` | {row.family}" in text for row in table().targets)

@@ -11,7 +11,7 @@ import gevent
 import pytest
 
 from harness.load.exchange import Exchange
-from harness.scenario.scenario import Load, Prompts
+from harness.scenario import Load, Prompts
 from harness.workload import Message
 from tests.fake_server import (
     CHUNKED,

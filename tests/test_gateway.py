@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from harness.errors import HarnessError
-from harness.scenario.scenario import Gateway, Load, Scenario, Server
+from harness.scenario import Gateway, Load, Scenario, Server
 from harness.serve.compose_file import parse
 from harness.serve.document import server_document
 from harness.serve.template import with_gateway

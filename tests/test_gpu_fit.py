@@ -6,7 +6,7 @@ import pytest
 
 from harness.errors import HarnessError
 from harness.machine.gpus import has_fp8
-from harness.scenario.scenario import Load, Scenario, Server
+from harness.scenario import Load, Scenario, Server
 from harness.serve.arguments import container_problems, refuse_unfit, value_of
 from harness.serve.compose_file import Service, parse
 from harness.serve.template import rendered

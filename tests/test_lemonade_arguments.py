@@ -12,7 +12,7 @@ import yaml
 
 from harness.failures.table import replacements
 from harness.job import job_of_text
-from harness.scenario.scenario import Gateway, Load, Scenario, Server
+from harness.scenario import Gateway, Load, Scenario, Server
 from harness.serve.arguments import hints, vllm_problems
 from harness.serve.compose_file import parse
 from harness.serve.document import server_document

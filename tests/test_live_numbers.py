@@ -21,8 +21,7 @@ from harness.load.live_metrics import (
     unpacked,
 )
 from harness.run.live import slos_for
-from harness.rundir.lines import Tail
-from harness.rundir.records import ErrorKind, Request
+from harness.rundir.records import ErrorKind, Request, Tail
 from harness.scenario.check_syntax import Slo
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from harness.scenario import Load, Prompts, Scenario, Server
 from harness.scenario.behaviour import Agent, Lengths, Rag
-from harness.scenario.scenario import Load, Prompts, Scenario, Server
 from harness.serve.lint import notes
 from tests.command import harness
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.scenario import Load, Prompts
 from harness.scenario.behaviour import Rag, document_of
-from harness.scenario.scenario import Load, Prompts
 from harness.simulated import spawned
 from tests.load_runs import end, ends_of, log_of, make_job, records_of, start_job
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from harness.scenario.scenario import Gateway, Load, Scenario, Server
+from harness.scenario import Gateway, Load, Scenario, Server
 from harness.serve.compose_file import parse_vllm_bytes
 from tests.problems import server_problems_of
 

@@ -8,7 +8,7 @@ import pytest
 
 from harness.analysis.tally import CellCounts, Clock, numbers_of
 from harness.rundir.records import Request
-from harness.scenario.scenario import Arrivals, Load, Warmup
+from harness.scenario import Arrivals, Load, Warmup
 from harness.simulated import spawned
 from tests.command import harness, only_run, server, write
 from tests.fake_server import answering, exchanging, serving, whole

@@ -31,8 +31,8 @@ from harness.load.metrics_endpoint import LATENCIES, LoadSnapshot, exposition
 from harness.load.stock_output import PRINT_S, StockOutput, with_section
 from harness.process import free_port
 from harness.rundir.records import read_requests
+from harness.scenario import Load, Scenario, Server
 from harness.scenario.check_syntax import parse_check
-from harness.scenario.scenario import Load, Scenario, Server
 from harness.serve.document import MonitoringTarget, panels, prometheus_config
 from tests.command import Done, harness, until
 from tests.load_runs import composed, end, log_of, start

@@ -15,7 +15,7 @@ from harness.analysis.summarize import read_summary
 from harness.machine.telemetry import HostReading, Meter, Sampler, cgroup_files, find_files, local_source, read_now
 from harness.paths import ROOT
 from harness.rundir.manifest import ServedBy
-from harness.rundir.telemetry import (
+from harness.rundir.samples import (
     ContainerSample,
     GpuSample,
     HostSample,

@@ -8,8 +8,8 @@ import pytest
 
 from harness.load.openai_api import Call, Tools, called, gather, returned, valid_call
 from harness.rundir.records import Request
+from harness.scenario import Load
 from harness.scenario.behaviour import Agent, Pause, chance
-from harness.scenario.scenario import Load
 from harness.simulated import spawned
 from tests.load_runs import end, ends_of, log_of, make_job, records_of, start_job
 

@@ -24,10 +24,10 @@ from harness.load.openai_api import Call, Tools
 from harness.load.preflight import first_model
 from harness.load.process import LoadProcess
 from harness.rundir.manifest import ServedBy
-from harness.rundir.metrics import MetricsSample, Scraper
 from harness.rundir.records import TEMPLATE_TOKENS, BadField, Request, read_requests
-from harness.scenario.scenario import Load
-from harness.scenario.structured import Judged, Structured, judge
+from harness.rundir.samples import MetricsSample, Scraper
+from harness.scenario import Load
+from harness.scenario.behaviour import Judged, Structured, judge_answer
 from harness.serve import lemonade, probe, ready
 from harness.serve.facts import recorded
 from harness.serve.lemonade import Api, LemonadeMonitor, attached, download
@@ -260,7 +260,7 @@ def test_json_that_is_nested_deeply_is_no_defect_of_ours(process: LoadProcess, l
     call = Call("a", "read_file", deep(levels).decode())
     assert not Tools.of(1, "auto").is_valid(call)
     form = Structured(json_schema={"type": "object"})
-    assert judge(form, [], "a", deep(levels).decode()) == Judged(False, False)
+    assert judge_answer(form, [], "a", deep(levels).decode()) == Judged(False, False)
 
 
 def test_a_comment_that_says_done_ends_nothing() -> None:

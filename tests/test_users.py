@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.process import free_port
-from harness.scenario.scenario import Arrivals, Load, Warmup
+from harness.scenario import Arrivals, Load, Warmup
 from tests.fake_server import answering, serving, whole
 from tests.load_runs import (
     ROOT,

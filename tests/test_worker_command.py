@@ -16,7 +16,7 @@ from harness.run import drive as driving
 from harness.run import worker as lending
 from harness.run.drive import LocalChild, drive, locust_arguments
 from harness.rundir.records import read_requests
-from harness.scenario.scenario import Load
+from harness.scenario import Load
 from harness.simulated import Spawned
 from harness.workers import Workers
 from tests import prefork

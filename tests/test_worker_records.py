@@ -14,7 +14,7 @@ from harness.load.recorder import RecordReceiver, RecordSender
 from harness.process import free_port
 from harness.redact import know
 from harness.rundir.records import Request, read_requests
-from harness.scenario.scenario import Load
+from harness.scenario import Load
 from harness.workers import Workers, parse_part, parse_workers, process_number
 from tests.command import harness, write
 from tests.faults import fault

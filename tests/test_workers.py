@@ -24,7 +24,7 @@ from harness.run import drive as driving
 from harness.run.drive import Count, LocalChild, drive, locust_arguments
 from harness.rundir.manifest import read_run
 from harness.rundir.records import ProcessMark, read_marks, read_requests
-from harness.scenario.scenario import Load
+from harness.scenario import Load
 from harness.simulated import Spawned
 from harness.workers import Workers
 from tests.command import going, only_run, until, write

@@ -17,8 +17,7 @@ from harness.analysis.goodput import meets
 from harness.columns import LIVE
 from harness.files import UNDECODABLE
 from harness.load.recorder import Recorder
-from harness.rundir.lines import Samples
-from harness.rundir.records import CUT, MAX_CPU, Request
+from harness.rundir.records import CUT, MAX_CPU, Request, Samples
 from harness.scenario.check_syntax import Slo
 
 RESOLUTION = 0.01  # of a percentile: histogram buckets are 2 % wide

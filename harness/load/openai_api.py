@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from harness.scenario.scenario import Load
+from harness.scenario import Load
 from harness.workload import Message
 
 _TOOLS = (

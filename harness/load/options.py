@@ -23,10 +23,10 @@ from harness.files import UNDECODABLE
 from harness.job import Job, job_of_text, read_job
 from harness.load.client import ApiAddress
 from harness.load.preflight import JobInputs, api_key, first_model
+from harness.scenario import MAX_USERS, TURNS, Arrivals, Load, Prompts, Users, Warmup
 from harness.scenario.behaviour import Abandon, Agent, Rag
 from harness.scenario.check_syntax import Slo, parse_check
 from harness.scenario.file import decode
-from harness.scenario.scenario import MAX_USERS, TURNS, Arrivals, Load, Prompts, Users, Warmup
 from harness.workers import FROM_MASTER, parse_part
 from harness.workload import salt_words
 

@@ -3,7 +3,6 @@
 import os
 from typing import NamedTuple
 
-from harness import workload
 from harness.errors import HarnessError
 from harness.failures import unexpected_response
 from harness.failures.unexpected_response import CHECK_ADDRESS, HttpResponse, SentKey
@@ -13,8 +12,8 @@ from harness.load.exchange import Exchange
 from harness.load.reader import IdleQueue, KernelClock, Reader
 from harness.process import refuse_too_few_files
 from harness.redact import know, masked
-from harness.scenario.scenario import connections_per_process
-from harness.workload import PromptRow
+from harness.scenario import connections_per_process
+from harness.workload.prompt_file import PromptRow, read_rows
 from harness.workload.traces import Replay, replay_of
 
 
@@ -76,7 +75,7 @@ class JobInputs(NamedTuple):
         """Raises HarnessError when host, prompt file, trace or API key cannot be used."""
         refuse_too_few_files(max(connections_per_process(stage.load) for stage in [job, *job.then]))
         target = ApiAddress.of(host)
-        rows = workload.read_rows(job.prompt_file) if job.prompt_file else []
+        rows = read_rows(job.prompt_file) if job.prompt_file else []
         return cls(target, rows, replay_of_job(job), api_key(job.api_key_env))
 
 

@@ -26,12 +26,9 @@ from harness.load.response import ResponseReader, coalesced_late
 from harness.load.sequencer import Part, Plan, Slot, StagePlan, StageSequencer, WarmupSample
 from harness.redact import know
 from harness.rundir.records import ErrorKind, Request
-from harness.scenario import structured
-from harness.scenario.arrivals import Due, Schedule, steady
-from harness.scenario.behaviour import Abandon
-from harness.scenario.plan import Steadiness, steadiness
-from harness.scenario.scenario import Arrivals, taken_together
-from harness.scenario.structured import Judged
+from harness.scenario import Arrivals, taken_together
+from harness.scenario.behaviour import Abandon, Judged, answer_fields, judge_answer
+from harness.scenario.plan import Due, Schedule, Steadiness, steadiness, steady_arrivals
 from harness.workload import Message
 from harness.workload.traces import Beginning
 
@@ -241,7 +238,7 @@ class LoadProcess:
 
     def _body(self, messages: Sequence[Message], index: int, tools: Tools | None) -> bytes:
         job, form = self.job, self.job.load.answer
-        more = {} if form is None else structured.fields_of(form, self._choices(index))
+        more = {} if form is None else answer_fields(form, self._choices(index))
         more |= {} if tools is None else tools.fields()
         return body_of(job.load, self.model(), messages, self._asked(index), more)
 
@@ -255,7 +252,7 @@ class LoadProcess:
         if form is None or answer.error is not None:
             return Judged()
         label = workload.label_at(self.job.prompts, self.job.seed, index)
-        return structured.judge(form, self._choices(index), label, answer.text)
+        return judge_answer(form, self._choices(index), label, answer.text)
 
     def _asked_prompt(self, place: Place) -> int | None:
         """The planned length of the prompt; None for later turns, which contain answers."""
@@ -362,7 +359,7 @@ def _warmup_schedule(job: Job) -> Due | None:
         return Beginning(replay)
     if replay is not None:
         return Schedule(Arrivals(rate=len(replay) / replay.at_s[-1]), -1 - job.seed)
-    return None if job.load.arrivals is None else Schedule(steady(job.load.arrivals), -1 - job.seed)
+    return None if job.load.arrivals is None else Schedule(steady_arrivals(job.load.arrivals), -1 - job.seed)
 
 
 def _together(job: Job) -> int:

@@ -41,9 +41,8 @@ from harness.load.process import Place
 from harness.load.sequencer import Slot
 from harness.redact import printable
 from harness.rundir.records import CUT
-from harness.scenario import behaviour
+from harness.scenario import Load, behaviour
 from harness.scenario.behaviour import Abandon
-from harness.scenario.scenario import Load
 from harness.workload import Message, text
 
 T = TypeVar("T")

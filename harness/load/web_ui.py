@@ -38,7 +38,7 @@ from harness.load.process import plan_of
 from harness.load.recorder import Recorder
 from harness.load.sequencer import Sequencer
 from harness.load.stock_output import StockOutput, with_section
-from harness.scenario.scenario import MAX_USERS
+from harness.scenario import MAX_USERS
 
 KEY = "llm"  # also of our numbers in a worker's report
 ASSETS = Path(__file__).with_name("assets")

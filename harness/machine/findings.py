@@ -1,5 +1,6 @@
 """A finding: a fact about this machine, its fix and its source."""
 
+import re
 import textwrap
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,7 @@ from msgspec import Struct
 from rich.console import Console
 from rich.text import Text
 
-from harness.machine.gpus import machine, table
+from harness.machine.gpus import WORDS, columns, machine, table
 from harness.units import gib
 
 Level = Literal["ok", "warning", "blocker"]
@@ -153,3 +154,35 @@ def as_json(findings: list[Finding], root: Path = Path("/")) -> str:
         "findings": findings,
     }
     return msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
+
+
+def targets_table() -> str:
+    """The support of each server for each target, with its source."""
+    servers = columns()
+    lines = [f"Read on {table().checked}.", ""]
+    lines.append(_row(["target", "family", *(server.title for server in servers.values())]))
+    lines.append("|---" * (2 + len(servers)) + "|")
+    for row in table().targets:
+        standings = [WORDS[row.standing(server)] for server in servers]
+        lines.append(_row([f"`{row.target}`", f"{row.family}; {row.architecture}", *standings]))
+    lines += ["", *(f"- {server.title}: {server.source}" for server in servers.values())]
+    return "\n".join(lines) + "\n"
+
+
+def findings_tables() -> str:
+    """Every finding with its levels, its fix and its source, by topic."""
+    parts = []
+    for topic, title in TOPICS.items():
+        parts += [f"### {title}", "", _row(["finding", "looks at", "levels", "fix", "source"]), "|---|---|---|---|---|"]
+        for row in known().values():
+            if row.topic == topic:
+                levels = ", ".join(["ok", *row.levels])
+                fixes = [row.fix] if isinstance(row.fix, str) else list(row.fix.values())
+                fix = re.sub(r"\{(\w+)\}", lambda m: m[1].upper(), "<br>".join(fixes)) or "-"
+                parts.append(_row([f"`{row.id}`", row.looks_at, levels, fix, row.source]))
+        parts.append("")
+    return "\n".join(parts)
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

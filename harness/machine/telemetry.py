@@ -20,8 +20,8 @@ from types import TracebackType
 from msgspec import Struct
 
 from harness.machine.gpus import text
-from harness.rundir.lines import append_sample
-from harness.rundir.telemetry import ContainerSample, GpuSample, HostSample, TelemetrySample
+from harness.rundir.records import append_sample
+from harness.rundir.samples import ContainerSample, GpuSample, HostSample, TelemetrySample
 
 Files = Mapping[str, bytes]  # content by path below the root, without a slash in front
 

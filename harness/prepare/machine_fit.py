@@ -21,7 +21,7 @@ from harness.machine.memory import Pool, Share, Wish, brief, host_share, pools, 
 from harness.machine.model import find_model, read_model
 from harness.prepare.experiment import Experiment
 from harness.reasons import sentence
-from harness.scenario.scenario import Server
+from harness.scenario import Server
 from harness.serve import PreparedServer, prepared
 from harness.serve.arguments import ranks_of, refuse_unfit, shown_to, value_of
 from harness.serve.compose_file import Service, parse_bytes, parse_device

@@ -16,10 +16,9 @@ from harness.judge.stats import repeats_to_reach_p
 from harness.judge.verdicts import comparisons_of
 from harness.prepare.experiment import Experiment
 from harness.report import words
-from harness.scenario.arrivals import Schedule, steady
+from harness.scenario import Baseline, Load, Scenario, Swept, at_once, taken_together, warmup_of
 from harness.scenario.behaviour import Agent, lengths_in_words, pause_mean_s, typical_of
-from harness.scenario.plan import WINDOWS, baseline_of, plan, start_of, starts, steadiness
-from harness.scenario.scenario import Baseline, Load, Scenario, Swept, at_once, taken_together, warmup_of
+from harness.scenario.plan import WINDOWS, Schedule, baseline_of, plan, start_of, starts, steadiness, steady_arrivals
 from harness.serve.arguments import hints
 from harness.serve.lint import notes
 from harness.serve.location import engine_location
@@ -260,7 +259,7 @@ def _warmup_s(scenario: Scenario, load: Load, replay: Replay | None) -> float:
     if replay is not None:
         return Beginning(replay).at(last)
     if load.arrivals is not None:
-        return Schedule(steady(load.arrivals), scenario.seed).at(last) or 0.0
+        return Schedule(steady_arrivals(load.arrivals), scenario.seed).at(last) or 0.0
     return _rounds_s(load, requests)
 
 

@@ -20,9 +20,9 @@ from harness.run.progress import Progress
 from harness.run.run import endpoint_of, generator, make_job, watched
 from harness.run.running import Running, begin, finish
 from harness.rundir.manifest import disk_is_full
+from harness.scenario import SERVER_TOKENIZER, locustfile_of
 from harness.scenario.check_syntax import parse_check, slos_key
 from harness.scenario.plan import mix_of, plan, staged
-from harness.scenario.scenario import SERVER_TOKENIZER, locustfile_of
 from harness.serve import compose_document, upstream_of
 from harness.serve.document import GRAFANA_PORT, METRICS_PORT
 from harness.serve.generator import IMAGE, files_needed, in_image

@@ -21,8 +21,17 @@ from harness.run.budget import within
 from harness.run.progress import Progress
 from harness.run.run import carry_out, steps_of
 from harness.run.running import Running, digest, finish, make_room, manifest_of, needs_docker
-from harness.rundir.attempts import Inputs, locked, read_inputs, set_aside
-from harness.rundir.manifest import CellRun, Resumption, Run, read_run, write_run
+from harness.rundir.manifest import (
+    CellRun,
+    Inputs,
+    Resumption,
+    Run,
+    locked,
+    read_inputs,
+    read_run,
+    set_aside,
+    write_run,
+)
 from harness.scenario.file import read_scenario
 from harness.scenario.plan import Cell, plan
 from harness.serve import connect, sweep

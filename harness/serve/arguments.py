@@ -14,8 +14,8 @@ from harness.engines import engines
 from harness.errors import HarnessError, Problem
 from harness.failures.table import removed_flags, replacements
 from harness.machine.gpus import VISIBLE, Card, has_fp8, shown
+from harness.scenario import Load, Scenario, Server, at_once
 from harness.scenario.behaviour import max_of, unread
-from harness.scenario.scenario import Load, Scenario, Server, at_once
 from harness.serve.compose_file import Service, parse_bytes, tag_of
 from harness.serve.lemonade import MAX_THREADS, PREFIXES, bare_name, pool_size
 from harness.serve.template import variable_of

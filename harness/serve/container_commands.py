@@ -22,7 +22,7 @@ from harness.errors import ServerError
 from harness.machine.gpus import gpus
 from harness.machine.memory import Pool, pools
 from harness.machine.telemetry import AMD, CGROUP_FILES, GPU_FILES, INTERVAL_S, SENSORS, HostReading, Source, root
-from harness.scenario.scenario import Server
+from harness.scenario import Server
 from harness.serve import containers
 from harness.serve.compose_file import filled_in, parse
 from harness.serve.engine import DOCKER_ERRORS, connect, ensure_image, owned

@@ -5,8 +5,14 @@ from typing import Any, NamedTuple
 
 from harness.engines import engines
 from harness.errors import HarnessError
-from harness.scenario.scenario import Scenario
-from harness.serve.compose_file import GATEWAY, SERVER, parse, parse_port, url_of
+from harness.scenario import Scenario
+from harness.serve.compose_file import (
+    GATEWAY,
+    SERVER,
+    parse,
+    parse_port,
+    url_of,
+)
 from harness.serve.engine import digests_here
 from harness.serve.lemonade import served_name
 from harness.serve.template import port_inside, prepared, rendered, server_of, with_services

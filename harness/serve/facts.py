@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
-import requests
 from docker.models.containers import Container
 from msgspec import Struct
 from prometheus_client.parser import text_string_to_metric_families
@@ -28,7 +27,7 @@ from harness.rundir.manifest import Contents, Phase, ServedBy, Startup
 from harness.serve.containers import unpacked
 from harness.serve.engine import DOCKER_ERRORS
 from harness.serve.lemonade import LemonadeMonitor
-from harness.serve.probe import PROBE_TIMEOUT_S, text_of
+from harness.serve.probe import good_text
 from harness.serve.ready import LOADED
 from harness.trust import open_session
 
@@ -77,7 +76,7 @@ def _asked(
     with open_session(api_key) as session:
 
         def answer(path: str) -> dict[str, Any]:
-            return _decoded(_text(session, served.url + path) if behind is None else behind.fetch(path))
+            return _decoded(good_text(session, served.url + path) if behind is None else behind.fetch(path))
 
         for name, source in _fact_sources():
             if source.path is not None and facts["engine"] in (None, name):
@@ -91,7 +90,7 @@ def _asked(
             effective |= loaded(answer(path), served.model)
         text = "" if behind is None else behind.fetch("/metrics")
         if metrics_url is not None and not text:
-            text = _text(session, metrics_url)
+            text = good_text(session, metrics_url)
         for name, source in _fact_sources():
             if source.metric is not None:
                 facts, effective = _read(name, source, labels_of(text, source.metric), facts, effective)
@@ -160,15 +159,6 @@ def _decoded(text: str) -> dict[str, Any]:
     except ValueError:
         return {}
     return answer if isinstance(answer, dict) else {}
-
-
-def _text(session: requests.Session, url: str) -> str:
-    """The body of a good answer, else nothing."""
-    try:
-        response = session.get(url, timeout=PROBE_TIMEOUT_S, allow_redirects=False)
-    except requests.RequestException:
-        return ""
-    return text_of(response) if response.status_code == 200 else ""
 
 
 ROCM_VERSION = "/opt/rocm/.info/version"

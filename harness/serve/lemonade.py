@@ -24,7 +24,7 @@ from harness.serve.compose_file import Managed
 from harness.serve.container_commands import FETCH_S, Shell, command_inside
 from harness.serve.containers import LogFile, advice
 from harness.serve.engine import DOCKER_ERRORS
-from harness.serve.probe import Phases, Waiting, death, lines_of, reason, text_of, watched
+from harness.serve.probe import Phases, Waiting, death, good_text, lines_of, reason, watched
 from harness.summary import Reason, because
 from harness.trust import open_session
 
@@ -74,12 +74,12 @@ class Api(Struct, frozen=True):
 
     def get(self, path: str, timeout_s: float = HEALTH_S) -> requests.Response:
         """Raises requests.RequestException."""
-        with self._session() as session:
+        with self.session() as session:
             return session.get(self.url + path, timeout=timeout_s, allow_redirects=False)
 
     def post(self, path: str, body: dict[str, Any], timeout_s: float, stream: bool = False) -> requests.Response:
         """Raises requests.RequestException."""
-        url, session = self.url + path, self._session()
+        url, session = self.url + path, self.session()
         return session.post(url, json=body, timeout=timeout_s, allow_redirects=False, stream=stream)
 
     def read(self, path: str, kind: type[T], timeout_s: float = HEALTH_S) -> T | None:
@@ -90,7 +90,7 @@ class Api(Struct, frozen=True):
         except (requests.RequestException, *UNDECODABLE):
             return None
 
-    def _session(self) -> requests.Session:
+    def session(self) -> requests.Session:
         session = open_session(self.key)
         session.headers["Connection"] = "close"
         return session
@@ -106,7 +106,7 @@ class RunningModel(Struct, frozen=True):
     device: Any = None
     pid: int | None = None  # of the backend, inside the container
     url: str | None = field(name="backend_url", default=None)  # such as http://127.0.0.1:8001/v1: inside the container
-    command: list[str] | None = field(name="launch_command", default=None)  # what was started; none before v11.8.0
+    command: list[str] = field(name="launch_command", default_factory=list)  # what was started; empty before v11.8.0
     watchdog_reset: bool = False
 
     @property
@@ -131,7 +131,7 @@ class RunningModel(Struct, frozen=True):
 
     def argument(self, flag: str) -> str | None:
         """The value of a flag on the backend's command line; None where it is not known."""
-        words = iter(self.command or ())
+        words = iter(self.command)
         return next((next(words, None) for word in words if word == flag), None)
 
 
@@ -176,9 +176,9 @@ class LemonadeSystem(Struct, frozen=True):
     recipes: dict[str, _Recipe] = {}
 
 
-def system_info(api: Api) -> LemonadeSystem | None:
-    """None for a Lemonade that does not say."""
-    return api.read(f"{PREFIX}/system-info", LemonadeSystem, INFO_S)
+def system_info(api: Api) -> LemonadeSystem:
+    """Empty for a Lemonade that does not say."""
+    return api.read(f"{PREFIX}/system-info", LemonadeSystem, INFO_S) or LemonadeSystem()
 
 
 class ListedModel(Struct, frozen=True):
@@ -271,19 +271,19 @@ def bring_up(api: Api, asked: Managed, waiting: Waiting, until: float, phases: P
 
     `phases` get "install" and "download" where there was something to do, and "load". Raises ServerError.
     """
-    system = _watched(lambda: system_info(api), waiting, until, "asking Lemonade for its backends")
-    known = _watched(lambda: find_listed(api, asked.model), waiting, until, "asking Lemonade for the model")
+    system = _watched(lambda: system_info(api), waiting, until, ["asking Lemonade for its backends"])
+    known = _watched(lambda: find_listed(api, asked.model), waiting, until, ["asking Lemonade for the model"])
     body: dict[str, Any] = {"model_name": asked.model, "stream": True}
     if isinstance(known, ServerError):
         if asked.checkpoint is None:
             raise known
         body |= {"checkpoint": asked.checkpoint, "recipe": asked.recipe}  # which makes it known
     recipe = asked.recipe or (known.recipe if isinstance(known, ListedModel) else None)
-    backend = None if system is None or recipe is None else _backend(system, recipe, asked.backend)
+    backend = None if recipe is None else _backend(system, recipe, asked.backend)
     if backend is not None and backend.state not in _INSTALLED:
         install = {"recipe": recipe, "backend": backend.name, "stream": False}
         left_s, name = max(1.0, until - time.monotonic()), f"{recipe}:{backend.name}"
-        answer = _watched(lambda: _post(api, "/install", install, left_s), waiting, until, f"installing {name}")
+        answer = _watched(lambda: _post(api, "/install", install, left_s), waiting, until, [f"installing {name}"])
         problem = _not_installed(answer, name)
         if problem is None:
             phases.done("install")
@@ -297,7 +297,7 @@ def bring_up(api: Api, asked: Managed, waiting: Waiting, until: float, phases: P
     load = {"model_name": asked.model, **asked.options, "pinned": True}
     # To give up before Lemonade does would hide its reason.
     latest = max(until, time.monotonic() + limit_s)
-    answer = _watched(lambda: _post(api, "/load", load, limit_s), waiting, latest, "loading the model")
+    answer = _watched(lambda: _post(api, "/load", load, limit_s), waiting, latest, ["loading the model"])
     if answer.status_code != 200:
         raise _not_loaded(answer, asked.model, waiting)
     phases.done("load")
@@ -318,7 +318,7 @@ def _backend(system: LemonadeSystem, recipe: str, wanted: str | None) -> Backend
     """The backend that a load will take; None where Lemonade knows none."""
     known = system.recipes.get(recipe, _Recipe())
     there = {name: Backend(name, one.state) for name, one in known.backends.items()}
-    if wanted is not None:
+    if wanted is not None and system.recipes:
         return there.get(wanted) or Backend(wanted, "unknown")
     default = there.get(known.default_backend or "")
     if default is not None and default.state != "unsupported":
@@ -373,20 +373,13 @@ def _proven(api: Api, model: str, waiting: Waiting) -> Loaded:
 def as_loaded(api: Api, model: str, running: RunningModel, version: str | None) -> Loaded:
     """What is known of a loaded model, whichever client loaded it; `version` is Lemonade's own."""
     system = system_info(api)
-    threads = None if system is None else system.devices.cpu.threads
-    max_parallel = None if threads is None else pool_size(threads, version)
-    taken = None if system is None else _backend(system, running.recipe, None)
+    threads = system.devices.cpu.threads
+    taken = _backend(system, running.recipe, None)
     name = running.backend or (None if taken is None else taken.name)
-    engine = ":".join(filter(None, (running.recipe, name)))
-    names = f"Lemonade {version or '(unknown version)'}, {engine}"
-    return Loaded(_name_to_send(api, model, running), names, max_parallel)
-
-
-def _name_to_send(api: Api, model: str, running: RunningModel) -> str:
-    """The id that the backend knows: llama-server answers to any name, vLLM to one."""
-    if running.recipe != "vllm":
-        return model
-    return running.argument("--served-model-name") or served_name(canonical_name(api, model))
+    names = f"Lemonade {version or '(unknown version)'}, {':'.join(filter(None, (running.recipe, name)))}"
+    if running.recipe == "vllm":  # which knows one name alone; llama-server answers to any
+        model = running.argument("--served-model-name") or served_name(canonical_name(api, model))
+    return Loaded(model, names, None if threads is None else pool_size(threads, version))
 
 
 def _not_loaded(answer: requests.Response, model: str, waiting: Waiting) -> ServerError:
@@ -408,11 +401,8 @@ def _post(api: Api, path: str, body: dict[str, Any], timeout_s: float) -> reques
         ) from None
 
 
-def _watched(call: Callable[[], T], waiting: Waiting, until: float, doing: str | list[str]) -> T:
-    """The result of `call`, while the server's life is watched.
-
-    What it is doing is shown: a text with the log's last line, or the last of a list that grows.
-    """
+def _watched(call: Callable[[], T], waiting: Waiting, until: float, doing: list[str]) -> T:
+    """The result of `call`, while the server's life is watched. Shown is the last of `doing`, which may grow."""
     begin = reported_s = time.monotonic()
 
     def look() -> None:
@@ -420,12 +410,10 @@ def _watched(call: Callable[[], T], waiting: Waiting, until: float, doing: str |
         now = time.monotonic()
         if now - reported_s >= REPORT_EVERY_S:
             reported_s = now
-            waiting.on_progress(
-                doing[-1] if isinstance(doing, list) else f"{doing}, {now - begin:.0f} s: {waiting.log.last_line()}"
-            )
+            waiting.on_progress(f"{doing[-1]}, {now - begin:.0f} s: {waiting.log.last_line()}")
         if now > until:
             raise ServerError(
-                f"the server did not become ready within {waiting.timeout_s:g} s; last: {_last(doing)}",
+                f"the server did not become ready within {waiting.timeout_s:g} s; last: {doing[-1]}",
                 next_step="If it only needs longer, raise startup_timeout_s in the scenario.",
                 detail=waiting.log.tail(),
             )
@@ -433,13 +421,9 @@ def _watched(call: Callable[[], T], waiting: Waiting, until: float, doing: str |
     try:
         return watched(call, waiting, look)
     except requests.RequestException as error:
-        raise death(waiting) or ServerError(f"Lemonade gave no answer while {_last(doing)} ({reason(error)})") from None
+        raise death(waiting) or ServerError(f"Lemonade gave no answer while {doing[-1]} ({reason(error)})") from None
     except ServerError as error:
         raise death(waiting) or error from None
-
-
-def _last(doing: str | list[str]) -> str:
-    return doing if isinstance(doing, str) else doing[-1]
 
 
 SILENCE_S = 300.0  # between two events; a hub may take its time
@@ -659,11 +643,8 @@ class LemonadeMonitor:
             return False
 
     def _own_metrics(self) -> str:
-        try:
-            response = self._api.get("/metrics", OWN_METRICS_S)
-        except requests.RequestException:
-            return ""
-        return text_of(response) if response.status_code == 200 else ""
+        with self._api.session() as session:
+            return good_text(session, self._api.url + "/metrics", OWN_METRICS_S)
 
 
 def _options(running: RunningModel) -> str:
@@ -674,13 +655,8 @@ def _options(running: RunningModel) -> str:
 
 def _here(url: str, body: str | None = None) -> str:
     """The good answer of an address on this machine, else nothing. The engine behind Lemonade wants no key."""
-    try:
-        with open_session(None) as session:
-            method, headers = "GET" if body is None else "POST", {"Content-Type": "application/json"}
-            response = session.request(method, url, data=body, headers=headers, timeout=FETCH_S, allow_redirects=False)
-    except requests.RequestException:
-        return ""
-    return text_of(response) if response.status_code == 200 else ""
+    with open_session(None) as session:
+        return good_text(session, url, FETCH_S, body)
 
 
 def orphans_of(container: Container) -> list[str]:

@@ -17,13 +17,11 @@ from docker.models.containers import Container
 from harness import process, redact
 from harness.errors import HarnessError, ServerError
 from harness.failures.explain import State
-from harness.machine.gpus import gpus
 from harness.machine.telemetry import Source, cgroup_files, local_source, root
 from harness.process import is_free, signals_interrupt
 from harness.rundir.manifest import ServedBy, ServerDeath
-from harness.scenario.scenario import Scenario, Server
+from harness.scenario import Scenario, Server
 from harness.serve import containers, probe
-from harness.serve.arguments import refuse_unfit
 from harness.serve.compose_file import GATEWAY, SERVER, ComposeFile, Service, Serving, filled_in, parse_port, url_of
 from harness.serve.container_commands import has_shell, inside
 from harness.serve.containers import LogFile, Look, look_at_end
@@ -258,8 +256,6 @@ class StartedContainer(msgspec.Struct, frozen=True):
 def containers_of(start: ServerStart, filled: ComposeFile, run_id: str, cell_id: str) -> Iterator[Containers]:
     """Connect to the Docker Engine, and remove at the end what was started. Raises HarnessError for what cannot run."""
     refuse_without_consent(start.server, start.compose)
-    if (start.serving.vllm or start.serving.offline) and engine_location().is_here:
-        refuse_unfit(filled.server, list(gpus()))
     made = Containers(connect(), filled, owned(run_id, cell_id), [])
     with containers.torn_down(made.client, start.compose, made.owner, made.logs, start.on_progress):
         yield made

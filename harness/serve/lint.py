@@ -13,8 +13,8 @@ from harness.engines import Command, Context, engine_of, engines, template_of
 from harness.errors import Problem
 from harness.failures.table import removed_flags, replacements
 from harness.reasons import sentence
+from harness.scenario import TURNS, Load, Prompts, Scenario, Server
 from harness.scenario.behaviour import Agent, Rag, max_of, unread
-from harness.scenario.scenario import TURNS, Load, Prompts, Scenario, Server
 from harness.serve.arguments import (
     container_problems,
     flags_in,

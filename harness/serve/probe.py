@@ -100,12 +100,8 @@ def base_url(url: str) -> str:
 def metrics_url(base: str, api_key: str | None = None) -> str | None:
     """Where a running server publishes its metrics; None when it does not."""
     with open_session(api_key) as session:
-        try:
-            response = session.get(base + "/metrics", timeout=PROBE_TIMEOUT_S)
-        except requests.RequestException:
-            return None
-    text = text_of(response).lstrip()
-    return base + "/metrics" if response.status_code == 200 and not text.startswith("<") else None
+        text = good_text(session, base + "/metrics").lstrip()
+    return base + "/metrics" if text and not text.startswith("<") else None
 
 
 def find_model(base: str, model: str | None, session: requests.Session, key_name: str | None = None) -> str:
@@ -165,19 +161,15 @@ def _get(session: requests.Session, url: str) -> requests.Response:
     try:
         return session.get(url, timeout=2 * PROBE_TIMEOUT_S, allow_redirects=False)
     except requests.RequestException as error:
-        raise no_answer(error)(
-            f"no answer from {url}: {reason(error)}",
-            next_step=_way_out(error),
-        ) from None
+        raise no_answer(error)(f"no answer from {url}: {reason(error)}", next_step=_way_out(error)) from None
 
 
 def _post(session: requests.Session, url: str, body: dict[str, Any]) -> requests.Response:
     try:
         return session.post(url, json=body, timeout=ANSWER_S, allow_redirects=False)
     except requests.RequestException as error:
-        raise no_answer(error)(
-            f"no answer from {url}: {reason(error)}", next_step="Look at the server's log."
-        ) from None
+        step = "Look at the server's log."
+        raise no_answer(error)(f"no answer from {url}: {reason(error)}", next_step=step) from None
 
 
 def no_answer(error: requests.RequestException) -> type[ServerError]:
@@ -241,9 +233,17 @@ def _unlike(what: str, response: requests.Response, kind: type[ServerError] = Se
     )
 
 
-def text_of(response: requests.Response) -> str:
-    """The body as UTF-8, which JSON and metrics are; to guess the encoding of a long one takes minutes."""
-    return response.content.decode("utf-8", "replace")
+def good_text(session: requests.Session, url: str, timeout_s: float = PROBE_TIMEOUT_S, body: str | None = None) -> str:
+    """The text of a good answer to a GET, or to a POST of JSON, else nothing.
+
+    It is taken for UTF-8, which JSON and metrics are: to guess the encoding of a long one takes minutes.
+    """
+    method, headers = "GET" if body is None else "POST", {"Content-Type": "application/json"} if body else {}
+    try:
+        response = session.request(method, url, data=body, headers=headers, timeout=timeout_s, allow_redirects=False)
+    except requests.RequestException:
+        return ""
+    return response.content.decode("utf-8", "replace") if response.status_code == 200 else ""
 
 
 def lines_of(response: requests.Response) -> Iterator[bytes]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from harness.engines import template_of
 from harness.errors import Problem, ServerError
 from harness.redact import SHORTEST, is_secret, looks_secret, masked
-from harness.scenario.scenario import Consent, Server
+from harness.scenario import Consent, Server
 from harness.serve.compose_file import (
     ComposeFile,
     Service,

@@ -24,7 +24,7 @@ from harness.files import read_text
 from harness.machine.gpus import device_groups
 from harness.paths import COMPOSE
 from harness.process import free_port
-from harness.scenario.scenario import Gateway, Scenario, Server
+from harness.scenario import Gateway, Scenario, Server
 from harness.serve.compose_file import (
     GATEWAY,
     SERVER,

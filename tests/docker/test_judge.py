@@ -14,7 +14,7 @@ import requests
 
 from harness.process import free_port
 from harness.rundir.records import read_requests
-from harness.scenario.scenario import Load, Server
+from harness.scenario import Load, Server
 from harness.serve import server_document, templates, variables
 from harness.serve.compose_file import parse
 from tests.command import harness, until, write

@@ -20,7 +20,7 @@ from tests.faults import fault
 OWNER = """
 import sys, time
 from pathlib import Path
-from harness.scenario.scenario import Load, Scenario, Server
+from harness.scenario import Load, Scenario, Server
 from harness.serve import serve
 image, folder, run = sys.argv[1:]
 server = Server(template="simulated", variables={"image": image})

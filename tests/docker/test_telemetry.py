@@ -12,7 +12,7 @@ from docker.types import Mount
 
 from harness.machine.telemetry import Sampler
 from harness.rundir.manifest import ServedBy
-from harness.rundir.telemetry import TelemetrySample, read_telemetry
+from harness.rundir.samples import TelemetrySample, read_telemetry
 from harness.serve import Endpoint
 from harness.serve.container_commands import has_shell, inside
 from harness.serve.containers import Look
