@@ -550,7 +550,7 @@ def probes(url: str, folder: Path) -> Iterator[Callable[[], object]]:
     yield lambda: probe.server_version(url, session)
     yield lambda: probe.metrics_url(url)
     yield lambda: probe.counter(url, "m")("text")
-    yield lambda: probe.counter(url, "m", ask_engine=lambda path, body: probe.text_of(session.get(url)))("text")
+    yield lambda: probe.counter(url, "m", ask_engine=lambda path, body: probe.good_text(session, url))("text")
     yield lambda: lemonade.health(api)
     yield lambda: lemonade.system_info(api)
     yield lambda: lemonade.find_listed(api, "m")
