@@ -410,8 +410,8 @@ class RunLine(msgspec.Struct, frozen=True, kw_only=True):
 
 def _line_of(folder: Path) -> RunLine:
     from harness.analysis.summarize import read_summary
+    from harness.process import owner_is_gone
     from harness.rundir.manifest import read_run
-    from harness.serve.labels import owner_is_gone
 
     try:
         run = read_run(folder)

@@ -12,7 +12,7 @@ from rich.text import Text
 from harness.analysis.forecast import Forecast, Prediction, RowForecast
 from harness.capacity.result import read_capacity
 from harness.engines import engines
-from harness.failures.scan import Diagnosis, Scanned
+from harness.failures.explain import Diagnosis, Scanned
 from harness.reasons import evidence, sentence
 from harness.report import sentences, words
 from harness.report.capacity import capacity_lines
