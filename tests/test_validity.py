@@ -197,6 +197,9 @@ RESENT: Callable[[int], dict[str, Any]] = lambda number: {  # noqa: E731
         ({"machine": seen(listen_overflows=0)}, [], []),
         # The machine.
         ({"machine": seen()}, [], []),
+        ({"machine": seen(energy_j=1000.0, counted_energy_j=930.0)}, [], []),
+        ({"machine": seen(energy_j=1000.0, counted_energy_j=800.0)}, [],
+         [("energy_differs", {"power_j": 1000.0, "counter_j": 800.0, "max_share": 0.1})]),
         ({"machine": seen(gap_max_s=7.25, took_max_s=6.2)}, [], [("telemetry_gap", {"gap_s": 7.25, "took_s": 6.2})]),
         ({"machine": seen(gpus={"g": GpuLoad(used=True, heat_s=0.049 * 1.5)})}, [], [("gpu_throttled", {"gpu": "g"})]),
         ({"machine": seen(gpus={"g": GpuLoad(used=True, heat_s=0.051 * 1.5)})},
