@@ -20,8 +20,8 @@ from harness.reasons import sentence
 from harness.report.capacity import capacity_lines, crossover_reason
 from harness.run.capacity import drift_of, level_load, step_of
 from harness.rundir.manifest import read_run
+from harness.scenario import Arrivals, Load
 from harness.scenario.file import load_scenario
-from harness.scenario.scenario import Arrivals, Load
 from harness.simulated import spawned
 from tests.command import Done, going, harness, only_run, server, until, write
 from tests.made_runs import request

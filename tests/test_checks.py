@@ -13,6 +13,7 @@ from harness.judge.checks import evaluate, requests_needed, undecidable
 from harness.judge.stats import samples_needed
 from harness.paths import SCENARIOS
 from harness.reasons import evidence
+from harness.scenario import Load, Scenario, Server
 from harness.scenario.check_syntax import (
     JUDGED_BY_SLOS,
     LATENCIES,
@@ -27,7 +28,6 @@ from harness.scenario.check_syntax import (
     slo_sets,
 )
 from harness.scenario.file import load_scenario
-from harness.scenario.scenario import Load, Scenario, Server
 from harness.summary import (
     Attained,
     CheckResult,
@@ -147,12 +147,9 @@ def test_no_text_breaks_the_parser(text: str) -> None:
 
 
 @given(
-    st.sampled_from(sorted(UNITS)),
-    st.sampled_from(sorted(OPERATORS)),
-    st.floats(0, 1),
-    st.sampled_from(["", " ", "  "]),
-    st.sampled_from([None, ("a", "x"), ("no-limit", "5")]),
-)
+    st.sampled_from(sorted(UNITS)), st.sampled_from(sorted(OPERATORS)), st.floats(0, 1),
+    st.sampled_from(["", " ", "  "]), st.sampled_from([None, ("a", "x"), ("no-limit", "5")]),
+)  # fmt: skip
 def test_every_metric_is_read_back(
     metric: str, sign: str, number: float, blank: str, selection: tuple[str, str] | None
 ) -> None:

@@ -10,12 +10,12 @@ import pytest
 
 from harness.comparison.history import check_against_history, history_of
 from harness.errors import ExitCode, HarnessError, RunError
-from harness.judge.change_points import GATED_RUNS, MIN_HISTORY, gate, levels_of
+from harness.judge.stats import GATED_RUNS, MIN_HISTORY, gate, levels_of
 from harness.judge.verdicts import is_paced
 from harness.report.board import publish
 from harness.report.history import html
 from harness.rundir.manifest import Machine, Run
-from harness.scenario.scenario import Load, Scenario, Server
+from harness.scenario import Load, Scenario, Server
 from tests.command import harness, write
 from tests.made_runs import WALL_S, scenario, served_by, write_made_run
 from tests.nightly import draws, room
@@ -164,12 +164,9 @@ def made(
 ) -> Run:
     """Run `number` of a history, an hour after the one before it."""
     return write_made_run(
-        folder / f"run-{number:02}",
-        lambda cell: wall_s * SPREAD[number % 5],
-        made_of=made_of,
-        served=lambda cell: served_by(image_digest=digest),
-        **({"started_wall_s": WALL_S + 3600 * number} | manifest),
-    )
+        folder / f"run-{number:02}", lambda cell: wall_s * SPREAD[number % 5], made_of=made_of,
+        served=lambda cell: served_by(image_digest=digest), **({"started_wall_s": WALL_S + 3600 * number} | manifest),
+    )  # fmt: skip
 
 
 @pytest.fixture

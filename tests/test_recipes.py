@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from harness.paths import ROOT
-from harness.serve.probe import free_port
+from harness.process import free_port
 from tests.command import harness
 from tests.load_runs import end, log_of, start
 

@@ -14,14 +14,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from harness.analysis.sessions import notes, sessions_of
+from harness.analysis.notes import of_sessions, sessions_of
 from harness.analysis.summarize import read_summary
 from harness.judge.verdicts import ComparedSides, are_apart, verdicts
-from harness.rundir.attempts import LINES, locked, set_aside
-from harness.rundir.manifest import CellRun, Machine, Resumption, Run, read_run, write_run
+from harness.rundir.manifest import LINES, CellRun, Machine, Resumption, Run, locked, read_run, set_aside, write_run
 from harness.rundir.records import read_requests
+from harness.scenario import Server
 from harness.scenario.plan import plan
-from harness.scenario.scenario import Server
 from tests.command import Going, going, harness, only_run, server, until, write
 from tests.faults import fault
 from tests.made_runs import scenario, served_by
@@ -253,7 +252,7 @@ def test_sessions_and_rows_that_are_apart() -> None:
         )  # fmt: skip
 
     def of(found: Run) -> tuple[list[int], list[str]]:
-        return list(sessions_of(found).values()), [note.code for note in notes(found)]
+        return list(sessions_of(found).values()), [note.code for note in of_sessions(found)]
 
     assert of(run(0, 60, 3000)) == ([0, 0, 0], [])
     assert of(run(0, 60, 120 + 3600)) == ([0, 0, 1], ["hours_apart"])

@@ -17,9 +17,9 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status as OtlpStatus
 
 from harness.errors import HarnessError
 from harness.imports.write import run_of_records
+from harness.process import free_port
 from harness.report import spans
 from harness.rundir.manifest import Startup
-from harness.serve.probe import free_port
 from tests.command import harness
 from tests.made_runs import MONOTONIC_S, WALL_S, request, served_by, write_lines, write_made_run
 

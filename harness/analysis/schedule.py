@@ -11,9 +11,10 @@ from typing import Literal
 
 import msgspec
 
+from harness.analysis.derive import earliest, latest
 from harness.rundir.records import Request
-from harness.scenario.arrivals import Schedule, times
-from harness.scenario.scenario import Arrivals, Load, taken_together
+from harness.scenario import Arrivals, Load, taken_together
+from harness.scenario.plan import Schedule, arrival_times
 from harness.summary import Kept, median_of_known
 
 _KNOWN = ("batch", "chat", "agent", "rag")  # of these it is known how many requests begin with an arrival
@@ -49,10 +50,8 @@ class ScheduleTally(msgspec.Struct, kw_only=True):
         due_s = sent_s + request.scheduled_s
         self.sent += 1
         self.arrived += request.batch is None or request.batch == request.index
-        self.first_due_s = due_s if self.first_due_s is None else min(self.first_due_s, due_s)
-        self.last_due_s = due_s if self.last_due_s is None else max(self.last_due_s, due_s)
-        self.first_sent_s = sent_s if self.first_sent_s is None else min(self.first_sent_s, sent_s)
-        self.last_sent_s = sent_s if self.last_sent_s is None else max(self.last_sent_s, sent_s)
+        self.first_due_s, self.last_due_s = earliest(self.first_due_s, due_s), latest(self.last_due_s, due_s)
+        self.first_sent_s, self.last_sent_s = earliest(self.first_sent_s, sent_s), latest(self.last_sent_s, sent_s)
 
 
 def first_due_of(load: Load, seed: int) -> float | None:
@@ -130,7 +129,7 @@ def planned_of(load: Load, seed: int, part_s: tuple[float, float] | None = None)
 
 @lru_cache(maxsize=16)
 def _arriving(arrivals: bytes, seed: int, duration_s: float) -> int:
-    due = times(msgspec.json.decode(arrivals, type=Arrivals), seed)
+    due = arrival_times(msgspec.json.decode(arrivals, type=Arrivals), seed)
     return sum(1 for _ in takewhile(lambda at: at < duration_s, due))
 
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from harness.analysis import derive
-from harness.analysis.goodput import meets, missed_before_leaving
+from harness.analysis.derive import meets, missed_before_leaving
 from harness.capacity.evidence import BLOCK_ANSWERS
 from harness.errors import HarnessError
 from harness.rundir.records import Request
+from harness.scenario import Scenario
 from harness.scenario.check_syntax import LATENCIES, Check, Slo, parse_check
-from harness.scenario.scenario import Scenario
 
 KNEE_BLOCK_ANSWERS = 2  # a block of the knee's search lasts so many answers, thinking included
 MIN_BLOCK_S = 0.5  # shorter ones would show the flushing of the records

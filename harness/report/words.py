@@ -6,8 +6,8 @@ from typing import Any
 
 from harness import units
 from harness.columns import RATES
+from harness.scenario import USERS, Arrivals, Load, Trace, at_once, is_open
 from harness.scenario.behaviour import Agent, Rag, lengths_in_words
-from harness.scenario.scenario import USERS, Arrivals, Load, Trace, at_once, is_open
 from harness.summary import NEEDED, Distribution, Reason
 from harness.units import count, milliseconds
 
@@ -22,7 +22,6 @@ def percentile(sample: Distribution, name: str) -> str:
 
 
 def in_unit(value: float, metric: str) -> str:
-    """A value that rows are compared by, with its unit."""
     if metric in RATES:
         return f"{units.significant(value)} tok/s"
     return units.seconds(value) if metric == "wall_s" else f"{units.milliseconds(value)} ms"

@@ -34,9 +34,7 @@ from harness.run.progress import Progress
 from harness.run.run import Note, conduct, endpoint_of, run_cell
 from harness.run.running import Running
 from harness.rundir.manifest import CellRun
-from harness.scenario.behaviour import pause_mean_s
-from harness.scenario.plan import cell_of, mix_of, staged
-from harness.scenario.scenario import (
+from harness.scenario import (
     MAX_USERS,
     Load,
     Warmup,
@@ -45,6 +43,8 @@ from harness.scenario.scenario import (
     taken_together,
     wave_of,
 )
+from harness.scenario.behaviour import pause_mean_s
+from harness.scenario.plan import cell_of, mix_of, staged
 from harness.serve import Endpoint
 from harness.summary import ALPHA, Reason, because
 from harness.units import count, duration
