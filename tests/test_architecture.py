@@ -65,7 +65,6 @@ ALLOWED: dict[str, set[str]] = {
         "rundir.records",
         "scenario",
         "analysis.derive",
-        "analysis.goodput",
         "workers",
         "workload",
     },
