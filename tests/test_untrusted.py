@@ -109,7 +109,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadProcess]:
 def check_record(process: LoadProcess, exchange: Exchange, answer: Answer) -> Request:
     """The record as it is read back; its counts are possible."""
     tools = Tools.of(3, "auto")
-    raw = msgspec.json.encode(process._record(exchange, answer, place(), tools))
+    raw = msgspec.json.encode(process._record(exchange, answer, place()._replace(tools=tools)))
     record = msgspec.json.decode(raw, type=Request)
     prompt_max = BODY_BYTES + TEMPLATE_TOKENS
     for count, maximum in (
@@ -203,11 +203,8 @@ def test_bounds_are_inclusive(process: LoadProcess) -> None:
     assert (record.output_tokens, record.reasoning_tokens, record.bad_fields) == (ASKED, ASKED, [])
 
 
-@fault(
-    "server",
-    "counts of tokens that cannot be (true, -5, 10^18)",
-    seen="a note in the record; out of bounds the row is INVALID",
-)
+@fault("server", "counts of tokens that cannot be (true, -5, 10^18)",
+       seen="a note in the record; out of bounds the row is INVALID")  # fmt: skip
 def test_a_server_with_impossible_counts_on_a_socket(tmp_path: Path) -> None:
     stream = TOKEN + FINISH + usage(prompt_tokens=True, completion_tokens=-5) + DONE
     record = one_record(tmp_path, once(UNTIL_CLOSED, stream), output_tokens=8, output="natural")
