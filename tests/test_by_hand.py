@@ -50,7 +50,7 @@ CLASSES = {"agent": "ToolAgent", "batch": "BatchAgent", "chat": "ChatUser", "rag
 def test_by_hand(tmp_path: Path, engine: str, locustfile: str) -> None:
     options = ["--steps", "2", "--sub-agents", "1", "--documents", "2", "--document-tokens", "50", "--batch-size", "2"]
     options += ["--think", "0.1 0.2", "--turns", "2", "--prompts", "classification", "--output-tokens", "20"]
-    records = by_hand(tmp_path, engine, locustfile, *options, "--stop-timeout", "5")
+    records = by_hand(tmp_path, engine, locustfile, *options, "--users", "3", "--stop-timeout", "5")
     assert len(records) > 6
     assert [r.error for r in records] == [None] * len(records)
     assert {(r.load, r.asked_tokens, r.fixed_length) for r in records} == {("", 20, False)}
