@@ -29,7 +29,9 @@ class UI(NamedTuple):
     def open_files(self) -> int:
         """Of the process that serves it."""
         listening = [one for one in psutil.net_connections("tcp") if one.status == "LISTEN"]
-        return next(psutil.Process(one.pid).num_fds() for one in listening if one.laddr[1] == self.port)
+        return next(
+            psutil.Process(one.pid).num_fds() for one in listening if getattr(one.laddr, "port", 0) == self.port
+        )
 
     def ask(self, path: str, form: object = None, method: str | None = None, **headers: str) -> Answer:
         """One request, as it is given: `Sec_Fetch_Site` is the header Sec-Fetch-Site; Host is that of the UI."""
