@@ -192,8 +192,8 @@ OPTIONS = {  # of the web form and the command line
     "--document-tokens": Option("load.rag.document_tokens", "users of documents: length of each"),
     "--turns": Option("load.turns", "chat users: turns of a conversation"),
     "--abandon": Option(
-        "load.abandon", "chat users who leave: '0.05 after 3s' or '0.05 after 40 tokens'", _read_abandon, _write_abandon,
-        expected="a share of at most 100% and a time, such as '5% after 3s' or '0.05 after 40 tokens'",
+        "load.abandon", "chat users who leave: '0.05 after 3s' or '0.05 after 40 tokens'", _read_abandon,
+        _write_abandon, expected="a share of at most 100% and a time, such as '5% after 3s' or '0.05 after 40 tokens'",
     ),
     "--regenerate": Option("load.regenerate", "chat users: share of questions that are asked again"),
     "--think": Option(
@@ -210,7 +210,8 @@ OPTIONS = {  # of the web form and the command line
         _write_warmup, expected="a number of requests, or 'steady'",
     ),
     "--slos": Option(
-        "slos", "for goodput, such as 'ttft<=2s, tpot<=50ms'", _read_slos, expected="SLOs such as 'ttft<=2s, tpot<=50ms'"
+        "slos", "for goodput, such as 'ttft<=2s, tpot<=50ms'", _read_slos,
+        expected="SLOs such as 'ttft<=2s, tpot<=50ms'",
     ),
 }  # fmt: skip
 _OF_CLASSES = (  # options that a user class ignores unless its `uses` names them
