@@ -2,7 +2,6 @@
 
 import difflib
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -11,13 +10,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
-import msgspec
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from typer.core import TyperCommand
 
 from harness.errors import ExitCode, HarnessError, RunError, did_you_mean
+from harness.files import pretty_json
 from harness.redact import printable
 
 # Options that need another one, and those that exclude others, by parameter; a command may have only some of them.
@@ -233,6 +232,8 @@ ChecksOpt = Annotated[
     list[str] | None,
     typer.Option("--check", metavar="CHECK", help="A check in addition to the scenario's; may be repeated."),
 ]
+LoadOpt = Annotated[str | None, typer.Option(help="Which of the scenario's loads (default: the first).")]
+RepeatsOpt = Annotated[int | None, typer.Option(min=1, help="Override the scenario's repeats.")]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 BaselineOpt = Annotated[
     Path | None,
@@ -310,8 +311,8 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def print_json(data: Any) -> None:
-    """Print a struct, or a list of them, as indented JSON."""
-    print(msgspec.json.format(msgspec.json.encode(data), indent=2).decode())
+    """Print what msgspec can encode, indented."""
+    print(pretty_json(data).decode(), end="")
 
 
 def target_of(url: str | None, metrics_url: str | None = None, ca: Path | None = None) -> "Target | None":
@@ -386,17 +387,6 @@ def show(folder: Path, *, explain: bool = False, junit: Path | None = None) -> N
     if junit is not None:
         junit_xml.write(junit, junit_xml.render(summary, manifest))
     end_as(summary)
-
-
-def seconds_of(option: str, given: str) -> float:
-    """Seconds of a duration such as 30m or 2h. Raises HarnessError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d)", given.strip())
-    found = float(match[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}[match[2]] if match else 0.0
-    if not 0 < found < 1e9:
-        raise HarnessError(
-            f"{option}: a time above 0 with its unit is expected, got '{given}'", next_step="Write 30m, 2h or 90s."
-        )
-    return found
 
 
 def capacity_end(folder: Path, found: "CapacityReport") -> None:
