@@ -150,7 +150,6 @@ def scenario_path(given: Path | None) -> Path | None:
 
 
 def address(param: typer.CallbackParam, given: str | None) -> str | None:
-    """A server's address. Raises HarnessError."""
     from harness.prepare.experiment import check_url
 
     if given is not None:
@@ -159,7 +158,6 @@ def address(param: typer.CallbackParam, given: str | None) -> str | None:
 
 
 def authority(given: Path | None) -> Path | None:
-    """The file of --ca. Raises HarnessError."""
     from harness.trust import refuse_no_authority
 
     if given is not None:
@@ -177,7 +175,6 @@ def model_name(param: typer.CallbackParam, given: str | None) -> str | None:
 
 
 def worker_names(given: str | None) -> str | None:
-    """What --workers says. Raises HarnessError."""
     from harness.workers import parse_names
 
     if given is not None:
@@ -186,7 +183,6 @@ def worker_names(given: str | None) -> str | None:
 
 
 def listening_address(param: typer.CallbackParam, given: str | None) -> str | None:
-    """Host and port in a command line. Raises HarnessError."""
     from harness.workers import parse_address
 
     if given is not None:
@@ -195,7 +191,6 @@ def listening_address(param: typer.CallbackParam, given: str | None) -> str | No
 
 
 def root_folder(given: Path) -> Path:
-    """The folder of --root. Raises HarnessError."""
     from harness.machine.gpus import folder
 
     return folder(given)
@@ -311,7 +306,6 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def print_json(data: Any) -> None:
-    """Print what msgspec can encode, indented."""
     print(pretty_json(data).decode(), end="")
 
 

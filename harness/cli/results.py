@@ -384,7 +384,6 @@ class RunLine(msgspec.Struct, frozen=True, kw_only=True):
     reasons: "list[Reason]" = []
 
     def shown(self) -> tuple[str, ...]:
-        """The columns of `harness runs`."""
         from harness.reasons import sentence
 
         if self.started_wall_s is None:

@@ -81,7 +81,6 @@ class Running(msgspec.Struct, frozen=True):
 
     @property
     def is_over(self) -> bool:
-        """Whether its budget of time is spent."""
         return self.ends_s is not None and time.monotonic() > self.ends_s
 
     def salted(self, cell: str) -> str:
@@ -89,7 +88,6 @@ class Running(msgspec.Struct, frozen=True):
         return f"{cell}/{self.resumed}" if self.resumed else cell
 
     def log_path(self, cell: str) -> Path:
-        """Of the load generator."""
         return self.folder / "logs" / f"{cell}.locust.log"
 
 
@@ -164,7 +162,6 @@ def manifest_of(experiment: Experiment, cells: list[Cell], run_id: str, name: st
 
 
 def needs_docker(experiment: Experiment) -> bool:
-    """Whether the run starts containers."""
     servers = experiment.scenario.servers.values()
     in_container = experiment.target is None and any(server.container for server in servers)
     return in_container or experiment.scenario.generator == "container"

@@ -27,8 +27,6 @@ _Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]  # that an arr
 
 
 class TraceRow(NamedTuple):
-    """One request of a trace."""
-
     line: int  # of the file, from 1 on
     at_s: float  # seconds; the zero is the format's own
     prompt_tokens: int
