@@ -32,8 +32,7 @@ with atheris.instrument_imports(include=["harness", "yaml"]):
     from harness.failures.scan import explain_message, scan
     from harness.failures.table import patterns
     from harness.imports.write import FORMATS, read_file
-    from harness.load.exchange import Collector, Exchange, Failure
-    from harness.load.response import ResponseReader
+    from harness.load.exchange import Collector, Exchange, Failure, ResponseReader
     from harness.load.sse import EventTooLong, Parser
     from harness.paths import ROOT, SCENARIOS
     from harness.rundir.manifest import read_run

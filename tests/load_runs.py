@@ -63,6 +63,24 @@ def start_job(
     return start(folder, url, locustfile or job.load.user, *users, "--job", str(folder / "job.json"), *options)
 
 
+def driven(
+    folder: Path,
+    url: str,
+    load: Load,
+    warmup: Warmup | None = None,
+    *options: str,
+    locustfile: Path | None = None,
+    **job: object,
+) -> list[Request]:
+    """The records of a load that ends well, in the order of the sequence."""
+    folder.mkdir(exist_ok=True)
+    processes = ["--processes", str(load.processes)] if load.processes > 1 else []
+    made = make_job(folder, load, warmup, **job)
+    assert end(start_job(folder, url, made, *processes, *options, locustfile=locustfile)) == 0, log_of(folder)
+    ends_of(folder, load.processes)
+    return sorted(records_of(folder), key=lambda record: record.index)
+
+
 def end(process: "subprocess.Popen[str]") -> int:
     try:
         return process.wait(RUN_S)

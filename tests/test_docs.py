@@ -22,8 +22,8 @@ from harness.scenario import Scenario
 from harness.scenario.check_syntax import OPERATORS, UNITS
 from harness.scenario.file import load_scenario
 from harness.serve.template import templates, variables
+from harness.simulated.answer import KINDS
 from harness.simulated.engine import PRESETS, EngineConfig
-from harness.simulated.faults import KINDS
 from tests import faults
 from tests.command import harness
 

@@ -66,9 +66,7 @@ def tls(
         return
     signed = sign(tmp_path / "signed", "DNS:localhost")
     monkeypatch.setenv("SSL_CERT_FILE", str(signed.ca))
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(signed.certificate, signed.key)
-    yield context
+    yield signed.context()
 
 
 def refused(send: Send) -> Exchange:

@@ -28,15 +28,8 @@ MODELS = whole(b'{"data":[{"id":"m"}]}')
 KEY = "sk-of-the-user"
 FORM = {"user_count": "1", "spawn_rate": "1"}
 ROUTES = [
-    "/",
-    "/llm",
-    "/llm/page.js",
-    "/llm/live.json",
-    "/stats/requests",
-    "/logs",
-    "/assets/favicon-dark.png",
-    "/none",
-]
+    "/", "/llm", "/llm/page.js", "/llm/live.json", "/stats/requests", "/logs", "/assets/favicon-dark.png", "/none",
+]  # fmt: skip
 CHANGES = ["/swarm", "/stop", "/stats/reset", "/user"]
 
 

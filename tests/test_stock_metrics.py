@@ -26,9 +26,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from harness.analysis.summarize import summarize
 from harness.imports.write import run_of_records
 from harness.load.live_metrics import ALL, LiveNumbers, Observed, RequestCounter
-from harness.load.live_tables import html_section, text_table, whole_csv
-from harness.load.metrics_endpoint import LATENCIES, LoadSnapshot, exposition
-from harness.load.stock_output import PRINT_S, StockOutput, with_section
+from harness.load.live_outputs import (
+    LATENCIES,
+    PRINT_S,
+    LoadSnapshot,
+    StockOutput,
+    exposition,
+    html_section,
+    text_table,
+    whole_csv,
+    with_section,
+)
 from harness.rundir.records import read_requests
 from harness.scenario import Load, Scenario, Server
 from harness.scenario.check_syntax import parse_check

@@ -219,17 +219,9 @@ def test_who_does_not_belong_to_a_run_is_sent_home_and_garbage_is_left_out(
         tmp_path, model="simulated", loads={"l": {"user": "chat", "users": 2, "requests": 20, "output_tokens": 5}}
     )
     run = [
-        "run",
-        str(scenario),
-        "--url",
-        engine_process.url,
-        "--workers",
-        here,
-        "--bind",
-        f"127.0.0.1:{port}",
-        "--runs",
+        "run", str(scenario), "--url", engine_process.url, "--workers", here, "--bind", f"127.0.0.1:{port}", "--runs",
         str(tmp_path),
-    ]
+    ]  # fmt: skip
     with going(*run, cwd=tmp_path) as command:
         until(lambda: not is_free(port), within_s=20)
         log = next(tmp_path.glob("*/logs/*locust*"))
