@@ -62,6 +62,7 @@ class Problem(NamedTuple):
     path: str  # such as $.loads.chat.users, or below another one: .users; "": the whole file
     text: str
     line: int | None = None
+    keys: tuple[str, ...] = ()  # other keys next to this one on which it depends
 
     def __str__(self) -> str:
         line = "" if self.line is None else f" (line {self.line})"

@@ -78,11 +78,13 @@ def test_several_mistakes_at_once(tmp_path: Path) -> None:
     done = run(path)
     assert done.code == 1
     assert done.err == (
-        "error: small.yaml: 4 problems\n"
+        "error: small.yaml: 5 problems\n"
         "$.loads.Burst (line 11): 'Burst' is not a name: lower-case letters, digits and '-', at most 40\n"
         "$.loads.Burst.requests (line 13): a whole number is expected, got 'many'\n"
         "$.repeat (line 19): unknown key; did you mean 'repeats'?\n"
-        "$.seed (line 20): a whole number of at least 0 is expected, got -1\n" + CORRECT
+        "$.seed (line 20): a whole number of at least 0 is expected, got -1\n"
+        "$.loads.Burst.user (line 12): 'bach' is neither a user class that ships nor a .py file; "
+        "did you mean 'batch'?\n" + CORRECT
     )
 
 

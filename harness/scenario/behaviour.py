@@ -257,7 +257,7 @@ def behaviour_problems(think: Pause | None, think_s: list[float] | None, abandon
     if think_s is not None and (len(think_s) != 2 or think_s[0] > think_s[1]):
         yield Problem("think_s", f"two numbers are expected, the minimum and the maximum, got {think_s}")
     if think is not None and think_s is not None:
-        yield Problem("think", "give one of 'think' and 'think_s'")
+        yield Problem("think", "give one of 'think' and 'think_s'", keys=("think_s",))
     if abandon is not None and (abandon.after_s is None) == (abandon.after_tokens is None):
         yield Problem("abandon", "give exactly one of 'after_s' and 'after_tokens'")
 
@@ -306,7 +306,8 @@ def answer_problems(form: Structured) -> Iterator[Problem]:
     if (choice is None) == (form.json_schema is None):
         yield Problem("", "give exactly one of 'choice' and 'json_schema'")
     elif form.json_schema is not None and form.send == "grammar":
-        yield Problem(".send", "'grammar' is for a choice; a schema goes as 'response_format' or 'structured_outputs'")
+        text = "'grammar' is for a choice; a schema goes as 'response_format' or 'structured_outputs'"
+        yield Problem(".send", text)
     elif isinstance(choice, list) and (len(choice) < 2 or len(set(choice)) != len(choice)):
         yield Problem(".choice", f"two or more different texts are expected, got {choice}")
     elif isinstance(choice, list) and any(text != text.strip() or not text for text in choice):

@@ -39,6 +39,7 @@ from harness.scenario.plan import (
     mix_names,
     mix_problems,
     stage_problems,
+    stage_problems_of_load,
     with_mixes,
     with_stages,
 )
@@ -135,6 +136,10 @@ def read_scenario(path: Path) -> Read:
         if too_many := too_large(len(scenario.servers), len(scenario.loads), scenario.repeats):
             wrong.append(Problem("$", too_many))
     wrong += [Problem(f"$.{part}", "at least one is needed") for part in ("servers", "loads") if raw.get(part) == {}]
+    loads = raw.get("loads")
+    for name, load in loads.items() if isinstance(loads, dict) else ():
+        if isinstance(load, dict) and name not in decoded.loads:
+            wrong += [problem.below(f"$.loads.{name}.") for problem in _problems_of_faulty_load(load, path.parent)]
     wrong += _contradictions(written, path.parent, known)
     return Read(scenario, problems + once([problem.located(lines) for problem in wrong], scenario), lines, known)
 
@@ -179,6 +184,19 @@ def _right_parts(raw: dict[str, Any]) -> Scenario:
         elif (whole := decode(right | {"servers": {}, "loads": {}, key: value}, Scenario, {}, [])) is not None:
             right[key] = getattr(whole, key)
     return Scenario(**({"servers": {}, "loads": {}} | right))
+
+
+def _problems_of_faulty_load(raw: dict[str, Any], folder: Path) -> list[Problem]:
+    """Contradictions of a load that do not depend on its keys that cannot be decoded."""
+    problems: list[Problem] = []
+    decode(raw, Load, {}, problems)
+    bad = {re.split(r"[.\[]", problem.path.removeprefix("$."))[0] for problem in problems}
+    load = decode({key: value for key, value in raw.items() if key not in bad}, Load, {}, [])
+    if load is None:
+        return []
+    unsure = bad | {one for key in bad for one in difflib.get_close_matches(key, Load.__struct_fields__, n=1)}
+    found = [*_load_problems(load, folder), *(stage_problems_of_load(load) if load.stages else [])]
+    return [problem for problem in found if not unsure & {problem.path.partition(".")[0], *problem.keys}]
 
 
 # --- YAML
@@ -464,18 +482,22 @@ def _load_problems(load: Load, folder: Path) -> Iterator[Problem]:
     yield from behaviour_problems(load.think, load.think_s, load.abandon)
     yield from (problem.below("output_tokens") for problem in length_problems(load.output_tokens, folder))
     if load.trace is None and not load.stages and (load.requests is None) == (load.duration_s is None):
-        yield Problem("requests", "give exactly one of 'requests' and 'duration_s'")
+        keys = ("duration_s", "trace", "stages")
+        yield Problem("requests", "give exactly one of 'requests' and 'duration_s'", keys=keys)
     if load.abandon is not None and load.abandon.after_tokens is not None and not load.stream:
-        yield Problem("abandon.after_tokens", "without 'stream' an answer comes all at once; use 'after_s'")
+        text = "without 'stream' an answer comes all at once; use 'after_s'"
+        yield Problem("abandon.after_tokens", text, keys=("stream",))
     users = min((stage.users for stage in load.stages), default=load.users)
     if load.processes > users:
-        yield Problem("processes", f"{load.processes} load processes for {users} users; use at most one per user")
+        text = f"{load.processes} load processes for {users} users; use at most one per user"
+        yield Problem("processes", text, keys=("users", "stages"))
     if load.endpoint == "embeddings" and load.answer is not None:
         yield Problem("answer", "embeddings have no text to check; remove it")
     if load.in_flight is not None and load.batch_size is not None:
-        yield Problem("in_flight", "give one of 'batch_size' (bursts) and 'in_flight'")
+        yield Problem("in_flight", "give one of 'batch_size' (bursts) and 'in_flight'", keys=("batch_size",))
     if load.in_flight is not None and (load.think_s or load.think):
-        yield Problem("in_flight", "there is no pause when so many are always under way; remove 'think'")
+        text = "there is no pause when so many are always under way; remove 'think'"
+        yield Problem("in_flight", text, keys=("think",))
     if load.in_flight is not None and load.arrivals is not None:
         yield Problem("in_flight", "arrivals say when requests are sent; give one of the two")
     if load.trace is not None:
@@ -500,18 +522,19 @@ def _user_problems(load: Load, folder: Path) -> Iterator[Problem]:
         "rag": "a document goes before the question as a message; remove it",
     }
     if load.endpoint != "chat" and load.user in chat_only:
-        yield Problem("endpoint", chat_only[load.user])
+        yield Problem("endpoint", chat_only[load.user], keys=("user",))
     elif load.endpoint == "embeddings" and load.user == "chat":
-        yield Problem("endpoint", "a conversation needs answers; use 'user: batch'")
+        yield Problem("endpoint", "a conversation needs answers; use 'user: batch'", keys=("user",))
 
 
 def _trace_problems(load: Load, trace: Trace, folder: Path) -> Iterator[Problem]:
     for key in ("requests", "duration_s", "arrivals"):
         if getattr(load, key) is not None:
             advice = "" if key == "arrivals" else "; its window (from_s, to_s) and 'max_requests' say how much"
-            yield Problem(key, f"a trace says itself what is sent and when; remove it{advice}")
+            yield Problem(key, f"a trace says itself what is sent and when; remove it{advice}", keys=("trace",))
     if load.user in ("chat", "agent", "rag") or (load.batch_size or 1) > 1:
-        yield Problem("trace", "each of its rows is one request; use 'user: batch' without 'batch_size'")
+        text = "each of its rows is one request; use 'user: batch' without 'batch_size'"
+        yield Problem("trace", text, keys=("user", "batch_size"))
     if load.in_flight is not None:
         yield Problem("in_flight", "a trace says when requests are sent; remove it")
     if not (folder / trace.file).is_file():

@@ -210,10 +210,11 @@ def stage_problems(scenario: Scenario, written: Container[str]) -> Iterator[Prob
 def stage_problems_of_load(load: Load) -> Iterator[Problem]:
     """What contradicts the stages of a load; paths are below the load."""
     if len(load.stages) < 2:
-        yield Problem("stages", "two or more are expected; else give 'users' and 'duration_s'")
+        text = "two or more are expected; else give 'users' and 'duration_s'"
+        yield Problem("stages", text, keys=("users", "duration_s"))
     for key in ("requests", "duration_s", "arrivals", "trace"):
         if getattr(load, key) is not None:
-            yield Problem(key, "does not go with 'stages'; remove it")
+            yield Problem(key, "does not go with 'stages'; remove it", keys=("stages",))
     if load.users != 1:
         yield Problem("users", "each of the stages has its own; remove it")
 
