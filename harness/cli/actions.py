@@ -33,8 +33,7 @@ def run(
     url: cli.UrlOpt = None,
     ca: cli.CaOpt = None,
     metrics_url: Annotated[
-        str | None,
-        typer.Option(help="With --url: where its metrics are (default: URL/metrics).", callback=cli.address),
+        str | None, typer.Option(help="With --url: where its metrics are (default: URL/metrics).", callback=cli.address)
     ] = None,
     model: cli.ModelOpt = None,
     repeats: cli.RepeatsOpt = None,
@@ -64,8 +63,7 @@ def run(
         bool, typer.Option("--ui", help="Serve Locust's web UI instead of measuring; same as `harness live`.")
     ] = False,
     ui_port: Annotated[
-        int | None,
-        typer.Option(min=1, max=65535, help="With --ui: port of the web UI on 127.0.0.1 (default: 8089)."),
+        int | None, typer.Option(min=1, max=65535, help="With --ui: port of the web UI on 127.0.0.1 (default: 8089).")
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Explain the columns below the table.")] = False,
 ) -> None:
@@ -127,8 +125,7 @@ def capacity(
     ] = None,
     load: cli.LoadOpt = None,
     max_users: Annotated[
-        int,
-        typer.Option(min=1, max=100_000, help="Try no more users; of an open loop, tenths of the scenario's rate."),
+        int, typer.Option(min=1, max=100_000, help="Try no more users; of an open loop, tenths of the scenario's rate.")
     ] = 256,
     budget: Annotated[
         str, typer.Option(metavar="TIME", help="How long it may take in all, such as 30min or 2h.")
@@ -390,8 +387,7 @@ def clean(
         bool, typer.Option("--all", help="Also what a harness that lives, or may live, has started.")
     ] = False,
     caches: Annotated[
-        bool,
-        typer.Option("--caches", help="Also the caches (models, kernels), unless a harness may use them."),
+        bool, typer.Option("--caches", help="Also the caches (models, kernels), unless a harness may use them.")
     ] = False,
 ) -> None:
     """Remove the leftovers of a killed run: containers, networks and volumes that carry our label, nothing else."""

@@ -217,8 +217,7 @@ _SCENARIO = typer.Argument(
 )
 ScenarioArg = Annotated[Path, _SCENARIO]
 RunArg = Annotated[
-    Path,
-    typer.Argument(metavar="RUN", help="A run directory, or the id of a run.", autocompletion=run_ids),
+    Path, typer.Argument(metavar="RUN", help="A run directory, or the id of a run.", autocompletion=run_ids)
 ]
 ScenarioToResume = Annotated[Path | None, _SCENARIO]
 RunsDir = Annotated[Path, typer.Option(help="Where run directories are kept.", envvar="HARNESS_RUNS")]
@@ -231,15 +230,13 @@ LoadOpt = Annotated[str | None, typer.Option(help="Which of the scenario's loads
 RepeatsOpt = Annotated[int | None, typer.Option(min=1, help="Override the scenario's repeats.")]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 BaselineOpt = Annotated[
-    Path | None,
-    typer.Option(metavar="RUN", help="The run that checks call the baseline (default: the row)."),
+    Path | None, typer.Option(metavar="RUN", help="The run that checks call the baseline (default: the row).")
 ]
 AboutOpt = Annotated[
     str | None, typer.Option(metavar="KEY", help="The one manifest key in which the sides may differ.")
 ]
 UrlOpt = Annotated[
-    str | None,
-    typer.Option(help="Use a server that already runs, such as http://127.0.0.1:8000.", callback=address),
+    str | None, typer.Option(help="Use a server that already runs, such as http://127.0.0.1:8000.", callback=address)
 ]
 CaOpt = Annotated[
     Path | None,

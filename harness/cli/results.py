@@ -94,8 +94,7 @@ def compare(
         list[Path], typer.Argument(metavar="RUN...", help="Run directories or ids; the first is the baseline.")
     ],
     against: Annotated[
-        list[Path] | None,
-        typer.Option(help="A run of the other side; may be repeated. RUN... are then one group."),
+        list[Path] | None, typer.Option(help="A run of the other side; may be repeated. RUN... are then one group.")
     ] = None,
     about: cli.AboutOpt = None,
     across: Annotated[
@@ -302,8 +301,7 @@ def publish(
 @cli.command(short_help="Rank what is published, as one page.")
 def leaderboard(
     output: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="The HTML page (default: leaderboard.html in --results)."),
+        Path | None, typer.Option(metavar="FILE", help="The HTML page (default: leaderboard.html in --results).")
     ] = None,
     results: cli.ResultsDir = cli.RESULTS,
 ) -> None:
@@ -350,9 +348,7 @@ def import_(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files that another tool wrote; each a run.")],
     form: Annotated[
         str | None,
-        typer.Option(
-            "--format", help="vllm, guidellm, aiperf, genai-bench, lemonade, records (default: as the file shows)."
-        ),
+        typer.Option("--format", help="What wrote it, as docs/imports.md calls it (default: as the file shows)."),
     ] = None,
     machine: Annotated[
         str | None, typer.Option(help="Name of the machine that was measured; files do not say it.")

@@ -207,12 +207,7 @@ def _versions() -> dict[str, str]:
     own = [path for part in ("load", "workload") for path in sorted((harness / part).glob("*.py"))]
     own += [harness / "scenario" / f"{name}.py" for name in ("behaviour", "plan")]
     packages = {package: importlib.metadata.version(package) for package in MEASURING_PACKAGES}
-    return {
-        "amd-llm-load": __version__,
-        "load generator": digest(own),
-        "python": platform.python_version(),
-        **packages,
-    }
+    return {"amd-llm-load": __version__, "load generator": digest(own), "python": platform.python_version(), **packages}
 
 
 def digest(files: Sequence[Path]) -> str:
